@@ -105,7 +105,8 @@ def judge(
     checkpoint = weights.checkpoint
     start = time.monotonic()
     with progress_bars() as progress:
-        found = find_or_estimate(weights, Settings(calib=calib, device=options.device), progress)
+        settings = Settings(calib, device=options.device, rotate=options.method.rotate)
+        found = find_or_estimate(weights, settings, progress)
     if found.is_new:
         print(f"sensitivities: {time.monotonic() - start:.1f} s", file=sys.stderr)
     request = CalibrationRequest(calib, options.calib_samples)

@@ -23,7 +23,7 @@ def test_plan_announces_what_the_runtime_takes(tmp_path: Path, name: str) -> Non
     source = MODELS / name
     checkpoint, _ = open_headers(str(source), None)
     view = run_memory(make_plan(checkpoint.config, checkpoint.tensors, Recipe()))
-    convert(source, tmp_path / "out")
+    convert(source, tmp_path / "out", Recipe())
     opened = open_model(tmp_path / "out")
     packed = sum(scheme is not None for scheme in opened.schemes.values())
     small = sum(torch.Size(spec.shape).numel() for spec in opened.specs if not spec.quantizable) - (

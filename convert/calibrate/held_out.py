@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.original.layer import Layer, batches
+from lowbit.convert.plan.calibration_cost import STEP_TOKENS
 
-BATCH_TOKENS = 2048  # of a step
 SHARE = 16  # one window of so many
 
 
@@ -40,7 +40,7 @@ class Batches:
 
     def take(self, steps: int) -> Iterator[Tensor]:
         """Numbers of the windows of every step."""
-        size = max(1, BATCH_TOKENS // self.length)
+        size = max(1, STEP_TOKENS // self.length)
         generator = torch.Generator().manual_seed(0)
         order = torch.empty(0, dtype=torch.int64)
         for _ in range(steps):

@@ -22,10 +22,10 @@ from lowbit.convert.calibrate.held_out import Batches
 from lowbit.convert.calibrate.linear import Chosen
 from lowbit.convert.calibrate.windows import Windows
 from lowbit.convert.original.layer import Layer
+from lowbit.convert.plan.calibration_cost import AUTOROUND_STEPS
 from lowbit.formats.layout.rtn import SCALE_DTYPE
 from lowbit.formats.layout.scheme import Scheme
 
-STEPS = 200
 EDGE = 0.49
 POSITION_RATE = 5e-4  # of p, in codes a step; falls to zero
 SCALE_RATE = 2e-3  # of a; falls to zero
@@ -113,13 +113,13 @@ def learn_rounding(
         pool: of `alone_on_threads`.
     """
     length = windows.hidden.shape[1]
-    for number, batch in enumerate(Batches(windows.learned, length).take(STEPS)):
+    for number, batch in enumerate(Batches(windows.learned, length).take(AUTOROUND_STEPS)):
         target = windows.original[batch].to(device)
         layer.put({name: linear.weight() for name, linear in linears.items()})
         x = windows.hidden[batch].to(device)
         _, gradients = layer_gradient(layer, linears, x, partial(_minus, target), pool)
         for name, gradient in gradients.items():
-            linears[name].step(gradient, 1 - number / STEPS)
+            linears[name].step(gradient, 1 - number / AUTOROUND_STEPS)
 
 
 def _minus(target: Tensor, out: Tensor, part: slice) -> Tensor:

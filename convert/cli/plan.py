@@ -60,7 +60,7 @@ def plan(
     from lowbit.convert.cli.tables import plan as render
     from lowbit.convert.cli.target import meet_target
     from lowbit.convert.original.device import open_device
-    from lowbit.convert.pipeline.estimate import estimate, open_headers
+    from lowbit.convert.pipeline.estimate import automatic_plan, estimate, open_headers
     from lowbit.convert.plan.lookup import Settings
     from lowbit.convert.plan.plan import make_plan
     from lowbit.formats.hub.locate import locate
@@ -76,13 +76,10 @@ def plan(
         with progress_bars(quiet=as_json) as progress:
             original = open_checkpoint(locate(source, revision).folder)
             plan = meet_target(original, made, target, settings, max_shard_size, progress, told)
-    ahead = estimate(
-        checkpoint,
-        plan,
-        automatic=recipe["method"] == AUTO,
-        device=place,
-        request=CalibrationRequest(calib, calib_samples, calib_length, calib_chat),
-    )
+    request = CalibrationRequest(calib, calib_samples, calib_length, calib_chat)
+    if recipe["method"] == AUTO:
+        plan = automatic_plan(checkpoint, plan, place, request)
+    ahead = estimate(checkpoint, plan, place, request)
     if as_json:
         print_json(render.plan_json(source, ahead, other_bytes))
     else:

@@ -120,7 +120,7 @@ def quantize(
     from lowbit.convert.original.answers import check_answers
     from lowbit.convert.original.device import open_device
     from lowbit.convert.pipeline.conversion import Job, carry_out
-    from lowbit.convert.pipeline.estimate import earlier_method, estimate
+    from lowbit.convert.pipeline.estimate import automatic_plan, estimate
     from lowbit.convert.pipeline.existing import ExistingResult, can_continue, find_existing
     from lowbit.convert.pipeline.origin import remember
     from lowbit.convert.plan.lookup import Settings
@@ -142,10 +142,6 @@ def quantize(
     made, automatic = make_recipe(**recipe), recipe["method"] == AUTO
     if not (automatic or made.method.calibrated):
         _check_calibration(calib, target)
-    if target is not None and _given("group_size"):
-        raise click.UsageError(
-            "--group-size has no effect with a target, which chooses group sizes; use --bits."
-        )
     texts = reporting.read_texts(eval_texts) if report else ()
     check_gate(gate, texts)
     continues = can_continue(out, overwrite, report, repo is not None)
@@ -162,19 +158,14 @@ def quantize(
         else:
             settings = Settings(calib=calib, device=device)
             plan = meet_target(checkpoint, made, target, settings, max_shard_size, progress, told)
-        ahead = estimate(
-            checkpoint,
-            plan,
-            automatic=automatic,
-            device=place,
-            request=calibration,
-            begun=earlier_method(out, plan.recipe) if automatic else None,
-        )
+        if automatic:
+            plan = automatic_plan(checkpoint, plan, place, calibration)
+        ahead = estimate(checkpoint, plan, place, calibration)
         if report:
             check_answers(plan.config, source)
         if not ahead.method.calibrated:
             _check_calibration(calib, target)
-        job = Job(location, checkpoint, ahead.plan, place, calibration, draft_text)
+        job = Job(location, checkpoint, plan, place, calibration, draft_text)
         done = find_existing(job, out, overwrite, progress) if continues else None
         if done is None:
             conversion = carry_out(

@@ -24,6 +24,7 @@ from lowbit.convert.pipeline.draft_head import (
     record_of,
     write_draft_head,
 )
+from lowbit.convert.pipeline.estimate import automatic_plan
 from lowbit.convert.pipeline.folder import (
     check_apart,
     check_output,
@@ -165,8 +166,9 @@ def convert(
     Args:
         source: folder, or Hub id.
         out: folder to create.
-        recipe: INT4 g128 with an INT8 head, rounded to nearest, where left out; the method is
-            never chosen here, as `--method auto` of the command does.
+        recipe: INT4 g128 with an INT8 head, by the method that the command chooses, where left
+            out; `automatic_plan` chooses it for other recipes, which round to nearest unless
+            they name a method.
         revision: branch, tag or commit of a Hub id.
         device: `cpu` or `cuda`; round-to-nearest gives the same bytes on both.
         max_ram: resident memory not to exceed, in bytes; by default 2 GB, or 0.5 GB beyond what
@@ -190,6 +192,8 @@ def convert(
     checkpoint = open_checkpoint(location.folder)
     plan = make_plan(checkpoint.config, checkpoint.tensors, recipe or Recipe(), max_shard_bytes)
     request = calibration or CalibrationRequest()
+    if recipe is None:
+        plan = automatic_plan(checkpoint, plan, target, request)
     job = Job(location, checkpoint, plan, target, request, draft_text)
     return carry_out(job, Path(out), max_ram=max_ram, overwrite=overwrite, progress=progress)
 
@@ -220,8 +224,7 @@ def carry_out(
     partial = partial_of(place)
     partial.mkdir(parents=True, exist_ok=True)
     digest = plan.digest() if session is None else session.digest
-    method = str(plan.recipe.method)
-    with open_journal(partial, digest, overwrite, files, OTHER_WORK, method) as journal:
+    with open_journal(partial, digest, overwrite, files, OTHER_WORK) as journal:
         prepare_shards(plan, partial)
         calibrated = None if session is None else session.run(partial, report)
         kept = _still_valid(journal, plan, checkpoint, partial, report)

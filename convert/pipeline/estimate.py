@@ -10,30 +10,26 @@ from lowbit.convert.calibrate.session import SAMPLES, CalibrationRequest
 from lowbit.convert.original.calibration_text import bundled_texts
 from lowbit.convert.original.rotation import held_bytes, why_not_rotated
 from lowbit.convert.pipeline.folder import check_small_files, passed_through
-from lowbit.convert.pipeline.journal import begun_method
-from lowbit.convert.pipeline.place import partial_of, place_of
 from lowbit.convert.plan.calibration_cost import (
     Memory,
     Windows,
+    calibration_flops,
     calibration_memory,
     calibration_seconds,
     shapes_of,
 )
 from lowbit.convert.plan.choice_of_method import (
     GPTQ,
-    WEIGHTED,
     Gain,
     automatic_method,
-    best_gptq,
     gain_of,
     methods,
     needs_no_calibration,
 )
 from lowbit.convert.plan.matmul_rate import matmul_rate
 from lowbit.convert.plan.memory import block_elements, peak_estimate
-from lowbit.convert.plan.method import RTN, Method
+from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.plan import Plan, with_method
-from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.architectures import part_of, read_config, tensor_table
 from lowbit.formats.architectures.footprint import (
     DEFAULT_CONTEXT,
@@ -41,11 +37,9 @@ from lowbit.formats.architectures.footprint import (
     state_bytes,
     state_count,
 )
-from lowbit.formats.errors import LowbitError
 from lowbit.formats.generation import load_generation_config
 from lowbit.formats.hub.ids import hub_id
 from lowbit.formats.hub.locate import locate, remote_headers
-from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.machine.cores import core_count
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 
@@ -125,35 +119,22 @@ class RunMemory:
 
 
 def estimate(
-    source: Checkpoint,
-    plan: Plan,
-    *,
-    automatic: bool,
-    device: torch.device,
-    request: CalibrationRequest,
-    begun: Method | None = None,
+    source: Checkpoint, plan: Plan, device: torch.device, request: CalibrationRequest
 ) -> Estimate:
-    """Estimate a planned conversion, and settle its method.
+    """Estimate a planned conversion.
 
     Args:
         source: headers of the original.
         plan: made of them.
-        automatic: choose the method; the plan's own, which does not rotate, is not looked at.
         device: where to compute.
         request: the calibration text.
-        begun: the method of an earlier run that this one may continue. On a CPU the choice depends
-            on a measured speed, which would otherwise decide whether work can be taken up again.
-
-    Raises:
-        LowbitError: a calibration text whose size cannot be told.
     """
-    config, tensors, recipe = source.config, source.tensors, plan.recipe
+    config, tensors, used = source.config, source.tensors, plan.recipe.method
     sizes = read_config(config)
-    context, experts = sizes.max_position_embeddings, sizes.experts is not None
-    windows = expected_windows(request, context, device.type)
+    windows = expected_windows(request, sizes.max_position_embeddings, device.type)
     if sizes.block_drafts is not None:  # it is rounded to nearest
         seconds = _rounding_seconds(sum(plan.parameters.values()), device.type)
-        rounded = MethodCost(recipe.method, seconds, None)
+        rounded = MethodCost(used, seconds, None)
         return Estimate(plan, device, windows, (rounded,), "it is a drafter")
     shapes = shapes_of(tensor_table(config, tensors), plan.schemes, sizes.experts)
     rate = matmul_rate(device, *shapes.largest)
@@ -169,17 +150,38 @@ def estimate(
         return MethodCost(method, rounding + seconds, memory)
 
     obstacle = why_not_rotated(config, plan.schemes, tensors)
-    rotatable = obstacle is None
-    costs = [cost(method) for method in methods(rotatable, experts)]
-    if automatic:
-        seconds = cost(GPTQ).seconds
-        method = automatic_method(plan.schemes, device.type, seconds, rotatable, experts)
-        if device.type == "cpu" and method != RTN and begun in (WEIGHTED, best_gptq(rotatable)):
-            method = begun
-        plan = with_method(plan, config, tensors, method)
-    elif all(recipe.method != row.method for row in costs):
-        costs.append(cost(recipe.method))
-    return Estimate(plan, device, windows, tuple(costs), obstacle)
+    shown = methods(obstacle is None, sizes.experts is not None)
+    others = () if used in shown else (used,)
+    costs = tuple(cost(method) for method in (*shown, *others))
+    return Estimate(plan, device, windows, costs, obstacle)
+
+
+def automatic_plan(
+    source: Checkpoint, plan: Plan, device: torch.device, request: CalibrationRequest
+) -> Plan:
+    """A plan with the method that `auto` stands for; a drafter's is left as it is.
+
+    Args:
+        source: headers of the original.
+        plan: made of them; its method, which does not rotate, is not looked at.
+        device: where to compute.
+        request: the calibration text.
+    """
+    config, tensors = source.config, source.tensors
+    sizes = read_config(config)
+    if sizes.block_drafts is not None:
+        return plan
+    windows = expected_windows(request, sizes.max_position_embeddings, device.type)
+    shapes = shapes_of(tensor_table(config, tensors), plan.schemes, sizes.experts)
+    method = automatic_method(
+        plan.schemes,
+        device.type,
+        calibration_flops(shapes, GPTQ, windows),
+        core_count(),
+        why_not_rotated(config, plan.schemes, tensors) is None,
+        sizes.experts is not None,
+    )
+    return with_method(plan, config, tensors, method)
 
 
 def open_headers(source: str, revision: str | None) -> tuple[Checkpoint, int]:
@@ -201,11 +203,12 @@ def open_headers(source: str, revision: str | None) -> tuple[Checkpoint, int]:
     return checkpoint, sum((folder / name).stat().st_size for name in names)
 
 
-def peak_ram(plan: Plan) -> int:
-    """Resident bytes of a conversion at most, its calibration aside."""
-    held = held_bytes(plan.rotated, {step.source.name: step.source for step in plan.steps}, "cpu")
-    elements = block_elements(None, core_count(), torch.device("cpu"), held)
-    return peak_estimate(elements, core_count(), held)
+def peak_ram(plan: Plan, device: torch.device) -> int:
+    """Resident bytes of a conversion on a device at most, its calibration aside."""
+    tensors = {step.source.name: step.source for step in plan.steps}
+    held = held_bytes(plan.rotated, tensors, device.type)
+    elements = block_elements(None, core_count(), device, held)
+    return peak_estimate(elements, core_count(), held, device.type)
 
 
 def run_memory(plan: Plan) -> RunMemory:
@@ -229,29 +232,6 @@ def expected_windows(request: CalibrationRequest, context: int, device: str) -> 
     tokens = max(2, math.ceil(size / BYTES_A_TOKEN))
     length = min(request.length, context, tokens)
     return Windows(min(request.samples or SAMPLES[device], tokens // length), length)
-
-
-def earlier_method(out: Path, recipe: Recipe) -> Method | None:
-    """The method of an earlier conversion at `out`, whole or interrupted.
-
-    Args:
-        out: folder of the command.
-        recipe: of the command; a whole conversion by another recipe, its method aside, is none.
-
-    Returns:
-        None where there is none that can be read; whoever writes there will say why.
-    """
-    try:
-        place = place_of(out)
-        manifest = read_manifest(place)
-        if manifest is None:
-            name = begun_method(partial_of(place))
-        else:
-            asked = {**recipe.to_json(), "method": manifest.recipe.get("method")}
-            name = asked["method"] if manifest.recipe == asked else None
-        return None if name is None else Method.parse(name)
-    except LowbitError:
-        return None
 
 
 def _rounding_seconds(weights: int, device: str) -> float:

@@ -15,7 +15,6 @@ from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
 from lowbit.convert.plan.cache import cache_file, check_file, hash_weights, write_file
-from lowbit.convert.plan.rounding import RULE
 from lowbit.convert.plan.sensitivities import SCHEMA, Row, Sensitivities, read_sensitivities
 from lowbit.convert.plan.sensitivity import DRAWS, estimate
 from lowbit.convert.plan.sets import GROUPS, Choice, choices_of, fused_sets
@@ -23,6 +22,7 @@ from lowbit.formats.architectures.names import any_expert
 from lowbit.formats.errors import FormatError, QuantizationError, ResourceError
 from lowbit.formats.files.atomic import attempt
 from lowbit.formats.layout.quantization_config import method_of
+from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, Checkpoint, open_checkpoint
 from lowbit.formats.safetensors.hashing import hash_file
 
@@ -41,12 +41,16 @@ class Settings:
         windows: windows of the text, evenly spread over it.
         groups: group sizes to choose from.
         device: `cpu` or `cuda`.
+        rule: by which scales are chosen.
+        rotate: True for the model with its residual stream rotated.
     """
 
     calib: Path | None = None
     windows: int = WINDOWS
     groups: tuple[int, ...] = GROUPS
     device: str = "cpu"
+    rule: ScaleRule = "signed"
+    rotate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +78,13 @@ def find_or_estimate(
 ) -> Found:
     """Look up, or compute, the cost of each precision of each fused set of an original.
 
-    The cache knows them by all that they depend on: weights, configuration, text, group sizes,
-    method and versions. The device is not part of that: devices differ by rounding alone.
+    The cache knows them by all that they depend on: weights, rotation, configuration, text, group
+    sizes, scale rule and versions. The device is not part of that: devices differ by rounding
+    alone.
 
     Args:
-        weights: of the original.
-        settings: text, windows, group sizes and device.
+        weights: of the original, not rotated.
+        settings: text, windows, group sizes, device, scale rule and rotation.
         progress: called with ("source" or "sensitivity", done, in all).
         note: told before the computation that it begins.
 
@@ -91,7 +96,7 @@ def find_or_estimate(
     choices = choices_of(sets, settings.groups)
     folder = weights.checkpoint.folder
     text = read_calibration(settings.calib, folder, length=WINDOW, limit=settings.windows)
-    identity = _identity(weights, text, progress)
+    identity = _identity(weights, text, settings, progress)
     path = cache_file({**identity, "schema": SCHEMA, "groups": sorted(settings.groups)})
     if path.exists():
         return Found(read_sensitivities(path), path, is_new=False)
@@ -105,7 +110,8 @@ def find_or_estimate(
             f"computing the sensitivity of {len(sets)} sets at {len(choices)} precisions on "
             f"{text.samples.numel():,} tokens of {text.name}"
         )
-    rows = rows_of(choices, _estimate(weights, choices, text, device, progress))
+    read = weights.rotated() if settings.rotate else weights
+    rows = rows_of(choices, _estimate(read, choices, text, device, progress, settings.rule))
     found = Sensitivities(**identity, device=device.type, rows=rows)
     failure = attempt(lambda: write_file(path, found.to_bytes()))
     return Found(found, path, is_new=True, failure=failure)
@@ -174,6 +180,7 @@ def _estimate(
     text: CalibrationText,
     device: torch.device,
     progress: Progress,
+    rule: ScaleRule,
 ) -> list[float]:
     with torch.no_grad(), without_advice():
         return estimate(
@@ -182,10 +189,13 @@ def _estimate(
             text.samples,
             device,
             lambda done, total: progress("sensitivity", done, total),
+            rule,
         )
 
 
-def _identity(weights: Weights, text: CalibrationText, progress: Progress) -> dict[str, Any]:
+def _identity(
+    weights: Weights, text: CalibrationText, settings: Settings, progress: Progress
+) -> dict[str, Any]:
     """Identity of a measurement, less the choices."""
     import transformers
 
@@ -201,7 +211,8 @@ def _identity(weights: Weights, text: CalibrationText, progress: Progress) -> di
         "window": window,
         "windows": windows,
         "draws": DRAWS,
-        "scale_rule": RULE,
+        "scale_rule": settings.rule,
+        "rotated": settings.rotate,
     }
 
 

@@ -62,8 +62,16 @@ def block_elements(max_ram: int | None, workers: int, device: torch.device, held
     return elements
 
 
-def peak_estimate(elements: int, workers: int, held: int = 0) -> int:
-    """Resident bytes a conversion in blocks of `elements` weights needs at most."""
-    return (
-        resident_bytes() + SLACK_BYTES + held + elements * (QUEUED_BYTES + workers * WORKER_BYTES)
-    )
+def peak_estimate(elements: int, workers: int, held: int = 0, device: str = "cpu") -> int:
+    """Resident bytes a conversion in blocks of `elements` weights needs at most.
+
+    Args:
+        elements: of `block_elements`, which has made CUDA ready.
+        workers: threads that quantize.
+        held: bytes that a rotation needs beside the blocks.
+        device: `cpu` or `cuda`.
+    """
+    on_gpu = device == "cuda"
+    slack = SLACK_BYTES + (CUDA_SLACK_BYTES if on_gpu else 0)
+    each = QUEUED_BYTES + workers * (CUDA_WORKER_BYTES if on_gpu else WORKER_BYTES)
+    return resident_bytes() + slack + held + elements * each

@@ -103,7 +103,7 @@ class Recipe:
             or `drop` to leave it out; only None and `bf16` suit a model without one.
         overrides: applied in order, the last match wins.
         drop_vision: leave the vision tower out instead of taking it along.
-        method: how codes are chosen.
+        method: how codes are chosen; rounded to nearest unless named.
         draft_vocabulary: rows of the draft head, 0 for none; None for as many as suit the model.
     """
 

@@ -13,7 +13,7 @@ from lowbit.formats.files.user_file import read_user_file
 from lowbit.formats.layout.records import parse_object, record
 from lowbit.formats.layout.scheme import GROUP_SIZES, Scheme
 
-SCHEMA = 2  # 1 held the KL of one quantized model a row
+SCHEMA = 3  # 1 held the KL of one quantized model a row; 2 was of unrotated models alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,7 @@ class Sensitivities:
         windows: number of windows taken of the text.
         draws: tokens drawn from the model's distribution at each position.
         scale_rule: rule by which scales were chosen.
+        rotated: True where they are of the model with its residual stream rotated.
         rows: in the order of the forward pass.
     """
 
@@ -78,7 +79,13 @@ class Sensitivities:
     windows: int
     draws: int
     scale_rule: str
+    rotated: bool
     rows: tuple[Row, ...]
+
+    @property
+    def conditions(self) -> str:
+        """`the rotated model, signed scales`."""
+        return f"the {'rotated' if self.rotated else 'unrotated'} model, {self.scale_rule} scales"
 
     def to_json(self) -> dict[str, Any]:
         """Content of the file; infinity becomes null."""

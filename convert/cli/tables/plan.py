@@ -68,7 +68,7 @@ def plan(source: str, ahead: Estimate, other_bytes: int) -> None:
     groups = smaller_groups(made)
     if groups is not None:
         console.print(groups)
-    console.print(f"peak RAM of the conversion: at most {size(peak_ram(made))}")
+    console.print(f"peak RAM of the conversion: at most {size(peak_ram(made, ahead.device))}")
     console.print(methods(ahead))
     run = run_memory(made)
     console.print(
@@ -121,7 +121,7 @@ def plan_json(source: str, ahead: Estimate, other_bytes: int) -> dict[str, Any]:
         "parameters": dict(made.parameters),
         "draft_rows": made.draft_rows,
         "draft_bytes": made.draft_bytes,
-        "peak_ram_bytes": peak_ram(made),
+        "peak_ram_bytes": peak_ram(made, ahead.device),
         "prospect": methods_json(ahead),
         "smaller_groups": smaller_groups(made),
         "dequantized_for_gptq_and_awq": one_scheme_misfits(made),

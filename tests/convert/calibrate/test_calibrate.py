@@ -40,10 +40,10 @@ class _StopError(Exception):
 @pytest.fixture(autouse=True)
 def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training long enough to help, short enough to wait for."""
-    monkeypatch.setattr(learned, "STEPS", 12)
-    monkeypatch.setattr(distill, "STEPS", 5)
-    monkeypatch.setattr(distilled, "STEPS", 5)
-    monkeypatch.setattr(held_out, "BATCH_TOKENS", 4 * LENGTH)
+    monkeypatch.setattr(learned, "AUTOROUND_STEPS", 12)
+    monkeypatch.setattr(distill, "DISTILL_STEPS", 5)
+    monkeypatch.setattr(distilled, "DISTILL_STEPS", 5)
+    monkeypatch.setattr(held_out, "STEP_TOKENS", 4 * LENGTH)
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +87,7 @@ def test_another_command_leaves_finished_layers_alone(
     if other == "export":
         convert(short, tmp_path / "packed", Recipe(head="bf16"))
     commands: dict[str, Callable[[], object]] = {
-        "recipe": lambda: convert(short, out),
+        "recipe": lambda: convert(short, out, Recipe()),
         "calibration": lambda: convert(
             short, out, gptq, calibration=CalibrationRequest(text, 3, LENGTH)
         ),
@@ -99,7 +99,7 @@ def test_another_command_leaves_finished_layers_alone(
     assert ("--overwrite" in caught.value.hint) == (other != "export")
     assert layers.items() <= {p.name: p.read_bytes() for p in partial_of(out).iterdir()}.items()
     if other == "recipe":
-        done = convert(short, out, overwrite=True)
+        done = convert(short, out, Recipe(), overwrite=True)
         assert not list(done.folder.glob(f"{PREFIX}*"))
 
 
@@ -310,7 +310,7 @@ def test_a_rotated_file_is_a_plain_checkpoint(calibrated: Make, short: Path, cli
     ]
     [made] = [row for row in done.weights if row.name == found.name]
     assert found.relative_l2 == pytest.approx(made.relative_l2, rel=1e-6)
-    plain = convert(short, done.folder.with_name("plain"))
+    plain = convert(short, done.folder.with_name("plain"), Recipe())
     exported = export(done.folder, done.folder.with_name("exported"), "gptq", dequantize=True)
     [again] = [r for r in measure_weights(short, exported.folder) if r.name == found.name]
     assert again.relative_l2 == pytest.approx(found.relative_l2, rel=1e-2)  # FP16 scales

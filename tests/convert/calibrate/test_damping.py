@@ -1,12 +1,16 @@
 """Damping chosen on windows held out, judged on inputs that neither choice has seen."""
 
+import pytest
 import torch
 from torch import Tensor
 
+from lowbit.convert.calibrate import moments as calibrate_moments
 from lowbit.convert.calibrate.damping import DAMPINGS, fitting_factor
 from lowbit.convert.calibrate.gptq import factorize
 from lowbit.convert.calibrate.linear import gptq
-from lowbit.convert.calibrate.moments import Moments, quieted
+from lowbit.convert.calibrate.moments import Moments, measure, quieted
+from lowbit.convert.calibrate.windows import Windows
+from lowbit.convert.original.layer import Layer, batches
 from lowbit.formats.layout.scheme import Scheme
 
 K, SCHEME = 128, Scheme(4, 32)
@@ -68,7 +72,36 @@ def test_no_token_is_louder_than_the_median() -> None:
     x = torch.randn(101, K, generator=torch.Generator().manual_seed(8))
     x[0] *= 1000
     x[1] = 0
-    power = (x * quieted(x)).square().sum(1)
+    power = (x * quieted(x, 101)).square().sum(1)
     torch.testing.assert_close(power.max(), x.square().sum(1).median())
     below = x.square().sum(1) < power.max()
-    assert torch.equal(x[below], (x * quieted(x))[below])
+    assert torch.equal(x[below], (x * quieted(x, 101))[below])
+
+
+def test_tokens_are_compared_with_those_around_them_alone() -> None:
+    x = torch.randn(200, K, generator=torch.Generator().manual_seed(8))
+    x[100:] *= 1000
+    apart = torch.cat([quieted(x[:100], 100), quieted(x[100:], 100)])
+    assert torch.equal(quieted(x, 100), apart)
+    assert not torch.equal(quieted(x, 200), apart)
+
+
+@pytest.mark.parametrize("length", [384, 512, 2000, 4096, 10_000])
+def test_moments_do_not_depend_on_the_batches_of_a_device(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer that is one linear, on batches as a CPU and as a GPU takes them."""
+    module = torch.nn.ModuleDict({"proj": torch.nn.Linear(8, 8, bias=False)})
+    module.forward = lambda hidden: module["proj"](hidden)  # type: ignore[method-assign]
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(24_000 // length + 1, length, 8, generator=generator)
+    hidden *= torch.rand(len(hidden), 1, 1, generator=generator) * 100  # loud and quiet windows
+    windows, own = Windows(hidden, hidden, len(hidden)), Layer(module, {})
+    cpu = torch.device("cpu")
+    expected, _ = measure(own, own, "proj", windows, cpu, None)
+    on_gpu = batches(hidden, torch.device("cuda"))
+    monkeypatch.setattr(calibrate_moments, "batches", lambda states, device: on_gpu)
+    found, _ = measure(own, own, "proj", windows, cpu, None)
+    torch.testing.assert_close(found.H, expected.H, rtol=1e-4, atol=1e-3)
+    assert sum(part.stop - part.start for part in on_gpu) == len(hidden)
+    assert max(part.stop - part.start for part in on_gpu) * length <= max(8192, length)

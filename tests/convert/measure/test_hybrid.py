@@ -27,7 +27,7 @@ def hybrid() -> Path:
 def test_figures_equal_those_of_the_whole_model(
     hybrid: Path, tmp_path: Path, stories: str, measure: "Measure", whole_logits: "WholeLogits"
 ) -> None:
-    done = convert(hybrid, tmp_path / "out")
+    done = convert(hybrid, tmp_path / "out", Recipe())
     text = stories[:CHARACTERS]
     windows = tokenize(hybrid, [Text("test", "test", text)], 4096)[0].windows
     assert windows.shape == (2, 512)

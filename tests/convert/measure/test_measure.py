@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.convert import convert
+from lowbit.convert import Recipe, convert
 from lowbit.convert.measure import measure as measure_module
 from lowbit.convert.measure.measure import Measured
 from lowbit.convert.original.evaluation_text import Text, default_texts, tokenize
@@ -32,7 +32,7 @@ def texts(stories: str) -> dict[str, str]:
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """An original and its INT4 form."""
     source = Path(__file__).parents[3] / "examples/models" / request.param
-    return [source, convert(source, tmp_path_factory.mktemp("pair") / "packed").folder]
+    return [source, convert(source, tmp_path_factory.mktemp("pair") / "packed", Recipe()).folder]
 
 
 @pytest.fixture(scope="module")

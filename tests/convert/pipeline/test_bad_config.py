@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lowbit.convert import convert
+from lowbit.convert import Recipe, convert
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli, Hashes, MakeModel
@@ -45,7 +45,7 @@ GENERATION: dict[str, tuple[dict[str, Any], str]] = {
 def made(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel") -> Path:
     """A folder with a model and its conversion."""
     folder = tmp_path_factory.mktemp("made")
-    convert(make_model(folder / "source"), folder / "packed")
+    convert(make_model(folder / "source"), folder / "packed", Recipe())
     return folder
 
 

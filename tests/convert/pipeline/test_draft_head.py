@@ -96,7 +96,7 @@ def test_rows_of_a_rotated_head_are_in_its_basis(tmp_path: Path) -> None:
 
 
 def test_other_tools_load_the_folder_as_without(hybrid: Path, made: Path, tmp_path: Path) -> None:
-    plain = convert(hybrid, tmp_path / "plain").folder
+    plain = convert(hybrid, tmp_path / "plain", Recipe()).folder
     assert (plain / "model.safetensors").read_bytes() == (made / "model.safetensors").read_bytes()
     assert (plain / "config.json").read_bytes() == (made / "config.json").read_bytes()
     assert [path.name for path in made.glob("*.safetensors")] == ["model.safetensors"]
@@ -155,7 +155,7 @@ def test_counted_on_another_text(hybrid: Path, made: Path, tmp_path: Path) -> No
     assert verify_folder(folder, str(hybrid), quiet).derived
     assert difference(made, folder, quiet).others == (DRAFT_FILE,)
     with pytest.raises(QuantizationError, match="counted for a draft head, and there is none"):
-        convert(hybrid, tmp_path / "none", draft_text=text)
+        convert(hybrid, tmp_path / "none", Recipe(), draft_text=text)
 
 
 def test_replacing_and_going_on(hybrid: Path, copied: Path, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_replacing_and_going_on(hybrid: Path, copied: Path, tmp_path: Path) -> N
     head = open_draft_head(folder, json.loads((folder / "config.json").read_text()))
     assert head is not None
     assert len(head.ids) == 50
-    folder = convert(hybrid, copied, overwrite=True).folder
+    folder = convert(hybrid, copied, Recipe(), overwrite=True).folder
     assert not (folder / "draft").exists()
     assert not partial.exists()
 
@@ -194,7 +194,7 @@ def test_changed_draft_heads_are_noticed(hybrid: Path, copied: Path) -> None:
 
 
 def test_an_unlisted_draft_head(hybrid: Path, made: Path, tmp_path: Path) -> None:
-    plain = convert(hybrid, tmp_path / "plain").folder
+    plain = convert(hybrid, tmp_path / "plain", Recipe()).folder
     shutil.copytree(made / "draft", plain / "draft")
     with pytest.raises(FormatError, match=r"`draft/head\.safetensors` is not listed"):
         verify_folder(plain, None, quiet)

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from lowbit.convert import Override, Recipe, convert
 from lowbit.convert.pipeline.estimate import open_headers, peak_ram
 from lowbit.convert.plan.memory import resident_bytes
+from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.plan import Plan, make_plan
 from lowbit.convert.plan.readers import runtime_verdict, vllm_verdict
 from lowbit.formats.errors import LowbitError
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 SHARDS = ("one.safetensors", "two.safetensors")
 LIMIT = 200_000
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -46,7 +49,29 @@ def test_what_it_says_is_what_happens(source: Path, tmp_path: Path) -> None:
     assert open_headers(str(source), None)[1] == other_bytes
     assert vllm_verdict(plan) == []
     assert runtime_verdict(plan) is None
-    assert 200e6 < peak_ram(plan) <= resident_bytes() + 0.5e9
+    assert 200e6 < peak_ram(plan, CPU) <= resident_bytes() + 0.5e9
+
+
+def test_the_peak_is_that_of_the_device(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a GPU are larger, and its workers and libraries take other memory."""
+    asked = []
+
+    def elements(limit: None, workers: int, device: torch.device, held: int) -> int:
+        asked.append((device.type, held))
+        return 1 << 20
+
+    monkeypatch.setattr("lowbit.convert.pipeline.estimate.block_elements", elements)
+    monkeypatch.setattr("lowbit.convert.plan.memory.resident_bytes", lambda: 300_000_000)
+    monkeypatch.setattr("lowbit.convert.pipeline.estimate.core_count", lambda: 4)
+    plan = plan_of(str(source), Recipe(method=Method.parse("gptq+rotate")))
+    peaks = [peak_ram(plan, device) for device in (CPU, torch.device("cuda"))]
+    largest = 256 * 128 * 4  # of the matrices whose rows are mixed; a GPU does that itself
+    assert [kind for kind, _ in asked] == ["cpu", "cuda"]
+    assert asked[1][1] == largest < asked[0][1]
+    room = (1 << 20) * (4 * 12 + 4 * 36), (1 << 20) * (4 * 12 + 4 * 8)
+    slack = 96 << 20, (96 << 20) + (500 << 20)
+    expected = [300_000_000 + slack[n] + asked[n][1] + room[n] for n in (0, 1)]
+    assert peaks == expected
 
 
 def test_verdicts(source: Path) -> None:

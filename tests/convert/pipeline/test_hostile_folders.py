@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from click.testing import Result
 
-from lowbit.convert import convert
+from lowbit.convert import Recipe, convert
 from lowbit.convert.publish.parcel import make_parcel
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
@@ -55,7 +55,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel", 
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(tiny / name, source / name)
     (source / "LICENSE").write_text("do what you like")
-    convert(source, made / "packed")
+    convert(source, made / "packed", Recipe())
     return made
 
 
@@ -213,7 +213,7 @@ def test_links_that_are_right_are_copied_as_files(
         shutil.copyfile(path, repository / "blobs" / f"blob-{path.name}")
         (snapshot / path.name).symlink_to(f"../../blobs/blob-{path.name}")
     (tmp_path / "link").symlink_to(snapshot)
-    done = convert(tmp_path / "link", tmp_path / "out")
+    done = convert(tmp_path / "link", tmp_path / "out", Recipe())
     assert hashes(done.folder) == hashes(pristine / "packed")
     assert not any(path.is_symlink() for path in done.folder.iterdir())
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lowbit.convert import convert
+from lowbit.convert import Recipe, convert
 from lowbit.convert.pipeline.origin import find_origin, recall, remember
 from lowbit.formats.errors import CheckpointError, FormatError
 from lowbit.formats.layout.manifest import Manifest, read_manifest
@@ -25,7 +25,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel") -> P
     source = make_model(place / "source")
     model = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
     (source / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
-    convert(source, place / "out")
+    convert(source, place / "out", Recipe())
     return place
 
 

@@ -39,7 +39,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel")
     folder = tmp_path_factory.mktemp("verify")
     source = make_model(folder / "source")
     (source / "LICENSE").write_text("do what you like")
-    convert(source, folder / "out", max_shard_bytes=300_000)
+    convert(source, folder / "out", Recipe(), max_shard_bytes=300_000)
     return folder
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from lowbit.convert.pipeline.conversion import convert
 from lowbit.convert.plan.cache import cache_file, hash_weights, write_file
 from lowbit.convert.plan.lookup import Settings, find_or_estimate, open_original, read_checked
+from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.sensitivities import Row, Sensitivities, read_sensitivities
 from lowbit.formats.errors import FormatError, QuantizationError, RequestError
 from lowbit.formats.layout.manifest import read_manifest
@@ -21,7 +22,7 @@ from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
 ROW = Row("a.qkv", ("a.q", "a.k"), 64, 4, 32, 100, 0.125)
 RECORD = Sensitivities(
-    "1", "2", "3", "cpu", "c" * 64, "w" * 64, "text", "t" * 64, 512, 8, 2, "signed", (ROW,)
+    "1", "2", "3", "cpu", "c" * 64, "w" * 64, "text", "t" * 64, 512, 8, 2, "signed", False, (ROW,)
 )
 
 
@@ -73,16 +74,20 @@ def test_all_that_figures_depend_on_counts(
     for folder, how in (
         (readable, dataclasses.replace(settings, calib=other)),
         (readable, dataclasses.replace(settings, groups=(128,))),
+        (readable, dataclasses.replace(settings, rule="positive")),
+        (readable, dataclasses.replace(settings, rotate=True)),
         (changed, settings),
     ):
         found = find_or_estimate(open_original(folder), how, ignore)
         assert found.is_new
+        record = found.sensitivities
+        assert (record.scale_rule, record.rotated) == (how.rule, how.rotate)
         assert found.file not in known
         known.add(found.file)
 
 
 def test_weights_are_hashed_as_in_the_manifest(readable: Path, tmp_path: Path) -> None:
-    convert(readable, tmp_path / "packed")
+    convert(readable, tmp_path / "packed", Recipe())
     manifest = read_manifest(tmp_path / "packed")
     assert manifest is not None
     checkpoint = open_checkpoint(readable)
@@ -100,7 +105,7 @@ def test_a_file_of_another_model(readable: Path, tmp_path: Path) -> None:
 
 
 def test_a_packed_checkpoint(readable: Path, settings: Settings, tmp_path: Path) -> None:
-    convert(readable, tmp_path / "packed")
+    convert(readable, tmp_path / "packed", Recipe())
     with pytest.raises(QuantizationError, match="is already quantized"):
         find_or_estimate(open_original(tmp_path / "packed"), settings, ignore)
 
@@ -117,7 +122,7 @@ def test_record_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        ({"schema": 1}, "schema 1, this release reads 2"),
+        ({"schema": 1}, "schema 1, this release reads 3"),
         ({"rows": {}}, "rows` is not a list"),
         ({"rows": [{"name": "a"}]}, "missing keys"),
         ({"rows": [{**dataclasses.asdict(ROW), "bits": "4"}]}, "`bits` cannot be"),

@@ -279,6 +279,15 @@ def test_adapters_are_said_not_to_fit_a_rotated_file(make_report: MakeReport, me
     assert ("adapters" in render(make_report(), packed(made=made))) == ("rotate" in method)
 
 
+def test_a_recipe_of_another_release_keeps_the_warning_of_adapters(
+    make_report: MakeReport,
+) -> None:
+    content = Recipe(method=Method.parse("gptq+rotate")).to_json()
+    for change in ({"method": "gptq+rotate+polish"}, {"invented": 1}):
+        made = manifest(None, **{**content, **change})
+        assert "adapters" in render(make_report(), packed(made=made))
+
+
 def test_hostile_names(make_report: MakeReport, make_row: MakeRow) -> None:
     name = 'x`|\n---\nlicense: stolen\n```\n<script>alert(1)</script>"'
     report = replace(make_report((make_row(name),), text_name=name), command=name)
