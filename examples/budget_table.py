@@ -27,6 +27,7 @@ from pathlib import Path
 from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.cli.progress import progress_bars
 from lowbit.convert.measure.measure import measure_logits
+from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.measure.paired import Difference, paired_difference
 from lowbit.convert.measure.record import LogitQuality
 from lowbit.convert.original.evaluation_text import Text
@@ -124,7 +125,7 @@ def judge(
             out = folder / f"{model.name}-{number}-{kind}"
             given = request if options.method.calibrated else None
             convert(model, out, made, device=options.device, calibration=given)
-            logits.append(measure_logits(model, out, [text], options.device).logits)
+            logits.append(measure_logits(open_pair(model, out), [text], options.device).logits)
             if options.keep is None:
                 shutil.rmtree(out)
         yield Pair(name, (uniform, chosen.plan), (logits[0], logits[1]))

@@ -272,7 +272,7 @@ def test_errors_come_before_long_work(
         "convert.plan.plan.make_plan",
         "convert.plan.lookup.load_layered_model",
         "convert.pipeline.own_text.build",
-        "convert.measure.pair.open_weights",
+        "convert.report.reporting.pair_of",
         "convert.pipeline.verification._check_files",
         "convert.export.export.open_source",
         "convert.publish.access.patiently",

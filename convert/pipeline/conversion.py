@@ -76,6 +76,7 @@ class Conversion:
     Attributes:
         folder: the packed checkpoint.
         source: where the weights came from.
+        original: headers of the source.
         plan: fate of every tensor.
         manifest: the content of lowbit.json.
         weights: quality of every quantized tensor, in plan order; a row for a layer's experts.
@@ -88,6 +89,7 @@ class Conversion:
 
     folder: Path
     source: Location
+    original: Checkpoint
     plan: Plan
     manifest: Manifest
     weights: tuple[WeightQuality, ...]
@@ -249,6 +251,7 @@ def carry_out(
     return Conversion(
         folder=out,
         source=job.location,
+        original=checkpoint,
         plan=plan,
         manifest=manifest,
         weights=_weight_rows(plan, finished),

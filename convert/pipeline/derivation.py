@@ -25,7 +25,7 @@ from lowbit.formats.errors import FormatError
 from lowbit.formats.file_names import SOURCE_README
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Calibration, Manifest
 from lowbit.formats.machine.cores import core_count
-from lowbit.formats.safetensors.checkpoint import INDEX_FILE, Checkpoint, open_checkpoint
+from lowbit.formats.safetensors.checkpoint import INDEX_FILE, Checkpoint
 
 Progress = Callable[[str, int, int], None]  # phase, done, in all
 
@@ -35,7 +35,7 @@ TRAINED = "the head for multi-token prediction, which was trained since; all els
 def check_derived(
     folder: Path,
     manifest: Manifest,
-    source: Path,
+    source: Checkpoint,
     calibration: CalibrationRequest,
     device: str,
     progress: Progress,
@@ -45,7 +45,7 @@ def check_derived(
     Args:
         folder: the packed folder, whose draft head names its rows.
         manifest: of the packed folder.
-        source: folder of the original, whose hashes are those of the manifest.
+        source: the original, whose hashes are those of the manifest.
         calibration: the text, where the method is a calibrated one.
         device: `cpu` or `cuda`.
         progress: called with (phase, done, in all).
@@ -57,11 +57,10 @@ def check_derived(
         FormatError: naming the first tensor or file that does not follow from the source.
         QuantizationError: the recipe is of another release.
     """
-    checkpoint = open_checkpoint(source)
-    plan = make_plan(checkpoint.config, checkpoint.tensors, Recipe.from_json(manifest.recipe))
-    _check_files(manifest, plan, source)
+    plan = make_plan(source.config, source.tensors, Recipe.from_json(manifest.recipe))
+    _check_files(manifest, plan, source.folder)
     target = open_device(device)
-    _check_draft_head(folder, manifest, plan, checkpoint, target)
+    _check_draft_head(folder, manifest, plan, source, target)
     expected = {tensor.name: tensor.sha256 for tensor in manifest.tensors}
     trained = manifest.mtp_training is not None
     total = sum(step.source.nbytes for step in plan.steps)
@@ -88,14 +87,14 @@ def check_derived(
             reason = _elsewhere(manifest.calibration, calibration)
             if reason is not None:
                 return reason
-            session = Session(plan, checkpoint, calibration.read(source, target), target)
+            session = Session(plan, source, calibration.read(source.folder, target), target)
             if session.record != manifest.calibration:
                 return _difference(session.record, manifest.calibration)
             calibrated = session.run(Path(work), progress)
-        held = held_bytes(plan.rotated, checkpoint.tensors, target.type)
+        held = held_bytes(plan.rotated, source.tensors, target.type)
         elements = block_elements(None, core_count(), target, held)
         steps = range(len(plan.steps))
-        stream(plan, checkpoint, None, compare, steps, elements, target, advance, calibrated)
+        stream(plan, source, None, compare, steps, elements, target, advance, calibrated)
     return TRAINED if trained else None
 
 

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from lowbit.convert.measure.compare import measure_weights
+from lowbit.convert.measure.pair import pair_of
 from lowbit.convert.measure.record import QualityReport, read_quality
 from lowbit.convert.pipeline.conversion import Conversion, Job
 from lowbit.convert.pipeline.folder import check_output, expected_files, finish
@@ -88,10 +89,10 @@ def find_existing(
         return None
     if manifest is None or not _is_of(manifest, job):
         return None
-    source = job.source.folder
     try:
-        check_origin(manifest, source, progress)
-        check_recorded(open_packed(place), manifest, progress)
+        check_origin(manifest, job.source, progress)
+        packed = open_packed(place)
+        check_recorded(packed, manifest, progress)
     except LowbitError as error:
         if overwrite:
             return None
@@ -104,12 +105,14 @@ def find_existing(
     quality = current_quality(place)
     weights = None if quality is None else quality.weights
     if weights is None:
+        pair = pair_of(job.source, packed)
         weights = measure_weights(
-            source, place, job.device.type, lambda done, total: progress("weights", done, total)
+            pair, job.device.type, lambda done, total: progress("weights", done, total)
         )
     conversion = Conversion(
         folder=out,
         source=job.location,
+        original=job.source,
         plan=job.plan,
         manifest=manifest,
         weights=weights,

@@ -15,6 +15,7 @@ from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.calibrate.store import PREFIX
 from lowbit.convert.export.export import export
 from lowbit.convert.measure.compare import measure_weights
+from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.original.layer import Layer, stages
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.walk import load_layer
@@ -306,13 +307,17 @@ def test_a_rotated_file_is_a_plain_checkpoint(calibrated: Make, short: Path, cli
     kl = (p.exp() * (p - q)).sum(-1).mean()
     assert kl < 0.1  # 0.073 on random tokens; a matrix left in the old basis ruins every token
     [found] = [
-        row for row in measure_weights(short, done.folder) if row.name.endswith("0.mlp.up_proj")
+        row
+        for row in measure_weights(open_pair(short, done.folder))
+        if row.name.endswith("0.mlp.up_proj")
     ]
     [made] = [row for row in done.weights if row.name == found.name]
     assert found.relative_l2 == pytest.approx(made.relative_l2, rel=1e-6)
     plain = convert(short, done.folder.with_name("plain"), Recipe())
     exported = export(done.folder, done.folder.with_name("exported"), "gptq", dequantize=True)
-    [again] = [r for r in measure_weights(short, exported.folder) if r.name == found.name]
+    [again] = [
+        r for r in measure_weights(open_pair(short, exported.folder)) if r.name == found.name
+    ]
     assert again.relative_l2 == pytest.approx(found.relative_l2, rel=1e-2)  # FP16 scales
     assert "one is rotated: its weights differ" in cli("diff", plain.folder, done.folder).stderr
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from lowbit.convert import Recipe, convert
 from lowbit.convert.measure import measure as measure_module
 from lowbit.convert.measure.measure import Measured
+from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.original.evaluation_text import Text, default_texts, tokenize
 from lowbit.convert.original.weights import open_weights
 from lowbit.formats.errors import ResourceError
@@ -198,11 +199,11 @@ def test_memory_is_announced_or_refused_before_the_work(
 ) -> None:
     said: list[str] = []
     text = [Text("a", "a", "Once upon a time there was a dog. " * 4)]
-    measure_module.measure_logits(tiny, packed, text, note=said.append)
+    measure_module.measure_logits(open_pair(tiny, packed), text, note=said.append)
     assert len(said) == 1
     assert said[0].startswith("comparing logits of ")
     assert said[0].endswith(" GB of memory")
     monkeypatch.setattr("lowbit.convert.measure.peak.free_bytes", lambda device: 1000)
     monkeypatch.setattr(measure_module, "compare", lambda *_: pytest.fail("work began"))
     with pytest.raises(ResourceError, match="free on cpu"):
-        measure_module.measure_logits(tiny, packed, text)
+        measure_module.measure_logits(open_pair(tiny, packed), text)

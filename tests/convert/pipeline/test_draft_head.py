@@ -28,6 +28,7 @@ from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.layout.packing import dequantize, pack, unpack
 from lowbit.formats.layout.rtn import quantize
 from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import TensorInfo, open_checkpoint
 
 if TYPE_CHECKING:
@@ -112,7 +113,10 @@ def test_what_lowbit_json_says(hybrid: Path, made: Path) -> None:
     assert DRAFT_FILE in [file.name for file in manifest.files]
     result = verify_folder(made, str(hybrid), quiet)
     assert (result.derived, result.unlisted) == (True, ())
-    sizes, draft = measure_sizes(made, hybrid), (made / DRAFT_FILE).stat().st_size
+    sizes, draft = (
+        measure_sizes(open_packed(made), open_checkpoint(hybrid)),
+        (made / DRAFT_FILE).stat().st_size,
+    )
     assert sizes.folder_bytes == sum(f.size_bytes for f in manifest.files) + (
         (made / "lowbit.json").stat().st_size
     )

@@ -49,7 +49,7 @@ def manifest_of(packed: Path) -> Manifest:
 
 def found(packed: Path, given: str | None = None, answer: str | None = None) -> Path:
     ask = None if answer is None else lambda _: answer
-    return find_origin(packed, manifest_of(packed), given, ask).confirmed(lambda *_: None)
+    return find_origin(packed, manifest_of(packed), given, ask).confirmed(lambda *_: None).folder
 
 
 def remembered(packed: Path, folder: Path) -> None:
@@ -218,7 +218,7 @@ def test_it_is_asked_for_once(packed: Path, source: Path) -> None:
         raise AssertionError(question)
 
     origin = find_origin(packed, manifest_of(packed), None, twice)
-    assert origin.confirmed(lambda *_: None) == source
+    assert origin.confirmed(lambda *_: None).folder == source
 
 
 def test_a_given_folder_is_remembered(packed: Path, source: Path) -> None:

@@ -13,6 +13,7 @@ from lowbit.convert import Recipe, convert
 from lowbit.convert.pipeline.owned import foreign_entries, remove_owned
 from lowbit.convert.report.reporting import write_weight_report
 from lowbit.formats.errors import ResourceError
+from lowbit.formats.packed import open_packed
 from lowbit.formats.tasks import TaskReport, write_tasks
 
 if TYPE_CHECKING:
@@ -110,7 +111,8 @@ def made(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel") -> P
     folder = tmp_path_factory.mktemp("made")
     source = make_model(folder / "source", num_hidden_layers=1)
     (source / "LICENSE").write_text("do what you like")
-    write_weight_report(convert(source, folder / "out", Recipe()))
+    done = convert(source, folder / "out", Recipe())
+    write_weight_report(done, open_packed(done.folder))
     return folder
 
 

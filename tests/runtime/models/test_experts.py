@@ -15,6 +15,7 @@ from torch import Tensor
 import lowbit.runtime as lowbit
 from lowbit.convert import Recipe, convert
 from lowbit.convert.measure.measure import measure_logits
+from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.original.evaluation_text import Text, tokenize
 from lowbit.formats.errors import FormatError, UnsupportedModelError
 from lowbit.formats.layout.recipes import Base
@@ -128,7 +129,7 @@ def test_scores_are_those_of_the_report(trained: Callable[[str, Base], Path]) ->
     name = "tiny-qwen3.5-moe"
     source, folder = EXAMPLES / "models" / name, trained(name, "int4")
     texts = [Text("stories", "test", STORIES.read_text("utf-8")[:5000])]
-    report = measure_logits(source, folder, texts).logits
+    report = measure_logits(open_pair(source, folder), texts).logits
     model = lowbit.load(folder, device="cpu", dtype=torch.float32)
     losses = [
         -token.chosen
