@@ -129,7 +129,7 @@ def quieted(x: Tensor, compared: int) -> Tensor:
         x: [tokens, K] inputs of a linear in the original.
         compared: tokens that share a median, counted from the first.
     """
-    return torch.cat([_quieted(part) for part in x.split(compared)])
+    return torch.cat([_quieted(part) for part in torch.split(x, compared)])
 
 
 def _quieted(x: Tensor) -> Tensor:

@@ -26,10 +26,12 @@ from lowbit.convert.original.mtp import FC, LAYER, NORMS, MtpHead, greedy_tokens
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.walk import HEAD_ROWS, embed, load_layer, pass_through
 from lowbit.convert.original.weights import open_weights
+from lowbit.convert.pipeline.finetune_memory import training_memory
 from lowbit.convert.pipeline.folder import check_output, put_in_place
 from lowbit.convert.pipeline.journal import JOURNAL_FILE, open_journal
 from lowbit.convert.pipeline.place import partial_of, place_of
 from lowbit.convert.pipeline.stream import write_at
+from lowbit.convert.plan.memory import check_windows
 from lowbit.formats.draft_head import draft_folders, entries, name_in
 from lowbit.formats.errors import FormatError, RequestError
 from lowbit.formats.file_names import REPORT_FILES
@@ -135,6 +137,9 @@ def finetune_mtp(
             "expected at least 2 of 8",
             hint="give a longer --text",
         )
+    shape = (read.samples.shape[0], read.samples.shape[1])
+    need = training_memory(packed.checkpoint.config, shape, MOST_ROWS, target.type)
+    check_windows("training", need, shape[0], target.type, "give --windows {} or fewer")
     partial = partial_of(place)
     partial.mkdir(exist_ok=True)
     digest = _digest(place, read, steps, target)

@@ -15,8 +15,10 @@ from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
 from lowbit.convert.plan.cache import cache_file, check_file, hash_weights, write_file
+from lowbit.convert.plan.memory import check_windows
 from lowbit.convert.plan.sensitivities import SCHEMA, Row, Sensitivities, read_sensitivities
 from lowbit.convert.plan.sensitivity import DRAWS, estimate
+from lowbit.convert.plan.sensitivity_memory import sensitivity_memory
 from lowbit.convert.plan.sets import GROUPS, Choice, choices_of, fused_sets
 from lowbit.formats.architectures.names import any_expert
 from lowbit.formats.errors import FormatError, QuantizationError, ResourceError
@@ -105,6 +107,13 @@ def find_or_estimate(
     except ResourceError as error:
         hint = "set XDG_CACHE_HOME to a folder that can be written to"
         raise ResourceError(str(error), hint=hint) from error
+    head = sum(fused.layer is None for fused, _ in choices)
+    threads = torch.get_num_threads()
+    windows = (text.samples.shape[0], text.samples.shape[1])
+    config = weights.checkpoint.config
+    need = sensitivity_memory(config, windows, head, DRAWS, device.type, threads)
+    less = "`lowbit-convert sensitivity` with --windows {} or fewer takes less"
+    check_windows("estimating sensitivities", need, windows[0], device.type, less)
     if note is not None:
         note(
             f"computing the sensitivity of {len(sets)} sets at {len(choices)} precisions on "

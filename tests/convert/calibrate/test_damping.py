@@ -92,7 +92,7 @@ def test_moments_do_not_depend_on_the_batches_of_a_device(
 ) -> None:
     """A layer that is one linear, on batches as a CPU and as a GPU takes them."""
     module = torch.nn.ModuleDict({"proj": torch.nn.Linear(8, 8, bias=False)})
-    module.forward = lambda hidden: module["proj"](hidden)  # type: ignore[method-assign]
+    module.forward = lambda hidden: module["proj"](hidden)
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(24_000 // length + 1, length, 8, generator=generator)
     hidden *= torch.rand(len(hidden), 1, 1, generator=generator) * 100  # loud and quiet windows

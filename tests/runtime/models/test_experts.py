@@ -49,6 +49,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "schemes": lambda role: Scheme(8, 32) if role == "expert" else None,
     },
+    "single-unnormed": {
+        "hybrid": False,
+        "num_experts": 40,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
+    },
     "hybrid-1-of-3-tied-dense": {
         "hybrid": True,
         "num_experts": 3,
