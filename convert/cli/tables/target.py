@@ -38,7 +38,8 @@ def sensitivities(found: Found) -> None:
     console.print(
         styled(
             (
-                f"on {record.windows} windows of {record.window} tokens of {record.text_name}; "
+                f"of {record.conditions}, on {record.windows} windows of {record.window} tokens "
+                f"of {record.text_name}; "
                 f"{'computed now' if found.is_new else 'known'}"
                 f"{'' if found.failure else f': {found.file}'}",
                 "dim",

@@ -16,10 +16,10 @@ from lowbit.convert.pipeline.estimate import Estimate, MethodCost
 from lowbit.convert.plan.calibration_cost import Windows
 from lowbit.convert.plan.method import RTN
 from lowbit.convert.plan.plan import Plan, make_plan
-from lowbit.convert.plan.readers import vllm_verdict
+from lowbit.convert.plan.readers import runtime_verdict, vllm_verdict
 from lowbit.convert.plan.recipe import Base, Mtp, Override, Recipe
 from lowbit.formats.architectures import tensor_table
-from lowbit.formats.errors import CheckpointError, QuantizationError
+from lowbit.formats.errors import CheckpointError, QuantizationError, UnsupportedModelError
 from lowbit.formats.layout.quantization_config import read_quantization_config
 from lowbit.formats.safetensors.checkpoint import DTYPES, TensorInfo
 from lowbit.formats.safetensors.fused import split_experts
@@ -254,15 +254,63 @@ def test_rows_of_the_draft_head() -> None:
         Recipe(draft_vocabulary=-1)
 
 
-def test_later_release_whose_file_has_one_dtype() -> None:
-    sources = {
-        name: TensorInfo(name, DTYPES["BF16"], info.shape, "a", 0, 2 * math.prod(info.shape))
-        for name, info in headers("27B").items()
+def later(name: str) -> dict[str, Any]:
+    """The config.json of a release after Qwen3.5, which has the same classes and tensors.
+
+    That of Qwen3.6-27B is the published one. Qwen3.8-27B has its sizes and keys; Qwen3.6-35B-A3B
+    those of Qwen3.5, and the keys that Qwen3.6 added.
+    """
+    published: dict[str, Any] = MODELS["Qwen3.6-27B"]["config"]
+    if name != "Qwen3.6-35B-A3B":
+        return published
+    added = ("bos_token_id", "output_gate_type", "partial_rotary_factor", "tie_word_embeddings")
+    text = {key: published["text_config"][key] for key in added}
+    before = config("35B-A3B")
+    return {
+        **before,
+        "language_model_only": False,
+        "text_config": {**before["text_config"], **text},
     }
-    plan = make_plan(MODELS["Qwen3.6-27B"]["config"], sources, Recipe())
-    assert sum(plan.parameters.values()) == TOTALS[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "size", "bits"),
+    [
+        ("Qwen3.6-27B", "27B", 5.28),
+        ("Qwen3.8-27B", "27B", 5.28),
+        ("Qwen3.6-35B-A3B", "35B-A3B", 4.54),
+    ],
+)
+def test_later_releases(
+    name: str, size: str, bits: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their files have BF16 alone, also for what Qwen3.5 stores in FP32."""
+    sources = {
+        tensor: TensorInfo(tensor, DTYPES["BF16"], info.shape, "a", 0, 2 * math.prod(info.shape))
+        for tensor, info in headers(size).items()
+    }
+    content = later(name)
+    plan = make_plan(content, split_experts(sources), Recipe())
+    assert sum(plan.parameters.values()) == sum(math.prod(i.shape) for i in sources.values())
     step = next(s for s in plan.steps if s.source.name.endswith("layers.0.linear_attn.A_log"))
     assert step.outputs[0][1] == DTYPES["BF16"]
+    assert round(plan.bits_per_weight, 2) == bits
+    assert vllm_verdict(plan) == []
+    assert runtime_verdict(plan) is None
+    # What a release adds stands in the packed folder's config.json as it was.
+    kept = {k: v for k, v in plan.config.items() if k != "quantization_config"}
+    assert kept == content
+    costs = (MethodCost(RTN, 40.0, None),)
+    render.plan(name, Estimate(plan, torch.device("cpu"), Windows(160, 512), costs, None), 0)
+    assert "vLLM: can load the result" in capsys.readouterr().out
+
+
+def test_a_gate_of_another_kind_is_refused() -> None:
+    """Qwen3.6 names the gate of its linear layers, which Qwen3.5 has without a name."""
+    text = {**later("Qwen3.8-27B")["text_config"], "output_gate_type": "sigmoid"}
+    with pytest.raises(UnsupportedModelError, match="`output_gate_type"):
+        make_plan({**later("Qwen3.8-27B"), "text_config": text}, headers("27B"), Recipe())
 
 
 def renamed(sources: Mapping[str, TensorInfo], *more: str) -> dict[str, TensorInfo]:

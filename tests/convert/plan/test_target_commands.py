@@ -42,6 +42,7 @@ def test_sensitivity_then_targets(
     ElementTree.fromstring(out.with_suffix(".svg").read_bytes())
     again = cli(*own)
     assert "known:" in again.stdout
+    assert "of the unrotated model, signed scales, on " in " ".join(again.stdout.split())
     assert "lm_head" in again.stdout
     assert again.stderr.startswith("plot: ")
 
