@@ -9,7 +9,7 @@ from lowbit.convert.measure.build import weight_bits
 from lowbit.convert.measure.pair import is_rotated
 from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.plan.readers import vllm_reasons
-from lowbit.convert.report import words
+from lowbit.convert.report import formatting
 from lowbit.convert.report.html import recipe_facts
 from lowbit.convert.report.linears import kinds
 from lowbit.convert.report.metadata import front_matter
@@ -54,11 +54,11 @@ def render_card(
         keep_trailing_newline=True,
     )
     environment.filters.update(
-        kl=words.kl,
-        percent=words.percent,
-        cosine=words.cosine,
-        number=words.number,
-        signed=words.signed,
+        kl=formatting.kl,
+        percent=formatting.percent,
+        cosine=formatting.cosine,
+        number=formatting.number,
+        signed=formatting.signed,
         md=_markdown,
         code=_code,
     )
@@ -93,8 +93,8 @@ def render_card(
         logits=logits,
         kinds=[] if report is None else kinds(report.weights),
         verdict=None if report is None or logits is None else judge(report),
-        change="" if logits is None else words.perplexity_change(logits),
-        scored="" if logits is None else words.scored(logits),
+        change="" if logits is None else formatting.perplexity_change(logits),
+        scored="" if logits is None else formatting.scored(logits),
         size_text=_size(packed) if report is None else size_text(report),
         tasks=tasks,
         report=report,
@@ -132,7 +132,7 @@ def _size(packed: PackedCheckpoint) -> str:
     """Bytes of the tensors and bits per weight, of a folder without a report."""
     size = sum(info.nbytes for info in packed.checkpoint.tensors.values())
     bits = weight_bits(packed.checkpoint, packed.manifest)
-    return f"{words.size(size)}, {bits:.2f} bits per weight"
+    return f"{formatting.size(size)}, {bits:.2f} bits per weight"
 
 
 def _markdown(value: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from lowbit.convert.report import words
+from lowbit.convert.report import formatting
 from lowbit.convert.report.linears import scheme_text
 from lowbit.formats.printable import printable
 
@@ -33,19 +33,19 @@ def _environment() -> Environment:
         loader=FileSystemLoader(Path(__file__).parent, encoding="utf-8"),
     )
     environment.filters.update(
-        percent=words.percent,
-        signed=words.signed,
-        number=words.number,
-        perplexity=words.perplexity,
-        kl=words.kl,
-        kl_text=lambda part: words.kl_with_error(part.kl_mean, part.kl_error),
-        cosine=words.cosine,
-        count=words.count,
-        size=words.size,
-        passage=words.passage,
-        token=words.token,
-        sentence=words.sentence,
-        tight=words.tight,
+        percent=formatting.percent,
+        signed=formatting.signed,
+        number=formatting.number,
+        perplexity=formatting.perplexity,
+        kl=formatting.kl,
+        kl_text=lambda part: formatting.kl_with_error(part.kl_mean, part.kl_error),
+        cosine=formatting.cosine,
+        count=formatting.count,
+        size=formatting.size,
+        passage=formatting.passage,
+        token=formatting.token,
+        sentence=formatting.sentence,
+        tight=formatting.tight,
         share=share,
         scheme=scheme_text,
     )

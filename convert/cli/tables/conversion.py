@@ -22,11 +22,11 @@ from lowbit.convert.plan.readers import (
     transformers_verdict,
     vllm_verdict,
 )
-from lowbit.convert.report.remarks import rounded_head
+from lowbit.convert.report.formatting import percent, size
 from lowbit.convert.report.reporting import Reported
 from lowbit.convert.report.terminal import WORST, render_terminal
 from lowbit.convert.report.verdict import judge
-from lowbit.convert.report.words import percent, size
+from lowbit.convert.report.warnings import rounded_head
 from lowbit.formats.architectures import Part, is_drafter, part_of
 from lowbit.formats.architectures.names import MTP_PREFIX, any_expert, split_layer, without_model
 from lowbit.formats.layout.manifest import DraftVocabulary

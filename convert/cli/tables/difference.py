@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.convert.measure.difference import Difference
-from lowbit.convert.report.words import percent
+from lowbit.convert.report.formatting import percent
 from lowbit.formats.shell.output import note
 from lowbit.formats.shell.tables import plain_table, results, styled
 

@@ -3,7 +3,7 @@
 from itertools import zip_longest
 
 from lowbit.convert.pipeline.finetune import Finetuned
-from lowbit.convert.report.words import MISSING, ORDINALS, number, percent
+from lowbit.convert.report.formatting import MISSING, ORDINALS, number, percent
 from lowbit.formats.shell.tables import plain_table, results, styled
 
 

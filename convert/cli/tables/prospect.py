@@ -8,7 +8,7 @@ from rich.table import Table
 
 from lowbit.convert.pipeline.prospect import Prospect
 from lowbit.convert.plan.readers import smaller_groups
-from lowbit.convert.report.words import size
+from lowbit.convert.report.formatting import size
 from lowbit.formats.shell.duration import about
 from lowbit.formats.shell.tables import plain_table
 

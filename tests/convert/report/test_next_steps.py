@@ -13,9 +13,9 @@ from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.html import render_html
 from lowbit.convert.report.next_steps import next_steps
-from lowbit.convert.report.remarks import observations, overfitting
 from lowbit.convert.report.terminal import render_terminal
 from lowbit.convert.report.verdict import judge
+from lowbit.convert.report.warnings import overfitting, warnings_of
 from lowbit.formats.shell.tables import Screen
 
 MakeReport = Callable[..., QualityReport]
@@ -108,6 +108,6 @@ def test_errors_without_the_learned_ones_say_nothing() -> None:
 
 
 def test_the_report_warns(make_report: MakeReport) -> None:
-    (sentence,) = observations(replace(make_report(), held_out_excess=0.4))
+    (sentence,) = warnings_of(replace(make_report(), held_out_excess=0.4))
     assert "40% above" in sentence
-    assert observations(replace(make_report(), held_out_excess=0.1)) == []
+    assert warnings_of(replace(make_report(), held_out_excess=0.1)) == []

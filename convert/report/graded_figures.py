@@ -1,4 +1,4 @@
-"""Aspects of a verdict: the figures that may show a loss, each graded by itself."""
+"""The figures that may show a loss, each graded by itself."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Literal
 
 from lowbit.convert.measure.record import LogitQuality, Position, TextKind
 from lowbit.convert.measure.uncertainty import LEAST_WINDOWS
-from lowbit.convert.report import words
+from lowbit.convert.report.formatting import about, kl, kl_with_error, number, percent
 from lowbit.convert.report.limits import LIMITS, TAIL, Grade, grade_of_flips, grade_of_kl
 from lowbit.formats.printable import printable
 
@@ -21,7 +21,7 @@ Scale = Literal["mean", "tail", "flips"]
 
 
 @dataclass(frozen=True, slots=True)
-class Aspect:
+class GradedFigure:
     """A figure and its grade.
 
     Attributes:
@@ -56,14 +56,14 @@ class Aspect:
         """Range of the grade: `usable: up to 0.05`."""
         limit = next((limit for limit in LIMITS if limit.grade == self.grade), LIMITS[-1])
         if self.scale == "flips":
-            shown = words.percent(limit.flips, 0)
+            shown = percent(limit.flips, 0)
         else:
             shown = f"{limit.kl * (TAIL if self.scale == 'tail' else 1.0):g}"
         return f"{self.grade}: {'above' if self.grade == 'broken' else 'up to'} {shown}"
 
 
-def aspects_of(logits: LogitQuality) -> list[Aspect]:
-    """All aspects of a report, the mean KL of its first text first."""
+def graded_figures(logits: LogitQuality) -> list[GradedFigure]:
+    """All graded figures of a report, the mean KL of its first text first."""
     found = [_mean("mean KL", logits.kl_mean, logits.kl_error, " nats per token")]
     found += _tokens("", logits.kl_p99, logits.top1_agreement)
     for kind in _other_kinds(logits):
@@ -77,18 +77,18 @@ def aspects_of(logits: LogitQuality) -> list[Aspect]:
     return found
 
 
-def _mean(name: str, kl: float, error: float | None, unit: str = "") -> Aspect:
-    text = f"{name} {words.kl_with_error(kl, error)}{unit}"
-    return Aspect(text, kl, kl + SIGMAS * (error or 0.0), "mean")
+def _mean(name: str, kl: float, error: float | None, unit: str = "") -> GradedFigure:
+    text = f"{name} {kl_with_error(kl, error)}{unit}"
+    return GradedFigure(text, kl, kl + SIGMAS * (error or 0.0), "mean")
 
 
-def _tokens(where: str, p99: float | None, agreement: float) -> list[Aspect]:
+def _tokens(where: str, p99: float | None, agreement: float) -> list[GradedFigure]:
     changed = 1 - agreement
-    flips = f"{where}another token ranks first in {words.percent(changed)} of the predictions"
-    found = [Aspect(flips, changed, changed, "flips")]
+    flips = f"{where}another token ranks first in {percent(changed)} of the predictions"
+    found = [GradedFigure(flips, changed, changed, "flips")]
     if p99 is not None:
-        tail = f"{where}one token in a hundred has a KL above {words.kl(p99)}"
-        found.append(Aspect(tail, p99, p99, "tail"))
+        tail = f"{where}one token in a hundred has a KL above {kl(p99)}"
+        found.append(GradedFigure(tail, p99, p99, "tail"))
     return found
 
 
@@ -127,7 +127,7 @@ def why_not_judged(kind: TextKind, logits: LogitQuality) -> str | None:
     """A sentence on why a further text is not judged by itself; None where it is."""
     name = printable(kind.name)
     if not kind.perplexity_original < UNREADABLE:
-        perplexity = words.number(kind.perplexity_original, 0)
+        perplexity = number(kind.perplexity_original, 0)
         return (
             f"The text {name} is left out: the original itself cannot read it (perplexity "
             f"{perplexity})."
@@ -136,7 +136,7 @@ def why_not_judged(kind: TextKind, logits: LogitQuality) -> str | None:
     if need is None:
         return None
     return (
-        f"The text {name} is left out: of {words.about(need)} tokens that a verdict takes, "
+        f"The text {name} is left out: of {about(need)} tokens that a verdict takes, "
         f"{kind.tokens:,} were scored."
     )
 
@@ -174,8 +174,8 @@ def drift(logits: LogitQuality) -> str | None:
     if not late.kl_mean - SIGMAS * (late.kl_error or 0.0) > DRIFT * before:
         return None
     return (
-        f"The loss grows along the context: the mean KL is {words.kl(before)} at the first "
-        f"{early[-1].stop:,} positions and {words.kl(late.kl_mean)} {_place(late)}. Beyond, it may "
+        f"The loss grows along the context: the mean KL is {kl(before)} at the first "
+        f"{early[-1].stop:,} positions and {kl(late.kl_mean)} {_place(late)}. Beyond, it may "
         f"grow further."
     )
 
