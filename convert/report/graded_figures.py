@@ -2,12 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from lowbit.convert.measure.record import LogitQuality, Position, TextKind
 from lowbit.convert.measure.uncertainty import LEAST_WINDOWS
 from lowbit.convert.report.formatting import about, kl, kl_with_error, number, percent
-from lowbit.convert.report.limits import LIMITS, TAIL, Grade, grade_of_flips, grade_of_kl
+from lowbit.convert.report.limits import LIMITS, Grade, Scale, grade_of, upper_limit
 from lowbit.formats.printable import printable
 
 PRECISION = 0.1  # standard error that a verdict needs, as a share of the mean KL
@@ -16,8 +15,6 @@ UNREADABLE = 1000.0  # perplexity; trained models reach 3 to 100 on text they we
 USUAL_WINDOW = 512
 MOST_TIMES = 1e6  # bound of the factor by which a standard error is too large
 DRIFT = 2.0  # KL of late positions over that of early ones
-
-Scale = Literal["mean", "tail", "flips"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +25,7 @@ class GradedFigure:
         text: the figure in words, without capital and full stop.
         value: the figure.
         judged: the figure plus two standard errors to the bad side, where they are known.
-        scale: limits that apply: those of the mean KL, ten times those, or those of flips.
+        scale: the limits that apply.
     """
 
     text: str
@@ -39,26 +36,19 @@ class GradedFigure:
     @property
     def grade(self) -> Grade:
         """Grade with the standard errors counted."""
-        return self._grade(self.judged)
+        return grade_of(self.judged, self.scale)
 
     @property
     def plain_grade(self) -> Grade:
         """Grade of the figure without its standard errors."""
-        return self._grade(self.value)
-
-    def _grade(self, value: float) -> Grade:
-        if self.scale == "flips":
-            return grade_of_flips(value)
-        return grade_of_kl(value, TAIL if self.scale == "tail" else 1.0)
+        return grade_of(self.value, self.scale)
 
     @property
     def bound(self) -> str:
         """Range of the grade: `usable: up to 0.05`."""
         limit = next((limit for limit in LIMITS if limit.grade == self.grade), LIMITS[-1])
-        if self.scale == "flips":
-            shown = percent(limit.flips, 0)
-        else:
-            shown = f"{limit.kl * (TAIL if self.scale == 'tail' else 1.0):g}"
+        value = upper_limit(limit, self.scale)
+        shown = percent(value, 0) if self.scale == "flips" else f"{value:g}"
         return f"{self.grade}: {'above' if self.grade == 'broken' else 'up to'} {shown}"
 
 
@@ -107,7 +97,7 @@ def needed_tokens(kl: float, error: float | None, tokens: int, least: int) -> in
     if error is None or not math.isfinite(kl):
         return least if tokens < least else None
     low, high = kl - SIGMAS * error, kl + SIGMAS * error
-    if kl <= 0 or error <= PRECISION * kl or grade_of_kl(low) == grade_of_kl(high):
+    if kl <= 0 or error <= PRECISION * kl or grade_of(low) == grade_of(high):
         return None
     times = min(error / PRECISION / kl, MOST_TIMES)  # an error read from a file may be infinite
     return math.ceil(tokens * times**2)

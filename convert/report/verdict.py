@@ -1,5 +1,6 @@
 """The verdict on a packed file: its grade, the loss expected of its bits, and what to try next."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -39,6 +40,12 @@ GRADE_LEVELS: Mapping[Grade, Level] = {
     "degraded": "caution",
     "broken": "bad",
 }
+# How a loss compares with the expected one: the largest ratio, the colour, the words.
+BESIDE_EXPECTED: tuple[tuple[float, Level, str], ...] = (
+    (1.0, "good", "As expected"),
+    (FAR, "caution", "Worse than expected"),
+    (math.inf, "bad", "Far worse than expected"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +178,7 @@ def _beside_others(report: QualityReport, mean: GradedFigure) -> tuple[str, Leve
     if found is None or bits is None:
         return "", "good"
     ratio = mean.judged / found.kl
-    level: Level = "good" if ratio <= 1 else "caution" if ratio <= FAR else "bad"
-    start = {"good": "As expected", "caution": "Worse than expected"}.get(
-        level, "Far worse than expected"
-    )
+    level, start = next(row[1:] for row in BESIDE_EXPECTED if ratio <= row[0])
     few = f" (held to the measure of {LEAST_BITS} bits)" if bits < LEAST_BITS else ""
     model = "a model" if size is None else f"a model of {count(size)} parameters"
     return (
