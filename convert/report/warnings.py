@@ -4,10 +4,8 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from lowbit.convert.calibrate.store import LayerError
 from lowbit.convert.measure.coverage import few_tokens
 from lowbit.convert.measure.flips import BEFORE
-from lowbit.convert.measure.overfitting import held_out_excess
 from lowbit.convert.measure.record import LogitQuality, QualityReport
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.original.evaluation_text import bundled_hashes
@@ -61,11 +59,6 @@ def warnings_of(report: QualityReport) -> list[str]:
     if report.logits is not None:
         found += [_lower_perplexity(report.logits), _quoted(report.logits)]
     return [sentence for sentence in found if sentence]
-
-
-def overfitting(errors: Sequence[LayerError]) -> str | None:
-    """Warning that a calibration fits its own text much better than held-out windows."""
-    return _overfitting(held_out_excess(errors)) or None
 
 
 def rounded_head(rows: Sequence[WeightQuality]) -> str:

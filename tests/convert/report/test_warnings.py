@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from lowbit.convert.calibrate.store import LayerError
 from lowbit.convert.measure.record import Flip, LogitQuality, Noise, QualityReport, TextKind
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.original.evaluation_text import default_texts
+from lowbit.convert.report.reporting import held_out_excess
 from lowbit.convert.report.warnings import noise_in_words, warnings_of
 
 MakeReport = Callable[..., QualityReport]
@@ -67,3 +69,19 @@ def test_warnings_skip_quotes_of_bundled_texts(make_report: MakeReport, first: i
     own = (*kinds[:2], replace(kinds[2], sha256="ef" * 32))
     (sentence,) = warnings_of(make_report(text_sha256=sha256, kinds=own, flips=flips))
     assert "quote a passage of code," in sentence
+
+
+def test_overfitting_is_told_from_the_errors_of_all_layers(make_report: MakeReport) -> None:
+    """Layers count by their errors; those whose learned error is not known do not."""
+
+    def excess(*rows: tuple[float, float | None]) -> float | None:
+        return held_out_excess([LayerError(0, 0.2, chosen, seen) for chosen, seen in rows])
+
+    assert excess((0.3, 0.2), (0.3, 0.2), (0.9, None)) == pytest.approx(0.5)
+    assert excess((0.3, None)) is None
+    assert excess((0.0, 0.0)) is None
+    (sentence,) = warnings_of(replace(make_report(), held_out_excess=0.4))
+    assert "40% above" in sentence
+    assert "--calib-samples" in sentence
+    for little in (None, 0.1):
+        assert warnings_of(replace(make_report(), held_out_excess=little)) == []
