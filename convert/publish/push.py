@@ -7,16 +7,17 @@ by then. Each try begins by comparing hashes, so it may be repeated at any point
 and the server choose the transport, Xet or LFS over HTTP.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowbit.convert.publish.errors import explained
-from lowbit.convert.publish.parcel import WEIGHTS, Item, Parcel
+from lowbit.convert.publish.access import check_name
+from lowbit.convert.publish.errors import explained, patiently
+from lowbit.convert.publish.parcel import WEIGHTS, Item, Parcel, Statement, make_parcel
 from lowbit.convert.publish.remote import Remote, read_remote, require_equal
-from lowbit.convert.publish.retry import patiently
 from lowbit.formats.errors import PublishError
 from lowbit.formats.file_names import HTML_FILE, QUALITY_FILE
 from lowbit.formats.layout.manifest import MANIFEST_FILE
@@ -57,6 +58,53 @@ class Published:
     size_bytes: int
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """The plan of a push.
+
+    Attributes:
+        parcel: files to send where the Hub lacks them.
+        url: address of the repository.
+        private: visibility of a repository that does not exist yet, the account's default when
+            None.
+        revision: branch, created where it does not exist; the default one when None.
+    """
+
+    parcel: Parcel
+    url: str
+    private: bool | None
+    revision: str | None
+
+
+def dry_run(
+    folder: Path,
+    repo: str,
+    private: bool | None,
+    revision: str | None = None,
+    stated: Statement | None = None,
+    *,
+    progress: Callable[[str, int, int], None],
+) -> DryRun:
+    """Verify a packed folder and plan its push.
+
+    Args:
+        folder: made by lowbit-convert.
+        repo: `owner/name`; the Hub is not asked whether it exists.
+        private: as in `publish`.
+        revision: as in `publish`.
+        stated: as in `make_parcel`.
+        progress: called with (phase, done, in all).
+
+    Raises:
+        LowbitError: a name the Hub does not take, or as `make_parcel`.
+    """
+    from huggingface_hub import constants
+
+    check_name(repo)
+    parcel = make_parcel(folder, repo, progress, stated)
+    return DryRun(parcel, f"{constants.ENDPOINT}/{repo}", private, revision)
 
 
 def publish(

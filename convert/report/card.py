@@ -1,5 +1,6 @@
 """The model card: README.md with the front matter the Hub reads."""
 
+import math
 import re
 from pathlib import Path
 
@@ -11,15 +12,14 @@ from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.plan.readers import vllm_reasons
 from lowbit.convert.report import formatting
 from lowbit.convert.report.html import recipe_facts
-from lowbit.convert.report.linears import kinds
+from lowbit.convert.report.linears import kinds, most_frequent
 from lowbit.convert.report.metadata import front_matter
 from lowbit.convert.report.source_card import SourceCard
-from lowbit.convert.report.terminal import size_text
 from lowbit.convert.report.verdict import judge
 from lowbit.formats.architectures import is_drafter, kind_of, part_of
 from lowbit.formats.layout.manifest import Manifest
 from lowbit.formats.layout.quantization_config import unserved
-from lowbit.formats.layout.scheme import SERVED_BITS, Scheme
+from lowbit.formats.layout.scheme import SERVED_BITS
 from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.tasks import TaskReport
 
@@ -70,14 +70,13 @@ def render_card(
         if (scheme := packed.schemes.get(spec.module)) is not None
     ]
     schemes = [scheme for _, _, scheme in linears]
+    bits = most_frequent((scheme.bits, math.prod(shape)) for _, shape, scheme in linears)
     vision = bool(packed.carried)
     text_only = manifest is not None and bool(manifest.recipe.get("drop_vision"))
     logits = None if report is None else report.logits
     fetched = None if manifest is None else manifest.source.repo
     return template.render(
-        front_matter=front_matter(
-            name, manifest, _main_bits(packed), source, not vision, report, tasks
-        ),
+        front_matter=front_matter(name, manifest, bits, source, not vision, report, tasks),
         name=name,
         target=target,
         on_hub=target != NO_TARGET,
@@ -95,7 +94,7 @@ def render_card(
         verdict=None if report is None or logits is None else judge(report),
         change="" if logits is None else formatting.perplexity_change(logits),
         scored="" if logits is None else formatting.scored(logits),
-        size_text=_size(packed) if report is None else size_text(report),
+        size_text=_size(packed) if report is None else formatting.size_text(report),
         tasks=tasks,
         report=report,
         vllm=vllm_reasons(linears),
@@ -109,16 +108,6 @@ def render_card(
         rotated=is_rotated(manifest),
         verifiable=manifest is not None,
     )
-
-
-def _main_bits(packed: PackedCheckpoint) -> int | None:
-    """Bits of most of the packed weights; None where nothing is packed."""
-    weights: dict[int, int] = {}
-    for spec in packed.specs:
-        scheme: Scheme | None = packed.schemes.get(spec.module)
-        if scheme is not None:
-            weights[scheme.bits] = weights.get(scheme.bits, 0) + spec.shape[0] * spec.shape[1]
-    return max(weights, key=lambda bits: weights[bits]) if weights else None
 
 
 def _version(manifest: Manifest | None, report: QualityReport | None) -> str | None:

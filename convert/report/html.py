@@ -17,7 +17,6 @@ from lowbit.convert.report import formatting, limits, linears, plots, verdict, w
 from lowbit.convert.report.heat import heat_maps
 from lowbit.convert.report.page import render_page, share
 from lowbit.convert.report.space import Room
-from lowbit.convert.report.terminal import size_text
 from lowbit.formats.layout.manifest import Manifest
 from lowbit.formats.tasks import TaskReport
 
@@ -66,7 +65,7 @@ def render_html(
         schemes=sorted({linears.scheme_text(row) for row in report.weights}),
         rooms=rooms,
         rooms_max=max((room.share for room in rooms), default=0.0),
-        size_text=size_text(report),
+        size_text=formatting.size_text(report),
         tasks=tasks,
         speed=speed,
         manifest=manifest,

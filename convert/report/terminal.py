@@ -16,7 +16,7 @@ from lowbit.convert.report.formatting import (
     perplexity_change,
     routing,
     scored,
-    size,
+    size_text,
 )
 from lowbit.convert.report.linears import kinds, scheme_text, worst
 from lowbit.convert.report.verdict import judge
@@ -96,16 +96,6 @@ def _summary(report: QualityReport) -> Table:
         when = "" if report.measured_on is None else f", on {printable(report.measured_on)}"
         table.add_row("measured on", Text(f"{printable(logits.text_name)}: {scored(logits)}{when}"))
     return table
-
-
-def size_text(report: QualityReport) -> str:
-    """Sizes before and after: `11.83 MB → 5.95 MB (50.3 %), 4.85 bits per weight`."""
-    sizes = report.sizes
-    bits = f"{sizes.bits_per_weight:.2f} bits per weight"
-    if sizes.source_bytes is None:
-        return f"{size(sizes.folder_bytes)}, {bits}"
-    share = percent(sizes.folder_bytes / sizes.source_bytes, 1)
-    return f"{size(sizes.source_bytes)} → {size(sizes.folder_bytes)} ({share}), {bits}"
 
 
 def _kinds(report: QualityReport) -> Table:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from lowbit.convert.measure.paired import Difference
+from lowbit.convert.measure.paired import PairedDifference
 from lowbit.convert.measure.record import LogitQuality, QualityReport, Sizes, Window
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.comparison import FolderComparison, compare, mean_cosine
@@ -222,14 +222,14 @@ def test_markdown_keeps_its_columns() -> None:
     ("difference", "text"),
     [
         (None, "\N{EN DASH}"),
-        (Difference(-0.0070812, 0.000239), "-0.00708 ± 0.00024"),
-        (Difference(0.5, 0.02), "+0.500 ± 0.020"),
-        (Difference(0.0, 0.0), "+0.00"),
-        (Difference(math.inf, math.nan), "+∞"),
+        (PairedDifference(-0.0070812, 0.000239), "-0.00708 ± 0.00024"),
+        (PairedDifference(0.5, 0.02), "+0.500 ± 0.020"),
+        (PairedDifference(0.0, 0.0), "+0.00"),
+        (PairedDifference(math.inf, math.nan), "+∞"),
     ],
 )
 def test_differences_in_words(
-    make_folder: MakeFolder, difference: Difference | None, text: str
+    make_folder: MakeFolder, difference: PairedDifference | None, text: str
 ) -> None:
     (row,) = compare([make_folder("a", {})]).rows
     assert difference_text(replace(row, difference=difference)) == text
