@@ -1,6 +1,7 @@
 """Pages from templates: one file each with its style inside, and every value escaped."""
 
 import math
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,21 +19,22 @@ def render_page(template: str, **values: Any) -> str:
 
     Control characters and lone surrogates, which no page may hold, are shown as escapes.
     """
-    return _environment().get_template(template).render(**values).lstrip()
+    return environment().get_template(template).render(**values).lstrip()
 
 
 @cache
-def _environment() -> Environment:
-    """The templates, compiled once."""
-    environment = Environment(
-        autoescape=True,
+def environment(markdown: bool = False) -> Environment:
+    """The templates, compiled once; values in Markdown are made safe by filters, not escaped."""
+    made = Environment(
+        autoescape=not markdown,
         undefined=StrictUndefined,
-        finalize=_printable,
+        finalize=None if markdown else _printable,
         trim_blocks=True,
         lstrip_blocks=True,
+        keep_trailing_newline=markdown,
         loader=FileSystemLoader(Path(__file__).parent, encoding="utf-8"),
     )
-    environment.filters.update(
+    made.filters.update(
         percent=formatting.percent,
         signed=formatting.signed,
         number=formatting.number,
@@ -48,8 +50,20 @@ def _environment() -> Environment:
         tight=formatting.tight,
         share=share,
         scheme=scheme_text,
+        md=_markdown,
+        code=_code,
     )
-    return environment
+    return made
+
+
+def _markdown(value: str) -> str:
+    """Text without the characters that Markdown reads as a table, a tag or a code span."""
+    return re.sub(r"[`|<>\[\]\r\n\t]", " ", value).strip()
+
+
+def _code(value: str) -> str:
+    """Text on one line, without the mark that ends a fenced block."""
+    return re.sub(r"[`\r\n\t]", " ", value).strip()
 
 
 def _printable(value: Any) -> Any:
