@@ -3,8 +3,9 @@
 A repository without config.json loads nowhere, so while it is being filled each weight file gets a
 commit of its own: an interrupted push continues after the last one. A repository that is complete
 stays as it is until the last commit, which also names the new weights; their content is on the Hub
-by then. Each try begins by comparing hashes, so it may be repeated at any point. huggingface_hub
-and the server choose the transport, Xet or LFS over HTTP.
+by then. Each try begins by comparing hashes, so it may be repeated at any point. The upload itself
+is huggingface_hub's, which chooses with the server between Xet and LFS over HTTP. Its
+`upload_folder` is not used: it commits in batches of its own, config.json among them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -176,34 +177,27 @@ def _send(api: "HfApi", parcel: Parcel, revision: str | None, sent: list[str]) -
     repo = parcel.repo
     remote = read_remote(api, repo, revision)
     todo = remote.missing(parcel.items)
-    weights = [item for item in todo if item.is_weight]
-    filling = CONFIG_FILE not in remote.files
     head = remote.commit
-    last: list[Operation] = []
-    for item in weights:
-        addition = _addition(item)
-        api.preupload_lfs_files(repo, [addition], revision=revision)
-        if filling:
-            head = _commit(api, repo, [addition], f"Add {item.name}", revision, head)
-        else:
-            last.append(addition)
-        sent.append(item.name)
-    if filling and weights:
+    weights = [item for item in todo if item.is_weight]
+    if CONFIG_FILE not in remote.files and weights:
+        for item in weights:
+            head = _commit(api, repo, [_addition(item)], f"Add {item.name}", revision, head)
+            sent.append(item.name)
         require_equal(read_remote(api, repo, head), weights, repo)
-    rest = [item for item in todo if not item.is_weight]
-    last += map(_addition, rest)
+        todo = [item for item in todo if not item.is_weight]
     published = {item.name for item in parcel.items}
-    last += [
+    stale = [
         CommitOperationDelete(name)
         for name in remote.files
         if name not in published
         and "/" not in name
         and any(fnmatch(name, pattern) for pattern in REPLACED)
     ]
+    last: list[Operation] = [*map(_addition, todo), *stale]
     if not last:
         return head
     head = _commit(api, repo, last, f"Publish {parcel.folder.resolve().name}", revision, head)
-    sent += [item.name for item in rest]
+    sent += [item.name for item in todo]
     return head
 
 
@@ -215,7 +209,7 @@ def _commit(
     revision: str | None,
     parent: str,
 ) -> str:
-    """Commit on top of `parent`, or fail if it is not the newest; the new commit's sha."""
+    """Upload and commit on top of `parent`, or fail if it is not the newest; the commit's sha."""
     return api.create_commit(
         repo, operations, commit_message=message, revision=revision, parent_commit=parent
     ).oid
