@@ -28,7 +28,7 @@ from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.cli.progress import progress_bars
 from lowbit.convert.measure.measure import measure_logits
 from lowbit.convert.measure.pair import open_pair
-from lowbit.convert.measure.paired import Difference, paired_difference
+from lowbit.convert.measure.paired import PairedDifference, paired_difference
 from lowbit.convert.measure.record import LogitQuality
 from lowbit.convert.original.evaluation_text import Text
 from lowbit.convert.pipeline.conversion import convert
@@ -55,7 +55,7 @@ class Pair:
     logits: tuple[LogitQuality, LogitQuality]
 
     @property
-    def difference(self) -> Difference | None:
+    def difference(self) -> PairedDifference | None:
         """Mean KL of the uniform folder less that of the chosen one."""
         return paired_difference(self.logits[1], self.logits[0])
 

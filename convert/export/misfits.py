@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lowbit.convert.export.left import layer_of
 from lowbit.convert.export.outputs import Output
 from lowbit.convert.export.source import Linear, PackedSource, as_one, row_blocks
+from lowbit.convert.export.unquantized_names import layer_of
 from lowbit.convert.plan.plan import EXPERTS
-from lowbit.convert.report.words import size
+from lowbit.convert.report.formatting import size
 from lowbit.formats.architectures.names import any_expert, expert_of, spans
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import FormatError

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lowbit.convert.calibrate.store import LayerError
 from lowbit.convert.measure.build import build_report
 from lowbit.convert.measure.compare import measure_weights
 from lowbit.convert.measure.coverage import Coverage, coverage_of
 from lowbit.convert.measure.measure import Measured, Note, measure_logits
-from lowbit.convert.measure.overfitting import held_out_excess
 from lowbit.convert.measure.pair import Pair, pair_of
 from lowbit.convert.measure.record import LogitQuality, QualityReport
 from lowbit.convert.measure.weights import WeightQuality
@@ -131,6 +131,20 @@ def _of_calibration(conversion: Conversion) -> tuple[float | None, tuple[Coverag
     if conversion.calibration:
         return held_out_excess(conversion.calibration), coverage_of(conversion.calibration)
     return _known(conversion.folder)
+
+
+def held_out_excess(errors: Sequence[LayerError]) -> float | None:
+    """Share by which the held-out error is above the learned one, over all layers.
+
+    Args:
+        errors: of the layers; those whose `learned` error is not known are left out.
+
+    Returns:
+        0.2 for a fifth; None where no layer has both errors.
+    """
+    pairs = [(row.chosen, row.learned) for row in errors if row.learned is not None]
+    held, seen = sum(chosen for chosen, _ in pairs), sum(learned for _, learned in pairs)
+    return held / seen - 1 if seen > 0 else None
 
 
 def _known(folder: Path) -> tuple[float | None, tuple[Coverage, ...]]:

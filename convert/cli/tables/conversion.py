@@ -14,11 +14,11 @@ from lowbit.convert.pipeline.finetune import Finetuned
 from lowbit.convert.pipeline.own_text import OwnText
 from lowbit.convert.pipeline.verification import Verification
 from lowbit.convert.plan.readers import runtime_verdict, transformers_verdict, vllm_verdict
-from lowbit.convert.report.remarks import rounded_head
+from lowbit.convert.report.formatting import MISSING, ORDINALS, number, percent, size
 from lowbit.convert.report.reporting import Reported
 from lowbit.convert.report.terminal import WORST, render_terminal
 from lowbit.convert.report.verdict import judge
-from lowbit.convert.report.words import MISSING, ORDINALS, number, percent, size
+from lowbit.convert.report.warnings import rounded_head
 from lowbit.formats.architectures import is_drafter
 from lowbit.formats.layout.manifest import DraftVocabulary
 from lowbit.formats.printable import printable

@@ -17,7 +17,7 @@ from lowbit.convert.plan.readers import (
     transformers_verdict,
     vllm_verdict,
 )
-from lowbit.convert.report.words import size
+from lowbit.convert.report.formatting import size
 from lowbit.formats.architectures import Part, part_of
 from lowbit.formats.architectures.names import MTP_PREFIX, any_expert, split_layer, without_model
 from lowbit.formats.shell.duration import about

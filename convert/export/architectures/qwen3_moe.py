@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from lowbit.convert.export.architectures.architecture import Exported, Gguf, Mlx
-from lowbit.convert.export.architectures.layer_names import ATTENTION, EXPERTS
+from lowbit.convert.export.architectures.architecture import ATTENTION, EXPERTS, Exported, Gguf, Mlx
 from lowbit.convert.export.source import PackedSource
 from lowbit.formats.architectures.experts import COUNT
 from lowbit.formats.architectures.names import any_expert

@@ -319,7 +319,10 @@ def test_a_rotated_file_is_a_plain_checkpoint(calibrated: Make, short: Path, cli
         r for r in measure_weights(open_pair(short, exported.folder)) if r.name == found.name
     ]
     assert again.relative_l2 == pytest.approx(found.relative_l2, rel=1e-2)  # FP16 scales
-    assert "one is rotated: its weights differ" in cli("diff", plain.folder, done.folder).stderr
+    assert (
+        "one is rotated: its weights differ"
+        in cli("compare", "--diff", plain.folder, done.folder).stderr
+    )
 
 
 def test_models_that_would_change_are_not_rotated(

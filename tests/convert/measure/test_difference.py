@@ -1,4 +1,4 @@
-"""`diff` names what differs, and how much of it."""
+"""`compare --diff` names what differs, and how much of it."""
 
 import json
 from pathlib import Path
@@ -99,12 +99,19 @@ def test_other_shapes(packed: Path, tmp_path: Path, make_model: "MakeModel") -> 
 
 def test_command(cli: "Cli", packed: Path, model: Path, tmp_path: Path) -> None:
     other = convert(model, tmp_path / "o", Recipe(head="int4")).folder
-    content = json.loads(cli("diff", packed, other, "--json").stdout)
+    content = json.loads(cli("compare", "--diff", packed, other, "--json").stdout)
     assert content["same"] is False
     assert [row["module"] for row in content["linears"]] == ["lm_head"]
-    said = cli("diff", packed, other)
+    said = cli("compare", "--diff", packed, other)
     assert said.exit_code == 0
     assert "INT8 g128" in said.stdout
-    said = cli("diff", packed, packed)
+    said = cli("compare", "--diff", packed, packed)
     assert "the same weights" in " ".join(said.stdout.split())  # wherever the paths let a line end
-    assert cli("diff", packed, tmp_path / "none").exit_code == 1
+    assert cli("compare", "--diff", packed, tmp_path / "none").exit_code == 1
+
+
+@pytest.mark.parametrize("more", [("a",), ("a", "b", "c"), ("a", "b", "--out", "page.html")])
+def test_two_folders_and_no_page(cli: "Cli", more: tuple[str, ...]) -> None:
+    said = cli("compare", "--diff", *more)
+    assert (said.exit_code, said.stdout) == (2, "")
+    assert "--diff takes two folders" in said.stderr

@@ -89,7 +89,7 @@ def test_configs_of_packed_folders(
 ) -> None:
     changes, words = CONFIGS[case]
     folder = edited("packed", "config.json", changes)
-    for command in (("inspect",), ("verify",), ("report",), ("diff", made / "packed")):
+    for command in (("inspect",), ("verify",), ("report",), ("compare", "--diff", made / "packed")):
         assert_refused(cli, words, *command, folder)
 
 

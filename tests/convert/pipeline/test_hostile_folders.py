@@ -114,7 +114,13 @@ def test_a_source_is_not_planned(cli: "Cli", source: Path, place: str, plant: Pl
 
 @pytest.mark.parametrize(
     "arguments",
-    [("verify",), ("export", "--to", "mlx"), ("export", "--to", "gguf"), ("report",), ("diff",)],
+    [
+        ("verify",),
+        ("export", "--to", "mlx"),
+        ("export", "--to", "gguf"),
+        ("report",),
+        ("compare", "--diff"),
+    ],
     ids=" ".join,
 )
 @pytest.mark.parametrize(("place", "plant"), cases(OF_PACKED, FEW))
@@ -128,14 +134,14 @@ def test_a_packed_folder_is_not_read(
     plant: Plant,
 ) -> None:
     command, *options = arguments
-    if command == "diff" and place in ("tokenizer.json", "generation_config.json", "LICENSE"):
-        pytest.skip("diff reads weights alone")
+    if command == "compare" and place in ("tokenizer.json", "generation_config.json", "LICENSE"):
+        pytest.skip("compare --diff reads weights alone")
     replace(packed / place, plant)
     before = names(tmp_path)
     others = {
         "export": [str(tmp_path / "out")],
         "report": ["--source", str(pristine / "source")],
-        "diff": [str(pristine / "packed")],
+        "compare": [str(pristine / "packed")],
     }
     result = cli(command, packed, *others.get(command, []), *options)
     assert_refused(result, "packed" if plant is folder else place)

@@ -281,12 +281,12 @@ def test_more_loss_is_never_a_better_verdict(make_report: MakeReport, make_row: 
     [
         ({"kl_mean": 0.0099, "kl_error": 0.0002}, "would be close without"),
         ({"kl_mean": 0.0480, "kl_error": 0.0015}, "would be usable without"),
-        # another aspect is of that grade, whatever its error
+        # another figure is of that grade, whatever its error
         ({"kl_mean": 0.0480, "kl_error": 0.0015, "top1_agreement": 0.89}, None),
         ({"kl_mean": 0.0480, "kl_error": 0.0015, "kl_p99": 0.6}, None),
         ({"kl_mean": 0.0099, "kl_error": 0.0002, **with_kinds(kind(kl_mean=0.03))}, None),
         (places(0.03) | {"kl_mean": 0.0099, "kl_error": 0.0002}, None),
-        # all aspects of that grade are on the edge
+        # all graded figures of that grade are on the edge
         (
             {
                 "kl_mean": 0.0480,
