@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.convert.calibrate.damping import DAMPINGS, fitting_factor
+from lowbit.convert.calibrate.damping import DAMPINGS, choose_damping
 from lowbit.convert.calibrate.experts import (
     FEWEST_TOKENS,
     choose_experts,
@@ -35,7 +35,7 @@ HEAD_ROWS = {"cpu": 4096, "cuda": 32768}  # of the vocabulary at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Chooser:
+class LayerQuantizer:
     """The way linears are chosen, and the place.
 
     Attributes:
@@ -188,7 +188,7 @@ class Chooser:
             if self.method.codes == "gptq":
                 rows = torch.cat([weights[name] for name in weights])
                 first = schemes[next(iter(weights))]
-                factor = fitting_factor(rows, first, self.rule, moments, held)
+                factor = choose_damping(rows, first, self.rule, moments, held)
                 del rows
             found: dict[str, Chosen] = {}
             for scheme in dict.fromkeys(schemes[name] for name in weights):

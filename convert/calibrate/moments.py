@@ -104,7 +104,7 @@ def measure(
 
         def inputs(batch: slice) -> tuple[Tensor, Tensor]:
             x, y = here(hidden[batch].to(device)), there(wanted[batch].to(device))
-            factors = quieted(y, compared)
+            factors = loudness_caps(y, compared)
             return x * factors, y * factors
 
         sums = _sums(inputs, batches(hidden, device), K, device, pool)
@@ -118,7 +118,7 @@ def measure(
         there.close()
 
 
-def quieted(x: Tensor, compared: int) -> Tensor:
+def loudness_caps(x: Tensor, compared: int) -> Tensor:
     """Factors that make no token louder than the median token around it, [tokens, 1].
 
     A few tokens, often the first of a window, have activations a thousand times those of others
@@ -129,10 +129,10 @@ def quieted(x: Tensor, compared: int) -> Tensor:
         x: [tokens, K] inputs of a linear in the original.
         compared: tokens that share a median, counted from the first.
     """
-    return torch.cat([_quieted(part) for part in torch.split(x, compared)])
+    return torch.cat([_caps(part) for part in torch.split(x, compared)])
 
 
-def _quieted(x: Tensor) -> Tensor:
+def _caps(x: Tensor) -> Tensor:
     power = x.square().sum(-1, keepdim=True)
     loud = power[power > 0]
     if not len(loud):
@@ -151,7 +151,7 @@ def paired(x: Tensor, y: Tensor, linear: str) -> Moments:
     Raises:
         QuantizationError: activations are not finite.
     """
-    factors = quieted(y, len(y))
+    factors = loudness_caps(y, len(y))
     x, y = x * factors, y * factors
     return _means((x.T @ x, y.T @ x), linear, len(x))
 

@@ -104,7 +104,7 @@ class _Called(torch.nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class TrainingWindow:
     """One window of text.
 
     Attributes:
@@ -119,7 +119,7 @@ class Lesson:
     targets: Tensor
 
 
-def loss_of(head: MtpHead, lesson: Lesson, rows: Tensor, starts: Tensor) -> Tensor:
+def loss_of(head: MtpHead, lesson: TrainingWindow, rows: Tensor, starts: Tensor) -> Tensor:
     """Weighted cross-entropy of the steps on one window.
 
     Args:
@@ -159,7 +159,7 @@ class TrainingState:
 
 def train(
     trained: Trained,
-    lessons: Sequence[Lesson],
+    lessons: Sequence[TrainingWindow],
     rows: Tensor,
     steps: int,
     state: TrainingState,

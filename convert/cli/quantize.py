@@ -180,7 +180,7 @@ def quantize(
         if conversion.source.repo is None:
             remember(conversion.manifest.source, conversion.source.folder)
         with _explained_measuring(out):
-            found = reporting.go_on(done, request, progress)
+            found = reporting.complete_report(done, request, progress)
     judged = gate if found.quality.logits is not None else ()
     result = hold(judged, found.quality)
     if not as_json:

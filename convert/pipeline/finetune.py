@@ -13,7 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lowbit.convert.calibrate.mtp_training import Grid, Lesson, Trained, TrainingState, train
+from lowbit.convert.calibrate.mtp_training import (
+    Grid,
+    Trained,
+    TrainingState,
+    TrainingWindow,
+    train,
+)
 from lowbit.convert.calibrate.store import PREFIX as CALIBRATED
 from lowbit.convert.measure.drafting import count_drafts
 from lowbit.convert.measure.drafts import Draft
@@ -79,7 +85,7 @@ class Finetuned:
 
 
 @dataclass(frozen=True, slots=True)
-class _School:
+class _TrunkStates:
     """The trunk's states on all windows, on the device."""
 
     model: LayeredModel
@@ -146,15 +152,15 @@ def finetune_mtp(
     names = [name_in(place, path) for path in entries(place)]
     with open_journal(partial, digest, False, names, OTHER_WORK):
         with torch.no_grad(), without_advice(), block_map(target) as each:
-            school = _attend(place, read.samples, target, each, report)
-            trained = _begin(packed, school.model, target)
-            before = _count(school, trained.head, each)
-        lessons, rows = _lessons(school, target)
+            trunk = _attend(place, read.samples, target, each, report)
+            trained = _begin(packed, trunk.model, target)
+            before = _count(trunk, trained.head, each)
+        learned, rows = _training_windows(trunk, target)
         state = _KeptState(partial / STATE_FILE, digest, steps)
-        train(trained, lessons, rows, steps, state, lambda done: report("train", done, steps))
+        train(trained, learned, rows, steps, state, lambda done: report("train", done, steps))
         stored = _stored(packed, trained)
         with torch.no_grad(), block_map(target) as each:
-            after = _count(school, trained.current(), each)
+            after = _count(trunk, trained.current(), each)
         better = after[-1].tokens_a_round > before[-1].tokens_a_round
         if better:
             record = MtpTraining(
@@ -168,13 +174,13 @@ def finetune_mtp(
             _exchange(place, partial, packed, packed.manifest, stored, record)
         else:
             _remove(partial)
-    held_out = len(school.part(True))
+    held_out = len(trunk.part(True))
     return Finetuned(
         folder=folder,
         before=before,
         after=after,
         exchanged=better,
-        windows=len(school.windows) - held_out,
+        windows=len(trunk.windows) - held_out,
         held_out=held_out,
         steps=steps,
         seconds=time.monotonic() - started,
@@ -189,7 +195,7 @@ def _digest(place: Path, text: CalibrationText, steps: int, device: torch.device
 
 def _attend(
     folder: Path, windows: Tensor, device: torch.device, each: BlockMap, report: Progress
-) -> _School:
+) -> _TrunkStates:
     """Pass all windows through the packed trunk, layer by layer."""
     model = load_layered_model(open_weights(folder), windows.shape[1], device)
     hidden = embed(model, windows, device)
@@ -200,7 +206,7 @@ def _attend(
     states = scored_states(model, hidden)
     greedy = greedy_tokens(model, states, each)
     shape = (len(windows), windows.shape[1] - 1)
-    return _School(model, windows.to(device), states.view(*shape, -1), greedy.view(shape))
+    return _TrunkStates(model, windows.to(device), states.view(*shape, -1), greedy.view(shape))
 
 
 def _begin(packed: PackedCheckpoint, model: LayeredModel, device: torch.device) -> Trained:
@@ -230,16 +236,18 @@ def _begin(packed: PackedCheckpoint, model: LayeredModel, device: torch.device) 
     return Trained(head, grids, plain)
 
 
-def _count(school: _School, head: MtpHead, each: BlockMap) -> tuple[Draft, ...]:
-    here = school.part(True)
-    parts = (school.windows[here], school.states[here], school.greedy[here])
-    return count_drafts(school.model, *parts, each, head=head)
+def _count(trunk: _TrunkStates, head: MtpHead, each: BlockMap) -> tuple[Draft, ...]:
+    here = trunk.part(True)
+    parts = (trunk.windows[here], trunk.states[here], trunk.greedy[here])
+    return count_drafts(trunk.model, *parts, each, head=head)
 
 
-def _lessons(school: _School, device: torch.device) -> tuple[list[Lesson], Tensor]:
+def _training_windows(
+    trunk: _TrunkStates, device: torch.device
+) -> tuple[list[TrainingWindow], Tensor]:
     """Windows to learn from, and the rows of the head that their targets are among."""
-    model, here = school.model, school.part(False)
-    targets = school.greedy[here]
+    model, here = trunk.model, trunk.part(False)
+    targets = trunk.greedy[here]
     first = torch.arange(min(model.vocabulary, MOST_ROWS), device=device)
     often = torch.unique(targets)[:MOST_ROWS]
     ids = torch.cat((often, first[~torch.isin(first, often)]))[: len(first)].sort().values
@@ -249,9 +257,9 @@ def _lessons(school: _School, device: torch.device) -> tuple[list[Lesson], Tenso
         rows[among] = block[ids[among] - start]
     places = torch.searchsorted(ids, targets).clamp_(max=len(ids) - 1)
     places = torch.where(ids[places] == targets, places, -1)
-    embeddings = embed(model, school.windows[here][:, 1:], device)
-    states = school.states[here]
-    return [Lesson(*parts) for parts in zip(embeddings, states, places, strict=True)], rows
+    embeddings = embed(model, trunk.windows[here][:, 1:], device)
+    states = trunk.states[here]
+    return [TrainingWindow(*parts) for parts in zip(embeddings, states, places, strict=True)], rows
 
 
 def _stored(packed: PackedCheckpoint, trained: Trained) -> dict[str, Tensor]:

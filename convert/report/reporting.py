@@ -173,7 +173,9 @@ def prepare_report(
     return find_origin(folder, packed.manifest, source, ask)
 
 
-def go_on(done: ExistingResult, request: LogitRequest | None, progress: Progress) -> Reported:
+def complete_report(
+    done: ExistingResult, request: LogitRequest | None, progress: Progress
+) -> Reported:
     """The report of a finished conversion; what it lacks is measured now.
 
     Args:

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.calibrate import moments as calibrate_moments
-from lowbit.convert.calibrate.damping import DAMPINGS, fitting_factor
+from lowbit.convert.calibrate.damping import DAMPINGS, choose_damping
 from lowbit.convert.calibrate.gptq import factorize
 from lowbit.convert.calibrate.linear import gptq
-from lowbit.convert.calibrate.moments import Moments, measure, quieted
+from lowbit.convert.calibrate.moments import Moments, loudness_caps, measure
 from lowbit.convert.calibrate.windows import Windows
 from lowbit.convert.original.layer import Layer, batches
 from lowbit.formats.layout.scheme import Scheme
@@ -32,7 +32,7 @@ def error(w: Tensor, tokens: int, damping: float | None) -> tuple[float, float]:
     """The damping used, and the mean square error on fresh inputs, in FP64."""
     learned, held = moments(*inputs(tokens, 2)), moments(*inputs(512, 3))
     if damping is None:
-        factor = fitting_factor(w, SCHEME, "signed", learned, held)
+        factor = choose_damping(w, SCHEME, "signed", learned, held)
     else:
         factor = factorize(learned.damped(damping))
     found = gptq(w, SCHEME, "signed", learned, factor).weight.double()
@@ -65,25 +65,25 @@ def test_nothing_held_out() -> None:
     w = torch.randn(8, K)
     learned = moments(*inputs(512, 7))
     expected = factorize(learned.damped(DAMPINGS[0]))
-    assert torch.equal(fitting_factor(w, SCHEME, "signed", learned, None).U, expected.U)
+    assert torch.equal(choose_damping(w, SCHEME, "signed", learned, None).U, expected.U)
 
 
 def test_no_token_is_louder_than_the_median() -> None:
     x = torch.randn(101, K, generator=torch.Generator().manual_seed(8))
     x[0] *= 1000
     x[1] = 0
-    power = (x * quieted(x, 101)).square().sum(1)
+    power = (x * loudness_caps(x, 101)).square().sum(1)
     torch.testing.assert_close(power.max(), x.square().sum(1).median())
     below = x.square().sum(1) < power.max()
-    assert torch.equal(x[below], (x * quieted(x, 101))[below])
+    assert torch.equal(x[below], (x * loudness_caps(x, 101))[below])
 
 
 def test_tokens_are_compared_with_those_around_them_alone() -> None:
     x = torch.randn(200, K, generator=torch.Generator().manual_seed(8))
     x[100:] *= 1000
-    apart = torch.cat([quieted(x[:100], 100), quieted(x[100:], 100)])
-    assert torch.equal(quieted(x, 100), apart)
-    assert not torch.equal(quieted(x, 200), apart)
+    apart = torch.cat([loudness_caps(x[:100], 100), loudness_caps(x[100:], 100)])
+    assert torch.equal(loudness_caps(x, 100), apart)
+    assert not torch.equal(loudness_caps(x, 200), apart)
 
 
 @pytest.mark.parametrize("length", [384, 512, 2000, 4096, 10_000])
