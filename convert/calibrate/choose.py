@@ -16,12 +16,11 @@ from lowbit.convert.calibrate.experts import (
     tokens_of_experts,
 )
 from lowbit.convert.calibrate.gptq import Factor, factorize
-from lowbit.convert.calibrate.held_out import output_error
 from lowbit.convert.calibrate.learned import Learned, learn_rounding
 from lowbit.convert.calibrate.linear import Chosen, gptq, nearest, weighted
 from lowbit.convert.calibrate.moments import Moments, head_moments, input_power, measure
 from lowbit.convert.calibrate.store import LayerError
-from lowbit.convert.calibrate.windows import Windows
+from lowbit.convert.calibrate.windows import Windows, output_error
 from lowbit.convert.original.layer import Layer, run, stages
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.precision import full_precision

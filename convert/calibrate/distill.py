@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.calibrate.gradient import layer_gradient
-from lowbit.convert.calibrate.held_out import Batches, count_held
 from lowbit.convert.calibrate.learned import Learned
 from lowbit.convert.calibrate.linear import Chosen
+from lowbit.convert.calibrate.windows import Batches, count_held
 from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.threads import ordered
 from lowbit.convert.original.walk import HEAD_TOKENS, blocks

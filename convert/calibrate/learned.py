@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.calibrate.gradient import Adam, GroupScaled, layer_gradient
-from lowbit.convert.calibrate.held_out import Batches
 from lowbit.convert.calibrate.linear import Chosen
-from lowbit.convert.calibrate.windows import Windows
+from lowbit.convert.calibrate.windows import Batches, Windows
 from lowbit.convert.original.layer import Layer
 from lowbit.convert.plan.calibration_cost import AUTOROUND_STEPS
 from lowbit.formats.layout.rtn import SCALE_DTYPE

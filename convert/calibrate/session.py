@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from lowbit.convert.calibrate.calibrate import Progress, Task, calibrate
-from lowbit.convert.calibrate.held_out import shuffled
 from lowbit.convert.calibrate.store import Calibrated, Store
+from lowbit.convert.calibrate.windows import shuffled
 from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.quiet import without_advice

@@ -24,11 +24,11 @@ from lowbit.convert.measure.metrics import (
 from lowbit.convert.measure.pair import Pair
 from lowbit.convert.measure.peak import check_peak, logits_peak_bytes
 from lowbit.convert.measure.record import Flip, LogitQuality, Position, TextKind
-from lowbit.convert.original.blocks import block_map
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.evaluation_text import WINDOW, EvalText, Text, tokenize
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.quiet import without_advice
+from lowbit.convert.original.threads import block_map
 from lowbit.formats.architectures.decoder import text_part
 from lowbit.formats.architectures.names import MTP_PREFIX
 from lowbit.formats.draft_head import open_draft_head

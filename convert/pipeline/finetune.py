@@ -24,12 +24,12 @@ from lowbit.convert.calibrate.store import PREFIX as CALIBRATED
 from lowbit.convert.measure.drafting import count_drafts
 from lowbit.convert.measure.drafts import Draft
 from lowbit.convert.measure.logits import scored_states
-from lowbit.convert.original.blocks import BlockMap, block_map
 from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.model import LayeredModel, load_layered_model
 from lowbit.convert.original.mtp import FC, LAYER, NORMS, MtpHead, greedy_tokens, load_mtp_head
 from lowbit.convert.original.quiet import without_advice
+from lowbit.convert.original.threads import BlockMap, block_map
 from lowbit.convert.original.walk import HEAD_ROWS, embed, load_layer, pass_through
 from lowbit.convert.original.weights import open_weights
 from lowbit.convert.pipeline.finetune_memory import training_memory

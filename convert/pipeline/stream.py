@@ -22,6 +22,7 @@ from torch import Tensor
 from lowbit.convert.calibrate.store import Calibrated
 from lowbit.convert.measure.weights import WeightSums
 from lowbit.convert.original.rotation import Rotation
+from lowbit.convert.original.threads import ordered
 from lowbit.convert.pipeline.journal import CompletedStep
 from lowbit.convert.plan.plan import Plan, Step
 from lowbit.convert.plan.search import search_on
@@ -176,13 +177,7 @@ def _overlap(
     pool: _Pool, work: Callable[[Item], Result], items: Iterable[Item]
 ) -> Iterator[Result]:
     """`map(work, items)` in the pool's threads, in order, few results ahead."""
-    ahead: deque[Future[Result]] = deque()
-    for item in items:
-        ahead.append(pool.submit(work, item))
-        if len(ahead) > READ_AHEAD + pool.threads - 1:
-            yield ahead.popleft().result()
-    while ahead:
-        yield ahead.popleft().result()
+    return ordered(pool, work, items, READ_AHEAD + pool.threads)
 
 
 def _tasks(

@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.original.backward import LinearTrace, TracedLayer, traced
-from lowbit.convert.original.blocks import block_map
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.precision import tensor_cores
-from lowbit.convert.original.threads import alone_on_threads, ordered
+from lowbit.convert.original.threads import alone_on_threads, block_map, ordered
 from lowbit.convert.original.walk import embed, load_layer, pass_through
 from lowbit.convert.plan.head import pass_head
 from lowbit.convert.plan.rounding import for_each, rounding_error, row_blocks

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lowbit.convert.calibrate import distill, distilled, held_out, learned
+from lowbit.convert.calibrate import distill, distilled, learned, windows
 from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.calibrate.store import PREFIX
 from lowbit.convert.export.export import export
@@ -44,7 +44,7 @@ def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learned, "AUTOROUND_STEPS", 12)
     monkeypatch.setattr(distill, "DISTILL_STEPS", 5)
     monkeypatch.setattr(distilled, "DISTILL_STEPS", 5)
-    monkeypatch.setattr(held_out, "STEP_TOKENS", 4 * LENGTH)
+    monkeypatch.setattr(windows, "STEP_TOKENS", 4 * LENGTH)
 
 
 @pytest.fixture(scope="session")
