@@ -203,7 +203,7 @@ def test_memory_is_announced_or_refused_before_the_work(
     assert len(said) == 1
     assert said[0].startswith("comparing logits of ")
     assert said[0].endswith(" GB of memory")
-    monkeypatch.setattr("lowbit.convert.measure.peak.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("lowbit.convert.plan.memory.free_bytes", lambda device: 1000)
     monkeypatch.setattr(measure_module, "compare", lambda *_: pytest.fail("work began"))
     with pytest.raises(ResourceError, match="free on cpu"):
         measure_module.measure_logits(open_pair(tiny, packed), text)
