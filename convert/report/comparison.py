@@ -85,8 +85,8 @@ class FolderComparison:
 
     Attributes:
         source: the original's Hub id, None where it is not known.
-        model_type: of the original; None where only older reports are compared.
-        parameters: of the original; None where only older reports are compared.
+        model_type: of the original; None where no report says.
+        parameters: of the original; None where no report says.
         text_name: of the evaluation text.
         scored_tokens: number behind every row.
         windows: number of windows that hold them.

@@ -131,7 +131,7 @@ def why_not_judged(kind: TextKind, logits: LogitQuality) -> str | None:
     )
 
 
-def left_out(logits: LogitQuality) -> list[str]:
+def texts_left_out(logits: LogitQuality) -> list[str]:
     """Sentences about the further texts that are not judged."""
     found = (why_not_judged(kind, logits) for kind in _other_kinds(logits))
     return [sentence for sentence in found if sentence is not None]

@@ -51,9 +51,8 @@ def render_html(
         report=report,
         logits=logits,
         verdict=verdict.judge(report),
-        size_of_model=verdict.size_of(report),
         gauge=_gauge(report),
-        measure=verdict.measure(report),
+        expected=verdict.expected_loss(report),
         limits=limits,
         warnings=warnings.warnings_of(report),
         traded=warnings.traded(report),
@@ -138,7 +137,7 @@ def _gauge(report: QualityReport) -> Gauge | None:
     """The gauge of a report; None where nothing is judged."""
     if report.logits is None or verdict.judge(report).grade is None:
         return None
-    noise, measure = report.logits.noise, verdict.measure(report)
+    noise, expected = report.logits.noise, verdict.expected_loss(report)
     low, high = SCALE
 
     def place(value: float) -> float:
@@ -153,14 +152,14 @@ def _gauge(report: QualityReport) -> Gauge | None:
         side="from-left" if value < 20 else "from-right" if value > 80 else "",
         bands=tuple(map(Band, limits.GRADES, widths, ends, names)),
         noise=None if noise is None else place(noise.kl_mean),
-        expected=None if measure is None else place(measure.kl),
+        expected=None if expected is None else place(expected.kl),
     )
 
 
 def _plots(report: QualityReport, logits: LogitQuality) -> dict[str, Markup]:
-    measure = verdict.measure(report)
+    expected = verdict.expected_loss(report)
     charts = {
-        "kl": plots.kl_distribution(logits, None if measure is None else measure.kl),
+        "kl": plots.kl_distribution(logits, None if expected is None else expected.kl),
         "windows": plots.kl_along(logits),
     }
     if logits.positions:

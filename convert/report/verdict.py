@@ -14,8 +14,8 @@ from lowbit.convert.report.graded_figures import (
     drift,
     graded_figures,
     least_tokens,
-    left_out,
     needed_tokens,
+    texts_left_out,
 )
 from lowbit.convert.report.limits import (
     FAR,
@@ -59,9 +59,9 @@ class Verdict:
         title: the grade in formatting.
         reason: what decides, without capital and full stop.
         expected: the loss beside that of good files of this size and bits, as a sentence; empty
-            where there is no measure.
-        notes: further findings that count, texts that do not, and a size without measure, as
-            sentences.
+            where none is known.
+        notes: sentences on further findings that count, texts that do not, and a size whose loss
+            is not known.
         hint: what helps where nothing is judged; empty otherwise.
         next_steps: options to try where the file loses too much; empty where it does not.
     """
@@ -103,7 +103,7 @@ def judge(report: QualityReport) -> Verdict:
             *(f"{sentence(a.text).rstrip('.')} ({a.bound})." for a in others),
             *_close_call(found, worst.grade),
             *(() if growing is None else (growing,)),
-            *left_out(logits),
+            *texts_left_out(logits),
             *_too_small(report),
         ),
         next_steps=() if color == "good" else next_steps(report),
@@ -162,19 +162,19 @@ def _close_call(found: Sequence[GradedFigure], grade: Grade) -> list[str]:
     ]
 
 
-def measure(report: QualityReport) -> Expectation | None:
+def expected_loss(report: QualityReport) -> Expectation | None:
     """The loss of good files of the report's bits in models of its size; None if there are none."""
-    return expectation(main_bits(report.weights), size_of(report))
+    return expectation(main_bits(report.weights), parameters_of(report))
 
 
-def size_of(report: QualityReport) -> int | None:
-    """Parameters of the model; of older files the packed ones; None where nothing is packed."""
+def parameters_of(report: QualityReport) -> int | None:
+    """Parameters of the model, else the packed ones; None where nothing is packed either."""
     return report.parameters or sum(row.weights for row in report.weights) or None
 
 
 def _beside_others(report: QualityReport, mean: GradedFigure) -> tuple[str, Level]:
     """The loss beside that of good files of the same bits and size: a sentence and its level."""
-    found, bits, size = measure(report), main_bits(report.weights), size_of(report)
+    found, bits, size = expected_loss(report), main_bits(report.weights), parameters_of(report)
     if found is None or bits is None:
         return "", "good"
     ratio = mean.judged / found.kl
@@ -189,8 +189,8 @@ def _beside_others(report: QualityReport, mean: GradedFigure) -> tuple[str, Leve
 
 def _too_small(report: QualityReport) -> list[str]:
     """A sentence about a model that only its size leaves without an expectation."""
-    bits, size = main_bits(report.weights), size_of(report)
-    if size is None or measure(report) is not None or expectation(bits, None) is None:
+    bits, size = main_bits(report.weights), parameters_of(report)
+    if size is None or expected_loss(report) is not None or expectation(bits, None) is None:
         return []
     return [
         f"The loss to expect is only known of models from {count(SMALLEST)} parameters on; "

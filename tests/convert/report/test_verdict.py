@@ -10,7 +10,7 @@ import pytest
 from lowbit.convert.measure.record import Position, QualityReport, TextKind
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.limits import EXPECTED, GRADES, LIMITS, SMALLEST, TAIL
-from lowbit.convert.report.verdict import Verdict, judge, size_of
+from lowbit.convert.report.verdict import Verdict, judge, parameters_of
 
 MakeReport = Callable[..., QualityReport]
 MakeRow = Callable[..., WeightQuality]
@@ -334,14 +334,14 @@ def test_hints_name_the_option(make_report: MakeReport, make_row: MakeRow) -> No
         assert "--eval-text" in judge(report_of(make_report, make_row, figures)).hint
 
 
-def test_older_reports_have_the_packed_weights_as_their_size(
+def test_packed_weights_stand_for_unknown_parameters(
     make_report: MakeReport, make_row: MakeRow
 ) -> None:
     rows = (make_row("a", weights=700), make_row("b", weights=300))
     report = replace(make_report(rows), parameters=None)
-    assert size_of(report) == 1000
-    assert size_of(replace(report, parameters=1500)) == 1500
-    assert size_of(replace(make_report(()), parameters=None)) is None
+    assert parameters_of(report) == 1000
+    assert parameters_of(replace(report, parameters=1500)) == 1500
+    assert parameters_of(replace(make_report(()), parameters=None)) is None
     assert judge(make_report(())).expected == ""
 
 
