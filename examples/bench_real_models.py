@@ -52,7 +52,12 @@ from safetensors import safe_open
 
 PEER = Path(__file__).with_name("peers_quantize.py")
 BUNDLED = Path(__file__).parents[1] / "convert" / "original" / "data"
-CALIBRATION = ("simplewiki.txt", "shakespeare.txt", "gsm8k-train-sample.txt", "code.txt")
+CALIBRATION = (
+    "simplewiki.txt",
+    "shakespeare.txt",
+    "gsm8k-train-sample.txt",
+    "python-stdlib-calibration-60kB.txt",
+)
 STDLIB = ("argparse", "calendar", "csv", "difflib", "fractions", "heapq", "shlex", "textwrap")
 PEERS = (
     "llmcompressor:RTN",

@@ -19,7 +19,7 @@ import click
 from rich.console import Console
 
 from lowbit.convert.cli.main import main as lowbit_convert
-from lowbit.convert.report import words
+from lowbit.convert.report import formatting
 from lowbit.convert.report.comparison import FolderRow, compare
 from lowbit.convert.report.comparison_page import (
     difference_text,
@@ -81,8 +81,8 @@ def cells(bits: str, row: FolderRow) -> tuple[str, ...]:
         row.method,
         f"{row.bits_per_weight:.2f}",
         weight_cosine_text(row),
-        words.cosine(row.logit_cosine),
-        words.kl(row.kl_mean),
+        formatting.cosine(row.logit_cosine),
+        formatting.kl(row.kl_mean),
         difference_text(row),
         perplexity_text(row),
     )

@@ -24,10 +24,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowbit.convert.calibrate.request import CalibrationRequest
+from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.cli.progress import progress_bars
 from lowbit.convert.measure.measure import measure_logits
-from lowbit.convert.measure.paired import Difference, paired_difference
+from lowbit.convert.measure.pair import open_pair
+from lowbit.convert.measure.paired import PairedDifference, paired_difference
 from lowbit.convert.measure.record import LogitQuality
 from lowbit.convert.original.evaluation_text import Text
 from lowbit.convert.pipeline.conversion import convert
@@ -54,7 +55,7 @@ class Pair:
     logits: tuple[LogitQuality, LogitQuality]
 
     @property
-    def difference(self) -> Difference | None:
+    def difference(self) -> PairedDifference | None:
         """Mean KL of the uniform folder less that of the chosen one."""
         return paired_difference(self.logits[1], self.logits[0])
 
@@ -101,10 +102,12 @@ def judge(
     model: Path, options: argparse.Namespace, calib: Path | None, text: Text, folder: Path
 ) -> Iterator[Pair]:
     """Convert and measure a uniform model and the choice of its size, for every uniform one."""
-    checkpoint = open_original(model).checkpoint
+    weights = open_original(model)
+    checkpoint = weights.checkpoint
     start = time.monotonic()
     with progress_bars() as progress:
-        found = find_or_estimate(model, Settings(calib=calib, device=options.device), progress)
+        settings = Settings(calib, device=options.device, rotate=options.method.rotate)
+        found = find_or_estimate(weights, settings, progress)
     if found.is_new:
         print(f"sensitivities: {time.monotonic() - start:.1f} s", file=sys.stderr)
     request = CalibrationRequest(calib, options.calib_samples)
@@ -122,7 +125,7 @@ def judge(
             out = folder / f"{model.name}-{number}-{kind}"
             given = request if options.method.calibrated else None
             convert(model, out, made, device=options.device, calibration=given)
-            logits.append(measure_logits(model, out, [text], options.device).logits)
+            logits.append(measure_logits(open_pair(model, out), [text], options.device).logits)
             if options.keep is None:
                 shutil.rmtree(out)
         yield Pair(name, (uniform, chosen.plan), (logits[0], logits[1]))

@@ -78,7 +78,7 @@ COMMANDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("packed", "convert", ("verify", "{folder}")),
     ("packed", "convert", ("verify", "{folder}", "--source", "{source}")),
     ("packed", "convert", ("report", "{folder}", "--source", "{source}", "--eval-text", "{text}")),
-    ("packed", "convert", ("diff", "{folder}", "{packed}")),
+    ("packed", "convert", ("compare", "--diff", "{folder}", "{packed}")),
     ("packed", "convert", ("compare", "{folder}", "{packed}")),
     ("packed", "convert", ("export", "{folder}", "{out}", "--to", "mlx")),
     # ("packed", "convert", ("push", "{folder}", "me/model", "--dry-run")),

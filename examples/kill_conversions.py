@@ -22,7 +22,7 @@ import click
 import torch
 
 from lowbit.convert import convert
-from lowbit.convert.calibrate.request import CalibrationRequest
+from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Recipe
 

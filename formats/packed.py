@@ -23,6 +23,7 @@ from lowbit.formats.layout.packing import (
     packed_shapes,
 )
 from lowbit.formats.layout.quantization_config import read_quantization_config, unserved
+from lowbit.formats.layout.rtn import SCALE_DTYPE
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.machine.time_limit import time_limit
 from lowbit.formats.safetensors.checkpoint import Checkpoint, TensorInfo
@@ -33,6 +34,7 @@ PACKED_DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {
     SHAPE: (torch.int64, torch.int32),
     ZERO_POINT: (torch.int32,),
 }
+OUTPUT_DTYPES = {PACKED: torch.int32, SCALE: SCALE_DTYPE, SHAPE: torch.int64}  # as we write them
 
 
 @dataclass(frozen=True, slots=True)

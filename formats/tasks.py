@@ -11,7 +11,7 @@ from typing import Any
 
 from lowbit.formats.files.atomic import replace_file
 from lowbit.formats.layout.manifest import MANIFEST_FILE
-from lowbit.formats.layout.records import load_object, record, records
+from lowbit.formats.layout.records import load_object, record
 from lowbit.formats.safetensors.hashing import hash_file
 
 TASKS_FILE = "tasks.json"
@@ -99,7 +99,6 @@ def read_tasks(folder: Path) -> TaskReport | None:
         content = load_object(path, "schema", SCHEMA, hint="run `lowbit-run evaluate` again")
     except FileNotFoundError:
         return None
-    content["tasks"] = records(TaskResult, content.get("tasks"), f"{path}: tasks")
     return record(TaskReport, content, str(path))
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from lowbit.convert import Recipe, convert
 from lowbit.convert.measure.measure import measure_logits
+from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.original.evaluation_text import Text
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +47,7 @@ def test_figures_are_those_of_the_report(text: Path, tmp_path: Path) -> None:
     original, row = written["models"]["tiny-qwen3"]["rows"]
     figures = row["texts"]["stories"]
     packed = convert(MODEL, tmp_path / "packed", Recipe(head="bf16")).folder
-    expected = measure_logits(MODEL, packed, [Text("a", "a", text.read_text())]).logits
+    expected = measure_logits(open_pair(MODEL, packed), [Text("a", "a", text.read_text())]).logits
     assert figures["kl"] == pytest.approx(expected.kl_mean, rel=1e-4)
     assert figures["kl_error"] > 0
     assert figures["perplexity"] == pytest.approx(expected.perplexity_packed, rel=1e-5)
@@ -79,7 +80,7 @@ def test_code_of_the_standard_library_is_not_calibrated_on() -> None:
     data = ROOT / "convert" / "original" / "data"
     names = re.search(r"^STDLIB = (\(.*\))$", SCRIPT.read_text(), re.M)
     assert names is not None
-    calibrated = set((data / "code.txt").read_text().splitlines())
+    calibrated = set((data / "python-stdlib-calibration-60kB.txt").read_text().splitlines())
     for name in ast.literal_eval(names[1]):
         spec = importlib.util.find_spec(name)
         assert spec is not None

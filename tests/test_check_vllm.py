@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.convert import convert
+from lowbit.convert import Recipe, convert
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "check_vllm.py"
@@ -63,7 +63,7 @@ def test_without_vllm_it_says_so(tmp_path: Path) -> None:
 
 def test_an_equal_engine_agrees(tmp_path: Path) -> None:
     (tmp_path / "vllm.py").write_text(STAND_IN)
-    done = run(convert(MODEL, tmp_path / "packed").folder, tmp_path)
+    done = run(convert(MODEL, tmp_path / "packed", Recipe()).folder, tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found.keys() >= FIGURES

@@ -29,6 +29,7 @@ def test_quickstart_converts_and_tells_a_story() -> None:
     done = run(str(EXAMPLES / "quickstart.py"))
     assert done.returncode == 0, done.stderr
     assert "7.79 bits per weight" in done.stdout
+    assert "by gptq+rotate\n" in done.stdout
     assert "tokens per second" in done.stdout
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lowbit.convert import Recipe, convert
-from lowbit.convert.pipeline.preview import preview
+from lowbit.convert.pipeline.estimate import open_headers, run_memory
+from lowbit.convert.plan.plan import make_plan
 from lowbit.runtime.engine.load import load
 from lowbit.runtime.engine.load_options import KVCache
 from lowbit.runtime.models.loader import open_model
@@ -24,15 +25,16 @@ def test_plan_announces_what_the_runtime_takes(
     tmp_path: Path, name: str, kv_cache: KVCache
 ) -> None:
     source = MODELS / name
-    view = preview(str(source), None, Recipe(), 10**9)
-    convert(source, tmp_path / "out")
+    checkpoint, _ = open_headers(str(source), None)
+    view = run_memory(make_plan(checkpoint.config, checkpoint.tensors, Recipe()))
+    convert(source, tmp_path / "out", Recipe())
     opened = open_model(tmp_path / "out")
     packed = sum(scheme is not None for scheme in opened.schemes.values())
     small = sum(torch.Size(spec.shape).numel() for spec in opened.specs if not spec.quantizable) - (
         opened.config.vocab_size * opened.config.hidden_size
     )
     taken = opened.weight_bytes("cuda", torch.bfloat16)
-    assert taken - small * NORM_BYTES <= view.run_bytes - packed * SHAPE_BYTES <= taken
+    assert taken - small * NORM_BYTES <= view.weight_bytes - packed * SHAPE_BYTES <= taken
 
     model = load(
         tmp_path / "out", device="cpu", context=view.context, max_sequences=1, kv_cache=kv_cache

@@ -51,7 +51,7 @@ def packing(*line: str | Path) -> Line:
     return (*line, "--method", "rtn")
 
 
-# By command: its line, words of its result, and words that belong on stderr. `compare`, `push` and
+# By command: its line, words of its result, and words that belong on stderr. `push` and
 # `sensitivity` are in the tests of their own, which have what they need.
 RESULTS: dict[str, tuple[click.Group, Callable[[Path], Line], str, str]] = {
     "quantize": (
@@ -63,7 +63,12 @@ RESULTS: dict[str, tuple[click.Group, Callable[[Path], Line], str, str]] = {
     "plan": (convert, lambda p: ("plan", TINY), "mlp.up_proj", ""),
     "inspect": (convert, lambda p: ("inspect", p / "a"), "up_proj", ""),
     "verify": (convert, lambda p: ("verify", p / "a"), "every hash as in lowbit.json", ""),
-    "diff": (convert, lambda p: ("diff", p / "a", p / "b"), "model.layers.0.mlp.up_proj", ""),
+    "compare": (
+        convert,
+        lambda p: ("compare", "--diff", p / "a", p / "b"),
+        "model.layers.0.mlp.up_proj",
+        "",
+    ),
     "report": (
         convert,
         lambda p: ("report", p / "a", "--source", TINY, "--eval-text", p / "text.txt"),
@@ -141,7 +146,7 @@ def test_text_of_files_is_shown_literally(place: Path, tmp_path: Path) -> None:
     content = json.loads(config.read_text())
     content["[bold]key\x1b[2J"] = "\x1b]0;title\x07\nvalue[/]"
     config.write_text(json.dumps(content))
-    done = invoke(convert, "diff", place / "a", tmp_path / "[red]x[")
+    done = invoke(convert, "compare", "--diff", place / "a", tmp_path / "[red]x[")
     assert done.exit_code == 0, done.output
     (row,) = [line for line in done.stdout.splitlines() if "[bold]key" in line]
     assert "[bold]key\\x1b[2J" in row
@@ -155,7 +160,11 @@ def test_names_that_are_no_unicode(place: Path, tmp_path: Path) -> None:
     folder, text = tmp_path / "m\udcff", tmp_path / "t\udcff\x1b.txt"
     shutil.copytree(place / "a", folder)
     shutil.copy(place / "text.txt", text)
-    for line in (("inspect", folder), ("verify", folder), ("diff", folder, place / "a")):
+    for line in (
+        ("inspect", folder),
+        ("verify", folder),
+        ("compare", "--diff", folder, place / "a"),
+    ):
         assert invoke(convert, *line).exit_code == 0
     done = invoke(convert, "report", folder, "--source", TINY, "--eval-text", text)
     assert done.exit_code == 0, done.output
@@ -269,10 +278,10 @@ def test_errors_come_before_long_work(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for work in (
         "convert.pipeline.conversion.make_plan",
-        "convert.pipeline.prospect.make_plan",
+        "convert.plan.plan.make_plan",
         "convert.plan.lookup.load_layered_model",
         "convert.pipeline.own_text.build",
-        "convert.measure.pair.open_weights",
+        "convert.report.reporting.pair_of",
         "convert.pipeline.verification._check_files",
         "convert.export.export.open_source",
         "convert.publish.access.patiently",

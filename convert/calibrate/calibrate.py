@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lowbit.convert.calibrate.choose import Chooser
+from lowbit.convert.calibrate.choose import LayerQuantizer
 from lowbit.convert.calibrate.distilled import distill_layers
 from lowbit.convert.calibrate.linear import Chosen
 from lowbit.convert.calibrate.store import (
@@ -89,14 +89,14 @@ def calibrate(
         CheckpointError: the source cannot be read.
     """
     with alone_on_threads(device) as pool, tensor_cores(device):
-        chooser = Chooser(task.method, task.rule, device, pool)
+        quantizer = LayerQuantizer(task.method, task.rule, device, pool)
         windows = begin(model, samples, device, task.method.from_original)
-        _choose_layers(model, windows, task, chooser, store, progress)
+        _choose_layers(model, windows, task, quantizer, store, progress)
         norm = _load_norm(model, device)
         for states in windows.sets():
             run(norm, states, device, pool)
         if "lm_head" in task.schemes and store.load_head(task.schemes) is None:
-            head = chooser.head(model, task.schemes["lm_head"], windows)
+            head = quantizer.head(model, task.schemes["lm_head"], windows)
             store.save(HEAD, {"lm_head": head}, task.schemes, None)
         if task.method.distill:
             original = windows.original
@@ -121,7 +121,7 @@ def _choose_layers(
     model: LayeredModel,
     windows: Windows,
     task: Task,
-    chooser: Chooser,
+    quantizer: LayerQuantizer,
     store: Store,
     progress: Progress,
 ) -> None:
@@ -129,9 +129,9 @@ def _choose_layers(
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
     with _background() as later:
         saved: Future[None] | None = None
-        for number, module in enumerate(_layers(model, chooser.device, later)):
+        for number, module in enumerate(_layers(model, quantizer.device, later)):
             progress("calibrate", sum(sizes[:number]), sum(sizes))
-            chosen, error = _layer(model, number, module, windows, task, chooser, store)
+            chosen, error = _layer(model, number, module, windows, task, quantizer, store)
             if saved is not None:
                 saved.result()  # its error, if it has one; and one layer waits at a time
             if error is not None:
@@ -148,7 +148,7 @@ def _layer(
     module: torch.nn.Module,
     windows: Windows,
     task: Task,
-    chooser: Chooser,
+    quantizer: LayerQuantizer,
     store: Store,
 ) -> tuple[dict[str, Chosen], LayerError | None]:
     """Choose a layer's linears, or take those of the store, and pass all windows through it.
@@ -162,14 +162,14 @@ def _layer(
     chosen, error = store.load(layer_name(number), task.schemes), None
     if chosen is None:
         schemes = task.of_layer(model, number)
-        found, error = chooser.layer(number, layer, original, schemes, windows)
+        found, error = quantizer.layer(number, layer, original, schemes, windows)
         chosen = {f"{prefix}{name}": linear for name, linear in found.items()}
     else:
-        device = chooser.device
+        device = quantizer.device
         layer.put({m.removeprefix(prefix): c.weight.to(device) for m, c in chosen.items()})
-        run(original, windows.original, device, chooser.pool)
+        run(original, windows.original, device, quantizer.pool)
     if windows.hidden is not windows.original:
-        run(layer, windows.hidden, chooser.device, chooser.pool)
+        run(layer, windows.hidden, quantizer.device, quantizer.pool)
     return chosen, error
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.convert.calibrate.autoround import learn_rounding
-from lowbit.convert.calibrate.damping import DAMPINGS, fitting_factor
+from lowbit.convert.calibrate.damping import DAMPINGS, choose_damping
 from lowbit.convert.calibrate.experts import (
     FEWEST_TOKENS,
     choose_experts,
@@ -17,12 +16,11 @@ from lowbit.convert.calibrate.experts import (
     tokens_of_experts,
 )
 from lowbit.convert.calibrate.gptq import Factor, factorize
-from lowbit.convert.calibrate.held_out import output_error
-from lowbit.convert.calibrate.learned import Learned
+from lowbit.convert.calibrate.learned import Learned, learn_rounding
 from lowbit.convert.calibrate.linear import Chosen, gptq, nearest, weighted
 from lowbit.convert.calibrate.moments import Moments, head_moments, input_power, measure
 from lowbit.convert.calibrate.store import LayerError
-from lowbit.convert.calibrate.windows import Windows
+from lowbit.convert.calibrate.windows import Windows, output_error
 from lowbit.convert.original.layer import Layer, run, stages
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.precision import full_precision
@@ -36,7 +34,7 @@ HEAD_ROWS = {"cpu": 4096, "cuda": 32768}  # of the vocabulary at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Chooser:
+class LayerQuantizer:
     """The way linears are chosen, and the place.
 
     Attributes:
@@ -189,7 +187,7 @@ class Chooser:
             if self.method.codes == "gptq":
                 rows = torch.cat([weights[name] for name in weights])
                 first = schemes[next(iter(weights))]
-                factor = fitting_factor(rows, first, self.rule, moments, held)
+                factor = choose_damping(rows, first, self.rule, moments, held)
                 del rows
             found: dict[str, Chosen] = {}
             for scheme in dict.fromkeys(schemes[name] for name in weights):

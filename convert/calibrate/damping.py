@@ -19,7 +19,7 @@ DAMPINGS = (0.3, 1.0, 3.0)  # shares of the mean diagonal
 ROWS = 128  # of the linears, evenly spread, that each is tried on
 
 
-def fitting_factor(
+def choose_damping(
     w: Tensor, scheme: Scheme, rule: ScaleRule, moments: Moments, held: Moments | None
 ) -> Factor:
     """The factor of the moments whose damping gives the least error on the windows held out.

@@ -16,16 +16,15 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.calibrate.gradient import layer_gradient
-from lowbit.convert.calibrate.held_out import Batches, count_held
 from lowbit.convert.calibrate.learned import Learned
 from lowbit.convert.calibrate.linear import Chosen
+from lowbit.convert.calibrate.windows import Batches, count_held
 from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.threads import ordered
 from lowbit.convert.original.walk import HEAD_TOKENS, blocks
+from lowbit.convert.plan.calibration_cost import DISTILL_STEPS
 from lowbit.formats.layout.packing import dequantize, pack, unpack
 from lowbit.formats.layout.scheme import Scheme
-
-STEPS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +162,10 @@ def distill(
         return sum(losses)
 
     before = judged()
-    for number, batch in enumerate(Batches(used, hidden.shape[1]).take(STEPS)):
-        student.step(hidden[batch].to(device), original[batch].to(device), 1 - number / STEPS)
+    for number, batch in enumerate(Batches(used, hidden.shape[1]).take(DISTILL_STEPS)):
+        student.step(
+            hidden[batch].to(device), original[batch].to(device), 1 - number / DISTILL_STEPS
+        )
         progress(number + 1)
     return judged() < before
 

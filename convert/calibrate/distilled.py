@@ -7,13 +7,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lowbit.convert.calibrate.distill import STEPS, Fixed, Head, Student, distill
+from lowbit.convert.calibrate.distill import Fixed, Head, Student, distill
 from lowbit.convert.calibrate.learned import Learned
 from lowbit.convert.calibrate.store import Store, distilled_name, layer_name
 from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.walk import embed, load_layer
-from lowbit.convert.plan.calibration_cost import learned_together
+from lowbit.convert.plan.calibration_cost import DISTILL_STEPS, learned_together
 from lowbit.formats.layout.scheme import Scheme
 
 
@@ -62,7 +62,7 @@ def distill_layers(
         if all(store.load(distilled_name(number), schemes) is not None for number in phase):
             continue
         _learn(model, phase, schemes, linears, store, device)
-        advance = partial(_advance, progress, STEPS * place, STEPS * len(phases))
+        advance = partial(_advance, progress, DISTILL_STEPS * place, DISTILL_STEPS * len(phases))
         helped = distill(student, hidden, states, device, advance)
         _keep(model, phase, schemes, linears, store, device, helped)
 

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.calibrate.columns import compensate, polish
+from lowbit.convert.plan.calibration_cost import NORMAL_ELEMENTS
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.rtn import SCALE_DTYPE, TINY
 from lowbit.formats.layout.scheme import Scheme
 
 BLOCK = 128  # columns whose changes are applied to all others at once
 SWEEPS = 2  # over the columns, when codes are polished
-NORMAL_ELEMENTS = 1 << 26  # of the normal equations of the rows that are refitted at once
 RIDGE = 1e-6  # of the diagonal, where a row's groups are refitted together
 
 

@@ -4,15 +4,24 @@ p is where a weight lies in steps of its scale. It begins at the original weight
 the cell of the code that was chosen if it lies outside, so that what hardly decided for one of two
 codes is changed most easily. Gradients pass the rounding as if it were not there (Cheng et al.,
 SignRound, arXiv 2309.05516).
+
+`learn_rounding` minimizes |layer(x) - original(x~)|^2, where x is what the quantized model so far
+gives and x~ what the original gives.
 """
 
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from lowbit.convert.calibrate.gradient import Adam, GroupScaled
+from lowbit.convert.calibrate.gradient import Adam, GroupScaled, layer_gradient
 from lowbit.convert.calibrate.linear import Chosen
+from lowbit.convert.calibrate.windows import Batches, Windows
+from lowbit.convert.original.layer import Layer
+from lowbit.convert.plan.calibration_cost import AUTOROUND_STEPS
 from lowbit.formats.layout.rtn import SCALE_DTYPE
 from lowbit.formats.layout.scheme import Scheme
 
@@ -84,3 +93,34 @@ class Learned:
     def chosen(self) -> Chosen:
         """Codes and scales after the last step."""
         return Chosen(self.codes().flatten(1).to(torch.int8), self.stored_scale()[:, :, 0])
+
+
+def learn_rounding(
+    layer: Layer,
+    linears: Mapping[str, Learned],
+    windows: Windows,
+    device: torch.device,
+    pool: ThreadPoolExecutor | None,
+) -> None:
+    """Learn a layer's linears, in place.
+
+    Args:
+        layer: any; its quantized linears are overwritten.
+        linears: by name.
+        windows: hidden states before the layer, and after it those of the original.
+        device: where to compute.
+        pool: of `alone_on_threads`.
+    """
+    length = windows.hidden.shape[1]
+    for number, batch in enumerate(Batches(windows.learned, length).take(AUTOROUND_STEPS)):
+        target = windows.original[batch].to(device)
+        layer.put({name: linear.weight() for name, linear in linears.items()})
+        x = windows.hidden[batch].to(device)
+        _, gradients = layer_gradient(layer, linears, x, partial(_minus, target), pool)
+        for name, gradient in gradients.items():
+            linears[name].step(gradient, 1 - number / AUTOROUND_STEPS)
+
+
+def _minus(target: Tensor, out: Tensor, part: slice) -> Tensor:
+    """Gradient of half the squared error by the output."""
+    return out - target[part]

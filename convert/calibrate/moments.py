@@ -17,10 +17,11 @@ from lowbit.convert.calibrate.gptq import Factor
 from lowbit.convert.calibrate.windows import Windows
 from lowbit.convert.original.layer import Layer, Probe, batches, recorded
 from lowbit.convert.original.threads import ordered
+from lowbit.convert.plan.calibration_cost import PRODUCTS_BYTES
 from lowbit.formats.errors import QuantizationError
 
 LEAST_POWER = 1e-30  # of a token, so that nothing is divided by zero
-PRODUCTS_BYTES = 4 << 30  # of batches' moments that exist at a time
+LOUD_TOKENS = 2048  # that are compared to tell which are loud
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +99,12 @@ def measure(
 
     def over(part: slice) -> Moments:
         hidden, wanted = windows.hidden[part], windows.original[part]
+        T = hidden.shape[1]
+        compared = max(1, LOUD_TOKENS // T) * T  # whole windows, the same ones on every device
 
         def inputs(batch: slice) -> tuple[Tensor, Tensor]:
             x, y = here(hidden[batch].to(device)), there(wanted[batch].to(device))
-            factors = quieted(y)
+            factors = loudness_caps(y, compared)
             return x * factors, y * factors
 
         sums = _sums(inputs, batches(hidden, device), K, device, pool)
@@ -115,8 +118,8 @@ def measure(
         there.close()
 
 
-def quieted(x: Tensor) -> Tensor:
-    """Factors that make no token louder than the median token of the batch, [tokens, 1].
+def loudness_caps(x: Tensor, compared: int) -> Tensor:
+    """Factors that make no token louder than the median token around it, [tokens, 1].
 
     A few tokens, often the first of a window, have activations a thousand times those of others
     (Sun et al., Massive Activations, arXiv 2402.17762) and would decide all codes. The model hardly
@@ -124,7 +127,12 @@ def quieted(x: Tensor) -> Tensor:
 
     Args:
         x: [tokens, K] inputs of a linear in the original.
+        compared: tokens that share a median, counted from the first.
     """
+    return torch.cat([_caps(part) for part in torch.split(x, compared)])
+
+
+def _caps(x: Tensor) -> Tensor:
     power = x.square().sum(-1, keepdim=True)
     loud = power[power > 0]
     if not len(loud):
@@ -143,7 +151,7 @@ def paired(x: Tensor, y: Tensor, linear: str) -> Moments:
     Raises:
         QuantizationError: activations are not finite.
     """
-    factors = quieted(y)
+    factors = loudness_caps(y, len(y))
     x, y = x * factors, y * factors
     return _means((x.T @ x, y.T @ x), linear, len(x))
 

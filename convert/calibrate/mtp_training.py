@@ -105,7 +105,7 @@ class _Called(torch.nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class TrainingWindow:
     """One window of text.
 
     Attributes:
@@ -120,7 +120,7 @@ class Lesson:
     targets: Tensor
 
 
-def loss_of(head: MtpHead, lesson: Lesson, rows: Tensor, starts: Tensor) -> Tensor:
+def loss_of(head: MtpHead, lesson: TrainingWindow, rows: Tensor, starts: Tensor) -> Tensor:
     """Weighted cross-entropy of the steps on one window.
 
     Args:
@@ -160,7 +160,7 @@ class TrainingState:
 
 def train(
     trained: Trained,
-    lessons: Sequence[Lesson],
+    lessons: Sequence[TrainingWindow],
     rows: Tensor,
     steps: int,
     state: TrainingState,

@@ -1,22 +1,73 @@
-"""A calibration as part of a conversion: what identifies it, and its run."""
+"""A calibration as part of a conversion: what a user asks for, what identifies it, and its run."""
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lowbit.convert.calibrate.calibrate import Progress, Task, calibrate
-from lowbit.convert.calibrate.held_out import shuffled
-from lowbit.convert.calibrate.request import on_record
 from lowbit.convert.calibrate.store import Calibrated, Store
-from lowbit.convert.original.calibration_text import CalibrationText
+from lowbit.convert.calibrate.windows import shuffled
+from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.quiet import without_advice
-from lowbit.convert.original.weights import open_weights
+from lowbit.convert.original.weights import Weights
+from lowbit.convert.plan.calibration_cost import (
+    Windows,
+    calibration_memory,
+    check_memory,
+    shapes_of,
+)
 from lowbit.convert.plan.plan import Plan
+from lowbit.formats.architectures import read_config, tensor_table
+from lowbit.formats.errors import CheckpointError, UnsupportedModelError
 from lowbit.formats.layout.manifest import Calibration
+from lowbit.formats.safetensors.checkpoint import Checkpoint
+from lowbit.formats.text.tokenizer import TOKENIZER_FILE
+
+SAMPLES = {"cpu": 64, "cuda": 256}  # windows where nothing is said, by kind of device
+LENGTH = 512
+WITHOUT = "--method rtn converts without running the original"
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationRequest:
+    """The text to calibrate on.
+
+    Attributes:
+        file: .txt or .jsonl; the bundled mix where left out.
+        samples: windows at most; as many as the device handles in minutes where left out.
+        length: tokens of a window at most.
+        chat: whether to apply the model's chat template.
+    """
+
+    file: Path | None = None
+    samples: int | None = None
+    length: int = LENGTH
+    chat: bool = False
+
+    def read(self, source: Path, device: torch.device) -> CalibrationText:
+        """The text as windows of token ids.
+
+        Args:
+            source: folder of the original.
+            device: where the calibration is computed.
+
+        Raises:
+            LowbitError: a text that cannot be read, or is too short.
+        """
+        return read_calibration(
+            self.file,
+            source,
+            length=self.length,
+            limit=self.samples or SAMPLES[device.type],
+            chat=self.chat,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,23 +76,54 @@ class Session:
 
     Attributes:
         plan: of the conversion.
-        source: folder of the original.
+        source: the original.
         text: what to calibrate on.
         device: where to compute.
-        record: what lowbit.json says of it.
     """
 
     plan: Plan
-    source: Path
+    source: Checkpoint
     text: CalibrationText
     device: torch.device
-    record: Calibration
+
+    @property
+    def record(self) -> Calibration:
+        """The record of the calibration in lowbit.json."""
+        import transformers
+
+        on_cpu = self.device.type == "cpu"
+        samples, length = self.text.samples.shape
+        return Calibration(
+            text=self.text.name,
+            text_sha256=self.text.sha256,
+            samples=samples,
+            length=length,
+            chat=self.text.chat,
+            device="cpu" if on_cpu else torch.cuda.get_device_name(self.device),
+            threads=torch.get_num_threads() if on_cpu else 0,
+            torch_version=torch.__version__,
+            transformers_version=str(transformers.__version__),
+        )
 
     @property
     def digest(self) -> str:
         """Identifies the plan, the text and the machine: equal in a resumed run."""
         content = [self.plan.digest(), asdict(self.record)]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def check_memory(self) -> None:
+        """Refuse a calibration that does not fit.
+
+        Raises:
+            ResourceError: it takes more memory than is free.
+        """
+        windows = Windows(*self.text.samples.shape)
+        config = self.source.config
+        table = tensor_table(config, self.source.tensors)
+        shapes = shapes_of(table, self.plan.schemes, read_config(config).experts)
+        method, place = self.plan.recipe.method, self.device.type
+        need = calibration_memory(shapes, method, windows, place, torch.get_num_threads())
+        check_memory(need, windows, place)
 
     def run(self, folder: Path, progress: Progress) -> Calibrated:
         """Choose all codes, keeping finished layers in `folder`.
@@ -50,7 +132,7 @@ class Session:
             LowbitError: the source cannot be read or calibrated.
         """
         store = Store(folder, self.digest)
-        weights = open_weights(self.source)
+        weights = Weights(self.source, None)
         if self.plan.recipe.method.rotate:
             weights = weights.rotated()
         with without_advice():
@@ -63,6 +145,28 @@ class Session:
             return calibrate(model, shuffled(self.text.samples), task, store, self.device, progress)
 
 
-def begin(plan: Plan, source: Path, text: CalibrationText, device: torch.device) -> Session:
-    """A calibration of a plan's linears."""
-    return Session(plan, source, text, device, on_record(text, device))
+def is_known(model_type: str) -> bool:
+    """Tell whether transformers has this architecture."""
+    from transformers import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING
+
+
+def check_can_run(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse an original that cannot be run here on a text.
+
+    Raises:
+        UnsupportedModelError: transformers does not know its architecture.
+        CheckpointError: the folder has no tokenizer.
+    """
+    model_type = str(config.get("model_type"))
+    if not is_known(model_type):
+        raise UnsupportedModelError(
+            f"`{folder}` cannot be calibrated: transformers {version('transformers')} does not "
+            f"know model_type `{model_type}`",
+            hint=WITHOUT,
+        )
+    if not (folder / TOKENIZER_FILE).exists():
+        raise CheckpointError(
+            f"`{folder}` has no {TOKENIZER_FILE}, which calibration needs", hint=WITHOUT
+        )

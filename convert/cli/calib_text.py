@@ -79,7 +79,7 @@ def calib_text(
     for fewer and shorter answers.
     """
     from lowbit.convert.cli.progress import progress_bars
-    from lowbit.convert.cli.tables import own_text as render
+    from lowbit.convert.cli.tables import conversion as render
     from lowbit.convert.pipeline.own_text import write_own_text
 
     with progress_bars(quiet=as_json) as progress:

@@ -85,7 +85,7 @@ def export(
 def _show(done: "Export") -> None:
     """Print the result and its proof."""
     from lowbit.convert.export.misfits import described
-    from lowbit.convert.report.words import size
+    from lowbit.convert.report.formatting import size
     from lowbit.formats.shell.tables import results, styled
 
     console = results()

@@ -66,7 +66,7 @@ def finetune_mtp(
     on those. Interrupted, the same command continues. Reports in DIR are removed; make them again.
     """
     from lowbit.convert.cli.progress import progress_bars
-    from lowbit.convert.cli.tables import finetuned as render
+    from lowbit.convert.cli.tables import conversion as render
     from lowbit.convert.pipeline import finetune
 
     with progress_bars(quiet=as_json) as progress:

@@ -4,7 +4,6 @@ import click
 
 from lowbit.convert.cli.calib_text import calib_text
 from lowbit.convert.cli.compare import compare
-from lowbit.convert.cli.diff import diff
 from lowbit.convert.cli.export import export
 from lowbit.convert.cli.finetune_mtp import finetune_mtp
 from lowbit.convert.cli.inspect import inspect
@@ -32,7 +31,7 @@ def main() -> None:
 
 
 for command in (
-    *(quantize, plan, inspect, verify, report, compare, diff, sensitivity, calib_text, push),
+    *(quantize, plan, inspect, verify, report, compare, sensitivity, calib_text, push),
     *(export, finetune_mtp),
 ):
     main.add_command(command)

@@ -147,7 +147,7 @@ recipe_options = with_options(
         "layer, and +distill, which learns from the original's predictions. auto: rtn where all "
         "linears have 8 bits or more, else gptq+rotate (gptq where a head for multi-token "
         "prediction, or one that stays the embedding, forbids it), or weighted where that would "
-        "take longer than 15 minutes on a CPU.",
+        "take longer than 15 minutes on a CPU of so many cores.",
     ),
     click.option(
         "--lm-head",

@@ -55,31 +55,32 @@ def plan(
     sensitivities are computed unless the cache has them. Times come from a short measurement of
     this machine.
     """
-    from lowbit.convert.calibrate.request import CalibrationRequest
+    from lowbit.convert.calibrate.session import CalibrationRequest
     from lowbit.convert.cli.progress import progress_bars
-    from lowbit.convert.cli.tables import conversion as render
+    from lowbit.convert.cli.tables import plan as render
     from lowbit.convert.cli.target import meet_target
-    from lowbit.convert.pipeline.preview import preview
+    from lowbit.convert.original.device import open_device
+    from lowbit.convert.pipeline.estimate import automatic_plan, estimate, open_headers
     from lowbit.convert.plan.lookup import Settings
+    from lowbit.convert.plan.plan import make_plan
+    from lowbit.formats.hub.locate import locate
+    from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
-    made = make_recipe(**recipe)
-    if target is not None:
-        settings = Settings(calib=calib, device=device)
-        with progress_bars(quiet=as_json) as progress:
-            told = None if as_json else note
-            made = meet_target(
-                source, revision, made, target, settings, max_shard_size, progress, told
-            )
-    view = preview(
-        source,
-        revision,
-        made,
-        max_shard_size,
-        automatic=recipe["method"] == AUTO,
-        device=device,
-        request=CalibrationRequest(calib, calib_samples, calib_length, calib_chat),
-    )
-    if as_json:
-        print_json(render.plan_json(view))
+    made, place = make_recipe(**recipe), open_device(device)
+    checkpoint, other_bytes = open_headers(source, revision)
+    if target is None:
+        plan = make_plan(checkpoint.config, checkpoint.tensors, made, max_shard_size)
     else:
-        render.plan(view)
+        settings = Settings(calib=calib, device=device)
+        told = None if as_json else note
+        with progress_bars(quiet=as_json) as progress:
+            original = open_checkpoint(locate(source, revision).folder)
+            plan = meet_target(original, made, target, settings, max_shard_size, progress, told)
+    request = CalibrationRequest(calib, calib_samples, calib_length, calib_chat)
+    if recipe["method"] == AUTO:
+        plan = automatic_plan(checkpoint, plan, place, request)
+    ahead = estimate(checkpoint, plan, place, request)
+    if as_json:
+        print_json(render.plan_json(source, ahead, other_bytes))
+    else:
+        render.plan(source, ahead, other_bytes)

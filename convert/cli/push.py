@@ -53,7 +53,7 @@ def push(
     from lowbit.convert.cli.progress import progress_bars
     from lowbit.convert.cli.publishing import publish_folder
     from lowbit.convert.cli.tables import published as render_published
-    from lowbit.convert.publish import preview
+    from lowbit.convert.publish import push as publishing
     from lowbit.convert.publish.access import open_hub
     from lowbit.convert.publish.parcel import Statement
     from lowbit.formats.packed import open_packed
@@ -61,7 +61,7 @@ def push(
     stated = Statement(base_model, license)
     if dry_run:
         with progress_bars(quiet=as_json) as progress:
-            shown = preview.dry_run(folder, repo, private, revision, stated, progress=progress)
+            shown = publishing.dry_run(folder, repo, private, revision, stated, progress=progress)
         if as_json:
             print_json(render_published.dry_run_json(shown))
         else:

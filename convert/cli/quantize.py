@@ -109,23 +109,27 @@ def quantize(
 
     Interrupted, the same command continues after the last finished tensor or layer.
     """
-    from lowbit.convert.calibrate.request import CalibrationRequest
+    from lowbit.convert.calibrate.session import CalibrationRequest
     from lowbit.convert.cli.progress import announced, progress_bars
     from lowbit.convert.cli.publishing import publish_folder
     from lowbit.convert.cli.tables import conversion as render
     from lowbit.convert.cli.tables import published as render_published
-    from lowbit.convert.cli.tables.prospect import announce
+    from lowbit.convert.cli.tables.plan import announce
     from lowbit.convert.cli.target import meet_target
     from lowbit.convert.measure.gate import hold
     from lowbit.convert.original.answers import check_answers
-    from lowbit.convert.pipeline.conversion import convert
-    from lowbit.convert.pipeline.finished import Finished, find_finished, may_go_on
+    from lowbit.convert.original.device import open_device
+    from lowbit.convert.pipeline.conversion import Job, carry_out
+    from lowbit.convert.pipeline.estimate import automatic_plan, estimate
+    from lowbit.convert.pipeline.existing import ExistingResult, can_continue, find_existing
     from lowbit.convert.pipeline.origin import remember
-    from lowbit.convert.pipeline.prospect import look_ahead_at
     from lowbit.convert.plan.lookup import Settings
+    from lowbit.convert.plan.plan import make_plan
     from lowbit.convert.publish.access import open_hub
     from lowbit.convert.publish.parcel import Statement
     from lowbit.convert.report import reporting
+    from lowbit.formats.hub.locate import locate
+    from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
     for option, given in (("--eval-text", eval_texts), ("--gate", gate)):
         if given and not report:
@@ -138,72 +142,45 @@ def quantize(
     made, automatic = make_recipe(**recipe), recipe["method"] == AUTO
     if not (automatic or made.method.calibrated):
         _check_calibration(calib, target)
-    if target is not None and _given("group_size"):
-        raise click.UsageError(
-            "--group-size has no effect with a target, which chooses group sizes; use --bits."
-        )
     texts = reporting.read_texts(eval_texts) if report else ()
     check_gate(gate, texts)
-    goes_on = may_go_on(out, overwrite, report, repo is not None)
+    continues = can_continue(out, overwrite, report, repo is not None)
     api = None if repo is None else open_hub(repo)  # before the long work
+    place = open_device(device)
     told = None if as_json else note
     request = reporting.LogitRequest(texts, device, told) if report else None
     calibration = CalibrationRequest(calib, calib_samples, calib_length, calib_chat)
     with progress_bars(quiet=as_json) as progress, explained_interrupt(out):
-        if target is not None:
+        location = locate(source, revision)
+        checkpoint = open_checkpoint(location.folder)
+        if target is None:
+            plan = make_plan(checkpoint.config, checkpoint.tensors, made, max_shard_size)
+        else:
             settings = Settings(calib=calib, device=device)
-            made = meet_target(
-                source, revision, made, target, settings, max_shard_size, progress, told
-            )
-        ahead = look_ahead_at(
-            source,
-            revision,
-            out,
-            made,
-            max_shard_size,
-            automatic=automatic,
-            device=device,
-            request=calibration,
-        )
-        made = ahead.recipe
+            plan = meet_target(checkpoint, made, target, settings, max_shard_size, progress, told)
+        if automatic:
+            plan = automatic_plan(checkpoint, plan, place, calibration)
+        ahead = estimate(checkpoint, plan, place, calibration)
         if report:
-            check_answers(ahead.plan.config, source)
-        if not made.method.calibrated:
+            check_answers(plan.config, source)
+        if not ahead.method.calibrated:
             _check_calibration(calib, target)
-        done = None
-        if goes_on:
-            done = find_finished(
-                source,
-                out,
-                made,
-                revision=revision,
-                device=device,
-                max_shard_bytes=max_shard_size,
-                overwrite=overwrite,
-                calibration=calibration,
-                draft_text=draft_text,
-                progress=progress,
-            )
+        job = Job(location, checkpoint, plan, place, calibration, draft_text)
+        done = find_existing(job, out, overwrite, progress) if continues else None
         if done is None:
-            conversion = convert(
-                source,
+            conversion = carry_out(
+                job,
                 out,
-                made,
-                revision=revision,
-                device=device,
                 max_ram=max_ram,
-                max_shard_bytes=max_shard_size,
                 overwrite=overwrite,
-                calibration=calibration,
-                draft_text=draft_text,
                 progress=announced(progress, partial(announce, ahead, told)),
             )
-            done = Finished(conversion, None)
+            done = ExistingResult(conversion, None)
         conversion = done.conversion
         if conversion.source.repo is None:
             remember(conversion.manifest.source, conversion.source.folder)
         with _explained_measuring(out):
-            found = reporting.go_on(done, request, progress)
+            found = reporting.complete_report(done, request, progress)
     judged = gate if found.quality.logits is not None else ()
     result = hold(judged, found.quality)
     if not as_json:

@@ -75,14 +75,16 @@ def report(
     from lowbit.convert.cli.tables import conversion as render
     from lowbit.convert.measure.gate import hold
     from lowbit.convert.report import reporting
+    from lowbit.formats.packed import open_packed
 
     texts = reporting.read_texts(eval_texts)
     check_gate(gate, texts)
     asks = not as_json and sys.stdin.isatty() and sys.stderr.isatty()
-    origin = reporting.prepare_report(folder, source, _ask if asks else None, out)
+    packed = open_packed(folder)
+    origin = reporting.prepare_report(packed, source, _ask if asks else None, out)
     request = reporting.LogitRequest(texts, device, None if as_json else note, long)
     with progress_bars(quiet=as_json) as progress:
-        found = reporting.write_full_report(folder, origin, request, progress, out)
+        found = reporting.write_full_report(packed, origin, request, progress, out)
     result = hold(gate, found.quality)
     if as_json:
         content = render.quality_json(folder, found)

@@ -69,6 +69,15 @@ def json_path(ctx: click.Context, param: click.Parameter, value: Path | None) ->
     metavar="LIST",
     help="Group sizes to choose from, at 4 and 8 bits.",
 )
+@click.option(
+    "--rotated/--unrotated",
+    default=None,
+    show_default="as quantize's --method auto",
+    help="Of the model with its hidden states turned into another basis, or as it is.",
+)
+@click.option(
+    "--positive-scales", is_flag=True, help="With positive scales only, as quantize's option."
+)
 @device_option
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub id.")
 @json_option
@@ -79,6 +88,8 @@ def sensitivity(
     calib: Path | None,
     windows: int,
     group_sizes: tuple[int, ...],
+    rotated: bool | None,
+    positive_scales: bool,
     device: str,
     revision: str | None,
     as_json: bool,
@@ -89,20 +100,31 @@ def sensitivity(
     states: 1.2 GB for an 8B with 8 windows. The figures are kept in the cache (below
     XDG_CACHE_HOME or ~/.cache), where --target-bpw and --target-size look for them.
     """
+    from lowbit.convert.calibrate.session import CalibrationRequest
     from lowbit.convert.cli.progress import progress_bars
     from lowbit.convert.cli.tables import target as render
+    from lowbit.convert.cli.target import rotated_by_default
     from lowbit.convert.plan.cache import check_file, write_file
-    from lowbit.convert.plan.lookup import Settings, find_or_estimate
+    from lowbit.convert.plan.lookup import Settings, find_or_estimate, open_original
     from lowbit.convert.report.sensitivity_plot import heat_map
     from lowbit.formats.files.atomic import attempt
     from lowbit.formats.hub.locate import locate
 
     if out is not None:
         check_file(out)
-    folder = locate(source, revision).folder
-    settings = Settings(calib, windows, group_sizes, device)
+    original = open_original(locate(source, revision).folder)
+    if rotated is None:
+        rotated = rotated_by_default(original.checkpoint, CalibrationRequest(calib), device)
+    settings = Settings(
+        calib=calib,
+        windows=windows,
+        groups=group_sizes,
+        device=device,
+        rule="positive" if positive_scales else "signed",
+        rotate=rotated,
+    )
     with progress_bars(quiet=as_json) as progress:
-        found = find_or_estimate(folder, settings, progress, None if as_json else note)
+        found = find_or_estimate(original, settings, progress, None if as_json else note)
     plot = found.file.with_suffix(".svg") if out is None else out.with_suffix(".svg")
     contents = {plot: heat_map(found.sensitivities)}
     if out is not None:

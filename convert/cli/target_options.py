@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from lowbit.convert.cli.options import parse_size
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.shell.failure import Command, Failure
-from lowbit.formats.shell.options import with_options
+from lowbit.formats.shell.options import AUTO, with_options
 
 if TYPE_CHECKING:
     from lowbit.convert.cli.target import TargetRequest
@@ -39,13 +40,21 @@ def target_options(command: Command) -> Command:
         sensitivities: Path | None,
         **options: Any,
     ) -> None:
-        command(target=make_target(target_bpw, target_size, sensitivities), **options)
+        automatic = options.get("method") == AUTO
+        target = make_target(target_bpw, target_size, sensitivities, automatic)
+        context = click.get_current_context()
+        group_size_source = context.get_parameter_source("group_size")
+        if target is not None and group_size_source is not ParameterSource.DEFAULT:
+            raise click.UsageError(
+                "--group-size has no effect with a target, which chooses group sizes; use --bits."
+            )
+        command(target=target, **options)
 
     return _options(run)
 
 
 def make_target(
-    bits: Fraction | None, size: int | None, sensitivities: Path | None
+    bits: Fraction | None, size: int | None, sensitivities: Path | None, automatic: bool
 ) -> "TargetRequest | None":
     """Target that the options describe; None where there is none.
 
@@ -68,7 +77,7 @@ def make_target(
             read_sensitivities(sensitivities)
         except LowbitError as error:
             raise Failure(error) from None
-    return TargetRequest(Target(bits, size), sensitivities)
+    return TargetRequest(Target(bits, size), sensitivities, automatic)
 
 
 _options = with_options(

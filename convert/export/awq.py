@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lowbit.convert.export.gptq import FP16_MAX, expert_notes
 from lowbit.convert.export.layout import Layout
-from lowbit.convert.export.left import left_kinds
 from lowbit.convert.export.misfits import (
     HEAD,
     Misfit,
@@ -29,6 +28,7 @@ from lowbit.convert.export.source import (
     as_one,
     wrong_scale,
 )
+from lowbit.convert.export.unquantized_names import unquantized_kinds
 from lowbit.formats.layout.packing import unpack
 from lowbit.formats.layout.quantization_config import KEY
 from lowbit.formats.safetensors.checkpoint import Checkpoint
@@ -97,7 +97,7 @@ def config(source: PackedSource) -> dict[str, Any]:
         "group_size": -1 if scheme.group_size is None else scheme.group_size,
         "zero_point": True,
         "version": "gemm",
-        "modules_to_not_convert": left_kinds(source),
+        "modules_to_not_convert": unquantized_kinds(source),
     }
     return {**source.plain_config, KEY: section}
 

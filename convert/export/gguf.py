@@ -19,7 +19,7 @@ from lowbit.convert.export.architectures import EXPORTED
 from lowbit.convert.export.architectures.architecture import Gguf
 from lowbit.convert.export.gguf_blocks import BLOCK, KIND_OF_BITS, encode
 from lowbit.convert.export.gguf_blocks import decode as decode_blocks
-from lowbit.convert.export.gguf_file import DENSE, GgufTensor, Place, read_rows
+from lowbit.convert.export.gguf_file import DENSE, GgufPlace, GgufTensor, read_rows
 from lowbit.convert.export.gptq import FP16_MAX
 from lowbit.convert.export.outputs import row_parts, row_ranges
 from lowbit.convert.export.proof import Decoded
@@ -168,7 +168,7 @@ def _first_row(name: str, N: int) -> int:
     return (expert_of(name) or 0) * N
 
 
-def decode(source: PackedSource, path: Path, place: Place, linear: Linear) -> Iterator[Decoded]:
+def decode(source: PackedSource, path: Path, place: GgufPlace, linear: Linear) -> Iterator[Decoded]:
     """Decode a linear with llama.cpp's arithmetic, `d * q`, back in the order of the source."""
     rows, columns = _order(source, linear.name)
     position = _first_row(linear.name, linear.N)
@@ -184,7 +184,7 @@ def decode(source: PackedSource, path: Path, place: Place, linear: Linear) -> It
 
 
 def copies(
-    source: PackedSource, path: Path, places: dict[str, Place]
+    source: PackedSource, path: Path, places: dict[str, GgufPlace]
 ) -> Iterator[tuple[str, Iterable[Tensor], Iterable[Tensor]]]:
     """Matrices copied byte for byte: (name, blocks of the source, blocks of the file)."""
     for spec in source.packed.specs:

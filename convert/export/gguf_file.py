@@ -74,7 +74,7 @@ class GgufTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GgufPlace:
     """Type, shape and position of a tensor in a file."""
 
     kind: GgmlType
@@ -145,7 +145,7 @@ def _value(value: Value) -> bytes:
     return head + b"".join(_string(text) for text in texts)
 
 
-def read_places(path: Path) -> dict[str, Place]:
+def read_places(path: Path) -> dict[str, GgufPlace]:
     """Positions of all tensors of a file by name.
 
     Raises:
@@ -171,7 +171,7 @@ def read_places(path: Path) -> dict[str, Place]:
             found.append((name, numbers[number], dims[::-1], offset))
         start = file.tell() + -file.tell() % ALIGNMENT
     return {
-        name: Place(kind, shape, start + offset, _nbytes(kind, shape))
+        name: GgufPlace(kind, shape, start + offset, _nbytes(kind, shape))
         for name, kind, shape, offset in found
     }
 
@@ -201,7 +201,7 @@ def _skip(file: BinaryIO, key: str) -> None:
         raise FormatError(f"`{key}` has a value of unknown type {kind}")
 
 
-def read_rows(path: Path, place: Place, start: int, stop: int) -> Tensor:
+def read_rows(path: Path, place: GgufPlace, start: int, stop: int) -> Tensor:
     """Rows of a matrix: values, or for a quantized one bytes [rows, blocks, bytes of a block].
 
     The rows of a stack of matrices count through.

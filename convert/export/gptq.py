@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.export.layout import Layout
-from lowbit.convert.export.left import left_patterns, quantized_kinds
 from lowbit.convert.export.misfits import Misfit, beside_plain_experts, main_scheme, other_scheme
 from lowbit.convert.export.outputs import Output, constant, every_output, transposed_scales
 from lowbit.convert.export.proof import Decoded
@@ -23,6 +22,7 @@ from lowbit.convert.export.source import (
     row_blocks,
     wrong_scale,
 )
+from lowbit.convert.export.unquantized_names import quantized_kinds, unquantized_patterns
 from lowbit.formats.architectures.names import MTP_PREFIX, expert_of
 from lowbit.formats.layout.packing import WORD_BITS
 from lowbit.formats.layout.quantization_config import KEY
@@ -88,7 +88,7 @@ def config(source: PackedSource) -> dict[str, Any]:
         "pack_dtype": "int32",
         "lm_head": any(linear.module == "lm_head" for linear in source.linears),
     }
-    if left := left_patterns(source):
+    if left := unquantized_patterns(source):
         # Engines differ in where they look for linears that are not quantized.
         section["dynamic"] = {f"-:{pattern}": {} for pattern in left}
         section["modules_in_block_to_quantize"] = [quantized_kinds(source)]

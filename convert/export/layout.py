@@ -44,28 +44,9 @@ class Place:
             yield self.rows(made, start, stop)
 
 
-def everything(source: PackedSource) -> Sequence[Linear]:
-    """Export all linears."""
-    return source.linears
-
-
 def unchanged(source: PackedSource) -> Sequence[tuple[TensorInfo, Place]]:
     """Copy all dense tensors under their own names."""
     return [(info, Place(info.name)) for info in source.dense]
-
-
-def all_fit(source: PackedSource) -> Sequence[Misfit]:
-    """Find no misfit."""
-    return ()
-
-
-def any_order(source: PackedSource) -> None:
-    """Accept every folder."""
-
-
-def nothing(source: PackedSource) -> Iterable[str]:
-    """Say nothing."""
-    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +71,10 @@ class Layout:
     outputs: Callable[[PackedSource], list[Output]]
     config: Callable[[PackedSource], dict[str, Any]]
     decode: Callable[[PackedSource, Checkpoint, Linear], Iterable[Decoded]]
-    misfits: Callable[[PackedSource], Sequence[Misfit]] = all_fit
-    check: Callable[[PackedSource], None] = any_order
-    linears: Callable[[PackedSource], Sequence[Linear]] = everything
+    misfits: Callable[[PackedSource], Sequence[Misfit]] = lambda source: ()
+    check: Callable[[PackedSource], None] = lambda source: None
+    linears: Callable[[PackedSource], Sequence[Linear]] = lambda source: source.linears
     copies: Callable[[PackedSource], Sequence[tuple[TensorInfo, Place]]] = unchanged
     header: Mapping[str, str] = field(default_factory=lambda: METADATA)
-    dropped: Callable[[PackedSource], Iterable[str]] = nothing
-    notes: Callable[[PackedSource], Iterable[str]] = nothing
+    dropped: Callable[[PackedSource], Iterable[str]] = lambda source: ()
+    notes: Callable[[PackedSource], Iterable[str]] = lambda source: ()

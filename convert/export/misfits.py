@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lowbit.convert.export.left import layer_of
 from lowbit.convert.export.outputs import Output
 from lowbit.convert.export.source import Linear, PackedSource, as_one, row_blocks
+from lowbit.convert.export.unquantized_names import layer_of
 from lowbit.convert.plan.plan import EXPERTS
-from lowbit.convert.report.words import size
-from lowbit.formats.architectures.names import any_expert, expert_of
+from lowbit.convert.report.formatting import size
+from lowbit.formats.architectures.names import any_expert, expert_of, spans
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import SCALE, dequantize
@@ -178,21 +178,6 @@ def described(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
         else:
             layers = {layer[0]: None for module in modules if (layer := layer_of(module))}
             yield f"`{kind}` of layers {spans(layers)} ({word})"
-
-
-def spans(numbers: Iterable[int]) -> str:
-    """Ascending numbers as ranges.
-
-    >>> spans([0, 1, 2, 5])
-    '0-2, 5'
-    """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs)
 
 
 def dequantized_outputs(source: PackedSource) -> list[Output]:

@@ -4,29 +4,28 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from lowbit.convert.measure.command import command_of
 from lowbit.convert.measure.coverage import Coverage
 from lowbit.convert.measure.record import LogitQuality, QualityReport, Sizes
 from lowbit.convert.measure.weights import WeightQuality
-from lowbit.convert.plan.bits import bits_per_weight, count_parameters
+from lowbit.convert.plan.plan import bits_per_weight, count_parameters
 from lowbit.formats.architectures import is_carried, is_tied, kind_of, part_of, tensor_table
 from lowbit.formats.draft_head import DRAFT_FILE, entries, name_in
 from lowbit.formats.file_names import REPORT_FILES
-from lowbit.formats.foreign.reader import open_native
-from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest, read_manifest
+from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest
+from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.printable import printable
-from lowbit.formats.safetensors.checkpoint import DTYPES, Checkpoint, open_checkpoint
+from lowbit.formats.safetensors.checkpoint import DTYPES, Checkpoint
 from lowbit.formats.tasks import manifest_sha256
 
 
 def build_report(
-    folder: Path,
+    packed: PackedCheckpoint,
     weights: Sequence[WeightQuality],
     logits: LogitQuality | None,
-    source: Path | None = None,
+    source: Checkpoint | None = None,
     original: str | None = None,
     held_out_excess: float | None = None,
     coverage: tuple[Coverage, ...] = (),
@@ -34,11 +33,10 @@ def build_report(
     """The report of a finished packed folder.
 
     Args:
-        folder: packed checkpoint, in its place.
+        packed: the folder, in its place.
         weights: one row a packed linear.
         logits: None where they were not measured.
-        source: folder of the original checkpoint, where it is at hand; its size is else taken
-            from the manifest.
+        source: the original, where it is at hand; its size is else taken from the manifest.
         original: Hub id of the original; the manifest's where it is None.
         held_out_excess: of the calibration, where it is known.
         coverage: of experts in the calibration, where it is known.
@@ -47,13 +45,13 @@ def build_report(
         CheckpointError: a folder that cannot be read.
         UnsupportedModelError: an architecture that is not implemented.
     """
-    manifest = read_manifest(folder)
+    manifest, folder = packed.manifest, packed.checkpoint.folder
     # A packed head is no longer tied, so that the packed folder's own would count it twice.
-    config = (open_native(folder) if source is None else open_checkpoint(source)).config
+    config = (source or packed.checkpoint).config
     return QualityReport(
         lowbit_version=version("lowbit"),
         manifest_sha256=manifest_sha256(folder),
-        sizes=measure_sizes(folder, source),
+        sizes=measure_sizes(packed, source),
         weights=tuple(weights),
         logits=logits,
         command=None
@@ -82,38 +80,34 @@ def parameters(config: Mapping[str, Any]) -> int:
     )
 
 
-def measure_sizes(folder: Path, source: Path | None = None) -> Sizes:
+def measure_sizes(packed: PackedCheckpoint, source: Checkpoint | None = None) -> Sizes:
     """Bytes of a packed folder, of the same folder before packing, and bits per weight.
 
     Raises:
         CheckpointError: a folder that cannot be read.
         UnsupportedModelError: an architecture that is not implemented.
     """
-    checkpoint = open_native(folder)
-    bits = weight_bits(checkpoint, read_manifest(folder))
+    folder = packed.checkpoint.folder
+    bits = weight_bits(packed.checkpoint, packed.manifest)
     files = {
         name_in(folder, path): path.stat().st_size for path in entries(folder) if path.is_file()
     }
     total = sum(size for name, size in files.items() if name not in REPORT_FILES)
-    original = _source_tensor_bytes(folder, source)
-    if original is None:
-        return Sizes(total, None, bits)
-    packed = sum(info.nbytes for info in checkpoint.tensors.values())
-    ours = files.get(MANIFEST_FILE, 0) + files.get(DRAFT_FILE, 0)
-    source_bytes = total - ours - packed + original
-    return Sizes(total, source_bytes, bits)
-
-
-def _source_tensor_bytes(folder: Path, source: Path | None) -> int | None:
     if source is not None:
-        return sum(info.nbytes for info in open_checkpoint(source).tensors.values())
-    manifest = read_manifest(folder)
-    if manifest is None:
-        return None
-    return sum(
-        math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
-        for tensor in manifest.source_tensors
-    )
+        original = _bytes_of(source)
+    elif packed.manifest is not None:
+        original = sum(
+            math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
+            for tensor in packed.manifest.source_tensors
+        )
+    else:
+        return Sizes(total, None, bits)
+    ours = files.get(MANIFEST_FILE, 0) + files.get(DRAFT_FILE, 0)
+    return Sizes(total, total - ours - _bytes_of(packed.checkpoint) + original, bits)
+
+
+def _bytes_of(checkpoint: Checkpoint) -> int:
+    return sum(info.nbytes for info in checkpoint.tensors.values())
 
 
 def weight_bits(checkpoint: Checkpoint, manifest: Manifest | None) -> float:

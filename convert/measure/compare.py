@@ -1,9 +1,8 @@
 """Weights of a packed folder against their source, from the files alone."""
 
 from collections.abc import Callable
-from pathlib import Path
 
-from lowbit.convert.measure.pair import open_pair
+from lowbit.convert.measure.pair import Pair
 from lowbit.convert.measure.weights import WeightQuality, WeightSums, quality_rows
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.weights import Weights
@@ -14,16 +13,14 @@ BLOCK_WEIGHTS = 1 << 22  # read at a time
 
 
 def measure_weights(
-    source: Path,
-    packed: Path,
+    pair: Pair,
     device: str = "cpu",
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[WeightQuality, ...]:
     """One row a packed linear, or for all experts of a layer, in the order of the file.
 
     Args:
-        source: folder of the original checkpoint.
-        packed: folder of the packed checkpoint, of any tool.
+        pair: the original, and the folder made from it by any tool.
         device: `cpu` or `cuda`.
         progress: called with (weights done, weights in all).
 
@@ -33,10 +30,10 @@ def measure_weights(
         ResourceError: a GPU is asked for where there is none.
     """
     place = open_device(device)
-    originals, quantized = open_pair(source, packed)
+    originals, quantized = pair.original, pair.packed
     schemes = quantized.packed_schemes()
     if not schemes:
-        raise CheckpointError(f"`{packed}` holds no packed linear")
+        raise CheckpointError(f"`{quantized.checkpoint.folder}` holds no packed linear")
     sizes = {module: _size(quantized, module) for module in schemes}
     total, done = sum(sizes.values()), 0
     found = []
@@ -44,8 +41,8 @@ def measure_weights(
         name = _source_name(originals, module)
         if originals.shape(name) != quantized.shape(f"{module}.weight"):
             raise CheckpointError(
-                f"`{module}` is {list(quantized.shape(f'{module}.weight'))} in `{packed.name}`, "
-                f"{list(originals.shape(name))} in `{source.name}`"
+                f"`{module}` is {list(quantized.shape(f'{module}.weight'))} in `{quantized.name}`, "
+                f"{list(originals.shape(name))} in `{originals.name}`"
             )
         count = max(1, BLOCK_WEIGHTS // originals.shape(name)[1])
         sums = WeightSums()

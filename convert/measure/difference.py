@@ -26,7 +26,7 @@ Progress = Callable[[str, int, int], None]  # phase, done, in all
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ChangedValue:
     """A value of config.json or of the recipe that differs; None where a side lacks it."""
 
     key: str
@@ -72,8 +72,8 @@ class Difference:
         equal: weights and other tensors that are the same, byte for byte.
     """
 
-    config: tuple[Entry, ...]
-    recipe: tuple[Entry, ...]
+    config: tuple[ChangedValue, ...]
+    recipe: tuple[ChangedValue, ...]
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     linears: tuple[LinearDifference, ...]
@@ -139,8 +139,8 @@ def difference(a: Path, b: Path, progress: Progress) -> Difference:
         for side, more, draft in zip(names, carried, drafts, strict=True)
     ]
     return Difference(
-        config=_entries(*(_plain(side.checkpoint.config) for side in packed)),
-        recipe=_entries(*(side.manifest.recipe if side.manifest else {} for side in packed))
+        config=_changed_values(*(_plain(side.checkpoint.config) for side in packed)),
+        recipe=_changed_values(*(side.manifest.recipe if side.manifest else {} for side in packed))
         if all(side.manifest for side in packed)
         else (),
         only_a=tuple(sorted(everything[0] - everything[1])),
@@ -163,9 +163,11 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "quantization_config"}
 
 
-def _entries(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Entry, ...]:
+def _changed_values(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[ChangedValue, ...]:
     keys = dict.fromkeys([*a, *b])
-    return tuple(Entry(key, a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key))
+    return tuple(
+        ChangedValue(key, a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)
+    )
 
 
 def _same_bytes(weights: tuple[Weights, Weights], name: str) -> bool:

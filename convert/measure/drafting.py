@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.measure.drafts import MOST_DRAFTS, Draft, Drafting
-from lowbit.convert.original.blocks import BlockMap
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.mtp import (
     MtpHead,
@@ -23,6 +22,7 @@ from lowbit.convert.original.mtp import (
     greedy_tokens,
     load_mtp_head,
 )
+from lowbit.convert.original.threads import BlockMap
 from lowbit.convert.original.walk import blocks, embed
 from lowbit.formats.draft_head import DraftHead
 

@@ -1,10 +1,8 @@
 """Drafts of a head for multi-token prediction, as a report holds them."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from lowbit.formats.errors import FormatError
-from lowbit.formats.layout.records import record, records
 
 MOST_DRAFTS = 4  # of a round
 
@@ -50,21 +48,17 @@ class Drafting:
     covered: float = 0.0
 
 
-def read_drafting(content: Any, where: str) -> Drafting:
-    """Rounds as quality.json holds them.
+def check_drafting(drafting: Drafting, where: str) -> None:
+    """Refuse rounds of no draft, or of more than a round has.
 
     Raises:
-        FormatError: malformed, or with more drafts than a round has.
+        FormatError: naming the rounds.
     """
-    if not isinstance(content, dict):
-        raise FormatError(f"`{where}` is not an object")
-    parsed = dict(content)
     for key in ("packed", "original", "few"):
-        parsed[key] = records(Draft, content.get(key), f"{where}: {key}")
-        if len(parsed[key]) > MOST_DRAFTS:
+        drafts = getattr(drafting, key)
+        if len(drafts) > MOST_DRAFTS:
             raise FormatError(
-                f"`{where}`: {len(parsed[key])} drafts in `{key}`, expected at most {MOST_DRAFTS}"
+                f"`{where}`: {len(drafts)} drafts in `{key}`, expected at most {MOST_DRAFTS}"
             )
-    if not parsed["packed"]:
+    if not drafting.packed:
         raise FormatError(f"`{where}`: `packed` has no draft")
-    return record(Drafting, parsed, where)

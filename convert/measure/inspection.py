@@ -7,6 +7,7 @@ from typing import Any
 
 from lowbit.convert.measure.build import weight_bits
 from lowbit.formats.architectures import kind_of, read_config
+from lowbit.formats.architectures.names import spans
 from lowbit.formats.draft_head import BITS, DRAFT_FILE
 from lowbit.formats.errors import FormatError
 from lowbit.formats.foreign.reader import TRANSLATED
@@ -253,10 +254,4 @@ def _numbers(nodes: list[Node]) -> str:
     """`0-2, 4-6` for layers; the name of anything else."""
     if not nodes[0].name.isdecimal():
         return nodes[0].name
-    ranges: list[list[int]] = []
-    for number in sorted(int(node.name) for node in nodes):
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+    return spans(sorted(int(node.name) for node in nodes))

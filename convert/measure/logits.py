@@ -23,8 +23,8 @@ from lowbit.convert.measure.outputs import (
     squares,
 )
 from lowbit.convert.measure.routing import Routes, Routing, RoutingSums
-from lowbit.convert.original.blocks import BlockMap, block_map
 from lowbit.convert.original.model import LayeredModel
+from lowbit.convert.original.threads import BlockMap, block_map
 from lowbit.convert.original.walk import (
     HEAD_ROWS,
     HEAD_TOKENS,

@@ -1,14 +1,13 @@
 """Long contexts: what packing costs at every distance, and what an INT8 cache adds to it."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lowbit.convert.measure.logits import Models, compare, work
 from lowbit.convert.measure.metrics import TokenFigures, positions
-from lowbit.convert.measure.pair import open_pair
+from lowbit.convert.measure.pair import Pair
 from lowbit.convert.measure.peak import check_peak, logits_peak_bytes
 from lowbit.convert.measure.record import LongQuality, Needle
 from lowbit.convert.original.device import open_device
@@ -17,15 +16,13 @@ from lowbit.convert.original.long_text import LongText, long_text
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.rounded_cache import with_cache
-from lowbit.convert.original.weights import Weights
 from lowbit.formats.architectures import read_config
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE
 
 
 def measure_long(
-    source: Path,
-    packed: Path,
+    pair: Pair,
     text: Text,
     device: str = "cpu",
     progress: Callable[[int, int], None] | None = None,
@@ -34,8 +31,7 @@ def measure_long(
     """Compare a packed model with its original, and its INT8 cache with a BF16 one, far back.
 
     Args:
-        source: folder of the original checkpoint, with tokenizer.json.
-        packed: folder of the packed checkpoint.
+        pair: the original, with tokenizer.json, and the folder made from it.
         text: passages of it are repeated, and lines are hidden in it.
         device: `cpu` or `cuda`.
         progress: called with (work done, work in all), in weights times tokens.
@@ -50,8 +46,7 @@ def measure_long(
         UnsupportedModelError: transformers has no causal language model for the checkpoint.
     """
     place = open_device(device)
-    weights = open_pair(source, packed)
-    config = weights[0].checkpoint.config
+    config, source = pair.original.checkpoint.config, pair.original.checkpoint.folder
     made = long_text(source, text, read_config(config).max_position_embeddings)
     windows = torch.cat([made.repeated, made.searched])
     need = logits_peak_bytes(config, (len(windows), made.length), device=device)
@@ -61,36 +56,38 @@ def measure_long(
             f"comparing {len(windows)} windows of {made.length:,} tokens twice, in at most "
             f"{need / 1e9:.2f} GB of memory"
         )
-    figures = _compared(weights, windows, place, progress or (lambda done, total: None))
+    figures = _compared(pair, windows, place, progress or (lambda done, total: None))
     for found in figures:
         if not (found.nll_original.isfinite().all() and found.nll_packed.isfinite().all()):
             raise QuantizationError(
-                f"`{source}` or `{packed}` gives NaN or infinite logits on a long text"
+                f"`{source}` or `{pair.packed.checkpoint.folder}` gives NaN or infinite logits on "
+                "a long text"
             )
     return _summarize(made, windows, figures[0], figures[1])
 
 
 def _compared(
-    weights: tuple[Weights, Weights],
+    pair: Pair,
     windows: Tensor,
     device: torch.device,
     progress: Callable[[int, int], None],
 ) -> list[TokenFigures]:
     """The packed model against the original, and its INT8 cache against a BF16 one."""
     with torch.inference_mode(), without_advice():
-        original, packed = (load_layered_model(one, windows.shape[1], device) for one in weights)
+        original = load_layered_model(pair.original, windows.shape[1], device)
+        packed = load_layered_model(pair.packed, windows.shape[1], device)
         pairs: list[Models] = [
             (original, packed),
             (with_cache(packed, BF16_CACHE), with_cache(packed, INT8_CACHE)),
         ]
-        total, done = sum(work(pair[0], windows) for pair in pairs), 0
+        total, done = sum(work(models[0], windows) for models in pairs), 0
 
         def advance(count: int) -> None:
             nonlocal done
             done += count
             progress(done, total)
 
-        return [compare(pair, windows, device, advance).figures for pair in pairs]
+        return [compare(models, windows, device, advance).figures for models in pairs]
 
 
 def _summarize(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,15 +21,14 @@ from lowbit.convert.measure.metrics import (
     positions,
     window_series,
 )
-from lowbit.convert.measure.pair import open_pair
+from lowbit.convert.measure.pair import Pair
 from lowbit.convert.measure.peak import check_peak, logits_peak_bytes
 from lowbit.convert.measure.record import Flip, LogitQuality, Position, TextKind
-from lowbit.convert.original.blocks import block_map
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.evaluation_text import EvalText, Text, tokenize
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.quiet import without_advice
-from lowbit.convert.original.weights import Weights
+from lowbit.convert.original.threads import block_map
 from lowbit.formats.architectures import read_config
 from lowbit.formats.architectures.names import MTP_PREFIX
 from lowbit.formats.draft_head import open_draft_head
@@ -56,8 +55,7 @@ class Measured:
 
 
 def measure_logits(
-    source: Path,
-    packed: Path,
+    pair: Pair,
     texts: Sequence[Text],
     device: str = "cpu",
     progress: Progress | None = None,
@@ -66,8 +64,7 @@ def measure_logits(
     """Perplexity of both models and how far the packed one's distributions are, on texts.
 
     Args:
-        source: folder of the original checkpoint, with tokenizer.json.
-        packed: folder of the packed checkpoint.
+        pair: the original, with tokenizer.json, and the folder made from it.
         texts: cut into non-overlapping windows of 512 tokens (fewer where context or the first text
             are shorter); the first token of a window is not scored. The first text gives the
             headline figures.
@@ -84,31 +81,29 @@ def measure_logits(
         UnsupportedModelError: transformers has no causal language model for the checkpoint.
     """
     place = open_device(device)
-    weights = open_pair(source, packed)
-    context = _context(weights[0])
+    config, source = pair.original.checkpoint.config, pair.original.checkpoint.folder
+    context = _context(config)
     cut = tokenize(source, texts, context)
     windows, long = torch.cat([text.windows for text in cut]), cut[0].long_windows(context)
     noisy = min(NOISY, len(cut[0].windows))
     watched = min(WATCHED, len(cut[0].windows))
-    need = logits_peak_bytes(
-        weights[0].checkpoint.config, _shape(windows), _shape(long), noisy, watched, device
-    )
+    need = logits_peak_bytes(config, _shape(windows), _shape(long), noisy, watched, device)
     check_peak(need, device)
     if note is not None:
         tokens = windows.numel() + long.numel()
         note(f"comparing logits of {tokens:,} tokens, in at most {need / 1e9:.2f} GB of memory")
     with torch.inference_mode(), without_advice():
-        models = _load(weights, windows.shape[1], place)
+        models = _load(pair, windows.shape[1], place)
         meter = _Meter(work(models[0], windows, noisy) + work(models[0], long), progress)
         drafted = drafted_windows([len(text.windows) for text in cut])
         found = compare(models, windows, place, meter.add, noisy, watched, drafted)
-        _check_finite(found.figures, source, packed)
+        _check_finite(found.figures, pair)
         drafting = _drafting(models, windows[drafted], found, place)
         far: tuple[Position, ...] = ()
         if len(long):
-            models = _load(weights, long.shape[1], place)
+            models = _load(pair, long.shape[1], place)
             figures = compare(models, long, place, meter.add).figures
-            _check_finite(figures, source, packed)
+            _check_finite(figures, pair)
             far = positions(figures, long.shape[1])
     flips = find_flips(source, cut, found.figures)
     logits = replace(
@@ -129,16 +124,17 @@ def _drafting(
         return measure_drafting(models, windows, found.states, draft_head, each)
 
 
-def _context(weights: Weights) -> int:
-    return max(2, read_config(weights.checkpoint.config).max_position_embeddings)
+def _context(config: Mapping[str, Any]) -> int:
+    return max(2, read_config(config).max_position_embeddings)
 
 
 def _shape(windows: Tensor) -> tuple[int, int]:
     return windows.shape[0], windows.shape[1]
 
 
-def _load(weights: tuple[Weights, Weights], window: int, device: torch.device) -> Models:
-    original, packed = (load_layered_model(model, window, device) for model in weights)
+def _load(pair: Pair, window: int, device: torch.device) -> Models:
+    original = load_layered_model(pair.original, window, device)
+    packed = load_layered_model(pair.packed, window, device)
     for what, a, b in (
         ("layers", len(original.layers), len(packed.layers)),
         ("rows of vocabulary", original.vocabulary, packed.vocabulary),
@@ -165,12 +161,12 @@ class _Meter:
             self._progress(self._done, self._total)
 
 
-def _check_finite(figures: TokenFigures, source: Path, packed: Path) -> None:
-    for nll, folder in ((figures.nll_original, source), (figures.nll_packed, packed)):
+def _check_finite(figures: TokenFigures, pair: Pair) -> None:
+    for nll, side in ((figures.nll_original, pair.original), (figures.nll_packed, pair.packed)):
         bad = int((~nll.isfinite()).sum())
         if bad:
             raise QuantizationError(
-                f"`{folder.name}`: {bad} of {len(nll)} tokens have NaN or infinite logits"
+                f"`{side.name}`: {bad} of {len(nll)} tokens have NaN or infinite logits"
             )
 
 

@@ -1,37 +1,57 @@
 """A packed folder and its original, in one basis."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from lowbit.convert.original.rotation import rotation_roles
-from lowbit.convert.original.weights import Weights, open_weights
-from lowbit.convert.plan.recipe import Recipe
+from lowbit.convert.original.weights import Weights, open_weights, weights_of
 from lowbit.formats.architectures import architecture_of, is_tied
-from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.manifest import Manifest, read_manifest
+from lowbit.formats.packed import PackedCheckpoint
+from lowbit.formats.safetensors.checkpoint import Checkpoint
 
 
-def open_pair(source: Path, packed: Path) -> tuple[Weights, Weights]:
-    """The weights of an original and of the folder made from it.
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Weights of an original, and of the folder made from it.
 
     The original of a rotated folder is rotated too, which changes its logits by rounding alone.
+    """
+
+    original: Weights
+    packed: Weights
+
+
+def pair_of(source: Checkpoint, packed: PackedCheckpoint) -> Pair:
+    """A packed folder and its original, both of them open.
+
+    Raises:
+        CheckpointError, FormatError: weights that cannot be read.
+    """
+    return _pair(weights_of(source), weights_of(packed.checkpoint), packed.manifest)
+
+
+def open_pair(source: Path, packed: Path) -> Pair:
+    """A folder of any tool, whatever its tensors, and its original.
 
     Raises:
         CheckpointError, FormatError: a folder that cannot be read.
     """
-    original, quantized = open_weights(source), open_weights(packed)
-    if is_rotated(read_manifest(packed)) or _looks_rotated(original, quantized):
+    return _pair(open_weights(source), open_weights(packed), read_manifest(packed))
+
+
+def _pair(original: Weights, packed: Weights, manifest: Manifest | None) -> Pair:
+    if is_rotated(manifest) or _looks_rotated(original, packed):
         original = original.rotated()
-    return original, quantized
+    return Pair(original, packed)
 
 
 def is_rotated(manifest: Manifest | None) -> bool:
     """Tell whether a folder's hidden states are in another basis than its original's."""
     if manifest is None:
         return False
-    try:
-        return Recipe.from_json(manifest.recipe).method.rotate
-    except QuantizationError:  # of another release
-        return False
+    method = manifest.recipe.get("method")  # also of a recipe that another release knows
+    return isinstance(method, str) and "rotate" in method.split("+")
 
 
 def _looks_rotated(original: Weights, packed: Weights) -> bool:

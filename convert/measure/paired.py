@@ -10,14 +10,14 @@ from lowbit.convert.measure.uncertainty import mean_error
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class PairedDifference:
     """The second model's mean KL minus the first's, in nats, and its standard error."""
 
     mean: float
     standard_error: float
 
 
-def paired_difference(first: LogitQuality, second: LogitQuality) -> Difference | None:
+def paired_difference(first: LogitQuality, second: LogitQuality) -> PairedDifference | None:
     """The mean KL of the second of two packed models minus the first's, paired window by window.
 
     Windows that are hard for one are hard for the other, and the difference of the two is steadier
@@ -40,4 +40,4 @@ def paired_difference(first: LogitQuality, second: LogitQuality) -> Difference |
     error = mean_error(torch.tensor(differences, dtype=torch.float64))
     # The series of a long text averages neighbours, by ones and twos: the mean is not its mean.
     mean = second.kl_mean - first.kl_mean
-    return None if error is None or not math.isfinite(mean) else Difference(mean, error)
+    return None if error is None or not math.isfinite(mean) else PairedDifference(mean, error)

@@ -8,12 +8,11 @@ import torch
 
 from lowbit.convert.measure.logits import SUM_TOKENS
 from lowbit.convert.original.walk import BATCH_TOKENS, HEAD_ROWS, HEAD_TOKENS
+from lowbit.convert.plan.memory import check_free
 from lowbit.formats.architectures import read_config, tensor_table
 from lowbit.formats.architectures.config import Experts
 from lowbit.formats.architectures.names import MTP_PREFIX, split_layer
 from lowbit.formats.architectures.table import TensorSpec
-from lowbit.formats.errors import ResourceError
-from lowbit.formats.machine.free_memory import free_bytes
 
 Shape = tuple[int, int]  # windows, tokens of one
 
@@ -24,13 +23,7 @@ def check_peak(need: int, device: str) -> None:
     Raises:
         ResourceError: it takes more memory than is free.
     """
-    free = free_bytes(device)
-    if free is not None and need > free:
-        raise ResourceError(
-            f"comparing logits takes up to {need / 1e9:.1f} GB of memory, free on {device}: "
-            f"{free / 1e9:.1f} GB",
-            hint="give a shorter --eval-text",
-        )
+    check_free("comparing logits", need, device, "give a shorter --eval-text")
 
 
 def logits_peak_bytes(

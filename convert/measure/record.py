@@ -1,7 +1,6 @@
 """`quality.json`: the figures of a report, its writer and its reader.
 
-An infinite figure is stored as null, since JSON has no infinity. A file of schema 2 is read too; it
-lacks the date, the model's size and the errors of parts, which are None then.
+An infinite figure is stored as null, since JSON has no infinity.
 """
 
 import json
@@ -10,20 +9,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lowbit.convert.measure.coverage import Coverage
-from lowbit.convert.measure.drafts import Drafting, read_drafting
+from lowbit.convert.measure.drafts import Drafting, check_drafting
 from lowbit.convert.measure.ranges import check_ranges
 from lowbit.convert.measure.routing import Routing
-from lowbit.convert.measure.uncertainty import mean_error
 from lowbit.convert.measure.weights import WeightQuality
-from lowbit.formats.errors import FormatError
 from lowbit.formats.file_names import QUALITY_FILE
-from lowbit.formats.layout.records import load_versioned, record, records
+from lowbit.formats.layout.records import load_object, record
 
 SCHEMA = 3
-READ = (2, 3)  # schemas
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +59,7 @@ class Position:
         top1_agreement: share of tokens where both rank the same token first.
         nll_original: mean, nats.
         nll_packed: same for the packed model.
-        kl_error: standard error of `kl_mean`; None if it rests on too little, or was not measured.
+        kl_error: standard error of `kl_mean`; None if it rests on too little.
     """
 
     start: int
@@ -91,7 +85,7 @@ class TextKind:
         kl_mean: nats.
         top1_agreement: share of tokens where both rank the same token first.
         kl_p99: the value that 99 % of the tokens do not exceed; None if it was not measured.
-        kl_error: standard error of `kl_mean`; None with too few windows, or if it was not measured.
+        kl_error: standard error of `kl_mean`; None with too few windows.
     """
 
     name: str
@@ -279,10 +273,10 @@ class QualityReport:
         weights: one row a packed linear.
         logits: None where they were not measured.
         command: that makes the packed folder again; None where lowbit.json does not say.
-        measured_on: date in UTC, `2026-05-31`; None in older files.
+        measured_on: date in UTC, `2026-05-31`.
         original: Hub id of the original; None where it is not on the Hub or not known.
-        model_type: of config.json; None in older files.
-        parameters: of the original's decoder; None in older files.
+        model_type: of config.json.
+        parameters: of the original's decoder.
         held_out_excess: share by which errors of the calibration's layers on held-out windows are
             above those on windows it learned from; None where that is not known.
         coverage: tokens that experts were calibrated on, by layer; empty where they were not.
@@ -324,73 +318,14 @@ def read_quality(folder: Path) -> QualityReport | None:
     path = folder / QUALITY_FILE
     hint = "make the report again with `lowbit-convert report`"
     try:
-        schema, content = load_versioned(path, "schema", READ, hint)
+        content = load_object(path, "schema", SCHEMA, hint)
     except FileNotFoundError:
         return None
-    where = str(path)
-    _add_missing(content, ("held_out_excess", "long"))
-    if schema == 2:
-        _add_missing(content, ("measured_on", "original", "model_type", "parameters"))
-    for row in rows if isinstance(rows := content.get("weights"), list) else ():
-        _add_missing(row, ("worst_expert", "worst_expert_l2"))
-    content["weights"] = records(WeightQuality, content.get("weights"), f"{where}: weights")
-    content["coverage"] = records(Coverage, content.get("coverage", []), f"{where}: coverage")
-    content["sizes"] = record(Sizes, content.get("sizes"), f"{where}: sizes")
-    if content.get("logits") is not None:
-        content["logits"] = _logits(content["logits"], schema, f"{where}: logits")
-    if content["long"] is not None:
-        content["long"] = _long(content["long"], f"{where}: long")
-    found = record(QualityReport, content, where)
-    check_ranges(found, where)
+    found = record(QualityReport, content, str(path))
+    check_ranges(found, str(path))
+    if found.logits is not None and found.logits.drafting is not None:
+        check_drafting(found.logits.drafting, f"{path}: logits: drafting")
     return found
-
-
-def _long(content: Any, where: str) -> LongQuality:
-    if not isinstance(content, dict):
-        raise FormatError(f"`{where}` is not an object")
-    kinds = (("positions", Position), ("cache", Position), ("needles", Needle))
-    parts = {key: records(kind, content.get(key), f"{where}: {key}") for key, kind in kinds}
-    return record(LongQuality, {**content, **parts}, where)
-
-
-def _logits(content: Any, schema: int, where: str) -> LogitQuality:
-    if not isinstance(content, dict):
-        raise FormatError(f"`{where}` is not an object")
-    parsed = dict(content)
-    _add_missing(parsed, ("drafting", "routing"))
-    if schema == 2:
-        _add_missing(parsed, ("kl_error",))
-        for key, missing in (("positions", ("kl_error",)), ("kinds", ("kl_p99", "kl_error"))):
-            for row in parsed[key] if isinstance(parsed.get(key), list) else ():
-                _add_missing(row, missing)
-    for key, kind in (
-        ("window_series", Window),
-        ("positions", Position),
-        ("kinds", TextKind),
-        ("flips", Flip),
-    ):
-        parsed[key] = records(kind, content.get(key), f"{where}: {key}")
-    parsed["kl_histogram"] = record(
-        Histogram, content.get("kl_histogram"), f"{where}: kl_histogram"
-    )
-    if content.get("noise") is not None:
-        parsed["noise"] = record(Noise, content["noise"], f"{where}: noise")
-    if parsed["routing"] is not None:
-        parsed["routing"] = record(Routing, parsed["routing"], f"{where}: routing")
-    if parsed["drafting"] is not None:
-        parsed["drafting"] = read_drafting(parsed["drafting"], f"{where}: drafting")
-    if schema == 2:
-        # The series holds every window of a text of at most 256, else means of neighbours.
-        series = [window.kl for window in parsed["window_series"]]
-        parsed["kl_error"] = mean_error(torch.tensor(series, dtype=torch.float64))
-    return record(LogitQuality, parsed, where)
-
-
-def _add_missing(row: Any, keys: tuple[str, ...]) -> None:
-    """Give an object of an older file the keys that came later."""
-    if isinstance(row, dict):
-        for key in keys:
-            row.setdefault(key, None)
 
 
 def finite(value: Any) -> Any:

@@ -24,7 +24,8 @@ from lowbit.formats.text.template import load_chat_template
 from lowbit.formats.text.tokenizer import load_text_tokenizer
 
 BUNDLED_NAME = "bundled mix of prose, dialogue, mathematics and code"
-BUNDLED_FILES = ("simplewiki.txt", "shakespeare.txt", "gsm8k-train-sample.txt", "code.txt")
+CODE_FILE = "python-stdlib-calibration-60kB.txt"
+BUNDLED_FILES = ("simplewiki.txt", "shakespeare.txt", "gsm8k-train-sample.txt", CODE_FILE)
 WHAT = "calibration text"
 LEAST_TOKENS = 32  # of a text; fewer are a slip, not a text
 PARAGRAPH_END = re.compile(r"\n\s*\n")

@@ -18,7 +18,7 @@ LONG_TOKENS = 16384  # of all such windows
 BUNDLED = (
     ("prose", "WikiText-2 test, first 200 kB", "wikitext2-test-200kB.txt"),
     ("maths", "GSM8K test, first 40 kB", "gsm8k-test-40kB.txt"),
-    ("code", "40 kB of lowbit's own code", "lowbit-code-40kB.txt"),
+    ("code", "Python's standard library, 40 kB", "python-stdlib-evaluation-40kB.txt"),
 )
 
 

@@ -45,8 +45,13 @@ class Layer:
 
 
 def batches(hidden: Tensor, device: torch.device) -> list[slice]:
-    """Windows to pass through a layer at once, covering all of hidden [windows, T, h]."""
-    count = max(1, BATCH_TOKENS[device.type] // hidden.shape[1])
+    """Windows to pass through a layer at once, covering all of hidden [windows, T, h].
+
+    A GPU's batches are some of a CPU's.
+    """
+    T = hidden.shape[1]
+    least = max(1, BATCH_TOKENS["cpu"] // T)
+    count = least * max(1, BATCH_TOKENS[device.type] // T // least)
     return [slice(start, min(start + count, len(hidden))) for start in range(0, len(hidden), count)]
 
 

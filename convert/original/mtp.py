@@ -14,8 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lowbit.convert.original.blocks import BlockMap
 from lowbit.convert.original.model import LayeredModel
+from lowbit.convert.original.threads import BlockMap
 from lowbit.convert.original.walk import HEAD_ROWS, HEAD_TOKENS, blocks
 from lowbit.convert.original.weights import Weights
 from lowbit.formats.architectures.names import (

@@ -6,11 +6,12 @@ bundled calibration text with a task each, and short requests of everyday use.
 
 import random
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 
-from lowbit.convert.original.calibration_text import PARAGRAPH_END, WHAT
+from lowbit.convert.original.calibration_text import CODE_FILE, PARAGRAPH_END, WHAT
 from lowbit.formats.files.user_file import read_text_file
 
 PASSAGE_TASKS = (
@@ -24,7 +25,8 @@ CODE_TASKS = (
 )
 LENGTHS = range(200, 1601)  # characters of a passage or a piece of code
 ITEM_END = re.compile(r"^####.*\n", re.MULTILINE)  # the result of a question
-CODE_END = re.compile(r"\n{3,}")  # two blank lines between functions and classes
+# A blank line before a function, a method or a class.
+CODE_END = re.compile(r"\n\n+(?= *(?:@|(?:async )?def |class ))")
 
 
 def prompts(count: int, seed: int) -> list[str]:
@@ -50,7 +52,7 @@ def _kinds() -> tuple[list[str], ...]:
     items = ITEM_END.split(_read("gsm8k-train-sample.txt"))
     questions = [item.strip().partition("\n")[0] for item in items if item.strip()]
     passages = _of_length(PARAGRAPH_END.split(_read("simplewiki.txt")))
-    pieces = _of_length(CODE_END.split(_read("code.txt")))
+    pieces = _of_length(map(textwrap.dedent, CODE_END.split(_read(CODE_FILE))))
     return (
         questions,
         [task.format(text) for task, text in zip(cycle(PASSAGE_TASKS), passages, strict=False)],
@@ -63,7 +65,7 @@ def _read(name: str) -> str:
     return read_text_file(Path(__file__).with_name("data") / name, WHAT)
 
 
-def _of_length(texts: Sequence[str]) -> list[str]:
+def _of_length(texts: Iterable[str]) -> list[str]:
     stripped = (text.strip("\n") for text in texts)
     return [text for text in stripped if len(text) in LENGTHS]
 

@@ -44,6 +44,7 @@ from lowbit.formats.architectures import (
     ROTATABLE,
     architecture_of,
     is_tied,
+    part_of,
     prefix_of,
     tensor_table,
 )
@@ -57,6 +58,7 @@ from lowbit.formats.architectures.names import (
     split_layer,
 )
 from lowbit.formats.errors import UnsupportedModelError
+from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.safetensors.checkpoint import Checkpoint, TensorInfo
 
 HEAD = "lm_head.weight"
@@ -239,6 +241,26 @@ def rotation_roles(config: Mapping[str, Any], names: Collection[str]) -> dict[st
     for name in filter(VISION_WRITER.search, names):  # what it makes of an image joins the stream
         roles[name] = Role("reads" if name.endswith(".bias") else "writes", name)
     return roles
+
+
+def why_not_rotated(
+    config: Mapping[str, Any], schemes: Mapping[str, Scheme | None], names: Collection[str]
+) -> str | None:
+    """Reason why a checkpoint cannot be rotated; None where it can.
+
+    Args:
+        config: config.json of the source.
+        schemes: of all linears.
+        names: of its tensors, without those that are dropped.
+    """
+    if config.get("model_type") not in ROTATABLE:
+        return f"only {', '.join(ROTATABLE)} can be"
+    vision = [name for name in names if part_of(config, name) == "vision"]
+    if vision and not any(map(VISION_WRITER.search, vision)):
+        return "its vision tower has no `merger.linear_fc2` that could be rotated along"
+    if is_tied(config) and schemes.get("lm_head") is None:
+        return "a head that stays the embedding cannot take over the last norm's gain"
+    return None
 
 
 def held_bytes(roles: Mapping[str, Role], tensors: Mapping[str, TensorInfo], device: str) -> int:

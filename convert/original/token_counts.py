@@ -12,7 +12,6 @@ from torch import Tensor
 from lowbit.convert.original.calibration_text import (
     BUNDLED_NAME,
     bundled_texts,
-    check_calibration,
     plain_texts,
 )
 from lowbit.formats.printable import printable
@@ -85,15 +84,6 @@ def choose_vocabulary(
         coverage=coverage(ids, chosen),
         held_out=coverage(unseen, from_half),
     )
-
-
-def check_draft_text(file: Path) -> None:
-    """Read a text as `choose_vocabulary` does, before any work.
-
-    Raises:
-        RequestError: it cannot be read.
-    """
-    check_calibration(file)
 
 
 def coverage(tokens: Sequence[int], ids: Sequence[int]) -> float:

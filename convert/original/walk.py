@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.convert.original.blocks import BlockMap
 from lowbit.convert.original.evaluation_text import WINDOW
 from lowbit.convert.original.experts import recorded_routes
 from lowbit.convert.original.model import LayeredModel
+from lowbit.convert.original.threads import BlockMap
 from lowbit.formats.errors import CheckpointError
 
 HEAD_ROWS = 4096  # of the vocabulary at a time

@@ -197,5 +197,13 @@ def open_weights(folder: Path) -> Weights:
     Raises:
         CheckpointError, FormatError: not a checkpoint, or quantized by another method.
     """
-    checkpoint = open_native(folder)
+    return weights_of(open_native(folder))
+
+
+def weights_of(checkpoint: Checkpoint) -> Weights:
+    """The weights of a checkpoint that is open, packed or not.
+
+    Raises:
+        FormatError: quantized by another method.
+    """
     return Weights(checkpoint, read_quantization_config(checkpoint.config))

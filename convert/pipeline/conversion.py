@@ -3,34 +3,40 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from threading import Lock
 from typing import Literal
 
-from lowbit.convert.calibrate.request import CalibrationRequest
+import torch
+
+from lowbit.convert.calibrate.session import CalibrationRequest, Session, check_can_run
 from lowbit.convert.calibrate.store import LayerError
 from lowbit.convert.measure.weights import WeightQuality, quality_rows
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.rotation import held_bytes
-from lowbit.convert.pipeline.calibration import begin_calibration
+from lowbit.convert.original.token_counts import Vocabulary
 from lowbit.convert.pipeline.draft_head import (
     choose_draft_rows,
     make_draft_head,
     record_of,
     write_draft_head,
 )
+from lowbit.convert.pipeline.estimate import automatic_plan
 from lowbit.convert.pipeline.folder import (
     check_apart,
     check_output,
     check_small_files,
-    pass_through,
+    copies,
+    copy_file,
+    generated_files,
     prepare_shards,
     put_in_place,
     sync,
 )
-from lowbit.convert.pipeline.journal import Finished, Journal, open_journal
+from lowbit.convert.pipeline.journal import CompletedStep, Journal, open_journal
 from lowbit.convert.pipeline.place import partial_of, place_of
 from lowbit.convert.pipeline.stream import stream
 from lowbit.convert.plan.memory import block_elements
@@ -44,23 +50,19 @@ from lowbit.formats.generation import load_generation_config
 from lowbit.formats.hub.locate import Location, locate
 from lowbit.formats.layout.manifest import (
     MANIFEST_FILE,
+    Calibration,
+    DraftVocabulary,
     Manifest,
     OutputFile,
     Source,
     SourceTensor,
-    json_bytes,
     weights_digest,
 )
 from lowbit.formats.machine.cores import core_count
-from lowbit.formats.safetensors.checkpoint import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    Checkpoint,
-    open_checkpoint,
-)
+from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, Checkpoint, open_checkpoint
 from lowbit.formats.safetensors.hashing import hash_file, hash_shard, hash_tensor
-from lowbit.formats.safetensors.shards import index_json
 
+AGAIN = "free some space and run the same command again: finished tensors are kept"
 OTHER_WORK = "finish it with the command that began it, or start over with --overwrite"
 Phase = Literal["calibrate", "distill", "check", "convert", "verify"]
 # Phase, done and in all: layers and steps of calibration, bytes of everything else.
@@ -74,6 +76,7 @@ class Conversion:
     Attributes:
         folder: the packed checkpoint.
         source: where the weights came from.
+        original: headers of the source.
         plan: fate of every tensor.
         manifest: the content of lowbit.json.
         weights: quality of every quantized tensor, in plan order; a row for a layer's experts.
@@ -86,6 +89,7 @@ class Conversion:
 
     folder: Path
     source: Location
+    original: Checkpoint
     plan: Plan
     manifest: Manifest
     weights: tuple[WeightQuality, ...]
@@ -96,7 +100,52 @@ class Conversion:
     undistilled: int = 0
 
 
-@disk_errors("free some space and run the same command again: finished tensors are kept")
+@dataclass(frozen=True)
+class Job:
+    """A conversion in which everything is decided: to be carried out, or found done already.
+
+    Attributes:
+        location: where the original is.
+        source: its headers.
+        plan: made of them.
+        device: where to compute.
+        calibration: the text, for methods other than round-to-nearest.
+        draft_text: to count the tokens of a draft head on; the bundled one where left out.
+    """
+
+    location: Location
+    source: Checkpoint
+    plan: Plan
+    device: torch.device
+    calibration: CalibrationRequest
+    draft_text: Path | None = None
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary | None:
+        """Tokens of the draft head; None without one."""
+        return choose_draft_rows(self.plan, self.source, self.draft_text)
+
+    @cached_property
+    def session(self) -> Session | None:
+        """The calibration, its text read; None for round-to-nearest."""
+        if not self.plan.recipe.method.calibrated:
+            return None
+        check_can_run(self.source.folder, self.source.config)
+        text = self.calibration.read(self.source.folder, self.device)
+        return Session(self.plan, self.source, text, self.device)
+
+    @property
+    def draft_record(self) -> DraftVocabulary | None:
+        """The record of the draft head in lowbit.json."""
+        return None if self.vocabulary is None else record_of(self.vocabulary, self.plan)
+
+    @property
+    def calibration_record(self) -> Calibration | None:
+        """The record of the calibration in lowbit.json."""
+        return None if self.session is None else self.session.record
+
+
+@disk_errors(AGAIN)
 def convert(
     source: str | Path,
     out: str | Path,
@@ -119,8 +168,9 @@ def convert(
     Args:
         source: folder, or Hub id.
         out: folder to create.
-        recipe: INT4 g128 with an INT8 head, rounded to nearest, where left out; the method is
-            never chosen here, as `--method auto` of the command does.
+        recipe: INT4 g128 with an INT8 head, by the method that the command chooses, where left
+            out; `automatic_plan` chooses it for other recipes, which round to nearest unless
+            they name a method.
         revision: branch, tag or commit of a Hub id.
         device: `cpu` or `cuda`; round-to-nearest gives the same bytes on both.
         max_ram: resident memory not to exceed, in bytes; by default 2 GB, or 0.5 GB beyond what
@@ -138,30 +188,45 @@ def convert(
     Raises:
         LowbitError: for anything that a file, an option or the machine causes.
     """
-    started = time.monotonic()
-    report = progress or (lambda phase, done, total: None)
     target = open_device(device)
-    out = Path(out)
-    place = place_of(out)  # a link, or `..`, cannot be renamed to
-    check_output(place, overwrite)
+    check_output(place_of(Path(out)), overwrite)
     location = locate(str(source), revision)
-    check_apart(location.folder, place)
     checkpoint = open_checkpoint(location.folder)
     plan = make_plan(checkpoint.config, checkpoint.tensors, recipe or Recipe(), max_shard_bytes)
-    load_generation_config(location.folder, read_config(checkpoint.config).vocab_size)  # checks it
-    files = check_small_files(location.folder)
+    request = calibration or CalibrationRequest()
+    if recipe is None:
+        plan = automatic_plan(checkpoint, plan, target, request)
+    job = Job(location, checkpoint, plan, target, request, draft_text)
+    return carry_out(job, Path(out), max_ram=max_ram, overwrite=overwrite, progress=progress)
+
+
+@disk_errors(AGAIN)
+def carry_out(
+    job: Job,
+    out: Path,
+    *,
+    max_ram: int | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Do a job into the folder `out`; arguments, result and errors are those of `convert`."""
+    started = time.monotonic()
+    report = progress or (lambda phase, done, total: None)
+    plan, checkpoint, target = job.plan, job.source, job.device
+    place = place_of(out)  # a link, or `..`, cannot be renamed to
+    check_output(place, overwrite)
+    check_apart(checkpoint.folder, place)
+    load_generation_config(checkpoint.folder, read_config(checkpoint.config).vocab_size)  # checks
+    files = check_small_files(checkpoint.folder)
     held = held_bytes(plan.rotated, checkpoint.tensors, target.type)
     elements = block_elements(max_ram, core_count(), target, held)
-    chosen = choose_draft_rows(plan, checkpoint, draft_text)
-    session = None
-    if plan.recipe.method.calibrated:
-        request = calibration or CalibrationRequest()
-        session = begin_calibration(plan, checkpoint, request, target)
+    chosen, session = job.vocabulary, job.session
+    if session is not None:
+        session.check_memory()
     partial = partial_of(place)
     partial.mkdir(parents=True, exist_ok=True)
     digest = plan.digest() if session is None else session.digest
-    method = str(plan.recipe.method)
-    with open_journal(partial, digest, overwrite, files, OTHER_WORK, method) as journal:
+    with open_journal(partial, digest, overwrite, files, OTHER_WORK) as journal:
         prepare_shards(plan, partial)
         calibrated = None if session is None else session.run(partial, report)
         kept = _still_valid(journal, plan, checkpoint, partial, report)
@@ -180,17 +245,13 @@ def convert(
         finished = sorted(journal.finished, key=lambda row: row.step)
         if chosen is not None:
             write_draft_head(partial, make_draft_head(plan, checkpoint, chosen.ids, target), sync)
-        manifest = _finish(plan, checkpoint, location, partial, finished, report)
-        manifest = replace(
-            manifest,
-            calibration=None if session is None else session.record,
-            draft_head=None if chosen is None else record_of(chosen, plan),
-        )
+        manifest = _finish(job, partial, finished, report)
         (partial / MANIFEST_FILE).write_bytes(manifest.to_bytes())
         put_in_place(place, overwrite)
     return Conversion(
         folder=out,
-        source=location,
+        source=job.location,
+        original=checkpoint,
         plan=plan,
         manifest=manifest,
         weights=_weight_rows(plan, finished),
@@ -201,7 +262,7 @@ def convert(
     )
 
 
-def _weight_rows(plan: Plan, finished: list[Finished]) -> tuple[WeightQuality, ...]:
+def _weight_rows(plan: Plan, finished: list[CompletedStep]) -> tuple[WeightQuality, ...]:
     """Quality of all quantized tensors."""
     return quality_rows(
         (step.module, step.scheme, row.sums)
@@ -221,7 +282,7 @@ def _still_valid(
     """
     places = {info.name: info for shard in plan.shards for info in shard.tensors}
     total = sum(plan.steps[row.step].source.nbytes for row in journal.finished)
-    kept: dict[int, Finished] = {}
+    kept: dict[int, CompletedStep] = {}
     done = 0
     for row in journal.finished:
         info = plan.steps[row.step].source
@@ -236,30 +297,24 @@ def _still_valid(
     return set(kept)
 
 
-def _finish(
-    plan: Plan,
-    source: Checkpoint,
-    location: Location,
-    folder: Path,
-    finished: list[Finished],
-    report: Progress,
-) -> Manifest:
+def _finish(job: Job, folder: Path, finished: list[CompletedStep], report: Progress) -> Manifest:
     """Write everything beside the weights, and make a manifest of what the disk gives back."""
-    small = pass_through(source.folder, folder)
-    (folder / CONFIG_FILE).write_bytes(json_bytes(plan.config))
-    small.append(CONFIG_FILE)
-    if len(plan.shards) > 1:
-        (folder / INDEX_FILE).write_bytes(json_bytes(index_json(plan.shards)))
-        small.append(INDEX_FILE)
-    small += [DRAFT_FILE] if plan.draft_rows else []
+    plan, source = job.plan, job.source
+    small = copies(source.folder)
+    for name, copy in small.items():
+        copy_file(source.folder / name, folder / copy)
+    made = generated_files(plan)
+    for name, content in made.items():
+        (folder / name).write_bytes(content)
     hashes = _hash_shards(plan, folder, finished, report)
-    hashes |= {name: hash_file(folder / name) for name in small}
+    others = [*small.values(), *made, *([DRAFT_FILE] if plan.draft_rows else [])]
+    hashes |= {name: hash_file(folder / name) for name in others}
     source_tensors = _source_tensors(plan, source, finished)
     return Manifest(
         lowbit_version=version("lowbit"),
         source=Source(
-            repo=location.repo,
-            commit=location.commit,
+            repo=job.location.repo,
+            commit=job.location.commit,
             config_sha256=hash_file(source.folder / CONFIG_FILE),
             weights_sha256=weights_digest(source_tensors),
         ),
@@ -270,11 +325,13 @@ def _finish(
             OutputFile(name, (folder / name).stat().st_size, digest)
             for name, digest in sorted(hashes.items())
         ),
+        calibration=job.calibration_record,
+        draft_head=job.draft_record,
     )
 
 
 def _hash_shards(
-    plan: Plan, folder: Path, finished: list[Finished], report: Progress
+    plan: Plan, folder: Path, finished: list[CompletedStep], report: Progress
 ) -> dict[str, str]:
     """SHA-256 of every shard, each tensor compared with what was written.
 
@@ -308,7 +365,7 @@ def _hash_shards(
 
 
 def _source_tensors(
-    plan: Plan, source: Checkpoint, finished: list[Finished]
+    plan: Plan, source: Checkpoint, finished: list[CompletedStep]
 ) -> tuple[SourceTensor, ...]:
     hashes = {row.step: row.source_sha256 for row in finished}
     rows = []

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import torch
 
-from lowbit.convert.calibrate.request import CalibrationRequest
-from lowbit.convert.calibrate.session import begin
+from lowbit.convert.calibrate.session import CalibrationRequest, Session
 from lowbit.convert.calibrate.store import Calibrated
 from lowbit.convert.original.calibration_text import BUNDLED_NAME
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.rotation import held_bytes
 from lowbit.convert.pipeline.draft_head import make_draft_head
-from lowbit.convert.pipeline.folder import small_files
-from lowbit.convert.pipeline.journal import Finished
+from lowbit.convert.pipeline.folder import expected_files
+from lowbit.convert.pipeline.journal import CompletedStep
 from lowbit.convert.pipeline.stream import stream
 from lowbit.convert.plan.memory import block_elements
 from lowbit.convert.plan.plan import Plan, make_plan
@@ -23,10 +22,10 @@ from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.architectures.names import MTP_PREFIX
 from lowbit.formats.draft_head import DRAFT_FILE, draft_head_bytes, open_draft_head
 from lowbit.formats.errors import FormatError
-from lowbit.formats.layout.manifest import MANIFEST_FILE, Calibration, Manifest, json_bytes
+from lowbit.formats.file_names import SOURCE_README
+from lowbit.formats.layout.manifest import MANIFEST_FILE, Calibration, Manifest
 from lowbit.formats.machine.cores import core_count
-from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, Checkpoint, open_checkpoint
-from lowbit.formats.safetensors.hashing import hash_file
+from lowbit.formats.safetensors.checkpoint import INDEX_FILE, Checkpoint
 
 Progress = Callable[[str, int, int], None]  # phase, done, in all
 
@@ -36,7 +35,7 @@ TRAINED = "the head for multi-token prediction, which was trained since; all els
 def check_derived(
     folder: Path,
     manifest: Manifest,
-    source: Path,
+    source: Checkpoint,
     calibration: CalibrationRequest,
     device: str,
     progress: Progress,
@@ -46,7 +45,7 @@ def check_derived(
     Args:
         folder: the packed folder, whose draft head names its rows.
         manifest: of the packed folder.
-        source: folder of the original, whose hashes are those of the manifest.
+        source: the original, whose hashes are those of the manifest.
         calibration: the text, where the method is a calibrated one.
         device: `cpu` or `cuda`.
         progress: called with (phase, done, in all).
@@ -58,11 +57,10 @@ def check_derived(
         FormatError: naming the first tensor or file that does not follow from the source.
         QuantizationError: the recipe is of another release.
     """
-    checkpoint = open_checkpoint(source)
-    plan = make_plan(checkpoint.config, checkpoint.tensors, Recipe.from_json(manifest.recipe))
-    _check_files(manifest, plan, source)
+    plan = make_plan(source.config, source.tensors, Recipe.from_json(manifest.recipe))
+    _check_files(manifest, plan, source.folder)
     target = open_device(device)
-    _check_draft_head(folder, manifest, plan, checkpoint, target)
+    _check_draft_head(folder, manifest, plan, source, target)
     expected = {tensor.name: tensor.sha256 for tensor in manifest.tensors}
     trained = manifest.mtp_training is not None
     total = sum(step.source.nbytes for step in plan.steps)
@@ -73,7 +71,7 @@ def check_derived(
         done += count
         progress("derive", done, total)
 
-    def compare(finished: Finished) -> None:
+    def compare(finished: CompletedStep) -> None:
         for tensor in finished.tensors:
             if trained and tensor.name.startswith(MTP_PREFIX):
                 continue
@@ -89,23 +87,24 @@ def check_derived(
             reason = _elsewhere(manifest.calibration, calibration)
             if reason is not None:
                 return reason
-            session = begin(plan, source, calibration.read(source, target), target)
+            session = Session(plan, source, calibration.read(source.folder, target), target)
             if session.record != manifest.calibration:
                 return _difference(session.record, manifest.calibration)
             calibrated = session.run(Path(work), progress)
-        held = held_bytes(plan.rotated, checkpoint.tensors, target.type)
+        held = held_bytes(plan.rotated, source.tensors, target.type)
         elements = block_elements(None, core_count(), target, held)
         steps = range(len(plan.steps))
-        stream(plan, checkpoint, None, compare, steps, elements, target, advance, calibrated)
+        stream(plan, source, None, compare, steps, elements, target, advance, calibrated)
     return TRAINED if trained else None
 
 
 def _check_files(manifest: Manifest, plan: Plan, source: Path) -> None:
     """config.json, and what is passed through from the source."""
-    found = {CONFIG_FILE: hashlib.sha256(json_bytes(plan.config)).hexdigest()}
-    found |= {name: hash_file(source / name) for name in small_files(source)}
+    found = expected_files(plan, source)
+    # The plan's shards have the default size; a card is edited without a change of the model.
+    compared = found.keys() - {INDEX_FILE, SOURCE_README}
     for file in manifest.files:
-        if file.name in found and found[file.name] != file.sha256:
+        if file.name in compared and found[file.name] != file.sha256:
             raise FormatError(f"`{file.name}` does not follow from the source")
 
 

@@ -13,23 +13,31 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lowbit.convert.calibrate.mtp_training import Grid, Lesson, Trained, TrainingState, train
+from lowbit.convert.calibrate.mtp_training import (
+    Grid,
+    Trained,
+    TrainingState,
+    TrainingWindow,
+    train,
+)
 from lowbit.convert.calibrate.store import PREFIX as CALIBRATED
 from lowbit.convert.measure.drafting import count_drafts
 from lowbit.convert.measure.drafts import Draft
 from lowbit.convert.measure.logits import scored_states
-from lowbit.convert.original.blocks import BlockMap, block_map
 from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.model import LayeredModel, load_layered_model
 from lowbit.convert.original.mtp import LAYER, NORMS, MtpHead, greedy_tokens, load_mtp_head
 from lowbit.convert.original.quiet import without_advice
+from lowbit.convert.original.threads import BlockMap, block_map
 from lowbit.convert.original.walk import HEAD_ROWS, embed, load_layer, pass_through
 from lowbit.convert.original.weights import open_weights
+from lowbit.convert.pipeline.finetune_memory import training_memory
 from lowbit.convert.pipeline.folder import check_output, put_in_place
 from lowbit.convert.pipeline.journal import JOURNAL_FILE, open_journal
 from lowbit.convert.pipeline.place import partial_of, place_of
 from lowbit.convert.pipeline.stream import write_at
+from lowbit.convert.plan.memory import check_windows
 from lowbit.formats.architectures.names import MTP_FC
 from lowbit.formats.draft_head import draft_folders, entries, name_in
 from lowbit.formats.errors import FormatError, RequestError
@@ -78,7 +86,7 @@ class Finetuned:
 
 
 @dataclass(frozen=True, slots=True)
-class _School:
+class _TrunkStates:
     """The trunk's states on all windows, on the device."""
 
     model: LayeredModel
@@ -136,21 +144,24 @@ def finetune_mtp(
             "expected at least 2 of 8",
             hint="give a longer --text",
         )
+    shape = (read.samples.shape[0], read.samples.shape[1])
+    need = training_memory(packed.checkpoint.config, shape, MOST_ROWS, target.type)
+    check_windows("training", need, shape[0], target.type, "give --windows {} or fewer")
     partial = partial_of(place)
     partial.mkdir(exist_ok=True)
     digest = _digest(place, read, steps, target)
     names = [name_in(place, path) for path in entries(place)]
     with open_journal(partial, digest, False, names, OTHER_WORK):
         with torch.no_grad(), without_advice(), block_map(target) as each:
-            school = _attend(place, read.samples, target, each, report)
-            trained = _begin(packed, school.model, target)
-            before = _count(school, trained.head, each)
-        lessons, rows = _lessons(school, target)
+            trunk = _attend(place, read.samples, target, each, report)
+            trained = _begin(packed, trunk.model, target)
+            before = _count(trunk, trained.head, each)
+        learned, rows = _training_windows(trunk, target)
         state = _KeptState(partial / STATE_FILE, digest, steps)
-        train(trained, lessons, rows, steps, state, lambda done: report("train", done, steps))
+        train(trained, learned, rows, steps, state, lambda done: report("train", done, steps))
         stored = _stored(packed, trained)
         with torch.no_grad(), block_map(target) as each:
-            after = _count(school, trained.current(), each)
+            after = _count(trunk, trained.current(), each)
         better = after[-1].tokens_a_round > before[-1].tokens_a_round
         if better:
             record = MtpTraining(
@@ -164,13 +175,13 @@ def finetune_mtp(
             _exchange(place, partial, packed, packed.manifest, stored, record)
         else:
             _remove(partial)
-    held_out = len(school.part(True))
+    held_out = len(trunk.part(True))
     return Finetuned(
         folder=folder,
         before=before,
         after=after,
         exchanged=better,
-        windows=len(school.windows) - held_out,
+        windows=len(trunk.windows) - held_out,
         held_out=held_out,
         steps=steps,
         seconds=time.monotonic() - started,
@@ -185,7 +196,7 @@ def _digest(place: Path, text: CalibrationText, steps: int, device: torch.device
 
 def _attend(
     folder: Path, windows: Tensor, device: torch.device, each: BlockMap, report: Progress
-) -> _School:
+) -> _TrunkStates:
     """Pass all windows through the packed trunk, layer by layer."""
     model = load_layered_model(open_weights(folder), windows.shape[1], device)
     hidden = embed(model, windows, device)
@@ -196,7 +207,7 @@ def _attend(
     states = scored_states(model, hidden)
     greedy = greedy_tokens(model, states, each)
     shape = (len(windows), windows.shape[1] - 1)
-    return _School(model, windows.to(device), states.view(*shape, -1), greedy.view(shape))
+    return _TrunkStates(model, windows.to(device), states.view(*shape, -1), greedy.view(shape))
 
 
 def _begin(packed: PackedCheckpoint, model: LayeredModel, device: torch.device) -> Trained:
@@ -226,16 +237,18 @@ def _begin(packed: PackedCheckpoint, model: LayeredModel, device: torch.device) 
     return Trained(head, grids, plain)
 
 
-def _count(school: _School, head: MtpHead, each: BlockMap) -> tuple[Draft, ...]:
-    here = school.part(True)
-    parts = (school.windows[here], school.states[here], school.greedy[here])
-    return count_drafts(school.model, *parts, each, head=head)
+def _count(trunk: _TrunkStates, head: MtpHead, each: BlockMap) -> tuple[Draft, ...]:
+    here = trunk.part(True)
+    parts = (trunk.windows[here], trunk.states[here], trunk.greedy[here])
+    return count_drafts(trunk.model, *parts, each, head=head)
 
 
-def _lessons(school: _School, device: torch.device) -> tuple[list[Lesson], Tensor]:
+def _training_windows(
+    trunk: _TrunkStates, device: torch.device
+) -> tuple[list[TrainingWindow], Tensor]:
     """Windows to learn from, and the rows of the head that their targets are among."""
-    model, here = school.model, school.part(False)
-    targets = school.greedy[here]
+    model, here = trunk.model, trunk.part(False)
+    targets = trunk.greedy[here]
     first = torch.arange(min(model.vocabulary, MOST_ROWS), device=device)
     often = torch.unique(targets)[:MOST_ROWS]
     ids = torch.cat((often, first[~torch.isin(first, often)]))[: len(first)].sort().values
@@ -245,9 +258,9 @@ def _lessons(school: _School, device: torch.device) -> tuple[list[Lesson], Tenso
         rows[among] = block[ids[among] - start]
     places = torch.searchsorted(ids, targets).clamp_(max=len(ids) - 1)
     places = torch.where(ids[places] == targets, places, -1)
-    embeddings = embed(model, school.windows[here][:, 1:], device)
-    states = school.states[here]
-    return [Lesson(*parts) for parts in zip(embeddings, states, places, strict=True)], rows
+    embeddings = embed(model, trunk.windows[here][:, 1:], device)
+    states = trunk.states[here]
+    return [TrainingWindow(*parts) for parts in zip(embeddings, states, places, strict=True)], rows
 
 
 def _stored(packed: PackedCheckpoint, trained: Trained) -> dict[str, Tensor]:

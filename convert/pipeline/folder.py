@@ -1,5 +1,6 @@
 """The output folder: made beside its final place, filled, synced, and renamed into it."""
 
+import hashlib
 import os
 import shutil
 from collections.abc import Iterable
@@ -17,8 +18,10 @@ from lowbit.formats.errors import CheckpointError, LowbitError, ResourceError
 from lowbit.formats.file_names import NEVER_PASSED, README, SOURCE_README
 from lowbit.formats.files.reading import open_file, read_text
 from lowbit.formats.hub.locate import OTHER_WEIGHTS
-from lowbit.formats.layout.manifest import MANIFEST_FILE
-from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, read_json
+from lowbit.formats.layout.manifest import MANIFEST_FILE, json_bytes
+from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, INDEX_FILE, read_json
+from lowbit.formats.safetensors.hashing import hash_file
+from lowbit.formats.safetensors.shards import index_json
 from lowbit.formats.text.settings import MAX_SETTINGS_BYTES
 from lowbit.formats.text.template import load_chat_template
 from lowbit.formats.text.tokenizer import TOKENIZER_FILE, load_text_tokenizer
@@ -196,18 +199,35 @@ def check_small_files(source: Path) -> list[str]:
     return names
 
 
-def pass_through(source: Path, folder: Path) -> list[str]:
-    """Copy every file of the source that the conversion does not replace; their names here.
+def copies(source: Path) -> dict[str, str]:
+    """Name in the result of every file of the source that the conversion does not replace.
 
     README.md, the card of the original, is copied as SOURCE_README.md.
 
     Raises:
         CheckpointError: see `small_files`.
     """
-    copies = {name: SOURCE_README if name == README else name for name in small_files(source)}
-    for name, copy in copies.items():
-        copy_file(source / name, folder / copy)
-    return list(copies.values())
+    return {name: SOURCE_README if name == README else name for name in small_files(source)}
+
+
+def generated_files(plan: Plan) -> dict[str, bytes]:
+    """Content of config.json, and of the index of several shards."""
+    files = {CONFIG_FILE: json_bytes(plan.config)}
+    if len(plan.shards) > 1:
+        files[INDEX_FILE] = json_bytes(index_json(plan.shards))
+    return files
+
+
+def expected_files(plan: Plan, source: Path) -> dict[str, str]:
+    """SHA-256 by name of all files of a result beside its weights and lowbit.json.
+
+    Raises:
+        CheckpointError: see `small_files`.
+    """
+    made = generated_files(plan).items()
+    return {name: hashlib.sha256(content).hexdigest() for name, content in made} | {
+        copy: hash_file(source / name) for name, copy in copies(source).items()
+    }
 
 
 def copy_file(source: Path, copy: Path) -> None:

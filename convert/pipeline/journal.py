@@ -30,7 +30,7 @@ ALWAYS_OURS = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class CompletedStep:
     """A step that is done.
 
     Attributes:
@@ -49,12 +49,12 @@ class Finished:
 class Journal:
     """Appends finished steps; a line is a step, the first line names the plan."""
 
-    def __init__(self, file: BinaryIO, finished: list[Finished]) -> None:
+    def __init__(self, file: BinaryIO, finished: list[CompletedStep]) -> None:
         """Wrap an open, locked file positioned at its end."""
         self._file = file
         self.finished = finished
 
-    def append(self, finished: Finished) -> None:
+    def append(self, finished: CompletedStep) -> None:
         """Record a step whose bytes have all been handed to the file system."""
         self._file.write(_line(asdict(finished)))
         self._file.flush()
@@ -68,7 +68,6 @@ def open_journal(
     overwrite: bool,
     files: Collection[str],
     hint: str,
-    method: str = "rtn",
 ) -> Iterator[Journal]:
     """Open and lock the journal of a folder, with the steps that earlier runs finished.
 
@@ -81,7 +80,6 @@ def open_journal(
         overwrite: throw away the work of another plan.
         files: names that this run will write beside `ALWAYS_OURS`.
         hint: what a user can do about work of another plan.
-        method: of the recipe, for `begun_method`.
 
     Raises:
         ResourceError: another conversion is writing to the folder, one of another plan has
@@ -115,23 +113,11 @@ def open_journal(
         file.truncate(good)
         file.seek(0, os.SEEK_END)
         if not good:
-            begin = {"plan": digest, "method": method, "files": sorted(named.union(files))}
-            file.write(_line(begin))
+            file.write(_line({"plan": digest, "files": sorted(named.union(files))}))
         elif not named.issuperset(files):
             file.write(_line({"files": sorted(files)}))
         file.flush()
         yield Journal(file, finished)
-
-
-def begun_method(folder: Path) -> str | None:
-    """The method of the conversion that was begun in a folder; None where none was."""
-    path = folder / JOURNAL_FILE
-    if path.is_symlink() or not path.is_file():
-        return None
-    with path.open("rb") as file:
-        begun, _, _ = _read(file)
-    method = begun.get("method")
-    return method if isinstance(method, str) else None
 
 
 def _line(content: dict[str, Any]) -> bytes:
@@ -187,9 +173,9 @@ def _check_owned(folder: Path, named: Collection[str]) -> None:
             )
 
 
-def _finished(content: dict[str, Any]) -> Finished:
+def _finished(content: dict[str, Any]) -> CompletedStep:
     tensors = tuple(
         OutputTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in content["tensors"]
     )
     sums = content["sums"] and WeightSums(**content["sums"])
-    return Finished(content["step"], content["source_sha256"], tensors, sums)
+    return CompletedStep(content["step"], content["source_sha256"], tensors, sums)

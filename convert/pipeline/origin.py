@@ -24,6 +24,7 @@ from lowbit.formats.machine.cores import core_count
 from lowbit.formats.safetensors.checkpoint import (
     CONFIG_FILE,
     MAX_CONFIG_BYTES,
+    Checkpoint,
     TensorInfo,
     open_checkpoint,
 )
@@ -55,7 +56,7 @@ class Origin:
     repo: str | None = None
     hint: str = NAME_IT
 
-    def confirmed(self, progress: Progress) -> Path:
+    def confirmed(self, progress: Progress) -> Checkpoint:
         """The first candidate whose tensors have the hashes of lowbit.json.
 
         It is remembered, so that nobody is asked for it twice.
@@ -67,17 +68,18 @@ class Origin:
             FormatError: no candidate is the original, naming what differs in the first.
         """
         if self.manifest is None:
-            return self.candidates[0]
+            return open_checkpoint(self.candidates[0])
         refused: list[FormatError] = []
         for folder in self.candidates:
             try:
-                check_origin(self.manifest, folder, progress)
+                source = open_origin(self.manifest, folder)
+                check_origin(self.manifest, source, progress)
             except FormatError as error:
                 refused.append(error)
             else:
                 if self.manifest.source.repo is None:
                     remember(self.manifest.source, folder)
-                return folder
+                return source
         more = f" (and {len(refused) - 1} more like it)" if len(refused) > 1 else ""
         raise FormatError(f"{refused[0]}{more}", hint=self.hint)
 
@@ -133,29 +135,51 @@ def _look_around(folder: Path, manifest: Manifest, known: Path | None) -> Iterat
         with suppress(LowbitError, OSError, RuntimeError):  # the last of a loop of links
             if path.resolve() not in tried and (path / CONFIG_FILE).exists():
                 tried.add(path.resolve())
-                _check_headers(manifest, path)
+                _check_headers(manifest, open_origin(manifest, path))
                 yield path
 
 
-def check_origin(manifest: Manifest, source: Path, progress: Progress) -> int:
-    """Make sure that a folder holds the original; the number of its tensors.
-
-    Args:
-        manifest: of the packed folder.
-        source: folder to check.
-        progress: called with ("source", bytes done, bytes in all).
+def open_origin(manifest: Manifest, folder: Path) -> Checkpoint:
+    """Open a folder whose config.json is the original's; nothing else is compared.
 
     Raises:
         CheckpointError: the folder cannot be read.
+        FormatError: it is another model's.
+    """
+    _check_config(manifest, folder)
+    return open_checkpoint(folder)
+
+
+def _check_config(manifest: Manifest, folder: Path) -> None:
+    try:
+        config = read_bytes(folder / CONFIG_FILE, MAX_CONFIG_BYTES)
+    except FileNotFoundError:
+        raise CheckpointError(f"`{folder}` is not a checkpoint: it has no {CONFIG_FILE}") from None
+    if hashlib.sha256(config).hexdigest() != manifest.source.config_sha256:
+        raise FormatError(f"`{CONFIG_FILE}` in `{folder}` is not that of the original")
+
+
+def check_origin(manifest: Manifest, source: Checkpoint, progress: Progress) -> int:
+    """Make sure that a checkpoint is the original; the number of its tensors.
+
+    Args:
+        manifest: of the packed folder.
+        source: to check.
+        progress: called with ("source", bytes done, bytes in all).
+
+    Raises:
+        CheckpointError: a file that cannot be read.
         FormatError: naming the first file or tensor that is not the original's.
     """
+    folder = source.folder
+    _check_config(manifest, folder)
     tensors = _check_headers(manifest, source)
     total, done = sum(info.nbytes for info in tensors), 0
     lock = Lock()
 
     def digest(info: TensorInfo) -> str:
         nonlocal done
-        found = hash_tensor(source / info.file, info)
+        found = hash_tensor(folder / info.file, info)
         with lock:
             done += info.nbytes
             progress("source", done, total)
@@ -166,7 +190,7 @@ def check_origin(manifest: Manifest, source: Path, progress: Progress) -> int:
             for row, found in zip(manifest.source_tensors, pool.map(digest, tensors), strict=True):
                 if found != row.sha256:
                     raise FormatError(
-                        f"`{row.name}` in `{source}` has other bytes than the original that was "
+                        f"`{row.name}` in `{folder}` has other bytes than the original that was "
                         "converted"
                     )
         finally:
@@ -174,25 +198,19 @@ def check_origin(manifest: Manifest, source: Path, progress: Progress) -> int:
     return len(tensors)
 
 
-def _check_headers(manifest: Manifest, source: Path) -> list[TensorInfo]:
+def _check_headers(manifest: Manifest, source: Checkpoint) -> list[TensorInfo]:
     """The tensors in the order of lowbit.json, if all but their bytes is the original's."""
-    try:
-        config = read_bytes(source / CONFIG_FILE, MAX_CONFIG_BYTES)
-    except FileNotFoundError:
-        raise CheckpointError(f"`{source}` is not a checkpoint: it has no {CONFIG_FILE}") from None
-    if hashlib.sha256(config).hexdigest() != manifest.source.config_sha256:
-        raise FormatError(f"`{CONFIG_FILE}` in `{source}` is not that of the original")
-    tensors = open_checkpoint(source).tensors
+    folder, tensors = source.folder, source.tensors
     extra = tensors.keys() - {row.name for row in manifest.source_tensors}
     if extra:
-        raise FormatError(f"`{min(extra)}` in `{source}` is not in {MANIFEST_FILE}")
+        raise FormatError(f"`{min(extra)}` in `{folder}` is not in {MANIFEST_FILE}")
     for row in manifest.source_tensors:
-        _check_header(row, tensors.get(row.name), source)
+        _check_header(row, tensors.get(row.name), folder)
     for file in manifest.files:
-        if file.name == TOKENIZER_FILE and (source / file.name).exists():
-            check_regular(source / file.name)
-            if hash_file(source / file.name) != file.sha256:
-                raise FormatError(f"`{file.name}` in `{source}` is not that of the original")
+        if file.name == TOKENIZER_FILE and (folder / file.name).exists():
+            check_regular(folder / file.name)
+            if hash_file(folder / file.name) != file.sha256:
+                raise FormatError(f"`{file.name}` in `{folder}` is not that of the original")
     return [tensors[row.name] for row in manifest.source_tensors]
 
 

@@ -1,20 +1,22 @@
 """Entries of a packed folder that lowbit-convert wrote; it never removes any others."""
 
+import hashlib
 import re
 from collections.abc import Collection
 from pathlib import Path
 
-from lowbit.convert.pipeline.draft import is_untouched_draft
 from lowbit.convert.pipeline.journal import JOURNAL_FILE
 from lowbit.formats.draft_head import draft_folders, entries, name_in
 from lowbit.formats.errors import FormatError, LowbitError
 from lowbit.formats.file_names import CARDS, REPORT_FILES
+from lowbit.formats.files.reading import read_bytes
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest, read_manifest
 from lowbit.formats.safetensors.hashing import hash_file
 from lowbit.formats.tasks import TASKS_FILE
 
 WEIGHTS = ".safetensors"
 UNFINISHED = re.compile(r"\.(.+?)(?:\.\d+)?\.partial")  # the number is of the process
+_MARK = re.compile(r"\n<!-- lowbit draft ([0-9a-f]{64}) -->\n\Z")  # of a card, with its hash
 WRITTEN = {MANIFEST_FILE, JOURNAL_FILE}
 
 
@@ -85,3 +87,24 @@ def remove_owned(folder: Path) -> None:
         path.rmdir()
     (folder / MANIFEST_FILE).unlink(missing_ok=True)
     folder.rmdir()
+
+
+def marked(card: str) -> bytes:
+    """The card with its own hash in a comment."""
+    digest = hashlib.sha256(card.encode()).hexdigest()
+    return f"{card}\n<!-- lowbit draft {digest} -->\n".encode()
+
+
+def is_untouched_draft(path: Path) -> bool:
+    """Tell whether `marked` made a card and nobody has edited it since.
+
+    Raises:
+        CheckpointError: a pipe, a device, or a link out of the folder.
+    """
+    try:
+        content = read_bytes(path)
+    except FileNotFoundError:
+        return False
+    text = content.decode(errors="replace").replace("\r\n", "\n")
+    mark = _MARK.search(text)
+    return mark is not None and hashlib.sha256(text[: mark.start()].encode()).hexdigest() == mark[1]

@@ -22,7 +22,8 @@ from torch import Tensor
 from lowbit.convert.calibrate.store import Calibrated
 from lowbit.convert.measure.weights import WeightSums
 from lowbit.convert.original.rotation import Rotation
-from lowbit.convert.pipeline.journal import Finished
+from lowbit.convert.original.threads import ordered
+from lowbit.convert.pipeline.journal import CompletedStep
 from lowbit.convert.plan.plan import Plan, Step
 from lowbit.convert.plan.search import search_on
 from lowbit.formats.errors import QuantizationError
@@ -77,7 +78,7 @@ def stream(
     plan: Plan,
     source: Checkpoint,
     folder: Path | None,
-    record: Callable[[Finished], None],
+    record: Callable[[CompletedStep], None],
     todo: Iterable[int],
     elements: int,
     device: torch.device,
@@ -176,13 +177,7 @@ def _overlap(
     pool: _Pool, work: Callable[[Item], Result], items: Iterable[Item]
 ) -> Iterator[Result]:
     """`map(work, items)` in the pool's threads, in order, few results ahead."""
-    ahead: deque[Future[Result]] = deque()
-    for item in items:
-        ahead.append(pool.submit(work, item))
-        if len(ahead) > READ_AHEAD + pool.threads - 1:
-            yield ahead.popleft().result()
-    while ahead:
-        yield ahead.popleft().result()
+    return ordered(pool, work, items, READ_AHEAD + pool.threads)
 
 
 def _tasks(
@@ -281,7 +276,7 @@ def _check_finite(block: _Block, source: Checkpoint) -> None:
     )
 
 
-def _finished(work: _Work, places: dict[str, TensorInfo]) -> Finished:
+def _finished(work: _Work, places: dict[str, TensorInfo]) -> CompletedStep:
     step = work.step
     tensors = []
     for name, dtype, shape in step.outputs:
@@ -298,7 +293,7 @@ def _finished(work: _Work, places: dict[str, TensorInfo]) -> Finished:
             )
         )
     sums = work.sums if step.scheme else None
-    return Finished(work.number, work.source_hash.hexdigest(), tuple(tensors), sums)
+    return CompletedStep(work.number, work.source_hash.hexdigest(), tuple(tensors), sums)
 
 
 def write_at(descriptor: int, offset: int, view: memoryview) -> None:

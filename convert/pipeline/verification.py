@@ -8,9 +8,9 @@ from threading import Lock
 
 import torch
 
-from lowbit.convert.calibrate.request import CalibrationRequest
+from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.pipeline.derivation import check_derived
-from lowbit.convert.pipeline.origin import check_origin
+from lowbit.convert.pipeline.origin import check_origin, open_origin
 from lowbit.formats.draft_head import DRAFT_FILE, entries, name_in, open_draft_head
 from lowbit.formats.errors import FormatError, RequestError
 from lowbit.formats.files.reading import check_regular
@@ -80,7 +80,7 @@ def verify_folder(
         )
     if calib is not None and manifest.calibration is None:
         raise RequestError(f"`{folder}` was not calibrated on a text", hint="leave out --calib")
-    original = None if source is None else locate(source).folder  # before long hashing
+    original = None if source is None else open_origin(manifest, locate(source).folder)
     check_recorded(packed, manifest, progress)
     compared, reason = None, None
     if original is not None:

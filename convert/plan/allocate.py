@@ -7,11 +7,10 @@ from fractions import Fraction
 from typing import Any
 
 from lowbit.convert.plan.knapsack import Option, choose
-from lowbit.convert.plan.patterns import overrides_for
 from lowbit.convert.plan.plan import Plan, make_plan
-from lowbit.convert.plan.recipe import Recipe
+from lowbit.convert.plan.recipe import Override, Recipe
 from lowbit.convert.plan.sensitivities import Row, by_set
-from lowbit.convert.plan.sets import FusedSet, fused_sets
+from lowbit.convert.plan.sets import FusedSet, fused_sets, patterns_for
 from lowbit.formats.architectures import tensor_table
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import FormatError, QuantizationError
@@ -113,7 +112,8 @@ def allocate(
     candidates = _candidates(config, tensors, recipe, sets, rows)
 
     def plan_of(schemes: Schemes) -> Plan:
-        chosen = replace(recipe, overrides=(*recipe.overrides, *overrides_for(sets, schemes)))
+        given = (Override.of(*pair) for pair in patterns_for(sets, schemes))
+        chosen = replace(recipe, overrides=(*recipe.overrides, *given))
         return make_plan(config, tensors, chosen, max_shard_bytes)
 
     plan, schemes = _under_bytes(sets, candidates, target, plan_of)

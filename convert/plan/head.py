@@ -17,6 +17,7 @@ from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.walk import HEAD_ROWS, HEAD_TOKENS, blocks
 from lowbit.convert.plan.rounding import for_each, rounding_error_on
 from lowbit.formats.errors import QuantizationError
+from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.layout.scheme import Scheme
 
 SEED = 0
@@ -41,6 +42,7 @@ def pass_head(
     schemes: Sequence[Scheme],
     draws: int,
     pool: ThreadPoolExecutor | None,
+    rule: ScaleRule,
 ) -> HeadPass:
     """Measure every scheme of the head and draw tokens from the original's distribution.
 
@@ -50,6 +52,7 @@ def pass_head(
         schemes: of the head.
         draws: tokens drawn at each position, independently.
         pool: of `alone_on_threads`.
+        rule: by which scales are chosen.
 
     Raises:
         QuantizationError: the original gives NaN or infinite logits.
@@ -57,7 +60,7 @@ def pass_head(
     work = _Work(final, _log_partition(model, final, pool), len(schemes), draws)
     parts = HEAD_TOKENS[final.device.type]
     for first, rows in model.weights.rows(model.head, HEAD_ROWS, final.device):
-        errors = [rounding_error_on(pool, rows, scheme) for scheme in schemes]
+        errors = [rounding_error_on(pool, rows, scheme, rule) for scheme in schemes]
         is_last = first + len(rows) == model.vocabulary
 
         def add(

@@ -13,16 +13,19 @@ from lowbit.convert.original.calibration_text import CalibrationText, read_calib
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.quiet import without_advice
-from lowbit.convert.original.weights import Weights, open_weights
+from lowbit.convert.original.weights import Weights
 from lowbit.convert.plan.cache import cache_file, check_file, hash_weights, write_file
-from lowbit.convert.plan.rounding import RULE
+from lowbit.convert.plan.memory import check_windows
 from lowbit.convert.plan.sensitivities import SCHEMA, Row, Sensitivities, read_sensitivities
 from lowbit.convert.plan.sensitivity import DRAWS, estimate
+from lowbit.convert.plan.sensitivity_memory import sensitivity_memory
 from lowbit.convert.plan.sets import GROUPS, Choice, choices_of, fused_sets
 from lowbit.formats.architectures.names import any_expert
 from lowbit.formats.errors import FormatError, QuantizationError, ResourceError
 from lowbit.formats.files.atomic import attempt
-from lowbit.formats.safetensors.checkpoint import CONFIG_FILE
+from lowbit.formats.layout.quantization_config import method_of
+from lowbit.formats.layout.rtn import ScaleRule
+from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, Checkpoint, open_checkpoint
 from lowbit.formats.safetensors.hashing import hash_file
 
 WINDOW = 512
@@ -40,12 +43,16 @@ class Settings:
         windows: windows of the text, evenly spread over it.
         groups: group sizes to choose from.
         device: `cpu` or `cuda`.
+        rule: by which scales are chosen.
+        rotate: True for the model with its residual stream rotated.
     """
 
     calib: Path | None = None
     windows: int = WINDOWS
     groups: tuple[int, ...] = GROUPS
     device: str = "cpu"
+    rule: ScaleRule = "signed"
+    rotate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +73,20 @@ class Found:
 
 
 def find_or_estimate(
-    folder: Path,
+    weights: Weights,
     settings: Settings,
     progress: Progress,
     note: Callable[[str], None] | None = None,
 ) -> Found:
     """Look up, or compute, the cost of each precision of each fused set of an original.
 
-    The cache knows them by all that they depend on: weights, configuration, text, group sizes,
-    method and versions. The device is not part of that: devices differ by rounding alone.
+    The cache knows them by all that they depend on: weights, rotation, configuration, text, group
+    sizes, scale rule and versions. The device is not part of that: devices differ by rounding
+    alone.
 
     Args:
-        folder: folder of the original.
-        settings: text, windows, group sizes and device.
+        weights: of the original, not rotated.
+        settings: text, windows, group sizes, device, scale rule and rotation.
         progress: called with ("source" or "sensitivity", done, in all).
         note: told before the computation that it begins.
 
@@ -86,11 +94,11 @@ def find_or_estimate(
         LowbitError: for anything that a file, an option or the machine causes.
     """
     device = open_device(settings.device)
-    weights = open_original(folder)
     sets = fused_sets(weights.checkpoint.config, weights.checkpoint.tensors)
     choices = choices_of(sets, settings.groups)
+    folder = weights.checkpoint.folder
     text = read_calibration(settings.calib, folder, length=WINDOW, limit=settings.windows)
-    identity = _identity(weights, text, progress)
+    identity = _identity(weights, text, settings, progress)
     path = cache_file({**identity, "schema": SCHEMA, "groups": sorted(settings.groups)})
     if path.exists():
         return Found(read_sensitivities(path), path, is_new=False)
@@ -99,31 +107,47 @@ def find_or_estimate(
     except ResourceError as error:
         hint = "set XDG_CACHE_HOME to a folder that can be written to"
         raise ResourceError(str(error), hint=hint) from error
+    head = sum(fused.layer is None for fused, _ in choices)
+    threads = torch.get_num_threads()
+    windows = (text.samples.shape[0], text.samples.shape[1])
+    config = weights.checkpoint.config
+    need = sensitivity_memory(config, windows, head, DRAWS, device.type, threads)
+    less = "`lowbit-convert sensitivity` with --windows {} or fewer takes less"
+    check_windows("estimating sensitivities", need, windows[0], device.type, less)
     if note is not None:
         note(
             f"computing the sensitivity of {len(sets)} sets at {len(choices)} precisions on "
             f"{text.samples.numel():,} tokens of {text.name}"
         )
-    rows = rows_of(choices, _estimate(weights, choices, text, device, progress))
+    read = weights.rotated() if settings.rotate else weights
+    rows = rows_of(choices, _estimate(read, choices, text, device, progress, settings.rule))
     found = Sensitivities(**identity, device=device.type, rows=rows)
     failure = attempt(lambda: write_file(path, found.to_bytes()))
     return Found(found, path, is_new=True, failure=failure)
 
 
 def open_original(folder: Path) -> Weights:
-    """A checkpoint that is not quantized yet.
+    """The weights of a folder that is not quantized yet; errors are those of `dense_weights` too.
 
     Raises:
-        CheckpointError, FormatError: not a checkpoint.
-        QuantizationError: it is quantized.
+        CheckpointError: not a checkpoint.
     """
-    weights = open_weights(folder)
-    check_answers(weights.checkpoint.config, str(folder))
-    if weights.quantization is not None:
+    return dense_weights(open_checkpoint(folder))
+
+
+def dense_weights(source: Checkpoint) -> Weights:
+    """The weights of a checkpoint that is not quantized yet.
+
+    Raises:
+        QuantizationError: it is quantized.
+        UnsupportedModelError: it is a drafter.
+    """
+    check_answers(source.config, str(source.folder))
+    if method_of(source.config) is not None:
         raise QuantizationError(
-            f"`{folder}` is already quantized", hint="start from the BF16 checkpoint"
+            f"`{source.folder}` is already quantized", hint="start from the BF16 checkpoint"
         )
-    return weights
+    return Weights(source, None)
 
 
 def rows_of(choices: Sequence[Choice], figures: Sequence[float]) -> tuple[Row, ...]:
@@ -142,17 +166,18 @@ def rows_of(choices: Sequence[Choice], figures: Sequence[float]) -> tuple[Row, .
     )
 
 
-def read_checked(path: Path, folder: Path, progress: Progress) -> Found:
+def read_checked(path: Path, weights: Weights, progress: Progress) -> Found:
     """Sensitivities from a file, checked to be of this checkpoint.
 
     Raises:
         FormatError: the file is malformed, or of another checkpoint.
     """
     found = read_sensitivities(path)
-    digest = _hash(open_original(folder), progress)
+    digest = _hash(weights, progress)
     if found.weights_sha256 != digest:
         raise FormatError(
-            f"`{path}` is of weights {found.weights_sha256[:12]}, `{folder}` has {digest[:12]}",
+            f"`{path}` is of weights {found.weights_sha256[:12]}, "
+            f"`{weights.checkpoint.folder}` has {digest[:12]}",
             hint="compute them again with `lowbit-convert sensitivity`",
         )
     return Found(found, path, is_new=False)
@@ -164,6 +189,7 @@ def _estimate(
     text: CalibrationText,
     device: torch.device,
     progress: Progress,
+    rule: ScaleRule,
 ) -> list[float]:
     with torch.no_grad(), without_advice():
         return estimate(
@@ -172,10 +198,13 @@ def _estimate(
             text.samples,
             device,
             lambda done, total: progress("sensitivity", done, total),
+            rule,
         )
 
 
-def _identity(weights: Weights, text: CalibrationText, progress: Progress) -> dict[str, Any]:
+def _identity(
+    weights: Weights, text: CalibrationText, settings: Settings, progress: Progress
+) -> dict[str, Any]:
     """Identity of a measurement, less the choices."""
     import transformers
 
@@ -191,7 +220,8 @@ def _identity(weights: Weights, text: CalibrationText, progress: Progress) -> di
         "window": window,
         "windows": windows,
         "draws": DRAWS,
-        "scale_rule": RULE,
+        "scale_rule": settings.rule,
+        "rotated": settings.rotate,
     }
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import torch
 
+from lowbit.convert.plan.calibration_cost import Memory
 from lowbit.formats.errors import ResourceError
+from lowbit.formats.machine.free_memory import free_bytes
 
 DEFAULT_MAX_RAM = 2_000_000_000
 LEAST_ROOM = 500_000_000  # for blocks, by default
@@ -22,6 +24,49 @@ CUDA_SLACK_BYTES = 500 << 20  # libraries and kernels that a GPU's first work lo
 CPU_ELEMENTS = 1 << 20
 CUDA_ELEMENTS = 1 << 24
 LEAST_ELEMENTS = 1 << 16  # one row of the widest known model, with room
+
+
+def check_free(what: str, need: int, device: str, hint: str) -> None:
+    """Refuse work that does not fit.
+
+    Args:
+        what: the work, as the message begins.
+        need: bytes that it takes at most.
+        device: `cpu` or `cuda`.
+        hint: what makes it smaller.
+
+    Raises:
+        ResourceError: it takes more memory than is free.
+    """
+    free = free_bytes(device)
+    if free is not None and need > free:
+        raise ResourceError(
+            f"{what} takes up to {need / 1e9:.1f} GB of memory, free on {device}: "
+            f"{free / 1e9:.1f} GB",
+            hint=hint,
+        )
+
+
+def check_windows(what: str, need: Memory, windows: int, device: str, less: str) -> None:
+    """Refuse work on windows of a text that does not fit in RAM or, on `cuda`, on the GPU.
+
+    Args:
+        what: the work, as the message begins.
+        need: at most.
+        windows: of the text.
+        device: `cpu` or `cuda`.
+        less: hint how to take fewer windows, with `{}` for their number.
+
+    Raises:
+        ResourceError: it takes more memory than is free.
+    """
+    hint = "use a machine with more memory"
+    for place, size in (("cpu", need.ram), ("cuda", need.gpu)):
+        if place == "cuda" and device == "cpu":
+            return
+        fitting = windows - math.ceil((size - (free_bytes(place) or 0)) / need.window)
+        check_free(what, size, place, less.format(fitting) if fitting > 0 else hint)
+        hint = "--device cpu takes the machine's memory"
 
 
 def resident_bytes() -> int:
@@ -62,8 +107,16 @@ def block_elements(max_ram: int | None, workers: int, device: torch.device, held
     return elements
 
 
-def peak_estimate(elements: int, workers: int, held: int = 0) -> int:
-    """Resident bytes a conversion in blocks of `elements` weights needs at most."""
-    return (
-        resident_bytes() + SLACK_BYTES + held + elements * (QUEUED_BYTES + workers * WORKER_BYTES)
-    )
+def peak_estimate(elements: int, workers: int, held: int = 0, device: str = "cpu") -> int:
+    """Resident bytes a conversion in blocks of `elements` weights needs at most.
+
+    Args:
+        elements: of `block_elements`, which has made CUDA ready.
+        workers: threads that quantize.
+        held: bytes that a rotation needs beside the blocks.
+        device: `cpu` or `cuda`.
+    """
+    on_gpu = device == "cuda"
+    slack = SLACK_BYTES + (CUDA_SLACK_BYTES if on_gpu else 0)
+    each = QUEUED_BYTES + workers * (CUDA_WORKER_BYTES if on_gpu else WORKER_BYTES)
+    return resident_bytes() + slack + held + elements * each

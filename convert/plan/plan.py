@@ -3,19 +3,18 @@
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
 import torch
 
-from lowbit.convert.original.rotation import Role, rotation_roles
-from lowbit.convert.plan.bits import bits_per_weight, count_parameters
+from lowbit.convert.original.rotation import Role, rotation_roles, why_not_rotated
 from lowbit.convert.plan.choice_of_method import check_method
+from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.parts import check_drafter, draft_rows, draft_scheme, dropped_mtp
 from lowbit.convert.plan.recipe import Recipe
-from lowbit.convert.plan.rotatable import why_not_rotated
 from lowbit.formats.architectures import (
     Part,
     is_carried,
@@ -34,20 +33,18 @@ from lowbit.formats.errors import CheckpointError, QuantizationError
 from lowbit.formats.files.reading import MAX_TEXT_BYTES
 from lowbit.formats.hub.ids import HUB_ID
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Fate, json_bytes
-from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, packed_shapes
+from lowbit.formats.layout.packing import packed_shapes
 from lowbit.formats.layout.quantization_config import (
     KEY,
     method_of,
     write_quantization_config,
 )
-from lowbit.formats.layout.rtn import SCALE_DTYPE
 from lowbit.formats.layout.scheme import Scheme
-from lowbit.formats.packed import FLOATS
+from lowbit.formats.packed import FLOATS, OUTPUT_DTYPES
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, MAX_CONFIG_BYTES, TensorInfo
 from lowbit.formats.safetensors.shards import Shard, lay_out
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
-OUTPUT_DTYPES = {PACKED: torch.int32, SCALE: SCALE_DTYPE, SHAPE: torch.int64}
 HEAD = "lm_head.weight"
 EXPERTS = ".experts."
 RECORD_BYTES = 260  # of a tensor in lowbit.json, its name aside
@@ -111,6 +108,11 @@ class Plan:
     def source_bytes(self) -> int:
         """Bytes of all source tensors, each counted once."""
         return sum(step.source.nbytes for step in self.steps if not step.rereads)
+
+    @property
+    def written(self) -> set[str]:
+        """Names of the source tensors that are not dropped."""
+        return {step.source.name for step in self.steps if step.fate != "dropped"}
 
     @property
     def output_bytes(self) -> int:
@@ -202,22 +204,11 @@ def make_plan(
     left_out = dropped_mtp(config, tensors, recipe)
     table = [spec for spec in table if spec.name not in left_out]
     schemes = recipe.schemes(table)
-    written = tensors.keys() - (carried.keys() if recipe.drop_vision else ()) - left_out.keys()
-    obstacle = why_not_rotated(config, schemes, written) if recipe.method.rotate else None
-    if obstacle is not None:
-        raise QuantizationError(
-            f"method `{recipe.method}`: this model cannot be rotated: {obstacle}",
-            hint="leave out +rotate",
-        )
     if tied and schemes["lm_head"] is None:
         del schemes["lm_head"]  # it stays the embedding
-    rotated = rotation_roles(config, written) if recipe.method.rotate else {}
-    steps = _steps(table, tensors, tied, schemes, rotated.keys())
+    steps = _steps(table, tensors, tied, schemes)
     steps += [_drop(info, "multi-token prediction") for info in left_out.values()]
-    for name in sorted(carried):
-        step = _carry(carried[name], recipe.drop_vision)
-        turned = step.fate == "copied" and name in rotated
-        steps.append(replace(step, fate="rotated") if turned else step)
+    steps += [_carry(carried[name], recipe.drop_vision) for name in sorted(carried)]
     outputs = [output for step in steps for output in step.outputs]
     _check_records([name for name, _, _ in outputs] + [step.source.name for step in steps])
     out_config = untied(config) if schemes.get("lm_head") else config
@@ -227,7 +218,38 @@ def make_plan(
     _check_length(out_config)
     shards = lay_out(outputs, max_shard_bytes)
     drafts = draft_rows(config, recipe, any(part_of(config, name) == "mtp" for name in kept))
-    return Plan(out_config, recipe, tuple(steps), tuple(shards), schemes, rotated, drafts)
+    plan = Plan(out_config, recipe, tuple(steps), tuple(shards), schemes, {}, drafts)
+    return with_method(plan, config, recipe.method)
+
+
+def with_method(plan: Plan, config: Mapping[str, Any], method: Method) -> Plan:
+    """A plan that is not rotated, with another method; a rotation changes fates.
+
+    Args:
+        plan: made of the source.
+        config: config.json of the source.
+        method: how codes are chosen.
+
+    Raises:
+        QuantizationError: the method rotates, and the model cannot be rotated.
+    """
+    recipe = replace(plan.recipe, method=method)
+    if not method.rotate:
+        return replace(plan, recipe=recipe)
+    obstacle = why_not_rotated(config, plan.schemes, plan.written)
+    if obstacle is not None:
+        raise QuantizationError(
+            f"method `{method}`: this model cannot be rotated: {obstacle}",
+            hint="leave out +rotate",
+        )
+    rotated = rotation_roles(config, plan.written)
+    steps = tuple(
+        replace(step, fate="rotated")
+        if step.fate == "copied" and step.source.name in rotated
+        else step
+        for step in plan.steps
+    )
+    return replace(plan, recipe=recipe, steps=steps, rotated=rotated)
 
 
 def _check_length(config: Mapping[str, Any]) -> None:
@@ -319,15 +341,12 @@ def _steps(
     tensors: Mapping[str, TensorInfo],
     tied: bool,
     schemes: Mapping[str, Scheme | None],
-    rotated: Collection[str],
 ) -> list[Step]:
     embedding = next((spec.name for spec in table if spec.role == "embedding"), None)
     steps = []
     for spec in table:
         if spec.role != "head" or not tied:
             step = _step(tensors[spec.name], spec, schemes.get(spec.module))
-            if step.fate == "copied" and spec.name in rotated:
-                step = replace(step, fate="rotated")
             if spec.name == embedding and tied and "lm_head" not in schemes:
                 step = replace(step, module="lm_head", reason="embedding and tied head")
             steps.append(step)
@@ -367,3 +386,24 @@ def _carry(source: TensorInfo, dropped: bool) -> Step:
 def _drop(source: TensorInfo, part: str) -> Step:
     """A tensor of a part that the recipe leaves out."""
     return Step(source, "dropped", f"{part}: as the recipe says", None, None, ())
+
+
+def bits_per_weight(weight_bytes: int, parameters: int) -> float:
+    """Bits of a folder's weight files over the model's parameters.
+
+    Args:
+        weight_bytes: sum of the sizes of the safetensors files, headers included: packed linears
+            with their scales, embedding, norms, and all else that is stored.
+        parameters: `count_parameters` of the source.
+    """
+    return 8 * weight_bytes / parameters if parameters else 0.0
+
+
+def count_parameters(sources: Iterable[tuple[str, tuple[int, ...], Fate]]) -> int:
+    """Weights of the source that are in the folder, a tied head's counted once.
+
+    Args:
+        sources: name, shape and fate of every source tensor; a name may come again.
+    """
+    shapes = {name: shape for name, shape, fate in sources if fate != "dropped"}
+    return sum(math.prod(shape) for shape in shapes.values())

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
-from lowbit.convert.plan.joined import joined, without_experts
 from lowbit.convert.plan.method import RTN, Method
+from lowbit.convert.plan.sets import joined, without_experts
 from lowbit.formats.architectures.names import split_layer
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import QuantizationError
@@ -76,6 +76,13 @@ class Override:
             )
         return cls(pattern, int(bits), None if group is None else int(group))
 
+    @classmethod
+    def of(cls, pattern: str, scheme: Scheme | None) -> "Override":
+        """Give a scheme, None for as stored, to what a pattern matches."""
+        if scheme is None:
+            return cls(pattern, AS_STORED)
+        return cls(pattern, scheme.bits, scheme.group_size)
+
     def __str__(self) -> str:
         """Text that `parse` reads."""
         group = "" if self.group_size is None else f"g{self.group_size}"
@@ -96,7 +103,7 @@ class Recipe:
             or `drop` to leave it out; only None and `bf16` suit a model without one.
         overrides: applied in order, the last match wins.
         drop_vision: leave the vision tower out instead of taking it along.
-        method: how codes are chosen.
+        method: how codes are chosen; rounded to nearest unless named.
         draft_vocabulary: rows of the draft head, 0 for none; None for as many as suit the model.
     """
 
@@ -165,13 +172,10 @@ class Recipe:
     def from_json(cls, content: Mapping[str, Any]) -> "Recipe":
         """Read the object that `to_json` wrote.
 
-        Older releases wrote neither `mtp`, which was as stored, nor `draft_vocabulary`.
-
         Raises:
             QuantizationError: it was written by another release, or is no recipe.
         """
         try:
-            content = {"mtp": "bf16", "draft_vocabulary": 0, **content}
             recipe = cls(
                 base=content["recipe"],
                 group_size=content["group_size"],

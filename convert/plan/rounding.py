@@ -13,13 +13,12 @@ from lowbit.formats.layout.packing import dequantize
 from lowbit.formats.layout.rtn import ScaleRule, quantize
 from lowbit.formats.layout.scheme import Scheme
 
-RULE: ScaleRule = "signed"
 BLOCK_WEIGHTS = {"cpu": 1 << 18, "cuda": 1 << 26}  # rounded at a time, by every CPU thread
 
 
-def rounding_error(weight: Tensor, scheme: Scheme) -> Tensor:
+def rounding_error(weight: Tensor, scheme: Scheme, rule: ScaleRule) -> Tensor:
     """Rounded weight less the weight itself: [N, K] float32."""
-    codes, scale = quantize(weight, scheme, RULE, search_on(weight.device, scheme))
+    codes, scale = quantize(weight, scheme, rule, search_on(weight.device, scheme))
     return dequantize(codes, scale).sub_(weight)
 
 
@@ -36,12 +35,14 @@ def for_each(
         pass
 
 
-def rounding_error_on(pool: ThreadPoolExecutor | None, weight: Tensor, scheme: Scheme) -> Tensor:
+def rounding_error_on(
+    pool: ThreadPoolExecutor | None, weight: Tensor, scheme: Scheme, rule: ScaleRule
+) -> Tensor:
     """`rounding_error` on all threads of a pool."""
     out = torch.empty_like(weight)
 
     def fill(rows: slice) -> None:
-        out[rows] = rounding_error(weight[rows], scheme)
+        out[rows] = rounding_error(weight[rows], scheme, rule)
 
     for_each(pool, fill, row_blocks(weight))
     return out

@@ -10,10 +10,10 @@ from typing import Any
 from lowbit.convert.plan.sets import BITS
 from lowbit.formats.errors import FormatError
 from lowbit.formats.files.user_file import read_user_file
-from lowbit.formats.layout.records import parse_object, record, records
+from lowbit.formats.layout.records import parse_object, record
 from lowbit.formats.layout.scheme import GROUP_SIZES, Scheme
 
-SCHEMA = 2  # 1 held the KL of one quantized model a row
+SCHEMA = 3  # 1 held the KL of one quantized model a row; 2 was of unrotated models alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,7 @@ class Sensitivities:
         windows: number of windows taken of the text.
         draws: tokens drawn from the model's distribution at each position.
         scale_rule: rule by which scales were chosen.
+        rotated: True where they are of the model with its residual stream rotated.
         rows: in the order of the forward pass.
     """
 
@@ -78,7 +79,13 @@ class Sensitivities:
     windows: int
     draws: int
     scale_rule: str
+    rotated: bool
     rows: tuple[Row, ...]
+
+    @property
+    def conditions(self) -> str:
+        """`the rotated model, signed scales`."""
+        return f"the {'rotated' if self.rotated else 'unrotated'} model, {self.scale_rule} scales"
 
     def to_json(self) -> dict[str, Any]:
         """Content of the file; infinity becomes null."""
@@ -109,13 +116,12 @@ def read_sensitivities(path: Path) -> Sensitivities:
     """
     hint = "compute them again with `lowbit-convert sensitivity`"
     raw = read_user_file(path, "sensitivities")
-    content = parse_object(raw, path, "schema", SCHEMA, hint)
-    content["rows"] = records(Row, content.get("rows"), f"{path}: rows")
-    for row in content["rows"]:
+    found = record(Sensitivities, parse_object(raw, path, "schema", SCHEMA, hint), str(path))
+    for row in found.rows:
         if row.bits not in BITS or row.group_size not in GROUP_SIZES:
             raise FormatError(
                 f"`{path}`: `{row.name}` has {row.bits} bits in groups of {row.group_size}, "
                 "which are not to choose from",
                 hint=hint,
             )
-    return record(Sensitivities, content, str(path))
+    return found

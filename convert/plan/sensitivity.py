@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.original.backward import LinearTrace, TracedLayer, traced
-from lowbit.convert.original.blocks import block_map
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.precision import tensor_cores
-from lowbit.convert.original.threads import alone_on_threads, ordered
+from lowbit.convert.original.threads import alone_on_threads, block_map, ordered
 from lowbit.convert.original.walk import embed, load_layer, pass_through
 from lowbit.convert.plan.head import pass_head
 from lowbit.convert.plan.rounding import for_each, rounding_error, row_blocks
 from lowbit.convert.plan.sets import Choice
 from lowbit.formats.architectures.names import split_layer
+from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.layout.scheme import Scheme
 
 DRAWS = 2  # tokens drawn at each position; the next window costs three times the next draw
@@ -50,6 +50,7 @@ def estimate(
     windows: Tensor,
     device: torch.device,
     progress: Progress,
+    rule: ScaleRule = "signed",
 ) -> list[float]:
     """KL divergence from the original for every choice, where only its set is quantized.
 
@@ -57,11 +58,12 @@ def estimate(
     device one layer in FP32 twice, with the activations of a window (of one a thread on the CPU).
 
     Args:
-        model: the original; call without gradients, outside of inference mode.
+        model: the original, rotated or not; call without gradients, outside of inference mode.
         choices: any sets at any schemes.
         windows: [windows, T] int64 token ids; the last token of a window is not scored.
         device: where to compute.
         progress: called with (work done, work in all).
+        rule: by which scales are chosen.
 
     Returns:
         Nats a token, in the order of the choices: measured for the head, estimated for the rest;
@@ -76,7 +78,7 @@ def estimate(
         entering, last = _forward(model, windows, device, meter)
         with alone_on_threads(device) as pool:
             head = [(fused, scheme) for fused, scheme in choices if fused.layer is None]
-            above, kl = _head(model, last, [scheme for _, scheme in head], pool)
+            above, kl = _head(model, last, [scheme for _, scheme in head], pool, rule)
             meter.add_head()
             costs = dict(zip(head, kl, strict=True))
             scored = DRAWS * windows[:, 1:].numel()
@@ -87,7 +89,7 @@ def estimate(
                 with traced(layer, model.arguments[number], list(dict.fromkeys(names))) as run:
                     squares, above = _backward(run, layer, entering.pop(), above, pool)
                 for choice in here:
-                    costs[choice] = _cost(layer, choice, squares, pool) / (2 * scored)
+                    costs[choice] = _cost(layer, choice, squares, pool, rule) / (2 * scored)
                 meter.add_layer(number, BACKWARD_WORK)
     return [costs[choice] for choice in choices]
 
@@ -108,7 +110,7 @@ def _forward(
 
 
 def _head(
-    model: LayeredModel, last: Tensor, schemes: Sequence[Scheme], pool: Pool
+    model: LayeredModel, last: Tensor, schemes: Sequence[Scheme], pool: Pool, rule: ScaleRule
 ) -> tuple[Tensor, tuple[float, ...]]:
     """Gradients by the last layer's output, [draws, windows, T, h], and KL of every scheme."""
     weight = model.weights.read(f"{model.prefix}norm.weight", (model.hidden_size,), last.device)
@@ -116,7 +118,7 @@ def _head(
         hidden = last.detach().requires_grad_(True)
         final = torch.func.functional_call(model.norm, {"weight": weight}, (hidden,))
     scored = final.detach()[:, :-1]
-    found = pass_head(model, scored.flatten(0, 1), schemes, DRAWS, pool)
+    found = pass_head(model, scored.flatten(0, 1), schemes, DRAWS, pool, rule)
     above = torch.zeros(DRAWS, *final.shape, device=final.device)
     above[:, :, :-1] = found.gradients.view(DRAWS, *scored.shape)
     for one in above:
@@ -164,7 +166,13 @@ def _add_squares(total: Tensor, trace: LinearTrace, rows: slice) -> None:
         total[rows].addcmul_(by_weight, by_weight)
 
 
-def _cost(layer: torch.nn.Module, choice: Choice, squares: dict[str, Tensor], pool: Pool) -> float:
+def _cost(
+    layer: torch.nn.Module,
+    choice: Choice,
+    squares: dict[str, Tensor],
+    pool: Pool,
+    rule: ScaleRule,
+) -> float:
     """Sum of squared gradients times squared rounding errors; infinite where not finite."""
     fused, scheme = choice
     total = torch.zeros((), dtype=torch.float64, device=next(iter(squares.values())).device)
@@ -174,7 +182,7 @@ def _cost(layer: torch.nn.Module, choice: Choice, squares: dict[str, Tensor], po
         weight, square = layer.get_parameter(f"{name}.weight"), squares[name]
 
         def part(rows: slice, weight: Tensor = weight, square: Tensor = square) -> Tensor:
-            error = rounding_error(weight[rows], scheme)
+            error = rounding_error(weight[rows], scheme, rule)
             return error.mul_(error).mul_(square[rows]).sum(dtype=torch.float64)
 
         for found in ordered(pool, part, row_blocks(weight)):

@@ -1,17 +1,20 @@
-"""Fused sets of a model, each of which gets one scheme, and their sizes under a scheme."""
+"""Fused sets of a model, each of which gets one scheme: sizes, and patterns of their names."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import takewhile
 from typing import Any
 
-from lowbit.convert.plan.plan import OUTPUT_DTYPES
 from lowbit.formats.architectures import is_tied, tensor_table
-from lowbit.formats.architectures.names import split_layer
+from lowbit.formats.architectures.names import any_expert, split_layer
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import CheckpointError, QuantizationError
 from lowbit.formats.layout.packing import packed_shapes
 from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.packed import OUTPUT_DTYPES
 from lowbit.formats.safetensors.checkpoint import TensorInfo
 
 BITS = (4, 8)
@@ -130,3 +133,72 @@ def choices_of(sets: Sequence[FusedSet], groups: Sequence[int]) -> list[Choice]:
         QuantizationError: no group size divides the K of a set.
     """
     return [(fused, scheme) for fused in sets for scheme in schemes_of(fused, groups)]
+
+
+def patterns_for(
+    sets: Sequence[FusedSet], wanted: Mapping[str, Scheme | None]
+) -> list[tuple[str, Scheme | None]]:
+    """Patterns that give every set its scheme, the last match of a linear's name being its own.
+
+    A pattern for every kind of set with its most common scheme, then one for every exception.
+
+    Args:
+        sets: all sets of a model.
+        wanted: scheme of every set by name, with a group size; None for as stored.
+    """
+    linears = [module for fused in sets for module in fused.modules]
+    kinds: dict[str, list[FusedSet]] = {}
+    for fused in sets:
+        kinds.setdefault(fused.kind, []).append(fused)
+    common: dict[str, Scheme | None] = {}
+    patterns: list[tuple[str, Scheme | None]] = []
+    for kind, members in kinds.items():
+        modules = [module for fused in members for module in fused.modules]
+        pattern = _kind_pattern(members)
+        if _matched(pattern, linears) == modules:
+            common[kind] = Counter(wanted[fused.name] for fused in members).most_common(1)[0][0]
+            patterns.append((pattern, common[kind]))
+    for fused in sets:
+        scheme = wanted[fused.name]
+        if fused.kind not in common or common[fused.kind] != scheme:
+            names = without_experts(fused.modules)
+            if _matched(joined(names), linears) == list(fused.modules):
+                names = [joined(names)]
+            patterns += [(name, scheme) for name in names]
+    return patterns
+
+
+def _kind_pattern(members: Sequence[FusedSet]) -> str:
+    """Pattern of the linears of sets that differ by layer alone: `*.self_attn.[qkv]_proj`."""
+    first = without_experts(members[0].modules)
+    return joined(first if len(members) == 1 else [f"*.{split_layer(name).rest}" for name in first])
+
+
+def _matched(pattern: str, names: Collection[str]) -> list[str]:
+    return [name for name in names if fnmatchcase(name, pattern)]
+
+
+def without_experts(modules: Sequence[str]) -> list[str]:
+    """Patterns of a set's linears: one for the same linear of all experts, whose sets are whole."""
+    return list(dict.fromkeys(map(any_expert, modules)))
+
+
+def joined(names: Sequence[str]) -> str:
+    """One pattern for names that differ in one place; it may match others too.
+
+    `mlp.gate_proj` and `mlp.up_proj` give `mlp.[gu]*_proj`.
+    """
+    start = _shared(names)
+    end = _shared([name[start:][::-1] for name in names])
+    middles = [name[start : len(name) - end] for name in names]
+    if len(names) == 1 or not all(middles):
+        return names[0]
+    letters = "".join(dict.fromkeys(middle[0] for middle in middles))
+    rest = "" if all(len(middle) == 1 for middle in middles) else "*"
+    return f"{names[0][:start]}[{letters}]{rest}{names[0][len(names[0]) - end :]}"
+
+
+def _shared(names: Sequence[str]) -> int:
+    """Number of characters that all names begin with."""
+    columns = zip(*names, strict=False)  # as long as the shortest
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))

@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from lowbit.convert.publish.errors import TOKEN, explained
-from lowbit.convert.publish.retry import patiently
+from lowbit.convert.publish.errors import TOKEN, explained, patiently
 from lowbit.formats.errors import PublishError
 from lowbit.formats.hub.ids import HUB_ID
 

@@ -1,8 +1,13 @@
-"""Failures of publishing as one sentence and a hint."""
+"""Failures of publishing: which are tried again, and each as one sentence and a hint.
+
+huggingface_hub itself repeats single requests only.
+"""
 
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from lowbit.formats.errors import PublishError
 from lowbit.formats.hub.errors import describe, first_line
@@ -15,6 +20,9 @@ QUOTA_STATUS = (402, 413, 507)
 QUOTA_WORDS = re.compile(r"storage|quota|limit reached", re.IGNORECASE)
 CONFLICT = 412  # another commit came in between
 PASSING = (408, 412, 429)  # worth another try, like every 5xx
+WAITS_S = (2.0, 10.0)  # before the second and the third try
+
+Result = TypeVar("Result")
 
 
 @contextmanager
@@ -38,7 +46,28 @@ def explained(repo: str) -> Iterator[None]:
         raise _explain(_cause(error), repo) from error
 
 
-def is_passing(error: BaseException) -> bool:
+def patiently(step: Callable[[], Result]) -> Result:
+    """Run a step, again after a pause if its failure may pass; its result.
+
+    Args:
+        step: safe to repeat after it failed at any point.
+
+    Raises:
+        Exception: the last try's, from huggingface_hub.
+    """
+    from huggingface_hub.errors import HTTPError
+
+    for wait in WAITS_S:
+        try:
+            return step()
+        except (HTTPError, OSError, RuntimeError) as error:
+            if not _is_passing(error):
+                raise
+        time.sleep(wait)
+    return step()
+
+
+def _is_passing(error: BaseException) -> bool:
     """Tell if another try may succeed: a server in trouble or a broken connection."""
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lowbit.convert.measure.record import QualityReport, read_quality
-from lowbit.convert.pipeline.draft import is_untouched_draft
 from lowbit.convert.pipeline.origin import recall
+from lowbit.convert.pipeline.owned import is_untouched_draft
 from lowbit.convert.pipeline.verification import verify_folder
 from lowbit.convert.report.card import render_card
 from lowbit.convert.report.files import source_card
@@ -29,8 +29,6 @@ from lowbit.formats.text.tokenizer import TOKENIZER_FILE
 
 WEIGHTS = "*.safetensors"
 VOCABULARIES = (TOKENIZER_FILE, "vocab.json", "merges.txt")  # `/root` is an ordinary token there
-# Placeholders that cards drafted by older versions left for their editor.
-UNFINISHED = re.compile(r"TODO \(name and link of the original model\)|TODO: state the license")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +134,7 @@ def make_parcel(
         FormatError: the folder has no lowbit.json, differs from it, or holds a report about
             something else.
         CheckpointError: a damaged or missing file.
-        PublishError: an edited card that is not finished, or that `stated` would change.
+        PublishError: an edited card, which `stated` would change.
     """
     packed = open_packed(folder)
     manifest = packed.manifest
@@ -189,27 +187,15 @@ def _card(
     folder = packed.checkpoint.folder
     readme = folder / README
     if README in names or (readme.exists() and not is_untouched_draft(readme)):
-        _check_edited(readme, stated)
+        if stated != Statement():
+            raise PublishError(
+                f"`{readme}` was edited and is published as it is",
+                hint="state base model and license in it, without --base-model and --license",
+            )
         return None
     said = source_card(folder).stating(stated.base_model, stated.license)
     name = repo.rpartition("/")[2]
     return _Card(render_card(packed, *results, said, name, repo), _unstated(said, manifest))
-
-
-def _check_edited(readme: Path, stated: Statement) -> None:
-    """Refuse an edited card that still has placeholders of an older version's draft."""
-    text = readme.read_text(encoding="utf-8", errors="replace")
-    if match := UNFINISHED.search(text):
-        raise PublishError(
-            f"`{readme}` still says `{match[0]}`",
-            hint=f"finish it, or remove it: a new card says all that is known, and --base-model "
-            f"and --license the rest; `lowbit-convert report` drafts it as {DRAFT}",
-        )
-    if stated != Statement():
-        raise PublishError(
-            f"`{readme}` was edited and is published as it is",
-            hint="state base model and license in it, without --base-model and --license",
-        )
 
 
 def _unstated(said: SourceCard, manifest: Manifest) -> list[str]:

@@ -3,20 +3,22 @@
 A repository without config.json loads nowhere, so while it is being filled each weight file gets a
 commit of its own: an interrupted push continues after the last one. A repository that is complete
 stays as it is until the last commit, which also names the new weights; their content is on the Hub
-by then. Each try begins by comparing hashes, so it may be repeated at any point. huggingface_hub
-and the server choose the transport, Xet or LFS over HTTP.
+by then. Each try begins by comparing hashes, so it may be repeated at any point. The upload itself
+is huggingface_hub's, which chooses with the server between Xet and LFS over HTTP. Its
+`upload_folder` is not used: it commits in batches of its own, config.json among them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowbit.convert.publish.errors import explained
-from lowbit.convert.publish.parcel import WEIGHTS, Item, Parcel
+from lowbit.convert.publish.access import check_name
+from lowbit.convert.publish.errors import explained, patiently
+from lowbit.convert.publish.parcel import WEIGHTS, Item, Parcel, Statement, make_parcel
 from lowbit.convert.publish.remote import Remote, read_remote, require_equal
-from lowbit.convert.publish.retry import patiently
 from lowbit.formats.errors import PublishError
 from lowbit.formats.file_names import HTML_FILE, QUALITY_FILE
 from lowbit.formats.layout.manifest import MANIFEST_FILE
@@ -57,6 +59,53 @@ class Published:
     size_bytes: int
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """The plan of a push.
+
+    Attributes:
+        parcel: files to send where the Hub lacks them.
+        url: address of the repository.
+        private: visibility of a repository that does not exist yet, the account's default when
+            None.
+        revision: branch, created where it does not exist; the default one when None.
+    """
+
+    parcel: Parcel
+    url: str
+    private: bool | None
+    revision: str | None
+
+
+def dry_run(
+    folder: Path,
+    repo: str,
+    private: bool | None,
+    revision: str | None = None,
+    stated: Statement | None = None,
+    *,
+    progress: Callable[[str, int, int], None],
+) -> DryRun:
+    """Verify a packed folder and plan its push.
+
+    Args:
+        folder: made by lowbit-convert.
+        repo: `owner/name`; the Hub is not asked whether it exists.
+        private: as in `publish`.
+        revision: as in `publish`.
+        stated: as in `make_parcel`.
+        progress: called with (phase, done, in all).
+
+    Raises:
+        LowbitError: a name the Hub does not take, or as `make_parcel`.
+    """
+    from huggingface_hub import constants
+
+    check_name(repo)
+    parcel = make_parcel(folder, repo, progress, stated)
+    return DryRun(parcel, f"{constants.ENDPOINT}/{repo}", private, revision)
 
 
 def publish(
@@ -128,34 +177,27 @@ def _send(api: "HfApi", parcel: Parcel, revision: str | None, sent: list[str]) -
     repo = parcel.repo
     remote = read_remote(api, repo, revision)
     todo = remote.missing(parcel.items)
-    weights = [item for item in todo if item.is_weight]
-    filling = CONFIG_FILE not in remote.files
     head = remote.commit
-    last: list[Operation] = []
-    for item in weights:
-        addition = _addition(item)
-        api.preupload_lfs_files(repo, [addition], revision=revision)
-        if filling:
-            head = _commit(api, repo, [addition], f"Add {item.name}", revision, head)
-        else:
-            last.append(addition)
-        sent.append(item.name)
-    if filling and weights:
+    weights = [item for item in todo if item.is_weight]
+    if CONFIG_FILE not in remote.files and weights:
+        for item in weights:
+            head = _commit(api, repo, [_addition(item)], f"Add {item.name}", revision, head)
+            sent.append(item.name)
         require_equal(read_remote(api, repo, head), weights, repo)
-    rest = [item for item in todo if not item.is_weight]
-    last += map(_addition, rest)
+        todo = [item for item in todo if not item.is_weight]
     published = {item.name for item in parcel.items}
-    last += [
+    stale = [
         CommitOperationDelete(name)
         for name in remote.files
         if name not in published
         and "/" not in name
         and any(fnmatch(name, pattern) for pattern in REPLACED)
     ]
+    last: list[Operation] = [*map(_addition, todo), *stale]
     if not last:
         return head
     head = _commit(api, repo, last, f"Publish {parcel.folder.resolve().name}", revision, head)
-    sent += [item.name for item in rest]
+    sent += [item.name for item in todo]
     return head
 
 
@@ -167,7 +209,7 @@ def _commit(
     revision: str | None,
     parent: str,
 ) -> str:
-    """Commit on top of `parent`, or fail if it is not the newest; the new commit's sha."""
+    """Upload and commit on top of `parent`, or fail if it is not the newest; the commit's sha."""
     return api.create_commit(
         repo, operations, commit_message=message, revision=revision, parent_commit=parent
     ).oid

@@ -1,20 +1,18 @@
 """The model card: README.md with the front matter the Hub reads."""
 
-import re
-from pathlib import Path
-
-from jinja2 import Environment, StrictUndefined
+import math
+from typing import Any
 
 from lowbit.convert.measure.build import weight_bits
 from lowbit.convert.measure.pair import is_rotated
 from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.plan.readers import vllm_reasons
-from lowbit.convert.report import words
+from lowbit.convert.report import formatting
 from lowbit.convert.report.html import recipe_facts
-from lowbit.convert.report.linears import kinds
+from lowbit.convert.report.linears import kinds, most_frequent
 from lowbit.convert.report.metadata import front_matter
+from lowbit.convert.report.page import environment
 from lowbit.convert.report.source_card import SourceCard
-from lowbit.convert.report.terminal import size_text
 from lowbit.convert.report.verdict import judge
 from lowbit.formats.architectures import is_drafter, kind_of, part_of
 from lowbit.formats.layout.manifest import Manifest
@@ -45,80 +43,79 @@ def render_card(
         name: of the model.
         target: model in the card's commands: a repository, or NO_TARGET.
     """
-    # The card is Markdown, not HTML: filters make values safe instead of escapes.
-    environment = Environment(
-        autoescape=False,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters.update(
-        kl=words.kl,
-        percent=words.percent,
-        cosine=words.cosine,
-        number=words.number,
-        signed=words.signed,
-        md=_markdown,
-        code=_code,
-    )
-    template = environment.from_string(Path(__file__).with_name(TEMPLATE).read_text("utf-8"))
     manifest = packed.manifest
-    linears = [
+    fetched = None if manifest is None else manifest.source.repo
+    return (
+        environment(markdown=True)
+        .get_template(TEMPLATE)
+        .render(
+            **_of_folder(packed),
+            **_of_report(report),
+            front_matter=front_matter(
+                name, manifest, _main_bits(packed), source, not packed.carried, report, tasks
+            ),
+            name=name,
+            target=target,
+            on_hub=target != NO_TARGET,
+            base_model=source.base_model or fetched,
+            fetched=fetched,
+            source=source,
+            version=_version(manifest, report),
+            size_text=_size(packed) if report is None else formatting.size_text(report),
+            tasks=tasks,
+        )
+    )
+
+
+def _of_folder(packed: PackedCheckpoint) -> dict[str, Any]:
+    """Values of the template that the folder itself gives."""
+    config, manifest = packed.checkpoint.config, packed.manifest
+    linears = _linears(packed)
+    schemes = [scheme for _, _, scheme in linears]
+    return {
+        "commit": None if manifest is None else manifest.source.commit,
+        "family": kind_of(config),
+        "schemes": sorted({str(scheme) for scheme in schemes}),
+        "several_schemes": len(set(schemes)) > 1,
+        "recipe": [] if manifest is None else recipe_facts(manifest.recipe),
+        "vllm": vllm_reasons(linears),
+        "lowbit_run": next((why for s in schemes if (why := unserved(s, SERVED_BITS))), None),
+        "head_packed": packed.schemes.get("lm_head") is not None,
+        "vision": bool(packed.carried),
+        "text_only": manifest is not None and bool(manifest.recipe.get("drop_vision")),
+        "mtp": any(part_of(config, spec.name) == "mtp" for spec in packed.specs),
+        "drafter": is_drafter(config),
+        "rotated": is_rotated(manifest),
+        "verifiable": manifest is not None,
+    }
+
+
+def _of_report(report: QualityReport | None) -> dict[str, Any]:
+    """Values of the template that were measured."""
+    logits = None if report is None else report.logits
+    return {
+        "report": report,
+        "command": None if report is None else report.command,
+        "logits": logits,
+        "kinds": [] if report is None else kinds(report.weights),
+        "verdict": None if report is None or logits is None else judge(report),
+        "change": "" if logits is None else formatting.perplexity_change(logits),
+        "scored": "" if logits is None else formatting.scored(logits),
+    }
+
+
+def _linears(packed: PackedCheckpoint) -> list[tuple[str, tuple[int, ...], Scheme]]:
+    """Name, shape and scheme of every packed linear."""
+    return [
         (spec.module, spec.shape, scheme)
         for spec in packed.specs
         if (scheme := packed.schemes.get(spec.module)) is not None
     ]
-    schemes = [scheme for _, _, scheme in linears]
-    vision = bool(packed.carried)
-    text_only = manifest is not None and bool(manifest.recipe.get("drop_vision"))
-    logits = None if report is None else report.logits
-    fetched = None if manifest is None else manifest.source.repo
-    return template.render(
-        front_matter=front_matter(
-            name, manifest, _main_bits(packed), source, not vision, report, tasks
-        ),
-        name=name,
-        target=target,
-        on_hub=target != NO_TARGET,
-        base_model=source.base_model or fetched,
-        fetched=fetched,
-        commit=None if manifest is None else manifest.source.commit,
-        family=kind_of(packed.checkpoint.config),
-        source=source,
-        version=_version(manifest, report),
-        schemes=sorted({str(scheme) for scheme in schemes}),
-        recipe=[] if manifest is None else recipe_facts(manifest.recipe),
-        command=None if report is None else report.command,
-        logits=logits,
-        kinds=[] if report is None else kinds(report.weights),
-        verdict=None if report is None or logits is None else judge(report),
-        change="" if logits is None else words.perplexity_change(logits),
-        scored="" if logits is None else words.scored(logits),
-        size_text=_size(packed) if report is None else size_text(report),
-        tasks=tasks,
-        report=report,
-        vllm=vllm_reasons(linears),
-        lowbit_run=next((why for s in schemes if (why := unserved(s, SERVED_BITS))), None),
-        head_packed=packed.schemes.get("lm_head") is not None,
-        vision=vision,
-        text_only=text_only,
-        several_schemes=len(set(schemes)) > 1,
-        mtp=any(part_of(packed.checkpoint.config, spec.name) == "mtp" for spec in packed.specs),
-        drafter=is_drafter(packed.checkpoint.config),
-        rotated=is_rotated(manifest),
-        verifiable=manifest is not None,
-    )
 
 
 def _main_bits(packed: PackedCheckpoint) -> int | None:
     """Bits of most of the packed weights; None where nothing is packed."""
-    weights: dict[int, int] = {}
-    for spec in packed.specs:
-        scheme: Scheme | None = packed.schemes.get(spec.module)
-        if scheme is not None:
-            weights[scheme.bits] = weights.get(scheme.bits, 0) + spec.shape[0] * spec.shape[1]
-    return max(weights, key=lambda bits: weights[bits]) if weights else None
+    return most_frequent((scheme.bits, math.prod(shape)) for _, shape, scheme in _linears(packed))
 
 
 def _version(manifest: Manifest | None, report: QualityReport | None) -> str | None:
@@ -132,14 +129,4 @@ def _size(packed: PackedCheckpoint) -> str:
     """Bytes of the tensors and bits per weight, of a folder without a report."""
     size = sum(info.nbytes for info in packed.checkpoint.tensors.values())
     bits = weight_bits(packed.checkpoint, packed.manifest)
-    return f"{words.size(size)}, {bits:.2f} bits per weight"
-
-
-def _markdown(value: str) -> str:
-    """Text without the characters that Markdown reads as a table, a tag or a code span."""
-    return re.sub(r"[`|<>\[\]\r\n\t]", " ", value).strip()
-
-
-def _code(value: str) -> str:
-    """Text on one line, without the mark that ends a fenced block."""
-    return re.sub(r"[`\r\n\t]", " ", value).strip()
+    return f"{formatting.size(size)}, {bits:.2f} bits per weight"

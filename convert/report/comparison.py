@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lowbit.convert.measure.paired import Difference, paired_difference
+from lowbit.convert.measure.paired import PairedDifference, paired_difference
 from lowbit.convert.measure.record import LogitQuality, QualityReport, finite, read_quality
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.linears import scheme_text
@@ -70,7 +70,7 @@ class FolderRow:
     bits_per_weight: float
     kl_mean: float
     kl_error: float | None
-    difference: Difference | None
+    difference: PairedDifference | None
     kl_p99: float
     top1_agreement: float
     perplexity: float
@@ -85,8 +85,8 @@ class FolderComparison:
 
     Attributes:
         source: the original's Hub id, None where it is not known.
-        model_type: of the original; None where only older reports are compared.
-        parameters: of the original; None where only older reports are compared.
+        model_type: of the original; None where no report says.
+        parameters: of the original; None where no report says.
         text_name: of the evaluation text.
         scored_tokens: number behind every row.
         windows: number of windows that hold them.

@@ -8,8 +8,18 @@ from markupsafe import Markup
 from rich.console import Console
 from rich.text import Text
 
-from lowbit.convert.report import words
 from lowbit.convert.report.comparison import FolderComparison, FolderRow
+from lowbit.convert.report.formatting import (
+    MISSING,
+    cosine,
+    count,
+    kl,
+    number,
+    percent,
+    signed,
+    signed_kl,
+    size,
+)
 from lowbit.convert.report.limits import LIMITS, Limit
 from lowbit.convert.report.page import render_page
 from lowbit.convert.report.terminal import COLORS
@@ -34,24 +44,24 @@ def render_comparison(console: Console, found: FolderComparison, page: Path | No
             name,
             Text(printable(row.method)),
             Text(verdict_text(row), COLORS[row.verdict.level]),
-            words.size(row.folder_bytes),
-            words.kl(row.kl_mean),
+            size(row.folder_bytes),
+            kl(row.kl_mean),
             difference_text(row),
         )
         near.add_row(
             name,
             f"{row.bits_per_weight:.2f}",
-            words.kl(row.kl_p99),
-            words.percent(row.top1_agreement),
+            kl(row.kl_p99),
+            percent(row.top1_agreement),
             perplexity_text(row),
-            words.cosine(row.logit_cosine),
+            cosine(row.logit_cosine),
         )
     console.print(loss, near)
     console.print(
         Text(
             f"{printable(found.text_name)}: {found.scored_tokens:,} tokens in {found.windows} "
             f"windows of {found.window}; perplexity of the original "
-            f"{words.number(found.perplexity_original)}",
+            f"{number(found.perplexity_original)}",
             style="dim",
         )
     )
@@ -78,22 +88,22 @@ def _cell(value: str) -> str:
 def difference_text(row: FolderRow) -> str:
     """Mean KL minus the first row's, `-0.00401 ± 0.00012`; a dash where there is none."""
     if row.difference is None:
-        return words.MISSING
+        return MISSING
     mean, error = row.difference.mean, row.difference.standard_error
     if not (math.isfinite(mean) and error > 0):
-        return words.signed_kl(mean)
+        return signed_kl(mean)
     digits = min(8, max(0, 1 - math.floor(math.log10(error))))  # two digits of the error
     return f"{mean:+z.{digits}f} ± {error:.{digits}f}"
 
 
 def perplexity_text(row: FolderRow) -> str:
     """Perplexity and its change, `3.354 (+2.06 %)`."""
-    return f"{words.number(row.perplexity)} ({words.signed(row.perplexity_change)})"
+    return f"{number(row.perplexity)} ({signed(row.perplexity_change)})"
 
 
 def weight_cosine_text(row: FolderRow) -> str:
     """The mean weight cosine; a dash where the folders pack no linear in common."""
-    return words.MISSING if row.weight_cosine is None else words.cosine(row.weight_cosine)
+    return MISSING if row.weight_cosine is None else cosine(row.weight_cosine)
 
 
 def comparison_page(found: FolderComparison) -> str:
@@ -115,7 +125,7 @@ def _model(found: FolderComparison) -> str:
     """Name of the original, `Qwen/Qwen3-8B` or `a qwen3 model of 5.8 M parameters`."""
     if found.source is not None:
         return found.source
-    size = "" if found.parameters is None else f" of {words.count(found.parameters)} parameters"
+    size = "" if found.parameters is None else f" of {count(found.parameters)} parameters"
     return "one model" if found.model_type is None else f"a {found.model_type} model{size}"
 
 
@@ -149,7 +159,7 @@ def _plot(found: FolderComparison) -> str:
         for row in found.rows
     ]
     described = "; ".join(
-        f"{row.name}: {words.size(row.folder_bytes)}, {words.kl(row.kl_mean)}" for row in found.rows
+        f"{row.name}: {size(row.folder_bytes)}, {kl(row.kl_mean)}" for row in found.rows
     )
     marks += [Rule(limit.kl, "limit-line", vertical=False) for limit in _limits(found.rows)]
     return chart(

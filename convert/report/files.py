@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.measure.speed import Speed, read_speed
-from lowbit.convert.pipeline.draft import is_untouched_draft, marked
+from lowbit.convert.pipeline.owned import is_untouched_draft, marked
 from lowbit.convert.report.card import render_card
 from lowbit.convert.report.html import render_html
 from lowbit.convert.report.source_card import SourceCard, read_source_card
@@ -15,7 +15,7 @@ from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.file_names import DRAFT, HTML_FILE, QUALITY_FILE, README, SOURCE_README
 from lowbit.formats.files.atomic import check_place, disk_errors, replace_files
 from lowbit.formats.layout.manifest import MANIFEST_FILE
-from lowbit.formats.packed import open_packed
+from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.printable import printable
 from lowbit.formats.tasks import read_tasks
 
@@ -30,9 +30,8 @@ def check_reports(folder: Path, place: Path | None = None) -> None:
         place: as in `write_reports`.
 
     Raises:
-        LowbitError: the folder or its tasks.json cannot be read, or a file cannot be written.
+        LowbitError: the folder's tasks.json cannot be read, or a file cannot be written.
     """
-    open_packed(folder)
     read_tasks(folder)
     place = _place(folder, place)
     card = _card_file(place)
@@ -59,7 +58,9 @@ def left_out(folder: Path, place: Path | None = None) -> list[str]:
     return notes
 
 
-def write_reports(folder: Path, report: QualityReport, place: Path | None = None) -> list[Path]:
+def write_reports(
+    packed: PackedCheckpoint, report: QualityReport, place: Path | None = None
+) -> list[Path]:
     """Write quality.json, quality.html and a draft of the model card; the files, in that order.
 
     The card is README.md, unless there is one already that this function did not write or that
@@ -67,15 +68,15 @@ def write_reports(folder: Path, report: QualityReport, place: Path | None = None
     written.
 
     Args:
-        folder: packed checkpoint.
+        packed: the folder.
         report: its measured figures.
         place: folder for the files, created where it does not exist; the packed one when None.
 
     Raises:
-        LowbitError: the folder is no packed checkpoint, `place` is another one, or a file cannot
-            be written; no file is written then.
+        LowbitError: `place` is another packed checkpoint, or a file cannot be written; no file is
+            written then.
     """
-    packed = open_packed(folder)
+    folder = packed.checkpoint.folder
     name = printable(folder.resolve().name)
     place = _place(folder, place)
     tasks = read_tasks(folder)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from lowbit.convert.measure.weights import WeightQuality
-from lowbit.convert.report import words
+from lowbit.convert.report.formatting import percent
 from lowbit.convert.report.linears import layer_of, scheme_text
 
 NUMBERS_ALWAYS = 8  # up to so many layers, figures fit on a phone
@@ -93,8 +93,8 @@ def _heat_map(
             for kind in kinds
         ),
         density=_density(len(layers)),
-        full=words.percent(full),
-        largest=words.percent(largest),
+        full=percent(full),
+        largest=percent(largest),
         worst=worst.name,
     )
 
@@ -107,7 +107,7 @@ def _cell(pair: tuple[WeightQuality, float] | None, full: float) -> Cell | None:
     digits = 1 if value >= 0.01 else 2
     return Cell(
         text=f"{100 * value:.{digits}f}" if math.isfinite(value) else "∞",
-        title=f"{row.name}, {scheme_text(row)}: {words.percent(value)}",
+        title=f"{row.name}, {scheme_text(row)}: {percent(value)}",
         strength=round(strength, 3),
     )
 

@@ -13,11 +13,10 @@ from markupsafe import Markup
 from lowbit.convert.measure.drafts import Draft, Drafting
 from lowbit.convert.measure.record import LogitQuality, QualityReport
 from lowbit.convert.measure.speed import Speed
-from lowbit.convert.report import limits, linears, plots, remarks, verdict, words
+from lowbit.convert.report import formatting, limits, linears, plots, verdict, warnings
 from lowbit.convert.report.heat import heat_maps
 from lowbit.convert.report.page import render_page, share
 from lowbit.convert.report.space import Room
-from lowbit.convert.report.terminal import size_text
 from lowbit.formats.layout.manifest import Manifest
 from lowbit.formats.tasks import TaskReport
 
@@ -52,12 +51,11 @@ def render_html(
         report=report,
         logits=logits,
         verdict=verdict.judge(report),
-        size_of_model=verdict.size_of(report),
         gauge=_gauge(report),
-        measure=verdict.measure(report),
+        expected=verdict.expected_loss(report),
         limits=limits,
-        observations=remarks.observations(report),
-        traded=remarks.traded(report),
+        warnings=warnings.warnings_of(report),
+        traded=warnings.traded(report),
         **({} if logits is None else _about(report, logits)),
         outputs=outputs,
         maps=heat_maps(report.weights),
@@ -66,26 +64,26 @@ def render_html(
         schemes=sorted({linears.scheme_text(row) for row in report.weights}),
         rooms=rooms,
         rooms_max=max((room.share for room in rooms), default=0.0),
-        size_text=size_text(report),
+        size_text=formatting.size_text(report),
         tasks=tasks,
         speed=speed,
         manifest=manifest,
         recipe=[] if manifest is None else recipe_facts(manifest.recipe),
         fates="" if manifest is None else _fates(manifest),
-        rounded_head=remarks.rounded_head(report.weights),
+        rounded_head=warnings.rounded_head(report.weights),
     )
 
 
 def _about(report: QualityReport, logits: LogitQuality) -> dict[str, Any]:
     """Values of the template that come from measured logits."""
     return {
-        "in_words": remarks.in_words(logits),
-        "noise_in_words": remarks.noise_in_words(logits),
-        "kl_text": words.kl_with_error(logits.kl_mean, logits.kl_error),
-        "kl_error": words.kl_error(logits),
-        "change": words.perplexity_change(logits),
-        "error": words.perplexity_error(logits),
-        "scored": words.scored(logits),
+        "in_words": warnings.in_words(logits),
+        "noise_in_words": warnings.noise_in_words(logits),
+        "kl_text": formatting.kl_with_error(logits.kl_mean, logits.kl_error),
+        "kl_error": formatting.kl_error(logits),
+        "change": formatting.perplexity_change(logits),
+        "error": formatting.perplexity_error(logits),
+        "scored": formatting.scored(logits),
         "kind_max": max((kind.kl_mean for kind in logits.kinds), default=0.0),
         "plots": _plots(report, logits),
         "drafts": () if logits.drafting is None else _drafts(logits.drafting),
@@ -96,7 +94,7 @@ def _drafts(drafting: Drafting) -> list[tuple[str, Draft, Draft | None, Draft | 
     """Drafts by their place in a round: packed, the original's, of the draft head's tokens."""
     count = len(drafting.packed)
     others = (drafting.original[:count], drafting.few[:count])
-    return list(zip_longest(words.ORDINALS[:count], drafting.packed, *others))
+    return list(zip_longest(formatting.ORDINALS[:count], drafting.packed, *others))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +137,7 @@ def _gauge(report: QualityReport) -> Gauge | None:
     """The gauge of a report; None where nothing is judged."""
     if report.logits is None or verdict.judge(report).grade is None:
         return None
-    noise, measure = report.logits.noise, verdict.measure(report)
+    noise, expected = report.logits.noise, verdict.expected_loss(report)
     low, high = SCALE
 
     def place(value: float) -> float:
@@ -154,14 +152,14 @@ def _gauge(report: QualityReport) -> Gauge | None:
         side="from-left" if value < 20 else "from-right" if value > 80 else "",
         bands=tuple(map(Band, limits.GRADES, widths, ends, names)),
         noise=None if noise is None else place(noise.kl_mean),
-        expected=None if measure is None else place(measure.kl),
+        expected=None if expected is None else place(expected.kl),
     )
 
 
 def _plots(report: QualityReport, logits: LogitQuality) -> dict[str, Markup]:
-    measure = verdict.measure(report)
+    expected = verdict.expected_loss(report)
     charts = {
-        "kl": plots.kl_distribution(logits, None if measure is None else measure.kl),
+        "kl": plots.kl_distribution(logits, None if expected is None else expected.kl),
         "windows": plots.kl_along(logits),
     }
     if logits.positions:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Grade = Literal["close", "usable", "degraded", "broken"]
+Scale = Literal["mean", "tail", "flips"]  # mean KL, KL p99, share of changed first choices
 GRADES: tuple[Grade, ...] = ("close", "usable", "degraded", "broken")
 TITLES: Mapping[Grade, str] = {
     "close": "Close to the original",
@@ -94,14 +95,14 @@ LEAST_BITS = 4  # fewer bits are expected to lose no more than 4 bits
 FAR = 2.0  # factor over the expectation that counts as far
 
 
-def grade_of_kl(kl: float, times: float = 1.0) -> Grade:
-    """Grade of a mean KL, or of a percentile whose limits are `times` as large."""
-    return next((limit.grade for limit in LIMITS if kl <= limit.kl * times), "broken")
+def upper_limit(limit: Limit, scale: Scale) -> float:
+    """Largest figure of a grade on a scale."""
+    return {"mean": limit.kl, "tail": limit.kl * TAIL, "flips": limit.flips}[scale]
 
 
-def grade_of_flips(share: float) -> Grade:
-    """Grade of a share of changed first choices."""
-    return next((limit.grade for limit in LIMITS if share <= limit.flips), "broken")
+def grade_of(value: float, scale: Scale = "mean") -> Grade:
+    """Grade of a figure on a scale."""
+    return next((limit.grade for limit in LIMITS if value <= upper_limit(limit, scale)), "broken")
 
 
 def expectation(bits: int | None, parameters: int | None) -> Expectation | None:

@@ -1,6 +1,6 @@
 """Packed linears by kind, and those with the largest errors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -83,9 +83,14 @@ def worst(
     return sorted(rows, key=lambda row: -error(row))[:count]
 
 
-def main_bits(rows: Sequence[WeightQuality]) -> int | None:
+def main_bits(rows: Iterable[WeightQuality]) -> int | None:
     """Bits of most of the packed weights; None where nothing is packed."""
+    return most_frequent((row.bits, row.weights) for row in rows)
+
+
+def most_frequent(linears: Iterable[tuple[int, int]]) -> int | None:
+    """Bits of most weights, from the bits and weights of each linear; None without any."""
     weights: dict[int, int] = {}
-    for row in rows:
-        weights[row.bits] = weights.get(row.bits, 0) + row.weights
+    for bits, count in linears:
+        weights[bits] = weights.get(bits, 0) + count
     return max(weights, key=lambda bits: weights[bits]) if weights else None

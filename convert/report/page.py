@@ -1,6 +1,7 @@
 """Pages from templates: one file each with its style inside, and every value escaped."""
 
 import math
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from lowbit.convert.report import words
+from lowbit.convert.report import formatting
 from lowbit.convert.report.linears import scheme_text
 from lowbit.formats.printable import printable
 
@@ -18,38 +19,51 @@ def render_page(template: str, **values: Any) -> str:
 
     Control characters and lone surrogates, which no page may hold, are shown as escapes.
     """
-    return _environment().get_template(template).render(**values).lstrip()
+    return environment().get_template(template).render(**values).lstrip()
 
 
 @cache
-def _environment() -> Environment:
-    """The templates, compiled once."""
-    environment = Environment(
-        autoescape=True,
+def environment(markdown: bool = False) -> Environment:
+    """The templates, compiled once; values in Markdown are made safe by filters, not escaped."""
+    made = Environment(
+        autoescape=not markdown,
         undefined=StrictUndefined,
-        finalize=_printable,
+        finalize=None if markdown else _printable,
         trim_blocks=True,
         lstrip_blocks=True,
+        keep_trailing_newline=markdown,
         loader=FileSystemLoader(Path(__file__).parent, encoding="utf-8"),
     )
-    environment.filters.update(
-        percent=words.percent,
-        signed=words.signed,
-        number=words.number,
-        perplexity=words.perplexity,
-        kl=words.kl,
-        kl_text=lambda part: words.kl_with_error(part.kl_mean, part.kl_error),
-        cosine=words.cosine,
-        count=words.count,
-        size=words.size,
-        passage=words.passage,
-        token=words.token,
-        sentence=words.sentence,
-        tight=words.tight,
+    made.filters.update(
+        percent=formatting.percent,
+        signed=formatting.signed,
+        number=formatting.number,
+        perplexity=formatting.perplexity,
+        kl=formatting.kl,
+        kl_text=lambda part: formatting.kl_with_error(part.kl_mean, part.kl_error),
+        cosine=formatting.cosine,
+        count=formatting.count,
+        size=formatting.size,
+        passage=formatting.passage,
+        token=formatting.token,
+        sentence=formatting.sentence,
+        tight=formatting.tight,
         share=share,
         scheme=scheme_text,
+        md=_markdown,
+        code=_code,
     )
-    return environment
+    return made
+
+
+def _markdown(value: str) -> str:
+    """Text without the characters that Markdown reads as a table, a tag or a code span."""
+    return re.sub(r"[`|<>\[\]\r\n\t]", " ", value).strip()
+
+
+def _code(value: str) -> str:
+    """Text on one line, without the mark that ends a fenced block."""
+    return re.sub(r"[`\r\n\t]", " ", value).strip()
 
 
 def _printable(value: Any) -> Any:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from lowbit.convert.measure.record import LogitQuality, Position
-from lowbit.convert.report import words
+from lowbit.convert.report import formatting
 from lowbit.formats.charts.axes import Axis, linear_axis, log_axis
 from lowbit.formats.charts.chart import Bars, Line, Mark, Rule, chart
 
@@ -38,8 +38,8 @@ def kl_distribution(logits: LogitQuality, expected: float | None) -> str:
     high = max([edges[used[-1] + 1], *(value for value, _ in shown)])
     return chart(
         f"Histogram of the KL divergence of {logits.scored_tokens:,} tokens: "
-        f"mean {words.kl(logits.kl_mean)}, 95 % below {words.kl(logits.kl_p95)}, "
-        f"99 % below {words.kl(logits.kl_p99)} nats",
+        f"mean {formatting.kl(logits.kl_mean)}, 95 % below {formatting.kl(logits.kl_p95)}, "
+        f"99 % below {formatting.kl(logits.kl_p99)} nats",
         log_axis("KL divergence of a token (nats)", low / 1.5, high * 1.5),
         linear_axis("tokens (%)", shares, from_zero=True),
         marks,
@@ -55,7 +55,7 @@ def kl_by_position(positions: Sequence[Position], kl_mean: float) -> str:
         for n, position in enumerate(positions)
         if math.isfinite(position.kl_mean)
     )
-    described = ", ".join(f"up to {p.stop}: {words.kl(p.kl_mean)}" for p in positions)
+    described = ", ".join(f"up to {p.stop}: {formatting.kl(p.kl_mean)}" for p in positions)
     return chart(
         f"Mean KL divergence by position: {described}",
         x,

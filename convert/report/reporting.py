@@ -6,18 +6,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lowbit.convert.calibrate.store import LayerError
 from lowbit.convert.measure.build import build_report
 from lowbit.convert.measure.compare import measure_weights
 from lowbit.convert.measure.coverage import Coverage, coverage_of
 from lowbit.convert.measure.long import measure_long
 from lowbit.convert.measure.measure import Measured, Note, measure_logits
-from lowbit.convert.measure.overfitting import held_out_excess
-from lowbit.convert.measure.record import LongQuality, QualityReport
+from lowbit.convert.measure.pair import Pair, pair_of
+from lowbit.convert.measure.record import LogitQuality, LongQuality, QualityReport
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.evaluation_text import Text, check_names, default_texts
 from lowbit.convert.pipeline.conversion import Conversion
-from lowbit.convert.pipeline.finished import Finished, current_quality
+from lowbit.convert.pipeline.existing import ExistingResult, current_quality
 from lowbit.convert.pipeline.origin import Ask, Origin, find_origin
 from lowbit.convert.pipeline.verification import check_recorded
 from lowbit.convert.report.files import check_reports, left_out, write_reports
@@ -25,8 +26,7 @@ from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.file_names import HTML_FILE
 from lowbit.formats.files.atomic import disk_errors
 from lowbit.formats.files.user_file import read_text_file
-from lowbit.formats.layout.manifest import read_manifest
-from lowbit.formats.packed import open_packed
+from lowbit.formats.packed import PackedCheckpoint, open_packed
 from lowbit.formats.printable import printable
 
 Progress = Callable[[str, int, int], None]  # phase, done, in all
@@ -48,24 +48,22 @@ class LogitRequest:
     note: Note | None = None
     long: bool = False
 
-    def measure(self, original: Path, packed: Path, progress: Progress) -> Measured:
+    def measure(self, pair: Pair, progress: Progress) -> Measured:
         """Compare a packed folder with its original."""
         return measure_logits(
-            original,
-            packed,
+            pair,
             self.texts,
             self.device,
             lambda done, total: progress("logits", done, total),
             self.note,
         )
 
-    def measure_long(self, original: Path, packed: Path, progress: Progress) -> LongQuality | None:
+    def measure_long(self, pair: Pair, progress: Progress) -> LongQuality | None:
         """Compare both on long texts, and an INT8 cache with BF16; None where nobody asked."""
         if not self.long:
             return None
         return measure_long(
-            original,
-            packed,
+            pair,
             self.texts[0],
             self.device,
             lambda done, total: progress("long", done, total),
@@ -111,38 +109,36 @@ def read_texts(paths: Sequence[Path]) -> tuple[Text, ...]:
     return texts
 
 
-def write_weight_report(conversion: Conversion) -> Reported:
-    """Report a fresh conversion without logits, in files beside it."""
-    source = conversion.source.folder
-    excess, coverage = _of_calibration(conversion)
-    report = build_report(
-        conversion.folder,
-        conversion.weights,
-        None,
-        source,
-        held_out_excess=excess,
-        coverage=coverage,
-    )
-    return _save(conversion.folder, report)
+def write_weight_report(conversion: Conversion, packed: PackedCheckpoint) -> Reported:
+    """Report a conversion without logits, in files beside it; `packed` is its folder, opened."""
+    return _write(conversion, packed, conversion.weights, None)
 
 
 def write_logit_report(
-    conversion: Conversion, request: LogitRequest, progress: Progress
+    conversion: Conversion, packed: PackedCheckpoint, request: LogitRequest, progress: Progress
 ) -> Reported:
-    """Report a fresh conversion with logits, in files beside it."""
-    source = conversion.source.folder
-    found = request.measure(source, conversion.folder, progress)
+    """Report a conversion with logits, in files beside it; `packed` is its folder, opened."""
+    found = request.measure(pair_of(conversion.original, packed), progress)
     weights = _with_outputs(conversion.weights, found.output_errors)
+    return _write(conversion, packed, weights, found.logits)
+
+
+def _write(
+    conversion: Conversion,
+    packed: PackedCheckpoint,
+    weights: tuple[WeightQuality, ...],
+    logits: LogitQuality | None,
+) -> Reported:
     excess, coverage = _of_calibration(conversion)
     report = build_report(
-        conversion.folder,
+        packed,
         weights,
-        found.logits,
-        source,
+        logits,
+        conversion.original,
         held_out_excess=excess,
         coverage=coverage,
     )
-    return _save(conversion.folder, report)
+    return _save(packed, report)
 
 
 def _of_calibration(conversion: Conversion) -> tuple[float | None, tuple[Coverage, ...]]:
@@ -152,6 +148,20 @@ def _of_calibration(conversion: Conversion) -> tuple[float | None, tuple[Coverag
     return _known(conversion.folder)
 
 
+def held_out_excess(errors: Sequence[LayerError]) -> float | None:
+    """Share by which the held-out error is above the learned one, over all layers.
+
+    Args:
+        errors: of the layers; those whose `learned` error is not known are left out.
+
+    Returns:
+        0.2 for a fifth; None where no layer has both errors.
+    """
+    pairs = [(row.chosen, row.learned) for row in errors if row.learned is not None]
+    held, seen = sum(chosen for chosen, _ in pairs), sum(learned for _, learned in pairs)
+    return held / seen - 1 if seen > 0 else None
+
+
 def _known(folder: Path) -> tuple[float | None, tuple[Coverage, ...]]:
     """Overfitting and coverage as an earlier report of a folder says."""
     known = current_quality(folder)
@@ -159,26 +169,28 @@ def _known(folder: Path) -> tuple[float | None, tuple[Coverage, ...]]:
 
 
 def prepare_report(
-    folder: Path, source: str | None, ask: Ask | None, place: Path | None = None
+    packed: PackedCheckpoint, source: str | None, ask: Ask | None, place: Path | None = None
 ) -> Origin:
     """Try what can fail before anything is measured, and find the original.
 
     Args:
-        folder: packed checkpoint, of any tool.
+        packed: the folder, of any tool.
         source: folder or Hub id of the original; found as `find_origin` does when None.
         ask: as in `find_origin`.
         place: folder for the report's files; the packed one when None.
 
     Raises:
-        LowbitError: a folder that cannot be read, a place that cannot be written to, or an
-            original that is not known.
+        LowbitError: a place that cannot be written to, or an original that is not known.
     """
+    folder = packed.checkpoint.folder
     with _explained(folder):
         check_reports(folder, place)
-    return find_origin(folder, read_manifest(folder), source, ask)
+    return find_origin(folder, packed.manifest, source, ask)
 
 
-def go_on(done: Finished, request: LogitRequest | None, progress: Progress) -> Reported:
+def complete_report(
+    done: ExistingResult, request: LogitRequest | None, progress: Progress
+) -> Reported:
     """The report of a finished conversion; what it lacks is measured now.
 
     Args:
@@ -189,12 +201,13 @@ def go_on(done: Finished, request: LogitRequest | None, progress: Progress) -> R
     quality = done.quality
     if quality is not None and (request is None or _is_on(quality, request.texts)):
         return Reported(quality, done.conversion.folder / HTML_FILE, None)
+    packed = open_packed(done.conversion.folder)
     if quality is not None and request is not None:
-        return write_logit_report(done.conversion, request, progress)
-    found = write_weight_report(done.conversion)
+        return write_logit_report(done.conversion, packed, request, progress)
+    found = write_weight_report(done.conversion, packed)
     if request is None or found.failure is not None:
         return found
-    return write_logit_report(done.conversion, request, progress)
+    return write_logit_report(done.conversion, packed, request, progress)
 
 
 def _is_on(quality: QualityReport, texts: Sequence[Text]) -> bool:
@@ -207,7 +220,7 @@ def _is_on(quality: QualityReport, texts: Sequence[Text]) -> bool:
 
 
 def write_full_report(
-    folder: Path,
+    packed: PackedCheckpoint,
     origin: Origin,
     request: LogitRequest,
     progress: Progress,
@@ -216,40 +229,40 @@ def write_full_report(
     """Measure a packed folder, of any tool, against its original, and write the report.
 
     Args:
-        folder: packed checkpoint.
+        packed: the folder.
         origin: of `prepare_report`.
         request: how logits are to be compared.
         progress: called with ("verify", "source", "weights", "logits" or "long", done, in all).
         place: folder for the report's files; the packed one when None.
 
     Raises:
-        LowbitError: a folder that cannot be read or differs from its lowbit.json, or another model
-            than the original.
+        LowbitError: a folder that differs from its lowbit.json, or another model than the original.
     """
-    packed = open_packed(folder)
+    folder = packed.checkpoint.folder
     check_answers(packed.checkpoint.config, str(folder))
     if packed.manifest is not None:  # the report names its hash, so it must be about those bytes
         check_recorded(packed, packed.manifest, progress)
     original = origin.confirmed(progress)
     if origin.guessed and request.note is not None:
-        request.note(f"original: {original}")
+        request.note(f"original: {original.folder}")
+    pair = pair_of(original, packed)
     weights = measure_weights(
-        original, folder, request.device, lambda done, total: progress("weights", done, total)
+        pair, request.device, lambda done, total: progress("weights", done, total)
     )
-    found = request.measure(original, folder, progress)
-    far = request.measure_long(original, folder, progress)
+    found = request.measure(pair, progress)
+    far = request.measure_long(pair, progress)
     weights = _with_outputs(weights, found.output_errors)
-    report = build_report(folder, weights, found.logits, original, origin.repo, *_known(folder))
-    report = replace(report, long=far)
-    return _save(folder, report, place)
+    report = build_report(packed, weights, found.logits, original, origin.repo, *_known(folder))
+    return _save(packed, replace(report, long=far), place)
 
 
-def _save(folder: Path, report: QualityReport, place: Path | None = None) -> Reported:
+def _save(packed: PackedCheckpoint, report: QualityReport, place: Path | None = None) -> Reported:
     """Write the files of a report whose figures must not be lost with them."""
+    folder = packed.checkpoint.folder
     try:
         with _explained(folder):
             notes = left_out(folder, place)
-            files = write_reports(folder, report, place)
+            files = write_reports(packed, report, place)
     except LowbitError as error:
         return Reported(report, None, error)
     page = next(file for file in files if file.name == HTML_FILE)

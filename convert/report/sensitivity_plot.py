@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from lowbit.convert.plan.sensitivities import Row, Sensitivities
-from lowbit.convert.report import words
+from lowbit.convert.report import formatting
 from lowbit.formats.architectures.names import split_layer
 from lowbit.formats.charts import shapes
 from lowbit.formats.printable import printable
@@ -84,7 +84,7 @@ def _cell(svg: Element, row: Row, place: tuple[int, int], scale: tuple[float, fl
     x, y = place
     cell = shapes.box(svg, x + 1, y + 1, (CELL - 2, ROW - 2), "cell")
     cell.set("fill", "#" + "".join(f"{c:02x}" for c in mixed))
-    hint = f"{printable(row.name)} {row.scheme}: {words.kl(row.kl)}"
+    hint = f"{printable(row.name)} {row.scheme}: {formatting.kl(row.kl)}"
     SubElement(cell, "title").text = hint
     short = f"{level:.1f}" if math.isfinite(level) else "∞"
     style = "figure dark" if share > 0.5 else "figure"

@@ -6,10 +6,22 @@ from rich.text import Text
 
 from lowbit.convert.measure.record import LongQuality, QualityReport
 from lowbit.convert.measure.weights import WeightQuality
-from lowbit.convert.report import words
+from lowbit.convert.report.formatting import (
+    MISSING,
+    cosine,
+    drafts,
+    kl,
+    kl_with_error,
+    percent,
+    perplexity,
+    perplexity_change,
+    routing,
+    scored,
+    size_text,
+)
 from lowbit.convert.report.linears import kinds, scheme_text, worst
-from lowbit.convert.report.remarks import observations, traded
 from lowbit.convert.report.verdict import judge
+from lowbit.convert.report.warnings import traded, warnings_of
 from lowbit.formats.architectures.names import without_model
 from lowbit.formats.printable import printable
 from lowbit.formats.shell.tables import plain_table
@@ -37,7 +49,7 @@ def render_terminal(console: Console, report: QualityReport, worst_rows: int = W
             console.print(Text(sentence))
         if worst_rows and len(report.weights) > worst_rows:
             console.print(_worst(report, worst_rows))
-    for sentence in observations(report):
+    for sentence in warnings_of(report):
         console.print(Text.assemble(("! ", "yellow"), printable(sentence)))
 
 
@@ -54,58 +66,46 @@ def _summary(report: QualityReport) -> Table:
         table.add_row("", Text(verdict.expected))
     for note in verdict.notes:
         table.add_row("", Text(note))
-    for number, step in enumerate(verdict.next_steps):
-        table.add_row("" if number else "to try", Text(step))
+    for place, step in enumerate(verdict.next_steps):
+        table.add_row("" if place else "to try", Text(step))
     logits = report.logits
     if logits is not None:
         table.add_row(
             "perplexity",
             f"{logits.perplexity_original:.3f} → {logits.perplexity_packed:.3f}   "
-            f"{words.perplexity_change(logits)}",
+            f"{perplexity_change(logits)}",
         )
         table.add_row(
             "KL divergence",
-            f"mean {words.kl_with_error(logits.kl_mean, logits.kl_error)}   "
-            f"p95 {words.kl(logits.kl_p95)}   p99 {words.kl(logits.kl_p99)}   "
-            f"max {words.kl(logits.kl_max)} nats",
+            f"mean {kl_with_error(logits.kl_mean, logits.kl_error)}   "
+            f"p95 {kl(logits.kl_p95)}   p99 {kl(logits.kl_p99)}   "
+            f"max {kl(logits.kl_max)} nats",
         )
         if logits.noise is not None:
             table.add_row(
                 "BF16 alone",
-                f"mean {words.kl(logits.noise.kl_mean)}   p99 {words.kl(logits.noise.kl_p99)} nats",
+                f"mean {kl(logits.noise.kl_mean)}   p99 {kl(logits.noise.kl_p99)} nats",
             )
-        table.add_row("same top token", words.percent(logits.top1_agreement))
+        table.add_row("same top token", percent(logits.top1_agreement))
         table.add_row(
             "logit cosine",
-            f"mean {words.cosine(logits.cosine_mean)}   p1 {words.cosine(logits.cosine_p1)}",
+            f"mean {cosine(logits.cosine_mean)}   p1 {cosine(logits.cosine_p1)}",
         )
         if logits.routing is not None:
-            table.add_row("same experts", words.routing(logits.routing))
+            table.add_row("same experts", routing(logits.routing))
         if logits.drafting is not None:
-            table.add_row("drafts of MTP", words.drafts(logits.drafting))
+            table.add_row("drafts of MTP", drafts(logits.drafting))
     if report.long is not None:
         table.add_row(
             "long texts",
-            f"mean KL {words.kl(report.long.kl_mean)} nats; an INT8 cache adds "
-            f"{words.kl(report.long.cache_kl_mean)}",
+            f"mean KL {kl(report.long.kl_mean)} nats; an INT8 cache adds "
+            f"{kl(report.long.cache_kl_mean)}",
         )
     table.add_row("size", size_text(report))
     if logits is not None:
         when = "" if report.measured_on is None else f", on {printable(report.measured_on)}"
-        table.add_row(
-            "measured on", Text(f"{printable(logits.text_name)}: {words.scored(logits)}{when}")
-        )
+        table.add_row("measured on", Text(f"{printable(logits.text_name)}: {scored(logits)}{when}"))
     return table
-
-
-def size_text(report: QualityReport) -> str:
-    """Sizes before and after: `11.83 MB → 5.95 MB (50.3 %), 4.85 bits per weight`."""
-    sizes = report.sizes
-    bits = f"{sizes.bits_per_weight:.2f} bits per weight"
-    if sizes.source_bytes is None:
-        return f"{words.size(sizes.folder_bytes)}, {bits}"
-    share = words.percent(sizes.folder_bytes / sizes.source_bytes, 1)
-    return f"{words.size(sizes.source_bytes)} → {words.size(sizes.folder_bytes)} ({share}), {bits}"
 
 
 def _positions(long: LongQuality) -> Table:
@@ -115,9 +115,9 @@ def _positions(long: LongQuality) -> Table:
     for place, cache in zip(long.positions, long.cache, strict=False):
         table.add_row(
             f"{place.start:,} to {place.stop:,}",
-            f"{words.perplexity(place.nll_original)} → {words.perplexity(place.nll_packed)}",
-            words.kl_with_error(place.kl_mean, place.kl_error),
-            words.kl_with_error(cache.kl_mean, cache.kl_error),
+            f"{perplexity(place.nll_original)} → {perplexity(place.nll_packed)}",
+            kl_with_error(place.kl_mean, place.kl_error),
+            kl_with_error(cache.kl_mean, cache.kl_error),
         )
     return table
 
@@ -139,15 +139,15 @@ def _kinds(report: QualityReport) -> Table:
     table = plain_table("weights by kind", ("linear", "scheme"), figures)
     for kind in kinds(report.weights):
         output = kind.mean_output_error
-        shown = words.MISSING if output is None else words.percent(output)
+        shown = MISSING if output is None else percent(output)
         table.add_row(
             Text(printable(kind.name)),
             kind.scheme,
             str(len(kind.rows)),
             *((shown,) if outputs else ()),
-            words.percent(kind.mean_error),
-            words.percent(kind.worst.relative_l2),
-            words.percent(kind.clipped_share),
+            percent(kind.mean_error),
+            percent(kind.worst.relative_l2),
+            percent(kind.clipped_share),
         )
     return table
 
@@ -157,7 +157,7 @@ def _name_of(row: WeightQuality) -> str:
     name = without_model(printable(row.name)).removeprefix("layers.")
     if row.worst_expert is None or row.worst_expert_l2 is None:
         return name
-    return f"{name}, expert {row.worst_expert} {words.percent(row.worst_expert_l2)}"
+    return f"{name}, expert {row.worst_expert} {percent(row.worst_expert_l2)}"
 
 
 def _worst(report: QualityReport, count: int) -> Table:
@@ -167,8 +167,8 @@ def _worst(report: QualityReport, count: int) -> Table:
         table.add_row(
             Text(_name_of(row)),
             scheme_text(row),
-            words.percent(row.relative_l2),
-            words.cosine(row.cosine),
-            words.percent(row.clipped_share),
+            percent(row.relative_l2),
+            cosine(row.cosine),
+            percent(row.clipped_share),
         )
     return table

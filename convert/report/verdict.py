@@ -1,20 +1,21 @@
 """The verdict on a packed file: its grade, the loss expected of its bits, and what to try next."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from lowbit.convert.measure.record import LogitQuality, QualityReport
 from lowbit.convert.original.answers import WHERE_MEASURED
-from lowbit.convert.report import words
-from lowbit.convert.report.aspects import (
+from lowbit.convert.report.formatting import about, count, kl_with_error, number, sentence
+from lowbit.convert.report.graded_figures import (
     UNREADABLE,
-    Aspect,
-    aspects_of,
+    GradedFigure,
     drift,
+    graded_figures,
     least_tokens,
-    left_out,
     needed_tokens,
+    texts_left_out,
 )
 from lowbit.convert.report.limits import (
     FAR,
@@ -39,6 +40,12 @@ GRADE_LEVELS: Mapping[Grade, Level] = {
     "degraded": "caution",
     "broken": "bad",
 }
+# How a loss compares with the expected one: the largest ratio, the colour, the words.
+BESIDE_EXPECTED: tuple[tuple[float, Level, str], ...] = (
+    (1.0, "good", "As expected"),
+    (FAR, "caution", "Worse than expected"),
+    (math.inf, "bad", "Far worse than expected"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +56,12 @@ class Verdict:
         grade: the absolute one, whatever size and bits; None where nothing is judged.
         level: for colours: the worse of the grade and of what size and bits lead to expect; of
             files that are close or usable, at most caution.
-        title: the grade in words.
+        title: the grade in formatting.
         reason: what decides, without capital and full stop.
         expected: the loss beside that of good files of this size and bits, as a sentence; empty
-            where there is no measure.
-        notes: further findings that count, texts that do not, and a size without measure, as
-            sentences.
+            where none is known.
+        notes: sentences on further findings that count, texts that do not, and a size whose loss
+            is not known.
         hint: what helps where nothing is judged; empty otherwise.
         next_steps: options to try where the file loses too much; empty where it does not.
     """
@@ -70,7 +77,7 @@ class Verdict:
 
 
 def judge(report: QualityReport) -> Verdict:
-    """The verdict: the worst of all aspects."""
+    """The verdict: the worst of all graded figures."""
     logits = report.logits
     if logits is None:
         if report.model_type in DRAFTERS:
@@ -80,8 +87,8 @@ def judge(report: QualityReport) -> Verdict:
     refused = _refusal(logits)
     if refused is not None:
         return refused
-    found = aspects_of(logits)
-    worst = max(found, key=lambda aspect: GRADES.index(aspect.grade))
+    found = graded_figures(logits)
+    worst = max(found, key=lambda figure: GRADES.index(figure.grade))
     expected, level = _beside_others(report, found[0])
     growing = drift(logits)
     others = [a for a in found[1:] if a is not worst and a.grade == worst.grade != found[0].grade]
@@ -93,10 +100,10 @@ def judge(report: QualityReport) -> Verdict:
         reason=_reason(found[0], worst),
         expected=expected,
         notes=(
-            *(f"{words.sentence(a.text).rstrip('.')} ({a.bound})." for a in others),
+            *(f"{sentence(a.text).rstrip('.')} ({a.bound})." for a in others),
             *_close_call(found, worst.grade),
             *(() if growing is None else (growing,)),
-            *left_out(logits),
+            *texts_left_out(logits),
             *_too_small(report),
         ),
         next_steps=() if color == "good" else next_steps(report),
@@ -116,7 +123,7 @@ def _refusal(logits: LogitQuality) -> Verdict | None:
     if not logits.perplexity_original < UNREADABLE:
         return _not_judged(
             f"the original itself cannot read {printable(logits.text_name)} (perplexity "
-            f"{words.number(logits.perplexity_original, 0)}), so the figures say nothing about "
+            f"{number(logits.perplexity_original, 0)}), so the figures say nothing about "
             f"text that it can",
             "measure on text of the kind that the model is for: --eval-text FILE",
         )
@@ -126,9 +133,9 @@ def _refusal(logits: LogitQuality) -> Verdict | None:
         return None
     known = ""
     if error is not None:
-        known = f", for the mean KL is only known as {words.kl_with_error(logits.kl_mean, error)}"
+        known = f", for the mean KL is only known as {kl_with_error(logits.kl_mean, error)}"
     return _not_judged(
-        f"a verdict takes {words.about(need)} scored tokens and there are "
+        f"a verdict takes {about(need)} scored tokens and there are "
         f"{logits.scored_tokens:,}{known}",
         "measure on a longer text: --eval-text FILE",
     )
@@ -138,15 +145,15 @@ def _not_judged(reason: str, hint: str) -> Verdict:
     return Verdict(None, "unknown", "Not judged", reason, hint=hint)
 
 
-def _reason(first: Aspect, worst: Aspect) -> str:
+def _reason(first: GradedFigure, worst: GradedFigure) -> str:
     if first.grade == worst.grade:
         return f"{first.text} ({first.bound})"
     return f"{first.text}, but {worst.text} ({worst.bound})"
 
 
-def _close_call(found: Sequence[Aspect], grade: Grade) -> list[str]:
-    """A sentence where no aspect is of the worst grade but for its standard error."""
-    plain = max((aspect.plain_grade for aspect in found), key=GRADES.index)
+def _close_call(found: Sequence[GradedFigure], grade: Grade) -> list[str]:
+    """A sentence where no figure is of the worst grade but for its standard error."""
+    plain = max((figure.plain_grade for figure in found), key=GRADES.index)
     if plain == grade:
         return []
     return [
@@ -155,28 +162,25 @@ def _close_call(found: Sequence[Aspect], grade: Grade) -> list[str]:
     ]
 
 
-def measure(report: QualityReport) -> Expectation | None:
+def expected_loss(report: QualityReport) -> Expectation | None:
     """The loss of good files of the report's bits in models of its size; None if there are none."""
-    return expectation(main_bits(report.weights), size_of(report))
+    return expectation(main_bits(report.weights), parameters_of(report))
 
 
-def size_of(report: QualityReport) -> int | None:
-    """Parameters of the model; of older files the packed ones; None where nothing is packed."""
+def parameters_of(report: QualityReport) -> int | None:
+    """Parameters of the model, else the packed ones; None where nothing is packed either."""
     return report.parameters or sum(row.weights for row in report.weights) or None
 
 
-def _beside_others(report: QualityReport, mean: Aspect) -> tuple[str, Level]:
+def _beside_others(report: QualityReport, mean: GradedFigure) -> tuple[str, Level]:
     """The loss beside that of good files of the same bits and size: a sentence and its level."""
-    found, bits, size = measure(report), main_bits(report.weights), size_of(report)
+    found, bits, size = expected_loss(report), main_bits(report.weights), parameters_of(report)
     if found is None or bits is None:
         return "", "good"
     ratio = mean.judged / found.kl
-    level: Level = "good" if ratio <= 1 else "caution" if ratio <= FAR else "bad"
-    start = {"good": "As expected", "caution": "Worse than expected"}.get(
-        level, "Far worse than expected"
-    )
+    level, start = next(row[1:] for row in BESIDE_EXPECTED if ratio <= row[0])
     few = f" (held to the measure of {LEAST_BITS} bits)" if bits < LEAST_BITS else ""
-    model = "a model" if size is None else f"a model of {words.count(size)} parameters"
+    model = "a model" if size is None else f"a model of {count(size)} parameters"
     return (
         f"{start} of {bits}-bit weights{few} in {model}: good files stay below {found.kl:g}.",
         level,
@@ -185,10 +189,10 @@ def _beside_others(report: QualityReport, mean: Aspect) -> tuple[str, Level]:
 
 def _too_small(report: QualityReport) -> list[str]:
     """A sentence about a model that only its size leaves without an expectation."""
-    bits, size = main_bits(report.weights), size_of(report)
-    if size is None or measure(report) is not None or expectation(bits, None) is None:
+    bits, size = main_bits(report.weights), parameters_of(report)
+    if size is None or expected_loss(report) is not None or expectation(bits, None) is None:
         return []
     return [
-        f"The loss to expect is only known of models from {words.count(SMALLEST)} parameters on; "
-        f"this one has {words.count(size)}."
+        f"The loss to expect is only known of models from {count(SMALLEST)} parameters on; "
+        f"this one has {count(size)}."
     ]

@@ -45,6 +45,12 @@ ARCHITECTURES: Mapping[str, Architecture[Any]] = {
     )
     for model_type in family.model_types
 }
+# Known families without an implementation, by model_type, and what they would need.
+WANTING: Mapping[str, str] = dict.fromkeys(
+    ("qwen4_exp", "qwen4_exp_text"),
+    "beside Qwen3.5's mixtures it has hyper-connections (several residual streams, mixed by every "
+    "layer), sparse attention to blocks that an indexer chooses, and a table of n-gram embeddings",
+)
 DRAFTERS: Mapping[str, Architecture[Any]] = {dflash.CLASS: dflash.ARCHITECTURE}
 DRAFTS = "DraftModel"  # ends the class of every drafter
 SUPPORTED = tuple(ARCHITECTURES)
@@ -63,6 +69,11 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture[Any]:
         kind = kind_of(config)
         by_class = kind.endswith(DRAFTS)
         value = kind if by_class else str(config.get("model_type"))
+        if kind in WANTING:
+            raise UnsupportedModelError(
+                f"config.json: model_type `{kind}` is not implemented: {WANTING[kind]}",
+                hint=f"supported: {', '.join(SUPPORTED)}",
+            )
         raise UnsupportedModelError(
             f"config.json: {'class' if by_class else 'model_type'} `{value[:MAX_SHOWN]}` is not "
             "supported",

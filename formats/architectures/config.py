@@ -50,12 +50,15 @@ class Experts:
         chosen: how many of them every token passes through.
         inner: width of an expert.
         shared_inner: width of the expert that all tokens pass through; None without one.
+        normed: the shares of a token's chosen experts sum to one; else each is its share in a
+            softmax over all experts.
     """
 
     count: int
     chosen: int
     inner: int
     shared_inner: int | None
+    normed: bool = True
 
 
 @dataclass(frozen=True, slots=True)

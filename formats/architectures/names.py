@@ -1,6 +1,7 @@
 """Parts of a tensor's or module's name: before the layer, its number, and inside the layer."""
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 _LAYER = re.compile(r"^((?:.*\.)?)layers\.(\d+)\.(.+)$")
@@ -67,3 +68,18 @@ def any_expert(name: str) -> str:
     'model.layers.0.mlp.experts.*.up_proj'
     """
     return _EXPERT.sub(".experts.*.", name)
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Ascending numbers, of layers for instance, as ranges.
+
+    >>> spans([0, 1, 2, 5])
+    '0-2, 5'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)

@@ -4,7 +4,7 @@ transformers `Qwen3MoeForCausalLM`. Files on the Hub hold the experts one by one
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lowbit.formats.architectures import dense
@@ -18,7 +18,6 @@ from lowbit.formats.architectures.experts import (
     ROUTERS_PATTERN,
     read_experts,
 )
-from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.fields import Field, read_field
 
 NORMED = Field("norm_topk_prob", "flag", default=False)  # absent is false in transformers
@@ -48,12 +47,7 @@ class Qwen3MoeConfig(DenseConfig):
                 implemented, or two keys disagree.
         """
         check_features(config, {**dense.FEATURES, **FEATURES}, read=COUNT_NAMES)
-        if not read_field(config, NORMED):
-            raise UnsupportedModelError(
-                f"config.json: `{NORMED.key}: false` is not implemented",
-                hint=f"implemented: true; a `{NORMED.key}` that is absent is false",
-            )
-        experts = read_experts(config, shared=False)
+        experts = replace(read_experts(config, shared=False), normed=read_field(config, NORMED))
         return cls(intermediate_size=experts.inner, mixture=experts, **dense.read_values(config))
 
 

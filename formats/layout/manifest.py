@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from lowbit.formats.errors import FormatError
-from lowbit.formats.layout.records import load_object, record, records
+from lowbit.formats.layout.records import load_object, record
 
 MANIFEST_FILE = "lowbit.json"
 FORMAT_VERSION = 1
@@ -188,29 +188,11 @@ def read_manifest(folder: Path) -> Manifest | None:
         content = load_object(path, "format_version", FORMAT_VERSION, hint)
     except FileNotFoundError:
         return None
-    where = str(path)
-    for key, kind in (
-        ("source_tensors", SourceTensor),
-        ("tensors", OutputTensor),
-        ("files", OutputFile),
-    ):
-        content[key] = records(kind, content.get(key), f"{where}: {key}")
-    content["source"] = record(Source, content.get("source"), f"{where}: source")
-    made = content.setdefault("calibration", None)
-    if made is not None:
-        content["calibration"] = record(Calibration, made, f"{where}: calibration")
-    if content.setdefault("draft_head", None) is not None:
-        content["draft_head"] = record(
-            DraftVocabulary, content["draft_head"], f"{where}: draft_head"
-        )
-    if content.setdefault("mtp_training", None) is not None:
-        trained = content["mtp_training"]
-        content["mtp_training"] = record(MtpTraining, trained, f"{where}: mtp_training")
-    manifest = record(Manifest, content, where)
+    manifest = record(Manifest, content, str(path))
     for name in (*(file.name for file in manifest.files), *(row.file for row in manifest.tensors)):
         relative = PurePosixPath(name)
         if relative.is_absolute() or not relative.parts or ".." in relative.parts:
-            raise FormatError(f"`{where}`: file `{name}` is not inside the folder")
+            raise FormatError(f"`{path}`: file `{name}` is not inside the folder")
     return manifest
 
 

@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -36,55 +36,23 @@ def parse_object(
     Raises:
         FormatError: not a JSON object, or of another version.
     """
-    return _versioned(raw, path, version_key, (version,), hint)[1]
-
-
-def load_versioned(
-    path: Path, version_key: str, known: Sequence[int], hint: str
-) -> tuple[int, dict[str, Any]]:
-    """Read the version of a file that lowbit wrote, and its JSON object without the version.
-
-    Args:
-        path: of the file.
-        version_key: key of the version in the object.
-        known: versions that can be read.
-        hint: advice for a file of another version.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointError: not a regular file, or a link out of its folder.
-        FormatError: not a JSON object, or of a version that is not known.
-    """
-    return _versioned(read_bytes(path), path, version_key, known, hint)
-
-
-def _versioned(
-    raw: bytes, path: Path, version_key: str, known: Sequence[int], hint: str
-) -> tuple[int, dict[str, Any]]:
     content = strict_json.object_of(raw, path, FormatError)
     found = content.pop(version_key, None)
-    if type(found) is not int or found not in known:
+    if type(found) is not int or found != version:
         what = version_key.replace("_", " ")
-        reads = " and ".join(map(str, known))
-        raise FormatError(f"`{path}`: {what} {found}, this release reads {reads}", hint=hint)
-    return found, content
-
-
-def records(kind: type[Record], content: Any, where: str) -> tuple[Record, ...]:
-    """Make a tuple of dataclasses from a JSON list; errors as in `record`."""
-    if not isinstance(content, list):
-        raise FormatError(f"`{where}` is not a list")
-    return tuple(record(kind, row, where) for row in content)
+        raise FormatError(f"`{path}`: {what} {found}, this release reads {version}", hint=hint)
+    return content
 
 
 def record(kind: type[Record], content: Any, where: str) -> Record:
-    """Make a dataclass from a JSON object that has exactly its fields.
+    """Make a dataclass, and all those within, from a JSON object that has exactly its fields.
 
     A list stands for a tuple, and null for infinity where a float is required, since JSON has
     neither.
 
     Args:
-        kind: dataclass whose fields are scalars, tuples, dicts or dataclasses made before.
+        kind: dataclass whose fields are scalars, dicts, dataclasses, tuples, or one of them or
+            None.
         content: the object.
         where: names it in messages.
 
@@ -99,16 +67,25 @@ def record(kind: type[Record], content: Any, where: str) -> Record:
         raise FormatError(
             f"`{where}`: missing keys {sorted(missing)}, unknown keys {sorted(extra)}"
         )
-    values = {name: _read(value, kinds[name]) for name, value in content.items()}
+    values = {name: _read(content[name], kinds[name], f"{where}: {name}") for name in kinds}
     for name, value in values.items():
         if not _fits(value, kinds[name]):
             raise FormatError(f"`{where}`: `{name}` cannot be {json.dumps(content[name])[:80]}")
     return kind(**values)
 
 
-def _read(value: Any, kind: Any) -> Any:
-    if isinstance(value, list) and get_origin(kind) is tuple:
-        return tuple(value)
+def _read(value: Any, kind: Any, where: str) -> Any:
+    """A JSON value with dataclasses, tuples and infinity in the places of their stand-ins."""
+    if is_dataclass(kind):
+        return record(kind, value, where)  # type: ignore[arg-type]
+    args = get_args(kind)
+    if get_origin(kind) is UnionType:
+        inner = next(filter(is_dataclass, args), None)
+        return value if value is None or inner is None else _read(value, inner, where)
+    if get_origin(kind) is tuple and isinstance(value, list):
+        return tuple(_read(item, args[0], where) for item in value)
+    if get_origin(kind) is tuple and is_dataclass(args[0]):
+        raise FormatError(f"`{where}` is not a list")
     return math.inf if value is None and kind is float else value
 
 

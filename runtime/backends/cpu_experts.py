@@ -15,7 +15,7 @@ def mixture(x: Tensor, experts: ExpertWeights[CpuLinear]) -> Tensor:
     """
     E = len(experts.gate_up) - experts.shared
     scores = linear(x.float(), DenseLinear(experts.router.float()))  # [M, E], or one more
-    shares, numbers = routes(scores[:, :E], experts.chosen)
+    shares, numbers = routes(scores[:, :E], experts.chosen, experts.normed)
     places = numbers.flatten().argsort(stable=True)  # by expert, then by token
     counts: list[int] = numbers.flatten().bincount(minlength=E).tolist()
     parts = torch.split(places, [count for count in counts if count])
@@ -31,19 +31,21 @@ def mixture(x: Tensor, experts: ExpertWeights[CpuLinear]) -> Tensor:
     return out
 
 
-def routes(scores: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
+def routes(scores: Tensor, chosen: int, normed: bool) -> tuple[Tensor, Tensor]:
     """The experts of every token: the likeliest, of equal ones those of lower number.
 
     Args:
         scores: [M, E] float32, of the router.
         chosen: k, experts of a token.
+        normed: shares sum to one; else they are those of a softmax over all experts.
 
     Returns:
-        [M, k] float32, shares that sum to one, and [M, k] int64, the experts' numbers.
+        [M, k] float32, shares, and [M, k] int64, the experts' numbers.
     """
     likely, numbers = scores.softmax(-1).sort(dim=-1, descending=True, stable=True)
     likely = likely[:, :chosen].contiguous()
-    return likely / likely.sum(-1, keepdim=True), numbers[:, :chosen].contiguous()
+    shares = likely / likely.sum(-1, keepdim=True) if normed else likely
+    return shares, numbers[:, :chosen].contiguous()
 
 
 def _gated(x: Tensor, gate_up: CpuLinear, down: CpuLinear) -> Tensor:

@@ -48,12 +48,12 @@ def check_experts(experts: Experts, hidden: int) -> None:
 def mixture(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[GpuLinear]) -> Tensor:
     """Add the output of the experts for the normed x to x; see `Ops.moe`."""
     gate_up, down = stacked(experts.gate_up), stacked(experts.down)
-    chosen, shared = experts.chosen, experts.shared
+    chosen, shared, normed = experts.chosen, experts.shared, experts.normed
     if x.shape[0] <= EXPERTS_TOKENS:
         scores = dense_gemv(x, experts.router, norm=norm, eps=eps, dtype=torch.float32)
-        routes = None if x.shape[0] == 1 else experts_route(scores, chosen, shared)
+        routes = None if x.shape[0] == 1 else experts_route(scores, chosen, shared, normed)
         act = experts_gate_up(x, norm, eps, scores, routes, gate_up, chosen, shared)
-        return experts_down(act, scores, routes, down, chosen, shared, x)
+        return experts_down(act, scores, routes, down, chosen, shared, x, normed)
     h = rms_norm(x, norm, eps)
     scores = torch.mm(h, experts.router.T, out_dtype=torch.float32)
-    return experts_gemm(h, scores, gate_up, down, chosen, shared, x)
+    return experts_gemm(h, scores, gate_up, down, chosen, shared, x, normed)

@@ -26,7 +26,7 @@ from lowbit.runtime.text.tokenizer import Tokenizer
 from lowbit.runtime.weights.linear import Linear
 from lowbit.runtime.weights.weights import Weights
 
-TEXTS = ("simplewiki-4kB.txt", "gsm8k-train-2kB.txt", "code-2kB.txt")
+TEXTS = ("simplewiki-4kB.txt", "gsm8k-train-2kB.txt", "python-stdlib-2kB.txt")
 MOST_TOKENS = 2048
 FEWEST_TOKENS = 64  # of an expert; the scales of one that saw fewer are searched unweighted
 

@@ -44,6 +44,7 @@ def read_mlp(weights: Weights[W], p: str, experts: Experts | None) -> Mlp[W]:
         down=weights.stack([(f"{one}.down_proj",) for one in each]),
         chosen=experts.chosen,
         shared=shared,
+        normed=experts.normed,
     )
 
 

@@ -124,6 +124,8 @@ class ExpertWeights(Generic[W]):
         chosen: experts of a token.
         shared: the last expert is one that all tokens pass through, which may have another width
             and another scheme.
+        normed: the shares of a token's chosen experts sum to one; else each is its share in a
+            softmax over all experts.
     """
 
     router: Tensor
@@ -131,3 +133,4 @@ class ExpertWeights(Generic[W]):
     down: Sequence[W]
     chosen: int
     shared: bool
+    normed: bool = True

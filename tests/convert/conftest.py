@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lowbit.convert.pipeline import prospect
+from lowbit.convert.pipeline import estimate
 from lowbit.formats.architectures import tensor_table
 from tests.short_models import Shorten
 
@@ -59,7 +59,7 @@ def _few_threads() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Estimates assume a fast machine instead of measuring this one."""
-    monkeypatch.setattr(prospect, "matmul_rate", lambda *_: 1e12)
+    monkeypatch.setattr(estimate, "matmul_rate", lambda *_: 1e12)
 
 
 @pytest.fixture(scope="session")

@@ -140,6 +140,17 @@ def test_unknown_model_type_is_named(model_type: Any) -> None:
     assert error.value.hint == f"supported: {', '.join(SUPPORTED)}"
 
 
+@pytest.mark.parametrize("model_type", ["qwen4_exp", "qwen4_exp_text"])
+def test_a_known_family_is_refused_with_what_it_would_need(model_type: str) -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        tensor_table({"model_type": model_type, "text_config": {"hc_count": 4}})
+    said = str(error.value)
+    assert said.startswith(f"config.json: model_type `{model_type}` is not implemented: ")
+    for part in ("hyper-connections", "sparse attention", "n-gram embeddings"):
+        assert part in said
+    assert error.value.hint == f"supported: {', '.join(SUPPORTED)}"
+
+
 def test_config_without_model_type() -> None:
     with pytest.raises(UnsupportedModelError, match="model_type `None`"):
         tensor_table({})

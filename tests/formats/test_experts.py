@@ -138,7 +138,7 @@ def test_fused_and_single_experts_in_a_layer_are_refused() -> None:
         (DENSE, {"num_local_experts": 64}, "`num_experts: 128` and `num_local_experts: 64`"),
         (DENSE, {"num_experts_per_tok": 200}, "`num_experts_per_tok` 200 is more than the 128"),
         (DENSE, {"moe_intermediate_size": None}, "lacks `moe_intermediate_size`"),
-        (DENSE, {"norm_topk_prob": False}, "`norm_topk_prob: false` is not implemented"),
+        (DENSE, {"norm_topk_prob": 1}, "`norm_topk_prob` must be"),
         (DENSE, {"mlp_only_layers": [3]}, "`mlp_only_layers: a list of 1` is not implemented"),
         (DENSE, {"decoder_sparse_step": 2}, "`decoder_sparse_step: 2` is not implemented"),
         (DENSE, {"n_routed_experts": 8}, "`n_routed_experts: 8` is not implemented"),
@@ -153,11 +153,20 @@ def test_unsupported_values_are_named(name: str, changes: dict[str, Any], words:
     assert words in str(caught.value)
 
 
-def test_an_absent_norm_of_the_chosen_weights_is_false() -> None:
+def test_an_absent_norm_of_the_shares_is_false() -> None:
+    """As in transformers; Qwen3.5 has no such key and always norms."""
     content = config(DENSE)
+    normed = []
+    for value in (True, False):
+        experts = read_config({**content, "norm_topk_prob": value}).experts
+        assert experts is not None
+        normed.append(experts.normed)
     del content["norm_topk_prob"]
-    with pytest.raises(UnsupportedModelError, match="norm_topk_prob"):
-        tensor_table(content)
+    for other in (content, config(HYBRID)):
+        experts = read_config(other).experts
+        assert experts is not None
+        normed.append(experts.normed)
+    assert normed == [True, False, False, True]
 
 
 @pytest.mark.parametrize("kind", ["tiny-qwen3-moe", "tiny-qwen3.5-moe"])

@@ -1,34 +1,25 @@
 """Results of the commands, as terminal tables and as JSON objects."""
 
 import shlex
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from lowbit.convert.cli.tables.prospect import methods, prospect_json
 from lowbit.convert.pipeline.conversion import Conversion
-from lowbit.convert.pipeline.preview import Preview
+from lowbit.convert.pipeline.finetune import Finetuned
+from lowbit.convert.pipeline.own_text import OwnText
 from lowbit.convert.pipeline.verification import Verification
-from lowbit.convert.plan.plan import Plan, Step
-from lowbit.convert.plan.readers import (
-    one_scheme_misfits,
-    runtime_verdict,
-    smaller_groups,
-    transformers_verdict,
-    vllm_verdict,
-)
-from lowbit.convert.report.remarks import rounded_head
+from lowbit.convert.plan.readers import runtime_verdict, transformers_verdict, vllm_verdict
+from lowbit.convert.report.formatting import MISSING, ORDINALS, number, percent, size
 from lowbit.convert.report.reporting import Reported
 from lowbit.convert.report.terminal import WORST, render_terminal
 from lowbit.convert.report.verdict import judge
-from lowbit.convert.report.words import percent, size
-from lowbit.formats.architectures import Part, is_drafter, part_of
-from lowbit.formats.architectures.names import MTP_PREFIX, any_expert, split_layer, without_model
+from lowbit.convert.report.warnings import rounded_head
+from lowbit.formats.architectures import is_drafter
 from lowbit.formats.layout.manifest import DraftVocabulary
 from lowbit.formats.printable import printable
 from lowbit.formats.shell.output import note
@@ -36,11 +27,6 @@ from lowbit.formats.shell.tables import plain_table, results, styled
 from lowbit.formats.text.tokenizer import TOKENIZER_FILE
 
 DONE = ("✓", "bold green")
-PARTS: dict[Part, str] = {
-    "decoder": "decoder",
-    "mtp": "multi-token prediction",
-    "vision": "vision tower",
-}
 
 
 def conversion(done: Conversion, found: Reported) -> None:
@@ -156,170 +142,6 @@ def conversion_json(done: Conversion, found: Reported) -> dict[str, Any]:
     }
 
 
-def plan(view: Preview) -> None:
-    """Show the fate of every kind of tensor, sizes, memory and the vLLM verdict."""
-    console = results()
-    title = f"plan for {view.source}"
-    table = plain_table(title, ("tensor", "shape", "becomes"), ("count", "from", "to"))
-    for kind, steps in _kinds(view.plan).items():
-        first = steps[0]
-        table.add_row(
-            styled(kind.name, (" of the embedding" if first.rereads else "", "dim")),
-            _shape(kind.shape),
-            _fate(first),
-            str(len(steps)),
-            size(sum(step.source.nbytes for step in steps)) if not first.rereads else "",
-            size(sum(step.output_bytes for step in steps)),
-        )
-    console.print(table)
-    dropped = Counter(step.reason for step in view.plan.steps if step.fate == "dropped")
-    for reason, count in dropped.items():
-        console.print(f"{count} dropped ({reason})")
-    parts = view.plan.parameters
-    if len(parts) > 1:
-        counts = (f"{part} {count / 1e6:,.1f} M" for part, count in parts.items())
-        console.print(f"{sum(parts.values()):,} parameters: {', '.join(counts)}")
-    console.print(
-        f"{size(view.plan.source_bytes)} → {size(view.plan.output_bytes)} in "
-        f"{len(view.plan.shards)} file{'s' if len(view.plan.shards) > 1 else ''}, "
-        f"{view.plan.bits_per_weight:.2f} bits per weight; other files {size(view.other_bytes)}"
-    )
-    if view.plan.draft_rows:
-        console.print(
-            f"draft head: {view.plan.draft_rows:,} rows of lm_head, INT4, "
-            f"{size(view.plan.draft_bytes)} in draft/"
-        )
-    groups = smaller_groups(view.plan)
-    if groups is not None:
-        console.print(groups)
-    console.print(f"peak RAM of the conversion: at most {size(view.peak_ram)}")
-    console.print(methods(view.prospect))
-    console.print(
-        f"memory to run it on a GPU: {size(view.run_bytes)} of weights, "
-        f"{size(view.sequence_bytes)} for a context of {view.context:,} tokens, or "
-        f"{size(view.int8_sequence_bytes)} with --kv-cache int8"
-    )
-    if any(step.rereads for step in view.plan.steps):
-        cost = ", but rules out the rotation" if view.plan.rotated else ""
-        console.print(
-            "the head is untied: it adds bytes and is read faster; "
-            f"--lm-head bf16 keeps it tied and the file smaller{cost}"
-        )
-    if view.plan.recipe.drop_vision:
-        console.print(
-            "without its vision tower the result loads through text classes only: "
-            "transformers AutoModelForCausalLM, vLLM with --language-model-only"
-        )
-    if view.vllm:
-        console.print(styled("vLLM: ", ("cannot load the result", "bold red")))
-        for reason in view.vllm:
-            console.print(f"  {reason}")
-    else:
-        console.print("vLLM: can load the result" + _head_note(view))
-    if wrong := transformers_verdict(view.plan):
-        console.print(styled("transformers: ", ("cannot load the result", "bold red")))
-        console.print(f"  {wrong}")
-    if misfits := one_scheme_misfits(view.plan):
-        console.print(
-            f"export to gptq or awq: needs --dequantize for {', '.join(misfits)}; mlx and gguf "
-            "need nothing"
-        )
-    if view.unserved:
-        console.print(styled("lowbit-run: ", ("cannot serve the result", "bold red")))
-        console.print(f"  {view.unserved}")
-
-
-def _head_note(view: Preview) -> str:
-    quantized = view.plan.schemes.get("lm_head") is not None
-    return " (a quantized lm_head needs a release from 2026-03 on)" if quantized else ""
-
-
-def plan_json(view: Preview) -> dict[str, Any]:
-    """The object of `plan --json`."""
-    wrong = transformers_verdict(view.plan)
-    return {
-        "source": view.source,
-        "recipe": view.plan.recipe.to_json(),
-        "source_bytes": view.plan.source_bytes,
-        "output_bytes": view.plan.output_bytes,
-        "other_bytes": view.other_bytes,
-        "bits_per_weight": view.plan.bits_per_weight,
-        "parameters": dict(view.plan.parameters),
-        "draft_rows": view.plan.draft_rows,
-        "draft_bytes": view.plan.draft_bytes,
-        "peak_ram_bytes": view.peak_ram,
-        "prospect": prospect_json(view.prospect),
-        "smaller_groups": smaller_groups(view.plan),
-        "dequantized_for_gptq_and_awq": one_scheme_misfits(view.plan),
-        "run": {
-            "weight_bytes": view.run_bytes,
-            "context": view.context,
-            "sequence_bytes": view.sequence_bytes,
-            "int8_sequence_bytes": view.int8_sequence_bytes,
-        },
-        "vllm": {"loads": not view.vllm, "reasons": list(view.vllm)},
-        "transformers": {"loads": wrong is None, "reason": wrong},
-        "lowbit_run": {"serves": view.unserved is None, "reason": view.unserved},
-        "files": [{"name": s.file, "size_bytes": s.size} for s in view.plan.shards],
-        "tensors": [
-            {
-                "name": step.source.name,
-                "dtype": step.source.dtype_name,
-                "shape": list(step.source.shape),
-                "fate": step.fate,
-                "reason": step.reason,
-                "scheme": str(step.scheme) if step.scheme else None,
-                "outputs": [name for name, _, _ in step.outputs],
-                "output_bytes": step.output_bytes,
-            }
-            for step in view.plan.steps
-        ],
-    }
-
-
-class Kind(NamedTuple):
-    """Properties that the tensors of a row share."""
-
-    name: str
-    shape: tuple[int, ...] | None
-    stored: str
-    rereads: bool = False
-
-
-def _kinds(plan: Plan) -> dict[Kind, list[Step]]:
-    """Steps that differ by the numbers of layer and expert alone, together."""
-    kinds: dict[Kind, list[Step]] = {}
-    for step in plan.steps:
-        info = step.source
-        stored = str(step.scheme or info.dtype_name if step.fate != "dropped" else step.fate)
-        name = f"{step.module}.weight" if step.rereads else info.name
-        kind = _kind(part_of(plan.config, name), name, info.shape, stored, step.scheme is None)
-        kinds.setdefault(kind._replace(rereads=step.rereads), []).append(step)
-    return kinds
-
-
-def _kind(part: Part, name: str, shape: tuple[int, ...], stored: str, dense: bool) -> Kind:
-    """`mlp.up_proj` for every layer's; parts beside the decoder in one row where they are dense."""
-    if part == "vision" or (part == "mtp" and dense):
-        return Kind(PARTS[part], None, stored)
-    short = without_model(split_layer(any_expert(name)).rest).removesuffix(".weight")
-    if part == "mtp":
-        short = MTP_PREFIX + short.removeprefix(MTP_PREFIX)
-    return Kind(short, shape, stored)
-
-
-def _shape(sizes: Iterable[int] | None) -> str:
-    return "" if sizes is None else "x".join(map(str, sizes))
-
-
-def _fate(step: Step) -> Text:
-    if step.fate == "quantized":
-        return styled((str(step.scheme), "cyan"))
-    if step.fate == "rotated":
-        return styled(f"{step.source.dtype_name}, rotated")
-    return styled(("dropped", "yellow") if step.fate == "dropped" else step.source.dtype_name)
-
-
 def verification(result: Verification) -> None:
     """Print the checks that passed."""
     console = results()
@@ -361,4 +183,51 @@ def quality_json(folder: Path, found: Reported) -> dict[str, Any]:
         "verdict": asdict(judge(found.quality)),
         "quality": found.quality.to_json(),
         "notes": list(found.notes),
+    }
+
+
+def finetuned(done: Finetuned) -> None:
+    """Print the drafts before and after, and what became of the folder."""
+    console = results()
+    title = f"drafts on {done.held_out} windows held out, learned on {done.windows}"
+    table = plain_table(title, ("draft",), ("before", "after", "tokens a round", "after "))
+    for name, before, after in zip_longest(ORDINALS, done.before, done.after):
+        pair = (before, after)
+        right = (MISSING if x is None else percent(x.agreement, 1) for x in pair)
+        tokens = (MISSING if x is None else number(x.tokens_a_round, 2) for x in pair)
+        table.add_row(name, *right, *tokens)
+    console.print(table)
+    seconds = f"{done.steps} steps in {done.seconds:.0f} s"
+    if done.exchanged:
+        console.print(styled(DONE, f" {done.folder} has the trained head, {seconds}"))
+    else:
+        console.print(
+            styled(("!", "yellow"), f" {done.folder} is as it was: no better after {seconds}")
+        )
+
+
+def own_text(done: OwnText, source: str, revision: str | None) -> None:
+    """Show the file, answers, tokens and time, and the command that calibrates on it."""
+    cut = len(done.answers) - done.ended
+    results().print(
+        styled(
+            DONE,
+            f" {done.file} written in {done.seconds:.1f} s: {len(done.answers):,} answers of "
+            f"{done.tokens:,} tokens ({cut:,} were cut), then the bundled text",
+        )
+    )
+    chosen = [] if revision is None else ["--revision", revision]
+    command = ["lowbit-convert", source, "OUT", "--calib", str(done.file), *chosen]
+    note(f"next: {shlex.join(command)}", fold=False)
+
+
+def own_text_json(done: OwnText) -> dict[str, Any]:
+    """Figures of `own_text` as the object of `--json`."""
+    return {
+        "file": str(done.file),
+        "answers": len(done.answers),
+        "ended": done.ended,
+        "tokens": done.tokens,
+        "batch": done.batch,
+        "seconds": done.seconds,
     }

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.convert.measure.difference import Difference
-from lowbit.convert.report.words import percent
+from lowbit.convert.report.formatting import percent
 from lowbit.formats.shell.output import note
 from lowbit.formats.shell.tables import plain_table, results, styled
 
@@ -53,7 +53,7 @@ def difference(a: Path, b: Path, found: Difference) -> None:
 
 
 def difference_json(a: Path, b: Path, found: Difference) -> dict[str, Any]:
-    """The object of `diff --json`; an infinite distance is null."""
+    """The object of `compare --diff --json`; an infinite distance is null."""
     content = asdict(found)
     for row in content["linears"]:
         if not math.isfinite(row["distance"]):

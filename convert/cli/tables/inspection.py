@@ -7,7 +7,7 @@ from typing import Any
 from rich.text import Text
 
 from lowbit.convert.measure.inspection import Entry, Inspection, Node, tree
-from lowbit.convert.report.words import size
+from lowbit.convert.report.formatting import size
 from lowbit.formats.shell.tables import plain_table, results, styled
 
 PREFIXES = ("model", "model.language_model", "language_model.model")

@@ -3,9 +3,8 @@
 from dataclasses import asdict
 from typing import Any
 
-from lowbit.convert.publish.preview import DryRun
-from lowbit.convert.publish.push import Published
-from lowbit.convert.report.words import size
+from lowbit.convert.publish.push import DryRun, Published
+from lowbit.convert.report.formatting import size
 from lowbit.formats.shell.tables import plain_table, results, styled
 
 

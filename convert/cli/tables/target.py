@@ -6,7 +6,7 @@ from typing import Any
 from lowbit.convert.plan.allocate import Allocation
 from lowbit.convert.plan.lookup import Found
 from lowbit.convert.plan.sensitivities import Row, Sensitivities, by_set
-from lowbit.convert.report import words
+from lowbit.convert.report import formatting
 from lowbit.formats.architectures.names import split_layer
 from lowbit.formats.shell.output import note
 from lowbit.formats.shell.tables import plain_table, results, styled
@@ -38,7 +38,8 @@ def sensitivities(found: Found) -> None:
     console.print(
         styled(
             (
-                f"on {record.windows} windows of {record.window} tokens of {record.text_name}; "
+                f"of {record.conditions}, on {record.windows} windows of {record.window} tokens "
+                f"of {record.text_name}; "
                 f"{'computed now' if found.is_new else 'known'}"
                 f"{'' if found.failure else f': {found.file}'}",
                 "dim",
@@ -64,7 +65,7 @@ def _ranked(record: Sensitivities) -> list[tuple[str, list[Row]]]:
 
 
 def _figures(rows: list[Row], columns: list[str]) -> list[str]:
-    by_scheme = {str(row.scheme): words.kl(row.kl) for row in rows}
+    by_scheme = {str(row.scheme): formatting.kl(row.kl) for row in rows}
     return [f"{rows[0].weights:,}", *(by_scheme.get(column, "") for column in columns)]
 
 
@@ -82,5 +83,5 @@ def allocation(chosen: Allocation, found: Found) -> None:
     note(
         f"chosen for {len(chosen.schemes)} sets: {parts}; "
         f"{chosen.plan.bits_per_weight:.3f} bits per weight, weight files "
-        f"{words.size(chosen.plan.output_bytes)}, estimated KL {words.kl(chosen.kl)}"
+        f"{formatting.size(chosen.plan.output_bytes)}, estimated KL {formatting.kl(chosen.kl)}"
     )

@@ -15,51 +15,33 @@ Change = Literal["conv", "gain"]
 
 C = TypeVar("C", bound=Config)
 
-
-def any_size(config: Config, source: PackedSource) -> None:
-    """Accept every size."""
-
-
-def any_layers(config: Config) -> None:
-    """Accept every order of layers."""
-
-
-def same_rows(config: Config, model_type: str, kind: str) -> None:
-    """Leave all rows in place."""
-
-
-def same_columns(config: Config, kind: str) -> None:
-    """Leave all columns in place."""
-
-
-def same_values(kind: str, role: Role, value: Tensor) -> Tensor:
-    """Leave a vector as it is."""
-    return value
-
-
-def no_keys(config: Config, source: PackedSource, prefix: str) -> dict[str, Value]:
-    """Add no metadata."""
-    return {}
-
-
-def no_tensors(config: Config) -> list[GgufTensor]:
-    """Add no tensors."""
-    return []
-
-
-def same_name(name: str) -> str:
-    """Leave a name as it is."""
-    return name
-
-
-def no_change(name: str) -> Change | None:
-    """Copy every dense tensor."""
-    return None
-
-
-def same_content(config: Config, source: PackedSource, content: dict[str, Any]) -> dict[str, Any]:
-    """Leave config.json as it is."""
-    return content
+# GGUF names of the tensors of a layer that several families have.
+ATTENTION: Mapping[str, str] = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}
+MLP: Mapping[str, str] = {
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+EXPERTS: Mapping[str, str] = {
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.*.gate_proj": "ffn_gate_exps",
+    "mlp.experts.*.up_proj": "ffn_up_exps",
+    "mlp.experts.*.down_proj": "ffn_down_exps",
+}
+SHARED_EXPERT: Mapping[str, str] = {
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +68,12 @@ class Gguf(Generic[C]):
     names: Mapping[str, str]
     inside: Mapping[str, str]
     mtp: Mapping[str, str] = field(default_factory=dict)
-    check: Callable[[C, PackedSource], None] = any_size
-    rows_of: Callable[[C, str, str], Tensor | None] = same_rows
-    columns_of: Callable[[C, str], Tensor | None] = same_columns
-    vector: Callable[[str, Role, Tensor], Tensor] = same_values
-    metadata: Callable[[C, PackedSource, str], dict[str, Value]] = no_keys
-    more_tensors: Callable[[C], list[GgufTensor]] = no_tensors
+    check: Callable[[C, PackedSource], None] = lambda config, source: None
+    rows_of: Callable[[C, str, str], Tensor | None] = lambda config, model_type, kind: None
+    columns_of: Callable[[C, str], Tensor | None] = lambda config, kind: None
+    vector: Callable[[str, Role, Tensor], Tensor] = lambda kind, role, value: value
+    metadata: Callable[[C, PackedSource, str], dict[str, Value]] = lambda config, source, prefix: {}
+    more_tensors: Callable[[C], list[GgufTensor]] = lambda config: []
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +88,12 @@ class Mlx(Generic[C]):
         config: completes the content of config.json.
     """
 
-    name_of: Callable[[str], str] = same_name
-    check: Callable[[C], None] = any_layers
-    change: Callable[[str], Change | None] = no_change
-    config: Callable[[C, PackedSource, dict[str, Any]], dict[str, Any]] = same_content
+    name_of: Callable[[str], str] = lambda name: name
+    check: Callable[[C], None] = lambda config: None
+    change: Callable[[str], Change | None] = lambda name: None
+    config: Callable[[C, PackedSource, dict[str, Any]], dict[str, Any]] = (
+        lambda config, source, content: content
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ llama.cpp's `llama` rotates neighbours instead of halves, so rows of q and k are
 import torch
 from torch import Tensor
 
-from lowbit.convert.export.architectures.architecture import Exported, Gguf, Mlx
-from lowbit.convert.export.architectures.layer_names import ATTENTION, MLP
+from lowbit.convert.export.architectures.architecture import ATTENTION, MLP, Exported, Gguf, Mlx
 from lowbit.convert.export.gguf_file import GgufTensor
 from lowbit.convert.export.rope import mlx_rope
 from lowbit.convert.export.source import PackedSource

@@ -12,8 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.convert.export.architectures.architecture import Change, Exported, Gguf, Mlx
-from lowbit.convert.export.architectures.layer_names import ATTENTION, MLP
+from lowbit.convert.export.architectures.architecture import (
+    ATTENTION,
+    MLP,
+    Change,
+    Exported,
+    Gguf,
+    Mlx,
+)
 from lowbit.convert.export.gguf_blocks import BLOCK
 from lowbit.convert.export.gguf_file import U32, I32s, Value
 from lowbit.convert.export.rope import mlx_scaling

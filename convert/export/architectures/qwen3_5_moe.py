@@ -4,8 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from lowbit.convert.export.architectures import qwen3_5
-from lowbit.convert.export.architectures.architecture import Exported, Mlx
-from lowbit.convert.export.architectures.layer_names import EXPERTS, SHARED_EXPERT
+from lowbit.convert.export.architectures.architecture import EXPERTS, SHARED_EXPERT, Exported, Mlx
 from lowbit.convert.export.architectures.qwen3_moe import stacked_name
 from lowbit.convert.export.source import PackedSource
 from lowbit.formats.architectures.decoder import TEXT, text_part

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.ptx.memory import load4_l2
-from lowbit.runtime.kernels.ptx.mma import as_float, as_word, largest_signed, least
+from lowbit.runtime.kernels.ptx.mma import across, as_float, as_word, largest_signed, least
 
 LOWEST = gl.constexpr(-(1 << 31))  # an expert that is none, or has been chosen
 
@@ -106,18 +106,22 @@ def ordered(word):
 
 
 @gluon.jit
-def shares(scores, found, CHOICE: gl.constexpr):
+def shares(scores, found, lane, CHOICE: gl.constexpr):
     """Softmax over the scores that were found, the largest first; the sigmoid of a shared one's.
 
-    scores: see `scores_of`.
+    Without CHOICE.NORMED the softmax is over the scores of all experts, in an order of their own
+    whatever the step. scores: see `scores_of`.
     """
     CHOSEN: gl.constexpr = CHOICE.CHOSEN
     parts = ()
     for i in gl.static_range(CHOSEN):
         parts = parts + (gl.exp(found[i] - found[0]),)
-    total = parts[0]  # type: ignore[misc]
-    for i in gl.static_range(1, CHOSEN):
-        total += parts[i]
+    if CHOICE.NORMED:
+        total = parts[0]  # type: ignore[misc]
+        for i in gl.static_range(1, CHOSEN):
+            total += parts[i]
+    else:
+        total = _sum_of_all(scores, found[0], lane, CHOICE.EXPERTS)
     out = ()
     for i in gl.static_range(CHOSEN):
         out = out + (parts[i] / total,)
@@ -125,3 +129,19 @@ def shares(scores, found, CHOICE: gl.constexpr):
         gate = as_float(load4_l2(scores + 4 * CHOICE.EXPERTS))
         out = out + (1.0 / (1.0 + gl.exp(-gate)),)
     return out
+
+
+@gluon.jit
+def _sum_of_all(scores, most, lane, EXPERTS: gl.constexpr):
+    """Sum of exp(score - most) over all experts, in every lane."""
+    total = 0.0 * lane.to(gl.float32)
+    for j in gl.static_range((EXPERTS + 31) // 32):
+        number = gl.minimum(lane + 32 * j, EXPERTS - 1)
+        part = gl.exp(as_float(load4_l2(scores + number.to(gl.int64) * 4)) - most)
+        total += gl.where(lane + 32 * j < EXPERTS, part, 0.0)
+    total += across(total, 16)
+    total += across(total, 8)
+    total += across(total, 4)
+    total += across(total, 2)
+    total += across(total, 1)
+    return total

@@ -110,7 +110,7 @@ def _experts_down_kernel(
         for slot in gl.static_range(SLOTS):
             share = share + (as_float(load4_l2(_address(shares_ptr + token * SLOTS + slot, zero))),)
     else:
-        share = shares(scores, found, CHOICE)
+        share = shares(scores, found, lane, CHOICE)
     if PLAN.PDL:
         if PLAN.LAUNCH.ahead:
             gdc_wait()
@@ -213,6 +213,7 @@ def experts_down(
     chosen: int,
     shared: bool,
     x: Tensor,
+    normed: bool = True,
 ) -> Tensor:
     """Multiply by the down weights of every token's experts, weigh, and add the residual.
 
@@ -224,6 +225,7 @@ def experts_down(
         chosen: experts of a token, beside the shared one.
         shared: the last expert is every token's.
         x: [M, N], the residual.
+        normed: the shares of chosen experts sum to one; else a softmax over all experts has them.
 
     Returns:
         [M, N] in x's dtype.
@@ -245,7 +247,7 @@ def experts_down(
         y,
         w.N,
         w.tiles,
-        PLAN=_plan(choice_of(len(w), chosen, shared), w.constants, launch, pdl),
+        PLAN=_plan(choice_of(len(w), chosen, shared, normed), w.constants, launch, pdl),
         num_warps=launch.warps,
         maxnreg=register_cap(x, launch.registers),
         launch_pdl=pdl,

@@ -43,6 +43,7 @@ def experts_gemm(
     chosen: int,
     shared: bool,
     x: Tensor,
+    normed: bool = True,
 ) -> Tensor:
     """Add the output of its experts to every token, for many tokens.
 
@@ -54,6 +55,7 @@ def experts_gemm(
         chosen: experts of a token, beside the shared one.
         shared: the last expert is every token's.
         x: [M, K], the residual.
+        normed: the shares of chosen experts sum to one; else a softmax over all experts has them.
 
     Returns:
         [M, K] in x's dtype.
@@ -61,7 +63,7 @@ def experts_gemm(
     y = torch.empty_like(x)
     for first in range(0, x.shape[0], EXPERTS_CHUNK):
         part = slice(first, first + EXPERTS_CHUNK)
-        routes = experts_route(scores[part], chosen, shared)
+        routes = experts_route(scores[part], chosen, shared, normed)
         order, ends = by_expert(routes.numbers, len(gate_up))
         blocks = blocks_of(order, ends, EXPERTS_GEMM.rows)
         act = gate_up_blocks(h[part], order, blocks, gate_up, chosen + shared, EXPERTS_GEMM)

@@ -19,17 +19,19 @@ class Choice:
         EXPERTS: that may be chosen; the number of the shared one follows theirs.
         CHOSEN: of a token.
         SLOTS: of a token, that of the shared one included, which is the last.
+        NORMED: shares of the chosen ones sum to one; else a softmax over all EXPERTS has them.
     """
 
     EXPERTS: int
     CHOSEN: int
     SLOTS: int
+    NORMED: bool
 
 
 @cache
-def choice_of(experts: int, chosen: int, shared: bool) -> Choice:
+def choice_of(experts: int, chosen: int, shared: bool, normed: bool = True) -> Choice:
     """The choice of `chosen` among so many experts, of which the last may be every token's."""
-    return Choice(experts - shared, chosen, chosen + shared)
+    return Choice(experts - shared, chosen, chosen + shared, normed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

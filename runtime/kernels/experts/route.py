@@ -1,7 +1,8 @@
 """experts_route: the experts of every token and their shares.
 
     numbers[b, :k] = the k likeliest experts of token b, of equal ones those of lower number first
-    shares[b, :k]  = softmax of their scores; a shared expert follows with the sigmoid of its own
+    shares[b, :k]  = softmax of their scores, or their shares in the softmax of all scores; a shared
+                     expert follows with the sigmoid of its own
 
 Layout  scores [M, experts] fp32 -> numbers [M, slots] int32, shares [M, slots] fp32
 Plan    a program, which is one warp, takes a token
@@ -46,7 +47,7 @@ def _experts_route_kernel(
     token = gl.program_id(0)
     scores = scores_of(scores_ptr, token, zero, CHOICE)
     numbers, found = likeliest(scores, lane, CHOICE)
-    share = shares(scores, found, CHOICE)
+    share = shares(scores, found, lane, CHOICE)
     own = share[0]
     for slot in gl.static_range(1, SLOTS):
         own = gl.where(lane == slot, share[slot], own)
@@ -56,13 +57,14 @@ def _experts_route_kernel(
     gl.store(shares_ptr + at, own, mask=lane < SLOTS)
 
 
-def experts_route(scores: Tensor, chosen: int, shared: bool) -> Routes:
+def experts_route(scores: Tensor, chosen: int, shared: bool, normed: bool = True) -> Routes:
     """Experts of every token.
 
     Args:
         scores: [M, experts] float32, of the router.
         chosen: experts of a token, beside the shared one.
         shared: the last expert is every token's.
+        normed: the shares of chosen experts sum to one; else a softmax over all experts has them.
 
     Returns:
         Numbers and shares; slots are at most 32.
@@ -78,7 +80,7 @@ def experts_route(scores: Tensor, chosen: int, shared: bool) -> Routes:
         scores,
         numbers,
         found,
-        CHOICE=choice_of(experts, chosen, shared),
+        CHOICE=choice_of(experts, chosen, shared, normed),
         PDL=pdl,
         num_warps=1,
         launch_pdl=pdl,

@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lowbit.convert.calibrate import autoround, distill, distilled, held_out
-from lowbit.convert.calibrate.request import CalibrationRequest
+from lowbit.convert.calibrate import distill, distilled, learned, windows
+from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.calibrate.store import PREFIX
 from lowbit.convert.export.export import export
 from lowbit.convert.measure.compare import measure_weights
+from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.original.layer import Layer, stages
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.walk import load_layer
@@ -40,10 +41,10 @@ class _StopError(Exception):
 @pytest.fixture(autouse=True)
 def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training long enough to help, short enough to wait for."""
-    monkeypatch.setattr(autoround, "STEPS", 12)
-    monkeypatch.setattr(distill, "STEPS", 5)
-    monkeypatch.setattr(distilled, "STEPS", 5)
-    monkeypatch.setattr(held_out, "BATCH_TOKENS", 4 * LENGTH)
+    monkeypatch.setattr(learned, "AUTOROUND_STEPS", 12)
+    monkeypatch.setattr(distill, "DISTILL_STEPS", 5)
+    monkeypatch.setattr(distilled, "DISTILL_STEPS", 5)
+    monkeypatch.setattr(windows, "STEP_TOKENS", 4 * LENGTH)
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +88,7 @@ def test_another_command_leaves_finished_layers_alone(
     if other == "export":
         convert(short, tmp_path / "packed", Recipe(head="bf16"))
     commands: dict[str, Callable[[], object]] = {
-        "recipe": lambda: convert(short, out),
+        "recipe": lambda: convert(short, out, Recipe()),
         "calibration": lambda: convert(
             short, out, gptq, calibration=CalibrationRequest(text, 3, LENGTH)
         ),
@@ -99,7 +100,7 @@ def test_another_command_leaves_finished_layers_alone(
     assert ("--overwrite" in caught.value.hint) == (other != "export")
     assert layers.items() <= {p.name: p.read_bytes() for p in partial_of(out).iterdir()}.items()
     if other == "recipe":
-        done = convert(short, out, overwrite=True)
+        done = convert(short, out, Recipe(), overwrite=True)
         assert not list(done.folder.glob(f"{PREFIX}*"))
 
 
@@ -306,15 +307,22 @@ def test_a_rotated_file_is_a_plain_checkpoint(calibrated: Make, short: Path, cli
     kl = (p.exp() * (p - q)).sum(-1).mean()
     assert kl < 0.1  # 0.073 on random tokens; a matrix left in the old basis ruins every token
     [found] = [
-        row for row in measure_weights(short, done.folder) if row.name.endswith("0.mlp.up_proj")
+        row
+        for row in measure_weights(open_pair(short, done.folder))
+        if row.name.endswith("0.mlp.up_proj")
     ]
     [made] = [row for row in done.weights if row.name == found.name]
     assert found.relative_l2 == pytest.approx(made.relative_l2, rel=1e-6)
-    plain = convert(short, done.folder.with_name("plain"))
+    plain = convert(short, done.folder.with_name("plain"), Recipe())
     exported = export(done.folder, done.folder.with_name("exported"), "gptq", dequantize=True)
-    [again] = [r for r in measure_weights(short, exported.folder) if r.name == found.name]
+    [again] = [
+        r for r in measure_weights(open_pair(short, exported.folder)) if r.name == found.name
+    ]
     assert again.relative_l2 == pytest.approx(found.relative_l2, rel=1e-2)  # FP16 scales
-    assert "one is rotated: its weights differ" in cli("diff", plain.folder, done.folder).stderr
+    assert (
+        "one is rotated: its weights differ"
+        in cli("compare", "--diff", plain.folder, done.folder).stderr
+    )
 
 
 def test_models_that_would_change_are_not_rotated(

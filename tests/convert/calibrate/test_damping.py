@@ -1,12 +1,16 @@
 """Damping chosen on windows held out, judged on inputs that neither choice has seen."""
 
+import pytest
 import torch
 from torch import Tensor
 
-from lowbit.convert.calibrate.damping import DAMPINGS, fitting_factor
+from lowbit.convert.calibrate import moments as calibrate_moments
+from lowbit.convert.calibrate.damping import DAMPINGS, choose_damping
 from lowbit.convert.calibrate.gptq import factorize
 from lowbit.convert.calibrate.linear import gptq
-from lowbit.convert.calibrate.moments import Moments, quieted
+from lowbit.convert.calibrate.moments import Moments, loudness_caps, measure
+from lowbit.convert.calibrate.windows import Windows
+from lowbit.convert.original.layer import Layer, batches
 from lowbit.formats.layout.scheme import Scheme
 
 K, SCHEME = 128, Scheme(4, 32)
@@ -28,7 +32,7 @@ def error(w: Tensor, tokens: int, damping: float | None) -> tuple[float, float]:
     """The damping used, and the mean square error on fresh inputs, in FP64."""
     learned, held = moments(*inputs(tokens, 2)), moments(*inputs(512, 3))
     if damping is None:
-        factor = fitting_factor(w, SCHEME, "signed", learned, held)
+        factor = choose_damping(w, SCHEME, "signed", learned, held)
     else:
         factor = factorize(learned.damped(damping))
     found = gptq(w, SCHEME, "signed", learned, factor).weight.double()
@@ -61,14 +65,43 @@ def test_nothing_held_out() -> None:
     w = torch.randn(8, K)
     learned = moments(*inputs(512, 7))
     expected = factorize(learned.damped(DAMPINGS[0]))
-    assert torch.equal(fitting_factor(w, SCHEME, "signed", learned, None).U, expected.U)
+    assert torch.equal(choose_damping(w, SCHEME, "signed", learned, None).U, expected.U)
 
 
 def test_no_token_is_louder_than_the_median() -> None:
     x = torch.randn(101, K, generator=torch.Generator().manual_seed(8))
     x[0] *= 1000
     x[1] = 0
-    power = (x * quieted(x)).square().sum(1)
+    power = (x * loudness_caps(x, 101)).square().sum(1)
     torch.testing.assert_close(power.max(), x.square().sum(1).median())
     below = x.square().sum(1) < power.max()
-    assert torch.equal(x[below], (x * quieted(x))[below])
+    assert torch.equal(x[below], (x * loudness_caps(x, 101))[below])
+
+
+def test_tokens_are_compared_with_those_around_them_alone() -> None:
+    x = torch.randn(200, K, generator=torch.Generator().manual_seed(8))
+    x[100:] *= 1000
+    apart = torch.cat([loudness_caps(x[:100], 100), loudness_caps(x[100:], 100)])
+    assert torch.equal(loudness_caps(x, 100), apart)
+    assert not torch.equal(loudness_caps(x, 200), apart)
+
+
+@pytest.mark.parametrize("length", [384, 512, 2000, 4096, 10_000])
+def test_moments_do_not_depend_on_the_batches_of_a_device(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer that is one linear, on batches as a CPU and as a GPU takes them."""
+    module = torch.nn.ModuleDict({"proj": torch.nn.Linear(8, 8, bias=False)})
+    module.forward = lambda hidden: module["proj"](hidden)
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(24_000 // length + 1, length, 8, generator=generator)
+    hidden *= torch.rand(len(hidden), 1, 1, generator=generator) * 100  # loud and quiet windows
+    windows, own = Windows(hidden, hidden, len(hidden)), Layer(module, {})
+    cpu = torch.device("cpu")
+    expected, _ = measure(own, own, "proj", windows, cpu, None)
+    on_gpu = batches(hidden, torch.device("cuda"))
+    monkeypatch.setattr(calibrate_moments, "batches", lambda states, device: on_gpu)
+    found, _ = measure(own, own, "proj", windows, cpu, None)
+    torch.testing.assert_close(found.H, expected.H, rtol=1e-4, atol=1e-3)
+    assert sum(part.stop - part.start for part in on_gpu) == len(hidden)
+    assert max(part.stop - part.start for part in on_gpu) * length <= max(8192, length)

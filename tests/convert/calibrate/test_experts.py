@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from lowbit.convert.calibrate import choose, experts
 from lowbit.convert.calibrate.experts import FEWEST_TOKENS, Routed, split, tokens_of_experts
 from lowbit.convert.calibrate.moments import paired
-from lowbit.convert.calibrate.request import CalibrationRequest
+from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.measure.coverage import Coverage, coverage_of, few_tokens
 from lowbit.convert.measure.record import read_quality
 from lowbit.convert.pipeline.conversion import Conversion, convert
@@ -20,6 +20,7 @@ from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.report.reporting import write_weight_report
 from lowbit.formats.architectures import read_config, tensor_table
 from lowbit.formats.architectures.names import expert_of, split_layer
+from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).parents[3]
@@ -85,7 +86,7 @@ def test_coverage_is_reported(calibrated: Make, monkeypatch: pytest.MonkeyPatch)
     done = calibrated(FUSED, "weighted")
     assert [len(row.expert_tokens) for row in done.calibration] == [6] * 4
     assert {sum(row.expert_tokens) for row in done.calibration} == {SAMPLES * LENGTH * 2}
-    report = write_weight_report(done).quality
+    report = write_weight_report(done, open_packed(done.folder)).quality
     assert report.coverage == coverage_of(done.calibration)
     read = read_quality(done.folder)
     assert read is not None

@@ -143,6 +143,27 @@ def make_packed() -> MakePacked:
     return make
 
 
+@pytest.fixture
+def pack_dense(tmp_path: Path, make_packed: MakePacked) -> Callable[..., Path]:
+    """Pack the dense model: (scheme of a spec, edit of the tensors), and keys of its config."""
+
+    def pack(choose: Choose, edit: Edit | None = None, **config: Any) -> Path:
+        return make_packed(tmp_path / "packed", {**DENSE, **config}, choose, edit)
+
+    return pack
+
+
+@pytest.fixture
+def pack_hybrid(tmp_path: Path, make_packed: MakePacked) -> Callable[..., Path]:
+    """Pack the Qwen3.5 model: (scheme of a spec, edit of the tensors), and keys of its text."""
+
+    def pack(choose: Choose, edit: Edit | None = None, **text: Any) -> Path:
+        config = {**HYBRID, "text_config": {**TEXT, **text}}
+        return make_packed(tmp_path / "packed", config, choose, edit)
+
+    return pack
+
+
 def _linear(spec: TensorSpec, scheme: Scheme, generator: torch.Generator) -> dict[str, Tensor]:
     """Codes over the whole range, scales of both signs."""
     N, K = spec.shape

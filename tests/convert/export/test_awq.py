@@ -32,9 +32,9 @@ def dequantized(tensors: dict[str, Any], module: str) -> np.ndarray[Any, Any]:
 
 
 def test_values_are_those_of_the_packed_folder(
-    tmp_path: Path, make_packed: Any, hybrid_config: dict[str, Any], int4_body: Any
+    tmp_path: Path, pack_hybrid: Any, int4_body: Any
 ) -> None:
-    packed = make_packed(tmp_path / "packed", hybrid_config, int4_body)
+    packed = pack_hybrid(int4_body)
     done = export(packed, tmp_path / "out", "awq")
     written = load_file(tmp_path / "out" / "model.safetensors")
     compared = 0
@@ -63,7 +63,7 @@ def test_values_are_those_of_the_packed_folder(
     }
 
 
-def test_golden_word(tmp_path: Path, make_packed: Any, dense_config: dict[str, Any]) -> None:
+def test_golden_word(tmp_path: Path, pack_dense: Any) -> None:
     """Row i of the weight has code i: AWQ writes 0 2 4 6 1 3 5 7 from the lowest nibble on."""
     name = "model.layers.0.mlp.up_proj"
 
@@ -72,40 +72,27 @@ def test_golden_word(tmp_path: Path, make_packed: Any, dense_config: dict[str, A
         for row in range(8):
             words[row] = 0x11111111 * row
 
-    packed = make_packed(
-        tmp_path / "packed",
-        dense_config,
-        lambda spec: None if spec.role == "head" else Scheme(4, 32),
-        edit,
-    )
+    packed = pack_dense(lambda spec: None if spec.role == "head" else Scheme(4, 32), edit)
     export(packed, tmp_path / "out", "awq")
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert set(written[f"{name}.qweight"][:, 0].tolist()) == {0x75316420}
     assert set(written[f"{name}.qzeros"].flatten().tolist()) == {0x88888888 - 2**32}
 
 
-def test_int8_is_refused_by_name(
-    tmp_path: Path, make_packed: Any, hybrid_config: dict[str, Any], mixed: Any
-) -> None:
-    packed = make_packed(tmp_path / "packed", hybrid_config, mixed)
+def test_int8_is_refused_by_name(tmp_path: Path, pack_hybrid: Any, mixed: Any) -> None:
+    packed = pack_hybrid(mixed)
     with pytest.raises(FormatError, match=r"linear_attn.out_proj` .*INT8 g32, and AWQ holds INT4"):
         export(packed, tmp_path / "out", "awq")
 
 
-def test_a_quantized_head_is_refused(
-    tmp_path: Path, make_packed: Any, dense_config: dict[str, Any]
-) -> None:
-    packed = make_packed(tmp_path / "packed", dense_config, lambda spec: Scheme(4, 32))
+def test_a_quantized_head_is_refused(tmp_path: Path, pack_dense: Any) -> None:
+    packed = pack_dense(lambda spec: Scheme(4, 32))
     with pytest.raises(FormatError, match=r"`lm_head` \(INT4 g32, .*expect the head unq"):
         export(packed, tmp_path / "out", "awq")
 
 
-def test_two_group_sizes_are_refused(
-    tmp_path: Path, make_packed: Any, dense_config: dict[str, Any]
-) -> None:
-    packed = make_packed(
-        tmp_path / "packed",
-        dense_config,
+def test_two_group_sizes_are_refused(tmp_path: Path, pack_dense: Any) -> None:
+    packed = pack_dense(
         lambda spec: (
             None
             if spec.role == "head"

@@ -12,6 +12,7 @@ from lowbit.convert import Recipe, convert
 from lowbit.convert.export.export import export
 from lowbit.convert.report.reporting import LogitRequest, prepare_report, write_full_report
 from lowbit.formats.errors import LowbitError
+from lowbit.formats.packed import open_packed
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Hashes, MakeModel
@@ -81,9 +82,10 @@ def test_the_tensor_is_named(cli: Any, made: Path, tmp_path: Path, suffix: str) 
 def test_a_damaged_folder_is_not_measured(made: Path, tmp_path: Path) -> None:
     packed = Path(shutil.copytree(made / FOLDER, tmp_path / FOLDER))
     flip(min(packed.glob("*.safetensors")), 8 * 90_000)
-    origin = prepare_report(packed, str(made / "source"), None)
+    opened = open_packed(packed)
+    origin = prepare_report(opened, str(made / "source"), None)
     with pytest.raises(LowbitError, match=r"is not what lowbit.json says"):
-        write_full_report(packed, origin, LogitRequest(()), lambda *_: None)
+        write_full_report(opened, origin, LogitRequest(()), lambda *_: None)
 
 
 def test_a_folder_without_manifest_gets_a_note(made: Path, tmp_path: Path) -> None:

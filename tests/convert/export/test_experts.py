@@ -241,3 +241,14 @@ def test_experts_are_quantized_all_or_none(
     export(packed, tmp_path / "out", "awq", dequantize=True)
     section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert section["modules_to_not_convert"] == ["mlp.gate", "mlp.experts", "lm_head"]
+
+
+def test_shares_that_are_not_normed(
+    tmp_path: Path, make_packed: Any, single_config: dict[str, Any], int4_body: Any
+) -> None:
+    """llama.cpp norms those of Qwen3's experts whatever the file says; mlx-lm reads the key."""
+    packed = make_packed(tmp_path / "packed", {**single_config, "norm_topk_prob": False}, int4_body)
+    with pytest.raises(FormatError, match="`norm_topk_prob: false`, and llama"):
+        export(packed, tmp_path / "gguf", "gguf")
+    export(packed, tmp_path / "mlx", "mlx")
+    assert json.loads((tmp_path / "mlx" / "config.json").read_text())["norm_topk_prob"] is False

@@ -21,8 +21,8 @@ TARGETS: tuple[Target, ...] = ("gptq", "awq", "mlx", "gguf")
 
 
 @pytest.fixture
-def packed(tmp_path: Path, make_packed: Any, dense_config: dict[str, Any], int4_body: Any) -> Path:
-    made: Path = make_packed(tmp_path / "packed", dense_config, int4_body)
+def packed(tmp_path: Path, pack_dense: Any, int4_body: Any) -> Path:
+    made: Path = pack_dense(int4_body)
     return made
 
 
@@ -46,9 +46,9 @@ def test_the_command_prints_its_proof(packed: Path, tmp_path: Path, cli: Any) ->
 
 
 def test_the_command_prints_its_result(
-    tmp_path: Path, make_packed: Any, hybrid_config: dict[str, Any], mixed: Any, cli: Any
+    tmp_path: Path, pack_hybrid: Any, mixed: Any, cli: Any
 ) -> None:
-    packed = make_packed(tmp_path / "packed", hybrid_config, mixed)
+    packed = pack_hybrid(mixed)
     done = cli("export", packed, tmp_path / "out", "--to", "gguf")
     assert done.exit_code == 0, done.stderr
     assert not done.stderr
@@ -112,16 +112,9 @@ def test_files_of_an_interrupted_export_are_replaced(packed: Path, tmp_path: Pat
     ],
 )
 def test_other_schemes_are_refused_by_name(
-    tmp_path: Path,
-    make_packed: Any,
-    dense_config: dict[str, Any],
-    target: Target,
-    scheme: Scheme,
-    message: str,
+    tmp_path: Path, pack_dense: Any, target: Target, scheme: Scheme, message: str
 ) -> None:
-    packed = make_packed(
-        tmp_path / "packed", dense_config, lambda spec: None if spec.role == "head" else scheme
-    )
+    packed = pack_dense(lambda spec: None if spec.role == "head" else scheme)
     with pytest.raises(FormatError, match=rf"`model.layers.0.self_attn.q_proj` .*{message}"):
         export(packed, tmp_path / "out", target)
     assert not (tmp_path / "out.partial").exists()

@@ -43,10 +43,8 @@ def tiled(weight: Array, first: int, key_heads: int, rows: int, axis: int = 0) -
     return np.moveaxis(np.concatenate([head, grouped.swapaxes(0, 1).reshape(rest.shape)]), 0, axis)
 
 
-def test_a_dense_model(
-    tmp_path: Path, make_packed: Any, dense_config: dict[str, Any], mixed: Any
-) -> None:
-    packed = make_packed(tmp_path / "packed", dense_config, mixed)
+def test_a_dense_model(tmp_path: Path, pack_dense: Any, mixed: Any) -> None:
+    packed = pack_dense(mixed)
     done = export(packed, tmp_path / "out", "gguf")
     assert done.files == ("LICENSE", "out.gguf")
     path = tmp_path / "out" / "out.gguf"
@@ -81,10 +79,8 @@ def test_a_dense_model(
     assert done.proof.copied == 1  # the embedding
 
 
-def test_metadata_of_a_dense_model(
-    tmp_path: Path, make_packed: Any, dense_config: dict[str, Any], mixed: Any
-) -> None:
-    packed = make_packed(tmp_path / "packed", dense_config, mixed)
+def test_metadata_of_a_dense_model(tmp_path: Path, pack_dense: Any, mixed: Any) -> None:
+    packed = pack_dense(mixed)
     export(packed, tmp_path / "out", "gguf")
     keys = keys_of(tmp_path / "out" / "out.gguf")
     expected = {
@@ -119,10 +115,8 @@ def test_metadata_of_a_dense_model(
     ]
 
 
-def test_a_hybrid_model(
-    tmp_path: Path, make_packed: Any, hybrid_config: dict[str, Any], mixed: Any
-) -> None:
-    packed = make_packed(tmp_path / "packed", hybrid_config, mixed)
+def test_a_hybrid_model(tmp_path: Path, pack_hybrid: Any, mixed: Any) -> None:
+    packed = pack_hybrid(mixed)
     done = export(packed, tmp_path / "out", "gguf")
     path = tmp_path / "out" / "out.gguf"
     written, types = tensors_of(path), types_of(path)
@@ -225,9 +219,7 @@ def test_other_dense_models(
         )
 
 
-def test_blocks_are_those_of_the_library(
-    tmp_path: Path, make_packed: Any, dense_config: dict[str, Any]
-) -> None:
+def test_blocks_are_those_of_the_library(tmp_path: Path, pack_dense: Any) -> None:
     """The exact bytes of a block: d = -0.5 in FP16, then low nibbles 0-15 and high 16-31."""
     name = "model.layers.0.mlp.up_proj"
 
@@ -237,7 +229,7 @@ def test_blocks_are_those_of_the_library(
         words[:, 2::4], words[:, 3::4] = -0x01234568, 0x76543210
         tensors[f"{name}.weight_scale"].fill_(-0.5)
 
-    packed = make_packed(tmp_path / "packed", dense_config, lambda spec: Scheme(4, 32), edit)
+    packed = pack_dense(lambda spec: Scheme(4, 32), edit)
     export(packed, tmp_path / "out", "gguf")
     read = gguf.GGUFReader(tmp_path / "out" / "out.gguf")
     (tensor,) = [t for t in read.tensors if t.name == "blk.0.ffn_up.weight"]
@@ -252,39 +244,29 @@ def test_blocks_are_those_of_the_library(
     ],
 )
 def test_sizes_unknown_to_llama_cpp_are_refused(
-    tmp_path: Path,
-    make_packed: Any,
-    hybrid_config: dict[str, Any],
-    int4_body: Any,
-    change: dict[str, Any],
-    message: str,
+    tmp_path: Path, pack_hybrid: Any, int4_body: Any, change: dict[str, Any], message: str
 ) -> None:
-    hybrid_config["text_config"] |= change
-    packed = make_packed(tmp_path / "packed", hybrid_config, int4_body)
+    packed = pack_hybrid(int4_body, **change)
     with pytest.raises(FormatError, match=message):
         export(packed, tmp_path / "out", "gguf")
 
 
 def test_heads_unknown_to_llama_cpp_are_refused(
-    tmp_path: Path, make_packed: Any, dense_config: dict[str, Any], int4_body: Any
+    tmp_path: Path, pack_dense: Any, int4_body: Any
 ) -> None:
-    packed = make_packed(tmp_path / "packed", {**dense_config, "model_type": "qwen2"}, int4_body)
+    packed = pack_dense(int4_body, model_type="qwen2")
     with pytest.raises(FormatError, match=r"4 heads of 32: .* add up to hidden_size = 64"):
         export(packed, tmp_path / "out", "gguf")
 
 
-def test_groups_below_a_block_are_refused(
-    tmp_path: Path, make_packed: Any, dense_config: dict[str, Any]
-) -> None:
-    packed = make_packed(tmp_path / "packed", dense_config, lambda spec: Scheme(4, 16))
+def test_groups_below_a_block_are_refused(tmp_path: Path, pack_dense: Any) -> None:
+    packed = pack_dense(lambda spec: Scheme(4, 16))
     with pytest.raises(FormatError, match="INT4 g16 with rows of 64: GGUF scales blocks of 32"):
         export(packed, tmp_path / "out", "gguf")
 
 
-def test_a_model_without_tokenizer_is_refused(
-    tmp_path: Path, make_packed: Any, dense_config: dict[str, Any], mixed: Any
-) -> None:
-    packed = make_packed(tmp_path / "packed", dense_config, mixed)
+def test_a_model_without_tokenizer_is_refused(tmp_path: Path, pack_dense: Any, mixed: Any) -> None:
+    packed = pack_dense(mixed)
     (packed / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no tokenizer.json, which a GGUF file needs"):
         export(packed, tmp_path / "out", "gguf")

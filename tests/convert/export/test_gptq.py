@@ -39,11 +39,9 @@ def dequantized(tensors: dict[str, Any], module: str, bits: int) -> np.ndarray[A
     "scheme", [Scheme(4, 32), Scheme(8, 32), Scheme(8, None)], ids=["int4", "int8", "row"]
 )
 def test_values_are_those_of_the_packed_folder(
-    tmp_path: Path, make_packed: Any, dense_config: dict[str, Any], scheme: Scheme
+    tmp_path: Path, pack_dense: Any, scheme: Scheme
 ) -> None:
-    packed = make_packed(
-        tmp_path / "packed", dense_config, lambda spec: None if spec.role == "head" else scheme
-    )
+    packed = pack_dense(lambda spec: None if spec.role == "head" else scheme)
     done = export(packed, tmp_path / "out", "gptq")
     written = load_plain(tmp_path / "out")
     for name, weight in dequantized_weights(packed).items():
@@ -73,7 +71,7 @@ def load_plain(folder: Path) -> dict[str, Any]:
     return {n: t.numpy() for n, t in stored.items() if t.dtype != torch.bfloat16}
 
 
-def test_golden_words(tmp_path: Path, make_packed: Any, dense_config: dict[str, Any]) -> None:
+def test_golden_words(tmp_path: Path, pack_dense: Any) -> None:
     """Words go over unchanged; the zero points of checkpoint format v1 are one less."""
     word = 0x76543210
     name = "model.layers.0.mlp.up_proj"
@@ -82,12 +80,7 @@ def test_golden_words(tmp_path: Path, make_packed: Any, dense_config: dict[str, 
         tensors[f"{name}.weight_packed"].fill_(word)
         tensors[f"{name}.weight_scale"].fill_(-0.5)
 
-    packed = make_packed(
-        tmp_path / "packed",
-        dense_config,
-        lambda spec: None if spec.role == "head" else Scheme(4, 32),
-        edit,
-    )
+    packed = pack_dense(lambda spec: None if spec.role == "head" else Scheme(4, 32), edit)
     export(packed, tmp_path / "out", "gptq")
     written = load_plain(tmp_path / "out")
     assert set(written[f"{name}.qweight"].flat) == {word}
@@ -99,9 +92,9 @@ def test_golden_words(tmp_path: Path, make_packed: Any, dense_config: dict[str, 
 
 
 def test_a_head_of_another_precision_is_refused(
-    tmp_path: Path, make_packed: Any, dense_config: dict[str, Any], mixed: Any
+    tmp_path: Path, pack_dense: Any, mixed: Any
 ) -> None:
-    packed = make_packed(tmp_path / "packed", dense_config, mixed)
+    packed = pack_dense(mixed)
     with pytest.raises(FormatError, match=r"1 of 15 linears: `lm_head` \(INT8 g32,") as caught:
         export(packed, tmp_path / "out", "gptq")
     assert caught.value.hint == (
@@ -112,10 +105,8 @@ def test_a_head_of_another_precision_is_refused(
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_config_names_a_quantized_head(
-    tmp_path: Path, make_packed: Any, dense_config: dict[str, Any]
-) -> None:
-    packed = make_packed(tmp_path / "packed", dense_config, lambda spec: Scheme(8, 32))
+def test_config_names_a_quantized_head(tmp_path: Path, pack_dense: Any) -> None:
+    packed = pack_dense(lambda spec: Scheme(8, 32))
     done = export(packed, tmp_path / "out", "gptq")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert config["lm_head"] is True
@@ -124,12 +115,10 @@ def test_config_names_a_quantized_head(
 
 
 def test_config_names_unquantized_linears_for_every_reader(
-    tmp_path: Path, make_packed: Any, hybrid_config: dict[str, Any], int4_body: Any
+    tmp_path: Path, pack_hybrid: Any, int4_body: Any
 ) -> None:
-    packed = make_packed(
-        tmp_path / "packed",
-        hybrid_config,
-        lambda spec: None if "layers.1.mlp.down_proj" in spec.name else int4_body(spec),
+    packed = pack_hybrid(
+        lambda spec: None if "layers.1.mlp.down_proj" in spec.name else int4_body(spec)
     )
     export(packed, tmp_path / "out", "gptq")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
@@ -152,21 +141,21 @@ def test_config_names_unquantized_linears_for_every_reader(
     "value", [1e-6, 70000.0, float("nan")], ids=["subnormal", "too large", "nan"]
 )
 def test_a_scale_that_fp16_cannot_hold_is_refused_by_name(
-    tmp_path: Path, make_packed: Any, dense_config: dict[str, Any], int4_body: Any, value: float
+    tmp_path: Path, pack_dense: Any, int4_body: Any, value: float
 ) -> None:
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.1.mlp.down_proj.weight_scale"][3, 2] = value
 
-    packed = make_packed(tmp_path / "packed", dense_config, int4_body, edit)
+    packed = pack_dense(int4_body, edit)
     with pytest.raises(FormatError, match=r"`model.layers.1.mlp.down_proj` .* row 3, group 2"):
         export(packed, tmp_path / "out", "gptq")
 
 
 def test_the_library_reads_the_same_tensors(
-    tmp_path: Path, make_packed: Any, dense_config: dict[str, Any], int4_body: Any
+    tmp_path: Path, pack_dense: Any, int4_body: Any
 ) -> None:
     """Header, alignment and dtypes hold for the safetensors library; names are GPTQ's."""
-    packed = make_packed(tmp_path / "packed", dense_config, int4_body)
+    packed = pack_dense(int4_body)
     export(packed, tmp_path / "out", "gptq", max_shard_bytes=20_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     shards = set(index["weight_map"].values())

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lowbit.convert.export.export import LAYOUTS, Target, export
-from lowbit.convert.export.misfits import prove_dequantized, spans, without
+from lowbit.convert.export.misfits import prove_dequantized, without
 from lowbit.convert.export.source import open_source
+from lowbit.formats.architectures.names import spans
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import unpack
@@ -51,9 +52,9 @@ def random_schemes(seed: int) -> Any:
 @pytest.mark.parametrize("target", ["gptq", "awq"])
 @pytest.mark.parametrize("seed", range(8))
 def test_misfits_are_rounded_once(
-    tmp_path: Path, make_packed: Any, dense_config: dict[str, Any], target: Target, seed: int
+    tmp_path: Path, pack_dense: Any, target: Target, seed: int
 ) -> None:
-    packed = make_packed(tmp_path / "packed", dense_config, random_schemes(seed))
+    packed = pack_dense(random_schemes(seed))
     exact = exact_weights(packed)
     with pytest.raises(FormatError, match=r"cannot hold \d+ of \d+ linears") as caught:
         export(packed, tmp_path / "out", target)
@@ -99,14 +100,9 @@ def names_of_readers(out: Path, target: Target, packed: set[str], plain: set[str
 
 @pytest.mark.parametrize("target", ["gptq", "awq"])
 def test_the_default_recipe_of_both_families(
-    tmp_path: Path,
-    cli: Any,
-    make_packed: Any,
-    hybrid_config: dict[str, Any],
-    mixed: Any,
-    target: str,
+    tmp_path: Path, cli: Any, pack_hybrid: Any, mixed: Any, target: str
 ) -> None:
-    packed = make_packed(tmp_path / "packed", hybrid_config, mixed)
+    packed = pack_hybrid(mixed)
     refused = cli("export", packed, tmp_path / "out", "--to", target)
     assert (refused.exit_code, refused.stdout) == (1, "")
     assert "cannot hold 4 of 26 linears: `linear_attn.out_proj` of layers 0-2" in refused.stderr
@@ -128,23 +124,16 @@ def test_the_default_recipe_of_both_families(
 
 @pytest.mark.parametrize("target", ["gptq", "awq"])
 def test_fitting_linears_are_the_same_with_dequantize(
-    tmp_path: Path,
-    make_packed: Any,
-    dense_config: dict[str, Any],
-    int4_body: Any,
-    target: Target,
-    hashes: Any,
+    tmp_path: Path, pack_dense: Any, int4_body: Any, target: Target, hashes: Any
 ) -> None:
-    packed = make_packed(tmp_path / "packed", dense_config, int4_body)
+    packed = pack_dense(int4_body)
     assert export(packed, tmp_path / "a", target).dequantized == ()
     assert export(packed, tmp_path / "b", target, dequantize=True).dequantized == ()
     assert hashes(tmp_path / "a") == hashes(tmp_path / "b")
 
 
-def test_a_folder_of_misfits_only_is_refused(
-    tmp_path: Path, make_packed: Any, dense_config: dict[str, Any]
-) -> None:
-    packed = make_packed(tmp_path / "packed", dense_config, lambda spec: Scheme(8, 32))
+def test_a_folder_of_misfits_only_is_refused(tmp_path: Path, pack_dense: Any) -> None:
+    packed = pack_dense(lambda spec: Scheme(8, 32))
     for dequantize in (False, True):
         with pytest.raises(FormatError, match=r"AWQ cannot hold 15 of 15 linears") as caught:
             export(packed, tmp_path / "out", "awq", dequantize=dequantize)
@@ -154,12 +143,12 @@ def test_a_folder_of_misfits_only_is_refused(
 
 @pytest.mark.parametrize("target", ["gptq", "awq"])
 def test_fused_linears_stay_together(
-    tmp_path: Path, make_packed: Any, dense_config: dict[str, Any], int4_body: Any, target: Target
+    tmp_path: Path, pack_dense: Any, int4_body: Any, target: Target
 ) -> None:
     def edit(tensors: dict[str, Tensor]) -> None:
         tensors["model.layers.1.self_attn.k_proj.weight_scale"][3, 1] = 1e-6  # not in FP16
 
-    packed = make_packed(tmp_path / "packed", dense_config, int4_body, edit)
+    packed = pack_dense(int4_body, edit)
     with pytest.raises(FormatError, match=r"cannot hold 3 of 14 .*engines fuse it with `k_proj`"):
         export(packed, tmp_path / "out", target)
     done = export(packed, tmp_path / "out", target, dequantize=True)
@@ -170,12 +159,12 @@ def test_fused_linears_stay_together(
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
 def test_values_that_are_not_finite_are_refused(
-    tmp_path: Path, make_packed: Any, dense_config: dict[str, Any], int4_body: Any, value: float
+    tmp_path: Path, pack_dense: Any, int4_body: Any, value: float
 ) -> None:
     def edit(tensors: dict[str, Tensor]) -> None:
         tensors["model.layers.1.mlp.down_proj.weight_scale"][3, 2] = value
 
-    packed = make_packed(tmp_path / "packed", dense_config, int4_body, edit)
+    packed = pack_dense(int4_body, edit)
     with pytest.raises(
         FormatError, match=r"`model.layers.1.mlp.down_proj` has values that are not"
     ):
@@ -183,10 +172,8 @@ def test_values_that_are_not_finite_are_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["packed"]  # found before the writing
 
 
-def test_the_proof_finds_one_wrong_number(
-    tmp_path: Path, make_packed: Any, dense_config: dict[str, Any], mixed: Any
-) -> None:
-    packed = make_packed(tmp_path / "packed", dense_config, mixed)
+def test_the_proof_finds_one_wrong_number(tmp_path: Path, pack_dense: Any, mixed: Any) -> None:
+    packed = pack_dense(mixed)
     export(packed, tmp_path / "out", "gptq", dequantize=True)
     whole = open_source(packed)
     source = without(whole, LAYOUTS["gptq"].misfits(whole), "GPTQ", dequantize=True)

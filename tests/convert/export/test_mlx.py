@@ -33,9 +33,9 @@ def named(name: str) -> str:
 
 
 def test_values_are_those_of_the_packed_folder(
-    tmp_path: Path, make_packed: Any, hybrid_config: dict[str, Any], mixed: Any
+    tmp_path: Path, pack_hybrid: Any, mixed: Any
 ) -> None:
-    packed = make_packed(tmp_path / "packed", hybrid_config, mixed)
+    packed = pack_hybrid(mixed)
     done = export(packed, tmp_path / "out", "mlx")
     file = tmp_path / "out" / "model.safetensors"
     with safe_open(file, "pt") as opened:
@@ -74,14 +74,8 @@ def test_values_are_those_of_the_packed_folder(
     assert config["text_config"]["tie_word_embeddings"] is False
 
 
-def test_wide_groups_repeat_their_scale(
-    tmp_path: Path, make_packed: Any, dense_config: dict[str, Any]
-) -> None:
-    packed = make_packed(
-        tmp_path / "packed",
-        dense_config,
-        lambda spec: None if spec.role == "head" else Scheme(4, None),
-    )
+def test_wide_groups_repeat_their_scale(tmp_path: Path, pack_dense: Any) -> None:
+    packed = pack_dense(lambda spec: None if spec.role == "head" else Scheme(4, None))
     export(packed, tmp_path / "out", "mlx")
     written = load_file(tmp_path / "out" / "model.safetensors")
     name = "model.layers.0.mlp.down_proj"  # rows of 96 = 3 groups of 32
@@ -91,43 +85,34 @@ def test_wide_groups_repeat_their_scale(
     )
 
 
-def test_a_bias_that_overflows_is_refused(
-    tmp_path: Path, make_packed: Any, dense_config: dict[str, Any], int4_body: Any
-) -> None:
+def test_a_bias_that_overflows_is_refused(tmp_path: Path, pack_dense: Any, int4_body: Any) -> None:
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.0.mlp.up_proj.weight_scale"][0, 0] = 3e38
 
-    packed = make_packed(tmp_path / "packed", dense_config, int4_body, edit)
+    packed = pack_dense(int4_body, edit)
     with pytest.raises(FormatError, match=r"`model.layers.0.mlp.up_proj`: the scale"):
         export(packed, tmp_path / "out", "mlx")
 
 
-def test_scales_that_fp16_cannot_hold_stay(
-    tmp_path: Path, make_packed: Any, dense_config: dict[str, Any], int4_body: Any
-) -> None:
+def test_scales_that_fp16_cannot_hold_stay(tmp_path: Path, pack_dense: Any, int4_body: Any) -> None:
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.0.mlp.up_proj.weight_scale"].mul_(1e-6)
 
-    packed = make_packed(tmp_path / "packed", dense_config, int4_body, edit)
+    packed = pack_dense(int4_body, edit)
     assert export(packed, tmp_path / "out", "mlx").proof.largest_difference == 0.0
 
 
-def test_irregular_layers_are_refused(
-    tmp_path: Path, make_packed: Any, hybrid_config: dict[str, Any], int4_body: Any
-) -> None:
+def test_irregular_layers_are_refused(tmp_path: Path, pack_hybrid: Any, int4_body: Any) -> None:
     full, linear = "full_attention", "linear_attention"
-    hybrid_config["text_config"]["layer_types"] = [full, linear, linear, full]
-    packed = make_packed(tmp_path / "packed", hybrid_config, int4_body)
+    packed = pack_hybrid(int4_body, layer_types=[full, linear, linear, full])
     with pytest.raises(FormatError, match="regular distances"):
         export(packed, tmp_path / "out", "mlx")
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_mlx_itself_reads_the_values(
-    tmp_path: Path, make_packed: Any, dense_config: dict[str, Any], bits: int
-) -> None:
+def test_mlx_itself_reads_the_values(tmp_path: Path, pack_dense: Any, bits: int) -> None:
     mx = pytest.importorskip("mlx.core")
-    packed = make_packed(tmp_path / "packed", dense_config, lambda spec: Scheme(bits, 32))
+    packed = pack_dense(lambda spec: Scheme(bits, 32))
     export(packed, tmp_path / "out", "mlx")
     loaded = mx.load(str(tmp_path / "out" / "model.safetensors"))
     mx.set_default_device(mx.cpu)

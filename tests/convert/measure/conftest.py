@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lowbit.convert.measure.measure import Measured, measure_logits
+from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.original.evaluation_text import Text
 from lowbit.formats.architectures import tensor_table
 from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, pack
@@ -49,7 +50,7 @@ def measure() -> Measure:
 
     def run(source: Path, packed: Path, progress: object = None, **texts: str) -> Measured:
         named = [Text(name, name, content) for name, content in texts.items()]
-        return measure_logits(source, packed, named, progress=progress)  # type: ignore[arg-type]
+        return measure_logits(open_pair(source, packed), named, progress=progress)  # type: ignore[arg-type]
 
     return run
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from lowbit.convert.measure.build import build_report, measure_sizes, parameters
+from lowbit.formats.packed import open_packed
+from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
 
 def test_sizes(tiny: Path, packed: Path, packed_tied: Path) -> None:
-    found = measure_sizes(packed, tiny)
+    found = measure_sizes(open_packed(packed), open_checkpoint(tiny))
     assert found.folder_bytes == sum(path.stat().st_size for path in packed.iterdir())
     source = sum(path.stat().st_size for path in tiny.iterdir())
     assert found.source_bytes == pytest.approx(source, rel=0.001)  # headers and config differ
@@ -25,7 +27,7 @@ def test_sizes(tiny: Path, packed: Path, packed_tied: Path) -> None:
     assert found.bits_per_weight == pytest.approx(expected, rel=0.01)
     size = (packed / "model.safetensors").stat().st_size
     assert found.bits_per_weight == 8 * size / (count + head)
-    tied = measure_sizes(packed_tied)
+    tied = measure_sizes(open_packed(packed_tied))
     assert tied.source_bytes is None
     expected = (body * 4.125 + head * 16 + 42 * 128) / count
     assert tied.bits_per_weight == pytest.approx(expected, rel=0.01)
@@ -36,9 +38,9 @@ def test_reports_do_not_count(packed: Path, tmp_path: Path) -> None:
     import shutil
 
     shutil.copytree(packed, tmp_path, dirs_exist_ok=True)
-    before = measure_sizes(tmp_path)
+    before = measure_sizes(open_packed(tmp_path))
     (tmp_path / "quality.html").write_text("x" * 1000)
-    assert measure_sizes(tmp_path) == before
+    assert measure_sizes(open_packed(tmp_path)) == before
 
 
 @pytest.mark.filterwarnings("ignore")  # other libraries' own
@@ -55,7 +57,7 @@ def test_parameters_equal_transformers(name: str) -> None:
 
 def test_date_and_original(tiny: Path, packed: Path) -> None:
     before = datetime.now(UTC).date()
-    found = build_report(packed, [], None, tiny, "org/tiny")
+    found = build_report(open_packed(packed), [], None, open_checkpoint(tiny), "org/tiny")
     assert found.measured_on is not None
     assert before <= date.fromisoformat(found.measured_on) <= datetime.now(UTC).date()
     assert (found.original, found.model_type) == ("org/tiny", "qwen3")
@@ -65,7 +67,7 @@ def test_date_and_original(tiny: Path, packed: Path) -> None:
 
 
 def test_manifest_hash(packed: Path) -> None:
-    assert build_report(packed, [], None).manifest_sha256 is None
+    assert build_report(open_packed(packed), [], None).manifest_sha256 is None
 
 
 def test_manifest_hash_is_of_its_bytes(
@@ -77,5 +79,5 @@ def test_manifest_hash_is_of_its_bytes(
     (tmp_path / "model.safetensors").write_bytes((packed / "model.safetensors").read_bytes())
     manifest = Manifest("0", Source(None, None, "", ""), {}, (), (), ())
     (tmp_path / "lowbit.json").write_bytes(manifest.to_bytes())
-    found = build_report(tmp_path, [], None)
+    found = build_report(open_packed(tmp_path), [], None)
     assert found.manifest_sha256 == hashlib.sha256(manifest.to_bytes()).hexdigest()

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lowbit.convert.measure.compare import measure_weights
+from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.original.weights import open_weights
 from lowbit.formats.errors import CheckpointError, FormatError
 
@@ -31,7 +32,7 @@ def test_weights_equal_those_of_the_compressed_tensors_reader(packed: Path) -> N
 
 
 def test_figures_equal_fp64(tiny: Path, packed: Path) -> None:
-    found = {row.name: row for row in measure_weights(tiny, packed)}
+    found = {row.name: row for row in measure_weights(open_pair(tiny, packed))}
     assert len(found) == 43
     source, ours = open_weights(tiny), open_weights(packed)
     pairs = {
@@ -52,7 +53,7 @@ def test_figures_equal_fp64(tiny: Path, packed: Path) -> None:
 
 def test_progress(tiny: Path, packed_tied: Path) -> None:
     seen: list[tuple[int, int]] = []
-    rows = measure_weights(tiny, packed_tied, progress=lambda *step: seen.append(step))
+    rows = measure_weights(open_pair(tiny, packed_tied), progress=lambda *step: seen.append(step))
     assert [row.name for row in rows if row.name == "lm_head"] == []
     assert len(seen) == len(rows) == 42
     assert seen[-1][0] == seen[-1][1] == sum(row.weights for row in rows)
@@ -60,7 +61,7 @@ def test_progress(tiny: Path, packed_tied: Path) -> None:
 
 def test_nothing_packed(tiny: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no packed linear"):
-        measure_weights(tiny, tiny)
+        measure_weights(open_pair(tiny, tiny))
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ def test_damaged_packed_linear(
 ) -> None:
     folder = damaged(**{key: value})
     with pytest.raises((FormatError, CheckpointError), match=message):
-        measure_weights(tiny, folder)
+        measure_weights(open_pair(tiny, folder))
     with pytest.raises((FormatError, CheckpointError)):
         open_weights(folder).read("model.layers.1.mlp.up_proj.weight", (768, 256), CPU)
 
@@ -113,4 +114,4 @@ def test_packed_but_not_in_the_config(tiny: Path, damaged: Callable[..., Path]) 
     assert "mlp[.]up_proj" in text
     (folder / "config.json").write_text(text.replace("mlp[.]up_proj", "mlp[.]nothing"))
     with pytest.raises(FormatError, match=r"up_proj` is packed but config\.json"):
-        measure_weights(tiny, folder)
+        measure_weights(open_pair(tiny, folder))

@@ -1,4 +1,4 @@
-"""`diff` names what differs, and how much of it."""
+"""`compare --diff` names what differs, and how much of it."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel") -> 
 
 @pytest.fixture(scope="module")
 def packed(model: Path) -> Path:
-    return convert(model, model.parent / "packed").folder
+    return convert(model, model.parent / "packed", Recipe()).folder
 
 
 def compared(a: Path, b: Path) -> Difference:
@@ -34,7 +34,7 @@ def compared(a: Path, b: Path) -> Difference:
 
 
 def test_nothing_differs(model: Path, packed: Path, tmp_path: Path) -> None:
-    again = convert(model, tmp_path / "again", max_shard_bytes=300_000).folder
+    again = convert(model, tmp_path / "again", Recipe(), max_shard_bytes=300_000).folder
     found = compared(packed, again)  # shards do not matter
     assert found.same
     assert found.recipe == ()
@@ -83,7 +83,7 @@ def test_one_code(packed: Path, tmp_path: Path) -> None:
 
 
 def test_a_dropped_vision_tower(hybrid: Path, tmp_path: Path) -> None:
-    whole = convert(hybrid, tmp_path / "whole").folder
+    whole = convert(hybrid, tmp_path / "whole", Recipe()).folder
     text = convert(hybrid, tmp_path / "text", Recipe(drop_vision=True)).folder
     found = compared(whole, text)
     assert [found.only_b, found.linears] == [()] * 2
@@ -94,17 +94,24 @@ def test_a_dropped_vision_tower(hybrid: Path, tmp_path: Path) -> None:
 def test_other_shapes(packed: Path, tmp_path: Path, make_model: "MakeModel") -> None:
     wide = make_model(tmp_path / "wide", intermediate_size=384)
     with pytest.raises(LowbitError, match=r"mlp.gate_proj` is \[256, 128\] and \[384, 128\]"):
-        compared(packed, convert(wide, tmp_path / "w").folder)
+        compared(packed, convert(wide, tmp_path / "w", Recipe()).folder)
 
 
 def test_command(cli: "Cli", packed: Path, model: Path, tmp_path: Path) -> None:
     other = convert(model, tmp_path / "o", Recipe(head="int4")).folder
-    content = json.loads(cli("diff", packed, other, "--json").stdout)
+    content = json.loads(cli("compare", "--diff", packed, other, "--json").stdout)
     assert content["same"] is False
     assert [row["module"] for row in content["linears"]] == ["lm_head"]
-    said = cli("diff", packed, other)
+    said = cli("compare", "--diff", packed, other)
     assert said.exit_code == 0
     assert "INT8 g128" in said.stdout
-    said = cli("diff", packed, packed)
+    said = cli("compare", "--diff", packed, packed)
     assert "the same weights" in " ".join(said.stdout.split())  # wherever the paths let a line end
-    assert cli("diff", packed, tmp_path / "none").exit_code == 1
+    assert cli("compare", "--diff", packed, tmp_path / "none").exit_code == 1
+
+
+@pytest.mark.parametrize("more", [("a",), ("a", "b", "c"), ("a", "b", "--out", "page.html")])
+def test_two_folders_and_no_page(cli: "Cli", more: tuple[str, ...]) -> None:
+    said = cli("compare", "--diff", *more)
+    assert (said.exit_code, said.stdout) == (2, "")
+    assert "--diff takes two folders" in said.stderr

@@ -16,9 +16,9 @@ from lowbit.convert.measure.drafting import (
     drafted_windows,
     measure_drafting,
 )
-from lowbit.convert.original.blocks import block_map
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.mtp import greedy_tokens
+from lowbit.convert.original.threads import block_map
 from lowbit.convert.original.weights import open_weights
 from lowbit.formats.draft_head import open_draft_head
 from lowbit.formats.layout.packing import dequantize, unpack

@@ -5,15 +5,9 @@ from dataclasses import replace
 import pytest
 
 from lowbit.convert.measure.gate import check_texts, hold, parse_gate
-from lowbit.convert.measure.record import (
-    Histogram,
-    LogitQuality,
-    LongQuality,
-    QualityReport,
-    Sizes,
-    TextKind,
-)
+from lowbit.convert.measure.record import LongQuality, QualityReport, Sizes, TextKind
 from lowbit.formats.errors import RequestError
+from tests.convert.report.samples import LOGITS
 
 
 @pytest.fixture
@@ -22,30 +16,18 @@ def report() -> QualityReport:
         TextKind("prose", "ab", 5110, 10.0, 10.2, 0.02, 0.96, 0.2, 0.0007),
         TextKind("notes.txt", "cd", 511, 20.0, 19.0, 0.05, 0.91),
     )
-    logits = LogitQuality(
-        text_name="a title",
-        text_sha256="ab",
-        text_tokens=5200,
-        window=512,
-        windows=10,
-        scored_tokens=5110,
+    logits = replace(
+        LOGITS,
         perplexity_original=10.0,
         perplexity_packed=10.2,
-        log_ratio_error=0.001,
         kl_mean=0.02,
+        kl_error=0.0007,
         kl_p95=0.08,
         kl_p99=0.2,
         kl_max=1.5,
         cosine_mean=0.997,
-        cosine_p1=0.98,
         top1_agreement=0.96,
-        kl_histogram=Histogram(-8.0, 2.0, (1,)),
-        window_series=(),
-        device="cpu",
-        torch_version="2",
-        transformers_version="5",
         kinds=kinds,
-        kl_error=0.0007,
     )
     return QualityReport("0.1.0", None, Sizes(1, 2, 4.5), (), logits)
 

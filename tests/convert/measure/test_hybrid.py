@@ -9,8 +9,11 @@ import pytest
 from lowbit.convert import Recipe, convert
 from lowbit.convert.measure.build import measure_sizes
 from lowbit.convert.measure.compare import measure_weights
+from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.original.evaluation_text import Text, tokenize
 from lowbit.convert.original.quiet import without_advice
+from lowbit.formats.packed import open_packed
+from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
     from tests.convert.measure.conftest import Measure, WholeLogits
@@ -27,7 +30,7 @@ def hybrid() -> Path:
 def test_figures_equal_those_of_the_whole_model(
     hybrid: Path, tmp_path: Path, stories: str, measure: "Measure", whole_logits: "WholeLogits"
 ) -> None:
-    done = convert(hybrid, tmp_path / "out")
+    done = convert(hybrid, tmp_path / "out", Recipe())
     text = stories[:CHARACTERS]
     windows = tokenize(hybrid, [Text("test", "test", text)], 4096)[0].windows
     assert windows.shape == (2, 512)
@@ -40,8 +43,8 @@ def test_figures_equal_those_of_the_whole_model(
     for log_p, perplexity in ((p, found.perplexity_original), (q, found.perplexity_packed)):
         expected = -log_p.gather(-1, windows[:, 1:, None]).mean()
         assert perplexity == pytest.approx(float(expected.exp()), rel=1e-6)
-    assert measure_weights(hybrid, done.folder) == done.weights
-    sizes = measure_sizes(done.folder, hybrid)
+    assert measure_weights(open_pair(hybrid, done.folder)) == done.weights
+    sizes = measure_sizes(open_packed(done.folder), open_checkpoint(hybrid))
     assert sizes.bits_per_weight == done.plan.bits_per_weight
 
 

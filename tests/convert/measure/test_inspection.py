@@ -14,6 +14,7 @@ from lowbit.convert.pipeline.conversion import convert
 from lowbit.convert.plan.recipe import Override, Recipe
 from lowbit.formats.errors import CheckpointError, FormatError
 from lowbit.formats.layout.manifest import read_manifest
+from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def test_figures_are_those_of_headers_and_manifest(packed: Path) -> None:
     assert found.tensors == len(tensors)
     assert found.nbytes == sum(info.nbytes for info in tensors.values())
     assert found.nbytes == sum(node.nbytes for node in tree(found.entries))
-    assert found.bits_per_weight == measure_sizes(packed).bits_per_weight
+    assert found.bits_per_weight == measure_sizes(open_packed(packed)).bits_per_weight
     files = sum(file.stat().st_size for file in packed.glob("*.safetensors"))
     source = open_checkpoint(packed.parent / "source")
     weights = sum(math.prod(info.shape) for info in source.tensors.values())

@@ -13,9 +13,9 @@ from torch import Tensor
 from lowbit.convert.measure import logits as logits_module
 from lowbit.convert.measure.logits import scored_states
 from lowbit.convert.original import walk
-from lowbit.convert.original.blocks import block_map
 from lowbit.convert.original.evaluation_text import Text, tokenize
 from lowbit.convert.original.model import load_layered_model
+from lowbit.convert.original.threads import block_map
 from lowbit.convert.original.walk import embed, load_layer, pass_through
 from lowbit.convert.original.weights import open_weights
 from lowbit.formats.errors import (

@@ -14,6 +14,7 @@ from lowbit.convert import convert
 from lowbit.convert.measure import long as long_module
 from lowbit.convert.measure.long import measure_long
 from lowbit.convert.measure.metrics import TokenFigures
+from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.original import long_text as text_module
 from lowbit.convert.original.evaluation_text import Text
 from lowbit.convert.original.long_text import LEAST, long_text
@@ -68,7 +69,7 @@ def test_figures_are_those_of_whole_models(source: Path, packed: Path, stories: 
     made = long_text(source, text, LEAST)
     windows = torch.cat([made.repeated, made.searched])
     seen: list[tuple[int, int]] = []
-    found = measure_long(source, packed, text, progress=lambda *step: seen.append(step))
+    found = measure_long(open_pair(source, packed), text, progress=lambda *step: seen.append(step))
     assert (found.length, found.repeated, len(windows)) == (LEAST, 1, 2)
     models = [whole_logits(source, windows), whole_logits(packed, windows)]
     caches = [whole_logits(packed, windows, name) for name in ("bf16", "int8")]
@@ -92,7 +93,9 @@ def test_a_model_that_looks_lines_up_finds_them(tmp_path: Path, stories: str) ->
     write = runpy.run_path(str(EXAMPLES / "make_lookup_model.py"))["write"]
     write(tmp_path / "lookup", LEAST)
     packed = convert(tmp_path / "lookup", tmp_path / "packed").folder
-    found = measure_long(tmp_path / "lookup", packed, Text("stories", "stories", stories))
+    found = measure_long(
+        open_pair(tmp_path / "lookup", packed), Text("stories", "stories", stories)
+    )
     for row in found.needles:
         assert (row.lines, row.found_original, row.found_packed) == (1, 1, 1)
         assert (row.found_bf16, row.found_int8) == (1, 1)
@@ -149,4 +152,4 @@ def test_what_is_not_finite_is_refused(
     tensors["model.norm.weight"].fill_(torch.nan)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(QuantizationError, match="gives NaN or infinite logits on a long text"):
-        measure_long(source, folder, Text("stories", "stories", stories))
+        measure_long(open_pair(source, folder), Text("stories", "stories", stories))

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.convert import convert
+from lowbit.convert import Recipe, convert
 from lowbit.convert.measure import measure as measure_module
 from lowbit.convert.measure.measure import Measured
+from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.original.evaluation_text import Text, default_texts, tokenize
 from lowbit.convert.original.weights import open_weights
 from lowbit.formats.errors import ResourceError
@@ -32,7 +33,7 @@ def texts(stories: str) -> dict[str, str]:
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """An original and its INT4 form."""
     source = Path(__file__).parents[3] / "examples/models" / request.param
-    return [source, convert(source, tmp_path_factory.mktemp("pair") / "packed").folder]
+    return [source, convert(source, tmp_path_factory.mktemp("pair") / "packed", Recipe()).folder]
 
 
 @pytest.fixture(scope="module")
@@ -198,11 +199,11 @@ def test_memory_is_announced_or_refused_before_the_work(
 ) -> None:
     said: list[str] = []
     text = [Text("a", "a", "Once upon a time there was a dog. " * 4)]
-    measure_module.measure_logits(tiny, packed, text, note=said.append)
+    measure_module.measure_logits(open_pair(tiny, packed), text, note=said.append)
     assert len(said) == 1
     assert said[0].startswith("comparing logits of ")
     assert said[0].endswith(" GB of memory")
-    monkeypatch.setattr("lowbit.convert.measure.peak.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("lowbit.convert.plan.memory.free_bytes", lambda device: 1000)
     monkeypatch.setattr(measure_module, "compare", lambda *_: pytest.fail("work began"))
     with pytest.raises(ResourceError, match="free on cpu"):
-        measure_module.measure_logits(tiny, packed, text)
+        measure_module.measure_logits(open_pair(tiny, packed), text)

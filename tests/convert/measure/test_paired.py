@@ -9,37 +9,22 @@ import torch
 
 from lowbit.convert.measure.metrics import MAX_WINDOWS
 from lowbit.convert.measure.paired import paired_difference
-from lowbit.convert.measure.record import Histogram, LogitQuality, Window
+from lowbit.convert.measure.record import LogitQuality, Window
 from lowbit.convert.measure.uncertainty import mean_error
+from tests.convert.report.samples import LOGITS
 
 
 def quality(kl: list[float], sha256: str = "ab") -> LogitQuality:
     count = len(kl)
-    return LogitQuality(
-        text_name="a text",
+    return replace(
+        LOGITS,
         text_sha256=sha256,
-        text_tokens=512 * count,
-        window=512,
         windows=count,
-        scored_tokens=511 * count,
-        perplexity_original=3.0,
-        perplexity_packed=3.1,
-        log_ratio_error=None,
         kl_mean=sum(kl) / count,
-        kl_p95=0.1,
-        kl_p99=0.1,
-        kl_max=0.1,
-        cosine_mean=1.0,
-        cosine_p1=1.0,
-        top1_agreement=1.0,
-        kl_histogram=Histogram(-8.0, 2.0, (1,)),
         window_series=tuple(
             Window(1.0, 1.0, float(piece.mean()))
             for piece in torch.tensor(kl).double().tensor_split(min(count, MAX_WINDOWS))
         ),
-        device="cpu",
-        torch_version="2",
-        transformers_version="5",
     )
 
 

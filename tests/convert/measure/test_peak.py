@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.convert.measure import peak
 from lowbit.convert.measure.peak import check_peak, logits_peak_bytes
+from lowbit.convert.plan import memory
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
@@ -50,10 +50,10 @@ def test_experts_see_the_tokens_that_are_routed_to_them() -> None:
 
 
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peak, "free_bytes", lambda device: 2_000_000_000)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 2_000_000_000)
     check_peak(2_000_000_000, "cpu")
     with pytest.raises(ResourceError, match=r"up to 2\.1 GB of memory, free on cpu: 2\.0 GB") as e:
         check_peak(2_100_000_000, "cpu")
     assert e.value.hint == "give a shorter --eval-text"
-    monkeypatch.setattr(peak, "free_bytes", lambda device: None)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: None)
     check_peak(10**15, "cpu")

@@ -6,9 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from lowbit.convert.measure.drafts import Draft, Drafting
 from lowbit.convert.measure.record import (
@@ -23,7 +21,6 @@ from lowbit.convert.measure.record import (
     Window,
     read_quality,
 )
-from lowbit.convert.measure.uncertainty import mean_error
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.formats.errors import FormatError
 
@@ -87,61 +84,26 @@ def test_round_trip(report: QualityReport, tmp_path: Path) -> None:
     assert read_quality(tmp_path) == report
 
 
-def older(report: QualityReport) -> dict[str, Any]:
-    """The file as the release before wrote it: schema 2, without the fields that came later."""
-    content = report.to_json() | {"schema": 2}
-    for key in ("measured_on", "original", "model_type", "parameters"):
-        del content[key]
-    del content["logits"]["kl_error"], content["logits"]["drafting"]
-    for row in content["logits"]["positions"]:
-        del row["kl_error"]
-    for row in content["logits"]["kinds"]:
-        del row["kl_p99"], row["kl_error"]
-    return content
-
-
-def test_an_older_file_is_read_without_what_came_later(
-    report: QualityReport, tmp_path: Path
-) -> None:
-    assert report.logits is not None
-    series = np.random.default_rng(0).normal(0.01, 0.002, size=40)
-    windows = tuple(Window(1.0, 1.1, float(kl)) for kl in series)
-    report = replace(report, logits=replace(report.logits, window_series=windows))
-    save(tmp_path, older(report))
-    found = read_quality(tmp_path)
-    assert found is not None
-    assert found.logits is not None
-    assert report.logits is not None
-    assert (found.measured_on, found.original, found.model_type, found.parameters) == (None,) * 4
-    (kind,) = found.logits.kinds
-    assert (kind.name, kind.kl_mean, kind.kl_p99, kind.kl_error) == ("maths", 0.01, None, None)
-    assert [row.kl_error for row in found.logits.positions] == [None, None]
-    # The windows are in the file, so the error of the mean is known all the same.
-    assert found.logits.kl_error == mean_error(torch.tensor(series))
-    assert found.logits.flips == report.logits.flips
-    assert found.logits.drafting is None
-    assert found.weights == report.weights
-
-
-def test_overfitting_is_kept_and_older_files_lack_it(report: QualityReport, tmp_path: Path) -> None:
+def test_overfitting_is_kept(report: QualityReport, tmp_path: Path) -> None:
     known = replace(report, held_out_excess=0.4)
     save(tmp_path, known.to_json())
     assert read_quality(tmp_path) == known
-    content = report.to_json()
-    del content["held_out_excess"]
-    save(tmp_path, content)
-    assert read_quality(tmp_path) == report
 
 
-def test_an_older_file_is_read_as_strictly(report: QualityReport, tmp_path: Path) -> None:
-    content = older(report)
-    del content["logits"]["kinds"][0]["kl_mean"]
-    save(tmp_path, content)
-    with pytest.raises(FormatError, match=r"kinds`: missing keys \['kl_mean'\]"):
-        read_quality(tmp_path)
-    save(tmp_path, older(report) | {"schema": 3})
-    with pytest.raises(FormatError, match="missing keys"):
-        read_quality(tmp_path)
+@pytest.mark.parametrize("part", [(), ("logits",), ("logits", "kinds", 0), ("weights", 0)])
+def test_every_key_is_required(
+    report: QualityReport, tmp_path: Path, part: tuple[str | int, ...]
+) -> None:
+    whole = report.to_json()
+    place: Any = whole
+    for key in part:
+        place = place[key]
+    for key in list(place):
+        value = place.pop(key)
+        save(tmp_path, whole)
+        with pytest.raises(FormatError, match=rf"missing keys \['{key}'\]|schema None"):
+            read_quality(tmp_path)
+        place[key] = value
 
 
 @pytest.mark.parametrize(
@@ -166,6 +128,8 @@ def test_an_older_file_is_read_as_strictly(report: QualityReport, tmp_path: Path
         (("logits", "positions", 0, "stop"), 0, "positions`: `stop` is 0"),
         (("logits", "positions", 1, "start"), 500, "`stop` is 200, expected more than `start`"),
         (("logits", "flips", 0, "p_packed"), 3.0, "flips`: `p_packed` is 3"),
+        (("logits", "window_series"), {}, "logits: window_series` is not a list"),
+        (("logits", "positions"), None, "logits: positions` is not a list"),
         (("weights", 0, "weights"), 0, "weights`: `weights` is 0"),
         (("weights", 0, "bits"), 999, "`bits` is 999, expected 1 to 16"),
         (("weights", 0, "clipped_share"), -1, "`clipped_share` is -1"),
@@ -212,7 +176,7 @@ def test_no_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        ({"schema": 1}, "schema 1, this release reads 2 and 3"),
+        ({"schema": 2}, "schema 2, this release reads 3"),
         ({"schema": None}, "schema None"),
         ({"surprise": 1}, r"unknown keys \['surprise'\]"),
         ({"weights": {}}, "weights` is not a list"),
@@ -222,8 +186,7 @@ def test_no_report(tmp_path: Path) -> None:
         ({"sizes": {"folder_bytes": "1", "source_bytes": 1, "bits_per_weight": 4}}, 'be "1"'),
         ({"sizes": {"folder_bytes": True, "source_bytes": 1, "bits_per_weight": 4}}, "be true"),
         ({"logits": []}, "logits` is not an object"),
-        ({"logits": {}}, "window_series` is not a list"),
-        ({"logits": {"window_series": []}}, "positions` is not a list"),
+        ({"logits": {}}, r"logits`: missing keys .*'window_series'"),
         ({"command": 3}, "`command` cannot be 3"),
         ({"manifest_sha256": 7}, "`manifest_sha256` cannot be 7"),
     ],

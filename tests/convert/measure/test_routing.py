@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowbit.convert import convert
+from lowbit.convert import Recipe, convert
 from lowbit.convert.measure.measure import measure_logits
+from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.measure.routing import RoutingSums, shares
 from lowbit.convert.original.evaluation_text import Text
 
@@ -68,8 +69,10 @@ def test_a_dense_model_has_none() -> None:
 
 @pytest.mark.slow
 def test_a_report_compares_routes_and_outputs_of_experts(tmp_path: Path, stories: str) -> None:
-    folder = convert(MODEL, tmp_path / "out").folder
-    found = measure_logits(MODEL, folder, [Text("stories", "stories.txt", stories[:12_000])])
+    folder = convert(MODEL, tmp_path / "out", Recipe()).folder
+    found = measure_logits(
+        open_pair(MODEL, folder), [Text("stories", "stories.txt", stories[:12_000])]
+    )
     routing = found.logits.routing
     assert routing is not None
     assert len(routing.by_layer) == 6

@@ -31,6 +31,7 @@ PRINTED: dict[str, Any] = {
     "quantized_at_load": None,
     "speculation": None,
     "speculation_factor": None,
+    "kv_cache": "bf16",
 }
 
 

@@ -18,12 +18,14 @@ from lowbit.convert.original.calibration_text import (
     cut_samples,
     read_calibration,
 )
+from lowbit.convert.original.evaluation_text import BUNDLED
 from lowbit.formats.errors import CheckpointError, RequestError
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "examples" / "models" / "tiny-qwen3"
 STORIES = ROOT / "examples" / "data" / "stories-eval.txt"
-JUDGED = [STORIES, *sorted((ROOT / "convert" / "quality").glob("*.txt"))]
+DATA = ROOT / "convert" / "original" / "data"
+JUDGED = [STORIES, *(DATA / file for _, _, file in BUNDLED)]
 RUN = 13  # words; any 40 in a row would hold such a run
 
 

@@ -1,5 +1,7 @@
 """Experts as modules of their own compute what transformers' fused ones do."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,20 @@ def theirs(folder: Path) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tiny-qwen3-moe", "tiny-qwen3.5-moe"])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("tiny-qwen3-moe", {}),
+        ("tiny-qwen3-moe", {"norm_topk_prob": False}),
+        ("tiny-qwen3.5-moe", {}),
+    ],
+)
 @torch.no_grad()
-def test_a_layer_equals_transformers(kind: str) -> None:
-    folder, T = MODELS / kind, 16
+def test_a_layer_equals_transformers(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    folder, T = tmp_path / "model", 16
+    shutil.copytree(MODELS / kind, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
     model = load_layered_model(open_weights(folder), T, CPU)
     original = theirs(folder).model.layers
     hidden = torch.randn(2, T, model.hidden_size, generator=torch.Generator().manual_seed(3))

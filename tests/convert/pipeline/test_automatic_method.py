@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lowbit.convert.calibrate.request import CalibrationRequest
-from lowbit.convert.pipeline import calibration, conversion, prospect
-from lowbit.convert.pipeline.prospect import expected_windows
-from lowbit.convert.plan import calibration_cost
+from lowbit.convert.calibrate import session
+from lowbit.convert.calibrate.session import CalibrationRequest
+from lowbit.convert.pipeline import estimate
+from lowbit.convert.pipeline.conversion import convert
+from lowbit.convert.pipeline.estimate import expected_windows
+from lowbit.convert.plan import calibration_cost, choice_of_method
 from lowbit.formats.machine.free_memory import free_bytes
 
 if TYPE_CHECKING:
@@ -20,10 +22,6 @@ if TYPE_CHECKING:
 
 STORY = "Once upon a time there was a little robot who lived in a big house. " * 20
 CPU = ("--device", "cpu")
-
-
-class Killed(Exception):  # noqa: N818 - stands for SIGKILL: nothing here catches it
-    """Stands for a kill."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +41,7 @@ def text(source: Path) -> tuple[str, ...]:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prospect, "matmul_rate", lambda *_: 1e3)
+    monkeypatch.setattr(choice_of_method, "CORE_RATE", 1e3)
 
 
 def method_of(out: Path) -> Any:
@@ -74,8 +72,8 @@ def test_a_slow_cpu_gets_the_quicker_method(
     cli_as_typed: "Cli", source: Path, tmp_path: Path, text: tuple[str, ...]
 ) -> None:
     done = succeeded(cli_as_typed(source, tmp_path / "out", *text, *CPU))
-    assert done.stderr.startswith("weighted on 1 core, about ")
-    assert "; --method gptq+rotate: about " in done.stderr
+    assert done.stderr.startswith("weighted on 1 core, ")
+    assert "; --method gptq+rotate: " in done.stderr
     assert method_of(tmp_path / "out") == "weighted"
 
 
@@ -96,31 +94,36 @@ def test_eight_bits_are_rounded(cli_as_typed: "Cli", source: Path, tmp_path: Pat
     assert method_of(tmp_path / "out") == "rtn"
 
 
-def test_an_interrupted_run_goes_on_with_its_method(
-    cli_as_typed: "Cli",
-    source: Path,
-    tmp_path: Path,
-    text: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+def test_the_choice_does_not_depend_on_a_measured_speed(
+    cli_as_typed: "Cli", source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def die(*_: object) -> None:
-        raise Killed
+    chosen = {}
+    for rate in (1e3, 1e15):
+        monkeypatch.setattr(estimate, "matmul_rate", lambda *_, rate=rate: rate)
+        found = json.loads(succeeded(cli_as_typed("plan", source, *CPU, "--json")).stdout)
+        seconds = {row["method"]: row["seconds"] for row in found["prospect"]["methods"]}
+        chosen[found["recipe"]["method"]] = seconds["gptq+rotate"]
+    assert list(chosen) == ["gptq+rotate"]
 
-    out = tmp_path / "out"
-    with monkeypatch.context() as patch:
-        patch.setattr(conversion, "stream", die)
-        assert isinstance(cli_as_typed(source, out, *text, *CPU).exception, Killed)
-    request.getfixturevalue("slow")
-    done = succeeded(cli_as_typed(source, out, *text, *CPU))
-    assert done.stderr.startswith("gptq+rotate on 1 core")
-    assert method_of(out) == "gptq+rotate"
+
+def test_python_chooses_what_the_command_does(
+    cli_as_typed: "Cli", source: Path, tmp_path: Path, text: tuple[str, ...]
+) -> None:
+    succeeded(cli_as_typed(source, tmp_path / "command", *text, *CPU))
+    request = CalibrationRequest(source.with_name("story.txt"), samples=2, length=32)
+    done = convert(source, tmp_path / "python", calibration=request)
+    assert str(done.plan.recipe.method) == "gptq+rotate"
+    here, there = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.safetensors")}
+        for name in ("command", "python")
+    )
+    assert here == there
 
 
 def test_an_original_that_cannot_be_run(
     cli_as_typed: "Cli", source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibration, "is_known", lambda _: False)
+    monkeypatch.setattr(session, "is_known", lambda _: False)
     done = cli_as_typed(source, tmp_path / "out")
     assert done.exit_code == 1
     assert "does not know model_type `qwen3`" in done.stderr

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lowbit.convert import convert
+from lowbit.convert import Recipe, convert
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli, Hashes, MakeModel
@@ -46,7 +46,7 @@ GENERATION: dict[str, tuple[dict[str, Any], str]] = {
 def made(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel") -> Path:
     """A folder with a model and its conversion."""
     folder = tmp_path_factory.mktemp("made")
-    convert(make_model(folder / "source"), folder / "packed")
+    convert(make_model(folder / "source"), folder / "packed", Recipe())
     return folder
 
 
@@ -90,7 +90,7 @@ def test_configs_of_packed_folders(
 ) -> None:
     changes, words = CONFIGS[case]
     folder = edited("packed", "config.json", changes)
-    for command in (("inspect",), ("verify",), ("report",), ("diff", made / "packed")):
+    for command in (("inspect",), ("verify",), ("report",), ("compare", "--diff", made / "packed")):
         assert_refused(cli, words, *command, folder)
 
 

@@ -79,7 +79,7 @@ def assert_same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -
 
 @pytest.fixture(scope="module")
 def tiny_int4(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Conversion:
-    return convert(tiny, tmp_path_factory.mktemp("tiny") / "int4")
+    return convert(tiny, tmp_path_factory.mktemp("tiny") / "int4", Recipe())
 
 
 def test_bundled_model(tiny: Path, tiny_int4: Conversion, hashes: "Hashes") -> None:
@@ -147,7 +147,7 @@ def test_tied_model_with_a_stored_head(
     assert json.loads((tied.folder / "config.json").read_text())["tie_word_embeddings"] is True
     fates = {row.name: (row.fate, row.reason) for row in tied.manifest.source_tensors}
     assert fates["lm_head.weight"] == ("dropped", "tied: the embedding is used")
-    untied = convert(source, tmp_path / "untied")
+    untied = convert(source, tmp_path / "untied", Recipe())
     assert_same_tensors(load_all(untied.folder), expected_tensors(source, Recipe()))
 
 
@@ -155,7 +155,7 @@ def test_manifest_accounts_for_everything(
     tmp_path: Path, make_model: "MakeModel", hashes: "Hashes"
 ) -> None:
     source = make_model(tmp_path / "source", shards=ODD_NAMES)
-    done = convert(source, tmp_path / "out", max_shard_bytes=150_000)
+    done = convert(source, tmp_path / "out", Recipe(), max_shard_bytes=150_000)
     manifest = done.manifest
     sources, outputs = open_checkpoint(source).tensors, load_all(done.folder)
     assert {row.name: row.shape for row in manifest.source_tensors} == {
@@ -192,7 +192,7 @@ def test_files_that_pass_and_files_that_do_not(tmp_path: Path, small: Path) -> N
     (small / "README.md").write_text("the card of the original")
     (small / "original").mkdir()
     (small / "original" / "params.json").write_text("{}")
-    done = convert(small, tmp_path / "out")
+    done = convert(small, tmp_path / "out", Recipe())
     made = {"config.json", "generation_config.json", "lowbit.json", "model.safetensors"}
     card = "SOURCE_README.md"
     assert {path.name for path in done.folder.iterdir()} == made.union(passed, [card])
@@ -208,7 +208,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel") -> 
     """A source, and its conversion with default settings."""
     folder = tmp_path_factory.mktemp("plain")
     source = make_model(folder / "source")
-    convert(source, folder / "out", max_shard_bytes=200_000)
+    convert(source, folder / "out", Recipe(), max_shard_bytes=200_000)
     return source, folder / "out"
 
 
@@ -244,7 +244,7 @@ def test_same_bytes_whatever_the_blocks_and_threads(
     source, before = plain
     change(monkeypatch)
     torch.set_num_threads(2)
-    done = convert(source, tmp_path / "elsewhere", max_shard_bytes=200_000)
+    done = convert(source, tmp_path / "elsewhere", Recipe(), max_shard_bytes=200_000)
     assert hashes(done.folder) == hashes(before)
     assert torch.get_num_threads() == 2
 
@@ -254,7 +254,7 @@ def test_same_bytes_whatever_the_memory(
 ) -> None:
     source, before = plain
     least = peak_estimate(1 << 17, core_count())
-    done = convert(source, tmp_path / "out", max_ram=least, max_shard_bytes=200_000)
+    done = convert(source, tmp_path / "out", Recipe(), max_ram=least, max_shard_bytes=200_000)
     assert hashes(done.folder) == hashes(before)
 
 
@@ -262,12 +262,12 @@ def test_same_bytes_whatever_the_shards_of_the_source(
     tmp_path: Path, plain: tuple[Path, Path], make_model: "MakeModel", hashes: "Hashes"
 ) -> None:
     source = make_model(tmp_path / "source", shards=ODD_NAMES)
-    done = convert(source, tmp_path / "out", max_shard_bytes=200_000)
+    done = convert(source, tmp_path / "out", Recipe(), max_shard_bytes=200_000)
     assert hashes(done.folder) == hashes(plain[1])
 
 
 def test_the_shape_of_shards_changes_no_tensor(tmp_path: Path, plain: tuple[Path, Path]) -> None:
-    done = convert(plain[0], tmp_path / "out")
+    done = convert(plain[0], tmp_path / "out", Recipe())
     assert_same_tensors(load_all(done.folder), load_all(plain[1]))
 
 
@@ -275,13 +275,13 @@ def test_the_shape_of_shards_changes_no_tensor(tmp_path: Path, plain: tuple[Path
 def test_same_bytes_on_the_gpu(
     tmp_path: Path, tiny: Path, tiny_int4: Conversion, hashes: "Hashes"
 ) -> None:
-    done = convert(tiny, tmp_path / "out", device="cuda")
+    done = convert(tiny, tmp_path / "out", Recipe(), device="cuda")
     assert hashes(done.folder) == hashes(tiny_int4.folder)
 
 
 def test_progress_ends_at_the_whole(tmp_path: Path, small: Path) -> None:
     seen: list[tuple[str, int, int]] = []
-    convert(small, tmp_path / "out", progress=lambda *step: seen.append(step))
+    convert(small, tmp_path / "out", Recipe(), progress=lambda *step: seen.append(step))
     for phase in ("convert", "verify"):
         steps = [(done, total) for name, done, total in seen if name == phase]
         assert steps == sorted(steps)

@@ -51,7 +51,7 @@ def fates(folder: Path) -> dict[str, tuple[str, str]]:
 
 
 def test_every_source_tensor_is_in_the_manifest(hybrid: Path, tmp_path: Path) -> None:
-    folder = convert(hybrid, tmp_path / "out").folder
+    folder = convert(hybrid, tmp_path / "out", Recipe()).folder
     source, packed = (load_file(f / "model.safetensors") for f in (hybrid, folder))
     found = fates(folder)
     assert found.keys() == source.keys()
@@ -72,7 +72,7 @@ def test_every_source_tensor_is_in_the_manifest(hybrid: Path, tmp_path: Path) ->
 
 
 def test_tensors_without_rows_or_dimensions(odd: Path, tmp_path: Path, hashes: "Hashes") -> None:
-    folder = convert(odd, tmp_path / "out").folder
+    folder = convert(odd, tmp_path / "out", Recipe()).folder
     packed = load_file(folder / "model.safetensors")
     for name, tensor in ODD.items():
         assert packed[name].dtype == tensor.dtype
@@ -81,7 +81,7 @@ def test_tensors_without_rows_or_dimensions(odd: Path, tmp_path: Path, hashes: "
     assert verify_folder(folder, str(odd), quiet).source_tensors == len(
         load_file(odd / "model.safetensors")
     )
-    again = convert(odd, tmp_path / "again", max_shard_bytes=200_000).folder
+    again = convert(odd, tmp_path / "again", Recipe(), max_shard_bytes=200_000).folder
     assert hashes(again)["config.json"] == hashes(folder)["config.json"]
     assert verify_folder(again, None, quiet).tensors == len(packed)
 
@@ -99,7 +99,7 @@ def test_damaged_vision_tensor_is_refused(
     tensors = load_file(odd / "model.safetensors")
     save_file(tensors | {name: value}, odd / "model.safetensors")
     with pytest.raises(QuantizationError, match=f"`{name}` holds"):
-        convert(odd, tmp_path / "out")
+        convert(odd, tmp_path / "out", Recipe())
 
 
 def test_vision_left_out(hybrid: Path, tmp_path: Path) -> None:
@@ -148,13 +148,13 @@ def test_shards_of_the_source_do_not_matter(hybrid: Path, tmp_path: Path, hashes
     for i in range(2):
         part = {name: tensors[name] for name in names[i::2]}
         save_file(part, split / f"model.safetensors-0000{i + 1}-of-00002.safetensors")
-    one, two = (convert(f, tmp_path / f"out-{f.name}").folder for f in (hybrid, split))
+    one, two = (convert(f, tmp_path / f"out-{f.name}", Recipe()).folder for f in (hybrid, split))
     assert hashes(one) == hashes(two)
 
 
 @pytest.mark.parametrize("what", ["mtp.fc.weight_packed", "model.language_model.norm.weight"])
 def test_packed_folder_that_lacks_a_tensor(hybrid: Path, tmp_path: Path, what: str) -> None:
-    folder = convert(hybrid, tmp_path / "out").folder
+    folder = convert(hybrid, tmp_path / "out", Recipe()).folder
     tensors = load_file(folder / "model.safetensors")
     del tensors[what]
     save_file(tensors, folder / "model.safetensors")

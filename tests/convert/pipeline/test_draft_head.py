@@ -11,21 +11,24 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lowbit.convert import Recipe, convert
-from lowbit.convert.calibrate.request import CalibrationRequest
+from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.measure.build import measure_sizes
 from lowbit.convert.measure.difference import difference
 from lowbit.convert.measure.inspection import inspect
-from lowbit.convert.pipeline.finished import find_finished
+from lowbit.convert.pipeline.conversion import Job
+from lowbit.convert.pipeline.existing import find_existing
 from lowbit.convert.pipeline.folder import check_output
 from lowbit.convert.pipeline.verification import verify_folder
 from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.publish.parcel import make_parcel
 from lowbit.formats.draft_head import DRAFT_FILE, open_draft_head
 from lowbit.formats.errors import FormatError, QuantizationError, ResourceError
+from lowbit.formats.hub.locate import Location
 from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.layout.packing import dequantize, pack, unpack
 from lowbit.formats.layout.rtn import quantize
 from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import TensorInfo, open_checkpoint
 
 if TYPE_CHECKING:
@@ -94,7 +97,7 @@ def test_rows_of_a_rotated_head_are_in_its_basis(tmp_path: Path) -> None:
 
 
 def test_other_tools_load_the_folder_as_without(hybrid: Path, made: Path, tmp_path: Path) -> None:
-    plain = convert(hybrid, tmp_path / "plain").folder
+    plain = convert(hybrid, tmp_path / "plain", Recipe()).folder
     assert (plain / "model.safetensors").read_bytes() == (made / "model.safetensors").read_bytes()
     assert (plain / "config.json").read_bytes() == (made / "config.json").read_bytes()
     assert [path.name for path in made.glob("*.safetensors")] == ["model.safetensors"]
@@ -110,7 +113,10 @@ def test_what_lowbit_json_says(hybrid: Path, made: Path) -> None:
     assert DRAFT_FILE in [file.name for file in manifest.files]
     result = verify_folder(made, str(hybrid), quiet)
     assert (result.derived, result.unlisted) == (True, ())
-    sizes, draft = measure_sizes(made, hybrid), (made / DRAFT_FILE).stat().st_size
+    sizes, draft = (
+        measure_sizes(open_packed(made), open_checkpoint(hybrid)),
+        (made / DRAFT_FILE).stat().st_size,
+    )
     assert sizes.folder_bytes == sum(f.size_bytes for f in manifest.files) + (
         (made / "lowbit.json").stat().st_size
     )
@@ -130,18 +136,10 @@ def test_the_same_command_again(hybrid: Path, made: Path, tmp_path: Path, hashes
     assert (again / "lowbit.json").read_bytes() == (made / "lowbit.json").read_bytes()
 
     def found(text: Path | None = None) -> bool:
-        result = find_finished(
-            hybrid,
-            again,
-            RECIPE,
-            revision=None,
-            device="cpu",
-            max_shard_bytes=5_000_000_000,
-            overwrite=False,
-            calibration=CalibrationRequest(),
-            draft_text=text,
-            progress=quiet,
-        )
+        source, plan = open_checkpoint(hybrid), make_plan(*_headers(hybrid), RECIPE)
+        location, cpu = Location(hybrid, None, None), torch.device("cpu")
+        job = Job(location, source, plan, cpu, CalibrationRequest(), text)
+        result = find_existing(job, again, overwrite=False, progress=quiet)
         return result is not None
 
     assert found()
@@ -161,7 +159,7 @@ def test_counted_on_another_text(hybrid: Path, made: Path, tmp_path: Path) -> No
     assert verify_folder(folder, str(hybrid), quiet).derived
     assert difference(made, folder, quiet).others == (DRAFT_FILE,)
     with pytest.raises(QuantizationError, match="counted for a draft head, and there is none"):
-        convert(hybrid, tmp_path / "none", draft_text=text)
+        convert(hybrid, tmp_path / "none", Recipe(), draft_text=text)
 
 
 def test_replacing_and_going_on(hybrid: Path, copied: Path, tmp_path: Path) -> None:
@@ -170,7 +168,7 @@ def test_replacing_and_going_on(hybrid: Path, copied: Path, tmp_path: Path) -> N
     head = open_draft_head(folder, json.loads((folder / "config.json").read_text()))
     assert head is not None
     assert len(head.ids) == 50
-    folder = convert(hybrid, copied, overwrite=True).folder
+    folder = convert(hybrid, copied, Recipe(), overwrite=True).folder
     assert not (folder / "draft").exists()
     assert not partial.exists()
 
@@ -200,7 +198,7 @@ def test_changed_draft_heads_are_noticed(hybrid: Path, copied: Path) -> None:
 
 
 def test_an_unlisted_draft_head(hybrid: Path, made: Path, tmp_path: Path) -> None:
-    plain = convert(hybrid, tmp_path / "plain").folder
+    plain = convert(hybrid, tmp_path / "plain", Recipe()).folder
     shutil.copytree(made / "draft", plain / "draft")
     with pytest.raises(FormatError, match=r"`draft/head\.safetensors` is not listed"):
         verify_folder(plain, None, quiet)

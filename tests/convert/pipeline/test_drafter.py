@@ -43,7 +43,7 @@ def test_commands_take_drafters(tmp_path: Path, cli: Cli, cli_as_typed: Cli) -> 
     assert "--speculate dflash --drafter" in (out / "README.md").read_text()
     assert cli("verify", str(out), "--source", str(source)).exit_code == 0
     assert "DFlashDraftModel" in cli("inspect", str(out)).output
-    assert cli("diff", str(out), str(out)).exit_code == 0
+    assert cli("compare", "--diff", str(out), str(out)).exit_code == 0
     assert cli("plan", str(source)).exit_code == 0
     assert "which predicts nothing without its" in cli("report", str(out)).stderr
     exported = cli("export", str(out), str(tmp_path / "file"), "--to", "gguf")

@@ -40,7 +40,7 @@ def _foreign_warnings() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return convert(FUSED, tmp_path_factory.mktemp("packed") / "out").folder
+    return convert(FUSED, tmp_path_factory.mktemp("packed") / "out", Recipe()).folder
 
 
 def changed(folder: Path, source: Path, edit: Edit) -> Path:
@@ -66,7 +66,7 @@ def unfuse(tensors: dict[str, Tensor]) -> None:
 
 def test_fused_and_single_experts_give_the_same_weights(tmp_path: Path, packed: Path) -> None:
     source = changed(tmp_path / "source", FUSED, unfuse)
-    other = convert(source, tmp_path / "out").folder
+    other = convert(source, tmp_path / "out", Recipe()).folder
     for name in ("model.safetensors", "config.json", "lowbit.json"):
         assert (other / name).read_bytes() == (packed / name).read_bytes()
 
@@ -216,7 +216,7 @@ def add_nan(tensors: dict[str, Tensor]) -> None:
 def test_bad_input_is_named(tmp_path: Path, edit: Edit, words: str) -> None:
     source = changed(tmp_path / "source", FUSED, edit)
     with pytest.raises(LowbitError) as caught:
-        convert(source, tmp_path / "out")
+        convert(source, tmp_path / "out", Recipe())
     assert str(caught.value) == words
     assert not (tmp_path / "out").exists()
     assert (tmp_path / "out.partial").exists() == (edit is add_nan)  # known only once it is read
@@ -225,7 +225,7 @@ def test_bad_input_is_named(tmp_path: Path, edit: Edit, words: str) -> None:
 def test_experts_under_another_name_are_named(tmp_path: Path) -> None:
     source = changed(tmp_path / "source", FUSED, rename)
     with pytest.raises(LowbitError, match=r"experts\.0\.down_proj\.weight` and 5 more") as caught:
-        convert(source, tmp_path / "out")
+        convert(source, tmp_path / "out", Recipe())
     assert caught.value.hint is not None
     assert f"it holds `{LAYER}.experts.down_proj.weight`; experts are read" in caught.value.hint
 
@@ -234,4 +234,4 @@ def test_a_missing_single_expert_is_named(tmp_path: Path) -> None:
     name = "model.layers.2.mlp.experts.1.up_proj.weight"
     source = changed(tmp_path / "source", SINGLE, lambda tensors: tensors.pop(name))
     with pytest.raises(LowbitError, match=f"the checkpoint lacks `{name}`"):
-        convert(source, tmp_path / "out")
+        convert(source, tmp_path / "out", Recipe())

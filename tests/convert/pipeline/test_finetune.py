@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lowbit.convert import Recipe, convert
-from lowbit.convert.calibrate.mtp_training import WEIGHTS, Grid, Lesson, Trained, loss_of
+from lowbit.convert.calibrate.mtp_training import WEIGHTS, Grid, Trained, TrainingWindow, loss_of
 from lowbit.convert.measure.command import command_of
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.mtp import load_mtp_head
@@ -101,7 +101,7 @@ def test_loss_is_that_of_chained_drafts(hybrid: Path) -> None:
     config = json.loads((hybrid / "config.json").read_text())["text_config"]
     embedding = w["model.language_model.embed_tokens.weight"]
     rows = embedding[:300]
-    lesson = Lesson(embedding[ids[1:]].float(), states, targets)
+    lesson = TrainingWindow(embedding[ids[1:]].float(), states, targets)
     starts = torch.tensor([0, 7, T - 5])
     found = loss_of(head, lesson, rows.float(), starts)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def refused(source: Path, out: Path, message: str, overwrite: bool = False) -> None:
     with pytest.raises(ResourceError, match=message):
-        convert(source, out, overwrite=overwrite)
+        convert(source, out, Recipe(), overwrite=overwrite)
 
 
 def names(folder: Path) -> list[str]:
@@ -25,12 +25,12 @@ def names(folder: Path) -> list[str]:
 
 def test_empty_folder_is_used(tmp_path: Path, small: Path) -> None:
     (tmp_path / "out").mkdir()
-    convert(small, tmp_path / "out")
+    convert(small, tmp_path / "out", Recipe())
     assert (tmp_path / "out" / "lowbit.json").exists()
 
 
 def test_parents_are_made(tmp_path: Path, small: Path) -> None:
-    convert(small, tmp_path / "a" / "b" / "out")
+    convert(small, tmp_path / "a" / "b" / "out", Recipe())
     assert names(tmp_path / "a" / "b") == ["out"]
 
 
@@ -57,8 +57,8 @@ def test_overwrite_replaces_a_packed_checkpoint(
     out = tmp_path / "out"
     convert(small, out, Recipe("int8"), max_shard_bytes=100_000)
     refused(small, out, "is not empty")
-    convert(small, out, overwrite=True)
-    convert(small, tmp_path / "fresh")
+    convert(small, out, Recipe(), overwrite=True)
+    convert(small, tmp_path / "fresh", Recipe())
     assert hashes(out) == hashes(tmp_path / "fresh")
     assert names(tmp_path) == ["fresh", "out", "small"]
 
@@ -67,7 +67,7 @@ def test_failed_overwrite_keeps_the_old_one(
     tmp_path: Path, small: Path, hashes: "Hashes", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    convert(small, out)
+    convert(small, out, Recipe())
     before = hashes(out)
 
     def stop(*_: object) -> None:
@@ -86,7 +86,7 @@ def test_overlap_with_the_source(
 ) -> None:
     before = hashes(small)
     with pytest.raises(ResourceError, match=r"overlap|is not empty|was not written by"):
-        convert(small, small / where, overwrite=overwrite)
+        convert(small, small / where, Recipe(), overwrite=overwrite)
     assert hashes(small) == before
     assert names(small.parent) == ["small"]
 
@@ -124,7 +124,7 @@ def test_folders_of_others_beside_out(tmp_path: Path, small: Path, name: str) ->
 def test_out_through_a_link(tmp_path: Path, small: Path) -> None:
     (tmp_path / "disk" / "out").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "out")
-    convert(small, tmp_path / "link")
+    convert(small, tmp_path / "link", Recipe())
     assert (tmp_path / "link").is_symlink()
     assert "lowbit.json" in names(tmp_path / "disk" / "out")
     assert names(tmp_path / "disk") == ["out"]
@@ -135,7 +135,7 @@ def test_relative_and_dotted_paths(
 ) -> None:
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    done = convert("../small", Path("../work/../out"))
+    done = convert("../small", Path("../work/../out"), Recipe())
     assert names(done.folder) == names(tmp_path / "out")
     assert names(tmp_path) == ["out", "small", "work"]
     refused(Path("../small"), Path(), "is a mount point or the current folder")

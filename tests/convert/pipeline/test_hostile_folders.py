@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from click.testing import Result
 
-from lowbit.convert import convert
+from lowbit.convert import Recipe, convert
 from lowbit.convert.publish.parcel import make_parcel
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
@@ -55,7 +55,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel", 
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(tiny / name, source / name)
     (source / "LICENSE").write_text("do what you like")
-    convert(source, made / "packed")
+    convert(source, made / "packed", Recipe())
     return made
 
 
@@ -114,7 +114,13 @@ def test_a_source_is_not_planned(cli: "Cli", source: Path, place: str, plant: Pl
 
 @pytest.mark.parametrize(
     "arguments",
-    [("verify",), ("export", "--to", "mlx"), ("export", "--to", "gguf"), ("report",), ("diff",)],
+    [
+        ("verify",),
+        ("export", "--to", "mlx"),
+        ("export", "--to", "gguf"),
+        ("report",),
+        ("compare", "--diff"),
+    ],
     ids=" ".join,
 )
 @pytest.mark.parametrize(("place", "plant"), cases(OF_PACKED, FEW))
@@ -128,14 +134,14 @@ def test_a_packed_folder_is_not_read(
     plant: Plant,
 ) -> None:
     command, *options = arguments
-    if command == "diff" and place in ("tokenizer.json", "generation_config.json", "LICENSE"):
-        pytest.skip("diff reads weights alone")
+    if command == "compare" and place in ("tokenizer.json", "generation_config.json", "LICENSE"):
+        pytest.skip("compare --diff reads weights alone")
     replace(packed / place, plant)
     before = names(tmp_path)
     others = {
         "export": [str(tmp_path / "out")],
         "report": ["--source", str(pristine / "source")],
-        "diff": [str(pristine / "packed")],
+        "compare": [str(pristine / "packed")],
     }
     result = cli(command, packed, *others.get(command, []), *options)
     assert_refused(result, "packed" if plant is folder else place)
@@ -213,7 +219,7 @@ def test_links_that_are_right_are_copied_as_files(
         shutil.copyfile(path, repository / "blobs" / f"blob-{path.name}")
         (snapshot / path.name).symlink_to(f"../../blobs/blob-{path.name}")
     (tmp_path / "link").symlink_to(snapshot)
-    done = convert(tmp_path / "link", tmp_path / "out")
+    done = convert(tmp_path / "link", tmp_path / "out", Recipe())
     assert hashes(done.folder) == hashes(pristine / "packed")
     assert not any(path.is_symlink() for path in done.folder.iterdir())
 

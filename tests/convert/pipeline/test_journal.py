@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.convert.pipeline.journal import JOURNAL_FILE, begun_method, open_journal
+from lowbit.convert.pipeline.journal import JOURNAL_FILE, open_journal
 
 FORGED = (
     b"",
@@ -38,13 +38,3 @@ def test_a_forged_line_ends_the_journal(tmp_path: Path, forged: bytes, first: bo
     whole = (tmp_path / JOURNAL_FILE).read_bytes()
     assert line(forged) not in whole
     assert whole.startswith(b"%08x" % zlib.crc32(whole.splitlines()[0][9:]))
-
-
-def test_the_method_that_was_begun(tmp_path: Path) -> None:
-    assert begun_method(tmp_path) is None
-    with open_journal(tmp_path, "digest", False, (), "x", "gptq"):
-        assert begun_method(tmp_path) == "gptq"
-    (tmp_path / JOURNAL_FILE).write_bytes(line(b'{"plan": "digest", "files": [], "method": 3}'))
-    assert begun_method(tmp_path) is None
-    (tmp_path / JOURNAL_FILE).write_bytes(b"damaged")
-    assert begun_method(tmp_path) is None

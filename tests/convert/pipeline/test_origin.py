@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lowbit.convert import convert
+from lowbit.convert import Recipe, convert
 from lowbit.convert.pipeline.origin import find_origin, recall, remember
 from lowbit.formats.errors import CheckpointError, FormatError
 from lowbit.formats.layout.manifest import Manifest, read_manifest
@@ -25,7 +25,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel") -> P
     source = make_model(place / "source")
     model = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
     (source / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
-    convert(source, place / "out")
+    convert(source, place / "out", Recipe())
     return place
 
 
@@ -49,7 +49,7 @@ def manifest_of(packed: Path) -> Manifest:
 
 def found(packed: Path, given: str | None = None, answer: str | None = None) -> Path:
     ask = None if answer is None else lambda _: answer
-    return find_origin(packed, manifest_of(packed), given, ask).confirmed(lambda *_: None)
+    return find_origin(packed, manifest_of(packed), given, ask).confirmed(lambda *_: None).folder
 
 
 def remembered(packed: Path, folder: Path) -> None:
@@ -218,7 +218,7 @@ def test_it_is_asked_for_once(packed: Path, source: Path) -> None:
         raise AssertionError(question)
 
     origin = find_origin(packed, manifest_of(packed), None, twice)
-    assert origin.confirmed(lambda *_: None) == source
+    assert origin.confirmed(lambda *_: None).folder == source
 
 
 def test_a_given_folder_is_remembered(packed: Path, source: Path) -> None:

@@ -13,6 +13,7 @@ from lowbit.convert import Recipe, convert
 from lowbit.convert.pipeline.owned import foreign_entries, remove_owned
 from lowbit.convert.report.reporting import write_weight_report
 from lowbit.formats.errors import ResourceError
+from lowbit.formats.packed import open_packed
 from lowbit.formats.tasks import TaskReport, write_tasks
 
 if TYPE_CHECKING:
@@ -110,7 +111,8 @@ def made(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel") -> P
     folder = tmp_path_factory.mktemp("made")
     source = make_model(folder / "source", num_hidden_layers=1)
     (source / "LICENSE").write_text("do what you like")
-    write_weight_report(convert(source, folder / "out"))
+    done = convert(source, folder / "out", Recipe())
+    write_weight_report(done, open_packed(done.folder))
     return folder
 
 
@@ -195,11 +197,11 @@ def test_nothing_of_others_is_lost_in_a_working_folder(
 
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     with pytest.raises(KeyboardInterrupt):
-        convert(made / "source", out, progress=stop)
+        convert(made / "source", out, Recipe(), progress=stop)
     WORKING[name](partial)
     before = everything(tmp_path)
     with pytest.raises(ResourceError, match="was not written by lowbit-convert"):
-        convert(made / "source", out, overwrite=overwrite)
+        convert(made / "source", out, Recipe(), overwrite=overwrite)
     assert everything(tmp_path) == before
 
 
@@ -215,7 +217,7 @@ def test_a_working_folder_of_another_source_is_known(
     other = make_model(tmp_path / "other", num_hidden_layers=1, seed=1)
     (other / "vocab.txt").write_text("of the other source")
     with pytest.raises(KeyboardInterrupt):
-        convert(other, tmp_path / "out", progress=stop)
+        convert(other, tmp_path / "out", Recipe(), progress=stop)
     assert (tmp_path / "out.partial" / "vocab.txt").exists()
     with pytest.raises(ResourceError, match="another recipe or source"):
         convert(made / "source", tmp_path / "out", Recipe("int8"))
@@ -231,8 +233,8 @@ def test_a_file_that_joins_the_source_meanwhile(tmp_path: Path, make_model: "Mak
     source = make_model(tmp_path / "source", num_hidden_layers=1)
     for number in range(3):
         with pytest.raises(KeyboardInterrupt):
-            convert(source, tmp_path / "out", progress=stop)
+            convert(source, tmp_path / "out", Recipe(), progress=stop)
         (source / f"late-{number}.txt").write_text("late")
-    done = convert(source, tmp_path / "out")
+    done = convert(source, tmp_path / "out", Recipe())
     assert done.resumed == len(done.plan.steps)
     assert (done.folder / "late-2.txt").exists()

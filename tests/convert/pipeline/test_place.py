@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lowbit.convert import convert
+from lowbit.convert import Recipe, convert
 from lowbit.convert.export.export import export
 from lowbit.convert.pipeline.place import place_of
 from lowbit.formats.errors import ResourceError
@@ -61,7 +61,7 @@ def test_refused_before_any_work(
 
 @pytest.mark.parametrize("name", ["o" * 246, "ö" * 123, "-", "a b", "a\nb", "é", "o.partial"])
 def test_names_that_serve(tmp_path: Path, small: Path, name: str) -> None:
-    convert(small, tmp_path / name)
+    convert(small, tmp_path / name, Recipe())
     assert (tmp_path / name / "lowbit.json").exists()
 
 

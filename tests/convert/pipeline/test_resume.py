@@ -28,6 +28,7 @@ KILLER = """
 import json, os, signal, sys
 from pathlib import Path
 from lowbit.convert.pipeline import conversion
+from lowbit.convert.plan.recipe import Recipe
 
 def kill(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -51,7 +52,12 @@ def run(source, out, shard_bytes, phase, count, overwrite):
     if phase == "unlink":
         Path.unlink = kill
     conversion.convert(
-        source, Path(out), max_shard_bytes=shard_bytes, progress=progress, overwrite=overwrite
+        source,
+        Path(out),
+        Recipe(),
+        max_shard_bytes=shard_bytes,
+        progress=progress,
+        overwrite=overwrite,
     )
 
 for arguments in json.loads(sys.argv[1]):
@@ -87,7 +93,7 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def again(source: Path, out: Path, **options: Any) -> Conversion:
-    return convert(source, out, **{"max_shard_bytes": SHARD_BYTES, **options})
+    return convert(source, out, **{"recipe": Recipe(), "max_shard_bytes": SHARD_BYTES, **options})
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ def assert_loads_exactly(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_bundled_model(tmp_path: Path, tiny: Path) -> None:
-    assert_loads_exactly(convert(tiny, tmp_path / "out").folder)
+    assert_loads_exactly(convert(tiny, tmp_path / "out", Recipe()).folder)
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ def test_loads_exactly(tmp_path: Path, hybrid: Path, own_gaps: set[str], recipe:
 
 @pytest.mark.slow
 def test_f32_tensors_reach_the_model_in_full(tmp_path: Path, hybrid: Path) -> None:
-    folder = convert(hybrid, tmp_path / "out").folder
+    folder = convert(hybrid, tmp_path / "out", Recipe()).folder
     source = load_file(hybrid / "model.safetensors")
     packed = load_file(folder / "model.safetensors")
     text, _ = load("AutoModelForCausalLM", folder)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lowbit.convert import convert
-from lowbit.convert.calibrate.request import CalibrationRequest
+from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.pipeline.verification import Verification, verify_folder
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Override, Recipe
@@ -39,7 +39,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel")
     folder = tmp_path_factory.mktemp("verify")
     source = make_model(folder / "source")
     (source / "LICENSE").write_text("do what you like")
-    convert(source, folder / "out", max_shard_bytes=300_000)
+    convert(source, folder / "out", Recipe(), max_shard_bytes=300_000)
     return folder
 
 

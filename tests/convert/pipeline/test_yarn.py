@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from lowbit.convert import Recipe, convert
-from lowbit.convert.calibrate.request import CalibrationRequest
+from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.measure.measure import measure_logits
-from lowbit.convert.original.blocks import block_map
+from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.original.evaluation_text import Text, tokenize
 from lowbit.convert.original.model import load_layered_model
+from lowbit.convert.original.threads import block_map
 from lowbit.convert.original.walk import embed, load_layer, pass_through
 from lowbit.convert.original.weights import open_weights
 from lowbit.convert.pipeline.verification import verify_folder
@@ -125,6 +126,8 @@ def test_a_conversion_keeps_yarn_and_measures_with_it(
     if made.manifest.calibration is not None:
         assert made.manifest.calibration.length == 4 * ORIGINAL  # cut to what YaRN gives
     verify_folder(made.folder, str(source), lambda phase, done, total: None)
-    found = measure_logits(source, made.folder, [Text("test", "test", stories[:3000])]).logits
+    found = measure_logits(
+        open_pair(source, made.folder), [Text("test", "test", stories[:3000])]
+    ).logits
     assert found.window == 4 * ORIGINAL
     assert 0 < found.kl_mean < 0.1

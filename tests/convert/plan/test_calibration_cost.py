@@ -1,5 +1,7 @@
 """Work and memory of a calibration against figures that are counted by hand."""
 
+import ast
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -113,6 +115,19 @@ def test_a_calibration_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> Non
         check_memory(Memory(2 * GB, 11 * GB, 1), windows, "cuda")
     # States beyond a third of the GPU's free memory stay in RAM.
     check_memory(Memory(3 * GB, 13 * GB, 4 * GB // 256), windows, "cuda")
+
+
+def test_calibration_takes_the_constants_that_are_counted_with() -> None:
+    used: dict[str, set[str]] = {}
+    for path in (Path(cost.__file__).parents[1] / "calibrate").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == cost.__name__:
+                used[path.stem] = {alias.name for alias in node.names}
+    assert used["learned"] == {"AUTOROUND_STEPS"}
+    assert used["distill"] == {"DISTILL_STEPS"}
+    assert used["gptq"] == {"NORMAL_ELEMENTS"}
+    assert used["moments"] == {"PRODUCTS_BYTES"}
+    assert used["windows"] == {"STATES_SHARE", "STEP_TOKENS"}
 
 
 def test_calls_are_counted_until_the_time_is_over() -> None:

@@ -23,21 +23,29 @@ INT4 = {"a": Scheme(4), "b": Scheme(8), "c": None}
 
 
 @pytest.mark.parametrize(
-    ("device", "minutes", "method"),
-    [("cuda", 1, ROTATED), ("cuda", 600, ROTATED), ("cpu", 15, ROTATED), ("cpu", 16, WEIGHTED)],
+    ("device", "operations", "cores", "method"),
+    [
+        ("cuda", 1e9, 1, ROTATED),
+        ("cuda", 1e18, 1, ROTATED),
+        ("cpu", 90e12, 2, ROTATED),  # 15 minutes of two cores
+        ("cpu", 91e12, 2, WEIGHTED),
+        ("cpu", 91e12, 3, ROTATED),
+    ],
 )
-def test_few_bits_are_calibrated(device: str, minutes: int, method: Method) -> None:
+def test_few_bits_are_calibrated(
+    device: str, operations: float, cores: int, method: Method
+) -> None:
     assert LONGEST_SECONDS == 15 * 60
-    assert automatic_method(INT4, device, 60.0 * minutes, rotatable=True) == method
+    assert automatic_method(INT4, device, operations, cores, rotatable=True) == method
 
 
 def test_no_rotation_where_it_would_change_the_model() -> None:
-    assert automatic_method(INT4, "cuda", 1.0, rotatable=False) == GPTQ
+    assert automatic_method(INT4, "cuda", 1.0, 1, rotatable=False) == GPTQ
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_eight_bits_are_not(device: str) -> None:
-    assert automatic_method({"a": Scheme(8), "b": None}, device, 1.0, rotatable=True) == RTN
+    assert automatic_method({"a": Scheme(8), "b": None}, device, 1.0, 1, rotatable=True) == RTN
 
 
 @pytest.mark.parametrize("rotatable", [False, True])
@@ -63,7 +71,7 @@ def test_plain_gptq_is_told_of_rotation() -> None:
 def test_mixtures_of_experts_have_methods_of_their_own() -> None:
     assert methods(rotatable=False, experts=True) == WITH_EXPERTS
     schemes = {"model.layers.0.mlp.experts.0.up_proj": Scheme(4, 128)}
-    assert automatic_method(schemes, "cuda", 1.0, rotatable=False, experts=True) in WITH_EXPERTS
+    assert automatic_method(schemes, "cuda", 1.0, 1, False, experts=True) in WITH_EXPERTS
     assert gain_of(WITH_EXPERTS[-1], rotatable=False, experts=True) is None
     check_method(WITH_EXPERTS[-1], experts=True)
     check_method(Method.parse("gptq+autoround"), experts=False)

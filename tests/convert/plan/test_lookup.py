@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from lowbit.convert.pipeline.conversion import convert
 from lowbit.convert.plan.cache import cache_file, hash_weights, write_file
-from lowbit.convert.plan.lookup import Settings, find_or_estimate, read_checked
+from lowbit.convert.plan.lookup import Settings, find_or_estimate, open_original, read_checked
+from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.sensitivities import Row, Sensitivities, read_sensitivities
 from lowbit.formats.errors import FormatError, QuantizationError, RequestError
 from lowbit.formats.layout.manifest import read_manifest
@@ -21,7 +22,7 @@ from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
 ROW = Row("a.qkv", ("a.q", "a.k"), 64, 4, 32, 100, 0.125)
 RECORD = Sensitivities(
-    "1", "2", "3", "cpu", "c" * 64, "w" * 64, "text", "t" * 64, 512, 8, 2, "signed", (ROW,)
+    "1", "2", "3", "cpu", "c" * 64, "w" * 64, "text", "t" * 64, 512, 8, 2, "signed", False, (ROW,)
 )
 
 
@@ -36,8 +37,8 @@ def settings(short_text: Path) -> Settings:
 
 def test_computed_once(readable: Path, settings: Settings, cache: Path) -> None:
     notes: list[str] = []
-    first = find_or_estimate(readable, settings, ignore, notes.append)
-    again = find_or_estimate(readable, settings, ignore, notes.append)
+    first = find_or_estimate(open_original(readable), settings, ignore, notes.append)
+    again = find_or_estimate(open_original(readable), settings, ignore, notes.append)
     assert (first.is_new, again.is_new) == (True, False)
     assert first.sensitivities == again.sensitivities
     assert first.file.is_relative_to(cache)
@@ -62,7 +63,7 @@ def test_computed_once(readable: Path, settings: Settings, cache: Path) -> None:
 def test_all_that_figures_depend_on_counts(
     readable: Path, settings: Settings, tmp_path: Path
 ) -> None:
-    known = {find_or_estimate(readable, settings, ignore).file}
+    known = {find_or_estimate(open_original(readable), settings, ignore).file}
     other = tmp_path / "other.txt"
     other.write_text("The sea was blue and the robot was happy. " * 6)
     changed = tmp_path / "changed"
@@ -73,16 +74,20 @@ def test_all_that_figures_depend_on_counts(
     for folder, how in (
         (readable, dataclasses.replace(settings, calib=other)),
         (readable, dataclasses.replace(settings, groups=(128,))),
+        (readable, dataclasses.replace(settings, rule="positive")),
+        (readable, dataclasses.replace(settings, rotate=True)),
         (changed, settings),
     ):
-        found = find_or_estimate(folder, how, ignore)
+        found = find_or_estimate(open_original(folder), how, ignore)
         assert found.is_new
+        record = found.sensitivities
+        assert (record.scale_rule, record.rotated) == (how.rule, how.rotate)
         assert found.file not in known
         known.add(found.file)
 
 
 def test_weights_are_hashed_as_in_the_manifest(readable: Path, tmp_path: Path) -> None:
-    convert(readable, tmp_path / "packed")
+    convert(readable, tmp_path / "packed", Recipe())
     manifest = read_manifest(tmp_path / "packed")
     assert manifest is not None
     checkpoint = open_checkpoint(readable)
@@ -96,13 +101,13 @@ def test_a_file_of_another_model(readable: Path, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_bytes(RECORD.to_bytes())
     with pytest.raises(FormatError, match=r"is of weights wwwwwwwwwwww, .* has "):
-        read_checked(path, readable, ignore)
+        read_checked(path, open_original(readable), ignore)
 
 
 def test_a_packed_checkpoint(readable: Path, settings: Settings, tmp_path: Path) -> None:
-    convert(readable, tmp_path / "packed")
+    convert(readable, tmp_path / "packed", Recipe())
     with pytest.raises(QuantizationError, match="is already quantized"):
-        find_or_estimate(tmp_path / "packed", settings, ignore)
+        find_or_estimate(open_original(tmp_path / "packed"), settings, ignore)
 
 
 def test_record_comes_back(tmp_path: Path) -> None:
@@ -117,7 +122,7 @@ def test_record_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        ({"schema": 1}, "schema 1, this release reads 2"),
+        ({"schema": 1}, "schema 1, this release reads 3"),
         ({"rows": {}}, "rows` is not a list"),
         ({"rows": [{"name": "a"}]}, "missing keys"),
         ({"rows": [{**dataclasses.asdict(ROW), "bits": "4"}]}, "`bits` cannot be"),
@@ -156,5 +161,5 @@ def test_files_are_replaced_whole(tmp_path: Path) -> None:
 
 def test_torch_threads_are_restored(readable: Path, settings: Settings) -> None:
     before = torch.get_num_threads()
-    find_or_estimate(readable, settings, ignore)
+    find_or_estimate(open_original(readable), settings, ignore)
     assert torch.get_num_threads() == before

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from lowbit.convert.plan.plan import Plan, make_plan
+from lowbit.convert.plan.method import Method
+from lowbit.convert.plan.plan import Plan, make_plan, with_method
 from lowbit.convert.plan.readers import (
     one_scheme_misfits,
     runtime_verdict,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 UP = "model.layers.0.mlp.up_proj.weight"
+NORMS = ("input", "post_attention")
 
 QWEN3 = {
     "0.6B": {
@@ -372,3 +374,27 @@ def test_the_config_names_no_folder(small: Path, name: str, kept: bool) -> None:
     expected = {"_name_or_path": name} if kept else {}
     assert made["more"] == {**expected, "a": 1}
     assert ("_name_or_path" in made) == kept
+
+
+def test_another_method_changes_what_a_rotation_touches_and_nothing_else(
+    small_config: "Config",
+) -> None:
+    config = {**small_config, "tie_word_embeddings": False}
+    tensors = headers(config)
+    plan = make_plan(config, tensors, Recipe())
+    rotated = with_method(plan, config, Method.parse("gptq+rotate"))
+    changed = {
+        before.source.name: after.fate
+        for before, after in zip(plan.steps, rotated.steps, strict=True)
+        if before != after
+    }
+    norms = (f"model.layers.{n}.{kind}_layernorm.weight" for n in (0, 1) for kind in NORMS)
+    assert changed == dict.fromkeys((EMBEDDING, "model.norm.weight", *norms), "rotated")
+    assert (rotated.shards, rotated.schemes) == (plan.shards, plan.schemes)
+    assert rotated == make_plan(config, tensors, Recipe(method=Method.parse("gptq+rotate")))
+    weighted = with_method(plan, config, Method("weighted"))
+    assert weighted == replace(plan, recipe=Recipe(method=Method("weighted")))
+    tied = {**config, "tie_word_embeddings": True}
+    stored = make_plan(tied, tensors, Recipe(head="bf16"))
+    with pytest.raises(QuantizationError, match=r"gptq\+rotate`: this model cannot be rotated: a"):
+        with_method(stored, tied, Method.parse("gptq+rotate"))

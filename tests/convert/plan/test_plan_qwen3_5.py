@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from lowbit.convert.cli.tables import conversion as render
-from lowbit.convert.pipeline.preview import Preview
-from lowbit.convert.pipeline.prospect import Estimate, Prospect
+from lowbit.convert.cli.tables import plan as render
+from lowbit.convert.pipeline.estimate import Estimate, MethodCost
 from lowbit.convert.plan.calibration_cost import Windows
 from lowbit.convert.plan.method import RTN
 from lowbit.convert.plan.plan import Plan, make_plan
-from lowbit.convert.plan.readers import vllm_verdict
+from lowbit.convert.plan.readers import runtime_verdict, vllm_verdict
 from lowbit.convert.plan.recipe import Base, Mtp, Override, Recipe
 from lowbit.formats.architectures import tensor_table
-from lowbit.formats.errors import CheckpointError, QuantizationError
+from lowbit.formats.errors import CheckpointError, QuantizationError, UnsupportedModelError
 from lowbit.formats.layout.quantization_config import read_quantization_config
 from lowbit.formats.safetensors.checkpoint import DTYPES, TensorInfo
 from lowbit.formats.safetensors.fused import split_experts
@@ -255,15 +254,63 @@ def test_rows_of_the_draft_head() -> None:
         Recipe(draft_vocabulary=-1)
 
 
-def test_later_release_whose_file_has_one_dtype() -> None:
-    sources = {
-        name: TensorInfo(name, DTYPES["BF16"], info.shape, "a", 0, 2 * math.prod(info.shape))
-        for name, info in headers("27B").items()
+def later(name: str) -> dict[str, Any]:
+    """The config.json of a release after Qwen3.5, which has the same classes and tensors.
+
+    That of Qwen3.6-27B is the published one. Qwen3.8-27B has its sizes and keys; Qwen3.6-35B-A3B
+    those of Qwen3.5, and the keys that Qwen3.6 added.
+    """
+    published: dict[str, Any] = MODELS["Qwen3.6-27B"]["config"]
+    if name != "Qwen3.6-35B-A3B":
+        return published
+    added = ("bos_token_id", "output_gate_type", "partial_rotary_factor", "tie_word_embeddings")
+    text = {key: published["text_config"][key] for key in added}
+    before = config("35B-A3B")
+    return {
+        **before,
+        "language_model_only": False,
+        "text_config": {**before["text_config"], **text},
     }
-    plan = make_plan(MODELS["Qwen3.6-27B"]["config"], sources, Recipe())
-    assert sum(plan.parameters.values()) == TOTALS[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "size", "bits"),
+    [
+        ("Qwen3.6-27B", "27B", 5.28),
+        ("Qwen3.8-27B", "27B", 5.28),
+        ("Qwen3.6-35B-A3B", "35B-A3B", 4.54),
+    ],
+)
+def test_later_releases(
+    name: str, size: str, bits: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their files have BF16 alone, also for what Qwen3.5 stores in FP32."""
+    sources = {
+        tensor: TensorInfo(tensor, DTYPES["BF16"], info.shape, "a", 0, 2 * math.prod(info.shape))
+        for tensor, info in headers(size).items()
+    }
+    content = later(name)
+    plan = make_plan(content, split_experts(sources), Recipe())
+    assert sum(plan.parameters.values()) == sum(math.prod(i.shape) for i in sources.values())
     step = next(s for s in plan.steps if s.source.name.endswith("layers.0.linear_attn.A_log"))
     assert step.outputs[0][1] == DTYPES["BF16"]
+    assert round(plan.bits_per_weight, 2) == bits
+    assert vllm_verdict(plan) == []
+    assert runtime_verdict(plan) is None
+    # What a release adds stands in the packed folder's config.json as it was.
+    kept = {k: v for k, v in plan.config.items() if k != "quantization_config"}
+    assert kept == content
+    costs = (MethodCost(RTN, 40.0, None),)
+    render.plan(name, Estimate(plan, torch.device("cpu"), Windows(160, 512), costs, None), 0)
+    assert "vLLM: can load the result" in capsys.readouterr().out
+
+
+def test_a_gate_of_another_kind_is_refused() -> None:
+    """Qwen3.6 names the gate of its linear layers, which Qwen3.5 has without a name."""
+    text = {**later("Qwen3.8-27B")["text_config"], "output_gate_type": "sigmoid"}
+    with pytest.raises(UnsupportedModelError, match="`output_gate_type"):
+        make_plan({**later("Qwen3.8-27B"), "text_config": text}, headers("27B"), Recipe())
 
 
 def renamed(sources: Mapping[str, TensorInfo], *more: str) -> dict[str, TensorInfo]:
@@ -316,9 +363,8 @@ def test_mixture_of_experts_has_a_row_for_all_experts(capsys: pytest.CaptureFixt
     plan = make_plan(MODELS["Qwen3.5-35B-A3B"]["config"], tensors, Recipe())
     assert plan.written_parameters == 35_951_822_704
     assert (round(plan.output_bytes / 1e9, 1), round(plan.bits_per_weight, 2)) == (20.4, 4.54)
-    estimates = (Estimate(RTN, 40.0, None),)
-    ahead = Prospect(Recipe(), plan, torch.device("cpu"), Windows(160, 512), estimates, None)
-    render.plan(Preview("35B", ahead, 0, 0, tuple(vllm_verdict(plan)), None, 0, 8192, 0, 0))
+    costs = (MethodCost(RTN, 40.0, None),)
+    render.plan("35B", Estimate(plan, torch.device("cpu"), Windows(160, 512), costs, None), 0)
     said = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in said.splitlines() if len(line.split()) > 1}
     row = ["512x2048", "INT4", "g128", str(40 * 256), "21.47", "GB", "5.54", "GB"]
@@ -346,10 +392,10 @@ def test_more_experts_than_a_manifest_can_list_are_refused() -> None:
 
 def test_plan_of_the_largest_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_of("27B", Recipe())
-    estimates = (Estimate(RTN, 40.0, None),)
-    ahead = Prospect(Recipe(), plan, torch.device("cpu"), Windows(160, 512), estimates, None)
-    reasons = tuple(vllm_verdict(plan))
-    render.plan(Preview("Qwen/Qwen3.5-27B", ahead, 0, 0, reasons, None, 0, 8192, 0, 0))
+    ahead = Estimate(
+        plan, torch.device("cpu"), Windows(160, 512), (MethodCost(RTN, 40.0, None),), None
+    )
+    render.plan("Qwen/Qwen3.5-27B", ahead, 0)
     said = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in said.splitlines() if len(line.split()) > 1}
     assert rows["post_attention_layernorm"][1:] == [

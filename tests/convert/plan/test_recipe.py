@@ -299,10 +299,12 @@ def test_bits_of_a_head_that_is_dropped() -> None:
         Recipe(mtp="drop", overrides=(Override("mtp.*", 8),))
 
 
-def test_recipes_of_older_releases_left_multi_token_prediction_as_stored() -> None:
+@pytest.mark.parametrize("key", Recipe().to_json())
+def test_every_key_of_a_recipe_is_required(key: str) -> None:
     content = Recipe().to_json()
-    del content["mtp"], content["draft_vocabulary"]
-    assert Recipe.from_json(content) == Recipe(mtp="bf16", draft_vocabulary=0)
+    del content[key]
+    with pytest.raises(QuantizationError, match="is not one of this release"):
+        Recipe.from_json(content)
 
 
 @pytest.mark.parametrize("pattern", ["*.in_proj_a", "*.conv1d", "*.A_log", "*.visual.*"])

@@ -13,13 +13,13 @@ from lowbit.convert.original.backward import LinearTrace
 from lowbit.convert.original.calibration_text import read_calibration
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.quiet import without_advice
-from lowbit.convert.original.weights import open_weights
+from lowbit.convert.original.weights import Weights, open_weights
 from lowbit.convert.plan import rounding, sensitivity
 from lowbit.convert.plan.sensitivity import estimate
 from lowbit.convert.plan.sets import Choice, FusedSet, choices_of, fused_sets
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.packing import dequantize
-from lowbit.formats.layout.rtn import quantize
+from lowbit.formats.layout.rtn import ScaleRule, quantize
 from lowbit.formats.layout.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -43,19 +43,32 @@ def windows(folder: Path, count: int = 4) -> Tensor:
     return torch.randint(vocabulary, (count, T), generator=torch.Generator().manual_seed(0))
 
 
-def estimated(folder: Path, choices: Sequence[Choice]) -> list[float]:
+def weights_of(folder: Path, rotated: bool) -> Weights:
+    weights = open_weights(folder)
+    return weights.rotated() if rotated else weights
+
+
+def estimated(
+    folder: Path, choices: Sequence[Choice], rule: ScaleRule = "signed", rotated: bool = False
+) -> list[float]:
     ids = windows(folder)
     with torch.no_grad(), without_advice():
-        model = load_layered_model(open_weights(folder), T, CPU)
-        return estimate(model, choices, ids, CPU, lambda done, total: None)
+        model = load_layered_model(weights_of(folder, rotated), T, CPU)
+        return estimate(model, choices, ids, CPU, lambda done, total: None, rule)
 
 
-def measured(folder: Path, choices: Sequence[Choice]) -> list[float]:
+def measured(
+    folder: Path, choices: Sequence[Choice], rule: ScaleRule = "signed", rotated: bool = False
+) -> list[float]:
     """KL of the log softmax of a whole model with the weights of one set replaced."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())  # untied
+    if rotated:
+        weights = weights_of(folder, rotated)
+        for name, parameter in model.named_parameters():
+            parameter.data = weights.read(name, tuple(parameter.shape), CPU)
     modules = dict(model.named_modules())
     ids = windows(folder)
     figures = []
@@ -66,7 +79,7 @@ def measured(folder: Path, choices: Sequence[Choice]) -> list[float]:
             for name in fused.modules:
                 linear = modules[name.replace("language_model.", "")]
                 kept.append((linear, linear.weight))
-                rounded = dequantize(*quantize(linear.weight.data, scheme))
+                rounded = dequantize(*quantize(linear.weight.data, scheme, rule))
                 linear.weight = torch.nn.Parameter(rounded, requires_grad=False)
             q = model(ids).logits[:, :-1].double().log_softmax(-1)
             figures.append(float((p.exp() * (p - q)).sum(-1).mean()))
@@ -85,16 +98,20 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # other libraries' own
-@pytest.mark.parametrize("name", ["tiny", "hybrid"])
+@pytest.mark.parametrize(
+    ("name", "rule", "rotated"),
+    [("tiny", "signed", False), ("hybrid", "signed", False), ("tiny", "absmax", True)],
+)
 def test_estimates_are_near_the_kl_of_whole_models(
-    name: str, request: pytest.FixtureRequest
+    name: str, rule: ScaleRule, rotated: bool, request: pytest.FixtureRequest
 ) -> None:
     folder: Path = request.getfixturevalue(name)
     sets = sets_of(folder)
     body = [(fused, Scheme(4, 64)) for fused in sets[:-1]]
     body += [(fused, Scheme(8, 128)) for fused in sets[:-1:4]]
     head = [(sets[-1], Scheme(4, 64)), (sets[-1], Scheme(8, 128))]
-    found, expected = estimated(folder, [*body, *head]), measured(folder, [*body, *head])
+    found = estimated(folder, [*body, *head], rule, rotated)
+    expected = measured(folder, [*body, *head], rule, rotated)
     assert found[-2:] == pytest.approx(expected[-2:], rel=1e-3)  # the head is measured
     found, expected = found[:-2], expected[:-2]
     ratios = [a / b for a, b in zip(found, expected, strict=True)]
@@ -162,7 +179,7 @@ def test_labels_follow_the_distribution(tmp_path: Path, make_model: "MakeModel")
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1)) * 2
     with torch.no_grad(), alone_on_threads(CPU) as pool:
         model = load_layered_model(open_weights(folder), T, CPU)
-        found = pass_head(model, x, [], draws, pool).gradients  # [draws, tokens, h]
+        found = pass_head(model, x, [], draws, pool, "signed").gradients  # [draws, tokens, h]
         W = model.weights.read("lm_head.weight", (5000, 128), CPU)
     p = (x @ W.T).softmax(-1)
     for token in range(3):

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 def parsed(result: Result) -> dict[str, Any]:
     assert result.exit_code == 0, result.output
     content: dict[str, Any] = json.loads(result.stdout, parse_constant=lambda name: 1 / 0)
-    assert content["schema"] in (1, 2)  # 2 for sensitivities
+    assert content["schema"] in (1, 3)  # 3 for sensitivities
     return content
 
 
@@ -32,14 +33,16 @@ def test_sensitivity_then_targets(
     cli: "Cli", readable: Path, short_text: Path, tmp_path: Path, cache: Path
 ) -> None:
     out = tmp_path / "kept" / "record.json"
-    said = parsed(cli("sensitivity", readable, "--calib", short_text, "--out", out, "--json"))
+    own = ("sensitivity", readable, "--calib", short_text, "--unrotated")
+    said = parsed(cli(*own, "--out", out, "--json"))
     assert said["computed"] is True
     assert Path(said["file"]).is_relative_to(cache)
     assert said["plot"] == str(out.with_suffix(".svg"))
     assert read_sensitivities(out) == read_sensitivities(Path(said["file"]))
     ElementTree.fromstring(out.with_suffix(".svg").read_bytes())
-    again = cli("sensitivity", readable, "--calib", short_text)
+    again = cli(*own)
     assert "known:" in again.stdout
+    assert "of the unrotated model, signed scales, on " in " ".join(again.stdout.split())
     assert "lm_head" in again.stdout
     assert again.stderr.startswith("plot: ")
 
@@ -62,6 +65,40 @@ def test_sensitivity_then_targets(
     limit = planned["output_bytes"]
     options = ("--target-size", f"{limit}", "--sensitivities", out)
     assert parsed(cli("plan", readable, *options, "--json"))["output_bytes"] <= limit
+
+
+def test_targets_take_sensitivities_of_what_is_quantized(
+    cli_as_typed: "Cli", readable: Path, short_text: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "record.json"
+    text, head = ("--calib", short_text, "--device", "cpu"), ("--lm-head", "int4")
+    ways = {
+        ("13.5", *head): (True, "signed"),  # auto takes gptq+rotate
+        ("13.5", *head, "--method", "gptq+rotate"): (True, "signed"),
+        ("13.5", *head, "--positive-scales"): (True, "positive"),
+        ("13.5", *head, "--method", "gptq"): (False, "signed"),
+        ("12",): (False, "signed"),  # the head stays the embedding, which auto does not rotate
+        ("13.5",): (False, "signed"),  # nothing has fewer than 8 bits, which auto rounds
+        ("12", "--method", "absmax"): (False, "absmax"),
+    }
+    for options, expected in ways.items():
+        done = cli_as_typed("plan", readable, *text, "--target-bpw", *options)
+        assert done.exit_code == 0, done.output
+        named = re.search(r"sensitivities (?:computed now, kept in|from) (\S+)", done.stderr)
+        assert named is not None, done.stderr
+        kept = read_sensitivities(Path(named[1]))
+        assert (kept.rotated, kept.scale_rule) == expected
+        assert "! the sensitivities" not in done.stderr
+    # The command that only computes them does what `quantize` takes by default.
+    found = parsed(cli_as_typed("sensitivity", readable, *text, "--out", out, "--json"))
+    assert (found["computed"], found["rotated"], found["scale_rule"]) == (False, True, "signed")
+    given = ("--target-bpw", "13", "--sensitivities", out, "--method", "rtn", "--positive-scales")
+    done = cli_as_typed("plan", readable, *text, *given)
+    assert done.exit_code == 0, done.output
+    assert (
+        "! the sensitivities are of the rotated model, signed scales; quantized: "
+        "the unrotated model, positive scales" in done.stderr
+    )
 
 
 def test_computed_on_the_fly(cli: "Cli", readable: Path, short_text: Path, tmp_path: Path) -> None:
@@ -135,7 +172,8 @@ def test_a_target_is_met_by_figures_that_could_not_be_kept(
     cli: "Cli", readable: Path, short_text: Path, tmp_path: Path, refuse: Callable[..., None]
 ) -> None:
     refuse(".json", after=1)
-    result = cli("plan", readable, "--target-bpw", "13", "--calib", short_text)
+    options = ("--target-bpw", "13", "--calib", short_text, "--method", "rtn")
+    result = cli("plan", readable, *options)
     assert result.exit_code == 0, result.output
     assert "the sensitivities are not kept for another time" in result.stderr
     assert "chosen for 9 sets" in result.stderr
@@ -159,10 +197,15 @@ def test_a_target_out_of_reach_is_known_before_the_pass(
         (("--target-bpw", "4,5"), "is not a number of bits"),
         (("--target-size", "big"), "is not a size"),
         (("--sensitivities", "x.json"), "--sensitivities is for --target-bpw or --target-size"),
+        (("--target-bpw", "12", "--group-size", "64"), "--group-size has no effect with a target"),
     ],
 )
-def test_usage(cli: "Cli", readable: Path, options: tuple[str, ...], message: str) -> None:
-    result = cli("plan", readable, *options)
+@pytest.mark.parametrize("command", ["plan", "quantize"])
+def test_usage(
+    cli: "Cli", readable: Path, command: str, options: tuple[str, ...], message: str
+) -> None:
+    out = () if command == "plan" else (readable / "out",)
+    result = cli(command, readable, *out, *options)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
 
@@ -190,7 +233,9 @@ def test_heat_map_shows_every_set_once() -> None:
         for group in (32, 128)
     ]
     rows.append(Row("lm_head", ("lm_head",), 1, 4, 128, 1, 1e-3))
-    record = Sensitivities("", "", "", "", "", "", "<a&b>", "", 1, 1, 2, "signed", tuple(rows))
+    record = Sensitivities(
+        "", "", "", "", "", "", "<a&b>", "", 1, 1, 2, "signed", False, tuple(rows)
+    )
     root = ElementTree.fromstring(heat_map(record))
     titles = [element.text for element in root.iter() if element.tag.endswith("title")]
     assert titles == [

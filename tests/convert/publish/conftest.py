@@ -31,7 +31,7 @@ def pack(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel") -> P
 
     def make(recipe: Recipe | None = None, **options: Any) -> Path:
         out = tmp_path_factory.mktemp("publish") / "small-int4"
-        convert(source, out, recipe, **{"max_shard_bytes": SHARD_BYTES, **options})
+        convert(source, out, recipe or Recipe(), **{"max_shard_bytes": SHARD_BYTES, **options})
         return out
 
     return make

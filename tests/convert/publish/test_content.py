@@ -1,4 +1,4 @@
-"""Published bytes have no path of this machine, no home folder, no placeholder of a draft."""
+"""Published bytes have no path of this machine, and no home folder."""
 
 import json
 import os
@@ -19,10 +19,6 @@ pytestmark = [
 
 REPO = "org/model"
 TEXT = "Once upon a time there was a little robot who lived in a big house by the sea. " * 4
-OLD_GAPS = (
-    "TODO (name and link of the original model), its",
-    "TODO: state the license of the original model; it applies to this one.",
-)
 
 
 @pytest.fixture
@@ -60,7 +56,6 @@ def test_nothing_of_a_local_source_is_published(
         for name, data in content.items():
             for forbidden in (source, home, home.parent):
                 assert os.fsencode(forbidden) not in data, name
-            assert b"TODO" not in data, name
 
 
 def test_a_source_that_names_a_folder_is_not_published_unasked(
@@ -97,27 +92,6 @@ def test_paths_that_transformers_writes_are_left_out(
     assert cli(small, home / "out").exit_code == 0
     assert cli("push", home / "out", REPO).exit_code == 0
     assert "_name_or_path" not in json.loads(hub.content(REPO)["config.json"])
-
-
-@pytest.mark.parametrize("gap", OLD_GAPS)
-@pytest.mark.parametrize("options", [(), ("--dry-run",)])
-def test_an_edited_draft_of_an_older_version_is_refused(
-    cli: "Cli", hub: HubServer, packed: Path, gap: str, options: tuple[str, ...]
-) -> None:
-    (packed / "README.md").write_text(f"---\nlicense: mit\n---\n# Mine\n\n{gap}\n")
-    result = cli("push", packed, REPO, *options)
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert "README.md` still says `TODO" in result.stderr
-    assert REPO not in hub.repositories
-    (packed / "README.md").unlink()
-    assert cli("push", packed, REPO).exit_code == 0
-    assert b"TODO" not in hub.content(REPO)["README.md"]
-
-
-def test_a_todo_that_the_user_wrote_is_published(cli: "Cli", hub: HubServer, packed: Path) -> None:
-    (packed / "README.md").write_text("---\nlicense: mit\n---\n# A writer of TODO lists\n")
-    assert cli("push", packed, REPO).exit_code == 0
-    assert b"TODO lists" in hub.content(REPO)["README.md"]
 
 
 @pytest.mark.parametrize("name", ["README.md", "quality.html", "tasks.json", "LICENSE"])

@@ -1,8 +1,7 @@
-"""Reports to render, an INT4 file with every figure and variations, and pages to read."""
+"""Reports to render, an INT4 file with every figure and variations."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from html.parser import HTMLParser
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from lowbit.convert.measure.drafts import Draft, Drafting
 from lowbit.convert.measure.record import (
     Flip,
-    Histogram,
     LogitQuality,
     LongQuality,
     Needle,
@@ -19,66 +17,11 @@ from lowbit.convert.measure.record import (
     QualityReport,
     Sizes,
     TextKind,
-    Window,
 )
 from lowbit.convert.measure.weights import WeightQuality
+from tests.convert.report import samples
 
 MakeReport = Callable[..., QualityReport]
-
-
-class Page(HTMLParser):
-    """Parser that checks that tags are balanced, and collects attributes, text and table rows."""
-
-    VOID = frozenset({"meta", "img", "br", "hr", "link", "input"})
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[tuple[str, dict[str, str]]] = []
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
-        self.pieces: list[str] = []
-        self.rows: dict[str, list[list[str]]] = {}  # cells in words, by the id of the section
-        self.closed: list[str] = []  # words inside <details>
-        self.feed(text)
-        self.close()
-        assert self.open == []
-        self.words = "".join(self.pieces)
-        self.text = " ".join(" ".join(self.pieces).split())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        found = {name: value or "" for name, value in attrs}
-        self.attributes += found.items()
-        if tag not in self.VOID:
-            self.open.append((tag, found))
-        if tag == "tr":
-            self.rows.setdefault(self._section(), []).append([])
-        if tag in ("td", "th"):
-            self.rows[self._section()][-1].append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop()[0] == tag
-
-    def handle_data(self, data: str) -> None:
-        inside = [tag for tag, _ in self.open]
-        if "style" in inside:
-            return
-        self.pieces.append(data)
-        if "details" in inside:
-            self.closed.append(data)
-        if "td" in inside or "th" in inside:
-            row = self.rows[self._section()][-1]
-            row[-1] = " ".join(f"{row[-1]} {data}".split())
-
-    def _section(self) -> str:
-        return next(
-            (a["id"] for tag, a in reversed(self.open) if tag == "section" and "id" in a), ""
-        )
-
-
-@pytest.fixture
-def read_page() -> Callable[[str], Page]:
-    return Page
 
 
 def row(
@@ -101,30 +44,7 @@ def make_row() -> Callable[..., WeightQuality]:
 @pytest.fixture
 def logits() -> LogitQuality:
     """The figures that every report has; `extras` has the others."""
-    return LogitQuality(
-        text_name="a text",
-        text_sha256="ab" * 32,
-        text_tokens=20500,
-        window=512,
-        windows=40,
-        scored_tokens=20440,
-        perplexity_original=3.286,
-        perplexity_packed=3.354,
-        log_ratio_error=0.0008,
-        kl_mean=0.018,
-        kl_error=0.0004,
-        kl_p95=0.07,
-        kl_p99=0.13,
-        kl_max=0.68,
-        cosine_mean=0.9972,
-        cosine_p1=0.9866,
-        top1_agreement=0.9427,
-        kl_histogram=Histogram(-8.0, 2.0, (0,) * 30 + (20000, 400, 40) + (0,) * 27),
-        window_series=tuple(Window(1.1 + i / 100, 1.12 + i / 100, 0.018) for i in range(40)),
-        device="cpu",
-        torch_version="2.13.0",
-        transformers_version="5.23.0",
-    )
+    return samples.LOGITS
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.safetensors.checkpoint import Checkpoint, TensorInfo
 from lowbit.formats.tasks import TaskReport, TaskResult
+from tests.convert.report.pages import numbers, table
 
 MakeReport = Callable[..., QualityReport]
 MakeRow = Callable[..., WeightQuality]
@@ -117,8 +118,12 @@ def test_measured_quality_is_in_the_index(make_report: MakeReport) -> None:
     assert found["maths", "perplexity"] == 2.1
     assert ("odd", "perplexity") not in found  # JSON has no infinity
     assert not any(name == "prose" for name, _ in found)  # the first text under its own name
-    assert "| maths | 2.000 | 2.100 (+5.00 %) | 0.0200 | 93.00 % |" in card
-    assert "| the same of BF16 arithmetic alone, mean / p99 | 0.00200 / 0.0200 | |" in card
+    rows = {row[0]: [number for cell in row[1:] for number in numbers(cell)] for row in table(card)}
+    assert rows["maths"] == [2, 2.1, 5, 0.02, 93]
+    assert rows["the same of BF16 arithmetic alone, mean / p99"] == [0.002, 0.02]
+    assert rows["KL divergence, mean / p95 / p99 / max (nats)"] == [0.018, 0.07, 0.13, 0.68]
+    assert rows["perplexity"] == [3.286, 3.354, 2.07, 0.08]
+    assert rows["up_proj"] == [4, 128, 2, 10, 10]
 
 
 def test_task_results(make_report: MakeReport) -> None:
@@ -128,18 +133,17 @@ def test_task_results(make_report: MakeReport) -> None:
     )
     card = render(make_report(), tasks=TaskReport("0.1.0", "lm-eval 0.4.13", None, rows))
     assert figures(card, "dataset_type")["gsm8k", "exact_match"] == 0.5
-    assert "| gsm8k | exact_match | 0.5000 ± 0.0100 | 100 |" in card
-    assert "| odd | acc | none | 1 |" in card
+    found = {row[0]: row[1:] for row in table(card)}
+    assert found["gsm8k"] == ["exact_match", "0.5000 ± 0.0100", "100"]
+    assert found["odd"] == ["acc", "none", "1"]
 
 
 def test_card_states_an_unknown_original(make_report: MakeReport) -> None:
     card = render(make_report(), packed(made=manifest(None)), SourceCard())
     assert {"base_model", "base_model_relation"}.isdisjoint(metadata(card))
     assert metadata(card)["license"] == "unknown"
-    assert "A model of the `qwen3` family, its\nlinears packed to INT4 g128" in card
     assert "came from a local folder and is not named here; `lowbit.json` identifies it" in card
     assert "The license of the original, which applies to this model too, is not stated" in card
-    assert "TODO" not in card
 
 
 def test_the_user_states_what_is_unknown(make_report: MakeReport) -> None:
@@ -174,7 +178,6 @@ def test_a_folder_of_another_tool_names_no_original(make_report: MakeReport) -> 
     opened = replace(packed(), manifest=None)
     card = render(make_report(), opened, SourceCard())
     assert "The original is not named in these files." in card
-    assert "TODO" not in card
     assert "lowbit.json" not in card
 
 
@@ -191,13 +194,6 @@ def test_a_license_of_its_own(make_report: MakeReport) -> None:
     assert "The vision tower is carried unchanged." in seeing
 
 
-def test_figures(make_report: MakeReport) -> None:
-    card = render(make_report())
-    assert "| perplexity | 3.286 | 3.354 (+2.07 % ± 0.08) |" in card
-    assert "| up_proj | INT4 g128 | 2 | 10.00 % | 10.00 % |" in card
-    assert "0.0180 / 0.0700 / 0.130 / 0.680" in card
-
-
 def test_commands(make_report: MakeReport) -> None:
     report = replace(make_report(), command="lowbit-convert Qwen/Qwen3-0.6B m")
     card = render(report, target="me/m")
@@ -211,29 +207,26 @@ def test_commands(make_report: MakeReport) -> None:
     ):
         assert f"\n{line}" in card
     assert "FOLDER" not in card
-    assert "`pip install -c constraints.txt .` in a clone" in card
     assert "lowbit-convert verify FOLDER" in render(report)
-    assert "- Recipe: int4" in card
-    assert "- Original: Qwen/Qwen3-0.6B at c0ffee" in card
 
 
 def test_nothing_measured() -> None:
     card = render(None)
     assert "Not measured." in card
     assert "model-index" not in metadata(card)
-    assert "TODO" not in card
+    assert table(card) == []
 
 
 def test_only_weights_compared(make_report: MakeReport) -> None:
     card = render(make_report(measured=False))
     assert "Only the weights were compared" in card
     assert "model-index" not in metadata(card)
+    assert [row[0] for row in table(card)] == ["linear", "q_proj", "v_proj", "up_proj", "lm_head"]
 
 
 def test_card_warns_of_several_schemes(make_report: MakeReport) -> None:
     report = make_report()
     assert "garbage" in render(report)
-    assert "`dequantize=True` (or `run_compressed=False`)" in render(report)
     one = packed({UP: Scheme(8, 128), HEAD: Scheme(8, 128)})
     assert "garbage" not in render(report, one)
     assert "int8" in metadata(render(report, one))["tags"]
@@ -277,6 +270,15 @@ def test_vllm_is_told_that_there_is_no_vision_tower(make_report: MakeReport) -> 
 def test_adapters_are_said_not_to_fit_a_rotated_file(make_report: MakeReport, method: str) -> None:
     made = manifest(None, **Recipe(method=Method.parse(method)).to_json())
     assert ("adapters" in render(make_report(), packed(made=made))) == ("rotate" in method)
+
+
+def test_a_recipe_of_another_release_keeps_the_warning_of_adapters(
+    make_report: MakeReport,
+) -> None:
+    content = Recipe(method=Method.parse("gptq+rotate")).to_json()
+    for change in ({"method": "gptq+rotate+polish"}, {"invented": 1}):
+        made = manifest(None, **{**content, **change})
+        assert "adapters" in render(make_report(), packed(made=made))
 
 
 def test_hostile_names(make_report: MakeReport, make_row: MakeRow) -> None:

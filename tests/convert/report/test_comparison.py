@@ -5,7 +5,6 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from lowbit.convert.measure.paired import Difference
-from lowbit.convert.measure.record import Histogram, LogitQuality, QualityReport, Sizes, Window
+from lowbit.convert.measure.paired import PairedDifference
+from lowbit.convert.measure.record import LogitQuality, QualityReport, Sizes, Window
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.comparison import FolderComparison, compare, mean_cosine
 from lowbit.convert.report.comparison_page import (
@@ -27,6 +26,8 @@ from lowbit.convert.report.comparison_page import (
 from lowbit.formats.errors import CheckpointError, FormatError, LowbitError, RequestError
 from lowbit.formats.layout.manifest import Manifest, Source
 from lowbit.formats.safetensors.hashing import hash_file
+from tests.convert.report.pages import Page, numbers
+from tests.convert.report.samples import LOGITS
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli
@@ -39,28 +40,11 @@ def logits(shift: float = 0.0, noise: float = 0.0, **figures: Any) -> LogitQuali
     """Logit figures whose windows share their difficulty, plus `shift` and random `noise`."""
     spread = np.random.default_rng(1).normal(0.0, 1.0, size=40)
     series = SERIES + shift + noise * spread
-    found = LogitQuality(
-        text_name="a text",
-        text_sha256="ab" * 32,
-        text_tokens=20500,
-        window=512,
-        windows=40,
-        scored_tokens=20440,
-        perplexity_original=3.286,
-        perplexity_packed=3.354,
-        log_ratio_error=0.0008,
+    found = replace(
+        LOGITS,
         kl_mean=float(series.mean()),
-        kl_p95=0.07,
-        kl_p99=0.13,
-        kl_max=0.68,
-        cosine_mean=0.9972,
-        cosine_p1=0.9866,
-        top1_agreement=0.9427,
-        kl_histogram=Histogram(-8.0, 2.0, (0,) * 60),
+        kl_error=None,
         window_series=tuple(Window(1.1, 1.12, float(kl)) for kl in series),
-        device="cpu",
-        torch_version="2.13.0",
-        transformers_version="5.23.0",
     )
     return replace(found, **figures)
 
@@ -238,14 +222,14 @@ def test_markdown_keeps_its_columns() -> None:
     ("difference", "text"),
     [
         (None, "\N{EN DASH}"),
-        (Difference(-0.0070812, 0.000239), "-0.00708 ± 0.00024"),
-        (Difference(0.5, 0.02), "+0.500 ± 0.020"),
-        (Difference(0.0, 0.0), "+0.00"),
-        (Difference(math.inf, math.nan), "+∞"),
+        (PairedDifference(-0.0070812, 0.000239), "-0.00708 ± 0.00024"),
+        (PairedDifference(0.5, 0.02), "+0.500 ± 0.020"),
+        (PairedDifference(0.0, 0.0), "+0.00"),
+        (PairedDifference(math.inf, math.nan), "+∞"),
     ],
 )
 def test_differences_in_words(
-    make_folder: MakeFolder, difference: Difference | None, text: str
+    make_folder: MakeFolder, difference: PairedDifference | None, text: str
 ) -> None:
     (row,) = compare([make_folder("a", {})]).rows
     assert difference_text(replace(row, difference=difference)) == text
@@ -265,30 +249,6 @@ def test_terminal_fits_eighty_columns(make_folder: MakeFolder) -> None:
     assert "…" not in text
 
 
-class Tags(HTMLParser):
-    """Parser that checks that tags are balanced, and collects the text."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.open: list[str] = []
-        self.words = ""
-        self.feed(page)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.words += data + " "
-
-
 HOSTILE = "</title><script>alert(1)</script>\"'"
 
 
@@ -302,15 +262,17 @@ def test_page(make_folder: MakeFolder) -> None:
     hostile = replace(found.rows[0], name=HOSTILE, folder=HOSTILE, schemes=HOSTILE)
     found = replace(found, source=HOSTILE, text_name=HOSTILE, rows=(hostile, found.rows[1]))
     text = comparison_page(found)
-    page = Tags(text)
+    page = Page(text)
     assert "script" not in page.tags
     assert page.tags.count("svg") == 1
     assert "circle" in page.tags
-    assert HOSTILE in page.words
-    for figure in ("6.00 MB", "9.00 MB", difference_text(found.rows[1]), "0.98000", "usable"):
-        assert figure in " ".join(page.words.split())
-    assert "http:" not in text
-    assert "https:" not in text
+    loss, why = page.rows[""][1:3], page.rows[""][4:]
+    assert [row[0].startswith(HOSTILE) for row in loss] == [True, False]
+    assert [row[1:3] for row in loss] == [["usable", "6.00 MB"], ["usable", "9.00 MB"]]
+    assert loss[1][4] == difference_text(found.rows[1])
+    assert [numbers(cell) for cell in loss[1][5:]] == [[0.13], [5.73]]
+    assert [numbers(row[-1]) for row in why] == [[0.98], [0.98]]
+    assert not [word for word in ("http:", "https:") if word in text]
 
 
 def test_page_names_model_verdicts_and_reasons(make_folder: MakeFolder) -> None:
@@ -321,12 +283,16 @@ def test_page_names_model_verdicts_and_reasons(make_folder: MakeFolder) -> None:
             make_folder("unsure", {}, found=logits(kl_error=0.03)),
         ]
     )
-    words = " ".join(Tags(comparison_page(found)).words.split())
-    assert "3 packed forms of Qwen/Qwen3-0.6B" in words
-    assert "Minus that of near" in words
-    for row, verdict in zip(found.rows, ("usable", "broken", "not judged"), strict=True):
-        assert f"{row.name} rtn {verdict} 6.00 MB" in words
-        assert f"{row.verdict.title} : {row.verdict.reason}" in words
+    page = Page(comparison_page(found))
+    assert "3 packed forms of Qwen/Qwen3-0.6B" in page.text
+    assert page.facts["Closest to the original"].startswith("near")
+    assert [row[:2] for row in page.rows[""][1:4]] == [
+        ["near rtn", "usable"],
+        ["far rtn", "broken"],
+        ["unsure rtn", "not judged"],
+    ]
+    for row in found.rows:
+        assert row.verdict.reason in page.facts[row.name]
     assert [row.verdict.grade for row in found.rows] == ["usable", "broken", None]
     assert json.loads(json.dumps(found.to_json()))["rows"][1]["verdict"]["grade"] == "broken"
 
@@ -341,7 +307,7 @@ def test_local_models_are_named_by_type_and_size(make_folder: MakeFolder) -> Non
 def test_page_of_infinities(make_folder: MakeFolder) -> None:
     inf = math.inf
     worst = logits(kl_mean=inf, kl_p99=inf, perplexity_packed=inf, cosine_mean=inf)
-    page = Tags(comparison_page(compare([make_folder("a", {}, found=worst)])))
+    page = Page(comparison_page(compare([make_folder("a", {}, found=worst)])))
     assert "∞" in page.words
 
 

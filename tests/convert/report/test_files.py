@@ -15,6 +15,7 @@ from lowbit.convert.report.files import check_reports, left_out, write_reports
 from lowbit.formats.errors import FormatError, LowbitError, ResourceError
 from lowbit.formats.files import atomic
 from lowbit.formats.files.atomic import replace_files
+from lowbit.formats.packed import open_packed
 from lowbit.formats.tasks import TaskReport, TaskResult, manifest_sha256, write_tasks
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def added(folder: Path, converted: Path) -> list[str]:
 
 def test_writes_three_files(make_report: MakeReport, packed: Path, converted: Path) -> None:
     report = make_report()
-    written = write_reports(packed, report)
+    written = write_reports(open_packed(packed), report)
     assert [path.name for path in written] == REPORTS
     assert added(packed, converted) == sorted(REPORTS)
     assert read_quality(packed) == report
@@ -53,7 +54,7 @@ def test_the_page_has_the_folder_s_bytes_and_tasks(make_report: MakeReport, pack
     result = TaskResult("arc_easy", "acc", 0.8123, 0.1, 9, True, 0, None, False, 512, "cpu", "1")
     tasks = TaskReport("0.1.0", "lm-eval 1", manifest_sha256(packed), (result,))
     write_tasks(packed, tasks)
-    write_reports(packed, make_report())
+    write_reports(open_packed(packed), make_report())
     page = (packed / "quality.html").read_text()
     assert "Where the bytes went" in page
     assert "arc_easy" in page
@@ -64,24 +65,24 @@ def test_results_of_an_earlier_conversion_are_left_out(
 ) -> None:
     result = TaskResult("arc_easy", "acc", 0.8123, 0.1, 9, True, 0, None, False, 512, "cpu", "1")
     write_tasks(packed, TaskReport("0.1.0", "lm-eval 1", "ab" * 32, (result,)))
-    write_reports(packed, make_report())
+    write_reports(open_packed(packed), make_report())
     assert "arc_easy" not in (packed / "quality.html").read_text()
 
 
 def test_own_draft_is_renewed(make_report: MakeReport, packed: Path, converted: Path) -> None:
-    write_reports(packed, make_report(measured=False))
+    write_reports(open_packed(packed), make_report(measured=False))
     before = (packed / "README.md").read_text()
-    write_reports(packed, make_report())
+    write_reports(open_packed(packed), make_report())
     assert added(packed, converted) == sorted(REPORTS)
     assert (packed / "README.md").read_text() != before
 
 
 def test_edited_draft_is_kept(make_report: MakeReport, packed: Path) -> None:
-    write_reports(packed, make_report())
+    write_reports(open_packed(packed), make_report())
     readme = packed / "README.md"
     edited = readme.read_text().replace("## Use", "## Usage")
     readme.write_text(edited)
-    write_reports(packed, make_report())
+    write_reports(open_packed(packed), make_report())
     assert readme.read_text() == edited
     assert (packed / "MODEL_CARD.md").exists()
 
@@ -91,7 +92,7 @@ def test_card_of_the_source_is_kept_and_gives_the_license(
 ) -> None:
     readme = packed / "README.md"
     readme.write_text("---\nlicense: apache-2.0\n---\n# Original\n")
-    write_reports(packed, make_report())
+    write_reports(open_packed(packed), make_report())
     assert readme.read_text().endswith("# Original\n")
     assert "license: apache-2.0" in (packed / "MODEL_CARD.md").read_text().replace('"', "")
 
@@ -100,9 +101,9 @@ def test_card_of_the_source_is_kept_and_gives_the_license(
 def test_edited_cards_are_never_replaced(
     make_report: MakeReport, packed: Path, passed: bool
 ) -> None:
-    write_reports(packed, make_report())
+    write_reports(open_packed(packed), make_report())
     (packed / "README.md").write_text("# Mine\n")
-    write_reports(packed, make_report())
+    write_reports(open_packed(packed), make_report())
     draft = packed / "MODEL_CARD.md"
     mine = b"# Of the source\n" if passed else draft.read_bytes().replace(b"packed", b"mine")
     draft.write_bytes(mine)
@@ -110,7 +111,7 @@ def test_edited_cards_are_never_replaced(
         "no card was written: README.md and MODEL_CARD.md are both somebody's own"
     ]
     check_reports(packed)
-    written = write_reports(packed, make_report(measured=False))
+    written = write_reports(open_packed(packed), make_report(measured=False))
     assert [path.name for path in written] == ["quality.json", "quality.html"]
     assert draft.read_bytes() == mine
     assert (packed / "README.md").read_text() == "# Mine\n"
@@ -123,7 +124,7 @@ def test_a_bad_bench_result_is_noted_and_left_out(
     assert left_out(packed) == []
     (packed / "bench.json").write_text(text)
     check_reports(packed)
-    assert [path.name for path in write_reports(packed, make_report())] == REPORTS
+    assert [path.name for path in write_reports(open_packed(packed), make_report())] == REPORTS
     (note,) = left_out(packed)
     assert note.startswith("the report names no speed: `")
     assert "run `lowbit-run bench" in note
@@ -132,7 +133,7 @@ def test_a_bad_bench_result_is_noted_and_left_out(
 def test_a_full_disk_keeps_the_old_report(
     make_report: MakeReport, packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_reports(packed, make_report())
+    write_reports(open_packed(packed), make_report())
     before = {path.name: path.read_bytes() for path in packed.iterdir()}
 
     def full(descriptor: int) -> None:
@@ -140,7 +141,7 @@ def test_a_full_disk_keeps_the_old_report(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ResourceError, match="disk is full"):
-        write_reports(packed, make_report(measured=False))
+        write_reports(open_packed(packed), make_report(measured=False))
     assert {path.name: path.read_bytes() for path in packed.iterdir()} == before
 
 
@@ -153,7 +154,7 @@ def test_one_file_that_cannot_be_written_leaves_all_as_they_were(
     name: str,
     code: int,
 ) -> None:
-    write_reports(packed, make_report())
+    write_reports(open_packed(packed), make_report())
     before = {path.name: path.read_bytes() for path in packed.iterdir()}
     write = atomic.write_synced
 
@@ -165,7 +166,7 @@ def test_one_file_that_cannot_be_written_leaves_all_as_they_were(
     monkeypatch.setattr(atomic, "write_synced", refused)
     for work in (
         lambda: check_reports(packed),
-        lambda: write_reports(packed, make_report(measured=False)),
+        lambda: write_reports(open_packed(packed), make_report(measured=False)),
     ):
         with pytest.raises(ResourceError, match=f"`{packed / name}` cannot be written: "):
             work()
@@ -178,7 +179,7 @@ def test_a_report_can_be_written_elsewhere(
     place = tmp_path / "new" / "place"
     check_reports(packed, place)
     assert not place.parent.exists()  # a report that fails leaves no empty folder behind
-    written = write_reports(packed, make_report(), place)
+    written = write_reports(open_packed(packed), make_report(), place)
     assert written == [place / name for name in REPORTS]
     assert sorted(path.name for path in place.iterdir()) == sorted(REPORTS)
     assert added(packed, converted) == []
@@ -193,7 +194,7 @@ def test_a_report_is_not_written_into_another_checkpoint(
     other = Path(shutil.copytree(converted, tmp_path / "other"))
     for work in (
         lambda: check_reports(packed, other),
-        lambda: write_reports(packed, make_report(), other),
+        lambda: write_reports(open_packed(packed), make_report(), other),
     ):
         with pytest.raises(ResourceError, match="is another packed checkpoint"):
             work()
@@ -224,11 +225,11 @@ def test_unwritable_places_are_refused(tmp_path: Path) -> None:
 def test_foreign_manifest(make_report: MakeReport, packed: Path, converted: Path) -> None:
     (packed / "lowbit.json").write_text('{"format_version": 99}')
     with pytest.raises(FormatError, match="format version 99"):
-        write_reports(packed, make_report())
+        write_reports(open_packed(packed), make_report())
     assert added(packed, converted) == []
 
 
 def test_a_folder_without_checkpoint_is_refused(make_report: MakeReport, tmp_path: Path) -> None:
     with pytest.raises(LowbitError):
-        write_reports(tmp_path, make_report())
+        write_reports(open_packed(tmp_path), make_report())
     assert list(tmp_path.iterdir()) == []

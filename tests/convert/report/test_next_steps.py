@@ -1,37 +1,21 @@
-"""Options that a report proposes, by those the file was made with; overfitting."""
+"""Options that a report proposes, by those the file was made with."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import StringIO
-from typing import Any, cast
 
 import pytest
 
-from lowbit.convert.calibrate.store import LayerError
-from lowbit.convert.measure.overfitting import held_out_excess
 from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.html import render_html
 from lowbit.convert.report.next_steps import next_steps
-from lowbit.convert.report.remarks import observations, overfitting
 from lowbit.convert.report.terminal import render_terminal
 from lowbit.convert.report.verdict import judge
 from lowbit.formats.shell.tables import Screen
 
 MakeReport = Callable[..., QualityReport]
 MakeRow = Callable[..., WeightQuality]
-
-
-@dataclass(frozen=True)
-class Learned:
-    """Errors of a layer, that on the windows it learned from included."""
-
-    chosen: float
-    learned: float | None
-
-
-def excess(*rows: tuple[float, float | None]) -> Any:
-    return cast(tuple[LayerError, ...], tuple(Learned(*row) for row in rows))
 
 
 @pytest.mark.parametrize(
@@ -89,25 +73,3 @@ def test_only_a_file_that_loses_too_much_has_steps(make_report: MakeReport) -> N
     assert all(step in said.getvalue() for step in steps)
     assert "To lose less, convert again with:" in render_html(bad, None, "m")
     assert "To lose less" not in render_html(good, None, "m")
-
-
-def test_overfitting_is_told_from_the_errors_of_all_layers() -> None:
-    much = excess((0.3, 0.2), (0.3, 0.2), (0.9, None))
-    assert held_out_excess(much) == pytest.approx(0.5)
-    said = overfitting(much)
-    assert said is not None
-    assert said.startswith("Calibrated on too little text: the error on held-out windows is 50% ")
-    assert "--calib-samples" in said
-    assert overfitting(excess((0.22, 0.2))) is None
-
-
-def test_errors_without_the_learned_ones_say_nothing() -> None:
-    assert held_out_excess((LayerError(0, 0.3, 0.2),)) is None
-    assert held_out_excess(excess((0.0, 0.0))) is None
-    assert overfitting(()) is None
-
-
-def test_the_report_warns(make_report: MakeReport) -> None:
-    (sentence,) = observations(replace(make_report(), held_out_excess=0.4))
-    assert "40% above" in sentence
-    assert observations(replace(make_report(), held_out_excess=0.1)) == []

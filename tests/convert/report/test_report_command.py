@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lowbit.convert import convert
+from lowbit.convert import Recipe, convert
 from lowbit.convert.measure.record import read_quality
 from lowbit.convert.report import reporting
 from lowbit.formats.files import atomic
@@ -102,7 +102,7 @@ def test_two_texts_of_one_name_are_refused_before_the_work(
 def converted(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
     """A packed folder without a report; not to be written to."""
     place = tmp_path_factory.mktemp("report") / "packed"
-    convert(tiny, place)
+    convert(tiny, place, Recipe())
     return place
 
 

@@ -12,7 +12,7 @@ from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
 
 def rooms_of(folder: Path) -> tuple[list[Room], int]:
-    total = measure_sizes(folder).folder_bytes
+    total = measure_sizes(open_packed(folder)).folder_bytes
     return where_bytes_went(open_packed(folder), total), total
 
 

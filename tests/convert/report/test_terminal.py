@@ -12,6 +12,8 @@ from lowbit.convert.measure.record import QualityReport, Sizes
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.html import render_html
 from lowbit.convert.report.terminal import render_terminal
+from lowbit.convert.report.verdict import judge
+from tests.convert.report.pages import numbers
 
 MakeReport = Callable[..., QualityReport]
 
@@ -22,20 +24,22 @@ def rendered(report: QualityReport, width: int = 120) -> str:
     return out.getvalue()
 
 
+def headline(report: QualityReport) -> dict[str, list[float]]:
+    """Figures of each named line of the summary."""
+    lines = (line.partition("  ") for line in rendered(report, 200).splitlines())
+    return {name: numbers(rest) for name, _, rest in lines if name}
+
+
 def test_headline(make_report: MakeReport) -> None:
-    text = rendered(make_report())
-    first = text.splitlines()[0]
-    assert "Usable: mean KL 0.0180 ± 0.0004 nats per token (usable: up to 0.05)" in first
-    for figure in (
-        "3.286 → 3.354   +2.07 % ± 0.08",
-        "mean 0.0180 ± 0.0004   p95 0.0700   p99 0.130   max 0.680 nats",
-        "The loss to expect is only known of models from 50 M parameters on; this one has 5.8 M.",
-        "94.27 %",
-        "mean 0.99720   p1 0.98660",
-        "11.83 MB → 5.95 MB (50.3 %), 4.85 bits per weight",
-        "a text: 20,440 tokens in 40 windows of 512, on 2026-05-31",
-    ):
-        assert figure in text
+    report = make_report()
+    found = headline(report)
+    assert f"{judge(report).title}: {judge(report).reason}" in rendered(report, 200)
+    assert found["perplexity"] == [3.286, 3.354, 2.07, 0.08]
+    assert found["KL divergence"][:2] + found["KL divergence"][3::2] == [0.018, 0.0004, 0.07, 0.13]
+    assert found["same top token"] == [94.27]
+    assert found["logit cosine"] == [0.9972, 1, 0.9866]
+    assert found["size"] == [11.83, 5.95, 50.3, 4.85]
+    assert found["measured on"][:3] == [20440, 40, 512]
 
 
 @pytest.mark.parametrize(("method", "told"), [("gptq+rotate", True), ("rtn", False)])
@@ -46,22 +50,21 @@ def test_gptq_says_why_weights_err_more(make_report: MakeReport, method: str, to
 
 
 def test_drafts(make_report: MakeReport, extras: dict[str, Any]) -> None:
-    text = rendered(make_report(drafting=extras["drafting"]))
-    assert (
-        "first 83 %, second 61 % right; 2.34 tokens a round (original 2.37, from 1,000 tokens 2.29)"
-        in text
-    )
+    name = "drafts of MTP"
+    found = headline(make_report(drafting=extras["drafting"]))
+    assert found[name] == [83, 61, 2.34, 2.37, 1000, 2.29]
     alone = replace(extras["drafting"], original=(), few=())
-    assert "(original" not in rendered(make_report(drafting=alone))
-    assert "drafts of MTP" not in rendered(make_report())
+    assert headline(make_report(drafting=alone))[name] == [83, 61, 2.34]
+    assert name not in headline(make_report())
 
 
 def test_noise_and_outputs(
     make_report: MakeReport, make_row: Callable[..., WeightQuality], extras: dict[str, Any]
 ) -> None:
     rows = (make_row("model.layers.0.mlp.up_proj", output=0.0412), make_row("lm_head", 8))
-    text = rendered(make_report(rows, **extras))
-    assert "mean 0.000300   p99 0.00210 nats" in text
+    report = make_report(rows, **extras)
+    assert headline(report)["BF16 alone"] == [0.0003, 99, 0.0021]
+    text = rendered(report)
     (up,) = (line for line in text.splitlines() if "up_proj" in line)
     assert " ".join(up.split()) == "up_proj INT4 g128 1 4.12 % 10.00 % 10.00 % 1.00 %"
     (head,) = (line for line in text.splitlines() if "lm_head" in line)
@@ -71,28 +74,20 @@ def test_noise_and_outputs(
 def test_reasons_are_printed(make_report: MakeReport, extras: dict[str, Any]) -> None:
     first, maths = extras["kinds"]
     extras["kinds"] = (first, replace(maths, kl_mean=0.2, top1_agreement=0.8))
-    text = " ".join(rendered(make_report(**extras)).split())
-    assert "Degraded: mean KL 0.0180 ± 0.0004 nats per token, but the mean KL on maths is" in text
-    assert "On maths another token ranks first in 20.00 % of the predictions (degraded" in text
+    report = make_report(**extras)
+    lines = [line.strip() for line in rendered(report, 200).splitlines()]
+    verdict = judge(report)
+    assert verdict.notes
+    assert set(verdict.notes) | set(verdict.next_steps[1:]) <= set(lines)
+    (first,) = (line for line in lines if line.startswith("to try "))
+    assert first.endswith(verdict.next_steps[0])
 
 
-@pytest.mark.parametrize(
-    ("figures", "words"),
-    [
-        ({"perplexity_original": 3481.7}, "Not judged: the original itself cannot read a text"),
-        (
-            {"windows": 2, "scored_tokens": 1022, "kl_error": None},
-            "Not judged: a verdict takes 4,088",
-        ),
-    ],
-)
-def test_a_missing_verdict_has_a_hint(
-    make_report: MakeReport, figures: dict[str, Any], words: str
-) -> None:
-    text = " ".join(rendered(make_report(**figures)).split())
-    assert words in text
-    assert "--eval-text FILE" in text
-    assert "As expected" not in text
+def test_a_missing_verdict_has_a_hint(make_report: MakeReport) -> None:
+    report = make_report(windows=2, scored_tokens=1022, kl_error=None)
+    text = " ".join(rendered(report).split())
+    assert judge(report).reason in text
+    assert f"hint {judge(report).hint}" in text
 
 
 def test_stays_short_with_many_linears(

@@ -10,7 +10,7 @@ import pytest
 from lowbit.convert.measure.record import Position, QualityReport, TextKind
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.limits import EXPECTED, GRADES, LIMITS, SMALLEST, TAIL
-from lowbit.convert.report.verdict import Verdict, judge, size_of
+from lowbit.convert.report.verdict import Verdict, judge, parameters_of
 
 MakeReport = Callable[..., QualityReport]
 MakeRow = Callable[..., WeightQuality]
@@ -281,12 +281,12 @@ def test_more_loss_is_never_a_better_verdict(make_report: MakeReport, make_row: 
     [
         ({"kl_mean": 0.0099, "kl_error": 0.0002}, "would be close without"),
         ({"kl_mean": 0.0480, "kl_error": 0.0015}, "would be usable without"),
-        # another aspect is of that grade, whatever its error
+        # another figure is of that grade, whatever its error
         ({"kl_mean": 0.0480, "kl_error": 0.0015, "top1_agreement": 0.89}, None),
         ({"kl_mean": 0.0480, "kl_error": 0.0015, "kl_p99": 0.6}, None),
         ({"kl_mean": 0.0099, "kl_error": 0.0002, **with_kinds(kind(kl_mean=0.03))}, None),
         (places(0.03) | {"kl_mean": 0.0099, "kl_error": 0.0002}, None),
-        # all aspects of that grade are on the edge
+        # all graded figures of that grade are on the edge
         (
             {
                 "kl_mean": 0.0480,
@@ -334,14 +334,14 @@ def test_hints_name_the_option(make_report: MakeReport, make_row: MakeRow) -> No
         assert "--eval-text" in judge(report_of(make_report, make_row, figures)).hint
 
 
-def test_older_reports_have_the_packed_weights_as_their_size(
+def test_packed_weights_stand_for_unknown_parameters(
     make_report: MakeReport, make_row: MakeRow
 ) -> None:
     rows = (make_row("a", weights=700), make_row("b", weights=300))
     report = replace(make_report(rows), parameters=None)
-    assert size_of(report) == 1000
-    assert size_of(replace(report, parameters=1500)) == 1500
-    assert size_of(replace(make_report(()), parameters=None)) is None
+    assert parameters_of(report) == 1000
+    assert parameters_of(replace(report, parameters=1500)) == 1500
+    assert parameters_of(replace(make_report(()), parameters=None)) is None
     assert judge(make_report(())).expected == ""
 
 

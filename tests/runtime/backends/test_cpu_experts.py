@@ -26,7 +26,9 @@ def linear(kind: str, N: int, K: int) -> Linear:
     return PackedLinear(pack(codes, bits), scales, bits, group)
 
 
-def experts(kind: str, E: int, chosen: int, shared: bool) -> ExpertWeights[Linear]:
+def experts(
+    kind: str, E: int, chosen: int, shared: bool, normed: bool = True
+) -> ExpertWeights[Linear]:
     one = [(linear(kind, 2 * INNER, H), linear(kind, H, INNER)) for _ in range(E)]
     if shared:
         one.append((linear("int8", 2 * SHARED, H), linear("int8", H, SHARED)))
@@ -36,6 +38,7 @@ def experts(kind: str, E: int, chosen: int, shared: bool) -> ExpertWeights[Linea
         down=[down for _, down in one],
         chosen=chosen,
         shared=shared,
+        normed=normed,
     )
 
 
@@ -46,6 +49,7 @@ def prepared(w: ExpertWeights[Linear], dtype: torch.dtype) -> ExpertWeights[CpuL
         down=[prepare(each, dtype) for each in w.down],
         chosen=w.chosen,
         shared=w.shared,
+        normed=w.normed,
     )
 
 
@@ -63,17 +67,23 @@ def in_fp64(x: Tensor, norm: Tensor, w: ExpertWeights[Linear]) -> Tensor:
         p = scores[: len(w.gate_up) - w.shared].softmax(0)
         best = sorted(range(len(p)), key=lambda e: -float(p[e]))[: w.chosen]
         for e in best:
-            token += p[e] / p[best].sum() * gated(h, w.gate_up[e], w.down[e])
+            share = p[e] / p[best].sum() if w.normed else p[e]
+            token += share * gated(h, w.gate_up[e], w.down[e])
         if w.shared:
             token += torch.sigmoid(scores[-1]) * gated(h, w.gate_up[-1], w.down[-1])
     return out
 
 
 @pytest.mark.parametrize("kind", ["dense", "int4", "int8", "int8-row"])
+@pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(("E", "chosen", "shared"), [(40, 8, False), (5, 1, True), (3, 3, True)])
-def test_the_op_is_its_formula(kind: str, E: int, chosen: int, shared: bool) -> None:
+def test_the_op_is_its_formula(kind: str, E: int, chosen: int, shared: bool, normed: bool) -> None:
     torch.manual_seed(1)
-    w, norm, x = experts(kind, E, chosen, shared), 1 + 0.1 * torch.randn(H), torch.randn(33, H)
+    w, norm, x = (
+        experts(kind, E, chosen, shared, normed),
+        1 + 0.1 * torch.randn(H),
+        torch.randn(33, H),
+    )
     found = cpu.moe(x, norm, EPS, prepared(w, torch.float32))
     expected = in_fp64(x, norm, w)
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
@@ -96,7 +106,7 @@ def test_a_token_has_the_same_bits_in_any_company(kind: str, dtype: torch.dtype)
 
 def test_of_equal_experts_the_first_are_chosen() -> None:
     scores = torch.tensor([[0.0, 2, 1, 2, 1, 1, 2], [0.0] * 7])
-    shares, numbers = routes(scores, 4)
+    shares, numbers = routes(scores, 4, normed=True)
     assert numbers.tolist() == [[1, 3, 6, 2], [0, 1, 2, 3]]
     whole = torch.tensor([2.0, 2, 2, 1]).exp()
     assert torch.allclose(shares, torch.stack((whole / whole.sum(), torch.full((4,), 0.25))))

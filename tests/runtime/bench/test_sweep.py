@@ -125,9 +125,9 @@ def test_group_sizes_are_checked_before_anything_is_loaded(
 
 
 def test_a_quantized_model_has_no_group_sizes(tmp_path: Path) -> None:
-    from lowbit.convert import convert
+    from lowbit.convert import Recipe, convert
 
-    packed = convert(BUNDLED, tmp_path / "packed").folder
+    packed = convert(BUNDLED, tmp_path / "packed", Recipe()).folder
     result = CliRunner().invoke(main, ("bench", str(packed), "--group-sizes", "32", *SHORT))
     assert result.exit_code == 1
     assert "already quantized" in result.stderr

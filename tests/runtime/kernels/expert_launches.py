@@ -1,6 +1,7 @@
 """Launches of mixtures of experts for `test_compile`."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tests.runtime.kernels.meta_inputs import tiled_experts, zeros
 
@@ -34,3 +35,7 @@ def mixtures(full: bool) -> Iterator[str]:
             for tokens in tokens_of(full, bits, shared):
                 cuda.moe(zeros(tokens, h), zeros(h), EPS, experts)
                 yield f"{E} of {inner} INT{bits} B{tokens}"
+            if full and bits == 4 and not shared:
+                for tokens in (1, 4):
+                    cuda.moe(zeros(tokens, h), zeros(h), EPS, replace(experts, normed=False))
+                    yield f"{E} of {inner} INT{bits} B{tokens} unnormed"

@@ -24,10 +24,14 @@ class Size:
     chosen: int
     shared: bool
     G: int = 128
+    normed: bool = True
 
     def __str__(self) -> str:
         beside = "+1" if self.shared else ""
-        return f"INT{self.bits}-h{self.h}-I{self.inner}-{self.chosen}{beside}of{self.E}-G{self.G}"
+        end = "" if self.normed else "-unnormed"
+        return (
+            f"INT{self.bits}-h{self.h}-I{self.inner}-{self.chosen}{beside}of{self.E}-G{self.G}{end}"
+        )
 
 
 # Tails of a step and of a block, groups of several steps and several in one, one expert or all.
@@ -37,6 +41,7 @@ SMALL = [
     Size(4, 160, 32, 3, 3, False, 32),
     Size(8, 128, 64, 40, 1, False, 64),
     Size(4, 512, 256, 34, 8, True, 256),
+    Size(4, 160, 64, 70, 4, True, 32, normed=False),
 ]
 WIDE = Size(8, 64, 1600, 2, 2, True, 64)  # more shared memory than a kernel can declare
 REAL = [
@@ -70,6 +75,7 @@ def random_experts(size: Size, device: str) -> ExpertWeights[GpuLinear]:
         down=stack(size.h, size.inner, False),
         chosen=size.chosen,
         shared=size.shared,
+        normed=size.normed,
     )
 
 
@@ -77,13 +83,15 @@ def _power_of_two(x: Tensor) -> Tensor:
     return torch.exp2(x.abs().log2().round()) * x.sign()
 
 
-def routes(scores: Tensor, chosen: int, shared: bool) -> list[list[tuple[int, float]]]:
+def routes(
+    scores: Tensor, chosen: int, shared: bool, normed: bool = True
+) -> list[list[tuple[int, float]]]:
     """Experts of every token with their shares, the likeliest first, the shared one last."""
     found = []
     for row in scores.double().cpu():
         own = row[: len(row) - shared]
         best = sorted(range(len(own)), key=lambda e: (-float(own[e]), e))[:chosen]
-        part = own[best].softmax(0).tolist()
+        part = (own[best].softmax(0) if normed else own.softmax(0)[best]).tolist()
         pairs = list(zip(best, part, strict=True))
         if shared:
             pairs.append((len(own), float(torch.sigmoid(row[-1]))))
@@ -114,7 +122,7 @@ def rounded(w: TiledLinear) -> Tensor:
 def acts(h: Tensor, scores: Tensor, w: ExpertWeights[GpuLinear]) -> Tensor:
     """silu(gate) * up of every token and slot: [M, slots, I] float64."""
     rows, gate_up = [], stacked(w.gate_up)
-    for token, pairs in zip(h.double(), routes(scores, w.chosen, w.shared), strict=True):
+    for token, pairs in zip(h.double(), routes(scores, w.chosen, w.shared, w.normed), strict=True):
         made = [rounded(gate_up[e]) @ token for e, _ in pairs]
         halves = [one.chunk(2) for one in made]
         rows.append(torch.stack([torch.nn.functional.silu(gate) * up for gate, up in halves]))
@@ -124,7 +132,9 @@ def acts(h: Tensor, scores: Tensor, w: ExpertWeights[GpuLinear]) -> Tensor:
 def added(act: Tensor, scores: Tensor, w: ExpertWeights[GpuLinear]) -> Tensor:
     """What the experts add to every token: [M, h] float64."""
     out, down = [], stacked(w.down)
-    for slots, pairs in zip(act.double(), routes(scores, w.chosen, w.shared), strict=True):
+    for slots, pairs in zip(
+        act.double(), routes(scores, w.chosen, w.shared, w.normed), strict=True
+    ):
         parts = [
             share * (rounded(down[e]) @ slot) for slot, (e, share) in zip(slots, pairs, strict=True)
         ]

@@ -47,11 +47,15 @@ SIZES = pytest.mark.parametrize(
     "size", [*SMALL, *(pytest.param(s, marks=gpu) for s in REAL)], ids=str
 )
 GIVEN = pytest.mark.parametrize("given", [False, True], ids=["chosen by warps", "given"])
-ON_GPU = pytest.mark.parametrize("size", [SMALL[0], SMALL[1], *REAL], ids=str)
+ON_GPU = pytest.mark.parametrize("size", [SMALL[0], SMALL[1], SMALL[-1], *REAL], ids=str)
 
 
 def made_routes(scores: Tensor, size: Size, given: bool) -> experts_route.Routes | None:
-    return experts_route.experts_route(scores, size.chosen, size.shared) if given else None
+    return (
+        experts_route.experts_route(scores, size.chosen, size.shared, size.normed)
+        if given
+        else None
+    )
 
 
 @GIVEN
@@ -95,6 +99,7 @@ def test_down(size: Size, given: bool, device: str, randn: Randn) -> None:
         size.chosen,
         size.shared,
         x,
+        size.normed,
     )
     expected = added(act[..., : size.inner], scores, w) + x.double()
     assert relative_error(found, expected) < FP32_ERROR
@@ -155,15 +160,16 @@ def test_nan_stays_in_its_token(device: str, randn: Randn) -> None:
         assert torch.equal(y[::2], clean[::2])
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
-def test_routes(shared: bool, device: str) -> None:
+def test_routes(shared: bool, normed: bool, device: str) -> None:
     size = Size(4, 32, 32, 40, 8, shared)
     scores = scores_of(12, size, device)
     scores[7], scores[8] = 1.5, torch.nan
-    found = experts_route.experts_route(scores, 8, shared)
+    found = experts_route.experts_route(scores, 8, shared, normed)
     numbers, shares = found.numbers, found.shares
     assert bool(((numbers >= 0) & (numbers < 40 + shared)).all())
-    wanted = [pairs for i, pairs in enumerate(routes(scores, 8, shared)) if i != 8]
+    wanted = [pairs for i, pairs in enumerate(routes(scores, 8, shared, normed)) if i != 8]
     rows = torch.arange(12, device=device) != 8
     assert numbers[rows].tolist() == [[e for e, _ in pairs] for pairs in wanted]
     right = torch.tensor([[share for _, share in pairs] for pairs in wanted])
@@ -196,9 +202,11 @@ def test_the_op(size: Size, M: int, device: str, randn: Randn) -> None:
     assert relative_error(found[some][clear], expected[clear]) < 0.01
 
 
-def test_a_lone_token_has_the_same_bits_as_in_company(device: str, randn: Randn) -> None:
+@pytest.mark.parametrize("size", [SMALL[0], SMALL[-1]], ids=str)
+def test_a_lone_token_has_the_same_bits_as_in_company(
+    size: Size, device: str, randn: Randn
+) -> None:
     """Few tokens of a small size, so that the emulator shows it too."""
-    size = SMALL[0]
     w, norm, x = random_experts(size, device), 1 + 0.2 * randn(size.h), randn(3, size.h)
     alone = torch.cat([cuda.moe(one, norm, EPS, w) for one in torch.split(x, 1)])
     for count in (2, 3):

@@ -39,6 +39,7 @@ pytestmark = pytest.mark.usefixtures("emulated_experts")
     [
         (Size(4, 64, 64, 4, 2, True, 32), 18),
         (Size(8, 96, 96, 3, 3, False, 96), 7),
+        (Size(4, 64, 64, 40, 2, True, 32, normed=False), 9),
         (Size(4, 128, 128, 9, 8, True), 2),
         *(pytest.param(s, M, marks=gpu) for s in REAL for M in (65, 300)),
     ],
@@ -54,7 +55,7 @@ def test_gemm(size: Size, M: int, device: str, randn: Randn, bf16_error: float) 
     )
     scores[M // 2 :] = scores[M // 2]  # many tokens have the same experts
     found = experts_gemm(
-        h, scores, stacked(w.gate_up), stacked(w.down), size.chosen, size.shared, x
+        h, scores, stacked(w.gate_up), stacked(w.down), size.chosen, size.shared, x, size.normed
     )
     expected = added(acts(h, scores, w), scores, w)
     assert relative_error(found.double() - x.double(), expected) < bf16_error

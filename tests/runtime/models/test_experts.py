@@ -15,6 +15,7 @@ from torch import Tensor
 import lowbit.runtime as lowbit
 from lowbit.convert import Recipe, convert
 from lowbit.convert.measure.measure import measure_logits
+from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.original.evaluation_text import Text, tokenize
 from lowbit.formats.errors import FormatError, UnsupportedModelError
 from lowbit.formats.layout.recipes import Base
@@ -47,6 +48,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts": 40,
         "num_experts_per_tok": 8,
         "schemes": lambda role: Scheme(8, 32) if role == "expert" else None,
+    },
+    "single-unnormed": {
+        "hybrid": False,
+        "num_experts": 40,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
     },
     "hybrid-1-of-3-tied-dense": {
         "hybrid": True,
@@ -128,7 +135,7 @@ def test_scores_are_those_of_the_report(trained: Callable[[str, Base], Path]) ->
     name = "tiny-qwen3.5-moe"
     source, folder = EXAMPLES / "models" / name, trained(name, "int4")
     texts = [Text("stories", "test", STORIES.read_text("utf-8")[:5000])]
-    report = measure_logits(source, folder, texts).logits
+    report = measure_logits(open_pair(source, folder), texts).logits
     model = lowbit.load(folder, device="cpu", dtype=torch.float32)
     losses = [
         -token.chosen

@@ -120,7 +120,9 @@ def test_drafts_change_nothing(load: Load, mode: Any) -> None:
 def test_quantized_at_load(name: str, tmp_path: Path) -> None:
     """A plain model is rounded to the same codes as it is read; unrounded it is refused."""
     plain = EXAMPLES / "models" / name
-    packed = lowbit.load(convert(plain, tmp_path / "int4").folder, device="cuda", context=CONTEXT)
+    packed = lowbit.load(
+        convert(plain, tmp_path / "int4", Recipe()).folder, device="cuda", context=CONTEXT
+    )
     rounded = lowbit.load(plain, device="cuda", context=CONTEXT, quantize="int4")
     ids = packed.encode(TEXTS[0], raw=True)[:100]
     assert torch.equal(rounded.logits(ids), packed.logits(ids))

@@ -27,7 +27,11 @@ def _hub() -> Any:
 
 def rendered_by_transformers(name: str, messages: Any, **options: Any) -> str:
     """The prompt that transformers makes."""
-    source = template_of(name).source
+    return hub_prompt(template_of(name).source, messages, **options)
+
+
+def hub_prompt(source: str, messages: Any, **options: Any) -> str:
+    """The prompt that transformers makes by any template."""
     text: str = _hub().apply_chat_template(
         messages, chat_template=source, tokenize=False, **options
     )

@@ -106,7 +106,7 @@ def test_other_dtypes_in_small_blocks(
             tensors[name] = (tensor.float() + noise).to(dtype)
 
     plain.rewrite(widen)
-    folder = convert(plain.folder, tmp_path / "packed").folder
+    folder = convert(plain.folder, tmp_path / "packed", Recipe()).folder
     monkeypatch.setattr(weights, "DERIVED_BYTES", 640)  # 5 or 10 rows, which divide no matrix
     assert_like_the_folder(plain.folder, folder, "int4")
 

@@ -1,15 +1,14 @@
 """Overrides say exactly what was chosen, and leave the rest alone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lowbit.convert.plan.patterns import overrides_for
 from lowbit.convert.plan.recipe import Override, Recipe
-from lowbit.convert.plan.sets import FusedSet, fused_sets
+from lowbit.convert.plan.sets import FusedSet, fused_sets, patterns_for
 from lowbit.formats.architectures import tensor_table
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
@@ -20,6 +19,12 @@ LAYER = "model.language_model.layers"
 
 def set_of(name: str, *modules: str) -> FusedSet:
     return FusedSet(name, modules, ((64, 128),) * len(modules), 64 * 128 * 2, False)
+
+
+def overrides_for(
+    sets: Sequence[FusedSet], wanted: Mapping[str, Scheme | None]
+) -> tuple[Override, ...]:
+    return tuple(Override.of(*pair) for pair in patterns_for(sets, wanted))
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +47,7 @@ def test_any_choice_comes_back(
     wanted = {fused.name: data.draw(st.sampled_from(SCHEMES)) for fused in sets}
     if not any(wanted.values()):
         wanted["lm_head"] = SCHEMES[1]
-    recipe = Recipe(overrides=tuple(overrides_for(sets, wanted)))
+    recipe = Recipe(overrides=overrides_for(sets, wanted))
     found = recipe.schemes(table)
     assert {m: wanted[fused.name] for fused in sets for m in fused.modules} == {
         module: scheme for module, scheme in found.items() if not module.startswith("mtp.")

@@ -15,18 +15,18 @@ def layer_of(module: str) -> tuple[int, str] | None:
     return None if layer is None or prefix == MTP_PREFIX else (layer, rest)
 
 
-def kinds(source: PackedSource) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+def _layers_by_kind(source: PackedSource) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
     """Layers in which each kind of linear (`mlp.up_proj`) is packed, and in which it is not."""
     packed: dict[str, list[int]] = {}
-    left: dict[str, list[int]] = {}
+    unquantized: dict[str, list[int]] = {}
     linears = {linear.module for linear in source.linears}
     for spec in source.packed.specs:
         found = layer_of(spec.module)
         if found is not None and len(spec.shape) == 2:
             layer, kind = found
-            where = packed if spec.module in linears else left
+            where = packed if spec.module in linears else unquantized
             where.setdefault(kind, []).append(layer)
-    return packed, left
+    return packed, unquantized
 
 
 def _names(these: dict[str, list[int]], others: dict[str, list[int]]) -> list[str]:
@@ -42,15 +42,15 @@ def _names(these: dict[str, list[int]], others: dict[str, list[int]]) -> list[st
 
 def quantized_kinds(source: PackedSource) -> list[str]:
     """Name endings of the quantized linears inside the decoder's layers."""
-    packed, left = kinds(source)
-    return _names(packed, left)
+    packed, unquantized = _layers_by_kind(source)
+    return _names(packed, unquantized)
 
 
-def left_kinds(source: PackedSource) -> list[str]:
+def unquantized_kinds(source: PackedSource) -> list[str]:
     """Name parts of the linears that are not quantized, `visual` and `mtp` as a whole."""
-    packed, left = kinds(source)
+    packed, unquantized = _layers_by_kind(source)
     names = list(
-        dict.fromkeys(any_expert(name).partition(".*.")[0] for name in _names(left, packed))
+        dict.fromkeys(any_expert(name).partition(".*.")[0] for name in _names(unquantized, packed))
     )
     linears = {linear.module for linear in source.linears}
     if "lm_head" not in linears:
@@ -63,13 +63,13 @@ def left_kinds(source: PackedSource) -> list[str]:
     return names
 
 
-def left_patterns(source: PackedSource) -> list[str]:
+def unquantized_patterns(source: PackedSource) -> list[str]:
     """Regular expressions, for `re.match` on module names, of linears that are not quantized.
 
     The head is left out: where it is not quantized, configurations say so by another key.
     """
     patterns = []
-    for name in left_kinds(source):
+    for name in unquantized_kinds(source):
         quoted = name.replace(".", "[.]")
         if name in ("visual", "mtp"):
             patterns.append(rf".*\b{quoted}[.].*")

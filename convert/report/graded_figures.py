@@ -1,13 +1,12 @@
-"""Aspects of a verdict: the figures that may show a loss, each graded by itself."""
+"""The figures that may show a loss, each graded by itself."""
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from lowbit.convert.measure.record import LogitQuality, Position, TextKind
 from lowbit.convert.measure.uncertainty import LEAST_WINDOWS
-from lowbit.convert.report import words
-from lowbit.convert.report.limits import LIMITS, TAIL, Grade, grade_of_flips, grade_of_kl
+from lowbit.convert.report.formatting import about, kl, kl_with_error, number, percent
+from lowbit.convert.report.limits import LIMITS, Grade, Scale, grade_of, upper_limit
 from lowbit.formats.printable import printable
 
 PRECISION = 0.1  # standard error that a verdict needs, as a share of the mean KL
@@ -17,18 +16,16 @@ USUAL_WINDOW = 512
 MOST_TIMES = 1e6  # bound of the factor by which a standard error is too large
 DRIFT = 2.0  # KL of late positions over that of early ones
 
-Scale = Literal["mean", "tail", "flips"]
-
 
 @dataclass(frozen=True, slots=True)
-class Aspect:
+class GradedFigure:
     """A figure and its grade.
 
     Attributes:
         text: the figure in words, without capital and full stop.
         value: the figure.
         judged: the figure plus two standard errors to the bad side, where they are known.
-        scale: limits that apply: those of the mean KL, ten times those, or those of flips.
+        scale: the limits that apply.
     """
 
     text: str
@@ -39,31 +36,24 @@ class Aspect:
     @property
     def grade(self) -> Grade:
         """Grade with the standard errors counted."""
-        return self._grade(self.judged)
+        return grade_of(self.judged, self.scale)
 
     @property
     def plain_grade(self) -> Grade:
         """Grade of the figure without its standard errors."""
-        return self._grade(self.value)
-
-    def _grade(self, value: float) -> Grade:
-        if self.scale == "flips":
-            return grade_of_flips(value)
-        return grade_of_kl(value, TAIL if self.scale == "tail" else 1.0)
+        return grade_of(self.value, self.scale)
 
     @property
     def bound(self) -> str:
         """Range of the grade: `usable: up to 0.05`."""
         limit = next((limit for limit in LIMITS if limit.grade == self.grade), LIMITS[-1])
-        if self.scale == "flips":
-            shown = words.percent(limit.flips, 0)
-        else:
-            shown = f"{limit.kl * (TAIL if self.scale == 'tail' else 1.0):g}"
+        value = upper_limit(limit, self.scale)
+        shown = percent(value, 0) if self.scale == "flips" else f"{value:g}"
         return f"{self.grade}: {'above' if self.grade == 'broken' else 'up to'} {shown}"
 
 
-def aspects_of(logits: LogitQuality) -> list[Aspect]:
-    """All aspects of a report, the mean KL of its first text first."""
+def graded_figures(logits: LogitQuality) -> list[GradedFigure]:
+    """All graded figures of a report, the mean KL of its first text first."""
     found = [_mean("mean KL", logits.kl_mean, logits.kl_error, " nats per token")]
     found += _tokens("", logits.kl_p99, logits.top1_agreement)
     for kind in _other_kinds(logits):
@@ -77,18 +67,18 @@ def aspects_of(logits: LogitQuality) -> list[Aspect]:
     return found
 
 
-def _mean(name: str, kl: float, error: float | None, unit: str = "") -> Aspect:
-    text = f"{name} {words.kl_with_error(kl, error)}{unit}"
-    return Aspect(text, kl, kl + SIGMAS * (error or 0.0), "mean")
+def _mean(name: str, kl: float, error: float | None, unit: str = "") -> GradedFigure:
+    text = f"{name} {kl_with_error(kl, error)}{unit}"
+    return GradedFigure(text, kl, kl + SIGMAS * (error or 0.0), "mean")
 
 
-def _tokens(where: str, p99: float | None, agreement: float) -> list[Aspect]:
+def _tokens(where: str, p99: float | None, agreement: float) -> list[GradedFigure]:
     changed = 1 - agreement
-    flips = f"{where}another token ranks first in {words.percent(changed)} of the predictions"
-    found = [Aspect(flips, changed, changed, "flips")]
+    flips = f"{where}another token ranks first in {percent(changed)} of the predictions"
+    found = [GradedFigure(flips, changed, changed, "flips")]
     if p99 is not None:
-        tail = f"{where}one token in a hundred has a KL above {words.kl(p99)}"
-        found.append(Aspect(tail, p99, p99, "tail"))
+        tail = f"{where}one token in a hundred has a KL above {kl(p99)}"
+        found.append(GradedFigure(tail, p99, p99, "tail"))
     return found
 
 
@@ -107,7 +97,7 @@ def needed_tokens(kl: float, error: float | None, tokens: int, least: int) -> in
     if error is None or not math.isfinite(kl):
         return least if tokens < least else None
     low, high = kl - SIGMAS * error, kl + SIGMAS * error
-    if kl <= 0 or error <= PRECISION * kl or grade_of_kl(low) == grade_of_kl(high):
+    if kl <= 0 or error <= PRECISION * kl or grade_of(low) == grade_of(high):
         return None
     times = min(error / PRECISION / kl, MOST_TIMES)  # an error read from a file may be infinite
     return math.ceil(tokens * times**2)
@@ -127,7 +117,7 @@ def why_not_judged(kind: TextKind, logits: LogitQuality) -> str | None:
     """A sentence on why a further text is not judged by itself; None where it is."""
     name = printable(kind.name)
     if not kind.perplexity_original < UNREADABLE:
-        perplexity = words.number(kind.perplexity_original, 0)
+        perplexity = number(kind.perplexity_original, 0)
         return (
             f"The text {name} is left out: the original itself cannot read it (perplexity "
             f"{perplexity})."
@@ -136,12 +126,12 @@ def why_not_judged(kind: TextKind, logits: LogitQuality) -> str | None:
     if need is None:
         return None
     return (
-        f"The text {name} is left out: of {words.about(need)} tokens that a verdict takes, "
+        f"The text {name} is left out: of {about(need)} tokens that a verdict takes, "
         f"{kind.tokens:,} were scored."
     )
 
 
-def left_out(logits: LogitQuality) -> list[str]:
+def texts_left_out(logits: LogitQuality) -> list[str]:
     """Sentences about the further texts that are not judged."""
     found = (why_not_judged(kind, logits) for kind in _other_kinds(logits))
     return [sentence for sentence in found if sentence is not None]
@@ -174,8 +164,8 @@ def drift(logits: LogitQuality) -> str | None:
     if not late.kl_mean - SIGMAS * (late.kl_error or 0.0) > DRIFT * before:
         return None
     return (
-        f"The loss grows along the context: the mean KL is {words.kl(before)} at the first "
-        f"{early[-1].stop:,} positions and {words.kl(late.kl_mean)} {_place(late)}. Beyond, it may "
+        f"The loss grows along the context: the mean KL is {kl(before)} at the first "
+        f"{early[-1].stop:,} positions and {kl(late.kl_mean)} {_place(late)}. Beyond, it may "
         f"grow further."
     )
 

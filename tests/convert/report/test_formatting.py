@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowbit.convert.report import words
+from lowbit.convert.report import formatting
 
 
 @pytest.mark.parametrize(
@@ -23,12 +23,12 @@ from lowbit.convert.report import words
     ],
 )
 def test_changes(ratio: float, shown: str) -> None:
-    assert words.signed(ratio) == shown
+    assert formatting.signed(ratio) == shown
 
 
 @given(st.floats(-0.999, 1e6))
 def test_changes_have_two_decimals(ratio: float) -> None:
-    sign, figure = words.signed(ratio)[0], words.signed(ratio)[1:].removesuffix(" %")
+    sign, figure = formatting.signed(ratio)[0], formatting.signed(ratio)[1:].removesuffix(" %")
     assert len(figure.partition(".")[2]) == 2
     rounded = float(figure.replace(",", ""))
     assert rounded == pytest.approx(abs(100 * ratio), abs=0.0051)
@@ -37,8 +37,8 @@ def test_changes_have_two_decimals(ratio: float) -> None:
 
 @given(st.floats(-1.0, 1.0))
 def test_cosines_have_five_decimals(value: float) -> None:
-    assert len(words.cosine(value).partition(".")[2]) == 5
+    assert len(formatting.cosine(value).partition(".")[2]) == 5
 
 
 def test_nan_cosine() -> None:
-    assert words.cosine(math.nan) == "not finite"
+    assert formatting.cosine(math.nan) == "not finite"

@@ -3,7 +3,7 @@
 import math
 
 from lowbit.convert.measure.drafts import Drafting
-from lowbit.convert.measure.record import LogitQuality
+from lowbit.convert.measure.record import LogitQuality, QualityReport
 from lowbit.convert.measure.routing import Routing
 from lowbit.formats.printable import printable
 
@@ -162,3 +162,13 @@ def scored(logits: LogitQuality) -> str:
     """Scored tokens and windows: `73,073 tokens in 143 windows of 512`."""
     windows = "1 window" if logits.windows == 1 else f"{logits.windows:,} windows"
     return f"{logits.scored_tokens:,} tokens in {windows} of {logits.window}"
+
+
+def size_text(report: QualityReport) -> str:
+    """Sizes before and after: `11.83 MB → 5.95 MB (50.3 %), 4.85 bits per weight`."""
+    sizes = report.sizes
+    bits = f"{sizes.bits_per_weight:.2f} bits per weight"
+    if sizes.source_bytes is None:
+        return f"{size(sizes.folder_bytes)}, {bits}"
+    share = percent(sizes.folder_bytes / sizes.source_bytes, 1)
+    return f"{size(sizes.source_bytes)} → {size(sizes.folder_bytes)} ({share}), {bits}"

@@ -5,10 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from lowbit.convert import Override, Recipe, convert
-from lowbit.convert.pipeline.preview import Preview, preview
+from lowbit.convert.pipeline.estimate import open_headers, peak_ram
 from lowbit.convert.plan.memory import resident_bytes
+from lowbit.convert.plan.method import Method
+from lowbit.convert.plan.plan import Plan, make_plan
+from lowbit.convert.plan.readers import runtime_verdict, vllm_verdict
 from lowbit.formats.errors import LowbitError
 
 if TYPE_CHECKING:
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
 
 SHARDS = ("one.safetensors", "two.safetensors")
 LIMIT = 200_000
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -27,29 +32,53 @@ def source(tmp_path: Path, make_model: "MakeModel") -> Path:
     return folder
 
 
-def view_of(source: str, recipe: Recipe | None = None) -> Preview:
-    return preview(source, None, recipe or Recipe(), LIMIT)
+def plan_of(source: str, recipe: Recipe | None = None, revision: str | None = None) -> Plan:
+    checkpoint, _ = open_headers(source, revision)
+    return make_plan(checkpoint.config, checkpoint.tensors, recipe or Recipe(), LIMIT)
 
 
 def test_what_it_says_is_what_happens(source: Path, tmp_path: Path) -> None:
     recipe = Recipe("mixed", 32, overrides=(Override("lm_head", 16),))
-    view = view_of(str(source), recipe)
+    plan = plan_of(str(source), recipe)
     done = convert(source, tmp_path / "out", recipe, max_shard_bytes=LIMIT)
-    assert view.plan == done.plan
-    sizes = {shard.file: shard.size for shard in view.plan.shards}
+    assert plan == done.plan
+    sizes = {shard.file: shard.size for shard in plan.shards}
     assert sizes == {path.name: path.stat().st_size for path in done.folder.glob("*.safetensors")}
     others = ("LICENSE", "generation_config.json")
-    assert view.other_bytes == sum((done.folder / name).stat().st_size for name in others)
-    assert view.vllm == ()
-    assert view.unserved is None
-    assert 200e6 < view.peak_ram <= resident_bytes() + 0.5e9
+    other_bytes = sum((done.folder / name).stat().st_size for name in others)
+    assert open_headers(str(source), None)[1] == other_bytes
+    assert vllm_verdict(plan) == []
+    assert runtime_verdict(plan) is None
+    assert 200e6 < peak_ram(plan, CPU) <= resident_bytes() + 0.5e9
+
+
+def test_the_peak_is_that_of_the_device(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a GPU are larger, and its workers and libraries take other memory."""
+    asked = []
+
+    def elements(limit: None, workers: int, device: torch.device, held: int) -> int:
+        asked.append((device.type, held))
+        return 1 << 20
+
+    monkeypatch.setattr("lowbit.convert.pipeline.estimate.block_elements", elements)
+    monkeypatch.setattr("lowbit.convert.plan.memory.resident_bytes", lambda: 300_000_000)
+    monkeypatch.setattr("lowbit.convert.pipeline.estimate.core_count", lambda: 4)
+    plan = plan_of(str(source), Recipe(method=Method.parse("gptq+rotate")))
+    peaks = [peak_ram(plan, device) for device in (CPU, torch.device("cuda"))]
+    largest = 256 * 128 * 4  # of the matrices whose rows are mixed; a GPU does that itself
+    assert [kind for kind, _ in asked] == ["cpu", "cuda"]
+    assert asked[1][1] == largest < asked[0][1]
+    room = (1 << 20) * (4 * 12 + 4 * 36), (1 << 20) * (4 * 12 + 4 * 8)
+    slack = 96 << 20, (96 << 20) + (500 << 20)
+    expected = [300_000_000 + slack[n] + asked[n][1] + room[n] for n in (0, 1)]
+    assert peaks == expected
 
 
 def test_verdicts(source: Path) -> None:
-    view = view_of(str(source), Recipe(overrides=(Override("*.o_proj", 5),)))
+    plan = plan_of(str(source), Recipe(overrides=(Override("*.o_proj", 5),)))
     where = "`model.layers.0.self_attn.o_proj`"
-    assert view.vllm == (f"5-bit weights: {where} and 1 more",)
-    assert view.unserved == f"5-bit weights (served: 4, 8): {where}"
+    assert vllm_verdict(plan) == [f"5-bit weights: {where} and 1 more"]
+    assert runtime_verdict(plan) == f"5-bit weights (served: 4, 8): {where}"
 
 
 def test_hub_id_gives_the_same_plan_from_headers_alone(
@@ -57,9 +86,8 @@ def test_hub_id_gives_the_same_plan_from_headers_alone(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     hub.add("org/model", source)
-    local, remote = view_of(str(source)), view_of("org/model")
-    assert remote.plan == local.plan
-    assert remote.other_bytes == local.other_bytes
+    assert plan_of("org/model") == plan_of(str(source))
+    assert open_headers("org/model", None)[1] == open_headers(str(source), None)[1]
     weights = sum((source / name).stat().st_size for name in SHARDS)
     assert hub.sent() < weights / 2
 
@@ -68,7 +96,7 @@ def test_hub_revision(source: Path, hub: "HubServer", make_model: "MakeModel") -
     hub.add("org/model", source)
     older = make_model(source.parent / "older", num_hidden_layers=1)
     hub.add("org/model", older, "v1")
-    assert preview("org/model", "v1", Recipe(), LIMIT).plan == view_of(str(older)).plan
+    assert plan_of("org/model", revision="v1") == plan_of(str(older))
 
 
 @pytest.mark.parametrize(
@@ -85,13 +113,13 @@ def test_sources_that_are_none(
 ) -> None:
     monkeypatch.chdir(source.parent)
     with pytest.raises(LowbitError, match=message):
-        preview(name, revision, Recipe(), LIMIT)
+        open_headers(name, revision)
 
 
 def test_what_stops_a_conversion_stops_the_plan(source: Path, hub: "HubServer") -> None:
     (source / "two.safetensors").unlink()
     with pytest.raises(LowbitError, match=r"names shard `two.safetensors`, which is missing"):
-        view_of(str(source))
+        open_headers(str(source), None)
     hub.add("org/model", Path(shutil.copytree(source, source.parent / "copy")))
     with pytest.raises(LowbitError, match=r"names shard `two.safetensors`, which `org/model` lack"):
-        view_of("org/model")
+        open_headers("org/model", None)

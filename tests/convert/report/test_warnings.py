@@ -1,14 +1,16 @@
-"""Remarks about a report: sentences on noise, outliers, clipping and perplexity."""
+"""Warnings about a report: sentences on noise, outliers, clipping and perplexity."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
+from lowbit.convert.calibrate.store import LayerError
 from lowbit.convert.measure.record import Flip, LogitQuality, Noise, QualityReport, TextKind
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.original.evaluation_text import default_texts
-from lowbit.convert.report.remarks import noise_in_words, observations
+from lowbit.convert.report.reporting import held_out_excess
+from lowbit.convert.report.warnings import noise_in_words, warnings_of
 
 MakeReport = Callable[..., QualityReport]
 MakeRow = Callable[..., WeightQuality]
@@ -26,19 +28,19 @@ def test_noise_in_words(logits: LogitQuality) -> None:
 
 
 def test_nothing_to_say_about_a_good_file(make_report: MakeReport) -> None:
-    assert observations(make_report()) == []
+    assert warnings_of(make_report()) == []
 
 
 def test_outliers_are_found_among_equal_bits(make_report: MakeReport, make_row: MakeRow) -> None:
     rows = [make_row(f"model.layers.{n}.mlp.up_proj", error=0.1) for n in range(9)]
     rows += [make_row("model.layers.9.mlp.down_proj", error=0.3), make_row("lm_head", 8, 0.006)]
-    (sentence,) = observations(make_report(tuple(rows)))
+    (sentence,) = warnings_of(make_report(tuple(rows)))
     assert sentence.startswith("model.layers.9.mlp.down_proj: relative error 30.00 %")
 
 
 def test_clipping_and_lower_perplexity(make_report: MakeReport, make_row: MakeRow) -> None:
     rows = (make_row("model.layers.0.mlp.up_proj", clipped=0.2),)
-    found = observations(make_report(rows, perplexity_packed=3.28))
+    found = warnings_of(make_report(rows, perplexity_packed=3.28))
     assert len(found) == 2
     assert "20.00 % of the weights are clipped" in found[0]
     assert "lower than the original" in found[1]
@@ -48,22 +50,38 @@ def flip(kind: str) -> Flip:
     return Flip(kind, "before", "a", "b", "c", 0.6, 0.2, 2.3)
 
 
-def test_remarks_name_quotes_of_user_texts(make_report: MakeReport) -> None:
-    (sentence,) = observations(make_report(flips=(flip("notes.txt"), flip("notes.txt"))))
+def test_warnings_name_quotes_of_user_texts(make_report: MakeReport) -> None:
+    (sentence,) = warnings_of(make_report(flips=(flip("notes.txt"), flip("notes.txt"))))
     assert "quote 2 passages of notes.txt, of up to 80 characters each" in sentence
     assert "before you publish" in sentence
-    assert observations(make_report(flips=())) == []
+    assert warnings_of(make_report(flips=())) == []
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_remarks_skip_quotes_of_bundled_texts(make_report: MakeReport, first: int) -> None:
+def test_warnings_skip_quotes_of_bundled_texts(make_report: MakeReport, first: int) -> None:
     texts = default_texts()
     flips = tuple(flip(text.name) for text in texts)
     kinds = tuple(TextKind(t.name, t.sha256, 5110, 6.5, 6.6, 0.02, 0.95) for t in texts)
     sha256 = texts[first].sha256
-    assert observations(make_report(text_sha256=sha256, kinds=kinds, flips=flips)) == []
-    assert observations(make_report(text_sha256=sha256, flips=flips[:1])) == []
+    assert warnings_of(make_report(text_sha256=sha256, kinds=kinds, flips=flips)) == []
+    assert warnings_of(make_report(text_sha256=sha256, flips=flips[:1])) == []
     # A text of the user's own may have the name of a bundled one.
     own = (*kinds[:2], replace(kinds[2], sha256="ef" * 32))
-    (sentence,) = observations(make_report(text_sha256=sha256, kinds=own, flips=flips))
+    (sentence,) = warnings_of(make_report(text_sha256=sha256, kinds=own, flips=flips))
     assert "quote a passage of code," in sentence
+
+
+def test_overfitting_is_told_from_the_errors_of_all_layers(make_report: MakeReport) -> None:
+    """Layers count by their errors; those whose learned error is not known do not."""
+
+    def excess(*rows: tuple[float, float | None]) -> float | None:
+        return held_out_excess([LayerError(0, 0.2, chosen, seen) for chosen, seen in rows])
+
+    assert excess((0.3, 0.2), (0.3, 0.2), (0.9, None)) == pytest.approx(0.5)
+    assert excess((0.3, None)) is None
+    assert excess((0.0, 0.0)) is None
+    (sentence,) = warnings_of(replace(make_report(), held_out_excess=0.4))
+    assert "40% above" in sentence
+    assert "--calib-samples" in sentence
+    for little in (None, 0.1):
+        assert warnings_of(replace(make_report(), held_out_excess=little)) == []

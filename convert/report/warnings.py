@@ -1,17 +1,15 @@
-"""Remarks about a report: its figures in sentences, and warnings."""
+"""Warnings about a report, and its figures in sentences."""
 
 import math
 from collections.abc import Sequence
 from statistics import median
 
-from lowbit.convert.calibrate.store import LayerError
 from lowbit.convert.measure.coverage import few_tokens
 from lowbit.convert.measure.flips import BEFORE
-from lowbit.convert.measure.overfitting import held_out_excess
 from lowbit.convert.measure.record import LogitQuality, QualityReport
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.original.evaluation_text import bundled_hashes
-from lowbit.convert.report import words
+from lowbit.convert.report.formatting import kl, percent
 from lowbit.convert.report.linears import worst
 from lowbit.convert.report.next_steps import used_options
 from lowbit.formats.architectures.names import MTP_PREFIX
@@ -26,8 +24,8 @@ def in_words(logits: LogitQuality) -> str:
     change = logits.perplexity_change
     direction = "rises" if change >= 0 else "falls"
     return (
-        f"It ranks the same token first as the original in {words.percent(logits.top1_agreement)} "
-        f"of predictions, and perplexity {direction} by {words.percent(abs(change))}."
+        f"It ranks the same token first as the original in {percent(logits.top1_agreement)} "
+        f"of predictions, and perplexity {direction} by {percent(abs(change))}."
     )
 
 
@@ -37,8 +35,8 @@ def noise_in_words(logits: LogitQuality) -> str:
     if noise is None:
         return ""
     text = (
-        f"BF16 arithmetic alone moves the original by {words.kl(noise.kl_mean)} and changes "
-        f"{words.percent(1 - noise.top1_agreement)} of its top tokens"
+        f"BF16 arithmetic alone moves the original by {kl(noise.kl_mean)} and changes "
+        f"{percent(1 - noise.top1_agreement)} of its top tokens"
     )
     comparable = noise.kl_mean > 0 and math.isfinite(logits.kl_mean)
     if not comparable or logits.kl_mean < 2 * noise.kl_mean:
@@ -46,7 +44,7 @@ def noise_in_words(logits: LogitQuality) -> str:
     return f"{text}; packing moves it {logits.kl_mean / noise.kl_mean:,.0f} times as far."
 
 
-def observations(report: QualityReport) -> list[str]:
+def warnings_of(report: QualityReport) -> list[str]:
     """Warnings to look at before the file ships; empty where there are none."""
     found = [_outliers(rows) for rows in _by_bits(report.weights)]
     clipped = [row for row in report.weights if row.clipped_share > MUCH_CLIPPING]
@@ -54,18 +52,13 @@ def observations(report: QualityReport) -> list[str]:
         row = max(clipped, key=lambda row: row.clipped_share)
         others = f" and {len(clipped) - 1} more" if len(clipped) > 1 else ""
         found.append(
-            f"{row.name}{others}: {words.percent(row.clipped_share)} of the weights are clipped, "
+            f"{row.name}{others}: {percent(row.clipped_share)} of the weights are clipped, "
             f"more than the scale search does on ordinary weights."
         )
     found += [_overfitting(report.held_out_excess), few_tokens(report.coverage) or ""]
     if report.logits is not None:
         found += [_lower_perplexity(report.logits), _quoted(report.logits)]
     return [sentence for sentence in found if sentence]
-
-
-def overfitting(errors: Sequence[LayerError]) -> str | None:
-    """Warning that a calibration fits its own text much better than held-out windows."""
-    return _overfitting(held_out_excess(errors)) or None
 
 
 def rounded_head(rows: Sequence[WeightQuality]) -> str:
@@ -112,9 +105,9 @@ def _outliers(rows: Sequence[WeightQuality]) -> str:
     first = beyond[0]
     others = f" and {len(beyond) - 1} more" if len(beyond) > 1 else ""
     return (
-        f"{first.name}{others}: relative error {words.percent(first.relative_l2)}, more than "
+        f"{first.name}{others}: relative error {percent(first.relative_l2)}, more than "
         f"{OUTLIER:g} times the median of the {first.bits}-bit linears "
-        f"({words.percent(middle)}); more bits there may pay."
+        f"({percent(middle)}); more bits there may pay."
     )
 
 

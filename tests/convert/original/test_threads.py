@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from lowbit.convert.original.blocks import block_map
+from lowbit.convert.original.threads import block_map
 
 CPU = torch.device("cpu")
 

@@ -11,6 +11,7 @@ import pytest
 from click.testing import Result
 
 from lowbit.convert.measure.measure import Measured, measure_logits
+from lowbit.convert.measure.pair import Pair
 from lowbit.convert.pipeline import folder
 from lowbit.convert.report import reporting
 from lowbit.formats.files import atomic
@@ -91,14 +92,12 @@ def kill_at_file(number: int) -> Kill:
 
 def kill_while_measuring(share: float) -> Kill:
     def kill(patch: Patch) -> None:
-        def measure_or_die(
-            original: Path, packed: Path, texts: Any, device: str, _: object, note: Any
-        ) -> Measured:
+        def measure_or_die(pair: Pair, texts: Any, device: str, _: object, note: Any) -> Measured:
             def progress(done: int, total: int) -> None:
                 if done >= share * total:
                     raise Killed
 
-            return measure_logits(original, packed, texts, device, progress, note)
+            return measure_logits(pair, texts, device, progress, note)
 
         patch.setattr(reporting, "measure_logits", measure_or_die)
 

@@ -1,0 +1,265 @@
+"""Plan, time and memory of a conversion that has not begun, as lines, tables and JSON objects."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from lowbit.convert.pipeline.estimate import Estimate, peak_ram, run_memory
+from lowbit.convert.plan.plan import Plan, Step
+from lowbit.convert.plan.readers import (
+    one_scheme_misfits,
+    runtime_verdict,
+    smaller_groups,
+    transformers_verdict,
+    vllm_verdict,
+)
+from lowbit.convert.report.formatting import size
+from lowbit.formats.architectures import Part, part_of
+from lowbit.formats.architectures.names import MTP_PREFIX, any_expert, split_layer, without_model
+from lowbit.formats.shell.duration import about
+from lowbit.formats.shell.tables import plain_table, results, styled
+
+FEW_TOKENS = 10_000  # of a calibration text, below which codes follow chance
+PARTS: dict[Part, str] = {
+    "decoder": "decoder",
+    "mtp": "multi-token prediction",
+    "vision": "vision tower",
+}
+
+
+def plan(source: str, ahead: Estimate, other_bytes: int) -> None:
+    """Show the fate of every kind of tensor, sizes, memory and the vLLM verdict."""
+    console = results()
+    made = ahead.plan
+    title = f"plan for {source}"
+    table = plain_table(title, ("tensor", "shape", "becomes"), ("count", "from", "to"))
+    for kind, steps in _kinds(made).items():
+        first = steps[0]
+        table.add_row(
+            styled(kind.name, (" of the embedding" if first.rereads else "", "dim")),
+            _shape(kind.shape),
+            _fate(first),
+            str(len(steps)),
+            size(sum(step.source.nbytes for step in steps)) if not first.rereads else "",
+            size(sum(step.output_bytes for step in steps)),
+        )
+    console.print(table)
+    dropped = Counter(step.reason for step in made.steps if step.fate == "dropped")
+    for reason, count in dropped.items():
+        console.print(f"{count} dropped ({reason})")
+    parts = made.parameters
+    if len(parts) > 1:
+        counts = (f"{part} {count / 1e6:,.1f} M" for part, count in parts.items())
+        console.print(f"{sum(parts.values()):,} parameters: {', '.join(counts)}")
+    console.print(
+        f"{size(made.source_bytes)} → {size(made.output_bytes)} in "
+        f"{len(made.shards)} file{'s' if len(made.shards) > 1 else ''}, "
+        f"{made.bits_per_weight:.2f} bits per weight; other files {size(other_bytes)}"
+    )
+    if made.draft_rows:
+        console.print(
+            f"draft head: {made.draft_rows:,} rows of lm_head, INT4, "
+            f"{size(made.draft_bytes)} in draft/"
+        )
+    groups = smaller_groups(made)
+    if groups is not None:
+        console.print(groups)
+    console.print(f"peak RAM of the conversion: at most {size(peak_ram(made, ahead.device))}")
+    console.print(methods(ahead))
+    run = run_memory(made)
+    console.print(
+        f"memory to run it on a GPU: {size(run.weight_bytes)} of weights, "
+        f"{size(run.sequence_bytes)} for a context of {run.context:,} tokens, or "
+        f"{size(run.int8_sequence_bytes)} with --kv-cache int8"
+    )
+    if any(step.rereads for step in made.steps):
+        cost = ", but rules out the rotation" if made.rotated else ""
+        console.print(
+            "the head is untied: it adds bytes and is read faster; "
+            f"--lm-head bf16 keeps it tied and the file smaller{cost}"
+        )
+    if made.recipe.drop_vision:
+        console.print(
+            "without its vision tower the result loads through text classes only: "
+            "transformers AutoModelForCausalLM, vLLM with --language-model-only"
+        )
+    if reasons := vllm_verdict(made):
+        console.print(styled("vLLM: ", ("cannot load the result", "bold red")))
+        for reason in reasons:
+            console.print(f"  {reason}")
+    else:
+        newer = " (a quantized lm_head needs a release from 2026-03 on)"
+        console.print("vLLM: can load the result" + (newer if made.schemes.get("lm_head") else ""))
+    if wrong := transformers_verdict(made):
+        console.print(styled("transformers: ", ("cannot load the result", "bold red")))
+        console.print(f"  {wrong}")
+    if misfits := one_scheme_misfits(made):
+        console.print(
+            f"export to gptq or awq: needs --dequantize for {', '.join(misfits)}; mlx and gguf "
+            "need nothing"
+        )
+    if unserved := runtime_verdict(made):
+        console.print(styled("lowbit-run: ", ("cannot serve the result", "bold red")))
+        console.print(f"  {unserved}")
+
+
+def plan_json(source: str, ahead: Estimate, other_bytes: int) -> dict[str, Any]:
+    """The object of `plan --json`."""
+    made = ahead.plan
+    run, unserved = run_memory(made), runtime_verdict(made)
+    reasons, wrong = vllm_verdict(made), transformers_verdict(made)
+    return {
+        "source": source,
+        "recipe": made.recipe.to_json(),
+        "source_bytes": made.source_bytes,
+        "output_bytes": made.output_bytes,
+        "other_bytes": other_bytes,
+        "bits_per_weight": made.bits_per_weight,
+        "parameters": dict(made.parameters),
+        "draft_rows": made.draft_rows,
+        "draft_bytes": made.draft_bytes,
+        "peak_ram_bytes": peak_ram(made, ahead.device),
+        "prospect": methods_json(ahead),
+        "smaller_groups": smaller_groups(made),
+        "dequantized_for_gptq_and_awq": one_scheme_misfits(made),
+        "run": {
+            "weight_bytes": run.weight_bytes,
+            "context": run.context,
+            "sequence_bytes": run.sequence_bytes,
+            "int8_sequence_bytes": run.int8_sequence_bytes,
+        },
+        "vllm": {"loads": not reasons, "reasons": reasons},
+        "transformers": {"loads": wrong is None, "reason": wrong},
+        "lowbit_run": {"serves": unserved is None, "reason": unserved},
+        "files": [{"name": s.file, "size_bytes": s.size} for s in made.shards],
+        "tensors": [
+            {
+                "name": step.source.name,
+                "dtype": step.source.dtype_name,
+                "shape": list(step.source.shape),
+                "fate": step.fate,
+                "reason": step.reason,
+                "scheme": str(step.scheme) if step.scheme else None,
+                "outputs": [name for name, _, _ in step.outputs],
+                "output_bytes": step.output_bytes,
+            }
+            for step in made.steps
+        ],
+    }
+
+
+class Kind(NamedTuple):
+    """Properties that the tensors of a row share."""
+
+    name: str
+    shape: tuple[int, ...] | None
+    stored: str
+    rereads: bool = False
+
+
+def _kinds(plan: Plan) -> dict[Kind, list[Step]]:
+    """Steps that differ by the numbers of layer and expert alone, together."""
+    kinds: dict[Kind, list[Step]] = {}
+    for step in plan.steps:
+        info = step.source
+        stored = str(step.scheme or info.dtype_name if step.fate != "dropped" else step.fate)
+        name = f"{step.module}.weight" if step.rereads else info.name
+        kind = _kind(part_of(plan.config, name), name, info.shape, stored, step.scheme is None)
+        kinds.setdefault(kind._replace(rereads=step.rereads), []).append(step)
+    return kinds
+
+
+def _kind(part: Part, name: str, shape: tuple[int, ...], stored: str, dense: bool) -> Kind:
+    """`mlp.up_proj` for every layer's; parts beside the decoder in one row where they are dense."""
+    if part == "vision" or (part == "mtp" and dense):
+        return Kind(PARTS[part], None, stored)
+    short = without_model(split_layer(any_expert(name)).rest).removesuffix(".weight")
+    if part == "mtp":
+        short = MTP_PREFIX + short.removeprefix(MTP_PREFIX)
+    return Kind(short, shape, stored)
+
+
+def _shape(sizes: Iterable[int] | None) -> str:
+    return "" if sizes is None else "x".join(map(str, sizes))
+
+
+def _fate(step: Step) -> Text:
+    if step.fate == "quantized":
+        return styled((str(step.scheme), "cyan"))
+    if step.fate == "rotated":
+        return styled(f"{step.source.dtype_name}, rotated")
+    return styled(("dropped", "yellow") if step.fate == "dropped" else step.source.dtype_name)
+
+
+def announce(ahead: Estimate, note: Callable[[str], None] | None) -> None:
+    """Say by which method, where and how long; None for silence."""
+    if note is None:
+        return
+    note(method_line(ahead))
+    if ahead.obstacle is not None and ahead.method.codes == "gptq":
+        note(f"not rotated: {ahead.obstacle}")
+    tokens = ahead.windows.count * ahead.windows.length
+    if ahead.method.calibrated and tokens < FEW_TOKENS:
+        note(f"! {tokens:,} tokens of calibration text are few; use {FEW_TOKENS:,} or more")
+    groups = smaller_groups(ahead.plan)
+    if groups is not None:
+        note(groups)
+
+
+def method_line(ahead: Estimate) -> str:
+    """Method, device, time, and what the next better method would bring."""
+    name = "absmax" if ahead.plan.recipe.rule == "absmax" else ahead.method
+    line = f"{name} on {device_name(ahead.device)}, {about(ahead.of(ahead.method).seconds)}"
+    gain = ahead.gain
+    if gain is None:
+        return line
+    better = about(ahead.of(gain.method).seconds)
+    return f"{line}; --method {gain.method}: {better}, {gain.words}"
+
+
+def device_name(device: torch.device) -> str:
+    """`an NVIDIA H200`, or `2 cores`."""
+    if device.type == "cpu":
+        cores = torch.get_num_threads()
+        return "1 core" if cores == 1 else f"{cores} cores"
+    name = torch.cuda.get_device_name(device)
+    return f"{'an' if name.startswith('NVIDIA') else 'a'} {name}"
+
+
+def methods(ahead: Estimate) -> Table:
+    """Time and memory of every method; the one that would be used is marked."""
+    windows = ahead.windows
+    tokens = f"{windows.count * windows.length:,} tokens"
+    title = f"methods on {device_name(ahead.device)}, calibrated on about {tokens} of text"
+    gpu = ahead.device.type == "cuda"
+    figures = ("time", "calibration's RAM", *(("GPU memory",) if gpu else ()))
+    table = plain_table(title, ("method",), figures)
+    for row in ahead.costs:
+        mark = " (used)" if row.method == ahead.method else ""
+        memory = row.memory
+        sizes = ["", ""] if memory is None else [size(memory.ram), size(memory.gpu)]
+        table.add_row(f"{row.method}{mark}", about(row.seconds), *sizes[: 1 + gpu])
+    return table
+
+
+def methods_json(ahead: Estimate) -> dict[str, Any]:
+    """Part of the object of `plan --json`."""
+    return {
+        "device": ahead.device.type,
+        "windows": ahead.windows.count,
+        "window_tokens": ahead.windows.length,
+        "methods": [
+            {
+                "method": str(row.method),
+                "used": row.method == ahead.method,
+                "seconds": row.seconds,
+                "calibration_ram_bytes": None if row.memory is None else row.memory.ram,
+                "calibration_gpu_bytes": None if row.memory is None else row.memory.gpu,
+            }
+            for row in ahead.costs
+        ],
+    }

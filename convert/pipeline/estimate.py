@@ -1,0 +1,247 @@
+"""Time and memory of a planned conversion before it begins, and the method that `auto` becomes."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lowbit.convert.calibrate.session import SAMPLES, CalibrationRequest
+from lowbit.convert.original.calibration_text import bundled_texts
+from lowbit.convert.original.rotation import held_bytes, why_not_rotated
+from lowbit.convert.pipeline.folder import check_small_files, passed_through
+from lowbit.convert.plan.calibration_cost import (
+    Memory,
+    Windows,
+    calibration_flops,
+    calibration_memory,
+    calibration_seconds,
+    shapes_of,
+)
+from lowbit.convert.plan.choice_of_method import (
+    GPTQ,
+    Gain,
+    automatic_method,
+    gain_of,
+    methods,
+    needs_no_calibration,
+    unmeasured_rotation,
+)
+from lowbit.convert.plan.matmul_rate import matmul_rate
+from lowbit.convert.plan.memory import block_elements, peak_estimate
+from lowbit.convert.plan.method import Method
+from lowbit.convert.plan.plan import Plan, with_method
+from lowbit.formats.architectures import part_of, read_config, tensor_table
+from lowbit.formats.architectures.footprint import (
+    DEFAULT_CONTEXT,
+    kv_vectors,
+    state_bytes,
+    state_count,
+)
+from lowbit.formats.generation import load_generation_config
+from lowbit.formats.hub.ids import hub_id
+from lowbit.formats.hub.locate import locate, remote_headers
+from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE
+from lowbit.formats.machine.cores import core_count
+from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
+
+BYTES_A_TOKEN = 3.7  # of the bundled text, by Qwen's tokenizer
+# Weights that are read, rounded to nearest and written in a second: Qwen3-1.7B in 27 s on two
+# cores of an EPYC, Qwen3-8B in 41 s with an H200.
+ROUNDED = {"cpu": 32e6, "cuda": 200e6}  # on a CPU for each core
+
+
+@dataclass(frozen=True, slots=True)
+class MethodCost:
+    """Expected time of a whole conversion by one method, and peak memory of its calibration.
+
+    Attributes:
+        method: its steps.
+        seconds: of the whole conversion.
+        memory: None for round-to-nearest, whose memory `--max-ram` bounds.
+    """
+
+    method: Method
+    seconds: float
+    memory: Memory | None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A conversion that can begin.
+
+    Attributes:
+        plan: with the method settled.
+        device: where it will compute.
+        windows: of the calibration text, estimated from its size.
+        costs: of `methods`, and of the plan's own where it is none of them.
+        obstacle: reason why `auto` does not rotate the checkpoint; None where it does.
+    """
+
+    plan: Plan
+    device: torch.device
+    windows: Windows
+    costs: tuple[MethodCost, ...]
+    obstacle: str | None
+
+    @property
+    def method(self) -> Method:
+        """The method that will be used."""
+        return self.plan.recipe.method
+
+    @property
+    def gain(self) -> Gain | None:
+        """The step to a better method; None where there is none, or nothing to gain."""
+        sizes = read_config(self.plan.config)
+        if needs_no_calibration(self.plan.schemes) or self.plan.recipe.rule == "absmax":
+            return None
+        if sizes.block_drafts is not None:
+            return None
+        return gain_of(self.method, self.obstacle is None, sizes.experts is not None)
+
+    def of(self, method: Method) -> MethodCost:
+        """The cost of one of the methods."""
+        return next(row for row in self.costs if row.method == method)
+
+
+@dataclass(frozen=True, slots=True)
+class RunMemory:
+    """Memory that the result takes on a GPU.
+
+    Attributes:
+        weight_bytes: of its decoder.
+        context: tokens that a sequence is counted with.
+        sequence_bytes: keys, values and states of such a sequence in BF16, the states included that
+            are on their way to the host for later prompts.
+        int8_sequence_bytes: the same with keys and values in INT8.
+    """
+
+    weight_bytes: int
+    context: int
+    sequence_bytes: int
+    int8_sequence_bytes: int
+
+
+def estimate(
+    source: Checkpoint, plan: Plan, device: torch.device, request: CalibrationRequest
+) -> Estimate:
+    """Estimate a planned conversion.
+
+    Args:
+        source: headers of the original.
+        plan: made of them.
+        device: where to compute.
+        request: the calibration text.
+    """
+    config, tensors, used = source.config, source.tensors, plan.recipe.method
+    sizes = read_config(config)
+    windows = expected_windows(request, sizes.max_position_embeddings, device.type)
+    if sizes.block_drafts is not None:  # it is rounded to nearest
+        seconds = _rounding_seconds(sum(plan.parameters.values()), device.type)
+        rounded = MethodCost(used, seconds, None)
+        return Estimate(plan, device, windows, (rounded,), "it is a drafter")
+    shapes = shapes_of(tensor_table(config, tensors), plan.schemes, sizes.experts)
+    rate = matmul_rate(device, *shapes.largest)
+    weights = shapes.weights + shapes.vocabulary * shapes.hidden
+    rounding = _rounding_seconds(weights, device.type)
+
+    def cost(method: Method) -> MethodCost:
+        if not method.calibrated:
+            return MethodCost(method, rounding, None)
+        seconds = calibration_seconds(shapes, method, windows, device.type, rate)
+        threads = torch.get_num_threads()
+        memory = calibration_memory(shapes, method, windows, device.type, threads)
+        return MethodCost(method, rounding + seconds, memory)
+
+    obstacle = why_not_rotated(config, plan.schemes, plan.written)
+    obstacle = obstacle or unmeasured_rotation(config["model_type"])
+    shown = methods(obstacle is None, sizes.experts is not None)
+    others = () if used in shown else (used,)
+    costs = tuple(cost(method) for method in (*shown, *others))
+    return Estimate(plan, device, windows, costs, obstacle)
+
+
+def automatic_plan(
+    source: Checkpoint, plan: Plan, device: torch.device, request: CalibrationRequest
+) -> Plan:
+    """A plan with the method that `auto` stands for; a drafter's is left as it is.
+
+    Args:
+        source: headers of the original.
+        plan: made of them; its method, which does not rotate, is not looked at.
+        device: where to compute.
+        request: the calibration text.
+    """
+    config, tensors = source.config, source.tensors
+    sizes = read_config(config)
+    if sizes.block_drafts is not None:
+        return plan
+    windows = expected_windows(request, sizes.max_position_embeddings, device.type)
+    shapes = shapes_of(tensor_table(config, tensors), plan.schemes, sizes.experts)
+    obstacle = why_not_rotated(config, plan.schemes, plan.written)
+    obstacle = obstacle or unmeasured_rotation(config["model_type"])
+    method = automatic_method(
+        plan.schemes,
+        device.type,
+        calibration_flops(shapes, GPTQ, windows),
+        core_count(),
+        obstacle is None,
+        sizes.experts is not None,
+    )
+    return with_method(plan, config, method)
+
+
+def open_headers(source: str, revision: str | None) -> tuple[Checkpoint, int]:
+    """Headers of a folder, or of a Hub id by range requests, and bytes of files passed through.
+
+    Raises:
+        LowbitError: no checkpoint, or a file that would stop a conversion.
+    """
+    on_hub = None if Path(source).exists() else hub_id(source, revision)
+    if on_hub is not None:
+        remote = remote_headers(*on_hub)
+        sizes = remote.other_files
+        checkpoint = Checkpoint(remote.folder, remote.config, remote.tensors)
+        return checkpoint, sum(sizes[name] for name in passed_through(sizes))
+    folder = locate(source, revision).folder
+    checkpoint = open_checkpoint(folder)
+    names = check_small_files(folder)
+    load_generation_config(folder, read_config(checkpoint.config).vocab_size)  # checks it
+    return checkpoint, sum((folder / name).stat().st_size for name in names)
+
+
+def peak_ram(plan: Plan, device: torch.device) -> int:
+    """Resident bytes of a conversion on a device at most, its calibration aside."""
+    tensors = {step.source.name: step.source for step in plan.steps}
+    held = held_bytes(plan.rotated, tensors, device.type)
+    elements = block_elements(None, core_count(), device, held)
+    return peak_estimate(elements, core_count(), held, device.type)
+
+
+def run_memory(plan: Plan) -> RunMemory:
+    """Memory that the result of a plan takes on a GPU."""
+    sizes = read_config(plan.config)
+    context = min(sizes.max_position_embeddings, DEFAULT_CONTEXT)
+    decoder = (step for step in plan.steps if part_of(plan.config, step.source.name) == "decoder")
+    vectors, states = kv_vectors(sizes, context), state_count(1) * state_bytes(sizes, 2)
+    return RunMemory(
+        weight_bytes=sum(step.output_bytes for step in decoder),
+        context=context,
+        sequence_bytes=vectors * BF16_CACHE.vector_bytes(sizes.head_dim) + states,
+        int8_sequence_bytes=vectors * INT8_CACHE.vector_bytes(sizes.head_dim) + states,
+    )
+
+
+def expected_windows(request: CalibrationRequest, context: int, device: str) -> Windows:
+    """Windows that a calibration text will give, from its size in bytes."""
+    if request.file is None:
+        size = sum(len(text) for text in bundled_texts())
+    else:
+        size = request.file.stat().st_size
+    tokens = max(2, math.ceil(size / BYTES_A_TOKEN))
+    length = min(request.length, context, tokens)
+    return Windows(min(request.samples or SAMPLES[device], tokens // length), length)
+
+
+def _rounding_seconds(weights: int, device: str) -> float:
+    return weights / (ROUNDED[device] * (core_count() if device == "cpu" else 1))

@@ -1,0 +1,148 @@
+"""A conversion that is in its place already: the same command then only adds what it lacks.
+
+Killed while it measures, `convert --report` leaves a whole packed folder without its report.
+"""
+
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from lowbit.convert.measure.compare import measure_weights
+from lowbit.convert.measure.pair import pair_of
+from lowbit.convert.measure.record import QualityReport, read_quality
+from lowbit.convert.pipeline.conversion import Conversion, Job
+from lowbit.convert.pipeline.folder import check_output, expected_files, finish
+from lowbit.convert.pipeline.origin import check_origin
+from lowbit.convert.pipeline.owned import remove_unfinished_reports
+from lowbit.convert.pipeline.place import place_of
+from lowbit.convert.pipeline.verification import Progress, check_recorded
+from lowbit.formats.draft_head import DRAFT_FILE
+from lowbit.formats.errors import LowbitError, ResourceError
+from lowbit.formats.files.atomic import disk_errors
+from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest, read_manifest
+from lowbit.formats.packed import open_packed
+from lowbit.formats.tasks import manifest_sha256
+
+
+@dataclass(frozen=True, slots=True)
+class ExistingResult:
+    """A conversion that an earlier run has finished.
+
+    Attributes:
+        conversion: as `convert` would have returned it, layer errors of a calibration aside.
+        quality: the report beside it; None where there is none about these weights.
+    """
+
+    conversion: Conversion
+    quality: QualityReport | None
+
+
+def can_continue(out: Path, overwrite: bool, logits: bool, publish: bool) -> bool:
+    """Tell whether a packed folder is at `out` that a command has still something to add to.
+
+    Args:
+        out: of the command.
+        overwrite: True where something else there may be replaced.
+        logits: True of a command that compares logits.
+        publish: True of a command that publishes, which continues after any interruption.
+
+    Raises:
+        ResourceError: neither that, nor a free place.
+    """
+    place = place_of(out)
+    if (place / MANIFEST_FILE).exists():
+        quality = current_quality(place)
+        if publish or quality is None or (logits and quality.logits is None):
+            return True
+    check_output(place, overwrite)
+    return False
+
+
+def current_quality(folder: Path) -> QualityReport | None:
+    """The report of a packed folder, if it can be read and is about the weights there now."""
+    try:
+        found = read_quality(folder)
+        return None if found is None or found.manifest_sha256 != manifest_sha256(folder) else found
+    except LowbitError:
+        return None
+
+
+@disk_errors()
+def find_existing(
+    job: Job, out: Path, overwrite: bool, progress: Progress
+) -> ExistingResult | None:
+    """The folder at `out`, if it is byte for byte the one that `carry_out` would make.
+
+    Source and result are both hashed.
+
+    Raises:
+        ResourceError: source or result have changed since an earlier run of this job, and the
+            result may not be replaced.
+        LowbitError: what would stop the conversion itself.
+    """
+    started = time.monotonic()
+    place = place_of(out)
+    try:
+        manifest = read_manifest(place)
+    except LowbitError:
+        return None
+    if manifest is None or not _is_of(manifest, job):
+        return None
+    try:
+        check_origin(manifest, job.source, progress)
+        packed = open_packed(place)
+        check_recorded(packed, manifest, progress)
+    except LowbitError as error:
+        if overwrite:
+            return None
+        raise ResourceError(
+            f"`{out}` is not empty, and not what this command makes any more: {error}",
+            hint="choose another folder, or replace it with --overwrite",
+        ) from error
+    finish(place)
+    remove_unfinished_reports(place)
+    quality = current_quality(place)
+    weights = None if quality is None else quality.weights
+    if weights is None:
+        pair = pair_of(job.source, packed)
+        weights = measure_weights(
+            pair, job.device.type, lambda done, total: progress("weights", done, total)
+        )
+    conversion = Conversion(
+        folder=out,
+        source=job.location,
+        original=job.source,
+        plan=job.plan,
+        manifest=manifest,
+        weights=weights,
+        calibration=(),
+        resumed=len(job.plan.steps),
+        seconds=time.monotonic() - started,
+        existed=True,
+    )
+    return ExistingResult(conversion, quality)
+
+
+def _is_of(manifest: Manifest, job: Job) -> bool:
+    """Tell whether lowbit.json is what a job would write, but for hashes of tensors."""
+    plan, location = job.plan, job.location
+    if (
+        (version("lowbit"), plan.recipe.to_json()) != (manifest.lowbit_version, manifest.recipe)
+        or (location.repo, location.commit) != (manifest.source.repo, manifest.source.commit)
+        or manifest.mtp_training is not None
+    ):
+        return False
+    placed = {
+        (info.name, info.dtype_name, info.shape, info.file)
+        for shard in plan.shards
+        for info in shard.tensors
+    }
+    others = {DRAFT_FILE, *(shard.file for shard in plan.shards)}  # made alike, if records are
+    listed = {row.name: row.sha256 for row in manifest.files if row.name not in others}
+    return (
+        placed == {(row.name, row.dtype, row.shape, row.file) for row in manifest.tensors}
+        and expected_files(plan, job.source.folder) == listed
+        and job.draft_record == manifest.draft_head
+        and job.calibration_record == manifest.calibration
+    )
