@@ -329,7 +329,7 @@ def test_models_that_would_change_are_not_rotated(
     calibrated: Make, tiny: Path, hybrid: Path, cli: "Cli", tmp_path: Path
 ) -> None:
     for source, fields, reason in (
-        (hybrid, {}, "multi-token prediction"),
+        (hybrid, {}, "vision tower has no `merger"),
         (tiny, {"head": "bf16"}, "a head that stays the embedding"),
     ):
         with pytest.raises(QuantizationError, match=reason) as caught:

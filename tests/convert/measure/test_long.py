@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.convert import convert
+from lowbit.convert import Recipe, convert
 from lowbit.convert.measure import long as long_module
 from lowbit.convert.measure.long import measure_long
 from lowbit.convert.measure.metrics import TokenFigures
@@ -36,7 +36,7 @@ def source(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def packed(source: Path) -> Path:
-    return convert(source, source.parent / "packed").folder
+    return convert(source, source.parent / "packed", Recipe()).folder
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def test_figures_are_those_of_whole_models(source: Path, packed: Path, stories: 
 def test_a_model_that_looks_lines_up_finds_them(tmp_path: Path, stories: str) -> None:
     write = runpy.run_path(str(EXAMPLES / "make_lookup_model.py"))["write"]
     write(tmp_path / "lookup", LEAST)
-    packed = convert(tmp_path / "lookup", tmp_path / "packed").folder
+    packed = convert(tmp_path / "lookup", tmp_path / "packed", Recipe()).folder
     found = measure_long(
         open_pair(tmp_path / "lookup", packed), Text("stories", "stories", stories)
     )
