@@ -200,7 +200,7 @@ def announce(ahead: Estimate, note: Callable[[str], None] | None) -> None:
     if note is None:
         return
     note(method_line(ahead))
-    if ahead.obstacle is not None and ahead.method.codes == "gptq":
+    if ahead.obstacle is not None and ahead.method.codes == "gptq" and not ahead.method.rotate:
         note(f"not rotated: {ahead.obstacle}")
     tokens = ahead.windows.count * ahead.windows.length
     if ahead.method.calibrated and tokens < FEW_TOKENS:
