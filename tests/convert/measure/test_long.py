@@ -18,7 +18,8 @@ from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.original import long_text as text_module
 from lowbit.convert.original.evaluation_text import Text
 from lowbit.convert.original.long_text import LEAST, long_text
-from lowbit.formats.errors import QuantizationError
+from lowbit.convert.plan import memory
+from lowbit.formats.errors import QuantizationError, ResourceError
 from lowbit.formats.kv_cache import quantize_vectors, widen_vectors
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -61,6 +62,15 @@ def whole_logits(folder: Path, windows: Tensor, rounded: str | None = None) -> T
     with torch.inference_mode():
         logits: Tensor = model(windows, **cache).logits[:, :-1]
     return logits.double().log_softmax(-1)
+
+
+def test_too_little_memory_is_told_of_long_texts(
+    source: Path, packed: Path, stories: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1)
+    with pytest.raises(ResourceError, match="comparing logits takes up to") as caught:
+        measure_long(open_pair(source, packed), Text("stories", "stories", stories))
+    assert caught.value.hint == "leave out --long"
 
 
 @pytest.mark.filterwarnings("ignore")  # other libraries' own
