@@ -35,7 +35,7 @@ from lowbit.runtime.state.delta import DeltaWeights, LayerStates
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Step
-from lowbit.runtime.thresholds import DENSE_TOKENS, EXACT_TOKENS, PACKED_TOKENS
+from lowbit.runtime.thresholds import DENSE_TOKENS, EXACT_TOKENS, PACKED_TOKENS, ROWS_TOKENS
 from lowbit.runtime.weights.linear import DenseLinear, ExpertWeights, Linear, PackedLinear
 
 LEAST_HEAD = 16  # what a tensor-core tile takes
@@ -147,7 +147,8 @@ def two_products(
     x: Tensor, w: GpuLinear, small: GpuLinear, norm: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """`product` of two weights for the same normed x; see `Ops.two_products`."""
-    if isinstance(w, TiledLinear) and isinstance(small, DenseLinear) and are_few(x, small):
+    few = x.shape[0] <= ROWS_TOKENS
+    if few and isinstance(w, TiledLinear) and isinstance(small, DenseLinear):
         return gemv_and_rows(x, w, small.weight, norm=norm, eps=eps)
     return product(x, w, norm=norm, eps=eps), product(x, small, norm=norm, eps=eps)
 

@@ -209,6 +209,10 @@ def language(memory: Memory, programs: np.ndarray) -> Any:
     def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Lanes:
         size = pointer.kind.itemsize
         inside = np.broadcast_to(True if mask is None else mask, pointer.address.shape)
+        if not inside.any():
+            return lanes(
+                np.full(inside.shape, other, INT if pointer.kind == torch.int32 else FLOAT)
+            )
         safe = np.where(inside, pointer.address, pointer.address.flat[np.argmax(inside)])
         values, at = memory.held(safe, size)
         found = torch.from_numpy(values[at[..., None] + np.arange(size)].copy())

@@ -303,7 +303,7 @@ def others(full: bool) -> Iterator[str]:
     table = zeros(VOCABULARY, 2560)
     cuda.embed(torch.empty(1, dtype=torch.int64), table)
     yield ""
-    for tokens in (1, 16):
+    for tokens in (1, 16, 64):
         dense = DenseLinear(zeros(VOCABULARY, 2560))
         cuda.product(zeros(tokens, 2560), dense, norm=torch.empty(2560), eps=EPS)
         yield f"{VOCABULARY}x2560 B{tokens}"
