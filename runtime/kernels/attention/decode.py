@@ -14,8 +14,7 @@ Plan    A program takes one kv head of one token and a split of its keys (or par
         order at the end. Split 0 also owns the new token. A second kernel joins the splits, in
         order (`attention_join`).
         Bits: which keys a split and a warp take, and in what order, follows from the token's
-        position alone (`KeySplit`); reach and company only decide how many programs are launched
-        (but see `attention_launch` for more than EXACT_TOKENS).
+        position alone (`KeySplit`); reach and company only decide how many programs are launched.
         Keys of earlier tokens of the same step are not read from the pages, which other programs
         are about to write: a program rotates them again.
         Tables, positions and the keys and values of earlier steps are read before the kernel waits
@@ -58,8 +57,7 @@ def attention_decode(
     """Attention of some tokens of each of several sequences; see `Ops.attention`.
 
     Returns:
-        [M, Hq * D] in the dtype of qkv. Up to EXACT_TOKENS tokens have the same bits whatever else
-        is in the step.
+        [M, Hq * D] in the dtype of qkv; a token has the same bits whatever else is in the step.
 
     Raises:
         ValueError: more than SEQUENCE_TOKENS tokens of one sequence.

@@ -3,15 +3,10 @@
 Measured on an H200; elsewhere the same but for `hopper_registers`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
-from lowbit.runtime.thresholds import (
-    EXACT_TOKENS,
-    LONG_TOKENS,
-    PROMPT_TOKENS,
-    SEQUENCE_TOKENS,
-)
+from lowbit.runtime.thresholds import LONG_TOKENS, PROMPT_TOKENS, SEQUENCE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +73,6 @@ SHORT = 1024  # keys
 MOST_SPLITS = 64
 REGISTERS = 224  # less makes Triton 3.9 spill
 CROWDED = 128  # programs that leave no multiprocessor for more parts
-FAST_WHOLE = 1024  # keys of one program where bits need not be those of a token alone
 
 
 def key_split(kv_heads: int, shared: int, head_dim: int) -> KeySplit:
@@ -97,14 +91,8 @@ def key_split(kv_heads: int, shared: int, head_dim: int) -> KeySplit:
 def attention_launch(
     kv_heads: int, shared: int, head_dim: int, reach: int, tokens: int
 ) -> AttentionLaunch:
-    """The programs of a step of `tokens` tokens at positions below `reach`.
-
-    More than EXACT_TOKENS tokens make programs enough without splits of their keys, which is
-    faster; with KEYS_OF_ONE to FAST_WHOLE keys their bits then differ from those of a token alone.
-    """
+    """The programs of a step of `tokens` tokens at positions below `reach`."""
     keys = key_split(kv_heads, shared, head_dim)
-    if tokens > EXACT_TOKENS:
-        keys = replace(keys, whole=max(keys.whole, FAST_WHOLE))
     width = shared * kv_heads * head_dim
     if reach <= keys.whole:
         parts = max(1, head_dim // PART)

@@ -1,7 +1,6 @@
 """Launches of attention: what its kernels take for granted, for all sizes that are accepted."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 
@@ -14,7 +13,7 @@ from lowbit.runtime.kernels.launch.attention import (
 )
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
 from lowbit.runtime.state.pages import PAGE
-from lowbit.runtime.thresholds import EXACT_TOKENS, SEQUENCE_TOKENS
+from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 
 REACHES = (1, 40, 129, 256, 257, 1024, 40960, 262144)
 
@@ -41,8 +40,7 @@ def test_attention_takes_every_key_and_column_once(head_dim: int, reach: int, to
     for kv_heads, shared in SIZES:
         launch = attention_launch(kv_heads, shared, head_dim, reach, tokens)
         keys = launch.keys
-        exact = key_split(kv_heads, shared, head_dim)
-        assert keys == (exact if tokens <= EXACT_TOKENS else replace(exact, whole=keys.whole))
+        assert keys == key_split(kv_heads, shared, head_dim)
         if launch.splits > 1:
             assert launch.splits >= keys.groups
             assert launch.splits >= min(-(-(reach - 1) // keys.turn), keys.most)
@@ -61,7 +59,7 @@ def test_attention_takes_every_key_and_column_once(head_dim: int, reach: int, to
 
 @pytest.mark.parametrize("reach", REACHES)
 def test_company_does_not_change_the_order_of_keys(reach: int) -> None:
-    launches = [attention_launch(8, 4, 128, reach, tokens) for tokens in (1, 2, 16)]
+    launches = [attention_launch(8, 4, 128, reach, tokens) for tokens in (1, 2, 16, 17, 64, 100)]
     assert all(launch.keys == attention_launch(8, 4, 128, 1, 1).keys for launch in launches)
 
 
