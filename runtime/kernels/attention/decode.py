@@ -12,7 +12,8 @@ Plan    A program takes one kv head of one token and a split of its keys (or par
         tensor-core tile, keys its columns, read from the pages as fragments. Its warps norm and
         rotate a head each; then every warp has keys and an online softmax of its own, joined in
         order at the end. Split 0 also owns the new token. A second kernel joins the splits, in
-        order (`attention_join`).
+        order (`attention_join`); many tokens are programs enough without splits, and one takes and
+        joins all splits of a kv head, in the same order.
         Bits: which keys a split and a warp take, and in what order, follows from the token's
         position alone (`KeySplit`); reach and company only decide how many programs are launched.
         Keys of earlier tokens of the same step are not read from the pages, which other programs
@@ -28,6 +29,7 @@ from lowbit.runtime.kernels.attention.heads import heads_of, plan
 from lowbit.runtime.kernels.attention.join import join_splits
 from lowbit.runtime.kernels.attention.split import attention_split_kernel
 from lowbit.runtime.kernels.attention.whole import attention_whole_kernel
+from lowbit.runtime.kernels.attention.whole_splits import attention_whole_splits_kernel
 from lowbit.runtime.kernels.launch.attention import attention_launch
 from lowbit.runtime.kernels.launch.device import (
     hopper_registers,
@@ -67,7 +69,7 @@ def attention_decode(
         raise ValueError(f"{step.longest} tokens of one sequence, at most {SEQUENCE_TOKENS}")
     heads = heads_of(qkv, rope, pages, gated)
     Hq, D = heads.queries, heads.dim
-    launch = attention_launch(heads.kv, heads.shared, D, step.reach, M)
+    launch = attention_launch(heads.kv, heads.shared, D, step.reach, M, together)
     pdl = programmatic_launch(qkv)
     constants = plan(heads, None if q_norm is None else q_norm.dtype, launch, together, pdl)
     given = (
@@ -86,6 +88,10 @@ def attention_decode(
     if launch.splits == 1:
         grid = heads.kv, M, launch.parts
         run(attention_whole_kernel, grid, *given, out, *numbers, **options)
+        return out
+    if launch.joined:
+        grid = heads.kv, M, launch.parts
+        run(attention_whole_splits_kernel, grid, *given, out, *numbers, **options)
         return out
     sums = torch.empty((M * Hq, launch.splits, D), dtype=torch.float32, device=qkv.device)
     state = torch.empty((M * Hq, launch.splits, 2), dtype=torch.float32, device=qkv.device)

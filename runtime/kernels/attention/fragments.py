@@ -198,31 +198,40 @@ def add_values(acc, fade, p, values, none, t, PLAN: gl.constexpr):
 
     p, as the scores lie in the lanes, is a B fragment; fade is that of head g. None: acc is zero.
     """
-    BLOCKS: gl.constexpr = PLAN.keys.blocks
-    SETS: gl.constexpr = PLAN.sets
-    zero = none.to(gl.int32)
-    b0 = bf16_pair(p[0], p[1])
-    b1 = bf16_pair(p[2], p[3]) if BLOCKS == 2 else zero
+    b = weight_words(p, none, PLAN)
     if fade is not None:
         even = from_lane(fade, t * 8)
         odd = from_lane(fade, t * 8 + 4)
     new = ()
-    for j in gl.static_range(SETS):
-        for u in gl.static_range(4):
-            first = values[j][u]
-            second = values[SETS + j][u]
-            a0 = bytes_of(first, second, 0x5410)
-            a1 = bytes_of(first, second, 0x7632)
-            if BLOCKS == 2:
-                third = values[2 * SETS + j][u]
-                fourth = values[3 * SETS + j][u]
-                a2 = bytes_of(third, fourth, 0x5410)
-                a3 = bytes_of(third, fourth, 0x7632)
-            else:
-                a2 = zero
-                a3 = zero
-            c = acc[4 * j + u]
-            if fade is not None:
-                c = (c[0] * even, c[1] * odd, c[2] * even, c[3] * odd)
-            new = new + (mma(c, a0, a1, a2, a3, b0, b1),)
+    for quad in gl.static_range(4 * PLAN.sets):
+        c = acc[quad]
+        if fade is not None:
+            c = (c[0] * even, c[1] * odd, c[2] * even, c[3] * odd)
+        new = new + (add_column(c, values, quad, b, none, PLAN),)
     return new
+
+
+@gluon.jit
+def weight_words(p, none, PLAN: gl.constexpr):
+    """The weights of a turn's keys as the B fragment that values are multiplied by."""
+    return bf16_pair(p[0], p[1]), (
+        bf16_pair(p[2], p[3]) if PLAN.keys.blocks == 2 else none.to(gl.int32)
+    )
+
+
+@gluon.jit
+def add_column(c, values, quad: gl.constexpr, b, none, PLAN: gl.constexpr):
+    """C + v^T @ p of the columns of a quad; b: see `weight_words`."""
+    SETS: gl.constexpr = PLAN.sets
+    first = values[quad // 4][quad % 4]
+    second = values[SETS + quad // 4][quad % 4]
+    a0 = bytes_of(first, second, 0x5410)
+    a1 = bytes_of(first, second, 0x7632)
+    a2 = none.to(gl.int32)
+    a3 = a2
+    if PLAN.keys.blocks == 2:
+        third = values[2 * SETS + quad // 4][quad % 4]
+        fourth = values[3 * SETS + quad // 4][quad % 4]
+        a2 = bytes_of(third, fourth, 0x5410)
+        a3 = bytes_of(third, fourth, 0x7632)
+    return mma(c, a0, a1, a2, a3, b[0], b[1])

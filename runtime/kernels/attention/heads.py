@@ -72,6 +72,7 @@ class Plan:
         chunks: of 32 elements of a key, four lanes' 16 bytes each.
         columns: of the values that a program takes.
         sets: of 64 columns.
+        splits: that a program takes beside each other, a warp each, where the keys are split.
         groups: of warps in a program, each with a softmax of its own.
         warps: of a program.
         turn: keys that all of them take at a time.
@@ -95,6 +96,7 @@ class Plan:
     chunks: int
     columns: int
     sets: int
+    splits: int
     groups: int
     warps: int
     turn: int
@@ -117,9 +119,10 @@ def plan(
         together: most tokens of one sequence, a power of two.
         pdl: whether the kernel may start early.
     """
-    keys, split = launch.keys, launch.splits > 1
+    keys, split = launch.keys, launch.splits > 1 and not launch.joined
     groups = 1 if split else keys.groups
     warps, columns = keys.warps * groups, heads.dim // launch.parts
+    sums = max(warps, launch.splits) if launch.joined else warps
     query = 2 * heads.dim if heads.gated else heads.dim
     return Plan(
         heads=heads,
@@ -135,11 +138,12 @@ def plan(
         chunks=-(-heads.dim // 32),
         columns=columns,
         sets=-(-columns // 64),
+        splits=launch.splits if launch.joined else 1,
         groups=groups,
         warps=warps,
         turn=warps * KEYS * keys.blocks,
         ahead=launch.ahead,
         early=launch.early and not split,
         pdl=pdl,
-        buffer=declaration(join_bytes(heads.shared, heads.dim, warps, launch.parts, together)),
+        buffer=declaration(join_bytes(heads.shared, heads.dim, sums, launch.parts, together)),
     )

@@ -26,7 +26,6 @@ from lowbit.runtime.kernels.ptx.memory import (
     barrier,
     floats,
     load_shared16,
-    shared_buffer,
     store_shared4,
     store_shared16,
 )
@@ -115,28 +114,26 @@ def stage_heads(
 
 @gluon.jit
 def score_new_key(
-    qkv, key, bases, new_page, rotations, keys, values, rows, value, place, thread, eps, scale,
-    PLAN: gl.constexpr,
+    qkv, key, bases, new_page, rotations, keys, values, rows, value, place, buffer, thread, eps,
+    scale, PLAN: gl.constexpr,
 ):  # fmt: skip
     """Stage the heads and score the new key: the first work that needs this step's input.
 
     qkv: address of the token; key: element where its key begins; bases: addresses of keys and
     values in the pages; new_page: the page of the token's own row; keys, values: of the first turn;
     rows: the warp's first, those before which the split and the turn end; value: address of the new
-    value; place: head, token, position and the first that this step appends.
+    value; place: head, token, position and the first that this step appends; buffer: shared memory.
 
     Returns:
         Queries, the score of the new key, keys and values, `fresh`, the rest of shared memory, and
         the bytes from row 0 of page 0 to the token's own row.
     """
     CHUNKS: gl.constexpr = PLAN.chunks
-    BUFFER: gl.constexpr = PLAN.buffer
-    warp, lane, zero, none = thread
+    warp, lane, _, none = thread
     row, end, until = rows
     head, token, position, first = place
     g = lane // 4
     t = lane % 4
-    buffer = shared_buffer(BUFFER) + zero
     staged = buffer + PLAN.heads.shared * PLAN.staged + t * 16
     new_at = new_page.to(gl.int64) * (PAGE_ROWS * PLAN.row)
     new_at += (position & (PAGE_ROWS - 1)).to(gl.int64) * PLAN.row
@@ -235,10 +232,10 @@ def attend(
 
 
 @gluon.jit
-def own_sums(buffer, g, t, PLAN: gl.constexpr):
-    """Address of this lane's first sums, of warp 0, in the shared memory of `weigh_warps`."""
+def own_sums(buffer, g, t, COUNT: gl.constexpr, PLAN: gl.constexpr):
+    """Address of this lane's first sums in shared memory, of warp or split 0 of COUNT."""
     PAIRS: gl.constexpr = (PLAN.heads.shared + 1) // 2
-    return buffer + 64 * PLAN.warps + (g * PAIRS + gl.minimum(t, PAIRS - 1)) * 16
+    return buffer + 64 * COUNT + (g * PAIRS + gl.minimum(t, PAIRS - 1)) * 16
 
 
 @gluon.jit

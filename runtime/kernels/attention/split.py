@@ -18,7 +18,7 @@ from lowbit.runtime.kernels.attention.program import (
     sum_warps,
     weigh_warps,
 )
-from lowbit.runtime.kernels.ptx.memory import load4, store_floats
+from lowbit.runtime.kernels.ptx.memory import load4, shared_buffer, store_floats
 from lowbit.runtime.kernels.ptx.mma import threads
 
 
@@ -31,6 +31,7 @@ def attention_split_kernel(
     RULE: gl.constexpr = PLAN.keys
     KEYS: gl.constexpr = 8 * PLAN.keys.blocks  # of a warp at a time
     TURN: gl.constexpr = PLAN.turn
+    BUFFER: gl.constexpr = PLAN.buffer
     WARPS: gl.constexpr = PLAN.warps
     SHARED: gl.constexpr = PLAN.heads.shared
     D: gl.constexpr = PLAN.heads.dim
@@ -67,9 +68,10 @@ def attention_split_kernel(
     value = qkv + (key + PLAN.heads.kv * D) * 2
     q, new_score, keys, values, fresh, buffer, new_at = score_new_key(
         qkv, key, (k_base, v_base), new_page, rotations, keys, values, (row, end, start + TURN),
-        value, (head, token, position, first), thread, eps, score_scale, PLAN,
+        value, (head, token, position, first), shared_buffer(BUFFER) + zero, thread, eps,
+        score_scale, PLAN,
     )  # fmt: skip
-    sums_at = own_sums(buffer, g, t, PLAN)
+    sums_at = own_sums(buffer, g, t, WARPS, PLAN)
     softmax, keys, values, row = attend_turns(
         row, next_page, keys, values, nothing_yet(new_score, none, PLAN), q, (k_base, v_base),
         table, (start, end, stride), fresh, g, t, none, score_scale, PLAN,

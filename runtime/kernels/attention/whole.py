@@ -23,7 +23,7 @@ from lowbit.runtime.kernels.attention.program import (
     weigh_warps,
     with_fresh,
 )
-from lowbit.runtime.kernels.ptx.memory import load4
+from lowbit.runtime.kernels.ptx.memory import load4, shared_buffer
 from lowbit.runtime.kernels.ptx.mma import high_half, low_half, threads
 
 
@@ -33,21 +33,34 @@ def attention_whole_kernel(
     tables_ptr, out_ptr, table_stride, eps, score_scale, PLAN: gl.constexpr,
 ):  # fmt: skip
     """PLAN: see `Plan`; its columns are a part of the values', all keys are those of `whole`."""
+    if PLAN.pdl and PLAN.early:
+        gdc_launch_dependents()
+    BUFFER: gl.constexpr = PLAN.buffer
+    position = gl.load(positions_ptr + gl.program_id(1))  # of an earlier step: before the wait
+    attend_whole(
+        qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, position, rows_ptr,
+        tables_ptr, out_ptr, shared_buffer(BUFFER), table_stride, eps, score_scale, PLAN,
+    )  # fmt: skip
+
+
+@gluon.jit
+def attend_whole(
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, position, rows_ptr,
+    tables_ptr, out_ptr, buffer, table_stride, eps, score_scale, PLAN: gl.constexpr,
+):  # fmt: skip
+    """A program's columns of one kv head of the token at `position`; buffer: shared memory."""
     KEYS: gl.constexpr = 8 * PLAN.keys.blocks  # of a warp at a time
     TURN: gl.constexpr = PLAN.turn
     AHEAD: gl.constexpr = PLAN.ahead
     WARPS: gl.constexpr = PLAN.warps
     SHARED: gl.constexpr = PLAN.heads.shared
     D: gl.constexpr = PLAN.heads.dim
-    if PLAN.pdl and PLAN.early:
-        gdc_launch_dependents()
     thread = threads(WARPS)
     warp, lane, zero, none = thread
     g = lane // 4
     t = lane % 4
     head, token = gl.program_id(0), gl.program_id(1)
     column = gl.program_id(2) * PLAN.columns
-    position = gl.load(positions_ptr + token)  # of an earlier step, like pages: before the wait
     sequence = gl.load(rows_ptr + token)
     first = first_fresh(rows_ptr, token, sequence, position, PLAN)
     table = tables_ptr.to(gl.int64, bitcast=True) + sequence.to(gl.int64) * table_stride * 4
@@ -82,10 +95,10 @@ def attention_whole_kernel(
     value = qkv + (key + PLAN.heads.kv * D + column) * 2
     q, new_score, keys, values, fresh, buffer, new_at = score_new_key(
         qkv, key, (k_base, v_base), new_page, rotations, *loaded[:2],
-        (row, position, TURN), value, (head, token, position, first), thread, eps, score_scale,
-        PLAN,
+        (row, position, TURN), value, (head, token, position, first), buffer + zero, thread, eps,
+        score_scale, PLAN,
     )  # fmt: skip
-    sums_at = own_sums(buffer, g, t, PLAN)
+    sums_at = own_sums(buffer, g, t, WARPS, PLAN)
     softmax = nothing_yet(new_score, none, PLAN)
     if AHEAD == 0:
         softmax, keys, values, row = attend_turns(

@@ -5,7 +5,7 @@ Measured on an H200; elsewhere the same but for `hopper_registers`.
 
 from dataclasses import dataclass
 
-from lowbit.runtime.kernels.launch.device import STATIC_SHARED
+from lowbit.runtime.kernels.launch.device import STATIC_SHARED, power_of_two
 from lowbit.runtime.thresholds import LONG_TOKENS, PROMPT_TOKENS, SEQUENCE_TOKENS
 
 
@@ -46,14 +46,15 @@ class AttentionLaunch:
         keys: the order in which keys are added up.
         splits: for each kv head and token; 1 where a program takes all keys, with the warps of all
             groups.
-        parts: of the columns of the values, where the keys are not split: programs of a kv head
-            that all take all keys.
+        parts: of the columns of the values, where a program takes all keys: programs of a kv head
+            that all do.
         ahead: turns of keys and values that a program loads at first, of `keys.whole` keys at most;
             0 loads each turn during the one before.
         early: whether the next kernel may start before this one has its input; where the keys are
             split, while they are still read.
         registers: of a thread on Hopper; None leaves them to the compiler. With more than 168 two
             programs of four warps fit on a multiprocessor, not three.
+        joined: one program takes all splits, a warp each, and no kernel joins them.
     """
 
     keys: KeySplit
@@ -62,17 +63,19 @@ class AttentionLaunch:
     ahead: int = 0
     early: bool = False
     registers: int | None = None
+    joined: bool = False
 
 
 KEYS = 8  # of a block
 KEYS_OF_ONE = 256  # up to here a program takes all keys of a kv head
 UNSPLIT = 1 << 30  # more keys than there are
 PART = 64  # columns of the values
+MOST_COLUMNS = 128  # for whose sums a program that joins splits has registers
 WIDTH = 2048  # of all query heads; more make the kernels around attention large
 SHORT = 1024  # keys
 MOST_SPLITS = 64
 REGISTERS = 224  # less makes Triton 3.9 spill
-CROWDED = 128  # programs that leave no multiprocessor for more parts
+CROWDED = 128  # programs that leave no multiprocessor for more parts, nor for splits
 
 
 def key_split(kv_heads: int, shared: int, head_dim: int) -> KeySplit:
@@ -89,9 +92,12 @@ def key_split(kv_heads: int, shared: int, head_dim: int) -> KeySplit:
 
 
 def attention_launch(
-    kv_heads: int, shared: int, head_dim: int, reach: int, tokens: int
+    kv_heads: int, shared: int, head_dim: int, reach: int, tokens: int, together: int = 1
 ) -> AttentionLaunch:
-    """The programs of a step of `tokens` tokens at positions below `reach`."""
+    """The programs of a step of `tokens` tokens at positions below `reach`.
+
+    together: most of them of one sequence, a power of two.
+    """
     keys = key_split(kv_heads, shared, head_dim)
     width = shared * kv_heads * head_dim
     if reach <= keys.whole:
@@ -105,6 +111,11 @@ def attention_launch(
         ahead = KEYS_OF_ONE // (keys.turn * keys.groups) if near else 0
         return AttentionLaunch(keys, 1, parts, ahead, early=width <= WIDTH)
     splits = min(-(-reach // keys.turn), keys.most)
+    parts = max(1, head_dim // MOST_COLUMNS)
+    if together == 1 and tokens * kv_heads * parts > CROWDED and reach <= keys.most * keys.turn:
+        rounded = power_of_two(splits)
+        if join_bytes(shared, head_dim, rounded, parts, together) <= STATIC_SHARED:
+            return AttentionLaunch(keys, rounded, parts, joined=True)
     early = head_dim > 128 or width > WIDTH or reach <= SHORT
     registers = REGISTERS if tokens == 1 and head_dim == 128 else None
     return AttentionLaunch(keys, splits, early=early, registers=registers)

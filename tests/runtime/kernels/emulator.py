@@ -52,6 +52,8 @@ class Lanes(np.ndarray):
             assert dtype == torch.bfloat16
             rounded = torch.from_numpy(np.ascontiguousarray(self, FLOAT)).bfloat16()
             return lanes(rounded.view(torch.int16).numpy())
+        if isinstance(dtype, PointerTo):
+            return Pointer(dtype.memory, self, dtype.kind)
         return lanes(self.view(dtype) if bitcast else self.astype(dtype))
 
 
@@ -83,6 +85,13 @@ class Pointer:
         return self.address
 
 
+class PointerTo:
+    """Type of pointers to int32."""
+
+    def __init__(self, memory: "Memory"):
+        self.memory, self.kind = memory, torch.int32
+
+
 class Memory:
     """Tensors given to a kernel, and the shared memory of a program."""
 
@@ -100,6 +109,11 @@ class Memory:
                 return values.numpy(), at
         raise AssertionError("an address of no tensor")
 
+    def apart(self, address: np.ndarray) -> list[np.ndarray]:
+        """Which lanes' addresses lie in the same tensor."""
+        found = [(address >= start) & (address < start + len(x)) for start, x in self.tensors]
+        return [inside for inside in found if inside.any()]
+
     def place(self, address: Any, size: int, shared: bool) -> tuple[np.ndarray, np.ndarray]:
         """The bytes that hold an address of each lane, and where."""
         if not shared:
@@ -114,7 +128,13 @@ class Memory:
         return values, at
 
     def load(self, address: Any, words: int, shared: bool) -> tuple[Lanes, ...]:
-        values, at = self.place(np.asarray(address), 4 * words, shared)
+        address = np.asarray(address)
+        if not shared and len(apart := self.apart(address)) > 1:  # warps that read other tensors
+            parts = [
+                self.load(np.where(own, address, address[own][0]), words, False) for own in apart
+            ]
+            return tuple(lanes(np.select(apart, [part[i] for part in parts])) for i in range(words))
+        values, at = self.place(address, 4 * words, shared)
         found = values.view(INT)[at[..., None] // 4 + np.arange(words)]
         return tuple(lanes(found[..., i]) for i in range(words))
 
@@ -139,15 +159,25 @@ def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any
         for x in arguments
     ]
     constants = [named[name] for name in kernel.arg_names[len(arguments) :]]
-    numbers = np.indices((*grid, 1)[:2]).reshape(2, -1, 1, 1).astype(INT)
+    numbers = np.indices((*grid, 1, 1)[:3]).reshape(3, -1, 1, 1).astype(INT)
     groups = [numbers[:, n : n + TOGETHER] for n in range(0, numbers.shape[1], TOGETHER)]
     with np.errstate(all="ignore"):
         while groups:
             programs = groups.pop()
             try:
-                Emulation(memory, programs).function(kernel)(*given, *constants)
+                Emulation(memory, programs, grid).function(kernel)(*given, *constants)
             except BranchApartError as found:
                 groups += [programs[:, found.taken], programs[:, ~found.taken]]
+
+
+def even_range(*bounds: Any) -> range:
+    """`range` of numbers that are the same in all programs that run together."""
+    for each in bounds:
+        first = np.asarray(each).flat[0]
+        same = np.atleast_1d(np.asarray(each) == first)
+        if not same.all():
+            raise BranchApartError(np.asarray(same.reshape(len(same), -1).all(1)))
+    return range(*(int(np.asarray(each).flat[0]) for each in bounds))
 
 
 class Copies:
@@ -177,9 +207,9 @@ class Copies:
 class Emulation:
     """Kernels and device functions as plain Python functions."""
 
-    def __init__(self, memory: Memory, programs: np.ndarray):
+    def __init__(self, memory: Memory, programs: np.ndarray, grid: tuple[int, ...]):
         self.made = dict[int, Callable[..., Any]]()
-        self.language = language(memory, programs)
+        self.language = language(memory, programs, grid)
         self.leaves = leaves(memory, programs.shape[1])
 
     def function(self, jitted: Any) -> Callable[..., Any]:
@@ -187,7 +217,7 @@ class Emulation:
         if fn.__name__ in self.leaves and ".kernels.ptx." in fn.__module__:
             return self.leaves[fn.__name__]
         if id(fn) not in self.made:
-            scope = dict[str, Any]()
+            scope = dict[str, Any](range=even_range)
             made = types.FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__)
             self.made[id(fn)] = made
             scope |= {name: self.value(name, x) for name, x in fn.__globals__.items()}
@@ -203,7 +233,7 @@ class Emulation:
         return x.value if type(x).__name__ == "constexpr" else x
 
 
-def language(memory: Memory, programs: np.ndarray) -> Any:
+def language(memory: Memory, programs: np.ndarray, grid: tuple[int, ...]) -> Any:
     """Of `triton.experimental.gluon.language` what the kernels use."""
 
     def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Lanes:
@@ -244,10 +274,14 @@ def language(memory: Memory, programs: np.ndarray) -> Any:
         int64=LONG,
         static_range=range,
         program_id=lambda axis: lanes(programs[axis]),
+        num_programs=lambda axis: INT(grid[axis]),
+        pointer_type=lambda kind: PointerTo(memory),
+        cdiv=lambda a, b: lanes((a + b - 1) // b),
         where=where,
         minimum=lambda a, b: lanes(np.minimum(a, b)),
         maximum=lambda a, b: lanes(np.maximum(a, b)),
         exp=lambda x: lanes(np.exp(x)),
+        exp2=lambda x: lanes(np.exp2(x)),
         rsqrt=lambda x: lanes(FLOAT(1) / np.sqrt(x)),
         fma=lambda a, b, c: lanes(a * b + c),
         load=load,
@@ -283,6 +317,14 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
     def copy16_or_zeros(target: Any, source: Any, inside: Any, AT: int = 0) -> None:
         found = memory.load(source, 4, False)
         copies.begin(target + AT, tuple(np.where(inside, x, INT(0)) for x in found))
+
+    def stream16_if(address: Any, wanted: Any) -> Any:
+        wanted = np.broadcast_to(wanted, np.shape(address))
+        if not wanted.any():
+            return (lanes(np.zeros(wanted.shape, INT)),) * 4
+        safe = np.where(wanted, address, np.asarray(address)[wanted][0])
+        found = memory.load(lanes(safe), 4, False)
+        return tuple(lanes(np.where(wanted, x, INT(0))) for x in found)
 
     def shared_buffer(declared: str) -> Lanes:
         size = re.search(r"staged\[(\d+)\]", declared)
@@ -326,6 +368,8 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
             *(np.maximum(x, y) for x, y in zip(halves(a), halves(b), strict=True))
         ),
         "across": lambda x, distance: lanes(x[..., np.arange(32) ^ distance]),
+        "from_lane": from_lane,
+        "stream16_if": stream16_if,
         "largest": lambda x: over_warp(x.view(np.uint32), np.max).view(INT),
         "largest_signed": lambda x: over_warp(x, np.max),
         "least": lambda x: over_warp(x, np.min),
@@ -336,6 +380,11 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
 
 def over_warp(x: Lanes, function: Callable[..., Any]) -> Lanes:
     return lanes(np.broadcast_to(function(x, axis=-1, keepdims=True), x.shape).copy())
+
+
+def from_lane(x: Lanes, lane: Any) -> Lanes:
+    values, at = np.broadcast_arrays(x, np.asarray(lane) % 32)
+    return lanes(np.take_along_axis(values, at, -1))
 
 
 def threads(programs: int, warps: int) -> tuple[Lanes, ...]:

@@ -49,6 +49,7 @@ DECODE = {
     "gemv_several",
     "dense_gemv",
     "attention_whole",
+    "attention_whole_splits",
     "attention_split",
     "attention_join",
     "recurrence",
@@ -237,8 +238,9 @@ def attentions(full: bool) -> Iterator[str]:
         norms = (torch.empty(D), torch.empty(D)) if gated else (zeros(D), zeros(D))
         width = Hq * D * (2 if gated else 1) + 2 * Hkv * D
         # sequences, tokens, reach
-        steps = [(1, 1, 256), (1, 1, 32768), (64, 64, 256)] if full or D > 128 else [(1, 1, 32768)]
-        steps += [(1, 4, 256), (1, 8, 32768), (64, 64, 1024)] if full else [(1, 4, 32768)]
+        steps = [(1, 1, 32768), (64, 64, 1024)]
+        steps += [(1, 1, 256), (64, 64, 256)] if full or D > 128 else []
+        steps += [(1, 4, 256), (1, 8, 32768)] if full else [(1, 4, 32768)]
         for sequences, tokens, reach in steps:
             step = step_of(sequences, tokens, reach=reach)
             cuda.attention(zeros(tokens, width), *norms, EPS, rope, pages, step, 0, gated)
@@ -376,7 +378,7 @@ def tokens_of(arguments: dict[str, Any]) -> int:
     if arguments.get("numbers_ptr") is not None:
         return 17
     if isinstance(plan, AttentionPlan):
-        return plan.together
+        return 17 if plan.splits > 1 else plan.together
     if isinstance(plan, GemmPlan):
         return plan.TOKENS
     tokens: int = arguments.get("TOKENS", 1) if plan is None else plan.X.TOKENS

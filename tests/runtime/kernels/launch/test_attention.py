@@ -33,7 +33,7 @@ def test_key_splits_fit_what_kernels_take_for_granted(head_dim: int) -> None:
         assert join_bytes(shared, head_dim, keys.warps, 1, SEQUENCE_TOKENS) <= STATIC_SHARED
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 64])
+@pytest.mark.parametrize("tokens", [1, 4, 24, 64])
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("reach", REACHES)
 def test_attention_takes_every_key_and_column_once(head_dim: int, reach: int, tokens: int) -> None:
@@ -45,12 +45,18 @@ def test_attention_takes_every_key_and_column_once(head_dim: int, reach: int, to
             assert launch.splits >= keys.groups
             assert launch.splits >= min(-(-(reach - 1) // keys.turn), keys.most)
         assert launch.splits > 1 or reach <= keys.whole
-        assert launch.splits == 1 or launch.parts == 1
+        assert launch.splits == 1 or launch.parts == 1 or launch.joined
+        if launch.joined:
+            assert tokens > 1
+            assert reach <= launch.splits * keys.turn  # a turn for each
+            assert launch.splits % 4 == 0  # what a load from shared memory takes
         columns = head_dim // launch.parts
         assert columns * launch.parts == head_dim
         assert launch.parts == 1 or columns % 64 == 0  # what lanes load of a row at a time
-        warps = keys.warps * (keys.groups if launch.splits == 1 else 1)
-        needed = join_bytes(shared, head_dim, warps, launch.parts, SEQUENCE_TOKENS)
+        warps = keys.warps * (keys.groups if launch.splits == 1 or launch.joined else 1)
+        sums = max(warps, launch.splits) if launch.joined else warps
+        together = 1 if launch.joined else SEQUENCE_TOKENS
+        needed = join_bytes(shared, head_dim, sums, launch.parts, together)
         assert needed <= STATIC_SHARED
         if launch.ahead:
             assert launch.splits == 1
@@ -61,6 +67,11 @@ def test_attention_takes_every_key_and_column_once(head_dim: int, reach: int, to
 def test_company_does_not_change_the_order_of_keys(reach: int) -> None:
     launches = [attention_launch(8, 4, 128, reach, tokens) for tokens in (1, 2, 16, 17, 64, 100)]
     assert all(launch.keys == attention_launch(8, 4, 128, 1, 1).keys for launch in launches)
+
+
+def test_tokens_of_one_sequence_are_not_joined_by_one_program() -> None:
+    assert attention_launch(8, 4, 128, 1024, 64).joined
+    assert not attention_launch(8, 4, 128, 1024, 64, 2).joined
 
 
 # kv heads, query heads of each, size, reach, tokens
