@@ -38,7 +38,8 @@ ORDER = {
         "cli",
     ],
     "formats": [
-        *("printable", "charts", "errors", "fields", "machine", "architectures", "files"),
+        *("printable", "charts", "errors", "fields", "machine", "kv_cache", "architectures"),
+        "files",
         "sampling_ranges",
         *("layout", "safetensors", "hub", "shell", "text", "foreign", "generation", "tasks"),
         *("draft_head", "file_names", "packed"),
