@@ -40,6 +40,19 @@ class CacheType:
 BF16_CACHE = CacheType("bf16", torch.bfloat16)
 FP32_CACHE = CacheType("fp32", torch.float32)
 INT8_CACHE = CacheType("int8", torch.int8, scaled=True)
+CACHE_TYPES = (BF16_CACHE, FP32_CACHE, INT8_CACHE)
+
+
+def plain_cache(dtype: torch.dtype) -> CacheType:
+    """The type that stores numbers as they are.
+
+    Raises:
+        ValueError: no cache stores this dtype.
+    """
+    for each in CACHE_TYPES:
+        if each.dtype == dtype and not each.scaled:
+            return each
+    raise ValueError(f"no cache stores {dtype} as it is")
 
 
 def quantize_vectors(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lowbit.formats.kv_cache import quantize_vectors, widen_vectors
 from lowbit.runtime.backends.cpu_experts import mixture
 from lowbit.runtime.backends.cpu_linear import CpuLinear, linear
 from lowbit.runtime.backends.cpu_sampling import accept as accept
@@ -99,23 +100,31 @@ def _attended(
     stop = span.first + span.count
     _append(k, v, pages, span, layer)
     keys, values = _stored(pages, span, layer, stop, q.dtype)
+    dtype, q = q.dtype, q.to(keys.dtype)
     if together and span.count > 1:
         mask = torch.ones(span.count, stop, dtype=torch.bool, device=q.device).tril(span.first)
-        return _attention(q, keys, values, mask)
+        return _attention(q, keys, values, mask).to(dtype)
     each = [
         _attention(q[:, m : m + 1], keys[:, : span.first + m + 1], values[:, : span.first + m + 1])
         for m in range(span.count)
     ]
-    return each[0] if len(each) == 1 else torch.cat(each, dim=1)
+    return (each[0] if len(each) == 1 else torch.cat(each, dim=1)).to(dtype)
 
 
 def _append(k: Tensor, v: Tensor, pages: KVPages, span: Span, layer: int) -> None:
     """Write k and v [Hkv, M, D] of one sequence to its pages."""
+    scales = pages.layer_scales(layer)
+    if scales is None:
+        parts = list(zip((k, v), pages.layer(layer), strict=True))
+    else:
+        (k, k_scales), (v, v_scales) = quantize_vectors(k), quantize_vectors(v)
+        stores = (*pages.layer(layer), *scales)
+        parts = list(zip((k, v, k_scales, v_scales), stores, strict=True))
     stop = span.first + span.count
     ids = _page_ids(span, stop)
-    for new, store in zip((k, v), pages.layer(layer), strict=True):
+    for new, store in parts:
         if _adjacent(ids):
-            rows = store[ids[0] : ids[-1] + 1].flatten(0, 1)  # [T, Hkv, D]
+            rows = store[ids[0] : ids[-1] + 1].flatten(0, 1)  # [T, Hkv, ...]
             rows[span.first : stop] = new.transpose(0, 1)
             continue
         for at in range(span.first, stop):
@@ -125,13 +134,21 @@ def _append(k: Tensor, v: Tensor, pages: KVPages, span: Span, layer: int) -> Non
 def _stored(
     pages: KVPages, span: Span, layer: int, stop: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of one sequence up to a position, [Hkv, stop, D] each, in a dtype."""
+    """Keys and values of one sequence up to a position, [Hkv, stop, D] each.
+
+    dtype: of the result; codes with scales become float32 instead.
+    """
     ids = _page_ids(span, stop)
-    both = []
-    for store in pages.layer(layer):
+
+    def read(store: Tensor) -> Tensor:
         part = store[ids[0] : ids[-1] + 1] if _adjacent(ids) else store[torch.tensor(ids)]
-        both.append(part.flatten(0, 1)[:stop].transpose(0, 1).to(dtype))
-    return both[0], both[1]
+        return part.flatten(0, 1)[:stop].transpose(0, 1)
+
+    k, v = (read(store) for store in pages.layer(layer))
+    scales = pages.layer_scales(layer)
+    if scales is None:
+        return k.to(dtype), v.to(dtype)
+    return widen_vectors(k, read(scales[0])), widen_vectors(v, read(scales[1]))
 
 
 def _page_ids(span: Span, stop: int) -> tuple[int, ...]:
@@ -178,11 +195,12 @@ def attend_block(
     for span in step.spans:
         part = slice(start, start + span.count)
         keys, values = _stored(pages, span, layer, span.first, k.dtype)
-        both = torch.cat((keys, k[:, part]), dim=1), torch.cat((values, v[:, part]), dim=1)
+        keys = torch.cat((keys, k[:, part].to(keys.dtype)), dim=1)
+        values = torch.cat((values, v[:, part].to(keys.dtype)), dim=1)
         mask = _block_mask(span, window, causal)
-        outs.append(_attention(queries[:, part], *both, mask))
+        outs.append(_attention(queries[:, part].to(keys.dtype), keys, values, mask))
         start += span.count
-    return torch.cat(outs, dim=1).transpose(0, 1).reshape(M, -1)
+    return torch.cat(outs, dim=1).to(q.dtype).transpose(0, 1).reshape(M, -1)
 
 
 def _key_heads(kv: Tensor, k_norm: Tensor, eps: float, pages: KVPages) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from lowbit.formats.errors import RequestError, ResourceError, UnsupportedModelError
 from lowbit.formats.generation import load_generation_config
 from lowbit.formats.hub.locate import locate
+from lowbit.formats.kv_cache import plain_cache
 from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.text.template import load_chat_template
 from lowbit.runtime.engine.constraints import Bounds
@@ -76,8 +77,8 @@ def load(
     check_device(opened, device)
     drafts = options.most_drafts(recurrent=opened.config.linear_layers is not None)
     vocabulary = min(tokenizer.vocabulary, opened.config.vocab_size)
-    kv_dtype = dtype
-    cache = choose_cache(Account(opened, device, dtype, kv_dtype, vocabulary), options, drafts)
+    cache_type = plain_cache(dtype)
+    cache = choose_cache(Account(opened, device, dtype, cache_type, vocabulary), options, drafts)
     beside = None
     if opened.drafter is not None:  # before the model, which takes longer
         beside = load_drafter(opened.drafter, dtype, cache.context)
@@ -86,7 +87,7 @@ def load(
         power = input_power(original, calibration_ids(tokenizer, original), device, dtype)
         opened = replace(_open(folder, None, options, power), drafter=opened.drafter)
     decoder = load_decoder(opened, device, dtype, cache.context)
-    runner = new_runner(decoder, vocabulary, cache, dtype, device, beside, kv_dtype)
+    runner = new_runner(decoder, vocabulary, cache, dtype, device, beside, cache_type)
     engine = Engine(runner, options.max_waiting, new_drafting(runner, options, drafts, device))
     stop_ids = frozenset((*config_stops, *tokenizer.stop_ids()))
     if device != "cpu":

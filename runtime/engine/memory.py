@@ -6,6 +6,7 @@ import torch
 
 from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, state_bytes
 from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.formats.kv_cache import CacheType
 from lowbit.formats.machine.free_memory import free_bytes
 from lowbit.runtime.engine.graphs import drafts_together
 from lowbit.runtime.engine.load_options import LoadOptions
@@ -38,22 +39,22 @@ class Account:
         opened: the model.
         device: `cpu` or `cuda`.
         dtype: of activations and recurrent states.
-        kv_dtype: of keys and values.
+        cache_type: of keys and values.
         vocabulary: real tokens.
     """
 
     opened: OpenedModel
     device: str
     dtype: torch.dtype
-    kv_dtype: torch.dtype
+    cache_type: CacheType
     vocabulary: int
 
     def page_bytes(self, count: int) -> int:
         """Memory of so many pages, a drafter's included."""
         opened = self.opened
-        pages = kv_pages(opened.config, count, self.kv_dtype, "meta", opened.head).size_bytes
+        pages = kv_pages(opened.config, count, self.cache_type, "meta", opened.head).size_bytes
         if opened.drafter is not None:
-            pages += kv_pages(opened.drafter.config, count, self.kv_dtype, "meta").size_bytes
+            pages += kv_pages(opened.drafter.config, count, self.cache_type, "meta").size_bytes
         return pages
 
     def row_bytes(self, size: CacheSize) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from lowbit.formats.kv_cache import CacheType, plain_cache
 from lowbit.runtime.backends.cpu_linear import CpuLinear
 from lowbit.runtime.engine.chunks import Chunks, new_chunks
 from lowbit.runtime.engine.graphs import Graphs, reach_for, width_for
@@ -353,7 +354,7 @@ def new_runner(
     dtype: torch.dtype,
     device: str,
     drafter: BlockDrafter[CpuLinear] | None = None,
-    kv_dtype: torch.dtype | None = None,
+    cache_type: CacheType | None = None,
 ) -> Runner:
     """A runner with empty pages and slots.
 
@@ -364,16 +365,17 @@ def new_runner(
         dtype: of activations and recurrent states.
         device: `cpu` or `cuda`.
         drafter: block drafter, on a CPU; None for none.
-        kv_dtype: of keys and values; None for that of activations.
+        cache_type: of keys and values; None for activations as they are.
     """
+    cache_type = cache_type or plain_cache(dtype)
     rows, config, head = cache.rows, decoder.config, decoder.mtp is not None
-    state = new_state(config, cache.all_pages, cache.slots, dtype, device, kv_dtype, head)
+    state = new_state(config, cache.all_pages, cache.slots, dtype, device, cache_type, head)
     trail = new_trail(rows, config.hidden_size, dtype, device) if head else None
     tables = torch.zeros(rows, pages_for(cache.context), dtype=torch.int32, device=device)
     sampler = new_sampler_rows(rows, vocabulary, device)
     blocks = None
     if drafter is not None:
-        beside = kv_pages(drafter.config, cache.all_pages, kv_dtype or dtype, device)
+        beside = kv_pages(drafter.config, cache.all_pages, cache_type, device)
         blocks = Blocks(drafter, beside, tables, sampler)
     return Runner(
         decoder=decoder,

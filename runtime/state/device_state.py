@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from lowbit.formats.architectures.config import Config
+from lowbit.formats.kv_cache import CacheType, plain_cache
 from lowbit.runtime.state.delta import DeltaSlots, new_slots
 from lowbit.runtime.state.pages import EXTRA, KVPages, new_pages
 
@@ -77,7 +78,7 @@ def new_state(
     slots: int,
     dtype: torch.dtype,
     device: str,
-    kv_dtype: torch.dtype | None = None,
+    cache_type: CacheType | None = None,
     head: bool = False,
 ) -> DeviceState:
     """Empty pages and slots of a model.
@@ -88,18 +89,18 @@ def new_state(
         slots: to make; none where the model has no linear layers.
         dtype: of activations, in which the recurrent states keep the convolution's inputs.
         device: where they lie; `meta` to find out their size.
-        kv_dtype: of keys and values; None for that of activations.
+        cache_type: of keys and values; None for activations as they are.
         head: make room for the layer of the head for multi-token prediction.
     """
     return DeviceState(
-        kv_pages(config, pages, kv_dtype or dtype, device, head),
+        kv_pages(config, pages, cache_type or plain_cache(dtype), device, head),
         new_slots(config.linear_layers, slots, dtype, device),
     )
 
 
 def kv_pages(
-    config: Config, count: int, dtype: torch.dtype, device: str, head: bool = False
+    config: Config, count: int, cache_type: CacheType, device: str, head: bool = False
 ) -> KVPages:
     """Empty pages of a model, or of a drafter; see `new_state`."""
     layers, heads = config.kv_layers + head, config.num_key_value_heads
-    return new_pages(layers, count, heads, config.head_dim, dtype, device)
+    return new_pages(layers, count, heads, config.head_dim, cache_type, device)

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowbit.formats.kv_cache import CACHE_TYPES, CacheType
+
 PAGE = 64  # tokens
 SCRATCH = 0  # the page that tokens of no sequence are written to; it belongs to nobody
-KV_DTYPES = (torch.bfloat16, torch.float32)  # of the keys and values in pages
 EXTRA = 2  # pages beyond those for tokens: SCRATCH, and one for the copy of a page that goes on
 
 
@@ -16,15 +17,30 @@ class KVPages:
     """Keys after norm and RoPE, and values, of all sequences.
 
     Position p of a sequence is token `p % PAGE` of the page that its block table names for
-    `p // PAGE`.
+    `p // PAGE`. Where there are scales, k and v are codes; see `formats.kv_cache`.
 
     Attributes:
         k: [L, P, PAGE, Hkv, D]; L counts the layers that have keys, P the pages.
         v: [L, P, PAGE, Hkv, D].
+        k_scales: [L, P, PAGE, Hkv] bfloat16; None where k holds the keys themselves.
+        v_scales: [L, P, PAGE, Hkv] bfloat16; None where v holds the values themselves.
     """
 
     k: Tensor
     v: Tensor
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
+
+    @property
+    def scaled(self) -> bool:
+        """True if pages hold codes and their scales."""
+        return self.k_scales is not None
+
+    @property
+    def stores(self) -> tuple[Tensor, ...]:
+        """All tensors, [L, P, PAGE, Hkv, ...] each."""
+        parts = (self.k, self.v, self.k_scales, self.v_scales)
+        return tuple(part for part in parts if part is not None)
 
     @property
     def count(self) -> int:
@@ -54,20 +70,26 @@ class KVPages:
     @property
     def token_bytes(self) -> int:
         """Bytes of the key and the value of a token in one layer."""
-        return 2 * self.heads * self.head_dim * self.dtype.itemsize
+        return sum(store.shape[3:].numel() * store.itemsize for store in self.stores)
 
     @property
     def size_bytes(self) -> int:
         """Memory of all pages."""
-        return self.k.nbytes + self.v.nbytes
+        return sum(store.nbytes for store in self.stores)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer as kernels take them, [P, PAGE, Hkv, D] each."""
         return self.k[index], self.v[index]
 
+    def layer_scales(self, index: int) -> tuple[Tensor, Tensor] | None:
+        """Scales of the keys and values of a layer, [P, PAGE, Hkv] each; None without scales."""
+        if self.k_scales is None or self.v_scales is None:
+            return None
+        return self.k_scales[index], self.v_scales[index]
+
     def copy(self, source: int, target: int) -> None:
         """Copy a page to another in all layers."""
-        for store in (self.k, self.v):
+        for store in self.stores:
             store[:, target].copy_(store[:, source])
 
 
@@ -77,7 +99,7 @@ def pages_for(tokens: int) -> int:
 
 
 def new_pages(
-    layers: int, count: int, heads: int, head_dim: int, dtype: torch.dtype, device: str
+    layers: int, count: int, heads: int, head_dim: int, cache_type: CacheType, device: str
 ) -> KVPages:
     """Pages of zeros.
 
@@ -86,13 +108,16 @@ def new_pages(
         count: of pages.
         heads: Hkv.
         head_dim: D.
-        dtype: of a stored number, one of KV_DTYPES.
+        cache_type: of keys and values, one of CACHE_TYPES.
         device: where the pages lie.
     """
-    if dtype not in KV_DTYPES:
-        raise ValueError(f"pages of {dtype}, expected one of {KV_DTYPES}")
-    shape = (layers, count, PAGE, heads, head_dim)
-    return KVPages(
-        k=torch.zeros(shape, dtype=dtype, device=device),
-        v=torch.zeros(shape, dtype=dtype, device=device),
+    if cache_type not in CACHE_TYPES:
+        raise ValueError(f"pages of {cache_type}, expected one of {CACHE_TYPES}")
+    vectors = (layers, count, PAGE, heads)
+    k, v = (
+        torch.zeros(*vectors, head_dim, dtype=cache_type.dtype, device=device) for _ in range(2)
     )
+    if not cache_type.scaled:
+        return KVPages(k, v)
+    scales = [torch.zeros(vectors, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    return KVPages(k, v, *scales)

@@ -9,6 +9,7 @@ import torch
 
 from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, STAGED, state_bytes
 from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.formats.kv_cache import BF16_CACHE
 from lowbit.formats.sampling_ranges import MOST_BIASES
 from lowbit.runtime import LoadOptions, load
 from lowbit.runtime.engine import memory
@@ -26,7 +27,7 @@ VOCABULARY = 261  # of the tokenizer; the models have padding beyond
 
 
 def account(opened: OpenedModel, device: str = "cpu") -> memory.Account:
-    return memory.Account(opened, device, torch.bfloat16, torch.bfloat16, VOCABULARY)
+    return memory.Account(opened, device, torch.bfloat16, BF16_CACHE, VOCABULARY)
 
 
 def rows(sequences: int) -> CacheSize:
@@ -172,7 +173,7 @@ def test_sequences_of_a_large_vocabulary_take_what_is_announced(
     opened = open_model(make_qwen3_5(mtp_num_hidden_layers=1).folder, head=True)
     config = replace(opened.config, vocab_size=248_320, hidden_size=4096)
     large = memory.Account(
-        replace(opened, config=config), "cuda", torch.bfloat16, torch.bfloat16, 248_320
+        replace(opened, config=config), "cuda", torch.bfloat16, BF16_CACHE, 248_320
     )
     states = new_state(config, 0, rows(64).slots, torch.bfloat16, "meta").size_bytes
     states += STAGED * state_bytes(config, 2)

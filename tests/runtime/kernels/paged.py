@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from lowbit.formats.kv_cache import BF16_CACHE
 from lowbit.runtime.state.pages import PAGE, KVPages, new_pages, pages_for
 from lowbit.runtime.state.step import Span, Step
 
@@ -24,7 +25,7 @@ def random_pages(
     """
     needed = [pages_for(min(length + room, context)) for length in lengths]
     ids = 1 + 2 * torch.randperm(sum(needed))
-    pages = new_pages(layers, 2 * sum(needed) + 1, kv_heads, head_dim, torch.bfloat16, device)
+    pages = new_pages(layers, 2 * sum(needed) + 1, kv_heads, head_dim, BF16_CACHE, device)
     for each in (pages.k, pages.v):
         each.fill_(float("nan"))
     tables = torch.zeros((len(lengths), pages_for(context)), dtype=torch.int32)

@@ -224,6 +224,7 @@ def measured(known: set[tuple[int, int, int]]) -> Iterator[str]:
 
 def attentions(full: bool) -> Iterator[str]:
     """Decode over a short and a long reach, and prefill, for the heads of real models."""
+    from lowbit.formats.kv_cache import BF16_CACHE
     from lowbit.runtime.backends import cuda
     from lowbit.runtime.state.pages import PAGE, new_pages
     from lowbit.runtime.state.rope import Rope
@@ -233,7 +234,7 @@ def attentions(full: bool) -> Iterator[str]:
     if full:
         shapes += [(16, 8, 128, 128, False), (64, 8, 128, 128, False), (24, 4, 256, 64, True)]
     for Hq, Hkv, D, R, gated in shapes:
-        pages = new_pages(1, 32768 // PAGE, Hkv, D, torch.bfloat16, "meta")
+        pages = new_pages(1, 32768 // PAGE, Hkv, D, BF16_CACHE, "meta")
         rope = Rope(torch.empty(32768, R // 2), torch.empty(32768, R // 2))
         norms = (torch.empty(D), torch.empty(D)) if gated else (zeros(D), zeros(D))
         width = Hq * D * (2 if gated else 1) + 2 * Hkv * D

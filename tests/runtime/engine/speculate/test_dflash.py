@@ -13,6 +13,7 @@ from torch import Tensor
 import lowbit.runtime as lowbit
 from lowbit.convert import Recipe, convert
 from lowbit.formats.errors import CheckpointError, FormatError, LowbitError, UnsupportedModelError
+from lowbit.formats.kv_cache import FP32_CACHE, plain_cache
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine.load_options import Mode
 from lowbit.runtime.engine.memory import Account
@@ -60,7 +61,7 @@ def test_hidden_states_are_those_of_plain_torch(
     drafter = load_drafter(opened, torch.float32, 64)
     generator = torch.Generator().manual_seed(1)
     hidden_taps, block = (torch.randn(n, h, generator=generator) for n, h in ((45, 512), (8, 256)))
-    pages = kv_pages(drafter.config, 4, torch.float32, "cpu")
+    pages = kv_pages(drafter.config, 4, FP32_CACHE, "cpu")
     first = 0
     for count in parts:
         step = lone_step(count, "cpu", first, prompt=count > 16)
@@ -207,10 +208,10 @@ def test_a_drafter_takes_memory(models: dict[str, lowbit.Model]) -> None:
     blocks = models["dflash"].engine.runner.blocks
     assert blocks is not None
     with_drafter, alone = (
-        Account(opened, "cpu", dtype, dtype, 4096).page_bytes(blocks.pages.count)
+        Account(opened, "cpu", dtype, plain_cache(dtype), 4096).page_bytes(blocks.pages.count)
         for opened in (drafted, plain)
     )
-    assert with_drafter - alone == blocks.pages.k.nbytes + blocks.pages.v.nbytes
+    assert with_drafter - alone == blocks.pages.size_bytes
 
 
 @pytest.mark.parametrize(
