@@ -69,11 +69,13 @@ def attention_decode(
         raise ValueError(f"{step.longest} tokens of one sequence, at most {SEQUENCE_TOKENS}")
     heads = heads_of(qkv, rope, pages, gated)
     Hq, D = heads.queries, heads.dim
-    launch = attention_launch(heads.kv, heads.shared, D, step.reach, M, together)
+    launch = attention_launch(heads.kv, heads.shared, D, step.reach, M, together, pages.scaled)
     pdl = programmatic_launch(qkv)
-    constants = plan(heads, None if q_norm is None else q_norm.dtype, launch, together, pdl)
+    gains = None if q_norm is None else q_norm.dtype
+    constants = plan(heads, gains, launch, together, pdl, pages.scaled)
+    scales = pages.layer_scales(layer) or (None, None)
     given = (
-        *(qkv, q_norm, k_norm, rope.cos, rope.sin, *pages.layer(layer)),
+        *(qkv, q_norm, k_norm, rope.cos, rope.sin, *pages.layer(layer), *scales),
         *(step.positions, step.rows, step.tables),
     )
     numbers = step.tables.shape[1], eps, D**-0.5 * LOG2_E

@@ -4,18 +4,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.attention.fragments import (
-    load_keys,
-    load_values,
-    page_at,
-    page_of,
-)
+from lowbit.runtime.kernels.attention.fragments import load_keys, load_values
+from lowbit.runtime.kernels.attention.page_rows import page_at, page_of
 from lowbit.runtime.kernels.attention.program import (
+    append_pair,
     attend,
     attend_turns,
+    bases_of,
     element_of,
     first_fresh,
     load_rotations,
+    new_pair,
     nothing_yet,
     own_sums,
     score_new_key,
@@ -29,8 +28,9 @@ from lowbit.runtime.kernels.ptx.mma import high_half, low_half, threads
 
 @gluon.jit(do_not_specialize=["table_stride"])
 def attention_whole_kernel(
-    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, positions_ptr, rows_ptr,
-    tables_ptr, out_ptr, table_stride, eps, score_scale, PLAN: gl.constexpr,
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
+    positions_ptr, rows_ptr, tables_ptr, out_ptr, table_stride, eps, score_scale,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     """PLAN: see `Plan`; its columns are a part of the values', all keys are those of `whole`."""
     if PLAN.pdl and PLAN.early:
@@ -38,15 +38,17 @@ def attention_whole_kernel(
     BUFFER: gl.constexpr = PLAN.buffer
     position = gl.load(positions_ptr + gl.program_id(1))  # of an earlier step: before the wait
     attend_whole(
-        qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, position, rows_ptr,
-        tables_ptr, out_ptr, shared_buffer(BUFFER), table_stride, eps, score_scale, PLAN,
+        qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr,
+        v_scales_ptr, position, rows_ptr, tables_ptr, out_ptr, shared_buffer(BUFFER),
+        table_stride, eps, score_scale, PLAN,
     )  # fmt: skip
 
 
 @gluon.jit
 def attend_whole(
-    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, position, rows_ptr,
-    tables_ptr, out_ptr, buffer, table_stride, eps, score_scale, PLAN: gl.constexpr,
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
+    position, rows_ptr, tables_ptr, out_ptr, buffer, table_stride, eps, score_scale,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     """A program's columns of one kv head of the token at `position`; buffer: shared memory."""
     KEYS: gl.constexpr = 8 * PLAN.keys.blocks  # of a warp at a time
@@ -65,8 +67,7 @@ def attend_whole(
     first = first_fresh(rows_ptr, token, sequence, position, PLAN)
     table = tables_ptr.to(gl.int64, bitcast=True) + sequence.to(gl.int64) * table_stride * 4
     row = warp * KEYS
-    k_base = k_ptr.to(gl.int64, bitcast=True) + head * (2 * D)
-    v_base = v_ptr.to(gl.int64, bitcast=True) + head * (2 * D) + column * 2
+    bases = bases_of(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, head, column, PLAN)
     new_page = page_of(table, position + zero, position + 1)
     pages = ()
     next_page = new_page
@@ -79,8 +80,8 @@ def attend_whole(
     for i in gl.static_range(len(pages)):
         at = row + i * TURN
         loaded = loaded + (
-            load_keys(k_base, pages[i], at + g, position, t, at < position, PLAN),
-            load_values(v_base, pages[i], at + 2 * t, position, g, at < position, PLAN),
+            load_keys(bases, pages[i], at + g, position, g, t, at < position, PLAN),
+            load_values(bases, pages[i], at + 2 * t, position, g, at < position, PLAN),
         )
     rotations = load_rotations(
         cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, position, warp, lane, zero, PLAN
@@ -92,9 +93,9 @@ def attend_whole(
 
     key = PLAN.heads.kv * SHARED * PLAN.query + head * D
     qkv = qkv_ptr.to(gl.int64, bitcast=True) + token.to(gl.int64) * (2 * PLAN.width)
-    value = qkv + (key + PLAN.heads.kv * D + column) * 2
+    value = column if PLAN.coded else qkv + (key + PLAN.heads.kv * D + column) * 2
     q, new_score, keys, values, fresh, buffer, new_at = score_new_key(
-        qkv, key, (k_base, v_base), new_page, rotations, *loaded[:2],
+        qkv, key, bases, new_page, rotations, *loaded[:2],
         (row, position, TURN), value, (head, token, position, first), buffer + zero, thread, eps,
         score_scale, PLAN,
     )  # fmt: skip
@@ -102,8 +103,8 @@ def attend_whole(
     softmax = nothing_yet(new_score, none, PLAN)
     if AHEAD == 0:
         softmax, keys, values, row = attend_turns(
-            row, next_page, keys, values, softmax, q, (k_base, v_base), table,
-            (0, position, TURN), fresh, g, t, none, score_scale, PLAN,
+            row, next_page, keys, values, softmax, q, bases, table, (0, position, TURN), fresh,
+            g, t, none, score_scale, PLAN,
         )  # fmt: skip
     softmax = attend(  # the last keys, or none at all
         softmax, q, keys, values, row, position, t, none, score_scale, AHEAD > 0, PLAN
@@ -118,7 +119,7 @@ def attend_whole(
                 softmax, q, keys, values, row, position, t, none, score_scale, False, PLAN
             )
     _store(
-        out_ptr, qkv, value, v_base, new_at, column, softmax, new_score, buffer, sums_at,
+        out_ptr, qkv, fresh[2], bases[1], new_at, column, softmax, new_score, buffer, sums_at,
         head, token, thread, PLAN,
     )  # fmt: skip
 
@@ -134,15 +135,14 @@ def _store(
     GROUPS: gl.constexpr = PLAN.groups
     QUADS: gl.constexpr = 4 * PLAN.sets  # of sums a lane: elements d, d + 1 of heads 2 t, 2 t + 1
     EACH: gl.constexpr = (QUADS + WARPS - 1) // WARPS  # quads of a warp, side by side
-    WORD: gl.constexpr = gl.pointer_type(gl.int32)
     warp, lane, _, none = thread
     g = lane // 4
     t = lane % 4
     new_values = ()
     gates = ()
     for e in gl.static_range(EACH):
-        d = gl.minimum(element_of(warp * EACH + e, g), PLAN.columns - 2)
-        new_values = new_values + (load4(value + d.to(gl.int64) * 2),)
+        d = gl.minimum(element_of(warp * EACH + e, g, PLAN), PLAN.columns - 2)
+        new_values = new_values + (new_pair(value, d, PLAN),)
         if PLAN.heads.gated:
             for h in gl.static_range(2):
                 gate = (head * SHARED + gl.minimum(2 * t + h, SHARED - 1)) * PLAN.query
@@ -154,10 +154,10 @@ def _store(
     shares, inverses = weigh_groups(tops, wholes, PLAN)
     for e in gl.static_range(EACH):
         quad = warp * EACH + e
-        d = element_of(quad, g)
+        d = element_of(quad, g, PLAN)
         there = (quad < QUADS) & (d < PLAN.columns)
         v = new_values[e]
-        gl.store((v_base + new_at).to(WORD, bitcast=True) + d // 2, v, mask=there & (t == 0))
+        append_pair(v_base, new_at, d, v, there & (t == 0), PLAN)
         of_groups = sum_warps(quad, sums_at, weights, news, v, none, PLAN)
         for h in gl.static_range(4):
             y = none

@@ -16,14 +16,18 @@ from lowbit.runtime.kernels.attention.fragments import (
     load_keys,
     load_values,
     online_softmax,
-    page_of,
     visible,
     weight_words,
 )
+from lowbit.runtime.kernels.attention.page_rows import page_of
 from lowbit.runtime.kernels.attention.program import (
+    append_pair,
+    bases_of,
     element_of,
     load_rotations,
+    new_pair,
     nothing_yet,
+    of_pair,
     own_sums,
     score_new_key,
 )
@@ -50,8 +54,9 @@ from lowbit.runtime.kernels.ptx.mma import (
 
 @gluon.jit(do_not_specialize=["table_stride"])
 def attention_whole_splits_kernel(
-    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, positions_ptr, rows_ptr,
-    tables_ptr, out_ptr, table_stride, eps, score_scale, PLAN: gl.constexpr,
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
+    positions_ptr, rows_ptr, tables_ptr, out_ptr, table_stride, eps, score_scale,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     """PLAN: see `Plan`; its columns are a part of the values'.
 
@@ -62,20 +67,23 @@ def attention_whole_splits_kernel(
     position = gl.load(positions_ptr + gl.program_id(1))  # of an earlier step: before the wait
     if position <= PLAN.keys.whole:
         attend_whole(
-            qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, position, rows_ptr,
-            tables_ptr, out_ptr, buffer, table_stride, eps, score_scale, PLAN,
+            qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr,
+            v_scales_ptr, position, rows_ptr, tables_ptr, out_ptr, buffer, table_stride, eps,
+            score_scale, PLAN,
         )  # fmt: skip
     else:
         _attend_splits(
-            qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, position, rows_ptr,
-            tables_ptr, out_ptr, buffer, table_stride, eps, score_scale, PLAN,
+            qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr,
+            v_scales_ptr, position, rows_ptr, tables_ptr, out_ptr, buffer, table_stride, eps,
+            score_scale, PLAN,
         )  # fmt: skip
 
 
 @gluon.jit
 def _attend_splits(
-    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, position, rows_ptr,
-    tables_ptr, out_ptr, buffer, table_stride, eps, score_scale, PLAN: gl.constexpr,
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
+    position, rows_ptr, tables_ptr, out_ptr, buffer, table_stride, eps, score_scale,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     """More keys than `whole`, and at most a turn for each split."""
     WARPS: gl.constexpr = PLAN.warps
@@ -91,10 +99,9 @@ def _attend_splits(
     column = gl.program_id(2) * PLAN.columns
     sequence = gl.load(rows_ptr + token)
     table = tables_ptr.to(gl.int64, bitcast=True) + sequence.to(gl.int64) * table_stride * 4
-    k_base = k_ptr.to(gl.int64, bitcast=True) + head * (2 * D)
-    v_base = v_ptr.to(gl.int64, bitcast=True) + head * (2 * D) + column * 2
+    bases = bases_of(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, head, column, PLAN)
     new_page = page_of(table, position + zero, position + 1)
-    loaded = _load_block(k_base, v_base, table, warp * TURN, position, 0, g, t, PLAN)
+    loaded = _load_block(bases, table, warp * TURN, position, 0, g, t, PLAN)
     rotations = load_rotations(
         cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, position, warp, lane, zero, PLAN
     )
@@ -104,9 +111,9 @@ def _attend_splits(
 
     key = PLAN.heads.kv * SHARED * PLAN.query + head * D
     qkv = qkv_ptr.to(gl.int64, bitcast=True) + token.to(gl.int64) * (2 * PLAN.width)
-    value = qkv + (key + PLAN.heads.kv * D + column) * 2
-    q, new_score, _, _, _, buffer, new_at = score_new_key(
-        qkv, key, (k_base, v_base), new_page, rotations, (), (), (0, position, 0), value,
+    value = column if PLAN.coded else qkv + (key + PLAN.heads.kv * D + column) * 2
+    q, new_score, _, _, fresh, buffer, new_at = score_new_key(
+        qkv, key, bases, new_page, rotations, (), (), (0, position, 0), value,
         (head, token, position, position), buffer + zero, thread, eps, score_scale, PLAN,
     )  # fmt: skip
     sums_at = own_sums(buffer, g, t, SPLITS, PLAN)
@@ -115,23 +122,20 @@ def _attend_splits(
         acc, top, total = nothing_yet(new_score, none, PLAN)
         if position > first * TURN:
             if first > 0:
-                loaded = _load_block(k_base, v_base, table, split * TURN, position, 0, g, t, PLAN)
+                loaded = _load_block(bases, table, split * TURN, position, 0, g, t, PLAN)
             acc, top, total = _attend_split(
-                loaded, q, (k_base, v_base), table, split, position, new_score, g, t, none,
-                score_scale, PLAN,
+                loaded, q, bases, table, split, position, new_score, g, t, none, score_scale, PLAN
             )  # fmt: skip
         _leave_split(acc, top, total, buffer, sums_at, split, g, t, PLAN)
     barrier()
     _store(
-        out_ptr, qkv, value, v_base, new_at, column, new_score, buffer, sums_at, head, token,
+        out_ptr, qkv, fresh[2], bases[1], new_at, column, new_score, buffer, sums_at, head, token,
         thread, PLAN,
     )  # fmt: skip
 
 
 @gluon.jit
-def _load_block(
-    k_base, v_base, table, row, end, i: gl.constexpr, g, t, PLAN: gl.constexpr
-):  # fmt: skip
+def _load_block(bases, table, row, end, i: gl.constexpr, g, t, PLAN: gl.constexpr):
     """Keys of the i-th block of a split, those of all blocks first, and then the values of each.
 
     row: the split's first.
@@ -141,9 +145,9 @@ def _load_block(
     row += i % BLOCKS * KEYS
     page = page_of(table, row, end)
     if i < BLOCKS:
-        loaded = load_keys(k_base, page, row + g, end, t, row < end, PLAN)
+        loaded = load_keys(bases, page, row + g, end, g, t, row < end, PLAN)
     else:
-        loaded = load_values(v_base, page, row + 2 * t, end, g, row < end, PLAN)
+        loaded = load_values(bases, page, row + 2 * t, end, g, row < end, PLAN)
     return loaded
 
 
@@ -157,7 +161,6 @@ def _attend_split(
     """
     BLOCKS: gl.constexpr = PLAN.keys.warps
     KEYS: gl.constexpr = 8 * PLAN.keys.blocks
-    k_base, v_base = bases
     row = split * PLAN.keys.turn
     weights = ()  # of the keys of each block, relative to its own highest score
     tops = ()
@@ -165,12 +168,13 @@ def _attend_split(
     highest = new_score
     for i in gl.static_range(BLOCKS):
         keys = loaded
-        loaded = _load_block(k_base, v_base, table, row, end, i + 1, g, t, PLAN)
-        scores = visible(key_scores(q, keys, none, t, PLAN), row + i * KEYS, end, t, scale)
+        loaded = _load_block(bases, table, row, end, i + 1, g, t, PLAN)
+        scores, shares = key_scores(q, keys, none, t, PLAN)
+        scores = visible(scores, row + i * KEYS, end, t, scale)
         top, total, _, p = online_softmax(new_score, none, scores)
         total += across(total, 1)
         total += across(total, 2)
-        weights = weights + (weight_words(p, none, PLAN),)
+        weights = weights + (weight_words(p, shares, none, PLAN),)
         tops = tops + (top,)
         totals = totals + (total,)
         highest = gl.maximum(highest, top)
@@ -179,7 +183,7 @@ def _attend_split(
     for i in gl.static_range(BLOCKS):
         values = loaded
         if i + 1 < BLOCKS:
-            loaded = _load_block(k_base, v_base, table, row, end, BLOCKS + i + 1, g, t, PLAN)
+            loaded = _load_block(bases, table, row, end, BLOCKS + i + 1, g, t, PLAN)
         weight = gl.exp2(tops[i] - highest)
         whole = gl.fma(weight, totals[i], whole)
         even = from_lane(weight, t * 8)
@@ -223,7 +227,6 @@ def _store(
     QUADS: gl.constexpr = 4 * PLAN.sets
     EACH: gl.constexpr = (QUADS + WARPS - 1) // WARPS
     BYTES: gl.constexpr = 128 * ((SHARED + 1) // 2)  # of a quad
-    WORD: gl.constexpr = gl.pointer_type(gl.int32)
     warp, lane, _, none = thread
     g = lane // 4
     t = lane % 4
@@ -247,11 +250,11 @@ def _store(
         inverses = inverses + (1.0 / joined(parts, PLAN.keys.most),)
     for e in gl.static_range(EACH):
         quad = warp * EACH + e
-        d = element_of(quad, g)
+        d = element_of(quad, g, PLAN)
         there = (quad < QUADS) & (d < PLAN.columns)
         inside = gl.minimum(d, PLAN.columns - 2)
-        v = load4(value + inside.to(gl.int64) * 2)
-        gl.store((v_base + new_at).to(WORD, bitcast=True) + d // 2, v, mask=there & (t == 0))
+        v = new_pair(value, inside, PLAN)
+        append_pair(v_base, new_at, d, v, there & (t == 0), PLAN)
         at = sums_at + gl.minimum(quad, QUADS - 1) * BYTES
         of_splits = ()
         for s in gl.static_range(SPLITS):
@@ -261,7 +264,7 @@ def _store(
             parts = ()
             for s in gl.static_range(SPLITS):
                 one = as_float(of_splits[s][h])
-                new = low_half(v) if h // 2 == 0 else high_half(v)
+                new = of_pair(v, h // 2, PLAN)
                 one = gl.fma(news[h % 2] if s == 0 else none, new, one)
                 parts = parts + (shares[SPLITS * (h % 2) + s] * one,)
             y = joined(parts, PLAN.keys.most) * inverses[h % 2]

@@ -22,7 +22,7 @@ class KeySplit:
         most: splits of one sequence; a power of two.
         warps: of a split.
         groups: splits up to `whole` keys, 1 or 2.
-        blocks: of 8 keys that a warp takes at a time, 1 or 2.
+        blocks: of 8 keys that a warp takes at a time: 1 or 2; 4 of codes, of half the bytes.
         whole: keys, a multiple of a turn of all groups.
     """
 
@@ -75,36 +75,55 @@ WIDTH = 2048  # of all query heads; more make the kernels around attention large
 SHORT = 1024  # keys
 MOST_SPLITS = 64
 REGISTERS = 224  # less makes Triton 3.9 spill
+LOADED = 4  # splits whose highest scores are loaded from shared memory at once
 CROWDED = 128  # programs that leave no multiprocessor for more parts, nor for splits
 
 
-def key_split(kv_heads: int, shared: int, head_dim: int) -> KeySplit:
-    """The order of keys for `shared` query heads on each of `kv_heads` kv heads."""
-    wide = head_dim > 128 and join_bytes(shared, head_dim, 8, 1, SEQUENCE_TOKENS) <= STATIC_SHARED
+def key_split(kv_heads: int, shared: int, head_dim: int, coded: bool = False) -> KeySplit:
+    """The order of keys for `shared` query heads on each of `kv_heads` kv heads.
+
+    coded: keys and values are INT8 codes.
+    """
+    wide_bytes = join_bytes(shared, head_dim, 8, 1, SEQUENCE_TOKENS, coded)
+    wide = head_dim > 128 and wide_bytes <= STATIC_SHARED
     most = min(MOST_SPLITS, (128 if wide else 256) // kv_heads)  # on some 130 multiprocessors
     return KeySplit(
         most=1 << max(most, 1).bit_length() - 1,
         warps=8 if wide else 4,
         groups=1 if wide else 2,
-        blocks=2,
+        blocks=4 if coded else 2,
         whole=KEYS_OF_ONE if most > 1 else UNSPLIT,
     )
 
 
 def attention_launch(
-    kv_heads: int, shared: int, head_dim: int, reach: int, tokens: int, together: int = 1
+    kv_heads: int,
+    shared: int,
+    head_dim: int,
+    reach: int,
+    tokens: int,
+    together: int = 1,
+    coded: bool = False,
 ) -> AttentionLaunch:
     """The programs of a step of `tokens` tokens at positions below `reach`.
 
-    together: most of them of one sequence, a power of two.
+    Args:
+        kv_heads: of the layer.
+        shared: query heads of each.
+        head_dim: of a head.
+        reach: keys that there may be.
+        tokens: of the step.
+        together: most of them of one sequence, a power of two.
+        coded: keys and values are INT8 codes.
     """
-    keys = key_split(kv_heads, shared, head_dim)
+    keys = key_split(kv_heads, shared, head_dim, coded)
     width = shared * kv_heads * head_dim
     if reach <= keys.whole:
         parts = max(1, head_dim // PART)
         warps = keys.warps * keys.groups
         while parts > 1 and tokens * kv_heads * parts > CROWDED:
-            if join_bytes(shared, head_dim, warps, parts // 2, SEQUENCE_TOKENS) > STATIC_SHARED:
+            fewer = join_bytes(shared, head_dim, warps, parts // 2, SEQUENCE_TOKENS, coded)
+            if fewer > STATIC_SHARED:
                 break
             parts //= 2
         near = reach <= KEYS_OF_ONE and head_dim // parts <= PART
@@ -113,23 +132,36 @@ def attention_launch(
     splits = min(-(-reach // keys.turn), keys.most)
     parts = max(1, head_dim // MOST_COLUMNS)
     if together == 1 and tokens * kv_heads * parts > CROWDED and reach <= keys.most * keys.turn:
-        rounded = power_of_two(splits)
-        if join_bytes(shared, head_dim, rounded, parts, together) <= STATIC_SHARED:
+        rounded = max(power_of_two(splits), LOADED)
+        if join_bytes(shared, head_dim, rounded, parts, together, coded) <= STATIC_SHARED:
             return AttentionLaunch(keys, rounded, parts, joined=True)
     early = head_dim > 128 or width > WIDTH or reach <= SHORT
     registers = REGISTERS if tokens == 1 and head_dim == 128 else None
     return AttentionLaunch(keys, splits, early=early, registers=registers)
 
 
-def join_bytes(shared: int, head_dim: int, warps: int, parts: int, together: int) -> int:
+def join_bytes(
+    shared: int, head_dim: int, warps: int, parts: int, together: int, coded: bool = False
+) -> int:
     """Shared memory of an attention program: queries and new keys, then sums of each warp."""
     sums = 4 * -(-head_dim // (64 * parts)) * 128 * -(-shared // 2)
-    return (shared + together) * row_bytes(head_dim) + warps * (64 + sums)
+    return heads_bytes(shared, head_dim, together, coded) + warps * (64 + sums)
 
 
-def row_bytes(head_dim: int) -> int:
+def heads_bytes(shared: int, head_dim: int, together: int, coded: bool) -> int:
+    """Shared memory of queries and new keys; of codes also new values and all scales.
+
+    Queries have two bytes an element then too, in rows of their own.
+    """
+    row = head_row_bytes(head_dim, coded)
+    if not coded:
+        return (shared + together) * row
+    return 2 * (shared + together) * row + -(-(shared + 2 * together) // 4) * 16
+
+
+def head_row_bytes(head_dim: int, coded: bool) -> int:
     """Bytes from one head in shared memory to the next, padded so that they share no bank."""
-    return 2 * head_dim + 64
+    return (1 if coded else 2) * head_dim + 64
 
 
 @dataclass(frozen=True, slots=True)

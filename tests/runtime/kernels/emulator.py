@@ -44,6 +44,9 @@ class Lanes(np.ndarray):
     def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]  # NumPy changes what others name
         return self + other
 
+    def __isub__(self, other: Any) -> Any:  # type: ignore[misc]
+        return self - other
+
     def __imul__(self, other: Any) -> Any:  # type: ignore[misc]
         return self * other
 
@@ -86,10 +89,11 @@ class Pointer:
 
 
 class PointerTo:
-    """Type of pointers to int32."""
+    """Type of pointers to int32 or int16."""
 
-    def __init__(self, memory: "Memory"):
-        self.memory, self.kind = memory, torch.int32
+    def __init__(self, memory: "Memory", element: Any = INT):
+        self.memory = memory
+        self.kind = torch.int32 if element is INT else torch.int16
 
 
 class Memory:
@@ -112,6 +116,8 @@ class Memory:
     def apart(self, address: np.ndarray) -> list[np.ndarray]:
         """Which lanes' addresses lie in the same tensor."""
         found = [(address >= start) & (address < start + len(x)) for start, x in self.tensors]
+        if not np.any(found, axis=0).all():
+            self.held(address, 1)  # which says what is wrong
         return [inside for inside in found if inside.any()]
 
     def place(self, address: Any, size: int, shared: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -255,15 +261,19 @@ def language(memory: Memory, programs: np.ndarray, grid: tuple[int, ...]) -> Any
         shape = np.broadcast_shapes(pointer.address.shape, value.shape)
         address = np.broadcast_to(pointer.address, shape)
         inside = np.broadcast_to(np.asarray(mask, bool), shape)
-        if inside.any():
-            values, at = memory.held(np.asarray(address)[inside], pointer.kind.itemsize)
-            wide = np.broadcast_to(value, shape)[inside]
-            bytes_ = np.ascontiguousarray(wide)[:, None].view(np.uint8)
+        if not inside.any():
+            return
+        address, wide = np.asarray(address)[inside], np.broadcast_to(value, shape)[inside]
+        for own in memory.apart(address):  # warps that write other tensors
+            values, at = memory.held(address[own], pointer.kind.itemsize)
+            bytes_ = np.ascontiguousarray(wide[own])[:, None].view(np.uint8)
             values[at[:, None] + np.arange(pointer.kind.itemsize)] = bytes_
 
     def where(condition: Any, a: Any, b: Any) -> Lanes:
         out = np.where(condition, a, b)
-        return lanes(out.astype(INT) if isinstance(a, int) and isinstance(b, int) else out)
+        if isinstance(a, int) and isinstance(b, int):
+            out = out.astype(INT)
+        return lanes(out.astype(FLOAT) if out.dtype == np.float64 else out)
 
     return types.SimpleNamespace(
         constexpr=lambda x: x,
@@ -275,7 +285,7 @@ def language(memory: Memory, programs: np.ndarray, grid: tuple[int, ...]) -> Any
         static_range=range,
         program_id=lambda axis: lanes(programs[axis]),
         num_programs=lambda axis: INT(grid[axis]),
-        pointer_type=lambda kind: PointerTo(memory),
+        pointer_type=lambda kind: PointerTo(memory, kind),
         cdiv=lambda a, b: lanes((a + b - 1) // b),
         where=where,
         minimum=lambda a, b: lanes(np.minimum(a, b)),
@@ -318,13 +328,24 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         found = memory.load(source, 4, False)
         copies.begin(target + AT, tuple(np.where(inside, x, INT(0)) for x in found))
 
-    def stream16_if(address: Any, wanted: Any) -> Any:
-        wanted = np.broadcast_to(wanted, np.shape(address))
-        if not wanted.any():
-            return (lanes(np.zeros(wanted.shape, INT)),) * 4
-        safe = np.where(wanted, address, np.asarray(address)[wanted][0])
-        found = memory.load(lanes(safe), 4, False)
-        return tuple(lanes(np.where(wanted, x, INT(0))) for x in found)
+    def stream_if(words: int) -> Callable[..., Any]:
+        def stream(address: Any, wanted: Any) -> Any:
+            wanted = np.broadcast_to(wanted, np.shape(address))
+            if not wanted.any():
+                return (lanes(np.zeros(wanted.shape, INT)),) * words
+            safe = np.where(wanted, address, np.asarray(address)[wanted][0])
+            found = memory.load(lanes(safe), words, False)
+            return tuple(lanes(np.where(wanted, x, INT(0))) for x in found)
+
+        return stream
+
+    def store_shared2(address: Any, word: Any, inside: Any) -> None:
+        inside = np.broadcast_to(np.asarray(inside, bool), np.shape(word))
+        if inside.any():
+            address = np.broadcast_to(np.asarray(address), inside.shape)
+            safe = np.where(inside, address, address[inside][0])
+            values, at = memory.place(safe, 2, True)
+            values.view(np.int16)[at[inside] // 2] = np.asarray(word)[inside].astype(np.int16)
 
     def shared_buffer(declared: str) -> Lanes:
         size = re.search(r"staged\[(\d+)\]", declared)
@@ -336,6 +357,7 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         return shared_buffer(f"staged[{size}]")
 
     named = {"load16": 4, "stream16": 4, "reload16": 4, "load8": 2, "load4": 1, "load4_l2": 1}
+    named["stream8"] = 2
     found = {name: loads(words, False) for name, words in named.items()}
     found |= {"load_shared8": loads(2, True), "load_shared16": loads(4, True)}
     found |= {f"store_shared{size}": stores(True) for size in (4, 8, 16)}
@@ -369,7 +391,12 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         ),
         "across": lambda x, distance: lanes(x[..., np.arange(32) ^ distance]),
         "from_lane": from_lane,
-        "stream16_if": stream16_if,
+        "stream16_if": stream_if(4),
+        "stream8_if": stream_if(2),
+        "store_shared2": store_shared2,
+        "code_pairs": code_pairs,
+        "quotient": lambda x, y: lanes((x / y).astype(FLOAT)),
+        "nearest": lambda x: lanes(np.nan_to_num(np.rint(x), nan=0).astype(INT)),
         "largest": lambda x: over_warp(x.view(np.uint32), np.max).view(INT),
         "largest_signed": lambda x: over_warp(x, np.max),
         "least": lambda x: over_warp(x, np.min),
@@ -412,6 +439,12 @@ def pairs(word: Lanes, bits: int) -> tuple[Lanes, ...]:
         low, high = halves(lanes(biased))
         found.append(packed(low - (136 if signed else 128), high - (136 if signed else 128)))
     return tuple(found)
+
+
+def code_pairs(word: Lanes) -> tuple[Lanes, Lanes]:
+    """Signed bytes 0 and 2, then 1 and 3, as pairs of BF16."""
+    codes = np.ascontiguousarray(word).view(np.int8).reshape(*word.shape, 4).astype(FLOAT)
+    return packed(codes[..., 0], codes[..., 2]), packed(codes[..., 1], codes[..., 3])
 
 
 def bytes_of(first: Lanes, second: Lanes, selector: int) -> Lanes:

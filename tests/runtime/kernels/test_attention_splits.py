@@ -8,17 +8,16 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from lowbit.runtime.kernels.attention import decode as module
 from lowbit.runtime.kernels.attention.decode import attention_decode
-from lowbit.runtime.kernels.launch.attention import KeySplit, attention_launch
+from lowbit.runtime.kernels.launch.attention import attention_launch
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span
+from tests.runtime.kernels.emulated_join import join_splits
 from tests.runtime.kernels.emulator import run_kernel
 from tests.runtime.kernels.paged import clone, random_pages, step_of
 
@@ -38,50 +37,6 @@ def _emulated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.empty(shape, dtype=torch.float32)
 
     monkeypatch.setattr(module, "torch", SimpleNamespace(empty=empty, float32=torch.float32))
-
-
-def running(position: int, keys: KeySplit) -> int:
-    """Splits that have keys, at least one."""
-    if position <= keys.whole:
-        return max(1, min(-(-position // keys.turn), keys.groups))
-    rows = -(-position // (keys.most * keys.turn)) * keys.turn
-    return -(-position // rows)
-
-
-def added(parts: Tensor) -> Tensor:
-    """The sum of [splits, ...] as eight lanes add it: every eighth each, then across lanes."""
-    lanes = min(8, len(parts))
-    sums = parts[:lanes]
-    for first in range(lanes, len(parts), lanes):
-        sums = sums + parts[first : first + lanes]
-    while len(sums) > 1:
-        sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]
-    return sums[0]
-
-
-def join_splits(
-    sums: Tensor, state: Tensor, qkv: Tensor, positions: Tensor, out: Tensor, keys: KeySplit,
-    early: bool, gated: bool, pdl: bool,
-) -> None:  # fmt: skip
-    """In place of the kernel, which works on blocks and is not emulated."""
-    M, D = len(positions), sums.shape[2]
-    heads = len(sums) // M
-    for row, y in enumerate(out.view(M * heads, D)):
-        count = running(int(positions[row // heads]), keys)
-        missing = keys.most - count
-        tops, totals = state[row, :count].unbind(1)
-        weights = exp2(tops - tops.amax())
-        whole = added(pad(weights * totals, (0, missing)))
-        found = added(pad(weights[:, None] * sums[row, :count], (0, 0, 0, missing))) * (1.0 / whole)
-        if gated:
-            gate = qkv.view(M, -1, D)[row // heads, 2 * (row % heads) + 1].float()
-            found = found / (1.0 + torch.from_numpy(np.exp(-gate.numpy())))
-        y.copy_(found)
-
-
-def exp2(x: Tensor) -> Tensor:
-    """As the emulator computes it."""
-    return torch.from_numpy(np.exp2(x.numpy()))
 
 
 # query heads, kv heads, size, gated, dtype of the gains

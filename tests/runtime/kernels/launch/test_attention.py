@@ -21,26 +21,32 @@ REACHES = (1, 40, 129, 256, 257, 1024, 40960, 262144)
 SIZES = tuple(itertools.product((1, 2, 4, 8, 10, 32, 64, 128, 300), range(1, 9)))
 
 
+@pytest.mark.parametrize("coded", [False, True], ids=["bf16", "int8"])
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
-def test_key_splits_fit_what_kernels_take_for_granted(head_dim: int) -> None:
+def test_key_splits_fit_what_kernels_take_for_granted(head_dim: int, coded: bool) -> None:
     for kv_heads, shared in SIZES:
-        keys = key_split(kv_heads, shared, head_dim)
+        keys = key_split(kv_heads, shared, head_dim, coded)
         assert keys.turn == KEYS * keys.blocks * keys.warps
         assert keys.whole % (keys.turn * keys.groups) == 0
         assert PAGE % (KEYS * keys.blocks) == 0  # the keys of a warp lie in one page
         assert keys.most & (keys.most - 1) == 0
         assert keys.most <= MOST_SPLITS
-        assert join_bytes(shared, head_dim, keys.warps, 1, SEQUENCE_TOKENS) <= STATIC_SHARED
+        needed = join_bytes(shared, head_dim, keys.warps, 1, SEQUENCE_TOKENS, coded)
+        assert needed <= STATIC_SHARED
+        assert not coded or KEYS * keys.blocks == 32  # the scales of a turn, one a lane
 
 
+@pytest.mark.parametrize("coded", [False, True], ids=["bf16", "int8"])
 @pytest.mark.parametrize("tokens", [1, 4, 24, 64])
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("reach", REACHES)
-def test_attention_takes_every_key_and_column_once(head_dim: int, reach: int, tokens: int) -> None:
+def test_attention_takes_every_key_and_column_once(
+    head_dim: int, reach: int, tokens: int, coded: bool
+) -> None:
     for kv_heads, shared in SIZES:
-        launch = attention_launch(kv_heads, shared, head_dim, reach, tokens)
+        launch = attention_launch(kv_heads, shared, head_dim, reach, tokens, 1, coded)
         keys = launch.keys
-        assert keys == key_split(kv_heads, shared, head_dim)
+        assert keys == key_split(kv_heads, shared, head_dim, coded)
         if launch.splits > 1:
             assert launch.splits >= keys.groups
             assert launch.splits >= min(-(-(reach - 1) // keys.turn), keys.most)
@@ -56,7 +62,7 @@ def test_attention_takes_every_key_and_column_once(head_dim: int, reach: int, to
         warps = keys.warps * (keys.groups if launch.splits == 1 or launch.joined else 1)
         sums = max(warps, launch.splits) if launch.joined else warps
         together = 1 if launch.joined else SEQUENCE_TOKENS
-        needed = join_bytes(shared, head_dim, sums, launch.parts, together)
+        needed = join_bytes(shared, head_dim, sums, launch.parts, together, coded)
         assert needed <= STATIC_SHARED
         if launch.ahead:
             assert launch.splits == 1
