@@ -19,6 +19,7 @@ import torch
 from bench_kernels import ROTATED_BYTES, graph_us
 from torch import Tensor
 
+from lowbit.formats.kv_cache import BF16_CACHE
 from lowbit.runtime.engine.graphs import reach_for
 from lowbit.runtime.kernels.attention import decode
 from lowbit.runtime.kernels.launch.attention import AttentionLaunch, attention_launch
@@ -75,7 +76,7 @@ def time_attention(name: str) -> None:
         needed = length // PAGE + 1
         layer = max(TOKENS) * needed * PAGE * Hkv * D * 4
         copies = min(MOST_COPIES, int(ROTATED_BYTES / layer * max(TOKENS) / min(TOKENS)) + 1)
-        pages = new_pages(copies, max(TOKENS) * needed + 1, Hkv, D, torch.bfloat16, "cuda")
+        pages = new_pages(copies, max(TOKENS) * needed + 1, Hkv, D, BF16_CACHE, "cuda")
         pages.k.normal_()
         pages.v.normal_()
         ids = 1 + torch.randperm(max(TOKENS) * needed, device="cuda", dtype=torch.int32)

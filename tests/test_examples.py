@@ -107,6 +107,7 @@ def test_shards_are_filled_before_they_are_read(
 @pytest.mark.parametrize(
     "script",
     [
+        "bench_cache",
         "bench_company",
         "bench_experts",
         "bench_kernels",

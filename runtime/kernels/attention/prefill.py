@@ -271,7 +271,8 @@ def attention_prefill(
         num_warps=4,
         enable_fp_fusion=True,
     )
-    launch = prompt_launch(D, M, span.first, hopper=capability(qkv)[0] == 9)
+    hopper = capability(qkv)[0] == 9
+    launch = prompt_launch(D, M, span.first, hopper, coded=pages.scaled)
     if launch is not None:
         attended = torch.empty_like(q)
         run(

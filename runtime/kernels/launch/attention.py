@@ -131,7 +131,9 @@ def attention_launch(
         return AttentionLaunch(keys, 1, parts, ahead, early=width <= WIDTH)
     splits = min(-(-reach // keys.turn), keys.most)
     parts = max(1, head_dim // MOST_COLUMNS)
-    if together == 1 and tokens * kv_heads * parts > CROWDED and reach <= keys.most * keys.turn:
+    crowded = together == 1 and tokens * kv_heads * parts > CROWDED
+    spills = coded and head_dim > 128  # eight blocks of a split, which one warp would take
+    if crowded and not spills and reach <= keys.most * keys.turn:
         rounded = max(power_of_two(splits), LOADED)
         if join_bytes(shared, head_dim, rounded, parts, together, coded) <= STATIC_SHARED:
             return AttentionLaunch(keys, rounded, parts, joined=True)
@@ -187,9 +189,14 @@ PROMPT_LAUNCHES = {  # by the largest head
     256: PromptLaunch(128, 64, 8, 2),
 }
 LONG_LAUNCH = PromptLaunch(128, 64, 4, 3)  # of heads of 128
+CODED_LAUNCH = PromptLaunch(
+    128, 64, 8, 2
+)  # of heads of 128; twice the tokens share what is widened
 
 
-def prompt_launch(head_dim: int, tokens: int, first: int, hopper: bool) -> PromptLaunch | None:
+def prompt_launch(
+    head_dim: int, tokens: int, first: int, hopper: bool, coded: bool = False
+) -> PromptLaunch | None:
     """Look up the launch for a prompt's chunk; None where PyTorch's attention is faster.
 
     Args:
@@ -197,11 +204,14 @@ def prompt_launch(head_dim: int, tokens: int, first: int, hopper: bool) -> Promp
         tokens: of the chunk.
         first: tokens before it.
         hopper: whether the GPU is one.
+        coded: keys and values are INT8 codes. Not measured yet.
     """
     if tokens <= PROMPT_TOKENS:  # two programs in 99 KB of shared memory
         return PromptLaunch(16, 64 if head_dim <= 128 else 32, 4, 2)
     if not hopper:
         return None
+    if coded and head_dim == 128:
+        return CODED_LAUNCH
     if first >= LONG_TOKENS and head_dim == 128:
         return LONG_LAUNCH
     return next(launch for most, launch in PROMPT_LAUNCHES.items() if head_dim <= most)

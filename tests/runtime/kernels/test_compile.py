@@ -224,7 +224,7 @@ def measured(known: set[tuple[int, int, int]]) -> Iterator[str]:
 
 def attentions(full: bool) -> Iterator[str]:
     """Decode over a short and a long reach, and prefill, for the heads of real models."""
-    from lowbit.formats.kv_cache import BF16_CACHE
+    from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE
     from lowbit.runtime.backends import cuda
     from lowbit.runtime.state.pages import PAGE, new_pages
     from lowbit.runtime.state.rope import Rope
@@ -233,8 +233,11 @@ def attentions(full: bool) -> Iterator[str]:
     shapes = [(32, 8, 128, 128, False), (16, 4, 256, 64, True)]
     if full:
         shapes += [(16, 8, 128, 128, False), (64, 8, 128, 128, False), (24, 4, 256, 64, True)]
-    for Hq, Hkv, D, R, gated in shapes:
-        pages = new_pages(1, 32768 // PAGE, Hkv, D, BF16_CACHE, "meta")
+    coded = [*shapes, (14, 2, 64, 64, False)]
+    cases = [(BF16_CACHE, "", *shape) for shape in shapes]
+    cases += [(INT8_CACHE, " INT8", *shape) for shape in coded]
+    for kind, label, Hq, Hkv, D, R, gated in cases:
+        pages = new_pages(1, 32768 // PAGE, Hkv, D, kind, "meta")
         rope = Rope(torch.empty(32768, R // 2), torch.empty(32768, R // 2))
         norms = (torch.empty(D), torch.empty(D)) if gated else (zeros(D), zeros(D))
         width = Hq * D * (2 if gated else 1) + 2 * Hkv * D
@@ -245,14 +248,15 @@ def attentions(full: bool) -> Iterator[str]:
         for sequences, tokens, reach in steps:
             step = step_of(sequences, tokens, reach=reach)
             cuda.attention(zeros(tokens, width), *norms, EPS, rope, pages, step, 0, gated)
-            yield f"{Hq}/{Hkv} heads of {D} reach {reach}, {sequences} x {tokens // sequences}"
+            counts = f"{sequences} x {tokens // sequences}"
+            yield f"{Hq}/{Hkv} heads of {D} reach {reach}, {counts}{label}"
         step = step_of(1, 2, prompt=True)
         cuda.attention(zeros(2, width), *norms, EPS, rope, pages, step, 0, gated)
-        yield f"{Hq}/{Hkv} heads of {D}"
+        yield f"{Hq}/{Hkv} heads of {D}{label}"
         for first in (0, 4096) if full else ():
             step = step_of(1, 200, prompt=True, first=first)
             cuda.attention(zeros(200, width), *norms, EPS, rope, pages, step, 0, gated)
-            yield f"{Hq}/{Hkv} heads of {D}, 200 tokens after {first}"
+            yield f"{Hq}/{Hkv} heads of {D}, 200 tokens after {first}{label}"
 
 
 def delta_nets(full: bool) -> Iterator[str]:
