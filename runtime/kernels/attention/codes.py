@@ -53,7 +53,7 @@ def load_scales(bases, page, row, end, g, t, wanted, PLAN: gl.constexpr):
 
     bases: keys, values, scales of keys and of values of this head in row 0 of page 0.
     """
-    at = row_number(page, row + 3 * g + t, end) * PLAN.heads.kv
+    at = row_number(page, row + 3 * g + t, end) * PLAN.stored
     if wanted is None:
         k = gl.load(bases[2] + at)
         v = gl.load(bases[3] + at)
@@ -87,7 +87,7 @@ def stage_codes(
     head, token, position, _ = place
     angles, gains = rotations
     scales_at = buffer + PLAN.scales_at
-    new_scale = (new_page * PAGE_ROWS + (position & (PAGE_ROWS - 1))).to(gl.int64) * PLAN.heads.kv
+    new_scale = (new_page * PAGE_ROWS + (position & (PAGE_ROWS - 1))).to(gl.int64) * PLAN.stored
     writes = gl.program_id(2) == 0
     for i in gl.static_range(0, HELD, WARPS):
         row = i + warp
@@ -95,7 +95,7 @@ def stage_codes(
         of_query = row < SHARED
         of_value = row >= KEYS_END
         back = gl.where(of_value, row - KEYS_END, gl.maximum(row - SHARED, 0))
-        x = gl.where(of_value, key + PLAN.heads.kv * D, key)
+        x = gl.where(of_value, key + PLAN.stored * D, key)
         x = gl.where(of_query, (head * SHARED + row) * PLAN.query, x).to(gl.int64)
         x -= gl.minimum(back, token).to(gl.int64) * PLAN.width
         angle = angles[i // WARPS if PLAN.together > 1 else 0]
@@ -149,26 +149,38 @@ def query_digits(at, j: gl.constexpr, t, PLAN: gl.constexpr):
 def code_scores(q, keys, none, t, PLAN: gl.constexpr):
     """`key_scores` of codes, and the scales of the values of those keys.
 
-    q: words of the chunks or their place in shared memory, and the query's scale.
+    q: the query's place in shared memory, and its scale.
     """
     CHUNKS: gl.constexpr = PLAN.chunks
+    BLOCKS: gl.constexpr = (len(keys) - 1) // CHUNKS
     words, scale = q
     zero = none.to(gl.int32)
+    sums = ()
+    for _ in gl.static_range(BLOCKS):
+        sums = sums + ((zero, zero, zero, zero),)
+    for j in gl.static_range(CHUNKS):
+        a = query_digits(words, j, t, PLAN)
+        new = ()
+        for b in gl.static_range(BLOCKS):
+            k = keys[b * CHUNKS + j]
+            s = integer_mma(sums[b], a[0], a[4], a[1], a[5], k[0], k[1])
+            new = new + (integer_mma(s, a[2], a[6], a[3], a[7], k[2], k[3]),)
+        sums = new
     scores = ()
     shares = ()
-    for b in gl.static_range((len(keys) - 1) // CHUNKS):
-        s = (zero, zero, zero, zero)
-        for j in gl.static_range(CHUNKS):
-            k = keys[b * CHUNKS + j]
-            a = query_digits(words, j, t, PLAN) if PLAN.heads.dim > 128 else words[j]
-            s = integer_mma(s, a[0], a[4], a[1], a[5], k[0], k[1])
-            s = integer_mma(s, a[2], a[6], a[3], a[7], k[2], k[3])
+    for b in gl.static_range(BLOCKS):
         for i in gl.static_range(2):
             both = as_word(from_lane(as_float(keys[len(keys) - 1]), 8 * b + 2 * t + i))
-            product = ((s[i] << 8) + s[2 + i]).to(gl.float32)
+            product = _of_digits(sums[b][i], sums[b][2 + i])
             scores = scores + (product * (low_half(both) * scale),)
             shares = shares + (high_half(both),)
     return scores, shares
+
+
+@gluon.jit
+def _of_digits(high, low):
+    """A product in FP32 from those of the upper and the lower bytes."""
+    return ((high << 8) + low).to(gl.float32)
 
 
 @gluon.jit

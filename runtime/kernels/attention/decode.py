@@ -14,6 +14,8 @@ Plan    A program takes one kv head of one token and a split of its keys (or par
         order at the end. Split 0 also owns the new token. A second kernel joins the splits, in
         order (`attention_join`); many tokens are programs enough without splits, and one takes and
         joins all splits of a kv head, in the same order.
+        More query heads of a kv head than half a tile has rows are as many kv heads that read the
+        same keys; each appends the same.
         Bits: which keys a split and a warp take, and in what order, follows from the token's
         position alone (`KeySplit`); reach and company only decide how many programs are launched.
         Keys of earlier tokens of the same step are not read from the pages, which other programs
@@ -25,7 +27,7 @@ Plan    A program takes one kv head of one token and a split of its keys (or par
 import torch
 from torch import Tensor
 
-from lowbit.runtime.kernels.attention.heads import heads_of, plan
+from lowbit.runtime.kernels.attention.heads import heads_of, in_programs, plan
 from lowbit.runtime.kernels.attention.join import join_splits
 from lowbit.runtime.kernels.attention.split import attention_split_kernel
 from lowbit.runtime.kernels.attention.whole import attention_whole_kernel
@@ -69,7 +71,8 @@ def attention_decode(
         raise ValueError(f"{step.longest} tokens of one sequence, at most {SEQUENCE_TOKENS}")
     heads = heads_of(qkv, rope, pages, gated)
     Hq, D = heads.queries, heads.dim
-    launch = attention_launch(heads.kv, heads.shared, D, step.reach, M, together, pages.scaled)
+    tiles = in_programs(heads)
+    launch = attention_launch(tiles.kv, tiles.shared, D, step.reach, M, together, pages.scaled)
     pdl = programmatic_launch(qkv)
     gains = None if q_norm is None else q_norm.dtype
     constants = plan(heads, gains, launch, together, pdl, pages.scaled)
@@ -88,16 +91,16 @@ def attention_decode(
     }
     out = torch.empty((M, Hq * D), dtype=qkv.dtype, device=qkv.device)
     if launch.splits == 1:
-        grid = heads.kv, M, launch.parts
+        grid = tiles.kv, M, launch.parts
         run(attention_whole_kernel, grid, *given, out, *numbers, **options)
         return out
     if launch.joined:
-        grid = heads.kv, M, launch.parts
+        grid = tiles.kv, M, launch.parts
         run(attention_whole_splits_kernel, grid, *given, out, *numbers, **options)
         return out
     sums = torch.empty((M * Hq, launch.splits, D), dtype=torch.float32, device=qkv.device)
     state = torch.empty((M * Hq, launch.splits, 2), dtype=torch.float32, device=qkv.device)
-    grid = heads.kv, M, launch.splits
+    grid = tiles.kv, M, launch.splits
     run(attention_split_kernel, grid, *given, sums, state, *numbers, **options)
     join_splits(sums, state, qkv, step.positions, out, launch.keys, launch.early, gated, pdl)
     return out

@@ -16,7 +16,6 @@ from lowbit.runtime.kernels.attention.codes import (
     code_scores,
     fresh_scales,
     load_scales,
-    query_digits,
 )
 from lowbit.runtime.kernels.attention.page_rows import row_number
 from lowbit.runtime.kernels.ptx.memory import (
@@ -151,12 +150,6 @@ def load_queries(at, j: gl.constexpr, t, PLAN: gl.constexpr):
     if PLAN.heads.dim * PLAN.size < 64:  # past the head
         words = words_where(t < PLAN.heads.dim * PLAN.size // 16, words)
     return words
-
-
-@gluon.jit
-def query_words(at, j: gl.constexpr, t, PLAN: gl.constexpr):
-    """The A fragment of the j-th chunk of a query."""
-    return query_digits(at, j, t, PLAN) if PLAN.coded else load_queries(at, j, t, PLAN)
 
 
 @gluon.jit

@@ -5,7 +5,7 @@ what it has compiled by the text of its constants, which must change with a form
 is made once, and so compared by identity, which is quick.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -22,6 +22,8 @@ from lowbit.runtime.kernels.launch.attention import (
 from lowbit.runtime.kernels.ptx.memory import declaration
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
+
+MOST_SHARED = 8  # query heads of a program: rows of half a tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,28 @@ def heads_of(qkv: Tensor, rope: Rope, pages: KVPages, gated: bool) -> Heads:
     return Heads(kv, shared, dim, 2 * rope.cos.shape[1], gated)
 
 
+def in_programs(heads: Heads) -> Heads:
+    """The heads as programs of a decode step take them.
+
+    Where more query heads than MOST_SHARED share a kv head, several programs read it, with the same
+    number of query heads each; it counts once for each of them.
+    """
+    readers = next(
+        n
+        for n in range(1, heads.shared + 1)
+        if heads.shared % n == 0 and heads.shared // n <= MOST_SHARED
+    )
+    return replace(heads, kv=heads.kv * readers, shared=heads.shared // readers)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """Constants of a launch of a kernel of `attention_decode`.
 
     Attributes:
-        heads: of the layer.
+        heads: as programs take them, see `in_programs`.
+        stored: kv heads in pages.
+        readers: programs that share one of them.
         keys: the order in which keys are added up.
         normed: queries and keys are normed, by gains in FP32 where `wide_gains`, else in BF16.
         wide_gains: see `normed`.
@@ -94,6 +112,8 @@ class Plan:
     """
 
     heads: Heads
+    stored: int
+    readers: int
     keys: KeySplit
     normed: bool
     wide_gains: bool
@@ -143,6 +163,7 @@ def plan(
         pdl: whether the kernel may start early.
         coded: whether pages hold codes.
     """
+    stored, heads = heads.kv, in_programs(heads)
     keys, split = launch.keys, launch.splits > 1 and not launch.joined
     groups = 1 if split else keys.groups
     warps, columns = keys.warps * groups, heads.dim // launch.parts
@@ -152,6 +173,8 @@ def plan(
     piece = 8 if coded and columns < 128 else 16
     return Plan(
         heads=heads,
+        stored=stored,
+        readers=heads.kv // stored,
         keys=keys,
         normed=gains is not None,
         wide_gains=gains == torch.float32,
@@ -163,9 +186,9 @@ def plan(
         scales_at=2 * (heads.shared + together) * head_row_bytes(heads.dim, coded),
         heads_bytes=heads_bytes(heads.shared, heads.dim, together, coded),
         query=query,
-        width=heads.kv * (heads.shared * query + 2 * heads.dim),
+        width=heads.queries * query + 2 * stored * heads.dim,
         size=size,
-        row=heads.kv * heads.dim * size,
+        row=stored * heads.dim * size,
         staged=head_row_bytes(heads.dim, coded),
         chunks=-(-heads.dim * size // 64),
         columns=columns,

@@ -20,7 +20,6 @@ from lowbit.runtime.kernels.attention.fragments import (
     load_queries,
     load_values,
     online_softmax,
-    query_words,
     visible,
     with_fresh_keys,
     with_fresh_values,
@@ -58,9 +57,18 @@ def first_fresh(rows_ptr, token, row, position, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def kv_head(head, PLAN: gl.constexpr):
+    """The kv head in pages of a program's head: see `in_programs`."""
+    if PLAN.readers > 1:
+        head = head // PLAN.readers
+    return head
+
+
+@gluon.jit
 def bases_of(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, head, column, PLAN: gl.constexpr):
     """Where a head begins in row 0 of page 0: keys, a column of values, and of codes the scales."""
     WIDTH: gl.constexpr = PLAN.heads.dim * PLAN.size
+    head = kv_head(head, PLAN)
     bases = (
         k_ptr.to(gl.int64, bitcast=True) + head * WIDTH,
         v_ptr.to(gl.int64, bitcast=True) + head * WIDTH + column * PLAN.size,
@@ -177,11 +185,11 @@ def score_new_key(
     new_key = ()
     for j in gl.static_range(CHUNKS):
         new_key = new_key + (load_queries(staged, j, t, PLAN),)
-    if PLAN.heads.dim <= 128:
+    if PLAN.heads.dim <= 128 and not PLAN.coded:
         q_at = q
         q = ()
         for j in gl.static_range(CHUNKS):
-            q = q + (query_words(q_at, j, t, PLAN),)
+            q = q + (load_queries(q_at, j, t, PLAN),)
     if PLAN.coded:
         q = (q, staged_scale(heads, gl.minimum(g, PLAN.most_row), PLAN))
         k_scale = staged_scale(heads, PLAN.heads.shared + lane * 0, PLAN)

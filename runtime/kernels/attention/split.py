@@ -14,6 +14,7 @@ from lowbit.runtime.kernels.attention.program import (
     bases_of,
     element_of,
     first_fresh,
+    kv_head,
     load_rotations,
     new_pair,
     nothing_yet,
@@ -67,9 +68,9 @@ def attention_split_kernel(
         gdc_wait()
         gdc_launch_dependents()
 
-    key = PLAN.heads.kv * SHARED * PLAN.query + head * D
+    key = PLAN.heads.kv * SHARED * PLAN.query + kv_head(head, PLAN) * D
     qkv = qkv_ptr.to(gl.int64, bitcast=True) + token.to(gl.int64) * (2 * PLAN.width)
-    value = 0 if PLAN.coded else qkv + (key + PLAN.heads.kv * D) * 2
+    value = 0 if PLAN.coded else qkv + (key + PLAN.stored * D) * 2
     q, new_score, keys, values, fresh, buffer, new_at = score_new_key(
         qkv, key, bases, new_page, rotations, keys, values, (row, end, start + TURN),
         value, (head, token, position, first), shared_buffer(BUFFER) + zero, thread, eps,

@@ -13,6 +13,7 @@ from lowbit.runtime.kernels.attention.program import (
     bases_of,
     element_of,
     first_fresh,
+    kv_head,
     load_rotations,
     new_pair,
     nothing_yet,
@@ -91,9 +92,9 @@ def attend_whole(
         if not PLAN.early:
             gdc_launch_dependents()
 
-    key = PLAN.heads.kv * SHARED * PLAN.query + head * D
+    key = PLAN.heads.kv * SHARED * PLAN.query + kv_head(head, PLAN) * D
     qkv = qkv_ptr.to(gl.int64, bitcast=True) + token.to(gl.int64) * (2 * PLAN.width)
-    value = column if PLAN.coded else qkv + (key + PLAN.heads.kv * D + column) * 2
+    value = column if PLAN.coded else qkv + (key + PLAN.stored * D + column) * 2
     q, new_score, keys, values, fresh, buffer, new_at = score_new_key(
         qkv, key, bases, new_page, rotations, *loaded[:2],
         (row, position, TURN), value, (head, token, position, first), buffer + zero, thread, eps,

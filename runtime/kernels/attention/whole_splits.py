@@ -24,6 +24,7 @@ from lowbit.runtime.kernels.attention.program import (
     append_pair,
     bases_of,
     element_of,
+    kv_head,
     load_rotations,
     new_pair,
     nothing_yet,
@@ -109,9 +110,9 @@ def _attend_splits(
         gdc_wait()
         gdc_launch_dependents()
 
-    key = PLAN.heads.kv * SHARED * PLAN.query + head * D
+    key = PLAN.heads.kv * SHARED * PLAN.query + kv_head(head, PLAN) * D
     qkv = qkv_ptr.to(gl.int64, bitcast=True) + token.to(gl.int64) * (2 * PLAN.width)
-    value = column if PLAN.coded else qkv + (key + PLAN.heads.kv * D + column) * 2
+    value = column if PLAN.coded else qkv + (key + PLAN.stored * D + column) * 2
     q, new_score, _, _, fresh, buffer, new_at = score_new_key(
         qkv, key, bases, new_page, rotations, (), (), (0, position, 0), value,
         (head, token, position, position), buffer + zero, thread, eps, score_scale, PLAN,

@@ -54,6 +54,7 @@ REAL = {
     "qwen2.5-0.5b": Heads(14, 2, 64, 64),
     "qwen2.5-7b": Heads(28, 4, 128, 128),
     "llama-3.2-1b": Heads(32, 8, 64, 64),
+    "qwen3-235b": Heads(64, 4, 128, 128, gain=BF16),
 }
 ODD = {
     "tiny-qwen3": Heads(4, 2, 64, 64, gain=BF16),
@@ -64,8 +65,10 @@ ODD = {
     "gated-only": Heads(8, 1, 64, 32, gated=True),
     "most": Heads(16, 2, 256, 64, gated=True, gain=FP32),
     "unsplit": Heads(600, 300, 16, 16),
+    "ten-shared": Heads(20, 2, 64, 32, gated=True, gain=FP32),
+    "eleven-shared": Heads(11, 1, 32, 32),
 }
-BITS = ("qwen3-0.6b", "qwen3-8b", "qwen3.5-9b", "qwen3.5-27b", "qwen2.5-0.5b")
+BITS = ("qwen3-0.6b", "qwen3-8b", "qwen3.5-9b", "qwen3.5-27b", "qwen2.5-0.5b", "qwen3-235b")
 CONTEXT = 4096
 POSITIONS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 4095)
 LAYER = 1

@@ -44,6 +44,7 @@ SIZES = [
     (4, 2, 64, False, torch.bfloat16),
     (3, 1, 128, True, torch.float32),
     (2, 1, 256, True, torch.float32),
+    (20, 2, 64, False, torch.bfloat16),  # several programs read a kv head
 ]
 
 
