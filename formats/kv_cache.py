@@ -78,7 +78,7 @@ def widen_vectors(codes: Tensor, scales: Tensor) -> Tensor:
         codes: [..., D] int8.
         scales: [...] bfloat16.
     """
-    return codes.float() * scales.float()[..., None]
+    return codes.float().mul_(scales.float()[..., None])
 
 
 def _round_up(x: Tensor) -> Tensor:

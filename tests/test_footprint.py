@@ -8,6 +8,7 @@ import torch
 from lowbit.convert import Recipe, convert
 from lowbit.convert.pipeline.preview import preview
 from lowbit.runtime.engine.load import load
+from lowbit.runtime.engine.load_options import KVCache
 from lowbit.runtime.models.loader import open_model
 from lowbit.runtime.state.pages import PAGE
 from lowbit.runtime.state.snapshots import Snapshots
@@ -17,8 +18,11 @@ SHAPE_BYTES = 16  # a packed linear's weight_shape stays in the file
 NORM_BYTES = 2  # Qwen3.5's BF16 norms become FP32 at load
 
 
+@pytest.mark.parametrize("kv_cache", ["bf16", "int8"])
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3.5"])
-def test_plan_announces_what_the_runtime_takes(tmp_path: Path, name: str) -> None:
+def test_plan_announces_what_the_runtime_takes(
+    tmp_path: Path, name: str, kv_cache: KVCache
+) -> None:
     source = MODELS / name
     view = preview(str(source), None, Recipe(), 10**9)
     convert(source, tmp_path / "out")
@@ -30,11 +34,14 @@ def test_plan_announces_what_the_runtime_takes(tmp_path: Path, name: str) -> Non
     taken = opened.weight_bytes("cuda", torch.bfloat16)
     assert taken - small * NORM_BYTES <= view.run_bytes - packed * SHAPE_BYTES <= taken
 
-    model = load(tmp_path / "out", device="cpu", context=view.context, max_sequences=1)
+    model = load(
+        tmp_path / "out", device="cpu", context=view.context, max_sequences=1, kv_cache=kv_cache
+    )
     assert view.context == model.context
     pages = model.engine.runner.state.pages
-    kv = (pages.k.nbytes + pages.v.nbytes) * model.context // (pages.count * PAGE)
+    kv = sum(store.nbytes for store in pages.stores) * model.context // (pages.count * PAGE)
     slots = model.engine.runner.state.slots
     staged = Snapshots(slots, 1, staged=True).staged_bytes  # on a GPU
     states = slots.conv.nbytes + slots.memory.nbytes + staged if slots.count else 0
-    assert view.sequence_bytes == kv + states
+    announced = {"bf16": view.sequence_bytes, "int8": view.int8_sequence_bytes}
+    assert announced[kv_cache] == kv + states

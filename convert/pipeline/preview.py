@@ -16,13 +16,14 @@ from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.architectures import part_of, read_config
 from lowbit.formats.architectures.footprint import (
     DEFAULT_CONTEXT,
-    kv_bytes,
+    kv_vectors,
     state_bytes,
     state_count,
 )
 from lowbit.formats.generation import load_generation_config
 from lowbit.formats.hub.ids import hub_id
 from lowbit.formats.hub.locate import locate, remote_headers
+from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE
 from lowbit.formats.machine.cores import core_count
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
@@ -42,6 +43,7 @@ class Preview:
         context: tokens that a sequence is counted with.
         sequence_bytes: keys, values and states of such a sequence in BF16, the states included that
             are on their way to the host for later prompts.
+        int8_sequence_bytes: the same with keys and values in INT8.
     """
 
     source: str
@@ -53,6 +55,7 @@ class Preview:
     run_bytes: int
     context: int
     sequence_bytes: int
+    int8_sequence_bytes: int
 
     @property
     def plan(self) -> Plan:
@@ -109,6 +112,7 @@ def preview(
     context = min(sizes_of.max_position_embeddings, DEFAULT_CONTEXT)
     workers = core_count()
     held = held_bytes(plan.rotated, tensors, "cpu")
+    vectors, states = kv_vectors(sizes_of, context), state_count(1) * state_bytes(sizes_of, 2)
     elements = block_elements(None, workers, torch.device("cpu"), held)
     return Preview(
         source=source,
@@ -123,5 +127,6 @@ def preview(
             if part_of(config, step.source.name) == "decoder"
         ),
         context=context,
-        sequence_bytes=kv_bytes(sizes_of, context, 2) + state_count(1) * state_bytes(sizes_of, 2),
+        sequence_bytes=vectors * BF16_CACHE.vector_bytes(sizes_of.head_dim) + states,
+        int8_sequence_bytes=vectors * INT8_CACHE.vector_bytes(sizes_of.head_dim) + states,
     )

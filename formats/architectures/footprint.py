@@ -11,13 +11,14 @@ def state_count(sequences: int) -> int:
     return 1 + sequences + STAGED
 
 
-def kv_bytes(config: Config, tokens: int, itemsize: int, more_layers: int = 0) -> int:
-    """Bytes of the keys and values of `tokens` tokens, at `itemsize` bytes a number.
+def kv_vectors(config: Config, tokens: int) -> int:
+    """Keys and values of `tokens` tokens: vectors of `head_dim` numbers."""
+    return 2 * config.kv_layers * tokens * config.num_key_value_heads
 
-    more_layers: beside those of the decoder.
-    """
-    width = config.num_key_value_heads * config.head_dim
-    return 2 * (config.kv_layers + more_layers) * tokens * width * itemsize
+
+def kv_bytes(config: Config, tokens: int, itemsize: int) -> int:
+    """Bytes of the keys and values of `tokens` tokens, at `itemsize` bytes a number."""
+    return kv_vectors(config, tokens) * config.head_dim * itemsize
 
 
 def state_bytes(config: Config, itemsize: int) -> int:

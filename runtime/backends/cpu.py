@@ -99,16 +99,26 @@ def _attended(
     """
     stop = span.first + span.count
     _append(k, v, pages, span, layer)
-    keys, values = _stored(pages, span, layer, stop, q.dtype)
-    dtype, q = q.dtype, q.to(keys.dtype)
+    if not pages.scaled:
+        return _causal(q, *_stored(pages, span, layer, stop, q.dtype), span, together)
+    outs = []
+    for head, queries in enumerate(q.float().chunk(pages.heads)):  # few keys are widened at a time
+        keys, values = _widened(pages, span, layer, stop, slice(head, head + 1))
+        outs.append(_causal(queries, keys, values, span, together))
+    return torch.cat(outs).to(q.dtype)
+
+
+def _causal(q: Tensor, keys: Tensor, values: Tensor, span: Span, together: bool) -> Tensor:
+    """Attend with q [Hq, M, D] of one sequence to its positions so far; see `_attended`."""
     if together and span.count > 1:
+        stop = span.first + span.count
         mask = torch.ones(span.count, stop, dtype=torch.bool, device=q.device).tril(span.first)
-        return _attention(q, keys, values, mask).to(dtype)
+        return _attention(q, keys, values, mask)
     each = [
         _attention(q[:, m : m + 1], keys[:, : span.first + m + 1], values[:, : span.first + m + 1])
         for m in range(span.count)
     ]
-    return (each[0] if len(each) == 1 else torch.cat(each, dim=1)).to(dtype)
+    return each[0] if len(each) == 1 else torch.cat(each, dim=1)
 
 
 def _append(k: Tensor, v: Tensor, pages: KVPages, span: Span, layer: int) -> None:
@@ -134,21 +144,27 @@ def _append(k: Tensor, v: Tensor, pages: KVPages, span: Span, layer: int) -> Non
 def _stored(
     pages: KVPages, span: Span, layer: int, stop: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of one sequence up to a position, [Hkv, stop, D] each.
+    """Keys and values of one sequence up to a position, [Hkv, stop, D] each, in a dtype."""
+    if pages.scaled:
+        k, v = _widened(pages, span, layer, stop, slice(None))
+    else:
+        k, v = (_rows(store, span, stop) for store in pages.layer(layer))
+    return k.to(dtype), v.to(dtype)
 
-    dtype: of the result; codes with scales become float32 instead.
-    """
+
+def _widened(
+    pages: KVPages, span: Span, layer: int, stop: int, heads: slice
+) -> tuple[Tensor, Tensor]:
+    """Keys and values that codes of some kv heads stand for: float32, see `_stored`."""
+    k, v, *scales = (_rows(store[layer, :, :, heads], span, stop) for store in pages.stores)
+    return widen_vectors(k, scales[0]), widen_vectors(v, scales[1])
+
+
+def _rows(store: Tensor, span: Span, stop: int) -> Tensor:
+    """What a store [P, PAGE, Hkv, ...] holds of a sequence up to a position: [Hkv, stop, ...]."""
     ids = _page_ids(span, stop)
-
-    def read(store: Tensor) -> Tensor:
-        part = store[ids[0] : ids[-1] + 1] if _adjacent(ids) else store[torch.tensor(ids)]
-        return part.flatten(0, 1)[:stop].transpose(0, 1)
-
-    k, v = (read(store) for store in pages.layer(layer))
-    scales = pages.layer_scales(layer)
-    if scales is None:
-        return k.to(dtype), v.to(dtype)
-    return widen_vectors(k, read(scales[0])), widen_vectors(v, read(scales[1]))
+    part = store[ids[0] : ids[-1] + 1] if _adjacent(ids) else store[torch.tensor(ids)]
+    return part.flatten(0, 1)[:stop].transpose(0, 1)
 
 
 def _page_ids(span: Span, stop: int) -> tuple[int, ...]:
@@ -195,12 +211,11 @@ def attend_block(
     for span in step.spans:
         part = slice(start, start + span.count)
         keys, values = _stored(pages, span, layer, span.first, k.dtype)
-        keys = torch.cat((keys, k[:, part].to(keys.dtype)), dim=1)
-        values = torch.cat((values, v[:, part].to(keys.dtype)), dim=1)
+        both = torch.cat((keys, k[:, part]), dim=1), torch.cat((values, v[:, part]), dim=1)
         mask = _block_mask(span, window, causal)
-        outs.append(_attention(queries[:, part].to(keys.dtype), keys, values, mask))
+        outs.append(_attention(queries[:, part], *both, mask))
         start += span.count
-    return torch.cat(outs, dim=1).to(q.dtype).transpose(0, 1).reshape(M, -1)
+    return torch.cat(outs, dim=1).transpose(0, 1).reshape(M, -1)
 
 
 def _key_heads(kv: Tensor, k_norm: Tensor, eps: float, pages: KVPages) -> tuple[Tensor, Tensor]:

@@ -102,6 +102,7 @@ class BenchResult:
         decode_tokens_per_s: median over the runs, batch 1.
         weight_bytes: memory of the weights.
         cache_bytes: memory of keys, values and the states of linear layers.
+        kv_cache: type of keys and values: bf16, int8 or fp32.
         peak_bytes: most memory in use: of the GPU from the end of loading on, or resident in this
             process on a CPU.
         extra_bytes: graphs and scratch: the peak without weights, cache and the allocator's
@@ -127,6 +128,7 @@ class BenchResult:
     decode_tokens_per_s: float
     weight_bytes: int
     cache_bytes: int
+    kv_cache: str
     peak_bytes: int
     extra_bytes: int | None
     step_bytes: int
@@ -166,6 +168,7 @@ def bench(model: Model, settings: BenchSettings) -> BenchResult:
         decode_tokens_per_s=speed.tokens_per_s,
         weight_bytes=weights,
         cache_bytes=cache,
+        kv_cache=model.kv_cache.cache_type.name,
         peak_bytes=peak,
         extra_bytes=peak - rounding - weights - cache if model.device == "cuda" else None,
         step_bytes=step,

@@ -38,7 +38,7 @@ def show_result(name: str, result: BenchResult) -> None:
             f"{speed:.1f} tok/s, {1e6 / speed:.0f} us each",
         ),
         ("weights", gigabytes(result.weight_bytes)),
-        (f"cache for {result.context} tokens", gigabytes(result.cache_bytes)),
+        (f"{result.kv_cache} cache for {result.context} tokens", gigabytes(result.cache_bytes)),
         ("peak memory", gigabytes(result.peak_bytes)),
     ]
     if result.extra_bytes is not None:
@@ -70,7 +70,7 @@ def show_result(name: str, result: BenchResult) -> None:
 def show_sweep(name: str, sweep: Sweep) -> None:
     """A row for each point."""
     how = "sampled" if sweep.sampled else "greedy"
-    title = f"{name} on {sweep.device}, {sweep.new_tokens} tokens, {how}"
+    title = f"{name} on {sweep.device}, {sweep.new_tokens} tokens, {how}, {sweep.kv_cache} cache"
     drafts = any(each.speculation is not None for each in sweep.points)
     step = "us/token" if drafts else "us/step"
     columns = [AXES[sweep.over], "tok/s", step, "per step", "roofline"]

@@ -26,6 +26,7 @@ from lowbit.runtime.bench.bench import (
 )
 from lowbit.runtime.bench.plot import NamedLine, line_plot
 from lowbit.runtime.bench.settings import BenchSettings
+from lowbit.runtime.engine.memory import ChosenType
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.stats import Speculated
 from lowbit.runtime.models.loader import open_model
@@ -82,6 +83,7 @@ class Sweep:
         new_tokens: decoded at each point.
         sampled: see `BenchSettings`.
         bandwidth: bytes per second that a plain read of a large buffer reaches here.
+        kv_cache: type of keys and values: bf16, int8 or fp32.
     """
 
     over: Axis
@@ -89,6 +91,7 @@ class Sweep:
     new_tokens: int
     sampled: bool
     bandwidth: float
+    kv_cache: str
     points: tuple[Point, ...] = field(repr=False)
 
 
@@ -106,7 +109,7 @@ def over_contexts(model: Model, contexts: Sequence[int], settings: BenchSettings
     lengths = [replace(settings, prompt_tokens=length) for length in sorted(set(contexts))]
     check_fits(model, lengths[-1])
     timed = [_timed(each.prompt_tokens, model, each) for each in lengths]
-    return _sweep("context", model.device, timed, settings)
+    return _sweep("context", model.device, timed, settings, model.kv_cache)
 
 
 def over_group_sizes(
@@ -122,14 +125,14 @@ def over_group_sizes(
     Raises:
         LowbitError: raised by `load`, or as `bench`.
     """
-    timed, device = [], ""
+    timed = []
     for size in sorted(set(group_sizes)):
         model = load(size)
         timed.append(_timed(size, model, settings))
-        device = model.device
+        device, kv_cache = model.device, model.kv_cache
         del model
         _release(device)
-    return _sweep("group_size", device, timed, settings)
+    return _sweep("group_size", device, timed, settings, kv_cache)
 
 
 def check_group_sizes(folder: Path, base: Base, group_sizes: Sequence[int]) -> None:
@@ -164,7 +167,7 @@ def over_batches(model: Model, batches: Sequence[int], settings: BenchSettings) 
         drafts = summed(run.speculation for run in runs)
         step = step_bytes(model, settings.middle, batch)
         timed.append(_Timed(batch, batch, rate, None, step, drafts, factor))
-    return _sweep("batch", model.device, timed, settings)
+    return _sweep("batch", model.device, timed, settings, model.kv_cache)
 
 
 def plotted(name: str, sweep: Sweep) -> str:
@@ -208,7 +211,9 @@ def _timed(at: int, model: Model, settings: BenchSettings) -> _Timed:
     )
 
 
-def _sweep(over: Axis, device: str, timed: Sequence[_Timed], settings: BenchSettings) -> Sweep:
+def _sweep(
+    over: Axis, device: str, timed: Sequence[_Timed], settings: BenchSettings, kv_cache: ChosenType
+) -> Sweep:
     bandwidth = read_bandwidth(device)
     first = timed[0]
     points = []
@@ -230,8 +235,15 @@ def _sweep(over: Axis, device: str, timed: Sequence[_Timed], settings: BenchSett
                 speculation_factor=each.factor,
             )
         )
-    new, sampled = settings.new_tokens, settings.sampled
-    return Sweep(over, device_name(device), new, sampled, bandwidth, tuple(points))
+    return Sweep(
+        over=over,
+        device=device_name(device),
+        new_tokens=settings.new_tokens,
+        sampled=settings.sampled,
+        bandwidth=bandwidth,
+        kv_cache=kv_cache.cache_type.name,
+        points=tuple(points),
+    )
 
 
 def _release(device: str) -> None:

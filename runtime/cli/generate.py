@@ -136,7 +136,11 @@ def _answer(model: "Model", prompt: str, settings: "AnswerSettings", as_json: bo
         click.echo(prompt, nl=False)  # a person wants to read on from there
     generation = show(stream, quiet=as_json, wrap=not settings.raw)
     if as_json:
-        facts = {"device": model.device, "quantized_at_load": model.options.quantize}
+        facts = {
+            "device": model.device,
+            "quantized_at_load": model.options.quantize,
+            "kv_cache": model.kv_cache.cache_type.name,
+        }
         print_json({**asdict(generation), "load_s": model.load_s, **facts})
     else:
         note(summary(generation))

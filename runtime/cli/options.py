@@ -31,8 +31,10 @@ from lowbit.formats.shell.options import (
 from lowbit.formats.shell.output import note
 from lowbit.runtime.conversation.settings import AnswerSettings
 from lowbit.runtime.engine.load_options import (
+    DEFAULT_KV_CACHE,
     DEFAULT_MODE,
     DRAFTER_MODES,
+    KV_CACHES,
     METHODS,
     MODES,
     MOST_DRAFTS,
@@ -80,6 +82,14 @@ machine_options = with_options(
         "-c",
         shown="the model's, 8192, or what fits",
         help="Tokens of prompt and output together.",
+    ),
+    click.option(
+        "--kv-cache",
+        type=click.Choice(KV_CACHES),
+        show_default=DEFAULT_KV_CACHE,
+        help="Type of the keys and values in the cache: bf16, int8, which takes half the memory "
+        "and rounds them, or auto, which is bf16 while that fits, else int8. On a GPU bf16 alone "
+        "so far.",
     ),
     device_choice(named_device),
     click.option(
@@ -232,7 +242,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Many at a time": ("prompts", "out", "max_sequences", "queue", "request_timeout"),
     "Measurement": ("prompt_tokens", "new_tokens", "runs", "sampled", "profile"),
     "Sweeps": ("contexts", "group_sizes", "batches", "plot"),
-    "Model and machine": ("served_name", "context", "device", "threads"),
+    "Model and machine": ("served_name", "context", "kv_cache", "device", "threads"),
     "Quantization at load": ("quantize", "group_size", "method"),
     "Speculative decoding": ("speculate", "draft_tokens", "drafter"),
 }
@@ -306,6 +316,9 @@ def load_model(name: str, options: LoadOptions) -> "Model":
     model = load(name, options)
     if options.speculate == "auto" and options.drafter is None and not model.opened.head:
         note("--speculate auto: the model has no MTP head, so that drafts come from n-grams alone")
+    if model.kv_cache.reason is not None:
+        chosen = model.kv_cache
+        note(f"--kv-cache auto: {chosen.cache_type.name}, since {chosen.reason}")
     if options.quantize is not None:
         _note_quantized(model)
     _spare_threads(model)

@@ -18,7 +18,12 @@ from lowbit.formats.text.template import load_chat_template
 from lowbit.runtime.engine.constraints import Bounds
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load_options import LoadKeywords, LoadOptions
-from lowbit.runtime.engine.memory import Account, choose_cache
+from lowbit.runtime.engine.memory import (
+    INT8_DEVICES,
+    Account,
+    choose_cache,
+    choose_cache_type,
+)
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.speculate.drafting import new_drafting
@@ -60,8 +65,7 @@ def load(
     options = replace(options or LoadOptions(), **keywords)
     device = choose_device(options.device)  # before anything is fetched
     dtype = options.dtype or torch.bfloat16
-    if dtype == torch.float32 and device != "cpu":
-        raise RequestError("float32 runs on the CPU only", hint="use device='cpu'")
+    _check_types(dtype, options, device)
     folder = locate(str(folder)).folder
     drafter = None if options.drafter is None else locate(str(options.drafter)).folder
     started = time.perf_counter()
@@ -77,8 +81,10 @@ def load(
     check_device(opened, device)
     drafts = options.most_drafts(recurrent=opened.config.linear_layers is not None)
     vocabulary = min(tokenizer.vocabulary, opened.config.vocab_size)
-    cache_type = plain_cache(dtype)
-    cache = choose_cache(Account(opened, device, dtype, cache_type, vocabulary), options, drafts)
+    account = Account(opened, device, dtype, plain_cache(dtype), vocabulary)
+    chosen = choose_cache_type(account, options, drafts)
+    account = replace(account, cache_type=chosen.cache_type)
+    cache = choose_cache(account, options, drafts)
     beside = None
     if opened.drafter is not None:  # before the model, which takes longer
         beside = load_drafter(opened.drafter, dtype, cache.context)
@@ -87,7 +93,7 @@ def load(
         power = input_power(original, calibration_ids(tokenizer, original), device, dtype)
         opened = replace(_open(folder, None, options, power), drafter=opened.drafter)
     decoder = load_decoder(opened, device, dtype, cache.context)
-    runner = new_runner(decoder, vocabulary, cache, dtype, device, beside, cache_type)
+    runner = new_runner(decoder, vocabulary, cache, dtype, device, beside, chosen.cache_type)
     engine = Engine(runner, options.max_waiting, new_drafting(runner, options, drafts, device))
     stop_ids = frozenset((*config_stops, *tokenizer.stop_ids()))
     if device != "cpu":
@@ -109,7 +115,19 @@ def load(
         dtype=dtype,
         load_s=time.perf_counter() - started,
         cache=cache,
+        kv_cache=chosen,
     )
+
+
+def _check_types(dtype: torch.dtype, options: LoadOptions, device: str) -> None:
+    """Refuse types of activations and of the cache that a device does not compute with."""
+    if dtype == torch.float32 and device != "cpu":
+        raise RequestError("float32 runs on the CPU only", hint="use device='cpu'")
+    if options.kv_cache == "int8" and device not in INT8_DEVICES:
+        raise RequestError(
+            "an int8 cache runs on the CPU only, a GPU has no kernel for it yet",
+            hint="use --kv-cache bf16, or --device cpu",
+        )
 
 
 def _open(

@@ -21,6 +21,9 @@ Mode = Literal["off", "ngram", "mtp", "dflash", "auto"]  # who drafts
 MODES: tuple[Mode, ...] = get_args(Mode)
 DRAFTER_MODES: tuple[Mode, ...] = ("dflash", "auto")  # that use a `drafter`
 DEFAULT_MODE: Mode = "off"  # of the commands and of `load`
+KVCache = Literal["bf16", "int8", "auto"]
+KV_CACHES: tuple[KVCache, ...] = get_args(KVCache)
+DEFAULT_KV_CACHE: KVCache = "bf16"  # of the commands and of `load`
 MOST_DRAFTS = 15  # with the last token ROUND_TOKENS
 RECURRENT_DRAFTS = 7  # by default with linear layers: each draft takes a recurrent state
 
@@ -39,6 +42,9 @@ class LoadOptions:
         max_sequences: requests that are decoded together; others wait.
         cache_tokens: size of the cache, for running requests and kept conversations; None for
             `max_sequences` times `context`, or what fits.
+        kv_cache: type of the keys and values in the cache: `bf16` (float32 where activations are),
+            `int8`, which takes half the memory and rounds, or `auto`: `bf16` while all that is
+            asked for fits, else `int8`.
         quantize: recipe (int4, int8, mixed) for a BF16, F16 or F32 checkpoint: quantized as it is
             read, with the codes and scales that lowbit-convert writes.
         group_size: weights that share a scale, with `quantize`; where it does not divide a row,
@@ -66,6 +72,7 @@ class LoadOptions:
     context: int | None = None
     max_sequences: int = 4
     cache_tokens: int | None = None
+    kv_cache: KVCache = DEFAULT_KV_CACHE
     quantize: Base | None = None
     group_size: int = GROUP_SIZE
     method: Method = "rtn"
@@ -90,6 +97,8 @@ class LoadOptions:
         _check_least("max_waiting", self.max_waiting, 0)
         if self.method not in METHODS:
             raise _unknown("method", METHODS, self.method)
+        if self.kv_cache not in KV_CACHES:
+            raise _unknown("kv_cache", KV_CACHES, self.kv_cache)
         if self.speculate not in MODES:
             raise _unknown("speculate", MODES, self.speculate)
         drafts = self.draft_tokens
@@ -128,6 +137,7 @@ class LoadKeywords(TypedDict, total=False):
     context: int | None
     max_sequences: int
     cache_tokens: int | None
+    kv_cache: KVCache
     quantize: Base | None
     group_size: int
     method: Method

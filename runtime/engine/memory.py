@@ -6,7 +6,7 @@ import torch
 
 from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, state_bytes
 from lowbit.formats.errors import RequestError, ResourceError
-from lowbit.formats.kv_cache import CacheType
+from lowbit.formats.kv_cache import INT8_CACHE, CacheType
 from lowbit.formats.machine.free_memory import free_bytes
 from lowbit.runtime.engine.graphs import drafts_together
 from lowbit.runtime.engine.load_options import LoadOptions
@@ -24,6 +24,9 @@ HEADROOM = 1.05  # activations, tables and the allocator's slack, on top of weig
 # activations in the graphs' pool, beside those of launched ones; but where chunks are replayed no
 # weights are widened, which takes as much.
 GPU_WORKSPACE = 256 << 20
+INT8_DEVICES = ("cpu",)  # whose attention reads an INT8 cache
+# On a GPU the cache of one such sequence is a large part of what a step reads; a CPU gains nothing.
+LONG_CONTEXT = DEFAULT_CONTEXT + 1
 SNAPSHOTS = 3  # on a CPU there is memory for so many and one more a sequence, beside the cache
 SNAPSHOT_BYTES = 8 << 30  # most memory of the host for snapshots
 SNAPSHOT_SHARE = 4  # of what is free there they take a fourth at most
@@ -99,6 +102,45 @@ class Account:
         return int((free / HEADROOM - self.needed(size, 0)) // each) - EXTRA
 
 
+@dataclass(frozen=True, slots=True)
+class ChosenType:
+    """Type of the keys and values in a cache.
+
+    Attributes:
+        cache_type: of all of them.
+        reason: why `auto` has chosen it; None where the options name it.
+    """
+
+    cache_type: CacheType
+    reason: str | None = None
+
+
+def choose_cache_type(account: Account, options: LoadOptions, drafts: int = 0) -> ChosenType:
+    """Type of the cache that options ask for; `auto` keeps activations as they are while they fit.
+
+    Args:
+        account: of the model, with the type that stores activations as they are.
+        options: as in `choose_cache`.
+        drafts: as in `choose_cache`.
+
+    Raises:
+        RequestError: as `choose_cache`.
+    """
+    plain = account.cache_type
+    if options.kv_cache != "auto":
+        return ChosenType(INT8_CACHE if options.kv_cache == INT8_CACHE.name else plain)
+    asked, free = asked_cache(account, options, drafts), free_bytes(account.device)
+    tokens = f"a cache of {asked.pages * PAGE:,} tokens"
+    if account.device not in INT8_DEVICES:
+        return ChosenType(plain, "a GPU reads no other type yet")
+    if account.device != "cpu" and asked.context >= LONG_CONTEXT:
+        reason = f"sequences of up to {asked.context:,} tokens are read faster"
+        return ChosenType(INT8_CACHE, reason)
+    if free is None or account.pages_that_fit(asked, free) >= asked.pages:
+        return ChosenType(plain, f"{tokens} fits")
+    return ChosenType(INT8_CACHE, f"{tokens} does not fit in {plain.name}")
+
+
 def choose_cache(account: Account, options: LoadOptions, drafts: int = 0) -> CacheSize:
     """Sizes of the cache, after checking that it fits into free memory beside the weights.
 
@@ -112,21 +154,9 @@ def choose_cache(account: Account, options: LoadOptions, drafts: int = 0) -> Cac
             context.
         ResourceError: weights, or weights and cache, do not fit.
     """
-    context, sequences, tokens = options.context, options.max_sequences, options.cache_tokens
-    limit = account.opened.config.max_position_embeddings
-    if context is not None and not 1 <= context <= limit:
-        raise RequestError(f"context {context}: the model has positions for 1 to {limit} tokens")
-    wanted = context or min(limit, DEFAULT_CONTEXT)
-    if tokens is not None and tokens < wanted:
-        raise RequestError(f"a cache of {tokens} tokens is smaller than the context of {wanted}")
-    asked = CacheSize(
-        context=wanted,
-        sequences=sequences,
-        pages=pages_for(tokens) if tokens else sequences * pages_for(wanted),
-        snapshots=SNAPSHOTS + sequences,
-        drafts=drafts_together(drafts, sequences),
-    )
-    free = free_bytes(account.device)
+    context, tokens = options.context, options.cache_tokens
+    asked, free = asked_cache(account, options, drafts), free_bytes(account.device)
+    wanted = asked.context
     if free is None:
         return asked
     fits = account.pages_that_fit(asked, free)
@@ -141,30 +171,64 @@ def choose_cache(account: Account, options: LoadOptions, drafts: int = 0) -> Cac
     return replace(size, snapshots=account.snapshots_that_fit(size, free))
 
 
+def asked_cache(account: Account, options: LoadOptions, drafts: int) -> CacheSize:
+    """The cache that options ask for, whether it fits or not; arguments as in `choose_cache`.
+
+    Raises:
+        RequestError: as `choose_cache`.
+    """
+    context, sequences, tokens = options.context, options.max_sequences, options.cache_tokens
+    limit = account.opened.config.max_position_embeddings
+    if context is not None and not 1 <= context <= limit:
+        raise RequestError(f"context {context}: the model has positions for 1 to {limit} tokens")
+    wanted = context or min(limit, DEFAULT_CONTEXT)
+    if tokens is not None and tokens < wanted:
+        raise RequestError(f"a cache of {tokens} tokens is smaller than the context of {wanted}")
+    return CacheSize(
+        context=wanted,
+        sequences=sequences,
+        pages=pages_for(tokens) if tokens else sequences * pages_for(wanted),
+        snapshots=SNAPSHOTS + sequences,
+        drafts=drafts_together(drafts, sequences),
+    )
+
+
 def _too_large(account: Account, size: CacheSize, free: int, least: int | None) -> ResourceError:
-    """The error of a cache that does not fit; its hint names a size that does.
+    """The error of a cache that does not fit; its hint names a size that does, or a type.
 
     least: tokens of a cache whose size has been asked for; None where only the context has.
     """
     need = int(account.needed(size, size.all_pages) * HEADROOM)
+    fitting = _fitting(account, size, free, least)
+    hints = [fitting or "the weights alone do not fit"]
+    if not account.cache_type.scaled and account.device in INT8_DEVICES:
+        halved = replace(account, cache_type=INT8_CACHE)
+        if halved.pages_that_fit(size, free) >= size.pages:
+            hints.insert(0, "--kv-cache int8 fits")
+        elif other := _fitting(halved, size, free, least):
+            hints.append(f"with --kv-cache int8, {other}")
+    return ResourceError(
+        f"needs {gigabytes(need)} for weights and a cache ({account.cache_type.name}) of "
+        f"{size.pages * PAGE} tokens for {size.sequences} "
+        f"sequence{'s' if size.sequences > 1 else ''}, free on {account.device}: "
+        f"{gigabytes(free)}",
+        hint="; ".join(hints),
+    )
+
+
+def _fitting(account: Account, size: CacheSize, free: int, least: int | None) -> str | None:
+    """A cache that fits, in words; None where not even a short one does. See `_too_large`."""
     fits = account.pages_that_fit(size, free) * PAGE
     one = replace(size, sequences=1, snapshots=SNAPSHOTS + 1)
     alone = account.pages_that_fit(one, free) * PAGE
     limit = account.opened.config.max_position_embeddings
     if least is not None and fits >= least:
-        hint = f"a cache of {fits} tokens fits"
-    elif fits >= MIN_CONTEXT:
-        hint = f"--context {min(fits, limit)} fits"
-    elif alone >= MIN_CONTEXT:
-        hint = f"one sequence with --context {min(alone, limit)} fits"
-    else:
-        hint = "the weights alone do not fit"
-    return ResourceError(
-        f"needs {gigabytes(need)} for weights and a cache of {size.pages * PAGE} tokens for "
-        f"{size.sequences} sequence{'s' if size.sequences > 1 else ''}, free on {account.device}: "
-        f"{gigabytes(free)}",
-        hint=hint,
-    )
+        return f"a cache of {fits} tokens fits"
+    if fits >= MIN_CONTEXT:
+        return f"--context {min(fits, limit)} fits"
+    if alone >= MIN_CONTEXT:
+        return f"one sequence with --context {min(alone, limit)} fits"
+    return None
 
 
 def snapshots_for(pages: int, each: int, left: int | None) -> int:

@@ -14,6 +14,7 @@ from lowbit.formats.text.tokenizer import MarkedText
 from lowbit.runtime.engine.constraints import Bounds
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load_options import LoadOptions
+from lowbit.runtime.engine.memory import ChosenType
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.stream import Generation, Stream, TextRequest, answer_all
@@ -57,6 +58,7 @@ class Model:
     Attributes:
         bounds: factory of constraints.
         cache: size of the cache.
+        kv_cache: type of its keys and values.
         defaults: sampling parameters of the model's generation_config.json.
         stop_ids: tokens that end a text.
         options: that it was loaded with; `device` and `dtype` below are the chosen ones.
@@ -76,6 +78,7 @@ class Model:
     dtype: torch.dtype
     load_s: float
     cache: CacheSize
+    kv_cache: ChosenType
 
     @property
     def context(self) -> int:

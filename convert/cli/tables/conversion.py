@@ -196,7 +196,8 @@ def plan(view: Preview) -> None:
     console.print(methods(view.prospect))
     console.print(
         f"memory to run it on a GPU: {size(view.run_bytes)} of weights, "
-        f"{size(view.sequence_bytes)} for a context of {view.context:,} tokens"
+        f"{size(view.sequence_bytes)} for a context of {view.context:,} tokens, or "
+        f"{size(view.int8_sequence_bytes)} with --kv-cache int8"
     )
     if any(step.rereads for step in view.plan.steps):
         cost = ", but rules out the rotation" if view.plan.rotated else ""
@@ -254,6 +255,7 @@ def plan_json(view: Preview) -> dict[str, Any]:
             "weight_bytes": view.run_bytes,
             "context": view.context,
             "sequence_bytes": view.sequence_bytes,
+            "int8_sequence_bytes": view.int8_sequence_bytes,
         },
         "vllm": {"loads": not view.vllm, "reasons": list(view.vllm)},
         "transformers": {"loads": wrong is None, "reason": wrong},

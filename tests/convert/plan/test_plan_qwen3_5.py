@@ -318,7 +318,7 @@ def test_mixture_of_experts_has_a_row_for_all_experts(capsys: pytest.CaptureFixt
     assert (round(plan.output_bytes / 1e9, 1), round(plan.bits_per_weight, 2)) == (20.4, 4.54)
     estimates = (Estimate(RTN, 40.0, None),)
     ahead = Prospect(Recipe(), plan, torch.device("cpu"), Windows(160, 512), estimates, None)
-    render.plan(Preview("35B", ahead, 0, 0, tuple(vllm_verdict(plan)), None, 0, 8192, 0))
+    render.plan(Preview("35B", ahead, 0, 0, tuple(vllm_verdict(plan)), None, 0, 8192, 0, 0))
     said = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in said.splitlines() if len(line.split()) > 1}
     row = ["512x2048", "INT4", "g128", str(40 * 256), "21.47", "GB", "5.54", "GB"]
@@ -349,7 +349,7 @@ def test_plan_of_the_largest_fits_a_terminal(capsys: pytest.CaptureFixture[str])
     estimates = (Estimate(RTN, 40.0, None),)
     ahead = Prospect(Recipe(), plan, torch.device("cpu"), Windows(160, 512), estimates, None)
     reasons = tuple(vllm_verdict(plan))
-    render.plan(Preview("Qwen/Qwen3.5-27B", ahead, 0, 0, reasons, None, 0, 8192, 0))
+    render.plan(Preview("Qwen/Qwen3.5-27B", ahead, 0, 0, reasons, None, 0, 8192, 0, 0))
     said = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in said.splitlines() if len(line.split()) > 1}
     assert rows["post_attention_layernorm"][1:] == [

@@ -22,18 +22,21 @@ from tests.short_models import Shorten
 NEW = 8  # tokens until which a sequence is watched
 LENGTHS = (60, 5, 70, 1, 130, 64, 16, 9, 200, 17, 3, 90, 48, 2, 33, 128)
 CASES = [
-    (name, dtype, recipe)
+    (name, dtype, recipe, "bf16")
     for name in ("tiny-qwen3", "tiny-qwen3.5")
     for dtype, recipe in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int4"))
-] + [("tiny-qwen3-moe", torch.float32, None), ("tiny-qwen3.5-moe", torch.bfloat16, "int4")]
+] + [
+    ("tiny-qwen3-moe", torch.float32, None, "bf16"),
+    ("tiny-qwen3.5-moe", torch.bfloat16, "int4", "bf16"),
+    ("tiny-qwen3", torch.bfloat16, "int4", "int8"),
+    ("tiny-qwen3.5-moe", torch.bfloat16, "int4", "int8"),
+]
 Rows = dict[int, list[Tensor]]
 
 
-@pytest.fixture(
-    scope="module", params=CASES, ids=[f"{name}-{dtype}-{recipe}" for name, dtype, recipe in CASES]
-)
+@pytest.fixture(scope="module", params=CASES, ids=["-".join(map(str, case)) for case in CASES])
 def model(request: pytest.FixtureRequest, shorten: Shorten) -> lowbit.Model:
-    name, dtype, recipe = request.param
+    name, dtype, recipe, kv_cache = request.param
     return lowbit.load(
         shorten(name),
         device="cpu",
@@ -41,6 +44,7 @@ def model(request: pytest.FixtureRequest, shorten: Shorten) -> lowbit.Model:
         context=256,
         max_sequences=EXACT_TOKENS,
         quantize=recipe,
+        kv_cache=kv_cache,
     )
 
 
@@ -110,7 +114,7 @@ def left_by(
     pages = torch.tensor(sequence.pages)
     written = sequence.length
     tensors = [torch.stack(logits[sequence.row])[:NEW]]
-    for store in (state.pages.k, state.pages.v):
+    for store in state.pages.stores:
         tensors.append(store[:, pages].flatten(1, 2)[:, :written].clone())
     if state.recurrent:
         tensors += [
@@ -154,14 +158,14 @@ def opened(runner: Runner, row: int, ids: Sequence[int]) -> engine_sequence.Sequ
 
 def rows_of(runner: Runner, made: engine_sequence.Sequence) -> list[Tensor]:
     state = runner.state
-    stores = [state.pages.k[:, made.pages], state.pages.v[:, made.pages]]
+    stores = [store[:, made.pages] for store in state.pages.stores]
     if state.recurrent:
         stores += [state.slots.conv[:, made.row], state.slots.memory[:, made.row]]
     return [store.clone() for store in stores]
 
 
 def clean(runner: Runner) -> None:
-    for store in (runner.state.pages.k, runner.state.pages.v):
+    for store in runner.state.pages.stores:
         store.zero_()
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
 
 ENDS = frozenset({250})
-LIVES = 500  # of requests, for each kind of model
+LIVES = 300  # of requests, for each kind of model
 KINDS = 60  # of requests
 FAILED = "the constraint ends here"
 LIMITED = 5  # every request of so many has a constraint

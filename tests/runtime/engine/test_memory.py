@@ -1,5 +1,6 @@
 """The context that fits into free memory."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ import torch
 
 from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, STAGED, state_bytes
 from lowbit.formats.errors import RequestError, ResourceError
-from lowbit.formats.kv_cache import BF16_CACHE
+from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE, CacheType
 from lowbit.formats.sampling_ranges import MOST_BIASES
 from lowbit.runtime import LoadOptions, load
 from lowbit.runtime.engine import memory
@@ -126,6 +127,53 @@ def test_a_gpu_keeps_room_beside_weights_and_cache(
     assert memory.choose_cache(asked, options).context == (79 - EXTRA) * PAGE
 
 
+def test_auto_takes_int8_where_bf16_does_not_fit(
+    make_model: "Callable[..., PackedModel]", free: Free
+) -> None:
+    folder = make_model(max_position_embeddings=100_000).folder
+    opened = open_model(folder)
+    held = opened.weight_bytes("cpu", torch.bfloat16) + account(opened).row_bytes(rows(1))
+    page = account(opened).page_bytes(1)
+    asked = LoadOptions(device="cpu", context=5120, max_sequences=1, kv_cache="auto")
+    pages = 5120 // PAGE + EXTRA
+    for spare, name, reason in (
+        (0.5, "bf16", "a cache of 5,120 tokens fits"),
+        (-0.5, "int8", "a cache of 5,120 tokens does not fit in bf16"),
+    ):
+        free((held + (pages + spare) * page) * memory.HEADROOM)
+        model = load(folder, asked)
+        assert model.context == 5120
+        assert model.kv_cache == memory.ChosenType(
+            {"bf16": BF16_CACHE, "int8": INT8_CACHE}[name], reason
+        )
+        assert model.engine.runner.state.pages.scaled is (name == "int8")
+    # By name nothing is chosen, and what has always been shortened still is.
+    model = load(folder, device="cpu", max_sequences=1)
+    assert (model.kv_cache, model.context) == (memory.ChosenType(BF16_CACHE), 5120 - PAGE)
+
+
+def test_auto_on_a_gpu_keeps_what_its_kernels_read(
+    make_model: "Callable[..., PackedModel]", free: Free, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_model(max_position_embeddings=100_000).folder
+    asked = account(open_model(folder), "cuda")
+    free(1e12)
+    for context in (512, 90_000):
+        options = LoadOptions(context=context, kv_cache="auto")
+        chosen = memory.choose_cache_type(asked, options)
+        assert chosen == memory.ChosenType(BF16_CACHE, "a GPU reads no other type yet")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RequestError, match="an int8 cache runs on the CPU only, a GPU has no"):
+        load("nowhere", device="cuda", kv_cache="int8")  # before a folder is looked for
+    monkeypatch.setattr(memory, "INT8_DEVICES", ("cpu", "cuda"))
+    for context, expected in ((8192, BF16_CACHE), (8193, INT8_CACHE)):
+        options = LoadOptions(context=context, kv_cache="auto")
+        assert memory.choose_cache_type(asked, options).cache_type == expected
+        on_cpu = replace(asked, device="cpu")
+        assert memory.choose_cache_type(on_cpu, options).cache_type == BF16_CACHE
+
+
+@pytest.mark.parametrize("cache_type", [BF16_CACHE, INT8_CACHE], ids=lambda it: it.name)
 @pytest.mark.parametrize("sequences", [1, 5])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_account_counts_what_a_runner_allocates(
@@ -133,6 +181,7 @@ def test_account_counts_what_a_runner_allocates(
     monkeypatch: pytest.MonkeyPatch,
     sequences: int,
     device: str,
+    cache_type: CacheType,
 ) -> None:
     """Pages and states, the sampler's rows, the head's trail, and snapshots.
 
@@ -142,10 +191,10 @@ def test_account_counts_what_a_runner_allocates(
     decoder = load_decoder(opened, "cpu", torch.bfloat16, 128)
     size = CacheSize(128, sequences, pages=7, snapshots=3 + sequences, drafts=6)
     where = "cpu" if device == "cpu" else "meta"
-    runner = new_runner(decoder, VOCABULARY, size, torch.bfloat16, where)
+    runner = new_runner(decoder, VOCABULARY, size, torch.bfloat16, where, cache_type=cache_type)
     assert runner.trail is not None
-    pages, slots, sampler = runner.state.pages, runner.state.slots, runner.sampler
-    paged = [pages.k, pages.v]
+    slots, sampler = runner.state.slots, runner.sampler
+    paged = list(runner.state.pages.stores)
     others = [slots.conv, slots.memory, slots.arrived, runner.trail]
     others += [sampler.knobs, sampler.whole, sampler.seen, sampler.counts]
     others += [sampler.bias_ids, sampler.bias, *runner.snapshots._buffers]
@@ -157,7 +206,7 @@ def test_account_counts_what_a_runner_allocates(
         monkeypatch.setattr(Runner, "on_gpu", True)
         runner.make_room_to_keep()
         others.append(runner.kept(16))
-    asked = account(opened, device)
+    asked = replace(account(opened, device), cache_type=cache_type)
     assert sum(each.nbytes for each in paged) == asked.page_bytes(size.all_pages)
     assert sum(each.nbytes for each in others) == asked.row_bytes(size)
     weights = opened.weight_bytes(device, torch.bfloat16)
@@ -200,8 +249,21 @@ def test_too_little_memory_says_what_is_needed_and_what_fits(
         load(folder, device="cpu", context=fitting, cache_tokens=90_000)
     with pytest.raises(ResourceError) as e:
         load(folder, device="cpu", context=64, cache_tokens=90_000)
-    assert e.value.hint == f"a cache of {fitting} tokens fits"
+    halved = re.fullmatch(
+        f"a cache of {fitting} tokens fits; with --kv-cache int8, a cache of (\\d+) tokens fits",
+        e.value.hint or "",
+    )
+    assert halved is not None
+    assert int(halved[1]) > 1.8 * fitting
     load(folder, device="cpu", context=64, cache_tokens=fitting)
+    more = int(halved[1])
+    load(folder, device="cpu", context=64, cache_tokens=more, kv_cache="int8")
+    with pytest.raises(ResourceError, match=r"a cache \(int8\) of \d+ tokens for 4 sequences") as e:
+        load(folder, device="cpu", context=64, cache_tokens=more + 1, kv_cache="int8")
+    assert e.value.hint == f"a cache of {more} tokens fits"
+    with pytest.raises(ResourceError, match=r"a cache \(bf16\) of \d+ tokens") as e:
+        load(folder, device="cpu", context=64, cache_tokens=more)
+    assert e.value.hint == f"--kv-cache int8 fits; a cache of {fitting} tokens fits"
     free(1000)
     with pytest.raises(ResourceError, match="needs") as e:
         load(folder, device="cpu")

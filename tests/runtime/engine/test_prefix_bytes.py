@@ -31,23 +31,23 @@ def message(tokens: int) -> list[int]:
 SYSTEM, FIRST, SECOND = message(90), message(70), message(130)
 LONG = message(1100)  # longer than a chunk
 CASES = [
-    ("tiny-qwen3", torch.float32),
-    ("tiny-qwen3", torch.bfloat16),
-    ("tiny-qwen3.5", torch.float32),
-    ("tiny-qwen3.5", torch.bfloat16),
-    ("tiny-qwen3.5-moe", torch.bfloat16),
+    ("tiny-qwen3", torch.float32, "bf16"),
+    ("tiny-qwen3.5", torch.bfloat16, "bf16"),
+    ("tiny-qwen3.5-moe", torch.bfloat16, "bf16"),
+    ("tiny-qwen3", torch.bfloat16, "int8"),
+    ("tiny-qwen3.5-moe", torch.bfloat16, "int8"),
 ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=[f"{name}-{dtype}" for name, dtype in CASES])
+@pytest.fixture(scope="module", params=CASES, ids=["-".join(map(str, case)) for case in CASES])
 def model(request: pytest.FixtureRequest, shorten: Shorten) -> lowbit.Model:
-    name, dtype = request.param
-    return lowbit.load(shorten(name), device="cpu", dtype=dtype, context=CONTEXT)
+    name, dtype, kv_cache = request.param
+    return lowbit.load(shorten(name), device="cpu", dtype=dtype, context=CONTEXT, kv_cache=kv_cache)
 
 
 def new_engine(model: lowbit.Model, size: CacheSize = ROOMY) -> Engine:
-    decoder = model.engine.decoder
-    return Engine(new_runner(decoder, 4096, size, model.dtype, "cpu"))
+    decoder, cache_type = model.engine.decoder, model.kv_cache.cache_type
+    return Engine(new_runner(decoder, 4096, size, model.dtype, "cpu", cache_type=cache_type))
 
 
 class Watch:
@@ -74,7 +74,7 @@ class Watch:
         tokens = handle.result()
         pages = torch.tensor(sequence.pages)
         left = [torch.cat(self.logits), torch.tensor(tokens)]
-        for store in (state.pages.k, state.pages.v):  # free, but nobody has written there since
+        for store in state.pages.stores:  # free, but nobody has written there since
             left.append(store[:, pages].flatten(1, 2)[:, : sequence.length].clone())
         if state.recurrent:
             slots = state.slots

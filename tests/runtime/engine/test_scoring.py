@@ -23,15 +23,23 @@ HOT = lowbit.SamplingParams(1.0, seed=3)
 ROUNDING = 2.0**-18
 
 
-@pytest.fixture(scope="module", params=["tiny-qwen3", "tiny-qwen3.5"])
+@pytest.fixture(
+    scope="module",
+    params=[("tiny-qwen3", "bf16"), ("tiny-qwen3.5", "bf16"), ("tiny-qwen3.5", "int8")],
+    ids="-".join,
+)
 def model(request: pytest.FixtureRequest, shorten: Shorten) -> lowbit.Model:
-    return lowbit.load(shorten(request.param), device="cpu", dtype=torch.float32, context=400)
+    name, kv_cache = request.param
+    return lowbit.load(
+        shorten(name), device="cpu", dtype=torch.float32, context=400, kv_cache=kv_cache
+    )
 
 
 @pytest.fixture
 def small(model: lowbit.Model) -> Engine:
     size = CacheSize(400, 3, 21, 4)
-    return Engine(new_runner(model.engine.decoder, 4096, size, torch.float32, "cpu"))
+    decoder, cache_type = model.engine.decoder, model.kv_cache.cache_type
+    return Engine(new_runner(decoder, 4096, size, torch.float32, "cpu", cache_type=cache_type))
 
 
 def prompt(number: int, length: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Conversations whose turns share one cache, against a model that has seen nothing before."""
+"""Conversations whose turns share one cache, against a model that has forgotten all before."""
 
 import shutil
 from collections.abc import Callable
@@ -41,16 +41,18 @@ def load(request: pytest.FixtureRequest, tmp_path: Path, shorten: Shorten) -> Lo
 
 @pytest.mark.parametrize(("thinking", "tokens"), [(True, 24), (False, 60)])
 def test_every_turn_is_what_a_fresh_model_answers(load: Load, thinking: bool, tokens: int) -> None:
-    model, messages = load(), list[lowbit.Message]()
+    model, fresh, messages = load(), load(), list[lowbit.Message]()
     reused = []
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
-        made, fresh = (
+        made, expected = (
             held.generate(messages, sampling=GREEDY, thinking=thinking, max_new_tokens=tokens)
-            for held in (model, load())
+            for held in (model, fresh)
         )
-        assert made.prompt_token_ids == fresh.prompt_token_ids
-        assert made.token_ids == fresh.token_ids
+        assert made.prompt_token_ids == expected.prompt_token_ids
+        assert made.token_ids == expected.token_ids
+        assert expected.timings.reused_tokens == 0
+        fresh.engine.forget()
         reused.append(made.timings.reused_tokens)
         messages.append({"role": "assistant", "content": made.text})
     assert reused[0] == 0
@@ -63,7 +65,7 @@ def test_a_turn_taken_back_or_repeated_or_redrawn_changes_nothing(
     load: Load, thinking: bool
 ) -> None:
     hot = lowbit.SamplingParams(temperature=0.9, top_k=30, seed=5)
-    model = load()
+    model, fresh = load(), load()
     first, other, short = (
         lowbit.Message(role="user", content=text)
         for text in (QUESTIONS[0], QUESTIONS[0] + " Please.", "Hm")
@@ -73,8 +75,10 @@ def test_a_turn_taken_back_or_repeated_or_redrawn_changes_nothing(
     left.close()
     for messages in ([first], [first], [other], [first, short], [first]):
         for sampling in (GREEDY, hot):
-            made, fresh = (
+            made, expected = (
                 held.generate(messages, sampling=sampling, thinking=thinking, max_new_tokens=12)
-                for held in (model, load())
+                for held in (model, fresh)
             )
-            assert made.token_ids == fresh.token_ids
+            assert made.token_ids == expected.token_ids
+            assert expected.timings.reused_tokens == 0
+            fresh.engine.forget()

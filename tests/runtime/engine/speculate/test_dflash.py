@@ -13,7 +13,7 @@ from torch import Tensor
 import lowbit.runtime as lowbit
 from lowbit.convert import Recipe, convert
 from lowbit.formats.errors import CheckpointError, FormatError, LowbitError, UnsupportedModelError
-from lowbit.formats.kv_cache import FP32_CACHE, plain_cache
+from lowbit.formats.kv_cache import FP32_CACHE
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine.load_options import Mode
 from lowbit.runtime.engine.memory import Account
@@ -133,16 +133,21 @@ def test_drafts_are_those_of_plain_torch(
         assert drafts == drafts_by_torch(target, weights, ids)[: len(drafts)]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(
+    scope="module",
+    params=[("float32", "bf16"), ("bfloat16", "bf16"), ("bfloat16", "int8")],
+    ids="-".join,
+)
 def models(request: pytest.FixtureRequest) -> dict[str, lowbit.Model]:
     """The target with the bundled drafter, by what drafts."""
-    dtype = getattr(torch, request.param)
+    dtype, kv_cache = getattr(torch, request.param[0]), request.param[1]
     quantize = None if dtype == torch.float32 else "int4"
     modes: tuple[Mode, ...] = ("dflash", "auto") if quantize is None else ("dflash",)
     drafted: dict[str, lowbit.Model] = {
-        each: load(TRAINED, each, dtype=dtype, quantize=quantize) for each in modes
+        each: load(TRAINED, each, dtype=dtype, quantize=quantize, kv_cache=kv_cache)
+        for each in modes
     }
-    return {"off": load(None, dtype=dtype, quantize=quantize), **drafted}
+    return {"off": load(None, dtype=dtype, quantize=quantize, kv_cache=kv_cache), **drafted}
 
 
 def requests(model: lowbit.Model, count: int = 24) -> list[TokenRequest]:
@@ -208,7 +213,9 @@ def test_a_drafter_takes_memory(models: dict[str, lowbit.Model]) -> None:
     blocks = models["dflash"].engine.runner.blocks
     assert blocks is not None
     with_drafter, alone = (
-        Account(opened, "cpu", dtype, plain_cache(dtype), 4096).page_bytes(blocks.pages.count)
+        Account(opened, "cpu", dtype, models["off"].kv_cache.cache_type, 4096).page_bytes(
+            blocks.pages.count
+        )
         for opened in (drafted, plain)
     )
     assert with_drafter - alone == blocks.pages.size_bytes

@@ -28,13 +28,18 @@ STRICT = lowbit.SamplingParams(
 )
 KINDS = (GREEDY, HOT, STRICT)
 # Attention in FP32 is that of tiny-qwen3.5, whose layers are of both kinds.
-CASES = [("tiny-qwen3", "bfloat16"), ("tiny-qwen3.5", "float32"), ("tiny-qwen3.5", "bfloat16")]
+CASES = [
+    ("tiny-qwen3", "bfloat16", "bf16"),
+    ("tiny-qwen3.5", "float32", "bf16"),
+    ("tiny-qwen3.5", "bfloat16", "bf16"),
+    ("tiny-qwen3.5", "bfloat16", "int8"),
+]
 COUNT = 26  # new tokens
 
 
 @pytest.fixture(scope="module", params=CASES, ids=["-".join(case) for case in CASES])
 def model(request: pytest.FixtureRequest, shorten: Shorten) -> lowbit.Model:
-    name, dtype = request.param
+    name, dtype, kv_cache = request.param
     return lowbit.load(
         shorten(name),
         device="cpu",
@@ -44,6 +49,7 @@ def model(request: pytest.FixtureRequest, shorten: Shorten) -> lowbit.Model:
         quantize="int4",
         speculate="ngram",
         draft_tokens=15,
+        kv_cache=kv_cache,
     )
 
 
@@ -93,8 +99,7 @@ def left_by(
     sequence, state = handle._sequence, model.engine.runner.state
     pages = torch.tensor(sequence.pages)
     tensors = [
-        store[:, pages].flatten(1, 2)[:, : sequence.length].clone()
-        for store in (state.pages.k, state.pages.v)
+        store[:, pages].flatten(1, 2)[:, : sequence.length].clone() for store in state.pages.stores
     ]
     if state.recurrent:
         slot = sequence.slot

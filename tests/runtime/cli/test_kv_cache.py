@@ -1,0 +1,102 @@
+"""`--kv-cache`: who takes it, what it changes, what is printed and what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from lowbit.formats.kv_cache import BF16_CACHE
+from lowbit.runtime.cli.main import main
+from lowbit.runtime.engine import memory
+from lowbit.runtime.engine.load_options import LoadOptions
+from lowbit.runtime.models.loader import open_model
+
+FOLDER = str(Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3")
+PROMPT = "Once upon a time, a little robot"
+OPTIONS = ("--raw", "--temperature", "0", "--device", "cpu", "--max-new-tokens", "20")
+BENCH = ("--device", "cpu", "--new-tokens", "4", "--runs", "1", "--json")
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run() -> Run:
+    return lambda *arguments, stdin=None: CliRunner().invoke(main, arguments, input=stdin)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench", "evaluate"])
+def test_commands_that_load_a_model_take_it(command: str) -> None:
+    [option] = [it for it in main.commands[command].params if it.name == "kv_cache"]
+    assert option.opts == ["--kv-cache"]
+    assert repr(option.type) == "Choice(['bf16', 'int8', 'auto'])"
+
+
+def test_answers_come_with_each_type(run: Run) -> None:
+    answers = {}
+    for kv_cache in ("bf16", "int8", "auto"):
+        done = run(FOLDER, PROMPT, *OPTIONS, "--json", "--kv-cache", kv_cache)
+        assert done.exit_code == 0, done.output
+        answers[kv_cache] = json.loads(done.stdout)
+        line = "--kv-cache auto: bf16, since a cache of 2,048 tokens fits"
+        assert (line in done.stderr) is (kv_cache == "auto")
+        assert done.stderr.count("--kv-cache") == (kv_cache == "auto")
+    assert [answers[name]["kv_cache"] for name in answers] == ["bf16", "int8", "bf16"]
+    plain = json.loads(run(FOLDER, PROMPT, *OPTIONS, "--json").stdout)
+    assert plain["token_ids"] == answers["bf16"]["token_ids"]
+    assert len(answers["int8"]["token_ids"]) == 20
+
+
+def test_auto_says_why_it_takes_int8(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    account = memory.Account(open_model(Path(FOLDER)), "cpu", torch.bfloat16, BF16_CACHE, 4096)
+    asked = memory.asked_cache(account, LoadOptions(max_sequences=1), 0)
+    free = int(account.needed(asked, asked.all_pages) * memory.HEADROOM) - 10_000
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    done = run(FOLDER, PROMPT, *OPTIONS, "--kv-cache", "auto")
+    assert done.exit_code == 0, done.output
+    assert (
+        "--kv-cache auto: int8, since a cache of 2,048 tokens does not fit in bf16" in done.stderr
+    )
+    refused = run(FOLDER, PROMPT, *OPTIONS, "--context", "2048")
+    assert refused.exit_code == 1
+    assert "and a cache (bf16) of 2048 tokens for 1 sequence, free on cpu" in refused.stderr
+    assert "hint: --kv-cache int8 fits; --context" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ((FOLDER, "Hi", "--kv-cache", "fp8"), 2, "'fp8' is not one of 'bf16', 'int8', 'auto'"),
+        (
+            ("chat", "--url", "http://127.0.0.1:1", "--kv-cache", "int8"),
+            2,
+            "--url takes no option for loading a model",
+        ),
+    ],
+)
+def test_what_is_refused(run: Run, arguments: tuple[str, ...], code: int, message: str) -> None:
+    done = run(*arguments, stdin="Hi\n")
+    assert done.exit_code == code
+    assert message in " ".join(done.stderr.split())
+    assert done.stdout == ""
+
+
+def test_a_gpu_has_no_kernel_yet(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    done = run(FOLDER, "Hi", "--kv-cache", "int8", "--device", "cuda")
+    assert done.exit_code == 1
+    assert "an int8 cache runs on the CPU only, a GPU has no kernel for it yet" in done.stderr
+    assert "hint: use --kv-cache bf16, or --device cpu" in done.stderr
+
+
+def test_bench_counts_the_bytes_of_the_type(run: Run) -> None:
+    found = {}
+    for kv_cache in ("bf16", "int8"):
+        options = ("bench", FOLDER, *BENCH, "--kv-cache", kv_cache)
+        one = json.loads(run(*options, "--prompt-tokens", "20").stdout)
+        sweep = json.loads(run(*options, "--contexts", "20,50").stdout)
+        assert (one["kv_cache"], sweep["kv_cache"]) == (kv_cache, kv_cache)
+        found[kv_cache] = [one["cache_bytes"], *(at["kv_bytes"] for at in sweep["points"])]
+    for plain, halved in zip(found["bf16"], found["int8"], strict=True):
+        assert halved / plain == (64 + 2) / 128
