@@ -18,6 +18,7 @@ from lowbit.convert import Recipe, convert
 from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, dequantize, unpack
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.engine.graphs import Graphs
+from lowbit.runtime.engine.load_options import KVCache
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized
@@ -406,13 +407,15 @@ def test_weights_of_both_devices_are_the_same(make_model: Callable[..., PackedMo
     assert torch.equal(on_gpu.embedding.float().cpu(), exact.embedding)
 
 
+@pytest.mark.parametrize("kv_cache", ["bf16", "int8"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED[1]])
 def test_a_sequence_has_the_same_bits_among_63_others(
-    make: Make, params: lowbit.SamplingParams
+    make: Make, params: lowbit.SamplingParams, kv_cache: KVCache
 ) -> None:
     """It leaves the same tokens, keys and values, short and with more keys than 256."""
     sizes = SIZES | {"num_key_value_heads": 4, "max_position_embeddings": 1024}
-    model = lowbit.load(make(mixed, **sizes).folder, device="cuda", max_sequences=EXACT_TOKENS)
+    folder = make(mixed, **sizes).folder
+    model = lowbit.load(folder, device="cuda", max_sequences=EXACT_TOKENS, kv_cache=kv_cache)
     engine, count = model.engine, 300
     engine.drafting = None
 
@@ -429,7 +432,7 @@ def test_a_sequence_has_the_same_bits_among_63_others(
         torch.cuda.synchronize()
         state, pages = engine.runner.state, torch.tensor(sequence.pages)
         found = [torch.tensor(sequence.output[:count])]
-        for store in (state.pages.k, state.pages.v):
+        for store in state.pages.stores:
             found.append(store[:, pages].flatten(1, 2)[:, : 19 + count].clone())
         for handle in (watched, *beside):
             handle.cancel()
