@@ -179,21 +179,21 @@ def time_decode(name: str, heads: Heads, rope: Rope, bandwidth: float) -> None:
 
 def flash_us(heads: Heads, past: int) -> float:
     """PyTorch's flash attention of a chunk, without norms, rotation and append."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.bias import causal_lower_right
 
     def rows(count: int, of: int) -> Tensor:
         return torch.randn(1, of, count, heads.dim, device="cuda", dtype=torch.bfloat16)
 
     q, k, v = rows(CHUNK, heads.queries), rows(past + CHUNK, heads.kv), rows(past + CHUNK, heads.kv)
-    mask = causal_lower_right(CHUNK, past + CHUNK)
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return graph_us(
-            lambda: torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, enable_gqa=True
-            ),
-            5,
+    mask = causal_lower_right(CHUNK, past + CHUNK) if past else None
+    torch.backends.cuda.enable_cudnn_sdp(False)  # makes a plan for each length
+
+    def attend() -> None:
+        torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=past == 0, enable_gqa=True
         )
+
+    return graph_us(attend, 5)
 
 
 def prompt_us(heads: Heads, rope: Rope, past: int, kind: CacheType) -> float:

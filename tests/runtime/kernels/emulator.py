@@ -99,13 +99,16 @@ class PointerTo:
 class Memory:
     """Tensors given to a kernel, and the shared memory of a program."""
 
-    def __init__(self, tensors: list[Tensor]):
+    def __init__(self, tensors: list[Tensor], frozen: bool = False):
         self.tensors = [(x.data_ptr(), x.contiguous().flatten().view(torch.uint8)) for x in tensors]
+        self.before = [(at, x.clone()) for at, x in self.tensors] if frozen else self.tensors
         self.shared = np.zeros((0, 0), np.uint8)  # [programs, bytes]
 
-    def held(self, address: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    def held(
+        self, address: np.ndarray, size: int, reading: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The bytes of a tensor, and where those of each lane begin."""
-        for start, values in self.tensors:
+        for start, values in self.before if reading else self.tensors:
             if start <= address.flat[0] < start + len(values):
                 at = address - start
                 assert (at >= 0).all(), "before the tensor"
@@ -120,10 +123,12 @@ class Memory:
             self.held(address, 1)  # which says what is wrong
         return [inside for inside in found if inside.any()]
 
-    def place(self, address: Any, size: int, shared: bool) -> tuple[np.ndarray, np.ndarray]:
+    def place(
+        self, address: Any, size: int, shared: bool, reading: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The bytes that hold an address of each lane, and where."""
         if not shared:
-            values, at = self.held(address, size)
+            values, at = self.held(address, size, reading)
         else:
             programs, length = self.shared.shape
             assert (address >= 0).all()
@@ -140,7 +145,7 @@ class Memory:
                 self.load(np.where(own, address, address[own][0]), words, False) for own in apart
             ]
             return tuple(lanes(np.select(apart, [part[i] for part in parts])) for i in range(words))
-        values, at = self.place(address, 4 * words, shared)
+        values, at = self.place(address, 4 * words, shared, reading=True)
         found = values.view(INT)[at[..., None] // 4 + np.arange(words)]
         return tuple(lanes(found[..., i]) for i in range(words))
 
@@ -155,9 +160,14 @@ class Memory:
         values.view(INT)[at[inside][:, None] // 4 + np.arange(len(words))] = stacked
 
 
-def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
-    """Run a kernel in place of `device.run`, many programs together."""
-    memory = Memory([x for x in arguments if isinstance(x, Tensor)])
+def run_kernel(
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, frozen: bool = False, **named: Any
+) -> None:
+    """Run a kernel in place of `device.run`, many programs together.
+
+    frozen: no program sees what the kernel has stored in global memory, as if all ran at once.
+    """
+    memory = Memory([x for x in arguments if isinstance(x, Tensor)], frozen)
     given = [
         Pointer(memory, x.data_ptr(), x.dtype)
         if isinstance(x, Tensor)
@@ -250,7 +260,7 @@ def language(memory: Memory, programs: np.ndarray, grid: tuple[int, ...]) -> Any
                 np.full(inside.shape, other, INT if pointer.kind == torch.int32 else FLOAT)
             )
         safe = np.where(inside, pointer.address, pointer.address.flat[np.argmax(inside)])
-        values, at = memory.held(safe, size)
+        values, at = memory.held(safe, size, reading=True)
         found = torch.from_numpy(values[at[..., None] + np.arange(size)].copy())
         floats = found.view(pointer.kind)[..., 0]
         as_numpy = (floats.float() if floats.is_floating_point() else floats).numpy()
