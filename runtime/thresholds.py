@@ -26,7 +26,6 @@ EXPERTS_CHUNK = 1024  # grouped by expert in one launch
 
 # Attention.
 PROMPT_TOKENS = 128  # of a chunk that small programs attend to; see `prompt_launch`
-LONG_TOKENS = 2048  # before a chunk, from which larger programs attend faster
 
 # The CPU.
 CPU_PACKED_TOKENS = 80  # times planes of 4 bits: multiplied in codes; more by dequantized weights

@@ -24,10 +24,9 @@ from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.host_rings import write
 from lowbit.runtime.state.pages import PAGE, SCRATCH
 from lowbit.runtime.state.step import NO_SLOT, Span, Step
-from lowbit.runtime.thresholds import LONG_TOKENS, SEQUENCE_TOKENS
+from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 
 WIDTHS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)  # tokens
-MOST_CHUNKS = 2 * len(WIDTHS)  # graphs, before and after LONG_TOKENS
 LAUNCHED = 1  # prompts with such a chunk before one is recorded, which takes two launches' time
 INPUTS = 4  # ids, positions, rows, writes
 
@@ -40,7 +39,7 @@ class Chunks:
         decoder: the model.
         state: pages and slots of its sequences.
         tables: [R, T / PAGE] int32 block tables by row.
-        graphs: recorded chunks, by `key_of`.
+        graphs: recorded chunks, by width.
         inputs: [INPUTS * W + 2] int32; for a width M ids, positions, rows and slots to write, M of
             each, then 0 and the number of tokens.
         hidden: [W, h], hidden states of the last chunk.
@@ -53,7 +52,7 @@ class Chunks:
     inputs: Tensor = field(init=False)
     hidden: Tensor = field(init=False)
     _prompts: int = 0  # that have begun
-    _uses: dict[tuple[int, bool], tuple[int, int]] = field(default_factory=dict)  # see `_is_common`
+    _uses: dict[int, tuple[int, int]] = field(default_factory=dict)  # see `_is_common`
 
     def __post_init__(self) -> None:
         """Allocate what the widest chunk needs."""
@@ -72,16 +71,16 @@ class Chunks:
             [len(ids), h] hidden states, until the next chunk runs.
         """
         count, first = len(ids), sequence.length
-        M, long = key = key_of(first, count)
+        M = width_of(count)
         write(self.inputs[: INPUTS * M + 2], _numbers(sequence.row, first, ids, M))
-        if self._is_common(key, first == sequence.reused):
-            self.graphs.replay(key, lambda: self.forward(M, long))
+        if self._is_common(M, first == sequence.reused):
+            self.graphs.replay(M, lambda: self.forward(M))
         else:
-            self.forward(M, long)
+            self.forward(M)
         return self.hidden[:count]
 
-    def forward(self, M: int, long: bool) -> None:
-        """Run the tokens in `inputs`, all that is known of them on the host being their key."""
+    def forward(self, M: int) -> None:
+        """Run the tokens in `inputs`, all that is known of them on the host being their width."""
         ids, positions, rows, writes = self.inputs[: INPUTS * M].view(INPUTS, M)
         step = Step(
             positions=positions,
@@ -92,21 +91,21 @@ class Chunks:
             write=writes,
             reach=self.tables.shape[1] * PAGE,
             longest=M,
-            spans=(Span(SCRATCH, LONG_TOKENS if long else 0, M),),
+            spans=(Span(SCRATCH, 0, M),),
             prompt=True,
         )
         self.hidden[:M] = self.decoder.hidden(ids.long(), self.state, step)
 
-    def _is_common(self, key: tuple[int, bool], begins: bool) -> bool:
+    def _is_common(self, M: int, begins: bool) -> bool:
         """True if more than LAUNCHED prompts have had such a chunk: a lone prompt gains nothing.
 
         begins: the chunk is the first of its prompt.
         """
         self._prompts += begins
-        count, last = self._uses.get(key, (0, 0))
+        count, last = self._uses.get(M, (0, 0))
         if last != self._prompts or not count:
             count += 1
-            self._uses[key] = count, self._prompts
+            self._uses[M] = count, self._prompts
         return count > LAUNCHED
 
 
@@ -128,17 +127,12 @@ def new_chunks(
         return None
     if decoder.config.experts is not None:
         return None
-    return Chunks(decoder, state, tables, Graphs(beside=beside, most=MOST_CHUNKS))
+    return Chunks(decoder, state, tables, Graphs(beside=beside, most=len(WIDTHS)))
 
 
-def key_of(first: int, tokens: int) -> tuple[int, bool]:
-    """A chunk's width, and whether it begins at LONG_TOKENS or later: all that launches depend on.
-
-    Args:
-        first: position of its first token.
-        tokens: at most the last of WIDTHS.
-    """
-    return next(width for width in WIDTHS if width >= tokens), first >= LONG_TOKENS
+def width_of(tokens: int) -> int:
+    """Tokens that a chunk of so many, at most the last of WIDTHS, is padded to."""
+    return next(width for width in WIDTHS if width >= tokens)
 
 
 def _numbers(row: int, first: int, ids: Numbers[int], M: int) -> list[int]:

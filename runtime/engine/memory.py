@@ -6,7 +6,7 @@ import torch
 
 from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, state_bytes
 from lowbit.formats.errors import RequestError, ResourceError
-from lowbit.formats.kv_cache import INT8_CACHE, CacheType
+from lowbit.formats.kv_cache import INT8_CACHE, CacheType, plain_cache
 from lowbit.formats.machine.free_memory import free_bytes
 from lowbit.runtime.engine.graphs import drafts_together
 from lowbit.runtime.engine.load_options import LoadOptions
@@ -76,9 +76,17 @@ class Account:
             taken += kept.nbytes
         return taken
 
+    def widened_bytes(self, size: CacheSize) -> int:
+        """Memory on a GPU of a sequence's keys and values of a layer, widened for its prompt."""
+        if not self.cache_type.scaled:
+            return 0
+        config, plain = self.opened.config, plain_cache(self.dtype)
+        pages = kv_pages(config, pages_for(size.context), plain, "meta")
+        return pages.size_bytes // max(1, config.kv_layers)
+
     def needed(self, size: CacheSize, pages: int) -> int:
         """Memory of weights, sequences and so many pages, without HEADROOM."""
-        workspace = 0 if self.device == "cpu" else GPU_WORKSPACE
+        workspace = 0 if self.device == "cpu" else GPU_WORKSPACE + self.widened_bytes(size)
         weights = self.opened.weight_bytes(self.device, self.dtype)
         return weights + workspace + self.row_bytes(size) + self.page_bytes(pages)
 

@@ -9,13 +9,13 @@ Layout  qkv [M, (Hq + 2 * Hkv) * D] bf16, each q head followed by its gate where
         length + m. Length, sequence and number of tokens are read from the step's tensors; tokens
         past that number are padding: nothing is stored
 Bytes   many tokens whose pages do not follow one another: 16 * Hkv * D * (length + M) to gather
-Plan    A Triton program per token and 8 heads writes q aside and k, v into the pages. Attention is
-        a kernel whose programs take some tokens of a head over all keys, in order, their softmax as
-        they go; the last keys, which not all of these tokens see, in a loop of their own. Before
-        Hopper PyTorch's flash attention takes many tokens, over the pages as they lie where they
-        follow one another, else over rows gathered from them. Where pages lie changes no bit.
-        Codes are read as they lie and become BF16 in the kernel, exactly; the scales of keys are
-        multiplied into scores, those of values into weights. PyTorch gets rows in BF16
+Plan    A Triton program per token and 8 heads writes q aside and k, v into the pages. Attention of
+        few tokens is a kernel whose programs take some tokens of a head over all keys, in order,
+        their softmax as they go; the last keys, which not all of these tokens see, in a loop of
+        their own. Codes become BF16 in it, exactly; the scales of keys are multiplied into scores,
+        those of values into weights. Many tokens are for `prefill_hopper`, elsewhere for PyTorch's
+        flash attention, over the pages as they lie where they follow one another, else over rows
+        gathered from them; of codes both get rows in BF16. Where pages lie changes no bit
 """
 
 import math
@@ -27,11 +27,18 @@ from torch import Tensor
 from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 
 from lowbit.runtime.kernels.attention.heads import heads_of
+from lowbit.runtime.kernels.attention.prefill_hopper import (
+    HEAD_DIMS,
+    attend_on_hopper,
+    prompt_plan,
+)
+from lowbit.runtime.kernels.attention.widen_pages import widen_pages
 from lowbit.runtime.kernels.launch.attention import prompt_launch
 from lowbit.runtime.kernels.launch.device import capability, run
 from lowbit.runtime.state.pages import PAGE, KVPages, pages_for
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span, Step
+from lowbit.runtime.thresholds import PROMPT_TOKENS
 
 LOG2E = math.log2(math.e)
 BLOCK_H = 8  # heads of a program that rotates
@@ -242,7 +249,7 @@ def attention_prefill(
     """Attention of M tokens of one sequence after the tokens it has; see `Ops.attention`.
 
     Padding behind the tokens (`Step.starts`) is for the kernels alone, not for PyTorch's attention.
-    Of what the host knows of the step they take one thing: on which side of LONG_TOKENS it begins.
+    They take nothing else of what the host knows of the step.
 
     Returns:
         [M, Hq * D] in the dtype of qkv; anything for padding.
@@ -271,9 +278,14 @@ def attention_prefill(
         num_warps=4,
         enable_fp_fusion=True,
     )
+    scale = D**-0.5 * LOG2E
     hopper = capability(qkv)[0] == 9
-    launch = prompt_launch(D, M, span.first, hopper, coded=pages.scaled)
-    if launch is not None:
+    if hopper and M > PROMPT_TOKENS and D in HEAD_DIMS:
+        k, v = widen_pages(stored, where, step.tables.shape[1]) if pages.scaled else stored[:2]
+        plan = prompt_plan(heads, in_order=pages.scaled)
+        return attend_on_hopper(q, k, v, qkv, where, scale, plan).view(M, Hq * D)
+    if hopper or M <= PROMPT_TOKENS:
+        launch = prompt_launch(D)
         attended = torch.empty_like(q)
         run(
             _attend_kernel,
@@ -283,7 +295,7 @@ def attention_prefill(
             qkv,
             attended,
             *where,
-            D**-0.5 * LOG2E,
+            scale,
             HEADS=heads,
             BLOCK_M=launch.tokens,
             BLOCK_N=launch.keys,

@@ -6,7 +6,7 @@ Measured on an H200; elsewhere the same but for `hopper_registers`.
 from dataclasses import dataclass
 
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED, power_of_two
-from lowbit.runtime.thresholds import LONG_TOKENS, PROMPT_TOKENS, SEQUENCE_TOKENS
+from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,35 +183,6 @@ class PromptLaunch:
     stages: int
 
 
-PROMPT_LAUNCHES = {  # by the largest head
-    64: PromptLaunch(64, 128, 4, 2),
-    128: PromptLaunch(64, 64, 4, 2),
-    256: PromptLaunch(128, 64, 8, 2),
-}
-LONG_LAUNCH = PromptLaunch(128, 64, 4, 3)  # of heads of 128
-CODED_LAUNCH = PromptLaunch(
-    128, 64, 8, 2
-)  # of heads of 128; twice the tokens share what is widened
-
-
-def prompt_launch(
-    head_dim: int, tokens: int, first: int, hopper: bool, coded: bool = False
-) -> PromptLaunch | None:
-    """Look up the launch for a prompt's chunk; None where PyTorch's attention is faster.
-
-    Args:
-        head_dim: of a head.
-        tokens: of the chunk.
-        first: tokens before it.
-        hopper: whether the GPU is one.
-        coded: keys and values are INT8 codes. Not measured yet.
-    """
-    if tokens <= PROMPT_TOKENS:  # two programs in 99 KB of shared memory
-        return PromptLaunch(16, 64 if head_dim <= 128 else 32, 4, 2)
-    if not hopper:
-        return None
-    if coded and head_dim == 128:
-        return CODED_LAUNCH
-    if first >= LONG_TOKENS and head_dim == 128:
-        return LONG_LAUNCH
-    return next(launch for most, launch in PROMPT_LAUNCHES.items() if head_dim <= most)
+def prompt_launch(head_dim: int) -> PromptLaunch:
+    """The launch for a prompt's short chunk: two programs in 99 KB of shared memory."""
+    return PromptLaunch(16, 64 if head_dim <= 128 else 32, 4, 2)

@@ -12,12 +12,11 @@ import torch
 
 import lowbit.runtime as lowbit
 from lowbit.runtime import thresholds
-from lowbit.runtime.engine import chunks
-from lowbit.runtime.engine.chunks import WIDTHS, Chunks, key_of
+from lowbit.runtime.engine.chunks import WIDTHS, Chunks, width_of
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.scheduler import CHUNK
-from lowbit.runtime.thresholds import LONG_TOKENS, SEQUENCE_TOKENS
+from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 from tests.runtime.engine.graph_stand_in import run_through_graphs
 
 if TYPE_CHECKING:
@@ -67,22 +66,17 @@ def recorded(model: lowbit.Model) -> list[Any]:
 
 @pytest.mark.parametrize("threshold", [n for n in dir(thresholds) if n.endswith("_TOKENS")])
 def test_a_padded_chunk_stands_where_its_length_does(threshold: str) -> None:
-    """But for LONG_TOKENS, which no chunk has, and the CPU's, which pads none."""
+    """But for the CPU's, which pads none."""
     most = getattr(thresholds, threshold)
     for count in range(SEQUENCE_TOKENS + 1, WIDTHS[-1] + 1):
-        width, _ = key_of(0, count)
+        width = width_of(count)
         assert count <= width
         assert (width <= most) == (count <= most) or threshold == "CPU_PACKED_TOKENS"
 
 
 def test_widths_reach_the_longest_chunk_and_waste_less_than_half() -> None:
     assert WIDTHS[-1] == CHUNK
-    assert all(2 * count > key_of(0, count)[0] for count in range(SEQUENCE_TOKENS + 1, CHUNK + 1))
-
-
-def test_a_key_says_where_a_chunk_begins() -> None:
-    assert key_of(LONG_TOKENS - 1, 100) == (128, False)
-    assert key_of(LONG_TOKENS, 100) == (128, True)
+    assert all(2 * count > width_of(count) for count in range(SEQUENCE_TOKENS + 1, CHUNK + 1))
 
 
 def test_chunks_are_replayed_from_the_second_prompt_on(
@@ -104,22 +98,20 @@ def test_chunks_are_replayed_from_the_second_prompt_on(
     ):
         ids = IDS[place : place + count]
         assert answer(graphs, ids) == answer(plain, ids)
-        assert recorded(graphs) == [(width, False) for width in keys]
+        assert recorded(graphs) == keys
 
 
 def test_chunks_of_one_prompt_count_as_one(
     graphs: lowbit.Model,
     fresh: Callable[[], lowbit.Model],
     set_chunk: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A lone prompt of many chunks would only wait for the recording of one."""
-    monkeypatch.setattr(chunks, "LONG_TOKENS", 100)
     set_chunk(40)
     plain = fresh()
-    for ids, keys in ((IDS[:200], []), (IDS[5:85], [False]), (IDS[1:], [False, True])):
-        assert answer(graphs, ids[:230]) == answer(plain, ids[:230])
-        assert recorded(graphs) == [(64, long) for long in keys]
+    for ids, keys in ((IDS[:200], []), (IDS[5:85], [64]), (IDS[1:231], [64])):
+        assert answer(graphs, ids) == answer(plain, ids)
+        assert recorded(graphs) == keys
 
 
 def test_prompts_that_go_on_from_the_cache_count(
@@ -134,7 +126,7 @@ def test_prompts_that_go_on_from_the_cache_count(
             found.append(handle.result())
             assert handle.reused == (0 if turn == 0 else len(ids) - 40)
         assert found[0] == found[1]
-        assert recorded(graphs) == [(64, False)] * (turn > 0)
+        assert recorded(graphs) == [64] * (turn > 0)
         ids = [*ids, *found[0][:-1], *IDS[50 * turn :][:40]]
 
 
@@ -160,7 +152,7 @@ def test_the_least_recently_used_chunks_are_dropped(
     for _ in range(3):
         for count in (30, 60, 100):
             assert answer(graphs, IDS[:count]) == answer(plain, IDS[:count])
-    assert recorded(graphs) == [(64, False), (128, False)]
+    assert recorded(graphs) == [64, 128]
 
 
 def test_an_interrupted_recording_is_forgotten(
@@ -180,7 +172,7 @@ def test_an_interrupted_recording_is_forgotten(
             answer(graphs, ids)
     assert recorded(graphs) == []
     assert answer(graphs, ids) == expected
-    assert recorded(graphs) == [(64, False)]
+    assert recorded(graphs) == [64]
 
 
 def test_no_chunk_is_padded_on_a_cpu(fresh: Callable[[], lowbit.Model]) -> None:

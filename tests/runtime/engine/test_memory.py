@@ -17,7 +17,7 @@ from lowbit.runtime.engine import memory
 from lowbit.runtime.engine.runner import Runner, new_runner
 from lowbit.runtime.models.loader import OpenedModel, load_decoder, open_model
 from lowbit.runtime.state.device_state import CacheSize, new_state
-from lowbit.runtime.state.pages import EXTRA, PAGE
+from lowbit.runtime.state.pages import EXTRA, PAGE, pages_for
 from lowbit.runtime.state.sampler import new_sampler_rows
 
 if TYPE_CHECKING:
@@ -203,6 +203,10 @@ def test_account_counts_what_a_runner_allocates(
     assert sum(each.nbytes for each in others) == asked.row_bytes(size)
     weights = opened.weight_bytes(device, torch.bfloat16)
     beside = memory.GPU_WORKSPACE if device == "cuda" else 0
+    if device == "cuda" and cache_type.scaled:  # keys and values of a layer in BF16
+        config = opened.config
+        each = config.num_key_value_heads * config.head_dim * torch.bfloat16.itemsize
+        beside += 2 * pages_for(size.context) * PAGE * each
     all_bytes = sum(each.nbytes for each in (*paged, *others))
     assert asked.needed(size, size.all_pages) == weights + beside + all_bytes
 
