@@ -1,0 +1,115 @@
+"""`lowbit-convert cut-vocabulary`."""
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lowbit.convert.cli.options import out_argument, parse_size, source_argument, text_option
+from lowbit.formats.shell.failure import reported
+from lowbit.formats.shell.options import Count, check_command, json_option
+from lowbit.formats.shell.output import note, print_json
+
+if TYPE_CHECKING:
+    from lowbit.convert.vocabulary.cut import CutModel
+
+
+@click.command(
+    name="cut-vocabulary",
+    short_help="Keep the tokens that a text needs.",
+    epilog="""\b
+    Example:
+      lowbit-convert cut-vocabulary Qwen/Qwen3.5-0.8B small --keep 65536
+    """,
+)
+@source_argument
+@out_argument
+@click.option(
+    "--keep",
+    "tokens",
+    type=Count(),
+    metavar="N",
+    required=True,
+    help="Tokens to keep, rounded up to a multiple of 128.",
+)
+@text_option(
+    "--text",
+    "Text whose tokens are kept first, .txt or .jsonl; best one in the languages and on the "
+    "subjects that the model will be used for.",
+)
+@click.option(
+    "--max-shard-size",
+    callback=parse_size,
+    metavar="SIZE",
+    default="5GB",
+    show_default=True,
+    help="Limit of a weight file.",
+)
+@click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub id.")
+@json_option
+@reported
+def cut_vocabulary(
+    source: str,
+    out: Path,
+    tokens: int,
+    text: Path | None,
+    max_shard_size: int,
+    revision: str | None,
+    as_json: bool,
+) -> None:
+    """Write the original SRC with a smaller vocabulary into the new folder OUT.
+
+    Embedding and head keep the rows of N tokens, all else stays as it is. OUT is an original like
+    SRC, to be quantized next: decoding reads fewer bytes a token. Kept are the 256 bytes, the added
+    tokens and what the model's files name, then the tokens that the text uses most, then those of
+    lowest id, each with the parts that it is merged from. Any text still encodes; tokens that are
+    left out come in more pieces, and the model cannot write them as one.
+    """
+    from lowbit.convert.cli.progress import progress_bars
+    from lowbit.convert.vocabulary.cut import cut_vocabulary
+
+    check_command(source)
+    with progress_bars(quiet=as_json) as progress:
+        done = cut_vocabulary(
+            source,
+            out,
+            tokens,
+            text=text,
+            revision=revision,
+            max_shard_bytes=max_shard_size,
+            progress=progress,
+        )
+    if as_json:
+        print_json(done.to_json())
+    else:
+        _show(done)
+
+
+def _show(done: "CutModel") -> None:
+    """Print what is kept, and how much longer texts get."""
+    from lowbit.convert.report.formatting import percent, size
+    from lowbit.formats.printable import printable
+    from lowbit.formats.shell.tables import plain_table, results, styled
+
+    console, kept = results(), done.record
+    console.print(
+        styled(
+            ("✓", "bold green"),
+            f" {done.folder}: {kept.rows:,} of {kept.source_tokens:,} tokens, "
+            f"{size(done.weight_bytes)} of weights instead of {size(done.source_bytes)}",
+        )
+    )
+    console.print(
+        f"kept: {percent(kept.coverage, 1)} of the tokens of {printable(kept.text)}, "
+        f"{percent(kept.held_out, 1)} of the half left out of a count"
+    )
+    table = plain_table("tokens of a text", ("text",), ("before", "after", "more"))
+    for row in kept.lengths:
+        counts = (f"{row.tokens_before:,}", f"{row.tokens_after:,}", percent(row.growth, 1))
+        table.add_row(row.text, *counts)
+    console.print(table)
+    if done.left_out:
+        names = ", ".join(done.left_out)
+        console.print(styled((f"left out: {names}, which tokenizer.json replaces", "dim")))
+    note(f"next: {shlex.join(['lowbit-convert', str(done.folder), 'OUT'])}", fold=False)

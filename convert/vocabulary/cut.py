@@ -1,0 +1,367 @@
+"""An original with a smaller vocabulary: the same weights, fewer rows of embedding and head.
+
+The result is an original like any other: to be quantized, calibrated, measured, trained and run.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.export.outputs import Output, row_parts, row_ranges, write_shards
+from lowbit.convert.original.evaluation_text import default_texts
+from lowbit.convert.original.token_counts import count_text
+from lowbit.convert.pipeline.folder import (
+    check_apart,
+    check_output,
+    check_small_files,
+    copy_file,
+    put_in_place,
+)
+from lowbit.convert.pipeline.journal import JOURNAL_FILE, open_journal
+from lowbit.convert.pipeline.place import partial_of, place_of
+from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES
+from lowbit.convert.vocabulary.choice import KeptTokens, choose_tokens
+from lowbit.convert.vocabulary.token_ids import named_ids, renumbered
+from lowbit.convert.vocabulary.tokenizer import ByteLevelBpe, cut_tokenizer, open_tokenizer
+from lowbit.formats.architectures import is_carried, is_drafter, is_tied, read_config, tensor_table
+from lowbit.formats.architectures.decoder import TEXT, VOCABULARY
+from lowbit.formats.errors import CheckpointError, ResourceError, UnsupportedModelError
+from lowbit.formats.files.atomic import disk_errors
+from lowbit.formats.hub.locate import Location, locate
+from lowbit.formats.kept_vocabulary import KEPT_FILE, KeptVocabulary, TextLength
+from lowbit.formats.layout.manifest import json_bytes
+from lowbit.formats.layout.quantization_config import KEY
+from lowbit.formats.safetensors.checkpoint import (
+    CONFIG_FILE,
+    Checkpoint,
+    TensorInfo,
+    open_checkpoint,
+    read_header,
+    read_json,
+)
+from lowbit.formats.safetensors.hashing import hash_file
+from lowbit.formats.safetensors.shards import METADATA
+from lowbit.formats.text.settings import (
+    ADDED_TOKENS_FILE,
+    MAX_SETTINGS_BYTES,
+    SETTINGS_FILE,
+    read_object,
+)
+from lowbit.formats.text.tokenizer import TOKENIZER_FILE, TextTokenizer, load_text_tokenizer
+
+# Files that may name tokens by id.
+NAMING = (
+    *("generation_config.json", "processor_config.json", "preprocessor_config.json"),
+    *("video_preprocessor_config.json", SETTINGS_FILE),
+)
+# Other forms of the whole vocabulary, which nobody needs beside tokenizer.json.
+OLDER = ("vocab.json", "merges.txt", "tokenizer.model")
+OTHER_WORK = "remove it, or choose another output folder"
+Progress = Callable[[str, int, int], None]  # phase, done, in all
+
+
+@dataclass(frozen=True, slots=True)
+class CutModel:
+    """An original with a smaller vocabulary, in its place.
+
+    Attributes:
+        folder: of it.
+        source: where the weights came from.
+        record: content of kept_vocabulary.json.
+        source_bytes: of the source's tensors.
+        weight_bytes: of the weight files.
+        left_out: files of the source that held the whole vocabulary in another form.
+    """
+
+    folder: Path
+    source: Location
+    record: KeptVocabulary
+    source_bytes: int
+    weight_bytes: int
+    left_out: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of `cut-vocabulary --json`, without the kept tokens' ids."""
+        record = {key: value for key, value in asdict(self.record).items() if key != "ids"}
+        return {
+            "folder": str(self.folder),
+            "source_bytes": self.source_bytes,
+            "weight_bytes": self.weight_bytes,
+            "left_out": list(self.left_out),
+            "vocabulary": record,
+        }
+
+
+@disk_errors()
+def cut_vocabulary(
+    source: str | Path,
+    out: str | Path,
+    tokens: int,
+    *,
+    text: Path | None = None,
+    revision: str | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    progress: Progress | None = None,
+) -> CutModel:
+    """Write an original whose vocabulary has fewer tokens; memory holds a block of rows.
+
+    Kept are the bytes, added tokens and those that the model's files name, then the tokens that a
+    text uses most, then those of lowest id; and what their merges need.
+
+    Args:
+        source: folder, or Hub id, of a model that is not quantized.
+        out: folder to create.
+        tokens: to keep; rounded up to a multiple of 128.
+        text: `.txt` or `.jsonl` text to count tokens on; the bundled one where left out.
+        revision: branch, tag or commit of a Hub id.
+        max_shard_bytes: limit of a weight file.
+        progress: called with (phase, done, in all).
+
+    Raises:
+        LowbitError: a model or a tokenizer that cannot be cut, a text that cannot be read, or an
+            `out` that is not free; all found before anything is written.
+    """
+    out = Path(out)
+    place = place_of(out)  # rename cannot target a link or `..`
+    if place.is_dir() and any(place.iterdir()):
+        raise ResourceError(f"`{out}` is not empty", hint="choose another folder")
+    check_output(place, overwrite=False)
+    location = locate(str(source), revision)
+    folder = location.folder
+    check_apart(folder, place)
+    checkpoint = _open_source(folder)
+    rows = read_config(checkpoint.config).vocab_size
+    cut = _cut_names(checkpoint, rows)
+    names = check_small_files(folder)
+    tokenizer = load_text_tokenizer(folder, "a smaller vocabulary")
+    bpe = open_tokenizer(tokenizer)
+    tokenizer.check_ids(sorted(bpe.ids), rows)
+    named = _named(folder, names, checkpoint.config, bpe)
+    kept = choose_tokens(bpe, count_text(tokenizer, rows, text), tokens, named)
+    content = cut_tokenizer(bpe, kept.ids)
+    partial = partial_of(place)
+    partial.mkdir(parents=True, exist_ok=True)
+    with open_journal(partial, "cut vocabulary", False, [*names, KEPT_FILE], OTHER_WORK):
+        for stale in partial.iterdir():
+            if stale.name != JOURNAL_FILE:
+                stale.unlink()
+        (partial / TOKENIZER_FILE).write_bytes(_json(content))
+        left_out = _write_small_files(folder, partial, names, checkpoint.config, kept)
+        record = _record(location, rows, bpe, kept, _lengths(tokenizer, partial))
+        (partial / KEPT_FILE).write_bytes(record.to_bytes())
+        size = _write_weights(checkpoint, cut, kept, partial, max_shard_bytes, progress)
+        put_in_place(place, overwrite=False)
+    return CutModel(
+        folder=out,
+        source=location,
+        record=record,
+        source_bytes=sum(info.nbytes for info in checkpoint.tensors.values()),
+        weight_bytes=size,
+        left_out=left_out,
+    )
+
+
+def _open_source(folder: Path) -> Checkpoint:
+    """Headers of a model as they are in its files: fused experts stay fused.
+
+    Raises:
+        UnsupportedModelError: a drafter, whose tokens are another model's, or a quantized model.
+    """
+    checkpoint = open_checkpoint(folder)
+    config = checkpoint.config
+    if is_drafter(config):
+        raise UnsupportedModelError(f"`{folder}` is a drafter: its vocabulary is another model's")
+    if config.get(KEY) is not None or (folder / KEPT_FILE).exists():
+        how = "quantized" if config.get(KEY) is not None else "cut already"
+        raise UnsupportedModelError(f"`{folder}` is {how}", hint="cut the original, then quantize")
+    tensor_table(config, checkpoint.tensors)  # refuses what is not implemented
+    files = sorted({info.file for info in checkpoint.tensors.values()})
+    tensors = {n: info for file in files for n, info in read_header(folder / file).items()}
+    return Checkpoint(folder, config, tensors)
+
+
+def _cut_names(checkpoint: Checkpoint, rows: int) -> frozenset[str]:
+    """Names of the tensors that have a row a token.
+
+    Raises:
+        CheckpointError: an embedding or head of another shape, or another tensor that may have
+            such rows.
+    """
+    config, tensors = checkpoint.config, checkpoint.tensors
+    table = tensor_table(config, tensors)
+    wanted = {spec.name: spec for spec in table if spec.role in ("embedding", "head")}
+    for name, spec in wanted.items():
+        if name not in tensors:
+            if spec.role == "head" and is_tied(config):
+                continue
+            raise CheckpointError(f"`{checkpoint.folder}` lacks `{name}`")
+        if tensors[name].shape != spec.shape:
+            raise CheckpointError(
+                f"`{name}` has shape {list(tensors[name].shape)}, expected {list(spec.shape)}"
+            )
+    known = {spec.name for spec in table}
+    for name, info in tensors.items():
+        unknown = name not in known and not is_carried(config, name)
+        if unknown and info.shape[:1] == (rows,):
+            raise CheckpointError(f"`{name}` has a row a token, which is not understood")
+    return frozenset(wanted.keys() & tensors.keys())
+
+
+def _named(
+    folder: Path, names: list[str], config: Mapping[str, Any], bpe: ByteLevelBpe
+) -> set[int]:
+    """Tokens that the model's files name by id.
+
+    Raises:
+        CheckpointError: an id without a token.
+    """
+    files = {CONFIG_FILE: config} | {
+        name: read_json(folder / name, MAX_SETTINGS_BYTES) for name in NAMING if name in names
+    }
+    found = set()
+    for name, content in files.items():
+        ids = named_ids(content, f"`{folder / name}`")
+        if unknown := ids - bpe.ids:
+            raise CheckpointError(
+                f"`{folder / name}` names token {min(unknown)}, which `{bpe.path.name}` lacks"
+            )
+        found |= ids
+    return found
+
+
+def _write_small_files(
+    folder: Path, out: Path, names: list[str], config: Mapping[str, Any], kept: KeptTokens
+) -> tuple[str, ...]:
+    """Write config.json and everything else beside the weights; names of what is left out."""
+    new = {old: number for number, old in enumerate(kept.ids)}
+    ids = load_text_tokenizer(out).hub.get_vocab()
+    (out / CONFIG_FILE).write_bytes(json_bytes(_cut_config(renumbered(config, new), len(new))))
+    left_out = []
+    for name in names:
+        if name in OLDER:
+            left_out.append(name)
+        elif name in NAMING:
+            before = read_json(folder / name, MAX_SETTINGS_BYTES)
+            after = _relisted(renumbered(before, new), ids)
+            if after == before:
+                copy_file(folder / name, out / name)
+            else:
+                (out / name).write_bytes(json_bytes(after))
+        elif name == ADDED_TOKENS_FILE:
+            listed = read_object(folder / name, MAX_SETTINGS_BYTES) or {}
+            (out / name).write_bytes(
+                json_bytes({text: ids[text] for text in listed if text in ids})
+            )
+        elif name not in (TOKENIZER_FILE, KEPT_FILE):
+            copy_file(folder / name, out / name)
+    return tuple(left_out)
+
+
+def _relisted(content: dict[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
+    """Number the tokens of tokenizer_config.json's `added_tokens_decoder` by their text."""
+    listed = content.get("added_tokens_decoder")
+    if not isinstance(listed, dict):
+        return content
+    numbered = {str(ids[entry["content"]]): entry for entry in listed.values() if entry["content"]}
+    return {**content, "added_tokens_decoder": numbered}
+
+
+def _cut_config(config: dict[str, Any], rows: int) -> dict[str, Any]:
+    """The config with another size of the vocabulary wherever it stands."""
+    key, nested = VOCABULARY.key, config.get(TEXT)
+    changed = {**config, key: rows} if key in config else config
+    if isinstance(nested, dict) and key in nested:
+        changed = {**changed, TEXT: {**nested, key: rows}}
+    return changed
+
+
+def _write_weights(
+    source: Checkpoint,
+    cut: frozenset[str],
+    kept: KeptTokens,
+    out: Path,
+    max_shard_bytes: int,
+    progress: Progress | None,
+) -> int:
+    """Write all tensors, those of `cut` with the kept rows alone; bytes of the files."""
+    ids = torch.tensor(kept.ids)
+    outputs = [
+        Output(info.name, info.dtype, (len(ids), *info.shape[1:]), _kept_rows(source, info, ids))
+        if info.name in cut
+        else Output(info.name, info.dtype, info.shape, _all_rows(source, info))
+        for info in source.tensors.values()
+    ]
+    total = sum(
+        info.nbytes if info.name not in cut else len(ids) * info.row_bytes
+        for info in source.tensors.values()
+    )
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress("export", done, total)
+
+    return write_shards(outputs, out, max_shard_bytes, METADATA, advance)
+
+
+def _all_rows(source: Checkpoint, info: TensorInfo) -> Callable[[], Iterator[Tensor]]:
+    return lambda: row_parts(source, info)
+
+
+def _kept_rows(source: Checkpoint, info: TensorInfo, ids: Tensor) -> Callable[[], Iterator[Tensor]]:
+    def blocks() -> Iterator[Tensor]:
+        for start, stop in row_ranges(info):
+            here = ids[(ids >= start) & (ids < stop)]
+            if len(here):
+                yield source.read_rows(info.name, start, stop)[here - start]
+
+    return blocks
+
+
+def _lengths(before: TextTokenizer, out: Path) -> tuple[TextLength, ...]:
+    """Tokens of the bundled evaluation texts, by both tokenizers."""
+    texts, after = default_texts(), load_text_tokenizer(out)
+    contents = [text.content for text in texts]
+    pairs = zip(before.encode_all(contents), after.encode_all(contents), strict=True)
+    return tuple(
+        TextLength(text.title, len(text.content.encode()), len(old), len(new))
+        for text, (old, new) in zip(texts, pairs, strict=True)
+    )
+
+
+def _record(
+    location: Location,
+    rows: int,
+    bpe: ByteLevelBpe,
+    kept: KeptTokens,
+    lengths: tuple[TextLength, ...],
+) -> KeptVocabulary:
+    return KeptVocabulary(
+        lowbit_version=version("lowbit"),
+        repo=location.repo,
+        commit=location.commit,
+        tokenizer_sha256=hash_file(bpe.path),
+        source_rows=rows,
+        source_tokens=len(bpe.ids),
+        rows=len(kept.ids),
+        text=kept.text,
+        text_sha256=kept.text_sha256,
+        text_tokens=kept.tokens,
+        coverage=kept.coverage,
+        held_out=kept.held_out,
+        lengths=lengths,
+        ids=kept.ids,
+    )
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    """A tokenizer.json as the tokenizers library writes it: one line, text as UTF-8."""
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()

@@ -1,0 +1,91 @@
+"""`kept_vocabulary.json`: which tokens of its original a model with a smaller vocabulary has.
+
+Conversions pass the file through, so a packed folder says too that its vocabulary was cut.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lowbit.formats.layout.records import load_object, record
+
+KEPT_FILE = "kept_vocabulary.json"
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TextLength:
+    """Tokens of a text.
+
+    Attributes:
+        text: title of it.
+        size_bytes: of it as UTF-8.
+        tokens_before: by the original's tokenizer.
+        tokens_after: by the cut one.
+    """
+
+    text: str
+    size_bytes: int
+    tokens_before: int
+    tokens_after: int
+
+    @property
+    def growth(self) -> float:
+        """Share by which the text has more tokens."""
+        return self.tokens_after / self.tokens_before - 1 if self.tokens_before else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class KeptVocabulary:
+    """Content of kept_vocabulary.json.
+
+    Attributes:
+        lowbit_version: version that cut the vocabulary.
+        repo: Hub id of the original; None for a folder.
+        commit: of the original; None for a folder.
+        tokenizer_sha256: of the original's tokenizer.json.
+        source_rows: of the original's embedding.
+        source_tokens: of the original's tokenizer.
+        rows: tokens that are kept, each with a row.
+        text: name of the text that tokens were counted on.
+        text_sha256: of its content.
+        text_tokens: of it, by the original's tokenizer.
+        coverage: share of them that are kept.
+        held_out: share that would be kept in the half of the text that was left out of a count.
+        lengths: of the bundled evaluation texts.
+        ids: the original's id of every token, ascending; its own id is its place here.
+    """
+
+    lowbit_version: str
+    repo: str | None
+    commit: str | None
+    tokenizer_sha256: str
+    source_rows: int
+    source_tokens: int
+    rows: int
+    text: str
+    text_sha256: str
+    text_tokens: int
+    coverage: float
+    held_out: float
+    lengths: tuple[TextLength, ...]
+    ids: tuple[int, ...]
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        return (json.dumps({"schema": SCHEMA, **asdict(self)}) + "\n").encode()
+
+
+def read_kept_vocabulary(folder: Path) -> KeptVocabulary | None:
+    """Read the file of a model folder; None where the vocabulary was not cut.
+
+    Raises:
+        CheckpointError: not a regular file, or a link out of the folder or to nothing.
+        FormatError: malformed, or of a schema this release does not know.
+    """
+    path = folder / KEPT_FILE
+    try:
+        content = load_object(path, "schema", SCHEMA, hint="cut the vocabulary again")
+    except FileNotFoundError:
+        return None
+    return record(KeptVocabulary, content, str(path))
