@@ -22,12 +22,16 @@ class TextLength:
         size_bytes: of it as UTF-8.
         tokens_before: by the original's tokenizer.
         tokens_after: by the cut one.
+        bits_before: a byte of the text that the original needs; None where it was not measured.
+        bits_after: the same of the model with the cut vocabulary.
     """
 
     text: str
     size_bytes: int
     tokens_before: int
     tokens_after: int
+    bits_before: float | None
+    bits_after: float | None
 
     @property
     def growth(self) -> float:
@@ -52,7 +56,7 @@ class KeptVocabulary:
         text_tokens: of it, by the original's tokenizer.
         coverage: share of them that are kept.
         held_out: share that would be kept in the half of the text that was left out of a count.
-        lengths: of the bundled evaluation texts.
+        lengths: of the evaluation texts.
         ids: the original's id of every token, ascending; its own id is its place here.
     """
 

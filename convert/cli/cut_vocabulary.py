@@ -5,8 +5,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
-from lowbit.convert.cli.options import out_argument, parse_size, source_argument, text_option
+from lowbit.convert.cli.options import (
+    device_option,
+    out_argument,
+    parse_size,
+    source_argument,
+    text_option,
+)
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import Count, check_command, json_option
 from lowbit.formats.shell.output import note, print_json
@@ -46,6 +53,22 @@ if TYPE_CHECKING:
     show_default=True,
     help="Limit of a weight file.",
 )
+@click.option(
+    "--eval-text",
+    "eval_texts",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    show_default="200 kB of WikiText-2, then maths and code",
+    help="Text whose tokens are counted before and after (repeatable).",
+)
+@click.option(
+    "--measure",
+    is_flag=True,
+    help="Run both models in FP32, a layer at a time, and tell how many bits they need for a byte "
+    "of those texts.",
+)
+@device_option
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub id.")
 @json_option
 @reported
@@ -55,6 +78,9 @@ def cut_vocabulary(
     tokens: int,
     text: Path | None,
     max_shard_size: int,
+    eval_texts: tuple[Path, ...],
+    measure: bool,
+    device: str,
     revision: str | None,
     as_json: bool,
 ) -> None:
@@ -67,15 +93,22 @@ def cut_vocabulary(
     left out come in more pieces, and the model cannot write them as one.
     """
     from lowbit.convert.cli.progress import progress_bars
+    from lowbit.convert.report.reporting import read_texts
     from lowbit.convert.vocabulary.cut import cut_vocabulary
 
     check_command(source)
+    given = click.get_current_context().get_parameter_source("device")
+    if not measure and given is not ParameterSource.DEFAULT:
+        raise click.UsageError("--device is for --measure.")
+    texts = read_texts(eval_texts)
     with progress_bars(quiet=as_json) as progress:
         done = cut_vocabulary(
             source,
             out,
             tokens,
             text=text,
+            texts=texts,
+            measure_on=device if measure else None,
             revision=revision,
             max_shard_bytes=max_shard_size,
             progress=progress,
@@ -88,7 +121,7 @@ def cut_vocabulary(
 
 def _show(done: "CutModel") -> None:
     """Print what is kept, and how much longer texts get."""
-    from lowbit.convert.report.formatting import percent, size
+    from lowbit.convert.report.formatting import MISSING, number, percent, size
     from lowbit.formats.printable import printable
     from lowbit.formats.shell.tables import plain_table, results, styled
 
@@ -109,6 +142,13 @@ def _show(done: "CutModel") -> None:
         counts = (f"{row.tokens_before:,}", f"{row.tokens_after:,}", percent(row.growth, 1))
         table.add_row(row.text, *counts)
     console.print(table)
+    measured = [row for row in kept.lengths if row.bits_before is not None]
+    if measured:
+        bits = plain_table("bits a byte, both models in FP32", ("text",), ("before", "after"))
+        for row in measured:
+            pair = (row.bits_before, row.bits_after)
+            bits.add_row(row.text, *(MISSING if x is None else number(x, 4) for x in pair))
+        console.print(bits)
     if done.left_out:
         names = ", ".join(done.left_out)
         console.print(styled((f"left out: {names}, which tokenizer.json replaces", "dim")))

@@ -4,8 +4,8 @@ The result is an original like any other: to be quantized, calibrated, measured,
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.export.outputs import Output, row_parts, row_ranges, write_shards
-from lowbit.convert.original.evaluation_text import default_texts
+from lowbit.convert.original.device import open_device
+from lowbit.convert.original.evaluation_text import Text, default_texts
 from lowbit.convert.original.token_counts import count_text
 from lowbit.convert.pipeline.folder import (
     check_apart,
@@ -26,6 +27,7 @@ from lowbit.convert.pipeline.folder import (
 from lowbit.convert.pipeline.journal import JOURNAL_FILE, open_journal
 from lowbit.convert.pipeline.place import partial_of, place_of
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES
+from lowbit.convert.vocabulary.bits import text_bits
 from lowbit.convert.vocabulary.choice import KeptTokens, choose_tokens
 from lowbit.convert.vocabulary.token_ids import named_ids, renumbered
 from lowbit.convert.vocabulary.tokenizer import ByteLevelBpe, cut_tokenizer, open_tokenizer
@@ -105,6 +107,8 @@ def cut_vocabulary(
     tokens: int,
     *,
     text: Path | None = None,
+    texts: Sequence[Text] | None = None,
+    measure_on: str | None = None,
     revision: str | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress | None = None,
@@ -119,6 +123,9 @@ def cut_vocabulary(
         out: folder to create.
         tokens: to keep; rounded up to a multiple of 128.
         text: `.txt` or `.jsonl` text to count tokens on; the bundled one where left out.
+        texts: whose tokens are counted before and after; the bundled ones where left out.
+        measure_on: `cpu` or `cuda`, where both models run to tell the bits that they need for a
+            byte of the texts; None to leave that out.
         revision: branch, tag or commit of a Hub id.
         max_shard_bytes: limit of a weight file.
         progress: called with (phase, done, in all).
@@ -132,6 +139,9 @@ def cut_vocabulary(
     if place.is_dir() and any(place.iterdir()):
         raise ResourceError(f"`{out}` is not empty", hint="choose another folder")
     check_output(place, overwrite=False)
+    device = None if measure_on is None else open_device(measure_on)
+    compared = default_texts() if texts is None else texts
+    report = progress or (lambda phase, done, total: None)
     location = locate(str(source), revision)
     folder = location.folder
     check_apart(folder, place)
@@ -153,9 +163,12 @@ def cut_vocabulary(
                 stale.unlink()
         (partial / TOKENIZER_FILE).write_bytes(_json(content))
         left_out = _write_small_files(folder, partial, names, checkpoint.config, kept)
-        record = _record(location, rows, bpe, kept, _lengths(tokenizer, partial))
+        size = _write_weights(checkpoint, cut, kept, partial, max_shard_bytes, report)
+        lengths = _lengths(tokenizer, partial, compared)
+        if device is not None:
+            lengths = _measured(lengths, compared, (folder, partial), device, report)
+        record = _record(location, rows, bpe, kept, lengths)
         (partial / KEPT_FILE).write_bytes(record.to_bytes())
-        size = _write_weights(checkpoint, cut, kept, partial, max_shard_bytes, progress)
         put_in_place(place, overwrite=False)
     return CutModel(
         folder=out,
@@ -287,7 +300,7 @@ def _write_weights(
     kept: KeptTokens,
     out: Path,
     max_shard_bytes: int,
-    progress: Progress | None,
+    report: Progress,
 ) -> int:
     """Write all tensors, those of `cut` with the kept rows alone; bytes of the files."""
     ids = torch.tensor(kept.ids)
@@ -306,8 +319,7 @@ def _write_weights(
     def advance(count: int) -> None:
         nonlocal done
         done += count
-        if progress is not None:
-            progress("export", done, total)
+        report("export", done, total)
 
     return write_shards(outputs, out, max_shard_bytes, METADATA, advance)
 
@@ -326,14 +338,37 @@ def _kept_rows(source: Checkpoint, info: TensorInfo, ids: Tensor) -> Callable[[]
     return blocks
 
 
-def _lengths(before: TextTokenizer, out: Path) -> tuple[TextLength, ...]:
-    """Tokens of the bundled evaluation texts, by both tokenizers."""
-    texts, after = default_texts(), load_text_tokenizer(out)
+def _lengths(before: TextTokenizer, out: Path, texts: Sequence[Text]) -> tuple[TextLength, ...]:
+    """Tokens of texts, by both tokenizers."""
     contents = [text.content for text in texts]
+    after = load_text_tokenizer(out)
     pairs = zip(before.encode_all(contents), after.encode_all(contents), strict=True)
     return tuple(
-        TextLength(text.title, len(text.content.encode()), len(old), len(new))
+        TextLength(text.title, len(text.content.encode()), len(old), len(new), None, None)
         for text, (old, new) in zip(texts, pairs, strict=True)
+    )
+
+
+def _measured(
+    lengths: Sequence[TextLength],
+    texts: Sequence[Text],
+    folders: tuple[Path, Path],
+    device: torch.device,
+    report: Progress,
+) -> tuple[TextLength, ...]:
+    """The same with bits a byte, of the original and of the cut model."""
+    total = 2 * (read_config(read_json(folders[0] / CONFIG_FILE)).num_hidden_layers + 1)
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        report("compare", done, total)
+
+    old, new = (text_bits(folder, texts, device, advance) for folder in folders)
+    return tuple(
+        replace(row, bits_before=a, bits_after=b)
+        for row, a, b in zip(lengths, old, new, strict=True)
     )
 
 

@@ -291,6 +291,28 @@ def test_command(hybrid: Path, tmp_path: Path, cli: "Cli") -> None:
     assert told.exit_code == 0, told.stderr
     assert "512 of 4,096 tokens" in told.stdout
     assert "next: lowbit-convert" in told.stderr
-    refused = cli("cut-vocabulary", hybrid, tmp_path / "third")
+
+
+def test_command_measures(hybrid: Path, tmp_path: Path, cli: "Cli") -> None:
+    text = tmp_path / "own.txt"
+    text.write_text(TEXT * 3)
+    words = ("cut-vocabulary", hybrid, tmp_path / "out", "--keep", str(FEW), "--eval-text", text)
+    done = cli(*words, "--measure", "--device", "cpu")
+    assert done.exit_code == 0, done.stderr
+    assert "bits a byte" in done.stdout
+    row = read_kept_vocabulary(tmp_path / "out").lengths[0]  # type: ignore[union-attr]
+    assert row.text == "own.txt"
+    assert row.bits_before is not None
+    assert f"{row.bits_before:.4f}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [((), "--keep"), (("--keep", "512", "--device", "cpu"), "--device is for --measure")],
+)
+def test_command_refuses(
+    hybrid: Path, tmp_path: Path, cli: "Cli", options: tuple[str, ...], named: str
+) -> None:
+    refused = cli("cut-vocabulary", hybrid, tmp_path / "out", *options)
     assert refused.exit_code == 2
-    assert "--keep" in refused.stderr
+    assert named in refused.stderr
