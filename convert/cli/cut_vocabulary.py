@@ -121,7 +121,7 @@ def cut_vocabulary(
 
 def _show(done: "CutModel") -> None:
     """Print what is kept, and how much longer texts get."""
-    from lowbit.convert.report.formatting import MISSING, number, percent, size
+    from lowbit.convert.report.formatting import bits, percent, size
     from lowbit.formats.printable import printable
     from lowbit.formats.shell.tables import plain_table, results, styled
 
@@ -144,11 +144,10 @@ def _show(done: "CutModel") -> None:
     console.print(table)
     measured = [row for row in kept.lengths if row.bits_before is not None]
     if measured:
-        bits = plain_table("bits a byte, both models in FP32", ("text",), ("before", "after"))
+        table = plain_table("bits a byte, both models in FP32", ("text",), ("before", "after"))
         for row in measured:
-            pair = (row.bits_before, row.bits_after)
-            bits.add_row(row.text, *(MISSING if x is None else number(x, 4) for x in pair))
-        console.print(bits)
+            table.add_row(row.text, bits(row.bits_before), bits(row.bits_after))
+        console.print(table)
     if done.left_out:
         names = ", ".join(done.left_out)
         console.print(styled((f"left out: {names}, which tokenizer.json replaces", "dim")))
