@@ -1,13 +1,15 @@
 """Bits that a model needs for a byte of text, which models of different tokenizers share."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowbit.convert.measure.logits import scored_states
+from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.evaluation_text import Text, tokenize
 from lowbit.convert.original.model import LayeredModel, load_layered_model
 from lowbit.convert.original.threads import alone_on_threads, block_map
@@ -25,6 +27,16 @@ from lowbit.formats.architectures import read_config
 from lowbit.formats.text.tokenizer import load_text_tokenizer
 
 Advance = Callable[[], None]  # called after every layer, and after the head
+
+
+def check_measurable(folder: Path, config: Mapping[str, Any], texts: Sequence[Text]) -> None:
+    """Refuse what `text_bits` would refuse, before any other work.
+
+    Raises:
+        LowbitError: as there.
+    """
+    check_answers(config, str(folder))
+    tokenize(folder, texts, read_config(config).max_position_embeddings)
 
 
 def text_bits(

@@ -27,7 +27,7 @@ from lowbit.convert.pipeline.folder import (
 from lowbit.convert.pipeline.journal import JOURNAL_FILE, open_journal
 from lowbit.convert.pipeline.place import partial_of, place_of
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES
-from lowbit.convert.vocabulary.bits import text_bits
+from lowbit.convert.vocabulary.bits import check_measurable, text_bits
 from lowbit.convert.vocabulary.choice import KeptTokens, choose_tokens
 from lowbit.convert.vocabulary.token_ids import named_ids, renumbered
 from lowbit.convert.vocabulary.tokenizer import ByteLevelBpe, cut_tokenizer, open_tokenizer
@@ -148,6 +148,8 @@ def cut_vocabulary(
     checkpoint = _open_source(folder)
     rows = read_config(checkpoint.config).vocab_size
     cut = _cut_names(checkpoint, rows)
+    if device is not None:
+        check_measurable(folder, checkpoint.config, compared)
     names = check_small_files(folder)
     tokenizer = load_text_tokenizer(folder, "a smaller vocabulary")
     bpe = open_tokenizer(tokenizer)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lowbit.convert import Recipe, convert, cut_vocabulary
+from lowbit.convert.original.evaluation_text import Text
 from lowbit.convert.pipeline.verification import verify_folder
 from lowbit.convert.vocabulary.cut import CutModel
 from lowbit.formats.draft_head import open_draft_head
@@ -266,6 +267,13 @@ def test_what_cannot_be_cut_is_refused_by_name(
 def test_too_few_or_too_many_tokens(hybrid: Path, tmp_path: Path, tokens: int, named: str) -> None:
     with pytest.raises(LowbitError, match=named):
         cut_vocabulary(hybrid, tmp_path / "out", tokens)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_text_too_short_to_measure_is_refused_first(hybrid: Path, tmp_path: Path) -> None:
+    texts = (Text("a", "A", ""),)
+    with pytest.raises(LowbitError, match="`a` has 0 tokens"):
+        cut_vocabulary(hybrid, tmp_path / "out", FEW, texts=texts, measure_on="cpu")
     assert not list(tmp_path.iterdir())
 
 
