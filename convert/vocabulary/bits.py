@@ -1,9 +1,8 @@
 """Bits that a model needs for a byte of text, which models of different tokenizers share."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +28,13 @@ from lowbit.formats.text.tokenizer import load_text_tokenizer
 Advance = Callable[[], None]  # called after every layer, and after the head
 
 
-def check_measurable(folder: Path, config: Mapping[str, Any], texts: Sequence[Text]) -> None:
+def check_measurable(folder: Path, texts: Sequence[Text]) -> None:
     """Refuse what `text_bits` would refuse, before any other work.
 
     Raises:
         LowbitError: as there.
     """
+    config = open_weights(folder).checkpoint.config
     check_answers(config, str(folder))
     tokenize(folder, texts, read_config(config).max_position_embeddings)
 

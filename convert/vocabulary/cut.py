@@ -143,42 +143,83 @@ def cut_vocabulary(
     compared = default_texts() if texts is None else texts
     report = progress or (lambda phase, done, total: None)
     location = locate(str(source), revision)
-    folder = location.folder
-    check_apart(folder, place)
-    checkpoint = _open_source(folder)
-    rows = read_config(checkpoint.config).vocab_size
-    cut = _cut_names(checkpoint, rows)
+    check_apart(location.folder, place)
     if device is not None:
-        check_measurable(folder, checkpoint.config, compared)
-    names = check_small_files(folder)
-    tokenizer = load_text_tokenizer(folder, "a smaller vocabulary")
-    bpe = open_tokenizer(tokenizer)
-    tokenizer.check_ids(sorted(bpe.ids), rows)
-    named = _named(folder, names, checkpoint.config, bpe)
-    kept = choose_tokens(bpe, count_text(tokenizer, rows, text), tokens, named)
-    content = cut_tokenizer(bpe, kept.ids)
+        check_measurable(location.folder, compared)
+    work = _prepare(location, tokens, text)
     partial = partial_of(place)
     partial.mkdir(parents=True, exist_ok=True)
-    with open_journal(partial, "cut vocabulary", False, [*names, KEPT_FILE], OTHER_WORK):
+    with open_journal(partial, "cut vocabulary", False, [*work.names, KEPT_FILE], OTHER_WORK):
         for stale in partial.iterdir():
             if stale.name != JOURNAL_FILE:
                 stale.unlink()
-        (partial / TOKENIZER_FILE).write_bytes(_json(content))
-        left_out = _write_small_files(folder, partial, names, checkpoint.config, kept)
-        size = _write_weights(checkpoint, cut, kept, partial, max_shard_bytes, report)
-        lengths = _lengths(tokenizer, partial, compared)
+        left_out = _write_small_files(work, partial)
+        size = _write_weights(work, partial, max_shard_bytes, report)
+        lengths = _lengths(work.tokenizer, partial, compared)
         if device is not None:
-            lengths = _measured(lengths, compared, (folder, partial), device, report)
-        record = _record(location, rows, bpe, kept, lengths)
+            lengths = _measured(lengths, compared, (location.folder, partial), device, report)
+        record = _record(work, lengths)
         (partial / KEPT_FILE).write_bytes(record.to_bytes())
         put_in_place(place, overwrite=False)
     return CutModel(
         folder=out,
         source=location,
         record=record,
-        source_bytes=sum(info.nbytes for info in checkpoint.tensors.values()),
+        source_bytes=sum(info.nbytes for info in work.checkpoint.tensors.values()),
         weight_bytes=size,
         left_out=left_out,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A cut in which everything is decided.
+
+    Attributes:
+        location: where the original is.
+        checkpoint: its headers.
+        rows: of its embedding.
+        cut: names of the tensors that lose rows.
+        names: of its small files.
+        tokenizer: of the original.
+        source_tokens: that the tokenizer has.
+        kept: tokens that are kept.
+        content: of the new tokenizer.json.
+    """
+
+    location: Location
+    checkpoint: Checkpoint
+    rows: int
+    cut: frozenset[str]
+    names: list[str]
+    tokenizer: TextTokenizer
+    source_tokens: int
+    kept: KeptTokens
+    content: Mapping[str, Any]
+
+
+def _prepare(location: Location, tokens: int, text: Path | None) -> _Work:
+    """Read the original and choose the tokens, before anything is written."""
+    folder = location.folder
+    checkpoint = _open_source(folder)
+    rows = read_config(checkpoint.config).vocab_size
+    cut = _cut_names(checkpoint, rows)
+    names = check_small_files(folder)
+    tokenizer = load_text_tokenizer(folder, "a smaller vocabulary")
+    bpe = open_tokenizer(tokenizer)
+    tokenizer.check_ids(sorted(bpe.ids), rows)
+    named = _named(folder, names, checkpoint.config, bpe)
+    kept = choose_tokens(bpe, count_text(tokenizer, rows, text), tokens, named)
+    return _Work(
+        location=location,
+        checkpoint=checkpoint,
+        rows=rows,
+        cut=cut,
+        names=names,
+        tokenizer=tokenizer,
+        source_tokens=len(bpe.ids),
+        kept=kept,
+        content=cut_tokenizer(bpe, kept.ids),
     )
 
 
@@ -250,15 +291,15 @@ def _named(
     return found
 
 
-def _write_small_files(
-    folder: Path, out: Path, names: list[str], config: Mapping[str, Any], kept: KeptTokens
-) -> tuple[str, ...]:
-    """Write config.json and everything else beside the weights; names of what is left out."""
-    new = {old: number for number, old in enumerate(kept.ids)}
+def _write_small_files(work: _Work, out: Path) -> tuple[str, ...]:
+    """Write tokenizer, config and everything else beside the weights; names of what is left out."""
+    (out / TOKENIZER_FILE).write_bytes(_json(work.content))
+    folder, config = work.location.folder, work.checkpoint.config
+    new = {old: number for number, old in enumerate(work.kept.ids)}
     ids = load_text_tokenizer(out).hub.get_vocab()
     (out / CONFIG_FILE).write_bytes(json_bytes(_cut_config(renumbered(config, new), len(new))))
     left_out = []
-    for name in names:
+    for name in work.names:
         if name in OLDER:
             left_out.append(name)
         elif name in NAMING:
@@ -296,16 +337,9 @@ def _cut_config(config: dict[str, Any], rows: int) -> dict[str, Any]:
     return changed
 
 
-def _write_weights(
-    source: Checkpoint,
-    cut: frozenset[str],
-    kept: KeptTokens,
-    out: Path,
-    max_shard_bytes: int,
-    report: Progress,
-) -> int:
-    """Write all tensors, those of `cut` with the kept rows alone; bytes of the files."""
-    ids = torch.tensor(kept.ids)
+def _write_weights(work: _Work, out: Path, max_shard_bytes: int, report: Progress) -> int:
+    """Write all tensors, those that are cut with the kept rows alone; bytes of the files."""
+    source, cut, ids = work.checkpoint, work.cut, torch.tensor(work.kept.ids)
     outputs = [
         Output(info.name, info.dtype, (len(ids), *info.shape[1:]), _kept_rows(source, info, ids))
         if info.name in cut
@@ -374,20 +408,15 @@ def _measured(
     )
 
 
-def _record(
-    location: Location,
-    rows: int,
-    bpe: ByteLevelBpe,
-    kept: KeptTokens,
-    lengths: tuple[TextLength, ...],
-) -> KeptVocabulary:
+def _record(work: _Work, lengths: tuple[TextLength, ...]) -> KeptVocabulary:
+    kept = work.kept
     return KeptVocabulary(
         lowbit_version=version("lowbit"),
-        repo=location.repo,
-        commit=location.commit,
-        tokenizer_sha256=hash_file(bpe.path),
-        source_rows=rows,
-        source_tokens=len(bpe.ids),
+        repo=work.location.repo,
+        commit=work.location.commit,
+        tokenizer_sha256=hash_file(work.tokenizer.path),
+        source_rows=work.rows,
+        source_tokens=work.source_tokens,
         rows=len(kept.ids),
         text=kept.text,
         text_sha256=kept.text_sha256,
