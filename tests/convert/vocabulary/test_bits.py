@@ -8,6 +8,7 @@ import torch
 
 from lowbit.convert import cut_vocabulary
 from lowbit.convert.original.evaluation_text import Text
+from lowbit.convert.vocabulary.bits import text_bits
 from tests.short_models import Shorten
 
 STORIES = Path(__file__).parents[3] / "examples" / "data" / "stories-eval.txt"
@@ -43,3 +44,12 @@ def test_bits_are_those_of_transformers(shorten: Shorten, tmp_path: Path, name: 
     for row, text in zip(done.record.lengths, texts(), strict=True):
         assert row.bits_before == pytest.approx(expected(source, text), rel=1e-5)
         assert row.bits_after == pytest.approx(expected(done.folder, text), rel=1e-5)
+
+
+@pytest.mark.gpu
+def test_bits_on_a_gpu(shorten: Shorten) -> None:
+    source = shorten("tiny-qwen3")
+    found = [
+        text_bits(source, texts(), torch.device(name), lambda: None) for name in ("cpu", "cuda")
+    ]
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
