@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lowbit.formats.architectures import prefix_of, read_config, tensor_table
 from lowbit.formats.architectures.footprint import state_bytes
+from lowbit.formats.kv_cache import BF16_CACHE, CacheType
 from lowbit.formats.machine.free_memory import free_bytes
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare
@@ -107,7 +108,12 @@ class RandomWeights:
 
 
 def random_engine(
-    size: str, bits: int, context: int = CONTEXT, sequences: int = 1, tokens: int | None = None
+    size: str,
+    bits: int,
+    context: int = CONTEXT,
+    sequences: int = 1,
+    tokens: int | None = None,
+    cache_type: CacheType = BF16_CACHE,
 ) -> Engine:
     """An engine of a size that `make_random_checkpoint` knows, with linears of 4 or 8 bits.
 
@@ -117,8 +123,10 @@ def random_engine(
         context: most tokens of a sequence.
         sequences: decoded together.
         tokens: of the cache; None for as many as all sequences may have.
+        cache_type: of keys and values.
     """
-    return engine_of(config_of(size), bits, "cuda", context, sequences, tokens)
+    raw = config_of(size)
+    return engine_of(raw, bits, "cuda", context, sequences, tokens, cache_type=cache_type)
 
 
 def engine_of(
@@ -130,6 +138,7 @@ def engine_of(
     tokens: int | None = None,
     drafts: int = 0,
     draft_rows: int = 0,
+    cache_type: CacheType = BF16_CACHE,
 ) -> Engine:
     """An engine of a config.json, with the head for multi-token prediction if it has one.
 
@@ -142,6 +151,7 @@ def engine_of(
         tokens: see `random_engine`.
         drafts: that a step can verify.
         draft_rows: of the vocabulary, from which the head drafts; 0 for all.
+        cache_type: see `random_engine`.
     """
     if device == "cuda":
         from lowbit.runtime.backends import cuda as ops
@@ -162,15 +172,29 @@ def engine_of(
     state = state_bytes(config, torch.bfloat16.itemsize)
     snapshots = snapshots_for(pages, state, free_bytes("cpu"))
     cache = CacheSize(context, sequences, pages, snapshots, drafts)
-    return Engine(new_runner(decoder, config.vocab_size, cache, torch.bfloat16, device))
+    dtype = torch.bfloat16
+    return Engine(
+        new_runner(decoder, config.vocab_size, cache, dtype, device, cache_type=cache_type)
+    )
+
+
+def standing_sequences(
+    engine: Engine, count: int, tokens: int, new_tokens: int
+) -> list[TokenSequence]:
+    """Sequences with so many tokens each in the cache, most of them zeros, ready for steps."""
+    engine.forget()
+    engine.runner.batch = []
+    sequences, free = [], 1
+    for row in range(1, 1 + count):
+        sequence = TokenSequence(TokenRequest((0,) * tokens), count=new_tokens, seed=0)
+        sequence.row, sequence.length = row, tokens
+        sequence.pages = list(range(free, free + sequence.page_count))
+        free += sequence.page_count
+        engine.runner.open(sequence, None)
+        sequences.append(sequence)
+    return sequences
 
 
 def standing_sequence(engine: Engine, tokens: int, new_tokens: int) -> TokenSequence:
-    """A sequence with so many tokens in the cache, most of which are zeros, ready for steps."""
-    engine.forget()
-    sequence = TokenSequence(TokenRequest((0,) * tokens), count=new_tokens, seed=0)
-    sequence.row, sequence.length = 1, tokens
-    sequence.pages = list(range(1, 1 + sequence.page_count))
-    engine.runner.batch = []
-    engine.runner.open(sequence, None)
-    return sequence
+    """One of `standing_sequences`."""
+    return standing_sequences(engine, 1, tokens, new_tokens)[0]

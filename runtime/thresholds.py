@@ -5,7 +5,7 @@ Measured on an H200 (LOG.md), but for the CPU's.
 
 # A step of so many tokens gives each the bits that it has in a step of its own, in every way of
 # computing; more tokens only take ways that are faster.
-EXACT_TOKENS = 16
+EXACT_TOKENS = 64
 SEQUENCE_TOKENS = 16  # of one sequence in a decode step; more of a prompt are attended to together
 ROUND_TOKENS = 16  # of a round: last tokens and drafts of all its sequences
 
@@ -17,7 +17,8 @@ PACKED_TOKENS = 64  # multiplied by GEMVs; more by weights widened to BF16
 SHORT_TOKENS = 1024  # of a prompt for which weights are widened in larger blocks
 
 # Linear layers in BF16, and such rows beside packed ones.
-DENSE_TOKENS = 16  # multiplied by GEMVs, in one launch; more by cuBLAS
+DENSE_TOKENS = 64  # multiplied by GEMVs; more by cuBLAS
+ROWS_TOKENS = 16  # whose dense rows are multiplied in the launch of the packed ones
 
 # Experts.
 EXPERTS_TOKENS = 64  # computed one by one; more are grouped by expert

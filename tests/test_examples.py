@@ -107,7 +107,16 @@ def test_shards_are_filled_before_they_are_read(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would run for minutes")
 @pytest.mark.parametrize(
-    "script", ["bench_experts", "bench_kernels", "bench_models", "tune_attention", "tune_gemv"]
+    "script",
+    [
+        "bench_cache",
+        "bench_company",
+        "bench_experts",
+        "bench_kernels",
+        "bench_models",
+        "tune_attention",
+        "tune_gemv",
+    ],
 )
 def test_kernel_scripts_say_that_they_need_a_gpu(
     monkeypatch: pytest.MonkeyPatch, script: str

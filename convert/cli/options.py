@@ -145,9 +145,9 @@ recipe_options = with_options(
         "model, with weights that are easier to quantize; adapters trained on SRC do not fit it. "
         "These and rtn may be followed by +autoround, which learns rounding and scales layer by "
         "layer, and +distill, which learns from the original's predictions. auto: rtn where all "
-        "linears have 8 bits or more, else gptq+rotate (gptq where a head for multi-token "
-        "prediction, or one that stays the embedding, forbids it), or weighted where that would "
-        "take longer than 15 minutes on a CPU of so many cores.",
+        "linears have 8 bits or more, else gptq+rotate (gptq for Qwen3.5, for mixtures of experts "
+        "and where the head stays the embedding), or weighted where that would take longer than "
+        "15 minutes on a CPU.",
     ),
     click.option(
         "--lm-head",
@@ -316,7 +316,7 @@ gate_option = click.option(
     help="Exit with 3 where the figures miss a condition, as in 'kl_mean<0.03,top1>0.95' or, for "
     "one text, 'maths.kl_mean<0.05'. Figures: kl_mean, kl_stderr, kl_p95, kl_p99, kl_max, top1 "
     "(a share), ppl_change (0.01 is 1 % worse), cosine, bits_per_weight (of all weight "
-    "files); with --long, long_kl and cache_kl (what an INT8 cache adds).",
+    "files); of `report --long` alone: long_kl and cache_kl (what an INT8 cache adds).",
 )
 private_option = click.option(
     "--private/--public",
@@ -377,12 +377,20 @@ statement_options = with_options(
 )
 
 
-def check_gate(conditions: Sequence["Condition"], texts: Sequence["Text"]) -> None:
-    """A usage error where a condition names a text that is not evaluated."""
-    from lowbit.convert.measure.gate import check_texts
+def check_gate(
+    conditions: Sequence["Condition"], texts: Sequence["Text"], long: bool = False
+) -> None:
+    """A usage error where a condition is on something that is not going to be measured.
+
+    Args:
+        conditions: of the gate.
+        texts: that are evaluated.
+        long: True where long texts are, too.
+    """
+    from lowbit.convert.measure.gate import check_measured
 
     try:
-        check_texts(conditions, [text.name for text in texts])
+        check_measured(conditions, [text.name for text in texts], long)
     except RequestError as error:
         raise click.UsageError(f"--gate: {error}.") from None
 

@@ -78,7 +78,7 @@ def report(
     from lowbit.formats.packed import open_packed
 
     texts = reporting.read_texts(eval_texts)
-    check_gate(gate, texts)
+    check_gate(gate, texts, long)
     asks = not as_json and sys.stdin.isatty() and sys.stderr.isatty()
     packed = open_packed(folder)
     origin = reporting.prepare_report(packed, source, _ask if asks else None, out)

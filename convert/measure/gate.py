@@ -132,13 +132,20 @@ def _condition(text: str) -> Condition:
     return Condition(figure, kind or None, operator, bound)
 
 
-def check_texts(conditions: Sequence[Condition], names: Collection[str]) -> None:
-    """Refuse a condition on a text that is not evaluated.
+def check_measured(conditions: Sequence[Condition], names: Collection[str], long: bool) -> None:
+    """Refuse a condition on something that is not going to be measured.
+
+    Args:
+        conditions: of the gate.
+        names: of the evaluation texts.
+        long: True where long texts are measured, too.
 
     Raises:
-        RequestError: naming it.
+        RequestError: naming the condition.
     """
     for condition in conditions:
+        if condition.figure in OF_LONG_TEXTS and not long:
+            raise RequestError(f"`{condition}`: only `report --long` measures {condition.figure}")
         if condition.text is not None and condition.text not in names:
             raise RequestError(
                 f"`{condition}`: no evaluation text is named `{condition.text}`; "

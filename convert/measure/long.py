@@ -50,7 +50,7 @@ def measure_long(
     made = long_text(source, text, read_config(config).max_position_embeddings)
     windows = torch.cat([made.repeated, made.searched])
     need = logits_peak_bytes(config, (len(windows), made.length), device=device)
-    check_peak(need, device)
+    check_peak(need, device, "leave out --long")
     if note is not None:
         note(
             f"comparing {len(windows)} windows of {made.length:,} tokens twice, in at most "

@@ -6,6 +6,7 @@ from pathlib import Path
 from lowbit.convert.original.rotation import rotation_roles
 from lowbit.convert.original.weights import Weights, open_weights, weights_of
 from lowbit.formats.architectures import architecture_of, is_tied
+from lowbit.formats.architectures.names import MTP_PREFIX
 from lowbit.formats.layout.manifest import Manifest, read_manifest
 from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.safetensors.checkpoint import Checkpoint
@@ -66,7 +67,9 @@ def _looks_rotated(original: Weights, packed: Weights) -> bool:
     one = 0 if stream.zero_centred else 1
     roles = rotation_roles(config, original.checkpoint.tensors)
     gains = [name for name, role in roles.items() if role.kind == "gain"]
-    found = [name for name in gains if name in packed.checkpoint.tensors]  # some drop the MTP head
+    # An MTP head may be left out, or trained since.
+    gains = [name for name in gains if not name.startswith(MTP_PREFIX)]
+    found = [name for name in gains if name in packed.checkpoint.tensors]
     before, after = ([w.checkpoint.read(name) for name in found] for w in (original, packed))
     return (
         bool(found)

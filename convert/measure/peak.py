@@ -17,13 +17,18 @@ from lowbit.formats.architectures.table import TensorSpec
 Shape = tuple[int, int]  # windows, tokens of one
 
 
-def check_peak(need: int, device: str) -> None:
+def check_peak(need: int, device: str, hint: str = "give a shorter --eval-text") -> None:
     """Refuse a comparison that does not fit.
+
+    Args:
+        need: bytes that it takes at most.
+        device: `cpu` or `cuda`.
+        hint: what makes it smaller.
 
     Raises:
         ResourceError: it takes more memory than is free.
     """
-    check_free("comparing logits", need, device, "give a shorter --eval-text")
+    check_free("comparing logits", need, device, hint)
 
 
 def logits_peak_bytes(

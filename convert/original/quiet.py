@@ -22,6 +22,8 @@ def without_advice() -> Iterator[None]:
     One warning is kept off, too: PyTorch's of a thread that computes gradients and is the first to
     multiply on a GPU. It is harmless, and nobody can act on it.
     """
+    import transformers  # noqa: F401  # sets its handlers up
+
     # A handler sees the lines of all loggers below it, a filter of a logger only its own.
     handlers = tuple(logging.getLogger("transformers").handlers)
     own = partial(_is_no_advice)  # a filter apiece, so that the end of an inner one ends no other

@@ -257,9 +257,15 @@ def why_not_rotated(
         return f"only {', '.join(ROTATABLE)} can be"
     vision = [name for name in names if part_of(config, name) == "vision"]
     if vision and not any(map(VISION_WRITER.search, vision)):
-        return "its vision tower has no `merger.linear_fc2` that could be rotated along"
+        return (
+            "its vision tower has no `merger.linear_fc2` that could be rotated along "
+            "(--drop-vision leaves the tower out)"
+        )
     if is_tied(config) and schemes.get("lm_head") is None:
-        return "a head that stays the embedding cannot take over the last norm's gain"
+        return (
+            "a head that stays the embedding cannot take over the last norm's gain "
+            "(--lm-head int8 gives it weights of its own)"
+        )
     return None
 
 

@@ -7,6 +7,8 @@ from torch.nn import functional
 from lowbit.runtime.backends.cpu_linear import CpuLinear, linear
 from lowbit.runtime.weights.linear import DenseLinear, ExpertWeights
 
+VECTORS = 64  # elements that make whole vectors on every CPU
+
 
 def mixture(x: Tensor, experts: ExpertWeights[CpuLinear]) -> Tensor:
     """Weighted sum of the experts' outputs for x, [M, h] to [M, h] float32.
@@ -26,8 +28,7 @@ def mixture(x: Tensor, experts: ExpertWeights[CpuLinear]) -> Tensor:
         made = _gated(x[tokens], experts.gate_up[expert], experts.down[expert])
         out[tokens] += shares.flatten()[part, None] * made
     if experts.shared:
-        gate = torch.sigmoid(scores[:, E:].contiguous())  # strided ones round otherwise
-        out += gate * _gated(x, experts.gate_up[E], experts.down[E])
+        out += _shared_gates(scores[:, E:]) * _gated(x, experts.gate_up[E], experts.down[E])
     return out
 
 
@@ -46,6 +47,12 @@ def routes(scores: Tensor, chosen: int, normed: bool) -> tuple[Tensor, Tensor]:
     likely = likely[:, :chosen].contiguous()
     shares = likely / likely.sum(-1, keepdim=True) if normed else likely
     return shares, numbers[:, :chosen].contiguous()
+
+
+def _shared_gates(scores: Tensor) -> Tensor:
+    """Sigmoid of [M, 1], padded to whole vectors: PyTorch rounds what is left over otherwise."""
+    M = len(scores)
+    return torch.sigmoid(functional.pad(scores, (0, 0, 0, -M % VECTORS)))[:M]
 
 
 def _gated(x: Tensor, gate_up: CpuLinear, down: CpuLinear) -> Tensor:

@@ -138,7 +138,7 @@ def linear(x: Tensor, w: CpuLinear) -> Tensor:
             w.power.update(dict.fromkeys(w.modules, x.float().square().mean(0)))
         return functional.linear(x, w.read())
     rows = _block_rows()
-    many = len(x) * w.planes > CPU_PACKED_TOKENS
+    many = len(x) > max(EXACT_TOKENS, CPU_PACKED_TOKENS // w.planes)
     if many and rows is not None and len(w.blocks) % rows == 0:
         return _linear_of_many_tokens(x, w, rows)
     wide = x if w.planes == 1 else torch.cat((x, x), dim=1)

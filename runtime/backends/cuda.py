@@ -35,11 +35,10 @@ from lowbit.runtime.state.delta import DeltaWeights, LayerStates
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Step
-from lowbit.runtime.thresholds import DENSE_TOKENS, EXACT_TOKENS, PACKED_TOKENS
+from lowbit.runtime.thresholds import DENSE_TOKENS, EXACT_TOKENS, PACKED_TOKENS, ROWS_TOKENS
 from lowbit.runtime.weights.linear import DenseLinear, ExpertWeights, Linear, PackedLinear
 
 LEAST_HEAD = 16  # what a tensor-core tile takes
-MOST_SHARED = 8  # rows of half a tile
 MOST_HEAD = 256  # what registers hold
 
 
@@ -67,22 +66,18 @@ def check_heads(most: int, **dims: int) -> None:
             )
 
 
-def check_attention(heads: int, kv_heads: int, head_dim: int, rotary_dim: int) -> None:
+def check_attention(head_dim: int, rotary_dim: int) -> None:
     """Refuse attention that the kernels cannot compute.
 
     Raises:
         UnsupportedModelError: naming the size.
     """
     check_heads(MOST_HEAD, head_dim=head_dim)
-    shared = heads // kv_heads
-    for wrong, what in (
-        (shared > MOST_SHARED, f"{shared} query heads on one kv head, at most {MOST_SHARED}"),
-        (rotary_dim % LEAST_HEAD, f"{rotary_dim} rotated dimensions, not a multiple of 16"),
-    ):
-        if wrong:
-            raise UnsupportedModelError(
-                f"attention has no GPU kernel: {what}", hint="run on the CPU with --device cpu"
-            )
+    if rotary_dim % LEAST_HEAD:
+        raise UnsupportedModelError(
+            f"attention has no GPU kernel: {rotary_dim} rotated dimensions, not a multiple of 16",
+            hint="run on the CPU with --device cpu",
+        )
 
 
 def check_delta(key_dim: int, value_dim: int) -> None:
@@ -147,7 +142,8 @@ def two_products(
     x: Tensor, w: GpuLinear, small: GpuLinear, norm: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """`product` of two weights for the same normed x; see `Ops.two_products`."""
-    if isinstance(w, TiledLinear) and isinstance(small, DenseLinear) and are_few(x, small):
+    few = x.shape[0] <= ROWS_TOKENS
+    if few and isinstance(w, TiledLinear) and isinstance(small, DenseLinear):
         return gemv_and_rows(x, w, small.weight, norm=norm, eps=eps)
     return product(x, w, norm=norm, eps=eps), product(x, small, norm=norm, eps=eps)
 

@@ -88,8 +88,8 @@ machine_options = with_options(
         type=click.Choice(KV_CACHES),
         show_default=DEFAULT_KV_CACHE,
         help="Type of the keys and values in the cache: bf16, int8, which takes half the memory "
-        "and rounds them, or auto, which is bf16 while that fits, else int8. On a GPU bf16 alone "
-        "so far.",
+        "and rounds them, or auto, which is bf16 while that fits and, on a GPU, the context is at "
+        "most 8192, else int8.",
     ),
     device_choice(named_device),
     click.option(

@@ -19,7 +19,6 @@ from lowbit.runtime.engine.constraints import Bounds
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load_options import LoadKeywords, LoadOptions
 from lowbit.runtime.engine.memory import (
-    INT8_DEVICES,
     Account,
     choose_cache,
     choose_cache_type,
@@ -123,11 +122,6 @@ def _check_types(dtype: torch.dtype, options: LoadOptions, device: str) -> None:
     """Refuse types of activations and of the cache that a device does not compute with."""
     if dtype == torch.float32 and device != "cpu":
         raise RequestError("float32 runs on the CPU only", hint="use device='cpu'")
-    if options.kv_cache == "int8" and device not in INT8_DEVICES:
-        raise RequestError(
-            "an int8 cache runs on the CPU only, a GPU has no kernel for it yet",
-            hint="use --kv-cache bf16, or --device cpu",
-        )
 
 
 def _open(

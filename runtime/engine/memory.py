@@ -24,7 +24,6 @@ HEADROOM = 1.05  # activations, tables and the allocator's slack, on top of weig
 # activations in the graphs' pool, beside those of launched ones; but where chunks are replayed no
 # weights are widened, which takes as much.
 GPU_WORKSPACE = 256 << 20
-INT8_DEVICES = ("cpu",)  # whose attention reads an INT8 cache
 # On a GPU the cache of one such sequence is a large part of what a step reads; a CPU gains nothing.
 LONG_CONTEXT = DEFAULT_CONTEXT + 1
 SNAPSHOTS = 3  # on a CPU there is memory for so many and one more a sequence, beside the cache
@@ -131,8 +130,6 @@ def choose_cache_type(account: Account, options: LoadOptions, drafts: int = 0) -
         return ChosenType(INT8_CACHE if options.kv_cache == INT8_CACHE.name else plain)
     asked, free = asked_cache(account, options, drafts), free_bytes(account.device)
     tokens = f"a cache of {asked.pages * PAGE:,} tokens"
-    if account.device not in INT8_DEVICES:
-        return ChosenType(plain, "a GPU reads no other type yet")
     if account.device != "cpu" and asked.context >= LONG_CONTEXT:
         reason = f"sequences of up to {asked.context:,} tokens are read faster"
         return ChosenType(INT8_CACHE, reason)
@@ -201,7 +198,7 @@ def _too_large(account: Account, size: CacheSize, free: int, least: int | None) 
     need = int(account.needed(size, size.all_pages) * HEADROOM)
     fitting = _fitting(account, size, free, least)
     hints = [fitting or "the weights alone do not fit"]
-    if not account.cache_type.scaled and account.device in INT8_DEVICES:
+    if not account.cache_type.scaled:
         halved = replace(account, cache_type=INT8_CACHE)
         if halved.pages_that_fit(size, free) >= size.pages:
             hints.insert(0, "--kv-cache int8 fits")

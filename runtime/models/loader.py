@@ -209,12 +209,7 @@ def load_decoder(opened: OpenedModel, device: str, dtype: torch.dtype, context: 
     from lowbit.runtime.backends import cuda  # needs triton and a GPU
 
     config = opened.config
-    cuda.check_attention(
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-        config.rotary_dim,
-    )
+    cuda.check_attention(config.head_dim, config.rotary_dim)
     linear = config.linear_layers
     if linear is not None:
         cuda.check_delta(linear.key_head_dim, linear.value_head_dim)

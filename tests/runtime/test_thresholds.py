@@ -10,7 +10,6 @@ RUNTIME = Path(thresholds.__file__).parent
 
 def test_tokens_with_the_bits_of_one_take_the_kernels_of_few() -> None:
     for few in (
-        thresholds.GEMV_TOKENS,
         thresholds.PACKED_TOKENS,
         thresholds.DENSE_TOKENS,
         thresholds.EXPERTS_TOKENS,

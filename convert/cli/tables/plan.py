@@ -166,7 +166,7 @@ def _kinds(plan: Plan) -> dict[Kind, list[Step]]:
     kinds: dict[Kind, list[Step]] = {}
     for step in plan.steps:
         info = step.source
-        stored = str(step.scheme or info.dtype_name if step.fate != "dropped" else step.fate)
+        stored = _fate(step).plain
         name = f"{step.module}.weight" if step.rereads else info.name
         kind = _kind(part_of(plan.config, name), name, info.shape, stored, step.scheme is None)
         kinds.setdefault(kind._replace(rereads=step.rereads), []).append(step)
@@ -200,7 +200,7 @@ def announce(ahead: Estimate, note: Callable[[str], None] | None) -> None:
     if note is None:
         return
     note(method_line(ahead))
-    if ahead.obstacle is not None and ahead.method.codes == "gptq":
+    if ahead.obstacle is not None and ahead.method.codes == "gptq" and not ahead.method.rotate:
         note(f"not rotated: {ahead.obstacle}")
     tokens = ahead.windows.count * ahead.windows.length
     if ahead.method.calibrated and tokens < FEW_TOKENS:

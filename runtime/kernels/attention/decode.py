@@ -12,10 +12,12 @@ Plan    A program takes one kv head of one token and a split of its keys (or par
         tensor-core tile, keys its columns, read from the pages as fragments. Its warps norm and
         rotate a head each; then every warp has keys and an online softmax of its own, joined in
         order at the end. Split 0 also owns the new token. A second kernel joins the splits, in
-        order (`attention_join`).
+        order (`attention_join`); many tokens are programs enough without splits, and one takes and
+        joins all splits of a kv head, in the same order.
+        More query heads of a kv head than half a tile has rows are as many kv heads that read the
+        same keys; each appends the same.
         Bits: which keys a split and a warp take, and in what order, follows from the token's
-        position alone (`KeySplit`); reach and company only decide how many programs are launched
-        (but see `attention_launch` for more than EXACT_TOKENS).
+        position alone (`KeySplit`); reach and company only decide how many programs are launched.
         Keys of earlier tokens of the same step are not read from the pages, which other programs
         are about to write: a program rotates them again.
         Tables, positions and the keys and values of earlier steps are read before the kernel waits
@@ -25,10 +27,11 @@ Plan    A program takes one kv head of one token and a split of its keys (or par
 import torch
 from torch import Tensor
 
-from lowbit.runtime.kernels.attention.heads import heads_of, plan
+from lowbit.runtime.kernels.attention.heads import heads_of, in_programs, plan
 from lowbit.runtime.kernels.attention.join import join_splits
 from lowbit.runtime.kernels.attention.split import attention_split_kernel
 from lowbit.runtime.kernels.attention.whole import attention_whole_kernel
+from lowbit.runtime.kernels.attention.whole_splits import attention_whole_splits_kernel
 from lowbit.runtime.kernels.launch.attention import attention_launch
 from lowbit.runtime.kernels.launch.device import (
     hopper_registers,
@@ -58,8 +61,7 @@ def attention_decode(
     """Attention of some tokens of each of several sequences; see `Ops.attention`.
 
     Returns:
-        [M, Hq * D] in the dtype of qkv. Up to EXACT_TOKENS tokens have the same bits whatever else
-        is in the step.
+        [M, Hq * D] in the dtype of qkv; a token has the same bits whatever else is in the step.
 
     Raises:
         ValueError: more than SEQUENCE_TOKENS tokens of one sequence.
@@ -69,11 +71,14 @@ def attention_decode(
         raise ValueError(f"{step.longest} tokens of one sequence, at most {SEQUENCE_TOKENS}")
     heads = heads_of(qkv, rope, pages, gated)
     Hq, D = heads.queries, heads.dim
-    launch = attention_launch(heads.kv, heads.shared, D, step.reach, M)
+    tiles = in_programs(heads)
+    launch = attention_launch(tiles.kv, tiles.shared, D, step.reach, M, together, pages.scaled)
     pdl = programmatic_launch(qkv)
-    constants = plan(heads, None if q_norm is None else q_norm.dtype, launch, together, pdl)
+    gains = None if q_norm is None else q_norm.dtype
+    constants = plan(heads, gains, launch, together, pdl, pages.scaled)
+    scales = pages.layer_scales(layer) or (None, None)
     given = (
-        *(qkv, q_norm, k_norm, rope.cos, rope.sin, *pages.layer(layer)),
+        *(qkv, q_norm, k_norm, rope.cos, rope.sin, *pages.layer(layer), *scales),
         *(step.positions, step.rows, step.tables),
     )
     numbers = step.tables.shape[1], eps, D**-0.5 * LOG2_E
@@ -86,12 +91,16 @@ def attention_decode(
     }
     out = torch.empty((M, Hq * D), dtype=qkv.dtype, device=qkv.device)
     if launch.splits == 1:
-        grid = heads.kv, M, launch.parts
+        grid = tiles.kv, M, launch.parts
         run(attention_whole_kernel, grid, *given, out, *numbers, **options)
+        return out
+    if launch.joined:
+        grid = tiles.kv, M, launch.parts
+        run(attention_whole_splits_kernel, grid, *given, out, *numbers, **options)
         return out
     sums = torch.empty((M * Hq, launch.splits, D), dtype=torch.float32, device=qkv.device)
     state = torch.empty((M * Hq, launch.splits, 2), dtype=torch.float32, device=qkv.device)
-    grid = heads.kv, M, launch.splits
+    grid = tiles.kv, M, launch.splits
     run(attention_split_kernel, grid, *given, sums, state, *numbers, **options)
     join_splits(sums, state, qkv, step.positions, out, launch.keys, launch.early, gated, pdl)
     return out

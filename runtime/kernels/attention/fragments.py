@@ -1,92 +1,94 @@
-"""Device functions of attention over one block of keys: scores, online softmax, weighted values.
+"""Device functions of attention over some blocks of keys: scores, online softmax, weighted values.
 
 Lanes are those of `mma`: lane 4 * g + t. Query heads are rows of A and keys columns of B, both read
 as chunks of 8 elements in natural order; scores then lie in the lanes as the B fragment that the
 values multiply: lane's head g, keys 2 * t and 2 * t + 1 of each block of 8.
 
-Keys and values lie in pages of PAGE rows; a row holds the heads of one token. The blocks that a
-warp takes at a time lie in one page, so that one entry of the block table finds them all. Every sum
-is an explicit `fma` or a plain add: kernels compile without fusion, so that each variant of a
-kernel rounds alike.
+Every sum is an explicit `fma` or a plain add: kernels compile without fusion, so that each variant
+of a kernel rounds alike. Where keys and values are INT8 codes (PLAN.coded), see `codes`.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.ptx.memory import load4, load_shared16, stream16, stream16_if
+from lowbit.runtime.kernels.attention.codes import (
+    add_code_column,
+    code_scores,
+    fresh_scales,
+    load_scales,
+)
+from lowbit.runtime.kernels.attention.page_rows import row_number
+from lowbit.runtime.kernels.ptx.memory import (
+    load_shared8,
+    load_shared16,
+    stream8,
+    stream8_if,
+    stream16,
+    stream16_if,
+)
 from lowbit.runtime.kernels.ptx.mma import across, bf16_pair, bytes_of, from_lane, mma, words_where
-from lowbit.runtime.state.pages import PAGE
-
-PAGE_ROWS = gl.constexpr(PAGE)
-ROW_BITS = gl.constexpr(PAGE.bit_length() - 1)
 
 
 @gluon.jit
-def page_of(table, row, end):
-    """Load the page that a block table names for a row, or for the last one before `end`."""
-    entry = gl.maximum(gl.minimum(row, end - 1), 0) >> ROW_BITS
-    return load4(table + entry.to(gl.int64) * 4)
-
-
-@gluon.jit
-def page_at(table, row, entries):
-    """`page_of` a row that is before the end, or else any page; it waits for no position."""
-    return load4(table + gl.minimum(row >> ROW_BITS, entries - 1).to(gl.int64) * 4)
-
-
-@gluon.jit
-def _row_address(base, page, row, end, STRIDE: gl.constexpr):
-    """Address of a row in its page; of the last row before `end` where the row is not before it."""
-    inside = gl.maximum(gl.minimum(row, end - 1), 0) & (PAGE_ROWS - 1)
-    return base + (page * PAGE_ROWS + inside).to(gl.int64) * STRIDE
-
-
-@gluon.jit
-def load_keys(base, page, row, end, t, wanted, PLAN: gl.constexpr):
+def load_keys(bases, page, row, end, g, t, wanted, PLAN: gl.constexpr):
     """B fragments of 8 keys a block: key g of this lane, chunks 4 * j + t of its elements.
 
-    base: address of this head in row 0 of page 0; row: of key g in the first block; wanted: the
-    warps that load, others get zeros. None: all load.
+    Behind those of codes follow their scales.
+
+    bases: addresses of this head's keys and values in row 0 of page 0, and of their scales; row: of
+    key g in the first block; wanted: the warps that load, others get zeros. None: all load.
     """
     BLOCKS: gl.constexpr = PLAN.keys.blocks
     CHUNKS: gl.constexpr = PLAN.chunks
     keys = ()
     for b in gl.static_range(BLOCKS):
-        at = _row_address(base, page, row + b * 8, end, PLAN.row)
+        at = bases[0] + row_number(page, row + b * 8, end) * PLAN.row
         for j in gl.static_range(CHUNKS):
-            chunk = at + gl.minimum(4 * j + t, PLAN.heads.dim // 8 - 1) * 16
+            chunk = at + gl.minimum(4 * j + t, PLAN.heads.dim * PLAN.size // 16 - 1) * 16
             keys = keys + (stream16(chunk) if wanted is None else stream16_if(chunk, wanted),)
+    if PLAN.coded:
+        keys = keys + (load_scales(bases, page, row, end, g, t, wanted, PLAN),)
     return keys
 
 
 @gluon.jit
-def load_values(base, page, row, end, g, wanted, PLAN: gl.constexpr):
-    """Chunks 8 * j + g of two values a block, of the keys whose scores this lane holds.
+def load_values(bases, page, row, end, g, wanted, PLAN: gl.constexpr):
+    """Pieces 8 * j + g of two values a block, of the keys whose scores this lane holds.
 
-    base: address of the first column that is loaded; row: of key 2 * t in the first block; the rest
-    as in `load_keys`.
+    bases: as in `load_keys`, but that of values of the first column that is loaded; row: of key
+    2 * t in the first block; the rest as in `load_keys`.
     """
     BLOCKS: gl.constexpr = PLAN.keys.blocks
-    SETS: gl.constexpr = PLAN.sets
+    LOADS: gl.constexpr = PLAN.loads
     values = ()
     for b in gl.static_range(BLOCKS):
         for i in gl.static_range(2):
-            at = _row_address(base, page, row + b * 8 + i, end, PLAN.row)
-            for j in gl.static_range(SETS):
-                chunk = at + gl.minimum(8 * j + g, PLAN.columns // 8 - 1) * 16
-                values = values + (
-                    stream16(chunk) if wanted is None else stream16_if(chunk, wanted),
-                )
+            at = bases[1] + row_number(page, row + b * 8 + i, end) * PLAN.row
+            for j in gl.static_range(LOADS):
+                piece = at + _piece(j, g, PLAN)
+                if PLAN.piece == 8:
+                    one = stream8(piece) if wanted is None else stream8_if(piece, wanted)
+                else:
+                    one = stream16(piece) if wanted is None else stream16_if(piece, wanted)
+                values = values + (one,)
     return values
 
 
 @gluon.jit
-def with_fresh_keys(keys, staged, row, end, first, position, t, PLAN: gl.constexpr):
+def _piece(j: gl.constexpr, g, PLAN: gl.constexpr):
+    """Bytes from a program's first column to the j-th piece that a lane loads of a value."""
+    LAST: gl.constexpr = PLAN.columns * PLAN.size // PLAN.piece - 1
+    return gl.minimum(8 * j + g, LAST) * PLAN.piece
+
+
+@gluon.jit
+def with_fresh_keys(keys, buffer, row, end, first, position, g, t, PLAN: gl.constexpr):
     """Replace keys of rows from `first` on, which this step appends, by those in shared memory.
 
-    staged: address of this lane's chunk of the key at `position`; behind it lies the key one row
-    earlier.
+    row: as in `load_keys`; buffer: shared memory, see `stage_heads`; behind the key at `position`
+    lies the key one row earlier.
     """
+    staged = buffer + PLAN.key_row * PLAN.staged + t * 16
     BLOCKS: gl.constexpr = PLAN.keys.blocks
     CHUNKS: gl.constexpr = PLAN.chunks
     new = ()
@@ -101,6 +103,9 @@ def with_fresh_keys(keys, staged, row, end, first, position, t, PLAN: gl.constex
             for i in gl.static_range(4):
                 one = one + (gl.where(fresh, words[i], old[i]),)
             new = new + (one,)
+    if PLAN.coded:
+        scales = keys[BLOCKS * CHUNKS]
+        new = new + (fresh_scales(scales, buffer, row, end, first, position, g, t, PLAN),)
     return new
 
 
@@ -108,22 +113,31 @@ def with_fresh_keys(keys, staged, row, end, first, position, t, PLAN: gl.constex
 def with_fresh_values(values, value, row, end, first, position, g, PLAN: gl.constexpr):
     """Replace values of rows from `first` on, which this step appends, by those of its input.
 
-    value: address of the value at `position`, first column.
+    value: address of the value at `position`, first column; codes are those in shared memory.
     """
     BLOCKS: gl.constexpr = PLAN.keys.blocks
-    SETS: gl.constexpr = PLAN.sets
+    LOADS: gl.constexpr = PLAN.loads
+    WORDS: gl.constexpr = PLAN.piece // 4
     new = ()
     for b in gl.static_range(BLOCKS):
         for i in gl.static_range(2):
             r = gl.maximum(gl.minimum(row + b * 8 + i, end - 1), 0)
             fresh = r >= first
-            at = value - gl.where(fresh, position - r, 0).to(gl.int64) * (2 * PLAN.width)
-            for j in gl.static_range(SETS):
-                chunk = at + gl.minimum(8 * j + g, PLAN.columns // 8 - 1) * 16
-                words = stream16_if(chunk, fresh)
-                old = values[(2 * b + i) * SETS + j]
+            if PLAN.coded:
+                at = value[0] + gl.where(fresh, position - r, 0) * PLAN.staged
+            else:
+                at = value - gl.where(fresh, position - r, 0).to(gl.int64) * (2 * PLAN.width)
+            for j in gl.static_range(LOADS):
+                piece = at + _piece(j, g, PLAN)
+                if not PLAN.coded:
+                    words = stream16_if(piece, fresh)
+                elif PLAN.piece == 8:
+                    words = load_shared8(piece)
+                else:
+                    words = load_shared16(piece)
+                old = values[(2 * b + i) * LOADS + j]
                 one = ()
-                for w in gl.static_range(4):
+                for w in gl.static_range(WORDS):
                     one = one + (gl.where(fresh, words[w], old[w]),)
                 new = new + (one,)
     return new
@@ -133,8 +147,8 @@ def with_fresh_values(values, value, row, end, first, position, g, PLAN: gl.cons
 def load_queries(at, j: gl.constexpr, t, PLAN: gl.constexpr):
     """A fragment of the j-th chunk of every lane: four words of its row in shared memory."""
     words = load_shared16(at + j * 64)
-    if PLAN.heads.dim < 32:  # past the head
-        words = words_where(t < PLAN.heads.dim // 8, words)
+    if PLAN.heads.dim * PLAN.size < 64:  # past the head
+        words = words_where(t < PLAN.heads.dim * PLAN.size // 16, words)
     return words
 
 
@@ -144,7 +158,19 @@ def key_scores(q, keys, none, t, PLAN: gl.constexpr):
 
     q: words of the chunks; of wide heads, where they would be too many registers, the shared memory
     that `load_queries` reads.
+
+    Returns:
+        The products; of codes also what the weights of those keys are multiplied by.
     """
+    if PLAN.coded:
+        found = code_scores(q, keys, none, t, PLAN)
+    else:
+        found = (_bf16_scores(q, keys, none, t, PLAN), ())
+    return found
+
+
+@gluon.jit
+def _bf16_scores(q, keys, none, t, PLAN: gl.constexpr):
     CHUNKS: gl.constexpr = PLAN.chunks
     zero = none.to(gl.int32)
     scores = ()
@@ -193,36 +219,64 @@ def online_softmax(top, total, scores):
 
 
 @gluon.jit
-def add_values(acc, fade, p, values, none, t, PLAN: gl.constexpr):
+def add_values(acc, fade, p, shares, values, none, t, PLAN: gl.constexpr):
     """Acc * fade + v^T @ p: columns 2 * u and 2 * u + 1 of chunks 8 * j + g, heads 2 * t and + 1.
 
-    p, as the scores lie in the lanes, is a B fragment; fade is that of head g. None: acc is zero.
+    p, as the scores lie in the lanes, is a B fragment; shares: see `key_scores`; fade is that of
+    head g. None: acc is zero.
     """
-    BLOCKS: gl.constexpr = PLAN.keys.blocks
-    SETS: gl.constexpr = PLAN.sets
-    zero = none.to(gl.int32)
-    b0 = bf16_pair(p[0], p[1])
-    b1 = bf16_pair(p[2], p[3]) if BLOCKS == 2 else zero
+    b = weight_words(p, shares, none, PLAN)
     if fade is not None:
         even = from_lane(fade, t * 8)
         odd = from_lane(fade, t * 8 + 4)
     new = ()
-    for j in gl.static_range(SETS):
-        for u in gl.static_range(4):
-            first = values[j][u]
-            second = values[SETS + j][u]
-            a0 = bytes_of(first, second, 0x5410)
-            a1 = bytes_of(first, second, 0x7632)
-            if BLOCKS == 2:
-                third = values[2 * SETS + j][u]
-                fourth = values[3 * SETS + j][u]
-                a2 = bytes_of(third, fourth, 0x5410)
-                a3 = bytes_of(third, fourth, 0x7632)
-            else:
-                a2 = zero
-                a3 = zero
-            c = acc[4 * j + u]
-            if fade is not None:
-                c = (c[0] * even, c[1] * odd, c[2] * even, c[3] * odd)
-            new = new + (mma(c, a0, a1, a2, a3, b0, b1),)
+    for quad in gl.static_range(4 * PLAN.sets):
+        c = acc[quad]
+        if fade is not None:
+            c = (c[0] * even, c[1] * odd, c[2] * even, c[3] * odd)
+        new = new + (add_column(c, values, quad, b, none, PLAN),)
     return new
+
+
+@gluon.jit
+def weight_words(p, shares, none, PLAN: gl.constexpr):
+    """The weights of a turn's keys as the B fragment that values are multiplied by."""
+    BLOCKS: gl.constexpr = PLAN.keys.blocks
+    words = ()
+    for b in gl.static_range(BLOCKS):
+        low = p[2 * b]
+        high = p[2 * b + 1]
+        if PLAN.coded:
+            low = low * shares[2 * b]
+            high = high * shares[2 * b + 1]
+        words = words + (bf16_pair(low, high),)
+    if PLAN.keys.blocks == 1:
+        words = words + (none.to(gl.int32),)
+    return words
+
+
+@gluon.jit
+def add_column(c, values, quad: gl.constexpr, b, none, PLAN: gl.constexpr):
+    """C + v^T @ p of the columns of a quad; b: see `weight_words`."""
+    if PLAN.coded:
+        c = add_code_column(c, values, quad, b, PLAN)
+    else:
+        c = _add_bf16_column(c, values, quad, b, none, PLAN)
+    return c
+
+
+@gluon.jit
+def _add_bf16_column(c, values, quad: gl.constexpr, b, none, PLAN: gl.constexpr):
+    SETS: gl.constexpr = PLAN.sets
+    first = values[quad // 4][quad % 4]
+    second = values[SETS + quad // 4][quad % 4]
+    a0 = bytes_of(first, second, 0x5410)
+    a1 = bytes_of(first, second, 0x7632)
+    a2 = none.to(gl.int32)
+    a3 = a2
+    if PLAN.keys.blocks == 2:
+        third = values[2 * SETS + quad // 4][quad % 4]
+        fourth = values[3 * SETS + quad // 4][quad % 4]
+        a2 = bytes_of(third, fourth, 0x5410)
+        a3 = bytes_of(third, fourth, 0x7632)
+    return mma(c, a0, a1, a2, a3, b[0], b[1])

@@ -5,7 +5,7 @@ what it has compiled by the text of its constants, which must change with a form
 is made once, and so compared by identity, which is quick.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -15,12 +15,15 @@ from lowbit.runtime.kernels.launch.attention import (
     KEYS,
     AttentionLaunch,
     KeySplit,
+    head_row_bytes,
+    heads_bytes,
     join_bytes,
-    row_bytes,
 )
 from lowbit.runtime.kernels.ptx.memory import declaration
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
+
+MOST_SHARED = 8  # query heads of a program: rows of half a tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +57,50 @@ def heads_of(qkv: Tensor, rope: Rope, pages: KVPages, gated: bool) -> Heads:
     return Heads(kv, shared, dim, 2 * rope.cos.shape[1], gated)
 
 
+def in_programs(heads: Heads) -> Heads:
+    """The heads as programs of a decode step take them.
+
+    Where more query heads than MOST_SHARED share a kv head, several programs read it, with the same
+    number of query heads each; it counts once for each of them.
+    """
+    readers = next(
+        n
+        for n in range(1, heads.shared + 1)
+        if heads.shared % n == 0 and heads.shared // n <= MOST_SHARED
+    )
+    return replace(heads, kv=heads.kv * readers, shared=heads.shared // readers)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Constants of a launch of `attention_whole_kernel` or `attention_split_kernel`.
+    """Constants of a launch of a kernel of `attention_decode`.
 
     Attributes:
-        heads: of the layer.
+        heads: as programs take them, see `in_programs`.
+        stored: kv heads in pages.
+        readers: programs that share one of them.
         keys: the order in which keys are added up.
         normed: queries and keys are normed, by gains in FP32 where `wide_gains`, else in BF16.
         wide_gains: see `normed`.
+        coded: pages hold INT8 codes with a scale of each vector, not BF16.
         together: most tokens of one sequence in the step, a power of two.
-        held: heads in shared memory: queries, the new key, the keys of earlier tokens of this step.
+        held: heads in shared memory: queries, the new key, the keys of earlier tokens of this step;
+            of codes as many values too.
+        most_row: up to which of them lanes look for their query.
+        key_row: of the new key in shared memory.
+        scales_at: bytes from the heads in shared memory to their scales, of codes.
+        heads_bytes: of shared memory that the heads take.
         query: elements from one query to the next.
         width: elements from one token to the next.
+        size: bytes of an element in pages.
         row: bytes from one key to the next, in pages.
         staged: bytes from one head to the next, in shared memory.
-        chunks: of 32 elements of a key, four lanes' 16 bytes each.
+        chunks: of 64 bytes of a key, four lanes' 16 bytes each.
         columns: of the values that a program takes.
         sets: of 64 columns.
+        piece: bytes of a value that a lane loads at a time.
+        loads: pieces of a lane.
+        splits: that a program takes beside each other, a warp each, where the keys are split.
         groups: of warps in a program, each with a softmax of its own.
         warps: of a program.
         turn: keys that all of them take at a time.
@@ -83,18 +112,29 @@ class Plan:
     """
 
     heads: Heads
+    stored: int
+    readers: int
     keys: KeySplit
     normed: bool
     wide_gains: bool
+    coded: bool
     together: int
     held: int
+    most_row: int
+    key_row: int
+    scales_at: int
+    heads_bytes: int
     query: int
     width: int
+    size: int
     row: int
     staged: int
     chunks: int
     columns: int
     sets: int
+    piece: int
+    loads: int
+    splits: int
     groups: int
     warps: int
     turn: int
@@ -106,7 +146,12 @@ class Plan:
 
 @cache
 def plan(
-    heads: Heads, gains: torch.dtype | None, launch: AttentionLaunch, together: int, pdl: bool
+    heads: Heads,
+    gains: torch.dtype | None,
+    launch: AttentionLaunch,
+    together: int,
+    pdl: bool,
+    coded: bool = False,
 ) -> Plan:
     """The constants of a launch.
 
@@ -116,30 +161,48 @@ def plan(
         launch: of the step.
         together: most tokens of one sequence, a power of two.
         pdl: whether the kernel may start early.
+        coded: whether pages hold codes.
     """
-    keys, split = launch.keys, launch.splits > 1
+    stored, heads = heads.kv, in_programs(heads)
+    keys, split = launch.keys, launch.splits > 1 and not launch.joined
     groups = 1 if split else keys.groups
     warps, columns = keys.warps * groups, heads.dim // launch.parts
+    sums = max(warps, launch.splits) if launch.joined else warps
     query = 2 * heads.dim if heads.gated else heads.dim
+    size = 1 if coded else 2
+    piece = 8 if coded and columns < 128 else 16
     return Plan(
         heads=heads,
+        stored=stored,
+        readers=heads.kv // stored,
         keys=keys,
         normed=gains is not None,
         wide_gains=gains == torch.float32,
+        coded=coded,
         together=together,
-        held=heads.shared + together,
+        held=heads.shared + (2 if coded else 1) * together,
+        most_row=heads.shared - 1 if coded else heads.shared,
+        key_row=2 * heads.shared if coded else heads.shared,
+        scales_at=2 * (heads.shared + together) * head_row_bytes(heads.dim, coded),
+        heads_bytes=heads_bytes(heads.shared, heads.dim, together, coded),
         query=query,
-        width=heads.kv * (heads.shared * query + 2 * heads.dim),
-        row=heads.kv * heads.dim * 2,
-        staged=row_bytes(heads.dim),
-        chunks=-(-heads.dim // 32),
+        width=heads.queries * query + 2 * stored * heads.dim,
+        size=size,
+        row=stored * heads.dim * size,
+        staged=head_row_bytes(heads.dim, coded),
+        chunks=-(-heads.dim * size // 64),
         columns=columns,
         sets=-(-columns // 64),
+        piece=piece,
+        loads=-(-columns * size // (8 * piece)),
+        splits=launch.splits if launch.joined else 1,
         groups=groups,
         warps=warps,
         turn=warps * KEYS * keys.blocks,
         ahead=launch.ahead,
         early=launch.early and not split,
         pdl=pdl,
-        buffer=declaration(join_bytes(heads.shared, heads.dim, warps, launch.parts, together)),
+        buffer=declaration(
+            join_bytes(heads.shared, heads.dim, sums, launch.parts, together, coded)
+        ),
     )

@@ -5,14 +5,17 @@
     out *= sigmoid(gate)                                                (where gated)
 
 Layout  qkv [M, (Hq + 2 * Hkv) * D] bf16, each q head followed by its gate where gated; pages k, v
-        [P, PAGE, Hkv, D] bf16; token m takes row length + m. Length, sequence and number of tokens
-        are read from the step's tensors; tokens past that number are padding: nothing is stored
+        [P, PAGE, Hkv, D] bf16, or int8 with scales [P, PAGE, Hkv] bf16; token m takes row
+        length + m. Length, sequence and number of tokens are read from the step's tensors; tokens
+        past that number are padding: nothing is stored
 Bytes   many tokens whose pages do not follow one another: 16 * Hkv * D * (length + M) to gather
 Plan    A Triton program per token and 8 heads writes q aside and k, v into the pages. Attention is
         a kernel whose programs take some tokens of a head over all keys, in order, their softmax as
         they go; the last keys, which not all of these tokens see, in a loop of their own. Before
         Hopper PyTorch's flash attention takes many tokens, over the pages as they lie where they
-        follow one another, else over rows gathered from them. Where pages lie changes no bit
+        follow one another, else over rows gathered from them. Where pages lie changes no bit.
+        Codes are read as they lie and become BF16 in the kernel, exactly; the scales of keys are
+        multiplied into scores, those of values into weights. PyTorch gets rows in BF16
 """
 
 import math
@@ -65,10 +68,29 @@ def _rotated(
     return x * cos[None, :] + y * sin[None, :]
 
 
+@triton.jit
+def _append_codes(x, codes_ptr, scales_ptr, heads, inside, D: tl.constexpr):
+    """Store heads x [BLOCK_H, D] float32 as INT8 codes and scales; see `formats.kv_cache`.
+
+    heads [BLOCK_H]: where they go, among all heads of the pages.
+    """
+    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)  # NaN is the largest
+    most = bits.to(tl.float32, bitcast=True)
+    scale = (tl.math.div_rn(most, 127.0).to(tl.int32, bitcast=True) + 0xFFFF) >> 16 << 16
+    scale = tl.where(bits > 0x7F800000, most, scale.to(tl.float32, bitcast=True))
+    coded = (bits > 0) & (bits < 0x7F800000)
+    ratio = tl.math.div_rn(x, tl.where(coded, scale, 1.0)[:, None] + tl.zeros_like(x))
+    ratio = tl.where(coded[:, None], ratio, 0.0)
+    codes = (ratio + 12582912.0) - 12582912.0  # the nearest integer, halves to even
+    at = heads[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(codes_ptr + at, codes.to(tl.int8), mask=inside[:, None])
+    tl.store(scales_ptr + heads, scale.to(scales_ptr.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["table_stride"])  # or it compiles again
 def _rotate_append_kernel(
-    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, rows_ptr,
-    positions_ptr, starts_ptr, table_stride, eps,
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, k_scales_ptr,
+    v_scales_ptr, tables_ptr, rows_ptr, positions_ptr, starts_ptr, table_stride, eps,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A program takes BLOCK_H heads of q, or of k, or of v. HEADS: see `Heads`; ROWS: of a page."""
@@ -96,19 +118,27 @@ def _rotate_append_kernel(
         head = (block - Q_BLOCKS) * BLOCK_H + offs_h
         start = Hq * QUERY + head * D
         k = _rotated(x_ptr, k_norm_ptr, cos_ptr, sin_ptr, start, head < Hkv, row, eps, HEADS)
-        out = k_ptr + (stored + head)[:, None] * D + offs_d[None, :]
-        tl.store(out, k.to(k_ptr.dtype.element_ty), mask=(head < Hkv)[:, None])
+        if k_scales_ptr is None:
+            out = k_ptr + (stored + head)[:, None] * D + offs_d[None, :]
+            tl.store(out, k.to(k_ptr.dtype.element_ty), mask=(head < Hkv)[:, None])
+        else:
+            _append_codes(k, k_ptr, k_scales_ptr, stored + head, head < Hkv, D)
     else:
         head = (block - Q_BLOCKS - KV_BLOCKS) * BLOCK_H + offs_h
         inside = (head < Hkv)[:, None]
         start = Hq * QUERY + (Hkv + head) * D
         v = tl.load(x_ptr + start[:, None] + offs_d[None, :], mask=inside, other=0.0)
-        tl.store(v_ptr + (stored + head)[:, None] * D + offs_d[None, :], v, mask=inside)
+        if v_scales_ptr is None:
+            tl.store(v_ptr + (stored + head)[:, None] * D + offs_d[None, :], v, mask=inside)
+        else:
+            x = v.to(tl.float32)
+            _append_codes(x, v_ptr, v_scales_ptr, stored + head, head < Hkv, D)
 
 
 @triton.jit
 def _attended(
-    q, top, total, acc, k_ptr, v_ptr, table_ptr, keys, length, tokens, head, end, scale,
+    q, top, total, acc, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, keys, length, tokens,
+    head, end, scale,
     HEADS: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The softmax's state with a block of keys more. MASKED: some are after tokens or past end."""
@@ -123,6 +153,17 @@ def _attended(
     else:
         k = tl.load(k_ptr + at)
         v = tl.load(v_ptr + at)
+    if k_scales_ptr is not None:  # codes
+        if not WIDE:
+            k = k.to(q.dtype)
+            v = v.to(q.dtype)
+        if MASKED:
+            scale *= tl.load(k_scales_ptr + stored, mask=keys < end, other=0.0).to(tl.float32)
+            share = tl.load(v_scales_ptr + stored, mask=keys < end, other=0.0).to(tl.float32)
+        else:
+            scale *= tl.load(k_scales_ptr + stored).to(tl.float32)
+            share = tl.load(v_scales_ptr + stored).to(tl.float32)
+        scale = scale[None, :]
     if WIDE:
         scores = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32)) * scale
     else:
@@ -134,6 +175,8 @@ def _attended(
     kept = tl.exp2(top - new_top)
     total = total * kept + tl.sum(weights, axis=1)
     acc *= kept[:, None]
+    if v_scales_ptr is not None:
+        weights *= share[None, :]
     if WIDE:
         acc += tl.dot(weights, v.to(tl.float32))
     else:
@@ -143,8 +186,9 @@ def _attended(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _attend_kernel(
-    q_ptr, k_ptr, v_ptr, qkv_ptr, out_ptr, tables_ptr, rows_ptr, positions_ptr, starts_ptr,
-    table_stride, scale, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, qkv_ptr, out_ptr, tables_ptr, rows_ptr,
+    positions_ptr, starts_ptr, table_stride, scale,
+    HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """scale: of scores, times log2(e); ROWS: of a page; WIDE: products in FP32 (interpreter)."""
@@ -169,13 +213,13 @@ def _attend_kernel(
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     for start in range(0, free, BLOCK_N):
         top, total, acc = _attended(
-            q, top, total, acc, k_ptr, v_ptr, table_ptr, start + offs_n, length, tokens, head, end,
-            scale, HEADS, ROWS, False, WIDE,
+            q, top, total, acc, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
+            start + offs_n, length, tokens, head, end, scale, HEADS, ROWS, False, WIDE,
         )  # fmt: skip
     for start in range(free, end, BLOCK_N):
         top, total, acc = _attended(
-            q, top, total, acc, k_ptr, v_ptr, table_ptr, start + offs_n, length, tokens, head, end,
-            scale, HEADS, ROWS, True, WIDE,
+            q, top, total, acc, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
+            start + offs_n, length, tokens, head, end, scale, HEADS, ROWS, True, WIDE,
         )  # fmt: skip
     out = acc / total[:, None]
     if HEADS.gated:
@@ -207,7 +251,7 @@ def attention_prefill(
     heads = heads_of(qkv, rope, pages, gated)
     Hq, D = heads.queries, heads.dim
     q = torch.empty((M, Hq, D), dtype=qkv.dtype, device=qkv.device)
-    keys, values = pages.layer(layer)
+    stored = (*pages.layer(layer), *(pages.layer_scales(layer) or (None, None)))
     where = (step.tables, step.rows, step.positions, step.starts, step.tables.shape[1])
     run(
         _rotate_append_kernel,
@@ -218,8 +262,7 @@ def attention_prefill(
         rope.cos,
         rope.sin,
         q,
-        keys,
-        values,
+        *stored,
         *where,
         eps,
         HEADS=heads,
@@ -228,15 +271,15 @@ def attention_prefill(
         num_warps=4,
         enable_fp_fusion=True,
     )
-    launch = prompt_launch(D, M, span.first, hopper=capability(qkv)[0] == 9)
+    hopper = capability(qkv)[0] == 9
+    launch = prompt_launch(D, M, span.first, hopper, coded=pages.scaled)
     if launch is not None:
         attended = torch.empty_like(q)
         run(
             _attend_kernel,
             (Hq, triton.cdiv(M, launch.tokens)),
             q,
-            keys,
-            values,
+            *stored,
             qkv,
             attended,
             *where,
@@ -251,19 +294,19 @@ def attention_prefill(
             enable_fp_fusion=True,
         )
         return attended.view(M, Hq * D)
-    mixed = _attend_many(q, keys, values, step, span)
+    k, v = (_rows(*each, step, span, q.dtype) for each in zip(stored[:2], stored[2:], strict=True))
+    mixed = _attend_many(q, k, v, span)
     if gated:
         gate = qkv[:, : 2 * Hq * D].view(M, Hq, 2, D)[:, :, 1]
         mixed = (mixed.float() * torch.sigmoid(gate.float())).to(qkv.dtype)
     return mixed.reshape(M, Hq * D)
 
 
-def _attend_many(q: Tensor, keys: Tensor, values: Tensor, step: Step, span: Span) -> Tensor:
-    """PyTorch's causal attention of q [M, Hq, D] over a sequence's rows in one layer's pages.
+def _attend_many(q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
+    """PyTorch's causal attention of q [M, Hq, D] over a sequence's k and v [T, Hkv, D].
 
     Without cuDNN, which torch prefers on Hopper: it builds a plan for every new length of a prompt.
     """
-    k, v = (_rows(paged, step, span) for paged in (keys, values))
     before = cudnn_sdp_enabled()  # `sdpa_kernel` takes 50 times as long
     enable_cudnn_sdp(False)
     try:
@@ -280,8 +323,16 @@ def _attend_many(q: Tensor, keys: Tensor, values: Tensor, step: Step, span: Span
     return out[0].transpose(0, 1)
 
 
-def _rows(paged: Tensor, step: Step, span: Span) -> Tensor:
-    """Keys or values up to the span's end, [T, Hkv, D]: a view where pages follow one another."""
+def _rows(
+    paged: Tensor, scales: Tensor | None, step: Step, span: Span, dtype: torch.dtype
+) -> Tensor:
+    """Keys or values up to the span's end, [T, Hkv, D]: a view where pages follow one another.
+
+    Codes become numbers of this dtype.
+    """
+    if scales is not None:
+        codes = _rows(paged, None, step, span, dtype).to(dtype)
+        return codes.mul_(_rows(scales, None, step, span, dtype)[..., None])
     total = span.first + span.count
     count = pages_for(total)
     pages = span.pages[:count]

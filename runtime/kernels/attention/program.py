@@ -2,31 +2,35 @@
 
 `softmax` is the state of a lane's online softmax: sums of weighted values, the highest score and
 the sum of weights. `fresh` locates the keys of this step: the first position that it appends, the
-token's own position, the address of its value, and that of its key in shared memory.
+token's own position, the address of its value, and the shared memory with its heads.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from lowbit.runtime.kernels.attention.codes import (
+    new_columns,
+    stage_codes,
+    staged_scale,
+)
 from lowbit.runtime.kernels.attention.fragments import (
-    PAGE_ROWS,
     add_values,
     key_scores,
     load_keys,
     load_queries,
     load_values,
     online_softmax,
-    page_of,
     visible,
     with_fresh_keys,
     with_fresh_values,
 )
+from lowbit.runtime.kernels.attention.page_rows import PAGE_ROWS, page_of
 from lowbit.runtime.kernels.attention.rotate_heads import load_angles, load_head_gains, rotated
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
     floats,
+    load4,
     load_shared16,
-    shared_buffer,
     store_shared4,
     store_shared16,
 )
@@ -50,6 +54,28 @@ def first_fresh(rows_ptr, token, row, position, PLAN: gl.constexpr):
         same = same & (token >= i) & (gl.load(rows_ptr + gl.maximum(token - i, 0)) == row)
         first -= same.to(gl.int32)
     return first
+
+
+@gluon.jit
+def kv_head(head, PLAN: gl.constexpr):
+    """The kv head in pages of a program's head: see `in_programs`."""
+    if PLAN.readers > 1:
+        head = head // PLAN.readers
+    return head
+
+
+@gluon.jit
+def bases_of(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, head, column, PLAN: gl.constexpr):
+    """Where a head begins in row 0 of page 0: keys, a column of values, and of codes the scales."""
+    WIDTH: gl.constexpr = PLAN.heads.dim * PLAN.size
+    head = kv_head(head, PLAN)
+    bases = (
+        k_ptr.to(gl.int64, bitcast=True) + head * WIDTH,
+        v_ptr.to(gl.int64, bitcast=True) + head * WIDTH + column * PLAN.size,
+    )
+    if PLAN.coded:
+        bases = bases + (k_scales_ptr + head, v_scales_ptr + head)
+    return bases
 
 
 @gluon.jit
@@ -115,68 +141,86 @@ def stage_heads(
 
 @gluon.jit
 def score_new_key(
-    qkv, key, bases, new_page, rotations, keys, values, rows, value, place, thread, eps, scale,
-    PLAN: gl.constexpr,
+    qkv, key, bases, new_page, rotations, keys, values, rows, value, place, buffer, thread, eps,
+    scale, PLAN: gl.constexpr,
 ):  # fmt: skip
     """Stage the heads and score the new key: the first work that needs this step's input.
 
     qkv: address of the token; key: element where its key begins; bases: addresses of keys and
-    values in the pages; new_page: the page of the token's own row; keys, values: of the first turn;
-    rows: the warp's first, those before which the split and the turn end; value: address of the new
-    value; place: head, token, position and the first that this step appends.
+    values in the pages, and of their scales; new_page: the page of the token's own row; keys,
+    values: of the first turn; rows: the warp's first, those before which the split and the turn
+    end; value: address of the new value, or for codes the program's first column; place: head,
+    token, position and the first that this step appends; buffer: shared memory.
 
     Returns:
         Queries, the score of the new key, keys and values, `fresh`, the rest of shared memory, and
         the bytes from row 0 of page 0 to the token's own row.
     """
     CHUNKS: gl.constexpr = PLAN.chunks
-    BUFFER: gl.constexpr = PLAN.buffer
-    warp, lane, zero, none = thread
+    warp, lane, _, none = thread
     row, end, until = rows
     head, token, position, first = place
+    heads = buffer
     g = lane // 4
     t = lane % 4
-    buffer = shared_buffer(BUFFER) + zero
-    staged = buffer + PLAN.heads.shared * PLAN.staged + t * 16
+    staged = buffer + PLAN.key_row * PLAN.staged + t * 16
     new_at = new_page.to(gl.int64) * (PAGE_ROWS * PLAN.row)
     new_at += (position & (PAGE_ROWS - 1)).to(gl.int64) * PLAN.row
-    stage_heads(
-        qkv, key, bases[0], new_at, rotations, buffer, head, token, warp, lane, none, eps, PLAN
-    )  # fmt: skip
-    if PLAN.together > 1:
-        any_fresh = until > first
-        if any_fresh:
-            values = with_fresh_values(values, value, row + 2 * t, end, first, position, g, PLAN)
+    if PLAN.coded:
+        stage_codes(
+            qkv, key, bases, new_page, new_at, rotations, buffer, place, thread, eps, PLAN
+        )  # fmt: skip
+    else:
+        stage_heads(
+            qkv, key, bases[0], new_at, rotations, buffer, head, token, warp, lane, none, eps, PLAN
+        )  # fmt: skip
+        if PLAN.together > 1:
+            any_fresh = until > first
+            if any_fresh:
+                values = with_fresh_values(
+                    values, value, row + 2 * t, end, first, position, g, PLAN
+                )  # fmt: skip
     barrier()
-    q = buffer + gl.minimum(g, PLAN.heads.shared) * PLAN.staged + t * 16
+    q = buffer + gl.minimum(g, PLAN.most_row) * PLAN.staged + t * 16
     new_key = ()
     for j in gl.static_range(CHUNKS):
         new_key = new_key + (load_queries(staged, j, t, PLAN),)
-    if PLAN.heads.dim <= 128:
+    if PLAN.heads.dim <= 128 and not PLAN.coded:
         q_at = q
         q = ()
         for j in gl.static_range(CHUNKS):
             q = q + (load_queries(q_at, j, t, PLAN),)
-    buffer += PLAN.held * PLAN.staged
-    first_score = key_scores(q, new_key, none, t, PLAN)
+    if PLAN.coded:
+        q = (q, staged_scale(heads, gl.minimum(g, PLAN.most_row), PLAN))
+        k_scale = staged_scale(heads, PLAN.heads.shared + lane * 0, PLAN)
+        new_key = new_key + (as_word(k_scale) >> 16,)
+        at = heads + (PLAN.key_row + PLAN.together) * PLAN.staged + value
+        scale_row = PLAN.heads.shared + PLAN.together + lane * 0
+        value = (at, staged_scale(heads, scale_row, PLAN))
+    buffer += PLAN.heads_bytes
+    first_score = key_scores(q, new_key, none, t, PLAN)[0]
     new_score = from_lane(first_score[0] * scale, g * 4)  # every column is the new key
     if PLAN.together > 1:
         any_fresh = until > first
         if any_fresh:
-            keys = with_fresh_keys(keys, staged, row + g, end, first, position, t, PLAN)
-    fresh = (first, position, value, staged)
+            keys = with_fresh_keys(keys, heads, row + g, end, first, position, g, t, PLAN)
+            if PLAN.coded:
+                values = with_fresh_values(
+                    values, value, row + 2 * t, end, first, position, g, PLAN
+                )  # fmt: skip
+    fresh = (first, position, value, heads)
     return q, new_score, keys, values, fresh, buffer, new_at
 
 
 @gluon.jit
 def with_fresh(keys, values, row, end, until, fresh, g, t, PLAN: gl.constexpr):
     """Keys and values of a turn, with those that this step appends where rows up to `until` are."""
-    first, position, value, staged = fresh
+    first, position, value, heads = fresh
     if PLAN.together > 1:
         any_fresh = until > first
         if any_fresh:
             values = with_fresh_values(values, value, row + 2 * t, end, first, position, g, PLAN)
-            keys = with_fresh_keys(keys, staged, row + g, end, first, position, t, PLAN)
+            keys = with_fresh_keys(keys, heads, row + g, end, first, position, g, t, PLAN)
     return keys, values
 
 
@@ -198,25 +242,24 @@ def attend_turns(
     """Attend to all turns but the last, each loaded during the one before.
 
     row: the warp's first; next_page: of the second turn; keys, values: of the first turn; bases:
-    addresses of keys and values in the pages; span: first row, the one before which it ends and
-    rows from turn to turn.
+    addresses of keys and values in the pages, and of their scales; span: first row, the one before
+    which it ends and rows from turn to turn.
 
     Returns:
         The softmax; keys, values and row of the last turn.
     """
     acc, top, total = softmax
-    k_base, v_base = bases
     start, end, stride = span
     for at in range(start, end - stride, stride):
-        scores = key_scores(q, keys, none, t, PLAN)
-        keys = load_keys(k_base, next_page, row + stride + g, end, t, None, PLAN)
+        scores, shares = key_scores(q, keys, none, t, PLAN)
+        keys = load_keys(bases, next_page, row + stride + g, end, g, t, None, PLAN)
         page = next_page
         next_page = page_of(table, row + 2 * stride, end)
         scores = visible(scores, row, end, t, scale)
         top, total, fade, p = online_softmax(top, total, scores)
-        acc = add_values(acc, fade, p, values, none, t, PLAN)
+        acc = add_values(acc, fade, p, shares, values, none, t, PLAN)
         row += stride
-        values = load_values(v_base, page, row + 2 * t, end, g, None, PLAN)
+        values = load_values(bases, page, row + 2 * t, end, g, None, PLAN)
         until = at + stride + PLAN.turn
         keys, values = with_fresh(keys, values, row, end, until, fresh, g, t, PLAN)
     return (acc, top, total), keys, values, row
@@ -228,17 +271,18 @@ def attend(
 ):  # fmt: skip
     """The softmax with one turn of keys and values; FIRST: it has only the new token's score."""
     acc, top, total = softmax
-    scores = visible(key_scores(q, keys, none, t, PLAN), row, end, t, scale)
+    scores, shares = key_scores(q, keys, none, t, PLAN)
+    scores = visible(scores, row, end, t, scale)
     top, total, fade, p = online_softmax(top, total, scores)
-    acc = add_values(acc, None if FIRST else fade, p, values, none, t, PLAN)
+    acc = add_values(acc, None if FIRST else fade, p, shares, values, none, t, PLAN)
     return acc, top, total
 
 
 @gluon.jit
-def own_sums(buffer, g, t, PLAN: gl.constexpr):
-    """Address of this lane's first sums, of warp 0, in the shared memory of `weigh_warps`."""
+def own_sums(buffer, g, t, COUNT: gl.constexpr, PLAN: gl.constexpr):
+    """Address of this lane's first sums in shared memory, of warp or split 0 of COUNT."""
     PAIRS: gl.constexpr = (PLAN.heads.shared + 1) // 2
-    return buffer + 64 * PLAN.warps + (g * PAIRS + gl.minimum(t, PAIRS - 1)) * 16
+    return buffer + 64 * COUNT + (g * PAIRS + gl.minimum(t, PAIRS - 1)) * 16
 
 
 @gluon.jit
@@ -297,16 +341,47 @@ def weigh_warps(softmax, new_score, own_new, buffer, sums_at, warp, g, t, PLAN: 
 
 
 @gluon.jit
-def element_of(quad, g):
+def element_of(quad, g, PLAN: gl.constexpr):
     """The first of the two columns of a part that a lane sums in its quad."""
-    return (quad // 4 * 8 + g) * 8 + quad % 4 * 2
+    EACH: gl.constexpr = PLAN.piece // PLAN.size  # columns of a load
+    return (quad // (EACH // 2) * 8 + g) * EACH + quad % (EACH // 2) * 2
+
+
+@gluon.jit
+def new_pair(value, d, PLAN: gl.constexpr):
+    """Columns d and d + 1 of the new value, for `of_pair`; value: see `score_new_key`."""
+    if PLAN.coded:
+        pair = new_columns(value, d, PLAN)
+    else:
+        pair = load4(value + d.to(gl.int64) * 2)
+    return pair
+
+
+@gluon.jit
+def of_pair(pair, i: gl.constexpr, PLAN: gl.constexpr):
+    """The first or second column of a `new_pair` in FP32."""
+    if PLAN.coded:
+        x = pair[i]
+    elif i == 0:
+        x = low_half(pair)
+    else:
+        x = high_half(pair)
+    return x
+
+
+@gluon.jit
+def append_pair(v_base, new_at, d, pair, mine, PLAN: gl.constexpr):
+    """Store two columns of the new value in its page; codes are there already."""
+    WORD: gl.constexpr = gl.pointer_type(gl.int32)
+    if not PLAN.coded:
+        gl.store((v_base + new_at).to(WORD, bitcast=True) + d // 2, pair, mask=mine)
 
 
 @gluon.jit
 def sum_warps(quad, sums_at, weights, news, v, none, PLAN: gl.constexpr):
     """Four sums of every group over its warps: two columns of each of two heads.
 
-    v: the new value's two columns, which the first group counts.
+    v: the new value's two columns (`new_pair`), which the first group counts.
     """
     WARPS: gl.constexpr = PLAN.warps
     GROUPS: gl.constexpr = PLAN.groups
@@ -324,8 +399,8 @@ def sum_warps(quad, sums_at, weights, news, v, none, PLAN: gl.constexpr):
                 gl.fma(weights[WARPS + w], as_float(part[3]), sums[3]),
             )
         if n == 0:
-            low = low_half(v)
-            high = high_half(v)
+            low = of_pair(v, 0, PLAN)
+            high = of_pair(v, 1, PLAN)
             sums = (
                 gl.fma(news[0], low, sums[0]),
                 gl.fma(news[1], low, sums[1]),

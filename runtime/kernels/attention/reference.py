@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from lowbit.formats.kv_cache import quantize_vectors, widen_vectors
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Step
@@ -21,7 +22,8 @@ def attention_ref(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention in float64, token by token; the pages are not written.
 
-    Queries and keys are rounded to the pages' dtype before they meet, as in the kernels.
+    Queries and keys are rounded to the pages' dtype before they meet, as in the kernels. Where
+    pages hold codes, keys and values of the step become codes and queries are not rounded.
 
     Returns:
         out [M, Hq * D], and the new k and v [M, Hkv, D] (unrounded).
@@ -35,14 +37,16 @@ def attention_ref(
     positions, rows = step.positions.tolist(), step.rows.tolist()
     q = torch.stack([_rotated(q[m], q_norm, eps, rope, p) for m, p in enumerate(positions)])
     k = torch.stack([_rotated(k[m], k_norm, eps, rope, p) for m, p in enumerate(positions)])
-    stored = k.to(dtype).double()
-    rounded = q.to(dtype).double()
+    if pages.scaled:
+        stored, stored_v, rounded = _through_codes(k), _through_codes(v), q
+    else:
+        stored, stored_v, rounded = k.to(dtype).double(), v, q.to(dtype).double()
     out = torch.empty_like(q)
     for m, (row, last) in enumerate(zip(rows, positions, strict=True)):
-        keys, values = (_rows(paged, step, row, last) for paged in pages.layer(layer))
+        keys, values = (_rows(*paged, step, row, last) for paged in _layer(pages, layer))
         for n in range(m + 1):  # tokens of this step
             if rows[n] == row:
-                keys[positions[n]], values[positions[n]] = stored[n], v[n]
+                keys[positions[n]], values[positions[n]] = stored[n], stored_v[n]
         shared = q.shape[1] // Hkv
         keys, values = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
         scores = torch.einsum("hd,thd->ht", rounded[m], keys) * D**-0.5
@@ -61,7 +65,19 @@ def _rotated(x: Tensor, gain: Tensor | None, eps: float, rope: Rope, position: i
     return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
 
 
-def _rows(paged: Tensor, step: Step, row: int, last: int) -> Tensor:
+def _layer(pages: KVPages, layer: int) -> list[tuple[Tensor, Tensor | None]]:
+    """Keys and values of a layer, each with its scales where they are codes."""
+    scales = pages.layer_scales(layer) or (None, None)
+    return list(zip(pages.layer(layer), scales, strict=True))
+
+
+def _rows(paged: Tensor, scales: Tensor | None, step: Step, row: int, last: int) -> Tensor:
     """Positions 0 to `last` of a sequence, from pages [P, PAGE, Hkv, D]: [last + 1, Hkv, D]."""
     table = step.tables[row, : last // paged.shape[1] + 1].long()
-    return paged[table].flatten(0, 1)[: last + 1].double()
+    found = paged[table] if scales is None else widen_vectors(paged[table], scales[table])
+    return found.flatten(0, 1)[: last + 1].double()
+
+
+def _through_codes(x: Tensor) -> Tensor:
+    """What a cache of codes holds of vectors [..., D]."""
+    return widen_vectors(*quantize_vectors(x.float())).double()

@@ -71,10 +71,12 @@ def load_head_gains(gain, lane, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def rotated(x, gains, angles, lane, none, eps, PLAN: gl.constexpr):
+def rotated(x, gains, angles, lane, none, eps, PLAN: gl.constexpr, plain=None):
     """A head, normed and rotated: words lane, lane + 32... of it in BF16.
 
-    x: its address; gains, angles: as loaded.
+    For codes their elements in FP32 instead, two a word.
+
+    x: its address; gains, angles: as loaded; plain: warps whose head stays as it is.
     """
     D: gl.constexpr = PLAN.heads.dim
     R: gl.constexpr = PLAN.heads.rotated
@@ -112,5 +114,9 @@ def rotated(x, gains, angles, lane, none, eps, PLAN: gl.constexpr):
         factor = gl.rsqrt(square / D + eps)
     out = ()
     for i in gl.static_range((D + 63) // 64):
-        out = out + (bf16_pair(turned[i][0] * factor, turned[i][1] * factor),)
+        if PLAN.coded:
+            out = out + (gl.where(plain, low_half(words[2 * i]), turned[i][0] * factor),)
+            out = out + (gl.where(plain, high_half(words[2 * i]), turned[i][1] * factor),)
+        else:
+            out = out + (bf16_pair(turned[i][0] * factor, turned[i][1] * factor),)
     return out

@@ -4,33 +4,40 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.attention.fragments import load_keys, load_values, page_of
+from lowbit.runtime.kernels.attention.fragments import load_keys, load_values
 from lowbit.runtime.kernels.attention.join import rows_of_split, running_splits
+from lowbit.runtime.kernels.attention.page_rows import page_of
 from lowbit.runtime.kernels.attention.program import (
+    append_pair,
     attend,
     attend_turns,
+    bases_of,
     element_of,
     first_fresh,
+    kv_head,
     load_rotations,
+    new_pair,
     nothing_yet,
     own_sums,
     score_new_key,
     sum_warps,
     weigh_warps,
 )
-from lowbit.runtime.kernels.ptx.memory import load4, store_floats
+from lowbit.runtime.kernels.ptx.memory import shared_buffer, store_floats
 from lowbit.runtime.kernels.ptx.mma import threads
 
 
 @gluon.jit(do_not_specialize=["table_stride"])
 def attention_split_kernel(
-    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, positions_ptr, rows_ptr,
-    tables_ptr, part_ptr, state_ptr, table_stride, eps, score_scale, PLAN: gl.constexpr,
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
+    positions_ptr, rows_ptr, tables_ptr, part_ptr, state_ptr, table_stride, eps, score_scale,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     """PLAN: see `Plan`; all columns of the values. As many splits are stored as are launched."""
     RULE: gl.constexpr = PLAN.keys
     KEYS: gl.constexpr = 8 * PLAN.keys.blocks  # of a warp at a time
     TURN: gl.constexpr = PLAN.turn
+    BUFFER: gl.constexpr = PLAN.buffer
     WARPS: gl.constexpr = PLAN.warps
     SHARED: gl.constexpr = PLAN.heads.shared
     D: gl.constexpr = PLAN.heads.dim
@@ -48,13 +55,12 @@ def attention_split_kernel(
     first = first_fresh(rows_ptr, token, sequence, position, PLAN)
     table = tables_ptr.to(gl.int64, bitcast=True) + sequence.to(gl.int64) * table_stride * 4
     row = start + warp * KEYS
-    k_base = k_ptr.to(gl.int64, bitcast=True) + head * (2 * D)
-    v_base = v_ptr.to(gl.int64, bitcast=True) + head * (2 * D)
+    bases = bases_of(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, head, 0, PLAN)
     new_page = page_of(table, position + zero, position + 1)
     page = page_of(table, row, end)
     next_page = page_of(table, row + stride, end)
-    keys = load_keys(k_base, page, row + g, end, t, row < end, PLAN)
-    values = load_values(v_base, page, row + 2 * t, end, g, row < end, PLAN)
+    keys = load_keys(bases, page, row + g, end, g, t, row < end, PLAN)
+    values = load_values(bases, page, row + 2 * t, end, g, row < end, PLAN)
     rotations = load_rotations(
         cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, position, warp, lane, zero, PLAN
     )
@@ -62,23 +68,24 @@ def attention_split_kernel(
         gdc_wait()
         gdc_launch_dependents()
 
-    key = PLAN.heads.kv * SHARED * PLAN.query + head * D
+    key = PLAN.heads.kv * SHARED * PLAN.query + kv_head(head, PLAN) * D
     qkv = qkv_ptr.to(gl.int64, bitcast=True) + token.to(gl.int64) * (2 * PLAN.width)
-    value = qkv + (key + PLAN.heads.kv * D) * 2
+    value = 0 if PLAN.coded else qkv + (key + PLAN.stored * D) * 2
     q, new_score, keys, values, fresh, buffer, new_at = score_new_key(
-        qkv, key, (k_base, v_base), new_page, rotations, keys, values, (row, end, start + TURN),
-        value, (head, token, position, first), thread, eps, score_scale, PLAN,
+        qkv, key, bases, new_page, rotations, keys, values, (row, end, start + TURN),
+        value, (head, token, position, first), shared_buffer(BUFFER) + zero, thread, eps,
+        score_scale, PLAN,
     )  # fmt: skip
-    sums_at = own_sums(buffer, g, t, PLAN)
+    sums_at = own_sums(buffer, g, t, WARPS, PLAN)
     softmax, keys, values, row = attend_turns(
-        row, next_page, keys, values, nothing_yet(new_score, none, PLAN), q, (k_base, v_base),
-        table, (start, end, stride), fresh, g, t, none, score_scale, PLAN,
+        row, next_page, keys, values, nothing_yet(new_score, none, PLAN), q, bases, table,
+        (start, end, stride), fresh, g, t, none, score_scale, PLAN,
     )  # fmt: skip
     softmax = attend(  # the last keys, or none at all
         softmax, q, keys, values, row, end, t, none, score_scale, False, PLAN
     )
     _store(
-        part_ptr, state_ptr, value, v_base, new_at, softmax, new_score, buffer, sums_at, head,
+        part_ptr, state_ptr, fresh[2], bases[1], new_at, softmax, new_score, buffer, sums_at, head,
         token, split, thread, PLAN,
     )  # fmt: skip
 
@@ -94,26 +101,25 @@ def _store(
     D: gl.constexpr = PLAN.heads.dim
     QUADS: gl.constexpr = 4 * PLAN.sets  # of sums a lane: elements d, d + 1 of heads 2 t, 2 t + 1
     EACH: gl.constexpr = (QUADS + WARPS - 1) // WARPS  # quads of a warp, side by side
-    WORD: gl.constexpr = gl.pointer_type(gl.int32)
     warp, lane, _, none = thread
     g = lane // 4
     t = lane % 4
     new_values = ()
     for e in gl.static_range(EACH):
-        d = gl.minimum(element_of(warp * EACH + e, g), D - 2)
-        new_values = new_values + (load4(value + d.to(gl.int64) * 2),)
+        d = gl.minimum(element_of(warp * EACH + e, g, PLAN), D - 2)
+        new_values = new_values + (new_pair(value, d, PLAN),)
     tops, wholes, weights, news = weigh_warps(
         softmax, new_score, split == 0, buffer, sums_at, warp, g, t, PLAN
     )
     lines = ((), ())  # of each of the two heads
     for e in gl.static_range(EACH):
         quad = warp * EACH + e
-        d = element_of(quad, g)
+        d = element_of(quad, g, PLAN)
         owned = (quad < QUADS) & (d < D) & (split == 0) & (t == 0)
-        gl.store((v_base + new_at).to(WORD, bitcast=True) + d // 2, new_values[e], mask=owned)
+        append_pair(v_base, new_at, d, new_values[e], owned, PLAN)
         (sums,) = sum_warps(quad, sums_at, weights, news, new_values[e], none, PLAN)
         lines = (lines[0] + (sums[0], sums[2]), lines[1] + (sums[1], sums[3]))
-    d = element_of(warp * EACH, g)
+    d = element_of(warp * EACH, g, PLAN)
     for h in gl.static_range(2):
         to = ((token * PLAN.heads.kv + head) * SHARED + 2 * t + h) * gl.num_programs(2) + split
         stored = 2 * t + h < SHARED

@@ -4,18 +4,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.attention.fragments import (
-    load_keys,
-    load_values,
-    page_at,
-    page_of,
-)
+from lowbit.runtime.kernels.attention.fragments import load_keys, load_values
+from lowbit.runtime.kernels.attention.page_rows import page_at, page_of
 from lowbit.runtime.kernels.attention.program import (
+    append_pair,
     attend,
     attend_turns,
+    bases_of,
     element_of,
     first_fresh,
+    kv_head,
     load_rotations,
+    new_pair,
     nothing_yet,
     own_sums,
     score_new_key,
@@ -23,37 +23,52 @@ from lowbit.runtime.kernels.attention.program import (
     weigh_warps,
     with_fresh,
 )
-from lowbit.runtime.kernels.ptx.memory import load4
+from lowbit.runtime.kernels.ptx.memory import load4, shared_buffer
 from lowbit.runtime.kernels.ptx.mma import high_half, low_half, threads
 
 
 @gluon.jit(do_not_specialize=["table_stride"])
 def attention_whole_kernel(
-    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, positions_ptr, rows_ptr,
-    tables_ptr, out_ptr, table_stride, eps, score_scale, PLAN: gl.constexpr,
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
+    positions_ptr, rows_ptr, tables_ptr, out_ptr, table_stride, eps, score_scale,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     """PLAN: see `Plan`; its columns are a part of the values', all keys are those of `whole`."""
+    if PLAN.pdl and PLAN.early:
+        gdc_launch_dependents()
+    BUFFER: gl.constexpr = PLAN.buffer
+    position = gl.load(positions_ptr + gl.program_id(1))  # of an earlier step: before the wait
+    attend_whole(
+        qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr,
+        v_scales_ptr, position, rows_ptr, tables_ptr, out_ptr, shared_buffer(BUFFER),
+        table_stride, eps, score_scale, PLAN,
+    )  # fmt: skip
+
+
+@gluon.jit
+def attend_whole(
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
+    position, rows_ptr, tables_ptr, out_ptr, buffer, table_stride, eps, score_scale,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """A program's columns of one kv head of the token at `position`; buffer: shared memory."""
     KEYS: gl.constexpr = 8 * PLAN.keys.blocks  # of a warp at a time
     TURN: gl.constexpr = PLAN.turn
     AHEAD: gl.constexpr = PLAN.ahead
     WARPS: gl.constexpr = PLAN.warps
     SHARED: gl.constexpr = PLAN.heads.shared
     D: gl.constexpr = PLAN.heads.dim
-    if PLAN.pdl and PLAN.early:
-        gdc_launch_dependents()
     thread = threads(WARPS)
     warp, lane, zero, none = thread
     g = lane // 4
     t = lane % 4
     head, token = gl.program_id(0), gl.program_id(1)
     column = gl.program_id(2) * PLAN.columns
-    position = gl.load(positions_ptr + token)  # of an earlier step, like pages: before the wait
     sequence = gl.load(rows_ptr + token)
     first = first_fresh(rows_ptr, token, sequence, position, PLAN)
     table = tables_ptr.to(gl.int64, bitcast=True) + sequence.to(gl.int64) * table_stride * 4
     row = warp * KEYS
-    k_base = k_ptr.to(gl.int64, bitcast=True) + head * (2 * D)
-    v_base = v_ptr.to(gl.int64, bitcast=True) + head * (2 * D) + column * 2
+    bases = bases_of(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, head, column, PLAN)
     new_page = page_of(table, position + zero, position + 1)
     pages = ()
     next_page = new_page
@@ -66,8 +81,8 @@ def attention_whole_kernel(
     for i in gl.static_range(len(pages)):
         at = row + i * TURN
         loaded = loaded + (
-            load_keys(k_base, pages[i], at + g, position, t, at < position, PLAN),
-            load_values(v_base, pages[i], at + 2 * t, position, g, at < position, PLAN),
+            load_keys(bases, pages[i], at + g, position, g, t, at < position, PLAN),
+            load_values(bases, pages[i], at + 2 * t, position, g, at < position, PLAN),
         )
     rotations = load_rotations(
         cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, position, warp, lane, zero, PLAN
@@ -77,20 +92,20 @@ def attention_whole_kernel(
         if not PLAN.early:
             gdc_launch_dependents()
 
-    key = PLAN.heads.kv * SHARED * PLAN.query + head * D
+    key = PLAN.heads.kv * SHARED * PLAN.query + kv_head(head, PLAN) * D
     qkv = qkv_ptr.to(gl.int64, bitcast=True) + token.to(gl.int64) * (2 * PLAN.width)
-    value = qkv + (key + PLAN.heads.kv * D + column) * 2
+    value = column if PLAN.coded else qkv + (key + PLAN.stored * D + column) * 2
     q, new_score, keys, values, fresh, buffer, new_at = score_new_key(
-        qkv, key, (k_base, v_base), new_page, rotations, *loaded[:2],
-        (row, position, TURN), value, (head, token, position, first), thread, eps, score_scale,
-        PLAN,
+        qkv, key, bases, new_page, rotations, *loaded[:2],
+        (row, position, TURN), value, (head, token, position, first), buffer + zero, thread, eps,
+        score_scale, PLAN,
     )  # fmt: skip
-    sums_at = own_sums(buffer, g, t, PLAN)
+    sums_at = own_sums(buffer, g, t, WARPS, PLAN)
     softmax = nothing_yet(new_score, none, PLAN)
     if AHEAD == 0:
         softmax, keys, values, row = attend_turns(
-            row, next_page, keys, values, softmax, q, (k_base, v_base), table,
-            (0, position, TURN), fresh, g, t, none, score_scale, PLAN,
+            row, next_page, keys, values, softmax, q, bases, table, (0, position, TURN), fresh,
+            g, t, none, score_scale, PLAN,
         )  # fmt: skip
     softmax = attend(  # the last keys, or none at all
         softmax, q, keys, values, row, position, t, none, score_scale, AHEAD > 0, PLAN
@@ -105,7 +120,7 @@ def attention_whole_kernel(
                 softmax, q, keys, values, row, position, t, none, score_scale, False, PLAN
             )
     _store(
-        out_ptr, qkv, value, v_base, new_at, column, softmax, new_score, buffer, sums_at,
+        out_ptr, qkv, fresh[2], bases[1], new_at, column, softmax, new_score, buffer, sums_at,
         head, token, thread, PLAN,
     )  # fmt: skip
 
@@ -121,15 +136,14 @@ def _store(
     GROUPS: gl.constexpr = PLAN.groups
     QUADS: gl.constexpr = 4 * PLAN.sets  # of sums a lane: elements d, d + 1 of heads 2 t, 2 t + 1
     EACH: gl.constexpr = (QUADS + WARPS - 1) // WARPS  # quads of a warp, side by side
-    WORD: gl.constexpr = gl.pointer_type(gl.int32)
     warp, lane, _, none = thread
     g = lane // 4
     t = lane % 4
     new_values = ()
     gates = ()
     for e in gl.static_range(EACH):
-        d = gl.minimum(element_of(warp * EACH + e, g), PLAN.columns - 2)
-        new_values = new_values + (load4(value + d.to(gl.int64) * 2),)
+        d = gl.minimum(element_of(warp * EACH + e, g, PLAN), PLAN.columns - 2)
+        new_values = new_values + (new_pair(value, d, PLAN),)
         if PLAN.heads.gated:
             for h in gl.static_range(2):
                 gate = (head * SHARED + gl.minimum(2 * t + h, SHARED - 1)) * PLAN.query
@@ -141,10 +155,10 @@ def _store(
     shares, inverses = weigh_groups(tops, wholes, PLAN)
     for e in gl.static_range(EACH):
         quad = warp * EACH + e
-        d = element_of(quad, g)
+        d = element_of(quad, g, PLAN)
         there = (quad < QUADS) & (d < PLAN.columns)
         v = new_values[e]
-        gl.store((v_base + new_at).to(WORD, bitcast=True) + d // 2, v, mask=there & (t == 0))
+        append_pair(v_base, new_at, d, v, there & (t == 0), PLAN)
         of_groups = sum_warps(quad, sums_at, weights, news, v, none, PLAN)
         for h in gl.static_range(4):
             y = none

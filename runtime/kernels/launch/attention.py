@@ -3,15 +3,10 @@
 Measured on an H200; elsewhere the same but for `hopper_registers`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from lowbit.runtime.kernels.launch.device import STATIC_SHARED
-from lowbit.runtime.thresholds import (
-    EXACT_TOKENS,
-    LONG_TOKENS,
-    PROMPT_TOKENS,
-    SEQUENCE_TOKENS,
-)
+from lowbit.runtime.kernels.launch.device import STATIC_SHARED, power_of_two
+from lowbit.runtime.thresholds import LONG_TOKENS, PROMPT_TOKENS, SEQUENCE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +22,7 @@ class KeySplit:
         most: splits of one sequence; a power of two.
         warps: of a split.
         groups: splits up to `whole` keys, 1 or 2.
-        blocks: of 8 keys that a warp takes at a time, 1 or 2.
+        blocks: of 8 keys that a warp takes at a time: 1 or 2; 4 of codes, of half the bytes.
         whole: keys, a multiple of a turn of all groups.
     """
 
@@ -51,14 +46,15 @@ class AttentionLaunch:
         keys: the order in which keys are added up.
         splits: for each kv head and token; 1 where a program takes all keys, with the warps of all
             groups.
-        parts: of the columns of the values, where the keys are not split: programs of a kv head
-            that all take all keys.
+        parts: of the columns of the values, where a program takes all keys: programs of a kv head
+            that all do.
         ahead: turns of keys and values that a program loads at first, of `keys.whole` keys at most;
             0 loads each turn during the one before.
         early: whether the next kernel may start before this one has its input; where the keys are
             split, while they are still read.
         registers: of a thread on Hopper; None leaves them to the compiler. With more than 168 two
             programs of four warps fit on a multiprocessor, not three.
+        joined: one program takes all splits, a warp each, and no kernel joins them.
     """
 
     keys: KeySplit
@@ -67,70 +63,107 @@ class AttentionLaunch:
     ahead: int = 0
     early: bool = False
     registers: int | None = None
+    joined: bool = False
 
 
 KEYS = 8  # of a block
 KEYS_OF_ONE = 256  # up to here a program takes all keys of a kv head
 UNSPLIT = 1 << 30  # more keys than there are
 PART = 64  # columns of the values
+MOST_COLUMNS = 128  # for whose sums a program that joins splits has registers
 WIDTH = 2048  # of all query heads; more make the kernels around attention large
 SHORT = 1024  # keys
 MOST_SPLITS = 64
 REGISTERS = 224  # less makes Triton 3.9 spill
-CROWDED = 128  # programs that leave no multiprocessor for more parts
-FAST_WHOLE = 1024  # keys of one program where bits need not be those of a token alone
+LOADED = 4  # splits whose highest scores are loaded from shared memory at once
+CROWDED = 128  # programs that leave no multiprocessor for more parts, nor for splits
 
 
-def key_split(kv_heads: int, shared: int, head_dim: int) -> KeySplit:
-    """The order of keys for `shared` query heads on each of `kv_heads` kv heads."""
-    wide = head_dim > 128 and join_bytes(shared, head_dim, 8, 1, SEQUENCE_TOKENS) <= STATIC_SHARED
+def key_split(kv_heads: int, shared: int, head_dim: int, coded: bool = False) -> KeySplit:
+    """The order of keys for `shared` query heads on each of `kv_heads` kv heads.
+
+    coded: keys and values are INT8 codes.
+    """
+    wide_bytes = join_bytes(shared, head_dim, 8, 1, SEQUENCE_TOKENS, coded)
+    wide = head_dim > 128 and wide_bytes <= STATIC_SHARED
     most = min(MOST_SPLITS, (128 if wide else 256) // kv_heads)  # on some 130 multiprocessors
     return KeySplit(
         most=1 << max(most, 1).bit_length() - 1,
         warps=8 if wide else 4,
         groups=1 if wide else 2,
-        blocks=2,
+        blocks=4 if coded else 2,
         whole=KEYS_OF_ONE if most > 1 else UNSPLIT,
     )
 
 
 def attention_launch(
-    kv_heads: int, shared: int, head_dim: int, reach: int, tokens: int
+    kv_heads: int,
+    shared: int,
+    head_dim: int,
+    reach: int,
+    tokens: int,
+    together: int = 1,
+    coded: bool = False,
 ) -> AttentionLaunch:
     """The programs of a step of `tokens` tokens at positions below `reach`.
 
-    More than EXACT_TOKENS tokens make programs enough without splits of their keys, which is
-    faster; with KEYS_OF_ONE to FAST_WHOLE keys their bits then differ from those of a token alone.
+    Args:
+        kv_heads: of the layer.
+        shared: query heads of each.
+        head_dim: of a head.
+        reach: keys that there may be.
+        tokens: of the step.
+        together: most of them of one sequence, a power of two.
+        coded: keys and values are INT8 codes.
     """
-    keys = key_split(kv_heads, shared, head_dim)
-    if tokens > EXACT_TOKENS:
-        keys = replace(keys, whole=max(keys.whole, FAST_WHOLE))
+    keys = key_split(kv_heads, shared, head_dim, coded)
     width = shared * kv_heads * head_dim
     if reach <= keys.whole:
         parts = max(1, head_dim // PART)
         warps = keys.warps * keys.groups
         while parts > 1 and tokens * kv_heads * parts > CROWDED:
-            if join_bytes(shared, head_dim, warps, parts // 2, SEQUENCE_TOKENS) > STATIC_SHARED:
+            fewer = join_bytes(shared, head_dim, warps, parts // 2, SEQUENCE_TOKENS, coded)
+            if fewer > STATIC_SHARED:
                 break
             parts //= 2
         near = reach <= KEYS_OF_ONE and head_dim // parts <= PART
         ahead = KEYS_OF_ONE // (keys.turn * keys.groups) if near else 0
         return AttentionLaunch(keys, 1, parts, ahead, early=width <= WIDTH)
     splits = min(-(-reach // keys.turn), keys.most)
+    parts = max(1, head_dim // MOST_COLUMNS)
+    crowded = together == 1 and tokens * kv_heads * parts > CROWDED
+    spills = coded and head_dim > 128  # eight blocks of a split, which one warp would take
+    if crowded and not spills and reach <= keys.most * keys.turn:
+        rounded = max(power_of_two(splits), LOADED)
+        if join_bytes(shared, head_dim, rounded, parts, together, coded) <= STATIC_SHARED:
+            return AttentionLaunch(keys, rounded, parts, joined=True)
     early = head_dim > 128 or width > WIDTH or reach <= SHORT
     registers = REGISTERS if tokens == 1 and head_dim == 128 else None
     return AttentionLaunch(keys, splits, early=early, registers=registers)
 
 
-def join_bytes(shared: int, head_dim: int, warps: int, parts: int, together: int) -> int:
+def join_bytes(
+    shared: int, head_dim: int, warps: int, parts: int, together: int, coded: bool = False
+) -> int:
     """Shared memory of an attention program: queries and new keys, then sums of each warp."""
     sums = 4 * -(-head_dim // (64 * parts)) * 128 * -(-shared // 2)
-    return (shared + together) * row_bytes(head_dim) + warps * (64 + sums)
+    return heads_bytes(shared, head_dim, together, coded) + warps * (64 + sums)
 
 
-def row_bytes(head_dim: int) -> int:
+def heads_bytes(shared: int, head_dim: int, together: int, coded: bool) -> int:
+    """Shared memory of queries and new keys; of codes also new values and all scales.
+
+    Queries have two bytes an element then too, in rows of their own.
+    """
+    row = head_row_bytes(head_dim, coded)
+    if not coded:
+        return (shared + together) * row
+    return 2 * (shared + together) * row + -(-(shared + 2 * together) // 4) * 16
+
+
+def head_row_bytes(head_dim: int, coded: bool) -> int:
     """Bytes from one head in shared memory to the next, padded so that they share no bank."""
-    return 2 * head_dim + 64
+    return (1 if coded else 2) * head_dim + 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +189,14 @@ PROMPT_LAUNCHES = {  # by the largest head
     256: PromptLaunch(128, 64, 8, 2),
 }
 LONG_LAUNCH = PromptLaunch(128, 64, 4, 3)  # of heads of 128
+CODED_LAUNCH = PromptLaunch(
+    128, 64, 8, 2
+)  # of heads of 128; twice the tokens share what is widened
 
 
-def prompt_launch(head_dim: int, tokens: int, first: int, hopper: bool) -> PromptLaunch | None:
+def prompt_launch(
+    head_dim: int, tokens: int, first: int, hopper: bool, coded: bool = False
+) -> PromptLaunch | None:
     """Look up the launch for a prompt's chunk; None where PyTorch's attention is faster.
 
     Args:
@@ -166,11 +204,14 @@ def prompt_launch(head_dim: int, tokens: int, first: int, hopper: bool) -> Promp
         tokens: of the chunk.
         first: tokens before it.
         hopper: whether the GPU is one.
+        coded: keys and values are INT8 codes. Not measured yet.
     """
     if tokens <= PROMPT_TOKENS:  # two programs in 99 KB of shared memory
         return PromptLaunch(16, 64 if head_dim <= 128 else 32, 4, 2)
     if not hopper:
         return None
+    if coded and head_dim == 128:
+        return CODED_LAUNCH
     if first >= LONG_TOKENS and head_dim == 128:
         return LONG_LAUNCH
     return next(launch for most, launch in PROMPT_LAUNCHES.items() if head_dim <= most)

@@ -313,6 +313,31 @@ def wgmma_launch(
     return None if found is None else found[1]
 
 
+@dataclass(frozen=True, slots=True)
+class DenseLaunch:
+    """Share of a program that multiplies dense rows; nothing here changes a bit.
+
+    Attributes:
+        tokens: that it takes, a power of two.
+        tiles: of 16 rows.
+    """
+
+    tokens: int
+    tiles: int = 1
+
+
+FEW_DENSE_ROWS = 1024  # which leave multiprocessors without a program
+DENSE_BLOCK = 16  # tokens of a program of few rows
+LARGE_DENSE = DenseLaunch(32, 2)  # of more tokens and rows
+
+
+def dense_launch(rows: int, tokens: int) -> DenseLaunch:
+    """Look up the share of a program of `dense_gemv` for a power of two of tokens."""
+    if tokens > DENSE_BLOCK and rows > FEW_DENSE_ROWS:
+        return LARGE_DENSE
+    return DenseLaunch(min(tokens, DENSE_BLOCK))
+
+
 GEMM_COST = {256: 1.0, 192: 0.82, 128: 0.71, 64: 0.5}  # of a program, by its tokens
 
 

@@ -4,12 +4,13 @@ Layout  w [N, K] and x [B, K] bf16 -> y [B, N]
 Fused   RMS norm of x: x * gain is rounded to bf16 and rsqrt(mean(x^2) + eps) multiplies the result;
         residual + y or bias + y
 Bytes   2*N*K;  N = 248320, K = 1024 (the head of a tied model): 509 MB = 112 us at 4.56 TB/s
-Plan    a program takes 16 rows. BF16 as it is stored is what `mma` takes: a lane's 16 bytes of a
-        row, and of the token of its column, are the chunk of 8 that it has of every 32 k. The steps
-        of 32 k are dealt out to eight parts, which are summed apart and then joined in order,
-        however many warps there are: every weight is read once, no atomics, so bit-reproducible,
-        and a token has the same bits in any company. `multiply_rows` is also the first programs of
-        a GEMV that has dense rows beside it
+Plan    a program takes 16 rows or 32, and up to 32 tokens; those of the same rows run side by side,
+        so that one brings the rows to L2 for all. BF16 as it is stored is what `mma` takes: a
+        lane's 16 bytes of a row, and of the token of its column, are the chunk of 8 that it has of
+        every 32 k. The steps of 32 k are dealt out to eight parts, which are summed apart and then
+        joined in order, however many warps there are: no atomics, so bit-reproducible, and a token
+        has the same bits in any company. `multiply_rows` is also the first programs of a GEMV that
+        has dense rows beside it
 """
 
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from lowbit.runtime.kernels.launch.device import (
     programmatic_launch,
     run,
 )
+from lowbit.runtime.kernels.launch.linear import DenseLaunch, dense_launch
 from lowbit.runtime.kernels.linear.norm import (
     add_squares,
     chunk_gains,
@@ -59,7 +61,7 @@ CHUNK = 8  # columns that a lane loads together
 ROW_PARTS = gl.constexpr(8)
 PART_BYTES = gl.constexpr(512 + 32)  # of a part for 8 tokens: sums, and those of the squares
 AT_ONCE = gl.constexpr(2)  # steps whose tokens are loaded together
-AHEAD = gl.constexpr(8)  # steps whose rows are on their way
+AHEAD = gl.constexpr(8)  # steps of 16 rows that are on their way
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +71,7 @@ class Rows:
     Attributes:
         K: columns.
         TOKENS: that there is room for.
+        TILES: of 16 rows.
         WARPS: of the program.
         STAGED: whether each warp reads all of its part of one token at once and hands it round
             through shared memory; K is a multiple of 256 then. Else x is read from L2, AT_ONCE
@@ -77,28 +80,34 @@ class Rows:
         EARLY: whether it has let the next kernel start before.
         STEPS: of 32 columns of a part.
         EACH: parts of a warp.
+        AHEAD: steps whose rows are on their way.
     """
 
     K: int
     TOKENS: int
+    TILES: int
     WARPS: int
     STAGED: bool
     PDL: bool
     EARLY: bool
     STEPS: int
     EACH: int
+    AHEAD: int
 
 
 @cache
-def rows_of(K: int, tokens: int, warps: int, staged: bool, pdl: bool, early: bool = False) -> Rows:
-    """Constants of a program for so many columns and tokens."""
+def rows_of(
+    K: int, launch: DenseLaunch, warps: int, staged: bool, pdl: bool, early: bool = False
+) -> Rows:
+    """Constants of a program for so many columns."""
     steps, each = -(-K // (32 * ROW_PARTS.value)), -(-ROW_PARTS.value // warps)
-    return Rows(K, tokens, warps, staged, pdl, early, steps, each)
+    ahead = AHEAD.value // launch.tiles
+    return Rows(K, launch.tokens, launch.tiles, warps, staged, pdl, early, steps, each, ahead)
 
 
-def rows_bytes(tokens: int, staged: int = 0) -> int:
+def rows_bytes(launch: DenseLaunch, staged: int = 0) -> int:
     """Shared-memory bytes of a program that multiplies dense rows; staged: elements of x."""
-    return -(-tokens // 8) * 8 * (512 + 32) + 4 * staged
+    return launch.tiles * -(-launch.tokens // 8) * 8 * (512 + 32) + 4 * staged
 
 
 @gluon.jit
@@ -106,27 +115,29 @@ def multiply_rows(
     x_ptr, gain_ptr, rows_ptr, added_ptr, y_ptr, buffer, own, B, N, added_stride, eps,
     D: gl.constexpr,
 ):  # fmt: skip
-    """16 of N rows of `added + rms_norm(x) @ rows.T`, by the program of that number, for B tokens.
+    """The rows of one of the programs of `added + rms_norm(x) @ rows.T`, for B tokens.
 
     Squares of the norm are the diagonal of tokens times tokens.
 
-    own: warp, lane and zero of each thread.
+    own: the program's number; warp, lane and zero of each thread.
     """
-    warp, lane, none = own
+    number, warp, lane, none = own
     K: gl.constexpr = D.K
     S: gl.constexpr = D.STEPS
     EACH: gl.constexpr = D.EACH
     ALL: gl.constexpr = EACH * S
+    TILES: gl.constexpr = D.TILES
     NT: gl.constexpr = (D.TOKENS + 7) // 8
     NORM: gl.constexpr = gain_ptr is not None
     g = lane // 4
     t = lane % 4
-    n = gl.program_id(0) * 16 + g
-    rows = rows_ptr.to(gl.int64, bitcast=True)
-    low = rows + gl.minimum(n, N - 1).to(gl.int64) * (2 * K)
-    high = rows + gl.minimum(n + 8, N - 1).to(gl.int64) * (2 * K)
+    first_row = number * (16 * TILES)
+    rows = ()
+    for i in gl.static_range(2 * TILES):
+        n = gl.minimum(first_row + (8 * i + g), N - 1).to(gl.int64)
+        rows = rows + (rows_ptr.to(gl.int64, bitcast=True) + n * (2 * K),)
     first_chunk = gl.minimum(warp * EACH, ROW_PARTS - EACH) * 4 + t
-    loaded = _load_rows((), low, high, first_chunk, 0, min(AHEAD, ALL), S, K)
+    loaded = _load_rows((), rows, first_chunk, 0, min(D.AHEAD, ALL), S, K)
     own_gains = ()
     if D.STAGED:
         own_gains = _own_gains(gain_ptr, first_chunk, g, S, ALL)
@@ -144,34 +155,38 @@ def multiply_rows(
         sources = sources + (x_ptr.to(gl.int64, bitcast=True) + token * (2 * K),)
     for each in gl.static_range(EACH):
         sums = ()
-        for _i in gl.static_range(3 * NT):
+        squares = ()
+        for _i in gl.static_range(2 * TILES * NT):
             sums = sums + ((none, none, none, none),)
+        for _i in gl.static_range(NT):
+            squares = squares + ((none, none, none, none),)
         for c in gl.static_range(0, S, AT_ONCE):
             loaded = _load_rows(
-                loaded, low, high, first_chunk, len(loaded) // 2,
-                min(ALL, each * S + c + AHEAD), S, K,
+                loaded, rows, first_chunk, len(loaded) // (2 * TILES),
+                min(ALL, each * S + c + D.AHEAD), S, K,
             )  # fmt: skip
-            sums = _add_rows(
-                sums, loaded, gain_ptr, sources, staged, first_chunk, each * S + c,
+            sums, squares = _add_rows(
+                sums, squares, loaded, gain_ptr, sources, staged, first_chunk, each * S + c,
                 min(AT_ONCE, S - c), D,
             )  # fmt: skip
         part = gl.minimum(warp * EACH, ROW_PARTS - EACH) + each
-        for nt in gl.static_range(NT):
-            d = sums[3 * nt]
-            e = sums[3 * nt + 1]
-            at = buffer + (nt * ROW_PARTS + part) * PART_BYTES
+        for i in gl.static_range(TILES * NT):
+            d = sums[2 * i]
+            e = sums[2 * i + 1]
+            at = buffer + (i * ROW_PARTS + part) * PART_BYTES
             words = ()
-            for i in gl.static_range(4):
-                words = words + (as_word(d[i] + e[i]),)
+            for j in gl.static_range(4):
+                words = words + (as_word(d[j] + e[j]),)
             store_shared16(at + lane * 16, words, warp < ROW_PARTS)
             if NORM:
-                own, there = diagonal(sums[3 * nt + 2], lane)
-                store_shared4(at + 512 + g * 4, own, there & (warp < ROW_PARTS))
+                square, there = diagonal(squares[i // TILES], lane)
+                store_shared4(at + 512 + g * 4, square, there & (warp < ROW_PARTS))
     barrier()
-    for nt in gl.static_range(NT):
+    for i in gl.static_range(TILES * NT):  # a warp each
+        n = first_row + (i % TILES * 16 + g)
         _store_rows(
-            added_ptr, y_ptr, buffer + nt * ROW_PARTS * PART_BYTES, warp, lane, none, B, N,
-            added_stride, eps, nt, K, NORM,
+            added_ptr, y_ptr, buffer + i * ROW_PARTS * PART_BYTES, warp == i % D.WARPS, lane, none,
+            n, i // TILES * 8 + 2 * t, B, N, added_stride, eps, K, NORM,
         )  # fmt: skip
 
 
@@ -228,22 +243,24 @@ def _chunk(first_chunk, i: gl.constexpr, S: gl.constexpr, K: gl.constexpr, BYTES
 
 @gluon.jit
 def _load_rows(
-    loaded, low, high, first_chunk, FIRST: gl.constexpr, END: gl.constexpr, S: gl.constexpr,
+    loaded, rows, first_chunk, FIRST: gl.constexpr, END: gl.constexpr, S: gl.constexpr,
     K: gl.constexpr,
 ):  # fmt: skip
-    """Append 16 bytes of two rows to `loaded` for each of the steps from FIRST to END."""
+    """Append 16 bytes of every row to `loaded` for each of the steps from FIRST to END."""
     for i in gl.static_range(FIRST, END):
         at, _ = _chunk(first_chunk, i, S, K, 16)
-        loaded = loaded + (stream16(low + at), stream16(high + at))
+        for row in gl.static_range(len(rows)):
+            loaded = loaded + (stream16(rows[row] + at),)
     return loaded
 
 
 @gluon.jit
 def _add_rows(
-    sums, loaded, gain_ptr, sources, staged, first_chunk, FIRST: gl.constexpr,
+    sums, squares, loaded, gain_ptr, sources, staged, first_chunk, FIRST: gl.constexpr,
     COUNT: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """Sums with COUNT steps from FIRST on: even and odd products of a row, and squares."""
+    """Sums of even and of odd products of a tile, and squares, with COUNT steps from FIRST on."""
+    TILES: gl.constexpr = D.TILES
     S: gl.constexpr = D.STEPS
     K: gl.constexpr = D.K
     NT: gl.constexpr = len(sources)
@@ -262,44 +279,49 @@ def _add_rows(
         for nt in gl.static_range(0 if D.STAGED else NT):
             x = x + (load16(sources[nt] + at),)
     for c in gl.static_range(COUNT):
-        a = loaded[2 * (FIRST + c)]
-        b = loaded[2 * (FIRST + c) + 1]
         _, there = _chunk(first_chunk, FIRST + c, S, K, 16)
         new = ()
+        new_squares = ()
         for nt in gl.static_range(NT):
             w = x[c * NT + nt]
             if K % (32 * ROW_PARTS) != 0:
                 w = words_where(there, w)
-            squares = sums[3 * nt + 2]
             if NORM:
-                squares = add_squares(squares, w)
+                new_squares = new_squares + (add_squares(squares[nt], w),)
                 w = scales[c] if D.STAGED else times_gains(w, scales[c])
-            d = mma(sums[3 * nt], a[0], b[0], a[1], b[1], w[0], w[1])
-            e = mma(sums[3 * nt + 1], a[2], b[2], a[3], b[3], w[2], w[3])
-            new = new + (d, e, squares)
+            for r in gl.static_range(TILES):
+                a = loaded[2 * (TILES * (FIRST + c) + r)]
+                b = loaded[2 * (TILES * (FIRST + c) + r) + 1]
+                d = mma(sums[2 * (nt * TILES + r)], a[0], b[0], a[1], b[1], w[0], w[1])
+                e = mma(sums[2 * (nt * TILES + r) + 1], a[2], b[2], a[3], b[3], w[2], w[3])
+                new = new + (d, e)
         sums = new
-    return sums
+        if NORM:
+            squares = new_squares
+    return sums, squares
 
 
 @gluon.jit
 def _store_rows(
-    added_ptr, y_ptr, at, warp, lane, none, B, N, added_stride, eps, nt: gl.constexpr,
+    added_ptr, y_ptr, at, mine, lane, none, row, token, B, N, added_stride, eps,
     K: gl.constexpr, NORM: gl.constexpr,
 ):  # fmt: skip
-    """Join the parts of 16 rows times 8 tokens and store them."""
-    g = lane // 4
+    """Join the parts of 16 rows times 8 tokens and store them.
+
+    mine: whether this warp stores them; row, token: this lane's first of both.
+    """
     t = lane % 4
     y = sum_of_parts(at + lane * 16, ROW_PARTS, 34, 2)
     for i in gl.static_range(4):
-        n = gl.program_id(0) * 16 + i // 2 * 8 + g
-        b = nt * 8 + 2 * t + i % 2
+        n = row + i // 2 * 8
+        b = token + i % 2
         v = y[i]
         if NORM:
             square = none
             for part in gl.static_range(ROW_PARTS):
                 square += load_shared4(at + (512 + i % 2 * 4) + t * 8, part * PART_BYTES)
             v *= norm_factor(square, eps, K)
-        stored = (warp == 0) & (b < B) & (n < N)
+        stored = mine & (b < B) & (n < N)
         if added_ptr is not None:
             v += gl.load(added_ptr + b * added_stride + n, mask=stored, other=0.0).to(gl.float32)
         gl.store(y_ptr + b * N + n, v.to(y_ptr.dtype.element_ty), mask=stored)
@@ -321,13 +343,23 @@ def dense_gemv_ref(
 
 @gluon.jit(do_not_specialize=["B", "N", "added_stride"])
 def _dense_gemv_kernel(
-    x_ptr, gain_ptr, w_ptr, added_ptr, y_ptr, B, N, added_stride, eps,
+    x_ptr, gain_ptr, w_ptr, added_ptr, y_ptr, B, N, added_stride, eps, BLOCKS: gl.constexpr,
     D: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
+    """BLOCKS: of tokens, whose programs for the same rows have numbers side by side."""
     warp, lane, zero, none = threads(D.WARPS)
+    number = gl.program_id(0)
+    if BLOCKS > 1:
+        first = number % BLOCKS * D.TOKENS
+        number = number // BLOCKS
+        x_ptr += first.to(gl.int64) * D.K
+        y_ptr += first.to(gl.int64) * N
+        B = B - first  # not of the other blocks
+        if added_ptr is not None:
+            added_ptr += first.to(gl.int64) * added_stride
     multiply_rows(
-        x_ptr, gain_ptr, w_ptr, added_ptr, y_ptr, shared_buffer(SHARED) + zero, (warp, lane, none),
-        B, N, added_stride, eps, D,
+        x_ptr, gain_ptr, w_ptr, added_ptr, y_ptr, shared_buffer(SHARED) + zero,
+        (number, warp, lane, none), B, N, added_stride, eps, D,
     )  # fmt: skip
 
 
@@ -340,7 +372,7 @@ def dense_gemv(
     added: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`added + rms_norm(x) @ w.T` for a weight as stored, read once for every 16 tokens.
+    """`added + rms_norm(x) @ w.T` for a weight as stored, read once for every DENSE_TOKENS tokens.
 
     Args:
         x: [B, K] bfloat16, contiguous.
@@ -375,13 +407,14 @@ def _launch(
     x: Tensor, w: Tensor, norm: Tensor | None, eps: float, added: Tensor | None, y: Tensor
 ) -> None:
     B, (N, K) = x.shape[0], w.shape
-    tokens = power_of_two(B)
+    launch = dense_launch(N, power_of_two(B))
+    blocks = -(-B // launch.tokens)
     pdl = programmatic_launch(x)
-    needed = rows_bytes(tokens, K)
-    staged = tokens == 1 and K % 256 == 0 and N <= FEW_ROWS and needed <= STATIC_SHARED
+    needed = rows_bytes(launch, K)
+    staged = B == 1 and K % 256 == 0 and N <= FEW_ROWS and needed <= STATIC_SHARED
     run(
         _dense_gemv_kernel,
-        (-(-N // 16),),
+        (-(-N // (16 * launch.tiles)) * blocks,),
         x,
         norm,
         w,
@@ -391,8 +424,9 @@ def _launch(
         N,
         0 if added is None or added.shape[0] == 1 else N,
         eps,
-        D=rows_of(K, tokens, WARPS, staged, pdl),
-        SHARED=declaration(needed if staged else rows_bytes(tokens)),
+        BLOCKS=blocks,
+        D=rows_of(K, launch, WARPS, staged, pdl),
+        SHARED=declaration(needed if staged else rows_bytes(launch)),
         num_warps=WARPS,
         launch_pdl=pdl,
         enable_fp_fusion=True,

@@ -30,6 +30,7 @@ from lowbit.runtime.kernels.launch.device import (
     shared_limit,
 )
 from lowbit.runtime.kernels.launch.linear import (
+    DenseLaunch,
     GemvLaunch,
     WgmmaLaunch,
     gemv_launch,
@@ -117,10 +118,10 @@ def gemv(
 def gemv_and_rows(
     x: Tensor, w: TiledLinear, rows: Tensor, *, norm: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm(x) @ w.T` and `rms_norm(x) @ rows.T` of up to 16 tokens, in one kernel.
+    """`rms_norm(x) @ w.T` and `rms_norm(x) @ rows.T`, in one kernel.
 
     Args:
-        x: [B, K] bfloat16, contiguous.
+        x: [B, K] bfloat16, contiguous, of ROWS_TOKENS tokens at most.
         w: [N, K], not paired.
         rows: [n, K] bfloat16, few: a program takes 16 of them.
         norm: [K] gain of the RMS norm.
@@ -304,8 +305,9 @@ def _plan(
     if not staged:
         needed = sums_bytes(launch, tokens) if launch.split == 1 else 16
     whole = tokens == 1 and W.K % 256 == 0
+    rows = DenseLaunch(tokens)
     if fused.rows:
-        needed = max(needed, rows_bytes(tokens, W.K if tokens == 1 else 0))
+        needed = max(needed, rows_bytes(rows, W.K if tokens == 1 else 0))
     return GemvPlan(
         W,
         X=staged_digits(W.K, tokens) if staged else global_digits(W.K, tokens),
@@ -314,7 +316,7 @@ def _plan(
         HEAD=W.K // fused.heads if fused.heads and staged else 0,
         ADDED_ROWS=fused.added_rows,
         ROWS=fused.rows,
-        DENSE=rows_of(W.K, tokens, launch.warps, whole, pdl, launch.early),
+        DENSE=rows_of(W.K, rows, launch.warps, whole, pdl, launch.early),
         SHARED=max(launch.shared << 10 if pdl else 0, needed),
         SUMS=staged_bytes(W.K, tokens, fused.normed) if staged else 0,
         JOINED=launch.parts,

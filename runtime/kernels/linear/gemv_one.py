@@ -41,8 +41,8 @@ def gemv_one_kernel(
     buffer = shared_memory(PLAN.SHARED, WARPS, N < 0) + zero
     if FIRST > 0 and gl.program_id(0) < FIRST:
         multiply_rows(
-            x_ptr, gain_ptr, rows_ptr, None, rows_y_ptr, buffer, (warp, lane, none), 1, PLAN.ROWS,
-            0, eps, DENSE,
+            x_ptr, gain_ptr, rows_ptr, None, rows_y_ptr, buffer,
+            (gl.program_id(0), warp, lane, none), 1, PLAN.ROWS, 0, eps, DENSE,
         )  # fmt: skip
     else:
         _multiply_tiles(

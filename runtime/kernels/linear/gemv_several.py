@@ -59,8 +59,8 @@ def gemv_several_kernel(
     if FIRST > 0 and gl.program_id(0) < FIRST:
         if PLAN.LAUNCH.split == 1 or gl.program_id(1) == 0:
             multiply_rows(
-                x_ptr, gain_ptr, rows_ptr, None, rows_y_ptr, buffer, (warp, lane, none), B,
-                PLAN.ROWS, 0, eps, DENSE,
+                x_ptr, gain_ptr, rows_ptr, None, rows_y_ptr, buffer,
+                (gl.program_id(0), warp, lane, none), B, PLAN.ROWS, 0, eps, DENSE,
             )  # fmt: skip
         elif PLAN.PDL:
             gdc_wait()

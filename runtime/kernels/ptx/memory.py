@@ -100,6 +100,31 @@ def _load(
 
 
 @gluon.jit
+def stream8(address, OFFSET: gl.constexpr = 0):
+    """`stream16` of 8 bytes, as two words."""
+    return _load(address, OFFSET, "ld.global.L1::no_allocate", "l", 2)
+
+
+@gluon.jit
+def stream8_if(address, wanted):
+    """`stream16_if` of 8 bytes, as two words."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        setp.ne.s32 p, $3, 0;
+        mov.b32 $0, 0;
+        mov.b32 $1, 0;
+        @p ld.global.L1::no_allocate.v2.b32 {$0, $1}, [$2];
+        }""",
+        "=&r,=&r,l,r",
+        [address, wanted.to(gl.int32)],
+        dtype=(gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def stream16_if(address, wanted):
     """`stream16` in lanes where `wanted` holds, zeros in the others.
 
@@ -203,6 +228,16 @@ def store_shared4(address, x, inside):
     inline(
         "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.shared.f32 [$1], $2; mov.b32 $0, 0;}",
         "=r,r,f,r", (address, x, inside.to(gl.int32)),
+    )  # fmt: skip
+
+
+@gluon.jit
+def store_shared2(address, word, inside):
+    """Store the lower 16 bits of a word of each lane that is inside to shared memory."""
+    inline(
+        "{.reg .pred p; .reg .b16 low; setp.ne.s32 p, $3, 0; cvt.u16.u32 low, $2; "
+        "@p st.shared.b16 [$1], low; mov.b32 $0, 0;}",
+        "=r,r,r,r", (address, word, inside.to(gl.int32)),
     )  # fmt: skip
 
 

@@ -92,6 +92,46 @@ def pairs(word, BITS: gl.constexpr):
 
 
 @gluon.jit
+def code_pairs(word):
+    """The signed bytes of a word as two pairs of BF16: (0, 2), (1, 3).
+
+    The lower seven bits of a byte in the mantissa of 128.0 are 128 more; its sign bit at the end of
+    the exponent makes 256.0 of 128.0, which is taken away.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 t, low, sign;
+        lop3.b32 low, $2, $3, $5, 0xea;
+        lop3.b32 sign, $2, $4, $5, 0xea;
+        fma.rn.bf16x2 $0, sign, $6, low;
+        shr.u32 t, $2, 8;
+        lop3.b32 low, t, $3, $5, 0xea;
+        lop3.b32 sign, t, $4, $5, 0xea;
+        fma.rn.bf16x2 $1, sign, $6, low;
+        }""",
+        "=&r,=&r,r,r,r,r,r",
+        [word, 0x007F007F, 0x00800080, 0x43004300, -0x407F4080],  # the last: two of -1.0
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def quotient(x, y):
+    """The FP32 x / y, rounded as IEEE does."""
+    return gl.inline_asm_elementwise(
+        "div.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def nearest(x):
+    """The int32 nearest to an FP32, halves to even; 0 for NaN."""
+    return inline("cvt.rni.s32.f32 $0, $1;", "=r,f", (x,), PURE=True)
+
+
+@gluon.jit
 def times(pair, other):
     """Two BF16 times two others, each product rounded once."""
     return inline(

@@ -328,12 +328,15 @@ def test_a_rotated_file_is_a_plain_checkpoint(calibrated: Make, short: Path, cli
 def test_models_that_would_change_are_not_rotated(
     calibrated: Make, tiny: Path, hybrid: Path, cli: "Cli", tmp_path: Path
 ) -> None:
-    for source, fields, reason in (
-        (hybrid, {}, "multi-token prediction"),
-        (tiny, {"head": "bf16"}, "a head that stays the embedding"),
+    kept_head = {"head": "bf16"}
+    for source, fields, reason, remedy in (
+        (hybrid, {}, "its vision tower has no `merger.linear_fc2`", "--drop-vision"),
+        (tiny, kept_head, "a head that stays the embedding", "--lm-head int8"),
+        (hybrid, {**kept_head, "drop_vision": True}, "a head that stays", "--lm-head int8"),
     ):
         with pytest.raises(QuantizationError, match=reason) as caught:
             calibrated(source, "gptq+rotate", **fields)
+        assert remedy in str(caught.value)
         assert caught.value.hint == "leave out +rotate"
     plan = json.loads(cli("plan", hybrid, "--method", "auto", "--device", "cpu", "--json").stdout)
     assert plan["recipe"]["method"] == "gptq"

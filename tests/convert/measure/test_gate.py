@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lowbit.convert.measure.gate import check_texts, hold, parse_gate
+from lowbit.convert.measure.gate import check_measured, hold, parse_gate
 from lowbit.convert.measure.record import LongQuality, QualityReport, Sizes, TextKind
 from lowbit.formats.errors import RequestError
 from tests.convert.report.samples import LOGITS
@@ -112,12 +112,20 @@ def test_what_is_no_gate(text: str, message: str) -> None:
 
 def test_texts_that_are_not_evaluated(report: QualityReport) -> None:
     conditions = parse_gate("maths.kl_mean<1")
-    check_texts(conditions, ["prose", "maths"])
+    check_measured(conditions, ["prose", "maths"], long=False)
     with pytest.raises(RequestError, match="no evaluation text is named `maths`; there is prose"):
-        check_texts(conditions, ["prose"])
+        check_measured(conditions, ["prose"], long=False)
     (outcome,) = hold(conditions, report).outcomes
     assert not outcome.met
     assert outcome.reason == "no text of that name was evaluated"
+
+
+def test_long_texts_that_are_not_measured() -> None:
+    for text in ("long_kl<1", "cache_kl<1"):
+        conditions = parse_gate(text)
+        check_measured(conditions, ["prose"], long=True)
+        with pytest.raises(RequestError, match=f"`{text}`: only `report --long` measures"):
+            check_measured(conditions, ["prose"], long=False)
 
 
 def test_a_single_text_has_the_headline_figures(report: QualityReport) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.convert import convert
+from lowbit.convert import Recipe, convert
 from lowbit.convert.measure import long as long_module
 from lowbit.convert.measure.long import measure_long
 from lowbit.convert.measure.metrics import TokenFigures
@@ -18,7 +18,8 @@ from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.original import long_text as text_module
 from lowbit.convert.original.evaluation_text import Text
 from lowbit.convert.original.long_text import LEAST, long_text
-from lowbit.formats.errors import QuantizationError
+from lowbit.convert.plan import memory
+from lowbit.formats.errors import QuantizationError, ResourceError
 from lowbit.formats.kv_cache import quantize_vectors, widen_vectors
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -36,7 +37,7 @@ def source(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def packed(source: Path) -> Path:
-    return convert(source, source.parent / "packed").folder
+    return convert(source, source.parent / "packed", Recipe()).folder
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +62,15 @@ def whole_logits(folder: Path, windows: Tensor, rounded: str | None = None) -> T
     with torch.inference_mode():
         logits: Tensor = model(windows, **cache).logits[:, :-1]
     return logits.double().log_softmax(-1)
+
+
+def test_too_little_memory_is_told_of_long_texts(
+    source: Path, packed: Path, stories: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1)
+    with pytest.raises(ResourceError, match="comparing logits takes up to") as caught:
+        measure_long(open_pair(source, packed), Text("stories", "stories", stories))
+    assert caught.value.hint == "leave out --long"
 
 
 @pytest.mark.filterwarnings("ignore")  # other libraries' own
@@ -92,7 +102,7 @@ def test_figures_are_those_of_whole_models(source: Path, packed: Path, stories: 
 def test_a_model_that_looks_lines_up_finds_them(tmp_path: Path, stories: str) -> None:
     write = runpy.run_path(str(EXAMPLES / "make_lookup_model.py"))["write"]
     write(tmp_path / "lookup", LEAST)
-    packed = convert(tmp_path / "lookup", tmp_path / "packed").folder
+    packed = convert(tmp_path / "lookup", tmp_path / "packed", Recipe()).folder
     found = measure_long(
         open_pair(tmp_path / "lookup", packed), Text("stories", "stories", stories)
     )

@@ -6,14 +6,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from lowbit.convert.calibrate import session
 from lowbit.convert.calibrate.session import CalibrationRequest
+from lowbit.convert.cli.tables.plan import announce
 from lowbit.convert.pipeline import estimate
 from lowbit.convert.pipeline.conversion import convert
 from lowbit.convert.pipeline.estimate import expected_windows
 from lowbit.convert.plan import calibration_cost, choice_of_method
+from lowbit.convert.plan.method import Method
+from lowbit.convert.plan.plan import make_plan
+from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.machine.free_memory import free_bytes
+from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
     from click.testing import Result
@@ -86,6 +92,22 @@ def test_a_head_that_stays_the_embedding_is_not_rotated(
     assert "; --method gptq+autoround: " in first
     assert second.startswith("not rotated: a head that stays the embedding")
     assert method_of(tmp_path / "out") == "gptq"
+
+
+def test_a_model_that_is_rotated_because_asked_for_is_not_called_unrotated(
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "matmul_rate", lambda *_: 1e12)
+    source, cpu, request = open_checkpoint(hybrid), torch.device("cpu"), CalibrationRequest()
+    told: dict[str, list[str]] = {"gptq": [], "gptq+rotate": []}
+    for method, lines in told.items():
+        recipe = Recipe(method=Method.parse(method), drop_vision=True)
+        plan = make_plan(source.config, source.tensors, recipe)
+        announce(estimate.estimate(source, plan, cpu, request), lines.append)
+    assert told["gptq"][1:] == [
+        "not rotated: the gain is not measured for qwen3_5; --method gptq+rotate does it"
+    ]
+    assert told["gptq+rotate"][1:] == []
 
 
 def test_eight_bits_are_rounded(cli_as_typed: "Cli", source: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,6 +23,9 @@ from lowbit.formats.errors import CheckpointError, QuantizationError, Unsupporte
 from lowbit.formats.layout.quantization_config import read_quantization_config
 from lowbit.formats.safetensors.checkpoint import DTYPES, TensorInfo
 from lowbit.formats.safetensors.fused import split_experts
+
+if TYPE_CHECKING:
+    from tests.convert.conftest import Cli
 
 DATA = Path(__file__).parents[2] / "data/qwen3.5.json.gz"
 MODELS: dict[str, Any] = json.loads(gzip.decompress(DATA.read_bytes()))
@@ -411,3 +414,13 @@ def test_plan_of_the_largest_fits_a_terminal(capsys: pytest.CaptureFixture[str])
     assert rows["vision"][1:5] == ["tower", "BF16", "333", "921.46"]
     assert "27,781,427,952 parameters: decoder 26,896.0 M" in said
     assert max(len(line.rstrip()) for line in said.splitlines() if line.startswith(" ")) <= 80
+
+
+def test_plan_tells_rotated_tensors_of_a_part_from_the_others(cli: "Cli", hybrid: Path) -> None:
+    options = ("--method", "gptq+rotate", "--mtp", "bf16", "--drop-vision", "--device", "cpu")
+    lines = [" ".join(line.split()) for line in cli("plan", hybrid, *options).stdout.splitlines()]
+    found = [line for line in lines if line.startswith("multi-token prediction")]
+    assert found == [
+        "multi-token prediction BF16, rotated 13 1.97 MB 1.97 MB",
+        "multi-token prediction BF16 2 256 B 256 B",  # norms of queries and keys
+    ]

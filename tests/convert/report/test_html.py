@@ -215,7 +215,7 @@ def test_contents_lead_to_the_sections_in_order(full: QualityReport) -> None:
     nav = text[text.index("<nav") : text.index("</nav>")]
     sections = re.findall(r'<section id="(\w+)"', text)
     assert re.findall(r'href="#(\w+)"', nav) == sections
-    assert len(sections) == 9
+    assert len(sections) == 10
 
 
 def test_sections_that_are_folded(full: QualityReport) -> None:

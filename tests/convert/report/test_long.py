@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
-from lowbit.convert import convert
+from lowbit.convert import Recipe, convert
 from lowbit.convert.measure.record import LongQuality, QualityReport, read_quality
 from lowbit.convert.original import long_text
 from lowbit.convert.report.html import render_html
@@ -101,7 +101,7 @@ def test_by_the_command(
     shutil.copytree(short, source)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
-    packed = convert(source, tmp_path / "packed").folder
+    packed = convert(source, tmp_path / "packed", Recipe()).folder
     text.write_text(stories[:8000])
     arguments = ("report", packed, "--source", source, "--eval-text", text, "--device", "cpu")
     result = cli(*arguments, "--long", "--json")

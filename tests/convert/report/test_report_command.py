@@ -77,6 +77,7 @@ def test_a_missed_gate_ends_with_3_after_all_is_written(
         (("--gate", "kl_mean<1"), "--gate is for the comparison that --report asks for"),
         (("--report", "--gate", "kl<1"), "`kl` is no figure; figures are kl_mean, kl_stderr"),
         (("--report", "--gate", "x.kl_mean<1"), "no evaluation text is named `x`; there is prose"),
+        (("--report", "--gate", "long_kl<1"), "only `report --long` measures long_kl"),
     ],
 )
 def test_impossible_gates_are_usage_errors_before_the_work(

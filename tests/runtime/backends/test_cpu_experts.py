@@ -97,10 +97,10 @@ def test_the_op_is_its_formula(kind: str, E: int, chosen: int, shared: bool, nor
 def test_a_token_has_the_same_bits_in_any_company(kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     w = prepared(experts(kind, 20, 5, shared=True), dtype)
-    norm, x = torch.ones(H, dtype=dtype), torch.randn(48, H).to(dtype)
+    norm, x = torch.ones(H, dtype=dtype), torch.randn(EXACT_TOKENS, H).to(dtype)
     alone = torch.cat([cpu.moe(one, norm, EPS, w) for one in torch.split(x, 1)])
     for count in range(2, EXACT_TOKENS + 1):
-        some = torch.randperm(48)[:count]
+        some = torch.randperm(EXACT_TOKENS)[:count]
         assert torch.equal(cpu.moe(x[some], norm, EPS, w), alone[some])
 
 

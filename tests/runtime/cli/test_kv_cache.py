@@ -82,14 +82,6 @@ def test_what_is_refused(run: Run, arguments: tuple[str, ...], code: int, messag
     assert done.stdout == ""
 
 
-def test_a_gpu_has_no_kernel_yet(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    done = run(FOLDER, "Hi", "--kv-cache", "int8", "--device", "cuda")
-    assert done.exit_code == 1
-    assert "an int8 cache runs on the CPU only, a GPU has no kernel for it yet" in done.stderr
-    assert "hint: use --kv-cache bf16, or --device cpu" in done.stderr
-
-
 def test_bench_counts_the_bytes_of_the_type(run: Run) -> None:
     found = {}
     for kv_cache in ("bf16", "int8"):

@@ -16,7 +16,7 @@ from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.state.pages import PAGE
 from lowbit.runtime.state.step import NO_SLOT, Span, Step
-from lowbit.runtime.thresholds import SEQUENCE_TOKENS
+from lowbit.runtime.thresholds import EXACT_TOKENS, SEQUENCE_TOKENS
 from tests.short_models import Shorten
 
 NEW = 8  # tokens until which a sequence is watched
@@ -42,7 +42,7 @@ def model(request: pytest.FixtureRequest, shorten: Shorten) -> lowbit.Model:
         device="cpu",
         dtype=dtype,
         context=256,
-        max_sequences=16,
+        max_sequences=EXACT_TOKENS,
         quantize=recipe,
         kv_cache=kv_cache,
     )
@@ -65,7 +65,7 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> Rows:
 def request_of(number: int, count: int = 40) -> TokenRequest:
     """Prompts of many lengths; every other one is sampled."""
     generator = torch.Generator().manual_seed(number)
-    ids = torch.randint(4000, (LENGTHS[number],), generator=generator).tolist()
+    ids = torch.randint(4000, (LENGTHS[number % len(LENGTHS)],), generator=generator).tolist()
     hot = lowbit.SamplingParams(0.9, top_k=40, seed=number)
     return TokenRequest(tuple(ids), hot if number % 2 else lowbit.SamplingParams(), count)
 
@@ -127,13 +127,13 @@ def left_by(
     return found
 
 
-@pytest.mark.parametrize("watched", [0, 7])
+@pytest.mark.parametrize(("watched", "counts"), [(0, (1, 7, 16, 63)), (7, (3, 15, 32))])
 def test_a_sequence_leaves_the_same_bits_in_any_company(
-    model: lowbit.Model, logits: Rows, watched: int
+    model: lowbit.Model, logits: Rows, watched: int, counts: tuple[int, ...]
 ) -> None:
     alone = left_by(model.engine, logits, watched)
-    everybody = [number for number in range(16) if number != watched]
-    for count, turned in ((1, False), (3, True), (7, False), (15, True)):
+    everybody = [number for number in range(EXACT_TOKENS) if number != watched]
+    for count, turned in zip(counts, (False, True, False, True), strict=False):
         others = everybody[-count:] if turned else everybody[:count]
         left_by(model.engine, logits, watched, others, turned).assert_equals(alone)
 

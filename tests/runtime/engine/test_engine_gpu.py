@@ -18,9 +18,11 @@ from lowbit.convert import Recipe, convert
 from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, dequantize, unpack
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.engine.graphs import Graphs
+from lowbit.runtime.engine.load_options import KVCache
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized
+from lowbit.runtime.thresholds import EXACT_TOKENS
 from tests.runtime.conftest import PackedModel
 
 pytestmark = pytest.mark.gpu
@@ -403,3 +405,41 @@ def test_weights_of_both_devices_are_the_same(make_model: Callable[..., PackedMo
             assert isinstance(packed, TiledLinear)
             assert torch.equal(dequantized(packed).cpu(), attrgetter(name)(theirs).weight)
     assert torch.equal(on_gpu.embedding.float().cpu(), exact.embedding)
+
+
+@pytest.mark.parametrize("kv_cache", ["bf16", "int8"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED[1]])
+def test_a_sequence_has_the_same_bits_among_63_others(
+    make: Make, params: lowbit.SamplingParams, kv_cache: KVCache
+) -> None:
+    """It leaves the same tokens, keys and values, short and with more keys than 256."""
+    sizes = SIZES | {"num_key_value_heads": 4, "max_position_embeddings": 1024}
+    folder = make(mixed, **sizes).folder
+    model = lowbit.load(folder, device="cuda", max_sequences=EXACT_TOKENS, kv_cache=kv_cache)
+    engine, count = model.engine, 300
+    engine.drafting = None
+
+    def left(others: int) -> tuple[Tensor, ...]:
+        engine.forget()
+        watched = engine.submit(TokenRequest(tuple(LONG[:20]), params, count + 1))
+        beside = [
+            engine.submit(TokenRequest(tuple(LONG[n : 25 + 2 * n]), SAMPLED[0], 2 * count))
+            for n in range(others)
+        ]
+        sequence = watched._sequence
+        while len(sequence.output) < count:
+            engine.step()
+        torch.cuda.synchronize()
+        state, pages = engine.runner.state, torch.tensor(sequence.pages)
+        found = [torch.tensor(sequence.output[:count])]
+        for store in state.pages.stores:
+            found.append(store[:, pages].flatten(1, 2)[:, : 19 + count].clone())
+        for handle in (watched, *beside):
+            handle.cancel()
+        engine.step()
+        return tuple(found)
+
+    alone = left(0)
+    for others in (15, 16, 32, EXACT_TOKENS - 1):
+        for one, other in zip(alone, left(others), strict=True):
+            assert torch.equal(one, other), others

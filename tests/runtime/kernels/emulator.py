@@ -44,6 +44,9 @@ class Lanes(np.ndarray):
     def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]  # NumPy changes what others name
         return self + other
 
+    def __isub__(self, other: Any) -> Any:  # type: ignore[misc]
+        return self - other
+
     def __imul__(self, other: Any) -> Any:  # type: ignore[misc]
         return self * other
 
@@ -52,6 +55,8 @@ class Lanes(np.ndarray):
             assert dtype == torch.bfloat16
             rounded = torch.from_numpy(np.ascontiguousarray(self, FLOAT)).bfloat16()
             return lanes(rounded.view(torch.int16).numpy())
+        if isinstance(dtype, PointerTo):
+            return Pointer(dtype.memory, self, dtype.kind)
         return lanes(self.view(dtype) if bitcast else self.astype(dtype))
 
 
@@ -83,16 +88,27 @@ class Pointer:
         return self.address
 
 
+class PointerTo:
+    """Type of pointers to int32 or int16."""
+
+    def __init__(self, memory: "Memory", element: Any = INT):
+        self.memory = memory
+        self.kind = torch.int32 if element is INT else torch.int16
+
+
 class Memory:
     """Tensors given to a kernel, and the shared memory of a program."""
 
-    def __init__(self, tensors: list[Tensor]):
+    def __init__(self, tensors: list[Tensor], frozen: bool = False):
         self.tensors = [(x.data_ptr(), x.contiguous().flatten().view(torch.uint8)) for x in tensors]
+        self.before = [(at, x.clone()) for at, x in self.tensors] if frozen else self.tensors
         self.shared = np.zeros((0, 0), np.uint8)  # [programs, bytes]
 
-    def held(self, address: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    def held(
+        self, address: np.ndarray, size: int, reading: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The bytes of a tensor, and where those of each lane begin."""
-        for start, values in self.tensors:
+        for start, values in self.before if reading else self.tensors:
             if start <= address.flat[0] < start + len(values):
                 at = address - start
                 assert (at >= 0).all(), "before the tensor"
@@ -100,10 +116,19 @@ class Memory:
                 return values.numpy(), at
         raise AssertionError("an address of no tensor")
 
-    def place(self, address: Any, size: int, shared: bool) -> tuple[np.ndarray, np.ndarray]:
+    def apart(self, address: np.ndarray) -> list[np.ndarray]:
+        """Which lanes' addresses lie in the same tensor."""
+        found = [(address >= start) & (address < start + len(x)) for start, x in self.tensors]
+        if not np.any(found, axis=0).all():
+            self.held(address, 1)  # which says what is wrong
+        return [inside for inside in found if inside.any()]
+
+    def place(
+        self, address: Any, size: int, shared: bool, reading: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The bytes that hold an address of each lane, and where."""
         if not shared:
-            values, at = self.held(address, size)
+            values, at = self.held(address, size, reading)
         else:
             programs, length = self.shared.shape
             assert (address >= 0).all()
@@ -114,7 +139,13 @@ class Memory:
         return values, at
 
     def load(self, address: Any, words: int, shared: bool) -> tuple[Lanes, ...]:
-        values, at = self.place(np.asarray(address), 4 * words, shared)
+        address = np.asarray(address)
+        if not shared and len(apart := self.apart(address)) > 1:  # warps that read other tensors
+            parts = [
+                self.load(np.where(own, address, address[own][0]), words, False) for own in apart
+            ]
+            return tuple(lanes(np.select(apart, [part[i] for part in parts])) for i in range(words))
+        values, at = self.place(address, 4 * words, shared, reading=True)
         found = values.view(INT)[at[..., None] // 4 + np.arange(words)]
         return tuple(lanes(found[..., i]) for i in range(words))
 
@@ -129,9 +160,14 @@ class Memory:
         values.view(INT)[at[inside][:, None] // 4 + np.arange(len(words))] = stacked
 
 
-def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
-    """Run a kernel in place of `device.run`, many programs together."""
-    memory = Memory([x for x in arguments if isinstance(x, Tensor)])
+def run_kernel(
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, frozen: bool = False, **named: Any
+) -> None:
+    """Run a kernel in place of `device.run`, many programs together.
+
+    frozen: no program sees what the kernel has stored in global memory, as if all ran at once.
+    """
+    memory = Memory([x for x in arguments if isinstance(x, Tensor)], frozen)
     given = [
         Pointer(memory, x.data_ptr(), x.dtype)
         if isinstance(x, Tensor)
@@ -139,15 +175,25 @@ def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any
         for x in arguments
     ]
     constants = [named[name] for name in kernel.arg_names[len(arguments) :]]
-    numbers = np.indices((*grid, 1)[:2]).reshape(2, -1, 1, 1).astype(INT)
+    numbers = np.indices((*grid, 1, 1)[:3]).reshape(3, -1, 1, 1).astype(INT)
     groups = [numbers[:, n : n + TOGETHER] for n in range(0, numbers.shape[1], TOGETHER)]
     with np.errstate(all="ignore"):
         while groups:
             programs = groups.pop()
             try:
-                Emulation(memory, programs).function(kernel)(*given, *constants)
+                Emulation(memory, programs, grid).function(kernel)(*given, *constants)
             except BranchApartError as found:
                 groups += [programs[:, found.taken], programs[:, ~found.taken]]
+
+
+def even_range(*bounds: Any) -> range:
+    """`range` of numbers that are the same in all programs that run together."""
+    for each in bounds:
+        first = np.asarray(each).flat[0]
+        same = np.atleast_1d(np.asarray(each) == first)
+        if not same.all():
+            raise BranchApartError(np.asarray(same.reshape(len(same), -1).all(1)))
+    return range(*(int(np.asarray(each).flat[0]) for each in bounds))
 
 
 class Copies:
@@ -177,9 +223,9 @@ class Copies:
 class Emulation:
     """Kernels and device functions as plain Python functions."""
 
-    def __init__(self, memory: Memory, programs: np.ndarray):
+    def __init__(self, memory: Memory, programs: np.ndarray, grid: tuple[int, ...]):
         self.made = dict[int, Callable[..., Any]]()
-        self.language = language(memory, programs)
+        self.language = language(memory, programs, grid)
         self.leaves = leaves(memory, programs.shape[1])
 
     def function(self, jitted: Any) -> Callable[..., Any]:
@@ -187,7 +233,7 @@ class Emulation:
         if fn.__name__ in self.leaves and ".kernels.ptx." in fn.__module__:
             return self.leaves[fn.__name__]
         if id(fn) not in self.made:
-            scope = dict[str, Any]()
+            scope = dict[str, Any](range=even_range)
             made = types.FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__)
             self.made[id(fn)] = made
             scope |= {name: self.value(name, x) for name, x in fn.__globals__.items()}
@@ -203,14 +249,18 @@ class Emulation:
         return x.value if type(x).__name__ == "constexpr" else x
 
 
-def language(memory: Memory, programs: np.ndarray) -> Any:
+def language(memory: Memory, programs: np.ndarray, grid: tuple[int, ...]) -> Any:
     """Of `triton.experimental.gluon.language` what the kernels use."""
 
     def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Lanes:
         size = pointer.kind.itemsize
         inside = np.broadcast_to(True if mask is None else mask, pointer.address.shape)
+        if not inside.any():
+            return lanes(
+                np.full(inside.shape, other, INT if pointer.kind == torch.int32 else FLOAT)
+            )
         safe = np.where(inside, pointer.address, pointer.address.flat[np.argmax(inside)])
-        values, at = memory.held(safe, size)
+        values, at = memory.held(safe, size, reading=True)
         found = torch.from_numpy(values[at[..., None] + np.arange(size)].copy())
         floats = found.view(pointer.kind)[..., 0]
         as_numpy = (floats.float() if floats.is_floating_point() else floats).numpy()
@@ -221,15 +271,19 @@ def language(memory: Memory, programs: np.ndarray) -> Any:
         shape = np.broadcast_shapes(pointer.address.shape, value.shape)
         address = np.broadcast_to(pointer.address, shape)
         inside = np.broadcast_to(np.asarray(mask, bool), shape)
-        if inside.any():
-            values, at = memory.held(np.asarray(address)[inside], pointer.kind.itemsize)
-            wide = np.broadcast_to(value, shape)[inside]
-            bytes_ = np.ascontiguousarray(wide)[:, None].view(np.uint8)
+        if not inside.any():
+            return
+        address, wide = np.asarray(address)[inside], np.broadcast_to(value, shape)[inside]
+        for own in memory.apart(address):  # warps that write other tensors
+            values, at = memory.held(address[own], pointer.kind.itemsize)
+            bytes_ = np.ascontiguousarray(wide[own])[:, None].view(np.uint8)
             values[at[:, None] + np.arange(pointer.kind.itemsize)] = bytes_
 
     def where(condition: Any, a: Any, b: Any) -> Lanes:
         out = np.where(condition, a, b)
-        return lanes(out.astype(INT) if isinstance(a, int) and isinstance(b, int) else out)
+        if isinstance(a, int) and isinstance(b, int):
+            out = out.astype(INT)
+        return lanes(out.astype(FLOAT) if out.dtype == np.float64 else out)
 
     return types.SimpleNamespace(
         constexpr=lambda x: x,
@@ -240,10 +294,14 @@ def language(memory: Memory, programs: np.ndarray) -> Any:
         int64=LONG,
         static_range=range,
         program_id=lambda axis: lanes(programs[axis]),
+        num_programs=lambda axis: INT(grid[axis]),
+        pointer_type=lambda kind: PointerTo(memory, kind),
+        cdiv=lambda a, b: lanes((a + b - 1) // b),
         where=where,
         minimum=lambda a, b: lanes(np.minimum(a, b)),
         maximum=lambda a, b: lanes(np.maximum(a, b)),
         exp=lambda x: lanes(np.exp(x)),
+        exp2=lambda x: lanes(np.exp2(x)),
         rsqrt=lambda x: lanes(FLOAT(1) / np.sqrt(x)),
         fma=lambda a, b, c: lanes(a * b + c),
         load=load,
@@ -280,6 +338,25 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         found = memory.load(source, 4, False)
         copies.begin(target + AT, tuple(np.where(inside, x, INT(0)) for x in found))
 
+    def stream_if(words: int) -> Callable[..., Any]:
+        def stream(address: Any, wanted: Any) -> Any:
+            wanted = np.broadcast_to(wanted, np.shape(address))
+            if not wanted.any():
+                return (lanes(np.zeros(wanted.shape, INT)),) * words
+            safe = np.where(wanted, address, np.asarray(address)[wanted][0])
+            found = memory.load(lanes(safe), words, False)
+            return tuple(lanes(np.where(wanted, x, INT(0))) for x in found)
+
+        return stream
+
+    def store_shared2(address: Any, word: Any, inside: Any) -> None:
+        inside = np.broadcast_to(np.asarray(inside, bool), np.shape(word))
+        if inside.any():
+            address = np.broadcast_to(np.asarray(address), inside.shape)
+            safe = np.where(inside, address, address[inside][0])
+            values, at = memory.place(safe, 2, True)
+            values.view(np.int16)[at[inside] // 2] = np.asarray(word)[inside].astype(np.int16)
+
     def shared_buffer(declared: str) -> Lanes:
         size = re.search(r"staged\[(\d+)\]", declared)
         assert size is not None
@@ -290,6 +367,7 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         return shared_buffer(f"staged[{size}]")
 
     named = {"load16": 4, "stream16": 4, "reload16": 4, "load8": 2, "load4": 1, "load4_l2": 1}
+    named["stream8"] = 2
     found = {name: loads(words, False) for name, words in named.items()}
     found |= {"load_shared8": loads(2, True), "load_shared16": loads(4, True)}
     found |= {f"store_shared{size}": stores(True) for size in (4, 8, 16)}
@@ -322,6 +400,13 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
             *(np.maximum(x, y) for x, y in zip(halves(a), halves(b), strict=True))
         ),
         "across": lambda x, distance: lanes(x[..., np.arange(32) ^ distance]),
+        "from_lane": from_lane,
+        "stream16_if": stream_if(4),
+        "stream8_if": stream_if(2),
+        "store_shared2": store_shared2,
+        "code_pairs": code_pairs,
+        "quotient": lambda x, y: lanes((x / y).astype(FLOAT)),
+        "nearest": lambda x: lanes(np.nan_to_num(np.rint(x), nan=0).astype(INT)),
         "largest": lambda x: over_warp(x.view(np.uint32), np.max).view(INT),
         "largest_signed": lambda x: over_warp(x, np.max),
         "least": lambda x: over_warp(x, np.min),
@@ -332,6 +417,11 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
 
 def over_warp(x: Lanes, function: Callable[..., Any]) -> Lanes:
     return lanes(np.broadcast_to(function(x, axis=-1, keepdims=True), x.shape).copy())
+
+
+def from_lane(x: Lanes, lane: Any) -> Lanes:
+    values, at = np.broadcast_arrays(x, np.asarray(lane) % 32)
+    return lanes(np.take_along_axis(values, at, -1))
 
 
 def threads(programs: int, warps: int) -> tuple[Lanes, ...]:
@@ -359,6 +449,12 @@ def pairs(word: Lanes, bits: int) -> tuple[Lanes, ...]:
         low, high = halves(lanes(biased))
         found.append(packed(low - (136 if signed else 128), high - (136 if signed else 128)))
     return tuple(found)
+
+
+def code_pairs(word: Lanes) -> tuple[Lanes, Lanes]:
+    """Signed bytes 0 and 2, then 1 and 3, as pairs of BF16."""
+    codes = np.ascontiguousarray(word).view(np.int8).reshape(*word.shape, 4).astype(FLOAT)
+    return packed(codes[..., 0], codes[..., 2]), packed(codes[..., 1], codes[..., 3])
 
 
 def bytes_of(first: Lanes, second: Lanes, selector: int) -> Lanes:

@@ -14,15 +14,13 @@ from lowbit.runtime.kernels.attention.join import join_splits
 from lowbit.runtime.kernels.attention.prefill import attention_prefill
 from lowbit.runtime.kernels.attention.reference import attention_ref
 from lowbit.runtime.kernels.launch.attention import (
-    FAST_WHOLE,
-    KEYS_OF_ONE,
     KeySplit,
     attention_launch,
 )
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span, Step
-from lowbit.runtime.thresholds import EXACT_TOKENS
+from lowbit.runtime.thresholds import ROUND_TOKENS
 from tests.runtime.kernels.paged import clone, random_pages, rows_of, step_of
 
 pytestmark = pytest.mark.gpu
@@ -56,6 +54,7 @@ REAL = {
     "qwen2.5-0.5b": Heads(14, 2, 64, 64),
     "qwen2.5-7b": Heads(28, 4, 128, 128),
     "llama-3.2-1b": Heads(32, 8, 64, 64),
+    "qwen3-235b": Heads(64, 4, 128, 128, gain=BF16),
 }
 ODD = {
     "tiny-qwen3": Heads(4, 2, 64, 64, gain=BF16),
@@ -66,8 +65,10 @@ ODD = {
     "gated-only": Heads(8, 1, 64, 32, gated=True),
     "most": Heads(16, 2, 256, 64, gated=True, gain=FP32),
     "unsplit": Heads(600, 300, 16, 16),
+    "ten-shared": Heads(20, 2, 64, 32, gated=True, gain=FP32),
+    "eleven-shared": Heads(11, 1, 32, 32),
 }
-BITS = ("qwen3-0.6b", "qwen3-8b", "qwen3.5-9b", "qwen3.5-27b", "qwen2.5-0.5b")
+BITS = ("qwen3-0.6b", "qwen3-8b", "qwen3.5-9b", "qwen3.5-27b", "qwen2.5-0.5b", "qwen3-235b")
 CONTEXT = 4096
 POSITIONS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 4095)
 LAYER = 1
@@ -188,23 +189,21 @@ def test_tokens_of_several_sequences(
 
 @pytest.mark.parametrize("name", BITS)
 def test_same_bits_in_any_company(make_model: MakeModel, name: str) -> None:
-    """A token beside 1, 3, 7 and 15 others of other lengths, in two orders.
-
-    Beside 63 it has other bits where its keys are not split for once.
-    """
+    """A token beside 1 to 63 others of other lengths, in two orders."""
     ours = [0, 7, 64, 200, 255, 256, 257, 500, 1023, 1025, 2100, 4000]
-    others = torch.randint(0, CONTEXT - 64, (63,)).tolist()
-    lengths = ours + others
+    lengths = ours + [
+        n for most in (CONTEXT, 1024) for n in torch.randint(most - 64, (63,)).tolist()
+    ]
     model = make_model(REAL[name], lengths)
     spans = [Span(row, length, 1) for row, length in enumerate(lengths)]
     given = model.given(len(lengths))
     for row, length in enumerate(ours):
         alone, pages = model.attended(given[row : row + 1], [spans[row]], length + 1)
         own = model.tables, row, length, 1
-        counts = (1, 3, 7, 15) if KEYS_OF_ONE < length <= FAST_WHOLE else (1, 3, 7, 15, 63)
-        for count in counts:
-            company = list(range(len(ours), len(ours) + count))
-            for order in ([row, *company], [*company[::-1], row]):
+        for count in (1, 3, 7, 15, 16, 23, 32, 47, 63):
+            short = len(ours) + 63  # from here on the others' reach is that of the shorter launch
+            company, shorter = (list(range(n, n + count)) for n in (len(ours), short))
+            for order in ([row, *company], [*company[::-1], row], [*shorter, row]):
                 out, after = model.attended(given[order], [spans[i] for i in order])
                 assert torch.equal(out[order.index(row)], alone[0]), (length, count)
                 for one, other in ((pages.k, after.k), (pages.v, after.v)):
@@ -228,7 +227,7 @@ def test_same_bits_one_by_one_and_together(make_model: MakeModel, name: str) -> 
     expected = torch.cat(alone).view(len(lengths), most, -1)
     for k in (1, 2, 3, 4, 5, 8, 16):
         spans = [Span(row, length, k) for row, length in enumerate(lengths)]
-        several = EXACT_TOKENS // k
+        several = ROUND_TOKENS // k
         groups = [spans[i : i + several] for i in range(0, len(spans), several)]
         for together in [[span] for span in spans] + groups:
             rows = [span.row for span in together]

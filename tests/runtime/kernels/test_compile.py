@@ -49,6 +49,7 @@ DECODE = {
     "gemv_several",
     "dense_gemv",
     "attention_whole",
+    "attention_whole_splits",
     "attention_split",
     "attention_join",
     "recurrence",
@@ -223,7 +224,7 @@ def measured(known: set[tuple[int, int, int]]) -> Iterator[str]:
 
 def attentions(full: bool) -> Iterator[str]:
     """Decode over a short and a long reach, and prefill, for the heads of real models."""
-    from lowbit.formats.kv_cache import BF16_CACHE
+    from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE
     from lowbit.runtime.backends import cuda
     from lowbit.runtime.state.pages import PAGE, new_pages
     from lowbit.runtime.state.rope import Rope
@@ -232,25 +233,30 @@ def attentions(full: bool) -> Iterator[str]:
     shapes = [(32, 8, 128, 128, False), (16, 4, 256, 64, True)]
     if full:
         shapes += [(16, 8, 128, 128, False), (64, 8, 128, 128, False), (24, 4, 256, 64, True)]
-    for Hq, Hkv, D, R, gated in shapes:
-        pages = new_pages(1, 32768 // PAGE, Hkv, D, BF16_CACHE, "meta")
+    coded = [*shapes, (14, 2, 64, 64, False)]
+    cases = [(BF16_CACHE, "", *shape) for shape in shapes]
+    cases += [(INT8_CACHE, " INT8", *shape) for shape in coded]
+    for kind, label, Hq, Hkv, D, R, gated in cases:
+        pages = new_pages(1, 32768 // PAGE, Hkv, D, kind, "meta")
         rope = Rope(torch.empty(32768, R // 2), torch.empty(32768, R // 2))
         norms = (torch.empty(D), torch.empty(D)) if gated else (zeros(D), zeros(D))
         width = Hq * D * (2 if gated else 1) + 2 * Hkv * D
         # sequences, tokens, reach
-        steps = [(1, 1, 256), (1, 1, 32768), (64, 64, 256)] if full or D > 128 else [(1, 1, 32768)]
-        steps += [(1, 4, 256), (1, 8, 32768), (64, 64, 1024)] if full else [(1, 4, 32768)]
+        steps = [(1, 1, 32768), (64, 64, 1024)]
+        steps += [(1, 1, 256), (64, 64, 256)] if full or D > 128 else []
+        steps += [(1, 4, 256), (1, 8, 32768)] if full else [(1, 4, 32768)]
         for sequences, tokens, reach in steps:
             step = step_of(sequences, tokens, reach=reach)
             cuda.attention(zeros(tokens, width), *norms, EPS, rope, pages, step, 0, gated)
-            yield f"{Hq}/{Hkv} heads of {D} reach {reach}, {sequences} x {tokens // sequences}"
+            counts = f"{sequences} x {tokens // sequences}"
+            yield f"{Hq}/{Hkv} heads of {D} reach {reach}, {counts}{label}"
         step = step_of(1, 2, prompt=True)
         cuda.attention(zeros(2, width), *norms, EPS, rope, pages, step, 0, gated)
-        yield f"{Hq}/{Hkv} heads of {D}"
+        yield f"{Hq}/{Hkv} heads of {D}{label}"
         for first in (0, 4096) if full else ():
             step = step_of(1, 200, prompt=True, first=first)
             cuda.attention(zeros(200, width), *norms, EPS, rope, pages, step, 0, gated)
-            yield f"{Hq}/{Hkv} heads of {D}, 200 tokens after {first}"
+            yield f"{Hq}/{Hkv} heads of {D}, 200 tokens after {first}{label}"
 
 
 def delta_nets(full: bool) -> Iterator[str]:
@@ -304,7 +310,7 @@ def others(full: bool) -> Iterator[str]:
     table = zeros(VOCABULARY, 2560)
     cuda.embed(torch.empty(1, dtype=torch.int64), table)
     yield ""
-    for tokens in (1, 16):
+    for tokens in (1, 16, 64):
         dense = DenseLinear(zeros(VOCABULARY, 2560))
         cuda.product(zeros(tokens, 2560), dense, norm=torch.empty(2560), eps=EPS)
         yield f"{VOCABULARY}x2560 B{tokens}"
@@ -338,6 +344,7 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.int8: "*i8",
     torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -377,7 +384,7 @@ def tokens_of(arguments: dict[str, Any]) -> int:
     if arguments.get("numbers_ptr") is not None:
         return 17
     if isinstance(plan, AttentionPlan):
-        return plan.together
+        return 17 if plan.splits > 1 else plan.together
     if isinstance(plan, GemmPlan):
         return plan.TOKENS
     tokens: int = arguments.get("TOKENS", 1) if plan is None else plan.X.TOKENS

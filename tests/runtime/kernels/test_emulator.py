@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit.runtime.kernels.launch.linear import DenseLaunch
 from lowbit.runtime.kernels.linear import dense as dense_module
 from lowbit.runtime.kernels.linear import digits as digits_module
 from lowbit.runtime.kernels.linear import gemv as gemv_module
@@ -65,11 +66,18 @@ def test_a_row_too_long_for_shared_memory_has_the_same_bits(
     assert kernels == ["_digits_kernel", "gemv_several_kernel"]
 
 
-def test_dense_gemv(randn: Randn) -> None:
-    """Alone a token is staged, in company it is not: the same bits."""
-    w, x, norm = randn(37, 512), randn(21, 512), randn(512)
-    alone = torch.cat([dense_gemv(x[i : i + 1], w, norm=norm, eps=EPS) for i in range(21)])
-    assert torch.equal(dense_gemv(x, w, norm=norm, eps=EPS), alone)
+def test_dense_gemv(randn: Randn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone a token is staged, in company it is not, nor are blocks alike: the same bits."""
+    w, x, norm, residual = randn(37, 512), randn(41, 512), randn(512), randn(41, 37)
+
+    def compute(tokens: slice) -> Tensor:
+        return dense_gemv(x[tokens], w, norm=norm, eps=EPS, added=residual[tokens])
+
+    alone = torch.cat([compute(slice(i, i + 1)) for i in range(41)])
+    for launch in (DenseLaunch(16), DenseLaunch(32), DenseLaunch(32, 2), DenseLaunch(64)):
+        monkeypatch.setattr(dense_module, "dense_launch", lambda *sizes, launch=launch: launch)
+        for count in (17, 33, 41):
+            assert torch.equal(compute(slice(0, count)), alone[:count]), launch
     y = dense_gemv(x, w, dtype=torch.float32)
     assert relative_error(y, dense_gemv_ref(x, w)) < FP32_ERROR
 

@@ -112,7 +112,9 @@ def adjacent_pairs(x: Tensor, rope: Rope, step: Step) -> Tensor:
     return torch.cat((turned.flatten(-2), x[..., width:]), dim=-1)
 
 
-def exponent_over_head_dim(positions: int, dim: int, theta: float, device: str) -> Rope:
+def exponent_over_head_dim(
+    positions: int, dim: int, theta: float, device: str, scaling: None
+) -> Rope:
     frequencies = 1.0 / theta ** (torch.arange(0, dim, 2) / (4 * dim))
     angles = torch.arange(positions)[:, None] * frequencies
     return Rope(angles.cos(), angles.sin())

@@ -1,6 +1,6 @@
 """Gated DeltaNet, a few tokens of several sequences, against the recurrence in float64."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from lowbit.runtime.kernels.delta.reference import norm_heads_ref
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_ref
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.state.step import NO_SLOT
+from lowbit.runtime.thresholds import EXACT_TOKENS
 from tests.runtime.kernels.delta.layers import (
     EPS,
     HOME,
@@ -106,7 +107,7 @@ def test_many_sequences_match_each_alone(
 
 @GPU
 @FEW
-@pytest.mark.parametrize("others", [1, 3, 7, 15])
+@pytest.mark.parametrize("others", [1, 3, 7, 15, 31])
 @pytest.mark.parametrize("backwards", [False, True], ids=["last", "first"])
 def test_same_bits_in_company(
     make_layer: MakeLayer, sizes: Sizes, others: int, backwards: bool
@@ -214,6 +215,30 @@ def test_delta_linear(
     assert relative_error(got, expected) < 1.2 * rounded
     assert torch.equal(layer.slots.memory, apart.slots.memory)
     assert torch.equal(layer.slots.conv, apart.slots.conv)
+
+
+@GPU
+@pytest.mark.parametrize("bits", [4, 8])
+@FEW
+def test_delta_linear_in_company(
+    make_layer: MakeLayer, make_tiled: MakeTiled, randn: Randn, sizes: Sizes, bits: int
+) -> None:
+    """The whole op gives each of many sequences the bits that it has alone."""
+    layer, N = make_layer(sizes, count=EXACT_TOKENS), 1024
+    w, residual = make_tiled(bits, N, sizes.Hv * sizes.Dv, 32), randn(EXACT_TOKENS, N)
+    qkvz, ba = layer.inputs(EXACT_TOKENS)
+
+    def compute(slots: Sequence[int]) -> Tensor:
+        own, rows = layer.copy(), list(slots)
+        step = step_of(layer.device, [(slot, [slot]) for slot in rows])
+        given = qkvz[rows], ba[rows], layer.weights, own.states
+        out = cuda.delta_linear(*given, step, w, residual[rows])
+        layer.synchronize()
+        return out
+
+    alone = torch.cat([compute([slot]) for slot in range(EXACT_TOKENS)])
+    for count in (2, 16, 17, 24, 33, 48, EXACT_TOKENS):
+        assert torch.equal(compute(range(count)), alone[:count]), count
 
 
 @GPU

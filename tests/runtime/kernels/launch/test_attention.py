@@ -1,7 +1,6 @@
 """Launches of attention: what its kernels take for granted, for all sizes that are accepted."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 
@@ -14,7 +13,7 @@ from lowbit.runtime.kernels.launch.attention import (
 )
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
 from lowbit.runtime.state.pages import PAGE
-from lowbit.runtime.thresholds import EXACT_TOKENS, SEQUENCE_TOKENS
+from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 
 REACHES = (1, 40, 129, 256, 257, 1024, 40960, 262144)
 
@@ -22,37 +21,48 @@ REACHES = (1, 40, 129, 256, 257, 1024, 40960, 262144)
 SIZES = tuple(itertools.product((1, 2, 4, 8, 10, 32, 64, 128, 300), range(1, 9)))
 
 
+@pytest.mark.parametrize("coded", [False, True], ids=["bf16", "int8"])
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
-def test_key_splits_fit_what_kernels_take_for_granted(head_dim: int) -> None:
+def test_key_splits_fit_what_kernels_take_for_granted(head_dim: int, coded: bool) -> None:
     for kv_heads, shared in SIZES:
-        keys = key_split(kv_heads, shared, head_dim)
+        keys = key_split(kv_heads, shared, head_dim, coded)
         assert keys.turn == KEYS * keys.blocks * keys.warps
         assert keys.whole % (keys.turn * keys.groups) == 0
         assert PAGE % (KEYS * keys.blocks) == 0  # the keys of a warp lie in one page
         assert keys.most & (keys.most - 1) == 0
         assert keys.most <= MOST_SPLITS
-        assert join_bytes(shared, head_dim, keys.warps, 1, SEQUENCE_TOKENS) <= STATIC_SHARED
+        needed = join_bytes(shared, head_dim, keys.warps, 1, SEQUENCE_TOKENS, coded)
+        assert needed <= STATIC_SHARED
+        assert not coded or KEYS * keys.blocks == 32  # the scales of a turn, one a lane
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 64])
+@pytest.mark.parametrize("coded", [False, True], ids=["bf16", "int8"])
+@pytest.mark.parametrize("tokens", [1, 4, 24, 64])
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("reach", REACHES)
-def test_attention_takes_every_key_and_column_once(head_dim: int, reach: int, tokens: int) -> None:
+def test_attention_takes_every_key_and_column_once(
+    head_dim: int, reach: int, tokens: int, coded: bool
+) -> None:
     for kv_heads, shared in SIZES:
-        launch = attention_launch(kv_heads, shared, head_dim, reach, tokens)
+        launch = attention_launch(kv_heads, shared, head_dim, reach, tokens, 1, coded)
         keys = launch.keys
-        exact = key_split(kv_heads, shared, head_dim)
-        assert keys == (exact if tokens <= EXACT_TOKENS else replace(exact, whole=keys.whole))
+        assert keys == key_split(kv_heads, shared, head_dim, coded)
         if launch.splits > 1:
             assert launch.splits >= keys.groups
             assert launch.splits >= min(-(-(reach - 1) // keys.turn), keys.most)
         assert launch.splits > 1 or reach <= keys.whole
-        assert launch.splits == 1 or launch.parts == 1
+        assert launch.splits == 1 or launch.parts == 1 or launch.joined
+        if launch.joined:
+            assert tokens > 1
+            assert reach <= launch.splits * keys.turn  # a turn for each
+            assert launch.splits % 4 == 0  # what a load from shared memory takes
         columns = head_dim // launch.parts
         assert columns * launch.parts == head_dim
         assert launch.parts == 1 or columns % 64 == 0  # what lanes load of a row at a time
-        warps = keys.warps * (keys.groups if launch.splits == 1 else 1)
-        needed = join_bytes(shared, head_dim, warps, launch.parts, SEQUENCE_TOKENS)
+        warps = keys.warps * (keys.groups if launch.splits == 1 or launch.joined else 1)
+        sums = max(warps, launch.splits) if launch.joined else warps
+        together = 1 if launch.joined else SEQUENCE_TOKENS
+        needed = join_bytes(shared, head_dim, sums, launch.parts, together, coded)
         assert needed <= STATIC_SHARED
         if launch.ahead:
             assert launch.splits == 1
@@ -61,8 +71,13 @@ def test_attention_takes_every_key_and_column_once(head_dim: int, reach: int, to
 
 @pytest.mark.parametrize("reach", REACHES)
 def test_company_does_not_change_the_order_of_keys(reach: int) -> None:
-    launches = [attention_launch(8, 4, 128, reach, tokens) for tokens in (1, 2, 16)]
+    launches = [attention_launch(8, 4, 128, reach, tokens) for tokens in (1, 2, 16, 17, 64, 100)]
     assert all(launch.keys == attention_launch(8, 4, 128, 1, 1).keys for launch in launches)
+
+
+def test_tokens_of_one_sequence_are_not_joined_by_one_program() -> None:
+    assert attention_launch(8, 4, 128, 1024, 64).joined
+    assert not attention_launch(8, 4, 128, 1024, 64, 2).joined
 
 
 # kv heads, query heads of each, size, reach, tokens

@@ -14,10 +14,10 @@ from lowbit.runtime.backends import cuda
 from lowbit.runtime.kernels.launch.linear import GemvLaunch, gemv_launch
 from lowbit.runtime.kernels.linear import gemv as gemv_module
 from lowbit.runtime.kernels.linear.dense import dense_gemv
-from lowbit.runtime.kernels.linear.gemv import gemv, gemv_and_rows
+from lowbit.runtime.kernels.linear.gemv import gemv
 from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
-from lowbit.runtime.thresholds import DENSE_TOKENS
+from lowbit.runtime.thresholds import EXACT_TOKENS
 from lowbit.runtime.weights.linear import DenseLinear
 
 pytestmark = pytest.mark.gpu
@@ -27,8 +27,8 @@ Randn = Callable[..., Tensor]
 Compute = Callable[[Tensor], Tensor]
 
 EPS = 1e-6
-COUNTS = (1, 2, 3, 4, 5, 8, 11, 16, 27, 32, 50)
-MOST = 50  # tokens, more than a launch takes
+COUNTS = (1, 2, 3, 4, 5, 8, 11, 16, 17, 24, 32, 33, 48, 50, 64)
+MOST = EXACT_TOKENS
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -195,30 +195,30 @@ def check_packed(case: Case, make_tiled: MakeTiled, randn: Randn) -> None:
 
 @pytest.mark.parametrize(("N", "K", "n"), [(8192, 1024, 32), (8192, 2048, 32), (12288, 4096, 64)])
 def test_rows_beside(make_tiled: MakeTiled, randn: Randn, N: int, K: int, n: int) -> None:
-    w, rows, x = make_tiled(4, N, K, 128), randn(n, K), randn(DENSE_TOKENS, K)
+    w, rows, x = make_tiled(4, N, K, 128), DenseLinear(randn(n, K)), randn(MOST, K)
     norm = (1 + 0.3 * randn(K)).float()
 
     def compute(tokens: Tensor) -> Tensor:
-        return torch.cat(gemv_and_rows(x[tokens], w, rows, norm=norm, eps=EPS), 1)
+        return torch.cat(cuda.two_products(x[tokens], w, rows, norm, EPS), 1)
 
-    check(compute, DENSE_TOKENS, x.device)
+    check(compute, MOST, x.device)
 
 
 @pytest.mark.parametrize(("N", "K"), [(5000, 1024), (64, 2560), (96, 256), (40, 2104), (300, 4096)])
 @pytest.mark.parametrize("norm", [None, BF16, FP32], ids=str)
 def test_dense(randn: Randn, N: int, K: int, norm: torch.dtype | None) -> None:
-    w, x, residual = randn(N, K), randn(DENSE_TOKENS, K), randn(DENSE_TOKENS, N)
+    w, x, residual = randn(N, K), randn(MOST, K), randn(MOST, N)
     gain = None if norm is None else (1 + 0.3 * randn(K)).to(norm)
     compute = lambda i: dense_gemv(x[i], w, norm=gain, eps=EPS, added=residual[i])  # noqa: E731
-    check(compute, DENSE_TOKENS, x.device)
+    check(compute, MOST, x.device)
 
 
 def test_dense_swiglu(randn: Randn) -> None:
-    w, x, norm = DenseLinear(randn(6144, 1024)), randn(DENSE_TOKENS, 1024), randn(1024)
-    check(lambda i: cuda.product(x[i], w, norm=norm, eps=EPS, swiglu=True), DENSE_TOKENS, x.device)
+    w, x, norm = DenseLinear(randn(6144, 1024)), randn(MOST, 1024), randn(1024)
+    check(lambda i: cuda.product(x[i], w, norm=norm, eps=EPS, swiglu=True), MOST, x.device)
 
 
 def test_embedding(randn: Randn) -> None:
     table = randn(300, 1500)
-    ids = torch.randint(300, (DENSE_TOKENS,), device=table.device)
-    check(lambda i: cuda.embed(ids[i], table), DENSE_TOKENS, table.device)
+    ids = torch.randint(300, (MOST,), device=table.device)
+    check(lambda i: cuda.embed(ids[i], table), MOST, table.device)

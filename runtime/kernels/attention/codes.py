@@ -1,0 +1,226 @@
+"""Device functions of attention over INT8 keys and values, which `fragments` and `program` call.
+
+A vector of a token and kv head is D codes, a byte each, and a scale in BF16 (`formats.kv_cache`).
+
+Scores  Queries become numbers of 16 bits, q = s * (256 * high + low): their upper bytes are the
+        rows g of A, their lower bytes the rows g + 8, which BF16 leaves empty. So one product of
+        integers multiplies both, exactly, and keys are used as they are loaded. |error| of an
+        element is at most max|q| / 65278; BF16 has |q| / 256
+Values  Codes become BF16, exactly, two instructions each; their scales are multiplied into the
+        weights before those are rounded to BF16
+
+Lane 4 * g + t loads the scales of key 4 * g + t of the warp's 32, that of the key in the lower half
+of a word, and hands them to the lanes that have the key's scores. A token's heads stand in shared
+memory, PLAN.staged bytes apart: upper bytes of queries, lower bytes of queries, codes of keys, of
+values (of the token itself first, then of earlier tokens of the step), then all their scales.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from lowbit.runtime.kernels.attention.page_rows import PAGE_ROWS, row_number
+from lowbit.runtime.kernels.attention.rotate_heads import rotated
+from lowbit.runtime.kernels.ptx.memory import (
+    load_shared4,
+    load_shared16,
+    store_shared2,
+    store_shared4,
+)
+from lowbit.runtime.kernels.ptx.mma import (
+    as_float,
+    as_word,
+    bytes_of,
+    code_pairs,
+    from_lane,
+    high_half,
+    integer_mma,
+    largest,
+    low_half,
+    mma,
+    nearest,
+    quotient,
+    words_where,
+)
+
+MOST_CODE = gl.constexpr(127.0)
+INFINITY = gl.constexpr(0x7F800000)
+MOST_DIGITS = gl.constexpr(32639.0)  # 256 * 127 + 127
+
+
+@gluon.jit
+def load_scales(bases, page, row, end, g, t, wanted, PLAN: gl.constexpr):
+    """The scales of key 4 * g + t and of its value in a word; row: of key g.
+
+    bases: keys, values, scales of keys and of values of this head in row 0 of page 0.
+    """
+    at = row_number(page, row + 3 * g + t, end) * PLAN.stored
+    if wanted is None:
+        k = gl.load(bases[2] + at)
+        v = gl.load(bases[3] + at)
+    else:
+        k = gl.load(bases[2] + at, mask=wanted, other=0.0)
+        v = gl.load(bases[3] + at, mask=wanted, other=0.0)
+    return _two_scales(k.to(gl.float32), v.to(gl.float32))
+
+
+@gluon.jit
+def _two_scales(k, v):
+    return bytes_of(as_word(k), as_word(v), 0x7632)
+
+
+@gluon.jit
+def stage_codes(
+    qkv, key, bases, new_page, new_at, rotations, buffer, place, thread, eps, PLAN: gl.constexpr
+):  # fmt: skip
+    """Leave queries, keys and values of this step in shared memory, as codes, a warp a head.
+
+    The first of a head's programs also appends the codes of the token and their scales. Arguments
+    are those of `score_new_key`.
+    """
+    SHARED: gl.constexpr = PLAN.heads.shared
+    KEYS_END: gl.constexpr = PLAN.heads.shared + PLAN.together
+    HELD: gl.constexpr = PLAN.held
+    WARPS: gl.constexpr = PLAN.warps
+    D: gl.constexpr = PLAN.heads.dim
+    HALF: gl.constexpr = gl.pointer_type(gl.int16)
+    warp, lane, _, none = thread
+    head, token, position, _ = place
+    angles, gains = rotations
+    scales_at = buffer + PLAN.scales_at
+    new_scale = (new_page * PAGE_ROWS + (position & (PAGE_ROWS - 1))).to(gl.int64) * PLAN.stored
+    writes = gl.program_id(2) == 0
+    for i in gl.static_range(0, HELD, WARPS):
+        row = i + warp
+        there = row < HELD
+        of_query = row < SHARED
+        of_value = row >= KEYS_END
+        back = gl.where(of_value, row - KEYS_END, gl.maximum(row - SHARED, 0))
+        x = gl.where(of_value, key + PLAN.stored * D, key)
+        x = gl.where(of_query, (head * SHARED + row) * PLAN.query, x).to(gl.int64)
+        x -= gl.minimum(back, token).to(gl.int64) * PLAN.width
+        angle = angles[i // WARPS if PLAN.together > 1 else 0]
+        y = rotated(qkv + x * 2, gains[i // WARPS], angle, lane, none, eps, PLAN, of_value)
+        bits = lane * 0
+        for j in gl.static_range(len(y)):
+            bits = gl.maximum(bits, as_word(y[j]) & 0x7FFFFFFF)
+        bits = largest(bits)  # a NaN is larger than all numbers
+        most = as_float(bits)
+        stored = as_float(as_word(quotient(most, MOST_CODE)) + 0xFFFF >> 16 << 16)
+        stored = gl.where(bits > INFINITY, most, stored)
+        scale = gl.where(of_query, quotient(most, MOST_DIGITS), stored)
+        store_shared4(scales_at + row * 4, scale, there & (lane == 0))
+        new = writes & there & (row == SHARED)
+        new_value = writes & there & (row == KEYS_END)
+        codes_at = (gl.where(new_value, bases[1], bases[0]) + new_at).to(HALF, bitcast=True)
+        for j in gl.static_range(len(y) // 2):
+            a = nearest(quotient(y[2 * j], scale))
+            b = nearest(quotient(y[2 * j + 1], scale))
+            word = lane + 32 * j
+            inside = there & (word < D // 2)
+            to = buffer + row * PLAN.staged + word * 2
+            low = bytes_of(a, b, 0x4040)
+            store_shared2(to, bytes_of(a + 128, b + 128, 0x5151), inside & of_query)
+            store_shared2(to + SHARED * PLAN.staged, low, inside)
+            gl.store(codes_at + word, low.to(gl.int16), mask=inside & (new | new_value))
+        for s in gl.static_range(2):
+            to = bases[2 + s] + new_scale
+            once = (new_value if s == 1 else new) & (lane == 0)
+            gl.store(to, scale.to(bases[2 + s].dtype.element_ty), mask=once)
+
+
+@gluon.jit
+def staged_scale(buffer, row, PLAN: gl.constexpr):
+    """The scale of a head in shared memory: queries, then keys, then values."""
+    return load_shared4(buffer + PLAN.scales_at + row * 4)
+
+
+@gluon.jit
+def query_digits(at, j: gl.constexpr, t, PLAN: gl.constexpr):
+    """Upper and lower bytes of the j-th chunk of a query in shared memory, four words each."""
+    high = load_shared16(at + j * 64)
+    low = load_shared16(at + (PLAN.heads.shared * PLAN.staged + j * 64))
+    if PLAN.heads.dim < 64:  # past the head
+        high = words_where(t < PLAN.heads.dim // 16, high)
+        low = words_where(t < PLAN.heads.dim // 16, low)
+    return high + low
+
+
+@gluon.jit
+def code_scores(q, keys, none, t, PLAN: gl.constexpr):
+    """`key_scores` of codes, and the scales of the values of those keys.
+
+    q: the query's place in shared memory, and its scale.
+    """
+    CHUNKS: gl.constexpr = PLAN.chunks
+    BLOCKS: gl.constexpr = (len(keys) - 1) // CHUNKS
+    words, scale = q
+    zero = none.to(gl.int32)
+    sums = ()
+    for _ in gl.static_range(BLOCKS):
+        sums = sums + ((zero, zero, zero, zero),)
+    for j in gl.static_range(CHUNKS):
+        a = query_digits(words, j, t, PLAN)
+        new = ()
+        for b in gl.static_range(BLOCKS):
+            k = keys[b * CHUNKS + j]
+            s = integer_mma(sums[b], a[0], a[4], a[1], a[5], k[0], k[1])
+            new = new + (integer_mma(s, a[2], a[6], a[3], a[7], k[2], k[3]),)
+        sums = new
+    scores = ()
+    shares = ()
+    for b in gl.static_range(BLOCKS):
+        for i in gl.static_range(2):
+            both = as_word(from_lane(as_float(keys[len(keys) - 1]), 8 * b + 2 * t + i))
+            product = _of_digits(sums[b][i], sums[b][2 + i])
+            scores = scores + (product * (low_half(both) * scale),)
+            shares = shares + (high_half(both),)
+    return scores, shares
+
+
+@gluon.jit
+def _of_digits(high, low):
+    """A product in FP32 from those of the upper and the lower bytes."""
+    return ((high << 8) + low).to(gl.float32)
+
+
+@gluon.jit
+def fresh_scales(scales, buffer, row, end, first, position, g, t, PLAN: gl.constexpr):
+    """Scales of keys and values, with those that this step appends: rows from `first` on."""
+    r = gl.maximum(gl.minimum(row + 3 * g + t, end - 1), 0)
+    fresh = r >= first
+    at = PLAN.heads.shared + gl.where(fresh, position - r, 0)
+    k = staged_scale(buffer, at, PLAN)
+    v = staged_scale(buffer, at + PLAN.together, PLAN)
+    return gl.where(fresh, _two_scales(k, v), scales)
+
+
+@gluon.jit
+def new_columns(value, d, PLAN: gl.constexpr):
+    """Two values of the token from shared memory, columns d and d + 1.
+
+    value: where their codes begin, and their scale.
+    """
+    at, scale = value
+    word = as_word(load_shared4(at + (d & -4))) >> ((d & 2) * 8)
+    low = (word << 24 >> 24).to(gl.float32) * scale
+    high = (word << 16 >> 24).to(gl.float32) * scale
+    return low, high
+
+
+@gluon.jit
+def add_code_column(c, values, quad: gl.constexpr, b, PLAN: gl.constexpr):
+    """`add_column` of codes."""
+    LOADS: gl.constexpr = PLAN.loads
+    QUADS: gl.constexpr = PLAN.piece // 2  # of a load
+    for pair in gl.static_range(len(b) // 2):
+        a = ()
+        for i in gl.static_range(2):
+            first = values[(4 * pair + 2 * i) * LOADS + quad // QUADS][quad % QUADS // 2]
+            second = values[(4 * pair + 2 * i + 1) * LOADS + quad // QUADS][quad % QUADS // 2]
+            if quad % 2 == 0:
+                both = bytes_of(first, second, 0x5410)
+            else:
+                both = bytes_of(first, second, 0x7632)
+            a = a + code_pairs(both)
+        c = mma(c, *a, b[2 * pair], b[2 * pair + 1])
+    return c

@@ -1,0 +1,302 @@
+"""A kernel of `attention_decode`: a kv head of one token over all its splits, a warp each.
+
+For steps of many tokens, which are programs enough. A split has one turn of keys here, whose blocks
+are those of as many warps elsewhere; its warp takes them one after another and joins them as
+`weigh_warps` and `sum_warps` do. The splits wait in shared memory and are joined as
+`_attention_join_kernel` joins them.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowbit.runtime.kernels.attention.fragments import (
+    add_column,
+    key_scores,
+    load_keys,
+    load_values,
+    online_softmax,
+    visible,
+    weight_words,
+)
+from lowbit.runtime.kernels.attention.page_rows import page_of
+from lowbit.runtime.kernels.attention.program import (
+    append_pair,
+    bases_of,
+    element_of,
+    kv_head,
+    load_rotations,
+    new_pair,
+    nothing_yet,
+    of_pair,
+    own_sums,
+    score_new_key,
+)
+from lowbit.runtime.kernels.attention.whole import attend_whole
+from lowbit.runtime.kernels.ptx.memory import (
+    barrier,
+    floats,
+    load4,
+    load_shared16,
+    shared_buffer,
+    store_shared4,
+    store_shared16,
+)
+from lowbit.runtime.kernels.ptx.mma import (
+    across,
+    as_float,
+    as_word,
+    from_lane,
+    high_half,
+    low_half,
+    threads,
+)
+
+
+@gluon.jit(do_not_specialize=["table_stride"])
+def attention_whole_splits_kernel(
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
+    positions_ptr, rows_ptr, tables_ptr, out_ptr, table_stride, eps, score_scale,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """PLAN: see `Plan`; its columns are a part of the values'.
+
+    No other token of the sequence is in the step.
+    """
+    BUFFER: gl.constexpr = PLAN.buffer
+    buffer = shared_buffer(BUFFER)  # once for both
+    position = gl.load(positions_ptr + gl.program_id(1))  # of an earlier step: before the wait
+    if position <= PLAN.keys.whole:
+        attend_whole(
+            qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr,
+            v_scales_ptr, position, rows_ptr, tables_ptr, out_ptr, buffer, table_stride, eps,
+            score_scale, PLAN,
+        )  # fmt: skip
+    else:
+        _attend_splits(
+            qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr,
+            v_scales_ptr, position, rows_ptr, tables_ptr, out_ptr, buffer, table_stride, eps,
+            score_scale, PLAN,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _attend_splits(
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
+    position, rows_ptr, tables_ptr, out_ptr, buffer, table_stride, eps, score_scale,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """More keys than `whole`, and at most a turn for each split."""
+    WARPS: gl.constexpr = PLAN.warps
+    SPLITS: gl.constexpr = PLAN.splits
+    SHARED: gl.constexpr = PLAN.heads.shared
+    D: gl.constexpr = PLAN.heads.dim
+    TURN: gl.constexpr = PLAN.keys.turn
+    thread = threads(WARPS)
+    warp, lane, zero, none = thread
+    g = lane // 4
+    t = lane % 4
+    head, token = gl.program_id(0), gl.program_id(1)
+    column = gl.program_id(2) * PLAN.columns
+    sequence = gl.load(rows_ptr + token)
+    table = tables_ptr.to(gl.int64, bitcast=True) + sequence.to(gl.int64) * table_stride * 4
+    bases = bases_of(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, head, column, PLAN)
+    new_page = page_of(table, position + zero, position + 1)
+    loaded = _load_block(bases, table, warp * TURN, position, 0, g, t, PLAN)
+    rotations = load_rotations(
+        cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, position, warp, lane, zero, PLAN
+    )
+    if PLAN.pdl:
+        gdc_wait()
+        gdc_launch_dependents()
+
+    key = PLAN.heads.kv * SHARED * PLAN.query + kv_head(head, PLAN) * D
+    qkv = qkv_ptr.to(gl.int64, bitcast=True) + token.to(gl.int64) * (2 * PLAN.width)
+    value = column if PLAN.coded else qkv + (key + PLAN.stored * D + column) * 2
+    q, new_score, _, _, fresh, buffer, new_at = score_new_key(
+        qkv, key, bases, new_page, rotations, (), (), (0, position, 0), value,
+        (head, token, position, position), buffer + zero, thread, eps, score_scale, PLAN,
+    )  # fmt: skip
+    sums_at = own_sums(buffer, g, t, SPLITS, PLAN)
+    for first in gl.static_range(0, SPLITS, WARPS):
+        split = first + warp
+        acc, top, total = nothing_yet(new_score, none, PLAN)
+        if position > first * TURN:
+            if first > 0:
+                loaded = _load_block(bases, table, split * TURN, position, 0, g, t, PLAN)
+            acc, top, total = _attend_split(
+                loaded, q, bases, table, split, position, new_score, g, t, none, score_scale, PLAN
+            )  # fmt: skip
+        _leave_split(acc, top, total, buffer, sums_at, split, g, t, PLAN)
+    barrier()
+    _store(
+        out_ptr, qkv, fresh[2], bases[1], new_at, column, new_score, buffer, sums_at, head, token,
+        thread, PLAN,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load_block(bases, table, row, end, i: gl.constexpr, g, t, PLAN: gl.constexpr):
+    """Keys of the i-th block of a split, those of all blocks first, and then the values of each.
+
+    row: the split's first.
+    """
+    BLOCKS: gl.constexpr = PLAN.keys.warps
+    KEYS: gl.constexpr = 8 * PLAN.keys.blocks
+    row += i % BLOCKS * KEYS
+    page = page_of(table, row, end)
+    if i < BLOCKS:
+        loaded = load_keys(bases, page, row + g, end, g, t, row < end, PLAN)
+    else:
+        loaded = load_values(bases, page, row + 2 * t, end, g, row < end, PLAN)
+    return loaded
+
+
+@gluon.jit
+def _attend_split(
+    loaded, q, bases, table, split, end, new_score, g, t, none, scale, PLAN: gl.constexpr
+):  # fmt: skip
+    """Sums, highest score and sum of weights of a split, without the new value.
+
+    loaded: keys of the first block; the next is loaded while one is multiplied.
+    """
+    BLOCKS: gl.constexpr = PLAN.keys.warps
+    KEYS: gl.constexpr = 8 * PLAN.keys.blocks
+    row = split * PLAN.keys.turn
+    weights = ()  # of the keys of each block, relative to its own highest score
+    tops = ()
+    totals = ()
+    highest = new_score
+    for i in gl.static_range(BLOCKS):
+        keys = loaded
+        loaded = _load_block(bases, table, row, end, i + 1, g, t, PLAN)
+        scores, shares = key_scores(q, keys, none, t, PLAN)
+        scores = visible(scores, row + i * KEYS, end, t, scale)
+        top, total, _, p = online_softmax(new_score, none, scores)
+        total += across(total, 1)
+        total += across(total, 2)
+        weights = weights + (weight_words(p, shares, none, PLAN),)
+        tops = tops + (top,)
+        totals = totals + (total,)
+        highest = gl.maximum(highest, top)
+    whole = gl.where(split == 0, gl.exp2(new_score - highest), 0.0)
+    sums, _, _ = nothing_yet(new_score, none, PLAN)
+    for i in gl.static_range(BLOCKS):
+        values = loaded
+        if i + 1 < BLOCKS:
+            loaded = _load_block(bases, table, row, end, BLOCKS + i + 1, g, t, PLAN)
+        weight = gl.exp2(tops[i] - highest)
+        whole = gl.fma(weight, totals[i], whole)
+        even = from_lane(weight, t * 8)
+        odd = from_lane(weight, t * 8 + 4)
+        new = ()
+        for quad in gl.static_range(len(sums)):
+            s = sums[quad]
+            a = add_column((none, none, none, none), values, quad, weights[i], none, PLAN)
+            pair = gl.fma(even, a[0], s[0]), gl.fma(odd, a[1], s[1])
+            new = new + (pair + (gl.fma(even, a[2], s[2]), gl.fma(odd, a[3], s[3])),)
+        sums = new
+    return sums, highest, whole
+
+
+@gluon.jit
+def _leave_split(acc, top, total, buffer, sums_at, split, g, t, PLAN: gl.constexpr):
+    """Leave what `_attend_split` gives in shared memory, at the split's place."""
+    SPLITS: gl.constexpr = PLAN.splits
+    PAIRS: gl.constexpr = (PLAN.heads.shared + 1) // 2
+    there = split < SPLITS
+    mine = (g * SPLITS + split) * 4
+    store_shared4(buffer + mine, top, there & (t == 0))
+    store_shared4(buffer + 32 * SPLITS + mine, total, there & (t == 0))
+    for quad in gl.static_range(len(acc)):
+        c = acc[quad]
+        words = (as_word(c[0]), as_word(c[1]), as_word(c[2]), as_word(c[3]))
+        to = sums_at + (split * len(acc) + quad) * (128 * PAIRS)
+        store_shared16(to, words, there & (t < PAIRS))
+
+
+@gluon.jit
+def _store(
+    out_ptr, qkv, value, v_base, new_at, column, new_score, buffer, sums_at, head, token, thread,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """Append the new value, join the splits and store the program's columns of its heads."""
+    WARPS: gl.constexpr = PLAN.warps
+    SPLITS: gl.constexpr = PLAN.splits
+    SHARED: gl.constexpr = PLAN.heads.shared
+    D: gl.constexpr = PLAN.heads.dim
+    QUADS: gl.constexpr = 4 * PLAN.sets
+    EACH: gl.constexpr = (QUADS + WARPS - 1) // WARPS
+    BYTES: gl.constexpr = 128 * ((SHARED + 1) // 2)  # of a quad
+    warp, lane, _, none = thread
+    g = lane // 4
+    t = lane % 4
+    shares = ()
+    inverses = ()
+    news = ()
+    for i in gl.static_range(2):
+        of_head = (2 * t + i) * (4 * SPLITS)
+        tops = floats(buffer + of_head, SPLITS)
+        totals = floats(buffer + 32 * SPLITS + of_head, SPLITS)
+        new_of = from_lane(new_score, t * 8 + 4 * i)
+        news = news + (gl.exp2(new_of - tops[0]),)
+        highest = tops[0]
+        for s in gl.static_range(1, SPLITS):
+            highest = gl.maximum(highest, tops[s])
+        parts = ()
+        for s in gl.static_range(SPLITS):
+            share = gl.exp2(tops[s] - highest)
+            shares = shares + (share,)
+            parts = parts + (share * totals[s],)
+        inverses = inverses + (1.0 / joined(parts, PLAN.keys.most),)
+    for e in gl.static_range(EACH):
+        quad = warp * EACH + e
+        d = element_of(quad, g, PLAN)
+        there = (quad < QUADS) & (d < PLAN.columns)
+        inside = gl.minimum(d, PLAN.columns - 2)
+        v = new_pair(value, inside, PLAN)
+        append_pair(v_base, new_at, d, v, there & (t == 0), PLAN)
+        at = sums_at + gl.minimum(quad, QUADS - 1) * BYTES
+        of_splits = ()
+        for s in gl.static_range(SPLITS):
+            part = load_shared16(at + s * (QUADS * BYTES))
+            of_splits = of_splits + (part,)
+        for h in gl.static_range(4):
+            parts = ()
+            for s in gl.static_range(SPLITS):
+                one = as_float(of_splits[s][h])
+                new = of_pair(v, h // 2, PLAN)
+                one = gl.fma(news[h % 2] if s == 0 else none, new, one)
+                parts = parts + (shares[SPLITS * (h % 2) + s] * one,)
+            y = joined(parts, PLAN.keys.most) * inverses[h % 2]
+            if PLAN.heads.gated:
+                gate = (head * SHARED + gl.minimum(2 * t + h % 2, SHARED - 1)) * PLAN.query + D
+                gate = load4(qkv + (gate + column + inside).to(gl.int64) * 2)
+                gate = low_half(gate) if h // 2 == 0 else high_half(gate)
+                y /= 1.0 + gl.exp(-gate)
+            to = (token * PLAN.heads.kv + head) * SHARED + 2 * t + h % 2
+            to = out_ptr + to * D + column + d + h // 2
+            stored = there & (2 * t + h % 2 < SHARED)
+            gl.store(to, y.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+@gluon.jit
+def joined(parts, MOST: gl.constexpr):
+    """The sum of the first parts of MOST, as `_attention_join_kernel` adds them.
+
+    Eight lanes have every eighth part each; then lanes that are four, two and one apart are added.
+    """
+    LANES: gl.constexpr = min(8, MOST)
+    sums = ()
+    for first in gl.static_range(min(LANES, len(parts))):
+        total = parts[first]
+        for s in gl.static_range(first + LANES, len(parts), LANES):
+            total += parts[s]
+        sums = sums + (total,)
+    for _level in gl.static_range(3):
+        if len(sums) > 1:
+            fewer = ()
+            for i in gl.static_range(len(sums) // 2):
+                fewer = fewer + (sums[i] + sums[i + len(sums) // 2],)
+            sums = fewer
+    return sums[0]  # type: ignore[misc]

@@ -1,0 +1,125 @@
+"""Prefill attention over INT8 codes: against float64 on what is stored."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit.formats.kv_cache import quantize_vectors, widen_vectors
+from lowbit.runtime.kernels.attention.prefill import attention_prefill
+from lowbit.runtime.kernels.attention.reference import attention_ref
+from lowbit.runtime.state.pages import PAGE, KVPages
+from lowbit.runtime.state.rope import Rope
+from lowbit.runtime.state.step import Span
+from lowbit.runtime.thresholds import PROMPT_TOKENS
+from tests.runtime.kernels.coded_pages import clone, in_codes, same
+from tests.runtime.kernels.paged import random_pages, rows_of, step_of
+
+EPS = 1e-6
+# Queries, weights times the scales of values and the result are rounded to bfloat16, of gated heads
+# also the result before the gate: relative to the norm of the result.
+ROUNDINGS = {False: 2, True: 3}
+BF16, FP32 = torch.bfloat16, torch.float32
+
+Randn = Callable[..., Tensor]
+MakeRope = Callable[[int, int], Rope]
+
+
+class Heads(NamedTuple):
+    Hq: int
+    Hkv: int
+    D: int
+    R: int
+    gated: bool = False
+    gain: torch.dtype | None = None
+
+
+SMALL = [
+    Heads(4, 2, 64, 64, gain=BF16),
+    Heads(8, 1, 128, 128),
+    Heads(4, 2, 64, 16, gated=True, gain=FP32),
+    Heads(2, 1, 256, 64, gated=True, gain=FP32),
+]
+REAL = [
+    Heads(16, 8, 128, 128, gain=BF16),  # Qwen3 0.6B
+    Heads(32, 8, 128, 128, gain=BF16),  # 8B
+    Heads(16, 4, 256, 64, gated=True, gain=FP32),  # Qwen3.5 9B
+    Heads(32, 8, 64, 64),  # Llama 3.2 1B
+]
+# Past PROMPT_TOKENS there are large programs on Hopper, PyTorch elsewhere.
+CASES = [(heads, past, M) for heads in SMALL for past, M in ((0, 7), (70, 20))]
+CASES += [(SMALL[0], 33, 130), (SMALL[2], 0, 130)]
+LENGTHS = ((0, 777), (1000, 129), (0, 128), (3000, 33), (4001, 200))
+ON_GPU = [(heads, past, M) for heads in REAL for past, M in LENGTHS]
+
+
+@pytest.mark.parametrize(
+    ("heads", "past", "M"),
+    CASES + [pytest.param(*case, marks=pytest.mark.gpu) for case in ON_GPU],
+    ids=str,
+)
+def test_prompts(
+    randn: Randn,
+    make_rope: MakeRope,
+    bf16_error: float,
+    device: str,
+    heads: Heads,
+    past: int,
+    M: int,
+) -> None:
+    """Results, appended rows, and with padding behind the tokens the same bits."""
+    Hq, Hkv, D, R, gated, gain = heads
+    q_norm = k_norm = None
+    if gain is not None:
+        q_norm, k_norm = (1.5 + 0.3 * torch.randn(2, D, device=device)).to(gain)
+    context = past + M + PAGE
+    given, rope = randn(M + 3, ((2 if gated else 1) * Hq + 2 * Hkv) * D), make_rope(context, R)
+    wide, tables = random_pages(2, Hkv, D, [5, past], context, device, room=M)
+    before = in_codes(wide)
+    step = step_of(tables, [Span(1, past, M)], prompt=True)
+    about = q_norm, k_norm, EPS, rope
+    ref, k, v = attention_ref(given[:M], *about, before, step, 1, gated)
+    pages = clone(before)
+    out = attention_prefill(given[:M], *about, pages, step, 1, gated)
+    error = float((out.double() - ref).norm() / ref.norm())
+    assert error < ROUNDINGS[gated] * bf16_error
+    new = tables, 1, past, M
+    codes, scales, k_scales, v_scales = (rows_of(x, *new)[1] for x in pages.stores)
+    assert torch.equal(scales, quantize_vectors(v.float())[0])
+    assert torch.equal(v_scales, quantize_vectors(v.float())[1])
+    _, best = quantize_vectors(k.float())
+    assert bool(((k_scales.float() / best.float() - 1).abs() <= 2.0**-7).all())
+    assert bool(
+        ((widen_vectors(codes, k_scales) - k).abs() <= 0.501 * k_scales.float()[..., None]).all()
+    )
+    expected = clone(before)
+    positions = torch.arange(past, past + M, device=device)
+    places = tables[1].long()[positions // PAGE], positions % PAGE
+    for rows, old in zip(pages.stores, expected.stores, strict=True):
+        old[1][places] = rows[1][places]
+    assert same(pages, expected)
+    if M + 3 <= PROMPT_TOKENS:  # or other programs take the padded chunk
+        given[M:] = float("inf")
+        padded = clone(before)
+        step = step_of(tables, [Span(1, past, M)], prompt=True, padding=3)
+        assert torch.equal(attention_prefill(given, *about, padded, step, 1, gated)[:M], out)
+        assert same(pages, padded)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
+def test_vectors_without_numbers(randn: Randn, make_rope: MakeRope, device: str) -> None:
+    """Vectors of zeros have scale 0, and those with NaN or an infinity that as their scale."""
+    Hkv, D = 3, 64
+    given = randn(2, 3 * Hkv * D)
+    values = given.view(2, -1, D)[:, -Hkv:]
+    values[0, 0], values[0, 1, 5], values[0, 2, 63] = 0, float("nan"), float("-inf")
+    wide, tables = random_pages(1, Hkv, D, [10], 64, device)
+    pages: KVPages = in_codes(wide)
+    step = step_of(tables, [Span(0, 10, 2)], prompt=True)
+    attention_prefill(given, None, None, EPS, make_rope(64, D), pages, step, 0)
+    codes, scales = (rows_of(x, tables, 0, 10, 2)[0] for x in pages.stores[1::2])
+    expected, expected_scales = quantize_vectors(values)
+    assert torch.equal(codes, expected)
+    assert torch.equal(scales.nan_to_num(-1, 9e9), expected_scales.nan_to_num(-1, 9e9))

@@ -1,0 +1,76 @@
+"""One program that joins all splits has the bits of a program for each and a kernel that joins.
+
+Emulated without a GPU, where the joining kernel is the formula below; `test_attention_decode` is
+the same on a GPU.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit.runtime.kernels.attention import decode as module
+from lowbit.runtime.kernels.attention.decode import attention_decode
+from lowbit.runtime.kernels.launch.attention import attention_launch
+from lowbit.runtime.state.rope import Rope
+from lowbit.runtime.state.step import Span
+from tests.runtime.kernels.emulated_join import join_splits
+from tests.runtime.kernels.emulator import run_kernel
+from tests.runtime.kernels.paged import clone, random_pages, step_of
+
+EPS = 1e-6
+CONTEXT = 1024
+LENGTHS = [300, 257, 1000, 100, 1023, 0, 513]
+
+
+@pytest.fixture(autouse=True)
+def _emulated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cuda":
+        pytest.skip("a GPU runs the kernels itself")
+    monkeypatch.setattr(module, "run", run_kernel)
+    monkeypatch.setattr(module, "join_splits", join_splits)
+
+    def empty(shape: tuple[int, ...], **kind: Any) -> Tensor:  # results are not rounded to BF16
+        return torch.empty(shape, dtype=torch.float32)
+
+    monkeypatch.setattr(module, "torch", SimpleNamespace(empty=empty, float32=torch.float32))
+
+
+# query heads, kv heads, size, gated, dtype of the gains
+SIZES = [
+    (4, 2, 64, False, torch.bfloat16),
+    (3, 1, 128, True, torch.float32),
+    (2, 1, 256, True, torch.float32),
+    (20, 2, 64, False, torch.bfloat16),  # several programs read a kv head
+]
+
+
+@pytest.mark.parametrize(("Hq", "Hkv", "D", "gated", "gain"), SIZES, ids=str)
+def test_one_program_joins_all_splits(
+    make_rope: Callable[[int, int], Rope],
+    monkeypatch: pytest.MonkeyPatch,
+    Hq: int,
+    Hkv: int,
+    D: int,
+    gated: bool,
+    gain: torch.dtype,
+) -> None:
+    pages, tables = random_pages(1, Hkv, D, LENGTHS, CONTEXT, "cpu")
+    rope = make_rope(CONTEXT, 64)
+    qkv = torch.randn(len(LENGTHS), ((2 if gated else 1) * Hq + 2 * Hkv) * D).bfloat16()
+    q_norm, k_norm = (1.5 + 0.3 * torch.randn(2, D)).to(gain)
+    step = step_of(tables, [Span(row, length, 1) for row, length in enumerate(LENGTHS)])
+    found = []
+    for tokens in (1, 1000):  # as many programs as so many tokens have
+        launch = attention_launch(Hkv, Hq // Hkv, D, CONTEXT, tokens)
+        assert launch.splits > 1
+        assert launch.joined == (tokens > 1)
+        monkeypatch.setattr(module, "attention_launch", lambda *sizes, launch=launch: launch)
+        own = clone(pages)
+        out = attention_decode(qkv, q_norm, k_norm, EPS, rope, own, step, 0, gated)
+        found.append((out, own.k.view(torch.int16), own.v.view(torch.int16)))
+    for apart, joined in zip(*found, strict=True):
+        assert torch.equal(apart, joined)
