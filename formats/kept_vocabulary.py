@@ -6,8 +6,10 @@ Conversions pass the file through, so a packed folder says too that its vocabula
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from lowbit.formats.layout.records import load_object, record
+from lowbit.formats.files.reading import read_bytes
+from lowbit.formats.layout.records import parse_object, record
 
 KEPT_FILE = "kept_vocabulary.json"
 SCHEMA = 1
@@ -32,6 +34,16 @@ class TextLength:
     tokens_after: int
     bits_before: float | None
     bits_after: float | None
+
+    @property
+    def per_byte_before(self) -> float:
+        """Tokens a byte of the original's tokenizer."""
+        return self.tokens_before / self.size_bytes if self.size_bytes else 0.0
+
+    @property
+    def per_byte_after(self) -> float:
+        """Tokens a byte of the cut one."""
+        return self.tokens_after / self.size_bytes if self.size_bytes else 0.0
 
     @property
     def growth(self) -> float:
@@ -75,6 +87,19 @@ class KeptVocabulary:
     lengths: tuple[TextLength, ...]
     ids: tuple[int, ...]
 
+    def summary(self) -> dict[str, Any]:
+        """The record without the kept tokens' ids; tokens a byte stand beside the counts."""
+        content = {key: value for key, value in asdict(self).items() if key != "ids"}
+        per_byte = [
+            {
+                "tokens_per_byte_before": row.per_byte_before,
+                "tokens_per_byte_after": row.per_byte_after,
+            }
+            for row in self.lengths
+        ]
+        rows = zip(content["lengths"], per_byte, strict=True)
+        return {**content, "lengths": [{**row, **more} for row, more in rows]}
+
     def to_bytes(self) -> bytes:
         """The file's content."""
         return (json.dumps({"schema": SCHEMA, **asdict(self)}) + "\n").encode()
@@ -89,7 +114,17 @@ def read_kept_vocabulary(folder: Path) -> KeptVocabulary | None:
     """
     path = folder / KEPT_FILE
     try:
-        content = load_object(path, "schema", SCHEMA, hint="cut the vocabulary again")
+        raw = read_bytes(path)
     except FileNotFoundError:
         return None
+    return parse_kept_vocabulary(raw, path)
+
+
+def parse_kept_vocabulary(raw: bytes, path: Path) -> KeptVocabulary:
+    """Read the file's content; `path` names it in messages.
+
+    Raises:
+        FormatError: malformed, or of a schema this release does not know.
+    """
+    content = parse_object(raw, path, "schema", SCHEMA, hint="cut the vocabulary again")
     return record(KeptVocabulary, content, str(path))

@@ -14,8 +14,9 @@ from lowbit.convert.cli.options import (
     source_argument,
     text_option,
 )
+from lowbit.convert.cli.vocabulary_options import KEEP_HELP, parse_kept
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import Count, check_command, json_option
+from lowbit.formats.shell.options import check_command, json_option
 from lowbit.formats.shell.output import note, print_json
 
 if TYPE_CHECKING:
@@ -34,11 +35,10 @@ if TYPE_CHECKING:
 @out_argument
 @click.option(
     "--keep",
-    "tokens",
-    type=Count(),
-    metavar="N",
+    callback=parse_kept,
+    metavar="N|FILE",
     required=True,
-    help="Tokens to keep, rounded up to a multiple of 128.",
+    help=KEEP_HELP,
 )
 @text_option(
     "--text",
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     multiple=True,
     metavar="FILE",
-    show_default="200 kB of WikiText-2, then maths and code",
+    show_default="prose, maths and code, and four other languages",
     help="Text whose tokens are counted before and after (repeatable).",
 )
 @click.option(
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 def cut_vocabulary(
     source: str,
     out: Path,
-    tokens: int,
+    keep: int | Path,
     text: Path | None,
     max_shard_size: int,
     eval_texts: tuple[Path, ...],
@@ -87,13 +87,15 @@ def cut_vocabulary(
     """Write the original SRC with a smaller vocabulary into the new folder OUT.
 
     Embedding and head keep the rows of N tokens, all else stays as it is. OUT is an original like
-    SRC, to be quantized next: decoding reads fewer bytes a token. Kept are the 256 bytes, the added
+    SRC, to be quantized, planned or measured next; `quantize --keep-vocabulary` does both steps at
+    once. Decoding then reads fewer bytes a token. Kept are the 256 bytes, the added
     tokens and what the model's files name, then the tokens that the text uses most, then those of
     lowest id, each with the parts that it is merged from. Any text still encodes. Words whose
     tokens are left out come in more pieces, which the model has seldom seen: --measure tells what
     that costs.
     """
     from lowbit.convert.cli.progress import progress_bars
+    from lowbit.convert.original.evaluation_text import vocabulary_texts
     from lowbit.convert.report.reporting import read_texts
     from lowbit.convert.vocabulary.cut import cut_vocabulary
 
@@ -101,12 +103,12 @@ def cut_vocabulary(
     given = click.get_current_context().get_parameter_source("device")
     if not measure and given is not ParameterSource.DEFAULT:
         raise click.UsageError("--device is for --measure.")
-    texts = read_texts(eval_texts)
+    texts = read_texts(eval_texts) if eval_texts else vocabulary_texts()
     with progress_bars(quiet=as_json) as progress:
         done = cut_vocabulary(
             source,
             out,
-            tokens,
+            keep,
             text=text,
             texts=texts,
             measure_on=device if measure else None,
@@ -122,9 +124,9 @@ def cut_vocabulary(
 
 def _show(done: "CutModel") -> None:
     """Print what is kept, and how much longer texts get."""
-    from lowbit.convert.report.formatting import bits, percent, size
-    from lowbit.formats.printable import printable
-    from lowbit.formats.shell.tables import plain_table, results, styled
+    from lowbit.convert.cli.tables.vocabulary import vocabulary
+    from lowbit.convert.report.formatting import size
+    from lowbit.formats.shell.tables import results, styled
 
     console, kept = results(), done.record
     console.print(
@@ -134,21 +136,7 @@ def _show(done: "CutModel") -> None:
             f"{size(done.weight_bytes)} of weights instead of {size(done.source_bytes)}",
         )
     )
-    console.print(
-        f"kept: {percent(kept.coverage, 1)} of the tokens of {printable(kept.text)}, "
-        f"{percent(kept.held_out, 1)} of the half left out of a count"
-    )
-    table = plain_table("tokens of a text", ("text",), ("before", "after", "more"))
-    for row in kept.lengths:
-        counts = (f"{row.tokens_before:,}", f"{row.tokens_after:,}", percent(row.growth, 1))
-        table.add_row(row.text, *counts)
-    console.print(table)
-    measured = [row for row in kept.lengths if row.bits_before is not None]
-    if measured:
-        table = plain_table("bits a byte, both models in FP32", ("text",), ("before", "after"))
-        for row in measured:
-            table.add_row(row.text, bits(row.bits_before), bits(row.bits_after))
-        console.print(table)
+    vocabulary(kept)
     if done.left_out:
         names = ", ".join(done.left_out)
         console.print(styled((f"left out: {names}, which tokenizer.json replaces", "dim")))

@@ -25,6 +25,7 @@ from lowbit.convert.plan.head import log_partition
 from lowbit.formats.architectures import read_config
 from lowbit.formats.text.tokenizer import load_text_tokenizer
 
+WINDOW = 256  # tokens; the bundled texts of other languages have two or more such windows
 Advance = Callable[[], None]  # called after every layer, and after the head
 
 
@@ -36,7 +37,7 @@ def check_measurable(folder: Path, texts: Sequence[Text]) -> None:
     """
     config = open_weights(folder).checkpoint.config
     check_answers(config, str(folder))
-    tokenize(folder, texts, read_config(config).max_position_embeddings)
+    tokenize(folder, texts, read_config(config).max_position_embeddings, WINDOW)
 
 
 def text_bits(
@@ -44,7 +45,7 @@ def text_bits(
 ) -> tuple[float, ...]:
     """Bits a byte of every text, in FP32, a layer at a time.
 
-    A text is cut into windows of 512 tokens of the model's own; the first token of each is context
+    A text is cut into windows of 256 tokens of the model's own; the first token of each is context
     alone, and a rest that fills no window is left out. The bytes are those of the tokens scored.
 
     Args:
@@ -58,7 +59,7 @@ def text_bits(
     """
     weights = open_weights(folder)
     context = read_config(weights.checkpoint.config).max_position_embeddings
-    cut = tokenize(folder, texts, context)
+    cut = tokenize(folder, texts, context, WINDOW)
     windows = torch.cat([text.windows for text in cut])
     model = load_layered_model(weights, windows.shape[1], device)
     nats = _nats(model, windows, device, advance).view(len(windows), -1).sum(1)

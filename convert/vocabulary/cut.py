@@ -4,8 +4,9 @@ The result is an original like any other: to be quantized, calibrated, measured,
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from lowbit.convert.export.outputs import Output, row_parts, row_ranges, write_shards
 from lowbit.convert.original.device import open_device
-from lowbit.convert.original.evaluation_text import Text, default_texts
+from lowbit.convert.original.evaluation_text import Text, vocabulary_texts
 from lowbit.convert.original.token_counts import count_text
 from lowbit.convert.pipeline.folder import (
     check_apart,
@@ -90,13 +91,12 @@ class CutModel:
 
     def to_json(self) -> dict[str, Any]:
         """The object of `cut-vocabulary --json`, without the kept tokens' ids."""
-        record = {key: value for key, value in asdict(self.record).items() if key != "ids"}
         return {
             "folder": str(self.folder),
             "source_bytes": self.source_bytes,
             "weight_bytes": self.weight_bytes,
             "left_out": list(self.left_out),
-            "vocabulary": record,
+            "vocabulary": self.record.summary(),
         }
 
 
@@ -104,7 +104,7 @@ class CutModel:
 def cut_vocabulary(
     source: str | Path,
     out: str | Path,
-    tokens: int,
+    keep: int | Path,
     *,
     text: Path | None = None,
     texts: Sequence[Text] | None = None,
@@ -121,7 +121,8 @@ def cut_vocabulary(
     Args:
         source: folder, or Hub id, of a model that is not quantized.
         out: folder to create.
-        tokens: to keep; rounded up to a multiple of 128.
+        keep: number of tokens, rounded up to a multiple of 128; or a file that lists tokens, see
+            `listed_tokens`, beside which the same tokens are kept as ever.
         text: `.txt` or `.jsonl` text to count tokens on; the bundled one where left out.
         texts: whose tokens are counted before and after; the bundled ones where left out.
         measure_on: `cpu` or `cuda`, where both models run to tell the bits that they need for a
@@ -140,20 +141,20 @@ def cut_vocabulary(
         raise ResourceError(f"`{out}` is not empty", hint="choose another folder")
     check_output(place, overwrite=False)
     device = None if measure_on is None else open_device(measure_on)
-    compared = default_texts() if texts is None else texts
+    compared = vocabulary_texts() if texts is None else texts
     report = progress or (lambda phase, done, total: None)
     location = locate(str(source), revision)
     check_apart(location.folder, place)
     if device is not None:
         check_measurable(location.folder, compared)
-    work = _prepare(location, tokens, text)
+    work = plan_cut(location, keep, text)
     partial = partial_of(place)
     partial.mkdir(parents=True, exist_ok=True)
     with open_journal(partial, "cut vocabulary", False, [*work.names, KEPT_FILE], OTHER_WORK):
         for stale in partial.iterdir():
             if stale.name != JOURNAL_FILE:
                 stale.unlink()
-        left_out = _write_small_files(work, partial)
+        left_out = write_small_files(work, partial)
         size = _write_weights(work, partial, max_shard_bytes, report)
         lengths = _lengths(work.tokenizer, partial, compared)
         if device is not None:
@@ -172,7 +173,7 @@ def cut_vocabulary(
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class PlannedCut:
     """A cut in which everything is decided.
 
     Attributes:
@@ -198,8 +199,12 @@ class _Work:
     content: Mapping[str, Any]
 
 
-def _prepare(location: Location, tokens: int, text: Path | None) -> _Work:
-    """Read the original and choose the tokens, before anything is written."""
+def plan_cut(location: Location, keep: int | Path, text: Path | None) -> PlannedCut:
+    """Read the original and choose the tokens, before anything is written.
+
+    Raises:
+        LowbitError: see `cut_vocabulary`.
+    """
     folder = location.folder
     checkpoint = _open_source(folder)
     rows = read_config(checkpoint.config).vocab_size
@@ -209,8 +214,8 @@ def _prepare(location: Location, tokens: int, text: Path | None) -> _Work:
     bpe = open_tokenizer(tokenizer)
     tokenizer.check_ids(sorted(bpe.ids), rows)
     named = _named(folder, names, checkpoint.config, bpe)
-    kept = choose_tokens(bpe, count_text(tokenizer, rows, text), tokens, named)
-    return _Work(
+    kept = choose_tokens(bpe, count_text(tokenizer, rows, text), keep, named)
+    return PlannedCut(
         location=location,
         checkpoint=checkpoint,
         rows=rows,
@@ -224,7 +229,7 @@ def _prepare(location: Location, tokens: int, text: Path | None) -> _Work:
 
 
 def _open_source(folder: Path) -> Checkpoint:
-    """Headers of a model as they are in its files: fused experts stay fused.
+    """Headers of a model that can be cut, as its files hold them.
 
     Raises:
         UnsupportedModelError: a drafter, whose tokens are another model's, or a quantized model.
@@ -237,9 +242,15 @@ def _open_source(folder: Path) -> Checkpoint:
         how = "quantized" if config.get(KEY) is not None else "cut already"
         raise UnsupportedModelError(f"`{folder}` is {how}", hint="cut the original, then quantize")
     tensor_table(config, checkpoint.tensors)  # refuses what is not implemented
+    return open_as_stored(folder)
+
+
+def open_as_stored(folder: Path) -> Checkpoint:
+    """A model with the tensors that its files hold: fused experts stay fused."""
+    checkpoint = open_checkpoint(folder)
     files = sorted({info.file for info in checkpoint.tensors.values()})
     tensors = {n: info for file in files for n, info in read_header(folder / file).items()}
-    return Checkpoint(folder, config, tensors)
+    return Checkpoint(folder, checkpoint.config, tensors)
 
 
 def _cut_names(checkpoint: Checkpoint, rows: int) -> frozenset[str]:
@@ -291,7 +302,7 @@ def _named(
     return found
 
 
-def _write_small_files(work: _Work, out: Path) -> tuple[str, ...]:
+def write_small_files(work: PlannedCut, out: Path) -> tuple[str, ...]:
     """Write tokenizer, config and everything else beside the weights; names of what is left out."""
     (out / TOKENIZER_FILE).write_bytes(_json(work.content))
     folder, config = work.location.folder, work.checkpoint.config
@@ -337,19 +348,21 @@ def _cut_config(config: dict[str, Any], rows: int) -> dict[str, Any]:
     return changed
 
 
-def _write_weights(work: _Work, out: Path, max_shard_bytes: int, report: Progress) -> int:
-    """Write all tensors, those that are cut with the kept rows alone; bytes of the files."""
-    source, cut, ids = work.checkpoint, work.cut, torch.tensor(work.kept.ids)
-    outputs = [
+def cut_tensors(work: PlannedCut) -> list[Output]:
+    """All tensors of the original, those that are cut with the kept rows alone."""
+    source, ids = work.checkpoint, torch.tensor(work.kept.ids)
+    return [
         Output(info.name, info.dtype, (len(ids), *info.shape[1:]), _kept_rows(source, info, ids))
-        if info.name in cut
+        if info.name in work.cut
         else Output(info.name, info.dtype, info.shape, _all_rows(source, info))
         for info in source.tensors.values()
     ]
-    total = sum(
-        info.nbytes if info.name not in cut else len(ids) * info.row_bytes
-        for info in source.tensors.values()
-    )
+
+
+def _write_weights(work: PlannedCut, out: Path, max_shard_bytes: int, report: Progress) -> int:
+    """Write `cut_tensors`; bytes of the files."""
+    outputs = cut_tensors(work)
+    total = sum(math.prod(one.shape) * one.dtype.itemsize for one in outputs)
     done = 0
 
     def advance(count: int) -> None:
@@ -408,7 +421,7 @@ def _measured(
     )
 
 
-def _record(work: _Work, lengths: tuple[TextLength, ...]) -> KeptVocabulary:
+def _record(work: PlannedCut, lengths: tuple[TextLength, ...]) -> KeptVocabulary:
     kept = work.kept
     return KeptVocabulary(
         lowbit_version=version("lowbit"),

@@ -378,9 +378,9 @@ def test_a_cut_vocabulary_is_told(tmp_path: Path) -> None:
     assert "65,536 of 151,669 tokens of Qwen/Qwen3-0.6B are\nkept" in card
     assert "own.txt (98.70 % of its tokens)" in card
     rows = [line for line in card.splitlines() if line.startswith(("| prose", "| code"))]
-    assert rows[0].endswith("| 250 | 300 | 1.2500 | 1.5000 |")
+    assert rows[0].endswith("| 0.2500 | 0.3000 | 1.2500 | 1.5000 |")
     assert rows[0].count("|") == 6 + rows[0].count("\\|")
-    assert rows[1] == f"| code | 400 | 401 | {MISSING} | {MISSING} |"
+    assert rows[1] == f"| code | 0.4000 | 0.4010 | {MISSING} | {MISSING} |"
     (tmp_path / "kept_vocabulary.json").write_bytes(replace(kept, repo=None).to_bytes())
     card = render(None, replace(opened, checkpoint=replace(opened.checkpoint, folder=tmp_path)))
     assert "151,669 tokens are\nkept" in card

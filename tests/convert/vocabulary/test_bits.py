@@ -20,13 +20,13 @@ def texts() -> tuple[Text, ...]:
 
 
 def expected(folder: Path, text: Text) -> float:
-    """Windows of 512 tokens, each scored by itself; bytes as the decoded tokens have them."""
+    """Windows of 256 tokens, each scored by itself; bytes as the decoded tokens have them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = tokenizer(text.content, return_tensors="pt").input_ids[0]
-    windows = ids[: len(ids) // 512 * 512].view(-1, 512)
+    windows = ids[: len(ids) // 256 * 256].view(-1, 256)
     nats, size = 0.0, 0
     for window in windows:
         with torch.no_grad():

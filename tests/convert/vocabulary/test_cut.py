@@ -324,3 +324,53 @@ def test_command_refuses(
     refused = cli("cut-vocabulary", hybrid, tmp_path / "out", *options)
     assert refused.exit_code == 2
     assert named in refused.stderr
+
+
+@pytest.mark.parametrize("form", ["record", "array"])
+def test_listed_tokens_are_kept(
+    tmp_path: Path, hybrid: Path, small_cut: CutModel, form: str
+) -> None:
+    """A record lists the same cut again; an array is filled up with what its tokens need."""
+    file = small_cut.folder / "kept_vocabulary.json"
+    if form == "record":
+        again = cut_vocabulary(hybrid, tmp_path / "out", file)
+        assert again.record.ids == small_cut.record.ids
+        return
+    file = tmp_path / "tokens.json"
+    file.write_text("[4000, 3999, 3]")
+    kept = cut_vocabulary(hybrid, tmp_path / "out", file).record.ids
+    assert {4000, 3999, 3} <= set(kept)
+    assert len(kept) == 384
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("[1, 2", "is not JSON"),
+        ("\ud800", "is not JSON"),
+        ("7", "is not an array"),
+        ("[1, true]", "holds True, expected ids"),
+        ("[4096]", "holds 4096, expected ids"),
+        ('["the"]', "holds 'the', expected ids"),
+        ("{}", "schema None, this release reads 1"),
+    ],
+)
+def test_lists_that_name_no_tokens_are_refused(
+    hybrid: Path, tmp_path: Path, content: str, named: str
+) -> None:
+    file = tmp_path / "tokens.json"
+    file.write_bytes(content.encode(errors="surrogatepass"))
+    with pytest.raises(LowbitError) as found:
+        cut_vocabulary(hybrid, tmp_path / "out", file)
+    assert named in str(found.value)
+    assert "tokens.json" in str(found.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["tokens.json"]
+
+
+def test_a_record_of_another_tokenizer_is_refused(
+    hybrid: Path, tmp_path: Path, small_cut: CutModel
+) -> None:
+    source = Path(shutil.copytree(hybrid, tmp_path / "source"))
+    _edit("tokenizer.json", lambda c: c["model"].update(dropout=None))(source)
+    with pytest.raises(LowbitError, match="is of another tokenizer"):
+        cut_vocabulary(source, tmp_path / "out", small_cut.folder / "kept_vocabulary.json")
