@@ -85,7 +85,8 @@ def write_reports(
     if tasks is not None and not tasks.is_current(folder):
         tasks = None
     rooms = where_bytes_went(packed, report.sizes.folder_bytes)
-    page = render_html(report, packed.manifest, name, rooms, tasks, _speed(folder))
+    kept = read_kept_vocabulary(folder)
+    page = render_html(report, packed.manifest, name, rooms, tasks, _speed(folder), kept)
     contents = {place / QUALITY_FILE: report.to_bytes(), place / HTML_FILE: page.encode()}
     card = _card_file(place)
     if card is not None:

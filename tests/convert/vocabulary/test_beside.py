@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from lowbit.convert import Recipe, convert, cut_vocabulary
 from lowbit.convert.pipeline.verification import verify_folder
+from lowbit.convert.report.files import source_card
 from lowbit.convert.vocabulary.beside import CutRequest, cut_beside
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.kept_vocabulary import read_kept_vocabulary
@@ -115,6 +117,20 @@ def test_fused_experts_are_used_again(tmp_path: Path) -> None:
     source = Path(__file__).parents[3] / "examples/models/tiny-qwen3.5-moe"
     for _ in range(2):
         _again(source, tmp_path / "out", FEW)
+
+
+@pytest.mark.parametrize("repo", [None, "Qwen/Qwen3.5-0.8B"])
+def test_the_card_names_the_whole_original(hybrid: Path, tmp_path: Path, repo: str | None) -> None:
+    """The cut original is in a local folder alone; the license is that of the whole one's card."""
+    source = Path(shutil.copytree(hybrid, tmp_path / "source"))
+    (source / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    cut = cut_vocabulary(source, tmp_path / "cut", FEW, texts=()).folder
+    record = read_kept_vocabulary(cut)
+    assert record is not None
+    (cut / "kept_vocabulary.json").write_bytes(replace(record, repo=repo).to_bytes())
+    packed = convert(cut, tmp_path / "packed", Recipe(rule="absmax")).folder
+    card = source_card(packed)
+    assert (card.base_model, card.license) == (repo, "apache-2.0")
 
 
 def test_report_measures_bits(hybrid: Path, tmp_path: Path, cli: "Cli") -> None:
