@@ -11,14 +11,16 @@ from lowbit.formats.errors import LowbitError
 if TYPE_CHECKING:
     from lowbit.convert.pipeline.conversion import Conversion, convert
     from lowbit.convert.plan.recipe import Override, Recipe
+    from lowbit.convert.vocabulary.cut import cut_vocabulary
 
-__all__ = ["Conversion", "LowbitError", "Override", "Recipe", "convert"]
+__all__ = ["Conversion", "LowbitError", "Override", "Recipe", "convert", "cut_vocabulary"]
 
 _HOMES = {
     "Conversion": "pipeline.conversion",
     "Override": "plan.recipe",
     "Recipe": "plan.recipe",
     "convert": "pipeline.conversion",
+    "cut_vocabulary": "vocabulary.cut",
 }
 
 

@@ -34,15 +34,15 @@ NEVER_IMPORTS = {
 # Packages, and the modules beside them, that may import those before them only.
 ORDER = {
     "convert": [
-        *("original", "plan", "calibrate", "measure", "pipeline", "report", "export", "publish"),
-        "cli",
+        *("original", "plan", "calibrate", "measure", "pipeline", "report", "export", "vocabulary"),
+        *("publish", "cli"),
     ],
     "formats": [
         *("printable", "charts", "errors", "fields", "machine", "kv_cache", "architectures"),
         "files",
         "sampling_ranges",
         *("layout", "safetensors", "hub", "shell", "text", "foreign", "generation", "tasks"),
-        *("draft_head", "file_names", "packed"),
+        *("kept_vocabulary", "draft_head", "file_names", "packed"),
     ],
     "runtime": [
         *("text", "thresholds", "state", "weights", "kernels", "backends", "models", "engine"),

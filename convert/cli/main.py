@@ -4,6 +4,7 @@ import click
 
 from lowbit.convert.cli.calib_text import calib_text
 from lowbit.convert.cli.compare import compare
+from lowbit.convert.cli.cut_vocabulary import cut_vocabulary
 from lowbit.convert.cli.export import export
 from lowbit.convert.cli.finetune_mtp import finetune_mtp
 from lowbit.convert.cli.inspect import inspect
@@ -32,6 +33,6 @@ def main() -> None:
 
 for command in (
     *(quantize, plan, inspect, verify, report, compare, sensitivity, calib_text, push),
-    *(export, finetune_mtp),
+    *(export, finetune_mtp, cut_vocabulary),
 ):
     main.add_command(command)

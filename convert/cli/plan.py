@@ -53,7 +53,7 @@ def plan(
 
     Reads headers only, of a Hub id by range requests. A target needs the weights, whose
     sensitivities are computed unless the cache has them. Times come from a short measurement of
-    this machine.
+    this machine. To plan with a smaller vocabulary, name what `cut-vocabulary` wrote as SRC.
     """
     from lowbit.convert.calibrate.session import CalibrationRequest
     from lowbit.convert.cli.progress import progress_bars

@@ -26,6 +26,7 @@ from lowbit.convert.cli.options import (
     statement_options,
 )
 from lowbit.convert.cli.target_options import target_options
+from lowbit.convert.cli.vocabulary_options import make_cut_request, vocabulary_options
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import AUTO, check_command, json_option, model_name
 from lowbit.formats.shell.output import note, print_json
@@ -45,6 +46,7 @@ CALIBRATION = ("calib_samples", "calib_length", "calib_chat")  # options that no
       lowbit-convert Qwen/Qwen3-8B qwen3-8b-int4
       lowbit-convert Qwen/Qwen3-8B qwen3-8b-best --method gptq+autoround --report
       lowbit-convert Qwen/Qwen3-8B qwen3-8b-6bit --target-bpw 6
+      lowbit-convert Qwen/Qwen3.5-0.8B small --keep-vocabulary 65536
     """,
 )
 @source_argument
@@ -53,6 +55,7 @@ CALIBRATION = ("calib_samples", "calib_length", "calib_chat")  # options that no
 @target_options
 @calibration_options
 @draft_text_option
+@vocabulary_options
 @device_option
 @click.option(
     "--max-ram",
@@ -98,6 +101,8 @@ def quantize(
     calib_length: int,
     calib_chat: bool,
     draft_text: Path | None,
+    keep_vocabulary: int | Path | None,
+    vocabulary_text: Path | None,
     repo: str | None,
     private: bool | None,
     base_model: str | None,
@@ -114,6 +119,7 @@ def quantize(
     from lowbit.convert.cli.publishing import publish_folder
     from lowbit.convert.cli.tables import conversion as render
     from lowbit.convert.cli.tables import published as render_published
+    from lowbit.convert.cli.tables import vocabulary as render_vocabulary
     from lowbit.convert.cli.tables.plan import announce
     from lowbit.convert.cli.target import meet_target
     from lowbit.convert.measure.gate import hold
@@ -128,6 +134,7 @@ def quantize(
     from lowbit.convert.publish.access import open_hub
     from lowbit.convert.publish.parcel import Statement
     from lowbit.convert.report import reporting
+    from lowbit.convert.vocabulary.beside import cut_beside
     from lowbit.formats.hub.locate import locate
     from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
@@ -150,8 +157,13 @@ def quantize(
     told = None if as_json else note
     request = reporting.LogitRequest(texts, device, told) if report else None
     calibration = CalibrationRequest(calib, calib_samples, calib_length, calib_chat)
+    wanted = make_cut_request(
+        *(keep_vocabulary, vocabulary_text, texts if eval_texts else ()),
+        *(device if report else None, max_shard_size),
+    )
     with progress_bars(quiet=as_json) as progress, explained_interrupt(out):
-        location = locate(source, revision)
+        cut = None if wanted is None else cut_beside(source, revision, out, wanted, progress)
+        location = locate(source, revision) if cut is None else cut.location
         checkpoint = open_checkpoint(location.folder)
         if target is None:
             plan = make_plan(checkpoint.config, checkpoint.tensors, made, max_shard_size)
@@ -185,6 +197,8 @@ def quantize(
     result = hold(judged, found.quality)
     if not as_json:
         render.conversion(conversion, found)
+        if cut is not None:
+            render_vocabulary.cut_original(cut, report)
     published = None
     if api is not None and repo is not None and result.passed and found.failure is None:
         stated = Statement(base_model, license)
@@ -192,6 +206,7 @@ def quantize(
     if as_json:
         content = render.conversion_json(conversion, found)
         content["gate"] = result.to_json() if judged else None
+        content["vocabulary"] = None if cut is None else cut.record.summary()
         content["published"] = None
         if published is not None:
             content["published"] = render_published.published_json(published)

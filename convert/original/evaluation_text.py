@@ -21,6 +21,13 @@ BUNDLED = (
     ("code", "Python's standard library, 40 kB", "python-stdlib-evaluation-40kB.txt"),
 )
 
+LANGUAGES = (
+    ("chinese", "Chinese prose", "chinese-evaluation.txt"),
+    ("german", "German prose", "german-evaluation.txt"),
+    ("spanish", "Spanish prose", "spanish-evaluation.txt"),
+    ("russian", "Russian prose", "russian-evaluation.txt"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Text:
@@ -72,10 +79,19 @@ class EvalText:
 
 def default_texts() -> tuple[Text, ...]:
     """The bundled texts: prose, maths and code."""
+    return _read(BUNDLED)
+
+
+def vocabulary_texts() -> tuple[Text, ...]:
+    """The bundled texts, and a window or more of other languages."""
+    return _read((*BUNDLED, *LANGUAGES))
+
+
+def _read(files: Sequence[tuple[str, str, str]]) -> tuple[Text, ...]:
     folder = Path(__file__).with_name("data")
     return tuple(
         Text(name, title, (folder / file).read_text(encoding="utf-8"))
-        for name, title, file in BUNDLED
+        for name, title, file in files
     )
 
 
@@ -95,14 +111,16 @@ def check_names(texts: Sequence[Text]) -> None:
             raise RequestError(f"{count} evaluation texts are named `{name}`", hint="rename them")
 
 
-def tokenize(folder: Path, texts: Sequence[Text], context: int) -> tuple[EvalText, ...]:
+def tokenize(
+    folder: Path, texts: Sequence[Text], context: int, longest: int = WINDOW
+) -> tuple[EvalText, ...]:
     """Texts as tokens of a checkpoint's tokenizer, without special tokens.
 
     Args:
         folder: of the original checkpoint.
         texts: the first has at least two tokens, every other one a window.
-        context: longest sequence of the model; windows have min(512, context, tokens of the first
-            text) tokens.
+        context: longest sequence of the model.
+        longest: tokens of a window at most; fewer where the context or the first text are shorter.
 
     Raises:
         CheckpointError: the folder has no tokenizer.json, or one that fails.
@@ -118,7 +136,7 @@ def tokenize(folder: Path, texts: Sequence[Text], context: int) -> tuple[EvalTex
                 f"evaluation text `{text.name}` has {len(ids)} tokens, expected at least {least}",
                 hint="give a longer --eval-text",
             )
-        window = cut[0].window if cut else min(WINDOW, context, len(ids))
+        window = cut[0].window if cut else min(longest, context, len(ids))
         cut.append(EvalText(text, torch.tensor(ids), window))
     return tuple(cut)
 

@@ -1,9 +1,9 @@
-"""The tokens that a draft head is made of: those which a text uses most."""
+"""Counts of the tokens that a text uses, by which rows of a vocabulary are chosen."""
 
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,9 +15,36 @@ from lowbit.convert.original.calibration_text import (
     plain_texts,
 )
 from lowbit.formats.printable import printable
-from lowbit.formats.text.tokenizer import TOKENIZER_FILE, load_text_tokenizer
+from lowbit.formats.text.tokenizer import TOKENIZER_FILE, TextTokenizer, load_text_tokenizer
 
 BLOCK = 1000  # tokens: every second block is held out to measure the coverage of another text
+
+
+@dataclass(frozen=True, slots=True)
+class CountedText:
+    """A text as tokens, to count them.
+
+    Attributes:
+        name: of the text.
+        sha256: of all its documents, one after the other.
+        ids: its tokens.
+        rest: tokens of the bundled text, which decide where a text of the user's has none; empty
+            where the bundled one is counted itself.
+    """
+
+    name: str
+    sha256: str
+    ids: Sequence[int]
+    rest: Sequence[int]
+
+    def by_use(self, first: Sequence[int], vocabulary: int) -> list[int]:
+        """All ids below `vocabulary`, most wanted first; see `by_use`."""
+        return by_use(first, vocabulary, (Counter(self.ids), Counter(self.rest)))
+
+    def halves(self) -> tuple["CountedText", "CountedText"]:
+        """The even blocks of the text, and the odd ones."""
+        seen, unseen = _halves(self.ids)
+        return replace(self, ids=seen), replace(self, ids=unseen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +89,36 @@ def choose_vocabulary(
         CheckpointError: a tokenizer that fails; with a file also a folder without one.
     """
     if file is None and not (folder / TOKENIZER_FILE).exists():
-        first = _most_used(count, vocabulary, ends, ())
-        return Vocabulary(torch.tensor(first, dtype=torch.int32), None, None, 0, 0.0, 0.0)
+        chosen = sorted(by_use(ends, vocabulary, ())[:count])
+        return Vocabulary(torch.tensor(chosen, dtype=torch.int32), None, None, 0, 0.0, 0.0)
     tokenizer = load_text_tokenizer(folder, "counting tokens")
+    text = count_text(tokenizer, vocabulary, file)
+    always = [*ends, *tokenizer.hub.get_added_tokens_decoder()]
+    chosen = text.by_use(always, vocabulary)[:count]
+    seen, unseen = text.halves()
+    from_half = seen.by_use(always, vocabulary)[:count]
+    return Vocabulary(
+        ids=torch.tensor(sorted(chosen), dtype=torch.int32),
+        text=text.name,
+        text_sha256=text.sha256,
+        tokens=len(text.ids),
+        coverage=coverage(text.ids, chosen),
+        held_out=coverage(unseen.ids, from_half),
+    )
+
+
+def count_text(tokenizer: TextTokenizer, vocabulary: int, file: Path | None) -> CountedText:
+    """A text as tokens.
+
+    Args:
+        tokenizer: of the original.
+        vocabulary: rows of its embedding.
+        file: `.txt` or `.jsonl` text; the bundled one where left out.
+
+    Raises:
+        RequestError: a text that cannot be read.
+        CheckpointError: a tokenizer that fails, or gives ids that have no row.
+    """
     bundled = bundled_texts()
     documents, name = (bundled, BUNDLED_NAME)
     if file is not None:
@@ -72,18 +126,8 @@ def choose_vocabulary(
     ids = [id for one in tokenizer.encode_all(documents) for id in one]
     rest = [] if file is None else [id for one in tokenizer.encode_all(bundled) for id in one]
     tokenizer.check_ids(ids, vocabulary)
-    always = [*ends, *tokenizer.hub.get_added_tokens_decoder()]
-    chosen = _most_used(count, vocabulary, always, (Counter(ids), Counter(rest)))
-    seen, unseen = _halves(ids)
-    from_half = _most_used(count, vocabulary, always, (Counter(seen), Counter(rest)))
-    return Vocabulary(
-        ids=torch.tensor(chosen, dtype=torch.int32),
-        text=name,
-        text_sha256=hashlib.sha256("".join(documents).encode()).hexdigest(),
-        tokens=len(ids),
-        coverage=coverage(ids, chosen),
-        held_out=coverage(unseen, from_half),
-    )
+    sha256 = hashlib.sha256("".join(documents).encode()).hexdigest()
+    return CountedText(name, sha256, ids, rest)
 
 
 def coverage(tokens: Sequence[int], ids: Sequence[int]) -> float:
@@ -92,16 +136,14 @@ def coverage(tokens: Sequence[int], ids: Sequence[int]) -> float:
     return sum(token in among for token in tokens) / max(1, len(tokens))
 
 
-def _most_used(
-    count: int, vocabulary: int, always: Sequence[int], counts: Sequence[Counter[int]]
-) -> list[int]:
-    """The first `count` ids in the order of preference, ascending."""
-    first = {id for id in always if id < vocabulary}
+def by_use(first: Sequence[int], vocabulary: int, counts: Sequence[Counter[int]]) -> list[int]:
+    """All ids below `vocabulary`: those of `first`, then by each count in turn, then by id."""
+    wanted = {id for id in first if id < vocabulary}
 
     def rank(id: int) -> tuple[int, ...]:
-        return (id not in first, *(-one[id] for one in counts), id)
+        return (id not in wanted, *(-one[id] for one in counts), id)
 
-    return sorted(sorted(range(vocabulary), key=rank)[:count])
+    return sorted(range(vocabulary), key=rank)
 
 
 def _halves(ids: Sequence[int]) -> tuple[list[int], list[int]]:

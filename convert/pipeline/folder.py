@@ -18,6 +18,7 @@ from lowbit.formats.errors import CheckpointError, LowbitError, ResourceError
 from lowbit.formats.file_names import NEVER_PASSED, README, SOURCE_README
 from lowbit.formats.files.reading import open_file, read_text
 from lowbit.formats.hub.locate import OTHER_WEIGHTS
+from lowbit.formats.kept_vocabulary import read_kept_vocabulary
 from lowbit.formats.layout.manifest import MANIFEST_FILE, json_bytes
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, INDEX_FILE, read_json
 from lowbit.formats.safetensors.hashing import hash_file
@@ -180,6 +181,7 @@ def check_small_files(source: Path) -> list[str]:
     Raises:
         CheckpointError: see `small_files`; also a tokenizer, settings or a template that cannot be
             read.
+        FormatError: a kept_vocabulary.json that cannot be read.
     """
     names = small_files(source)
     for name in names:
@@ -196,6 +198,7 @@ def check_small_files(source: Path) -> list[str]:
                 hint=f"repair {TOKENIZER_FILE}, or remove it to convert the weights alone",
             ) from None
     load_chat_template(source)
+    read_kept_vocabulary(source)
     return names
 
 

@@ -57,7 +57,7 @@ def pass_head(
     Raises:
         QuantizationError: the original gives NaN or infinite logits.
     """
-    work = _Work(final, _log_partition(model, final, pool), len(schemes), draws)
+    work = _Work(final, log_partition(model, final, pool), len(schemes), draws)
     parts = HEAD_TOKENS[final.device.type]
     for first, rows in model.weights.rows(model.head, HEAD_ROWS, final.device):
         errors = [rounding_error_on(pool, rows, scheme, rule) for scheme in schemes]
@@ -117,7 +117,7 @@ class _Work:
         return [float(mean) for mean in torch.where(means.isfinite(), means, torch.inf)]
 
 
-def _log_partition(model: LayeredModel, final: Tensor, pool: ThreadPoolExecutor | None) -> Tensor:
+def log_partition(model: LayeredModel, final: Tensor, pool: ThreadPoolExecutor | None) -> Tensor:
     """Log of the sum of exp(logits) of every token: [tokens] float64.
 
     Raises:

@@ -15,6 +15,7 @@ from lowbit.convert.report.page import environment
 from lowbit.convert.report.source_card import SourceCard
 from lowbit.convert.report.verdict import judge
 from lowbit.formats.architectures import is_drafter, kind_of, part_of
+from lowbit.formats.kept_vocabulary import read_kept_vocabulary
 from lowbit.formats.layout.manifest import Manifest
 from lowbit.formats.layout.quantization_config import unserved
 from lowbit.formats.layout.scheme import SERVED_BITS, Scheme
@@ -86,6 +87,7 @@ def _of_folder(packed: PackedCheckpoint) -> dict[str, Any]:
         "mtp": any(part_of(config, spec.name) == "mtp" for spec in packed.specs),
         "drafter": is_drafter(config),
         "rotated": is_rotated(manifest),
+        "kept": read_kept_vocabulary(packed.checkpoint.folder),
         "verifiable": manifest is not None,
     }
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from lowbit.convert.measure.record import QualityReport
@@ -14,6 +15,7 @@ from lowbit.convert.report.space import where_bytes_went
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.file_names import DRAFT, HTML_FILE, QUALITY_FILE, README, SOURCE_README
 from lowbit.formats.files.atomic import check_place, disk_errors, replace_files
+from lowbit.formats.kept_vocabulary import read_kept_vocabulary
 from lowbit.formats.layout.manifest import MANIFEST_FILE
 from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.printable import printable
@@ -83,7 +85,8 @@ def write_reports(
     if tasks is not None and not tasks.is_current(folder):
         tasks = None
     rooms = where_bytes_went(packed, report.sizes.folder_bytes)
-    page = render_html(report, packed.manifest, name, rooms, tasks, _speed(folder))
+    kept = read_kept_vocabulary(folder)
+    page = render_html(report, packed.manifest, name, rooms, tasks, _speed(folder), kept)
     contents = {place / QUALITY_FILE: report.to_bytes(), place / HTML_FILE: page.encode()}
     card = _card_file(place)
     if card is not None:
@@ -140,8 +143,13 @@ def _card_file(place: Path) -> str | None:
 
 
 def source_card(folder: Path) -> SourceCard:
-    """Metadata of the original's card, which a conversion copies as SOURCE_README.md."""
+    """Metadata of the original's card, which a conversion copies as SOURCE_README.md.
+
+    An original whose vocabulary was cut is nowhere on the Hub: the whole one is the base model.
+    """
     original = folder / SOURCE_README
     if not original.exists() and not is_untouched_draft(folder / README):
         original = folder / README
-    return read_source_card(original)
+    card = read_source_card(original)
+    kept = read_kept_vocabulary(folder)
+    return card if kept is None else replace(card, base_model=kept.repo)

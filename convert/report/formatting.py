@@ -123,6 +123,11 @@ def number(value: float, digits: int = 3) -> str:
     return f"{value:z,.{digits}f}" if abs(value) < HUGE else f"{value:.2e}"
 
 
+def bits(value: float | None) -> str:
+    """Bits that a model needs for a byte of text: `1.2345`; a mark where it was not measured."""
+    return MISSING if value is None else number(value, 4)
+
+
 def perplexity(nll: float) -> str:
     """The perplexity of a mean NLL in nats."""
     return number(math.exp(nll) if nll < 700 else math.inf)

@@ -17,6 +17,7 @@ from lowbit.convert.report import formatting, limits, linears, plots, verdict, w
 from lowbit.convert.report.heat import heat_maps
 from lowbit.convert.report.page import render_page, share
 from lowbit.convert.report.space import Room
+from lowbit.formats.kept_vocabulary import KeptVocabulary
 from lowbit.formats.layout.manifest import Manifest
 from lowbit.formats.tasks import TaskReport
 
@@ -32,6 +33,7 @@ def render_html(
     rooms: Sequence[Room] = (),
     tasks: TaskReport | None = None,
     speed: Speed | None = None,
+    kept: KeptVocabulary | None = None,
 ) -> str:
     """The page as HTML.
 
@@ -42,6 +44,7 @@ def render_html(
         rooms: bytes by part and precision.
         tasks: results of tasks, None where none were run.
         speed: measured speed, None where none was measured.
+        kept: the tokens of a vocabulary that was cut, None where it is whole.
     """
     logits = report.logits
     outputs = any(row.output_error is not None for row in report.weights)
@@ -67,6 +70,7 @@ def render_html(
         size_text=formatting.size_text(report),
         tasks=tasks,
         speed=speed,
+        kept=kept,
         manifest=manifest,
         recipe=[] if manifest is None else recipe_facts(manifest.recipe),
         fates="" if manifest is None else _fates(manifest),

@@ -43,6 +43,7 @@ def environment(markdown: bool = False) -> Environment:
         kl_text=lambda part: formatting.kl_with_error(part.kl_mean, part.kl_error),
         cosine=formatting.cosine,
         count=formatting.count,
+        bits=formatting.bits,
         size=formatting.size,
         passage=formatting.passage,
         token=formatting.token,

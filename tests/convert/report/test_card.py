@@ -17,10 +17,12 @@ from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.report.card import render_card
+from lowbit.convert.report.formatting import MISSING
 from lowbit.convert.report.source_card import SourceCard, read_source_card
 from lowbit.convert.report.verdict import judge
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import CheckpointError
+from lowbit.formats.kept_vocabulary import KeptVocabulary, TextLength
 from lowbit.formats.layout.manifest import Manifest, Source
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.packed import PackedCheckpoint
@@ -358,3 +360,28 @@ def test_a_card_that_is_a_link_out_of_its_folder_is_refused(tmp_path: Path) -> N
     (tmp_path / "folder" / "README.md").symlink_to(tmp_path / "secret")
     with pytest.raises(CheckpointError, match="symbolic link out of its folder"):
         read_source_card(tmp_path / "folder" / "README.md")
+
+
+def test_a_cut_vocabulary_is_told(tmp_path: Path) -> None:
+    lengths = (
+        TextLength("prose | x", 1000, 250, 300, 1.25, 1.5),
+        TextLength("code", 1000, 400, 401, None, None),
+    )
+    kept = KeptVocabulary(
+        *("0.1.0", "Qwen/Qwen3-0.6B", "c0ffee", "", 151936, 151669, 65536),
+        *("own.txt", "", 1000, 0.987, 0.95, lengths, tuple(range(65536))),
+    )
+    (tmp_path / "kept_vocabulary.json").write_bytes(kept.to_bytes())
+    opened = packed(made=manifest(None))
+    assert "## Vocabulary" not in render(None, opened)
+    card = render(None, replace(opened, checkpoint=replace(opened.checkpoint, folder=tmp_path)))
+    assert "65,536 of 151,669 tokens of Qwen/Qwen3-0.6B are\nkept" in card
+    assert "own.txt (98.70 % of its tokens)" in card
+    rows = [line for line in card.splitlines() if line.startswith(("| prose", "| code"))]
+    assert rows[0].endswith("| 0.2500 | 0.3000 | 1.2500 | 1.5000 |")
+    assert rows[0].count("|") == 6 + rows[0].count("\\|")
+    assert rows[1] == f"| code | 0.4000 | 0.4010 | {MISSING} | {MISSING} |"
+    (tmp_path / "kept_vocabulary.json").write_bytes(replace(kept, repo=None).to_bytes())
+    card = render(None, replace(opened, checkpoint=replace(opened.checkpoint, folder=tmp_path)))
+    assert "151,669 tokens are\nkept" in card
+    assert card.index("## Vocabulary") < card.index("## Quality")

@@ -1,0 +1,143 @@
+"""`lowbit-convert cut-vocabulary`."""
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from click.core import ParameterSource
+
+from lowbit.convert.cli.options import (
+    device_option,
+    out_argument,
+    parse_size,
+    source_argument,
+    text_option,
+)
+from lowbit.convert.cli.vocabulary_options import KEEP_HELP, parse_kept
+from lowbit.formats.shell.failure import reported
+from lowbit.formats.shell.options import check_command, json_option
+from lowbit.formats.shell.output import note, print_json
+
+if TYPE_CHECKING:
+    from lowbit.convert.vocabulary.cut import CutModel
+
+
+@click.command(
+    name="cut-vocabulary",
+    short_help="Keep the tokens that a text needs.",
+    epilog="""\b
+    Example:
+      lowbit-convert cut-vocabulary Qwen/Qwen3.5-0.8B small --keep 65536
+    """,
+)
+@source_argument
+@out_argument
+@click.option(
+    "--keep",
+    callback=parse_kept,
+    metavar="N|FILE",
+    required=True,
+    help=KEEP_HELP,
+)
+@text_option(
+    "--text",
+    "Text whose tokens are kept first, .txt or .jsonl; best one in the languages and on the "
+    "subjects that the model will be used for.",
+)
+@click.option(
+    "--max-shard-size",
+    callback=parse_size,
+    metavar="SIZE",
+    default="5GB",
+    show_default=True,
+    help="Limit of a weight file.",
+)
+@click.option(
+    "--eval-text",
+    "eval_texts",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    show_default="prose, maths and code, and four other languages",
+    help="Text whose tokens are counted before and after (repeatable).",
+)
+@click.option(
+    "--measure",
+    is_flag=True,
+    help="Run both models in FP32, a layer at a time, and tell how many bits they need for a byte "
+    "of those texts.",
+)
+@device_option
+@click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub id.")
+@json_option
+@reported
+def cut_vocabulary(
+    source: str,
+    out: Path,
+    keep: int | Path,
+    text: Path | None,
+    max_shard_size: int,
+    eval_texts: tuple[Path, ...],
+    measure: bool,
+    device: str,
+    revision: str | None,
+    as_json: bool,
+) -> None:
+    """Write the original SRC with a smaller vocabulary into the new folder OUT.
+
+    Embedding and head keep the rows of N tokens, all else stays as it is. OUT is an original like
+    SRC, to be quantized, planned or measured next; `quantize --keep-vocabulary` does both steps at
+    once. Decoding then reads fewer bytes a token. Kept are the 256 bytes, the added
+    tokens and what the model's files name, then the tokens that the text uses most, then those of
+    lowest id, each with the parts that it is merged from. Any text still encodes. Words whose
+    tokens are left out come in more pieces, which the model has seldom seen: --measure tells what
+    that costs.
+    """
+    from lowbit.convert.cli.progress import progress_bars
+    from lowbit.convert.original.evaluation_text import vocabulary_texts
+    from lowbit.convert.report.reporting import read_texts
+    from lowbit.convert.vocabulary.cut import cut_vocabulary
+
+    check_command(source)
+    given = click.get_current_context().get_parameter_source("device")
+    if not measure and given is not ParameterSource.DEFAULT:
+        raise click.UsageError("--device is for --measure.")
+    texts = read_texts(eval_texts) if eval_texts else vocabulary_texts()
+    with progress_bars(quiet=as_json) as progress:
+        done = cut_vocabulary(
+            source,
+            out,
+            keep,
+            text=text,
+            texts=texts,
+            measure_on=device if measure else None,
+            revision=revision,
+            max_shard_bytes=max_shard_size,
+            progress=progress,
+        )
+    if as_json:
+        print_json(done.to_json())
+    else:
+        _show(done)
+
+
+def _show(done: "CutModel") -> None:
+    """Print what is kept, and how much longer texts get."""
+    from lowbit.convert.cli.tables.vocabulary import vocabulary
+    from lowbit.convert.report.formatting import size
+    from lowbit.formats.shell.tables import results, styled
+
+    console, kept = results(), done.record
+    console.print(
+        styled(
+            ("✓", "bold green"),
+            f" {done.folder}: {kept.rows:,} of {kept.source_tokens:,} tokens, "
+            f"{size(done.weight_bytes)} of weights instead of {size(done.source_bytes)}",
+        )
+    )
+    vocabulary(kept)
+    if done.left_out:
+        names = ", ".join(done.left_out)
+        console.print(styled((f"left out: {names}, which tokenizer.json replaces", "dim")))
+    note(f"next: {shlex.join(['lowbit-convert', str(done.folder), 'OUT'])}", fold=False)

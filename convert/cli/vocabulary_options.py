@@ -1,0 +1,77 @@
+"""Options of a smaller vocabulary."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lowbit.convert.cli.options import text_option
+from lowbit.formats.shell.options import Count, with_options
+
+if TYPE_CHECKING:
+    from lowbit.convert.original.evaluation_text import Text
+    from lowbit.convert.vocabulary.beside import CutRequest
+
+KEEP_HELP = (
+    "Tokens to keep, rounded up to a multiple of 128; or a file that lists them: a JSON array of "
+    "ids, or the kept_vocabulary.json of another cut."
+)
+
+
+def parse_kept(ctx: click.Context, param: click.Parameter, text: str | None) -> int | Path | None:
+    """A number of tokens, or the file that lists them."""
+    if text is None or ctx.resilient_parsing:
+        return None
+    if text.isdecimal():
+        return Count().convert(text, param, ctx)
+    path = Path(text)
+    if not path.exists():
+        raise click.BadParameter(f"{text!r} is neither a number of tokens nor a file.")
+    return path
+
+
+vocabulary_options = with_options(
+    click.option(
+        "--keep-vocabulary",
+        callback=parse_kept,
+        metavar="N|FILE",
+        help="Cut the vocabulary first: fewer bytes a token, and rare words in more pieces. "
+        f"{KEEP_HELP} The original so cut stays at OUT.original; with --report its bits a byte are "
+        "measured before and after the cut.",
+    ),
+    text_option(
+        "--vocabulary-text",
+        "For --keep-vocabulary: text whose tokens are kept first, .txt or .jsonl; best one in the "
+        "languages and on the subjects that the model will be used for.",
+    ),
+)
+
+
+def make_cut_request(
+    keep: int | Path | None,
+    text: Path | None,
+    texts: Sequence["Text"],
+    measure_on: str | None,
+    max_shard_bytes: int,
+) -> "CutRequest | None":
+    """What the options ask for; None where the vocabulary stays whole.
+
+    Args:
+        keep: of --keep-vocabulary.
+        text: of --vocabulary-text.
+        texts: of --eval-text; empty for the bundled ones.
+        measure_on: `cpu` or `cuda` where bits a byte are to be measured.
+        max_shard_bytes: limit of a weight file.
+
+    Raises:
+        click.UsageError: a text without --keep-vocabulary.
+    """
+    if keep is None:
+        if text is not None:
+            raise click.UsageError("--vocabulary-text is for --keep-vocabulary.")
+        return None
+    from lowbit.convert.original.evaluation_text import vocabulary_texts
+    from lowbit.convert.vocabulary.beside import CutRequest
+
+    return CutRequest(keep, text, tuple(texts) or vocabulary_texts(), measure_on, max_shard_bytes)

@@ -1,0 +1,162 @@
+"""The original of a smaller vocabulary that a conversion makes beside its result, and packs."""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.export.outputs import Output
+from lowbit.convert.original.evaluation_text import Text
+from lowbit.convert.pipeline.place import place_of
+from lowbit.convert.vocabulary.cut import (
+    Progress,
+    cut_tensors,
+    cut_vocabulary,
+    open_as_stored,
+    plan_cut,
+    write_small_files,
+)
+from lowbit.formats.errors import ResourceError
+from lowbit.formats.hub.locate import Location, locate
+from lowbit.formats.kept_vocabulary import KeptVocabulary, read_kept_vocabulary
+from lowbit.formats.safetensors.checkpoint import Checkpoint
+from lowbit.formats.safetensors.hashing import hash_file
+
+ENDING = ".original"
+
+
+@dataclass(frozen=True, slots=True)
+class CutRequest:
+    """A smaller vocabulary that a conversion is to start from.
+
+    Attributes:
+        keep: number of tokens to keep, or a file that lists them.
+        text: to count tokens on; the bundled one where left out.
+        texts: whose tokens are counted before and after.
+        measure_on: where both models run to tell the bits that they need for a byte of the texts;
+            None to leave that out.
+        max_shard_bytes: limit of a weight file.
+    """
+
+    keep: int | Path
+    text: Path | None
+    texts: Sequence[Text]
+    measure_on: str | None
+    max_shard_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CutOriginal:
+    """An original with a smaller vocabulary, beside the result of a conversion.
+
+    Attributes:
+        location: of it.
+        record: content of its kept_vocabulary.json.
+        existed: True where an earlier run had put it there, and this one only checked it.
+    """
+
+    location: Location
+    record: KeptVocabulary
+    existed: bool
+
+
+def cut_beside(
+    source: str, revision: str | None, out: Path, request: CutRequest, progress: Progress
+) -> CutOriginal:
+    """Cut the vocabulary of an original into the folder `OUT.original`, which stays.
+
+    A folder that an earlier run left there is used again once all of its bytes are found to be
+    those that would be written now.
+
+    Args:
+        source: folder, or Hub id, of a model that is not quantized.
+        revision: branch, tag or commit of a Hub id.
+        out: folder that the packed model will have.
+        request: the tokens to keep, and what to measure.
+        progress: called with (phase, done, in all).
+
+    Raises:
+        ResourceError: something else is at `OUT.original`.
+        LowbitError: see `cut_vocabulary`.
+    """
+    folder = place_of(out.with_name(out.name + ENDING))
+    record = read_kept_vocabulary(folder) if folder.is_dir() else None
+    if record is not None:
+        _check_same(source, revision, folder, record, request, progress)
+        return CutOriginal(locate(str(folder)), record, True)
+    done = cut_vocabulary(
+        source,
+        folder,
+        request.keep,
+        text=request.text,
+        texts=request.texts,
+        measure_on=request.measure_on,
+        revision=revision,
+        max_shard_bytes=request.max_shard_bytes,
+        progress=progress,
+    )
+    return CutOriginal(locate(str(folder)), done.record, False)
+
+
+def _check_same(
+    source: str,
+    revision: str | None,
+    folder: Path,
+    record: KeptVocabulary,
+    request: CutRequest,
+    progress: Progress,
+) -> None:
+    """Refuse a folder that is not what a cut would write; the measurements in its record aside."""
+    location = locate(source, revision)
+    work = plan_cut(location, request.keep, request.text)
+    origin = (work.kept.ids, location.repo, location.commit)
+    different = None if origin == (record.ids, record.repo, record.commit) else "the tokens kept"
+    if different is None:
+        with tempfile.TemporaryDirectory() as made:
+            write_small_files(work, Path(made))
+            names = sorted(path.name for path in Path(made).iterdir())
+            different = next(
+                (f"`{name}`" for name in names if not _same_file(folder / name, Path(made) / name)),
+                None,
+            )
+    if different is None:
+        different = _other_tensor(open_as_stored(folder), cut_tensors(work), progress)
+    if different is not None:
+        raise ResourceError(
+            f"`{folder}` is not the smaller original that this command makes; the first difference "
+            f"is in {different}",
+            hint="remove it, or choose another output folder",
+        )
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    return one.is_file() and hash_file(one) == hash_file(other)
+
+
+def _other_tensor(found: Checkpoint, wanted: Sequence[Output], progress: Progress) -> str | None:
+    """Name of the first tensor that is not the wanted one; None where all are."""
+    if extra := found.tensors.keys() ^ {one.name for one in wanted}:
+        return f"`{min(extra)}`"
+    for number, one in enumerate(wanted):
+        info = found.tensors[one.name]
+        if (info.dtype, info.shape) != (one.dtype, one.shape):
+            return f"`{one.name}`"
+        row = 0
+        for block in one.blocks():
+            if not info.shape:
+                here = found.read(one.name)
+            else:
+                here = found.read_rows(one.name, row, row + len(block))
+                row += len(block)
+            if not torch.equal(_bits(here), _bits(block)):
+                return f"`{one.name}`"
+        progress("source", number + 1, len(wanted))
+    return None
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, by which NaN equals itself."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

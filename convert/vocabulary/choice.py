@@ -1,0 +1,144 @@
+"""The tokens that a smaller vocabulary keeps: those which a text uses most, and all they need."""
+
+from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowbit.convert.original.token_counts import CountedText, coverage
+from lowbit.convert.vocabulary.tokenizer import ByteLevelBpe
+from lowbit.formats.errors import QuantizationError, RequestError
+from lowbit.formats.files import strict_json
+from lowbit.formats.files.user_file import read_user_file
+from lowbit.formats.kept_vocabulary import KEPT_FILE, parse_kept_vocabulary
+from lowbit.formats.safetensors.hashing import hash_file
+
+ROWS = 128  # a vocabulary is a multiple of: CPU and GPU kernels read 16 rows at once, others 128
+_LIST = f"write it as [0, 17, 4711], or name the {KEPT_FILE} of another cut"
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """Tokens that are kept.
+
+    Attributes:
+        ids: of the original, ascending.
+        text: name of the text they were counted on.
+        text_sha256: of the text.
+        tokens: of the text.
+        coverage: share of its tokens that are kept.
+        held_out: share of the tokens in every second block of the text that would be kept by a
+            count on the other blocks.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+    text_sha256: str
+    tokens: int
+    coverage: float
+    held_out: float
+
+
+def choose_tokens(
+    source: ByteLevelBpe, text: CountedText, keep: int | Path, named: AbstractSet[int]
+) -> KeptTokens:
+    """Choose tokens: bytes, added, named and listed ones, then by use, then by id.
+
+    Ids of byte-level tokenizers follow the order of merges, and so a wider text than any at hand.
+
+    Args:
+        source: the original tokenizer.
+        text: to count tokens on.
+        keep: number of tokens; or a file that lists them, see `listed_tokens`. Rounded up to a
+            multiple of ROWS by keeping more.
+        named: tokens that config.json or generation_config.json names.
+
+    Raises:
+        QuantizationError: as many tokens as there are, or fewer than must be kept.
+        LowbitError: a file that `listed_tokens` refuses.
+    """
+    listed = listed_tokens(keep, source) if isinstance(keep, Path) else frozenset()
+    first = _with_all_parts(source, named | listed)
+    rows = -(-(keep if isinstance(keep, int) else len(first)) // ROWS) * ROWS
+    if rows >= len(source.ids):
+        raise QuantizationError(
+            f"`{source.path}` has {len(source.ids):,} tokens, of which {rows:,} were to be kept",
+            hint=f"keep at least {ROWS} fewer",
+        )
+    if len(first) > rows:
+        raise QuantizationError(
+            f"{rows:,} tokens are to be kept, but the 256 bytes and the added tokens of "
+            f"`{source.path}` are {len(first):,}",
+            hint=f"keep {-(-len(first) // ROWS) * ROWS:,} or more",
+        )
+    chosen = _fill(source, first, text.by_use(sorted(first), max(source.ids) + 1), rows)
+    seen, unseen = text.halves()
+    from_half = _fill(source, first, seen.by_use(sorted(first), max(source.ids) + 1), rows)
+    return KeptTokens(
+        ids=tuple(sorted(chosen)),
+        text=text.name,
+        text_sha256=text.sha256,
+        tokens=len(text.ids),
+        coverage=coverage(text.ids, list(chosen)),
+        held_out=coverage(unseen.ids, list(from_half)),
+    )
+
+
+def listed_tokens(file: Path, source: ByteLevelBpe) -> frozenset[int]:
+    """Ids that a file lists: a JSON array of them, or the kept_vocabulary.json of another cut.
+
+    Args:
+        file: to read, or a pipe.
+        source: the tokenizer whose ids they are.
+
+    Raises:
+        RequestError: a file that cannot be read or lists something else than ids of tokens.
+        FormatError: a malformed kept_vocabulary.json.
+    """
+    raw = read_user_file(file, "list of tokens")
+    where = f"list of tokens `{file}`"
+    try:
+        content = strict_json.loads(raw)
+    except ValueError as error:  # UnicodeDecodeError too
+        raise RequestError(f"{where} is not JSON: {error}", hint=_LIST) from None
+    if isinstance(content, dict):
+        kept = parse_kept_vocabulary(raw, file)
+        if kept.tokenizer_sha256 != hash_file(source.path):
+            raise RequestError(
+                f"{where} is of another tokenizer than `{source.path}`",
+                hint="its ids would mean other tokens: name a number of tokens instead",
+            )
+        content = list(kept.ids)
+    if not isinstance(content, list):
+        raise RequestError(f"{where} is not an array", hint=_LIST)
+    for id in content:
+        if type(id) is not int or id not in source.ids:
+            raise RequestError(
+                f"{where} holds {id!r:.40}, expected ids of tokens of `{source.path}`", hint=_LIST
+            )
+    return frozenset(content)
+
+
+def _with_all_parts(source: ByteLevelBpe, wanted: Collection[int]) -> frozenset[int]:
+    """Bytes, added tokens and those wanted, with the parts that they are merged from."""
+    kept = set(source.always)
+    for id in sorted(wanted):
+        kept |= source.with_parts(id, kept)
+    return frozenset(kept)
+
+
+def _fill(
+    source: ByteLevelBpe, first: Collection[int], order: Sequence[int], rows: int
+) -> set[int]:
+    """Exactly `rows` tokens: `first`, then others in order where their parts find room.
+
+    The shortest token left needs no others, so that every pass over the order adds one.
+    """
+    kept = set(first)
+    order = [id for id in order if id in source.ids]
+    while len(kept) < rows:
+        for id in order:
+            needed = source.with_parts(id, kept)
+            if len(kept) + len(needed) <= rows:
+                kept |= needed
+    return kept

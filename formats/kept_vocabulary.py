@@ -1,0 +1,130 @@
+"""`kept_vocabulary.json`: which tokens of its original a model with a smaller vocabulary has.
+
+Conversions pass the file through, so a packed folder says too that its vocabulary was cut.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lowbit.formats.files.reading import read_bytes
+from lowbit.formats.layout.records import parse_object, record
+
+KEPT_FILE = "kept_vocabulary.json"
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TextLength:
+    """Tokens of a text.
+
+    Attributes:
+        text: title of it.
+        size_bytes: of it as UTF-8.
+        tokens_before: by the original's tokenizer.
+        tokens_after: by the cut one.
+        bits_before: a byte of the text that the original needs; None where it was not measured.
+        bits_after: the same of the model with the cut vocabulary.
+    """
+
+    text: str
+    size_bytes: int
+    tokens_before: int
+    tokens_after: int
+    bits_before: float | None
+    bits_after: float | None
+
+    @property
+    def per_byte_before(self) -> float:
+        """Tokens a byte of the original's tokenizer."""
+        return self.tokens_before / self.size_bytes if self.size_bytes else 0.0
+
+    @property
+    def per_byte_after(self) -> float:
+        """Tokens a byte of the cut one."""
+        return self.tokens_after / self.size_bytes if self.size_bytes else 0.0
+
+    @property
+    def growth(self) -> float:
+        """Share by which the text has more tokens."""
+        return self.tokens_after / self.tokens_before - 1 if self.tokens_before else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class KeptVocabulary:
+    """Content of kept_vocabulary.json.
+
+    Attributes:
+        lowbit_version: version that cut the vocabulary.
+        repo: Hub id of the original; None for a folder.
+        commit: of the original; None for a folder.
+        tokenizer_sha256: of the original's tokenizer.json.
+        source_rows: of the original's embedding.
+        source_tokens: of the original's tokenizer.
+        rows: tokens that are kept, each with a row.
+        text: name of the text that tokens were counted on.
+        text_sha256: of its content.
+        text_tokens: of it, by the original's tokenizer.
+        coverage: share of them that are kept.
+        held_out: share that would be kept in the half of the text that was left out of a count.
+        lengths: of the evaluation texts.
+        ids: the original's id of every token, ascending; its own id is its place here.
+    """
+
+    lowbit_version: str
+    repo: str | None
+    commit: str | None
+    tokenizer_sha256: str
+    source_rows: int
+    source_tokens: int
+    rows: int
+    text: str
+    text_sha256: str
+    text_tokens: int
+    coverage: float
+    held_out: float
+    lengths: tuple[TextLength, ...]
+    ids: tuple[int, ...]
+
+    def summary(self) -> dict[str, Any]:
+        """The record without the kept tokens' ids; tokens a byte stand beside the counts."""
+        content = {key: value for key, value in asdict(self).items() if key != "ids"}
+        per_byte = [
+            {
+                "tokens_per_byte_before": row.per_byte_before,
+                "tokens_per_byte_after": row.per_byte_after,
+            }
+            for row in self.lengths
+        ]
+        rows = zip(content["lengths"], per_byte, strict=True)
+        return {**content, "lengths": [{**row, **more} for row, more in rows]}
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        return (json.dumps({"schema": SCHEMA, **asdict(self)}) + "\n").encode()
+
+
+def read_kept_vocabulary(folder: Path) -> KeptVocabulary | None:
+    """Read the file of a model folder; None where the vocabulary was not cut.
+
+    Raises:
+        CheckpointError: not a regular file, or a link out of the folder or to nothing.
+        FormatError: malformed, or of a schema this release does not know.
+    """
+    path = folder / KEPT_FILE
+    try:
+        raw = read_bytes(path)
+    except FileNotFoundError:
+        return None
+    return parse_kept_vocabulary(raw, path)
+
+
+def parse_kept_vocabulary(raw: bytes, path: Path) -> KeptVocabulary:
+    """Read the file's content; `path` names it in messages.
+
+    Raises:
+        FormatError: malformed, or of a schema this release does not know.
+    """
+    content = parse_object(raw, path, "schema", SCHEMA, hint="cut the vocabulary again")
+    return record(KeptVocabulary, content, str(path))
