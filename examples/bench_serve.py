@@ -26,11 +26,13 @@ import torch
 from serve_client import Connection
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from lowbit.formats.kv_cache import BF16_CACHE
 from lowbit.runtime.bench.bench import GREEDY
 from lowbit.runtime.engine.constraints import Bounds
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load import load
 from lowbit.runtime.engine.load_options import LoadOptions
+from lowbit.runtime.engine.memory import ChosenType
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.stream import Handle
@@ -75,6 +77,7 @@ def random_model(size: str, context: int, sequences: int) -> Model:
         stop_ids=frozenset(),
         device="cuda",
         dtype=torch.bfloat16,
+        kv_cache=ChosenType(BF16_CACHE),
         load_s=0.0,
         cache=SimpleNamespace(sequences=sequences, context=context),  # type: ignore[arg-type]
     )
