@@ -118,6 +118,9 @@ class Memory:
 
     def apart(self, address: np.ndarray) -> list[np.ndarray]:
         """Which lanes' addresses lie in the same tensor."""
+        low, high = address.min(), address.max()
+        if any(start <= low and high < start + len(x) for start, x in self.tensors):
+            return [np.ones(address.shape, bool)]
         found = [(address >= start) & (address < start + len(x)) for start, x in self.tensors]
         if not np.any(found, axis=0).all():
             self.held(address, 1)  # which says what is wrong
