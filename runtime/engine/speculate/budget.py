@@ -11,14 +11,10 @@ estimate. Hence
 
     T <= (N + BURST + e) / (1 - SHARE),
 
-for every request whose drafts are all wrong, since each begins with BURST steps at most: 256 tokens take 260.3 steps, 0.983 of
+for every request, since each begins with BURST steps at most: 256 tokens take 260.3 steps, 0.983 of
 the speed of plain decoding, and long answers approach 0.995. Of a request that follows others whose
 drafts were wrong, BURST is spent already. The recording of CUDA graphs, once for each size, is not
 counted.
-
-**Trust.** A first round may take several steps beyond its estimate: the head reads the prompt, the
-GPU waits for the host. If its drafts were right, TRUST steps may be lost all the same, so that the
-next ones can show what they save. Texts whose drafts are all wrong lose no more by that.
 
 **Trials.** Where drafts do not pay by what was learnt, one is tried now and then. After a wrong one
 the pause doubles, from FIRST_PAUSE to LONGEST_PAUSE steps; after a right one there is none.
@@ -33,7 +29,6 @@ from lowbit.runtime.engine.speculate.proposals import MARGIN, Cost, Plan, common
 BURST = 3.0  # steps
 SHARE = 0.005  # of all time
 MOST_WON = 12.0  # steps that drafts have saved and may lose again in the same request
-TRUST = 1.0  # steps that may be lost behind a right draft
 FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # steps
 
 
@@ -99,11 +94,6 @@ def end_trial(budget: Budget, right: bool) -> Budget:
     if right:
         return replace(budget, pause=0)
     return replace(budget, waited=0, pause=min(LONGEST_PAUSE, max(FIRST_PAUSE, 2 * budget.pause)))
-
-
-def trust(budget: Budget) -> Budget:
-    """Let TRUST steps be lost behind a round with right drafts, once it has been counted."""
-    return replace(budget, level=max(budget.level, TRUST))
 
 
 def begin_request(budget: Budget) -> Budget:

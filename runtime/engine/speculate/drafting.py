@@ -23,7 +23,6 @@ from lowbit.runtime.engine.speculate.budget import (
     end_trial,
     plan_drafts,
     spend,
-    trust,
     wait,
 )
 from lowbit.runtime.engine.speculate.dflash import Blocks
@@ -87,7 +86,6 @@ class Drafting:
     _estimate: float = 1.0  # cost of the last round
     _excess: float = 0.0  # cost since the last plain step beyond that of its rounds
     _rounds: int = 0  # since the last plain step
-    _right: bool = False  # a round read in this step of the engine had right drafts of its model
     _last_pace: PlacedPace = field(init=False)  # of the last sequence with checked drafts
 
     def __post_init__(self) -> None:
@@ -164,8 +162,6 @@ class Drafting:
         taken = self.costs.in_steps(sequences, seconds)
         taken = expected if taken is None else min(taken, OUTLIER * (1 + self._estimate))
         self.budget = spend(self.budget, taken, tokens / sequences)
-        if self._right:
-            self.budget, self._right = trust(self.budget), False
         self._excess += taken - expected
         self._rounds += not plain
         if plain:
@@ -208,14 +204,14 @@ class Drafting:
     def learn(self, step: Sent) -> None:
         """Learn the costs of drafts from a step that has been read."""
         if isinstance(step, MtpRound):
-            self._end_trial(step.right > 0)
+            self.budget = end_trial(self.budget, step.right > 0)
             self._last_pace = step.sequences[0].drafts.pace or self._last_pace
             if step.seconds is not None:
                 self.costs.note_head(step.drafts, len(step.sequences), step.seconds)
         elif isinstance(step, VerifiedRound):
             blocks = [part for part in step.parts if part.source == "block"]
             if blocks:
-                self._end_trial(step.right > 0)
+                self.budget = end_trial(self.budget, step.right > 0)
                 self._last_pace = blocks[0].sequence.drafts.pace or self._last_pace
             if step.seconds is None:
                 return
@@ -224,10 +220,6 @@ class Drafting:
             elif len(blocks) == len(step.parts):
                 most = max(len(part.drafts) for part in blocks)
                 self.costs.note_head(most, len(blocks), step.seconds)
-
-    def _end_trial(self, right: bool) -> None:
-        """Take up the result of drafts by the head or drafter."""
-        self.budget, self._right = end_trial(self.budget, right), self._right or right
 
     def foresee(self, sequences: Iterable[Sequence]) -> Ended:
         """Copy the constraints of sequences, and ask the copies for forced tokens.

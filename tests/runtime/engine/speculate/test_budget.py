@@ -12,7 +12,6 @@ from lowbit.runtime.engine.speculate.budget import (
     LONGEST_PAUSE,
     MOST_WON,
     SHARE,
-    TRUST,
     UNLIMITED,
     Budget,
     affordable,
@@ -21,7 +20,6 @@ from lowbit.runtime.engine.speculate.budget import (
     end_trial,
     plan_drafts,
     spend,
-    trust,
     wait,
 )
 from lowbit.runtime.engine.speculate.drafting import MTP_GUESSES
@@ -49,7 +47,6 @@ class Text:
     Attributes:
         cost: of a round by drafts; `change` more around a stretch of rounds.
         error: true time of a round against the cost that the policy knows.
-        first: steps that the first round takes beyond that.
         budget: see `Budget`; it and the pace last from one request to the next.
         time: plain steps so far.
         rounds: so far.
@@ -58,7 +55,6 @@ class Text:
     cost: Cost
     change: float = 0.0
     error: float = 1.0
-    first: float = 0.0
     seed: int = 0
     budget: Budget = field(default_factory=Budget)
     pace: PlacedPace | None = None
@@ -84,12 +80,10 @@ class Text:
                 while right < plan.drafts and draw.random() < chance(made):
                     right += 1
                 taken = self.cost(plan.drafts) * self.error + change / 2
-                taken += 0.0 if self.rounds else self.first
                 gained = 1 + right
                 pace.note(plan.drafts, right)
                 self.budget = end_trial(begin_trial(self.budget), right > 0)
                 self.budget = spend(self.budget, taken, gained)
-                self.budget = trust(self.budget) if right else self.budget
                 self.rounds += 1
             in_rounds = plan.drafts > 0
             self.time += taken
@@ -133,15 +127,6 @@ def test_right_drafts_are_as_fast_as_always_drafting(name: str) -> None:
         assert mean_speed(name, chance, 0.5) >= 0.97 * always
 
 
-@pytest.mark.parametrize("name", ["9B", "0.8B", "flat"])
-def test_a_slow_first_round_with_right_drafts_is_no_reason_to_stop(name: str) -> None:
-    text = Text(cost_of(name), 0.5, first=5.0)
-    assert text.answer(lambda _: 0.95, ANSWER) > 1.25
-    wrong = Text(cost_of(name), 0.5, first=5.0)
-    assert wrong.answer(lambda _: 0.0, ANSWER) >= ANSWER / ((ANSWER + BURST + 5) / (1 - SHARE))
-    assert wrong.rounds == 1
-
-
 def test_drafts_that_pay_little_are_not_given_up() -> None:
     always = max(mean_speed("9B", 0.6, 0.5, fixed) for fixed in (1, 2, 3, 4))
     assert always > 1.3
@@ -181,8 +166,6 @@ def test_the_level_has_its_limits() -> None:
     assert wait(Budget(level=1.0)).level == pytest.approx(1.0 + SHARE)
     assert wait(Budget(level=BURST)).level == BURST
     assert wait(Budget(level=5.0)).level == 5.0  # won, and not taken away
-    assert trust(Budget(level=-4.0)).level == TRUST
-    assert trust(Budget(level=5.0)).level == 5.0
     assert begin_request(Budget(level=5.0)).level == BURST
     assert begin_request(Budget(level=-1.0)).level == -1.0
 
@@ -230,6 +213,5 @@ def test_drafts_without_a_limit_stay_so() -> None:
     budget = spend(UNLIMITED, 100.0, 1)
     assert not budget.limited
     assert not wait(budget).limited
-    assert not trust(budget).limited
     assert not begin_request(replace(budget, pause=99)).limited
     assert begin_request(replace(budget, pause=99)).pause == FIRST_PAUSE
