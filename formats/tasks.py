@@ -33,6 +33,7 @@ class TaskResult:
         chat: True if the chat template was applied.
         context: most tokens of prompt and output.
         device: `cpu` or `cuda`.
+        kv_cache: type of keys and values in the cache, `bf16`, `fp32` or `int8`.
         version: of the task's definition.
     """
 
@@ -47,6 +48,7 @@ class TaskResult:
     chat: bool
     context: int
     device: str
+    kv_cache: str
     version: str
 
 

@@ -117,8 +117,13 @@ def evaluate(
             apply_chat_template=chat,
             fewshot_as_multiturn=chat,
         )
-    put = {"limit": settings.limit, "chat": chat}
-    common = {**put, "context": model.context, "device": model.device}
+    common = {
+        "limit": settings.limit,
+        "chat": chat,
+        "context": model.context,
+        "device": model.device,
+        "kv_cache": model.kv_cache.cache_type.name,
+    }
     report = TaskReport(
         lowbit_version=version("lowbit"),
         harness=harness,

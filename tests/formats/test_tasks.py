@@ -32,6 +32,7 @@ ROW = TaskResult(
     chat=False,
     context=8192,
     device="cpu",
+    kv_cache="bf16",
     version="1.0",
 )
 UNKNOWN = dataclasses.replace(

@@ -51,7 +51,9 @@ def test_writes_three_files(make_report: MakeReport, packed: Path, converted: Pa
 
 
 def test_the_page_has_the_folder_s_bytes_and_tasks(make_report: MakeReport, packed: Path) -> None:
-    result = TaskResult("arc_easy", "acc", 0.8123, 0.1, 9, True, 0, None, False, 512, "cpu", "1")
+    result = TaskResult(
+        "arc_easy", "acc", 0.8123, 0.1, 9, True, 0, None, False, 512, "cpu", "bf16", "1"
+    )
     tasks = TaskReport("0.1.0", "lm-eval 1", manifest_sha256(packed), (result,))
     write_tasks(packed, tasks)
     write_reports(open_packed(packed), make_report())
@@ -63,7 +65,9 @@ def test_the_page_has_the_folder_s_bytes_and_tasks(make_report: MakeReport, pack
 def test_results_of_an_earlier_conversion_are_left_out(
     make_report: MakeReport, packed: Path
 ) -> None:
-    result = TaskResult("arc_easy", "acc", 0.8123, 0.1, 9, True, 0, None, False, 512, "cpu", "1")
+    result = TaskResult(
+        "arc_easy", "acc", 0.8123, 0.1, 9, True, 0, None, False, 512, "cpu", "bf16", "1"
+    )
     write_tasks(packed, TaskReport("0.1.0", "lm-eval 1", "ab" * 32, (result,)))
     write_reports(open_packed(packed), make_report())
     assert "arc_easy" not in (packed / "quality.html").read_text()

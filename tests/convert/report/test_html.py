@@ -63,8 +63,12 @@ TASKS = TaskReport(
     harness="lm-eval 0.4.13",
     manifest_sha256=None,
     tasks=(
-        TaskResult("arc_easy", "acc", 0.8123, 0.008, 2376, True, 0, None, False, 4096, "cpu", "1"),
-        TaskResult("wikitext", "bpb", None, None, 62, False, None, 5, False, 4096, "cpu", "2"),
+        TaskResult(
+            "arc_easy", "acc", 0.8123, 0.008, 2376, True, 0, None, False, 4096, "cpu", "bf16", "1"
+        ),
+        TaskResult(
+            "wikitext", "bpb", None, None, 62, False, None, 5, False, 4096, "cpu", "int8", "2"
+        ),
     ),
 )
 
@@ -176,7 +180,7 @@ def test_linears_bytes_and_tasks_row_by_row(full: QualityReport) -> None:
     ]
     assert page.rows["tasks"][1:] == [
         ["arc_easy", "acc", "0.8123", "0.0080", "2,376", "0"],
-        ["wikitext", "bpb ↓", "\N{EN DASH}", "", "62 (limited)", ""],
+        ["wikitext", "bpb ↓, INT8 cache", "\N{EN DASH}", "", "62 (limited)", ""],
     ]
     assert page.rows["drafts"] == [
         [

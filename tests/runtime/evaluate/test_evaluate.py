@@ -85,12 +85,14 @@ def test_rows_of_a_harness_result() -> None:
         "n-shot": {"gsm8k": 5, "wiki": 0},
         "higher_is_better": {"gsm8k": {"exact_match": True}, "wiki": {"word_perplexity": False}},
     }
-    common = {"limit": 5, "chat": False, "context": 64, "device": "cpu"}
+    common = {"limit": 5, "chat": False, "context": 64, "device": "cpu", "kv_cache": "int8"}
     rows = read_results(results, common)
     assert rows == (
         TaskResult("gsm8k", "exact_match (strict-match)", 0.4, 0.2, 5, True, 5, 5, False, 64, "cpu",
+                   "int8", "3.0"),
+        TaskResult("gsm8k", "exact_match", 0.0, None, 5, True, 5, 5, False, 64, "cpu", "int8",
                    "3.0"),
-        TaskResult("gsm8k", "exact_match", 0.0, None, 5, True, 5, 5, False, 64, "cpu", "3.0"),
-        TaskResult("wiki", "word_perplexity", None, None, 1, False, 0, 5, False, 64, "cpu", "2"),
-        TaskResult("both", "acc", None, None, 6, None, None, 5, False, 64, "cpu", ""),
+        TaskResult("wiki", "word_perplexity", None, None, 1, False, 0, 5, False, 64, "cpu", "int8",
+                   "2"),
+        TaskResult("both", "acc", None, None, 6, None, None, 5, False, 64, "cpu", "int8", ""),
     )  # fmt: skip

@@ -162,6 +162,7 @@ def test_the_local_task_scores_as_with_transformers(
         assert row.value == expected["stories_cloze"][f"{metric},none"]
         assert row.stderr == expected["stories_cloze"][f"{metric}_stderr,none"]
         assert (row.samples, row.limit, row.few_shot) == (12, 12, 0)
+        assert row.kv_cache == "fp32"
     assert answered == [(done, 48) for done in range(1, 49)]
     assert rows["acc"].value is not None
     assert rows["acc"].value > 0.5  # chance is 0.25
