@@ -15,6 +15,7 @@ from lowbit.convert.cli.report import report
 from lowbit.convert.cli.sensitivity import sensitivity
 from lowbit.convert.cli.verify import verify
 from lowbit.formats.shell.commands import Commands, epilog
+from lowbit.formats.shell.version import version_option
 
 
 @click.group(
@@ -23,7 +24,7 @@ from lowbit.formats.shell.commands import Commands, epilog
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=epilog("lowbit-convert", "SRC OUT", "quantize"),
 )
-@click.version_option(package_name="lowbit")
+@version_option
 def main() -> None:
     """Turn a Qwen3, Qwen3.5, Qwen2.5 or Llama 3 checkpoint into packed INT4 or INT8.
 

@@ -3,6 +3,7 @@
 import click
 
 from lowbit.formats.shell.commands import Commands, epilog
+from lowbit.formats.shell.version import version_option
 from lowbit.runtime.cli.bench import bench
 from lowbit.runtime.cli.chat import chat
 from lowbit.runtime.cli.evaluate import evaluate
@@ -16,7 +17,7 @@ from lowbit.runtime.cli.serve import serve
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=epilog("lowbit-run", "MODEL PROMPT", "generate"),
 )
-@click.version_option(package_name="lowbit")
+@version_option
 def main() -> None:
     """Run a packed checkpoint of a Qwen3, Qwen3.5, Qwen2.5 or Llama 3 model.
 
