@@ -14,8 +14,8 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev  # a thread a process: those of several wait for each other's cores
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not gpu and not kernels and not clients and not scripts"
 
-test-kernels: $(VENV)/.installed-dev  # compiles every kernel for every kind of card
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m kernels
+test-kernels: $(VENV)/.installed-dev  # compiles every kernel for every kind of card; one at a time, since they are few and long
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist load --maxschedchunk 1 -m kernels tests/runtime
 
 test-scripts: $(VENV)/.installed-dev  # those of examples/
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m scripts tests/test_*.py

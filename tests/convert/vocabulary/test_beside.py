@@ -59,7 +59,9 @@ def test_the_same_command_again_uses_what_is_there(
     row = content["lengths"][0]
     assert row["tokens_per_byte_after"] == row["tokens_after"] / row["size_bytes"]
     assert hashes(tmp_path / "out.original") == before
-    report = ("--report", "--eval-text", STORIES)
+    text = tmp_path / "text.txt"
+    text.write_text(STORIES.read_text(encoding="utf-8")[:4000], encoding="utf-8")
+    report = ("--report", "--eval-text", text)
     unmeasured = cli("quantize", hybrid, tmp_path / "out", *OPTIONS, *report)
     assert unmeasured.exit_code == 0, unmeasured.stderr
     assert "bits a byte were not measured when" in unmeasured.stderr
