@@ -76,13 +76,13 @@ def filled(heads: Heads, copies: int, count: int, cache_type: CacheType) -> KVPa
 
 
 def gains(heads: Heads) -> Tensor:
-    """Of queries and keys."""
+    """Gains of the norms of queries and keys."""
     dtype = torch.float32 if heads.gated else torch.bfloat16
     return torch.ones(2, heads.dim, dtype=dtype, device="cuda")
 
 
 def next_tokens(length: int, sequences: int, tables: Tensor) -> Step:
-    """The next token of so many sequences of one length."""
+    """The next token of so many sequences of one length; tables hold the context."""
     rows = torch.arange(sequences, dtype=torch.int32, device="cuda")
     return Step(
         positions=torch.full_like(rows, length),
@@ -91,7 +91,7 @@ def next_tokens(length: int, sequences: int, tables: Tensor) -> Step:
         tables=tables,
         read=rows,
         write=rows,
-        reach=reach_for(length + 1, CONTEXT),
+        reach=reach_for(length + 1, tables.shape[1] * PAGE),
         longest=1,
         spans=tuple(Span(row, length, 1) for row in range(sequences)),
     )

@@ -16,11 +16,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from bench_cache import next_tokens
 from bench_kernels import ROTATED_BYTES, graph_us
 from torch import Tensor
 
 from lowbit.formats.kv_cache import BF16_CACHE
-from lowbit.runtime.engine.graphs import reach_for
 from lowbit.runtime.kernels.attention import decode
 from lowbit.runtime.kernels.launch.attention import AttentionLaunch, attention_launch
 from lowbit.runtime.kernels.launch.linear import DenseLaunch
@@ -28,7 +28,6 @@ from lowbit.runtime.kernels.linear import dense
 from lowbit.runtime.kernels.rows import rms_norm
 from lowbit.runtime.state.pages import PAGE, new_pages
 from lowbit.runtime.state.rope import rope_tables
-from lowbit.runtime.state.step import Step
 
 EPS = 1e-6
 CONTEXT = 4096
@@ -82,11 +81,10 @@ def time_attention(name: str) -> None:
         ids = 1 + torch.randperm(max(TOKENS) * needed, device="cuda", dtype=torch.int32)
         tables = torch.zeros(max(TOKENS), CONTEXT // PAGE, dtype=torch.int32, device="cuda")
         tables[:, :needed] = ids.view(max(TOKENS), needed)
-        reach = reach_for(length + 1, CONTEXT)
         for tokens in TOKENS:
             qkv = torch.randn(tokens, width, device="cuda").bfloat16()
-            step = step_at(length, tokens, tables, reach)
-            for way, launch in ways(Hkv, Hq // Hkv, D, reach, tokens):
+            step = next_tokens(length, tokens, tables)
+            for way, launch in ways(Hkv, Hq // Hkv, D, step.reach, tokens):
                 given = qkv, *norms, EPS, rope, pages, step
                 with mock.patch.object(decode, "attention_launch", return_value=launch):
                     us = graph_us(partial(attend, given, copies, gated), 10) / copies
@@ -97,22 +95,6 @@ def attend(given: tuple[Any, ...], layers: int, gated: bool) -> None:
     """Attention of every layer."""
     for layer in range(layers):
         decode.attention_decode(*given, layer, gated)
-
-
-def step_at(length: int, tokens: int, tables: Tensor, reach: int) -> Step:
-    """The next token of so many sequences of one length."""
-    rows = torch.arange(tokens, dtype=torch.int32, device="cuda")
-    return Step(
-        positions=torch.full_like(rows, length),
-        rows=rows,
-        starts=torch.arange(tokens + 1, dtype=torch.int32, device="cuda"),
-        tables=tables,
-        read=rows,
-        write=rows,
-        reach=reach,
-        longest=1,
-        spans=(),
-    )
 
 
 def time_dense(N: int, K: int) -> None:

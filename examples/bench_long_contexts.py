@@ -10,37 +10,24 @@ where they are not longer than ONCE.
 """
 
 import gc
-import statistics
 
 import click
 import torch
 from bench_engine import first_token_ms, ids_of
-from bench_kernels import elapsed_us
-from random_engine import random_engine, standing_sequences
+from bench_models import MOST_STEPS, step_us
+from random_engine import random_engine
 
 from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.state.pages import PAGE, pages_for
 
-STEPS = 20
-BURSTS = 3  # of steps; the first after a capture is slower and does not count
-MOST = STEPS * (1 + BURSTS) + 1
 ONCE = 50_000  # tokens
 SPARE = 64  # tokens of a context that a prompt leaves
 
 
 def rate_at(engine: Engine, count: int, tokens: int) -> float:
     """Tokens per second of so many sequences after so many tokens each."""
-    sequences = standing_sequences(engine, count, tokens, MOST)
-
-    def burst() -> None:
-        for _ in range(STEPS):
-            engine.runner.decode(sequences)
-            for each in sequences:
-                each.length += 1
-
-    times = [elapsed_us(burst) / STEPS for _ in range(1 + BURSTS)]
-    return count * 1e6 / statistics.median(times[1:])
+    return count * 1e6 / step_us(engine, tokens, count)
 
 
 def prompt_ms(engine: Engine, tokens: int) -> float:
@@ -53,7 +40,7 @@ def prompt_ms(engine: Engine, tokens: int) -> float:
 
 
 def numbers(text: str) -> list[int]:
-    """Of a list with commas."""
+    """The numbers of a list with commas."""
     return [int(each) for each in text.split(",") if each]
 
 
@@ -72,8 +59,10 @@ def main(size: str, at: str, together: str, prompts: str) -> None:
     steps = [(1, tokens) for tokens in numbers(at)] + company
     found: dict[str, list[float]] = {}
     for kind in (BF16_CACHE, INT8_CACHE):
-        longest = [tokens + MOST for _, tokens in steps] + [n + SPARE for n in numbers(prompts)]
-        pages = max([count * pages_for(tokens + MOST) for count, tokens in steps] + [0])
+        longest = [tokens + MOST_STEPS for _, tokens in steps] + [
+            n + SPARE for n in numbers(prompts)
+        ]
+        pages = max([count * pages_for(tokens + MOST_STEPS) for count, tokens in steps] + [0])
         most = max([count for count, _ in steps], default=1)
         room = max(PAGE * pages, max(longest))
         engine = random_engine(size, 4, max(longest), most, room, kind)

@@ -18,7 +18,7 @@ import time
 import torch
 from bench_kernels import elapsed_us
 from make_random_checkpoint import HYBRID_SIZES, SIZES, config_of
-from random_engine import GROUP, HEAD_BITS, random_engine, standing_sequence
+from random_engine import GROUP, HEAD_BITS, random_engine, standing_sequences
 
 from lowbit.formats.architectures import read_config, tensor_table
 from lowbit.runtime.bench.bench import GREEDY, SAMPLED, read_bandwidth
@@ -35,6 +35,7 @@ RUN = BenchSettings()
 RUNS = 3
 STEPS = 20  # timed at a long context, each
 BURSTS = 3  # of them; the first after a capture is slower and does not count
+MOST_STEPS = STEPS * (1 + BURSTS) + 1  # of a sequence
 
 
 def token_us(engine: Engine, params: SamplingParams) -> float:
@@ -56,14 +57,15 @@ def captured_us(engine: Engine, params: SamplingParams) -> list[float]:
     return sorted(times)
 
 
-def step_us(engine: Engine, position: int) -> float:
-    """A greedy step with so many tokens in the cache."""
-    sequence = standing_sequence(engine, position, STEPS * (1 + BURSTS) + 1)
+def step_us(engine: Engine, position: int, count: int = 1) -> float:
+    """A greedy step of so many sequences, each with so many tokens in the cache."""
+    sequences = standing_sequences(engine, count, position, MOST_STEPS)
 
     def burst() -> None:
         for _ in range(STEPS):
-            engine.runner.decode([sequence])
-            sequence.length += 1
+            engine.runner.decode(sequences)
+            for each in sequences:
+                each.length += 1
 
     times = [elapsed_us(burst) / STEPS for _ in range(1 + BURSTS)]
     return statistics.median(times[1:])

@@ -247,6 +247,7 @@ def auto_rows(bench: Bench) -> list[Row]:
         auto_row(bench, "auto, all wrong", "none", bench.tokens * 6, kept=True),
         auto_row(bench, "auto, all wrong, first answer", "none", FIRST_ANSWER, kept=False),
         auto_row(bench, "auto, all right", "all", bench.tokens * 6, kept=True),
+        auto_row(bench, "auto, all right, first answer", "all", FIRST_ANSWER, kept=False),
     ]
 
 

@@ -154,6 +154,7 @@ def test_speculation_is_measured_on_a_cpu() -> None:
         ("auto, all wrong", 7),
         ("auto, all wrong, first answer", 7),
         ("auto, all right", 7),
+        ("auto, all right, first answer", 7),
         ("copied", 15),
     ]
     for row in rows[:8]:

@@ -33,7 +33,10 @@ HEAD_DIMS = (64, 128, 256)
 TOKENS = 128  # of a program
 ROWS = gl.constexpr(64)  # tokens of a warpgroup
 WARPS = gl.constexpr(4)  # of each of them
-LAUNCHED = 168  # of a thread before they are shared out so
+# Registers of a thread: as launched, then of the second warpgroup that attends and of the one that
+# copies; the first gets what is left.
+LAUNCHED = 168
+ATTENDING, COPYING = gl.constexpr(232), gl.constexpr(40)
 
 # Later releases of Triton call it so.
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -271,8 +274,8 @@ def _attend_on_hopper_kernel(
                     ),
                 ),
             ],
-            [4, 4],
-            [232, 40],
+            [WARPS, WARPS],
+            [ATTENDING, COPYING],
         )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from tests.runtime.kernels.paged import random_pages, rows_of, step_of
 
 EPS = 1e-6
 # Queries, weights times the scales of values and the result are rounded to bfloat16, of gated heads
-# also the result before the gate: relative to the norm of the result.
+# also the result before the gate, of many tokens keys and values: relative to the result's norm.
 ROUNDINGS = {False: 2, True: 3}
 BF16, FP32 = torch.bfloat16, torch.float32
 
