@@ -23,8 +23,8 @@ from lowbit.runtime.engine.speculate.handover import leave_rounds
 from lowbit.runtime.models.architectures import BlockDrafter
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.device_state import CacheSize, DeviceState, kv_pages, new_state
-from lowbit.runtime.state.host_rings import to_device
-from lowbit.runtime.state.pages import SCRATCH, pages_for
+from lowbit.runtime.state.host_rings import to_device, write_rows
+from lowbit.runtime.state.pages import pages_for
 from lowbit.runtime.state.round_inputs import new_trail
 from lowbit.runtime.state.sampler import SamplerRows, new_sampler_rows
 from lowbit.runtime.state.snapshots import Snapshots
@@ -32,7 +32,7 @@ from lowbit.runtime.state.step import NO_SLOT, Span, Step
 from lowbit.runtime.thresholds import ROUND_TOKENS, SEQUENCE_TOKENS
 
 ALIGNED = 16  # kept logits: their rows are a multiple of so many
-POSITIONS, ROWS, READ, WRITE = range(4)  # rows of `Runner.inputs`
+POSITIONS, ROWS, READ, WRITE, ORIGINS, TOKENS = range(6)  # rows of `Runner.numbers`
 
 
 @dataclass(slots=True)
@@ -53,8 +53,11 @@ class Runner:
             an MTP head.
         blocks: block drafter; None without one.
         ids: [W] int64, tokens of the next plain step, W >= R - 1.
-        inputs: [4, W] int32, their POSITIONS, ROWS, READ, WRITE.
+        known: [W] int64, those that the host knows.
         firsts: [R] int64 by row, token of a sequence that was not in the last plain step.
+        tokens: [2 W + R] int64, these three, where a step finds its tokens.
+        inputs: [4, W] int32, their POSITIONS, ROWS, READ, WRITE.
+        numbers: [6, W] int32, `inputs`, then where each token is found in `tokens`, and `known`.
         results: host memory that steps write to.
         graphs: recorded steps.
         chunks: runs chunks of prompts that may be replayed; None where all are launched.
@@ -71,8 +74,11 @@ class Runner:
     trail: Tensor | None = None
     blocks: Blocks | None = None
     ids: Tensor = field(init=False)
-    inputs: Tensor = field(init=False)
+    known: Tensor = field(init=False)
     firsts: Tensor = field(init=False)
+    tokens: Tensor = field(init=False)
+    inputs: Tensor = field(init=False)
+    numbers: Tensor = field(init=False)
     results: Results = field(init=False)
     graphs: Graphs = field(default_factory=Graphs)
     chunks: Chunks | None = field(init=False)
@@ -83,10 +89,12 @@ class Runner:
         """Allocate the inputs of the largest step."""
         rows, device = self.tables.shape[0], self.state.device
         widest = width_for(rows - 1)
-        self.ids = torch.zeros(widest, dtype=torch.int64, device=device)
-        self.inputs = torch.zeros(4, widest, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(2 * widest + rows, dtype=torch.int64, device=device)
+        self.ids, self.known = self.tokens[: 2 * widest].view(2, widest)
+        self.firsts = self.tokens[2 * widest :]
+        self.numbers = torch.zeros(6, widest, dtype=torch.int32, device=device)
+        self.inputs = self.numbers[:ORIGINS]
         self._starts = torch.arange(widest + 1, dtype=torch.int32, device=device)
-        self.firsts = torch.zeros(rows, dtype=torch.int64, device=device)
         self.results = Results(rows, self.on_gpu)
         self._kept = torch.empty(0)
         self.chunks = new_chunks(self.decoder, self.state, self.tables, self.graphs)
@@ -301,16 +309,24 @@ class Runner:
             step()
 
     def _compose(self, sequences: list[Sequence]) -> None:
-        """Write the inputs of a step whose sequences differ from those of the last one."""
-        leave_rounds(self, sequences)
+        """Write the inputs of a step whose sequences differ from those of the last one.
+
+        The token of a sequence comes from the last step, from `firsts`, or from the host.
+        """
+        known = leave_rounds(self, sequences)
+        wide, firsts = len(self.ids), len(self.ids) + len(self.known)
         before = {id(each): index for index, each in enumerate(self.batch)}
-        tokens = torch.cat((self.ids[: len(before)], self.firsts))
+        origins = [
+            before.get(id(each), firsts + each.row) if token is None else wide + index
+            for index, (each, token) in enumerate(zip(sequences, known, strict=True))
+        ]
         rows = [each.row for each in sequences]
-        origins = [before.get(id(each), len(before) + each.row) for each in sequences]
-        inputs = self.ints([[each.length for each in sequences], rows, rows, rows, origins])
-        self.inputs.fill_(SCRATCH)  # so that tokens beyond these belong to nobody
-        self.inputs[:, : len(rows)] = inputs[:4]
-        self.ids[: len(rows)] = tokens[inputs[4].long()]
+        tokens = [token or 0 for token in known]
+        columns = ([each.length for each in sequences], rows, rows, rows, origins, tokens)
+        write_rows(self.numbers, columns)  # tokens beyond these have row 0, SCRATCH: nobody's
+        if any(token is not None for token in known):
+            self.known.copy_(self.numbers[TOKENS])
+        self.ids.copy_(self.tokens.index_select(0, self.numbers[ORIGINS]))
         self.batch = list(sequences)
 
     def ints(self, values: object) -> Tensor:

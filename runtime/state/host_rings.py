@@ -4,6 +4,7 @@ Neither side waits for the other: a copy runs behind the steps under way, and th
 once the step that left it is done.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,3 +65,14 @@ def write(target: Tensor, values: object) -> None:
     """Copy numbers into a tensor of a device, as `to_device` does."""
     source = torch.tensor(values, dtype=target.dtype, pin_memory=target.is_cuda)
     target.copy_(source, non_blocking=True)
+
+
+def write_rows(target: Tensor, rows: Sequence[Sequence[int]]) -> None:
+    """Copy numbers into the rows of a tensor of a device, zeros behind them, as `to_device` does.
+
+    Args:
+        target: [R, W].
+        rows: R, of W numbers at most.
+    """
+    wide = target.shape[1]
+    write(target, [[*numbers, *[0] * (wide - len(numbers))] for numbers in rows])

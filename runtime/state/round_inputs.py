@@ -9,6 +9,9 @@ from lowbit.runtime.state.host_rings import new_ring
 from lowbit.runtime.thresholds import ROUND_TOKENS
 
 TRAIL = 128  # positions of a row whose hidden states are kept
+# A number more than tokens for the end of the last sequence; rows begin at multiples of 16 bytes,
+# as those of plain steps do, so that both run the same kernels.
+PADDING = 4
 
 
 def trail_of(row: int, position: int) -> int:
@@ -30,25 +33,32 @@ class RoundInputs:
     `right`.
 
     Attributes:
-        block: [7, W + 1] int32: ids, positions, rows, reads, writes, places, starts.
-        ids: [W + 1] int32, the tokens.
-        positions: [W + 1] int32 of them.
-        rows: [W + 1] int32 of their sequences.
-        reads: [W + 1] int32, slot with the recurrent state before the first token, by sequence.
-        writes: [W + 1] int32, slot that takes the state after the token.
-        places: [W + 1] int32 of the tokens, counted from the first of each sequence.
-        starts: [W + 1] int32, the first token of each sequence, then of padding, then the number of
-            all tokens.
-        chosen: [W] int64, what the model has chosen behind each token.
-        seen: [W] int32, positions of the tokens in the round before.
-        trails: [W] int64, where the hidden states of these are, see `trail_of`.
-        ends: [W] int64, by sequence, index in the round of the last token that was right.
+        numbers: [13, W + PADDING] int32, all that the host writes for the first round, in one copy:
+            `block`, `seen`, `seen_rows`, `seen_starts`, then what `behind` takes.
+        block: [7, W + PADDING] int32: ids, positions, rows, reads, writes, places, starts.
+        ids: [W + PADDING] int32, the tokens.
+        positions: [W + PADDING] int32 of them.
+        rows: [W + PADDING] int32 of their sequences.
+        reads: [W + PADDING] int32, slot with the recurrent state before the first token, by
+            sequence.
+        writes: [W + PADDING] int32, slot that takes the state after the token.
+        places: [W + PADDING] int32 of the tokens, counted from the first of each sequence.
+        starts: [W + PADDING] int32, the first token of each sequence, then of padding, then the
+            number of all tokens.
+        seen: [W + PADDING] int32, positions of the tokens in the round before.
+        seen_rows: [W + PADDING] int32, their rows.
+        seen_starts: [W + PADDING] int32, the first of each sequence, then the number of all.
+        behind: [3, W + PADDING] int64: chosen, trails, ends.
+        chosen: [W + PADDING] int64, what the model has chosen behind each token.
+        trails: [W + PADDING] int64, where the hidden states of `seen` are, see `trail_of`.
+        ends: [W + PADDING] int64, by sequence, index in the round of the last token that was right.
         wrong: [W] int32, row of each token whose draft was wrong or stood behind a wrong one; else
             SCRATCH.
         right: [RING, R] int64 on the host, page-locked beside a GPU: drafts of a row that were
             right, by the position of the first token of the round modulo RING.
     """
 
+    numbers: Tensor
     block: Tensor
     ids: Tensor
     positions: Tensor
@@ -57,8 +67,11 @@ class RoundInputs:
     writes: Tensor
     places: Tensor
     starts: Tensor
-    chosen: Tensor
     seen: Tensor
+    seen_rows: Tensor
+    seen_starts: Tensor
+    behind: Tensor
+    chosen: Tensor
     trails: Tensor
     ends: Tensor
     wrong: Tensor
@@ -67,8 +80,9 @@ class RoundInputs:
 
 def new_round_inputs(rows: int, device: torch.device) -> RoundInputs:
     """Tensors for the rounds of so many rows, all zero."""
-    block = torch.zeros(7, ROUND_TOKENS + 1, dtype=torch.int32, device=device)
-    chosen, trails, ends = torch.zeros(3, ROUND_TOKENS, dtype=torch.int64, device=device)
-    seen, wrong = torch.zeros(2, ROUND_TOKENS, dtype=torch.int32, device=device)
+    wide = ROUND_TOKENS + PADDING
+    numbers = torch.zeros(13, wide, dtype=torch.int32, device=device)
+    behind = torch.zeros(3, wide, dtype=torch.int64, device=device)
+    wrong = torch.zeros(ROUND_TOKENS, dtype=torch.int32, device=device)
     right = new_ring(rows, device.type == "cuda")
-    return RoundInputs(*(block, *block, chosen, seen, trails, ends, wrong, right))
+    return RoundInputs(*(numbers, numbers[:7], *numbers[:10], behind, *behind, wrong, right))

@@ -69,7 +69,8 @@ class Drafting:
         costs: of rounds.
         blocks: block drafter; None without.
         budget: steps that drafts may still lose.
-        resting: the head or the drafter would not pay at present, so that it reads nothing.
+        resting: the head or the drafter would not pay by the last plan, or nothing is known yet, so
+            that it reads the ends of prompts alone and does not keep up.
     """
 
     verifier: Verifier
@@ -79,8 +80,9 @@ class Drafting:
     costs: Costs
     blocks: Blocks | None = None
     budget: Budget = UNLIMITED
-    resting: bool = False
+    resting: bool = field(init=False)
     _in_rounds: bool = False  # the last step of the engine checked drafts
+    _idle: bool = False  # no number of drafts would have paid in this step
     _quiet: int = 0  # plain steps to take before anything is planned
     _left: bool = False  # this step of the engine is no plain one, or waited for all before it
     _estimate: float = 1.0  # cost of the last round
@@ -90,6 +92,7 @@ class Drafting:
 
     def __post_init__(self) -> None:
         """Begin with the guesses."""
+        self.resting = self.budget.limited  # until something shows that drafts pay
         guesses = MTP_GUESSES if self.blocks is None else BLOCK_GUESSES[: self.blocks.most]
         self._last_pace = PlacedPace(guesses[: self.most])
 
@@ -131,7 +134,7 @@ class Drafting:
                 return "plain"
         choice = self._choose(sequences, sent)
         free = not any(each.limited for each in sequences)
-        self._quiet = QUIET if choice == "plain" and self.resting and free else 0
+        self._quiet = QUIET if choice == "plain" and self._idle and free else 0
         self._left = self._left or choice != "plain"
         if isinstance(choice, MtpRound):
             self._estimate = self.costs.drafting(len(sequences))(choice.drafts)
@@ -155,7 +158,8 @@ class Drafting:
         """
         if not (self._left or self._in_rounds):
             self.budget = wait(self.budget)
-            if seconds is not None:
+            # The first step behind a prompt reads nothing and waits for nothing.
+            if seconds is not None and tokens >= sequences:
                 self.costs.note_step(sequences, seconds)
             return
         expected = 1.0 if plain else self._estimate
@@ -177,7 +181,9 @@ class Drafting:
         started = time.perf_counter()
         plan = self._plan(sequences)
         made = 0 if plan is None else plan.drafts
-        self.resting = self.budget.limited and plan is not None and not made
+        self._idle = self.budget.limited and plan is not None and not made
+        if plan is not None:
+            self.resting = self._idle
         copies = self._proposals(sequences, 1.0 if plan is None else plan.gain)
         if self.mtp is not None and made:
             if 2 * sum(bool(ids) for ids, _ in copies) <= len(sequences):
@@ -257,7 +263,7 @@ class Drafting:
             most = max(_most_free_drafts(each, most) for each in sequences)
         else:
             return None
-        if not self.costs.ready:
+        if most == 0 or not self.costs.ready:
             return None
         chances = [pace.chances for pace in paces]
         most, cost = min(most, *map(len, chances)), self.costs.drafting(len(sequences))

@@ -27,17 +27,21 @@ def advance(sequence: Sequence, slot: int, next_sent: bool = False) -> None:
     sequence.slot, sequence.drafts.verified = slot, True
 
 
-def leave_rounds(runner: "Runner", sequences: Numbers[Sequence]) -> None:
-    """Copy tokens and states of sequences that were in a round to where a plain step looks."""
-    late = [each for each in sequences if each.drafts.verified]
-    for each in late:
-        if each.slot != each.row:
+def leave_rounds(runner: "Runner", sequences: Numbers[Sequence]) -> list[int | None]:
+    """Bring the states of sequences that were in a round to where a plain step looks.
+
+    Returns:
+        The last token of each sequence that was in a round; None for those whose is on the device.
+    """
+    tokens: list[int | None] = []
+    for each in sequences:
+        verified = each.drafts.verified
+        if verified and each.slot != each.row:
             runner.state.slots.copy(each.slot, each.row)
             each.slot = each.row
+        tokens.append(each.output[-1] if verified else None)
         each.drafts.verified = False
-    if late:
-        rows, tokens = runner.ints([[e.row, e.output[-1]] for e in late]).long().T
-        runner.firsts[rows] = tokens
+    return tokens
 
 
 def enter_rounds(runner: "Runner") -> None:

@@ -25,7 +25,7 @@ from lowbit.runtime.engine.speculate.handover import advance, leave_rounds
 from lowbit.runtime.engine.speculate.verify import Part, Verifier, count_right
 from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.models.qwen3_5_mtp import MtpHead
-from lowbit.runtime.state.host_rings import RING, new_ring, write
+from lowbit.runtime.state.host_rings import RING, new_ring, write_rows
 from lowbit.runtime.state.round_inputs import TRAIL, RoundInputs, trail_of
 from lowbit.runtime.state.sampler import SCRATCH
 from lowbit.runtime.state.step import (
@@ -109,10 +109,7 @@ class MtpCache:
             rows, positions = rows_and_positions([span])
             trails = [trail_of(sequence.row, position) for position in positions]
             ids = [sequence.id_at(position + 1) for position in positions]
-            columns = [
-                [*some, *[SCRATCH] * (wide - count)] for some in (rows, positions, trails, ids)
-            ]
-            write(self.block, columns)
+            write_rows(self.block, (rows, positions, trails, ids))  # padding has row 0, SCRATCH
             reach = reach_for(first + count, self.runner.context)
             part = partial(self.part, reach, None if self.runner.on_gpu else span)
             self.runner.launch(self.graphs, ("catch up", reach), part, (self.block,))
@@ -253,17 +250,13 @@ class MtpRounds:
     parts: list[Part] = field(default_factory=list)
     read_at: float | None = None
     _seen: list[Span] = field(default_factory=list)  # positions that the head processes first
-    _seen_rows: Tensor = field(init=False)  # [W] int32, their rows
-    _seen_starts: Tensor = field(init=False)  # [W + 1] int32
     _singles: Tensor = field(init=False)  # [W + 1] int32, 0, 1, 2...: a token a sequence
     _ring: Tensor = field(init=False)  # takes drafts; never read
 
     def __post_init__(self) -> None:
         """Allocate the head's own inputs."""
         rows = self.round_inputs.rows
-        self._seen_rows = torch.zeros_like(self.round_inputs.seen)
         self._singles = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
-        self._seen_starts = self._singles.clone()
         self._ring = new_ring(self.runner.sampler.rows, self.runner.on_gpu)
 
     @property
@@ -298,8 +291,8 @@ class MtpRounds:
                 first = runner.spare.start + index * each_has
                 spare = list(range(first, first + drafts))
             self.parts.append(Part(each, (0,) * drafts, (each.row, *spare)))
-        self.verifier.compose(self.parts, self.runner.width(len(sequences) * (drafts + 1)))
-        self._compose_head(sequences, drafts)
+        width = self.runner.width(len(sequences) * (drafts + 1))
+        self.verifier.compose(self.parts, width, self._head_columns(sequences, drafts))
         self.verifier.linked = True
 
     def send(self) -> None:
@@ -311,7 +304,7 @@ class MtpRounds:
         ordered = any(part.ordered for part in self.parts)
         key = ("head", M, B, k, reach, runner.sampler.shape, ordered)
         inputs, run = self.round_inputs, partial(self.round, M, B, k, reach, ordered)
-        kept = (inputs.chosen, inputs.seen, inputs.trails, inputs.ends)
+        kept = (inputs.seen, inputs.behind)
         runner.launch(self.verifier.graphs, key, run, (inputs.block[:5],), kept)
         for each in self.batch:
             if each.drafts.due == 0:
@@ -364,19 +357,19 @@ class MtpRounds:
         """Bring the head up to the last token of each sequence: its output there, [B, h]."""
         inputs, runner, embed = self.round_inputs, self.runner, self.runner.decoder.ops.embed
         count = B * (k + 1) if runner.on_gpu else sum(span.count for span in self._seen)
-        rows, seen = self._seen_rows[:count], inputs.seen[:count]
-        step = self.cache.step(rows, seen, self._seen_starts[: B + 1], reach, self._seen)
+        rows, seen = inputs.seen_rows[:count], inputs.seen[:count]
+        step = self.cache.step(rows, seen, inputs.seen_starts[: B + 1], reach, self._seen)
         hidden = embed(inputs.trails[:count], self.cache.trail.flatten(0, 1))
         found = self.cache.head.hidden(inputs.chosen[:count], hidden, runner.state, step)
         return embed(inputs.ends[:B], found)
 
-    def _compose_head(self, sequences: list[Sequence], drafts: int) -> None:
-        """Write the positions that the head has not processed, which it takes first.
+    def _head_columns(self, sequences: list[Sequence], drafts: int) -> list[list[int]]:
+        """Positions that the head has not processed, which it takes first: what `compose` takes.
 
         A graph takes as many positions of each sequence as the round before had tokens. Keys and
         values beyond the accepted tokens are overwritten before anything reads them.
         """
-        inputs, self._seen = self.round_inputs, []
+        self._seen = []
         ids: list[int] = []
         ends: list[int] = []
         for each in sequences:
@@ -385,14 +378,9 @@ class MtpRounds:
             ends.append(len(ids) + behind(each) - 1)
             ids += known + [0] * (count - behind(each))
             self._seen.append(Span(each.row, each.drafts.seen, count, tuple(each.pages)))
-        count, starts = len(ids), starts_of(self._seen)
         rows, seen = rows_and_positions(self._seen)
         trails = [trail_of(*each) for each in zip(rows, seen, strict=True)]
-        block = self.runner.ints([rows, seen, trails, ids])
-        self._seen_rows[:count], inputs.seen[:count] = block[:2]
-        inputs.trails[:count], inputs.chosen[:count] = block[2:]
-        self._seen_starts[: len(starts)] = self.runner.ints(starts)
-        inputs.ends[: len(ends)] = self.runner.ints(ends)
+        return [seen, rows, starts_of(self._seen), ids, trails, ends]
 
 
 def behind(sequence: Sequence) -> int:

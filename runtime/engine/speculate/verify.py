@@ -20,7 +20,7 @@ from lowbit.runtime.engine.graphs import Graphs, longest_for, reach_for, width_f
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Ended, Sequence
 from lowbit.runtime.engine.speculate.handover import advance, enter_rounds
-from lowbit.runtime.state.host_rings import RING, write
+from lowbit.runtime.state.host_rings import RING, write_rows
 from lowbit.runtime.state.round_inputs import RoundInputs, new_round_inputs
 from lowbit.runtime.state.sampler import SCRATCH, SamplerRows
 from lowbit.runtime.state.step import (
@@ -233,10 +233,18 @@ class Verifier:
         self.compose(parts, M)
         return M, reach, B, longest, any(part.ordered for part in parts), spans
 
-    def compose(self, parts: list[Part], M: int) -> None:
-        """Write the inputs of a round, padded to M tokens, without waiting."""
-        block = self.round_inputs.block
-        write(block, columns_of(parts, M, block.shape[1]))
+    def compose(self, parts: list[Part], M: int, head: Numbers[Numbers[int]] = ()) -> None:
+        """Write the inputs of a round, padded to M tokens, without waiting.
+
+        head: for a round whose drafts the head makes, the rows of `RoundInputs.numbers` behind
+        those of `block`.
+        """
+        inputs = self.round_inputs
+        if head:
+            write_rows(inputs.numbers, (*columns_of(parts, M), *head))
+            inputs.behind.copy_(inputs.numbers[-len(inputs.behind) :])
+        else:
+            write_rows(inputs.block, columns_of(parts, M))
         enter_rounds(self.runner)
         self.linked = False
 
@@ -322,20 +330,19 @@ class Verifier:
             self.runner.sampler.uncount(inputs.rows[columns], inputs.chosen[columns])
 
 
-def columns_of(parts: Numbers[Part], M: int, wide: int) -> list[list[int]]:
-    """Rows of `RoundInputs.block` for a round, padded to M tokens.
+def columns_of(parts: Numbers[Part], M: int) -> tuple[list[int], ...]:
+    """Rows of `RoundInputs.block` for a round of M tokens, without the zeros behind.
 
-    Padding is a last sequence of row SCRATCH, which may be empty. Each row has `wide` numbers.
+    Padding is a last sequence of row SCRATCH, which is 0, and may be empty.
     """
     spans = [part.span for part in parts]
     ids = [id for part in parts for id in part.ids]
     rows, positions = rows_and_positions(spans)
     reads = [span.read for span in spans]
     writes = [slot for span in spans for slot in span.writes]
-    writes += [NO_SLOT] * (wide - len(writes))
     places = [place for span in spans for place in range(span.count)]
-    columns = (ids, positions, rows, reads, writes, places, [*starts_of(spans), M])
-    return [[*numbers, *[SCRATCH] * (wide - len(numbers))] for numbers in columns]
+    writes += [NO_SLOT] * (M - len(writes))
+    return ids, positions, rows, reads, writes, places, [*starts_of(spans), M]
 
 
 def restrict_round(

@@ -9,7 +9,7 @@ from torch import Tensor
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.kernels.sampling.accept import accept as accept_on_gpu
 from lowbit.runtime.state.host_rings import RING
-from lowbit.runtime.state.round_inputs import TRAIL, RoundInputs, new_round_inputs
+from lowbit.runtime.state.round_inputs import PADDING, TRAIL, RoundInputs, new_round_inputs
 
 ROWS, WIDE = 20, 16
 SIZES = [(B, k) for B in range(1, 9) for k in range(1, 16) if B * (k + 1) <= WIDE]
@@ -19,7 +19,7 @@ def round_of(B: int, k: int, draw: random.Random) -> RoundInputs:
     """A round whose tokens have been chosen among three, so that drafts often meet them."""
 
     def ints(values: list[int]) -> Tensor:
-        return torch.tensor([*values, *[0] * (WIDE + 1 - len(values))])
+        return torch.tensor([*values, *[0] * (WIDE + PADDING - len(values))])
 
     rows = draw.sample(range(1, ROWS), B)
     firsts = [draw.randrange(200) for _ in rows]
@@ -35,7 +35,7 @@ def round_of(B: int, k: int, draw: random.Random) -> RoundInputs:
     inputs.rows[:] = ints([row for row in rows for _ in range(k + 1)])
     inputs.reads[:] = ints([-1] * B)
     inputs.writes[:] = ints([100 + at for at in range(B * (k + 1))])
-    inputs.chosen[:] = ints(chosen)[:WIDE]
+    inputs.chosen[:] = ints(chosen)
     inputs.right.fill_(-1)
     return inputs
 
@@ -70,7 +70,7 @@ def check(before: RoundInputs, after: RoundInputs, B: int, k: int) -> None:
 
 def moved_to(inputs: RoundInputs, device: str) -> RoundInputs:
     moved = new_round_inputs(ROWS, torch.device(device))
-    for name in ("block", "chosen", "seen", "trails", "ends", "wrong", "right"):
+    for name in ("numbers", "behind", "wrong", "right"):
         getattr(moved, name).copy_(getattr(inputs, name))
     return moved
 

@@ -120,10 +120,16 @@ def test_right_drafts_are_as_fast_as_always_drafting(
     assert timed(model, clock, truth) >= 0.97 * 4 / ROUND[3]
 
 
-def test_a_head_that_rests_reads_the_end_of_a_prompt_alone(
-    model: lowbit.Model, clock: list[float], truth: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("right", [False, True])
+def test_a_head_reads_whole_prompts_once_its_drafts_pay(
+    model: lowbit.Model,
+    clock: list[float],
+    truth: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    right: bool,
 ) -> None:
-    drafting = auto(model, truth, right=False)
+    """Before, and where they do not, it reads the end alone."""
+    drafting = auto(model, truth, right)
     read = []
     whole = MtpCache.read_prompt
 
@@ -133,15 +139,26 @@ def test_a_head_that_rests_reads_the_end_of_a_prompt_alone(
 
     monkeypatch.setattr(MtpCache, "read_prompt", noted)
     timed(model, clock, truth)
-    assert read == [0]  # not known to be wrong then
-    assert drafting.resting
+    assert read == []
+    assert drafting.resting == (not right)
     model.engine.forget()
     handle = model.engine.generate(PROMPT, GREEDY, 9)
     next(handle)
     [sequence] = model.engine.scheduler.running
-    assert read == [0]
-    assert sequence.drafts.seen == len(PROMPT) - TRIAL_BEHIND
+    assert read == [0] * right
+    assert sequence.drafts.seen == (len(PROMPT) - 1 if right else len(PROMPT) - TRIAL_BEHIND)
     handle.result()
+
+
+def test_a_step_that_reads_nothing_says_nothing_about_time(
+    model: lowbit.Model, truth: list[int]
+) -> None:
+    """The first one behind a prompt on a GPU, where a step is read while the next one runs."""
+    drafting = auto(model, truth, right=False)
+    drafting.settle(sequences=1, plain=True, seconds=0.1, tokens=0)
+    assert drafting.costs.step_s is None
+    drafting.settle(sequences=1, plain=True, seconds=STEP, tokens=1)
+    assert drafting.costs.step_s == STEP
 
 
 def test_a_resting_head_does_not_keep_up(
@@ -225,7 +242,7 @@ def test_another_request_is_planned_at_once(
     model: lowbit.Model, clock: list[float], truth: list[int]
 ) -> None:
     drafting = auto(model, truth, right=True)
-    drafting.resting, drafting._quiet = True, 5
+    drafting._quiet = 5
     model.engine.generate(PROMPT, GREEDY, 2).result()
     assert drafting._quiet < 5
 
