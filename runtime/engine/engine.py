@@ -336,6 +336,8 @@ class Engine:
         """Wait for all steps but the last `ahead` ones, and append their tokens."""
         while len(self._sent) > ahead:
             step = self._sent.popleft()
+            if self.drafting is not None:
+                self.drafting.expect(step)
             self._end(step.commit())
             if self.drafting is not None:
                 self.drafting.learn(step)

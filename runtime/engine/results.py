@@ -111,6 +111,11 @@ class PlainStep:
     results: Results
     done: "torch.cuda.Event | None"
 
+    @property
+    def finished(self) -> bool:
+        """True if a GPU has finished it, so that nobody waits for it."""
+        return self.done is not None and self.done.query()  # type: ignore[no-untyped-call]
+
     def commit(self) -> Ended:
         """Wait for the step and append its tokens; returns the sequences that end."""
         if self.done is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowbit.runtime.engine.constraints import explained
 from lowbit.runtime.engine.graphs import width_for
 from lowbit.runtime.engine.load_options import MOST_DRAFTS, LoadOptions
-from lowbit.runtime.engine.results import Sent
+from lowbit.runtime.engine.results import PlainStep, Sent
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Ended, Sequence
 from lowbit.runtime.engine.speculate.budget import (
@@ -85,6 +85,7 @@ class Drafting:
     _idle: bool = False  # no number of drafts would have paid in this step
     _quiet: int = 0  # plain steps to take before anything is planned
     _left: bool = False  # this step of the engine is no plain one, or waited for all before it
+    _late: bool = False  # a plain step that this step of the engine read had ended before
     _estimate: float = 1.0  # cost of the last round
     _excess: float = 0.0  # cost since the last plain step beyond that of its rounds
     _rounds: int = 0  # since the last plain step
@@ -158,9 +159,9 @@ class Drafting:
         """
         if not (self._left or self._in_rounds):
             self.budget = wait(self.budget)
-            # The first step behind a prompt reads nothing and waits for nothing.
-            if seconds is not None and tokens >= sequences:
+            if seconds is not None and tokens >= sequences and not self._late:
                 self.costs.note_step(sequences, seconds)
+            self._late = False
             return
         expected = 1.0 if plain else self._estimate
         taken = self.costs.in_steps(sequences, seconds)
@@ -172,7 +173,14 @@ class Drafting:
             if self._rounds == 1:
                 self.costs.note_change(self._excess)
             self._excess, self._rounds = 0.0, 0
-        self._in_rounds, self._left = not plain, False
+        self._in_rounds, self._left, self._late = not plain, False, False
+
+    def expect(self, step: Sent) -> None:
+        """Note whether the host waits for a step: how long one took that has ended is unknown.
+
+        So it is where the reader of an answer was slower than the step.
+        """
+        self._late = self._late or (isinstance(step, PlainStep) and step.finished)
 
     def _choose(
         self, sequences: list[Sequence], sent: Collection[Sent]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import lowbit.runtime as lowbit
+from lowbit.runtime.engine.results import PlainStep
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.engine.speculate.budget import BURST, SHARE, Budget
@@ -150,15 +151,26 @@ def test_a_head_reads_whole_prompts_once_its_drafts_pay(
     handle.result()
 
 
-def test_a_step_that_reads_nothing_says_nothing_about_time(
+@dataclass
+class Event:
+    """Of a GPU, behind a step."""
+
+    over: bool
+
+    def query(self) -> bool:
+        return self.over
+
+
+def test_steps_that_nobody_waited_for_say_nothing_about_time(
     model: lowbit.Model, truth: list[int]
 ) -> None:
-    """The first one behind a prompt on a GPU, where a step is read while the next one runs."""
-    drafting = auto(model, truth, right=False)
+    """A GPU may read nothing behind a prompt, or end a step before its reader asks for it."""
+    drafting, results = auto(model, truth, right=False), model.engine.runner.results
     drafting.settle(sequences=1, plain=True, seconds=0.1, tokens=0)
-    assert drafting.costs.step_s is None
-    drafting.settle(sequences=1, plain=True, seconds=STEP, tokens=1)
-    assert drafting.costs.step_s == STEP
+    for over, steps in ((True, 0), (False, 1), (True, 1)):
+        drafting.expect(PlainStep([], results, Event(over)))  # type: ignore[arg-type]
+        drafting.settle(sequences=1, plain=True, seconds=STEP, tokens=1)
+        assert drafting.costs.steps == steps
 
 
 def test_a_resting_head_does_not_keep_up(
