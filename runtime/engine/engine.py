@@ -336,11 +336,7 @@ class Engine:
         """Wait for all steps but the last `ahead` ones, and append their tokens."""
         while len(self._sent) > ahead:
             step = self._sent.popleft()
-            if self.drafting is not None:
-                self.drafting.expect(step)
-            self._end(step.commit())
-            if self.drafting is not None:
-                self.drafting.learn(step)
+            self._end(step.commit() if self.drafting is None else self.drafting.commit(step))
 
     def _end(self, ended: Ended) -> None:
         for sequence, why in ended:

@@ -113,7 +113,7 @@ class PlainStep:
 
     @property
     def finished(self) -> bool:
-        """True if a GPU has finished it, so that nobody waits for it."""
+        """True if a GPU has finished it, so that nobody has to wait for it."""
         return self.done is not None and self.done.query()  # type: ignore[no-untyped-call]
 
     def commit(self) -> Ended:

@@ -11,7 +11,7 @@ estimate. Hence
 
     T <= (N + BURST + e) / (1 - SHARE),
 
-for every request, since each begins with BURST steps at most: 256 tokens take 260.3 steps, 0.983 of
+for every request, since each begins with BURST steps at most: 256 tokens take 259.3 steps, 0.987 of
 the speed of plain decoding, and long answers approach 0.995. Of a request that follows others whose
 drafts were wrong, BURST is spent already. The recording of CUDA graphs, once for each size, is not
 counted.
@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 from lowbit.runtime.engine.speculate.proposals import MARGIN, Cost, Plan, common_plan
 
-BURST = 3.0  # steps
+BURST = 2.0  # steps
 SHARE = 0.005  # of all time
 MOST_WON = 12.0  # steps that drafts have saved and may lose again in the same request
 FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # steps

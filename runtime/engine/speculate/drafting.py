@@ -85,7 +85,10 @@ class Drafting:
     _idle: bool = False  # no number of drafts would have paid in this step
     _quiet: int = 0  # plain steps to take before anything is planned
     _left: bool = False  # this step of the engine is no plain one, or waited for all before it
-    _late: bool = False  # a plain step that this step of the engine read had ended before
+    _ended_at: float | None = (
+        None  # when the last step ended; None unless it was seen to, a plain one
+    )
+    _between: float | None = None  # seconds from the end of the plain step before to that
     _estimate: float = 1.0  # cost of the last round
     _excess: float = 0.0  # cost since the last plain step beyond that of its rounds
     _rounds: int = 0  # since the last plain step
@@ -159,9 +162,10 @@ class Drafting:
         """
         if not (self._left or self._in_rounds):
             self.budget = wait(self.budget)
-            if seconds is not None and tokens >= sequences and not self._late:
-                self.costs.note_step(sequences, seconds)
-            self._late = False
+            if seconds is None:
+                self._ended_at = None
+            elif tokens >= sequences:
+                self._note_step(sequences, seconds)
             return
         expected = 1.0 if plain else self._estimate
         taken = self.costs.in_steps(sequences, seconds)
@@ -173,14 +177,17 @@ class Drafting:
             if self._rounds == 1:
                 self.costs.note_change(self._excess)
             self._excess, self._rounds = 0.0, 0
-        self._in_rounds, self._left, self._late = not plain, False, False
+        self._in_rounds, self._left = not plain, False
 
-    def expect(self, step: Sent) -> None:
-        """Note whether the host waits for a step: how long one took that has ended is unknown.
+    def _note_step(self, sequences: int, seconds: float) -> None:
+        """Learn the time of a plain step.
 
-        So it is where the reader of an answer was slower than the step.
+        On a GPU it is the time from the end of the step before to its own; `seconds` is less where
+        the reader of an answer keeps the host busy meanwhile.
         """
-        self._late = self._late or (isinstance(step, PlainStep) and step.finished)
+        found = self._between if self.verifier.runner.on_gpu else seconds
+        if found is not None:
+            self.costs.note_step(sequences, found)
 
     def _choose(
         self, sequences: list[Sequence], sent: Collection[Sent]
@@ -215,7 +222,17 @@ class Drafting:
             return "plain"
         return VerifiedRound(self.verifier, parts, started if blocked else None)
 
-    def learn(self, step: Sent) -> None:
+    def commit(self, step: Sent) -> Ended:
+        """Wait for a step, append its tokens and learn from it; the sequences that end with it."""
+        seen = isinstance(step, PlainStep) and not step.finished
+        ended = step.commit()
+        now = time.perf_counter() if seen else None
+        before, self._ended_at = self._ended_at, now
+        self._between = None if now is None or before is None else now - before
+        self._learn(step)
+        return ended
+
+    def _learn(self, step: Sent) -> None:
         """Learn the costs of drafts from a step that has been read."""
         if isinstance(step, MtpRound):
             self.budget = end_trial(self.budget, step.right > 0)

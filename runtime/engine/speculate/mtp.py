@@ -191,10 +191,12 @@ class MtpRound:
         A later round under way has already sent the last token and overwritten the recurrent states
         after the others.
         """
+        seen = self._done is None or not self._done.query()  # type: ignore[no-untyped-call]
         if self._done is not None:
             self._done.synchronize()
-        now, before = time.perf_counter(), self.rounds.read_at
-        self.seconds, self.rounds.read_at = None if before is None else now - before, now
+        now, before = time.perf_counter() if seen else None, self.rounds.read_at
+        self.rounds.read_at = now
+        self.seconds = None if now is None or before is None else now - before
         ended: Ended = []
         results = self.rounds.runner.results
         for sequence, writes in zip(self.sequences, self._writes, strict=True):
@@ -240,7 +242,8 @@ class MtpRounds:
         batch: sequences of the last round.
         drafts: number for each of them.
         parts: of these sequences.
-        read_at: time at which the last round was read; None if the next one is not timed.
+        read_at: time at which the last round ended; None if the next one is not timed, or if the
+            host did not wait for it.
     """
 
     cache: MtpCache

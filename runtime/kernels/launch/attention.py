@@ -53,7 +53,8 @@ class AttentionLaunch:
         early: whether the next kernel may start before this one has its input; where the keys are
             split, while they are still read.
         registers: of a thread on Hopper; None leaves them to the compiler. With more than 168 two
-            programs of four warps fit on a multiprocessor, not three.
+            programs of four warps fit on a multiprocessor, not three; with more than 128 one of
+            eight warps, not two.
         joined: one program takes all splits, a warp each, and no kernel joins them.
     """
 
@@ -75,6 +76,7 @@ WIDTH = 2048  # of all query heads; more make the kernels around attention large
 SHORT = 1024  # keys
 MOST_SPLITS = 64
 REGISTERS = 224  # less makes Triton 3.9 spill
+TWO_PROGRAMS = 128  # registers with which two programs of eight warps fit on a multiprocessor
 LOADED = 4  # splits whose highest scores are loaded from shared memory at once
 CROWDED = 128  # programs that leave no multiprocessor for more parts, nor for splits
 
@@ -136,7 +138,8 @@ def attention_launch(
     if crowded and not spills and reach <= keys.most * keys.turn:
         rounded = max(power_of_two(splits), LOADED)
         if join_bytes(shared, head_dim, rounded, parts, together, coded) <= STATIC_SHARED:
-            return AttentionLaunch(keys, rounded, parts, joined=True)
+            registers = TWO_PROGRAMS if head_dim == 128 else None
+            return AttentionLaunch(keys, rounded, parts, registers=registers, joined=True)
     early = head_dim > 128 or width > WIDTH or reach <= SHORT
     registers = REGISTERS if tokens == 1 and head_dim == 128 else None
     return AttentionLaunch(keys, splits, early=early, registers=registers)

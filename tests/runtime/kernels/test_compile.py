@@ -32,7 +32,7 @@ SHARED_LIMIT = {90: 227 * KB, 80: 163 * KB, 86: 99 * KB, 89: 99 * KB, 120: 99 * 
 # Triton asks the driver for more than this only where its own part alone is more.
 STATIC_LIMIT = 48 * KB
 REGISTERS = 65536  # of a multiprocessor
-SPILLED = 96  # bytes of a thread that several tokens may cost, so that two programs find room
+SPILLED = 200  # bytes of a thread that several tokens may cost, so that two programs find room
 EPS = 1e-6
 
 # hidden, inner, rows of q, k and v, heads times their size

@@ -160,17 +160,27 @@ class Event:
     def query(self) -> bool:
         return self.over
 
+    def synchronize(self) -> None: ...
 
-def test_steps_that_nobody_waited_for_say_nothing_about_time(
-    model: lowbit.Model, truth: list[int]
+
+def test_a_step_lasts_from_the_end_of_the_one_before(
+    model: lowbit.Model, clock: list[float], truth: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU may read nothing behind a prompt, or end a step before its reader asks for it."""
+    """On a GPU, which goes on by itself. If one has ended before anybody asks, nothing is known."""
     drafting, results = auto(model, truth, right=False), model.engine.runner.results
-    drafting.settle(sequences=1, plain=True, seconds=0.1, tokens=0)
-    for over, steps in ((True, 0), (False, 1), (True, 1)):
-        drafting.expect(PlainStep([], results, Event(over)))  # type: ignore[arg-type]
-        drafting.settle(sequences=1, plain=True, seconds=STEP, tokens=1)
+    monkeypatch.setattr(Runner, "on_gpu", True)
+    ends = [(0.0, False, 0), (1.5, False, 1), (5.0, True, 1), (6.0, False, 1), (7.5, False, 2)]
+    for at, over, steps in [*ends, (8.0, True, 2)]:
+        clock[0] = at
+        drafting.commit(PlainStep([], results, Event(over)))  # type: ignore[arg-type]
+        drafting.settle(sequences=1, plain=True, seconds=0.01, tokens=1)
         assert drafting.costs.steps == steps
+        assert drafting.costs.step_s == (1.5 if steps else None)
+    drafting.commit(PlainStep([], results, Event(False)))  # type: ignore[arg-type]
+    drafting.settle(sequences=1, plain=True, seconds=None, tokens=1)  # a prompt was beside it
+    drafting.commit(PlainStep([], results, Event(False)))  # type: ignore[arg-type]
+    drafting.settle(sequences=1, plain=True, seconds=0.01, tokens=1)
+    assert drafting.costs.steps == 2
 
 
 def test_a_resting_head_does_not_keep_up(
