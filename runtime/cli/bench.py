@@ -168,6 +168,7 @@ def bench(
     drafts accepted.
     """
     settings = BenchSettings(prompt_tokens, new_tokens, runs, sampled)
+    options = replace(options, speculate=options.speculate or "off")
     points = zip(SWEEPS, (contexts, group_sizes, batches), strict=True)
     asked = [sweep for sweep, values in points if values is not None]
     _check_sweep(asked, plot, settings)

@@ -32,7 +32,6 @@ from lowbit.formats.shell.output import note
 from lowbit.runtime.conversation.settings import AnswerSettings
 from lowbit.runtime.engine.load_options import (
     DEFAULT_KV_CACHE,
-    DEFAULT_MODE,
     DRAFTER_MODES,
     KV_CACHES,
     METHODS,
@@ -198,11 +197,11 @@ speculate_options = with_options(
     click.option(
         "--speculate",
         type=click.Choice(MODES),
-        show_default=DEFAULT_MODE,
+        show_default="auto on a GPU if the model has a head, else off; bench: off",
         help="Speculative decoding: one step verifies several draft tokens. They come from n-grams "
         "of the prompt and the output (ngram), from the model's head for multi-token prediction "
-        "(mtp), from a drafter (dflash), or from all that there is (auto). The output stays the "
-        "same.",
+        "(mtp), from a drafter (dflash), or from all that there is as long as it pays (auto). The "
+        "output stays the same.",
     ),
     click.option(
         "--draft-tokens",
@@ -340,8 +339,8 @@ def _check_quantization(given: dict[str, Any], recipe: object) -> None:
 
 def _check_speculation(given: dict[str, Any]) -> None:
     """Refuse options that would have no effect together."""
-    mode = given.get("speculate", DEFAULT_MODE)
-    if "draft_tokens" in given and mode == "off":
+    mode = given.get("speculate")
+    if "draft_tokens" in given and mode in (None, "off"):
         raise click.UsageError("--draft-tokens needs --speculate ngram, mtp, dflash or auto.")
     if "drafter" in given and mode not in DRAFTER_MODES:
         raise click.UsageError(f"--drafter needs --speculate {' or '.join(DRAFTER_MODES)}.")

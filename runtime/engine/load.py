@@ -17,9 +17,10 @@ from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.text.template import load_chat_template
 from lowbit.runtime.engine.constraints import Bounds
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.load_options import LoadKeywords, LoadOptions
+from lowbit.runtime.engine.load_options import LoadKeywords, LoadOptions, Mode
 from lowbit.runtime.engine.memory import (
     Account,
+    ChosenType,
     choose_cache,
     choose_cache_type,
 )
@@ -34,7 +35,9 @@ from lowbit.runtime.models.loader import (
     load_drafter,
     open_drafter,
     open_model,
+    without_head,
 )
+from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.sampler import sampling_defaults
 from lowbit.runtime.text.tokenizer import load_tokenizer
 
@@ -61,14 +64,14 @@ def load(
         RequestError: an option out of its range, or a context or dtype that the model or device
             does not have.
     """
-    options = replace(options or LoadOptions(), **keywords)
+    asked = options = replace(options or LoadOptions(), **keywords)
     device = choose_device(options.device)  # before anything is fetched
     dtype = options.dtype or torch.bfloat16
     _check_types(dtype, options, device)
     folder = locate(str(folder)).folder
     drafter = None if options.drafter is None else locate(str(options.drafter)).folder
     started = time.perf_counter()
-    opened = _open(folder, drafter, options)
+    opened = _open(folder, drafter, options, mtp_head=_may_default_to_auto(options, device))
     if options.measures_inputs:
         check_searched(opened)
     generation = load_generation_config(folder, opened.config.vocab_size)
@@ -78,12 +81,14 @@ def load(
     if template is not None:
         template.prepare()  # while the weights are read
     check_device(opened, device)
-    drafts = options.most_drafts(recurrent=opened.config.linear_layers is not None)
     vocabulary = min(tokenizer.vocabulary, opened.config.vocab_size)
     account = Account(opened, device, dtype, plain_cache(dtype), vocabulary)
-    chosen = choose_cache_type(account, options, drafts)
-    account = replace(account, cache_type=chosen.cache_type)
-    cache = choose_cache(account, options, drafts)
+    if options.speculate is None:
+        options = replace(options, speculate=default_mode(account, options))
+        opened = opened if opened.head == options.mtp_head else without_head(opened)
+        account = replace(account, opened=opened)
+    drafts = options.most_drafts(recurrent=opened.config.linear_layers is not None)
+    chosen, cache = _cache_of(account, options, drafts)
     beside = None
     if opened.drafter is not None:  # before the model, which takes longer
         beside = load_drafter(opened.drafter, dtype, cache.context)
@@ -102,7 +107,7 @@ def load(
         torch.set_num_threads(options.threads)
     return Model(
         folder=folder,
-        options=options,
+        options=asked,
         opened=opened,
         engine=engine,
         tokenizer=tokenizer,
@@ -129,18 +134,64 @@ def _open(
     drafter: Path | None,
     options: LoadOptions,
     power: Mapping[str, Tensor] | None = None,
+    mtp_head: bool = False,
 ) -> OpenedModel:
     """A checkpoint whose headers fit the options, and its drafter.
 
-    power: of the inputs of every linear; see `input_power`.
+    Args:
+        folder: of the checkpoint.
+        drafter: folder of the drafter; None for none.
+        options: see `LoadOptions`.
+        power: of the inputs of every linear; see `input_power`.
+        mtp_head: read the head for multi-token prediction even if the options do not ask for it.
     """
     rule: ScaleRule = "absmax" if options.method == "absmax" else "signed"
-    opened = open_model(folder, options.quantize, options.group_size, rule, power, options.mtp_head)
+    head = mtp_head or options.mtp_head
+    opened = open_model(folder, options.quantize, options.group_size, rule, power, head)
     if options.speculate == "mtp" and not opened.head:
         raise UnsupportedModelError(
             f"`{folder}` has no head for multi-token prediction", hint="use --speculate ngram"
         )
     return opened if drafter is None else replace(opened, drafter=open_drafter(drafter, opened))
+
+
+def _may_default_to_auto(options: LoadOptions, device: str) -> bool:
+    """True if the model's head decides whether it speculates."""
+    return options.speculate is None and device != "cpu"
+
+
+def default_mode(account: Account, options: LoadOptions) -> Mode:
+    """Source of drafts where none is asked for.
+
+    `auto` on a GPU for a model with a head that can be run, if the cache stays as large as without
+    drafts; else `off`. On a CPU a round costs nearly as many steps as it checks tokens.
+
+    Args:
+        account: of the model with its head.
+        options: of the load.
+
+    Raises:
+        RequestError, ResourceError: as `choose_cache`, without speculation.
+    """
+    opened = account.opened
+    layers = getattr(opened.config, "mtp_layers", 0)
+    if account.device == "cpu" or not opened.head or layers != 1:
+        return "off"
+    auto = replace(options, speculate="auto")
+    drafts = auto.most_drafts(recurrent=opened.config.linear_layers is not None)
+    plain, cache = _cache_of(replace(account, opened=without_head(opened)), options, 0)
+    try:
+        drafted, beside = _cache_of(account, auto, drafts)
+    except ResourceError:  # there is room for the model alone
+        return "off"
+    same = (plain, cache.context, cache.pages) == (drafted, beside.context, beside.pages)
+    return "auto" if same else "off"
+
+
+def _cache_of(account: Account, options: LoadOptions, drafts: int) -> tuple[ChosenType, CacheSize]:
+    """Type and sizes of the cache; arguments and errors as of `choose_cache`."""
+    chosen = choose_cache_type(account, options, drafts)
+    return chosen, choose_cache(replace(account, cache_type=chosen.cache_type), options, drafts)
 
 
 def choose_device(device: str | None) -> str:

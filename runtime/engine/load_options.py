@@ -20,7 +20,6 @@ SEQUENCES = 16  # decoded together, for a file of prompts
 Mode = Literal["off", "ngram", "mtp", "dflash", "auto"]  # who drafts
 MODES: tuple[Mode, ...] = get_args(Mode)
 DRAFTER_MODES: tuple[Mode, ...] = ("dflash", "auto")  # that use a `drafter`
-DEFAULT_MODE: Mode = "off"  # of the commands and of `load`
 KVCache = Literal["bf16", "int8", "auto"]
 KV_CACHES: tuple[KVCache, ...] = get_args(KVCache)
 DEFAULT_KV_CACHE: KVCache = "bf16"  # of the commands and of `load`
@@ -56,8 +55,9 @@ class LoadOptions:
             number.
         speculate: source of the draft tokens that a step verifies together: `off`, `ngram`, which
             copies what followed the same tokens before, `mtp`, the model's head for multi-token
-            prediction, `dflash`, a drafter, or `auto` for all that there are. The output does
-            not depend on it.
+            prediction, `dflash`, a drafter, or `auto` for all that there are, as long as they
+            pay. None for `auto` on a GPU where the model has a head and the cache stays as large,
+            else `off`. The output does not depend on it.
         draft_tokens: most drafts of a sequence in a step; None for as many as suit the model.
         drafter: folder or Hub id of a DFlash drafter for this model, packed or BF16, read as it is
             stored; it stands in for the model's head. On the CPU only.
@@ -77,7 +77,7 @@ class LoadOptions:
     group_size: int = GROUP_SIZE
     method: Method = "rtn"
     max_waiting: int | None = None
-    speculate: Mode = DEFAULT_MODE
+    speculate: Mode | None = None
     draft_tokens: int | None = None
     drafter: str | Path | None = None
     allow_control_tokens: bool = False
@@ -99,7 +99,7 @@ class LoadOptions:
             raise _unknown("method", METHODS, self.method)
         if self.kv_cache not in KV_CACHES:
             raise _unknown("kv_cache", KV_CACHES, self.kv_cache)
-        if self.speculate not in MODES:
+        if self.speculate not in (None, *MODES):
             raise _unknown("speculate", MODES, self.speculate)
         drafts = self.draft_tokens
         if drafts is not None and (type(drafts) is not int or not 1 <= drafts <= MOST_DRAFTS):
@@ -108,7 +108,8 @@ class LoadOptions:
             raise RequestError("`speculate` dflash needs a `drafter`")
         if self.drafter is not None and self.speculate not in DRAFTER_MODES:
             raise RequestError(
-                f"`drafter` needs `speculate` {' or '.join(DRAFTER_MODES)}, got {self.speculate}"
+                f"`drafter` needs `speculate` {' or '.join(DRAFTER_MODES)}, "
+                f"got {self.speculate or 'none'}"
             )
 
     @property
@@ -123,7 +124,7 @@ class LoadOptions:
 
     def most_drafts(self, recurrent: bool) -> int:
         """Most drafts of a sequence in a step; `recurrent` for a model with linear layers."""
-        if self.speculate == "off":
+        if self.speculate in (None, "off"):
             return 0
         return self.draft_tokens or (RECURRENT_DRAFTS if recurrent else MOST_DRAFTS)
 
@@ -142,7 +143,7 @@ class LoadKeywords(TypedDict, total=False):
     group_size: int
     method: Method
     max_waiting: int | None
-    speculate: Mode
+    speculate: Mode | None
     draft_tokens: int | None
     drafter: str | Path | None
     allow_control_tokens: bool

@@ -1,7 +1,7 @@
 """A checkpoint folder becomes a model: every tensor checked against the table, then read."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -136,6 +136,13 @@ def open_model(
         head=head,
         draft=open_draft_head(folder, config) if head and quantize is None else None,
     )
+
+
+def without_head(opened: OpenedModel) -> OpenedModel:
+    """The model without its head for multi-token prediction."""
+    config = opened.checkpoint.config
+    specs = tuple(spec for spec in opened.specs if part_of(config, spec.name) == "decoder")
+    return replace(opened, specs=specs, head=False, draft=None)
 
 
 def open_drafter(folder: Path, target: OpenedModel) -> OpenedModel:

@@ -12,7 +12,7 @@ import lowbit.runtime as lowbit
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime import load
 from lowbit.runtime.cli.main import main
-from lowbit.runtime.engine.load_options import DEFAULT_MODE, MOST_DRAFTS
+from lowbit.runtime.engine.load_options import MOST_DRAFTS
 from lowbit.runtime.thresholds import ROUND_TOKENS
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
@@ -157,9 +157,16 @@ def test_usage_errors(run: Run, command: str, options: tuple[str, ...], words: s
     assert words in result.stderr
 
 
-def test_a_number_of_drafts_goes_with_the_default(run: Run) -> None:
+def test_a_number_of_drafts_needs_a_source(run: Run) -> None:
     alone = run(DENSE, PROMPT, *OPTIONS, "--draft-tokens", "3")
-    assert alone.exit_code == (2 if DEFAULT_MODE == "off" else 0)
+    assert alone.exit_code == 2
+    assert "--draft-tokens needs --speculate" in alone.stderr
+
+
+def test_nothing_is_drafted_on_a_cpu_unless_asked(run: Run) -> None:
+    made = json.loads(run(HYBRID, PROMPT, *OPTIONS, "--json").stdout)
+    assert made["speculation"] is None
+    assert load(HYBRID, device="cpu").engine.decoder.mtp is None
 
 
 def test_a_server_has_loaded_its_model(run: Run) -> None:

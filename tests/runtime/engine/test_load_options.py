@@ -1,15 +1,24 @@
 """The record of load options: its checks, its defaults, the keywords of `load`."""
 
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import lowbit.runtime as lowbit
-from lowbit.formats.errors import RequestError
+from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.formats.kv_cache import BF16_CACHE
+from lowbit.runtime.engine import memory
+from lowbit.runtime.engine.load import default_mode
 from lowbit.runtime.engine.load_options import LoadKeywords
+from lowbit.runtime.engine.memory import Account, choose_cache
+from lowbit.runtime.models.loader import open_model, without_head
+
+if TYPE_CHECKING:
+    from tests.runtime.conftest import PackedModel
 
 BUNDLED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
 
@@ -29,7 +38,7 @@ BUNDLED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
         ({"draft_tokens": 16}, "`draft_tokens` must be 1 to 15, got 16"),
         ({"draft_tokens": True}, "`draft_tokens` must be 1 to 15, got true"),
         ({"speculate": "dflash"}, "`speculate` dflash needs a `drafter`"),
-        ({"drafter": "d"}, "`drafter` needs `speculate` dflash or auto, got off"),
+        ({"drafter": "d"}, "`drafter` needs `speculate` dflash or auto, got none"),
     ],
 )
 def test_options_out_of_range_are_refused(wrong: dict[str, Any], message: str) -> None:
@@ -68,6 +77,60 @@ def test_drafts_of_a_step() -> None:
     assert new(speculate="ngram").most_drafts(recurrent=False) == 15
     assert new(speculate="ngram").most_drafts(recurrent=True) == 7
     assert new(speculate="ngram", draft_tokens=4).most_drafts(recurrent=True) == 4
+
+
+def open_with_head(folder: Path, device: str) -> Account:
+    opened = open_model(folder, head=True)
+    return Account(opened, device, torch.bfloat16, BF16_CACHE, 4096)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "mode"),
+    [
+        ("tiny-qwen3.5", "cuda", "auto"),
+        ("tiny-qwen3.5-moe", "cuda", "auto"),
+        ("tiny-qwen3.5", "cpu", "off"),
+        ("tiny-qwen3", "cuda", "off"),  # without a head
+    ],
+)
+def test_a_head_is_used_on_a_gpu_by_default(
+    name: str, device: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 10**12)
+    account = open_with_head(BUNDLED.parent / name, device)
+    assert default_mode(account, lowbit.LoadOptions()) == mode
+
+
+def test_the_default_does_not_shorten_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    account = open_with_head(BUNDLED.parent / "tiny-qwen3.5", "cuda")
+    options = lowbit.LoadOptions()
+    modes = []
+    for free in range(1, 600):
+        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free << 20)
+        plain = replace(account, opened=without_head(account.opened))
+        try:
+            alone = choose_cache(plain, options)
+        except ResourceError:
+            with pytest.raises(ResourceError):
+                default_mode(account, options)
+            continue
+        modes.append(default_mode(account, options))
+        if modes[-1] == "auto":
+            drafts = replace(options, speculate="auto").most_drafts(recurrent=True)
+            drafted = choose_cache(account, options, drafts)
+            assert (drafted.context, drafted.pages) == (alone.context, alone.pages)
+    assert modes == sorted(modes, reverse=True)  # off where there is little memory
+    assert {*modes} == {"auto", "off"}
+
+
+def test_a_head_that_cannot_run_is_no_default(
+    make_qwen3_5: "Callable[..., PackedModel]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 10**12)
+    for layers, mode in ((1, "auto"), (2, "off")):
+        account = open_with_head(make_qwen3_5(mtp_num_hidden_layers=layers).folder, "cuda")
+        assert account.opened.head
+        assert default_mode(account, lowbit.LoadOptions()) == mode
 
 
 def test_the_drafter_stands_in_for_the_head() -> None:
