@@ -24,7 +24,7 @@ test-clients: $(VENV)/.installed-clients  # lm-evaluation-harness, and the chat 
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m clients tests/runtime
 
 docs: $(VENV)/.installed-docs  # the site of docs/, into site/; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check: $(VENV)/.installed-dev  # never rewrites
 	$(BIN)/ruff check .
