@@ -23,9 +23,10 @@ from lowbit.runtime.serve.metrics import Metrics, new_registry
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [*DOCS, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "BENCHMARKS.md"))]
+PAGES = [*DOCS, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md"))]
 BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!`)!?\[[^]`]*\]\(([^)\s]+)\)")
+FIGURE = re.compile(r"(?<![\w.])(?:\d[\d,]*)?[.,]\d[\d,]*|\d{3,}")
 SPAN = re.compile(r"(`+)(.+?)\1(?!`)")
 
 
@@ -71,6 +72,17 @@ def test_every_page_is_in_the_menu_and_in_the_overview() -> None:
     assert {page.name for page in DOCS} <= named
     overview = set(LINK.findall(text_of(ROOT / "docs" / "index.md")))
     assert {page.name for page in DOCS} - {"index.md"} <= overview
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/long-contexts.md", "docs/speculation.md", "docs/kernels.md"]
+)
+def test_figures_of_tables_are_measured_ones(page: str) -> None:
+    measured = set(FIGURE.findall(text_of(ROOT / "BENCHMARKS.md")))
+    lines = BLOCK.sub("", text_of(ROOT / page)).splitlines()
+    cells = [cell for line in lines if line.startswith("|") for cell in line.split("|")[2:]]
+    found = {figure for cell in cells for figure in FIGURE.findall(cell)}
+    assert found <= measured
 
 
 @cache
