@@ -156,7 +156,7 @@ def decode_us(heads: Heads, rope: Rope, length: int, sequences: int, kind: Cache
 
     def layers() -> None:
         for layer in range(copies):
-            attention_decode(*given, layer, heads.gated)
+            attention_decode(*given, layer, heads.gated)  # type: ignore[call-arg]
 
     return graph_us(layers, 10) / copies
 

@@ -21,6 +21,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,10 @@ SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 LENGTH = 512
 GROUP = 128
-HEADER = ("tool", "method", "layers", "seconds", "seconds a layer", "whole model")
-HEADER += ("GPU needed", "GPU taken", "peak RAM")
+HEADER = (
+    *("tool", "method", "layers", "seconds", "seconds a layer", "whole model"),
+    *("GPU needed", "GPU taken", "peak RAM"),
+)
 
 
 @dataclass(slots=True)
@@ -56,15 +59,15 @@ class Cost(Row):
     layer_seconds: float | None = None
     model_seconds: float | None = None
 
-    def cells(self) -> tuple[str, ...]:
+    def cells(self, texts: Sequence[str] = ()) -> tuple[str, ...]:
         """As shown in a table."""
         named = self.tool, self.method, str(self.layers)
         if self.error is not None:
             return *named, "failed", *("",) * 5
         seconds = self.seconds, self.layer_seconds, self.model_seconds
         memory = self.gpu_needed, self.gpu_peak_bytes, self.peak_bytes
-        texts = ["" if value is None else f"{value:.1f}" for value in seconds]
-        return *named, *texts, *("" if m is None else f"{m / 1e9:.2f} GB" for m in memory)
+        times = ["" if value is None else f"{value:.1f}" for value in seconds]
+        return *named, *times, *("" if m is None else f"{m / 1e9:.2f} GB" for m in memory)
 
 
 def main() -> None:

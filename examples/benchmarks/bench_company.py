@@ -95,7 +95,7 @@ def time_attention(name: str) -> None:
 def attend(given: tuple[Any, ...], layers: int, gated: bool) -> None:
     """Attention of every layer."""
     for layer in range(layers):
-        decode.attention_decode(*given, layer, gated)
+        decode.attention_decode(*given, layer, gated)  # type: ignore[call-arg]
 
 
 def time_dense(N: int, K: int) -> None:

@@ -35,10 +35,8 @@ SCHEMA = {"type": "array", "items": {"type": "string"}, "minItems": 1000}
 NewConstraint = Callable[[], Constraint | None]
 
 
-class Slow:
+class Slow(Constraint):
     """Some random tokens, others each time."""
-
-    done, unbound = False, 0
 
     def __init__(self, vocabulary: int) -> None:
         words = torch.randint(-(2**31), 2**31, (4, -(-vocabulary // 32)), dtype=torch.int32)
@@ -96,7 +94,7 @@ def measure(size: str, tokenizer: Path | None, steps: int) -> None:
     vocabulary = engine.runner.sampler.vocabulary
     free: NewConstraint = lambda: None  # noqa: E731
     slow: NewConstraint = lambda: Slow(vocabulary)  # noqa: E731
-    kinds = {"slow": [slow], "one": [slow, free]}
+    kinds: dict[str, list[NewConstraint]] = {"slow": [slow], "one": [slow, free]}
     if tokenizer is not None:
         hub = load_tokenizer(tokenizer)
         kinds["json"] = [Grammars(hub, vocabulary, hub.stop_ids()).json_schema(SCHEMA).constraint]

@@ -13,6 +13,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import click
 import torch
@@ -60,7 +61,7 @@ def batch_rate(engine: Engine, batch: int) -> float:
 def batches(size: str) -> None:
     """Print tokens per second of all sequences together, a median of three runs after the first."""
     engine = random_engine(size, 4, 512, max(BATCHES))
-    rates = [statistics.median(_after_first(lambda b=b: batch_rate(engine, b))) for b in BATCHES]
+    rates = [statistics.median(_after_first(partial(batch_rate, engine, b))) for b in BATCHES]
     print(
         f"{size:<9} batches "
         + " ".join(f"{b}: {r:,.0f}" for b, r in zip(BATCHES, rates, strict=True))
@@ -103,8 +104,12 @@ def tokens_us(engine: Engine, count: int, every_state: bool = False) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         once()
-    times = [elapsed_us(lambda: [graph.replay() for _ in range(STEPS)]) / STEPS for _ in range(4)]
-    return statistics.median(times[1:])
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            graph.replay()
+
+    return statistics.median([elapsed_us(steps) / STEPS for _ in range(4)][1:])
 
 
 def tokens(size: str) -> None:

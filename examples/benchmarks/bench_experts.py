@@ -63,7 +63,7 @@ def random_layer(experts: Experts, bits: int) -> Layer:
     )
 
 
-def chain_us(made: Sequence[Layer], kernels: Callable[[Layer], Tensor]) -> float:
+def chain_us(made: Sequence[Layer], kernels: Callable[[Layer], object]) -> float:
     """Microseconds a layer of a graph that runs some kernels of every layer, one after another."""
     return graph_us(lambda: [kernels(layer) for layer in made]) / len(made)
 
@@ -86,6 +86,12 @@ def down(x: Tensor, act: Tensor, given: Tensor, routes: Routes | None, layer: La
     return experts_down(act, given, routes, stacked(layer.down), layer.chosen, layer.shared, x)
 
 
+def chosen_of(given: Tensor, experts: Experts) -> list[int]:
+    """Experts of all tokens."""
+    found: list[int] = given[:, : experts.count].topk(CHOSEN).indices.flatten().tolist()
+    return found
+
+
 def layers(size: str, bits: int) -> None:
     """Print microseconds of a layer and of its kernels, and the weights that it reads a second."""
     experts, norm = sizes_of(size), 1 + 0.1 * randn(H)
@@ -99,14 +105,14 @@ def layers(size: str, bits: int) -> None:
         given = [scores(x, norm, layer) for layer in made]
         routes = routes_of(given[0], made[0])
         act = gate_up(x, norm, given[0], routes, made[0])
-        whole = chain_us(made, lambda layer, x=x: cuda.moe(x, norm, EPS, layer))
+        whole = chain_us(made, partial(cuda.moe, x, norm, EPS))
         parts = [
             chain_us(made, partial(scores, x, norm)),
             0.0 if routes is None else chain_us(made, partial(routes_of, given[0])),
             chain_us(made, partial(gate_up, x, norm, given[0], routes)),
             chain_us(made, partial(down, x, act, given[0], routes)),
         ]
-        hit = [each[:, : experts.count].topk(CHOSEN).indices.unique().numel() for each in given]
+        hit = [len(set(chosen_of(each, experts))) for each in given]
         read = (statistics.mean(hit) + made[0].shared) * one
         line = "".join(f"{us:9.2f}" for us in (whole, *parts))
         print(f"{M:>8}{line}{read / whole / 1e6:13.2f}", flush=True)

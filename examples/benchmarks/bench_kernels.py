@@ -8,10 +8,12 @@ many launches in one CUDA graph; `tinygemm` is PyTorch's own INT4 kernel on the 
 import statistics
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import click
 import torch
 from random_engine import GROUP, packed, randn, random_engine
+from torch import Tensor
 
 from lowbit.runtime.kernels.linear.gemm import gemm
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_ref
@@ -40,12 +42,13 @@ SIZES = ("0.6B", "1.7B", "8B")
 
 def elapsed_us(body: Callable[[], object]) -> float:
     """Time that the GPU takes for what `body` launches, in microseconds."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     start.record()
     body()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) * 1e3
+    return float(start.elapsed_time(end)) * 1e3
 
 
 def graph_us(body: Callable[[], object], runs: int = 20) -> float:
@@ -79,6 +82,11 @@ def tinygemm_us(N: int, K: int, copies: int) -> float:
     return graph_us(lambda: [multiply(x, w, GROUP, scales) for w in weights]) / copies
 
 
+def multiply(x: Tensor, weights: list[TiledLinear], **fused: Any) -> list[Tensor]:
+    """The product with each weight, in a launch of its own."""
+    return [gemv(x, weight, **fused) for weight in weights]
+
+
 def bench_gemvs() -> None:
     print(f"{'GEMV':<22}{'us':>8}{'TB/s':>7}{'normed':>9}{'tinygemm us':>13}")
     for bits, N, K in GEMVS:
@@ -87,11 +95,8 @@ def bench_gemvs() -> None:
         weights = [packed(bits, N, K) for _ in range(copies)]
         check_gemv(weights[0])
         x, norm = randn(1, K), randn(K)
-        us = graph_us(lambda x=x, ws=weights: [gemv(x, w) for w in ws]) / copies
-        normed = (
-            graph_us(lambda x=x, ws=weights, g=norm: [gemv(x, w, norm=g, eps=1e-6) for w in ws])
-            / copies
-        )
+        us = graph_us(partial(multiply, x, weights)) / copies
+        normed = graph_us(partial(multiply, x, weights, norm=norm, eps=1e-6)) / copies
         peer = f"{tinygemm_us(N, K, copies):13.1f}" if bits == 4 else ""
         print(f"INT{bits} {N}x{K:<12}{us:8.2f}{size / us / 1e6:7.2f}{normed:9.2f}{peer}")
 
@@ -116,9 +121,9 @@ def bench_gemms() -> None:
         w = packed(bits, 24576, 4096)
         for M in (4, 16, 64, 256, 1024, 4096):
             x = randn(M, 4096)
-            us = graph_us(lambda x=x, w=w: gemm(x, w))
-            wide = graph_us(lambda x=x, w=w: widened_gemm(x, w))
-            peer = graph_us(lambda x=x: x @ dense.T)
+            us = graph_us(partial(gemm, x, w))
+            wide = graph_us(partial(widened_gemm, x, w))
+            peer = graph_us(partial(torch.matmul, x, dense.T))
             flops = 2 * M * w.N * w.K / us / 1e6
             print(
                 f"INT{bits} M = {M:<12}{us / 1e3:8.3f}{flops:9.1f}{wide / 1e3:12.3f}"

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 import torch
@@ -29,6 +29,7 @@ from lowbit.convert import Recipe, convert
 from lowbit.formats.architectures import is_tied, read_config, tensor_table
 from lowbit.formats.architectures.decoder import text_part
 from lowbit.formats.architectures.names import split_layer
+from lowbit.formats.layout.recipes import Base
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, INDEX_FILE
 from lowbit.formats.safetensors.shards import lay_out
 
@@ -106,7 +107,8 @@ def resize(path: Path, header: int, size: int) -> None:
 
 def make_source(config: Mapping[str, Any], folder: Path) -> Source:
     """Write headers, index and config.json of a checkpoint with a shard for every layer."""
-    shards, index = [], {}
+    shards = []
+    index: dict[str, str] = {}
     for number, (entries, first, last) in enumerate(layers(config)):
         name = f"model-{number:05d}.safetensors"
         (shard,) = lay_out(entries, 1 << 62)
@@ -179,10 +181,10 @@ def read(size: str, count: int | None) -> dict[str, Any]:
 @click.argument("size")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--layers", "count", type=click.IntRange(1), help="Layers, where fewer.")
-@click.option("--recipe", default="int4", show_default=True)
+@click.option("--recipe", type=click.Choice(get_args(Base)), default="int4", show_default=True)
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--keep", is_flag=True, help="Keep the result.")
-def main(size: str, out: Path, count: int | None, recipe: str, device: str, keep: bool) -> None:
+def main(size: str, out: Path, count: int | None, recipe: Base, device: str, keep: bool) -> None:
     """Convert random weights of SIZE, a name as 3.5-35B-A3B or a config.json, into OUT."""
     with tempfile.TemporaryDirectory(dir=out.absolute().parent) as place:
         source = make_source(read(size, count), Path(place))

@@ -73,7 +73,7 @@ def measure(reference: Reference, source: Path, folder: Path) -> tuple[dict[str,
 
 def run_layers(model: Any, windows: Tensor) -> Tensor:
     """Inputs of the head: [windows, T, h]."""
-    outputs = (model.base_model(batch, use_cache=False) for batch in windows.split(4))
+    outputs = (model.base_model(batch, use_cache=False) for batch in torch.split(windows, 4))
     return torch.cat([output.last_hidden_state for output in outputs])
 
 

@@ -103,7 +103,9 @@ def auto_round(model: Any, tokenizer: Any, samples: Tensor, out: str, group: int
             layer_config={name: {"bits": 8} for name in eight},
             ignore_layers=",".join(UNTOUCHED),
             # Left to itself it makes a mask, which fits only one of Qwen3.5's two kinds of layers.
-            dataset=[{"input_ids": batch, "attention_mask": None} for batch in samples.split(8)],
+            dataset=[
+                {"input_ids": batch, "attention_mask": None} for batch in torch.split(samples, 8)
+            ],
             nsamples=len(samples),
             seqlen=samples.shape[1],
         )

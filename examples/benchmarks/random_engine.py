@@ -153,15 +153,16 @@ def engine_of(
         draft_rows: of the vocabulary, from which the head drafts; 0 for all.
         cache_type: see `random_engine`.
     """
+    ops: Any = cpu
     if device == "cuda":
-        from lowbit.runtime.backends import cuda as ops
-    else:
-        ops = cpu
+        from lowbit.runtime.backends import cuda
+
+        ops = cuda
     torch.manual_seed(0)
     config = read_config(raw)
     weights: Any = RandomWeights({s.name: s.shape for s in tensor_table(raw)}, bits, device)
     model_type = raw["model_type"]
-    decoder = BUILD[model_type](config, prefix_of(raw), weights, ops, context)
+    decoder: Any = BUILD[model_type](config, prefix_of(raw), weights, ops, context)
     if getattr(config, "mtp_layers", 0):
         decoder = HEADS[model_type](decoder, weights, None)
         if draft_rows:

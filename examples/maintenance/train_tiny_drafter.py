@@ -124,7 +124,7 @@ class Layer(nn.Module):
         both = torch.cat((context, normed), dim=1)
 
         def heads(values: Tensor) -> Tensor:
-            return values.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+            return values.view(*values.shape[:-1], -1, HEAD_DIM).transpose(1, 2)
 
         q = rotated(own["q_norm"](heads(own["q_proj"](normed))), positions[:, context.shape[1] :])
         k = rotated(own["k_norm"](heads(own["k_proj"](both))), positions)
@@ -133,9 +133,10 @@ class Layer(nn.Module):
         )
         x = x + own["o_proj"](mixed.transpose(1, 2).flatten(2))
         normed = self.post_attention_layernorm(x)
-        return x + mlp["down_proj"](
+        out: Tensor = mlp["down_proj"](
             functional.silu(mlp["gate_proj"](normed)) * mlp["up_proj"](normed)
         )
+        return x + out
 
 
 class DFlash(nn.Module):
@@ -170,7 +171,8 @@ class DFlash(nn.Module):
         x = blocks
         for layer in self.layers:
             x = layer(x, context, positions, mask)
-        return self.norm(x)
+        normed: Tensor = self.norm(x)
+        return normed
 
 
 def own_texts(folder: Path, count: int, temperature: float) -> Tensor:
@@ -199,7 +201,7 @@ def own_texts(folder: Path, count: int, temperature: float) -> Tensor:
 def tapped(target: Any, texts: Tensor) -> Tensor:
     """Outputs of the target's layers that the drafter reads: [B, T, n * h] bfloat16."""
     parts = []
-    for some in texts.split(BATCH):
+    for some in torch.split(texts, BATCH):
         found = target.model(some, output_hidden_states=True).hidden_states
         parts.append(torch.cat([found[1 + layer] for layer in TAPS], dim=-1).bfloat16())
     return torch.cat(parts)
@@ -233,7 +235,8 @@ def train(drafter: DFlash, target: Any, texts: Tensor, mask: int, minutes: float
             logits.flatten(0, 2), right[..., 1:].flatten(), reduction="none"
         ).view(-1, BLOCK - 1)
         optimizer.zero_grad()
-        (loss * weight).sum(1).mean().div(weight.sum()).backward()
+        mean = (loss * weight).sum(1).mean().div(weight.sum())
+        mean.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = PEAK * learning_rate(done)

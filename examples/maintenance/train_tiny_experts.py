@@ -154,7 +154,7 @@ def optimizer_of(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer
 def step(optimizer: torch.optim.Optimizer, loss: Tensor, done: float) -> None:
     """One step at a share of the time."""
     optimizer.zero_grad()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     for group in optimizer.param_groups:
         nn.utils.clip_grad_norm_(group["params"], 1.0)
         group["lr"] = group["peak"] * learning_rate(done)
@@ -214,7 +214,8 @@ class MtpHead(nn.Module):
         x = self.fc(torch.cat(joined, dim=-1))
         positions = torch.arange(x.shape[1])[None]
         x = self.layer(x, position_embeddings=self.rotary(x, positions), position_ids=positions)
-        return self.norms["norm"](x)
+        normed: Tensor = self.norms["norm"](x)
+        return normed
 
     def stored(self) -> dict[str, Tensor]:
         """Weights under the names of a checkpoint, experts fused."""

@@ -32,7 +32,7 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import aside
 from lowbit.runtime.engine.runner import POSITIONS, READ, ROWS, WRITE
 from lowbit.runtime.kernels.launch.device import power_of_two
-from lowbit.runtime.kernels.launch.linear import GemvLaunch
+from lowbit.runtime.kernels.launch.linear import GemvLaunch, gemv_launch
 from lowbit.runtime.kernels.linear import gemv
 from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
@@ -133,7 +133,7 @@ def compile_one(job: tuple[Key, Use, GemvLaunch]) -> None:
     """Bring one kernel into the cache on disk; what does not compile is left to the timing."""
     (bits, _, _), use, launch = job
     torch.set_num_threads(1)
-    gemv.gemv_launch = lambda *sizes: launch
+    gemv.gemv_launch = lambda *sizes: launch  # type: ignore[attr-defined]
     w, x = packed(bits, COMPILED_ROWS, use.K, use.paired), randn(use.tokens, use.K)
     norm = None if use.norm is None else randn(use.K).to(use.norm)
     try:
@@ -141,7 +141,7 @@ def compile_one(job: tuple[Key, Use, GemvLaunch]) -> None:
             gemv.gemv_and_rows(x, w, randn(use.rows, use.K), norm=norm, eps=1e-6)
         else:
             added = randn(use.tokens, COMPILED_ROWS) if use.added else None
-            fused = {"norm": norm, "eps": 1e-6, "added": added, "dtype": use.dtype}
+            fused: dict[str, Any] = {"norm": norm, "eps": 1e-6, "added": added, "dtype": use.dtype}
             gemv.gemv(x, w, **fused)
             if use.heads:
                 squares = randn(use.tokens, use.heads, SQUARES).float()
@@ -193,11 +193,16 @@ def step_us(engine: Engine, step: Callable[[], None], tokens: int) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
+
+    def burst() -> None:
+        for _ in range(BURST):
+            graph.replay()
+
     times = []
     for _ in range(RUNS):
         engine.runner.inputs[POSITIONS, :tokens].fill_(POSITION)
         torch.cuda.synchronize()
-        times.append(elapsed_us(lambda: [graph.replay() for _ in range(BURST)]) / BURST)
+        times.append(elapsed_us(burst) / BURST)
     return statistics.median(times)
 
 
@@ -217,7 +222,7 @@ def step_of(engine: Engine, tokens: int) -> Callable[[], None]:
 
 def tune(engine: Engine, pool: Any, tokens: int) -> None:
     """Print the best launches of a step of so many sequences."""
-    step, table = step_of(engine, tokens), gemv.gemv_launch
+    step, table = step_of(engine, tokens), gemv_launch
     uses = linears_of(step)
     chosen: dict[Key, GemvLaunch] = {}
 
@@ -241,9 +246,11 @@ def tune(engine: Engine, pool: Any, tokens: int) -> None:
             return candidates(tiles, steps)
         return candidates_of_several(uses[key], tiles, steps, table(*key, 1, uses[key].paired))
 
-    gemv.gemv_launch = lambda bits, tiles, steps, tokens, paired: (
-        chosen.get((bits, tiles, steps)) or table(bits, tiles, steps, tokens, paired)
-    )
+    def launch_of(bits: int, tiles: int, steps: int, tokens: int, paired: bool) -> GemvLaunch:
+        found = chosen.get((bits, tiles, steps))
+        return found or table(bits, tiles, steps, tokens, paired)
+
+    gemv.gemv_launch = launch_of  # type: ignore[attr-defined]
     if tokens > 1:
         compile_all([(key, launch) for key in uses for launch in first_candidates(key)])
     print(f"{step_us(engine, step, tokens):.1f} us a step with the table")
@@ -263,7 +270,7 @@ def tune(engine: Engine, pool: Any, tokens: int) -> None:
         for us, launch in found[:SHOWN]:
             print(f"  {us:8.1f} us {launch}", flush=True)
     print(f"{step_us(engine, step, tokens):.1f} us a step with the best")
-    gemv.gemv_launch = table
+    gemv.gemv_launch = table  # type: ignore[attr-defined]
 
 
 @click.command()
