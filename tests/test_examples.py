@@ -1,6 +1,7 @@
 """The example scripts run as they stand."""
 
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -137,3 +138,35 @@ def test_a_folder_is_asked_to_repeat_lines() -> None:
     wrong = run(str(BENCHMARKS / "bench_speculation.py"), "nowhere", "--device", "cpu")
     assert wrong.returncode == 1
     assert "Traceback" not in wrong.stderr
+
+
+@pytest.mark.slow
+def test_server_is_measured_beside_its_engine() -> None:
+    options = ("--clients", "2", "--prompt", "16", "--new", "4")
+    done = run(str(BENCHMARKS / "bench_serve.py"), *options)
+    assert done.returncode == 0, done.stderr
+    assert "tiny-qwen3: 16 tokens in, 4 out" in done.stdout
+    assert "2 clients:" in done.stdout
+
+
+@pytest.mark.slow
+def test_threads_are_compared() -> None:
+    bundled = str(EXAMPLES / "models" / "tiny-qwen3")
+    options = ("--quantize", "int4", "--seconds", "0.05", "--rounds", "1", "--busy", "0")
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
+    done = run(str(BENCHMARKS / "bench_threads.py"), bundled, *options, "--cores", cores)
+    assert done.returncode == 0, done.stderr
+    [row] = [line.split() for line in done.stdout.splitlines() if line.strip().startswith("0 ")]
+    assert all(float(speed) > 0 for speed in row[1:])
+
+
+@pytest.mark.slow
+def test_experts_are_trained_from_a_dense_model(tmp_path: Path) -> None:
+    text = (EXAMPLES / "data" / "stories-eval.txt").read_text(encoding="utf-8")
+    (tmp_path / "text.txt").write_text(text[:60_000], encoding="utf-8")
+    sibling, out = EXAMPLES / "models" / "tiny-qwen3", tmp_path / "moe"
+    options = (str(tmp_path / "text.txt"), str(sibling), str(out), "--minutes", "0.01")
+    done = run(str(MAINTENANCE / "train_tiny_experts.py"), *options)
+    assert done.returncode == 0, done.stderr
+    checkpoint.open_checkpoint(out)
+    assert json.loads((out / "config.json").read_text())["model_type"] == "qwen3_moe"
