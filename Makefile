@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MODEL := examples/models/tiny-qwen3
 PACKED := demo-out/tiny-qwen3-int4
 
-.PHONY: demo test test-scripts test-kernels test-clients check fix clean
+.PHONY: demo docs test test-scripts test-kernels test-clients check fix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lowbit-convert $(MODEL) $(PACKED) --method rtn --overwrite --report --eval-text examples/data/stories-eval.txt
@@ -22,6 +22,9 @@ test-scripts: $(VENV)/.installed-dev  # those of examples/
 
 test-clients: $(VENV)/.installed-clients  # lm-evaluation-harness, and the chat page in Chromium
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m clients tests/runtime
+
+docs: $(VENV)/.installed-docs  # the site of docs/, into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check: $(VENV)/.installed-dev  # never rewrites
 	$(BIN)/ruff check .
@@ -49,5 +52,9 @@ $(VENV)/.installed-clients: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[evaluate]' --group clients
 	touch $@
 
+$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group docs
+	touch $@
+
 clean:
-	rm -rf $(VENV) demo-out build dist *.egg-info
+	rm -rf $(VENV) demo-out build dist site *.egg-info

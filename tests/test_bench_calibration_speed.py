@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 
 pytestmark = pytest.mark.scripts
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+SCRIPTS = Path(__file__).parents[1] / "examples" / "benchmarks"
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.syspath_prepend(str(SCRIPTS))
     return importlib.import_module("bench_calibration_speed")
 
 
@@ -47,7 +47,7 @@ def test_whole_model_is_extrapolated(script: ModuleType) -> None:
 @pytest.mark.slow
 def test_row_of_a_conversion(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    command = [sys.executable, str(EXAMPLES / "bench_calibration_speed.py"), "tiny"]
+    command = [sys.executable, str(SCRIPTS / "bench_calibration_speed.py"), "tiny"]
     command += ["--layers", "1", "--samples", "1", "--methods", "weighted", "--device", "cpu"]
     done = subprocess.run(
         [*command, "--work", str(tmp_path), "--json", str(figures)], capture_output=True, text=True

@@ -17,7 +17,7 @@ import torch
 pytestmark = pytest.mark.scripts
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "examples" / "bench_peers.py"
+SCRIPT = ROOT / "examples" / "benchmarks" / "bench_peers.py"
 MODEL = ROOT / "examples" / "models" / "tiny-qwen3"
 Run = Callable[..., "Done"]
 

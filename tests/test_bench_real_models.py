@@ -17,7 +17,7 @@ from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.original.evaluation_text import Text
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "examples" / "bench_real_models.py"
+SCRIPT = ROOT / "examples" / "benchmarks" / "bench_real_models.py"
 MODEL = ROOT / "examples" / "models" / "tiny-qwen3"
 
 pytestmark = [pytest.mark.scripts, pytest.mark.slow]

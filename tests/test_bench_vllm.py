@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 pytestmark = pytest.mark.scripts
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "bench_vllm.py"
+SCRIPT = Path(__file__).parents[1] / "examples" / "benchmarks" / "bench_vllm.py"
 STEP, PROMPT_TOKEN = 0.01, 0.001  # seconds of a step, and of a token of a prompt
 
 

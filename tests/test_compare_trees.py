@@ -10,15 +10,16 @@ import pytest
 
 pytestmark = pytest.mark.scripts
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "compare_trees.py"
+SCRIPT = Path(__file__).parents[1] / "examples" / "benchmarks" / "compare_trees.py"
 ENGINE = """
 from pathlib import Path
-from lowbit.runtime import SPEED
+import lowbit.runtime
 
 def random_engine(size, bits, context, sequences):
-    with (Path(__file__).parents[2] / "order").open("a") as file:
-        print(Path(__file__).parents[1].name, size, bits, sequences, file=file)
-    return SPEED[size] * (2 if bits == 4 else 1)
+    tree = Path(lowbit.runtime.__file__).resolve().parents[1]
+    with (tree.parent / "order").open("a") as file:
+        print(tree.name, size, bits, sequences, file=file)
+    return lowbit.runtime.SPEED[size] * (2 if bits == 4 else 1)
 """
 MODELS = """
 GREEDY = None
@@ -33,31 +34,31 @@ def batch_rate(engine, batch):
 TORCH = "class cuda:\n    empty_cache = staticmethod(lambda: None)\n"
 
 
-def tree(path: Path, speed: dict[str, float]) -> Path:
-    """A tree with as much of a checkout as the script asks for."""
+def tree(path: Path, speed: dict[str, float], folder: str = "benchmarks") -> Path:
+    """A tree with as much of a checkout as the script asks for, and its scripts in a folder."""
     for room in ("convert", "formats", "runtime"):
         (path / room).mkdir(parents=True)
         (path / room / "__init__.py").write_text(f"SPEED = {speed}\n")
-    (path / "examples").mkdir()
+    (path / "examples" / folder).mkdir(parents=True)
     for name, text in (
         ("random_engine", ENGINE),
         ("bench_models", MODELS),
         ("bench_engine", BATCHES),
         ("torch", TORCH),
     ):
-        (path / "examples" / f"{name}.py").write_text(text)
+        (path / "examples" / folder / f"{name}.py").write_text(text)
     return path
 
 
 def compare(new: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the script as if it stood in the new tree."""
-    script = shutil.copy(SCRIPT, new / "examples")
+    script = shutil.copy(SCRIPT, new / "examples" / "benchmarks")
     command = (sys.executable, str(script), *arguments)
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_trees_are_measured_in_turn_and_compared(tmp_path: Path) -> None:
-    old = tree(tmp_path / "old", {"0.6B": 1000, "8B": 100})
+    old = tree(tmp_path / "old", {"0.6B": 1000, "8B": 100}, ".")  # the layout of older trees
     new = tree(tmp_path / "new", {"0.6B": 996, "8B": 101})
     done = compare(new, str(old), "0.6B", "8B", "--together", "1,8", "--turns", "2")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Every command that a help or the README shows is taken by the command's own parsers."""
+"""Every command that a help, the README or a page of docs/ shows is taken by its own parsers."""
 
 import re
 import shlex
@@ -35,17 +35,17 @@ def of_help() -> Iterator[tuple[str, str]]:
 
 
 def of_pages() -> Iterator[str]:
-    """Commands in the blocks of code of the README and the pages beside it."""
-    for page in sorted(ROOT.glob("*.md")):
+    """Lines in the blocks of code of the README, the pages beside it, and those of docs/."""
+    for page in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))):
         if page.name == "CHANGELOG.md":
             continue
         for block in BLOCK.findall(page.read_text()):
-            lines = block.replace("\\\n", " ").splitlines()
-            yield from (found[1] for line in lines if (found := COMMAND.fullmatch(line.strip())))
+            yield from map(str.strip, block.replace("\\\n", " ").splitlines())
 
 
 EXAMPLES = list(of_help())
-LINES = [*(line for _, line in EXAMPLES), *of_pages()]
+SHOWN = [found[1] for line in of_pages() if (found := COMMAND.fullmatch(line))]
+LINES = list(dict.fromkeys([*(line for _, line in EXAMPLES), *SHOWN]))
 
 
 def words_of(line: str) -> list[str]:
@@ -90,7 +90,19 @@ def test_there_are_examples() -> None:
     shown = {name for name, _ in EXAMPLES}
     every = {f"{program} {name}" for program, group in PROGRAMS.items() for name in group.commands}
     assert every - shown <= {"lowbit-run chat"}
-    assert len(LINES) - len(EXAMPLES) >= 5, "of the README"
+    assert len(SHOWN) >= 50, "of the pages"
+
+
+def scripts() -> set[str]:
+    """Scripts of examples/ that pages and scripts name."""
+    texts = [page.read_text() for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))]
+    texts += [path.read_text() for path in ROOT.glob("examples/**/*.py")]
+    return {name for text in texts for name in re.findall(r"python (examples/\S+\.py)", text)}
+
+
+@pytest.mark.parametrize("name", sorted(scripts()))
+def test_scripts_are_there(name: str) -> None:
+    assert (ROOT / name).is_file()
 
 
 def quoted() -> Iterator[tuple[click.Command, click.Option, str]]:

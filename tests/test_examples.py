@@ -1,6 +1,7 @@
 """The example scripts run as they stand."""
 
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -8,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import Tensor
@@ -18,6 +18,7 @@ from lowbit.formats.safetensors import checkpoint
 pytestmark = pytest.mark.scripts
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+BENCHMARKS, MAINTENANCE = EXAMPLES / "benchmarks", EXAMPLES / "maintenance"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -52,27 +53,11 @@ def test_bits_table_names_what_is_wrong() -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        ("make_random_checkpoint", "Write a random checkpoint of SIZE"),
-        ("make_lookup_model", "Write a model into FOLDER that finds what stands far back"),
-        ("train_tiny_experts", "Train a mixture of experts on TEXT from its dense SIBLING"),
-        ("train_tiny_drafter", "Train a DFlash drafter for the target model FOLDER"),
-    ],
-)
-def test_scripts_that_make_models_explain_themselves(script: str, words: str) -> None:
-    done = run(str(EXAMPLES / f"{script}.py"), "--help")
-    assert done.returncode == 0, done.stderr
-    assert words in done.stdout
-
-
 def test_shards_are_filled_before_they_are_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    main = runpy.run_path(str(EXAMPLES / "convert_streamed.py"))["main"]
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    main = runpy.run_path(str(BENCHMARKS / "convert_streamed.py"))["main"]
     main.callback.__globals__["AHEAD"] = 4_000_000  # less than the source, more than is in flight
     empty: set[str] = set()
 
@@ -105,38 +90,16 @@ def test_shards_are_filled_before_they_are_read(
     assert all(bool(scale.abs().min() > 0) for scale in scales)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="would run for minutes")
-@pytest.mark.parametrize(
-    "script",
-    [
-        "bench_cache",
-        "bench_company",
-        "bench_experts",
-        "bench_kernels",
-        "bench_models",
-        "tune_attention",
-        "tune_gemv",
-    ],
-)
-def test_kernel_scripts_say_that_they_need_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, script: str
-) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.setattr(sys, "argv", [script])
-    with pytest.raises(SystemExit, match=f"^{script} needs an NVIDIA GPU$"):
-        runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
-
-
 @pytest.mark.slow
 def test_kills_leave_no_trace() -> None:
-    done = run(str(EXAMPLES / "kill_conversions.py"), "--kills", "3", "--seed", "1")
+    done = run(str(MAINTENANCE / "kill_conversions.py"), "--kills", "3", "--seed", "1")
     assert done.returncode == 0, done.stderr
     assert "3 identical results" in done.stdout
 
 
 @pytest.mark.slow
 def test_damaged_folders_end_in_a_message() -> None:
-    done = run(str(EXAMPLES / "fuzz_folders.py"), "--runs", "8", "--jobs", "1", "--seed", "7")
+    done = run(str(MAINTENANCE / "fuzz_folders.py"), "--runs", "8", "--jobs", "1", "--seed", "7")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8 runs" in done.stdout
     assert ", 0 wrong" in done.stdout
@@ -144,7 +107,7 @@ def test_damaged_folders_end_in_a_message() -> None:
 
 def test_speculation_is_measured_on_a_cpu() -> None:
     options = ("--device", "cpu", "--runs", "1", "--tokens", "8")
-    done = run(str(EXAMPLES / "bench_speculation.py"), "3.5-tiny", *options, "--json")
+    done = run(str(BENCHMARKS / "bench_speculation.py"), "3.5-tiny", *options, "--json")
     assert done.returncode == 0, done.stderr
     (model,) = json.loads(done.stdout)["models"]
     rows = model["rows"]
@@ -168,10 +131,42 @@ def test_speculation_is_measured_on_a_cpu() -> None:
 def test_a_folder_is_asked_to_repeat_lines() -> None:
     bundled = str(EXAMPLES / "models" / "tiny-qwen3")
     options = ("--device", "cpu", "--runs", "1", "--tokens", "4", "--quantize", "int4")
-    done = run(str(EXAMPLES / "bench_speculation.py"), bundled, *options)
+    done = run(str(BENCHMARKS / "bench_speculation.py"), bundled, *options)
     assert done.returncode == 0, done.stderr
     for drafter in ("known", "copied", "repeat"):
         assert f" {drafter} " in done.stdout
-    wrong = run(str(EXAMPLES / "bench_speculation.py"), "nowhere", "--device", "cpu")
+    wrong = run(str(BENCHMARKS / "bench_speculation.py"), "nowhere", "--device", "cpu")
     assert wrong.returncode == 1
     assert "Traceback" not in wrong.stderr
+
+
+@pytest.mark.slow
+def test_server_is_measured_beside_its_engine() -> None:
+    options = ("--clients", "2", "--prompt", "16", "--new", "4")
+    done = run(str(BENCHMARKS / "bench_serve.py"), *options)
+    assert done.returncode == 0, done.stderr
+    assert "tiny-qwen3: 16 tokens in, 4 out" in done.stdout
+    assert "2 clients:" in done.stdout
+
+
+@pytest.mark.slow
+def test_threads_are_compared() -> None:
+    bundled = str(EXAMPLES / "models" / "tiny-qwen3")
+    options = ("--quantize", "int4", "--seconds", "0.05", "--rounds", "1", "--busy", "0")
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
+    done = run(str(BENCHMARKS / "bench_threads.py"), bundled, *options, "--cores", cores)
+    assert done.returncode == 0, done.stderr
+    [row] = [line.split() for line in done.stdout.splitlines() if line.strip().startswith("0 ")]
+    assert all(float(speed) > 0 for speed in row[1:])
+
+
+@pytest.mark.slow
+def test_experts_are_trained_from_a_dense_model(tmp_path: Path) -> None:
+    text = (EXAMPLES / "data" / "stories-eval.txt").read_text(encoding="utf-8")
+    (tmp_path / "text.txt").write_text(text[:60_000], encoding="utf-8")
+    sibling, out = EXAMPLES / "models" / "tiny-qwen3", tmp_path / "moe"
+    options = (str(tmp_path / "text.txt"), str(sibling), str(out), "--minutes", "0.01")
+    done = run(str(MAINTENANCE / "train_tiny_experts.py"), *options)
+    assert done.returncode == 0, done.stderr
+    checkpoint.open_checkpoint(out)
+    assert json.loads((out / "config.json").read_text())["model_type"] == "qwen3_moe"

@@ -13,9 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = ("convert", "formats", "runtime")
 TREE = (
-    *(*ROOMS, "tests", "examples", "pyproject.toml", "MANIFEST.in", "LICENSE", "NOTICE"),
+    *(*ROOMS, "tests", "examples", "docs", "pyproject.toml", "MANIFEST.in", "LICENSE", "NOTICE"),
     *("README.md", "BENCHMARKS.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"),
-    "constraints.txt",
+    *("constraints.txt", "mkdocs.yml"),
 )
 NOT_SHIPPED = ("__pycache__", "*.pyc", "*.safetensors", "tokenizer.json")
 
@@ -114,6 +114,7 @@ def test_sdist_holds_what_tests_and_demo_need(sdist: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"Makefile", "constraints.txt", "pyproject.toml"} <= names
     assert {"README.md", "BENCHMARKS.md", "CHANGELOG.md"} <= names
+    assert {"mkdocs.yml", "docs/index.md", "docs/hooks.py"} <= names
     assert {"tests/test_packaging.py", "tests/conftest.py"} <= names
     assert {"examples/models/tiny-qwen3/config.json", "examples/data/stories-eval.txt"} <= names
     assert {"examples/tasks/stories_cloze.yaml", "examples/tasks/stories_cloze.jsonl"} <= names

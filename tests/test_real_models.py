@@ -18,7 +18,7 @@ HEADS, KV_HEADS, HIDDEN, LAYERS = 4, 2, 64, 2
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    path = ROOT / "examples" / "real_models.py"
+    path = ROOT / "examples" / "benchmarks" / "real_models.py"
     spec = importlib.util.spec_from_file_location("real_models", path)
     assert spec is not None
     assert spec.loader is not None

@@ -13,7 +13,7 @@ RECORDED = ROOT / "examples" / "data" / "speed.json"
 
 @pytest.fixture
 def script() -> ModuleType:
-    path = ROOT / "examples" / "speed_chart.py"
+    path = ROOT / "examples" / "benchmarks" / "speed_chart.py"
     spec = importlib.util.spec_from_file_location("speed_chart", path)
     assert spec is not None
     assert spec.loader is not None

@@ -100,7 +100,7 @@ def test_figures_are_those_of_whole_models(source: Path, packed: Path, stories: 
 
 
 def test_a_model_that_looks_lines_up_finds_them(tmp_path: Path, stories: str) -> None:
-    write = runpy.run_path(str(EXAMPLES / "make_lookup_model.py"))["write"]
+    write = runpy.run_path(str(EXAMPLES / "maintenance" / "make_lookup_model.py"))["write"]
     write(tmp_path / "lookup", LEAST)
     packed = convert(tmp_path / "lookup", tmp_path / "packed", Recipe()).folder
     found = measure_long(

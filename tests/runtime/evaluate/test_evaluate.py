@@ -51,7 +51,8 @@ def test_wrong_usage_is_said(options: tuple[str, ...], message: str) -> None:
 
 
 def test_the_bundled_questions_are_those_of_their_script() -> None:
-    spec = importlib.util.spec_from_file_location("made", TASKS / "make_stories_cloze.py")
+    path = EXAMPLES / "maintenance" / "make_stories_cloze.py"
+    spec = importlib.util.spec_from_file_location("made", path)
     assert spec is not None
     assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)

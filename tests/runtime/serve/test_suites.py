@@ -71,7 +71,7 @@ def test_llm_comply(server: Running, name: str, case: Case) -> None:
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_schemathesis_finds_no_server_error(server: Running, mode: GenerationMode) -> None:
-    """A few requests for every operation; examples/fuzz_serve.py sends thousands."""
+    """A few requests for every operation; examples/maintenance/fuzz_serve.py sends thousands."""
     document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     for result in document.get_all_operations():
         assert isinstance(result, Ok)

@@ -1,0 +1,180 @@
+"""Write a random BF16 checkpoint in a real model's shapes, to measure speed and memory with.
+
+python examples/benchmarks/make_random_checkpoint.py 1.7B random-1.7b
+lowbit-convert random-1.7b random-1.7b-int4
+lowbit-run bench random-1.7b-int4
+
+Sizes: Qwen3 as `1.7B`, Qwen3.5 as `3.5-2B` (text decoder alone: no MTP head, no vision tower),
+mixtures of experts as `30B-A3B` and `3.5-35B-A3B`; `--layers 4` writes the first layers alone.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from lowbit.formats.architectures import is_tied, tensor_table
+from lowbit.formats.safetensors.shards import index_json, lay_out
+
+# hidden_size, intermediate_size, layers, query heads, key/value heads, head tied to the embedding
+SIZES = {
+    "0.6B": (1024, 3072, 28, 16, 8, True),
+    "1.7B": (2048, 6144, 28, 16, 8, True),
+    "4B": (2560, 9728, 36, 32, 8, True),
+    "8B": (4096, 12288, 36, 32, 8, False),
+    "14B": (5120, 17408, 40, 40, 8, False),
+    "30B-A3B": (2048, 6144, 48, 32, 4, False),
+}
+# the same with the value heads of a linear layer before the last
+HYBRID_SIZES = {
+    "3.5-0.8B": (1024, 3584, 24, 8, 2, 16, True),
+    "3.5-2B": (2048, 6144, 24, 8, 2, 16, True),
+    "3.5-4B": (2560, 9216, 32, 16, 4, 32, True),
+    "3.5-9B": (4096, 12288, 32, 16, 4, 32, False),
+    "3.5-27B": (5120, 17408, 64, 24, 4, 48, False),
+    "3.5-35B-A3B": (2048, 512, 40, 16, 2, 32, False),
+}
+# experts, width of one, width of the shared one
+EXPERTS = {"30B-A3B": (128, 768, None), "3.5-35B-A3B": (256, 512, 512)}
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+POOL = 1 << 26  # random numbers drawn once; every tensor takes a stretch of them
+
+
+def config_of(size: str) -> dict[str, Any]:
+    """config.json of a size."""
+    config = dense_config_of(size)
+    if size not in EXPERTS:
+        return config
+    count, inner, shared = EXPERTS[size]
+    changes = {
+        "num_experts": count,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": inner,
+        "mlp_only_layers": [],
+    }
+    if shared is None:
+        names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+        return config | names | changes | {"decoder_sparse_step": 1, "norm_topk_prob": True}
+    names = {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
+    return config | names | changes | {"shared_expert_intermediate_size": shared}
+
+
+def dense_config_of(size: str) -> dict[str, Any]:
+    """config.json of a size, with an MLP in place of experts."""
+    if size in HYBRID_SIZES:
+        return hybrid_config_of(size)
+    hidden, inner, layers, heads, kv_heads, tied = SIZES[size]
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "tie_word_embeddings": tied,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+    }
+
+
+def hybrid_config_of(size: str) -> dict[str, Any]:
+    """config.json of a Qwen3.5 text model."""
+    hidden, inner, layers, heads, kv_heads, value_heads, tied = HYBRID_SIZES[size]
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "dtype": "bfloat16",
+        "vocab_size": 248320,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4,
+        "hidden_act": "silu",
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000000,
+            "partial_rotary_factor": 0.25,
+        },
+        "tie_word_embeddings": tied,
+        "eos_token_id": 248044,
+    }
+
+
+def tokenizer(tokens: int) -> Tokenizer:
+    """The bytes, and fillers that no text becomes, before the special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = [*alphabet, *(f"<{number}>" for number in range(len(alphabet), tokens))]
+    made = Tokenizer(models.BPE({name: id for id, name in enumerate(names)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
+    return made
+
+
+@click.command()
+@click.argument("size", type=click.Choice([*SIZES, *HYBRID_SIZES]))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--seed", default=0, show_default=True)
+@click.option("--layers", type=click.IntRange(1), help="Layers, where fewer than the real ones.")
+def main(size: str, out: Path, seed: int, layers: int | None) -> None:
+    """Write a random checkpoint of SIZE to the folder OUT."""
+    config = config_of(size) | ({} if layers is None else {"num_hidden_layers": layers})
+    written = write(config, out, seed)
+    click.echo(f"{out}: {written / 1e9:.2f} GB")
+
+
+def write(config: dict[str, Any], out: Path, seed: int = 0) -> int:
+    """Write a random checkpoint of a config to a new folder; bytes of its shards."""
+    generator = torch.Generator().manual_seed(seed)
+    pool = (torch.randn(POOL, generator=generator) * 0.02).to(torch.bfloat16)
+    tensors = [
+        (spec.name, torch.bfloat16, spec.shape)
+        for spec in tensor_table(config)
+        if not (is_tied(config) and spec.role == "head")
+    ]
+    out.mkdir(parents=True)
+    shards = lay_out(tensors, 4_000_000_000)
+    for shard in shards:
+        with (out / shard.file).open("wb") as file:
+            file.write(shard.header)
+            for number, info in enumerate(shard.tensors):
+                left = info.nbytes // 2
+                start = number * 7919 % POOL
+                while left:
+                    part = pool[start : start + left]
+                    file.write(part.view(torch.uint8).numpy().data)
+                    left -= len(part)
+                    start = 0
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+    tokens = 248044 if config["model_type"].startswith("qwen3_5") else 151643
+    tokenizer(tokens).save(str(out / "tokenizer.json"))
+    if len(shards) > 1:
+        (out / "model.safetensors.index.json").write_text(json.dumps(index_json(shards)))
+    return sum(shard.size for shard in shards)
+
+
+if __name__ == "__main__":
+    main()

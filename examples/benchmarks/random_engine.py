@@ -1,0 +1,201 @@
+"""Engines of real models' shapes over random weights made in place: no files, no quantization.
+
+For scripts that measure speed, which does not depend on what the weights are.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from make_random_checkpoint import config_of
+from torch import Tensor
+
+from lowbit.formats.architectures import prefix_of, read_config, tensor_table
+from lowbit.formats.architectures.footprint import state_bytes
+from lowbit.formats.kv_cache import BF16_CACHE, CacheType
+from lowbit.formats.machine.free_memory import free_bytes
+from lowbit.runtime.backends import cpu
+from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare
+from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.memory import snapshots_for
+from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.runner import new_runner
+from lowbit.runtime.engine.sequence import Sequence as TokenSequence
+from lowbit.runtime.kernels.experts.tiled import TiledExperts
+from lowbit.runtime.kernels.linear.tiles import TILE, WORDS, GpuLinear, TiledLinear
+from lowbit.runtime.models.architectures import BUILD, HEADS
+from lowbit.runtime.models.qwen3_5_mtp import DraftRows
+from lowbit.runtime.state.device_state import CacheSize
+from lowbit.runtime.state.pages import pages_for
+from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
+
+GROUP = 128
+CONTEXT = 8192
+HEAD_BITS = 8
+
+
+def packed(bits: int, N: int, K: int, paired: bool = False) -> TiledLinear:
+    """Random codes, and scales that keep activations near one."""
+    shape = (N // TILE, K * bits // (32 * WORDS), 2, 8, 4, 4)
+    words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device="cuda")
+    scales = torch.randn(N // TILE, K // GROUP, 8, 2, device="cuda") / (2 ** (bits - 1) * K**0.5)
+    return TiledLinear(words, scales.bfloat16(), bits, GROUP, N, K, paired)
+
+
+def packed_experts(bits: int, count: int, N: int, K: int, paired: bool) -> TiledExperts:
+    """Random codes and scales of several experts, in one buffer."""
+    w = packed(bits, count * N, K, paired)
+    words = w.words.view(count, N // TILE, *w.words.shape[1:])
+    scales = w.scales.view(count, N // TILE, *w.scales.shape[1:])
+    return TiledExperts(words, scales, bits, GROUP, N, K, paired)
+
+
+def packed_on_cpu(bits: int, N: int, K: int) -> CpuLinear:
+    """Random weights on a CPU."""
+    codes = torch.randint(-(2**31), 2**31, (N, K * bits // 32)).to(torch.int32)
+    scales = torch.randn(N, K // GROUP) / (2 ** (bits - 1) * K**0.5)
+    return prepare(PackedLinear(codes, scales.bfloat16(), bits, GROUP), torch.bfloat16)
+
+
+def randn(*shape: int) -> Tensor:
+    """Normal numbers in bfloat16, on the GPU."""
+    return torch.randn(shape, device="cuda").bfloat16()
+
+
+@dataclass(frozen=True, slots=True)
+class RandomWeights:
+    """In place of `runtime.weights.weights.Weights`; the head has 8 bits, as in both recipes."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    bits: int
+    device: str = "cuda"
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Small numbers of either sign; a decay rate is not negative."""
+        x = 0.02 * torch.randn(self.shapes[name], device=self.device)
+        return (x.abs() if name.endswith("A_log") else x).to(dtype or torch.bfloat16)
+
+    def dense(self, weight: Tensor) -> GpuLinear | CpuLinear:
+        """A tied head."""
+        return self.packed(HEAD_BITS, *weight.shape)
+
+    def linear(self, *modules: str, paired: bool = False) -> GpuLinear | CpuLinear:
+        """One linear over the rows of several modules."""
+        shapes = [self.shapes[f"{module}.weight"] for module in modules]
+        N, K = sum(rows for rows, _ in shapes), shapes[0][1]
+        if modules[0].endswith("in_proj_b"):  # too few rows for tiles; recipes leave them dense
+            return DenseLinear(0.02 * torch.randn(N, K, device=self.device).bfloat16())
+        return self.packed(HEAD_BITS if modules[0] == "lm_head" else self.bits, N, K, paired)
+
+    def stack(
+        self, experts: Sequence[Sequence[str]], paired: bool = False
+    ) -> Sequence[GpuLinear | CpuLinear]:
+        """One linear for each expert."""
+        if self.device == "cpu":
+            return [self.linear(*modules, paired=paired) for modules in experts]
+        shapes = [self.shapes[f"{module}.weight"] for module in experts[0]]
+        N, K = sum(rows for rows, _ in shapes), shapes[0][1]
+        return packed_experts(self.bits, len(experts), N, K, paired)
+
+    def dense_rows(self, modules: Sequence[str]) -> Tensor:
+        """Rows of a router."""
+        return torch.cat([self.tensor(f"{module}.weight") for module in modules])
+
+    def packed(self, bits: int, N: int, K: int, paired: bool = False) -> GpuLinear | CpuLinear:
+        """A quantized linear of the device."""
+        return packed_on_cpu(bits, N, K) if self.device == "cpu" else packed(bits, N, K, paired)
+
+
+def random_engine(
+    size: str,
+    bits: int,
+    context: int = CONTEXT,
+    sequences: int = 1,
+    tokens: int | None = None,
+    cache_type: CacheType = BF16_CACHE,
+) -> Engine:
+    """An engine of a size that `make_random_checkpoint` knows, with linears of 4 or 8 bits.
+
+    Args:
+        size: of the model.
+        bits: of its linears.
+        context: most tokens of a sequence.
+        sequences: decoded together.
+        tokens: of the cache; None for as many as all sequences may have.
+        cache_type: of keys and values.
+    """
+    raw = config_of(size)
+    return engine_of(raw, bits, "cuda", context, sequences, tokens, cache_type=cache_type)
+
+
+def engine_of(
+    raw: Mapping[str, Any],
+    bits: int,
+    device: str,
+    context: int,
+    sequences: int = 1,
+    tokens: int | None = None,
+    drafts: int = 0,
+    draft_rows: int = 0,
+    cache_type: CacheType = BF16_CACHE,
+) -> Engine:
+    """An engine of a config.json, with the head for multi-token prediction if it has one.
+
+    Args:
+        raw: content of the config.json.
+        bits: see `random_engine`, as the rest.
+        device: `cpu` or `cuda`.
+        context: see `random_engine`.
+        sequences: see `random_engine`.
+        tokens: see `random_engine`.
+        drafts: that a step can verify.
+        draft_rows: of the vocabulary, from which the head drafts; 0 for all.
+        cache_type: see `random_engine`.
+    """
+    ops: Any = cpu
+    if device == "cuda":
+        from lowbit.runtime.backends import cuda
+
+        ops = cuda
+    torch.manual_seed(0)
+    config = read_config(raw)
+    weights: Any = RandomWeights({s.name: s.shape for s in tensor_table(raw)}, bits, device)
+    model_type = raw["model_type"]
+    decoder: Any = BUILD[model_type](config, prefix_of(raw), weights, ops, context)
+    if getattr(config, "mtp_layers", 0):
+        decoder = HEADS[model_type](decoder, weights, None)
+        if draft_rows:
+            ids = torch.arange(draft_rows, device=device) * (config.vocab_size // draft_rows)
+            rows = DraftRows(ids, weights.packed(4, draft_rows, config.hidden_size))
+            decoder = replace(decoder, mtp=replace(decoder.mtp, rows=rows))
+    pages = pages_for(tokens) if tokens else sequences * pages_for(context)
+    state = state_bytes(config, torch.bfloat16.itemsize)
+    snapshots = snapshots_for(pages, state, free_bytes("cpu"))
+    cache = CacheSize(context, sequences, pages, snapshots, drafts)
+    dtype = torch.bfloat16
+    return Engine(
+        new_runner(decoder, config.vocab_size, cache, dtype, device, cache_type=cache_type)
+    )
+
+
+def standing_sequences(
+    engine: Engine, count: int, tokens: int, new_tokens: int
+) -> list[TokenSequence]:
+    """Sequences with so many tokens each in the cache, most of them zeros, ready for steps."""
+    engine.forget()
+    engine.runner.batch = []
+    sequences, free = [], 1
+    for row in range(1, 1 + count):
+        sequence = TokenSequence(TokenRequest((0,) * tokens), count=new_tokens, seed=0)
+        sequence.row, sequence.length = row, tokens
+        sequence.pages = list(range(free, free + sequence.page_count))
+        free += sequence.page_count
+        engine.runner.open(sequence, None)
+        sequences.append(sequence)
+    return sequences
+
+
+def standing_sequence(engine: Engine, tokens: int, new_tokens: int) -> TokenSequence:
+    """One of `standing_sequences`."""
+    return standing_sequences(engine, 1, tokens, new_tokens)[0]

@@ -1,0 +1,197 @@
+"""What the pages of docs/ say stands in the code: links, messages, limits, routes and names."""
+
+import ast
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client import generate_latest
+
+import lowbit.convert
+import lowbit.runtime
+from lowbit.convert.measure.gate import HEADLINE, OF_LONG_TEXTS, SIZE
+from lowbit.convert.report.limits import EXPECTED, LIMITS, TAIL, TITLES
+from lowbit.formats.architectures import read_config
+from lowbit.formats.files.strict_json import loads
+from lowbit.runtime.engine.load_options import MODES
+from lowbit.runtime.engine.stats import Load
+from lowbit.runtime.serve import app
+from lowbit.runtime.serve.metrics import Metrics, new_registry
+
+ROOT = Path(__file__).parents[1]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*DOCS, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md"))]
+BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<!`)!?\[[^]`]*\]\(([^)\s]+)\)")
+FIGURE = re.compile(r"(?<![\w.])(?:\d[\d,]*)?[.,]\d[\d,]*|\d{3,}")
+SPAN = re.compile(r"(`+)(.+?)\1(?!`)")
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def rows_of(page: str, first: str) -> list[list[str]]:
+    """Cells of the table of a page whose header begins with a word."""
+    lines = iter(text_of(ROOT / "docs" / page).splitlines())
+    for line in lines:
+        if line.startswith(f"| {first}"):
+            break
+    next(lines)
+    rows = []
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub and the site make them."""
+    titles = re.findall(r"^#+ (.+)$", BLOCK.sub("", text_of(page)), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(BLOCK.sub("", text_of(page))):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        found = page.parent / name if name else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors_of(found), target
+
+
+def test_every_page_is_in_the_menu_and_in_the_overview() -> None:
+    menu = yaml.safe_load(text_of(ROOT / "mkdocs.yml"))["nav"]
+    named = {page for section in menu for pages in section.values() for page in pages}
+    assert {page.name for page in DOCS} <= named
+    overview = set(LINK.findall(text_of(ROOT / "docs" / "index.md")))
+    assert {page.name for page in DOCS} - {"index.md"} <= overview
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/long-contexts.md", "docs/speculation.md", "docs/kernels.md"]
+)
+def test_figures_of_tables_are_measured_ones(page: str) -> None:
+    measured = set(FIGURE.findall(text_of(ROOT / "BENCHMARKS.md")))
+    lines = BLOCK.sub("", text_of(ROOT / page)).splitlines()
+    cells = [cell for line in lines if line.startswith("|") for cell in line.split("|")[2:]]
+    found = {figure for cell in cells for figure in FIGURE.findall(cell)}
+    assert found <= measured
+
+
+@cache
+def templates() -> str:
+    """Texts of the code, a line each; … stands for what is filled in."""
+    found = []
+    for room in ("formats", "convert", "runtime"):
+        for path in (ROOT / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(text_of(path))):
+                parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+                texts = [
+                    str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts
+                ]
+                if isinstance(node, ast.JoinedStr | ast.Constant):
+                    found.append("".join(texts).replace("\n", " "))
+    return "\n".join(found)
+
+
+def messages() -> list[str]:
+    """Messages in the first columns of the tables of troubleshooting."""
+    lines = text_of(ROOT / "docs" / "troubleshooting.md").splitlines()
+    cells = [line.split(" | ")[0] for line in lines if line.startswith("| ")]
+    return [found[1].strip() for cell in cells for found in SPAN.findall(cell)]
+
+
+@pytest.mark.parametrize("message", messages())
+def test_messages_exist(message: str) -> None:
+    assert message in templates()
+
+
+def test_there_are_messages() -> None:
+    assert len(messages()) > 40
+
+
+def test_grades_have_the_limits_of_a_verdict() -> None:
+    expected = [
+        [TITLES[limit.grade], f"{limit.kl:g}", f"{limit.kl * TAIL:g}", f"{limit.flips * 100:.0f} %"]
+        for limit in LIMITS
+    ]
+    assert rows_of("report.md", "Grade") == [*expected, ["Broken", "more", "more", "more"]]
+
+
+def test_losses_to_expect() -> None:
+    sizes = {"B": 1e9, "M": 1e6}
+    shown = [
+        (int(bits), float(size.split()[0]) * sizes[size.split()[1]], float(kl))
+        for bits, size, kl in rows_of("report.md", "Bits")
+    ]
+    assert shown == [(bits, row.parameters, row.kl) for bits in EXPECTED for row in EXPECTED[bits]]
+
+
+def test_figures_of_gates() -> None:
+    named = set(re.findall(r"`([a-z_0-9]+)`", text_of(ROOT / "docs" / "report.md")))
+    assert {*HEADLINE, *OF_LONG_TEXTS, SIZE} <= named
+
+
+def test_routes_are_those_of_the_server() -> None:
+    shown = set()
+    for row in rows_of("serving.md", "Path"):
+        shown |= set(re.findall(r"`([A-Z]+ [^`]+)`", row[0]))
+    served = {
+        f"{method} {route.path}"
+        for api in app.APIS
+        for route in api.router.routes
+        for method in getattr(route, "methods", set()) - {"HEAD"}
+    }
+    served = {name.replace("{name:path}", "NAME") for name in served}
+    assert shown == served - {"GET /page/{name}"} | {"GET /openapi.json"}
+
+
+def test_metrics_are_those_of_the_server() -> None:
+    load = Load(1, 0, 1, 0, 2, 0, 0, 0)
+    registry = new_registry(Metrics(), lambda: load, "m", positions=2)
+    given = set(re.findall(r"^# TYPE (\S+)", generate_latest(registry).decode(), re.MULTILINE))
+    shown = {
+        name for row in rows_of("serving.md", "Metric") for name in re.findall(r"`(\S+)`", row[0])
+    }
+    assert shown | {"vllm:spec_decode_num_accepted_tokens_per_pos_total"} == given
+
+
+def test_modes_of_speculation() -> None:
+    shown = {row[0].strip("`") for row in rows_of("speculation.md", "`--speculate`")}
+    assert shown == set(MODES) - {"off"}
+
+
+def test_reference_has_every_public_name() -> None:
+    shown = re.findall(r"^::: lowbit\.(\S+)$", text_of(ROOT / "docs" / "reference.md"), re.M)
+    for package in (lowbit.runtime, lowbit.convert):
+        room = package.__name__.removeprefix("lowbit.")
+        homes = {f"{room}.{home}.{name}" for name, home in package._HOMES.items()}
+        assert homes <= set(shown)
+    for name in shown:
+        module, _, attribute = name.rpartition(".")
+        tree = ast.parse(text_of(ROOT / f"{module.replace('.', '/')}.py"))
+        assert attribute in {getattr(node, "name", None) for node in tree.body}, name
+
+
+def test_block_of_yarn_is_read() -> None:
+    [block] = re.findall(r"```json\n(.*?)```", text_of(ROOT / "docs/long-contexts.md"), re.S)
+    bundled = ROOT / "examples" / "models" / "tiny-qwen3" / "config.json"
+    config = loads(bundled.read_bytes()) | {"max_position_embeddings": 40960}
+    config.pop("rope_parameters", None)
+    config |= {"rope_theta": 1e6} | loads(f"{{{block}}}".encode())
+    assert read_config(config).max_position_embeddings == 131072
+
+
+def test_the_site_can_be_installed() -> None:
+    groups = tomllib.loads(text_of(ROOT / "pyproject.toml"))["dependency-groups"]
+    pinned = {line.split("==")[0].lower() for line in text_of(ROOT / "constraints.txt").split()}
+    names = {re.split(r"[>=\[<]", entry)[0] for entry in groups["docs"]}
+    assert "mkdocs-material" in names
+    assert names <= pinned
