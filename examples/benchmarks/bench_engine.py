@@ -7,6 +7,8 @@ Random weights in the shapes of real models, INT4 recipe; sizes are those of
   tokens   a step of k tokens of one sequence against a step of one
   turn     first token of a second turn after a long history, alone and after another conversation
   prompt   longest gap between two tokens of 16 sequences while a prompt of 8,000 is run beside them
+  pressure second turns of four conversations in turn beside eight sequences, where the cache has
+           room for all and where it has room for two, so that pages are evicted while others run
 """
 
 import gc
@@ -14,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import click
 import torch
@@ -31,6 +34,7 @@ PROMPT, NEW = 64, 128
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16)
 POSITION = 192  # tokens before a timed step
 HISTORY, ASKED = 32_000, 8
+CONVERSATIONS, BESIDE, ANSWER = 4, 8, 2000  # tokens of the answers beside them
 LONG_PROMPT = 8_000
 STEPS = 20
 
@@ -133,24 +137,58 @@ def first_token_ms(engine: Engine, ids: list[int]) -> float:
     return elapsed
 
 
-def turn(size: str) -> None:
-    """Print the time to the first token of a second turn after a long history."""
-    engine = random_engine(size, 4, HISTORY + 1024, 1, 2 * HISTORY + 4096)
+def turn(size: str, tokens: int = HISTORY) -> None:
+    """Print the time to the first token of a second turn after so many tokens."""
+    engine = random_engine(size, 4, tokens + 1024, 1, 2 * tokens + 4096)
     times = []
     for other in (False, True):
         for attempt in range(3):
             engine.forget()
-            history = ids_of(HISTORY, attempt)
+            history = ids_of(tokens, attempt)
             answer = engine.generate(history, GREEDY, 16).result()
             if other:
-                engine.generate(ids_of(HISTORY, 77), GREEDY, 16).result()
+                engine.generate(ids_of(tokens, 77), GREEDY, 16).result()
             again = [*history, *answer, *ids_of(ASKED, 5)]
             times.append(first_token_ms(engine, again))
     shown = [" ".join(f"{ms:.1f}" for ms in each) for each in (times[:3], times[3:])]
     print(
-        f"{size:<9} turn    second turn after {HISTORY:,} tokens: {shown[0]} ms, after another "
+        f"{size:<9} turn    second turn after {tokens:,} tokens: {shown[0]} ms, after another "
         f"conversation: {shown[1]} ms"
     )
+
+
+def pressure(size: str, tokens: int = HISTORY) -> None:
+    """Print first tokens of second turns and the longest gap of others, with room and without."""
+    for room in (CONVERSATIONS + 1, CONVERSATIONS // 2):
+        engine = random_engine(size, 4, tokens + 2048, BESIDE + 1, room * tokens + BESIDE * 4096)
+        histories = [ids_of(tokens, 100 + index) for index in range(CONVERSATIONS)]
+        for history in histories:
+            history += [*engine.generate(history, GREEDY, 16).result(), *ids_of(ASKED, 5)]
+        others = [engine.generate(ids_of(PROMPT, i), GREEDY, ANSWER) for i in range(BESIDE)]
+        while not all(each.begun for each in others):
+            engine.step()
+        firsts, gaps = zip(*(_first_beside(engine, history) for history in histories), strict=True)
+        shown = " ".join(f"{ms:.0f}" for ms in firsts)
+        print(
+            f"{size:<9} pressure {CONVERSATIONS} conversations of {tokens:,} tokens in turn, room "
+            f"for {room}: first tokens {shown} ms, "
+            f"longest gap of {BESIDE} others {max(gaps):.1f} ms"
+        )
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _first_beside(engine: Engine, ids: list[int]) -> tuple[float, float]:
+    """Time to the first token of a prompt, and the longest step until then: ms."""
+    handle = engine.submit(TokenRequest(tuple(ids), GREEDY, 4))
+    marks = [time.perf_counter()]
+    while not handle.begun:
+        engine.step()
+        marks.append(time.perf_counter())
+    handle.cancel()
+    engine.step()
+    return (marks[-1] - marks[0]) * 1e3, max(b - a for a, b in pairwise(marks)) * 1e3
 
 
 def wait_beside(engine: Engine, first: int) -> tuple[float, float]:
@@ -194,20 +232,28 @@ def prompt(size: str) -> None:
     )
 
 
-PARTS = {"batches": batches, "tokens": tokens, "turn": turn, "prompt": prompt}
+PARTS = {
+    "batches": batches,
+    "tokens": tokens,
+    "turn": turn,
+    "prompt": prompt,
+    "pressure": pressure,
+}
 
 
 @click.command()
 @click.argument("sizes", nargs=-1)
 @click.option("--only", type=click.Choice(list(PARTS)), multiple=True, help="Parts to run.")
-def main(sizes: tuple[str, ...], only: tuple[str, ...]) -> None:
+@click.option("--history", default=HISTORY, help="Tokens before second turns.")
+def main(sizes: tuple[str, ...], only: tuple[str, ...], history: int) -> None:
     """Measure all parts on all sizes."""
     if not torch.cuda.is_available():
         raise click.ClickException("bench_engine needs an NVIDIA GPU")
     print(torch.cuda.get_device_name())
     for size in sizes or ("8B", "1.7B", "3.5-2B"):
         for part in only or PARTS:
-            PARTS[part](size)
+            given = (history,) if part in ("turn", "pressure") else ()
+            PARTS[part](size, *given)
             gc.collect()
             torch.cuda.empty_cache()
 
