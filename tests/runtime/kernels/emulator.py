@@ -11,7 +11,8 @@ the target of a copy is NaN until the kernel has waited for the copy.
 
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,11 @@ FLOAT, INT, LONG = np.float32, np.int32, np.int64
 
 
 class BranchApartError(Exception):
-    """Some programs take a branch and others do not."""
+    """Programs take different branches, or loops of different lengths."""
 
-    def __init__(self, taken: np.ndarray):
+    def __init__(self, branch: np.ndarray):
         super().__init__("programs branch apart")
-        self.taken = taken  # [programs]
+        self.branch = branch  # [programs], a number for each branch
 
 
 class Lanes(np.ndarray):
@@ -149,7 +150,8 @@ class Memory:
             ]
             return tuple(lanes(np.select(apart, [part[i] for part in parts])) for i in range(words))
         values, at = self.place(address, 4 * words, shared, reading=True)
-        found = values.view(INT)[at[..., None] // 4 + np.arange(words)]
+        size = 4 * words
+        found = values[: len(values) // size * size].view(INT).reshape(-1, words)[at // size]
         return tuple(lanes(found[..., i]) for i in range(words))
 
     def store(self, address: Any, words: tuple[Any, ...], inside: Any, shared: bool) -> None:
@@ -186,17 +188,23 @@ def run_kernel(
             try:
                 Emulation(memory, programs, grid).function(kernel)(*given, *constants)
             except BranchApartError as found:
-                groups += [programs[:, found.taken], programs[:, ~found.taken]]
+                groups += [programs[:, found.branch == n] for n in np.unique(found.branch)]
 
 
-def even_range(*bounds: Any) -> range:
-    """`range` of numbers that are the same in all programs that run together."""
-    for each in bounds:
-        first = np.asarray(each).flat[0]
-        same = np.atleast_1d(np.asarray(each) == first)
-        if not same.all():
-            raise BranchApartError(np.asarray(same.reshape(len(same), -1).all(1)))
-    return range(*(int(np.asarray(each).flat[0]) for each in bounds))
+def even_range(*bounds: Any) -> Iterable[Any]:
+    """`range` of as many numbers in all programs that run together, which may begin apart."""
+    each = [np.asarray(bound, INT) for bound in bounds]
+    if all((bound == bound.flat[0]).all() for bound in each):
+        return range(*(int(bound.flat[0]) for bound in each))
+    given = (INT(0), *each) if len(each) == 1 else each
+    start, stop, step = np.broadcast_arrays(*(*given, INT(1))[:3])
+    assert (step > 0).all()
+    count = np.maximum(-((start - stop) // step), 0)
+    of_programs = count.reshape(len(count), -1)
+    assert (of_programs == of_programs[:, :1]).all(), "lanes of a program loop apart"
+    if (count != count.flat[0]).any():
+        raise BranchApartError(of_programs[:, 0])
+    return (lanes(start + n * step) for n in range(int(count.flat[0])))
 
 
 class Copies:
@@ -239,7 +247,8 @@ class Emulation:
             scope = dict[str, Any](range=even_range)
             made = types.FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__)
             self.made[id(fn)] = made
-            scope |= {name: self.value(name, x) for name, x in fn.__globals__.items()}
+            given = fn.__globals__
+            scope |= {n: self.value(n, given[n]) for n in names_in(fn.__code__) if n in given}
         return self.made[id(fn)]
 
     def value(self, name: str, x: Any) -> Any:
@@ -250,6 +259,13 @@ class Emulation:
         if type(x).__name__ == "GluonJITFunction":
             return self.function(x)
         return x.value if type(x).__name__ == "constexpr" else x
+
+
+@cache
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """What a function's code may look up in its module."""
+    inner = (names_in(x) for x in code.co_consts if isinstance(x, types.CodeType))
+    return frozenset(code.co_names).union(*inner)
 
 
 def language(memory: Memory, programs: np.ndarray, grid: tuple[int, ...]) -> Any:
@@ -466,34 +482,43 @@ def bytes_of(first: Lanes, second: Lanes, selector: int) -> Lanes:
     return lanes(np.ascontiguousarray(picked).view(INT)[..., 0])
 
 
-def product(c: Any, a: Any, b: Any, values: Callable[[Any], np.ndarray], each: int) -> Any:
-    """C + a @ b; a register holds `each` values of k."""
-    outer = a[0].shape[:-1]
-    kind = values(a[0]).dtype
-    A = np.zeros((*outer, 16, 8 * each), kind)
-    B = np.zeros((*outer, 8 * each, 8), kind)
-    g, t = np.divmod(np.arange(32), 4)
-    for i in range(each):
-        for half in range(2):
-            k = half * 4 * each + each * t + i
-            A[..., g, k] = values(a[2 * half])[..., i]
-            A[..., g + 8, k] = values(a[2 * half + 1])[..., i]
-            B[..., k, g] = values(b[half])[..., i]
-    D = A @ B
-    places = ((g, 2 * t), (g, 2 * t + 1), (g + 8, 2 * t), (g + 8, 2 * t + 1))
-    return tuple(lanes(c[i] + D[..., row, column]) for i, (row, column) in enumerate(places))
+def product(c: Any, a: Any, b: Any, values: Callable[..., np.ndarray], each: int) -> Any:
+    """C + a @ b; a register holds `each` values of k.
+
+    Lane 4 * g + t holds values of row g of a, and of column g of b, and results of row g.
+    """
+    outer = np.shape(c[0])[:-1]
+    rows = values(a, outer).reshape(*outer, 2, 2, 8, 4, each)  # half of k, half of m, g, t
+    columns = values(b, outer).reshape(*outer, 2, 8, 4, each)
+    n = len(outer)
+    before = tuple(range(n))
+    A = rows.transpose(*before, n + 1, n + 2, n, n + 3, n + 4).reshape(*outer, 16, 8 * each)
+    B = columns.transpose(*before, n, n + 2, n + 3, n + 1).reshape(*outer, 8 * each, 8)
+    D = (A @ B).reshape(*outer, 2, 8, 4, 2)
+    halves = [(half, i) for half in range(2) for i in range(2)]
+    return tuple(
+        lanes(c[at] + D[..., half, :, :, i].reshape(*outer, 32))
+        for at, (half, i) in enumerate(halves)
+    )
+
+
+def registers(words: tuple[Any, ...], outer: tuple[int, ...]) -> np.ndarray:
+    """Registers of the same kind beside each other, in front of the lanes."""
+    found = np.empty((*outer, len(words), 32), INT)
+    for i, word in enumerate(words):
+        found[..., i, :] = word
+    return found
 
 
 def mma(c: Any, a0: Any, a1: Any, a2: Any, a3: Any, b0: Any, b1: Any) -> Any:
-    def values(word: Any) -> np.ndarray:
-        return np.stack(halves(lanes(np.broadcast_to(word, b0.shape))), -1)
+    def values(words: tuple[Any, ...], outer: tuple[int, ...]) -> np.ndarray:
+        return np.stack(halves(lanes(registers(words, outer))), -1)
 
     return product(c, (a0, a1, a2, a3), (b0, b1), values, 2)
 
 
 def integer_mma(c: Any, a0: Any, a1: Any, a2: Any, a3: Any, b0: Any, b1: Any) -> Any:
-    def values(word: Any) -> np.ndarray:
-        whole = np.ascontiguousarray(np.broadcast_to(word, b0.shape))
-        return whole.view(np.int8).reshape(*whole.shape, 4).astype(INT)
+    def values(words: tuple[Any, ...], outer: tuple[int, ...]) -> np.ndarray:
+        return registers(words, outer).view(np.int8).astype(INT)
 
     return product(c, (a0, a1, a2, a3), (b0, b1), values, 4)
