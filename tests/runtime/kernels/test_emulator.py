@@ -15,15 +15,8 @@ from lowbit.runtime.kernels.linear import gemv as gemv_module
 from lowbit.runtime.kernels.linear.dense import dense_gemv, dense_gemv_ref
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_ref
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
-from tests.runtime.kernels.emulator import (
-    INT,
-    BranchApartError,
-    Copies,
-    Memory,
-    even_range,
-    lanes,
-    run_kernel,
-)
+from tests.runtime.kernels.emulated_lanes import INT, BranchApartError, lanes
+from tests.runtime.kernels.emulator import Copies, Memory, even_range, run_kernel
 
 MakeTiled = Callable[..., TiledLinear]
 Randn = Callable[..., Tensor]
