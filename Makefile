@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MODEL := examples/models/tiny-qwen3
 PACKED := demo-out/tiny-qwen3-int4
 
-.PHONY: demo docs test test-scripts test-kernels test-clients check fix clean
+.PHONY: demo docs test test-scripts test-kernels test-every-kernel test-clients check fix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lowbit-convert $(MODEL) $(PACKED) --method rtn --overwrite --report --eval-text examples/data/stories-eval.txt
@@ -14,7 +14,10 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev  # a thread a process: those of several wait for each other's cores
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not gpu and not kernels and not clients and not scripts"
 
-test-kernels: $(VENV)/.installed-dev  # compiles every kernel for every kind of card; one at a time, since they are few and long
+test-kernels: $(VENV)/.installed-dev  # compiles every kernel for every kind of card, in half of its launches; one at a time, since they are few and long
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist load --maxschedchunk 1 -m "kernels and not every_kernel" tests/runtime
+
+test-every-kernel: $(VENV)/.installed-dev  # before a release: every launch of every kernel
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist load --maxschedchunk 1 -m kernels tests/runtime
 
 test-scripts: $(VENV)/.installed-dev  # those of examples/

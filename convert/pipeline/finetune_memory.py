@@ -1,7 +1,8 @@
 """Peak memory of training a head for multi-token prediction, estimated before it begins.
 
 With P weights of the head and T tokens of width h:
-    states    3 T h * 4 bytes: the trunk's states, embeddings, and those of the windows learned from
+    states    7/2 T h * 4 bytes a window: the trunk's states; of seven eighths, which are learned
+              from, a copy and embeddings; of the others six times as much while rounds are counted
     head      7 P * 4: as it is, positions on the grid, weights made of them, the gradients of both,
               and two moments of Adam; 3 P * 4 more in RAM while they are saved
     rows      of the model's head, and the logits of a window on them, four times
@@ -42,7 +43,7 @@ def training_memory(
     columns = T + ROUNDS * (steps - 1)
     rows = min(V, rows)
     values = 7 * P + rows * (h + 4 * columns) + steps * columns * (4 * widest + 8 * h)
-    window = 4 * 3 * T * h
+    window = 4 * 7 * T * h // 2
     trunk = logits_peak_bytes(config, windows, device=device)
     work = max(count * window + 4 * values * 5 // 4, trunk)
     saved = 4 * 3 * P

@@ -87,6 +87,12 @@ def hybrid() -> Path:
 
 
 @pytest.fixture(scope="session")
+def short_hybrid(shorten: Shorten) -> Path:
+    """The first layer of each kind of `hybrid`, and its MTP head."""
+    return shorten("tiny-qwen3.5")
+
+
+@pytest.fixture(scope="session")
 def small_config() -> Config:
     """config.json of the small random model, without a tied head."""
     return dict(SMALL)

@@ -109,11 +109,11 @@ def test_another_command_leaves_finished_layers_alone(
     ("model", "method"),
     [
         ("short", "weighted"),
-        ("hybrid", "weighted"),
-        ("hybrid", "gptq"),
+        ("short_hybrid", "weighted"),
+        ("short_hybrid", "gptq"),
         ("short", "autoround"),
         ("short", "gptq+autoround+distill"),
-        ("hybrid", "gptq+autoround+distill"),
+        ("short_hybrid", "gptq+autoround+distill"),
     ],
 )
 def test_layers_get_closer_to_the_original(
@@ -121,8 +121,7 @@ def test_layers_get_closer_to_the_original(
 ) -> None:
     source: Path = request.getfixturevalue(model)
     done = calibrated(source, method, head="bf16", group_size=32)
-    layers = 2 if model == "short" else 4
-    assert [row.layer for row in done.calibration] == list(range(layers))
+    assert [row.layer for row in done.calibration] == [0, 1]
     better = [row.chosen < row.rtn for row in done.calibration]
     if method != "weighted":  # which wins little, and not everywhere
         assert all(better)

@@ -14,6 +14,7 @@ from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.original.evaluation_text import Text, default_texts, tokenize
 from lowbit.convert.original.weights import open_weights
 from lowbit.formats.errors import ResourceError
+from tests.short_models import Shorten
 
 if TYPE_CHECKING:
     from tests.convert.measure.conftest import Measure, WholeLogits
@@ -30,9 +31,11 @@ def texts(stories: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def pair(
+    request: pytest.FixtureRequest, shorten: Shorten, tmp_path_factory: pytest.TempPathFactory
+) -> list[Path]:
     """An original and its INT4 form."""
-    source = Path(__file__).parents[3] / "examples/models" / request.param
+    source = shorten(request.param)
     return [source, convert(source, tmp_path_factory.mktemp("pair") / "packed", Recipe()).folder]
 
 

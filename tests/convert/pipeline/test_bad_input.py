@@ -167,8 +167,17 @@ def test_tensors_that_do_not_fit(
     refuse(make_model(tmp_path / "source", edit=edit), message, hint)
 
 
-@pytest.mark.parametrize("name", [UP, NORM, EMBEDDING])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        (UP, torch.bfloat16),
+        (UP, torch.float16),
+        (NORM, torch.float32),
+        (EMBEDDING, torch.bfloat16),
+        (EMBEDDING, torch.float32),
+    ],
+    ids=str,
+)
 def test_nan_and_infinity_are_counted(
     refuse: Refuse,
     tmp_path: Path,

@@ -78,13 +78,12 @@ def test_rows_are_those_of_the_original_rounded(hybrid: Path, made: Path) -> Non
     )
 
 
-def test_rows_of_a_rotated_head_are_in_its_basis(tmp_path: Path) -> None:
+def test_rows_of_a_rotated_head_are_in_its_basis(tmp_path: Path, short: Path) -> None:
     from lowbit.convert.plan.method import Method
 
-    tiny = Path(__file__).parents[3] / "examples/models/tiny-qwen3"
     recipe = Recipe(draft_vocabulary=200, method=Method.parse("gptq+rotate"), head="int8")
     request = CalibrationRequest(samples=1, length=16)
-    folder = convert(tiny, tmp_path / "out", recipe, calibration=request).folder
+    folder = convert(short, tmp_path / "out", recipe, calibration=request).folder
     head = open_draft_head(folder, json.loads((folder / "config.json").read_text()))
     assert head is not None
     stored = load_file(folder / "model.safetensors")
@@ -93,7 +92,7 @@ def test_rows_of_a_rotated_head_are_in_its_basis(tmp_path: Path) -> None:
     )[head.ids.long()]
     w = dequantize(unpack(head.packed, 4, 256), head.scale)
     assert (w - whole).norm() / whole.norm() < 0.12
-    verify_folder(folder, str(tiny), quiet)
+    verify_folder(folder, str(short), quiet)
 
 
 def test_other_tools_load_the_folder_as_without(hybrid: Path, made: Path, tmp_path: Path) -> None:

@@ -96,8 +96,11 @@ def test_verified_against_the_fused_source(packed: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe("int8", head="bf16")], ids=["int4", "int8"])
-@pytest.mark.parametrize("source", [SINGLE, FUSED], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    ("source", "recipe"),
+    [(SINGLE, Recipe("int8", head="bf16")), (FUSED, Recipe())],
+    ids=["single-int8", "fused-int4"],
+)
 def test_transformers_computes_what_we_mean(tmp_path: Path, source: Path, recipe: Recipe) -> None:
     """In BF16, to which transformers rounds the weights of experts whatever it is asked for."""
     from transformers import AutoModelForCausalLM

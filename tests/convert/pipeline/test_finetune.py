@@ -121,13 +121,17 @@ def test_loss_is_that_of_chained_drafts(hybrid: Path) -> None:
     assert float(found) == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_a_better_head_is_put_in_place(
-    blurred: Path, folder: Path, text: Path, hashes: "Hashes"
-) -> None:
-    before = load_file(folder / "model.safetensors")
-    old = read_manifest(folder)
+@pytest.fixture(scope="module")
+def whole(made: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Finetuned:
+    """A training that nothing interrupts, of a folder with a report."""
+    folder = Path(shutil.copytree(made, tmp_path_factory.mktemp("whole") / "packed"))
     (folder / "quality.json").write_text("{}")
-    done = run(folder, text)
+    return run(folder, text)
+
+
+def test_a_better_head_is_put_in_place(blurred: Path, made: Path, whole: Finetuned) -> None:
+    before, old = load_file(made / "model.safetensors"), read_manifest(made)
+    done, folder = whole, whole.folder
     assert done.exchanged
     assert done.after[-1].tokens_a_round > done.before[-1].tokens_a_round
     assert (done.windows, done.held_out) == (21, 3)
@@ -155,11 +159,9 @@ def test_a_better_head_is_put_in_place(
 
 
 def test_interrupted_it_continues_to_the_same_bytes(
-    made: Path, folder: Path, text: Path, hashes: "Hashes", monkeypatch: pytest.MonkeyPatch
+    whole: Finetuned, folder: Path, text: Path, hashes: "Hashes", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(finetune, "SAVED", 4)
-    other = Path(shutil.copytree(made, folder.parent / "other"))
-    whole = run(other, text)
     untouched = hashes(folder)
     reached: list[int] = []
 
@@ -177,7 +179,7 @@ def test_interrupted_it_continues_to_the_same_bytes(
     assert 9 in reached  # step 8 was kept
     assert 8 not in reached[2:]
     assert again.after == whole.after
-    assert hashes(folder) == hashes(other)
+    assert hashes(folder) == hashes(whole.folder) != untouched
 
 
 def test_a_head_that_is_no_better_is_not(

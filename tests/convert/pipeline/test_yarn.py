@@ -30,7 +30,7 @@ YARN: dict[str, Any] = {
     "factor": 4.0,
     "original_max_position_embeddings": ORIGINAL,
 }
-METHODS = {"short": Method.parse("gptq"), "hybrid": RTN}
+METHODS = {"short": Method.parse("gptq"), "short_hybrid": RTN}
 
 
 def stated(folder: Path, out: Path) -> Path:

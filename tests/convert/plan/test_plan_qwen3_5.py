@@ -281,7 +281,6 @@ def later(name: str) -> dict[str, Any]:
     ("name", "size", "bits"),
     [
         ("Qwen3.6-27B", "27B", 5.28),
-        ("Qwen3.8-27B", "27B", 5.28),
         ("Qwen3.6-35B-A3B", "35B-A3B", 4.54),
     ],
 )

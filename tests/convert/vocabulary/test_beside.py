@@ -17,6 +17,7 @@ from lowbit.convert.report.files import source_card
 from lowbit.convert.vocabulary.beside import CutRequest, cut_beside
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.kept_vocabulary import read_kept_vocabulary
+from tests.short_models import Shorten
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli, Hashes
@@ -25,6 +26,20 @@ FEW = 512
 STORIES = Path(__file__).parents[3] / "examples/data/stories-eval.txt"
 OPTIONS = ("--method", "absmax", "--device", "cpu", "--keep-vocabulary", str(FEW))
 Spoil = Callable[[Path, Path], object]
+
+
+@pytest.fixture(scope="module")
+def hybrid(short_hybrid: Path) -> Path:
+    return short_hybrid
+
+
+@pytest.fixture(scope="module")
+def beside(hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an original and its cut form, as a conversion to `out` leaves it."""
+    folder = tmp_path_factory.mktemp("beside")
+    source = Path(shutil.copytree(hybrid, folder / "source"))
+    cut_vocabulary(source, folder / "out.original", FEW, texts=())
+    return folder
 
 
 def test_the_option_does_both_steps(
@@ -98,11 +113,11 @@ def _other_template(source: Path, cut: Path) -> None:
     ],
 )
 def test_something_else_beside_is_refused(
-    hybrid: Path, tmp_path: Path, spoil: Spoil, keep: int, named: str
+    beside: Path, tmp_path: Path, spoil: Spoil, keep: int, named: str
 ) -> None:
-    source = Path(shutil.copytree(hybrid, tmp_path / "source"))
-    cut = cut_vocabulary(source, tmp_path / "out.original", FEW, texts=()).folder
-    spoil(source, cut)
+    shutil.copytree(beside, tmp_path, dirs_exist_ok=True)
+    source = tmp_path / "source"
+    spoil(source, tmp_path / "out.original")
     with pytest.raises(LowbitError) as found:
         _again(source, tmp_path / "out", keep)
     assert named in str(found.value)
@@ -115,8 +130,8 @@ def _again(source: Path, out: Path, keep: int) -> None:
     cut_beside(str(source), None, out, request, lambda phase, done, total: None)
 
 
-def test_fused_experts_are_used_again(tmp_path: Path) -> None:
-    source = Path(__file__).parents[3] / "examples/models/tiny-qwen3.5-moe"
+def test_fused_experts_are_used_again(tmp_path: Path, shorten: Shorten) -> None:
+    source = shorten("tiny-qwen3.5-moe")
     for _ in range(2):
         _again(source, tmp_path / "out", FEW)
 

@@ -18,6 +18,7 @@ from lowbit.convert.vocabulary.cut import CutModel
 from lowbit.formats.draft_head import open_draft_head
 from lowbit.formats.errors import FormatError, LowbitError
 from lowbit.formats.kept_vocabulary import read_kept_vocabulary
+from tests.short_models import Shorten
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli, Hashes, MakeModel
@@ -29,9 +30,14 @@ EMBEDDING = "model.language_model.embed_tokens.weight"
 
 
 @pytest.fixture(scope="module")
-def small_cut(tmp_path_factory: pytest.TempPathFactory) -> CutModel:
+def hybrid(short_hybrid: Path) -> Path:
+    return short_hybrid
+
+
+@pytest.fixture(scope="module")
+def small_cut(hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> CutModel:
     folder = tmp_path_factory.mktemp("cut")
-    return cut_vocabulary(MODELS / "tiny-qwen3.5", folder / "out", MANY - 100)
+    return cut_vocabulary(hybrid, folder / "out", MANY - 100)
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -152,8 +158,8 @@ def test_an_untied_model_in_shards(tmp_path: Path, make_model: "MakeModel") -> N
     assert {row["content"]: int(id) for id, row in decoder.items()} == numbers
 
 
-def test_fused_experts_stay_fused(tmp_path: Path) -> None:
-    source = MODELS / "tiny-qwen3.5-moe"
+def test_fused_experts_stay_fused(tmp_path: Path, shorten: Shorten) -> None:
+    source = shorten("tiny-qwen3.5-moe")
     done = cut_vocabulary(source, tmp_path / "out", FEW)
     before = load_file(source / "model.safetensors")
     after = load_file(done.folder / "model.safetensors")
@@ -172,18 +178,20 @@ def test_the_tokens_that_a_text_uses_are_kept(hybrid: Path, tmp_path: Path) -> N
     assert all(row.tokens_after > row.tokens_before for row in done.lengths)
 
 
-def test_the_same_bytes_again(tmp_path: Path, small_cut: CutModel, hashes: "Hashes") -> None:
-    again = cut_vocabulary(MODELS / "tiny-qwen3.5", tmp_path / "again", MANY)
+def test_the_same_bytes_again(
+    hybrid: Path, tmp_path: Path, small_cut: CutModel, hashes: "Hashes"
+) -> None:
+    again = cut_vocabulary(hybrid, tmp_path / "again", MANY)
     assert hashes(again.folder) == hashes(small_cut.folder)
 
 
 def test_an_interrupted_cut_starts_over(
-    tmp_path: Path, small_cut: CutModel, hashes: "Hashes"
+    hybrid: Path, tmp_path: Path, small_cut: CutModel, hashes: "Hashes"
 ) -> None:
     def stop(phase: str, done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    source, out = MODELS / "tiny-qwen3.5", tmp_path / "out"
+    source, out = hybrid, tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         cut_vocabulary(source, out, MANY, progress=stop)
     assert not out.exists()

@@ -10,21 +10,23 @@ from click.testing import CliRunner
 from lowbit.formats.architectures import footprint
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.shell import tables
-from lowbit.runtime import load
+from lowbit.runtime import SamplingParams, load
 from lowbit.runtime.bench import profiling
 from lowbit.runtime.bench.bench import StepBytes, bench
 from lowbit.runtime.bench.profiling import Span, gpu_spans, profile
 from lowbit.runtime.bench.render import show_profile
 from lowbit.runtime.bench.settings import BenchSettings
 from lowbit.runtime.cli.main import main
+from tests.short_models import Shorten
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 BUNDLED = MODELS / "tiny-qwen3"
-LAYERS = 6
+LAYERS = 2
+GREEDY = SamplingParams()
 
 
-def test_operators_of_a_step() -> None:
-    model = load(BUNDLED, device="cpu", context=64)
+def test_operators_of_a_step(shorten: Shorten) -> None:
+    model = load(shorten("tiny-qwen3"), device="cpu", context=64)
     found = profile(model, BenchSettings(8, 12))
     by_name = {each.name: each for each in found.kernels}
     assert found.steps == 10
@@ -47,22 +49,24 @@ def test_operators_of_a_step() -> None:
     assert kinds["weights"].bytes_per_s == pytest.approx(rate)
 
 
-def test_the_model_works_afterwards() -> None:
-    model = load(BUNDLED, device="cpu", context=64)
-    before = model.generate("Once", raw=True, max_new_tokens=8).token_ids
+def test_the_model_works_afterwards(shorten: Shorten) -> None:
+    model = load(shorten("tiny-qwen3"), device="cpu", context=64)
+    before = model.generate("Once", raw=True, sampling=GREEDY, max_new_tokens=8).token_ids
     profile(model, BenchSettings(8, 12, sampled=True))
-    assert model.generate("Once", raw=True, max_new_tokens=8).token_ids == before
+    after = model.generate("Once", raw=True, sampling=GREEDY, max_new_tokens=8).token_ids
+    assert after == before
 
 
-def test_command_shows_it(capfd: pytest.CaptureFixture[str]) -> None:
+def test_command_shows_it(capfd: pytest.CaptureFixture[str], shorten: Shorten) -> None:
+    folder = str(shorten("tiny-qwen3"))
     options = ("--prompt-tokens", "8", "--new-tokens", "5", "--runs", "1", "--device", "cpu")
-    table = CliRunner().invoke(main, ("bench", str(BUNDLED), "--profile", *options))
+    table = CliRunner().invoke(main, ("bench", folder, "--profile", *options))
     assert table.exit_code == 0
     assert table.stderr == ""
     assert capfd.readouterr().err == ""  # of libraries, which write past sys.stderr
     for words in ("3 decode steps", "aten::mm", "keys and values", "a token, not profiled"):
         assert words in table.stdout
-    found = CliRunner().invoke(main, ("bench", str(BUNDLED), "--profile", "--json", *options))
+    found = CliRunner().invoke(main, ("bench", folder, "--profile", "--json", *options))
     shown = json.loads(found.stdout)
     assert shown["profile"]["steps"] == 3
     assert shown["profile"]["kernels"][0]["us_per_call"] > 0

@@ -2,9 +2,8 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import repeat
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,15 +19,21 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.stats import Speculated
 from tests.runtime.engine.speculate.guesses import Guesser, drafting_by
+from tests.short_models import Shorten
 
-MODELS = Path(__file__).parents[3] / "examples" / "models"
-HYBRID = str(MODELS / "tiny-qwen3.5")
 SHORT = ("--prompt-tokens", "9", "--new-tokens", "12", "--runs", "2", "--device", "cpu")
 MTP = ("--speculate", "mtp", "--draft-tokens", "2")
+Run = Callable[..., Result]
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ("bench", HYBRID, *arguments))
+@pytest.fixture(scope="module")
+def hybrid(shorten: Shorten) -> str:
+    return str(shorten("tiny-qwen3.5"))
+
+
+@pytest.fixture
+def run(hybrid: str) -> Run:
+    return lambda *arguments: CliRunner().invoke(main, ("bench", hybrid, *arguments))
 
 
 def check_counts(found: dict[str, Any], tokens: int) -> None:
@@ -39,7 +44,7 @@ def check_counts(found: dict[str, Any], tokens: int) -> None:
     assert found["rounds"] + sum(found["accepted"]) <= tokens
 
 
-def test_json_has_the_drafts_of_the_timed_runs() -> None:
+def test_json_has_the_drafts_of_the_timed_runs(run: Run) -> None:
     result = run("--json", *SHORT, *MTP)
     assert result.exit_code == 0, result.stderr
     measured = json.loads(result.stdout)
@@ -53,7 +58,7 @@ def test_json_has_the_drafts_of_the_timed_runs() -> None:
     assert plain["weight_bytes"] < measured["weight_bytes"]
 
 
-def test_the_table_says_what_it_measured() -> None:
+def test_the_table_says_what_it_measured(run: Run) -> None:
     table = run(*SHORT, *MTP).stdout
     for words in (
         "tokens a round",
@@ -70,7 +75,7 @@ def test_the_table_says_what_it_measured() -> None:
 
 
 @pytest.mark.parametrize("sweep", [("--contexts", "5,9"), ("--batches", "1,3")], ids=" ".join)
-def test_every_point_has_its_drafts(sweep: tuple[str, str]) -> None:
+def test_every_point_has_its_drafts(run: Run, sweep: tuple[str, str]) -> None:
     # --contexts takes no --prompt-tokens
     options = (*sweep, *SHORT[2:], *MTP)
     points = json.loads(run("--json", *options).stdout)["points"]
@@ -87,7 +92,9 @@ def test_every_point_has_its_drafts(sweep: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_batch_is_counted_by_its_tokens(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+def test_a_batch_is_counted_by_its_tokens(
+    hybrid: str, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
     """The clock counts steps, each of which gives three tokens of every sequence."""
     clock = [0.0]
     step = Engine.step
@@ -96,7 +103,7 @@ def test_a_batch_is_counted_by_its_tokens(monkeypatch: pytest.MonkeyPatch, batch
         clock[0] += 1.0
         return step(engine)
 
-    model = load(HYBRID, device="cpu", context=128, speculate="ngram", draft_tokens=6)
+    model = load(hybrid, device="cpu", context=128, speculate="ngram", draft_tokens=6)
     engine, truths = model.engine, {}
     engine.drafting = None
     for index in range(batch):
@@ -113,8 +120,8 @@ def test_a_batch_is_counted_by_its_tokens(monkeypatch: pytest.MonkeyPatch, batch
     assert speed.speculation.tokens_a_round == 3.0
 
 
-def test_the_factor_is_against_runs_without_drafts_in_turn() -> None:
-    model = load(HYBRID, device="cpu", context=64, speculate="mtp", draft_tokens=2)
+def test_the_factor_is_against_runs_without_drafts_in_turn(hybrid: str) -> None:
+    model = load(hybrid, device="cpu", context=64, speculate="mtp", draft_tokens=2)
     engine, runner = model.engine, model.engine.runner
     before = engine.drafting, runner.trail, runner.graphs
     seen, rates = [], iter((9, 9, 100, 150, 90, 160, 110, 200))
@@ -136,8 +143,8 @@ def test_the_factor_is_against_runs_without_drafts_in_turn() -> None:
     assert bench_module.in_turn(model, 1, run)[1] is None
 
 
-def test_drafts_are_back_after_a_run_that_fails() -> None:
-    model = load(HYBRID, device="cpu", context=64, speculate="mtp", draft_tokens=2)
+def test_drafts_are_back_after_a_run_that_fails(hybrid: str) -> None:
+    model = load(hybrid, device="cpu", context=64, speculate="mtp", draft_tokens=2)
     engine, runner = model.engine, model.engine.runner
     graphs = runner.graphs
     with pytest.raises(RequestError), bench_module.plain_steps(engine, Graphs()):
@@ -165,8 +172,10 @@ class Given:
         return [0] * self.beside
 
 
-def test_tokens_of_the_first_step_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load(HYBRID, device="cpu", context=64)
+def test_tokens_of_the_first_step_are_not_timed(
+    hybrid: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(hybrid, device="cpu", context=64)
     monkeypatch.setattr(Engine, "generate", lambda *_: Given(beside=3, rest=6))
     assert bench_module.timed_run(model, BenchSettings(1, 10)).tokens == 6
     monkeypatch.setattr(Engine, "generate", lambda *_: Given(beside=9, rest=0))
@@ -185,14 +194,14 @@ def test_no_speculation_sums_to_none() -> None:
     assert summed([one, one]) == Speculated(4, (4, 2), (2, 2), 2.0)
 
 
-def test_a_step_moves_no_bytes_of_the_head() -> None:
+def test_a_step_moves_no_bytes_of_the_head(hybrid: str) -> None:
     plain, with_head = (
-        load(HYBRID, device="cpu", context=64, speculate=mode) for mode in ("off", "mtp")
+        load(hybrid, device="cpu", context=64, speculate=mode) for mode in ("off", "mtp")
     )
     assert step_bytes(plain, 10) == step_bytes(with_head, 10)
 
 
-def test_a_profile_is_of_plain_steps() -> None:
+def test_a_profile_is_of_plain_steps(run: Run) -> None:
     result = run("--profile", *SHORT, *MTP)
     assert result.exit_code == 2
     assert "--profile looks at plain steps: no --speculate" in result.stderr

@@ -21,6 +21,7 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner
+from tests.short_models import Shorten
 
 BUNDLED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
 SHORT = ("--new-tokens", "4", "--runs", "1", "--device", "cpu")
@@ -30,8 +31,9 @@ Run = Callable[..., Result]
 
 
 @pytest.fixture
-def run() -> Run:
-    return lambda *arguments: CliRunner().invoke(main, ("bench", str(BUNDLED), *arguments))
+def run(shorten: Shorten) -> Run:
+    folder = str(shorten("tiny-qwen3"))
+    return lambda *arguments: CliRunner().invoke(main, ("bench", folder, *arguments))
 
 
 def dots(path: Path) -> list[tuple[float, float]]:
@@ -51,7 +53,7 @@ def test_contexts(run: Run, tmp_path: Path) -> None:
     assert (found["new_tokens"], found["sampled"]) == (4, False)
     points = found["points"]
     assert [each["at"] for each in points] == [8, 40, 90]
-    token = 2 * 6 * 2 * 64 * 2  # keys and values of six layers, two heads of 64, BF16
+    token = 2 * 2 * 2 * 64 * 2  # keys and values of two layers, two heads of 64, BF16
     assert [each["kv_bytes"] for each in points] == [n * token for n in (10, 42, 92)]
     first = points[0]
     assert first["relative"] == 1.0
@@ -102,7 +104,7 @@ def test_group_sizes(run: Run, tmp_path: Path) -> None:
     assert [each["at"] for each in found["points"]] == [32, 64, 128]
     sizes = [each["step_bytes"] for each in found["points"]]
     # A scale and a zero of two bytes for each group; twice for the INT8 head: two planes of codes.
-    codes = 6 * (256 * 256 * 2 + 256 * 256 + 3 * 768 * 256) + 2 * VOCABULARY * 256
+    codes = 2 * (256 * 256 * 2 + 256 * 256 + 3 * 768 * 256) + 2 * VOCABULARY * 256
     assert sizes[0] - sizes[1] == codes // 64 * 4
     assert sizes[1] - sizes[2] == codes // 128 * 4
     assert len(dots(plot)) == 3

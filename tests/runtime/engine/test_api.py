@@ -43,8 +43,8 @@ def test_a_trained_model_tells_a_story(model: lowbit.Model) -> None:
 
 def test_streaming_gives_the_text_of_generate(model: lowbit.Model) -> None:
     for params in (GREEDY, HOT):
-        whole = model.generate(START, sampling=params, max_new_tokens=80)
-        stream = model.stream(START, sampling=params, max_new_tokens=80)
+        whole = model.generate(START, sampling=params, max_new_tokens=30)
+        stream = model.stream(START, sampling=params, max_new_tokens=30)
         pieces = list(stream)
         assert all(pieces)
         assert "".join(pieces) == whole.text

@@ -19,7 +19,7 @@ from lowbit.runtime.state.step import NO_SLOT, Span, Step
 from lowbit.runtime.thresholds import EXACT_TOKENS, SEQUENCE_TOKENS
 from tests.short_models import Shorten
 
-NEW = 8  # tokens until which a sequence is watched
+NEW = 5  # tokens until which a sequence is watched
 LENGTHS = (60, 5, 70, 1, 130, 64, 16, 9, 200, 17, 3, 90, 48, 2, 33, 128)
 CASES = [
     (name, dtype, recipe, "bf16")
@@ -127,13 +127,13 @@ def left_by(
     return found
 
 
-@pytest.mark.parametrize(("watched", "counts"), [(0, (1, 7, 16, 63)), (7, (3, 15, 32))])
+@pytest.mark.parametrize(("watched", "counts"), [(0, (1, 16)), (7, (7, 63))])
 def test_a_sequence_leaves_the_same_bits_in_any_company(
     model: lowbit.Model, logits: Rows, watched: int, counts: tuple[int, ...]
 ) -> None:
     alone = left_by(model.engine, logits, watched)
     everybody = [number for number in range(EXACT_TOKENS) if number != watched]
-    for count, turned in zip(counts, (False, True, False, True), strict=False):
+    for count, turned in zip(counts, (False, True), strict=True):
         others = everybody[-count:] if turned else everybody[:count]
         left_by(model.engine, logits, watched, others, turned).assert_equals(alone)
 

@@ -89,9 +89,14 @@ def test_the_graph_gives_the_tokens_of_the_step(
     assert recorded(graphs) == [(1, CONTEXT)]
 
 
-@EVERY
 @pytest.mark.parametrize(
-    ("first", "prompt", "expected"), [(12, PROMPT, [48, 128]), (4, [9], [4, 16, 64, 128])]
+    ("params", "first", "prompt", "expected"),
+    [
+        (HOT, 12, PROMPT, [48, 128]),
+        (GREEDY, 4, [9], [4, 16, 64, 128]),
+        (STRICT, 4, [9], [4, 16, 64, 128]),
+    ],
+    ids=["hot-12", "greedy-4", "strict-4"],
 )
 def test_a_request_that_outgrows_its_graph_records_another(
     graphs: lowbit.Model,

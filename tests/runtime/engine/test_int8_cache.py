@@ -33,7 +33,7 @@ def load(folder: Path, kv_cache: KVCache = "int8", **options: Any) -> lowbit.Mod
     return lowbit.load(folder, device="cpu", kv_cache=kv_cache, **given)
 
 
-def request_of(number: int, count: int = 24) -> lowbit.TokenRequest:
+def request_of(number: int, count: int = 14) -> lowbit.TokenRequest:
     generator = torch.Generator().manual_seed(number)
     ids = torch.randint(4000, ((30, 129, 64, 7)[number],), generator=generator).tolist()
     return lowbit.TokenRequest(tuple(ids), HOT if number % 2 else GREEDY, count)
@@ -89,7 +89,7 @@ def test_logits_are_those_of_transformers_with_rounded_keys_and_values(
     assert added > 1e-4 * float(exact.norm())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3.5", "tiny-qwen3.5-moe"])
 def test_kl_that_int8_adds_to_held_out_text(name: str) -> None:
     """At the model's full length, in FP32, so that nothing else is rounded."""
     text = (EXAMPLES / "data" / "stories-eval.txt").read_text()

@@ -33,7 +33,6 @@ LONG = message(1100)  # longer than a chunk
 CASES = [
     ("tiny-qwen3", torch.float32, "bf16"),
     ("tiny-qwen3.5", torch.bfloat16, "bf16"),
-    ("tiny-qwen3.5-moe", torch.bfloat16, "bf16"),
     ("tiny-qwen3", torch.bfloat16, "int8"),
     ("tiny-qwen3.5-moe", torch.bfloat16, "int8"),
 ]
@@ -95,7 +94,7 @@ def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
 def test_prompts_with_any_common_prefix(model: lowbit.Model, watch: Watch) -> None:
     engine, fresh = new_engine(model), new_engine(model)
     whole = [*SYSTEM, *FIRST, *SECOND, 5, 6, 7]
-    lengths = [1, 63, 64, 65, 89, 90, 91, 127, 128, 159, 160, 161, 230, 289, 290, 292, 293]
+    lengths = [1, 63, 64, 65, 89, 90, 91, 128, 159, 160, 161, 289, 290, 293]
     hits = set()
     watch.run(engine, whole)
     for shared in DRAW.sample(lengths, len(lengths)):
@@ -169,7 +168,7 @@ def test_conversations_in_turn_are_as_if_each_were_alone(model: lowbit.Model, wa
         ids = opening
         for question in questions:
             ids = [*ids, *question, 3]
-            reused, found = watch.run(engine, ids, 12)
+            reused, found = watch.run(engine, ids, 5)
             ids = [*ids, *found[1].tolist()]
             yield reused, found
 

@@ -16,6 +16,7 @@ from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.stream import TextRequest, answer_all
 from lowbit.runtime.state.device_state import CacheSize
+from tests.short_models import Shorten
 
 BUNDLED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
 GREEDY = lowbit.SamplingParams()
@@ -32,8 +33,8 @@ Ids = tuple[int, ...]
 
 
 @pytest.fixture(scope="module")
-def loaded() -> lowbit.Model:
-    return lowbit.load(BUNDLED, device="cpu", context=256, max_sequences=4)
+def loaded(shorten: Shorten) -> lowbit.Model:
+    return lowbit.load(shorten("tiny-qwen3"), device="cpu", context=256, max_sequences=4)
 
 
 @pytest.fixture

@@ -11,57 +11,34 @@ the target of a copy is NaN until the kernel has waited for the copy.
 
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tests.runtime.kernels.emulated_lanes import (
+    FLOAT,
+    INT,
+    LONG,
+    BranchApartError,
+    Lanes,
+    bytes_of,
+    code_pairs,
+    from_lane,
+    halves,
+    integer_mma,
+    lanes,
+    mma,
+    over_warp,
+    packed,
+    pairs,
+    threads,
+)
+
 TOGETHER = 256  # programs
-FLOAT, INT, LONG = np.float32, np.int32, np.int64
-
-
-class BranchApartError(Exception):
-    """Some programs take a branch and others do not."""
-
-    def __init__(self, taken: np.ndarray):
-        super().__init__("programs branch apart")
-        self.taken = taken  # [programs]
-
-
-class Lanes(np.ndarray):
-    """Values of every lane."""
-
-    def __bool__(self) -> bool:
-        taken = np.asarray(self, bool)
-        if taken.all() or not taken.any():
-            return bool(taken.all())
-        each = taken.reshape(len(taken), -1)
-        assert (each == each[:, :1]).all(), "lanes of a program branch apart"
-        raise BranchApartError(each[:, 0])
-
-    def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]  # NumPy changes what others name
-        return self + other
-
-    def __isub__(self, other: Any) -> Any:  # type: ignore[misc]
-        return self - other
-
-    def __imul__(self, other: Any) -> Any:  # type: ignore[misc]
-        return self * other
-
-    def to(self, dtype: Any, bitcast: bool = False) -> Any:
-        if isinstance(dtype, torch.dtype):
-            assert dtype == torch.bfloat16
-            rounded = torch.from_numpy(np.ascontiguousarray(self, FLOAT)).bfloat16()
-            return lanes(rounded.view(torch.int16).numpy())
-        if isinstance(dtype, PointerTo):
-            return Pointer(dtype.memory, self, dtype.kind)
-        return lanes(self.view(dtype) if bitcast else self.astype(dtype))
-
-
-def lanes(x: Any) -> Lanes:
-    return np.asarray(x).view(Lanes)
 
 
 class Kind:
@@ -94,6 +71,10 @@ class PointerTo:
     def __init__(self, memory: "Memory", element: Any = INT):
         self.memory = memory
         self.kind = torch.int32 if element is INT else torch.int16
+
+    def at(self, address: Lanes) -> Pointer:
+        """The integer as a pointer."""
+        return Pointer(self.memory, address, self.kind)
 
 
 class Memory:
@@ -149,7 +130,8 @@ class Memory:
             ]
             return tuple(lanes(np.select(apart, [part[i] for part in parts])) for i in range(words))
         values, at = self.place(address, 4 * words, shared, reading=True)
-        found = values.view(INT)[at[..., None] // 4 + np.arange(words)]
+        size = 4 * words
+        found = values[: len(values) // size * size].view(INT).reshape(-1, words)[at // size]
         return tuple(lanes(found[..., i]) for i in range(words))
 
     def store(self, address: Any, words: tuple[Any, ...], inside: Any, shared: bool) -> None:
@@ -186,17 +168,23 @@ def run_kernel(
             try:
                 Emulation(memory, programs, grid).function(kernel)(*given, *constants)
             except BranchApartError as found:
-                groups += [programs[:, found.taken], programs[:, ~found.taken]]
+                groups += [programs[:, found.branch == n] for n in np.unique(found.branch)]
 
 
-def even_range(*bounds: Any) -> range:
-    """`range` of numbers that are the same in all programs that run together."""
-    for each in bounds:
-        first = np.asarray(each).flat[0]
-        same = np.atleast_1d(np.asarray(each) == first)
-        if not same.all():
-            raise BranchApartError(np.asarray(same.reshape(len(same), -1).all(1)))
-    return range(*(int(np.asarray(each).flat[0]) for each in bounds))
+def even_range(*bounds: Any) -> Iterable[Any]:
+    """`range` of as many numbers in all programs that run together, which may begin apart."""
+    each = [np.asarray(bound, INT) for bound in bounds]
+    if all((bound == bound.flat[0]).all() for bound in each):
+        return range(*(int(bound.flat[0]) for bound in each))
+    given = (INT(0), *each) if len(each) == 1 else each
+    start, stop, step = np.broadcast_arrays(*(*given, INT(1))[:3])
+    assert (step > 0).all()
+    count = np.maximum(-((start - stop) // step), 0)
+    of_programs = count.reshape(len(count), -1)
+    assert (of_programs == of_programs[:, :1]).all(), "lanes of a program loop apart"
+    if (count != count.flat[0]).any():
+        raise BranchApartError(of_programs[:, 0])
+    return (lanes(start + n * step) for n in range(int(count.flat[0])))
 
 
 class Copies:
@@ -239,7 +227,8 @@ class Emulation:
             scope = dict[str, Any](range=even_range)
             made = types.FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__)
             self.made[id(fn)] = made
-            scope |= {name: self.value(name, x) for name, x in fn.__globals__.items()}
+            given = fn.__globals__
+            scope |= {n: self.value(n, given[n]) for n in names_in(fn.__code__) if n in given}
         return self.made[id(fn)]
 
     def value(self, name: str, x: Any) -> Any:
@@ -250,6 +239,13 @@ class Emulation:
         if type(x).__name__ == "GluonJITFunction":
             return self.function(x)
         return x.value if type(x).__name__ == "constexpr" else x
+
+
+@cache
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """What a function's code may look up in its module."""
+    inner = (names_in(x) for x in code.co_consts if isinstance(x, types.CodeType))
+    return frozenset(code.co_names).union(*inner)
 
 
 def language(memory: Memory, programs: np.ndarray, grid: tuple[int, ...]) -> Any:
@@ -416,84 +412,3 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         "bytes_of": bytes_of,
     }
     return found
-
-
-def over_warp(x: Lanes, function: Callable[..., Any]) -> Lanes:
-    return lanes(np.broadcast_to(function(x, axis=-1, keepdims=True), x.shape).copy())
-
-
-def from_lane(x: Lanes, lane: Any) -> Lanes:
-    values, at = np.broadcast_arrays(x, np.asarray(lane) % 32)
-    return lanes(np.take_along_axis(values, at, -1))
-
-
-def threads(programs: int, warps: int) -> tuple[Lanes, ...]:
-    _, warp, lane = (lanes(x.astype(INT)) for x in np.indices((programs, warps, 32)))
-    return warp, lane, lanes(np.zeros(lane.shape, INT)), lanes(np.zeros(lane.shape, FLOAT))
-
-
-def halves(word: Lanes) -> tuple[Lanes, Lanes]:
-    """Two BF16 of a word."""
-    return lanes((word << 16).view(FLOAT)), lanes((word & -65536).view(FLOAT))
-
-
-def packed(low: Any, high: Any) -> Lanes:
-    """Two FP32 as BF16 in a word."""
-    a, b = (lanes(x).to(torch.bfloat16).astype(INT) for x in (low, high))
-    return lanes((a & 0xFFFF) | (b << 16))
-
-
-def pairs(word: Lanes, bits: int) -> tuple[Lanes, ...]:
-    """Nibbles in the mantissa of 128.0, as the kernel makes them, less what was added."""
-    found = []
-    for i in range(4):
-        signed = bits == 4 or i % 2 == 1
-        biased = (word >> (4 * i) & 0x000F000F) ^ (0x43084308 if signed else 0x43004300)
-        low, high = halves(lanes(biased))
-        found.append(packed(low - (136 if signed else 128), high - (136 if signed else 128)))
-    return tuple(found)
-
-
-def code_pairs(word: Lanes) -> tuple[Lanes, Lanes]:
-    """Signed bytes 0 and 2, then 1 and 3, as pairs of BF16."""
-    codes = np.ascontiguousarray(word).view(np.int8).reshape(*word.shape, 4).astype(FLOAT)
-    return packed(codes[..., 0], codes[..., 2]), packed(codes[..., 1], codes[..., 3])
-
-
-def bytes_of(first: Lanes, second: Lanes, selector: int) -> Lanes:
-    both = np.stack([first, second], -1).view(np.uint8)
-    picked = both[..., [selector >> (4 * i) & 7 for i in range(4)]]
-    return lanes(np.ascontiguousarray(picked).view(INT)[..., 0])
-
-
-def product(c: Any, a: Any, b: Any, values: Callable[[Any], np.ndarray], each: int) -> Any:
-    """C + a @ b; a register holds `each` values of k."""
-    outer = a[0].shape[:-1]
-    kind = values(a[0]).dtype
-    A = np.zeros((*outer, 16, 8 * each), kind)
-    B = np.zeros((*outer, 8 * each, 8), kind)
-    g, t = np.divmod(np.arange(32), 4)
-    for i in range(each):
-        for half in range(2):
-            k = half * 4 * each + each * t + i
-            A[..., g, k] = values(a[2 * half])[..., i]
-            A[..., g + 8, k] = values(a[2 * half + 1])[..., i]
-            B[..., k, g] = values(b[half])[..., i]
-    D = A @ B
-    places = ((g, 2 * t), (g, 2 * t + 1), (g + 8, 2 * t), (g + 8, 2 * t + 1))
-    return tuple(lanes(c[i] + D[..., row, column]) for i, (row, column) in enumerate(places))
-
-
-def mma(c: Any, a0: Any, a1: Any, a2: Any, a3: Any, b0: Any, b1: Any) -> Any:
-    def values(word: Any) -> np.ndarray:
-        return np.stack(halves(lanes(np.broadcast_to(word, b0.shape))), -1)
-
-    return product(c, (a0, a1, a2, a3), (b0, b1), values, 2)
-
-
-def integer_mma(c: Any, a0: Any, a1: Any, a2: Any, a3: Any, b0: Any, b1: Any) -> Any:
-    def values(word: Any) -> np.ndarray:
-        whole = np.ascontiguousarray(np.broadcast_to(word, b0.shape))
-        return whole.view(np.int8).reshape(*whole.shape, 4).astype(INT)
-
-    return product(c, (a0, a1, a2, a3), (b0, b1), values, 4)

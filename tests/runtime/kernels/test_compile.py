@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,29 +64,42 @@ PREFILL |= EXPERTS_PREFILL
 HOPPER_PREFILL = {"arrange", "gemm", "attend_on_hopper", "widen_pages"}
 
 STARVED = "starved gemv"
-PARTS = {90: 4, 86: 2, 89: 2}  # the first's whole workload is as long as those of three others
-TAKEN = {
-    86: (0,),
-    89: (1,),
-}  # cards of one kind, with the same launches: each compiles half of them
+# The usual run compiles each so-many-th launch of every kernel; 86 and 89 have the same launches.
+USUAL = {90: 2, 80: 2, 120: 2, 86: 4, 89: 4}
+PROCESSES = {90: 2}  # its whole workload is as long as those of three others
 
 Usage = dict[str, Any]
 
 
+def usual(capability: int) -> list[Any]:
+    """Parts of a card that the usual run takes."""
+    return [(capability, part) for part in range(PROCESSES.get(capability, 1))]
+
+
+def others_of(capability: int) -> list[Any]:
+    """Parts of a card with all other launches."""
+    count = PROCESSES.get(capability, 1)
+    marks = pytest.mark.every_kernel
+    return [pytest.param(capability, count + part, marks=marks) for part in range(count)]
+
+
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    ("capability", "part"),
-    [(card, n) for card in SHARED_LIMIT for n in TAKEN.get(card, range(PARTS.get(card, 1)))],
+    ("capability", "part"), [case for card in USUAL for case in usual(card) + others_of(card)]
 )
 def test_kernels_compile(tmp_path: Path, capability: int, part: int) -> None:
-    """Each part names every launch on such a card, and compiles each so-many-th."""
+    """Each part names every launch on such a card, and compiles its share of them."""
     launched = outside(tmp_path, f"{capability} {part}")
     assert launched.pop(STARVED)["stack"] > 0  # the check for spills can fail
     hopper = capability == 90
     few, many = (DECODE | HOPPER, PREFILL | HOPPER_PREFILL) if hopper else (DECODE, PREFILL)
     assert {name.split()[0] for name in launched} == few | many
     found = {name: usage for name, usage in launched.items() if usage is not None}
-    assert list(found) == list(launched)[part :: PARTS.get(capability, 1)]
+    every = shares(list(launched), capability)
+    assert list(found) == every[part]
+    assert sorted(itertools.chain(*every)) == sorted(launched)
+    taken = [name for _, usual_part in usual(capability) for name in every[usual_part]]
+    assert {name.split()[0] for name in taken} == few | many
     decode = {name: usage for name, usage in found.items() if name.split()[0] in few}
     spilled = [
         f"{name}: {usage}"
@@ -100,6 +114,17 @@ def test_kernels_compile(tmp_path: Path, capability: int, part: int) -> None:
         assert shared <= SHARED_LIMIT[capability], name
         assert shared <= STATIC_LIMIT or usage["static"] == 0, name
         assert usage["registers"] * 32 * usage["warps"] <= REGISTERS, name
+
+
+def shares(names: list[str], capability: int) -> list[list[str]]:
+    """Launches of each part: the first and each so-many-th of every kernel, then all others."""
+    earlier, taken, left = Counter[str](), list[str](), list[str]()
+    for name in names:
+        kernel = name.split()[0]
+        (left if earlier[kernel] % USUAL[capability] else taken).append(name)
+        earlier[kernel] += 1
+    count = PROCESSES.get(capability, 1)
+    return [some[part::count] for some in (taken, left) for part in range(count)]
 
 
 @pytest.mark.kernels
@@ -437,9 +462,8 @@ def machine_code(capability: int, part: int) -> dict[str, Usage | None]:
     What other parts compile is None.
     """
     launches = dict(recorded(capability))
-    mine = list(launches)[part :: PARTS.get(capability, 1)]
     found: dict[str, Usage | None] = dict.fromkeys(launches)
-    for name in mine:
+    for name in shares(list(launches), capability)[part]:
         usage = found[name] = compiled(launches[name], capability)
         gemv = launches[name].name == "gemv_one"
         if gemv and usage["registers"] > 64 and STARVED not in found:

@@ -15,7 +15,8 @@ from lowbit.runtime.kernels.linear import gemv as gemv_module
 from lowbit.runtime.kernels.linear.dense import dense_gemv, dense_gemv_ref
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_ref
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
-from tests.runtime.kernels.emulator import BranchApartError, Copies, Memory, lanes, run_kernel
+from tests.runtime.kernels.emulated_lanes import INT, BranchApartError, lanes
+from tests.runtime.kernels.emulator import Copies, Memory, even_range, run_kernel
 
 MakeTiled = Callable[..., TiledLinear]
 Randn = Callable[..., Tensor]
@@ -124,6 +125,21 @@ def test_programs_that_branch_apart_run_apart() -> None:
     assert both[1:2]
     with pytest.raises(BranchApartError) as found:
         bool(both)
-    assert found.value.taken.tolist() == [False, True, False]
+    assert found.value.branch.tolist() == [False, True, False]
     with pytest.raises(AssertionError, match="lanes of a program"):
         bool(both.reshape(1, 3, 2))
+
+
+def test_programs_that_loop_as_often_run_together() -> None:
+    """Wherever each begins; those that loop more often run apart."""
+    start = lanes(np.array([0, 7, 30], np.int32).reshape(3, 1, 1))
+    turns = [np.asarray(at).ravel().tolist() for at in even_range(start, start + 9, 4)]
+    assert turns == [[0, 7, 30], [4, 11, 34], [8, 15, 38]]
+    assert list(even_range(start[:1] + 2, 9, INT(3))) == [2, 5, 8]
+    assert [np.asarray(at).item(0) for at in even_range(start - start + 2)] == [0, 1]
+    assert not list(even_range(start, start - 1, 4))
+    with pytest.raises(BranchApartError) as found:
+        even_range(start, 9, 4)
+    assert found.value.branch.tolist() == [3, 1, 0]
+    with pytest.raises(AssertionError, match="lanes of a program"):
+        even_range(start.reshape(1, 3, 1), 9, 4)

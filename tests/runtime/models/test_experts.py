@@ -30,6 +30,7 @@ from lowbit.runtime.models.loader import (
     open_model,
 )
 from tests.oracle import dequantized_weights
+from tests.short_models import Shorten
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -101,14 +102,16 @@ def test_bf16_is_no_further_off_than_transformers_in_bf16(
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Base], Path]:
-    """`trained(name, base)` is a bundled model, packed."""
+def trained(
+    shorten: Shorten, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, Base], Path]:
+    """`trained(name, base)` is a bundled model with two layers, packed."""
     root, made = tmp_path_factory.mktemp("packed"), dict[tuple[str, Base], Path]()
 
     def pack(name: str, base: Base) -> Path:
         if (name, base) not in made:
             folder = root / f"{name}-{base}"
-            made[name, base] = convert(EXAMPLES / "models" / name, folder, Recipe(base)).folder
+            made[name, base] = convert(shorten(name), folder, Recipe(base)).folder
         return made[name, base]
 
     return pack
@@ -131,9 +134,11 @@ def test_trained_experts_are_those_of_transformers(
     assert distance(model.logits(ids), hub_logits(hub, ids)) < 1e-4
 
 
-def test_scores_are_those_of_the_report(trained: Callable[[str, Base], Path]) -> None:
+def test_scores_are_those_of_the_report(
+    trained: Callable[[str, Base], Path], shorten: Shorten
+) -> None:
     name = "tiny-qwen3.5-moe"
-    source, folder = EXAMPLES / "models" / name, trained(name, "int4")
+    source, folder = shorten(name), trained(name, "int4")
     texts = [Text("stories", "test", STORIES.read_text("utf-8")[:5000])]
     report = measure_logits(open_pair(source, folder), texts).logits
     model = lowbit.load(folder, device="cpu", dtype=torch.float32)

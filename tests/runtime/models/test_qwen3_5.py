@@ -14,6 +14,7 @@ from lowbit.formats.architectures import footprint
 from lowbit.runtime.models.loader import load_decoder, open_model
 from lowbit.runtime.state.device_state import new_state
 from lowbit.runtime.state.pages import PAGE
+from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -219,9 +220,10 @@ def test_the_packed_trained_model_matches_transformers(
 
 
 @pytest.mark.slow
-def test_a_long_sequence_is_the_same_in_chunks_and_token_by_token(
+def test_a_long_sequence_is_the_same_in_chunks_and_in_small_steps(
     converted: Path, set_chunk: Callable[[int], None]
 ) -> None:
+    """Tokens of steps this small have the bits of steps of one: see test_company."""
     model = exact(converted)
     text = (EXAMPLES / "data" / "stories-eval.txt").read_text()
     ids = model.tokenizer.encode(text[:6000])[:1100]  # more than a chunk
@@ -230,6 +232,6 @@ def test_a_long_sequence_is_the_same_in_chunks_and_token_by_token(
     memory = model.engine.runner.state.slots.memory[:, 1]  # the only sequence has the first row
     state = memory.clone()
     memory.zero_()
-    set_chunk(1)
+    set_chunk(SEQUENCE_TOKENS)
     assert distance(model.logits(ids), chunked) < 1e-4
     assert distance(memory, state) < 1e-4

@@ -23,6 +23,7 @@ from lowbit.runtime.cli.main import main
 from lowbit.runtime.models.loader import load_decoder, open_model
 from lowbit.runtime.weights import weights
 from lowbit.runtime.weights.quantized import quantized
+from tests.short_models import Shorten
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -80,8 +81,8 @@ def assert_like_the_folder(source: Path, folder: Path, base: Base) -> None:
         ("tiny-qwen3.5-moe", "int4"),
     ],
 )
-def test_same_tensors_and_tokens(tmp_path: Path, name: str, base: Base) -> None:
-    source = MODELS / name
+def test_same_tensors_and_tokens(tmp_path: Path, name: str, base: Base, shorten: Shorten) -> None:
+    source = shorten(name)
     folder = convert(source, tmp_path / "packed", Recipe(base)).folder
     assert_like_the_folder(source, folder, base)
     answers = []

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +17,8 @@ from lowbit.runtime.engine.speculate.mtp import TRIAL_BEHIND, MtpCache, MtpRound
 from lowbit.runtime.engine.speculate.proposals import Cost, Plan
 from lowbit.runtime.engine.speculate.verify import Verifier
 from tests.runtime.engine.speculate.guesses import Guesser, KnownRounds
+from tests.short_models import Shorten
 
-EXAMPLES = Path(__file__).parents[4] / "examples"
 GREEDY = lowbit.SamplingParams()
 PROMPT = tuple(7 * index % 4000 for index in range(40))
 TOKENS = 257  # of which the first comes from the prompt
@@ -27,9 +26,9 @@ STEP, ROUND, CAUGHT_UP = 1.0, {1: 1.5, 2: 1.9, 3: 2.1}, 0.4  # seconds on the cl
 
 
 @pytest.fixture(scope="module")
-def model() -> lowbit.Model:
+def model(shorten: Shorten) -> lowbit.Model:
     return lowbit.load(
-        EXAMPLES / "models" / "tiny-qwen3.5",
+        shorten("tiny-qwen3.5"),
         device="cpu",
         dtype=torch.float32,
         context=400,

@@ -150,7 +150,7 @@ def models(request: pytest.FixtureRequest) -> dict[str, lowbit.Model]:
     return {"off": load(None, dtype=dtype, quantize=quantize, kv_cache=kv_cache), **drafted}
 
 
-def requests(model: lowbit.Model, count: int = 24) -> list[TokenRequest]:
+def requests(model: lowbit.Model, count: int = 14) -> list[TokenRequest]:
     starts = ("Once upon a time, a little robot", TEXT[:700], "Lily", TEXT[2000:2100])
     params = (GREEDY, HOT, STRICT, replace(HOT, seed=6))
     ids = [model.tokenizer.encode(start, framed=True, context=400) for start in starts]
@@ -165,7 +165,7 @@ def test_drafts_change_nothing(models: dict[str, lowbit.Model]) -> None:
     for request in requests(models["off"]):
         alone.append(plain.submit(request))
         turn = replace(request, prompt=(*request.prompt, *alone[-1].result(), 9, 8))
-        turns.append(plain.submit(replace(turn, max_new_tokens=12)))
+        turns.append(plain.submit(replace(turn, max_new_tokens=8)))
         turns[-1].result()
     for mode, model in models.items():
         if mode != "off":
@@ -181,7 +181,7 @@ def assert_same(model: lowbit.Model, mode: str, alone: list[Handle], turns: list
         assert found.result() == expected.result()
         assert found.log_probabilities == expected.log_probabilities
         rounds += found.tally.rounds
-        later = replace(request, prompt=(*request.prompt, *found.result(), 9, 8), max_new_tokens=12)
+        later = replace(request, prompt=(*request.prompt, *found.result(), 9, 8), max_new_tokens=8)
         again = drafted.submit(later)
         assert again.result() == turn.result()
         assert again.reused

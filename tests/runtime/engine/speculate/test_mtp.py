@@ -22,13 +22,13 @@ from lowbit.runtime.state.device_state import new_state
 from lowbit.runtime.state.host_rings import new_ring
 from lowbit.runtime.state.sampler import new_sampler_rows
 from lowbit.runtime.state.step import lone_step
+from tests.short_models import Shorten
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
-MODELS = EXAMPLES / "models"
-TRAINED = MODELS / "tiny-qwen3.5"
+TRAINED = EXAMPLES / "models" / "tiny-qwen3.5"
 IDS = torch.randint(256, (70,), generator=torch.Generator().manual_seed(3))
 GREEDY = lowbit.SamplingParams(logprobs=1)
 STRICT = lowbit.SamplingParams(0.7, presence_penalty=0.5, frequency_penalty=0.2, seed=4)
@@ -113,11 +113,11 @@ def trained(request: pytest.FixtureRequest) -> dict[str, lowbit.Model]:
     dtype = getattr(torch, request.param)
     return {
         mode: lowbit.load(TRAINED, device="cpu", dtype=dtype, context=400, speculate=mode)
-        for mode in ("off", "ngram", "mtp", "auto")
+        for mode in ("off", "mtp", "ngram" if dtype == torch.float32 else "auto")
     }
 
 
-def requests(model: lowbit.Model, count: int = 30) -> list[TokenRequest]:
+def requests(model: lowbit.Model, count: int = 16) -> list[TokenRequest]:
     text = (EXAMPLES / "data" / "stories-eval.txt").read_text()
     starts = ("Once upon a time, a little robot", text[:700], "Lily", text[2000:2100])
     return [
@@ -130,20 +130,19 @@ def requests(model: lowbit.Model, count: int = 30) -> list[TokenRequest]:
     ]
 
 
-@pytest.mark.parametrize("mode", ["ngram", "mtp", "auto"])
-def test_drafts_of_a_trained_head_change_nothing(
-    trained: dict[str, lowbit.Model], mode: str
-) -> None:
-    assert_same_answers(trained["off"], trained[mode])
+def test_drafts_of_a_trained_head_change_nothing(trained: dict[str, lowbit.Model]) -> None:
+    assert_same_answers(trained["off"], trained["mtp"])
+    other = "ngram" if trained["off"].dtype == torch.float32 else "auto"
+    assert_same_answers(trained["off"], trained[other])
 
 
 @pytest.mark.parametrize(
     ("name", "mode"),
     [("tiny-qwen3.5-moe", "mtp"), ("tiny-qwen3-moe", "ngram")],
 )
-def test_drafts_change_nothing_for_experts(name: str, mode: Mode) -> None:
+def test_drafts_change_nothing_for_experts(name: str, mode: Mode, shorten: Shorten) -> None:
     plain, drafted = (
-        lowbit.load(MODELS / name, device="cpu", context=400, quantize="int4", speculate=each)
+        lowbit.load(shorten(name), device="cpu", context=400, quantize="int4", speculate=each)
         for each in ("off", mode)
     )
     assert_same_answers(plain, drafted)

@@ -125,8 +125,7 @@ PATTERNS: tuple[Callable[[int], int], ...] = (
 )
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-@pytest.mark.parametrize("drafts", [1, 3, 8, 15])
+@pytest.mark.parametrize(("number", "drafts"), [(0, 1), (0, 15), (1, 3), (1, 15), (2, 1), (2, 8)])
 def test_drafts_change_no_bit(model: lowbit.Model, number: int, drafts: int) -> None:
     request = request_of(number)
     plain = left_by(model, request)
@@ -141,19 +140,19 @@ def test_drafts_of_others_change_no_bit(model: lowbit.Model) -> None:
     requests = [request_of(number) for number in range(8)]
     plain = [left_by(model, request) for request in requests]
     truths = {request.prompt: left.tokens for request, left in zip(requests, plain, strict=True)}
-    for count in (2, 7):
+    for count, watched in ((2, 1), (7, 2)):
         model.engine.drafting = drafting_by(guessers(truths, seed=count), model.engine.runner, 15)
-        for watched in (1, 2):
-            others = [each for each in requests if each is not requests[watched]][:count]
-            left_by(model, requests[watched], others).assert_equals(plain[watched])
+        others = [each for each in requests if each is not requests[watched]][:count]
+        left_by(model, requests[watched], others).assert_equals(plain[watched])
 
 
 def limited(number: int, free: int = 5) -> TokenRequest:
     return replace(request_of(number), constraint=Foreseen(free))
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-@pytest.mark.parametrize("by", ["constraint", "drafter"])
+@pytest.mark.parametrize(
+    ("number", "by"), [(0, "constraint"), (1, "drafter"), (2, "constraint"), (2, "drafter")]
+)
 def test_drafts_under_masks_change_no_bit(model: lowbit.Model, number: int, by: str) -> None:
     """The constraint knows tokens, and is wrong at times, or a drafter does."""
     plain = left_by(model, limited(number))
