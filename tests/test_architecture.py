@@ -235,8 +235,10 @@ def modules_of_formats() -> list[str]:
             {"matplotlib", "prompt_toolkit", "transformers", "triton", "wcwidth"},
         ),
         (["lowbit.convert"], {"matplotlib", "transformers", "triton"}),
+        # Where Triton is not to be had, the CPU runs all the same.
+        (["lowbit.runtime.engine.load", "lowbit.runtime.bench.bench"], {"transformers", "triton"}),
     ],
-    ids=["formats", "runtime", "convert"],
+    ids=["formats", "runtime", "convert", "engine"],
 )
 def test_importing_loads_little(modules: list[str], absent: set[str]) -> None:
     code = (
