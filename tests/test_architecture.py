@@ -46,7 +46,7 @@ ORDER = {
     ],
     "runtime": [
         *("text", "thresholds", "state", "weights", "kernels", "backends", "models", "engine"),
-        *("bench", "evaluate", "serve", "conversation", "cli"),
+        *("bench", "machine", "evaluate", "serve", "conversation", "cli"),
     ],
 }
 FAMILY_FOLDERS = ("formats/architectures", "runtime/models", "convert/export/architectures")

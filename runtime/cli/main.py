@@ -6,6 +6,7 @@ from lowbit.formats.shell.commands import Commands, epilog
 from lowbit.formats.shell.version import version_option
 from lowbit.runtime.cli.bench import bench
 from lowbit.runtime.cli.chat import chat
+from lowbit.runtime.cli.doctor import doctor
 from lowbit.runtime.cli.evaluate import evaluate
 from lowbit.runtime.cli.generate import generate
 from lowbit.runtime.cli.serve import serve
@@ -25,5 +26,5 @@ def main() -> None:
     """
 
 
-for command in (generate, chat, serve, bench, evaluate):
+for command in (generate, chat, serve, bench, evaluate, doctor):
     main.add_command(command)
