@@ -42,7 +42,8 @@ ORDER = {
         "files",
         "sampling_ranges",
         *("layout", "safetensors", "hub", "shell", "text", "foreign", "generation", "tasks"),
-        *("kept_vocabulary", "draft_head", "file_names", "packed"),
+        *("kept_vocabulary", "draft_head", "file_names", "judgement", "weight_bits"),
+        "packed",
     ],
     "runtime": [
         *("text", "thresholds", "state", "weights", "kernels", "backends", "models", "engine"),

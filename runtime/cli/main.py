@@ -9,6 +9,7 @@ from lowbit.runtime.cli.chat import chat
 from lowbit.runtime.cli.doctor import doctor
 from lowbit.runtime.cli.evaluate import evaluate
 from lowbit.runtime.cli.generate import generate
+from lowbit.runtime.cli.list import list_models
 from lowbit.runtime.cli.serve import serve
 
 
@@ -26,5 +27,5 @@ def main() -> None:
     """
 
 
-for command in (generate, chat, serve, bench, evaluate, doctor):
+for command in (generate, chat, serve, bench, evaluate, doctor, list_models):
     main.add_command(command)
