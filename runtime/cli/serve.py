@@ -138,8 +138,8 @@ def serve(
 ) -> None:
     """Serve MODEL to clients of OpenAI's and Anthropic's APIs, and a page at /.
 
-    A request takes a row of the batch as soon as one is free. Ctrl-C lets running requests finish;
-    pressed twice, it does not.
+    /docs describes the API. A request takes a row of the batch as soon as one is free. Ctrl-C lets
+    running requests finish; pressed twice, it does not.
     """
     _check_key(api_key)
     try:

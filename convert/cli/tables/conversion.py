@@ -79,7 +79,7 @@ def without_tokenizer(done: Conversion) -> str | None:
 
 
 def next_commands(done: Conversion, found: Reported) -> list[list[str]]:
-    """Commands that judge the folder and run it; those that it lacks something for left out."""
+    """Commands that judge the folder, chat with it and serve it; without those it cannot take."""
     folder = str(done.folder)
     drafter, readable = is_drafter(done.plan.config), without_tokenizer(done) is None
     commands = []
@@ -88,7 +88,7 @@ def next_commands(done: Conversion, found: Reported) -> list[list[str]]:
     if drafter:
         commands.append(["lowbit-run", "MODEL", "--speculate", "dflash", "--drafter", folder])
     elif readable and runtime_verdict(done.plan) is None:
-        commands.append(["lowbit-run", folder])
+        commands += [["lowbit-run", folder], ["lowbit-run", "serve", folder]]
     return commands
 
 
