@@ -6,6 +6,7 @@ from lowbit.formats.shell.commands import Commands, epilog
 from lowbit.formats.shell.version import version_option
 from lowbit.runtime.cli.bench import bench
 from lowbit.runtime.cli.chat import chat
+from lowbit.runtime.cli.compile import compile_kernels
 from lowbit.runtime.cli.doctor import doctor
 from lowbit.runtime.cli.evaluate import evaluate
 from lowbit.runtime.cli.generate import generate
@@ -27,5 +28,5 @@ def main() -> None:
     """
 
 
-for command in (generate, chat, serve, bench, evaluate, doctor, list_models):
+for command in (generate, chat, serve, bench, evaluate, doctor, list_models, compile_kernels):
     main.add_command(command)

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Literal
 
 from lowbit.formats.machine.cores import core_count
+from lowbit.runtime.machine.architectures import COMPILED, LEAST_CAPABILITY
 
 State = Literal["ok", "note", "missing"]  # a note costs something, but no command
 DRIVER = Path("/proc/driver/nvidia/version")
 CUDA = "install PyTorch's build for CUDA: https://pytorch.org/get-started/locally names the command"
-LEAST_CAPABILITY = (8, 0)  # below it there are no products of BF16
-COMPILED = ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))  # kernels are compiled for these in tests
 FAST_CODES = ("AVX2", "AVX512")
 HUB_SECONDS = 10.0
 REQUIREMENT = re.compile(r"([\w.-]+).*;.*extra == ['\"](\w+)['\"]")
