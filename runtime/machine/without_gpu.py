@@ -12,7 +12,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -188,7 +188,8 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
         opened = open_model(folder, options.quantize, options.group_size)
         runner = hollow_runner(opened, options, min(vocabulary, opened.config.vocab_size))
         generation = load_generation_config(folder, opened.config.vocab_size)
-        params = dict.fromkeys((SamplingParams(), sampling_defaults(generation)))
+        likeliest = SamplingParams()
+        params = [likeliest, sampling_defaults(generation), replace(likeliest, logprobs=0)]
         send_steps(runner, params, hopper=capability // 10 == HOPPER)
     return {"compiled": dict(tally.compiled), "found": dict(tally.found)}
 
