@@ -2,10 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# setuptools warns of every editable installation
+INSTALL := PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet -c constraints.txt -e
 MODEL := examples/models/tiny-qwen3
 PACKED := demo-out/tiny-qwen3-int4
 
-.PHONY: demo docs test test-scripts test-kernels test-every-kernel test-clients check fix clean
+.PHONY: demo docs test test-scripts test-kernels test-every-kernel test-clients check install-check install-check-quick fix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lowbit-convert $(MODEL) $(PACKED) --method rtn --overwrite --report --eval-text examples/data/stories-eval.txt
@@ -34,6 +36,12 @@ check: $(VENV)/.installed-dev  # never rewrites
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+install-check: $(VENV)/.installed-dev  # the wheel in an empty environment, away from the clone
+	.ci/install-check $(BIN)/python
+
+install-check-quick: $(VENV)/.installed-dev  # the same with the libraries of .venv
+	.ci/install-check $(BIN)/python borrow
+
 fix: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -44,15 +52,15 @@ $(BIN)/python:
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	$(INSTALL) .
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[serve]' --group dev
+	$(INSTALL) '.[serve]' --group dev
 	touch $@
 
 $(VENV)/.installed-clients: $(VENV)/.installed-dev
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[evaluate]' --group clients
+	$(INSTALL) '.[evaluate]' --group clients
 	touch $@
 
 $(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python

@@ -74,6 +74,8 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for word in {word for line in LINES for word in words_of(line)}:
         if word.endswith(READ) and "/" not in word:
             Path(word).write_text("Once upon a time there was a robot. " * 100)
+        if word.endswith(".toml"):
+            Path(word).write_text('model = "org/name"\n')
     monkeypatch.setattr("lowbit.convert.original.device.open_device", lambda name: None)
 
 

@@ -1,5 +1,7 @@
 """What `python -m build` makes of the tree: every package, every data file, nothing else."""
 
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,7 +27,9 @@ pytestmark = pytest.mark.slow
 def build(tree: Path, *kinds: str) -> None:
     command = [sys.executable, "-m", "build", "--no-isolation", *kinds, str(tree)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "Warning: " not in said, said
 
 
 def wheel_names(path: Path) -> list[str]:
@@ -121,6 +125,22 @@ def test_sdist_holds_what_tests_and_demo_need(sdist: Path) -> None:
     assert {
         f"tests/{path.relative_to(ROOT / 'tests')}" for path in (ROOT / "tests").rglob("*.py")
     } <= names
+
+
+def test_an_editable_installation_warns_of_nothing(dist: Path) -> None:
+    """With the warnings that the Makefile leaves."""
+    filters = re.search(r'PYTHONWARNINGS="([^"]+)"', (ROOT / "Makefile").read_text())
+    assert filters is not None
+    done = subprocess.run(
+        [sys.executable, "-c", "import setuptools.build_meta as b; b.build_editable('made')"],
+        cwd=dist.parent,
+        env={**os.environ, "PYTHONWARNINGS": filters[1]},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert list((dist.parent / "made").glob("*.whl"))
+    assert "Warning" not in done.stdout + done.stderr, done.stderr
 
 
 def test_sdist_makes_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path) -> None:

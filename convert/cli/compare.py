@@ -1,12 +1,17 @@
 """`lowbit-convert compare`."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from lowbit.convert.cli.options import device_option
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import folders, json_option, output_file
-from lowbit.formats.shell.output import print_json
+from lowbit.formats.shell.output import note, print_json
+
+if TYPE_CHECKING:
+    from lowbit.convert.report.comparison import FolderComparison
 
 
 @click.command(
@@ -15,6 +20,7 @@ from lowbit.formats.shell.output import print_json
     Examples:
       lowbit-convert compare qwen3-8b-int4 qwen3-8b-mixed --out compare.html
       lowbit-convert compare qwen3-8b-int4 qwen3-8b-int4-gptq --diff
+      lowbit-convert compare qwen3-8b-* --bench --tasks gsm8k --record all.json
     """,
 )
 @click.argument(
@@ -33,36 +39,82 @@ from lowbit.formats.shell.output import print_json
     help="Write the comparison as a page, too, with size against loss plotted.",
 )
 @click.option(
+    "--record",
+    "kept",
+    type=click.Path(path_type=Path),
+    callback=output_file,
+    metavar="FILE.json",
+    help="Add quality, size, speed, tasks, recipe and command of each DIR to FILE, and to a page "
+    "beside it; what was measured of the same conversion before gives way.",
+)
+@click.option("--bench", is_flag=True, help="Measure the speed of each DIR on this machine first.")
+@click.option(
+    "--tasks", metavar="NAMES", help="Score each DIR on tasks first, with commas between them."
+)
+@device_option
+@click.option(
     "--diff",
     is_flag=True,
     help="Show which settings and weights of two differ; needs no reports.",
 )
 @json_option
 @reported
-def compare(places: tuple[Path, ...], out: Path | None, diff: bool, as_json: bool) -> None:
+def compare(
+    places: tuple[Path, ...],
+    out: Path | None,
+    kept: Path | None,
+    bench: bool,
+    tasks: str | None,
+    device: str,
+    diff: bool,
+    as_json: bool,
+) -> None:
     """Put packed checkpoints of one original side by side.
 
     Reads the reports that `lowbit-convert report` left in each DIR. The others are compared with
-    the first.
+    the first. --device is where --bench and --tasks run.
     """
     if diff:
-        if len(places) != 2 or out is not None:
-            raise click.UsageError("--diff takes two folders, and writes no page.")
+        if len(places) != 2 or (out, kept, tasks) != (None, None, None) or bench:
+            raise click.UsageError("--diff takes two folders, measures nothing and writes nothing.")
         _show_difference(*places, as_json)
         return
+    from lowbit.convert.measure.lowbit_run import measure_speed, score_tasks
     from lowbit.convert.report.comparison import compare as compare_folders
     from lowbit.convert.report.comparison_page import render_comparison, write_comparison
+    from lowbit.convert.report.variants import check_record
     from lowbit.formats.files.atomic import attempt
     from lowbit.formats.shell.tables import results
 
-    found = compare_folders(places)
+    found = compare_folders(places)  # before the long work, too
+    if kept is not None:
+        check_record(kept)
+    for place in places:
+        if bench:
+            measure_speed(place, device)
+        if tasks is not None:
+            score_tasks(place, tasks, device)
+    if bench or tasks is not None:
+        found = compare_folders(places)
     failure = None if out is None else attempt(lambda: write_comparison(out, found))
     if as_json:
         print_json(found.to_json())
     else:
         render_comparison(results(), found, out if failure is None else None)
+    if kept is not None:
+        _record(kept, found)
     if failure is not None:
         raise failure
+
+
+def _record(path: Path, found: "FolderComparison") -> None:
+    """Add the folders to the record."""
+    from lowbit.convert.report.comparison_page import model_name
+    from lowbit.convert.report.variants import added, read_variants, variants_of, write_variants
+
+    new = variants_of(found, model_name(found))
+    page = write_variants(path, added(read_variants(path), new))
+    note(f"recorded in {path}, shown in {page}")
 
 
 def _show_difference(a: Path, b: Path, as_json: bool) -> None:

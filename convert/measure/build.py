@@ -10,15 +10,15 @@ from lowbit.convert.measure.command import command_of
 from lowbit.convert.measure.coverage import Coverage
 from lowbit.convert.measure.record import LogitQuality, QualityReport, Sizes
 from lowbit.convert.measure.weights import WeightQuality
-from lowbit.convert.plan.plan import bits_per_weight, count_parameters
-from lowbit.formats.architectures import is_carried, is_tied, kind_of, part_of, tensor_table
+from lowbit.formats.architectures import is_tied, kind_of, part_of, tensor_table
 from lowbit.formats.draft_head import DRAFT_FILE, entries, name_in
 from lowbit.formats.file_names import REPORT_FILES
-from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest
+from lowbit.formats.layout.manifest import MANIFEST_FILE
 from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.printable import printable
 from lowbit.formats.safetensors.checkpoint import DTYPES, Checkpoint
 from lowbit.formats.tasks import manifest_sha256
+from lowbit.formats.weight_bits import weight_bits
 
 
 def build_report(
@@ -108,37 +108,3 @@ def measure_sizes(packed: PackedCheckpoint, source: Checkpoint | None = None) ->
 
 def _bytes_of(checkpoint: Checkpoint) -> int:
     return sum(info.nbytes for info in checkpoint.tensors.values())
-
-
-def weight_bits(checkpoint: Checkpoint, manifest: Manifest | None) -> float:
-    """Bits of a folder's weight files over the model's parameters.
-
-    Where lowbit.json is absent, the parameters are those of config.json, in which a head that was
-    untied to be packed counts apart from the embedding.
-
-    Args:
-        checkpoint: its headers; the files need not be on this machine.
-        manifest: its lowbit.json; None where it has none.
-
-    Raises:
-        UnsupportedModelError: an architecture that is not implemented.
-    """
-    ends: dict[str, int] = {}
-    for info in checkpoint.tensors.values():  # the last tensor ends its file
-        ends[info.file] = max(ends.get(info.file, 0), info.offset + info.nbytes)
-    size = sum(ends.values())
-    if manifest is not None:
-        rows = manifest.source_tensors
-        return bits_per_weight(size, count_parameters((r.name, r.shape, r.fate) for r in rows))
-    table = tensor_table(checkpoint.config, checkpoint.tensors)
-    count = sum(
-        math.prod(spec.shape)
-        for spec in table
-        if not (is_tied(checkpoint.config) and spec.role == "head")
-    )
-    count += sum(
-        math.prod(info.shape)
-        for name, info in checkpoint.tensors.items()
-        if is_carried(checkpoint.config, name)
-    )
-    return bits_per_weight(size, count)

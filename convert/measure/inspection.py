@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lowbit.convert.measure.build import weight_bits
 from lowbit.formats.architectures import kind_of, read_config
 from lowbit.formats.architectures.names import spans
 from lowbit.formats.draft_head import BITS, DRAFT_FILE
@@ -19,6 +18,7 @@ from lowbit.formats.layout.quantization_config import KEY
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.packed import PackedCheckpoint, check_packed, open_packed
 from lowbit.formats.safetensors.checkpoint import Checkpoint
+from lowbit.formats.weight_bits import weight_bits
 
 VISION = "vision tower"
 DRAFT_HEAD = "draft head"

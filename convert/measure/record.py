@@ -5,6 +5,7 @@ An infinite figure is stored as null, since JSON has no infinity.
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,8 @@ from lowbit.convert.measure.ranges import check_ranges
 from lowbit.convert.measure.routing import Routing
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.formats.file_names import QUALITY_FILE
+from lowbit.formats.judgement import REPORT_AGAIN, SCHEMA, VERDICT
 from lowbit.formats.layout.records import load_object, record
-
-SCHEMA = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,14 +297,16 @@ class QualityReport:
     coverage: tuple[Coverage, ...] = ()
     long: LongQuality | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """The object that quality.json holds."""
+    def to_json(self, verdict: Mapping[str, str | None] | None = None) -> dict[str, Any]:
+        """The object that quality.json holds; `verdict` has its grade and title."""
         content: dict[str, Any] = finite({"schema": SCHEMA, **asdict(self)})
+        if verdict is not None:
+            content[VERDICT] = dict(verdict)
         return content
 
-    def to_bytes(self) -> bytes:
-        """The file's content."""
-        return (json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n").encode()
+    def to_bytes(self, verdict: Mapping[str, str | None] | None = None) -> bytes:
+        """The file's content; see `to_json`."""
+        return (json.dumps(self.to_json(verdict), indent=1, allow_nan=False) + "\n").encode()
 
 
 def read_quality(folder: Path) -> QualityReport | None:
@@ -316,11 +318,11 @@ def read_quality(folder: Path) -> QualityReport | None:
             cannot be.
     """
     path = folder / QUALITY_FILE
-    hint = "make the report again with `lowbit-convert report`"
     try:
-        content = load_object(path, "schema", SCHEMA, hint)
+        content = load_object(path, "schema", SCHEMA, REPORT_AGAIN)
     except FileNotFoundError:
         return None
+    content.pop(VERDICT, None)  # it follows from the figures
     found = record(QualityReport, content, str(path))
     check_ranges(found, str(path))
     if found.logits is not None and found.logits.drafting is not None:

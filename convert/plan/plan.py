@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
@@ -43,6 +43,7 @@ from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.packed import FLOATS, OUTPUT_DTYPES
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, MAX_CONFIG_BYTES, TensorInfo
 from lowbit.formats.safetensors.shards import Shard, lay_out
+from lowbit.formats.weight_bits import bits_per_weight, count_parameters
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 HEAD = "lm_head.weight"
@@ -386,24 +387,3 @@ def _carry(source: TensorInfo, dropped: bool) -> Step:
 def _drop(source: TensorInfo, part: str) -> Step:
     """A tensor of a part that the recipe leaves out."""
     return Step(source, "dropped", f"{part}: as the recipe says", None, None, ())
-
-
-def bits_per_weight(weight_bytes: int, parameters: int) -> float:
-    """Bits of a folder's weight files over the model's parameters.
-
-    Args:
-        weight_bytes: sum of the sizes of the safetensors files, headers included: packed linears
-            with their scales, embedding, norms, and all else that is stored.
-        parameters: `count_parameters` of the source.
-    """
-    return 8 * weight_bytes / parameters if parameters else 0.0
-
-
-def count_parameters(sources: Iterable[tuple[str, tuple[int, ...], Fate]]) -> int:
-    """Weights of the source that are in the folder, a tied head's counted once.
-
-    Args:
-        sources: name, shape and fate of every source tensor; a name may come again.
-    """
-    shapes = {name: shape for name, shape, fate in sources if fate != "dropped"}
-    return sum(math.prod(shape) for shape in shapes.values())

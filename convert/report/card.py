@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-from lowbit.convert.measure.build import weight_bits
 from lowbit.convert.measure.pair import is_rotated
 from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.plan.readers import vllm_reasons
@@ -21,6 +20,7 @@ from lowbit.formats.layout.quantization_config import unserved
 from lowbit.formats.layout.scheme import SERVED_BITS, Scheme
 from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.tasks import TaskReport
+from lowbit.formats.weight_bits import weight_bits
 
 TEMPLATE = "card.md.jinja"
 NO_TARGET = "FOLDER"  # stands in commands until there is a repository

@@ -7,12 +7,13 @@ from typing import Any, TypeVar
 
 from lowbit.convert.measure.paired import PairedDifference, paired_difference
 from lowbit.convert.measure.record import LogitQuality, QualityReport, finite, read_quality
+from lowbit.convert.measure.speed import Speed, read_speed
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.linears import scheme_text
 from lowbit.convert.report.verdict import Verdict, judge
-from lowbit.formats.errors import CheckpointError, RequestError
+from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
 from lowbit.formats.layout.manifest import Manifest, read_manifest
-from lowbit.formats.tasks import manifest_sha256
+from lowbit.formats.tasks import TaskResult, manifest_sha256, read_tasks
 
 Value = TypeVar("Value")
 
@@ -59,6 +60,10 @@ class FolderRow:
         logit_cosine: mean over tokens.
         weight_cosine: mean over the linears that are packed in every folder, by their weights;
             None where there are none.
+        manifest_sha256: of lowbit.json's bytes; None where another tool made the folder.
+        command: that makes the folder again; None where lowbit.json does not say.
+        speed: of its bench.json; None where that is missing or cannot be read.
+        tasks: of its tasks.json; empty where there are none of this conversion.
     """
 
     name: str
@@ -77,6 +82,10 @@ class FolderRow:
     perplexity_change: float
     logit_cosine: float
     weight_cosine: float | None
+    manifest_sha256: str | None
+    command: str | None
+    speed: Speed | None
+    tasks: tuple[TaskResult, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +225,26 @@ def _row(entry: MeasuredFolder, first: MeasuredFolder, shared: Collection[str]) 
         perplexity_change=logits.perplexity_change,
         logit_cosine=logits.cosine_mean,
         weight_cosine=mean_cosine([w for w in entry.report.weights if w.name in shared]),
+        manifest_sha256=entry.report.manifest_sha256,
+        command=entry.report.command,
+        speed=_speed(entry.folder),
+        tasks=_tasks(entry.folder),
     )
+
+
+def _speed(folder: Path) -> Speed | None:
+    try:
+        return read_speed(folder)
+    except LowbitError:
+        return None
+
+
+def _tasks(folder: Path) -> tuple[TaskResult, ...]:
+    try:
+        found = read_tasks(folder)
+    except LowbitError:
+        return ()
+    return found.tasks if found is not None and found.is_current(folder) else ()
 
 
 def method_text(manifest: Manifest | None) -> str:

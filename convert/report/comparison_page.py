@@ -6,6 +6,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from lowbit.convert.report.comparison import FolderComparison, FolderRow
@@ -57,6 +58,8 @@ def render_comparison(console: Console, found: FolderComparison, page: Path | No
             cosine(row.logit_cosine),
         )
     console.print(loss, near)
+    if any(row.speed is not None or row.tasks for row in found.rows):
+        console.print(_measured(found.rows))
     console.print(
         Text(
             f"{printable(found.text_name)}: {found.scored_tokens:,} tokens in {found.windows} "
@@ -67,6 +70,25 @@ def render_comparison(console: Console, found: FolderComparison, page: Path | No
     )
     if page is not None:
         console.print(Text(f"page: {page}", style="dim"))
+
+
+def _measured(rows: Sequence[FolderRow]) -> Table:
+    """Speed and scores of folders that have some."""
+    table = plain_table("", ("folder", "device", "tasks"), ("tok/s", "first token"))
+    for row in rows:
+        speed = row.speed
+        scores = (
+            f"{task.task} {MISSING if task.value is None else number(task.value, 4)}"
+            for task in row.tasks
+        )
+        table.add_row(
+            Text(printable(row.name)),
+            "" if speed is None else speed.device,
+            ", ".join(scores),
+            MISSING if speed is None else number(speed.decode_tokens_per_s, 1),
+            MISSING if speed is None else f"{number(1e3 * speed.first_token_s, 1)} ms",
+        )
+    return table
 
 
 def verdict_text(row: FolderRow) -> str:
@@ -112,7 +134,7 @@ def comparison_page(found: FolderComparison) -> str:
     return render_page(
         "compare.html.jinja",
         found=found,
-        model=_model(found),
+        model=model_name(found),
         best=best,
         smallest=frontier(found.rows)[0],
         difference=difference_text,
@@ -121,7 +143,7 @@ def comparison_page(found: FolderComparison) -> str:
     )
 
 
-def _model(found: FolderComparison) -> str:
+def model_name(found: FolderComparison) -> str:
     """Name of the original, `Qwen/Qwen3-8B` or `a qwen3 model of 5.8 M parameters`."""
     if found.source is not None:
         return found.source

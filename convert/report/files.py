@@ -12,6 +12,7 @@ from lowbit.convert.report.card import render_card
 from lowbit.convert.report.html import render_html
 from lowbit.convert.report.source_card import SourceCard, read_source_card
 from lowbit.convert.report.space import where_bytes_went
+from lowbit.convert.report.verdict import stated_verdict
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.file_names import DRAFT, HTML_FILE, QUALITY_FILE, README, SOURCE_README
 from lowbit.formats.files.atomic import check_place, disk_errors, replace_files
@@ -87,7 +88,8 @@ def write_reports(
     rooms = where_bytes_went(packed, report.sizes.folder_bytes)
     kept = read_kept_vocabulary(folder)
     page = render_html(report, packed.manifest, name, rooms, tasks, _speed(folder), kept)
-    contents = {place / QUALITY_FILE: report.to_bytes(), place / HTML_FILE: page.encode()}
+    figures = report.to_bytes(stated_verdict(report))
+    contents = {place / QUALITY_FILE: figures, place / HTML_FILE: page.encode()}
     card = _card_file(place)
     if card is not None:
         text = render_card(packed, report, tasks, source_card(folder), name)

@@ -110,6 +110,12 @@ def judge(report: QualityReport) -> Verdict:
     )
 
 
+def stated_verdict(report: QualityReport) -> dict[str, str | None]:
+    """The verdict as quality.json states it, for readers that do not judge."""
+    verdict = judge(report)
+    return {"grade": verdict.grade, "title": verdict.title}
+
+
 def _level(grade: Grade, beside: Level, grows: bool) -> Level:
     """The colour: never red under a title that reads well, whatever was expected."""
     own = GRADE_LEVELS[grade]

@@ -230,19 +230,24 @@ def step_bytes(model: Model, tokens: int, batch: int = 1) -> StepBytes:
 
     Experts count as often as they are hit on average, all of them equally likely.
     """
-    opened, dtype, config = _trunk(model.opened), model.dtype, model.opened.config
+    state = model.engine.runner.state
+    return StepBytes(
+        weights=read_weights(model.opened, model.device, model.dtype, batch),
+        kv=batch * tokens * model.opened.config.kv_layers * state.pages.token_bytes,
+        states=batch * 2 * state.slots.slot_bytes,
+    )
+
+
+def read_weights(opened: OpenedModel, device: str, dtype: torch.dtype, batch: int = 1) -> int:
+    """Bytes of weights that a step of `batch` sequences reads; see `step_bytes`."""
+    trunk, config = _trunk(opened), opened.config
     unread = 0  # an untied embedding is read one row at a time
     if not config.tie_word_embeddings:
         unread = config.vocab_size * config.hidden_size * dtype.itemsize
     if config.experts is not None:
         missed = (1 - config.experts.chosen / config.experts.count) ** batch
-        unread += round(opened.expert_bytes(model.device, dtype) * missed)
-    state = model.engine.runner.state
-    return StepBytes(
-        weights=opened.weight_bytes(model.device, dtype) - unread,
-        kv=batch * tokens * config.kv_layers * state.pages.token_bytes,
-        states=batch * 2 * state.slots.slot_bytes,
-    )
+        unread += round(trunk.expert_bytes(device, dtype) * missed)
+    return trunk.weight_bytes(device, dtype) - unread
 
 
 def read_bandwidth(device: str, repeats: int = 5) -> float:

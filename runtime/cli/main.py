@@ -6,8 +6,11 @@ from lowbit.formats.shell.commands import Commands, epilog
 from lowbit.formats.shell.version import version_option
 from lowbit.runtime.cli.bench import bench
 from lowbit.runtime.cli.chat import chat
+from lowbit.runtime.cli.compile import compile_kernels
+from lowbit.runtime.cli.doctor import doctor
 from lowbit.runtime.cli.evaluate import evaluate
 from lowbit.runtime.cli.generate import generate
+from lowbit.runtime.cli.list import list_models
 from lowbit.runtime.cli.serve import serve
 
 
@@ -25,5 +28,5 @@ def main() -> None:
     """
 
 
-for command in (generate, chat, serve, bench, evaluate):
+for command in (generate, chat, serve, bench, evaluate, doctor, list_models, compile_kernels):
     main.add_command(command)

@@ -75,7 +75,7 @@ def count_option(
     )
 
 
-machine_options = with_options(
+cache_options = with_options(
     count_option(
         "--context",
         "-c",
@@ -90,6 +90,9 @@ machine_options = with_options(
         "and rounds them, or auto, which is bf16 while that fits and, on a GPU, the context is at "
         "most 8192, else int8.",
     ),
+)
+machine_options = with_options(
+    cache_options,
     device_choice(named_device),
     click.option(
         "--threads",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lowbit.formats.errors import LowbitError, ResourceError
+from lowbit.formats.shell.config_file import config_option
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import finite
 from lowbit.formats.shell.output import note
@@ -49,10 +50,12 @@ MOST_QUEUE = 65_536
     Examples (pip install '.[serve]' in the clone first):
       lowbit-run serve qwen3-8b-int4
       LOWBIT_API_KEY=... lowbit-run serve qwen3-8b-int4 --host 0.0.0.0
+      lowbit-run serve --config serve.toml
       curl localhost:8000/v1/models
     """,
 )
 @model_argument
+@config_option(("name", "drafter"))
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port",
@@ -135,8 +138,8 @@ def serve(
 ) -> None:
     """Serve MODEL to clients of OpenAI's and Anthropic's APIs, and a page at /.
 
-    A request takes a row of the batch as soon as one is free. Ctrl-C lets running requests finish;
-    pressed twice, it does not.
+    /docs describes the API. A request takes a row of the batch as soon as one is free. Ctrl-C lets
+    running requests finish; pressed twice, it does not.
     """
     _check_key(api_key)
     try:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,13 +30,17 @@ from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare, prepared_bytes
 from lowbit.runtime.backends.ops import Ops
-from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.models.architectures import BUILD, DRAFTER_BUILD, HEADS, BlockDrafter, Model
 from lowbit.runtime.weights.quantized import quantized
 from lowbit.runtime.weights.weights import Weights, served
 
+if TYPE_CHECKING:
+    from lowbit.runtime.kernels.linear.tiles import GpuLinear
+
+    Decoder = Model[CpuLinear] | Model[GpuLinear]
+else:  # that module needs triton, which the CPU does without
+    Decoder = Model
 W = TypeVar("W")
-Decoder = Model[CpuLinear] | Model[GpuLinear]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +120,12 @@ def open_model(
     if quantize is None:
         packed = open_packed(folder, SERVED_BITS)
     else:
-        source = quantized(open_checkpoint(folder), quantize, group_size, rule, power)
+        plain = open_checkpoint(folder)
+        refuse_drafter(folder, plain.config)
+        source = quantized(plain, quantize, group_size, rule, power)
         packed = check_packed(source, None, SERVED_BITS)
     config = packed.checkpoint.config
-    if is_drafter(config):
-        raise UnsupportedModelError(
-            f"`{folder}` is a drafter ({kind_of(config)}), which answers nothing by itself",
-            hint="run the model that it drafts for: lowbit-run MODEL --speculate dflash --drafter "
-            "DIR",
-        )
+    refuse_drafter(folder, config)
     parts = {spec: part_of(config, spec.name) for spec in packed.specs}
     head &= "mtp" in parts.values()
     wanted = ("decoder", "mtp") if head else ("decoder",)
@@ -143,6 +144,20 @@ def without_head(opened: OpenedModel) -> OpenedModel:
     config = opened.checkpoint.config
     specs = tuple(spec for spec in opened.specs if part_of(config, spec.name) == "decoder")
     return replace(opened, specs=specs, head=False, draft=None)
+
+
+def refuse_drafter(name: str | Path, config: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that is no model of its own.
+
+    Raises:
+        UnsupportedModelError: it is a drafter.
+    """
+    if is_drafter(config):
+        raise UnsupportedModelError(
+            f"`{name}` is a drafter ({kind_of(config)}), which answers nothing by itself",
+            hint="run the model that it drafts for: lowbit-run MODEL --speculate dflash --drafter "
+            "DIR",
+        )
 
 
 def open_drafter(folder: Path, target: OpenedModel) -> OpenedModel:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -17,6 +18,7 @@ from lowbit.formats.errors import LowbitError
 from lowbit.runtime.serve.apis import (
     chat,
     completions,
+    docs,
     health,
     messages,
     models,
@@ -34,7 +36,7 @@ log = logging.getLogger("lowbit.serve")
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-APIS = (chat, completions, responses, messages, models, tokens, health, page)
+APIS = (chat, completions, responses, messages, models, tokens, health, page, docs)
 BODIES = (
     *(chat.ChatBody, completions.CompletionBody, responses.ResponsesBody),
     *(messages.MessagesBody, messages.CountBody),
@@ -56,8 +58,9 @@ def build_app(service: Service) -> FastAPI:
 
     app = FastAPI(
         title="lowbit",
+        version=version("lowbit"),
         lifespan=lifespan,
-        docs_url=None,  # their scripts would come from elsewhere
+        docs_url=None,  # their scripts would come from elsewhere; `apis.docs` has none
         redoc_url=None,
     )
     app.state.service = service

@@ -10,7 +10,7 @@ from lowbit.runtime.serve.settings import LOOPBACK, ServeSettings
 
 Headers = Sequence[tuple[bytes, bytes]]  # names in lower case
 
-OPEN_PATHS = frozenset({"/", "/health"})
+OPEN_PATHS = frozenset({"/", "/docs", "/health"})
 OPEN_FOLDER = "/page/"  # of the page at `/`, which asks for the key
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^][\s/?#@:,\\]+)(:[0-9]*)?", re.IGNORECASE)
 

@@ -17,7 +17,7 @@ from lowbit.convert.plan.readers import runtime_verdict, transformers_verdict, v
 from lowbit.convert.report.formatting import MISSING, ORDINALS, number, percent, size
 from lowbit.convert.report.reporting import Reported
 from lowbit.convert.report.terminal import WORST, render_terminal
-from lowbit.convert.report.verdict import judge
+from lowbit.convert.report.verdict import judge, stated_verdict
 from lowbit.convert.report.warnings import rounded_head
 from lowbit.formats.architectures import is_drafter
 from lowbit.formats.layout.manifest import DraftVocabulary
@@ -79,7 +79,7 @@ def without_tokenizer(done: Conversion) -> str | None:
 
 
 def next_commands(done: Conversion, found: Reported) -> list[list[str]]:
-    """Commands that judge the folder and run it; those that it lacks something for left out."""
+    """Commands that judge the folder, chat with it and serve it; without those it cannot take."""
     folder = str(done.folder)
     drafter, readable = is_drafter(done.plan.config), without_tokenizer(done) is None
     commands = []
@@ -88,7 +88,7 @@ def next_commands(done: Conversion, found: Reported) -> list[list[str]]:
     if drafter:
         commands.append(["lowbit-run", "MODEL", "--speculate", "dflash", "--drafter", folder])
     elif readable and runtime_verdict(done.plan) is None:
-        commands.append(["lowbit-run", folder])
+        commands += [["lowbit-run", folder], ["lowbit-run", "serve", folder]]
     return commands
 
 
@@ -137,7 +137,7 @@ def conversion_json(done: Conversion, found: Reported) -> dict[str, Any]:
         "draft_head": made and asdict(made),
         "undistilled_layers": done.undistilled,
         "verdict": asdict(judge(quality)),
-        "quality": quality.to_json(),
+        "quality": quality.to_json(stated_verdict(quality)),
         "notes": [*filter(None, [without_tokenizer(done)]), *found.notes],
     }
 
@@ -181,7 +181,7 @@ def quality_json(folder: Path, found: Reported) -> dict[str, Any]:
     return {
         "folder": str(folder),
         "verdict": asdict(judge(found.quality)),
-        "quality": found.quality.to_json(),
+        "quality": found.quality.to_json(stated_verdict(found.quality)),
         "notes": list(found.notes),
     }
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,7 +24,6 @@ from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Ended, Sequence
 from lowbit.runtime.engine.speculate.handover import advance, leave_rounds
 from lowbit.runtime.engine.speculate.verify import Part, Verifier, count_right
-from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.models.qwen3_5_mtp import MtpHead
 from lowbit.runtime.state.host_rings import RING, new_ring, write_rows
 from lowbit.runtime.state.round_inputs import TRAIL, RoundInputs, trail_of
@@ -36,6 +36,9 @@ from lowbit.runtime.state.step import (
     starts_of,
 )
 from lowbit.runtime.thresholds import ROUND_TOKENS, SEQUENCE_TOKENS
+
+if TYPE_CHECKING:
+    from lowbit.runtime.kernels.linear.tiles import GpuLinear  # needs triton, which a CPU may lack
 
 MOST_BEHIND = 2 * ROUND_TOKENS  # positions
 TRIAL_BEHIND = ROUND_TOKENS  # positions that the head reads before a trial, in one pass
@@ -55,7 +58,7 @@ class MtpCache:
     """
 
     runner: Runner
-    head: MtpHead[CpuLinear] | MtpHead[GpuLinear]
+    head: MtpHead[CpuLinear] | MtpHead["GpuLinear"]
     trail: Tensor
     graphs: Graphs
     block: Tensor

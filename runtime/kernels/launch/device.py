@@ -42,8 +42,8 @@ def hopper_registers(x: Tensor, measured: int | None) -> int | None:
 
 
 def capability(x: Tensor) -> tuple[int, int]:
-    """Compute capability of the tensor's GPU; (0, 0) on a CPU."""
-    return _capability(x.device) if x.is_cuda else (0, 0)
+    """Compute capability of the tensor's GPU, or of the one that it stands for; (0, 0) on a CPU."""
+    return (0, 0) if x.is_cpu else _capability(x.device)
 
 
 def shared_limit(x: Tensor) -> int:

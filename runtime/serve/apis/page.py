@@ -53,10 +53,15 @@ async def report(request: Request) -> Response:
 
 
 def _file(path: Path, policy: str) -> Response:
-    headers = {
+    headers = page_headers(policy)
+    return Response(path.read_bytes(), headers=headers, media_type=TYPES[path.suffix])
+
+
+def page_headers(policy: str) -> dict[str, str]:
+    """Headers of what a browser shows, under a policy on its content."""
+    return {
         "Content-Security-Policy": policy,
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
     }
-    return Response(path.read_bytes(), headers=headers, media_type=TYPES[path.suffix])

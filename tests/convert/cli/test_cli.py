@@ -78,9 +78,10 @@ def test_a_conversion_ends_with_what_comes_next(cli: "Cli", model: Path, tmp_pat
     said = cli(source, out, "--method", "rtn")
     assert said.exit_code == 0, said.output
     assert "no tokenizer" not in said.stdout
-    assert said.stderr.splitlines()[-2:] == [
+    assert said.stderr.splitlines()[-3:] == [
         f"next: lowbit-convert report '{out}'",
         f"next: lowbit-run '{out}'",
+        f"next: lowbit-run serve '{out}'",
     ]
 
 

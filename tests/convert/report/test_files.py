@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,11 @@ import pytest
 from lowbit.convert import Recipe, convert
 from lowbit.convert.measure.record import QualityReport, read_quality
 from lowbit.convert.report.files import check_reports, left_out, write_reports
+from lowbit.convert.report.verdict import judge
 from lowbit.formats.errors import FormatError, LowbitError, ResourceError
 from lowbit.formats.files import atomic
 from lowbit.formats.files.atomic import replace_files
+from lowbit.formats.judgement import read_judgement
 from lowbit.formats.packed import open_packed
 from lowbit.formats.tasks import TaskReport, TaskResult, manifest_sha256, write_tasks
 
@@ -48,6 +51,22 @@ def test_writes_three_files(make_report: MakeReport, packed: Path, converted: Pa
     assert [path.name for path in written] == REPORTS
     assert added(packed, converted) == sorted(REPORTS)
     assert read_quality(packed) == report
+
+
+def test_the_judgement_can_be_read_alone(make_report: MakeReport, packed: Path) -> None:
+    assert read_judgement(packed) is None
+    report = replace(make_report(), manifest_sha256=manifest_sha256(packed))
+    write_reports(open_packed(packed), report)
+    found, right = read_judgement(packed), judge(report)
+    assert found is not None
+    assert report.logits is not None
+    assert (found.grade, found.title, found.current) == (right.grade, right.title, True)
+    assert found.kl_mean == report.logits.kl_mean
+    assert found.bits_per_weight == report.sizes.bits_per_weight
+    (packed / "lowbit.json").write_bytes((packed / "lowbit.json").read_bytes() + b" ")
+    again = read_judgement(packed)
+    assert again is not None
+    assert not again.current
 
 
 def test_the_page_has_the_folder_s_bytes_and_tasks(make_report: MakeReport, packed: Path) -> None:

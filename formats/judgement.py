@@ -1,0 +1,77 @@
+"""What `quality.json` says in short: its verdict, the loss, and of which conversion it speaks."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowbit.formats.errors import FormatError
+from lowbit.formats.file_names import QUALITY_FILE
+from lowbit.formats.layout.records import load_object
+from lowbit.formats.tasks import manifest_sha256
+
+SCHEMA = 3  # of quality.json
+VERDICT = "verdict"  # key of the judgement beside the figures that it comes from
+REPORT_AGAIN = "make the report again with `lowbit-convert report`"
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A verdict, without its reasons.
+
+    Attributes:
+        grade: `close`, `usable`, `degraded` or `broken`; None where nothing is judged.
+        title: the grade in words.
+        kl_mean: mean KL divergence to the original, nats; None where it was not measured, or is
+            infinite.
+        bits_per_weight: of the weight files.
+        measured_on: date in UTC, `2026-05-31`; None where it is not known.
+        current: the folder still holds the conversion that was measured.
+    """
+
+    grade: str | None
+    title: str
+    kl_mean: float | None
+    bits_per_weight: float
+    measured_on: str | None
+    current: bool
+
+
+def read_judgement(folder: Path) -> Judgement | None:
+    """The judgement on a packed folder; None where there is no report, or one without a verdict.
+
+    Raises:
+        CheckpointError: not a regular file, or a link out of the folder or to nothing.
+        FormatError: malformed, or of a schema this release does not know.
+    """
+    path = folder / QUALITY_FILE
+    try:
+        content = load_object(path, "schema", SCHEMA, REPORT_AGAIN)
+    except FileNotFoundError:
+        return None
+    verdict = content.get(VERDICT)
+    if verdict is None:  # of an earlier state of this release
+        return None
+    measured = _get(content, "manifest_sha256", str, path)
+    logits = _get(content, "logits", dict, path)
+    bits = _get(_get(content, "sizes", dict, path) or {}, "bits_per_weight", float, path)
+    title = _get(verdict if isinstance(verdict, dict) else {}, "title", str, path)
+    if title is None or bits is None:
+        raise FormatError(f"`{path}` has no title of a verdict, or no size", hint=REPORT_AGAIN)
+    return Judgement(
+        grade=_get(verdict, "grade", str, path),
+        title=title,
+        kl_mean=None if logits is None else _get(logits, "kl_mean", float, path),
+        bits_per_weight=bits,
+        measured_on=_get(content, "measured_on", str, path),
+        current=measured == manifest_sha256(folder),
+    )
+
+
+def _get(content: dict[str, Any], name: str, kind: type, path: Path) -> Any:
+    """A value of an object, of a kind or None."""
+    value = content.get(name)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if value is None or type(value) is kind:
+        return value
+    raise FormatError(f"`{path}`: `{name}` is no {kind.__name__}", hint=REPORT_AGAIN)
