@@ -1,4 +1,4 @@
-"""What `quality.json` says in short: its verdict, the loss, and of which conversion it speaks."""
+"""The verdict of `quality.json`, with the loss and whether it is that of this conversion."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `lowbit-run` measures of a packed folder: its speed here, and its score on tasks.
+"""Speed on this machine and scores on tasks of a packed folder, as `lowbit-run` measures them.
 
 The runtime is another program, which this one starts: it leaves bench.json and tasks.json.
 """
@@ -40,7 +40,7 @@ def score_tasks(folder: Path, tasks: str, device: str) -> None:
 
 
 def _run(command: str, folder: Path, *options: str) -> bytes:
-    """What a command prints with --json; its messages go to stderr as they come."""
+    """Output of a command with --json; its messages go to stderr as they come."""
     words = [sys.executable, "-m", PROGRAM, command, str(folder), *options, "--json"]
     done = subprocess.run(words, stdout=subprocess.PIPE, check=False)
     if done.returncode != 0:

@@ -71,7 +71,8 @@ def load(
     folder = locate(str(folder)).folder
     drafter = None if options.drafter is None else locate(str(options.drafter)).folder
     started = time.perf_counter()
-    opened = _open(folder, drafter, options, mtp_head=_may_default_to_auto(options, device))
+    undecided = options.speculate is None and device != "cpu"  # the head decides: `default_mode`
+    opened = _open(folder, drafter, options, mtp_head=undecided)
     if options.measures_inputs:
         check_searched(opened)
     generation = load_generation_config(folder, opened.config.vocab_size)
@@ -153,11 +154,6 @@ def _open(
             f"`{folder}` has no head for multi-token prediction", hint="use --speculate ngram"
         )
     return opened if drafter is None else replace(opened, drafter=open_drafter(drafter, opened))
-
-
-def _may_default_to_auto(options: LoadOptions, device: str) -> bool:
-    """True if the model's head decides whether it speculates."""
-    return options.speculate is None and device != "cpu"
 
 
 def default_mode(account: Account, options: LoadOptions) -> Mode:

@@ -1,4 +1,4 @@
-"""What works on this machine and what is missing; nothing is loaded, compiled or written."""
+"""Checks of this machine: libraries, GPU, compiler, folders. Nothing is loaded or written."""
 
 import importlib
 import os
@@ -200,7 +200,7 @@ def _hub_cache() -> Finding:
 
 
 def _writable(what: str, folder: Path, hint: str) -> Finding:
-    """Whether a folder, or the first one above it that exists, may be written to."""
+    """Access to a folder, or to the first one above it that exists, and the space left there."""
     there = next((path for path in (folder, *folder.parents) if path.exists()), folder)
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         return Finding(what, "missing", f"`{there}` cannot be written to", hint)
@@ -233,7 +233,7 @@ def _installed(name: str) -> bool:
 
 
 def _hub() -> Finding:
-    """Whether the Hub answers, whatever it says."""
+    """Access to the Hub: any answer will do."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
     from huggingface_hub.utils import get_session

@@ -100,6 +100,9 @@ def _compile(task: Mapping[str, Any]) -> Compiled:
     )
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
-        raise ResourceError(f"the kernels for {arch} cannot be compiled: {lines[-1][:500]}")
+        raise ResourceError(
+            f"the kernels for {arch} cannot be compiled: {lines[-1][:500]}",
+            hint="`lowbit-run doctor` shows what Triton lacks here",
+        )
     counts = json.loads(done.stdout)
     return Compiled(arch, counts["compiled"], counts["found"], time.perf_counter() - started)

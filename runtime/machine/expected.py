@@ -46,7 +46,7 @@ WORKSPACE = {"cpu": 1 << 30, "cuda": 1 << 30}  # libraries, activations, graphs
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a model asks of a memory.
+    """Bytes of a model: stored, read for a token, kept for a sequence.
 
     Attributes:
         name: of the model.
@@ -177,7 +177,7 @@ def expected(demand: Demand, device: str, bandwidth: float, free: int | None) ->
 
 
 def demand_of(name: str, device: str) -> Demand:
-    """What a model asks of a memory, from its headers or from config.json alone.
+    """Demand of a model, by its headers or by config.json alone.
 
     A model that is not quantized counts as `--quantize int4` would load it.
 

@@ -1,4 +1,4 @@
-"""What was found on this machine, as tables on stdout."""
+"""Tables on stdout: findings on this machine, speeds, models."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING

@@ -9,8 +9,8 @@ from lowbit.runtime.state.host_rings import new_ring
 from lowbit.runtime.thresholds import ROUND_TOKENS
 
 TRAIL = 128  # positions of a row whose hidden states are kept
-# A number more than tokens for the end of the last sequence; rows begin at multiples of 16 bytes,
-# as those of plain steps do, so that both run the same kernels.
+# At least a number more than tokens, for the end of the last sequence; so many, since Triton
+# specializes kernels for tensors that begin at multiples of 16 bytes: here all rows do.
 PADDING = 4
 
 

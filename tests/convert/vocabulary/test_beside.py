@@ -29,28 +29,23 @@ Spoil = Callable[[Path, Path], object]
 
 
 @pytest.fixture(scope="module")
-def hybrid(short_hybrid: Path) -> Path:
-    return short_hybrid
-
-
-@pytest.fixture(scope="module")
-def beside(hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def beside(short_hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an original and its cut form, as a conversion to `out` leaves it."""
     folder = tmp_path_factory.mktemp("beside")
-    source = Path(shutil.copytree(hybrid, folder / "source"))
+    source = Path(shutil.copytree(short_hybrid, folder / "source"))
     cut_vocabulary(source, folder / "out.original", FEW, texts=())
     return folder
 
 
 def test_the_option_does_both_steps(
-    hybrid: Path, tmp_path: Path, cli: "Cli", hashes: "Hashes"
+    short_hybrid: Path, tmp_path: Path, cli: "Cli", hashes: "Hashes"
 ) -> None:
     """Bytes are those of `cut-vocabulary`, and of a conversion of what it writes."""
-    done = cli("quantize", hybrid, tmp_path / "out", *OPTIONS)
+    done = cli("quantize", short_hybrid, tmp_path / "out", *OPTIONS)
     assert done.exit_code == 0, done.stderr
     assert "512 of 4,096 tokens" in done.stdout
     assert "Chinese prose" in done.stdout
-    cut = cut_vocabulary(hybrid, tmp_path / "cut", FEW)
+    cut = cut_vocabulary(short_hybrid, tmp_path / "cut", FEW)
     assert hashes(tmp_path / "out.original") == hashes(cut.folder)
     packed = convert(cut.folder, tmp_path / "packed", Recipe(rule="absmax")).folder
     name = "model.safetensors"
@@ -61,13 +56,13 @@ def test_the_option_does_both_steps(
 
 
 def test_the_same_command_again_uses_what_is_there(
-    hybrid: Path, tmp_path: Path, cli: "Cli", hashes: "Hashes"
+    short_hybrid: Path, tmp_path: Path, cli: "Cli", hashes: "Hashes"
 ) -> None:
-    first = cli("quantize", hybrid, tmp_path / "out", *OPTIONS)
+    first = cli("quantize", short_hybrid, tmp_path / "out", *OPTIONS)
     assert first.exit_code == 0, first.stderr
     before = hashes(tmp_path / "out.original")
     shutil.rmtree(tmp_path / "out")  # as if only the cut had been finished
-    again = cli("quantize", hybrid, tmp_path / "out", *OPTIONS, "--json")
+    again = cli("quantize", short_hybrid, tmp_path / "out", *OPTIONS, "--json")
     assert again.exit_code == 0, again.stderr
     content = json.loads(again.stdout)["vocabulary"]
     assert content["rows"] == FEW
@@ -77,7 +72,7 @@ def test_the_same_command_again_uses_what_is_there(
     text = tmp_path / "text.txt"
     text.write_text(STORIES.read_text(encoding="utf-8")[:4000], encoding="utf-8")
     report = ("--report", "--eval-text", text)
-    unmeasured = cli("quantize", hybrid, tmp_path / "out", *OPTIONS, *report)
+    unmeasured = cli("quantize", short_hybrid, tmp_path / "out", *OPTIONS, *report)
     assert unmeasured.exit_code == 0, unmeasured.stderr
     assert "bits a byte were not measured when" in unmeasured.stderr
     assert hashes(tmp_path / "out.original") == before
@@ -137,9 +132,11 @@ def test_fused_experts_are_used_again(tmp_path: Path, shorten: Shorten) -> None:
 
 
 @pytest.mark.parametrize("repo", [None, "Qwen/Qwen3.5-0.8B"])
-def test_the_card_names_the_whole_original(hybrid: Path, tmp_path: Path, repo: str | None) -> None:
+def test_the_card_names_the_whole_original(
+    short_hybrid: Path, tmp_path: Path, repo: str | None
+) -> None:
     """The cut original is in a local folder alone; the license is that of the whole one's card."""
-    source = Path(shutil.copytree(hybrid, tmp_path / "source"))
+    source = Path(shutil.copytree(short_hybrid, tmp_path / "source"))
     (source / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     cut = cut_vocabulary(source, tmp_path / "cut", FEW, texts=()).folder
     record = read_kept_vocabulary(cut)
@@ -150,10 +147,12 @@ def test_the_card_names_the_whole_original(hybrid: Path, tmp_path: Path, repo: s
     assert (card.base_model, card.license) == (repo, "apache-2.0")
 
 
-def test_report_measures_bits(hybrid: Path, tmp_path: Path, cli: "Cli") -> None:
+def test_report_measures_bits(short_hybrid: Path, tmp_path: Path, cli: "Cli") -> None:
     text = tmp_path / "own.txt"
     text.write_text("Once upon a time there was a robot. It wanted to play.\n" * 3)
-    done = cli("quantize", hybrid, tmp_path / "out", *OPTIONS, "--report", "--eval-text", text)
+    done = cli(
+        "quantize", short_hybrid, tmp_path / "out", *OPTIONS, "--report", "--eval-text", text
+    )
     assert done.exit_code == 0, done.stderr
     kept = read_kept_vocabulary(tmp_path / "out")
     assert kept is not None
@@ -170,9 +169,9 @@ def test_report_measures_bits(hybrid: Path, tmp_path: Path, cli: "Cli") -> None:
     ],
 )
 def test_options_are_refused(
-    hybrid: Path, tmp_path: Path, cli: "Cli", options: tuple[str, ...], named: str
+    short_hybrid: Path, tmp_path: Path, cli: "Cli", options: tuple[str, ...], named: str
 ) -> None:
-    refused = cli("quantize", hybrid, tmp_path / "out", *options)
+    refused = cli("quantize", short_hybrid, tmp_path / "out", *options)
     assert refused.exit_code == 2
     assert named in refused.stderr
     assert not list(tmp_path.iterdir())

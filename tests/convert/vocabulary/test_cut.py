@@ -30,14 +30,9 @@ EMBEDDING = "model.language_model.embed_tokens.weight"
 
 
 @pytest.fixture(scope="module")
-def hybrid(short_hybrid: Path) -> Path:
-    return short_hybrid
-
-
-@pytest.fixture(scope="module")
-def small_cut(hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> CutModel:
+def small_cut(short_hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> CutModel:
     folder = tmp_path_factory.mktemp("cut")
-    return cut_vocabulary(hybrid, folder / "out", MANY - 100)
+    return cut_vocabulary(short_hybrid, folder / "out", MANY - 100)
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -45,8 +40,8 @@ def config_of(folder: Path) -> dict[str, Any]:
     return content
 
 
-def test_rows_are_those_of_the_kept_tokens(hybrid: Path, small_cut: CutModel) -> None:
-    before = load_file(hybrid / "model.safetensors")
+def test_rows_are_those_of_the_kept_tokens(short_hybrid: Path, small_cut: CutModel) -> None:
+    before = load_file(short_hybrid / "model.safetensors")
     after = load_file(small_cut.folder / "model.safetensors")
     ids = torch.tensor(small_cut.record.ids)
     assert small_cut.record.rows == len(ids) == MANY
@@ -55,10 +50,10 @@ def test_rows_are_those_of_the_kept_tokens(hybrid: Path, small_cut: CutModel) ->
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_files_name_the_same_tokens(hybrid: Path, small_cut: CutModel) -> None:
+def test_files_name_the_same_tokens(short_hybrid: Path, small_cut: CutModel) -> None:
     from transformers import AutoTokenizer
 
-    before, after = (AutoTokenizer.from_pretrained(f) for f in (hybrid, small_cut.folder))
+    before, after = (AutoTokenizer.from_pretrained(f) for f in (short_hybrid, small_cut.folder))
     new = {old: number for number, old in enumerate(small_cut.record.ids)}
     config = config_of(small_cut.folder)["text_config"]
     assert config["vocab_size"] == MANY
@@ -72,10 +67,10 @@ def test_files_name_the_same_tokens(hybrid: Path, small_cut: CutModel) -> None:
     assert texts[0] == texts[1] == after.decode(after(texts[1]).input_ids)
 
 
-def test_logits_are_those_of_the_kept_tokens(hybrid: Path, small_cut: CutModel) -> None:
+def test_logits_are_those_of_the_kept_tokens(short_hybrid: Path, small_cut: CutModel) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    before, after = (AutoTokenizer.from_pretrained(f) for f in (hybrid, small_cut.folder))
+    before, after = (AutoTokenizer.from_pretrained(f) for f in (short_hybrid, small_cut.folder))
     words = (" " + word for word in TEXT.split())
     text = "".join(w for w in words if set(before(w).input_ids) <= set(small_cut.record.ids))
     old, new = (torch.tensor([t(text).input_ids]) for t in (before, after))
@@ -83,7 +78,7 @@ def test_logits_are_those_of_the_kept_tokens(hybrid: Path, small_cut: CutModel) 
     ids = torch.tensor(small_cut.record.ids)
     assert torch.equal(ids[new], old)
     logits = []
-    for folder, tokens in ((hybrid, old), (small_cut.folder, new)):
+    for folder, tokens in ((short_hybrid, old), (small_cut.folder, new)):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         with torch.no_grad():
             logits.append(model(tokens).logits)
@@ -91,13 +86,13 @@ def test_logits_are_those_of_the_kept_tokens(hybrid: Path, small_cut: CutModel) 
     torch.testing.assert_close(logits[1], logits[0][..., ids], rtol=0, atol=1e-5)
 
 
-def test_packed_greedy_text_is_the_originals(hybrid: Path, tmp_path: Path) -> None:
+def test_packed_greedy_text_is_the_originals(short_hybrid: Path, tmp_path: Path) -> None:
     """The tokens that the whole packed model writes are kept; so the cut one writes them too."""
     from lowbit.runtime import SamplingParams, load
 
     texts, written = [], []
     recipe = Recipe("int8", draft_vocabulary=FEW // 2)
-    source = hybrid
+    source = short_hybrid
     for name in ("whole", "cut"):
         folder = convert(source, tmp_path / name, recipe).folder
         model = load(folder, device="cpu")
@@ -109,7 +104,7 @@ def test_packed_greedy_text_is_the_originals(hybrid: Path, tmp_path: Path) -> No
         if name == "whole":
             file = tmp_path / "text.txt"
             file.write_text((TEXT + done.text) * 50, encoding="utf-8")
-            made = cut_vocabulary(hybrid, tmp_path / "small", FEW, text=file)
+            made = cut_vocabulary(short_hybrid, tmp_path / "small", FEW, text=file)
             source = made.folder
             assert set(written[0]) <= set(made.record.ids)
     assert texts[0] == texts[1] != ""
@@ -166,32 +161,32 @@ def test_fused_experts_stay_fused(tmp_path: Path, shorten: Shorten) -> None:
     assert {n: w.shape[1:] for n, w in before.items()} == {n: w.shape[1:] for n, w in after.items()}
 
 
-def test_the_tokens_that_a_text_uses_are_kept(hybrid: Path, tmp_path: Path) -> None:
+def test_the_tokens_that_a_text_uses_are_kept(short_hybrid: Path, tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
     file = tmp_path / "text.txt"
     file.write_text(TEXT * 100)
-    done = cut_vocabulary(hybrid, tmp_path / "out", FEW, text=file).record
-    used = Counter(Tokenizer.from_file(str(hybrid / "tokenizer.json")).encode(TEXT).ids)
+    done = cut_vocabulary(short_hybrid, tmp_path / "out", FEW, text=file).record
+    used = Counter(Tokenizer.from_file(str(short_hybrid / "tokenizer.json")).encode(TEXT).ids)
     assert used.keys() <= set(done.ids)
     assert (done.coverage, done.text, done.source_rows) == (1.0, "text.txt", 4096)
     assert all(row.tokens_after > row.tokens_before for row in done.lengths)
 
 
 def test_the_same_bytes_again(
-    hybrid: Path, tmp_path: Path, small_cut: CutModel, hashes: "Hashes"
+    short_hybrid: Path, tmp_path: Path, small_cut: CutModel, hashes: "Hashes"
 ) -> None:
-    again = cut_vocabulary(hybrid, tmp_path / "again", MANY)
+    again = cut_vocabulary(short_hybrid, tmp_path / "again", MANY)
     assert hashes(again.folder) == hashes(small_cut.folder)
 
 
 def test_an_interrupted_cut_starts_over(
-    hybrid: Path, tmp_path: Path, small_cut: CutModel, hashes: "Hashes"
+    short_hybrid: Path, tmp_path: Path, small_cut: CutModel, hashes: "Hashes"
 ) -> None:
     def stop(phase: str, done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    source, out = hybrid, tmp_path / "out"
+    source, out = short_hybrid, tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         cut_vocabulary(source, out, MANY, progress=stop)
     assert not out.exists()
@@ -254,9 +249,9 @@ def _fewer_rows(folder: Path) -> None:
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_name(
-    hybrid: Path, tmp_path: Path, spoil: Callable[[Path], None], named: str
+    short_hybrid: Path, tmp_path: Path, spoil: Callable[[Path], None], named: str
 ) -> None:
-    source = Path(shutil.copytree(hybrid, tmp_path / "source"))
+    source = Path(shutil.copytree(short_hybrid, tmp_path / "source"))
     spoil(source)
     with pytest.raises(LowbitError) as found:
         cut_vocabulary(source, tmp_path / "out", FEW)
@@ -272,16 +267,18 @@ def test_what_cannot_be_cut_is_refused_by_name(
         (10**9, "were to be kept"),
     ],
 )
-def test_too_few_or_too_many_tokens(hybrid: Path, tmp_path: Path, tokens: int, named: str) -> None:
+def test_too_few_or_too_many_tokens(
+    short_hybrid: Path, tmp_path: Path, tokens: int, named: str
+) -> None:
     with pytest.raises(LowbitError, match=named):
-        cut_vocabulary(hybrid, tmp_path / "out", tokens)
+        cut_vocabulary(short_hybrid, tmp_path / "out", tokens)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_text_too_short_to_measure_is_refused_first(hybrid: Path, tmp_path: Path) -> None:
+def test_a_text_too_short_to_measure_is_refused_first(short_hybrid: Path, tmp_path: Path) -> None:
     texts = (Text("a", "A", ""),)
     with pytest.raises(LowbitError, match="`a` has 0 tokens"):
-        cut_vocabulary(hybrid, tmp_path / "out", FEW, texts=texts, measure_on="cpu")
+        cut_vocabulary(short_hybrid, tmp_path / "out", FEW, texts=texts, measure_on="cpu")
     assert not list(tmp_path.iterdir())
 
 
@@ -290,29 +287,37 @@ def test_drafters_are_refused(tmp_path: Path) -> None:
         cut_vocabulary(MODELS / "tiny-qwen3.5-dflash", tmp_path / "out", FEW)
 
 
-def test_a_folder_in_use_is_refused(hybrid: Path, tmp_path: Path) -> None:
+def test_a_folder_in_use_is_refused(short_hybrid: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(LowbitError, match="is not empty"):
-        cut_vocabulary(hybrid, tmp_path, FEW)
+        cut_vocabulary(short_hybrid, tmp_path, FEW)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_command(hybrid: Path, tmp_path: Path, cli: "Cli") -> None:
-    done = cli("cut-vocabulary", hybrid, tmp_path / "out", "--keep", FEW, "--json")
+def test_command(short_hybrid: Path, tmp_path: Path, cli: "Cli") -> None:
+    done = cli("cut-vocabulary", short_hybrid, tmp_path / "out", "--keep", FEW, "--json")
     assert done.exit_code == 0, done.stderr
     content = json.loads(done.stdout)
     assert content["vocabulary"]["rows"] == FEW
     assert content["weight_bytes"] < content["source_bytes"]
-    told = cli("cut-vocabulary", hybrid, tmp_path / "again", "--keep", str(FEW))
+    told = cli("cut-vocabulary", short_hybrid, tmp_path / "again", "--keep", str(FEW))
     assert told.exit_code == 0, told.stderr
     assert "512 of 4,096 tokens" in told.stdout
     assert "next: lowbit-convert" in told.stderr
 
 
-def test_command_measures(hybrid: Path, tmp_path: Path, cli: "Cli") -> None:
+def test_command_measures(short_hybrid: Path, tmp_path: Path, cli: "Cli") -> None:
     text = tmp_path / "own.txt"
     text.write_text(TEXT * 3)
-    words = ("cut-vocabulary", hybrid, tmp_path / "out", "--keep", str(FEW), "--eval-text", text)
+    words = (
+        "cut-vocabulary",
+        short_hybrid,
+        tmp_path / "out",
+        "--keep",
+        str(FEW),
+        "--eval-text",
+        text,
+    )
     done = cli(*words, "--measure", "--device", "cpu")
     assert done.exit_code == 0, done.stderr
     assert "bits a byte" in done.stdout
@@ -327,26 +332,26 @@ def test_command_measures(hybrid: Path, tmp_path: Path, cli: "Cli") -> None:
     [((), "--keep"), (("--keep", "512", "--device", "cpu"), "--device is for --measure")],
 )
 def test_command_refuses(
-    hybrid: Path, tmp_path: Path, cli: "Cli", options: tuple[str, ...], named: str
+    short_hybrid: Path, tmp_path: Path, cli: "Cli", options: tuple[str, ...], named: str
 ) -> None:
-    refused = cli("cut-vocabulary", hybrid, tmp_path / "out", *options)
+    refused = cli("cut-vocabulary", short_hybrid, tmp_path / "out", *options)
     assert refused.exit_code == 2
     assert named in refused.stderr
 
 
 @pytest.mark.parametrize("form", ["record", "array"])
 def test_listed_tokens_are_kept(
-    tmp_path: Path, hybrid: Path, small_cut: CutModel, form: str
+    tmp_path: Path, short_hybrid: Path, small_cut: CutModel, form: str
 ) -> None:
     """A record lists the same cut again; an array is filled up with what its tokens need."""
     file = small_cut.folder / "kept_vocabulary.json"
     if form == "record":
-        again = cut_vocabulary(hybrid, tmp_path / "out", file)
+        again = cut_vocabulary(short_hybrid, tmp_path / "out", file)
         assert again.record.ids == small_cut.record.ids
         return
     file = tmp_path / "tokens.json"
     file.write_text("[4000, 3999, 3]")
-    kept = cut_vocabulary(hybrid, tmp_path / "out", file).record.ids
+    kept = cut_vocabulary(short_hybrid, tmp_path / "out", file).record.ids
     assert {4000, 3999, 3} <= set(kept)
     assert len(kept) == 384
 
@@ -364,21 +369,21 @@ def test_listed_tokens_are_kept(
     ],
 )
 def test_lists_that_name_no_tokens_are_refused(
-    hybrid: Path, tmp_path: Path, content: str, named: str
+    short_hybrid: Path, tmp_path: Path, content: str, named: str
 ) -> None:
     file = tmp_path / "tokens.json"
     file.write_bytes(content.encode(errors="surrogatepass"))
     with pytest.raises(LowbitError) as found:
-        cut_vocabulary(hybrid, tmp_path / "out", file)
+        cut_vocabulary(short_hybrid, tmp_path / "out", file)
     assert named in str(found.value)
     assert "tokens.json" in str(found.value)
     assert [path.name for path in tmp_path.iterdir()] == ["tokens.json"]
 
 
 def test_a_record_of_another_tokenizer_is_refused(
-    hybrid: Path, tmp_path: Path, small_cut: CutModel
+    short_hybrid: Path, tmp_path: Path, small_cut: CutModel
 ) -> None:
-    source = Path(shutil.copytree(hybrid, tmp_path / "source"))
+    source = Path(shutil.copytree(short_hybrid, tmp_path / "source"))
     _edit("tokenizer.json", lambda c: c["model"].update(dropout=None))(source)
     with pytest.raises(LowbitError, match="is of another tokenizer"):
         cut_vocabulary(source, tmp_path / "out", small_cut.folder / "kept_vocabulary.json")

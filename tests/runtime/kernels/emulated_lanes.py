@@ -1,4 +1,4 @@
-"""What every lane of emulated programs holds, [programs, warps, 32], and what PTX does to it.
+"""Values of all lanes of emulated programs, [programs, warps, 32], and the PTX that changes them.
 
 
 A register is one number of each lane, where PTX packs several values in a word.

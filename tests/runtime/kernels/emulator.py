@@ -243,7 +243,7 @@ class Emulation:
 
 @cache
 def names_in(code: types.CodeType) -> frozenset[str]:
-    """What a function's code may look up in its module."""
+    """Names that a function's code may look up in its module."""
     inner = (names_in(x) for x in code.co_consts if isinstance(x, types.CodeType))
     return frozenset(code.co_names).union(*inner)
 

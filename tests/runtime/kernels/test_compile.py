@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lowbit.runtime.kernels.attention.heads import Plan as AttentionPlan
 from lowbit.runtime.kernels.delta.program import DeltaPlan
+from lowbit.runtime.machine.architectures import COMPILED
 from tests.runtime.kernels.choice_launches import CHOICE, choices_of_rows
 from tests.runtime.kernels.expert_launches import EXPERTS_DECODE, EXPERTS_PREFILL, mixtures
 from tests.runtime.kernels.meta_inputs import step_of, weight, zeros
@@ -125,6 +126,10 @@ def shares(names: list[str], capability: int) -> list[list[str]]:
         earlier[kernel] += 1
     count = PROCESSES.get(capability, 1)
     return [some[part::count] for some in (taken, left) for part in range(count)]
+
+
+def test_the_cards_are_those_that_commands_name() -> None:
+    assert set(SHARED_LIMIT) == {10 * major + minor for major, minor in COMPILED}
 
 
 @pytest.mark.kernels

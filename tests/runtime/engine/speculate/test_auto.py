@@ -152,7 +152,7 @@ def test_a_head_reads_whole_prompts_once_its_drafts_pay(
 
 @dataclass
 class Event:
-    """Of a GPU, behind a step."""
+    """An event behind a step on a GPU, which is over or not."""
 
     over: bool
 
