@@ -159,7 +159,8 @@ def test_a_gpu_compiles_nothing_more(
     assert made
     long = " ".join([PROMPT] * 40)
     several = tmp_path / "prompts.jsonl"
-    several.write_text("".join(json.dumps({"prompt": f"{PROMPT} {n}"}) + "\n" for n in range(20)))
+    lines = (json.dumps({"id": n, "prompt": f"{PROMPT} {n}"}) + "\n" for n in range(20))
+    several.write_text("".join(lines))
     for arguments in (
         ("generate", folder, PROMPT, "--raw", "-n", "40"),
         ("generate", folder, long, "--raw", "-n", "40", "--temperature", "0"),
