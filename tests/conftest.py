@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(scope="session")
+def _states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Names for folders; pytest would look through all its folders to number each."""
+    folder = tmp_path_factory.mktemp("states")
+    return (folder / str(number) for number in count())
+
+
 @pytest.fixture(autouse=True)
-def _state(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def _state(_states: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands remember folders in a place of the test's own, not in the user's."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+    monkeypatch.setenv("XDG_STATE_HOME", str(next(_states)))
 
 
 @pytest.fixture(scope="session")
