@@ -42,7 +42,7 @@ class TiledExperts(Sequence[TiledLinear]):
 
     @property
     def steps(self) -> int:
-        """Blocks of 512 / bits columns."""
+        """Steps of a row; see `Width`."""
         return self.words.shape[2]
 
     @property

@@ -8,6 +8,8 @@ memory than compute capability 8.0 to 12.0 all have.
 from dataclasses import dataclass, replace
 from functools import cache
 
+from lowbit.runtime.kernels.width import WIDTHS
+
 
 @dataclass(frozen=True, slots=True)
 class GemvLaunch:
@@ -215,7 +217,7 @@ UNIT_K = 256  # elements of x with one unit
 
 def _for_several(one: GemvLaunch, tiles: int, steps: int, tokens: int, bits: int) -> GemvLaunch:
     """The share of a program that stages x once for several rounds of tiles."""
-    parts, step_k = one.parts, 512 // bits
+    parts, step_k = one.parts, WIDTHS[bits].STEP_K
     most = max(MOST_STEPS[tokens], UNIT_K // (parts * step_k))  # whole units, for a loop
     abreast = max(1, (16 if tiles < LARGE and tokens < 32 else 8) // parts)
     launch = GemvLaunch(
@@ -260,7 +262,7 @@ class WgmmaLaunch:
     def shared_bytes(self, bits: int, parts: int, tokens: int) -> int:
         """Shared memory: digits and units of a slice, a barrier a step, the words in flight."""
         steps = self.part_steps * (parts // self.slices)
-        digits = steps * tokens * (3 * 512 // bits + 4)
+        digits = steps * tokens * (3 * WIDTHS[bits].STEP_K + 4)
         return 1024 + digits + self.part_steps * 8 + 16 + WGMMA_WARPS * self.ahead * 1152
 
 
@@ -288,7 +290,7 @@ def wgmma_launch(
         tokens: that there is room for: 16, 32 or 64.
         parts: of a lone token's launch.
     """
-    step_k = 512 // bits
+    step_k = WIDTHS[bits].STEP_K
     deep = steps * step_k >= LEAST_DEEP[0] and tiles * steps << 10 >= LEAST_DEEP[1]
     if group_size % step_k or (tokens == 16 and not deep):
         return None

@@ -276,7 +276,8 @@ def _place_of(
     """A warp's tile in a block, and where words and scales begin; past the end the last tile's."""
     tile = block // token_blocks * WARPS + warp
     own = gl.minimum(tile, tiles - 1)
-    words = words_ptr.to(gl.int64, bitcast=True) + lane * 16 + own.to(gl.int64) * (W.STEPS * 1024)
+    TILE_BYTES: gl.constexpr = W.STEPS * W.WIDTH.STEP_BYTES
+    words = words_ptr.to(gl.int64, bitcast=True) + lane * 16 + own.to(gl.int64) * TILE_BYTES
     row = own * (W.GROUPS * 8) + lane // 4
     scales = scales_ptr.to(gl.int64, bitcast=True) + row.to(gl.int64) * 4
     return tile, words, scales
@@ -285,11 +286,11 @@ def _place_of(
 @gluon.jit
 def _load_step(words, scales, step, W: gl.constexpr):
     """A lane's words of rows g and g + 8, and the scales of each of its chunks, of 128 k."""
-    COUNT: gl.constexpr = W.BITS // 4  # of the weight's own steps
+    COUNT: gl.constexpr = STEP_K // W.WIDTH.STEP_K  # of the weight's own steps
     low = ()
     high = ()
     for i in gl.static_range(COUNT):
-        at = words + gl.minimum(step * COUNT + i, W.STEPS - 1) * 1024
+        at = words + gl.minimum(step * COUNT + i, W.STEPS - 1) * W.WIDTH.STEP_BYTES
         low = low + stream16(at)
         high = high + stream16(at, 512)
     factors = ()

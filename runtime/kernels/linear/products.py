@@ -53,11 +53,12 @@ def tile_addresses(
 ):  # fmt: skip
     """Addresses, for this lane, of the warp's first step and the first scales of COUNT tiles."""
     SCALE_BYTES: gl.constexpr = 8 if W.SCALES == "fp32" else 4  # of two rows
+    STEP_BYTES: gl.constexpr = W.WIDTH.STEP_BYTES
     words = ()
     scales = ()
     for r in gl.static_range(COUNT):
         tile = gl.minimum(first_tile + r, tiles - 1).to(gl.int64)
-        at = tile * (W.STEPS * 1024) + part * 1024 + lane * 16
+        at = tile * (W.STEPS * STEP_BYTES) + part * STEP_BYTES + lane * 16
         words = words + (words_ptr.to(gl.int64, bitcast=True) + at,)
         at = (tile * (W.GROUPS * 8) + lane // 4) * SCALE_BYTES
         scales = scales + (scales_ptr.to(gl.int64, bitcast=True) + at,)
@@ -75,7 +76,8 @@ def load_steps(
     words, scales = at
     SCALES: gl.constexpr = W.SCALES
     STEPS: gl.constexpr = W.STEPS
-    STEP_K: gl.constexpr = 512 // W.BITS
+    STEP_BYTES: gl.constexpr = W.WIDTH.STEP_BYTES
+    STEP_K: gl.constexpr = W.WIDTH.STEP_K
     UNIT: gl.constexpr = min(STEP_K, W.G & -W.G)  # k of a step that surely share a scale
     GROUP_BYTES: gl.constexpr = 64 if SCALES == "fp32" else 32
     # A warp goes from one of its steps to the next by whole groups.
@@ -87,12 +89,12 @@ def load_steps(
             if (c + 1) * PARTS <= STEPS:
                 step = part + c * PARTS
                 loaded = loaded + (
-                    stream16(words[r], c * PARTS * 1024),
-                    stream16(words[r], c * PARTS * 1024 + 512),
+                    stream16(words[r], c * PARTS * STEP_BYTES),
+                    stream16(words[r], c * PARTS * STEP_BYTES + 512),
                 )
             else:
                 step = gl.minimum(part + c * PARTS, STEPS - 1)
-                here = words[r] + (step - part).to(gl.int64) * 1024
+                here = words[r] + (step - part).to(gl.int64) * STEP_BYTES
                 loaded = loaded + (stream16(here), stream16(here, 512))
             for unit in gl.static_range(STEP_K // UNIT):
                 if (c + 1) * PARTS <= STEPS and SAME:
@@ -171,7 +173,7 @@ def multiply_steps(
     units: address of the lane's first unit.
     mixed: 256 in even lanes, 0 in odd ones.
     """
-    Q: gl.constexpr = 16 // W.BITS  # products of a step
+    Q: gl.constexpr = W.WIDTH.PRODUCTS
     GROUP_Q: gl.constexpr = min(Q, (W.G & -W.G) // 32)  # products that surely share a scale
     AT_ONCE: gl.constexpr = COUNT if GROUP_Q == Q and X.TOKENS <= 2 else 1
     for first in gl.static_range(0, COUNT, AT_ONCE):
@@ -190,7 +192,7 @@ def _multiply(
     words, raw = loaded
     SCALES: gl.constexpr = W.SCALES
     TILES: gl.constexpr = len(words) // (2 * ALL)
-    Q: gl.constexpr = 16 // W.BITS
+    Q: gl.constexpr = W.WIDTH.PRODUCTS
     GROUP_Q: gl.constexpr = min(Q, (W.G & -W.G) // 32)
     HALVED: gl.constexpr = halved(X.TOKENS)
     NT: gl.constexpr = (X.TOKENS + 1) // 2 if HALVED else X.TOKENS // 8
@@ -270,7 +272,7 @@ def _units(
     units, part, c: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr, X: gl.constexpr
 ):  # fmt: skip
     """Units of the warp's step c, one for each of this lane's tokens; 0 past the last step."""
-    STEP_K: gl.constexpr = 512 // W.BITS
+    STEP_K: gl.constexpr = W.WIDTH.STEP_K
     HALVED: gl.constexpr = halved(X.TOKENS)
     NT: gl.constexpr = (X.TOKENS + 1) // 2 if HALVED else X.TOKENS // 8
     BYTES: gl.constexpr = X.TOKENS * 4  # of a block
@@ -310,7 +312,7 @@ def _columns(
     X: gl.constexpr,
 ):  # fmt: skip
     """16 bytes of this lane's column in a step: what it multiplies in two products."""
-    STEP_BYTES: gl.constexpr = 8 // W.BITS * X.NEXT
+    STEP_BYTES: gl.constexpr = W.WIDTH.BLOCKS * X.NEXT
     if (c + 1) * PARTS <= W.STEPS:
         if X.STAGED:
             words = load_shared16(digits, c * PARTS * STEP_BYTES + OFFSET)

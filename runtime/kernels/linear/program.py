@@ -11,6 +11,8 @@ from functools import cache
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from lowbit.runtime.kernels.width import WIDTHS, Width
+
 BLOCK_K = gl.constexpr(256)  # columns that share a unit: a warp makes them digits at a time
 SQUARES_BYTES = gl.constexpr(32)  # of a block: one sum of squares for each row of a diagonal
 
@@ -22,15 +24,17 @@ class Packed:
     Attributes:
         K: columns.
         G: columns that share a scale.
-        BITS: of a code, 4 or 8.
+        BITS: of a code.
+        WIDTH: what follows from that.
         SCALES: `bf16`, `fp16` or `fp32`.
-        STEPS: of a row; a step is 16 words of each row of a tile, 512 / BITS columns.
+        STEPS: of a row; see `Width`.
         GROUPS: of a row.
     """
 
     K: int
     G: int
     BITS: int
+    WIDTH: Width
     SCALES: str
     STEPS: int
     GROUPS: int
@@ -39,7 +43,8 @@ class Packed:
 @cache
 def packed(K: int, G: int, bits: int, scales: str) -> Packed:
     """Constants of a weight with K columns in groups of G."""
-    return Packed(K, G, bits, scales, STEPS=-(-K * bits // 512), GROUPS=-(-K // G))
+    width = WIDTHS[bits]
+    return Packed(K, G, bits, width, scales, STEPS=-(-K // width.STEP_K), GROUPS=-(-K // G))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +108,7 @@ def global_digits(K: int, tokens: int) -> Digits:
 @cache
 def swizzled_digits(K: int, bits: int, tokens: int, steps: int) -> Digits:
     """Digits in global memory, as programs of `wgmma` copy them into their shared memory."""
-    row = 512 // bits
+    row = WIDTHS[bits].STEP_K
     units = steps * 3 * tokens * row
     factors = units + steps * tokens * 4
     plane = tokens * row

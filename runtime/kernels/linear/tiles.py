@@ -58,7 +58,7 @@ class TiledLinear:
 
     @property
     def steps(self) -> int:
-        """Blocks of 512 / bits columns."""
+        """Steps of a row; see `Width`."""
         return self.words.shape[1]
 
     @property

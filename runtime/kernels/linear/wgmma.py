@@ -156,7 +156,7 @@ def _wgmma_kernel(
     init_barriers(done, (warp == 0) & (lane == 0), S)
     for c in gl.static_range(C):
         _begin_step(
-            ring + c * SLOT, lane, words + slice_ * (OWN * 1024), scales, there,
+            ring + c * SLOT, lane, words + slice_ * (OWN * W.WIDTH.STEP_BYTES), scales, there,
             zero + slice_ * OWN, c, PLAN,
         )  # fmt: skip
     barrier()
@@ -182,7 +182,7 @@ def _wgmma_kernel(
                 slice_ * OWN + (turn + 1) % OWN,
                 slice_ * OWN + part + (first + C) * PLAN.PARTS,
             )
-            then_words = gl.where(last, next_words, words) + then_step * 1024
+            then_words = gl.where(last, next_words, words) + then_step * W.WIDTH.STEP_BYTES
             then_scales = gl.where(last, next_scales, scales)
             then_there = gl.where(last, next_there, there)
             here = digits + (first * (OWN * STEP_BYTES // 16)).to(gl.int64)
@@ -249,12 +249,12 @@ def _begin_step(
     scales: of the first group.
     """
     W: gl.constexpr = PLAN.W
-    STEP_K: gl.constexpr = 512 // W.BITS
+    STEP_K: gl.constexpr = W.WIDTH.STEP_K
     FORWARD: gl.constexpr = c * PLAN.PARTS
     WHOLE: gl.constexpr = PLAN.X.STEPS == W.STEPS  # no step is past K
-    AT: gl.constexpr = FORWARD * 1024 if WHOLE else 0
+    AT: gl.constexpr = FORWARD * W.WIDTH.STEP_BYTES if WHOLE else 0
     if not WHOLE:
-        words = words + gl.minimum(FORWARD, W.STEPS - 1 - step) * 1024
+        words = words + gl.minimum(FORWARD, W.STEPS - 1 - step) * W.WIDTH.STEP_BYTES
     copy16_or_zeros(slot + lane * 16, words, there, 0, AT)
     copy16_or_zeros(slot + lane * 16, words, there, 512, AT + 512)
     if WHOLE and PLAN.PARTS * STEP_K % W.G == 0:
@@ -294,7 +294,8 @@ def _place_of(
     block = gl.program_id(0) + (turn // OWN * WARPGROUPS + warp // 4) * gl.num_programs(0)
     tile = block * 4 + warp % 4
     own = gl.minimum(tile, tiles - 1)
-    words = words_ptr.to(gl.int64, bitcast=True) + lane * 16 + own.to(gl.int64) * (W.STEPS * 1024)
+    TILE_BYTES: gl.constexpr = W.STEPS * W.WIDTH.STEP_BYTES
+    words = words_ptr.to(gl.int64, bitcast=True) + lane * 16 + own.to(gl.int64) * TILE_BYTES
     row = own * (W.GROUPS * 8) + lane // 4
     scales = scales_ptr.to(gl.int64, bitcast=True) + row.to(gl.int64) * 4
     return tile, tile < tiles, words, scales

@@ -74,7 +74,9 @@ def _widen_kernel(
     K: gl.constexpr = W.K
     BITS: gl.constexpr = W.BITS
     SCALES: gl.constexpr = W.SCALES
-    STEP_K: gl.constexpr = 512 // BITS
+    STEP_K: gl.constexpr = W.WIDTH.STEP_K
+    STEP_BYTES: gl.constexpr = W.WIDTH.STEP_BYTES
+    PRODUCTS: gl.constexpr = W.WIDTH.PRODUCTS
     STEPS: gl.constexpr = W.STEPS
     GROUPS: gl.constexpr = W.GROUPS
     SCALE_WORDS: gl.constexpr = 2 if SCALES == "fp32" else 1
@@ -82,14 +84,14 @@ def _widen_kernel(
     step = gl.program_id(1) * WARPS + warp
     local = gl.program_id(0)
     tile = (first_tile + local).to(gl.int64)
-    at = words_ptr.to(gl.int64, bitcast=True) + tile * (STEPS * 1024) + lane * 16
-    at += gl.minimum(step, STEPS - 1).to(gl.int64) * 1024
+    at = words_ptr.to(gl.int64, bitcast=True) + tile * (STEPS * STEP_BYTES) + lane * 16
+    at += gl.minimum(step, STEPS - 1).to(gl.int64) * STEP_BYTES
     low_words = stream16(at)
     high_words = stream16(at + 512)
     scales = scales_ptr + (tile * (GROUPS * 8) + lane // 4) * SCALE_WORDS
     low_row = local * (8 if PAIRED else 16) + lane // 4
     high_row = low_row + (tiles * 8 if PAIRED else 8)
-    for q in gl.static_range(16 // BITS):
+    for q in gl.static_range(PRODUCTS):
         k = step * STEP_K + q * 32 + lane % 4 * 8
         group = gl.minimum(k // W.G, GROUPS - 1)
         if SCALES == "fp32":
