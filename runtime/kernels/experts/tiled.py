@@ -20,7 +20,7 @@ class TiledExperts(Sequence[TiledLinear]):
     Attributes:
         words: [experts, tiles, steps, 2, 8, 4, 4] int32; see `TiledLinear`, as the rest.
         scales: [experts, tiles, groups, 8, 2].
-        bits: 4 or 8.
+        bits: 2, 3, 4 or 8.
         group_size: weights that share a scale.
         N: outputs of an expert.
         K: inputs.

@@ -267,6 +267,7 @@ class WgmmaLaunch:
 
 
 WGMMA_WARPS = 8
+SWIZZLED = 128  # columns of a step whose digits are one row in the widest swizzle
 MOST_OWN = 4  # parts of a program
 MOST_AHEAD = {16: 4, 32: 4, 64: 2}  # by tokens; more spill
 HOPPER_SHARED = 227 << 10
@@ -292,7 +293,7 @@ def wgmma_launch(
     """
     step_k = WIDTHS[bits].STEP_K
     deep = steps * step_k >= LEAST_DEEP[0] and tiles * steps << 10 >= LEAST_DEEP[1]
-    if group_size % step_k or (tokens == 16 and not deep):
+    if step_k > SWIZZLED or group_size % step_k or (tokens == 16 and not deep):
         return None
     each = -(-steps // parts)
     ahead = min(MOST_AHEAD[tokens], each)

@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.linear.program import BLOCK_K
+from lowbit.runtime.kernels.linear.unpack import product_codes
 from lowbit.runtime.kernels.ptx.memory import (
     load4,
     load8,
@@ -88,14 +89,11 @@ def load_steps(
         for c in gl.static_range(FIRST, FIRST + COUNT):
             if (c + 1) * PARTS <= STEPS:
                 step = part + c * PARTS
-                loaded = loaded + (
-                    stream16(words[r], c * PARTS * STEP_BYTES),
-                    stream16(words[r], c * PARTS * STEP_BYTES + 512),
-                )
+                loaded = loaded + (_load_step(words[r], c * PARTS * STEP_BYTES, W),)
             else:
                 step = gl.minimum(part + c * PARTS, STEPS - 1)
                 here = words[r] + (step - part).to(gl.int64) * STEP_BYTES
-                loaded = loaded + (stream16(here), stream16(here, 512))
+                loaded = loaded + (_load_step(here, 0, W),)
             for unit in gl.static_range(STEP_K // UNIT):
                 if (c + 1) * PARTS <= STEPS and SAME:
                     here = scales[r] + (part * STEP_K + unit * UNIT) // W.G * GROUP_BYTES
@@ -106,6 +104,16 @@ def load_steps(
                     group = gl.minimum((step * STEP_K + unit * UNIT) // W.G, W.GROUPS - 1)
                     raw = raw + (_raw_scales(scales[r] + group * GROUP_BYTES, 0, SCALES),)
     return loaded, raw
+
+
+@gluon.jit
+def _load_step(address, OFFSET: gl.constexpr, W: gl.constexpr):
+    """A lane's words of a step; see `unpack`."""
+    LOADS: gl.constexpr = W.WIDTH.LOADS
+    loads = ()
+    for i in gl.static_range(LOADS):
+        loads = loads + (stream16(address, OFFSET + 512 * i),)
+    return loads
 
 
 @gluon.jit
@@ -191,7 +199,7 @@ def _multiply(
     """`multiply_steps` for COUNT of ALL loaded steps, from BEGIN on."""
     words, raw = loaded
     SCALES: gl.constexpr = W.SCALES
-    TILES: gl.constexpr = len(words) // (2 * ALL)
+    TILES: gl.constexpr = len(words) // ALL
     Q: gl.constexpr = W.WIDTH.PRODUCTS
     GROUP_Q: gl.constexpr = min(Q, (W.G & -W.G) // 32)
     HALVED: gl.constexpr = halved(X.TOKENS)
@@ -219,12 +227,7 @@ def _multiply(
         new = ()
         for c in gl.static_range(COUNT):
             for r in gl.static_range(TILES):
-                low = words[2 * (r * ALL + BEGIN + c)]
-                high = words[2 * (r * ALL + BEGIN + c) + 1]
-                if W.BITS == 4:
-                    a = (_upper(low[q] << 4), _upper(high[q] << 4), _upper(low[q]), _upper(high[q]))
-                else:
-                    a = (low[2 * q], high[2 * q], low[2 * q + 1], high[2 * q + 1])
+                a = product_codes(words[r * ALL + BEGIN + c], q, W.WIDTH)
                 for nb in gl.static_range(NB):
                     b = pairs[c * NB + nb]
                     d = sums[(c * TILES + r) * NB + nb]
@@ -347,12 +350,6 @@ def _add_planes(a, d, scale, unit):
         factor = scale[i // 2] * unit[i % 2]
         out = out + (a[4 + i] + factor * d[2][i].to(gl.float32),)
     return out
-
-
-@gluon.jit
-def _upper(word):
-    """Four codes of 4 bits times 16, as bytes: the upper half of each."""
-    return word & -0x0F0F0F10
 
 
 @gluon.constexpr_function

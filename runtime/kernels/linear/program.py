@@ -86,7 +86,8 @@ class Digits:
 def staged_digits(K: int, tokens: int = 1) -> Digits:
     """Digits in the shared memory of a program.
 
-    Planes are whole steps and 64 bytes apart, so that the next one begins in other banks.
+    Planes are 64 bytes apart, so that the next one begins in other banks. A step may go on behind
+    its plane: what it finds there meets codes of zero.
     """
     blocks = blocks_of(K)
     plane = -(-K // 128) * 128 + 64
@@ -97,10 +98,11 @@ def staged_digits(K: int, tokens: int = 1) -> Digits:
 
 
 @cache
-def global_digits(K: int, tokens: int) -> Digits:
-    """Digits in global memory, as the kernel `digits` leaves them."""
+def global_digits(K: int, bits: int, tokens: int) -> Digits:
+    """Digits in global memory, as the kernel `digits` leaves them, and room for whole steps."""
     blocks = blocks_of(K)
-    units = -(-K // 128) * 384 * tokens
+    step = max(128, WIDTHS[bits].STEP_K)
+    units = -(-K // step) * step * 3 * tokens
     factors = units + blocks * tokens * 4
     return Digits(K, tokens, False, 192 * tokens, 64 * tokens, 64, units, blocks, factors, factors)
 

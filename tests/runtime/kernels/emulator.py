@@ -391,7 +391,9 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         "times_plus": lambda a, b, c: packed(
             *(
                 x * y + z
-                for x, y, z in zip(halves(a), halves(lanes(INT(b))), halves(c), strict=True)
+                for x, y, z in zip(
+                    *(halves(lanes(np.asarray(v, INT))) for v in (a, b, c)), strict=True
+                )
             )
         ),
         "bf16_pair": packed,
