@@ -113,6 +113,6 @@ def _tiled(w: GpuLinear) -> TiledLinear:
     if isinstance(w, TiledLinear):
         return w
     raise UnsupportedModelError(
-        f"experts in {w.weight.dtype} have no GPU kernel: expected INT4 or INT8",
+        f"experts in {w.weight.dtype} have no GPU kernel: expected packed codes",
         hint="quantize them as they are read with --quantize int4, or run with --device cpu",
     )
