@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from lowbit.convert.plan.plan import Plan, and_more
 from lowbit.formats.architectures.names import MTP_PREFIX, expert_of
 from lowbit.formats.layout.quantization_config import unserved
-from lowbit.formats.layout.scheme import SERVED_BITS, Scheme
+from lowbit.formats.layout.scheme import COMMON_BITS, SERVED_BITS, Scheme
 
 
 def smaller_groups(plan: Plan) -> str | None:
@@ -79,7 +79,7 @@ def vllm_reasons(linears: Iterable[tuple[str, tuple[int, ...], Scheme]]) -> list
     """
     reasons: dict[str, list[str]] = {}
     for module, (N, K), scheme in linears:
-        if scheme.bits not in SERVED_BITS:
+        if scheme.bits not in COMMON_BITS:
             reasons.setdefault(f"{scheme.bits}-bit weights", []).append(module)
         if not scheme.symmetric:
             reasons.setdefault("asymmetric weights", []).append(module)

@@ -177,7 +177,7 @@ talk_options = with_options(
 quantize_options = with_options(
     click.option(
         "--quantize",
-        type=click.Choice(["int4", "int8", "mixed"]),
+        type=click.Choice(["int4", "int8", "mixed", "int3", "int2"]),
         help="Quantize a BF16 checkpoint as it is loaded; nothing is written.",
     ),
     click.option(

@@ -273,12 +273,13 @@ def test_smaller_groups_are_counted_and_recorded(small_config: "Config") -> None
     assert smaller_groups(wide) == said + parts
 
 
-def test_own_runtime_serves_4_and_8_bits(small_config: "Config") -> None:
+def test_own_runtime_serves_2_3_4_and_8_bits(small_config: "Config") -> None:
     six = Recipe(overrides=(Override("*.o_proj", 6),))
     assert runtime_verdict(plan_of(small_config, six)) == (
-        "6-bit weights (served: 4, 8): `model.layers.0.self_attn.o_proj`"
+        "6-bit weights (served: 2, 3, 4, 8): `model.layers.0.self_attn.o_proj`"
     )
-    assert runtime_verdict(plan_of(small_config, Recipe("mixed", None))) is None
+    for base in ("mixed", "int3", "int2"):
+        assert runtime_verdict(plan_of(small_config, Recipe(base, None))) is None
 
 
 def test_missing_extra_and_misshapen_tensors(small_config: "Config") -> None:
