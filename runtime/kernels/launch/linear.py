@@ -161,7 +161,8 @@ def gemv_launch(bits: int, tiles: int, steps: int, tokens: int, paired: bool) ->
         tokens: of a step.
         paired: whether rows are those of gate and up in turn.
     """
-    size = (bits, tiles, steps)
+    # Fewer bits take the share of 4 bits for as many columns, of which a step has twice as many.
+    size = (bits, tiles, steps) if bits >= 4 else (4, tiles, 2 * steps)
     one = (None if paired else GEMV_UNPAIRED.get(size)) or GEMV_MEASURED.get(size)
     if one is None:
         one = next(
@@ -169,6 +170,8 @@ def gemv_launch(bits: int, tiles: int, steps: int, tokens: int, paired: bool) ->
             for size, depth, launch in GEMV_SHARES
             if tiles * steps >= size and steps >= depth
         )
+    if bits == 3 and one.registers is not None:  # a third load
+        one = replace(one, registers=max(one.registers, 96))
     if tokens == 1:
         return one
     measured = SEVERAL_MEASURED.get((bits, tiles, steps, tokens))

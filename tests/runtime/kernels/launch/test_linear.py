@@ -79,6 +79,15 @@ def test_measured_launches_leave_no_warp_without_steps(bits: int) -> None:
             assert launch.tiles * launch.abreast <= tiles
 
 
+@pytest.mark.parametrize("bits", [2, 3])
+def test_fewer_bits_have_as_many_parts_as_the_same_columns_in_4_bits(bits: int) -> None:
+    for _, tiles, steps in (key for key in GEMV_MEASURED if key[0] == 4 and key[2] % 2 == 0):
+        for tokens in COUNTS:
+            launch = gemv_launch(bits, tiles, steps // 2, tokens, True)
+            assert launch.parts == gemv_launch(4, tiles, steps, 1, True).parts <= steps // 2
+            assert launch.registers is None or launch.registers >= (96 if bits == 3 else 80)
+
+
 @pytest.mark.parametrize(("size", "measured"), SEVERAL_MEASURED.items(), ids=str)
 def test_launches_measured_for_several_tokens_are_taken(
     size: tuple[int, int, int, int], measured: GemvLaunch
