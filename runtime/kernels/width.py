@@ -22,6 +22,7 @@ class Width:
         STEP_BYTES: of a step's words, of all 16 rows.
         PRODUCTS: of a step, of 32 columns each.
         BLOCKS: of a step, of 64 columns, whose digits lie beside each other.
+        ROWS: of wgmma's digits that a step takes: one has as many columns as the widest swizzle.
         FACTOR: makes a product of digits one of codes.
     """
 
@@ -33,11 +34,12 @@ class Width:
     STEP_BYTES: int
     PRODUCTS: int
     BLOCKS: int
+    ROWS: int
     FACTOR: float
 
 
-INT2 = Width(2, 2, -0x3F3F3F40, 2, 256, STEP_BYTES=1024, PRODUCTS=8, BLOCKS=4, FACTOR=2.0**-6)
-INT3 = Width(3, 2, -0x3F3F3F40, 3, 256, STEP_BYTES=1536, PRODUCTS=8, BLOCKS=4, FACTOR=2.0**-5)
-INT4 = Width(4, 4, -0x0F0F0F10, 2, 128, STEP_BYTES=1024, PRODUCTS=4, BLOCKS=2, FACTOR=2.0**-4)
-INT8 = Width(8, 8, -1, 2, 64, STEP_BYTES=1024, PRODUCTS=2, BLOCKS=1, FACTOR=1.0)
+INT2 = Width(2, 2, -0x3F3F3F40, 2, 256, 1024, PRODUCTS=8, BLOCKS=4, ROWS=2, FACTOR=2.0**-6)
+INT3 = Width(3, 2, -0x3F3F3F40, 3, 256, 1536, PRODUCTS=8, BLOCKS=4, ROWS=2, FACTOR=2.0**-5)
+INT4 = Width(4, 4, -0x0F0F0F10, 2, 128, 1024, PRODUCTS=4, BLOCKS=2, ROWS=1, FACTOR=2.0**-4)
+INT8 = Width(8, 8, -1, 2, 64, 1024, PRODUCTS=2, BLOCKS=1, ROWS=1, FACTOR=1.0)
 WIDTHS = {width.BITS: width for width in (INT2, INT3, INT4, INT8)}

@@ -265,12 +265,13 @@ class WgmmaLaunch:
     def shared_bytes(self, bits: int, parts: int, tokens: int) -> int:
         """Shared memory: digits and units of a slice, a barrier a step, the words in flight."""
         steps = self.part_steps * (parts // self.slices)
-        digits = steps * tokens * (3 * WIDTHS[bits].STEP_K + 4)
-        return 1024 + digits + self.part_steps * 8 + 16 + WGMMA_WARPS * self.ahead * 1152
+        width = WIDTHS[bits]
+        digits = steps * tokens * (3 * width.STEP_K + 4 * width.ROWS)
+        ring = WGMMA_WARPS * self.ahead * (width.STEP_BYTES + 128 * width.ROWS)
+        return 1024 + digits + self.part_steps * 8 + 16 + ring
 
 
 WGMMA_WARPS = 8
-SWIZZLED = 128  # columns of a step whose digits are one row in the widest swizzle
 MOST_OWN = 4  # parts of a program
 MOST_AHEAD = {16: 4, 32: 4, 64: 2}  # by tokens; more spill
 HOPPER_SHARED = 227 << 10
@@ -296,11 +297,14 @@ def wgmma_launch(
     """
     step_k = WIDTHS[bits].STEP_K
     deep = steps * step_k >= LEAST_DEEP[0] and tiles * steps << 10 >= LEAST_DEEP[1]
-    if step_k > SWIZZLED or group_size % step_k or (tokens == 16 and not deep):
+    halves = WIDTHS[bits].ROWS > 1  # each of which must end a group, as in `gemv`
+    if group_size % (256 if halves else step_k) != (128 if halves else 0):
+        return None
+    if tokens == 16 and not deep:
         return None
     each = -(-steps // parts)
-    ahead = min(MOST_AHEAD[tokens], each)
-    if all(each % ahead for ahead in range(2, ahead + 1)):
+    ahead = min(1 if halves and tokens == 64 else MOST_AHEAD[tokens], each)  # more spill
+    if not (halves and ahead == 1) and all(each % ahead for ahead in range(2, ahead + 1)):
         each = -(-each // 2) * 2
     ahead = _divisor(each, ahead)
     blocks = -(-tiles // 4)

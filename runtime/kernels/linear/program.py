@@ -63,8 +63,9 @@ class Digits:
         BLOCKS: of 256 elements of a token.
         SQUARES: to the sums of squares of all blocks, where staged; the end of the units.
         FACTORS: to the factors of the norm.
-        ROW: bytes of a step in wgmma's swizzle, where they lie so (`wgmma`): for every step the
-            rows of 3 planes times all tokens, and units for every step, not every block; else 0.
+        ROW: bytes of a row in wgmma's swizzle, where they lie so (`wgmma`): for a step of up to 128
+            columns, or each half of one of 256, the rows of 3 planes times all tokens, and units
+            for every such row, not every block; else 0.
         STEPS: of such rows; those past K have units of zero.
     """
 
@@ -110,7 +111,8 @@ def global_digits(K: int, bits: int, tokens: int) -> Digits:
 @cache
 def swizzled_digits(K: int, bits: int, tokens: int, steps: int) -> Digits:
     """Digits in global memory, as programs of `wgmma` copy them into their shared memory."""
-    row = WIDTHS[bits].STEP_K
+    row = WIDTHS[bits].STEP_K // WIDTHS[bits].ROWS
+    steps *= WIDTHS[bits].ROWS
     units = steps * 3 * tokens * row
     factors = units + steps * tokens * 4
     plane = tokens * row

@@ -13,31 +13,38 @@ from lowbit.runtime.kernels.ptx.mma import inline
 
 @gluon.constexpr_function
 def product_code(columns, bits, offset):
-    """PTX of one step: unpack its words, multiply them with `columns` columns, wait.
+    """PTX of up to 128 k: unpack their words, multiply them with `columns` columns, wait.
 
-    Outputs: columns / 2 words of sums, zero before. Inputs: 8 words of a lane, of rows g and then
-    of rows g + 8, and the matrix descriptor of the digits, which lie `offset` times 16 bytes on.
+    Outputs: columns / 2 words of sums, zero before. Inputs: words of a lane, of rows g, then of
+    rows g + 8 and of the lowest of 3 bits; and the matrix descriptor of the digits, which lie
+    `offset` times 16 bytes on.
     """
     count = columns // 2
+    each, lowest = _product_words(bits)
+    words = [f"${count + i}" for i in range(2 * each + lowest)]
     sums = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
     lines = ["{", ".reg .b64 at;", ".reg .pred first, more;", ".reg .b32 a<16>;"]
     lines += ["setp.ne.b32 first, 0, 0;", "setp.ne.b32 more, 1, 0;"]
     products = []
     if bits == 4:
         for q in range(4):
-            for half, word in enumerate((count + q, count + 4 + q)):
+            for half, word in enumerate((words[q], words[4 + q])):
                 low = f"a{4 * q + half}"
-                lines.append(f"shl.b32 {low}, ${word}, 4;")
+                lines.append(f"shl.b32 {low}, {word}, 4;")
                 lines.append(f"and.b32 {low}, {low}, 0xF0F0F0F0;")
-                lines.append(f"and.b32 a{4 * q + 2 + half}, ${word}, 0xF0F0F0F0;")
+                lines.append(f"and.b32 a{4 * q + 2 + half}, {word}, 0xF0F0F0F0;")
             products.append([f"a{4 * q + i}" for i in range(4)])
+    elif bits == 8:
+        products = [[words[i] for i in (2 * q, 2 * q + 4, 2 * q + 1, 2 * q + 5)] for q in range(2)]
     else:
-        for q in range(2):
-            at = count + 2 * q
-            products.append([f"${at}", f"${at + 4}", f"${at + 1}", f"${at + 5}"])
+        lines.append(".reg .b32 t;")
+        for i in range(16):  # registers of A of four products, two to a word
+            slot = 2 * (i // 4 % 2) + i % 4 // 2
+            lines += _narrow_bytes(bits, words[i // 8 :: 2], slot, i % 2, f"a{i}")
+        products = [[f"a{4 * q + i}" for i in range(4)] for q in range(4)]
     lines.append("wgmma.fence.sync.aligned;")
     for q, codes in enumerate(products):
-        lines.append(f"add.s64 at, ${count + 8}, {offset + 2 * q};")
+        lines.append(f"add.s64 at, ${count + len(words)}, {offset + 2 * q};")
         lines.append(
             f"wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.s8.s8 "
             f"{sums}, {{{', '.join(codes)}}}, at, {'more' if q else 'first'};"
@@ -47,9 +54,29 @@ def product_code(columns, bits, offset):
 
 
 @gluon.constexpr_function
-def _constraints(columns):
+def _product_words(bits):
+    """Words of a row that a product code is given, and those of lowest bits."""
+    return 4 if bits >= 4 else 2, 2 if bits == 3 else 0
+
+
+@gluon.constexpr_function
+def _narrow_bytes(bits, words, slot, row, target):
+    """PTX of `unpack.product_codes` for 2 and 3 bits: the codes of a slot as bytes."""
+    lines = [f"shl.b32 {target}, {words[row]}, {6 - 2 * slot};"]
+    lines.append(f"and.b32 {target}, {target}, 0xC0C0C0C0;")
+    if bits == 3:
+        up = 5 - slot - 4 * row
+        move = "shl.b32" if up > 0 else "shr.u32"
+        lines.append(f"{move} t, {words[2]}, {abs(up)};")
+        lines.append(f"lop3.b32 {target}, t, 0x20202020, {target}, 0xea;")
+    return lines
+
+
+@gluon.constexpr_function
+def _constraints(columns, bits):
     """Constraints of `product_code`: sums must not lie where codes are still read."""
-    return ",".join(["=&r"] * (columns // 2) + ["r"] * 8 + ["l"])
+    each, lowest = _product_words(bits)
+    return ",".join(["=&r"] * (columns // 2) + ["r"] * (2 * each + lowest) + ["l"])
 
 
 @gluon.constexpr_function
@@ -58,15 +85,21 @@ def _words(count):
 
 
 @gluon.jit
-def multiply_step(low, high, digits, COLUMNS: gl.constexpr, BITS: gl.constexpr, AT: gl.constexpr):
-    """Sums of a step of 512 / BITS k: [16 rows of a warp, COLUMNS], in wgmma's fragments.
+def multiply_step(
+    loads, digits, half: gl.constexpr, COLUMNS: gl.constexpr, BITS: gl.constexpr, AT: gl.constexpr
+):  # fmt: skip
+    """Sums of a step of up to 128 k, or of half of one: [16 rows of a warp, COLUMNS], in fragments.
 
-    low, high: four words each of rows g and g + 8.
-    digits: descriptor of the first step's digits. AT: bytes from there to this step's.
+    loads: see `unpack`. digits: descriptor of the first step's digits. AT: bytes from there to
+    these.
     """
+    EACH: gl.constexpr = _product_words(BITS)[0]
+    words = ()
+    for load in gl.static_range(len(loads)):
+        for i in gl.static_range(EACH):
+            words = words + (loads[load][half * EACH + i],)
     return gl.inline_asm_elementwise(
-        product_code(COLUMNS, BITS, AT // 16), _constraints(COLUMNS),
-        [low[0], low[1], low[2], low[3], high[0], high[1], high[2], high[3], digits],
+        product_code(COLUMNS, BITS, AT // 16), _constraints(COLUMNS, BITS), words + (digits,),
         dtype=_words(COLUMNS // 2), is_pure=False, pack=1,
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from lowbit.runtime.kernels.launch.linear import (
     wgmma_launch,
 )
 from lowbit.runtime.kernels.linear.gemv import shared_bytes, sums_bytes
+from lowbit.runtime.kernels.width import WIDTHS
 
 KB = 1024
 ONE = [*GEMV_MEASURED.values(), *(launch for _, _, launch in GEMV_SHARES)]
@@ -105,11 +106,10 @@ def test_programs_of_wgmma_have_whole_parts_of_all_steps_in_shared_memory(
     bits, tiles, steps = size
     parts = gemv_launch(*size, 1, False).parts
     launch = wgmma_launch(bits, tiles, steps, 128, tokens, parts)
-    if launch is None and bits < 4:
-        return
     if launch is None:
-        deep = steps * 512 // bits >= 4096 and tiles * steps >= 8192
-        part = -(-steps // parts) * tokens * 3 * 512 // bits  # bytes of digits
+        step_k = WIDTHS[bits].STEP_K
+        deep = steps * step_k >= 4096 and tiles * steps >= 8192
+        part = -(-steps // parts) * tokens * 3 * step_k  # bytes of digits
         assert (tokens == 16 and not deep) or part > 180 * KB
         return
     assert parts % launch.slices == 0
@@ -125,6 +125,11 @@ def test_wgmma_takes_no_groups_that_end_inside_a_step() -> None:
     assert wgmma_launch(4, 1536, 32, 64, 64, 4) is None
     assert wgmma_launch(8, 1536, 64, 64, 64, 4) is not None
     assert wgmma_launch(8, 1536, 64, 96, 64, 4) is None
+    for bits in (2, 3):  # each half of a step is a group of its own, as in `gemv`
+        assert wgmma_launch(bits, 1536, 16, 128, 64, 4) is not None
+        assert wgmma_launch(bits, 1536, 16, 384, 64, 4) is not None
+        for group_size in (64, 256, 512):
+            assert wgmma_launch(bits, 1536, 16, group_size, 64, 4) is None
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""PTX by which a prompt's kernel widens codes, run line by line, against the weight.
+"""PTX by which kernels on Hopper unpack codes, run line by line, against the weight.
 
-No emulator runs wgmma; but what stands between a lane's words and its products is plain PTX of a
-dozen instructions, written as text. Each is done here as the PTX manual defines it.
+What stands between a lane's words and the products of its warpgroup is plain PTX of a dozen
+instructions, written as text. Each is done here as the PTX manual defines it.
 """
 
 import re
@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit.formats.layout.packing import unpack
 from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized, tiled
-from lowbit.runtime.kernels.ptx.wgmma import widened_code
+from lowbit.runtime.kernels.ptx.wgmma import product_code, widened_code
 from lowbit.runtime.kernels.width import WIDTHS
 from lowbit.runtime.weights.linear import PackedLinear
 
@@ -51,13 +52,14 @@ def permuted(a: Tensor, b: Tensor, selector: int) -> Tensor:
     return found
 
 
-def run(code: str, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The 16 outputs of `widened_code` for [lanes] words."""
-    registers = {f"${16 + i}": x.long() & 0xFFFFFFFF for i, x in enumerate(inputs)}
+def run(code: str, outputs: int, inputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Registers at the end, by name, and the statements that are not run: those of products."""
+    registers = {f"${outputs + i}": x.long() & 0xFFFFFFFF for i, x in enumerate(inputs)}
+    products = re.findall(r"wgmma\.mma_async[^;]*;", code)
     statements = [s.strip() for s in re.sub(r"[{}]", "", code).split(";") if s.strip()]
     for statement in statements:
         name, _, rest = statement.partition(" ")
-        if name == ".reg":
+        if name in (".reg", "setp.ne.b32", "add.s64") or name.startswith("wgmma."):
             continue
         target, *given = rest.replace(" ", "").split(",")
         values = [
@@ -70,6 +72,8 @@ def run(code: str, inputs: Sequence[Tensor]) -> list[Tensor]:
                 result = values[0] >> values[1]
             case "shl.b32":
                 result = values[0] << values[1] & 0xFFFFFFFF
+            case "and.b32":
+                result = values[0] & values[1]
             case "lop3.b32":
                 result = logic(values[0], values[1], values[2], int(given[3], 0))
             case "prmt.b32":
@@ -81,7 +85,7 @@ def run(code: str, inputs: Sequence[Tensor]) -> list[Tensor]:
             case _:
                 raise AssertionError(statement)
         registers[target] = result
-    return [registers[f"${i}"] for i in range(16)]
+    return registers, products
 
 
 def lane_words(t: TiledLinear, block: int) -> list[Tensor]:
@@ -110,7 +114,8 @@ def test_a_warp_holds_the_fragments_of_wgmma(make_packed: MakePacked, bits: int,
             for chunk in range(2)
         ]
         inputs = [word.cpu() for word in lane_words(t, block)] + scales
-        found = run(widened_code(bits), inputs)
+        registers, _ = run(widened_code(bits), 16, inputs)
+        found = [registers[f"${i}"] for i in range(16)]
         for product in range(4):
             for half in range(2):
                 for part in range(2):
@@ -119,3 +124,28 @@ def test_a_warp_holds_the_fragments_of_wgmma(make_packed: MakePacked, bits: int,
                     rows = g + 8 * half
                     expected = torch.stack([weight[rows, k], weight[rows, k + 1]]).double()
                     assert torch.equal(halves(found[4 * product + 2 * part + half]), expected)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_a_warp_multiplies_codes_in_the_order_of_digits(make_packed: MakePacked, bits: int) -> None:
+    """A's fragment of 32 k of bytes: words of rows g, g + 8, then both again, of 16 k more."""
+    w = make_packed(bits, 16, 512, 128)
+    t, codes = tiled(w), unpack(w.codes, bits, 512).cpu()
+    order = (0, 4, 1, 5, 2, 6, 3, 7) if bits <= 4 else (0, 2, 1, 3, 4, 6, 5, 7)
+    step_k, columns = WIDTHS[bits].STEP_K, 24
+    row_k = step_k // WIDTHS[bits].ROWS
+    g, lane = torch.arange(LANES) // 4, torch.arange(LANES) % 4
+    for first in range(0, 512, row_k):
+        step, inside = divmod(first, step_k)
+        each = 4 // WIDTHS[bits].ROWS  # words of a row
+        loads = t.words[0, step].reshape(-1, LANES, 4).cpu()[..., inside // row_k * each :]
+        inputs = [load[:, i] for load in loads for i in range(each)] + [torch.zeros(LANES)]
+        registers, products = run(product_code(columns, bits, 0), columns // 2, inputs)
+        assert len(products) == row_k // 32
+        for q, product in enumerate(products):
+            names = re.findall(r"\{([^}]*)\}", product)[1].replace(" ", "").split(",")
+            for i, name in enumerate(names):
+                found = registers[name][:, None] >> 8 * torch.arange(4) & 0xFF
+                k = first + 32 * q + 8 * lane[:, None] + torch.tensor(order[i // 2 * 4 :][:4])
+                expected = codes[(g + 8 * (i % 2))[:, None], k].long() << (8 - bits)
+                assert torch.equal(found, expected & 0xFF)
