@@ -178,7 +178,8 @@ quantize_options = with_options(
     click.option(
         "--quantize",
         type=click.Choice(["int4", "int8", "mixed", "int3", "int2"]),
-        help="Quantize a BF16 checkpoint as it is loaded; nothing is written.",
+        help="Quantize a BF16 checkpoint as it is loaded; nothing is written. int3 and "
+        "int2 are of little use for most models.",
     ),
     click.option(
         "--group-size",

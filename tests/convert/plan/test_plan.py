@@ -13,6 +13,7 @@ import torch
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.plan import Plan, make_plan, with_method
 from lowbit.convert.plan.readers import (
+    few_bits,
     one_scheme_misfits,
     runtime_verdict,
     smaller_groups,
@@ -271,6 +272,30 @@ def test_smaller_groups_are_counted_and_recorded(small_config: "Config") -> None
     said = "group size 512 does not divide the rows of 15 linears: "
     parts = "11 get groups of 128, 2 get groups of 256, 2 get groups of 64"
     assert smaller_groups(wide) == said + parts
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        (
+            Recipe("int3", None),
+            "most weights of the layers get 3 bits: good files of a 27B model lose 2 ",
+        ),
+        (
+            Recipe("int2", None),
+            "most weights of the layers get 2 bits: good files of a 27B model lose 6 ",
+        ),
+        (
+            Recipe("int4", None, overrides=(Override("*.layers.*", 2),)),
+            "most weights of the layers get 2 bits: ",
+        ),
+        (Recipe("int4", None), None),
+        (Recipe("int4", None, overrides=(Override("*.o_proj", 2),)), None),
+    ],
+)
+def test_few_bits_are_warned_of(small_config: "Config", recipe: Recipe, said: str | None) -> None:
+    found = few_bits(plan_of(small_config, recipe))
+    assert found is None if said is None else found is not None and found.startswith(said)
 
 
 def test_own_runtime_serves_2_3_4_and_8_bits(small_config: "Config") -> None:
