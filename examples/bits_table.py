@@ -3,8 +3,8 @@
 python examples/bits_table.py
 python examples/bits_table.py MODEL --methods rtn,gptq --bits 3 --calib FILE -- --group-size 64
 
-Every linear of the layers gets the same bits, the head stays as it is (2 and 3 bits are an
-experiment: packed and measured, not served). Prints the table, and the same in Markdown.
+Every linear of the layers gets the same bits, the head stays as it is. Prints the table, and the
+same in Markdown.
 """
 
 import argparse

@@ -108,11 +108,12 @@ recipe_options = with_options(
     click.option(
         "--recipe",
         "base",
-        type=click.Choice(["int4", "int8", "mixed"]),
+        type=click.Choice(["int4", "int8", "mixed", "int3", "int2"]),
         default="int4",
         show_default=True,
         help="int4: linears INT4, the head and DeltaNet's outputs INT8. int8: all linears INT8. "
-        "mixed: attention, DeltaNet and the head INT8, the MLP INT4.",
+        "mixed: attention, DeltaNet and the head INT8, the MLP INT4. int3, int2: fewer bits than "
+        "int4; most models lose too much, see the report, and lowbit-run alone serves them.",
     ),
     click.option(
         "--bits",

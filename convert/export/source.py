@@ -12,7 +12,7 @@ from lowbit.formats.architectures import Config, Part, kind_of, part_of, read_co
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import PACKED, SCALE, WORD_BITS, unpack
 from lowbit.formats.layout.quantization_config import KEY
-from lowbit.formats.layout.scheme import SERVED_BITS, Scheme
+from lowbit.formats.layout.scheme import COMMON_BITS, Scheme
 from lowbit.formats.packed import PackedCheckpoint, open_packed
 from lowbit.formats.safetensors.checkpoint import Checkpoint, TensorInfo
 
@@ -144,7 +144,7 @@ def _check_scheme(linear: Linear) -> None:
     """Refuse codes that are not symmetric, not 4 or 8 bits, or do not fill whole words."""
     if not linear.scheme.symmetric:
         reason = "zero points are not exported"
-    elif linear.bits not in SERVED_BITS:
+    elif linear.bits not in COMMON_BITS:
         reason = f"{linear.bits}-bit codes have no place there"
     elif linear.K * linear.bits % WORD_BITS:
         reason = f"rows of {linear.K} codes do not fill whole 32-bit words"

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from lowbit.convert.plan.plan import Plan, and_more
 from lowbit.formats.architectures.names import MTP_PREFIX, expert_of
 from lowbit.formats.layout.quantization_config import unserved
-from lowbit.formats.layout.scheme import SERVED_BITS, Scheme
+from lowbit.formats.layout.scheme import COMMON_BITS, SERVED_BITS, Scheme
+
+LOSS_OF_FEW_BITS = {3: "2", 2: "6 to 7"}  # mean KL, of that at 4 bits
 
 
 def smaller_groups(plan: Plan) -> str | None:
@@ -26,6 +28,25 @@ def smaller_groups(plan: Plan) -> str | None:
     given = f"they get groups of {min(sizes)}" if len(sizes) == 1 else ", ".join(parts)
     rows = f"{sizes.total()} linears" if sizes.total() > 1 else "1 linear"
     return f"group size {wanted} does not divide the rows of {rows}: {given}"
+
+
+def few_bits(plan: Plan) -> str | None:
+    """What to expect where most weights of the layers get 2 or 3 bits; None where they do not.
+
+    The losses are those of published files of Qwen3.8-27B, EXL3 and GGUF, beside 4 bits.
+    """
+    weights: Counter[int] = Counter()
+    for step in plan.steps:
+        if step.scheme is not None and step.module != "lm_head":
+            weights[step.scheme.bits] += math.prod(step.source.shape)
+    bits = max(weights, key=lambda width: weights[width], default=None)
+    if bits not in LOSS_OF_FEW_BITS:
+        return None
+    return (
+        f"most weights of the layers get {bits} bits: good files of a 27B model lose "
+        f"{LOSS_OF_FEW_BITS[bits]} times what they lose at 4 bits, smaller models far more; "
+        "many are of no use, so read the verdict of --report first"
+    )
 
 
 def vllm_verdict(plan: Plan) -> list[str]:
@@ -79,7 +100,7 @@ def vllm_reasons(linears: Iterable[tuple[str, tuple[int, ...], Scheme]]) -> list
     """
     reasons: dict[str, list[str]] = {}
     for module, (N, K), scheme in linears:
-        if scheme.bits not in SERVED_BITS:
+        if scheme.bits not in COMMON_BITS:
             reasons.setdefault(f"{scheme.bits}-bit weights", []).append(module)
         if not scheme.symmetric:
             reasons.setdefault("asymmetric weights", []).append(module)

@@ -43,6 +43,8 @@ class Step:
 
 
 STEPS = (
+    Step("--recipe", ("int2",), "int3", "1 bit per weight more"),
+    Step("--recipe", ("int2", "int3"), "int4", "4 bits per weight, mostly usable"),
     Step("--recipe", ("int4",), "mixed", "attention in INT8, about 0.8 bits per weight more"),
     Step("--recipe", ("mixed",), "int8", "8 bits per weight"),
     Step("--group-size", ("row", "512", "256", "128"), "64", "up to 0.25 bits per weight more"),

@@ -1,6 +1,6 @@
 """Decode speed of models on this GPU, with random weights that need no files.
 
-Run: python examples/benchmarks/bench_models.py [SIZE ...]
+Run: python examples/benchmarks/bench_models.py [--bits N ...] [SIZE ...]
 Sizes are those of `make_random_checkpoint`; by default all but LARGE. A line for each size and
 recipe: tokens per second of the engine's loop, 128 tokens after a prompt of 64, greedy and drawn
 (top-k 20, top-p 0.95), a median of three captures of three runs each; what the slowest and the
@@ -98,7 +98,10 @@ def weight_bytes(size: str, bits: int) -> float:
 
 @click.command()
 @click.argument("sizes", nargs=-1, type=click.Choice([*SIZES, *HYBRID_SIZES]), metavar="[SIZE]...")
-def main(sizes: tuple[str, ...]) -> None:
+@click.option(
+    "--bits", "widths", type=int, multiple=True, default=(4, 8), help="Of linears but the head's."
+)
+def main(sizes: tuple[str, ...], widths: tuple[int, ...]) -> None:
     """Time the decoding of models of SIZEs."""
     if not torch.cuda.is_available():
         raise SystemExit("bench_models needs an NVIDIA GPU")
@@ -107,7 +110,7 @@ def main(sizes: tuple[str, ...]) -> None:
     columns = ("greedy", "from", "to", "drawn", "of reads")
     print(f"{'tok/s':<16}" + "".join(f"{name:>9}" for name in columns) + "  cache, TB/s")
     for size in sizes or [size for size in (*SIZES, *HYBRID_SIZES) if size not in LARGE]:
-        for bits in (4, 8):
+        for bits in widths:
             engine = random_engine(size, bits, CONTEXT)
             greedy, drawn = captured_us(engine, GREEDY), captured_us(engine, SAMPLED)
             middle = greedy[CAPTURES // 2]

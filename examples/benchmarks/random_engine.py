@@ -23,7 +23,8 @@ from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.sequence import Sequence as TokenSequence
 from lowbit.runtime.kernels.experts.tiled import TiledExperts
-from lowbit.runtime.kernels.linear.tiles import TILE, WORDS, GpuLinear, TiledLinear
+from lowbit.runtime.kernels.linear.tiles import TILE, GpuLinear, TiledLinear
+from lowbit.runtime.kernels.width import WIDTHS
 from lowbit.runtime.models.architectures import BUILD, HEADS
 from lowbit.runtime.models.qwen3_5_mtp import DraftRows
 from lowbit.runtime.state.device_state import CacheSize
@@ -37,7 +38,8 @@ HEAD_BITS = 8
 
 def packed(bits: int, N: int, K: int, paired: bool = False) -> TiledLinear:
     """Random codes, and scales that keep activations near one."""
-    shape = (N // TILE, K * bits // (32 * WORDS), 2, 8, 4, 4)
+    width = WIDTHS[bits]
+    shape = (N // TILE, -(-K // width.STEP_K), width.LOADS, 8, 4, 4)
     words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device="cuda")
     scales = torch.randn(N // TILE, K // GROUP, 8, 2, device="cuda") / (2 ** (bits - 1) * K**0.5)
     return TiledLinear(words, scales.bfloat16(), bits, GROUP, N, K, paired)
@@ -115,7 +117,7 @@ def random_engine(
     tokens: int | None = None,
     cache_type: CacheType = BF16_CACHE,
 ) -> Engine:
-    """An engine of a size that `make_random_checkpoint` knows, with linears of 4 or 8 bits.
+    """An engine of a size that `make_random_checkpoint` knows, with linears of 2, 3, 4 or 8 bits.
 
     Args:
         size: of the model.

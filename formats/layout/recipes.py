@@ -7,7 +7,7 @@ from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.scheme import Scheme, fitting_group_size
 
-Base = Literal["int4", "int8", "mixed"]
+Base = Literal["int4", "int8", "mixed", "int3", "int2"]
 
 AS_STORED = 16  # stands for a linear that is not quantized
 GROUP_SIZE = 128  # default
@@ -21,6 +21,8 @@ BITS_BY_ROLE: dict[Base, dict[str, int]] = {
     "int4": {**_ALWAYS, **dict.fromkeys((*_ATTENTION, *_MLP), 4)},
     "int8": {**_ALWAYS, **dict.fromkeys((*_ATTENTION, *_MLP), 8)},
     "mixed": {**_ALWAYS, **dict.fromkeys(_ATTENTION, 8), **dict.fromkeys(_MLP, 4)},
+    "int3": {**_ALWAYS, **dict.fromkeys((*_ATTENTION, *_MLP), 3)},
+    "int2": {**_ALWAYS, **dict.fromkeys((*_ATTENTION, *_MLP), 2)},
 }
 
 

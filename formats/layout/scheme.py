@@ -6,7 +6,8 @@ from lowbit.formats.errors import FormatError, QuantizationError
 
 GROUP_SIZES = (32, 64, 128, 256, 512)
 BITS = range(2, 9)
-SERVED_BITS = (4, 8)
+SERVED_BITS = (2, 3, 4, 8)  # by lowbit-run
+COMMON_BITS = (4, 8)  # by vLLM, and in the containers of other engines
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 In BF16 a linear with BF16 scales keeps its codes:
 
 - INT4 in groups runs in PyTorch's INT4 product, which sums in FP32 and rounds once.
+- INT2 and INT3 in groups run there too, as INT4 codes: a pass over them reads as much as over INT4.
 - INT8 in groups runs in the same product. A code q = 16 h + l is stored as two INT4 codes, h and l,
   side by side along K: `x @ w.T = [x, x] @ [16 s h, s l].T`. Every factor is exact in BF16, so the
   result is as close as that of INT4, and a weight takes one byte.
@@ -42,7 +43,8 @@ CHUNK_WEIGHTS = 1 << 19  # dequantized at a time for many tokens: 1 MB in BF16
 class Planes:
     """Weight [N, K] as P planes of 4-bit codes in the block order of this CPU's INT4 product.
 
-    INT4 is one plane; INT8 is two, the high and the low half of the codes. Made at load only.
+    Up to 4 bits are one plane; INT8 is two, the high and the low half of the codes. Made at load
+    only.
 
     Attributes:
         blocks: [N, P * K / 2] uint8.
@@ -106,7 +108,7 @@ def prepared_bytes(N: int, K: int, scheme: Scheme, scales: torch.dtype, dtype: t
     plane_group = _plane_group(N, group)
     if plane_group is None:
         return N * K * dtype.itemsize
-    planes = scheme.bits // PLANE_BITS
+    planes = -(-scheme.bits // PLANE_BITS)
     return planes * (N * K // 2 + N * (K // plane_group) * 4)
 
 
@@ -173,21 +175,22 @@ def _plane_group(N: int, group_size: int) -> int | None:
 
 def _planes(w: PackedLinear, group_size: int) -> Planes:
     """Split codes into planes and reorder them for the INT4 product, some rows at a time."""
-    half = 1 << (w.bits - 1)
+    planes = -(-w.bits // PLANE_BITS)
+    half = 1 << (planes * PLANE_BITS - 1)  # what unsigned codes of whole planes are more
     # Made at once: small blocks that stay, between larger ones that go, leave the heap in pieces.
-    blocks = torch.empty(w.N, w.K * w.bits // 8, dtype=torch.uint8)
+    blocks = torch.empty(w.N, planes * w.K // 2, dtype=torch.uint8)
     for start in range(0, w.N, CHUNK_ROWS):
         rows = slice(start, start + CHUNK_ROWS)
         codes = unpack(w.codes[rows], w.bits, w.K).to(torch.int32) + half
-        if w.bits == 2 * PLANE_BITS:
+        if planes == 2:
             codes = torch.cat((codes >> PLANE_BITS, codes & 15), dim=1)
         blocks[rows] = torch._convert_weight_to_int4pack_for_cpu(codes, 2)
     scale = w.scales.repeat_interleave(w.group_size // group_size, dim=1).T  # [K / G, N]
     zero = torch.zeros_like(scale)
-    if w.bits == 2 * PLANE_BITS:
+    if planes == 2:
         scale, zero = torch.cat((16 * scale, scale)), torch.cat((zero, 8 * scale))
     scale_zero = torch.stack((scale, zero), dim=-1).contiguous()
-    return Planes(blocks, scale_zero, group_size, w.bits // PLANE_BITS)
+    return Planes(blocks, scale_zero, group_size, planes)
 
 
 @lru_cache(maxsize=1)

@@ -15,6 +15,7 @@ from lowbit.runtime.kernels.launch.device import STATIC_SHARED
 from lowbit.runtime.kernels.linear.dense import dense_gemv
 from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.kernels.rows import rms_norm
+from lowbit.runtime.kernels.width import WIDTHS
 from lowbit.runtime.thresholds import EXPERTS_APART, EXPERTS_TOKENS
 from lowbit.runtime.weights.linear import ExpertWeights
 
@@ -33,8 +34,8 @@ def check_experts(experts: Experts, hidden: int) -> None:
         UnsupportedModelError: naming the size.
     """
     slots = experts.chosen + (experts.shared_inner is not None)
-    down = max(experts_down_bytes(bits, experts.inner, hidden, slots) for bits in (4, 8))
-    gate_up = max(experts_gate_up_bytes(bits, experts.inner, hidden) for bits in (4, 8))
+    down = max(experts_down_bytes(bits, experts.inner, hidden, slots) for bits in WIDTHS)
+    gate_up = max(experts_gate_up_bytes(bits, experts.inner, hidden) for bits in WIDTHS)
     for wrong, what in (
         (slots > MOST_SLOTS, f"{slots} experts of a token, at most {MOST_SLOTS}"),
         (down > MOST_SHARED, f"{slots} experts of a token as wide as {experts.inner}"),

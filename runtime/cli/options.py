@@ -177,8 +177,9 @@ talk_options = with_options(
 quantize_options = with_options(
     click.option(
         "--quantize",
-        type=click.Choice(["int4", "int8", "mixed"]),
-        help="Quantize a BF16 checkpoint as it is loaded; nothing is written.",
+        type=click.Choice(["int4", "int8", "mixed", "int3", "int2"]),
+        help="Quantize a BF16 checkpoint as it is loaded; nothing is written. int3 and "
+        "int2 are of little use for most models.",
     ),
     click.option(
         "--group-size",

@@ -24,7 +24,7 @@ class PackedLinear:
     Attributes:
         codes: [N, K * bits / 32] int32.
         scales: [N, K / group_size] bfloat16, float16 or float32; may be negative.
-        bits: 4 or 8.
+        bits: 2, 3, 4 or 8.
         group_size: weights that share a scale; K where there is one scale per row.
     """
 

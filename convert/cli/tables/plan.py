@@ -11,6 +11,7 @@ from rich.text import Text
 from lowbit.convert.pipeline.estimate import Estimate, peak_ram, run_memory
 from lowbit.convert.plan.plan import Plan, Step
 from lowbit.convert.plan.readers import (
+    few_bits,
     one_scheme_misfits,
     runtime_verdict,
     smaller_groups,
@@ -65,9 +66,9 @@ def plan(source: str, ahead: Estimate, other_bytes: int) -> None:
             f"draft head: {made.draft_rows:,} rows of lm_head, INT4, "
             f"{size(made.draft_bytes)} in draft/"
         )
-    groups = smaller_groups(made)
-    if groups is not None:
-        console.print(groups)
+    for sentence in (smaller_groups(made), few_bits(made)):
+        if sentence is not None:
+            console.print(sentence)
     console.print(f"peak RAM of the conversion: at most {size(peak_ram(made, ahead.device))}")
     console.print(methods(ahead))
     run = run_memory(made)
@@ -125,6 +126,7 @@ def plan_json(source: str, ahead: Estimate, other_bytes: int) -> dict[str, Any]:
         "peak_ram_bytes": peak_ram(made, ahead.device),
         "prospect": methods_json(ahead),
         "smaller_groups": smaller_groups(made),
+        "few_bits": few_bits(made),
         "dequantized_for_gptq_and_awq": one_scheme_misfits(made),
         "run": {
             "weight_bytes": run.weight_bytes,
@@ -205,9 +207,9 @@ def announce(ahead: Estimate, note: Callable[[str], None] | None) -> None:
     tokens = ahead.windows.count * ahead.windows.length
     if ahead.method.calibrated and tokens < FEW_TOKENS:
         note(f"! {tokens:,} tokens of calibration text are few; use {FEW_TOKENS:,} or more")
-    groups = smaller_groups(ahead.plan)
-    if groups is not None:
-        note(groups)
+    for sentence in (smaller_groups(ahead.plan), few_bits(ahead.plan)):
+        if sentence is not None:
+            note(sentence)
 
 
 def method_line(ahead: Estimate) -> str:

@@ -54,6 +54,7 @@ from lowbit.runtime.kernels.linear.program import BLOCK_K, Packed, staged_digits
 from lowbit.runtime.kernels.linear.tiles import TILE
 from lowbit.runtime.kernels.ptx.memory import barrier, load4_l2, shared_memory
 from lowbit.runtime.kernels.ptx.mma import as_float, threads
+from lowbit.runtime.kernels.width import WIDTHS
 
 SUM_BYTES = gl.constexpr(64)  # of 16 rows
 
@@ -147,7 +148,7 @@ def _experts_down_kernel(
             )  # fmt: skip
         loaded = next_loaded
     barrier()
-    factor = none + (1.0 if W.BITS == 8 else 0.0625)  # digits meet 16 times the code
+    factor = none + W.WIDTH.FACTOR
     for first in gl.static_range(0, ITEMS, WARPS):
         item = first + warp
         at = sums_at + (gl.minimum(item, ITEMS - 1) * (UNITS * 8) + g) * 8
@@ -195,7 +196,7 @@ def _multiply_unit(
     slot = unit // STEPS
     step = unit % STEPS
     digits = buffer + column_of(lane, X)
-    digits += slot * PLAN.WIDTH + step * (8 // W.BITS * 64)  # 64 k are 64 bytes of a plane
+    digits += slot * PLAN.WIDTH + step * (W.WIDTH.BLOCKS * 64)  # 64 k are 64 bytes of a plane
     units = buffer + X.UNITS + slot * (PLAN.WIDTH // BLOCK_K * 4) + unit_of(lane, 1)
     mixed = gl.where(lane % 2 == 0, 256, 0)
     acc = multiply_steps(
@@ -275,7 +276,7 @@ def _plan(choice: Choice, W: Packed, launch: ExpertsDownLaunch, pdl: bool) -> Ex
 
 def experts_down_bytes(bits: int, inner: int, hidden: int, slots: int) -> int:
     """The most shared memory of a program, for any number of tokens."""
-    tiles, steps = -(-hidden // TILE), -(-inner * bits // 512)
+    tiles, steps = -(-hidden // TILE), -(-inner // WIDTHS[bits].STEP_K)
     launches = experts_down_launches(bits, tiles, steps)
     return max(_needed(inner, slots, steps, launch) for launch in launches)
 

@@ -49,6 +49,7 @@ from lowbit.runtime.kernels.linear.program import Packed, gain_turns, staged_dig
 from lowbit.runtime.kernels.linear.tiles import TILE
 from lowbit.runtime.kernels.ptx.memory import barrier, shared_memory
 from lowbit.runtime.kernels.ptx.mma import threads
+from lowbit.runtime.kernels.width import WIDTHS
 
 HELD = gl.constexpr(8)  # lanes with results
 
@@ -95,9 +96,9 @@ def _experts_gate_up_kernel(
         W.BITS, WARPS, X,
     )  # fmt: skip
     barrier()
-    factor = none + (1.0 if W.BITS == 8 else 0.0625)  # digits meet 16 times the code
+    factor = none + W.WIDTH.FACTOR
     factor *= norm_factor(total_of(buffer + X.SQUARES, lane, none, X), eps, W.K)
-    digits = buffer + column_of(lane, X) + part * (8 // W.BITS * X.NEXT)
+    digits = buffer + column_of(lane, X) + part * (W.WIDTH.BLOCKS * X.NEXT)
     units = buffer + X.UNITS + unit_of(lane, 1)
     own = (part, gl.where(t % 2 == 0, 256, 0), t == 0, g)
     for turn in gl.static_range(ROUNDS):
@@ -126,7 +127,7 @@ def _experts_gate_up_kernel(
 
 def experts_gate_up_bytes(bits: int, inner: int, hidden: int) -> int:
     """The most shared memory of a program, for any number of tokens."""
-    tiles, steps = -(-2 * inner // TILE), -(-hidden * bits // 512)
+    tiles, steps = -(-2 * inner // TILE), -(-hidden // WIDTHS[bits].STEP_K)
     launches = experts_gate_up_launches(bits, tiles, steps)
     return max(shared_bytes(hidden, launch, 1, True) for launch in launches)
 

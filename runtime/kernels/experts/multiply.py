@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.launch.experts import GemmTiles
 from lowbit.runtime.kernels.linear.program import Packed
+from lowbit.runtime.kernels.linear.unpack import chunk_pairs
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
     commit_copies,
@@ -97,7 +98,7 @@ def block_of(W: Packed, launch: GemmTiles, tiles: int, rows: int, limit: int) ->
         least=min(launch.least, rows),
     )
     stage = _block(W, launch, rows).STAGE
-    if launch.warps * 32 % (launch.steps * 128 // W.BITS):
+    if launch.warps * 32 % (launch.steps * W.WIDTH.STEP_K // 4):
         raise ValueError(f"{launch} copies no whole pairs of rows of x at a time")
     launch = replace(launch, stages=min(launch.stages, limit // stage))
     if launch.stages < 2:
@@ -108,12 +109,12 @@ def block_of(W: Packed, launch: GemmTiles, tiles: int, rows: int, limit: int) ->
 
 
 def _block(W: Packed, launch: GemmTiles, rows: int) -> Block:
-    step = 512 // W.BITS
+    step = W.WIDTH.STEP_K
     columns, unit = launch.steps * step, min(step, W.G & -W.G)
     parts = 2 if W.SCALES == "fp32" else 1
     tiles = launch.warps * launch.tiles
     words_at = rows * columns * 2
-    scales_at = words_at + tiles * launch.steps * 1024
+    scales_at = words_at + tiles * launch.steps * W.WIDTH.STEP_BYTES
     return Block(
         W,
         launch,
@@ -201,11 +202,13 @@ def _copy_turn(weights, x, buffer, turns, tiles, warp, lane, B: gl.constexpr):
     turn = turns % B.TURNS
     tile = tile_of(turns, tiles, warp, B).to(gl.int64)
     thread = warp * 32 + lane
-    own = buffer + warp * (R * C * 1024) + lane * 16
-    here = words + tile * (W.STEPS * 1024) + turn * (C * 1024)
+    OWN: gl.constexpr = C * W.WIDTH.STEP_BYTES  # bytes of a tile in a turn
+    TILE: gl.constexpr = W.STEPS * W.WIDTH.STEP_BYTES
+    own = buffer + warp * (R * OWN) + lane * 16
+    here = words + tile * TILE + turn * OWN
     for r in gl.static_range(R):
-        for i in gl.static_range(2 * C):
-            copy16(own, here, r * (W.STEPS * 1024) + i * 512, B.WORDS_AT + r * (C * 1024) + i * 512)
+        for i in gl.static_range(OWN // 512):
+            copy16(own, here, r * TILE + i * 512, B.WORDS_AT + r * OWN + i * 512)
     own = buffer + warp * (R * UNITS * PARTS * 128) + lane * 4
     for unit in gl.static_range(UNITS):
         group = gl.minimum((turn * B.COLUMNS + unit * B.UNIT) // W.G, W.GROUPS - 1)
@@ -233,27 +236,26 @@ def _copy_turn(weights, x, buffer, turns, tiles, warp, lane, B: gl.constexpr):
 @gluon.jit
 def _multiply_turn(acc, buffer, warp, lane, B: gl.constexpr):
     """Acc with what a turn adds."""
-    BITS: gl.constexpr = B.W.BITS
-    SCALES: gl.constexpr = B.W.SCALES  # Triton 3.6 takes no text from a record as an argument
-    STEP_K: gl.constexpr = 512 // BITS
-    Q: gl.constexpr = 16 // BITS
+    SCALES: gl.constexpr = B.W.SCALES  # Triton 3.6 takes no text from a record as an argument,
+    WIDTH: gl.constexpr = B.W.WIDTH  # and no record
+    STEP_K: gl.constexpr = B.W.WIDTH.STEP_K
+    STEP_BYTES: gl.constexpr = B.W.WIDTH.STEP_BYTES
+    Q: gl.constexpr = B.W.WIDTH.PRODUCTS
     R: gl.constexpr = B.LAUNCH.tiles
     C: gl.constexpr = B.LAUNCH.steps
     UNIT: gl.constexpr = B.UNIT
     UNITS: gl.constexpr = B.UNITS
     STRIDE: gl.constexpr = B.STRIDE
     WORDS_AT: gl.constexpr = B.WORDS_AT
-    words_at = buffer + warp * (R * C * 1024) + lane * 16
+    words_at = buffer + warp * (R * C * STEP_BYTES) + lane * 16
     scales_at = buffer + warp * (R * UNITS * B.PARTS * 128) + lane * 4
     g = lane // 4
     even_at = buffer + g * STRIDE + g % 2 * 64 + lane % 4 * 16
     odd_at = buffer + g * STRIDE + (1 - g % 2) * 64 + lane % 4 * 16
     for c in gl.static_range(C):
-        low = ()
-        high = ()
+        loads = ()
         for r in gl.static_range(R):
-            low = low + (load_shared16(words_at, WORDS_AT + (r * C + c) * 1024),)
-            high = high + (load_shared16(words_at, WORDS_AT + (r * C + c) * 1024 + 512),)
+            loads = loads + (_load_step(words_at, WORDS_AT + (r * C + c) * STEP_BYTES, B),)
         scale = ()
         for q in gl.static_range(Q):
             if q * 32 % UNIT == 0:
@@ -269,8 +271,8 @@ def _multiply_turn(acc, buffer, warp, lane, B: gl.constexpr):
                     )
             a = ()
             for r in gl.static_range(R):
-                first = _weights(low[r], q, scale[r][0], BITS, SCALES)
-                second = _weights(high[r], q, scale[r][1], BITS, SCALES)
+                first = _weights(loads[r], q, 0, scale[r][0], SCALES, WIDTH)
+                second = _weights(loads[r], q, 1, scale[r][1], SCALES, WIDTH)
                 a = a + ((first, second),)
             new = ()
             for nb in gl.static_range(B.ROWS // 8):
@@ -284,6 +286,16 @@ def _multiply_turn(acc, buffer, warp, lane, B: gl.constexpr):
                     new = new + (mma(d, u[2], v[2], u[3], v[3], b[2], b[3]),)
             acc = new
     return acc
+
+
+@gluon.jit
+def _load_step(address, OFFSET: gl.constexpr, B: gl.constexpr):
+    """A lane's words of a step; see `unpack`."""
+    LOADS: gl.constexpr = B.W.WIDTH.LOADS
+    loads = ()
+    for i in gl.static_range(LOADS):
+        loads = loads + (load_shared16(address, OFFSET + 512 * i),)
+    return loads
 
 
 @gluon.jit
@@ -303,14 +315,16 @@ def _scales_of(address, OFFSET: gl.constexpr, SCALES: gl.constexpr):
 
 
 @gluon.jit
-def _weights(words, q: gl.constexpr, scale, BITS: gl.constexpr, SCALES: gl.constexpr):
+def _weights(
+    loads, q: gl.constexpr, half: gl.constexpr, scale, SCALES: gl.constexpr, WIDTH: gl.constexpr
+):  # fmt: skip
     """A lane's q-th chunk of a row: four words of two weights, rounded once as `widen` does it."""
     codes = ()
-    if BITS == 4:
-        codes = pairs(words[q], BITS)
+    if WIDTH.BITS <= 4:
+        codes = chunk_pairs(loads, q, half, WIDTH)
     else:
         for i in gl.static_range(2):
-            low0, high0, low1, high1 = pairs(words[2 * q + i], BITS)
+            low0, high0, low1, high1 = pairs(loads[half][2 * q + i], 8)
             # exact: a code has 8 bits, as BF16 has
             codes = codes + (
                 times_plus(high0, 0x41804180, low0),

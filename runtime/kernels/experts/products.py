@@ -67,6 +67,7 @@ def _multiply_expert(
     LAUNCH: gl.constexpr = BLOCK.LAUNCH
     W: gl.constexpr = BLOCK.W
     SIZE: gl.constexpr = (LAUNCH.stages * BLOCK.STAGE + 1023) // 1024 * 1024
+    TILE_BYTES: gl.constexpr = W.STEPS * W.WIDTH.STEP_BYTES
     TILE_SCALES: gl.constexpr = W.GROUPS * 32 * BLOCK.PARTS
     warp, lane, zero, none = threads(LAUNCH.warps)
     block = blocks_ptr + gl.program_id(1) * 3
@@ -75,7 +76,7 @@ def _multiply_expert(
     buffer = large_shared_buffer(tiles < 0, SIZE, LAUNCH.warps) + zero
     if first < end:
         expert = gl.load(block).to(gl.int64) * tiles
-        words = words_ptr.to(gl.int64, bitcast=True) + expert * (W.STEPS * 1024) + lane * 16
+        words = words_ptr.to(gl.int64, bitcast=True) + expert * TILE_BYTES + lane * 16
         scales = scales_ptr.to(gl.int64, bitcast=True) + expert * TILE_SCALES
         weights = words, scales + lane // 4 * (4 * BLOCK.PARTS)
         given = x_ptr, order_ptr, shares_ptr, out_ptr

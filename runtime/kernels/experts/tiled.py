@@ -20,7 +20,7 @@ class TiledExperts(Sequence[TiledLinear]):
     Attributes:
         words: [experts, tiles, steps, 2, 8, 4, 4] int32; see `TiledLinear`, as the rest.
         scales: [experts, tiles, groups, 8, 2].
-        bits: 4 or 8.
+        bits: 2, 3, 4 or 8.
         group_size: weights that share a scale.
         N: outputs of an expert.
         K: inputs.
@@ -42,7 +42,7 @@ class TiledExperts(Sequence[TiledLinear]):
 
     @property
     def steps(self) -> int:
-        """Blocks of 512 / bits columns."""
+        """Steps of a row; see `Width`."""
         return self.words.shape[2]
 
     @property
@@ -113,6 +113,6 @@ def _tiled(w: GpuLinear) -> TiledLinear:
     if isinstance(w, TiledLinear):
         return w
     raise UnsupportedModelError(
-        f"experts in {w.weight.dtype} have no GPU kernel: expected INT4 or INT8",
+        f"experts in {w.weight.dtype} have no GPU kernel: expected packed codes",
         hint="quantize them as they are read with --quantize int4, or run with --device cpu",
     )

@@ -136,7 +136,7 @@ def _gate_up(
     at = tile_addresses(words_ptr, scales_ptr, tile, end, part, lane, TILES, W)
     loaded = load_steps(at, part, 0, AHEAD, PARTS, W)
     _copy_digits(digits_ptr, pairs, buffer, warp, lane, none, PLAN, GIVEN)
-    digits = buffer + column_of(lane, X) + part * (8 // W.BITS * X.NEXT)
+    digits = buffer + column_of(lane, X) + part * (W.WIDTH.BLOCKS * X.NEXT)
     units = buffer + X.UNITS + unit_of(lane, X.TOKENS)
     own = (part, gl.where(t % 2 == 0, 256, 0), t % 2 == 0, lane // 2)
     sums_at = buffer + PLAN.SUMS
@@ -156,7 +156,7 @@ def _gate_up(
         b = item % NT * 2 + t // 2
         pair = _pair_of(b, pairs)
         factor = given_factor(digits_ptr, gl.maximum(pair, 0) // PLAN.CHOICE.SLOTS, GIVEN)
-        factor *= 1.0 if W.BITS == 8 else 0.0625  # digits meet 16 times the code
+        factor *= W.WIDTH.FACTOR
         gate = y[0] * factor
         act = gate * (y[1] * factor) / (1.0 + gl.exp(-gate))
         n = (first_tile + item // NT) * 8 + g
@@ -258,7 +258,7 @@ def _down(
         for i in gl.static_range(OWN):
             step = i * WARPS + warp
             mine = gl.minimum(step, STEPS - 1)
-            digits = buffer + column_of(lane, X) + mine * (8 // W.BITS * X.NEXT)
+            digits = buffer + column_of(lane, X) + mine * (W.WIDTH.BLOCKS * X.NEXT)
             units = buffer + X.UNITS + unit_of(lane, X.TOKENS)
             acc = multiply_steps(
                 zero_sums(none, TILES, X.TOKENS), loaded[i], digits, units, mine, mixed, 0, 1,
@@ -270,7 +270,7 @@ def _down(
                 store_sums(acc[j], to, (t % 2 == 0) & (step < STEPS), True)
         loaded = next_loaded
     barrier()
-    factor = none + (1.0 if W.BITS == 8 else 0.0625)  # digits meet 16 times the code
+    factor = none + W.WIDTH.FACTOR
     for first in gl.static_range(0, ITEMS, WARPS):
         item = first + warp
         here = sums_at + (gl.minimum(item, ITEMS - 1) * STEPS * LANES + lane // 2) * 8

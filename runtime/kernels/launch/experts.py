@@ -126,7 +126,7 @@ class GemmTiles:
         tiles: of 16 rows, of a warp.
         warps: of a program.
         passes: of a program, each over as many tiles; copies go on from one to the next.
-        steps: of 512 / bits columns that are multiplied between two barriers; 1 where so many do
+        steps: of a tile that are multiplied between two barriers; 1 where so many do
             not divide a row.
         stages: of so many steps in shared memory, from 2 on: one is multiplied, the others arrive.
         least: tokens of the shortest loop; a block takes the next multiple of them.

@@ -8,6 +8,8 @@ memory than compute capability 8.0 to 12.0 all have.
 from dataclasses import dataclass, replace
 from functools import cache
 
+from lowbit.runtime.kernels.width import WIDTHS
+
 
 @dataclass(frozen=True, slots=True)
 class GemvLaunch:
@@ -159,7 +161,8 @@ def gemv_launch(bits: int, tiles: int, steps: int, tokens: int, paired: bool) ->
         tokens: of a step.
         paired: whether rows are those of gate and up in turn.
     """
-    size = (bits, tiles, steps)
+    # Fewer bits take the share of 4 bits for as many columns, of which a step has twice as many.
+    size = (bits, tiles, steps) if bits >= 4 else (4, tiles, 2 * steps)
     one = (None if paired else GEMV_UNPAIRED.get(size)) or GEMV_MEASURED.get(size)
     if one is None:
         one = next(
@@ -167,6 +170,8 @@ def gemv_launch(bits: int, tiles: int, steps: int, tokens: int, paired: bool) ->
             for size, depth, launch in GEMV_SHARES
             if tiles * steps >= size and steps >= depth
         )
+    if bits == 3 and one.registers is not None:  # a third load
+        one = replace(one, registers=max(one.registers, 96))
     if tokens == 1:
         return one
     measured = SEVERAL_MEASURED.get((bits, tiles, steps, tokens))
@@ -215,7 +220,7 @@ UNIT_K = 256  # elements of x with one unit
 
 def _for_several(one: GemvLaunch, tiles: int, steps: int, tokens: int, bits: int) -> GemvLaunch:
     """The share of a program that stages x once for several rounds of tiles."""
-    parts, step_k = one.parts, 512 // bits
+    parts, step_k = one.parts, WIDTHS[bits].STEP_K
     most = max(MOST_STEPS[tokens], UNIT_K // (parts * step_k))  # whole units, for a loop
     abreast = max(1, (16 if tiles < LARGE and tokens < 32 else 8) // parts)
     launch = GemvLaunch(
@@ -260,8 +265,10 @@ class WgmmaLaunch:
     def shared_bytes(self, bits: int, parts: int, tokens: int) -> int:
         """Shared memory: digits and units of a slice, a barrier a step, the words in flight."""
         steps = self.part_steps * (parts // self.slices)
-        digits = steps * tokens * (3 * 512 // bits + 4)
-        return 1024 + digits + self.part_steps * 8 + 16 + WGMMA_WARPS * self.ahead * 1152
+        width = WIDTHS[bits]
+        digits = steps * tokens * (3 * width.STEP_K + 4 * width.ROWS)
+        ring = WGMMA_WARPS * self.ahead * (width.STEP_BYTES + 128 * width.ROWS)
+        return 1024 + digits + self.part_steps * 8 + 16 + ring
 
 
 WGMMA_WARPS = 8
@@ -288,13 +295,16 @@ def wgmma_launch(
         tokens: that there is room for: 16, 32 or 64.
         parts: of a lone token's launch.
     """
-    step_k = 512 // bits
+    step_k = WIDTHS[bits].STEP_K
     deep = steps * step_k >= LEAST_DEEP[0] and tiles * steps << 10 >= LEAST_DEEP[1]
-    if group_size % step_k or (tokens == 16 and not deep):
+    halves = WIDTHS[bits].ROWS > 1  # each of which must end a group, as in `gemv`
+    if group_size % (256 if halves else step_k) != (128 if halves else 0):
+        return None
+    if tokens == 16 and not deep:
         return None
     each = -(-steps // parts)
-    ahead = min(MOST_AHEAD[tokens], each)
-    if all(each % ahead for ahead in range(2, ahead + 1)):
+    ahead = min(1 if halves and tokens == 64 else MOST_AHEAD[tokens], each)  # more spill
+    if not (halves and ahead == 1) and all(each % ahead for ahead in range(2, ahead + 1)):
         each = -(-each // 2) * 2
     ahead = _divisor(each, ahead)
     blocks = -(-tiles // 4)

@@ -95,7 +95,7 @@ def digits_of(w, factor, SCALED: gl.constexpr, BITS: gl.constexpr):
     k2, k3 = _fixed(w[1], scale)
     k4, k5 = _fixed(w[2], scale)
     k6, k7 = _fixed(w[3], scale)
-    if BITS == 4:
+    if BITS <= 4:
         a = _digits(k0, k4, k1, k5)
         b = _digits(k2, k6, k3, k7)
     else:

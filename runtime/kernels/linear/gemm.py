@@ -35,6 +35,7 @@ from lowbit.runtime.kernels.ptx.memory import (
     large_shared_buffer,
     large_size,
     store_shared4,
+    stream8,
     stream16,
 )
 from lowbit.runtime.kernels.ptx.mma import (
@@ -276,7 +277,8 @@ def _place_of(
     """A warp's tile in a block, and where words and scales begin; past the end the last tile's."""
     tile = block // token_blocks * WARPS + warp
     own = gl.minimum(tile, tiles - 1)
-    words = words_ptr.to(gl.int64, bitcast=True) + lane * 16 + own.to(gl.int64) * (W.STEPS * 1024)
+    TILE_BYTES: gl.constexpr = W.STEPS * W.WIDTH.STEP_BYTES
+    words = words_ptr.to(gl.int64, bitcast=True) + lane * 16 + own.to(gl.int64) * TILE_BYTES
     row = own * (W.GROUPS * 8) + lane // 4
     scales = scales_ptr.to(gl.int64, bitcast=True) + row.to(gl.int64) * 4
     return tile, words, scales
@@ -284,14 +286,22 @@ def _place_of(
 
 @gluon.jit
 def _load_step(words, scales, step, W: gl.constexpr):
-    """A lane's words of rows g and g + 8, and the scales of each of its chunks, of 128 k."""
-    COUNT: gl.constexpr = W.BITS // 4  # of the weight's own steps
+    """A lane's words of 128 k, as `widened` takes them."""
     low = ()
     high = ()
-    for i in gl.static_range(COUNT):
-        at = words + gl.minimum(step * COUNT + i, W.STEPS - 1) * 1024
-        low = low + stream16(at)
-        high = high + stream16(at, 512)
+    lowest = ()
+    if W.WIDTH.STEP_K <= STEP_K:
+        COUNT: gl.constexpr = STEP_K // W.WIDTH.STEP_K  # of the weight's own steps
+        for i in gl.static_range(COUNT):
+            at = words + gl.minimum(step * COUNT + i, W.STEPS - 1) * W.WIDTH.STEP_BYTES
+            low = low + stream16(at)
+            high = high + stream16(at, 512)
+    else:  # half of one
+        at = words + gl.minimum(step // 2, W.STEPS - 1) * W.WIDTH.STEP_BYTES + step % 2 * 8
+        low = stream8(at)
+        high = stream8(at, 512)
+        if W.BITS == 3:
+            lowest = stream8(at, 1024)
     factors = ()
     if W.G % STEP_K == 0:
         raw = _load_word(scales + step * STEP_K // W.G * 32)
@@ -300,7 +310,7 @@ def _load_step(words, scales, step, W: gl.constexpr):
         for q in gl.static_range(4):
             group = gl.minimum((step * STEP_K + q * 32) // W.G, W.GROUPS - 1)
             factors = factors + (_load_word(scales + group * 32),)
-    return low, high, factors
+    return low, high, lowest, factors
 
 
 @gluon.jit

@@ -310,7 +310,7 @@ def _plan(
         needed = max(needed, rows_bytes(rows, W.K if tokens == 1 else 0))
     return GemvPlan(
         W,
-        X=staged_digits(W.K, tokens) if staged else global_digits(W.K, tokens),
+        X=staged_digits(W.K, tokens) if staged else global_digits(W.K, W.BITS, tokens),
         LAUNCH=launch,
         PAIRED=paired,
         HEAD=W.K // fused.heads if fused.heads and staged else 0,

@@ -89,7 +89,7 @@ def _multiply_tiles(
             for half in gl.static_range(2):
                 n = (first_tile + (first + warp)) * 16 + half * 8 + g
                 added = added + (gl.load(added_ptr + gl.minimum(n, N - 1)).to(gl.float32),)
-    factor = none + (1.0 if W.BITS == 8 else 0.0625)  # digits meet 16 times the code
+    factor = none + W.WIDTH.FACTOR
     sums_at = buffer + PLAN.SUMS
     stage_tokens(
         x_ptr, (), gains, head_squares_ptr, buffer, warp, lane, none, 1, eps, PLAN.HEAD, W.BITS,
@@ -99,7 +99,7 @@ def _multiply_tiles(
     if NORM and not LATE:  # before the products, which hide it
         factor *= norm_factor(total_of(buffer + X.SQUARES, lane, none, X), eps, W.K)
     units = buffer + X.UNITS + unit_of(lane, 1)
-    digits = buffer + column_of(lane, X) + part * (8 // W.BITS * X.NEXT)
+    digits = buffer + column_of(lane, X) + part * (W.WIDTH.BLOCKS * X.NEXT)
     mixed = gl.where(t % 2 == 0, 256, 0)
     multiply_round(
         loaded, at, at, digits, units, (part, mixed, held, g), warp // PARTS, sums_at, none, False,

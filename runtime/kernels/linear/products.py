@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.linear.program import BLOCK_K
+from lowbit.runtime.kernels.linear.unpack import product_codes
 from lowbit.runtime.kernels.ptx.memory import (
     load4,
     load8,
@@ -53,11 +54,12 @@ def tile_addresses(
 ):  # fmt: skip
     """Addresses, for this lane, of the warp's first step and the first scales of COUNT tiles."""
     SCALE_BYTES: gl.constexpr = 8 if W.SCALES == "fp32" else 4  # of two rows
+    STEP_BYTES: gl.constexpr = W.WIDTH.STEP_BYTES
     words = ()
     scales = ()
     for r in gl.static_range(COUNT):
         tile = gl.minimum(first_tile + r, tiles - 1).to(gl.int64)
-        at = tile * (W.STEPS * 1024) + part * 1024 + lane * 16
+        at = tile * (W.STEPS * STEP_BYTES) + part * STEP_BYTES + lane * 16
         words = words + (words_ptr.to(gl.int64, bitcast=True) + at,)
         at = (tile * (W.GROUPS * 8) + lane // 4) * SCALE_BYTES
         scales = scales + (scales_ptr.to(gl.int64, bitcast=True) + at,)
@@ -75,7 +77,8 @@ def load_steps(
     words, scales = at
     SCALES: gl.constexpr = W.SCALES
     STEPS: gl.constexpr = W.STEPS
-    STEP_K: gl.constexpr = 512 // W.BITS
+    STEP_BYTES: gl.constexpr = W.WIDTH.STEP_BYTES
+    STEP_K: gl.constexpr = W.WIDTH.STEP_K
     UNIT: gl.constexpr = min(STEP_K, W.G & -W.G)  # k of a step that surely share a scale
     GROUP_BYTES: gl.constexpr = 64 if SCALES == "fp32" else 32
     # A warp goes from one of its steps to the next by whole groups.
@@ -86,14 +89,11 @@ def load_steps(
         for c in gl.static_range(FIRST, FIRST + COUNT):
             if (c + 1) * PARTS <= STEPS:
                 step = part + c * PARTS
-                loaded = loaded + (
-                    stream16(words[r], c * PARTS * 1024),
-                    stream16(words[r], c * PARTS * 1024 + 512),
-                )
+                loaded = loaded + (_load_step(words[r], c * PARTS * STEP_BYTES, W),)
             else:
                 step = gl.minimum(part + c * PARTS, STEPS - 1)
-                here = words[r] + (step - part).to(gl.int64) * 1024
-                loaded = loaded + (stream16(here), stream16(here, 512))
+                here = words[r] + (step - part).to(gl.int64) * STEP_BYTES
+                loaded = loaded + (_load_step(here, 0, W),)
             for unit in gl.static_range(STEP_K // UNIT):
                 if (c + 1) * PARTS <= STEPS and SAME:
                     here = scales[r] + (part * STEP_K + unit * UNIT) // W.G * GROUP_BYTES
@@ -104,6 +104,16 @@ def load_steps(
                     group = gl.minimum((step * STEP_K + unit * UNIT) // W.G, W.GROUPS - 1)
                     raw = raw + (_raw_scales(scales[r] + group * GROUP_BYTES, 0, SCALES),)
     return loaded, raw
+
+
+@gluon.jit
+def _load_step(address, OFFSET: gl.constexpr, W: gl.constexpr):
+    """A lane's words of a step; see `unpack`."""
+    LOADS: gl.constexpr = W.WIDTH.LOADS
+    loads = ()
+    for i in gl.static_range(LOADS):
+        loads = loads + (stream16(address, OFFSET + 512 * i),)
+    return loads
 
 
 @gluon.jit
@@ -171,7 +181,7 @@ def multiply_steps(
     units: address of the lane's first unit.
     mixed: 256 in even lanes, 0 in odd ones.
     """
-    Q: gl.constexpr = 16 // W.BITS  # products of a step
+    Q: gl.constexpr = W.WIDTH.PRODUCTS
     GROUP_Q: gl.constexpr = min(Q, (W.G & -W.G) // 32)  # products that surely share a scale
     AT_ONCE: gl.constexpr = COUNT if GROUP_Q == Q and X.TOKENS <= 2 else 1
     for first in gl.static_range(0, COUNT, AT_ONCE):
@@ -188,9 +198,10 @@ def _multiply(
 ):  # fmt: skip
     """`multiply_steps` for COUNT of ALL loaded steps, from BEGIN on."""
     words, raw = loaded
+    WIDTH: gl.constexpr = W.WIDTH  # Triton 3.6 takes no record from a record as an argument
     SCALES: gl.constexpr = W.SCALES
-    TILES: gl.constexpr = len(words) // (2 * ALL)
-    Q: gl.constexpr = 16 // W.BITS
+    TILES: gl.constexpr = len(words) // ALL
+    Q: gl.constexpr = W.WIDTH.PRODUCTS
     GROUP_Q: gl.constexpr = min(Q, (W.G & -W.G) // 32)
     HALVED: gl.constexpr = halved(X.TOKENS)
     NT: gl.constexpr = (X.TOKENS + 1) // 2 if HALVED else X.TOKENS // 8
@@ -217,12 +228,7 @@ def _multiply(
         new = ()
         for c in gl.static_range(COUNT):
             for r in gl.static_range(TILES):
-                low = words[2 * (r * ALL + BEGIN + c)]
-                high = words[2 * (r * ALL + BEGIN + c) + 1]
-                if W.BITS == 4:
-                    a = (_upper(low[q] << 4), _upper(high[q] << 4), _upper(low[q]), _upper(high[q]))
-                else:
-                    a = (low[2 * q], high[2 * q], low[2 * q + 1], high[2 * q + 1])
+                a = product_codes(words[r * ALL + BEGIN + c], q, WIDTH)
                 for nb in gl.static_range(NB):
                     b = pairs[c * NB + nb]
                     d = sums[(c * TILES + r) * NB + nb]
@@ -270,7 +276,7 @@ def _units(
     units, part, c: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr, X: gl.constexpr
 ):  # fmt: skip
     """Units of the warp's step c, one for each of this lane's tokens; 0 past the last step."""
-    STEP_K: gl.constexpr = 512 // W.BITS
+    STEP_K: gl.constexpr = W.WIDTH.STEP_K
     HALVED: gl.constexpr = halved(X.TOKENS)
     NT: gl.constexpr = (X.TOKENS + 1) // 2 if HALVED else X.TOKENS // 8
     BYTES: gl.constexpr = X.TOKENS * 4  # of a block
@@ -310,7 +316,7 @@ def _columns(
     X: gl.constexpr,
 ):  # fmt: skip
     """16 bytes of this lane's column in a step: what it multiplies in two products."""
-    STEP_BYTES: gl.constexpr = 8 // W.BITS * X.NEXT
+    STEP_BYTES: gl.constexpr = W.WIDTH.BLOCKS * X.NEXT
     if (c + 1) * PARTS <= W.STEPS:
         if X.STAGED:
             words = load_shared16(digits, c * PARTS * STEP_BYTES + OFFSET)
@@ -345,12 +351,6 @@ def _add_planes(a, d, scale, unit):
         factor = scale[i // 2] * unit[i % 2]
         out = out + (a[4 + i] + factor * d[2][i].to(gl.float32),)
     return out
-
-
-@gluon.jit
-def _upper(word):
-    """Four codes of 4 bits times 16, as bytes: the upper half of each."""
-    return word & -0x0F0F0F10
 
 
 @gluon.constexpr_function

@@ -11,6 +11,8 @@ from functools import cache
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from lowbit.runtime.kernels.width import WIDTHS, Width
+
 BLOCK_K = gl.constexpr(256)  # columns that share a unit: a warp makes them digits at a time
 SQUARES_BYTES = gl.constexpr(32)  # of a block: one sum of squares for each row of a diagonal
 
@@ -22,15 +24,17 @@ class Packed:
     Attributes:
         K: columns.
         G: columns that share a scale.
-        BITS: of a code, 4 or 8.
+        BITS: of a code.
+        WIDTH: what follows from that.
         SCALES: `bf16`, `fp16` or `fp32`.
-        STEPS: of a row; a step is 16 words of each row of a tile, 512 / BITS columns.
+        STEPS: of a row; see `Width`.
         GROUPS: of a row.
     """
 
     K: int
     G: int
     BITS: int
+    WIDTH: Width
     SCALES: str
     STEPS: int
     GROUPS: int
@@ -39,7 +43,8 @@ class Packed:
 @cache
 def packed(K: int, G: int, bits: int, scales: str) -> Packed:
     """Constants of a weight with K columns in groups of G."""
-    return Packed(K, G, bits, scales, STEPS=-(-K * bits // 512), GROUPS=-(-K // G))
+    width = WIDTHS[bits]
+    return Packed(K, G, bits, width, scales, STEPS=-(-K // width.STEP_K), GROUPS=-(-K // G))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,8 +63,9 @@ class Digits:
         BLOCKS: of 256 elements of a token.
         SQUARES: to the sums of squares of all blocks, where staged; the end of the units.
         FACTORS: to the factors of the norm.
-        ROW: bytes of a step in wgmma's swizzle, where they lie so (`wgmma`): for every step the
-            rows of 3 planes times all tokens, and units for every step, not every block; else 0.
+        ROW: bytes of a row in wgmma's swizzle, where they lie so (`wgmma`): for a step of up to 128
+            columns, or each half of one of 256, the rows of 3 planes times all tokens, and units
+            for every such row, not every block; else 0.
         STEPS: of such rows; those past K have units of zero.
     """
 
@@ -81,7 +87,8 @@ class Digits:
 def staged_digits(K: int, tokens: int = 1) -> Digits:
     """Digits in the shared memory of a program.
 
-    Planes are whole steps and 64 bytes apart, so that the next one begins in other banks.
+    Planes are 64 bytes apart, so that the next one begins in other banks. A step may go on behind
+    its plane: what it finds there meets codes of zero.
     """
     blocks = blocks_of(K)
     plane = -(-K // 128) * 128 + 64
@@ -92,10 +99,11 @@ def staged_digits(K: int, tokens: int = 1) -> Digits:
 
 
 @cache
-def global_digits(K: int, tokens: int) -> Digits:
-    """Digits in global memory, as the kernel `digits` leaves them."""
+def global_digits(K: int, bits: int, tokens: int) -> Digits:
+    """Digits in global memory, as the kernel `digits` leaves them, and room for whole steps."""
     blocks = blocks_of(K)
-    units = -(-K // 128) * 384 * tokens
+    step = max(128, WIDTHS[bits].STEP_K)
+    units = -(-K // step) * step * 3 * tokens
     factors = units + blocks * tokens * 4
     return Digits(K, tokens, False, 192 * tokens, 64 * tokens, 64, units, blocks, factors, factors)
 
@@ -103,7 +111,8 @@ def global_digits(K: int, tokens: int) -> Digits:
 @cache
 def swizzled_digits(K: int, bits: int, tokens: int, steps: int) -> Digits:
     """Digits in global memory, as programs of `wgmma` copy them into their shared memory."""
-    row = 512 // bits
+    row = WIDTHS[bits].STEP_K // WIDTHS[bits].ROWS
+    steps *= WIDTHS[bits].ROWS
     units = steps * 3 * tokens * row
     factors = units + steps * tokens * 4
     plane = tokens * row

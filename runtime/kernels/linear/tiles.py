@@ -6,10 +6,14 @@ A tile is 16 rows, one step of it 16 words of each row: 1 KB, which one warp rea
     words [N / 16, K / step, 2 halves, 8 rows, 4 lanes, 4] int32        (halves: rows 0-7, 8-15)
 
 A lane's words hold chunks of 8 consecutive k: chunk 4 * q + lane of the step for its q-th, so that
-x is read in its natural order. Inside a chunk the codes are placed for widening by a shift and a
-mask (`mma.pairs`): of a word's nibbles 0..7, 0 and 4 are the first pair, 1 and 5 the second...
-Codes are two's complement. Scales follow as [N / 16, K / G, 8 rows, 2 halves]. Rows and K are
-padded with weights of zero.
+x is read in its natural order. A chunk is two words of 8 bits, a word of 4, half a word of 2: in
+each byte the first chunk's codes, then the second's. Inside a chunk codes are placed for widening
+by a shift and a mask (`unpack`): k 0 to 7 in bytes 0, 2, 0, 2, 1, 3, 1, 3, the first of a byte in
+its lower bits. Codes are two's complement. Of 3 bits the upper two lie like those of 2 bits; the
+lowest ones of both halves are a third load, [8 rows, 4 lanes, 4]: a word of them belongs to the
+same word of each half, in bytes as there, in the lower nibbles those of the first half.
+
+Scales follow as [N / 16, K / G, 8 rows, 2 halves]. Rows and K are padded with weights of zero.
 """
 
 from dataclasses import dataclass
@@ -19,6 +23,7 @@ from torch import Tensor
 
 from lowbit.formats.errors import FormatError
 from lowbit.runtime.kernels.linear.program import Packed, packed
+from lowbit.runtime.kernels.width import WIDTHS
 from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
 
 TILE = 16  # rows
@@ -33,9 +38,9 @@ class TiledLinear:
     """A weight [N, K] for the GPU's kernels.
 
     Attributes:
-        words: [tiles, steps, 2, 8, 4, 4] int32.
+        words: [tiles, steps, 2, 8, 4, 4] int32, of 3 bits [tiles, steps, 3, 8, 4, 4].
         scales: [tiles, groups, 8, 2] bfloat16, float16 or float32.
-        bits: 4 or 8.
+        bits: 2, 3, 4 or 8.
         group_size: weights that share a scale.
         N: outputs.
         K: inputs.
@@ -58,7 +63,7 @@ class TiledLinear:
 
     @property
     def steps(self) -> int:
-        """Blocks of 512 / bits columns."""
+        """Steps of a row; see `Width`."""
         return self.words.shape[1]
 
     @property
@@ -97,16 +102,23 @@ def tiled(w: PackedLinear, paired: bool = False) -> TiledLinear:
 
 def dequantized(w: TiledLinear) -> Tensor:
     """The weight as [N, K] float32, exactly `code * scale`: the reference of every kernel."""
-    inner = w.bits // 4  # words of a chunk
-    chunks = w.words.view(w.tiles, w.steps, 2, 8, 4, 4 // inner, inner)
-    chunks = chunks.permute(2, 0, 3, 1, 5, 4, 6)  # half, tile, row, step, q, lane, word
-    rows = chunks.reshape(2, w.tiles, 8, -1)
-    shifts = torch.tensor(_places(w.bits), dtype=torch.int32, device=rows.device) * w.bits
-    codes = rows[..., None] >> shifts << (32 - w.bits) >> (32 - w.bits)  # the sign comes along
-    values = codes.float().flatten(-2)
-    values = _untiled(values, w)[:, : w.K]
+    width = WIDTHS[w.bits]
+    codes = _placed_codes(w.words[:, :, :2], width.PLANE)  # [tiles, steps, 2, 8, 4, 4, codes]
+    codes = codes << (32 - width.PLANE) >> (32 - width.PLANE)  # the sign comes along
+    if w.bits == 3:
+        lowest = _placed_codes(w.words[:, :, 2], 1) & 1  # of the first halves, then of the others
+        codes = 2 * codes + lowest.unflatten(-1, (2, 16)).movedim(-2, 2)
+    codes = codes.flatten(-2).unflatten(-1, (width.PRODUCTS, 8))
+    codes = codes.permute(2, 0, 3, 1, 5, 4, 6)  # half, tile, row, step, q, lane, k
+    values = _untiled(codes.reshape(2, w.tiles, 8, -1).float(), w)[:, : w.K]
     scales = _untiled(w.scales.float().permute(3, 0, 2, 1), w)
     return values * scales.repeat_interleave(w.group_size, 1)[:, : w.K]
+
+
+def _placed_codes(words: Tensor, bits: int) -> Tensor:
+    """The codes of each word in order of k, in the lowest bits of as many words."""
+    shifts = torch.tensor(_places(bits), dtype=torch.int32, device=words.device)
+    return words[..., None] >> shifts
 
 
 def _untiled(halves: Tensor, w: TiledLinear) -> Tensor:
@@ -131,23 +143,66 @@ def _halves(rows: Tensor, paired: bool, fill: int) -> Tensor:
 
 
 def _words(codes: Tensor, bits: int, paired: bool) -> Tensor:
-    """Native words [N, K * bits / 32] to [tiles, steps, 2, 8, 4, 4]."""
+    """Native words [N, K * bits / 32] to tiles of them."""
     N, width = codes.shape
-    steps, inner = -(-width // WORDS), bits // 4
-    zero = {4: -0x77777778, 8: -0x7F7F7F80}[bits]  # every code is 2^(bits - 1)
+    steps = -(-width * 32 // bits // WIDTHS[bits].STEP_K)
     tiles = -(-N // TILE)
-    out = codes.new_empty((tiles, steps, 2, 8, 4, 4))
+    out = codes.new_empty((tiles, steps, WIDTHS[bits].LOADS, 8, 4, 4))
     block = max(1, BLOCK_WORDS // (TILE * steps * WORDS))
     for tile in range(0, tiles, block):
         part = slice(tile, min(tile + block, tiles))
-        halves = _halves(_rows(codes, part, paired), paired, zero)
-        if steps * WORDS > width:
-            halves = torch.nn.functional.pad(halves, (0, steps * WORDS - width), value=zero)
-        count = halves.shape[1]
+        rows = _rows(codes, part, paired)
+        if bits == 3:
+            rows, lowest = _two_planes(rows)
+            out[part, :, 2] = _lowest(lowest, steps, paired)
+        out[part, :, :2] = _halves_of_words(rows, WIDTHS[bits].PLANE, steps, paired)
+    return out
+
+
+def _halves_of_words(rows: Tensor, bits: int, steps: int, paired: bool) -> Tensor:
+    """Native words of a plane of 2, 4 or 8 bits to [tiles, steps, 2, 8, 4, 4]."""
+    zero = {2: -0x55555556, 4: -0x77777778, 8: -0x7F7F7F80}[bits]  # every code is 2^(bits - 1)
+    halves = _padded(_halves(rows, paired, zero), steps * WORDS, zero)
+    count = halves.shape[1]
+    if bits == 2:  # two chunks of every word, of two lanes
+        chunks = halves.view(torch.int16).view(2, count, 8, steps, 4, 2, 4)
+        words = chunks.permute(1, 3, 0, 2, 6, 4, 5).contiguous().view(torch.int32)
+        words = _placed(words.view(count, steps, 2, 8, 4, 4), bits)
+    else:
+        inner = bits // 4  # words of a chunk
         chunks = _placed(halves, bits).view(2, count, 8, steps, 4 // inner, 4, inner)
         words = chunks.permute(1, 3, 0, 2, 5, 4, 6).reshape(count, steps, 2, 8, 4, 4)
-        out[part] = words ^ zero  # two's complement
-    return out
+    return words ^ zero  # two's complement
+
+
+def _two_planes(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Native words of 3 bits as those of their upper two, and of the lowest, 32 to a word."""
+    words = rows.view(len(rows), -1, 3)
+    upper = words.new_zeros((*words.shape[:2], 2))
+    lowest = words.new_zeros(words.shape[:2])
+    for k in range(32):
+        at, shift = divmod(3 * k, 32)
+        code = words[..., at] >> shift
+        if shift > 29:
+            code = code & ((1 << (32 - shift)) - 1) | words[..., at + 1] << (32 - shift)
+        lowest |= (code & 1) << k
+        upper[..., k // 16] |= (code >> 1 & 3) << (k % 16 * 2)
+    return upper.flatten(1), lowest
+
+
+def _lowest(rows: Tensor, steps: int, paired: bool) -> Tensor:
+    """Lowest bits in order of k, 32 to a word, to the third load of 3 bits."""
+    halves = _padded(_halves(rows, paired, 0), steps * WORDS // 2, 0)
+    count = halves.shape[1]
+    chunks = halves.view(torch.uint8).view(2, count, 8, steps, 4, 2, 4)  # word, chunk of it, lane
+    words = chunks.permute(1, 3, 2, 6, 4, 0, 5).flatten(5).view(torch.int32)
+    return _placed(words.view(count, steps, 8, 4, 4), 1)
+
+
+def _padded(halves: Tensor, width: int, fill: int) -> Tensor:
+    """Rows of so many words."""
+    short = width - halves.shape[-1]
+    return torch.nn.functional.pad(halves, (0, short), value=fill) if short else halves
 
 
 def _rows(codes: Tensor, tiles: slice, paired: bool) -> Tensor:
@@ -159,8 +214,11 @@ def _rows(codes: Tensor, tiles: slice, paired: bool) -> Tensor:
 
 
 def _places(bits: int) -> tuple[int, ...]:
-    """Where the codes of a word go, in order of k."""
-    return (0, 4, 1, 5, 2, 6, 3, 7) if bits == 4 else (0, 2, 1, 3)
+    """To which bit of a word its codes go, in order of k."""
+    if bits == 8:
+        return (0, 16, 8, 24)
+    chunk = ((0, 0), (2, 0), (0, 1), (2, 1), (1, 0), (3, 0), (1, 1), (3, 1))  # byte, slot of it
+    return tuple(8 * byte + bits * (2 * n + slot) for n in range(4 // bits) for byte, slot in chunk)
 
 
 def _placed(words: Tensor, bits: int) -> Tensor:
@@ -168,7 +226,7 @@ def _placed(words: Tensor, bits: int) -> Tensor:
     mask = (1 << bits) - 1
     out = torch.zeros_like(words)
     for k, place in enumerate(_places(bits)):
-        out |= ((words >> (bits * k)) & mask) << (bits * place)
+        out |= ((words >> (bits * k)) & mask) << place
     return out
 
 

@@ -49,7 +49,6 @@ from lowbit.runtime.kernels.ptx.wgmma import (
     wait_bytes,
 )
 
-SLOT = gl.constexpr(1152)  # bytes of a warp's step in the ring: 16 rows of words, their scales
 MAGIC = gl.constexpr(0x4B400000)  # 1.5 * 2^23: an integer below 2^22 added to it is an FP32 sum
 WARPGROUPS = gl.constexpr(2)  # of a program
 REGISTERS = 255  # of a thread
@@ -139,24 +138,29 @@ def _wgmma_kernel(
     SLICES: gl.constexpr = PLAN.LAUNCH.slices
     TOKENS: gl.constexpr = PLAN.X.TOKENS
     ROW: gl.constexpr = PLAN.X.ROW
+    ROWS: gl.constexpr = W.WIDTH.ROWS
+    LOADS: gl.constexpr = W.WIDTH.LOADS
+    SLOT: gl.constexpr = W.WIDTH.STEP_BYTES + 128 * ROWS  # of a warp's step in the ring
     S: gl.constexpr = PLAN.S
     OWN: gl.constexpr = PLAN.PARTS // SLICES  # parts of a program
     C: gl.constexpr = PLAN.LAUNCH.ahead
     NT: gl.constexpr = TOKENS // 8
-    STEP_BYTES: gl.constexpr = 3 * TOKENS * ROW
+    HALF_BYTES: gl.constexpr = 3 * TOKENS * ROW
+    STEP_BYTES: gl.constexpr = HALF_BYTES * ROWS
+    UNIT_BYTES: gl.constexpr = TOKENS * 4 * ROWS
     SCALES: gl.constexpr = W.SCALES  # Triton 3.6 takes no text from a record as an argument
     gdc_launch_dependents()
     warp, lane, zero, none = threads(WARPS)
     buffer = (large_shared_buffer(tiles < 0, PLAN.SHARED, WARPS) + zero + 1023) & -1024
     units = buffer + S * OWN * STEP_BYTES
-    done = units + S * OWN * TOKENS * 4
+    done = units + S * OWN * UNIT_BYTES
     ring = done + (S * 8 + 15) // 16 * 16 + warp * (C * SLOT)
     slice_ = gl.program_id(1)
     tile, there, words, scales = _place_of(0, warp, lane, tiles, words_ptr, scales_ptr, OWN, W)
     init_barriers(done, (warp == 0) & (lane == 0), S)
     for c in gl.static_range(C):
         _begin_step(
-            ring + c * SLOT, lane, words + slice_ * (OWN * 1024), scales, there,
+            ring + c * SLOT, lane, words + slice_ * (OWN * W.WIDTH.STEP_BYTES), scales, there,
             zero + slice_ * OWN, c, PLAN,
         )  # fmt: skip
     barrier()
@@ -170,7 +174,7 @@ def _wgmma_kernel(
         )
         part = turn % OWN
         digits = descriptor(buffer + part * STEP_BYTES, ROW)
-        part_units = units + (part * TOKENS + lane % 4 * 2) * 4
+        part_units = units + (part * (TOKENS * ROWS) + lane % 4 * 2) * 4
         low = _zeros(none, 4 * NT)
         top = _zeros(none, 4 * NT)
         for first in range(0, S, C):
@@ -182,20 +186,30 @@ def _wgmma_kernel(
                 slice_ * OWN + (turn + 1) % OWN,
                 slice_ * OWN + part + (first + C) * PLAN.PARTS,
             )
-            then_words = gl.where(last, next_words, words) + then_step * 1024
+            then_words = gl.where(last, next_words, words) + then_step * W.WIDTH.STEP_BYTES
             then_scales = gl.where(last, next_scales, scales)
             then_there = gl.where(last, next_there, there)
             here = digits + (first * (OWN * STEP_BYTES // 16)).to(gl.int64)
-            own_units = part_units + first * (OWN * TOKENS * 4)
+            own_units = part_units + first * (OWN * UNIT_BYTES)
             for c in gl.static_range(C):
                 slot = ring + c * SLOT
                 wait_copies(C - 1)
-                a = load_shared16(slot + lane * 16)
-                b = load_shared16(slot + lane * 16, 512)
-                scale = unpacked_scales(as_word(load_shared4(slot + lane * 4, 1024)), SCALES)
+                loads = ()
+                for i in gl.static_range(LOADS):
+                    loads = loads + (load_shared16(slot + lane * 16, 512 * i),)
+                raw = ()
+                for half in gl.static_range(ROWS):
+                    raw = raw + (as_word(load_shared4(slot + lane * 4, 512 * LOADS + 128 * half)),)
                 _begin_step(slot, lane, then_words, then_scales, then_there, then_step, c, PLAN)
-                d = multiply_step(a, b, here, 3 * TOKENS, W.BITS, c * OWN * STEP_BYTES)
-                low, top = _add_products(low, top, d, scale, own_units, c * OWN * TOKENS * 4, NT)
+                for half in gl.static_range(ROWS):
+                    d = multiply_step(
+                        loads, here, half, 3 * TOKENS, W.BITS,
+                        c * OWN * STEP_BYTES + half * HALF_BYTES,
+                    )  # fmt: skip
+                    low, top = _add_products(
+                        low, top, d, unpacked_scales(raw[half], SCALES), own_units,
+                        c * OWN * UNIT_BYTES + half * (TOKENS * 4), NT,
+                    )  # fmt: skip
         sums = ()
         for i in gl.static_range(4 * NT):
             sums = sums + (low[i] + TOP_WEIGHT * top[i],)
@@ -221,8 +235,9 @@ def _copy_digits(
     """Begin to copy this slice's digits and units: a lane each for a step of all OWN parts."""
     S: gl.constexpr = PLAN.S
     TOKENS: gl.constexpr = PLAN.X.TOKENS
-    BYTES: gl.constexpr = OWN * 3 * TOKENS * PLAN.X.ROW
-    UNIT_BYTES: gl.constexpr = OWN * TOKENS * 4
+    ROWS: gl.constexpr = OWN * PLAN.W.WIDTH.ROWS
+    BYTES: gl.constexpr = ROWS * 3 * TOKENS * PLAN.X.ROW
+    UNIT_BYTES: gl.constexpr = ROWS * TOKENS * 4
     source = digits_ptr.to(gl.int64, bitcast=True)
     for first in gl.static_range(0, S, 32):
         step = first + lane
@@ -230,7 +245,7 @@ def _copy_digits(
         step = gl.minimum(step, S - 1)
         own = done + step * 8
         expect_bytes(own, leads, BYTES + UNIT_BYTES)
-        at = (step * PLAN.PARTS + slice_ * OWN).to(gl.int64)
+        at = ((step * PLAN.PARTS + slice_ * OWN) * PLAN.W.WIDTH.ROWS).to(gl.int64)
         bulk_copy(buffer + step * BYTES, source + at * (3 * TOKENS * PLAN.X.ROW), own, leads, BYTES)
         bulk_copy(
             units + step * UNIT_BYTES, source + PLAN.X.UNITS + at * (TOKENS * 4), own, leads,
@@ -249,20 +264,30 @@ def _begin_step(
     scales: of the first group.
     """
     W: gl.constexpr = PLAN.W
-    STEP_K: gl.constexpr = 512 // W.BITS
+    STEP_K: gl.constexpr = W.WIDTH.STEP_K
     FORWARD: gl.constexpr = c * PLAN.PARTS
-    WHOLE: gl.constexpr = PLAN.X.STEPS == W.STEPS  # no step is past K
-    AT: gl.constexpr = FORWARD * 1024 if WHOLE else 0
+    ROW: gl.constexpr = PLAN.X.ROW
+    ROWS: gl.constexpr = W.WIDTH.ROWS
+    LOADS: gl.constexpr = W.WIDTH.LOADS
+    WHOLE: gl.constexpr = PLAN.X.STEPS == W.STEPS * ROWS  # no step is past K
+    AT: gl.constexpr = FORWARD * W.WIDTH.STEP_BYTES if WHOLE else 0
     if not WHOLE:
-        words = words + gl.minimum(FORWARD, W.STEPS - 1 - step) * 1024
-    copy16_or_zeros(slot + lane * 16, words, there, 0, AT)
-    copy16_or_zeros(slot + lane * 16, words, there, 512, AT + 512)
-    if WHOLE and PLAN.PARTS * STEP_K % W.G == 0:
-        at_scales = scales + step * STEP_K // W.G * 32
-        copy4(slot + lane * 4, at_scales, FORWARD * STEP_K // W.G * 32, 1024)
-    else:
-        group = gl.minimum(step + FORWARD, W.STEPS - 1) * STEP_K // W.G
-        copy4(slot + lane * 4, scales + group * 32, 0, 1024)
+        words = words + gl.minimum(FORWARD, W.STEPS - 1 - step) * W.WIDTH.STEP_BYTES
+    for i in gl.static_range(LOADS):
+        copy16_or_zeros(slot + lane * 16, words, there, 512 * i, AT + 512 * i)
+    for half in gl.static_range(ROWS):
+        if WHOLE and PLAN.PARTS * STEP_K % W.G == 0:
+            at_scales = scales + (step * STEP_K + half * ROW) // W.G * 32
+            copy4(
+                slot + lane * 4, at_scales, FORWARD * STEP_K // W.G * 32,
+                512 * LOADS + 128 * half,
+            )  # fmt: skip
+        else:
+            own = gl.minimum(step + FORWARD, W.STEPS - 1)
+            group = (own * STEP_K + half * ROW) // W.G
+            if half > 0:  # which may lie past K
+                group = gl.minimum(group, W.GROUPS - 1)
+            copy4(slot + lane * 4, scales + group * 32, 0, 512 * LOADS + 128 * half)
     commit_copies()
 
 
@@ -294,7 +319,8 @@ def _place_of(
     block = gl.program_id(0) + (turn // OWN * WARPGROUPS + warp // 4) * gl.num_programs(0)
     tile = block * 4 + warp % 4
     own = gl.minimum(tile, tiles - 1)
-    words = words_ptr.to(gl.int64, bitcast=True) + lane * 16 + own.to(gl.int64) * (W.STEPS * 1024)
+    TILE_BYTES: gl.constexpr = W.STEPS * W.WIDTH.STEP_BYTES
+    words = words_ptr.to(gl.int64, bitcast=True) + lane * 16 + own.to(gl.int64) * TILE_BYTES
     row = own * (W.GROUPS * 8) + lane // 4
     scales = scales_ptr.to(gl.int64, bitcast=True) + row.to(gl.int64) * 4
     return tile, tile < tiles, words, scales

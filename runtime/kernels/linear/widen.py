@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.launch.device import run
 from lowbit.runtime.kernels.linear.tiles import TILE, TiledLinear, dequantized
+from lowbit.runtime.kernels.linear.unpack import chunk_pairs
 from lowbit.runtime.kernels.ptx.memory import store16, stream16
 from lowbit.runtime.kernels.ptx.mma import (
     bf16_pair,
@@ -40,16 +41,16 @@ def widen_ref(w: TiledLinear) -> Tensor:
 
 
 @gluon.jit
-def _chunk(words, q: gl.constexpr, BITS: gl.constexpr, scale):
+def _chunk(loads, q: gl.constexpr, half: gl.constexpr, WIDTH: gl.constexpr, scale):
     """Four words of two BF16 weights: a lane's q-th chunk of a row."""
     out = ()
-    if BITS == 4:
-        codes = pairs(words[q], BITS)
+    if WIDTH.BITS <= 4:
+        codes = chunk_pairs(loads, q, half, WIDTH)
         for i in gl.static_range(4):
             out = out + (bf16_pair(low_half(codes[i]) * scale, high_half(codes[i]) * scale),)
     else:
         for i in gl.static_range(2):
-            low0, high0, low1, high1 = pairs(words[2 * q + i], BITS)
+            low0, high0, low1, high1 = pairs(loads[half][2 * q + i], 8)
             out = out + (
                 _code_pair(low0, high0, scale),
                 _code_pair(low1, high1, scale),
@@ -72,9 +73,12 @@ def _widen_kernel(
 ):  # fmt: skip
     """rows: of the output; past it nothing is stored."""
     K: gl.constexpr = W.K
-    BITS: gl.constexpr = W.BITS
     SCALES: gl.constexpr = W.SCALES
-    STEP_K: gl.constexpr = 512 // BITS
+    WIDTH: gl.constexpr = W.WIDTH  # Triton 3.6 takes no record from a record as an argument
+    STEP_K: gl.constexpr = WIDTH.STEP_K
+    STEP_BYTES: gl.constexpr = W.WIDTH.STEP_BYTES
+    PRODUCTS: gl.constexpr = W.WIDTH.PRODUCTS
+    LOADS: gl.constexpr = W.WIDTH.LOADS
     STEPS: gl.constexpr = W.STEPS
     GROUPS: gl.constexpr = W.GROUPS
     SCALE_WORDS: gl.constexpr = 2 if SCALES == "fp32" else 1
@@ -82,14 +86,15 @@ def _widen_kernel(
     step = gl.program_id(1) * WARPS + warp
     local = gl.program_id(0)
     tile = (first_tile + local).to(gl.int64)
-    at = words_ptr.to(gl.int64, bitcast=True) + tile * (STEPS * 1024) + lane * 16
-    at += gl.minimum(step, STEPS - 1).to(gl.int64) * 1024
-    low_words = stream16(at)
-    high_words = stream16(at + 512)
+    at = words_ptr.to(gl.int64, bitcast=True) + tile * (STEPS * STEP_BYTES) + lane * 16
+    at += gl.minimum(step, STEPS - 1).to(gl.int64) * STEP_BYTES
+    loads = ()
+    for i in gl.static_range(LOADS):
+        loads = loads + (stream16(at + 512 * i),)
     scales = scales_ptr + (tile * (GROUPS * 8) + lane // 4) * SCALE_WORDS
     low_row = local * (8 if PAIRED else 16) + lane // 4
     high_row = low_row + (tiles * 8 if PAIRED else 8)
-    for q in gl.static_range(16 // BITS):
+    for q in gl.static_range(PRODUCTS):
         k = step * STEP_K + q * 32 + lane % 4 * 8
         group = gl.minimum(k // W.G, GROUPS - 1)
         if SCALES == "fp32":
@@ -101,8 +106,8 @@ def _widen_kernel(
         out = out_ptr.to(gl.int64, bitcast=True) + k.to(gl.int64) * 2
         low_at = out + low_row.to(gl.int64) * (2 * K)
         high_at = out + high_row.to(gl.int64) * (2 * K)
-        store16(low_at, _chunk(low_words, q, BITS, low_scale), inside & (low_row < rows))
-        store16(high_at, _chunk(high_words, q, BITS, high_scale), inside & (high_row < rows))
+        store16(low_at, _chunk(loads, q, 0, WIDTH, low_scale), inside & (low_row < rows))
+        store16(high_at, _chunk(loads, q, 1, WIDTH, high_scale), inside & (high_row < rows))
 
 
 def widen(w: TiledLinear, first: int = 0, count: int | None = None) -> Tensor:

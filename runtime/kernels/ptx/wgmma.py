@@ -13,31 +13,38 @@ from lowbit.runtime.kernels.ptx.mma import inline
 
 @gluon.constexpr_function
 def product_code(columns, bits, offset):
-    """PTX of one step: unpack its words, multiply them with `columns` columns, wait.
+    """PTX of up to 128 k: unpack their words, multiply them with `columns` columns, wait.
 
-    Outputs: columns / 2 words of sums, zero before. Inputs: 8 words of a lane, of rows g and then
-    of rows g + 8, and the matrix descriptor of the digits, which lie `offset` times 16 bytes on.
+    Outputs: columns / 2 words of sums, zero before. Inputs: words of a lane, of rows g, then of
+    rows g + 8 and of the lowest of 3 bits; and the matrix descriptor of the digits, which lie
+    `offset` times 16 bytes on.
     """
     count = columns // 2
+    each, lowest = _product_words(bits)
+    words = [f"${count + i}" for i in range(2 * each + lowest)]
     sums = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
     lines = ["{", ".reg .b64 at;", ".reg .pred first, more;", ".reg .b32 a<16>;"]
     lines += ["setp.ne.b32 first, 0, 0;", "setp.ne.b32 more, 1, 0;"]
     products = []
     if bits == 4:
         for q in range(4):
-            for half, word in enumerate((count + q, count + 4 + q)):
+            for half, word in enumerate((words[q], words[4 + q])):
                 low = f"a{4 * q + half}"
-                lines.append(f"shl.b32 {low}, ${word}, 4;")
+                lines.append(f"shl.b32 {low}, {word}, 4;")
                 lines.append(f"and.b32 {low}, {low}, 0xF0F0F0F0;")
-                lines.append(f"and.b32 a{4 * q + 2 + half}, ${word}, 0xF0F0F0F0;")
+                lines.append(f"and.b32 a{4 * q + 2 + half}, {word}, 0xF0F0F0F0;")
             products.append([f"a{4 * q + i}" for i in range(4)])
+    elif bits == 8:
+        products = [[words[i] for i in (2 * q, 2 * q + 4, 2 * q + 1, 2 * q + 5)] for q in range(2)]
     else:
-        for q in range(2):
-            at = count + 2 * q
-            products.append([f"${at}", f"${at + 4}", f"${at + 1}", f"${at + 5}"])
+        lines.append(".reg .b32 t;")
+        for i in range(16):  # registers of A of four products, two to a word
+            slot = 2 * (i // 4 % 2) + i % 4 // 2
+            lines += _narrow_bytes(bits, words[i // 8 :: 2], slot, i % 2, f"a{i}")
+        products = [[f"a{4 * q + i}" for i in range(4)] for q in range(4)]
     lines.append("wgmma.fence.sync.aligned;")
     for q, codes in enumerate(products):
-        lines.append(f"add.s64 at, ${count + 8}, {offset + 2 * q};")
+        lines.append(f"add.s64 at, ${count + len(words)}, {offset + 2 * q};")
         lines.append(
             f"wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.s8.s8 "
             f"{sums}, {{{', '.join(codes)}}}, at, {'more' if q else 'first'};"
@@ -47,9 +54,29 @@ def product_code(columns, bits, offset):
 
 
 @gluon.constexpr_function
-def _constraints(columns):
+def _product_words(bits):
+    """Words of a row that a product code is given, and those of lowest bits."""
+    return 4 if bits >= 4 else 2, 2 if bits == 3 else 0
+
+
+@gluon.constexpr_function
+def _narrow_bytes(bits, words, slot, row, target):
+    """PTX of `unpack.product_codes` for 2 and 3 bits: the codes of a slot as bytes."""
+    lines = [f"shl.b32 {target}, {words[row]}, {6 - 2 * slot};"]
+    lines.append(f"and.b32 {target}, {target}, 0xC0C0C0C0;")
+    if bits == 3:
+        up = 5 - slot - 4 * row
+        move = "shl.b32" if up > 0 else "shr.u32"
+        lines.append(f"{move} t, {words[2]}, {abs(up)};")
+        lines.append(f"lop3.b32 {target}, t, 0x20202020, {target}, 0xea;")
+    return lines
+
+
+@gluon.constexpr_function
+def _constraints(columns, bits):
     """Constraints of `product_code`: sums must not lie where codes are still read."""
-    return ",".join(["=&r"] * (columns // 2) + ["r"] * 8 + ["l"])
+    each, lowest = _product_words(bits)
+    return ",".join(["=&r"] * (columns // 2) + ["r"] * (2 * each + lowest) + ["l"])
 
 
 @gluon.constexpr_function
@@ -58,15 +85,21 @@ def _words(count):
 
 
 @gluon.jit
-def multiply_step(low, high, digits, COLUMNS: gl.constexpr, BITS: gl.constexpr, AT: gl.constexpr):
-    """Sums of a step of 512 / BITS k: [16 rows of a warp, COLUMNS], in wgmma's fragments.
+def multiply_step(
+    loads, digits, half: gl.constexpr, COLUMNS: gl.constexpr, BITS: gl.constexpr, AT: gl.constexpr
+):  # fmt: skip
+    """Sums of a step of up to 128 k, or of half of one: [16 rows of a warp, COLUMNS], in fragments.
 
-    low, high: four words each of rows g and g + 8.
-    digits: descriptor of the first step's digits. AT: bytes from there to this step's.
+    loads: see `unpack`. digits: descriptor of the first step's digits. AT: bytes from there to
+    these.
     """
+    EACH: gl.constexpr = _product_words(BITS)[0]
+    words = ()
+    for load in gl.static_range(len(loads)):
+        for i in gl.static_range(EACH):
+            words = words + (loads[load][half * EACH + i],)
     return gl.inline_asm_elementwise(
-        product_code(COLUMNS, BITS, AT // 16), _constraints(COLUMNS),
-        [low[0], low[1], low[2], low[3], high[0], high[1], high[2], high[3], digits],
+        product_code(COLUMNS, BITS, AT // 16), _constraints(COLUMNS, BITS), words + (digits,),
         dtype=_words(COLUMNS // 2), is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -166,34 +199,24 @@ def wait_phase(barrier, parity, wanted=True):
 def _widening(bits, words, scales, out):
     """PTX that makes the A fragments of 64 k: BF16 of codes times scales.
 
-    words: names of the registers of rows g, then of rows g + 8; scales: of each chunk, a word of
-    both rows' scales; out: names of 16 registers.
+    words: names of the registers of rows g, of rows g + 8, and of the lowest of 3 bits; scales: of
+    each chunk, a word of both rows' scales; out: names of 16 registers.
     """
     lines = [".reg .b32 t, one, low, high, p<4>;", "mov.b32 one, 0x3f803f80;"]
-    even, least = ("0x43084308", "0xC308C308") if bits == 4 else ("0x43004300", "0xC300C300")
     for chunk in range(2):
         lines.append(f"prmt.b32 low, {scales[chunk]}, 0, 0x1010;")
         lines.append(f"prmt.b32 high, {scales[chunk]}, 0, 0x3232;")
         for row in range(2):
             factor = ("low", "high")[row]
+            if bits < 4:
+                lines += _narrow_pairs(bits, words, chunk, row)
+                lines += _scaled_pairs(chunk, row, factor, out)
+                continue
             own = words[row][chunk::2] if bits == 4 else words[row][2 * chunk : 2 * chunk + 2]
             for part, word in enumerate(own):
-                lines.append(f"shr.u32 t, {word}, 4;")
-                lines.append(f"lop3.b32 p0, {word}, 0x000F000F, {even}, 0x6a;")
-                lines.append("lop3.b32 p1, t, 0x000F000F, 0x43084308, 0x6a;")
-                lines.append(f"shr.u32 t, {word}, 8;")
-                lines.append(f"lop3.b32 p2, t, 0x000F000F, {even}, 0x6a;")
-                lines.append(f"shr.u32 t, {word}, 12;")
-                lines.append("lop3.b32 p3, t, 0x000F000F, 0x43084308, 0x6a;")
-                for i in range(4):
-                    taken = least if i % 2 == 0 else "0xC308C308"
-                    lines.append(
-                        f"{{.reg .b32 c; mov.b32 c, {taken}; fma.rn.bf16x2 p{i}, p{i}, one, c;}}"
-                    )
-                if bits == 4:  # products j of pairs 2 j and 2 j + 1
-                    for i in range(4):
-                        target = out[(2 * chunk + i // 2) * 4 + i % 2 * 2 + row]
-                        lines.append(f"mul.rn.bf16x2 {target}, p{i}, {factor};")
+                lines += _nibble_pairs(bits, word)
+                if bits == 4:
+                    lines += _scaled_pairs(chunk, row, factor, out)
                 else:
                     lines.append("mov.b32 t, 0x41804180;")  # 16.0
                     for i in range(2):
@@ -204,6 +227,76 @@ def _widening(bits, words, scales, out):
 
 
 @gluon.constexpr_function
+def _nibble_pairs(bits, word):
+    """PTX of `mma.pairs`, into p0 to p3."""
+    even, least = ("0x43084308", "0xC308C308") if bits == 4 else ("0x43004300", "0xC300C300")
+    lines = [f"shr.u32 t, {word}, 4;", f"lop3.b32 p0, {word}, 0x000F000F, {even}, 0x6a;"]
+    lines.append("lop3.b32 p1, t, 0x000F000F, 0x43084308, 0x6a;")
+    lines.append(f"shr.u32 t, {word}, 8;")
+    lines.append(f"lop3.b32 p2, t, 0x000F000F, {even}, 0x6a;")
+    lines.append(f"shr.u32 t, {word}, 12;")
+    lines.append("lop3.b32 p3, t, 0x000F000F, 0x43084308, 0x6a;")
+    for i in range(4):
+        taken = least if i % 2 == 0 else "0xC308C308"
+        lines.append(f"{{.reg .b32 c; mov.b32 c, {taken}; fma.rn.bf16x2 p{i}, p{i}, one, c;}}")
+    return lines
+
+
+@gluon.constexpr_function
+def _narrow_pairs(bits, words, chunk, row):
+    """PTX of `unpack.chunk_pairs` for 2 and 3 bits, into p0 to p3."""
+    lines = []
+    for i in range(4):
+        byte, slot = i // 2, 2 * chunk + i % 2
+        if bits == 2:
+            lines.append(f"shr.u32 t, {words[row][0]}, {8 * byte + 2 * slot};")
+            lines.append(f"lop3.b32 p{i}, t, 0x00030003, 0x43024302, 0x6a;")
+            taken = "0xC302C302"
+        else:
+            up = 8 * byte + 2 * slot - 1
+            move = (
+                f"shr.u32 t, {words[row][0]}, {up};"
+                if up > 0
+                else f"shl.b32 t, {words[row][0]}, 1;"
+            )
+            lines.append(move)
+            lines.append(f"lop3.b32 p{i}, t, 0x00060006, 0x43044304, 0x6a;")
+            lines.append(f"shr.u32 t, {words[2][0]}, {8 * byte + slot + 4 * row};")
+            lines.append(f"lop3.b32 p{i}, t, 0x00010001, p{i}, 0xea;")
+            taken = "0xC304C304"
+        lines.append(f"{{.reg .b32 c; mov.b32 c, {taken}; fma.rn.bf16x2 p{i}, p{i}, one, c;}}")
+    return lines
+
+
+@gluon.constexpr_function
+def _scaled_pairs(chunk, row, factor, out):
+    """PTX that multiplies p0 to p3 of a chunk; its products j take pairs 2 j and 2 j + 1."""
+    targets = [out[(2 * chunk + i // 2) * 4 + i % 2 * 2 + row] for i in range(4)]
+    return [f"mul.rn.bf16x2 {target}, p{i}, {factor};" for i, target in enumerate(targets)]
+
+
+@gluon.constexpr_function
+def _words_of(bits):
+    """Words of 64 k: of each row, and of the lowest bits."""
+    return max(bits // 2, 1), 1 if bits == 3 else 0
+
+
+@gluon.constexpr_function
+def _given_words(bits):
+    """Operands of 64 k, the words of two chunks' scales among them."""
+    each, lowest = _words_of(bits)
+    return 2 * each + lowest + 2
+
+
+@gluon.constexpr_function
+def _named_words(bits, first):
+    """Operands from `first` on: words of both rows, the lowest bits, and scales of two chunks."""
+    each, _ = _words_of(bits)
+    names = _operands(first, _given_words(bits))
+    return (names[:each], names[each : 2 * each], names[2 * each : -2]), names[-2:]
+
+
+@gluon.constexpr_function
 def _operands(first, count):
     return [f"${first + i}" for i in range(count)]
 
@@ -211,23 +304,21 @@ def _operands(first, count):
 @gluon.constexpr_function
 def widened_code(bits):
     """PTX of `widened`. Outputs: 16 words. Inputs: words of both rows, two words of scales."""
-    each = bits // 2
-    words = (_operands(16, each), _operands(16 + each, each))
-    lines = _widening(bits, words, _operands(16 + 2 * each, 2), _operands(0, 16))
+    lines = _widening(bits, *_named_words(bits, 16), _operands(0, 16))
     return "\n".join(["{", *lines, "}"])
 
 
 @gluon.constexpr_function
 def widened_product_code(columns, bits):
     """PTX of `multiply_widened`: the second 64 k are widened while the first are multiplied."""
-    count, each = columns // 2, bits // 2
+    count, own = columns // 2, _given_words(bits)
     sums = "{" + ", ".join(_operands(0, count)) + "}"
     given = 2 * count + 16  # behind the outputs and the sums before
     second = [f"b{i}" for i in range(16)]
     fragments = (_operands(given, 16), second, _operands(count, 16))
     given += 16
     lines = ["{", ".reg .b64 at;", ".reg .pred first, more;", ".reg .b32 b<16>;"]
-    at, begun = given + 4 * each + 4, given + 4 * each + 5
+    at, begun = given + 2 * own, given + 2 * own + 1
     lines += [f"setp.ne.b32 first, ${begun}, 0;", "setp.ne.b32 more, 1, 0;"]
     for half in range(2):
         a = fragments[half]
@@ -242,25 +333,20 @@ def widened_product_code(columns, bits):
         lines.append("wgmma.commit_group.sync.aligned;")
         if half == 0:  # the product before is done, and its fragments may be overwritten
             lines.append("wgmma.wait_group.sync.aligned 1;")
-        words = (_operands(given, each), _operands(given + each, each))
-        lines += [
-            "{",
-            *_widening(bits, words, _operands(given + 2 * each, 2), fragments[half + 1]),
-            "}",
-        ]
-        given += 2 * each + 2
+        lines += ["{", *_widening(bits, *_named_words(bits, given), fragments[half + 1]), "}"]
+        given += own
     lines += ["wgmma.wait_group.sync.aligned 1;", "}"]
     return "\n".join(lines)
 
 
 @gluon.constexpr_function
 def _widened_constraints(bits):
-    return ",".join(["=&r"] * 16 + ["r"] * (bits + 2))
+    return ",".join(["=&r"] * 16 + ["r"] * _given_words(bits))
 
 
 @gluon.constexpr_function
 def _product_constraints(columns, bits):
-    count, words = columns // 2, 2 * bits + 4
+    count, words = columns // 2, 2 * _given_words(bits)
     ties = [str(i) for i in range(count)]
     return ",".join(["=f"] * count + ["=&r"] * 16 + ties + ["r"] * (16 + words) + ["l", "r"])
 
@@ -273,13 +359,15 @@ def _floats_and_words(floats, words):
 @gluon.jit
 def _sources(step, HALF: gl.constexpr, BITS: gl.constexpr):
     """Words and scales of 64 of a step's 128 k."""
-    low, high, scales = step
-    EACH: gl.constexpr = BITS // 2
+    low, high, lowest, scales = step
+    EACH: gl.constexpr = _words_of(BITS)[0]
     out = ()
     for i in gl.static_range(EACH):
         out = out + (low[EACH * HALF + i],)
     for i in gl.static_range(EACH):
         out = out + (high[EACH * HALF + i],)
+    if BITS == 3:
+        out = out + (lowest[HALF],)
     return out + (scales[2 * HALF], scales[2 * HALF + 1])
 
 
@@ -287,8 +375,8 @@ def _sources(step, HALF: gl.constexpr, BITS: gl.constexpr):
 def widened(step, BITS: gl.constexpr):
     """A lane's fragments of a step's first 64 k: four times four words of wgmma's A operand, BF16.
 
-    step: of 128 k, the words of row g and those of row g + 8, and for each chunk of 8 k a word, the
-    BF16 scales of both rows.
+    step: of 128 k, the words of row g and those of row g + 8, of 3 bits those of the lowest ones,
+    and for each chunk of 8 k a word, the BF16 scales of both rows.
     """
     return gl.inline_asm_elementwise(
         widened_code(BITS), _widened_constraints(BITS), _sources(step, 0, BITS), dtype=_words(16),

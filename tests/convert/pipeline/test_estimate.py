@@ -78,7 +78,7 @@ def test_verdicts(source: Path) -> None:
     plan = plan_of(str(source), Recipe(overrides=(Override("*.o_proj", 5),)))
     where = "`model.layers.0.self_attn.o_proj`"
     assert vllm_verdict(plan) == [f"5-bit weights: {where} and 1 more"]
-    assert runtime_verdict(plan) == f"5-bit weights (served: 4, 8): {where}"
+    assert runtime_verdict(plan) == f"5-bit weights (served: 2, 3, 4, 8): {where}"
 
 
 def test_hub_id_gives_the_same_plan_from_headers_alone(

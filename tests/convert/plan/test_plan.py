@@ -13,6 +13,7 @@ import torch
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.plan import Plan, make_plan, with_method
 from lowbit.convert.plan.readers import (
+    few_bits,
     one_scheme_misfits,
     runtime_verdict,
     smaller_groups,
@@ -273,12 +274,37 @@ def test_smaller_groups_are_counted_and_recorded(small_config: "Config") -> None
     assert smaller_groups(wide) == said + parts
 
 
-def test_own_runtime_serves_4_and_8_bits(small_config: "Config") -> None:
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        (
+            Recipe("int3", None),
+            "most weights of the layers get 3 bits: good files of a 27B model lose 2 ",
+        ),
+        (
+            Recipe("int2", None),
+            "most weights of the layers get 2 bits: good files of a 27B model lose 6 ",
+        ),
+        (
+            Recipe("int4", None, overrides=(Override("*.layers.*", 2),)),
+            "most weights of the layers get 2 bits: ",
+        ),
+        (Recipe("int4", None), None),
+        (Recipe("int4", None, overrides=(Override("*.o_proj", 2),)), None),
+    ],
+)
+def test_few_bits_are_warned_of(small_config: "Config", recipe: Recipe, said: str | None) -> None:
+    found = few_bits(plan_of(small_config, recipe))
+    assert found is None if said is None else found is not None and found.startswith(said)
+
+
+def test_own_runtime_serves_2_3_4_and_8_bits(small_config: "Config") -> None:
     six = Recipe(overrides=(Override("*.o_proj", 6),))
     assert runtime_verdict(plan_of(small_config, six)) == (
-        "6-bit weights (served: 4, 8): `model.layers.0.self_attn.o_proj`"
+        "6-bit weights (served: 2, 3, 4, 8): `model.layers.0.self_attn.o_proj`"
     )
-    assert runtime_verdict(plan_of(small_config, Recipe("mixed", None))) is None
+    for base in ("mixed", "int3", "int2"):
+        assert runtime_verdict(plan_of(small_config, Recipe(base, None))) is None
 
 
 def test_missing_extra_and_misshapen_tensors(small_config: "Config") -> None:

@@ -30,6 +30,8 @@ MakeRow = Callable[..., WeightQuality]
         ("qwen3", "lowbit-convert SRC a --method gptq+rotate", "--recipe mixed ("),
         ("qwen3", "lowbit-convert SRC a --method nonsense", "--recipe mixed ("),
         ("qwen3", "lowbit-convert SRC a --method gptq+distill --recipe mixed", "--recipe int8 ("),
+        ("qwen3", "lowbit-convert SRC a --method gptq+distill --recipe int3", "--recipe int4 ("),
+        ("qwen3", "lowbit-convert SRC a --method gptq+distill --recipe int2", "--recipe int3 ("),
     ],
 )
 def test_the_first_step_depends_on_what_was_used(

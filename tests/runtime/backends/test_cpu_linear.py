@@ -44,7 +44,7 @@ SHAPES = [(192, 576, 64), (64, 256, 128), (80, 96, 32), (64, 512, 256), (128, 10
 
 
 @pytest.mark.parametrize("M", [1, 3, 16])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(("N", "K", "G"), SHAPES)
 def test_few_tokens_are_rounded_once(N: int, K: int, G: int, bits: int, M: int) -> None:
     w = packed(N, K, bits, G)
@@ -52,7 +52,7 @@ def test_few_tokens_are_rounded_once(N: int, K: int, G: int, bits: int, M: int) 
     assert error(w, inputs(M, K)) < ROUNDED_ONCE
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(("N", "K", "G"), SHAPES)
 def test_many_tokens_are_the_dequantized_product(
     N: int, K: int, G: int, bits: int, monkeypatch: pytest.MonkeyPatch
@@ -63,7 +63,7 @@ def test_many_tokens_are_the_dequantized_product(
     assert error(w, x) < ROUNDED_WEIGHTS
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_every_code_survives_the_planes(bits: int) -> None:
     """The identity through both products gives every weight back, rounded to BF16."""
     codes = torch.arange(-(1 << bits - 1), 1 << bits - 1, dtype=torch.int8).repeat(64, 256 >> bits)
@@ -102,9 +102,10 @@ def test_int8_rows(M: int) -> None:
     [
         packed(24, 128, 8, 64),  # rows that the product does not take
         packed(32, 96, 4, 48),  # groups likewise
+        packed(24, 128, 3, 64),
         packed(32, 128, 8, 64, torch.float16),
     ],
-    ids=["N24", "G48", "float16"],
+    ids=["N24", "G48", "N24-INT3", "float16"],
 )
 def test_what_no_product_takes_is_dense(w: PackedLinear) -> None:
     made = prepare(w, torch.bfloat16)
@@ -112,7 +113,7 @@ def test_what_no_product_takes_is_dense(w: PackedLinear) -> None:
     assert torch.equal(made.weight, w.dequantized().bfloat16())
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_fp32_is_exact(bits: int) -> None:
     w = packed(64, 256, bits, 64)
     made = prepare(w, torch.float32)
@@ -121,7 +122,7 @@ def test_fp32_is_exact(bits: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(
     ("N", "K", "G"), [*SHAPES, (48, 576, 576), (24, 128, 64), (32, 96, 48), (64, 1536, 1536)]
 )

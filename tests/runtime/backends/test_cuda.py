@@ -32,7 +32,7 @@ EPS = 1e-6
 
 SMALL = DenseConfig(33, 64, 64, 1, 2, 1, 32, 1e-6, 1e6, 64, False)
 LARGE = DenseConfig(5000, 2048, 6144, 2, 16, 8, 128, 1e-6, 1e6, 4096, False)
-PACKED = [pytest.param(kind, marks=GPU) for kind in ("int4", "int8")]
+PACKED = [pytest.param(kind, marks=GPU) for kind in ("int2", "int3", "int4", "int8")]
 
 
 def packed(N: int, K: int, bits: int, G: int) -> PackedLinear:
@@ -47,10 +47,10 @@ def randn(*shape: int) -> Tensor:
 
 
 def linear(kind: str, N: int, K: int, paired: bool = False) -> GpuLinear:
-    """A random linear: int4, int8 or dense."""
+    """A random linear: int2, int3, int4, int8 or dense."""
     if kind == "dense":
         return DenseLinear(randn(N, K) * K**-0.5)
-    return cuda.prepare(packed(N, K, 4 if kind == "int4" else 8, 32), paired)
+    return cuda.prepare(packed(N, K, int(kind.removeprefix("int")), 32), paired)
 
 
 def weight_of(w: GpuLinear) -> Tensor:
@@ -95,7 +95,7 @@ def relative_error(y: Tensor, ref: Tensor) -> float:
 
 
 @GPU
-@pytest.mark.parametrize("kind", ["int4", "int8", "dense"])
+@pytest.mark.parametrize("kind", ["int2", "int3", "int4", "int8", "dense"])
 @pytest.mark.parametrize(
     ("config", "tokens"),
     [(SMALL, 3), (LARGE, 8), (LARGE, 20), (LARGE, 40)],

@@ -329,7 +329,7 @@ def test_bf16_is_close_to_the_exact_weights(
     assert (got - exact).norm() < 1.25 * (rounded - exact).norm()
 
 
-@pytest.mark.parametrize("base", ["int4", "int8"])
+@pytest.mark.parametrize("base", ["int4", "int8", "int3", "int2"])
 def test_a_trained_model_is_no_further_from_fp32_than_transformers_in_bf16(
     base: Any,
     tmp_path: Path,

@@ -24,6 +24,10 @@ def mixed(role: str) -> Scheme:
     return {"attention": Scheme(8, 32), "mlp": Scheme(4, 32), "head": Scheme(8, 64)}[role]
 
 
+def narrow(role: str) -> Scheme:
+    return {"attention": Scheme(3, 32), "mlp": Scheme(2, 32), "head": Scheme(8, 64)}[role]
+
+
 MODELS: dict[str, dict[str, Any]] = {
     "int4-g32": {"schemes": lambda role: Scheme(4, 32)},
     "int4-g64-mqa": {
@@ -37,6 +41,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "int8-row": {"schemes": lambda role: Scheme(8, None), "num_key_value_heads": 4},
     "int4-row": {"schemes": lambda role: Scheme(4, None), "head_dim": 16},
     "mixed": {"schemes": mixed, "num_hidden_layers": 3},
+    "int3-g32": {"schemes": lambda role: Scheme(3, 32)},
+    "int2-g32": {"schemes": narrow},
+    "int3-and-int2-row": {"schemes": lambda role: Scheme(2 if role == "mlp" else 3, None)},
     "head-dense": {"schemes": lambda role: None if role == "head" else Scheme(4, 32)},
     "dense": {"schemes": lambda role: None},
 }
@@ -86,10 +93,13 @@ def test_bf16_is_no_further_off_than_transformers_in_bf16(
     assert (ours - exact).norm() < 1.25 * (rounded - exact).norm()
 
 
-def test_the_file_means_the_same_to_compressed_tensors(make_model: Make) -> None:
+@pytest.mark.parametrize("schemes", [mixed, narrow])
+def test_the_file_means_the_same_to_compressed_tensors(
+    make_model: Make, schemes: Callable[[str], Scheme]
+) -> None:
     import transformers
 
-    packed = make_model(mixed)
+    packed = make_model(schemes)
     hub = transformers.AutoModelForCausalLM.from_pretrained(packed.folder, dtype=torch.float32)
     model = lowbit.load(packed.folder, device="cpu", dtype=torch.float32)
     assert distance(model.logits(IDS), hub_logits(hub, IDS)) < 1e-4

@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -37,6 +38,7 @@ from tests.runtime.kernels.emulated_lanes import (
     pairs,
     threads,
 )
+from tests.runtime.kernels.emulated_wgmma import leaves_of_wgmma
 
 TOGETHER = 256  # programs
 
@@ -175,7 +177,7 @@ def even_range(*bounds: Any) -> Iterable[Any]:
     """`range` of as many numbers in all programs that run together, which may begin apart."""
     each = [np.asarray(bound, INT) for bound in bounds]
     if all((bound == bound.flat[0]).all() for bound in each):
-        return range(*(int(bound.flat[0]) for bound in each))
+        return (lanes(INT(n)) for n in range(*(int(bound.flat[0]) for bound in each)))
     given = (INT(0), *each) if len(each) == 1 else each
     start, stop, step = np.broadcast_arrays(*(*given, INT(1))[:3])
     assert (step > 0).all()
@@ -292,6 +294,7 @@ def language(memory: Memory, programs: np.ndarray, grid: tuple[int, ...]) -> Any
         int32=INT,
         int64=LONG,
         static_range=range,
+        static_assert=lambda holds: None if holds else pytest.fail("a static assertion"),
         program_id=lambda axis: lanes(programs[axis]),
         num_programs=lambda axis: INT(grid[axis]),
         pointer_type=lambda kind: PointerTo(memory, kind),
@@ -333,8 +336,10 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
 
         return copy
 
-    def copy16_or_zeros(target: Any, source: Any, inside: Any, AT: int = 0) -> None:
-        found = memory.load(source, 4, False)
+    def copy16_or_zeros(
+        target: Any, source: Any, inside: Any, AT: int = 0, OFFSET: int = 0
+    ) -> None:
+        found = memory.load(source + OFFSET, 4, False)
         copies.begin(target + AT, tuple(np.where(inside, x, INT(0)) for x in found))
 
     def stream_if(words: int) -> Callable[..., Any]:
@@ -391,7 +396,9 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         "times_plus": lambda a, b, c: packed(
             *(
                 x * y + z
-                for x, y, z in zip(halves(a), halves(lanes(INT(b))), halves(c), strict=True)
+                for x, y, z in zip(
+                    *(halves(lanes(np.asarray(v, INT))) for v in (a, b, c)), strict=True
+                )
             )
         ),
         "bf16_pair": packed,
@@ -411,4 +418,4 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         "least": lambda x: over_warp(x, np.min),
         "bytes_of": bytes_of,
     }
-    return found
+    return found | leaves_of_wgmma(memory, programs)

@@ -42,6 +42,8 @@ SMALL = [
     Size(8, 128, 64, 40, 1, False, 64),
     Size(4, 512, 256, 34, 8, True, 256),
     Size(4, 160, 64, 70, 4, True, 32, normed=False),
+    Size(3, 160, 96, 6, 2, True, 32),
+    Size(2, 256, 128, 6, 3, False),
 ]
 WIDE = Size(8, 64, 1600, 2, 2, True, 64)  # more shared memory than a kernel can declare
 REAL = [
@@ -49,6 +51,8 @@ REAL = [
     Size(8, 2048, 512, 256, 8, True),
     Size(4, 2048, 768, 128, 8, False),
     Size(8, 2048, 768, 128, 8, False),
+    Size(3, 2048, 768, 128, 8, False),
+    Size(2, 2048, 512, 256, 8, True),
 ]
 
 

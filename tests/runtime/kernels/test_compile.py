@@ -199,8 +199,8 @@ def recorded(capability: int) -> Iterator[tuple[str, Launch]]:
 
 def workload(full: bool) -> Iterator[str]:
     """Calls of the backend, each followed by its label; the full ones once."""
-    whole = [(model, 4) for model in MODELS] + [("0.6B", 8), ("8B", 8)]
-    for model, bits in whole if full else [("8B", 4), ("8B", 8)]:
+    whole = [(model, 4) for model in MODELS] + [("0.6B", 8), ("8B", 8), ("8B", 2), ("8B", 3)]
+    for model, bits in whole if full else [("8B", 4), *whole[-3:]]:
         yield from linears(model, bits, 1)
     for tokens in (2, 4, 8, 16, 32, 64) if full else (4, 16, 32):
         yield from linears("8B", 4, tokens)
@@ -353,7 +353,7 @@ def others(full: bool) -> Iterator[str]:
     rms_norm(zeros(100, 2560), zeros(2560), EPS)
     swiglu(zeros(100, 2 * 9728))
     yield ""
-    for bits in (4, 8):
+    for bits in (2, 3, 4, 8):
         widen(weight(bits, 256, 4096))
         yield f"INT{bits}"
     for bits, G, tokens in itertools.product((4, 8), (32, 128), (100, 2048)) if full else ():
@@ -362,13 +362,14 @@ def others(full: bool) -> Iterator[str]:
         cuda.product(x, weight(bits, 4096, 4096, G), added=x)
         cuda.product(x, weight(bits, 6144, 4096, G), norm=gain, eps=EPS)
         yield f"G{G} INT{bits} B{tokens}"
-    for bits in (4, 8) if full else ():
+    for bits in (2, 3, 4, 8) if full else ():
         cuda.product(zeros(1024, 4096), weight(bits, 2560, 4096), added=zeros(1024, 2560))
         yield f"2560x4096 INT{bits} B1024"
     # bits, rows, columns, group, tokens
     shapes = [(4, 4096, 4096, 32, 1), (4, 4096, 4096, 128, 8), (8, 4096, 4096, 128, 32)]
     if full:
         shapes += [(8, 4096, 4096, 128, 8), (4, 4096, 4096, 128, 32), (4, 5120, 25600, 128, 1)]
+        shapes += [(bits, 4096, 4096, 128, tokens) for bits in (2, 3) for tokens in (2, 8, 16, 32)]
         shapes += [(4, 5120, 17408, 128, 1), (4, 5120, 17408, 128, 8), (4, 5120, 25600, 128, 8)]
     for bits, N, K, G, tokens in shapes:
         cuda.product(zeros(tokens, K), weight(bits, N, K, G), added=zeros(tokens, N))

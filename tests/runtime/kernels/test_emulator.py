@@ -12,9 +12,11 @@ from lowbit.runtime.kernels.launch.linear import DenseLaunch
 from lowbit.runtime.kernels.linear import dense as dense_module
 from lowbit.runtime.kernels.linear import digits as digits_module
 from lowbit.runtime.kernels.linear import gemv as gemv_module
+from lowbit.runtime.kernels.linear import widen as widen_module
 from lowbit.runtime.kernels.linear.dense import dense_gemv, dense_gemv_ref
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_ref
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
+from lowbit.runtime.kernels.linear.widen import widen, widen_ref
 from tests.runtime.kernels.emulated_lanes import INT, BranchApartError, lanes
 from tests.runtime.kernels.emulator import Copies, Memory, even_range, run_kernel
 
@@ -29,7 +31,7 @@ FP32_ERROR = 5e-6
 def _emulated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device == "cuda":
         pytest.skip("a GPU runs the kernels itself")
-    for module in (gemv_module, dense_module):
+    for module in (gemv_module, dense_module, digits_module, widen_module):
         monkeypatch.setattr(module, "run", run_kernel)
 
 
@@ -38,7 +40,7 @@ def relative_error(y: Tensor, ref: Tensor) -> float:
 
 
 @pytest.mark.parametrize("B", [1, 3, 8])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_gemv(make_tiled: MakeTiled, randn: Randn, bits: int, B: int) -> None:
     w, x = make_tiled(bits, 40, 352, 32), randn(B, 352)
     residual = torch.randn(B, 40)
@@ -47,6 +49,46 @@ def test_gemv(make_tiled: MakeTiled, randn: Randn, bits: int, B: int) -> None:
     norm = torch.exp2(torch.randint(-1, 2, (352,)).float())  # products with x are exact
     y = gemv(x, w, norm=norm, eps=EPS, dtype=torch.float32)
     assert relative_error(y, gemv_ref(x, w, norm=norm, eps=EPS)) < FP32_ERROR
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("N", "K", "G", "scales"),
+    [
+        (40, 512, 128, torch.bfloat16),
+        (300, 1056, 32, torch.float16),  # a last step that is not full
+        (33, 768, 768, torch.float32),
+    ],
+)
+def test_a_token_has_its_bits_in_any_company(
+    make_tiled: MakeTiled,
+    randn: Randn,
+    bits: int,
+    N: int,
+    K: int,
+    G: int,
+    scales: torch.dtype,
+) -> None:
+    w, x, norm = make_tiled(bits, N, K, G, False, scales), randn(34, K), randn(K)
+    residual = randn(34, N)
+
+    def compute(tokens: slice) -> Tensor:
+        return gemv(x[tokens], w, norm=norm, eps=EPS, added=residual[tokens])
+
+    alone = torch.cat([compute(slice(i, i + 1)) for i in range(34)])
+    for count in (2, 3, 8, 11, 16, 33, 34):
+        assert torch.equal(compute(slice(0, count)), alone[:count]), count
+
+
+@pytest.mark.parametrize("paired", [False, True], ids=["rows", "paired"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("N", "K", "G"), [(20, 96, 32), (34, 768, 256), (50, 1056, 32)])
+def test_widened(make_tiled: MakeTiled, bits: int, N: int, K: int, G: int, paired: bool) -> None:
+    w = make_tiled(bits, N, K, G, paired)
+    rows = widen(w)
+    if paired:
+        rows = torch.cat([half[: N // 2] for half in rows.chunk(2)])
+    assert torch.equal(rows.view(torch.int16), widen_ref(w).view(torch.int16))
 
 
 def test_a_row_too_long_for_shared_memory_has_the_same_bits(

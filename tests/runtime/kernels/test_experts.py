@@ -48,7 +48,7 @@ SIZES = pytest.mark.parametrize(
     "size", [*SMALL, *(pytest.param(s, marks=gpu) for s in REAL)], ids=str
 )
 GIVEN = pytest.mark.parametrize("given", [False, True], ids=["chosen by warps", "given"])
-ON_GPU = pytest.mark.parametrize("size", [SMALL[0], SMALL[1], SMALL[-1], *REAL], ids=str)
+ON_GPU = pytest.mark.parametrize("size", [SMALL[0], SMALL[1], SMALL[5], *REAL], ids=str)
 
 
 def made_routes(scores: Tensor, size: Size, given: bool) -> experts_route.Routes | None:
@@ -201,7 +201,7 @@ def test_the_op(size: Size, M: int, device: str, randn: Randn) -> None:
     assert relative_error(found[some][clear], expected[clear]) < 0.01
 
 
-@pytest.mark.parametrize("size", [SMALL[0], SMALL[-1]], ids=str)
+@pytest.mark.parametrize("size", [SMALL[0], SMALL[5], SMALL[-2]], ids=str)
 def test_a_lone_token_has_the_same_bits_as_in_company(
     size: Size, device: str, randn: Randn
 ) -> None:

@@ -113,6 +113,9 @@ GROUPS = {"num_bits": 4, "strategy": "group", "group_size": 32}
 COMPRESSED: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "int4-g32": (GROUPS | {"symmetric": True}, torch.bfloat16),
     "int4-g32-fp16": (GROUPS | {"symmetric": True}, torch.float16),
+    "int3-g32": (GROUPS | {"num_bits": 3}, torch.bfloat16),
+    "int2-g32": (GROUPS | {"num_bits": 2}, torch.float16),
+    "int3-g32-asymmetric": (GROUPS | {"num_bits": 3, "symmetric": False}, torch.bfloat16),
     "int4-g32-asymmetric": (GROUPS | {"symmetric": False}, torch.bfloat16),
     "int4-channel-asymmetric": (
         {"num_bits": 4, "symmetric": False, "strategy": "channel"},

@@ -109,10 +109,10 @@ def group(config: Config) -> Config:
 
 
 SCHEMES: dict[str, tuple[Callable[[Config], None], type[LowbitError], str]] = {
-    "three bits": (
-        lambda c: group(c)["weights"].update(num_bits=3),
+    "five bits": (
+        lambda c: group(c)["weights"].update(num_bits=5),
         FormatError,
-        f"`{Q}`: 3-bit weights (served: 4, 8) cannot be served",
+        f"`{Q}`: 5-bit weights (served: 2, 3, 4, 8) cannot be served",
     ),
     "asymmetric": (
         lambda c: group(c)["weights"].update(symmetric=False),
@@ -248,7 +248,9 @@ def test_a_tied_head_shares_the_embedding(make_model: "Callable[..., PackedModel
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(8, None), Scheme(8, 32), None])
+@pytest.mark.parametrize(
+    "scheme", [Scheme(4, 32), Scheme(8, None), Scheme(8, 32), Scheme(3, 32), Scheme(2, None), None]
+)
 def test_memory_is_known_before_loading(
     make_model: "Callable[..., PackedModel]", dtype: torch.dtype, scheme: Scheme | None
 ) -> None:

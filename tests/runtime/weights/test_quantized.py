@@ -180,8 +180,8 @@ def test_refusals(make_model: Callable[..., "PackedModel"], tmp_path: Path) -> N
         open_model(narrow.folder, "int4")
     with pytest.raises(CheckpointError, match="does not exist"):
         open_model(tmp_path / "nowhere", "int4")
-    with pytest.raises(QuantizationError, match="recipe `int3` is not known"):
-        open_model(TINY, "int3")  # type: ignore[arg-type]
+    with pytest.raises(QuantizationError, match="recipe `int5` is not known"):
+        open_model(TINY, "int5")  # type: ignore[arg-type]
 
 
 def test_groups_are_lowered_to_what_divides_a_row(make_model: Callable[..., "PackedModel"]) -> None:

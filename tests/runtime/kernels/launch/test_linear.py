@@ -14,11 +14,22 @@ from lowbit.runtime.kernels.launch.linear import (
     wgmma_launch,
 )
 from lowbit.runtime.kernels.linear.gemv import shared_bytes, sums_bytes
+from lowbit.runtime.kernels.width import WIDTHS
 
 KB = 1024
 ONE = [*GEMV_MEASURED.values(), *(launch for _, _, launch in GEMV_SHARES)]
 COUNTS = (1, 2, 4, 8, 16, 32)
-GEMV_SIZES = [(4, 1, 1), (4, 64, 3), (8, 500, 20), (4, 2000, 30), (8, 2000, 70), (4, 20000, 130)]
+GEMV_SIZES = [
+    (2, 384, 16),
+    (3, 256, 48),
+    (3, 4, 3),
+    (4, 1, 1),
+    (4, 64, 3),
+    (8, 500, 20),
+    (4, 2000, 30),
+    (8, 2000, 70),
+    (4, 20000, 130),
+]
 
 
 def test_gemv_programs_ask_for_what_a_kernel_may_declare() -> None:
@@ -69,6 +80,15 @@ def test_measured_launches_leave_no_warp_without_steps(bits: int) -> None:
             assert launch.tiles * launch.abreast <= tiles
 
 
+@pytest.mark.parametrize("bits", [2, 3])
+def test_fewer_bits_have_as_many_parts_as_the_same_columns_in_4_bits(bits: int) -> None:
+    for _, tiles, steps in (key for key in GEMV_MEASURED if key[0] == 4 and key[2] % 2 == 0):
+        for tokens in COUNTS:
+            launch = gemv_launch(bits, tiles, steps // 2, tokens, True)
+            assert launch.parts == gemv_launch(4, tiles, steps, 1, True).parts <= steps // 2
+            assert launch.registers is None or launch.registers >= (96 if bits == 3 else 80)
+
+
 @pytest.mark.parametrize(("size", "measured"), SEVERAL_MEASURED.items(), ids=str)
 def test_launches_measured_for_several_tokens_are_taken(
     size: tuple[int, int, int, int], measured: GemvLaunch
@@ -87,8 +107,9 @@ def test_programs_of_wgmma_have_whole_parts_of_all_steps_in_shared_memory(
     parts = gemv_launch(*size, 1, False).parts
     launch = wgmma_launch(bits, tiles, steps, 128, tokens, parts)
     if launch is None:
-        deep = steps * 512 // bits >= 4096 and tiles * steps >= 8192
-        part = -(-steps // parts) * tokens * 3 * 512 // bits  # bytes of digits
+        step_k = WIDTHS[bits].STEP_K
+        deep = steps * step_k >= 4096 and tiles * steps >= 8192
+        part = -(-steps // parts) * tokens * 3 * step_k  # bytes of digits
         assert (tokens == 16 and not deep) or part > 180 * KB
         return
     assert parts % launch.slices == 0
@@ -104,6 +125,11 @@ def test_wgmma_takes_no_groups_that_end_inside_a_step() -> None:
     assert wgmma_launch(4, 1536, 32, 64, 64, 4) is None
     assert wgmma_launch(8, 1536, 64, 64, 64, 4) is not None
     assert wgmma_launch(8, 1536, 64, 96, 64, 4) is None
+    for bits in (2, 3):  # each half of a step is a group of its own, as in `gemv`
+        assert wgmma_launch(bits, 1536, 16, 128, 64, 4) is not None
+        assert wgmma_launch(bits, 1536, 16, 384, 64, 4) is not None
+        for group_size in (64, 256, 512):
+            assert wgmma_launch(bits, 1536, 16, group_size, 64, 4) is None
 
 
 @pytest.mark.parametrize(

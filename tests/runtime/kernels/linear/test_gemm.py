@@ -27,7 +27,7 @@ EPS = 1e-6
 # N, K, G: a lone tile, tails of 128 rows and of 128 k, groups of a chunk, across steps, of a row
 SHAPES = [(16, 160, 32), (144, 1056, 96), (1040, 1152, 128), (272, 2624, 64), (4096, 4096, 512)]
 SHAPES += [(256, 12288, 12288), (6144, 4096, 128)]
-BITS = pytest.mark.parametrize("bits", [4, 8])
+BITS = pytest.mark.parametrize("bits", [2, 3, 4, 8])
 PROGRAMS = pytest.mark.parametrize("program", STAGES)
 
 

@@ -117,7 +117,7 @@ def check(y: Tensor, ref: Tensor, bound: float = SUMS) -> None:
     assert float(error.abs().max()) < 20 * bound * float(ref.square().mean().sqrt())
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @linears(NORMED)
 def test_normed(make_tiled: MakeTiled, randn: Randn, bits: int, N: int, K: int) -> None:
     w, x, norm = make_tiled(bits, N, K, 128), randn(1, K), 1 + 0.3 * randn(K)
@@ -125,7 +125,7 @@ def test_normed(make_tiled: MakeTiled, randn: Randn, bits: int, N: int, K: int) 
     check(y, normed_reference(x, norm, w))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(("K", "heads"), [(4096, 32), (2048, 16), (6144, 48), (128, 8)])
 def test_normed_heads(
     make_tiled: MakeTiled, randn: Randn, device: str, bits: int, K: int, heads: int
@@ -141,7 +141,7 @@ def test_normed_heads(
     check(run(x.view(1, K), w, squares=squares, eps=EPS, added=residual, dtype=FP32), ref)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_heads_of_zeros(make_tiled: MakeTiled, device: str, bits: int) -> None:
     x = torch.zeros(1, 4096, dtype=BF16, device=device)
     squares = torch.zeros(1, 32, SQUARES, device=device)
@@ -155,7 +155,7 @@ def test_squares_refused(make_tiled: MakeTiled, randn: Randn, device: str) -> No
         gemv(randn(1, 2048), make_tiled(4, 32, 2048, 128), norm=randn(2048), squares=squares)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @linears(GATE_UP)
 def test_swiglu(make_tiled: MakeTiled, randn: Randn, bits: int, N: int, K: int) -> None:
     w, x, norm = make_tiled(bits, N, K, 128, paired=True), randn(1, K), 1 + 0.3 * randn(K)
@@ -163,7 +163,7 @@ def test_swiglu(make_tiled: MakeTiled, randn: Randn, bits: int, N: int, K: int) 
     check(y, normed_reference(x, norm, w), SWIGLU)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @linears(ADDED)
 def test_added(make_tiled: MakeTiled, randn: Randn, bits: int, N: int, K: int) -> None:
     w, x, residual = make_tiled(bits, N, K, 128), randn(1, K), randn(1, N)
@@ -177,7 +177,7 @@ def test_heads(make_tiled: MakeTiled, randn: Randn, N: int, K: int) -> None:
     check(run(x, w, norm=norm, eps=EPS, dtype=FP32), normed_reference(x, norm, w))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(
     ("N", "K", "n"), [(8192, 1024, 32), (12288, 2560, 64), (12288, 4096, 64), (48, 96, 5)]
 )
@@ -193,7 +193,8 @@ def test_rows_beside(
 
 
 @pytest.mark.parametrize(
-    ("bits", "K"), [(4, K) for K in DEPTHS] + [(8, K) for K in (1024, 2560, 4096, 12288)]
+    ("bits", "K"),
+    [(4, K) for K in DEPTHS] + [(bits, K) for bits in (2, 3, 8) for K in (1024, 2560, 4096, 12288)],
 )
 def test_eight_tokens(make_tiled: MakeTiled, randn: Randn, bits: int, K: int) -> None:
     w, x, residual = make_tiled(bits, 272, K, 128), randn(8, K), randn(8, 272)
@@ -216,7 +217,7 @@ def test_several_tokens(make_tiled: MakeTiled, randn: Randn, bits: int, B: int) 
     assert torch.equal(y[others], clean[others])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(
     ("N", "K", "G", "B", "dtype"), ODD, ids=[f"N{N}-K{K}-G{G}-B{B}" for N, K, G, B, _ in ODD]
 )
@@ -234,14 +235,14 @@ def test_odd_shapes(
     check(run(x, w, dtype=FP32), reference(x, w))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(("half", "B"), [(25, 1), (1500, 3)])
 def test_odd_pairs(make_tiled: MakeTiled, randn: Randn, bits: int, half: int, B: int) -> None:
     w, x = make_tiled(bits, 2 * half, 1056, 32, paired=True), randn(B, 1056)
     check(run(x, w, dtype=FP32), reference(x, w), SWIGLU)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_outliers(make_tiled: MakeTiled, randn: Randn, bits: int) -> None:
     """Elements up to 2^12 times as large as most others, and blocks 2^60 times as small."""
     w, x = make_tiled(bits, 100, 2560, 128), randn(1, 2560)
@@ -255,7 +256,7 @@ def test_outliers(make_tiled: MakeTiled, randn: Randn, bits: int) -> None:
         assert not bool(run(x, w).isfinite().any())
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_small_numbers(make_tiled: MakeTiled, randn: Randn, bits: int) -> None:
     """Far below what a model has, with units that are still normal numbers."""
     w, x = make_tiled(bits, 100, 512, 128), randn(1, 512)
@@ -279,7 +280,7 @@ LAUNCHES = [
 
 
 @pytest.mark.parametrize("staged", [True, False], ids=["staged", "given"])
-@pytest.mark.parametrize(("bits", "B"), [(4, 1), (8, 1), (4, 3), (4, 7)])
+@pytest.mark.parametrize(("bits", "B"), [(4, 1), (8, 1), (4, 3), (4, 7), (2, 1), (3, 1), (3, 7)])
 @pytest.mark.parametrize(
     "launch", LAUNCHES, ids=[f"R{x.tiles}-C{x.steps}-W{x.warps}-A{x.abreast}" for x in LAUNCHES]
 )
@@ -299,7 +300,7 @@ def test_every_launch(
     check(run(x, w, dtype=FP32), reference(x, w))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_gain_rounds_once(
     make_tiled: MakeTiled, randn: Randn, bits: int, dtype: torch.dtype
@@ -321,7 +322,7 @@ def test_gain_rounds_once(
     assert torch.equal(scaled, twice) == (dtype == BF16)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_results_in_bf16_are_rounded_once(make_tiled: MakeTiled, randn: Randn, bits: int) -> None:
     w, x, residual = make_tiled(bits, 2560, 4096, 128), randn(1, 4096), randn(1, 2560)
     exact = run(x, w, added=residual, dtype=FP32)
@@ -332,7 +333,7 @@ def test_results_in_bf16_are_rounded_once(make_tiled: MakeTiled, randn: Randn, b
     assert torch.equal(y, exact.bfloat16())
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("B", [1, 2, 4, 8, 16])
 def test_every_code_is_exact(make_tiled: MakeTiled, device: str, bits: int, B: int) -> None:
     """With one-hot x the sum is one weight: its value comes back, for every code and place."""
@@ -356,7 +357,7 @@ def test_tiny_and_zero_inputs(make_tiled: MakeTiled, device: str) -> None:
     check(y, normed_reference(tiny, norm, w))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_same_bits_every_time(make_tiled: MakeTiled, randn: Randn, bits: int) -> None:
     w, x, norm = make_tiled(bits, 6144, 4096, 128), randn(1, 4096), 1 + 0.3 * randn(4096)
     runs = [run(x, w, norm=norm, eps=EPS, dtype=FP32) for _ in range(20)]

@@ -81,6 +81,16 @@ CASES = [
     Case(4, 640, 9728, added=MOST),
     Case(8, 1000, 4096, 64, norm=BF16),
     Case(8, 520, 12288, 256, scales=FP16, added=1),
+    Case(3, 6144, 4096, norm=BF16),
+    Case(3, 4096, 12288, added=MOST),
+    Case(3, 24576, 4096, paired=True, norm=BF16),
+    Case(3, 1040, 2048, 64, norm=BF16, scales=FP16),
+    Case(3, 50, 1056, 32, paired=True, norm=BF16),
+    Case(2, 6144, 4096, norm=FP32),
+    Case(2, 4096, 12288, added=MOST),
+    Case(2, 24576, 4096, paired=True, norm=BF16),
+    Case(2, 2560, 4096, 256, added=MOST, heads=32),
+    Case(2, 33, 768, 768, scales=FP32),
 ]
 
 
@@ -108,6 +118,8 @@ DIVIDED = [
     Case(8, 1040, 2560, norm=FP32, added=MOST),
     Case(4, 1000, 1120, 32, paired=True, norm=BF16),
     Case(8, 520, 2048, added=1, heads=16, dtype=FP32),
+    Case(3, 1000, 4096, norm=BF16),
+    Case(2, 1040, 2560, norm=FP32, added=MOST),
 ]
 
 

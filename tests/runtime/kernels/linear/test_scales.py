@@ -22,7 +22,7 @@ Randn = Callable[..., Tensor]
 SUMS = 1e-5  # see test_gemv
 ERROR = 1e-6  # FP32 rounding; a scale rounded to BF16 would be off by 1e-3
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-BITS = pytest.mark.parametrize("bits", [4, 8])
+BITS = pytest.mark.parametrize("bits", [2, 3, 4, 8])
 
 
 @pytest.fixture

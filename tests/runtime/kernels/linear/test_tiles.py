@@ -17,6 +17,7 @@ from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import unpack
 from lowbit.runtime.kernels.linear import tiles
 from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized, tiled
+from lowbit.runtime.kernels.width import WIDTHS
 from lowbit.runtime.weights.linear import PackedLinear
 
 MakePacked = Callable[[int, int, int, int], PackedLinear]
@@ -27,7 +28,7 @@ SHAPES += [(50, 512, 256), (34, 1024, 512), (9, 384, 64), (18, 192, 96)]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("paired", [False, True], ids=["", "paired"])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(("N", "K", "G"), SHAPES)
 def test_round_trip(
     make_packed: MakePacked, bits: int, N: int, K: int, G: int, paired: bool, dtype: torch.dtype
@@ -41,8 +42,8 @@ def test_round_trip(
     assert t.words.is_contiguous()
     assert t.scales.is_contiguous()
     assert t.tiles == -(-t.N // 16)
-    assert t.steps == -(-K * bits // 512)
-    assert t.words.nbytes == t.tiles * t.steps * 1024
+    assert t.steps == -(-K // WIDTHS[bits].STEP_K)
+    assert t.words.nbytes == t.tiles * t.steps * WIDTHS[bits].STEP_BYTES
     assert t.size_bytes == t.words.nbytes + t.scales.nbytes
 
 
@@ -60,12 +61,13 @@ def test_rows_rearranged_in_blocks(
 
 
 @pytest.mark.parametrize("paired", [False, True], ids=["", "paired"])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_padding_weighs_nothing(make_packed: MakePacked, bits: int, paired: bool) -> None:
     """What lies past N and K is zero, code and scale, wherever the order puts it."""
     w = make_packed(bits, 38, 160, 32)
     t = tiled(w, paired)
-    whole = replace(t, N=16 * t.tiles, K=512 // bits * t.steps, group_size=512 // bits * t.steps)
+    K = WIDTHS[bits].STEP_K * t.steps
+    whole = replace(t, N=16 * t.tiles, K=K, group_size=K)
     ones = torch.ones_like(t.scales[:, :1])
     codes = dequantized(replace(whole, scales=ones))
     assert int((codes != 0).sum()) == int((unpack(w.codes, bits, w.K) != 0).sum())
@@ -95,6 +97,21 @@ def fragment_b(pairs: list[Tensor]) -> Tensor:
     return b
 
 
+def narrow(t: TiledLinear, step: int, q: int, half: int) -> list[Tensor]:
+    """Four pairs [..., 2] of a chunk's codes of 2 or 3 bits: a shift and a mask for each plane."""
+    loads = t.words.reshape(t.tiles, t.steps, -1, 32, 4)[:, step, :, :, q // 2]
+    found = []
+    for byte, slot in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        slot += 2 * (q % 2)
+        upper = (loads[:, half] >> (8 * byte + 2 * slot) & 0x00030003) ^ 0x00020002
+        codes = torch.stack([upper & 0xFFFF, upper >> 16], -1) - 2
+        if t.bits == 3:
+            lowest = loads[:, 2] >> (8 * byte + slot + 4 * half) & 0x00010001
+            codes = 2 * codes + torch.stack([lowest & 0xFFFF, lowest >> 16], -1)
+        found.append(codes.double())
+    return found
+
+
 def widened(word: Tensor, bits: int) -> list[Tensor]:
     """Four pairs [..., 2] of unsigned nibbles: a shift and the mask 0x000f000f each.
 
@@ -107,20 +124,25 @@ def widened(word: Tensor, bits: int) -> list[Tensor]:
 
 def warp_product(t: TiledLinear, x: Tensor) -> Tensor:
     """[8, N] float64 of x [8, K] and the weight, as the lanes of a warp see it."""
-    step_k = 512 // t.bits
+    step_k = WIDTHS[t.bits].STEP_K
     x = torch.nn.functional.pad(x, (0, t.steps * step_k - t.K))
     lanes = torch.arange(32, device=x.device)
-    loads = t.words.reshape(t.tiles, t.steps, 2, 32, 4)  # two loads of 512 bytes, 16 a lane
+    loads = t.words.reshape(t.tiles, t.steps, -1, 32, 4)  # loads of 512 bytes, 16 a lane
     scales = t.scales.reshape(t.tiles, -1, 8, 2).double()
     total = torch.zeros(t.tiles, 16, 8, dtype=torch.float64, device=x.device)
     for step in range(t.steps):
-        for q in range(16 // t.bits):
+        for q in range(WIDTHS[t.bits].PRODUCTS):
             start = step * step_k + 32 * q
             if start >= t.K:
                 continue
             # [32, 8]: of column lane // 4, chunk lane % 4 of the 32 columns.
             chunk = x[:, start : start + 32].view(8, 4, 8)[lanes // 4, lanes % 4].view(32, 4, 2)
             products: Tensor | float = 0.0
+            if t.bits < 4:
+                low, high = narrow(t, step, q, 0), narrow(t, step, q, 1)
+                for k in (0, 2):
+                    a = fragment_a(low[k:][:2], high[k:][:2])
+                    products = products + a @ fragment_b([chunk[:, k], chunk[:, k + 1]])
             for i in range(t.bits // 4):
                 low = widened(loads[:, step, 0, :, t.bits // 4 * q + i], t.bits)
                 high = widened(loads[:, step, 1, :, t.bits // 4 * q + i], t.bits)
@@ -158,20 +180,31 @@ def integer_product(t: TiledLinear, x: Tensor) -> Tensor:
     B at column g. Which k of x these are is for `gemv_digits` to get right: in a chunk of 8,
     those of even nibbles and then those of odd ones, or of one byte after the other.
     """
-    step_k = 512 // t.bits
+    step_k = WIDTHS[t.bits].STEP_K
     x = torch.nn.functional.pad(x, (0, t.steps * step_k - t.K))
-    order = (0, 4, 1, 5, 2, 6, 3, 7) if t.bits == 4 else (0, 2, 1, 3, 4, 6, 5, 7)
-    loads = t.words.reshape(t.tiles, t.steps, 2, 8, 4, 4)  # half, g, t
+    order = (0, 4, 1, 5, 2, 6, 3, 7) if t.bits <= 4 else (0, 2, 1, 3, 4, 6, 5, 7)
+    loads = t.words[:, :, :2]  # half, g, t
     scales = t.scales.double().permute(0, 1, 3, 2).reshape(t.tiles, -1, 16)
     total = torch.zeros(t.tiles, 16, 8, dtype=torch.float64, device=x.device)
     for step in range(t.steps):
-        for q in range(16 // t.bits):
+        for q in range(WIDTHS[t.bits].PRODUCTS):
             start = step * step_k + 32 * q
             if start >= t.K:
                 continue
             if t.bits == 4:
                 words = loads[:, step, ..., q]
                 halves = [words << 4 & -0x0F0F0F10, words & -0x0F0F0F10]
+            elif t.bits < 4:
+                words = loads[:, step, ..., q // 2]
+                halves = [words << (6 - 4 * (q % 2) - 2 * i) & -0x3F3F3F40 for i in range(2)]
+                if t.bits == 3:
+                    both = t.words[:, step, 2, ..., q // 2]
+                    lowest = torch.stack([both & 0x0F0F0F0F, both >> 4 & 0x0F0F0F0F], 1)
+                    at = 2 * (q % 2)
+                    halves = [
+                        half | (lowest >> (at + i) & 0x01010101) << 5
+                        for i, half in enumerate(halves)
+                    ]
             else:
                 halves = [loads[:, step, ..., 2 * q], loads[:, step, ..., 2 * q + 1]]
             a = torch.stack(
@@ -180,7 +213,7 @@ def integer_product(t: TiledLinear, x: Tensor) -> Tensor:
             b = x[:, start : start + 32].view(8, 4, 8)[:, :, list(order)].view(8, 4, 2, 4)
             products = torch.einsum("nhgtij,btij->nhgb", a, b).reshape(t.tiles, 16, 8)
             total += scales[:, start // t.group_size, :, None] * products
-    return rows_of(total / (16 if t.bits == 4 else 1), t)
+    return rows_of(total / 2 ** (8 - t.bits), t)
 
 
 def exact_product(w: PackedLinear, x: Tensor) -> Tensor:
@@ -195,8 +228,10 @@ def integers(device: str) -> Callable[[int], Tensor]:
 
 
 @pytest.mark.parametrize("paired", [False, True], ids=["", "paired"])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("N", "K", "G"), [(16, 128, 128), (38, 160, 32), (20, 512, 256)])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("N", "K", "G"), [(16, 128, 128), (38, 160, 32), (20, 512, 256), (22, 608, 32)]
+)
 def test_lanes_find_their_codes(
     make_packed: MakePacked,
     integers: Callable[[int], Tensor],
@@ -214,12 +249,14 @@ def test_lanes_find_their_codes(
 @pytest.mark.parametrize(
     ("bits", "places"),
     [
-        (4, (0, 1, 2, 3, 4, 5, 6, 7)),
-        (4, (0, 4, 2, 6, 1, 5, 3, 7)),
-        (4, (4, 0, 5, 1, 6, 2, 7, 3)),
-        (8, (0, 1, 2, 3)),
-        (8, (2, 0, 3, 1)),
-        (8, (1, 3, 0, 2)),
+        (2, (0, 16, 2, 18, 8, 24, 10, 26, 6, 22, 4, 20, 14, 30, 12, 28)),
+        (2, tuple(range(0, 32, 2))),
+        (4, tuple(range(0, 32, 4))),
+        (4, (0, 16, 8, 24, 4, 20, 12, 28)),
+        (4, (16, 0, 20, 4, 24, 8, 28, 12)),
+        (8, (0, 8, 16, 24)),
+        (8, (16, 0, 24, 8)),
+        (8, (8, 24, 0, 16)),
     ],
 )
 def test_any_other_order_is_noticed(
@@ -230,7 +267,7 @@ def test_any_other_order_is_noticed(
     places: tuple[int, ...],
 ) -> None:
     """The check above can fail, where the round trip cannot."""
-    w, x = make_packed(bits, 16, 128, 128), integers(128)
+    w, x = make_packed(bits, 16, 256, 256), integers(256)
     monkeypatch.setattr(tiles, "_places", lambda bits: places)
     t = tiled(w)
     assert torch.equal(dequantized(t), w.dequantized())
@@ -250,7 +287,10 @@ def test_scales_lie_beside_each_other(make_packed: MakePacked) -> None:
         assert torch.equal(pair.view(torch.bfloat16), rows)
 
 
-@pytest.mark.parametrize(("bits", "K", "G"), [(4, 48, 48), (4, 64, 16), (8, 80, 80), (8, 64, 8)])
+@pytest.mark.parametrize(
+    ("bits", "K", "G"),
+    [(4, 48, 48), (4, 64, 16), (8, 80, 80), (8, 64, 8), (2, 48, 48), (3, 64, 16)],
+)
 def test_refuses_groups_that_no_kernel_reads(
     make_packed: MakePacked, bits: int, K: int, G: int
 ) -> None:

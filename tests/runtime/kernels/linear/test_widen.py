@@ -24,7 +24,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [(1, 96, 32), (19, 96, 96), (33, 2560, 64), (130, 2560, 512), (40, 2560, 2560)]
 SHAPES += [(16, 4096, 32), (1001, 4096, 128), (50, 4096, 256), (7, 4096, 4096)]
 HALVES = pytest.mark.parametrize("paired", [False, True], ids=["rows", "paired"])
-BITS = pytest.mark.parametrize("bits", [4, 8])
+BITS = pytest.mark.parametrize("bits", [2, 3, 4, 8])
 
 
 @pytest.fixture(autouse=True)

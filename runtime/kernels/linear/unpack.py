@@ -1,0 +1,83 @@
+"""Device functions that take codes out of a lane's words (`tiles`): as bytes, or as pairs of BF16.
+
+A lane's words of a step are a tuple of loads: of row g, of row g + 8, and of the lowest bits of
+both where a width has those apart.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from lowbit.runtime.kernels.ptx.mma import pairs, times_plus
+
+LOWEST = gl.constexpr(0x20202020)  # where the lowest of three bits belongs, under the other two
+ONES = gl.constexpr(0x3F803F80)  # two of 1.0
+
+
+@gluon.jit
+def product_codes(loads, q: gl.constexpr, WIDTH: gl.constexpr):
+    """The four registers of A of a step's q-th product: codes times 1 / FACTOR, as signed bytes."""
+    return (
+        _code_bytes(loads, q, 0, 0, WIDTH),
+        _code_bytes(loads, q, 0, 1, WIDTH),
+        _code_bytes(loads, q, 1, 0, WIDTH),
+        _code_bytes(loads, q, 1, 1, WIDTH),
+    )
+
+
+@gluon.jit
+def _code_bytes(
+    loads, q: gl.constexpr, part: gl.constexpr, half: gl.constexpr, WIDTH: gl.constexpr
+):  # fmt: skip
+    """Four codes of a row, of the first or second columns of a product."""
+    if WIDTH.BITS == 8:
+        word = loads[half][2 * q + part]
+    else:
+        EACH: gl.constexpr = 4 // WIDTH.PLANE  # products of a word
+        SLOT: gl.constexpr = 2 * (q % EACH) + part  # of these codes in their bytes
+        word = _shifted(loads[half][q // EACH], 8 - WIDTH.PLANE * (SLOT + 1)) & WIDTH.TOP
+        if WIDTH.BITS == 3:
+            word = word | _shifted(loads[2][q // EACH], 5 - SLOT - 4 * half) & LOWEST
+    return word
+
+
+@gluon.jit
+def chunk_pairs(loads, q: gl.constexpr, half: gl.constexpr, WIDTH: gl.constexpr):
+    """A row's q-th chunk of codes of up to 4 bits as four pairs of BF16, in the order of k.
+
+    A code in the lowest bits of the mantissa of 128.0, with its sign bit turned, is 128 and half of
+    its range more than itself.
+    """
+    if WIDTH.BITS == 4:
+        found = pairs(loads[half][q], 4)
+    else:
+        found = ()
+        for i in gl.static_range(4):
+            found = found + (_pair(loads, q // 2, i // 2, 2 * (q % 2) + i % 2, half, WIDTH),)
+    return found
+
+
+@gluon.jit
+def _pair(
+    loads, at: gl.constexpr, byte: gl.constexpr, slot: gl.constexpr, half: gl.constexpr,
+    WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Codes in a slot of two bytes of a word, 16 bits apart."""
+    word = loads[half][at]
+    if WIDTH.BITS == 2:
+        word = _shifted(word, -8 * byte - 2 * slot) & 0x00030003 ^ 0x43024302
+        pair = times_plus(word, ONES, -0x3CFD3CFE)  # two of -130.0
+    else:
+        word = _shifted(word, 1 - 8 * byte - 2 * slot) & 0x00060006
+        word = word | _shifted(loads[2][at], -8 * byte - slot - 4 * half) & 0x00010001
+        pair = times_plus(word ^ 0x43044304, ONES, -0x3CFB3CFC)  # two of -132.0
+    return pair
+
+
+@gluon.jit
+def _shifted(word, UP: gl.constexpr):
+    """The word shifted up, or down by as much less than nothing."""
+    if UP > 0:
+        word = word << UP
+    elif UP < 0:
+        word = word >> -UP
+    return word

@@ -1,0 +1,151 @@
+"""PTX by which kernels on Hopper unpack codes, run line by line, against the weight.
+
+What stands between a lane's words and the products of its warpgroup is plain PTX of a dozen
+instructions, written as text. Each is done here as the PTX manual defines it.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit.formats.layout.packing import unpack
+from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized, tiled
+from lowbit.runtime.kernels.ptx.wgmma import product_code, widened_code
+from lowbit.runtime.kernels.width import WIDTHS
+from lowbit.runtime.weights.linear import PackedLinear
+
+MakePacked = Callable[[int, int, int, int], PackedLinear]
+
+LANES = 32
+
+
+def halves(words: Tensor) -> Tensor:
+    """Two BF16 of each word, as float64 [2, lanes]."""
+    pair = torch.stack([words & 0xFFFF, words >> 16 & 0xFFFF])
+    return (pair << 16).to(torch.int32).view(torch.float32).double()
+
+
+def words(pair: Tensor) -> Tensor:
+    """Two numbers, rounded once to BF16, as a word of each lane."""
+    rounded = pair.float().bfloat16().view(torch.int16).long() & 0xFFFF
+    return rounded[0] | rounded[1] << 16
+
+
+def logic(a: Tensor, b: Tensor, c: Tensor, table: int) -> Tensor:
+    """`lop3`: bit n of the table is the result for bits a, b and c that make up n."""
+    found = torch.zeros_like(a)
+    for n in range(8):
+        if table >> n & 1:
+            match = [x if n >> (2 - i) & 1 else ~x for i, x in enumerate((a, b, c))]
+            found |= match[0] & match[1] & match[2]
+    return found & 0xFFFFFFFF
+
+
+def permuted(a: Tensor, b: Tensor, selector: int) -> Tensor:
+    """`prmt`: four bytes of two words."""
+    both, found = a | b << 32, torch.zeros_like(a)
+    for i in range(4):
+        found |= (both >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i
+    return found
+
+
+def run(code: str, outputs: int, inputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Registers at the end, by name, and the statements that are not run: those of products."""
+    registers = {f"${outputs + i}": x.long() & 0xFFFFFFFF for i, x in enumerate(inputs)}
+    products = re.findall(r"wgmma\.mma_async[^;]*;", code)
+    statements = [s.strip() for s in re.sub(r"[{}]", "", code).split(";") if s.strip()]
+    for statement in statements:
+        name, _, rest = statement.partition(" ")
+        if name in (".reg", "setp.ne.b32", "add.s64") or name.startswith("wgmma."):
+            continue
+        target, *given = rest.replace(" ", "").split(",")
+        values = [
+            registers[x] if x in registers else torch.full((LANES,), int(x, 0)) for x in given
+        ]
+        match name:
+            case "mov.b32":
+                result = values[0]
+            case "shr.u32":
+                result = values[0] >> values[1]
+            case "shl.b32":
+                result = values[0] << values[1] & 0xFFFFFFFF
+            case "and.b32":
+                result = values[0] & values[1]
+            case "lop3.b32":
+                result = logic(values[0], values[1], values[2], int(given[3], 0))
+            case "prmt.b32":
+                result = permuted(values[0], values[1], int(given[2], 0))
+            case "fma.rn.bf16x2":
+                result = words(halves(values[0]) * halves(values[1]) + halves(values[2]))
+            case "mul.rn.bf16x2":
+                result = words(halves(values[0]) * halves(values[1]))
+            case _:
+                raise AssertionError(statement)
+        registers[target] = result
+    return registers, products
+
+
+def lane_words(t: TiledLinear, block: int) -> list[Tensor]:
+    """What a warp's lanes hold of 64 k of the first tile: words of both rows, and lowest bits."""
+    step, inside = divmod(block * 64, WIDTHS[t.bits].STEP_K)
+    each = max(t.bits // 2, 1)  # words of a row
+    loads = t.words[0, step].reshape(-1, LANES, 4)[..., inside // 64 * each :][..., :each]
+    return [loads[half, :, i] for half in range(2) for i in range(each)] + [
+        loads[2, :, 0] for _ in range(t.bits == 3)
+    ]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("G", [32, 128])
+def test_a_warp_holds_the_fragments_of_wgmma(make_packed: MakePacked, bits: int, G: int) -> None:
+    """A's fragment of 16 k: words of rows g, g + 8, then both again, of 8 k more (PTX manual).
+
+    x lies in an order of its own: in every 32 k, lane t has chunk t of 8, in two products.
+    """
+    t = tiled(make_packed(bits, 16, 512, G))
+    weight = dequantized(t).bfloat16().cpu()
+    g, lane = torch.arange(LANES) // 4, torch.arange(LANES) % 4
+    for block in range(8):
+        scales = [
+            t.scales[0, (block * 64 + 32 * chunk) // G].cpu().view(torch.int32)[g, 0]
+            for chunk in range(2)
+        ]
+        inputs = [word.cpu() for word in lane_words(t, block)] + scales
+        registers, _ = run(widened_code(bits), 16, inputs)
+        found = [registers[f"${i}"] for i in range(16)]
+        for product in range(4):
+            for half in range(2):
+                for part in range(2):
+                    k = 64 * block + 32 * (product // 2) + 8 * lane
+                    k += 4 * (product % 2) + 2 * part
+                    rows = g + 8 * half
+                    expected = torch.stack([weight[rows, k], weight[rows, k + 1]]).double()
+                    assert torch.equal(halves(found[4 * product + 2 * part + half]), expected)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_a_warp_multiplies_codes_in_the_order_of_digits(make_packed: MakePacked, bits: int) -> None:
+    """A's fragment of 32 k of bytes: words of rows g, g + 8, then both again, of 16 k more."""
+    w = make_packed(bits, 16, 512, 128)
+    t, codes = tiled(w), unpack(w.codes, bits, 512).cpu()
+    order = (0, 4, 1, 5, 2, 6, 3, 7) if bits <= 4 else (0, 2, 1, 3, 4, 6, 5, 7)
+    step_k, columns = WIDTHS[bits].STEP_K, 24
+    row_k = step_k // WIDTHS[bits].ROWS
+    g, lane = torch.arange(LANES) // 4, torch.arange(LANES) % 4
+    for first in range(0, 512, row_k):
+        step, inside = divmod(first, step_k)
+        each = 4 // WIDTHS[bits].ROWS  # words of a row
+        loads = t.words[0, step].reshape(-1, LANES, 4).cpu()[..., inside // row_k * each :]
+        inputs = [load[:, i] for load in loads for i in range(each)] + [torch.zeros(LANES)]
+        registers, products = run(product_code(columns, bits, 0), columns // 2, inputs)
+        assert len(products) == row_k // 32
+        for q, product in enumerate(products):
+            names = re.findall(r"\{([^}]*)\}", product)[1].replace(" ", "").split(",")
+            for i, name in enumerate(names):
+                found = registers[name][:, None] >> 8 * torch.arange(4) & 0xFF
+                k = first + 32 * q + 8 * lane[:, None] + torch.tensor(order[i // 2 * 4 :][:4])
+                expected = codes[(g + 8 * (i % 2))[:, None], k].long() << (8 - bits)
+                assert torch.equal(found, expected & 0xFF)

@@ -1,0 +1,73 @@
+"""Products on Hopper's warpgroups, emulated: a token has the bits that it has alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit.runtime.kernels.linear import digits as digits_module
+from lowbit.runtime.kernels.linear import gemv as gemv_module
+from lowbit.runtime.kernels.linear import wgmma as wgmma_module
+from lowbit.runtime.kernels.linear.gemv import gemv, gemv_ref
+from lowbit.runtime.kernels.linear.tiles import TiledLinear
+from tests.runtime.kernels.emulator import run_kernel
+
+MakeTiled = Callable[..., TiledLinear]
+Randn = Callable[..., Tensor]
+
+EPS = 1e-6
+MOST = 40
+
+
+@pytest.fixture
+def launches(device: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that have run, as if on a Hopper GPU."""
+    if device == "cuda":
+        pytest.skip("a GPU runs the kernels itself")
+    found: list[str] = []
+
+    def run(kernel: Any, *arguments: Any, **named: Any) -> None:
+        found.append(kernel.__name__)
+        run_kernel(kernel, *arguments, **named)
+
+    for module in (gemv_module, digits_module, wgmma_module):
+        monkeypatch.setattr(module, "run", run)
+    monkeypatch.setattr(gemv_module, "capability", lambda x: (9, 0))
+    return found
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("N", "K", "G", "scales"),
+    [
+        (144, 1024, 128, torch.bfloat16),
+        (200, 2176, 128, torch.float16),  # tails of rows, steps and parts; half of a step
+        (72, 1280, 640, torch.bfloat16),  # a group over several steps
+    ],
+)
+def test_a_token_has_its_bits_in_any_company(
+    make_tiled: MakeTiled,
+    randn: Randn,
+    launches: list[str],
+    bits: int,
+    N: int,
+    K: int,
+    G: int,
+    scales: torch.dtype,
+) -> None:
+    w = make_tiled(bits, N, K, G, False, scales)
+    x, norm, residual = randn(MOST, K), randn(K), randn(MOST, N)
+
+    def compute(tokens: slice) -> Tensor:
+        return gemv(x[tokens], w, norm=norm, eps=EPS, added=residual[tokens], dtype=torch.float32)
+
+    alone = torch.cat([compute(slice(i, i + 1)) for i in range(MOST)])
+    expected = gemv_ref(x, w, norm=norm, eps=EPS, added=residual)
+    assert float((alone.double() - expected).norm() / expected.norm()) < 5e-3  # x * gain rounded
+    launches.clear()
+    for count in (17, 33, MOST):
+        assert torch.equal(compute(slice(0, count)), alone[:count]), count
+        assert launches == ["_digits_kernel", "_wgmma_kernel", "gemv_join_kernel"]
+        launches.clear()
