@@ -211,16 +211,20 @@ LARGE = 4000  # tiles: heads
 MOST_ROUNDS = {2: 9, 4: 9, 8: 9, 16: 4, 32: 4}  # whose sums wait in shared memory
 MOST_STEPS = {2: 4, 4: 2, 8: 2, 16: 1, 32: 1}
 UNIT_K = 256  # elements of x with one unit
+MEASURED_K = 12288  # most columns of a linear for which several tokens were measured
 
 
 def _for_several(one: GemvLaunch, tiles: int, steps: int, tokens: int, bits: int) -> GemvLaunch:
     """The share of a program that stages x once for several rounds of tiles."""
     parts, step_k = one.parts, 512 // bits
     most = max(MOST_STEPS[tokens], UNIT_K // (parts * step_k))  # whole units, for a loop
+    ahead = _divisor(-(-steps // parts), most)
+    if ahead == 1 and steps * step_k > MEASURED_K:  # a prime number of steps
+        ahead = min(2, most)
     abreast = max(1, (16 if tiles < LARGE and tokens < 32 else 8) // parts)
     launch = GemvLaunch(
         tiles=1,
-        steps=_divisor(-(-steps // parts), most),
+        steps=ahead,
         warps=parts * abreast,
         early=one.early if tiles > LARGE or tokens == 32 else True,
         registers=128 if tokens < 32 else 255,
