@@ -32,7 +32,7 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import aside
 from lowbit.runtime.engine.runner import POSITIONS, READ, ROWS, WRITE
 from lowbit.runtime.kernels.launch.device import power_of_two
-from lowbit.runtime.kernels.launch.linear import GemvLaunch, gemv_launch
+from lowbit.runtime.kernels.launch.linear import GemvLaunch, Tuned, gemv_launch
 from lowbit.runtime.kernels.linear import gemv
 from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
@@ -102,7 +102,7 @@ def candidates_of_several(use: Use, tiles: int, steps: int, one: GemvLaunch) -> 
         rounds = max(1, -(-tiles // most))
         for depth in depths:
             candidate = replace(launch, steps=depth, rounds=rounds, early=True)
-            fits = gemv.sums_bytes(candidate, use.tokens) <= MOST_SUMS
+            fits = candidate.sums_bytes(use.tokens) <= MOST_SUMS
             if share % depth == 0 and fits:
                 found[candidate] = None
 
@@ -246,9 +246,11 @@ def tune(engine: Engine, pool: Any, tokens: int) -> None:
             return candidates(tiles, steps)
         return candidates_of_several(uses[key], tiles, steps, table(*key, 1, uses[key].paired))
 
-    def launch_of(bits: int, tiles: int, steps: int, tokens: int, paired: bool) -> GemvLaunch:
+    def launch_of(
+        bits: int, tiles: int, steps: int, tokens: int, paired: bool, tuned: Tuned = ()
+    ) -> GemvLaunch:
         found = chosen.get((bits, tiles, steps))
-        return found or table(bits, tiles, steps, tokens, paired)
+        return found or table(bits, tiles, steps, tokens, paired, tuned)
 
     gemv.gemv_launch = launch_of  # type: ignore[attr-defined]
     if tokens > 1:

@@ -50,6 +50,12 @@ class GemvLaunch:
         """Tiles of a program."""
         return self.tiles * self.abreast * self.rounds
 
+    def sums_bytes(self, tokens: int) -> int:
+        """Shared memory for the sums of each warp."""
+        return self.warps * self.tiles * self.rounds * 64 * tokens
+
+
+Tuned = tuple[tuple[int, GemvLaunch], ...]  # tokens, and their launch as measured on this card
 
 # (bits, tiles, steps): the linears of real models, as measured in whole decode steps.
 GEMV_MEASURED = {
@@ -147,7 +153,9 @@ GEMV_SHARES = (
 )
 
 
-def gemv_launch(bits: int, tiles: int, steps: int, tokens: int, paired: bool) -> GemvLaunch:
+def gemv_launch(
+    bits: int, tiles: int, steps: int, tokens: int, paired: bool, tuned: Tuned = ()
+) -> GemvLaunch:
     """Look up the share of a program for a power of two of tokens.
 
     As many warps share a tile for any number of tokens: their sums are joined in order.
@@ -158,21 +166,24 @@ def gemv_launch(bits: int, tiles: int, steps: int, tokens: int, paired: bool) ->
         steps: of a tile.
         tokens: of a step.
         paired: whether rows are those of gate and up in turn.
+        tuned: launches of this linear that count before those of the tables.
     """
-    size = (bits, tiles, steps)
-    one = (None if paired else GEMV_UNPAIRED.get(size)) or GEMV_MEASURED.get(size)
-    if one is None:
-        one = next(
-            launch
-            for size, depth, launch in GEMV_SHARES
-            if tiles * steps >= size and steps >= depth
-        )
+    own = dict(tuned)
+    one = own.get(1) or _for_one(bits, tiles, steps, paired)
     if tokens == 1:
         return one
-    measured = SEVERAL_MEASURED.get((bits, tiles, steps, tokens))
-    if measured is not None and measured.parts == one.parts:
-        return measured
+    for measured in (own.get(tokens), SEVERAL_MEASURED.get((bits, tiles, steps, tokens))):
+        if measured is not None and measured.parts == one.parts:
+            return measured
     return _for_several(one, tiles, steps, tokens, bits)
+
+
+def _for_one(bits: int, tiles: int, steps: int, paired: bool) -> GemvLaunch:
+    size = (bits, tiles, steps)
+    found = (None if paired else GEMV_UNPAIRED.get(size)) or GEMV_MEASURED.get(size)
+    return found or next(
+        launch for words, depth, launch in GEMV_SHARES if tiles * steps >= words and steps >= depth
+    )
 
 
 # For several tokens, as measured in whole decode steps on an H200 (LOG.md).

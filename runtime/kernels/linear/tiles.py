@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import FormatError
+from lowbit.runtime.kernels.launch.linear import Tuned
 from lowbit.runtime.kernels.linear.program import Packed, packed
 from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
 
@@ -41,6 +42,7 @@ class TiledLinear:
         K: inputs.
         paired: the first half of a tile is of the first N / 2 rows, the second half is the same
             rows of the others: gate and up.
+        tuned: launches of its GEMVs that count before those of the tables (`gemv_launch`).
     """
 
     words: Tensor
@@ -50,6 +52,7 @@ class TiledLinear:
     N: int
     K: int
     paired: bool = False
+    tuned: Tuned = ()
 
     @property
     def tiles(self) -> int:
@@ -60,6 +63,11 @@ class TiledLinear:
     def steps(self) -> int:
         """Blocks of 512 / bits columns."""
         return self.words.shape[1]
+
+    @property
+    def size(self) -> tuple[int, int, int, bool]:
+        """Bits, tiles, steps and whether paired: what its launches are looked up by."""
+        return self.bits, self.tiles, self.steps, self.paired
 
     @property
     def size_bytes(self) -> int:

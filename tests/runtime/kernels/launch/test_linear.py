@@ -13,7 +13,7 @@ from lowbit.runtime.kernels.launch.linear import (
     gemv_launch,
     wgmma_launch,
 )
-from lowbit.runtime.kernels.linear.gemv import shared_bytes, sums_bytes
+from lowbit.runtime.kernels.linear.gemv import shared_bytes
 
 KB = 1024
 ONE = [*GEMV_MEASURED.values(), *(launch for _, _, launch in GEMV_SHARES)]
@@ -56,7 +56,7 @@ def test_sums_of_several_tokens_fit_every_card(size: tuple[int, int, int], paire
     """Digits that do not fit are made by a kernel before, but every program needs its sums."""
     for tokens in COUNTS:
         launch = gemv_launch(*size, tokens, paired)
-        assert launch.split > 1 or sums_bytes(launch, tokens) <= 99 * KB
+        assert launch.split > 1 or launch.sums_bytes(tokens) <= 99 * KB
 
 
 @pytest.mark.parametrize("bits", [4, 8])

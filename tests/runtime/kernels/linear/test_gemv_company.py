@@ -5,6 +5,7 @@ Whatever of a launch may depend on how many tokens there are is tried in every w
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -117,8 +118,8 @@ DIVIDED = [
 def divide(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Have programs divide the work for several tokens in another way than was measured best."""
 
-    def launch(bits: int, tiles: int, steps: int, tokens: int, paired: bool) -> GemvLaunch:
-        found = gemv_launch(bits, tiles, steps, tokens, paired)
+    def launch(bits: int, tiles: int, steps: int, tokens: int, *others: Any) -> GemvLaunch:
+        found = gemv_launch(bits, tiles, steps, tokens, *others)
         least = 8 if way == "split" else 2
         return found if tokens < least else changed(found, way)
 
