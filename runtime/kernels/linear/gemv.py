@@ -266,10 +266,10 @@ def _join(
 
 def most_tokens(x: Tensor, w: TiledLinear) -> int:
     """Most tokens that one launch multiplies by this weight."""
-    return WGMMA_TOKENS if _launch_on_hopper(x, w, WGMMA_TOKENS) else GEMV_TOKENS
+    return WGMMA_TOKENS if launch_on_hopper(x, w, WGMMA_TOKENS) else GEMV_TOKENS
 
 
-def _launch_on_hopper(x: Tensor, w: TiledLinear, tokens: int) -> WgmmaLaunch | None:
+def launch_on_hopper(x: Tensor, w: TiledLinear, tokens: int) -> WgmmaLaunch | None:
     """The share of a program of `wgmma` where it multiplies so many tokens."""
     if tokens < 16 or capability(x)[0] != 9 or w.scales.dtype == torch.float32:
         return None
@@ -279,7 +279,7 @@ def _launch_on_hopper(x: Tensor, w: TiledLinear, tokens: int) -> WgmmaLaunch | N
 
 def _plan_on_hopper(x: Tensor, w: TiledLinear, added: Tensor | None) -> WgmmaPlan | None:
     tokens = power_of_two(x.shape[0])
-    launch = _launch_on_hopper(x, w, tokens)
+    launch = launch_on_hopper(x, w, tokens)
     if launch is None:
         return None
     parts = gemv_launch(w.bits, w.tiles, w.steps, 1, w.paired, w.tuned).parts

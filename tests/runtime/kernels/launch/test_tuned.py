@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from triton import knobs
 
 from lowbit.formats.errors import FormatError
 from lowbit.runtime.kernels.launch import tuned
@@ -32,7 +31,7 @@ FOUND = Launches(CARD, "2026-11-26", {QKV: ((1, ONE), (4, SEVERAL))})
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
 def test_what_was_kept_is_read() -> None:
