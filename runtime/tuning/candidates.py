@@ -35,15 +35,19 @@ class Multiprocessors:
         count: of the card.
         threads: of one.
         shared: bytes of one.
+        overlaps: a kernel may start before the one ahead ends (`programmatic_launch`).
+        caps: launches may cap registers (`register_cap`).
     """
 
     count: int
     threads: int
     shared: int
+    overlaps: bool = True
+    caps: bool = True
 
 
 def for_one(tiles: int, steps: int, K: int, card: Multiprocessors, most: int) -> list[GemvLaunch]:
-    """Launches for one token, each both late and early; `most` of them at most.
+    """Launches for one token, each late and, where kernels overlap, early; `most` at most.
 
     Args:
         tiles: of a linear.
@@ -54,9 +58,8 @@ def for_one(tiles: int, steps: int, K: int, card: Multiprocessors, most: int) ->
     """
     found = list(_late(tiles, steps, card))
     found.sort(key=lambda launch: _cost(launch, tiles, steps, K, card))
-    return [
-        replace(launch, early=early) for launch in found[: most // 2] for early in (False, True)
-    ]
+    times = (False, True) if card.overlaps else (False,)
+    return [replace(it, early=early) for it in found[: most // len(times)] for early in times]
 
 
 def _late(tiles: int, steps: int, card: Multiprocessors) -> Iterator[GemvLaunch]:
@@ -128,17 +131,19 @@ def several(
     return list(found)
 
 
-def capped(launch: GemvLaunch) -> Iterator[GemvLaunch]:
+def capped(launch: GemvLaunch, card: Multiprocessors) -> Iterator[GemvLaunch]:
     """The same launch with registers capped."""
-    return (replace(launch, registers=registers) for registers in REGISTERS)
+    return (replace(launch, registers=registers) for registers in REGISTERS if card.caps)
 
 
-def spread(launch: GemvLaunch, K: int) -> Iterator[GemvLaunch]:
-    """The same launch with fewer programs at a time on a multiprocessor.
+def spread(launch: GemvLaunch, K: int, card: Multiprocessors) -> Iterator[GemvLaunch]:
+    """The same launch with fewer programs at a time on a multiprocessor, where kernels overlap.
 
     Args:
         launch: of a lone token.
         K: columns.
+        card: that it is for.
     """
     needed = staged_bytes(K, 1, normed=True) + launch.sums_bytes(1)
-    return (replace(launch, shared=shared) for shared in SHARED if shared << 10 > needed)
+    sizes = (kb for kb in SHARED if card.overlaps and kb << 10 > needed)
+    return (replace(launch, shared=kb) for kb in sizes)

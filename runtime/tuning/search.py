@@ -7,6 +7,7 @@ wins is compared once more with what was there, in turn, and has to win by more 
 import statistics
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import zip_longest
 from typing import Protocol
 
@@ -21,6 +22,7 @@ TURNS = 3  # of the last comparison
 LEAST_GAIN = 0.003  # of a step's time
 
 Launches = Mapping[Size, Tuned]
+Vary = Callable[..., Iterable[GemvLaunch]]  # of a launch and, by name, the card
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +122,8 @@ class Search:
         taking = [each for each in linears if self.bench.takes(each, tokens, self._now(each, 1))]
         self._try(taking, tokens, lambda each: self._candidates(each, tokens))
         if tokens == 1:
-            self._try(taking, 1, lambda each: _unique(self._best(each, 1), capped))
-            self._try(
-                taking,
-                1,
-                lambda each: _unique(self._best(each, 1)[:1], lambda it: spread(it, each.K)),
-            )
+            self._try(taking, 1, lambda each: self._variants(each, REFINED, capped))
+            self._try(taking, 1, lambda each: self._variants(each, 1, partial(spread, K=each.K)))
         return [
             choice
             for each in taking
@@ -141,9 +139,14 @@ class Search:
         _, tiles, steps, _ = linear.size
         now = self._now(linear, tokens)
         if tokens == 1:
-            other = replace(now, early=not now.early)
+            other = replace(now, early=not now.early and self.card.overlaps)
             return [now, other, *for_one(tiles, steps, linear.K, self.card, FIRST)]
         return [now, *several(tokens, tiles, steps, self._now(linear, 1), self.card)]
+
+    def _variants(self, linear: Linear, most: int, vary: Vary) -> Iterable[GemvLaunch]:
+        """Variants of the fastest launches for one token."""
+        best = self._best(linear, 1)[:most]
+        return (variant for launch in best for variant in vary(launch, card=self.card))
 
     def _best(self, linear: Linear, tokens: int) -> list[GemvLaunch]:
         """The fastest launches so far."""
@@ -195,10 +198,3 @@ class Search:
             after = before
         self._choose(linear, tokens, after)
         return Choice(linear, tokens, before, after, medians[before], medians[after], len(tried))
-
-
-def _unique(
-    launches: Iterable[GemvLaunch], variants: Callable[[GemvLaunch], Iterable[GemvLaunch]]
-) -> list[GemvLaunch]:
-    """Variants of several launches, once each."""
-    return list(dict.fromkeys(variant for launch in launches for variant in variants(launch)))

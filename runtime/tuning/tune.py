@@ -196,7 +196,7 @@ def tune(
     with new_workers(short, card.capability, max(tokens), workers) as pool:
         timers = {count: short_steps(runner, count) for count in tokens}
         bench = GpuBench(pool, timers, search_end, show)
-        search = Search(bench, _multiprocessors())
+        search = Search(bench, _multiprocessors(card))
         if 1 not in tokens and earlier is not None:
             search.chosen.update({size: dict(each) for size, each in earlier.linears.items()})
         repeats = opened.config.num_hidden_layers / short.config.num_hidden_layers
@@ -245,10 +245,12 @@ def _with_lone(size: Size, tuned: Tuned) -> Tuned:
     return tuple(sorted({**dict(tuned), 1: lone}.items()))
 
 
-def _multiprocessors() -> Multiprocessors:
+def _multiprocessors(card: Card) -> Multiprocessors:
     about = torch.cuda.get_device_properties()
     return Multiprocessors(
         count=about.multi_processor_count,
         threads=about.max_threads_per_multi_processor,
         shared=about.shared_memory_per_multiprocessor,
+        overlaps=card.capability >= 90,
+        caps=card.capability < 100,
     )

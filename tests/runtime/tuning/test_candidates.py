@@ -1,5 +1,7 @@
 """Launches that are tried: those that trials on an H200 found are among them."""
 
+from dataclasses import replace
+
 import pytest
 
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
@@ -16,7 +18,8 @@ from lowbit.runtime.tuning.candidates import (
 )
 
 H200 = Multiprocessors(132, 2048, 228 << 10)
-RTX_4060 = Multiprocessors(24, 1536, 100 << 10)
+RTX_4060 = Multiprocessors(24, 1536, 100 << 10, overlaps=False)
+RTX_5090 = Multiprocessors(170, 1536, 100 << 10, caps=False)
 MEASURED = [*GEMV_MEASURED.items(), *GEMV_UNPAIRED.items()]
 
 
@@ -65,9 +68,19 @@ def test_launches_for_several_have_the_parts_of_one(
 
 def test_caps_and_spread_change_nothing_else() -> None:
     one = GemvLaunch(2, 2, 8, early=True)
-    assert {launch.registers for launch in capped(one)} == {None, 80, 96, 128, 168}
+    found = list(capped(one, H200))
+    assert {launch.registers for launch in found} == {None, 80, 96, 128, 168}
+    assert {replace(launch, registers=None) for launch in found} == {one}
     needed = staged_bytes(5120, 1, normed=True) + one.sums_bytes(1)
-    found = [launch.shared for launch in spread(one, 5120)]
-    assert found == [kb for kb in (16, 32, 48) if kb << 10 > needed]
-    assert max(found) << 10 <= STATIC_SHARED
-    assert list(spread(one, 17408)) == []
+    found = list(spread(one, 5120, H200))
+    assert [launch.shared for launch in found] == [kb for kb in (16, 32, 48) if kb << 10 > needed]
+    assert {replace(launch, shared=0) for launch in found} == {one}
+    assert max(launch.shared for launch in found) << 10 <= STATIC_SHARED
+    assert list(spread(one, 17408, H200)) == []
+
+
+def test_what_a_card_ignores_is_not_tried() -> None:
+    assert list(capped(GemvLaunch(1, 2, 8), RTX_5090)) == []
+    assert list(spread(GemvLaunch(1, 2, 8), 2048, RTX_4060)) == []
+    assert not any(launch.early for launch in for_one(384, 32, 4096, RTX_4060, 20))
+    assert any(launch.early for launch in for_one(384, 32, 4096, RTX_5090, 20))
