@@ -133,7 +133,7 @@ class Search:
     def _now(self, linear: Linear, tokens: int) -> GemvLaunch:
         bits, tiles, steps, paired = linear.size
         own = tuple(self.chosen.get(linear.size, {}).items())
-        return gemv_launch(bits, tiles, steps, tokens, paired, own)
+        return gemv_launch(bits, tiles, steps, tokens, paired, own, self.card.count)
 
     def _candidates(self, linear: Linear, tokens: int) -> list[GemvLaunch]:
         _, tiles, steps, _ = linear.size

@@ -193,10 +193,11 @@ def tune(
         )
     search_end = started + COMPARED * seconds
     choices, steps = list[Choice](), list[StepTimes]()
-    with new_workers(short, card.capability, max(tokens), workers) as pool:
+    about = _multiprocessors(card)
+    with new_workers(short, card.capability, about.count, max(tokens), workers) as pool:
         timers = {count: short_steps(runner, count) for count in tokens}
         bench = GpuBench(pool, timers, search_end, show)
-        search = Search(bench, _multiprocessors(card))
+        search = Search(bench, about)
         if 1 not in tokens and earlier is not None:
             search.chosen.update({size: dict(each) for size, each in earlier.linears.items()})
         repeats = opened.config.num_hidden_layers / short.config.num_hidden_layers

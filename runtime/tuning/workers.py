@@ -89,19 +89,23 @@ class Workers:
 
 @contextmanager
 def new_workers(
-    opened: OpenedModel, capability: int, tokens: int, count: int | None
+    opened: OpenedModel, capability: int, multiprocessors: int, tokens: int, count: int | None
 ) -> Iterator[Workers]:
     """Start the processes.
 
     Args:
         opened: the short model, without functions that read weights.
         capability: 90 for compute capability 9.0.
+        multiprocessors: of the card.
         tokens: of the largest step.
         count: of processes; None for as many as there are cores and there is memory for.
     """
     count = count or worker_count()
     pool = ProcessPoolExecutor(
-        count, get_context("spawn"), initializer=_begin, initargs=(opened, capability, tokens)
+        count,
+        get_context("spawn"),
+        initializer=_begin,
+        initargs=(opened, capability, multiprocessors, tokens),
     )
     try:
         yield Workers(pool, count)
@@ -143,7 +147,7 @@ class _Filter:
         return number % self.job.shares == self.job.share
 
 
-_given: list[Any] = []  # what the process was started with: model, compute capability, tokens
+_given: list[Any] = []  # model, compute capability, multiprocessors and tokens of the process
 
 
 def _begin(*given: Any) -> None:
@@ -173,8 +177,8 @@ def _runner() -> tuple[Any, list[_Filter]]:
     from lowbit.runtime.tuning.short_model import new_short_runner
 
     torch.set_num_threads(1)
-    opened, capability, tokens = _given
-    pretend(capability)
+    opened, capability, multiprocessors, tokens = _given
+    pretend(capability, multiprocessors)
     only_compile, filters = JITFunction.run, list[_Filter]()
 
     def filtered(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:

@@ -55,6 +55,7 @@ class GemvLaunch:
         return self.warps * self.tiles * self.rounds * 64 * tokens
 
 
+MULTIPROCESSORS = 132  # of an H200, and of an H100 for SXM
 Tuned = tuple[tuple[int, GemvLaunch], ...]  # tokens, and their launch as measured on this card
 
 # (bits, tiles, steps): the linears of real models, as measured in whole decode steps.
@@ -154,7 +155,13 @@ GEMV_SHARES = (
 
 
 def gemv_launch(
-    bits: int, tiles: int, steps: int, tokens: int, paired: bool, tuned: Tuned = ()
+    bits: int,
+    tiles: int,
+    steps: int,
+    tokens: int,
+    paired: bool,
+    tuned: Tuned = (),
+    count: int = MULTIPROCESSORS,
 ) -> GemvLaunch:
     """Look up the share of a program for a power of two of tokens.
 
@@ -167,6 +174,7 @@ def gemv_launch(
         tokens: of a step.
         paired: whether rows are those of gate and up in turn.
         tuned: launches of this linear that count before those of the tables.
+        count: of multiprocessors.
     """
     own = dict(tuned)
     one = own.get(1) or _for_one(bits, tiles, steps, paired)
@@ -175,7 +183,7 @@ def gemv_launch(
     for measured in (own.get(tokens), SEVERAL_MEASURED.get((bits, tiles, steps, tokens))):
         if measured is not None and measured.parts == one.parts:
             return measured
-    return _for_several(one, tiles, steps, tokens, bits)
+    return _for_several(one, tiles, steps, tokens, bits, count)
 
 
 def _for_one(bits: int, tiles: int, steps: int, paired: bool) -> GemvLaunch:
@@ -217,7 +225,6 @@ SEVERAL_MEASURED: dict[tuple[int, int, int, int], GemvLaunch] = {
     # 35B-A3B
     (4, 128, 32, 8): GemvLaunch(1, 4, 16, early=True, registers=128, abreast=2),
 }
-MULTIPROCESSORS = 132
 LARGE = 4000  # tiles: heads
 MOST_ROUNDS = {2: 9, 4: 9, 8: 9, 16: 4, 32: 4}  # whose sums wait in shared memory
 MOST_STEPS = {2: 4, 4: 2, 8: 2, 16: 1, 32: 1}
@@ -225,7 +232,9 @@ UNIT_K = 256  # elements of x with one unit
 MEASURED_K = 12288  # most columns of a linear for which several tokens were measured
 
 
-def _for_several(one: GemvLaunch, tiles: int, steps: int, tokens: int, bits: int) -> GemvLaunch:
+def _for_several(
+    one: GemvLaunch, tiles: int, steps: int, tokens: int, bits: int, count: int
+) -> GemvLaunch:
     """The share of a program that stages x once for several rounds of tiles."""
     parts, step_k = one.parts, 512 // bits
     most = max(MOST_STEPS[tokens], UNIT_K // (parts * step_k))  # whole units, for a loop
@@ -243,9 +252,9 @@ def _for_several(one: GemvLaunch, tiles: int, steps: int, tokens: int, bits: int
         staged=tokens < 32,
     )
     if tokens == 32 and parts > 1 and tiles <= LARGE:  # digits are read from L2 by few programs
-        rounds = -(-tiles * parts // (8 * MULTIPROCESSORS))
+        rounds = -(-tiles * parts // (8 * count))
         return replace(launch, warps=8, abreast=8, split=parts, rounds=rounds)
-    rounds = min(MOST_ROUNDS[tokens], -(-tiles // (abreast * MULTIPROCESSORS)))
+    rounds = min(MOST_ROUNDS[tokens], -(-tiles // (abreast * count)))
     if rounds == 2 and tokens < 32:  # digits are read once for two tiles
         return replace(launch, tiles=2, steps=max(1, launch.steps // 2))
     return replace(launch, rounds=rounds)
@@ -288,7 +297,13 @@ LEAST_DEEP = (4096, 8 << 20)  # columns and bytes of codes from which 9 to 16 to
 
 @cache
 def wgmma_launch(
-    bits: int, tiles: int, steps: int, group_size: int, tokens: int, parts: int
+    bits: int,
+    tiles: int,
+    steps: int,
+    group_size: int,
+    tokens: int,
+    parts: int,
+    count: int = MULTIPROCESSORS,
 ) -> WgmmaLaunch | None:
     """Look up the share of a program for 9 to 64 tokens on Hopper; None where `gemv` is faster.
 
@@ -302,6 +317,7 @@ def wgmma_launch(
         group_size: weights that share a scale, in BF16 or FP16.
         tokens: that there is room for: 16, 32 or 64.
         parts: of a lone token's launch.
+        count: of multiprocessors.
     """
     step_k = 512 // bits
     deep = steps * step_k >= LEAST_DEEP[0] and tiles * steps << 10 >= LEAST_DEEP[1]
@@ -315,7 +331,7 @@ def wgmma_launch(
     blocks = -(-tiles // 4)
     found = None
     for slices in (1, 2, 4, 8, 16):
-        columns = min(MULTIPROCESSORS // slices, blocks)
+        columns = min(count // slices, blocks)
         launch = WgmmaLaunch(slices, columns, ahead, each)
         if parts % slices or parts // slices > MOST_OWN:
             continue
@@ -356,11 +372,17 @@ def dense_launch(rows: int, tokens: int) -> DenseLaunch:
 GEMM_COST = {256: 1.0, 192: 0.82, 128: 0.71, 64: 0.5}  # of a program, by its tokens
 
 
-def gemm_tokens(row_blocks: int, tokens: int) -> int:
-    """Tokens of a program of `gemm`: those with which all programs end first."""
+def gemm_tokens(row_blocks: int, tokens: int, count: int = MULTIPROCESSORS) -> int:
+    """Tokens of a program of `gemm`: those with which all programs end first.
+
+    Args:
+        row_blocks: blocks of rows of the weight.
+        tokens: of the prompt.
+        count: of multiprocessors.
+    """
 
     def cost(each: int) -> float:
         programs = row_blocks * -(-tokens // each)
-        return -(-programs // MULTIPROCESSORS) * GEMM_COST[each]
+        return -(-programs // count) * GEMM_COST[each]
 
     return min(GEMM_COST, key=cost)

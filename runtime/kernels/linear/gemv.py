@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lowbit.runtime.kernels.launch.device import (
     capability,
+    multiprocessors,
     power_of_two,
     programmatic_launch,
     register_cap,
@@ -206,6 +207,7 @@ def _launch(
         ),
         pdl,
         shared_limit(x),
+        multiprocessors(x),
     )
     launch = plan.LAUNCH
     planes = sums = None
@@ -274,7 +276,8 @@ def launch_on_hopper(x: Tensor, w: TiledLinear, tokens: int) -> WgmmaLaunch | No
     if tokens < 16 or capability(x)[0] != 9 or w.scales.dtype == torch.float32:
         return None
     parts = gemv_launch(w.bits, w.tiles, w.steps, 1, w.paired, w.tuned).parts
-    return wgmma_launch(w.bits, w.tiles, w.steps, w.group_size, tokens, parts)
+    count = multiprocessors(x)
+    return wgmma_launch(w.bits, w.tiles, w.steps, w.group_size, tokens, parts, count)
 
 
 def _plan_on_hopper(x: Tensor, w: TiledLinear, added: Tensor | None) -> WgmmaPlan | None:
@@ -287,11 +290,13 @@ def _plan_on_hopper(x: Tensor, w: TiledLinear, added: Tensor | None) -> WgmmaPla
     return wgmma_plan(w.constants, launch, parts, tokens, w.paired, added_rows)
 
 
-def _plan_for(w: TiledLinear, tokens: int, fused: Fused, pdl: bool, limit: int) -> GemvPlan:
-    launch = gemv_launch(w.bits, w.tiles, w.steps, tokens, w.paired, w.tuned)
+def _plan_for(
+    w: TiledLinear, tokens: int, fused: Fused, pdl: bool, limit: int, count: int
+) -> GemvPlan:
+    launch = gemv_launch(w.bits, w.tiles, w.steps, tokens, w.paired, w.tuned, count)
     plan = _plan(w.constants, launch, tokens, w.paired, fused, pdl, limit)
     if tokens == 1 and not plan.X.STAGED:  # the kernel for one token has no other way
-        return _plan_for(w, 2, fused, pdl, limit)
+        return _plan_for(w, 2, fused, pdl, limit, count)
     return plan
 
 

@@ -169,6 +169,7 @@ def recorded(capability: int) -> Iterator[tuple[str, Launch]]:
     from triton.runtime import JITFunction
 
     from lowbit.runtime.kernels.launch import device
+    from lowbit.runtime.kernels.launch.linear import MULTIPROCESSORS
 
     launches: list[Launch] = []
 
@@ -179,6 +180,7 @@ def recorded(capability: int) -> Iterator[tuple[str, Launch]]:
 
     JITFunction.run = record
     device.capability = lambda x: divmod(capability, 10)
+    device.multiprocessors = lambda x: MULTIPROCESSORS
     seen = set()
     with torch.device("meta"):
         for label in workload(full=capability == 90):

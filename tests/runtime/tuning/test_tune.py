@@ -25,8 +25,9 @@ from lowbit.runtime.tuning.workers import Job, new_workers, worker_count
 
 TINY = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
 CARD = Card("NVIDIA X", 90, "0123456789ab")
+COUNT = 128
 ABOUT = SimpleNamespace(
-    multi_processor_count=128,
+    multi_processor_count=COUNT,
     max_threads_per_multi_processor=1536,
     shared_memory_per_multiprocessor=100 << 10,
     L2_cache_size=72 << 20,
@@ -61,7 +62,8 @@ def compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compilers:
     def step_us(steps: ShortSteps, launches: Any) -> float:
         lengths = list[int]()
         for w in linears_of(steps.runner, SHORT_OF[0]):
-            launch = gemv_launch(*w.size[:3], steps.tokens, w.size[3], launches.get(w.size, ()))
+            own = launches.get(w.size, ())
+            launch = gemv_launch(*w.size[:3], steps.tokens, w.size[3], own, COUNT)
             names = ("steps", "warps", "early", "registers")
             lengths += [w.calls for it in names if getattr(launch, it) != getattr(BEST, it)]
         return 50.0 + sum(lengths)
@@ -216,7 +218,7 @@ def test_processes_compile_what_steps_look_for(
     short = shortened(model, 0)
     linears: list[Linear] = linears_of(new_short_runner(short, "meta", 2), model)
     launches = {each.size: ((1, BEST),) for each in linears}
-    with new_workers(short, 90, 2, 1) as workers:
+    with new_workers(short, 90, 132, 2, 1) as workers:
         found = list(workers.compile([Job(1, launches, wanted=BEST)], 300))
         made = kernels_in(tmp_path)
         assert found == [0]

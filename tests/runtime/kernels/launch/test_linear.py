@@ -7,6 +7,7 @@ from lowbit.runtime.kernels.launch.linear import (
     GEMV_MEASURED,
     GEMV_SHARES,
     GEMV_UNPAIRED,
+    MOST_ROUNDS,
     SEVERAL_MEASURED,
     GemvLaunch,
     gemm_tokens,
@@ -120,3 +121,31 @@ def test_wgmma_takes_no_groups_that_end_inside_a_step() -> None:
 )
 def test_gemm_takes_programs_that_fill_the_gpu(rows: int, tokens: int, program: int) -> None:
     assert gemm_tokens(rows // 128, tokens) == program
+
+
+@pytest.mark.parametrize("count", [24, 84, 170])
+@pytest.mark.parametrize("size", [*GEMV_MEASURED, *GEMV_SIZES], ids=str)
+def test_cards_of_another_size_share_no_less(size: tuple[int, int, int], count: int) -> None:
+    """A token's bits do not depend on the card's multiprocessors; programs find room at once."""
+    bits, tiles, steps = size
+    one = gemv_launch(bits, tiles, steps, 1, False, count=count)
+    assert one == gemv_launch(bits, tiles, steps, 1, False)
+    for tokens in COUNTS[1:]:
+        launch = gemv_launch(bits, tiles, steps, tokens, False, count=count)
+        assert launch.parts == one.parts
+        assert launch.split > 1 or launch.sums_bytes(tokens) <= 99 * KB
+        rule = (*size, tokens) not in SEVERAL_MEASURED
+        if rule and launch.split == 1 and launch.rounds < MOST_ROUNDS[tokens]:
+            assert -(-tiles // launch.program_tiles) <= count
+
+
+def test_programs_of_wgmma_are_at_most_as_many_as_multiprocessors() -> None:
+    for count in (78, 114, 132):
+        launch = wgmma_launch(4, 1536, 32, 128, 32, 4, count)
+        assert launch is not None
+        assert launch.columns * launch.slices <= count
+
+
+def test_gemm_fills_a_smaller_card() -> None:
+    assert gemm_tokens(1024 // 128, 1024, 132) == 64
+    assert gemm_tokens(1024 // 128, 1024, 32) == 256
