@@ -1,9 +1,11 @@
 """`lowbit-run tune`: launches for a model's linears, measured on this GPU and kept for `load`."""
 
+import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +33,7 @@ from lowbit.runtime.tuning.step import ShortSteps, short_steps
 from lowbit.runtime.tuning.workers import Job, Workers, new_workers
 
 COMPARED = 0.85  # of the time limit, after which nothing more is tried, but choices are compared
+LEAST_SHARE = 0.15  # of the time limit, with which steps of more tokens are begun
 TIMES_L2 = 4  # weights of the short model's layers, in sizes of the L2 cache
 WARM = 4  # captures before anything counts
 
@@ -144,9 +147,13 @@ class GpuBench:
 
     def is_over(self) -> bool:
         """See `Bench`."""
-        over = time.monotonic() > self.trials_end
-        self.complete &= not over
-        return over
+        return not self.has_time(0)
+
+    def has_time(self, seconds: float) -> bool:
+        """Tell if so many seconds are left for trials; what was asked for is left out if not."""
+        left = time.monotonic() + seconds <= self.trials_end
+        self.complete &= left
+        return left
 
     def _compile(self, jobs: Sequence[Job]) -> set[int]:
         """Numbers of the jobs that are done in half of the time that is left."""
@@ -191,18 +198,20 @@ def tune(
         raise UnsupportedModelError(
             "the model has no packed linears to tune", hint="add --quantize int4"
         )
-    search_end = started + COMPARED * seconds
     choices, steps = list[Choice](), list[StepTimes]()
     about = _multiprocessors(card)
-    with new_workers(short, card.capability, about.count, max(tokens), workers) as pool:
-        timers = {count: short_steps(runner, count) for count in tokens}
-        bench = GpuBench(pool, timers, search_end, show)
+    timers = {count: short_steps(runner, count) for count in tokens}
+    with (
+        _quick_collection(),
+        new_workers(short, card.capability, about.count, max(tokens), workers) as pool,
+    ):
+        bench = GpuBench(pool, timers, started + COMPARED * seconds, show)
         search = Search(bench, about)
         if 1 not in tokens and earlier is not None:
             search.chosen.update({size: dict(each) for size, each in earlier.linears.items()})
         repeats = opened.config.num_hidden_layers / short.config.num_hidden_layers
         for count in sorted(tokens):
-            if bench.is_over():
+            if not bench.has_time(LEAST_SHARE * seconds):
                 break
             bench.prepare(count, search.launches())
             choices += search.run(linears, count)
@@ -220,6 +229,17 @@ def tune(
         complete=bench.complete,
         path=path,
     )
+
+
+@contextmanager
+def _quick_collection() -> Iterator[None]:
+    """Keep what exists out of garbage collections: PyTorch makes one before each capture."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _times(steps: ShortSteps, launches: Mapping[Size, Tuned], repeats: float) -> StepTimes:

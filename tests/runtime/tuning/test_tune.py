@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -155,6 +156,16 @@ def test_time_that_is_over_is_said(run: Run, compilers: Compilers) -> None:
     done = run(TINY, "--minutes", "1e-9")
     assert done.exit_code == 0, done.output
     assert "the time of 1e-09 minutes was over" in done.stderr
+
+
+def test_steps_of_more_tokens_need_time(compilers: Compilers) -> None:
+    workers: Any = compilers
+    bench = tuning.GpuBench(workers, {}, time.monotonic() + 1000, lambda *progress: None)
+    assert bench.has_time(100)
+    assert not bench.is_over()
+    assert bench.complete
+    assert not bench.has_time(2000)
+    assert not bench.complete
 
 
 def test_damaged_launches_are_an_error(run: Run, compilers: Compilers) -> None:
