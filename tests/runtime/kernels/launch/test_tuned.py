@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lowbit.formats.errors import FormatError
+from lowbit.runtime.backends import cuda
+from lowbit.runtime.cli import options
 from lowbit.runtime.kernels.launch import tuned
 from lowbit.runtime.kernels.launch.linear import GEMV_MEASURED, SEVERAL_MEASURED, GemvLaunch
 from lowbit.runtime.kernels.launch.tuned import (
@@ -21,6 +24,7 @@ from lowbit.runtime.kernels.launch.tuned import (
     path_for,
     read_launches,
 )
+from lowbit.runtime.weights.linear import PackedLinear
 
 CARD = Card("NVIDIA GeForce RTX 4090", 89, "0123456789ab")
 QKV = (4, 384, 32, False)
@@ -59,6 +63,24 @@ def test_other_cards_and_other_kernels_find_nothing() -> None:
     assert of_other_kernels(CARD) == []
     assert of_other_kernels(others[2]) == [path]
     assert of_other_kernels(others[0]) == []
+
+
+def test_launches_of_other_kernels_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tuned, "card_here", lambda: CARD)
+    options.note_older_launches()
+    assert capsys.readouterr().err == ""
+    keep_launches(replace(FOUND, card=replace(CARD, kernels="0" * 12)))
+    options.note_older_launches()
+    assert "are of other kernels and not used: lowbit-run tune" in capsys.readouterr().err
+
+
+def test_linears_keep_the_launches_of_their_size() -> None:
+    codes, scales = torch.zeros(6144, 512, dtype=torch.int32), torch.ones(6144, 32)
+    w = PackedLinear(codes, scales.bfloat16(), 4, 128)
+    made: list[Any] = [cuda.prepare(w, False, FOUND), cuda.prepare(w, True, FOUND), cuda.prepare(w)]
+    assert [each.tuned for each in made] == [FOUND.linears[QKV], (), ()]
 
 
 def test_another_name_does_not_make_a_file_of_another_card_fit() -> None:
