@@ -33,7 +33,7 @@ def test_gemv_programs_ask_for_what_a_kernel_may_declare() -> None:
 def test_more_shared_memory_is_more_than_needed() -> None:
     for (bits, _, steps), launch in (*GEMV_MEASURED.items(), *GEMV_UNPAIRED.items()):
         needed = shared_bytes(steps * 512 // bits, launch, 1, True)
-        assert needed <= STATIC_SHARED
+        assert needed <= 99 * KB  # of every card; long rows need more than STATIC_SHARED
         assert launch.shared == 0 or launch.shared * KB > needed
 
 
