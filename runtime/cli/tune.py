@@ -75,6 +75,11 @@ PHASES = {"compile": "compiling", "measure": "measuring"}
     show_default=True,
     help="Keep what was found where models are loaded with it.",
 )
+@click.option(
+    "--missing",
+    is_flag=True,
+    help="Leave out linears for which launches were kept before, by another model for instance.",
+)
 @json_option
 @reported
 def tune(
@@ -86,6 +91,7 @@ def tune(
     minutes: float,
     workers: int | None,
     keep: bool,
+    missing: bool,
     as_json: bool,
 ) -> None:
     """Measure launches of MODEL's linears on this GPU, and keep the fastest.
@@ -112,7 +118,7 @@ def tune(
     from lowbit.runtime.tuning.tune import tune as search
 
     with progress_bars(PHASES) as show:
-        found = search(opened, tokens, 60 * minutes, workers, keep, show)
+        found = search(opened, tokens, 60 * minutes, workers, keep, missing, show)
     if as_json:
         print_json({"model": name, **content_of(found)})
     else:

@@ -172,6 +172,7 @@ def tune(
     seconds: float,
     workers: int | None,
     keep: bool,
+    missing: bool,
     show: Progressed,
 ) -> Tuning:
     """Search for the launches of a model's linears on this GPU.
@@ -182,6 +183,7 @@ def tune(
         seconds: after which nothing more is tried.
         workers: processes that compile; None for as many as fit.
         keep: write the launches where `load` reads them.
+        missing: leave out linears that have a launch for as many tokens there.
         show: shows progress of `compile` and `measure`.
 
     Raises:
@@ -191,6 +193,7 @@ def tune(
     """
     started, card = time.monotonic(), card_here()
     earlier = read_launches(card)
+    there = {} if earlier is None else {it: dict(own) for it, own in earlier.linears.items()}
     short = shortened(opened, TIMES_L2 * torch.cuda.get_device_properties().L2_cache_size)
     runner = new_short_runner(short, "cuda", max(tokens))
     linears = linears_of(runner, opened)
@@ -207,14 +210,15 @@ def tune(
     ):
         bench = GpuBench(pool, timers, started + COMPARED * seconds, show)
         search = Search(bench, about)
-        if 1 not in tokens and earlier is not None:
-            search.chosen.update({size: dict(each) for size, each in earlier.linears.items()})
+        if missing or 1 not in tokens:
+            search.chosen.update({size: dict(own) for size, own in there.items()})
         repeats = opened.config.num_hidden_layers / short.config.num_hidden_layers
         for count in sorted(tokens):
             if not bench.has_time(LEAST_SHARE * seconds):
                 break
             bench.prepare(count, search.launches())
-            choices += search.run(linears, count)
+            wanted = [it for it in linears if not (missing and count in there.get(it.size, {}))]
+            choices += search.run(wanted, count)
             steps.append(_times(timers[count], search.launches(), repeats))
     found = {size: _with_lone(size, each) for size, each in search.launches().items()}
     launches = Launches(card, datetime.now(UTC).date().isoformat(), found)

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -144,6 +145,24 @@ def test_several_tokens_build_on_what_was_kept(run: Run, compilers: Compilers) -
         assert set(dict(launches)) == {1, 2}
 
 
+def test_linears_that_have_launches_are_left_out(run: Run, compilers: Compilers) -> None:
+    run(TINY, "--tokens", "1")
+    kept = read_launches(CARD)
+    assert kept is not None
+    head = (8, 256, 4, False)
+    others = {size: own for size, own in kept.linears.items() if size != head}
+    tuned.path_for(CARD).write_bytes(tuned.content_of(replace(kept, linears=others)))
+    content = json.loads(run(TINY, "--tokens", "1,2", "--missing", "--json").stdout)
+    tried = [(each["linear"], each["tokens"]) for each in content["choices"]]
+    assert [name for name, tokens in tried if tokens == 1] == ["INT8 4096x256"]
+    assert len([name for name, tokens in tried if tokens == 2]) == len(kept.linears)
+    again = read_launches(CARD)
+    assert again is not None
+    assert again.linears.keys() == kept.linears.keys()
+    for size, own in others.items():
+        assert dict(again.of(size))[1] == dict(own)[1]
+
+
 def test_several_tokens_alone_keep_the_launch_of_one(run: Run, compilers: Compilers) -> None:
     run(TINY, "--tokens", "2")
     kept = read_launches(CARD)
@@ -184,7 +203,7 @@ def test_dense_models_have_nothing_to_tune(
 ) -> None:
     monkeypatch.setattr(tuning, "linears_of", lambda runner, opened: [])
     with pytest.raises(lowbit.LowbitError, match="no packed linears to tune"):
-        tuning.tune(SHORT_OF[0], (1,), 60, None, False, lambda *progress: None)
+        tuning.tune(SHORT_OF[0], (1,), 60, None, False, False, lambda *progress: None)
 
 
 @pytest.mark.parametrize(
