@@ -55,6 +55,7 @@ def content_of(tuning: Tuning) -> dict[str, Any]:
             for step in tuning.steps
         ],
         "seconds": tuning.seconds,
+        "compile_s": tuning.compile_s,
         "complete": tuning.complete,
         "path": None if tuning.path is None else str(tuning.path),
     }

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.machine.cores import core_count
 from lowbit.runtime.kernels.launch.linear import GemvLaunch, Tuned
+from lowbit.runtime.machine.compile import INTERPRET
 from lowbit.runtime.models.loader import OpenedModel
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 MOST_WORKERS = 32
 WORKER_BYTES = 700 << 20  # of one with PyTorch and Triton
-INTERPRET = "TRITON_INTERPRET"  # variable under which nothing is compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def new_workers(
     try:
         yield Workers(pool, count)
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
 
 
 def worker_count() -> int:
