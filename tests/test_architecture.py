@@ -47,7 +47,7 @@ ORDER = {
     ],
     "runtime": [
         *("text", "thresholds", "state", "weights", "kernels", "backends", "models", "engine"),
-        *("bench", "machine", "evaluate", "serve", "conversation", "cli"),
+        *("bench", "machine", "tuning", "evaluate", "serve", "conversation", "cli"),
     ],
 }
 FAMILY_FOLDERS = ("formats/architectures", "runtime/models", "convert/export/architectures")

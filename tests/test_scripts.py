@@ -17,7 +17,7 @@ START = 'if __name__ == "__main__":'
 RUN_WHOLE = ("quickstart", "make_stories_cloze")
 GPU = (
     *("bench_cache", "bench_company", "bench_experts", "bench_kernels", "bench_models"),
-    *("tune_attention", "tune_gemv"),
+    "tune_attention",
 )
 
 

@@ -27,7 +27,7 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.state.sampler import SamplingParams
 
-LARGE = ("14B", "3.5-27B", "30B-A3B", "3.5-35B-A3B")  # measured where they are asked for
+LARGE = ("14B", "32B", "3.5-27B", "30B-A3B", "3.5-35B-A3B")  # measured where they are asked for
 CONTEXTS = (8_000, 32_000)
 CONTEXT = 33_000
 CAPTURES = 3

@@ -26,6 +26,7 @@ SIZES = {
     "4B": (2560, 9728, 36, 32, 8, True),
     "8B": (4096, 12288, 36, 32, 8, False),
     "14B": (5120, 17408, 40, 40, 8, False),
+    "32B": (5120, 25600, 64, 64, 8, False),
     "30B-A3B": (2048, 6144, 48, 32, 4, False),
 }
 # the same with the value heads of a linear layer before the last

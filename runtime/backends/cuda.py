@@ -6,6 +6,8 @@ GEMVs up to PACKED_TOKENS tokens; beyond, weights are widened in registers on Ho
 elsewhere.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from lowbit.runtime.kernels.experts.tiled import gathered as gathered
 from lowbit.runtime.kernels.head import head_input as head_input
 from lowbit.runtime.kernels.head import leave_rows as leave_rows
 from lowbit.runtime.kernels.launch.delta import MOST_DIM
+from lowbit.runtime.kernels.launch.tuned import Launches
 from lowbit.runtime.kernels.linear.dense import dense_gemm, dense_gemv
 from lowbit.runtime.kernels.linear.gemm import gemm, on_hopper
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_and_rows
@@ -42,13 +45,21 @@ LEAST_HEAD = 16  # what a tensor-core tile takes
 MOST_HEAD = 256  # what registers hold
 
 
-def prepare(w: Linear, paired: bool = False) -> GpuLinear:
+def prepare(w: Linear, paired: bool = False, launches: Launches | None = None) -> GpuLinear:
     """The form of a linear that the kernels read.
+
+    Args:
+        w: packed or dense.
+        paired: rows of its first half meet those of the second, see `TiledLinear`.
+        launches: measured on this card; None for those of the tables alone.
 
     Raises:
         FormatError: rows or groups are not a multiple of 32 codes.
     """
-    return tiled(w, paired) if isinstance(w, PackedLinear) else w
+    if not isinstance(w, PackedLinear):
+        return w
+    made = tiled(w, paired)
+    return made if launches is None else replace(made, tuned=launches.of(made.size))
 
 
 def check_heads(most: int, **dims: int) -> None:

@@ -234,16 +234,22 @@ def _bench(
     found = record(model, settings) if profile else None
     if as_json:
         shown = {} if found is None else {"profile": asdict(found)}
-        print_json({**asdict(result), **_facts(options), **shown})
+        print_json({**asdict(result), **_facts(options, model.device), **shown})
         return
     show_result(name, result)
     if found is not None:
         show_profile(found, result)
 
 
-def _facts(options: LoadOptions) -> dict[str, Any]:
-    """Fields of every measurement: recipe of the weights, and kind of the prompt."""
-    return {"quantized_at_load": options.quantize, "prompt": "arbitrary tokens"}
+def _facts(options: LoadOptions, device: str) -> dict[str, Any]:
+    """Fields of every measurement: recipe of the weights, kind of the prompt, and the machine."""
+    from lowbit.runtime.machine.facts import machine_facts
+
+    return {
+        "quantized_at_load": options.quantize,
+        "prompt": "arbitrary tokens",
+        "machine": asdict(machine_facts(device)),
+    }
 
 
 def _show(
@@ -255,7 +261,8 @@ def _show(
     from lowbit.runtime.bench.sweep import plotted
 
     if as_json:
-        print_json({**asdict(sweep), **_facts(options)})
+        device = "cpu" if sweep.device == "cpu" else "cuda"
+        print_json({**asdict(sweep), **_facts(options, device)})
     else:
         show_sweep(name, sweep)
     if plot is not None:

@@ -12,16 +12,19 @@ from lowbit.formats.shell.output import note, print_json
 from lowbit.runtime.cli.bench import numbers
 from lowbit.runtime.cli.options import (
     cache_options,
+    count_option,
     model_argument,
     quantize_options,
     with_load_options,
 )
 from lowbit.runtime.engine.load_options import MOST_SEQUENCES, SEQUENCES
+from lowbit.runtime.kernels.launch.linear import MULTIPROCESSORS
 from lowbit.runtime.machine.architectures import COMPILED
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.load_options import LoadOptions
 
+MOST_MULTIPROCESSORS = 1000
 ARCH = re.compile(r"sm_(\d{2,3})")
 KNOWN = tuple(10 * major + minor for major, minor in COMPILED)
 NAMES = ", ".join(f"sm_{each}" for each in KNOWN)
@@ -65,6 +68,13 @@ def architectures(
     metavar="N,N,...",
     help="Numbers of answers made together that the model will be loaded for.",
 )
+@count_option(
+    "--multiprocessors",
+    default=MULTIPROCESSORS,
+    most=MOST_MULTIPROCESSORS,
+    help="Multiprocessors of these GPUs, by which some launches for several tokens are chosen: 128 "
+    "of an RTX 4090, 132 of an H100 for SXM or an H200.",
+)
 @cache_options
 @quantize_options
 @json_option
@@ -76,6 +86,7 @@ def compile_kernels(
     options: "LoadOptions",
     capabilities: tuple[int, ...],
     sequences: tuple[int, ...],
+    multiprocessors: int,
     as_json: bool,
 ) -> None:
     """Fill Triton's cache with the kernels of MODEL, for GPUs that need not be here.
@@ -89,7 +100,7 @@ def compile_kernels(
     from lowbit.runtime.machine.compile import cache_folder, compile_for
 
     targets, folder = [], cache_folder()
-    for each in compile_for(name, capabilities, sequences, options):
+    for each in compile_for(name, capabilities, sequences, options, multiprocessors):
         targets.append(each)
         made, found = sum(each.compiled.values()), sum(each.found.values())
         if not as_json:

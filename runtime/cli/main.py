@@ -12,6 +12,7 @@ from lowbit.runtime.cli.evaluate import evaluate
 from lowbit.runtime.cli.generate import generate
 from lowbit.runtime.cli.list import list_models
 from lowbit.runtime.cli.serve import serve
+from lowbit.runtime.cli.tune import tune
 
 
 @click.group(
@@ -28,5 +29,8 @@ def main() -> None:
     """
 
 
-for command in (generate, chat, serve, bench, evaluate, doctor, list_models, compile_kernels):
+for command in (
+    *(generate, chat, serve, bench, evaluate),
+    *(doctor, list_models, compile_kernels, tune),
+):
     main.add_command(command)

@@ -324,6 +324,8 @@ def load_model(name: str, options: LoadOptions) -> "Model":
         note(f"--kv-cache auto: {chosen.cache_type.name}, since {chosen.reason}")
     if options.quantize is not None:
         _note_quantized(model)
+    if model.device != "cpu" and model.launches is None:
+        note_older_launches()
     _spare_threads(model)
     return model
 
@@ -364,6 +366,17 @@ def _note_quantized(model: "Model") -> None:
     chosen = "" if method == "rtn" else f" {method}"
     groups = "" if size == GROUP_SIZE else f" in groups of {size}"
     note(f"quantized at load: {options.quantize}{chosen}{groups}, {model.load_s:.1f} s")
+
+
+def note_older_launches() -> None:
+    """Print a line if launches were measured on this GPU, but with other kernels."""
+    from lowbit.runtime.kernels.launch.tuned import card_here, of_other_kernels
+
+    if of_other_kernels(card_here()):
+        note(
+            "launches that were measured on this GPU are of other kernels and not used: "
+            "lowbit-run tune measures again"
+        )
 
 
 def _spare_threads(model: "Model") -> None:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import Tensor
@@ -41,6 +41,9 @@ from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.sampler import sampling_defaults
 from lowbit.runtime.text.tokenizer import load_tokenizer
 
+if TYPE_CHECKING:
+    from lowbit.runtime.kernels.launch.tuned import Launches
+
 
 def load(
     folder: str | Path, options: LoadOptions | None = None, **keywords: Unpack[LoadKeywords]
@@ -55,7 +58,8 @@ def load(
 
     Raises:
         CheckpointError: no checkpoint, or a damaged one.
-        FormatError: a packed file that breaks SPEC.md or uses a scheme that cannot be served.
+        FormatError: a packed file that breaks SPEC.md or uses a scheme that cannot be served; or
+            damaged launches of `lowbit-run tune`.
         UnsupportedModelError: the architecture, or a feature of it, is not implemented, or `mtp`
             for a model without that head.
         QuantizationError: `quantize` for a checkpoint that is quantized already or has NaN, or a
@@ -82,6 +86,7 @@ def load(
     if template is not None:
         template.prepare()  # while the weights are read
     check_device(opened, device)
+    launches = None if device == "cpu" else _launches_here()
     vocabulary = min(tokenizer.vocabulary, opened.config.vocab_size)
     account = Account(opened, device, dtype, plain_cache(dtype), vocabulary)
     if options.speculate is None:
@@ -97,7 +102,7 @@ def load(
         original = open_model(folder)
         power = input_power(original, calibration_ids(tokenizer, original), device, dtype)
         opened = replace(_open(folder, None, options, power), drafter=opened.drafter)
-    decoder = load_decoder(opened, device, dtype, cache.context)
+    decoder = load_decoder(opened, device, dtype, cache.context, launches)
     runner = new_runner(decoder, vocabulary, cache, dtype, device, beside, chosen.cache_type)
     engine = Engine(runner, options.max_waiting, new_drafting(runner, options, drafts, device))
     stop_ids = frozenset((*config_stops, *tokenizer.stop_ids()))
@@ -121,7 +126,15 @@ def load(
         load_s=time.perf_counter() - started,
         cache=cache,
         kv_cache=chosen,
+        launches=launches,
     )
+
+
+def _launches_here() -> "Launches | None":
+    """What `lowbit-run tune` has measured on this GPU; None where it was not run."""
+    from lowbit.runtime.kernels.launch.tuned import card_here, read_launches  # needs triton
+
+    return read_launches(card_here())
 
 
 def _check_types(dtype: torch.dtype, options: LoadOptions, device: str) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammar, Grammars
 from lowbit.runtime.text.tokenizer import ControlTokens, Tokenizer
 from lowbit.runtime.text.tools import Tool
+
+if TYPE_CHECKING:
+    from lowbit.runtime.kernels.launch.tuned import Launches
 
 
 class Options(TypedDict, total=False):
@@ -63,6 +66,8 @@ class Model:
         stop_ids: tokens that end a text.
         options: that it was loaded with; `device` and `dtype` below are the chosen ones.
         load_s: seconds that loading took.
+        launches: of kernels, as `lowbit-run tune` measured them on this GPU; None for the bundled
+            tables alone.
     """
 
     folder: Path
@@ -79,6 +84,7 @@ class Model:
     load_s: float
     cache: CacheSize
     kv_cache: ChosenType
+    launches: "Launches | None" = field(default=None, repr=False)
 
     @property
     def context(self) -> int:

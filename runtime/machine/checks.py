@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Literal
 
+from lowbit.formats.errors import FormatError
 from lowbit.formats.machine.cores import core_count
 from lowbit.runtime.machine.architectures import COMPILED, LEAST_CAPABILITY
 
@@ -22,6 +23,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 CUDA = "install PyTorch's build for CUDA: https://pytorch.org/get-started/locally names the command"
 FAST_CODES = ("AVX2", "AVX512")
 HUB_SECONDS = 10.0
+MEASURED_CAPABILITY = (9, 0)  # of the cards that the bundled launches are for
 REQUIREMENT = re.compile(r"([\w.-]+).*;.*extra == ['\"](\w+)['\"]")
 
 
@@ -106,7 +108,7 @@ def _gpu(required: bool) -> Iterator[Finding]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
-    driver = _driver()
+    driver = driver_version()
     if not usable:
         seen = driver is not None or shutil.which("nvidia-smi") is not None
         missing: State = "missing" if required or seen else "note"
@@ -121,6 +123,7 @@ def _gpu(required: bool) -> Iterator[Finding]:
         for index in range(torch.cuda.device_count()):
             yield _card(torch.cuda.get_device_properties(index))
         yield _triton()
+        yield from _launches(torch.cuda.get_device_properties(0))
     if driver is not None:
         yield Finding("NVIDIA driver", "ok", driver)
 
@@ -143,7 +146,7 @@ def _facts(about: "object") -> tuple[str, int, tuple[int, int]]:
     return str(name), int(size), (int(major), int(minor))
 
 
-def _driver() -> str | None:
+def driver_version() -> str | None:
     """Version of the NVIDIA driver; None where the system does not name it."""
     try:
         text = DRIVER.read_text()
@@ -159,6 +162,33 @@ def _triton() -> Finding:
     except (ImportError, OSError) as error:
         return Finding("Triton", "missing", f"cannot be imported: {error}", "pip install triton")
     return Finding("Triton", "ok", version("triton"))
+
+
+def _launches(about: "object") -> Iterator[Finding]:
+    """The launches that models load with on a GPU; nothing where Triton is missing."""
+    try:
+        tuned = importlib.import_module("lowbit.runtime.kernels.launch.tuned")
+    except (ImportError, OSError):
+        return
+    name, _, (major, minor) = _facts(about)
+    card = tuned.Card(name, 10 * major + minor, tuned.kernels_version())
+    try:
+        found = tuned.read_launches(card)
+    except FormatError as error:
+        yield Finding("launches", "missing", str(error), error.hint or "")
+        return
+    if found is not None:
+        count = len(found.linears)
+        words = f"measured here on {found.date} for {count} linears: {tuned.path_for(card)}"
+        yield Finding("launches", "ok", words)
+        return
+    older = tuned.of_other_kernels(card)
+    words = "of the bundled tables, measured on an H200"
+    if older:
+        words += f"; `{older[-1]}` is of other kernels"
+    foreign = bool(older) or (major, minor) != MEASURED_CAPABILITY
+    hint = "lowbit-run tune MODEL measures on this GPU" if foreign else ""
+    yield Finding("launches", "note" if foreign else "ok", words, hint)
 
 
 def _compiler() -> Finding:

@@ -19,6 +19,7 @@ from lowbit.formats.kv_cache import plain_cache
 from lowbit.formats.machine.cores import core_count
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import Account, asked_cache
+from lowbit.runtime.kernels.launch.linear import MULTIPROCESSORS
 from lowbit.runtime.models.loader import open_model
 from lowbit.runtime.text.tokenizer import load_tokenizer
 
@@ -44,7 +45,11 @@ class Compiled:
 
 
 def compile_for(
-    name: str, capabilities: Sequence[int], sequences: Sequence[int], options: LoadOptions
+    name: str,
+    capabilities: Sequence[int],
+    sequences: Sequence[int],
+    options: LoadOptions,
+    multiprocessors: int = MULTIPROCESSORS,
 ) -> Iterator[Compiled]:
     """Compile what a model needs, for several kinds of GPUs beside each other.
 
@@ -53,6 +58,7 @@ def compile_for(
         capabilities: 90 for compute capability 9.0.
         sequences: numbers of sequences that the model will be loaded for.
         options: context, type of the cache, and quantization at load.
+        multiprocessors: of the GPUs.
 
     Raises:
         LowbitError: as `load`, or a compiler that failed.
@@ -65,6 +71,7 @@ def compile_for(
     task = {
         "folder": str(folder.resolve()),
         "sequences": list(sequences),
+        "multiprocessors": multiprocessors,
         "options": {
             "context": options.context,
             "kv_cache": options.kv_cache,

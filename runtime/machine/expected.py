@@ -25,7 +25,7 @@ from lowbit.formats.hub.errors import not_found
 from lowbit.formats.hub.ids import hub_id
 from lowbit.formats.hub.locate import remote_headers
 from lowbit.formats.layout.quantization_config import method_of
-from lowbit.formats.layout.recipes import Base
+from lowbit.formats.layout.recipes import GROUP_SIZE, Base
 from lowbit.formats.layout.scheme import SERVED_BITS
 from lowbit.formats.machine.free_memory import free_bytes
 from lowbit.formats.packed import check_packed
@@ -188,7 +188,7 @@ def demand_of(name: str, device: str) -> Demand:
     Raises:
         LowbitError: no model, a damaged one, or one that cannot be served.
     """
-    opened, recipe = _opened(name)
+    opened, recipe = open_headers(name)
     config = opened.config
     tokens = min(DEFAULT_CONTEXT, config.max_position_embeddings)
     states = state_bytes(config, DTYPE.itemsize)
@@ -204,23 +204,39 @@ def demand_of(name: str, device: str) -> Demand:
     )
 
 
-def _opened(name: str) -> tuple[OpenedModel, Base | None]:
-    """The decoder of a model whose weights need not be there, and the recipe it is counted by."""
+def open_headers(
+    name: str, quantize: Base | None = None, group_size: int = GROUP_SIZE
+) -> tuple[OpenedModel, Base | None]:
+    """The decoder of a model whose weights need not be there, and the recipe it is counted by.
+
+    Args:
+        name: folder, config.json, or Hub id, whose headers are fetched.
+        quantize: recipe of a model that is not quantized; None for RECIPE.
+        group_size: weights that share a scale, likewise.
+
+    Raises:
+        LowbitError: no model, a damaged one, one that cannot be served, or a recipe for one that is
+            quantized.
+    """
     path = Path(name)
     if path.is_dir() and any(path.glob("*.safetensors")):
-        recipe = RECIPE if method_of(read_json(path / CONFIG_FILE)) is None else None
-        return open_model(path, recipe), recipe
+        recipe = _recipe(read_json(path / CONFIG_FILE), quantize)
+        return open_model(path, recipe, group_size), recipe
     checkpoint = _headers(path, name)
-    config = checkpoint.config
-    refuse_drafter(name, config)
-    recipe = RECIPE if method_of(config) is None else None
+    refuse_drafter(name, checkpoint.config)
+    recipe = _recipe(checkpoint.config, quantize)
     if recipe is not None:
-        checkpoint = quantized(checkpoint, recipe)
+        checkpoint = quantized(checkpoint, recipe, group_size)
     packed = check_packed(checkpoint, None, SERVED_BITS)
     content = packed.checkpoint.config
     specs = [spec for spec in packed.specs if part_of(content, spec.name) == "decoder"]
     opened = OpenedModel(packed.checkpoint, read_config(content), tuple(specs), packed.schemes)
     return opened, recipe
+
+
+def _recipe(config: Mapping[str, Any], quantize: Base | None) -> Base | None:
+    """The recipe by which a model is quantized; None for one that is."""
+    return quantize or (RECIPE if method_of(config) is None else None)
 
 
 def _headers(path: Path, name: str) -> Checkpoint:

@@ -34,6 +34,7 @@ from lowbit.runtime.engine.graphs import WIDTHS, Graphs, reach_for
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import Account, asked_cache, choose_cache_type
 from lowbit.runtime.engine.runner import Runner, new_kept, new_runner
+from lowbit.runtime.kernels.launch.linear import MULTIPROCESSORS
 from lowbit.runtime.models.loader import OpenedModel, build_decoder, open_model
 from lowbit.runtime.state.sampler import SamplingParams, sampling_defaults
 from lowbit.runtime.text.tokenizer import load_tokenizer
@@ -97,11 +98,18 @@ class Hollow(Weights[Any]):
         return torch.empty(rows, words, dtype=torch.int32, device=self.device)
 
 
-def pretend(capability: int) -> Tally:
-    """Let Triton and the kernels' tables see such a GPU, on which nothing is ever launched."""
+def pretend(capability: int, multiprocessors: int = MULTIPROCESSORS) -> Tally:
+    """Let Triton and the kernels' tables see such a GPU, on which nothing is ever launched.
+
+    Args:
+        capability: 90 for compute capability 9.0.
+        multiprocessors: of the card.
+    """
     tally, run = Tally(), JITFunction.run
     driver.set_active(StandIn(capability))
+    about: Any = SimpleNamespace(multi_processor_count=multiprocessors)
     torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
+    torch.cuda.get_device_properties = lambda device=None: about
     triton.knobs.compilation.listener = tally.note
 
     def only_compile(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -181,7 +189,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
         Numbers of kernels by name, `compiled` and `found`.
     """
     folder, capability = Path(task["folder"]), int(task["capability"])
-    tally = pretend(capability)
+    tally = pretend(capability, int(task["multiprocessors"]))
     vocabulary = load_tokenizer(folder).vocabulary
     for sequences in task["sequences"]:
         options = LoadOptions(device="cuda", max_sequences=sequences, **task["options"])

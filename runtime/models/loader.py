@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,6 +36,7 @@ from lowbit.runtime.weights.quantized import quantized
 from lowbit.runtime.weights.weights import Weights, served
 
 if TYPE_CHECKING:
+    from lowbit.runtime.kernels.launch.tuned import Launches
     from lowbit.runtime.kernels.linear.tiles import GpuLinear
 
     Decoder = Model[CpuLinear] | Model[GpuLinear]
@@ -216,8 +218,21 @@ def check_device(opened: OpenedModel, device: str) -> None:
         )
 
 
-def load_decoder(opened: OpenedModel, device: str, dtype: torch.dtype, context: int) -> Decoder:
+def load_decoder(
+    opened: OpenedModel,
+    device: str,
+    dtype: torch.dtype,
+    context: int,
+    launches: "Launches | None" = None,
+) -> Decoder:
     """Read the weights onto `cpu` or `cuda`, for sequences of up to `context` tokens.
+
+    Args:
+        opened: the checkpoint.
+        device: `cpu` or `cuda`.
+        dtype: of activations.
+        context: positions to make rotation tables for.
+        launches: measured on this GPU; None for those of the tables alone.
 
     Raises:
         FormatError: a tensor holds NaN or Inf.
@@ -238,7 +253,8 @@ def load_decoder(opened: OpenedModel, device: str, dtype: torch.dtype, context: 
     if config.experts is not None:
         cuda.check_experts(config.experts, config.hidden_size)
         check_shared_experts(opened)
-    to_cuda = Weights(opened.checkpoint, opened.schemes, device, dtype, cuda.prepare, cuda.gathered)
+    prepare = partial(cuda.prepare, launches=launches)
+    to_cuda = Weights(opened.checkpoint, opened.schemes, device, dtype, prepare, cuda.gathered)
     decoder = build_decoder(opened, to_cuda, cuda, context)
     to_cuda.check_finite()
     torch.cuda.empty_cache()  # buffers of rows on their way to tiles

@@ -41,7 +41,7 @@ from lowbit.runtime.kernels.launch.device import (
 from lowbit.runtime.kernels.launch.experts import GROUP, together_launches
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
 from lowbit.runtime.kernels.linear.digits import digits, given_factor, stage_tokens
-from lowbit.runtime.kernels.linear.gemv import staged_bytes, sums_bytes
+from lowbit.runtime.kernels.linear.gemv import staged_bytes
 from lowbit.runtime.kernels.linear.gemv_several import multiply_looped
 from lowbit.runtime.kernels.linear.products import (
     column_of,
@@ -381,7 +381,7 @@ def together_bytes(gate_up: TiledExperts, down: TiledExperts) -> int:
 
 
 def _gate_up_bytes(hidden: int, launch: GemvLaunch) -> int:
-    return staged_bytes(hidden, GROUP, False) + sums_bytes(launch, GROUP)
+    return staged_bytes(hidden, GROUP, False) + launch.sums_bytes(GROUP)
 
 
 def _down_bytes(inner: int, steps: int, launch: GemvLaunch) -> int:

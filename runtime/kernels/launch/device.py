@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
+from lowbit.runtime.kernels.launch.linear import MULTIPROCESSORS
+
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a kernel may declare on every GPU
 OLDER_REGISTERS = 168  # of a thread, where a launch names none
 
@@ -55,6 +57,11 @@ def shared_limit(x: Tensor) -> int:
     return (163 if found < (9, 0) else 227) << 10
 
 
+def multiprocessors(x: Tensor) -> int:
+    """Multiprocessors of the tensor's GPU, or of the one that it stands for; H200's on a CPU."""
+    return MULTIPROCESSORS if x.is_cpu else _multiprocessors(x.device)
+
+
 def power_of_two(n: int) -> int:
     """Round n up to a power of two: kernels are compiled for these counts."""
     return 1 << (n - 1).bit_length()
@@ -63,6 +70,11 @@ def power_of_two(n: int) -> int:
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 # By all that Triton specializes for: what starts the compiled code, its function and metadata, its

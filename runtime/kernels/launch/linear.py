@@ -52,6 +52,13 @@ class GemvLaunch:
         """Tiles of a program."""
         return self.tiles * self.abreast * self.rounds
 
+    def sums_bytes(self, tokens: int) -> int:
+        """Shared memory for the sums of each warp."""
+        return self.warps * self.tiles * self.rounds * 64 * tokens
+
+
+MULTIPROCESSORS = 132  # of an H200, and of an H100 for SXM
+Tuned = tuple[tuple[int, GemvLaunch], ...]  # tokens, and their launch as measured on this card
 
 # (bits, tiles, steps): the linears of real models, as measured in whole decode steps.
 GEMV_MEASURED = {
@@ -149,7 +156,15 @@ GEMV_SHARES = (
 )
 
 
-def gemv_launch(bits: int, tiles: int, steps: int, tokens: int, paired: bool) -> GemvLaunch:
+def gemv_launch(
+    bits: int,
+    tiles: int,
+    steps: int,
+    tokens: int,
+    paired: bool,
+    tuned: Tuned = (),
+    count: int = MULTIPROCESSORS,
+) -> GemvLaunch:
     """Look up the share of a program for a power of two of tokens.
 
     As many warps share a tile for any number of tokens: their sums are joined in order.
@@ -160,24 +175,32 @@ def gemv_launch(bits: int, tiles: int, steps: int, tokens: int, paired: bool) ->
         steps: of a tile.
         tokens: of a step.
         paired: whether rows are those of gate and up in turn.
+        tuned: launches of this linear that count before those of the tables.
+        count: of multiprocessors.
     """
+    own = dict(tuned)
+    one = own.get(1) or _for_one(bits, tiles, steps, paired)
+    if tokens == 1:
+        return one
+    for measured in (own.get(tokens), SEVERAL_MEASURED.get((bits, tiles, steps, tokens))):
+        if measured is not None and measured.parts == one.parts:
+            return measured
+    return _for_several(one, tiles, steps, tokens, bits, count)
+
+
+def _for_one(bits: int, tiles: int, steps: int, paired: bool) -> GemvLaunch:
     # Fewer bits take the share of 4 bits for as many columns, of which a step has twice as many.
     size = (bits, tiles, steps) if bits >= 4 else (4, tiles, 2 * steps)
     one = (None if paired else GEMV_UNPAIRED.get(size)) or GEMV_MEASURED.get(size)
     if one is None:
         one = next(
             launch
-            for size, depth, launch in GEMV_SHARES
-            if tiles * steps >= size and steps >= depth
+            for words, depth, launch in GEMV_SHARES
+            if tiles * steps >= words and steps >= depth
         )
     if bits == 3 and one.registers is not None:  # a third load
         one = replace(one, registers=max(one.registers, 96))
-    if tokens == 1:
-        return one
-    measured = SEVERAL_MEASURED.get((bits, tiles, steps, tokens))
-    if measured is not None and measured.parts == one.parts:
-        return measured
-    return _for_several(one, tiles, steps, tokens, bits)
+    return one
 
 
 # For several tokens, as measured in whole decode steps on an H200 (LOG.md).
@@ -211,21 +234,26 @@ SEVERAL_MEASURED: dict[tuple[int, int, int, int], GemvLaunch] = {
     # 35B-A3B
     (4, 128, 32, 8): GemvLaunch(1, 4, 16, early=True, registers=128, abreast=2),
 }
-MULTIPROCESSORS = 132
 LARGE = 4000  # tiles: heads
 MOST_ROUNDS = {2: 9, 4: 9, 8: 9, 16: 4, 32: 4}  # whose sums wait in shared memory
 MOST_STEPS = {2: 4, 4: 2, 8: 2, 16: 1, 32: 1}
 UNIT_K = 256  # elements of x with one unit
+MEASURED_K = 12288  # most columns of a linear for which several tokens were measured
 
 
-def _for_several(one: GemvLaunch, tiles: int, steps: int, tokens: int, bits: int) -> GemvLaunch:
+def _for_several(
+    one: GemvLaunch, tiles: int, steps: int, tokens: int, bits: int, count: int
+) -> GemvLaunch:
     """The share of a program that stages x once for several rounds of tiles."""
     parts, step_k = one.parts, WIDTHS[bits].STEP_K
     most = max(MOST_STEPS[tokens], UNIT_K // (parts * step_k))  # whole units, for a loop
+    ahead = _divisor(-(-steps // parts), most)
+    if ahead == 1 and steps * step_k > MEASURED_K:  # a prime number of steps
+        ahead = min(2, most)
     abreast = max(1, (16 if tiles < LARGE and tokens < 32 else 8) // parts)
     launch = GemvLaunch(
         tiles=1,
-        steps=_divisor(-(-steps // parts), most),
+        steps=ahead,
         warps=parts * abreast,
         early=one.early if tiles > LARGE or tokens == 32 else True,
         registers=128 if tokens < 32 else 255,
@@ -233,9 +261,9 @@ def _for_several(one: GemvLaunch, tiles: int, steps: int, tokens: int, bits: int
         staged=tokens < 32,
     )
     if tokens == 32 and parts > 1 and tiles <= LARGE:  # digits are read from L2 by few programs
-        rounds = -(-tiles * parts // (8 * MULTIPROCESSORS))
+        rounds = -(-tiles * parts // (8 * count))
         return replace(launch, warps=8, abreast=8, split=parts, rounds=rounds)
-    rounds = min(MOST_ROUNDS[tokens], -(-tiles // (abreast * MULTIPROCESSORS)))
+    rounds = min(MOST_ROUNDS[tokens], -(-tiles // (abreast * count)))
     if rounds == 2 and tokens < 32:  # digits are read once for two tiles
         return replace(launch, tiles=2, steps=max(1, launch.steps // 2))
     return replace(launch, rounds=rounds)
@@ -280,7 +308,13 @@ LEAST_DEEP = (4096, 8 << 20)  # columns and bytes of codes from which 9 to 16 to
 
 @cache
 def wgmma_launch(
-    bits: int, tiles: int, steps: int, group_size: int, tokens: int, parts: int
+    bits: int,
+    tiles: int,
+    steps: int,
+    group_size: int,
+    tokens: int,
+    parts: int,
+    count: int = MULTIPROCESSORS,
 ) -> WgmmaLaunch | None:
     """Look up the share of a program for 9 to 64 tokens on Hopper; None where `gemv` is faster.
 
@@ -294,6 +328,7 @@ def wgmma_launch(
         group_size: weights that share a scale, in BF16 or FP16.
         tokens: that there is room for: 16, 32 or 64.
         parts: of a lone token's launch.
+        count: of multiprocessors.
     """
     step_k = WIDTHS[bits].STEP_K
     deep = steps * step_k >= LEAST_DEEP[0] and tiles * steps << 10 >= LEAST_DEEP[1]
@@ -310,7 +345,7 @@ def wgmma_launch(
     blocks = -(-tiles // 4)
     found = None
     for slices in (1, 2, 4, 8, 16):
-        columns = min(MULTIPROCESSORS // slices, blocks)
+        columns = min(count // slices, blocks)
         launch = WgmmaLaunch(slices, columns, ahead, each)
         if parts % slices or parts // slices > MOST_OWN:
             continue
@@ -351,11 +386,17 @@ def dense_launch(rows: int, tokens: int) -> DenseLaunch:
 GEMM_COST = {256: 1.0, 192: 0.82, 128: 0.71, 64: 0.5}  # of a program, by its tokens
 
 
-def gemm_tokens(row_blocks: int, tokens: int) -> int:
-    """Tokens of a program of `gemm`: those with which all programs end first."""
+def gemm_tokens(row_blocks: int, tokens: int, count: int = MULTIPROCESSORS) -> int:
+    """Tokens of a program of `gemm`: those with which all programs end first.
+
+    Args:
+        row_blocks: blocks of rows of the weight.
+        tokens: of the prompt.
+        count: of multiprocessors.
+    """
 
     def cost(each: int) -> float:
         programs = row_blocks * -(-tokens // each)
-        return -(-programs // MULTIPROCESSORS) * GEMM_COST[each]
+        return -(-programs // count) * GEMM_COST[each]
 
     return min(GEMM_COST, key=cost)

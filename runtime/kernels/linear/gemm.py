@@ -25,8 +25,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.launch.device import capability, run
-from lowbit.runtime.kernels.launch.linear import MULTIPROCESSORS, gemm_tokens
+from lowbit.runtime.kernels.launch.device import capability, multiprocessors, run
+from lowbit.runtime.kernels.launch.linear import gemm_tokens
 from lowbit.runtime.kernels.linear.program import Packed
 from lowbit.runtime.kernels.linear.tiles import TILE, TiledLinear
 from lowbit.runtime.kernels.ptx.memory import (
@@ -393,7 +393,8 @@ def gemm(
     """
     M = x.shape[0]
     row_blocks = -(-w.tiles * TILE // ROWS)
-    tokens = gemm_tokens(row_blocks, M)
+    count = multiprocessors(x)
+    tokens = gemm_tokens(row_blocks, M, count)
     plan = gemm_plan(w.constants, tokens, w.paired)
     arranged = arrange(x, plan.STEPS, tokens, norm, eps)
     N = w.N // 2 if w.paired else w.N
@@ -401,7 +402,7 @@ def gemm(
     token_blocks = -(-M // tokens)
     run(
         _gemm_kernel,
-        (min(row_blocks * token_blocks, MULTIPROCESSORS),),
+        (min(row_blocks * token_blocks, count),),
         arranged,
         w.words,
         w.scales.view(torch.int32),

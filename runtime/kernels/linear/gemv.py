@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lowbit.runtime.kernels.launch.device import (
     capability,
+    multiprocessors,
     power_of_two,
     programmatic_launch,
     register_cap,
@@ -206,6 +207,7 @@ def _launch(
         ),
         pdl,
         shared_limit(x),
+        multiprocessors(x),
     )
     launch = plan.LAUNCH
     planes = sums = None
@@ -266,32 +268,35 @@ def _join(
 
 def most_tokens(x: Tensor, w: TiledLinear) -> int:
     """Most tokens that one launch multiplies by this weight."""
-    return WGMMA_TOKENS if _launch_on_hopper(x, w, WGMMA_TOKENS) else GEMV_TOKENS
+    return WGMMA_TOKENS if launch_on_hopper(x, w, WGMMA_TOKENS) else GEMV_TOKENS
 
 
-def _launch_on_hopper(x: Tensor, w: TiledLinear, tokens: int) -> WgmmaLaunch | None:
+def launch_on_hopper(x: Tensor, w: TiledLinear, tokens: int) -> WgmmaLaunch | None:
     """The share of a program of `wgmma` where it multiplies so many tokens."""
     if tokens < 16 or capability(x)[0] != 9 or w.scales.dtype == torch.float32:
         return None
-    parts = gemv_launch(w.bits, w.tiles, w.steps, 1, w.paired).parts
-    return wgmma_launch(w.bits, w.tiles, w.steps, w.group_size, tokens, parts)
+    parts = gemv_launch(w.bits, w.tiles, w.steps, 1, w.paired, w.tuned).parts
+    count = multiprocessors(x)
+    return wgmma_launch(w.bits, w.tiles, w.steps, w.group_size, tokens, parts, count)
 
 
 def _plan_on_hopper(x: Tensor, w: TiledLinear, added: Tensor | None) -> WgmmaPlan | None:
     tokens = power_of_two(x.shape[0])
-    launch = _launch_on_hopper(x, w, tokens)
+    launch = launch_on_hopper(x, w, tokens)
     if launch is None:
         return None
-    parts = gemv_launch(w.bits, w.tiles, w.steps, 1, w.paired).parts
+    parts = gemv_launch(w.bits, w.tiles, w.steps, 1, w.paired, w.tuned).parts
     added_rows = added is not None and added.shape[0] > 1
     return wgmma_plan(w.constants, launch, parts, tokens, w.paired, added_rows)
 
 
-def _plan_for(w: TiledLinear, tokens: int, fused: Fused, pdl: bool, limit: int) -> GemvPlan:
-    launch = gemv_launch(w.bits, w.tiles, w.steps, tokens, w.paired)
+def _plan_for(
+    w: TiledLinear, tokens: int, fused: Fused, pdl: bool, limit: int, count: int
+) -> GemvPlan:
+    launch = gemv_launch(w.bits, w.tiles, w.steps, tokens, w.paired, w.tuned, count)
     plan = _plan(w.constants, launch, tokens, w.paired, fused, pdl, limit)
     if tokens == 1 and not plan.X.STAGED:  # the kernel for one token has no other way
-        return _plan_for(w, 2, fused, pdl, limit)
+        return _plan_for(w, 2, fused, pdl, limit, count)
     return plan
 
 
@@ -303,7 +308,7 @@ def _plan(
     needed = shared_bytes(W.K, launch, tokens, fused.normed)
     staged = launch.staged and launch.split == 1 and needed <= limit
     if not staged:
-        needed = sums_bytes(launch, tokens) if launch.split == 1 else 16
+        needed = launch.sums_bytes(tokens) if launch.split == 1 else 16
     whole = tokens == 1 and W.K % 256 == 0
     rows = DenseLaunch(tokens)
     if fused.rows:
@@ -330,11 +335,6 @@ def staged_bytes(K: int, tokens: int, normed: bool) -> int:
     return places.FACTORS + -(-tokens // 4) * 16 if normed else places.SQUARES
 
 
-def sums_bytes(launch: GemvLaunch, tokens: int) -> int:
-    """Shared memory for the sums of each warp."""
-    return launch.warps * launch.tiles * launch.rounds * 64 * tokens
-
-
 def shared_bytes(K: int, launch: GemvLaunch, tokens: int, normed: bool) -> int:
     """Shared memory of a program that stages x, a power of two of tokens."""
-    return staged_bytes(K, tokens, normed) + sums_bytes(launch, tokens)
+    return staged_bytes(K, tokens, normed) + launch.sums_bytes(tokens)

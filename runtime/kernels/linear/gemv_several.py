@@ -37,6 +37,8 @@ from lowbit.runtime.kernels.ptx.memory import (
 )
 from lowbit.runtime.kernels.ptx.mma import threads
 
+MOST_UNROLLED = gl.constexpr(24)  # steps of a warp for two tokens; 34 cost 700 bytes of stack
+
 
 @gluon.jit(do_not_specialize=["B", "N", "tiles"])
 def gemv_several_kernel(
@@ -222,7 +224,8 @@ def multiply_looped(
     EVEN: gl.constexpr = TURN_K % BLOCK_K == 0 and TURN_K % W.G == 0 and W.K % STEP_K == 0
     ALL: gl.constexpr = W.STEPS % PARTS == 0 and OWN % AHEAD == 0  # are in the loop
     MOST: gl.constexpr = OWN // AHEAD if ALL else W.STEPS // PARTS // AHEAD - 1
-    TURNS: gl.constexpr = MOST if X.TOKENS >= 4 and EVEN and OWN > AHEAD else 0
+    LOOP: gl.constexpr = X.TOKENS >= 4 or OWN > MOST_UNROLLED
+    TURNS: gl.constexpr = MOST if LOOP and EVEN and OWN > AHEAD else 0
     GROUP_BYTES: gl.constexpr = 64 if W.SCALES == "fp32" else 32
     acc = zero_sums(none, len(at[0]), X.TOKENS)
     if TURNS > 0:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import FormatError
+from lowbit.runtime.kernels.launch.linear import Tuned
 from lowbit.runtime.kernels.linear.program import Packed, packed
 from lowbit.runtime.kernels.width import WIDTHS
 from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
@@ -46,6 +47,7 @@ class TiledLinear:
         K: inputs.
         paired: the first half of a tile is of the first N / 2 rows, the second half is the same
             rows of the others: gate and up.
+        tuned: launches of its GEMVs that count before those of the tables (`gemv_launch`).
     """
 
     words: Tensor
@@ -55,6 +57,7 @@ class TiledLinear:
     N: int
     K: int
     paired: bool = False
+    tuned: Tuned = ()
 
     @property
     def tiles(self) -> int:
@@ -65,6 +68,11 @@ class TiledLinear:
     def steps(self) -> int:
         """Steps of a row; see `Width`."""
         return self.words.shape[1]
+
+    @property
+    def size(self) -> tuple[int, int, int, bool]:
+        """Bits, tiles, steps and whether paired: what its launches are looked up by."""
+        return self.bits, self.tiles, self.steps, self.paired
 
     @property
     def size_bytes(self) -> int:

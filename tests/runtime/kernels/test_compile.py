@@ -27,6 +27,7 @@ from lowbit.runtime.kernels.delta.program import DeltaPlan
 from lowbit.runtime.machine.architectures import COMPILED
 from tests.runtime.kernels.choice_launches import CHOICE, choices_of_rows
 from tests.runtime.kernels.expert_launches import EXPERTS_DECODE, EXPERTS_PREFILL, mixtures
+from tests.runtime.kernels.linear_launches import VOCABULARY, linears_of_models
 from tests.runtime.kernels.meta_inputs import step_of, weight, zeros
 
 KB = 1024
@@ -36,15 +37,6 @@ STATIC_LIMIT = 48 * KB
 REGISTERS = 65536  # of a multiprocessor
 SPILLED = 200  # bytes of a thread that several tokens may cost, so that two programs find room
 EPS = 1e-6
-
-# hidden, inner, rows of q, k and v, heads times their size
-MODELS = {
-    "0.6B": (1024, 3072, 4096, 2048),
-    "1.7B": (2048, 6144, 4096, 2048),
-    "4B": (2560, 9728, 6144, 4096),
-    "8B": (4096, 12288, 6144, 4096),
-}
-VOCABULARY = 151936
 
 DECODE = {
     "gemv_one",
@@ -177,6 +169,7 @@ def recorded(capability: int) -> Iterator[tuple[str, Launch]]:
     from triton.runtime import JITFunction
 
     from lowbit.runtime.kernels.launch import device
+    from lowbit.runtime.kernels.launch.linear import MULTIPROCESSORS
 
     launches: list[Launch] = []
 
@@ -187,6 +180,7 @@ def recorded(capability: int) -> Iterator[tuple[str, Launch]]:
 
     JITFunction.run = record
     device.capability = lambda x: divmod(capability, 10)
+    device.multiprocessors = lambda x: MULTIPROCESSORS
     seen = set()
     with torch.device("meta"):
         for label in workload(full=capability == 90):
@@ -199,62 +193,12 @@ def recorded(capability: int) -> Iterator[tuple[str, Launch]]:
 
 def workload(full: bool) -> Iterator[str]:
     """Calls of the backend, each followed by its label; the full ones once."""
-    whole = [(model, 4) for model in MODELS] + [("0.6B", 8), ("8B", 8), ("8B", 2), ("8B", 3)]
-    for model, bits in whole if full else [("8B", 4), *whole[-3:]]:
-        yield from linears(model, bits, 1)
-    for tokens in (2, 4, 8, 16, 32, 64) if full else (4, 16, 32):
-        yield from linears("8B", 4, tokens)
-    if full:
-        yield from linears("0.6B", 8, 64)
-        for tokens in (4, 16):
-            yield from linears("0.6B", 8, tokens)
-        yield from measured({size for model, bits in whole for size in sizes(model, bits)})
+    yield from linears_of_models(full)
     yield from attentions(full)
     yield from delta_nets(full)
     yield from mixtures(full)
     yield from choices_of_rows(full)
     yield from others(full)
-
-
-def linears(model: str, bits: int, tokens: int) -> Iterator[str]:
-    """Every linear of a model."""
-    from lowbit.runtime.backends import cuda
-
-    hidden, inner, qkv, heads = MODELS[model]
-    label = f"{model} INT{bits} B{tokens}"
-    x, gain = zeros(tokens, hidden), zeros(hidden)
-    cuda.product(x, weight(bits, qkv, hidden), norm=gain, eps=EPS)
-    yield f"qkv {label}"
-    cuda.product(zeros(tokens, heads), weight(bits, hidden, heads), added=x)
-    yield f"o {label}"
-    cuda.product(x, weight(bits, 2 * inner, hidden, paired=True), norm=gain, eps=EPS, swiglu=True)
-    yield f"gate_up {label}"
-    cuda.product(zeros(tokens, inner), weight(bits, hidden, inner), added=x)
-    yield f"down {label}"
-    if bits == 8:
-        cuda.product(x, weight(8, VOCABULARY, hidden), norm=gain, eps=EPS, logits=True)
-        yield f"head {label}"
-
-
-def sizes(model: str, bits: int) -> set[tuple[int, int, int]]:
-    """Bits, tiles and steps of a model's linears."""
-    hidden, inner, qkv, heads = MODELS[model]
-    shapes = [(qkv, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner)]
-    return {(bits, N // 16, K * bits // 512) for N, K in shapes}
-
-
-def measured(known: set[tuple[int, int, int]]) -> Iterator[str]:
-    """Every other launch of the table, in front of attention or MLP or after them."""
-    from lowbit.runtime.backends import cuda
-    from lowbit.runtime.kernels.launch.linear import GEMV_MEASURED, GEMV_UNPAIRED
-
-    for bits, tiles, steps in sorted((GEMV_MEASURED.keys() - known) | GEMV_UNPAIRED.keys()):
-        N, K = 16 * tiles, steps * 512 // bits
-        if N > K:
-            cuda.product(zeros(1, K), weight(bits, N, K), norm=zeros(K), eps=EPS)
-        else:
-            cuda.product(zeros(1, K), weight(bits, N, K), added=zeros(1, N))
-        yield f"INT{bits} {N}x{K}"
 
 
 def attentions(full: bool) -> Iterator[str]:
@@ -368,9 +312,8 @@ def others(full: bool) -> Iterator[str]:
     # bits, rows, columns, group, tokens
     shapes = [(4, 4096, 4096, 32, 1), (4, 4096, 4096, 128, 8), (8, 4096, 4096, 128, 32)]
     if full:
-        shapes += [(8, 4096, 4096, 128, 8), (4, 4096, 4096, 128, 32), (4, 5120, 25600, 128, 1)]
+        shapes += [(8, 4096, 4096, 128, 8), (4, 4096, 4096, 128, 32)]
         shapes += [(bits, 4096, 4096, 128, tokens) for bits in (2, 3) for tokens in (2, 8, 16, 32)]
-        shapes += [(4, 5120, 17408, 128, 1), (4, 5120, 17408, 128, 8), (4, 5120, 25600, 128, 8)]
     for bits, N, K, G, tokens in shapes:
         cuda.product(zeros(tokens, K), weight(bits, N, K, G), added=zeros(tokens, N))
         yield f"{N}x{K} G{G} INT{bits} B{tokens}"

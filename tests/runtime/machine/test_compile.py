@@ -56,6 +56,9 @@ def test_says_what_was_compiled_and_for_what(run: Run, sent: list[dict[str, Any]
         assert f"{arch}: 5 kernels compiled, 2 found, 0 s" in done.stderr
     content = json.loads(run(TINY, "--arch", "sm_120", "--max-sequences", "3,8", "--json").stdout)
     assert sent[-1]["sequences"] == [3, 8]
+    assert sent[-1]["multiprocessors"] == 132
+    run(TINY, "--arch", "sm_89", "--multiprocessors", "58")
+    assert sent[-1]["multiprocessors"] == 58
     [target] = content["targets"]
     assert (target["arch"], target["compiled"]) == ("sm_120", {"embed": 1, "gemv_one": 4})
 
@@ -69,6 +72,7 @@ def test_says_what_was_compiled_and_for_what(run: Run, sent: list[dict[str, Any]
         (("--arch", ""), 2, "names others than sm_80"),
         (("--arch", "sm_" + "9" * 5000), 2, "names others than"),
         (("--arch", "sm_90", "--max-sequences", "65"), 2, "is none of"),
+        (("--arch", "sm_90", "--multiprocessors", "1001"), 2, "is more than 1000"),
         (("--arch", "sm_90", "--kv-cache", "auto"), 2, "name bf16 or int8"),
         (("--arch", "sm_90", "--context", "99999"), 1, "positions for 1 to"),
     ],

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,6 +17,8 @@ from click.testing import CliRunner, Result
 
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.cli.main import main
+from lowbit.runtime.kernels.launch.linear import GemvLaunch
+from lowbit.runtime.kernels.launch.tuned import Card, Launches, keep_launches, kernels_version
 from lowbit.runtime.machine import checks, expected
 from lowbit.runtime.machine.checks import Finding, look
 from lowbit.runtime.machine.expected import USUAL, demand_of
@@ -121,6 +124,35 @@ def test_kernels_for_a_card(
     major, minor = capability
     assert f"24 GB, compute capability {major}.{minor}" in found["GPU"].found
     assert {"Triton", "C compiler", "Python headers", "kernel cache"} <= found.keys()
+
+
+def launches_of(patch: pytest.MonkeyPatch, major: int, minor: int) -> Finding:
+    see_card(patch, major, minor)
+    return by_name(look(None, ask_hub=False))["launches"]
+
+
+def test_launches_that_models_load_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    bundled = launches_of(monkeypatch, 9, 0)
+    assert (bundled.state, bundled.hint) == ("ok", "")
+    assert "of the bundled tables, measured on an H200" in bundled.found
+    other = launches_of(monkeypatch, 8, 9)
+    assert (other.state, other.hint) == ("note", "lowbit-run tune MODEL measures on this GPU")
+    card = Card("NVIDIA X", 90, kernels_version())
+    one = {(4, 64, 8, False): ((1, GemvLaunch(1, 2, 4)),)}
+    older = keep_launches(Launches(replace(card, kernels="0" * 12), "2026-01-01", one))
+    stale = launches_of(monkeypatch, 9, 0)
+    assert stale.state == "note"
+    assert f"`{older}` is of other kernels" in stale.found
+    path = keep_launches(Launches(card, "2026-11-26", one))
+    tuned = launches_of(monkeypatch, 9, 0)
+    assert tuned.state == "ok"
+    assert tuned.found == f"measured here on 2026-11-26 for 1 linears: {path}"
+    path.write_text("{}")
+    damaged = launches_of(monkeypatch, 9, 0)
+    assert damaged.state == "missing"
+    assert "lacks `schema`" in damaged.found
+    assert "remove the file" in damaged.hint
 
 
 def test_what_triton_needs_to_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

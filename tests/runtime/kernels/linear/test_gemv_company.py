@@ -5,6 +5,7 @@ Whatever of a launch may depend on how many tokens there are is tried in every w
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,9 @@ CASES = [
     Case(4, 50, 1056, 32, paired=True, norm=BF16),
     Case(4, 2050, 17408, added=MOST),
     Case(4, 24, 25600, 25600),
+    Case(4, 5120, 25600, added=MOST),
+    Case(8, 5120, 17408, added=MOST),
+    Case(8, 520, 25600, added=MOST),
     Case(4, 640, 9728, added=MOST),
     Case(8, 1000, 4096, 64, norm=BF16),
     Case(8, 520, 12288, 256, scales=FP16, added=1),
@@ -126,8 +130,8 @@ DIVIDED = [
 def divide(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Have programs divide the work for several tokens in another way than was measured best."""
 
-    def launch(bits: int, tiles: int, steps: int, tokens: int, paired: bool) -> GemvLaunch:
-        found = gemv_launch(bits, tiles, steps, tokens, paired)
+    def launch(bits: int, tiles: int, steps: int, tokens: int, *others: Any) -> GemvLaunch:
+        found = gemv_launch(bits, tiles, steps, tokens, *others)
         least = 8 if way == "split" else 2
         return found if tokens < least else changed(found, way)
 

@@ -1,0 +1,149 @@
+"""Launches worth a trial on a card, the likeliest first.
+
+A rough model of the card orders those for one token: what the busiest multiprocessor reads, and how
+much of it is in flight. It knows neither caches nor neighbours, so it only decides what is tried at
+all. Of the launches that trials found for 65 linears on an H200, 56 are among its first ten.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from lowbit.runtime.kernels.launch.linear import MOST_ROUNDS, GemvLaunch
+from lowbit.runtime.kernels.launch.tuned import MOST_SUMS
+from lowbit.runtime.kernels.linear.gemv import staged_bytes
+
+WARPS = (4, 8)
+ABREAST = (1, 2, 4, 8)
+TILES = (1, 2, 4)
+MOST_AHEAD = 8  # steps of all tiles that a warp has in flight: registers for more are not left
+STEP_BYTES = 1024  # of a tile
+STEP_REGISTERS = 9  # of a thread, for words and scales
+OWN_REGISTERS = 44  # beside steps in flight
+IN_FLIGHT = 64 << 10  # bytes on their way to a multiprocessor, with which the memory is busy
+MOST_WHOLE = 8  # programs of a multiprocessor; of more the last ones do not matter
+REGISTER_FILE = 65536  # registers of a multiprocessor, of every card from 8.0 to 12.0
+REGISTERS = (None, 80, 96, 128, 168)
+SHARED = (16, 32, 48)  # KB
+
+
+@dataclass(frozen=True, slots=True)
+class Multiprocessors:
+    """What programs find room on.
+
+    Attributes:
+        count: of the card.
+        threads: of one.
+        shared: bytes of one.
+        overlaps: a kernel may start before the one ahead ends (`programmatic_launch`).
+        caps: launches may cap registers (`register_cap`).
+    """
+
+    count: int
+    threads: int
+    shared: int
+    overlaps: bool = True
+    caps: bool = True
+
+
+def for_one(tiles: int, steps: int, K: int, card: Multiprocessors, most: int) -> list[GemvLaunch]:
+    """Launches for one token, each late and, where kernels overlap, early; `most` at most.
+
+    Args:
+        tiles: of a linear.
+        steps: of a tile.
+        K: columns.
+        card: that they are for.
+        most: launches.
+    """
+    found = list(_late(tiles, steps, card))
+    found.sort(key=lambda launch: _cost(launch, tiles, steps, K, card))
+    times = (False, True) if card.overlaps else (False,)
+    return [replace(it, early=early) for it in found[: most // len(times)] for early in times]
+
+
+def _late(tiles: int, steps: int, card: Multiprocessors) -> Iterator[GemvLaunch]:
+    """Launches that leave few multiprocessors and few steps idle."""
+    for warps in WARPS:
+        for abreast in (each for each in ABREAST if each <= warps):
+            share = -(-steps // (warps // abreast))  # steps of a warp
+            for rows in TILES:
+                if rows * abreast > 1 and tiles / (rows * abreast) < 0.9 * card.count:
+                    continue
+                depths = {share, -(-share // 2), -(-share // 3), -(-share // 4), 3, 4}
+                fitting = [d for d in depths if d <= share and d * rows <= MOST_AHEAD]
+                fitting.sort(key=lambda d: (-(-share // d) * d, -d))  # the fewest idle steps first
+                for depth in fitting[:3]:
+                    yield GemvLaunch(rows, depth, warps, abreast=abreast)
+
+
+def _cost(launch: GemvLaunch, tiles: int, steps: int, K: int, card: Multiprocessors) -> float:
+    """Steps of tiles that the busiest multiprocessor reads, more where few are in flight."""
+    programs = tiles / launch.program_tiles
+    each = programs / card.count  # programs of a multiprocessor
+    if each <= MOST_WHOLE:
+        each = math.ceil(math.ceil(programs) / card.count)
+    depth = min(launch.steps, steps) * launch.tiles
+    room = min(
+        card.threads // (32 * launch.warps),
+        REGISTER_FILE // (32 * launch.warps * (OWN_REGISTERS + STEP_REGISTERS * depth)),
+        card.shared // (3 * K + launch.sums_bytes(1)),
+    )
+    together = max(1, min(math.ceil(each), room))
+    flight = together * launch.warps * depth * STEP_BYTES
+    return each * launch.program_tiles * steps * max(1.0, IN_FLIGHT / flight)
+
+
+def several(
+    tokens: int, tiles: int, steps: int, one: GemvLaunch, card: Multiprocessors
+) -> list[GemvLaunch]:
+    """Launches for several tokens, of as many parts as the one of a lone token.
+
+    Args:
+        tokens: a power of two from 2 to GEMV_TOKENS.
+        tiles: of a linear.
+        steps: of a tile.
+        one: launch of a lone token.
+        card: that they are for.
+    """
+    found: dict[GemvLaunch, None] = {}
+    share = -(-steps // one.parts)  # steps of a warp
+
+    def add(depths: tuple[int, ...], programs: int, launch: GemvLaunch) -> None:
+        if not launch.abreast:
+            return
+        most = launch.abreast * launch.tiles * card.count * programs
+        rounds = min(MOST_ROUNDS[tokens], -(-tiles // most))
+        for depth in depths:
+            candidate = replace(launch, steps=depth, rounds=rounds, early=True)
+            if depth <= share and candidate.sums_bytes(tokens) <= MOST_SUMS:
+                found[candidate] = None
+
+    for warps in (8, 16):
+        plain = GemvLaunch(1, 1, warps, registers=128, abreast=warps // one.parts)
+        for programs in (1, 2) if warps == 8 else (1,):
+            add((1, 2, 4), programs, plain)
+            add((1, 2), programs, replace(plain, tiles=2))
+    add((1, 2), 1, GemvLaunch(2, 1, 8, registers=255, abreast=8 // one.parts))
+    if tokens > 16:
+        add((1,), 1, GemvLaunch(1, 1, 8, registers=255, abreast=8 // one.parts))
+        add((1,), 2, GemvLaunch(1, 1, 8, registers=255, abreast=8 // one.parts))
+    return list(found)
+
+
+def capped(launch: GemvLaunch, card: Multiprocessors) -> Iterator[GemvLaunch]:
+    """The same launch with registers capped."""
+    return (replace(launch, registers=registers) for registers in REGISTERS if card.caps)
+
+
+def spread(launch: GemvLaunch, K: int, card: Multiprocessors) -> Iterator[GemvLaunch]:
+    """The same launch with fewer programs at a time on a multiprocessor, where kernels overlap.
+
+    Args:
+        launch: of a lone token.
+        K: columns.
+        card: that it is for.
+    """
+    needed = staged_bytes(K, 1, normed=True) + launch.sums_bytes(1)
+    sizes = (kb for kb in SHARED if card.overlaps and kb << 10 > needed)
+    return (replace(launch, shared=kb) for kb in sizes)

@@ -1,0 +1,89 @@
+"""Launches of linears that `test_compile` records: those of real models, of 1 to 64 tokens."""
+
+import itertools
+from collections.abc import Iterator
+
+from tests.runtime.kernels.meta_inputs import weight, zeros
+
+EPS = 1e-6
+# hidden, inner, rows of q, k and v, heads times their size
+MODELS = {
+    "0.6B": (1024, 3072, 4096, 2048),
+    "1.7B": (2048, 6144, 4096, 2048),
+    "4B": (2560, 9728, 6144, 4096),
+    "8B": (4096, 12288, 6144, 4096),
+    "14B": (5120, 17408, 7168, 5120),
+    "3.5-27B": (5120, 17408, 16384, 6144),
+    "32B": (5120, 25600, 10240, 8192),
+}
+LARGE = ("14B", "3.5-27B", "32B")
+VOCABULARY = 151936
+
+
+def linears_of_models(full: bool) -> Iterator[str]:
+    """Linears of all models for a token, of some for several, and what the table has beside."""
+    some = [("8B", 4), ("8B", 8), ("8B", 2), ("8B", 3)]
+    whole = [(model, 4) for model in MODELS] + [(model, 8) for model in ("0.6B", "8B", *LARGE)]
+    for model, bits in dict.fromkeys((*whole, *some)) if full else some:
+        yield from linears(model, bits, 1)
+    for tokens in (2, 4, 8, 16, 32, 64) if full else (4, 16, 32):
+        yield from linears("8B", 4, tokens)
+    if full:
+        yield from linears("0.6B", 8, 64)
+        for tokens in (4, 16):
+            yield from linears("0.6B", 8, tokens)
+        for bits, tokens in itertools.product((4, 8), (2, 4, 8, 16, 32, 64)):
+            yield from longest(bits, tokens)
+        yield from measured(
+            {size for model, bits in (*whole, *some) for size in sizes(model, bits)}
+        )
+
+
+def linears(model: str, bits: int, tokens: int) -> Iterator[str]:
+    """Every linear of a model."""
+    from lowbit.runtime.backends import cuda
+
+    hidden, inner, qkv, heads = MODELS[model]
+    label = f"{model} INT{bits} B{tokens}"
+    x, gain = zeros(tokens, hidden), zeros(hidden)
+    cuda.product(x, weight(bits, qkv, hidden), norm=gain, eps=EPS)
+    yield f"qkv {label}"
+    cuda.product(zeros(tokens, heads), weight(bits, hidden, heads), added=x)
+    yield f"o {label}"
+    cuda.product(x, weight(bits, 2 * inner, hidden, paired=True), norm=gain, eps=EPS, swiglu=True)
+    yield f"gate_up {label}"
+    cuda.product(zeros(tokens, inner), weight(bits, hidden, inner), added=x)
+    yield f"down {label}"
+    if bits == 8:
+        cuda.product(x, weight(8, VOCABULARY, hidden), norm=gain, eps=EPS, logits=True)
+        yield f"head {label}"
+
+
+def longest(bits: int, tokens: int) -> Iterator[str]:
+    """The linears with the longest rows: `down` of the large models."""
+    from lowbit.runtime.backends import cuda
+
+    for K in (17408, 25600):
+        cuda.product(zeros(tokens, K), weight(bits, 5120, K), added=zeros(tokens, 5120))
+        yield f"5120x{K} INT{bits} B{tokens}"
+
+
+def sizes(model: str, bits: int) -> set[tuple[int, int, int]]:
+    """Bits, tiles and steps of a model's linears."""
+    hidden, inner, qkv, heads = MODELS[model]
+    shapes = [(qkv, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner)]
+    return {(bits, N // 16, K * bits // 512) for N, K in shapes}
+
+
+def measured(known: set[tuple[int, int, int]]) -> Iterator[str]:
+    """Every other launch of the table, in front of attention or MLP or after them."""
+    from lowbit.runtime.backends import cuda
+    from lowbit.runtime.kernels.launch.linear import GEMV_MEASURED, GEMV_UNPAIRED
+
+    for bits, tiles, steps in sorted((GEMV_MEASURED.keys() - known) | GEMV_UNPAIRED.keys()):
+        N, K = 16 * tiles, steps * 512 // bits
+        if N > K:
+            cuda.product(zeros(1, K), weight(bits, N, K), norm=zeros(K), eps=EPS)
+        else:
+            cuda.product(zeros(1, K), weight(bits, N, K), added=zeros(1, N))
+        yield f"INT{bits} {N}x{K}"
