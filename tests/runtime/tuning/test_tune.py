@@ -76,6 +76,7 @@ def compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compilers:
     monkeypatch.setattr(tuning, "card_here", lambda: CARD)
     monkeypatch.setattr(tuning, "new_workers", workers)
     monkeypatch.setattr(tuning, "new_short_runner", on_meta)
+    monkeypatch.setattr(tuning, "launch_on_hopper", lambda x, w, tokens: None)
     monkeypatch.setattr(ShortSteps, "step_us", step_us)
     monkeypatch.setattr(ShortSteps, "layers_us", lambda steps, launches: 40.0)
     return made
