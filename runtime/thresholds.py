@@ -21,7 +21,8 @@ DENSE_TOKENS = 64  # multiplied by GEMVs; more by cuBLAS
 ROWS_TOKENS = 16  # whose dense rows are multiplied in the launch of the packed ones
 
 # Experts.
-EXPERTS_TOKENS = 64  # computed one by one; more are grouped by expert
+EXPERTS_APART = 12  # that read their experts each for itself; more read one for several tokens
+EXPERTS_TOKENS = 64  # with the bits of a lone one; more are grouped by expert, in BF16
 EXPERTS_CHUNK = 1024  # grouped by expert in one launch
 
 # Attention.

@@ -66,3 +66,15 @@ def test_files_without_a_command_are_imported_by_a_script() -> None:
 def test_names_are_unique() -> None:
     """A script finds siblings by their names, in whichever folder they are."""
     assert len(SCRIPTS) == len(list(EXAMPLES.rglob("*.py")))
+
+
+def test_cache_types_lose_the_more_the_coarser_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        start(monkeypatch, "cache_types", str(EXAMPLES / "models" / "tiny-qwen3"), "--tokens", "99")
+    assert ended.value.code == 0
+    lines = [line.split(", ")[1] for line in capsys.readouterr().out.splitlines()]
+    found = {name: float(kl) for name, kl in (line.split(": ") for line in lines)}
+    assert list(found) == ["bf16", "int8", "fp8", "int4"]
+    assert 0 < found["bf16"] < found["int8"] < found["fp8"] / 4 < found["int4"] / 40

@@ -1,4 +1,4 @@
-"""A mixture of experts on a GPU: up to 64 tokens one by one, more grouped by expert."""
+"""A mixture of experts on a GPU: few tokens one by one, more grouped by expert."""
 
 import torch
 from torch import Tensor
@@ -10,11 +10,12 @@ from lowbit.runtime.kernels.experts.gate_up import experts_gate_up, experts_gate
 from lowbit.runtime.kernels.experts.gemm import experts_gemm
 from lowbit.runtime.kernels.experts.route import experts_route
 from lowbit.runtime.kernels.experts.tiled import stacked
+from lowbit.runtime.kernels.experts.together import experts_together, together_bytes
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
 from lowbit.runtime.kernels.linear.dense import dense_gemv
 from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.kernels.rows import rms_norm
-from lowbit.runtime.thresholds import EXPERTS_TOKENS
+from lowbit.runtime.thresholds import EXPERTS_APART, EXPERTS_TOKENS
 from lowbit.runtime.weights.linear import ExpertWeights
 
 MOST_SLOTS = 32  # of a warp's lanes
@@ -52,6 +53,9 @@ def mixture(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[GpuLinea
     if x.shape[0] <= EXPERTS_TOKENS:
         scores = dense_gemv(x, experts.router, norm=norm, eps=eps, dtype=torch.float32)
         routes = None if x.shape[0] == 1 else experts_route(scores, chosen, shared, normed)
+        apart = x.shape[0] <= EXPERTS_APART or together_bytes(gate_up, down) > MOST_SHARED
+        if routes is not None and not apart:
+            return experts_together(x, norm, eps, routes, gate_up, down, chosen, shared)
         act = experts_gate_up(x, norm, eps, scores, routes, gate_up, chosen, shared)
         return experts_down(act, scores, routes, down, chosen, shared, x, normed)
     h = rms_norm(x, norm, eps)

@@ -123,8 +123,8 @@ def _experts_down_kernel(
             n = gl.minimum(tile * 16 + half * 8 + g, N - 1)
             added = added + (gl.load(added_ptr + token.to(gl.int64) * N + n).to(gl.float32),)
     stage_tokens(
-        act_ptr + token.to(gl.int64) * (SLOTS * PLAN.WIDTH), (), None, buffer, warp, lane, none, 1,
-        0.0, 0, W.BITS, WARPS, X,
+        act_ptr + token.to(gl.int64) * (SLOTS * PLAN.WIDTH), (), (), None, buffer, warp, lane, none,
+        1, 0.0, 0, W.BITS, WARPS, X,
     )  # fmt: skip
     barrier()
     sums_at = buffer + PLAN.SUMS

@@ -91,8 +91,8 @@ def _experts_gate_up_kernel(
     at = tile_addresses(words_ptr, scales_ptr, own_tile, (expert + 1) * tiles, part, lane, TILES, W)
     loaded = load_steps(at, part, 0, AHEAD, PARTS, W)
     stage_tokens(
-        x_ptr + token.to(gl.int64) * W.K, gains, None, buffer, warp, lane, none, 1, eps, 0, W.BITS,
-        WARPS, X,
+        x_ptr + token.to(gl.int64) * W.K, (), gains, None, buffer, warp, lane, none, 1, eps, 0,
+        W.BITS, WARPS, X,
     )  # fmt: skip
     barrier()
     factor = none + (1.0 if W.BITS == 8 else 0.0625)  # digits meet 16 times the code

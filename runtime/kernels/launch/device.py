@@ -4,6 +4,7 @@ Nothing is queried at import.
 """
 
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -105,6 +106,7 @@ def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> No
     key = tuple(kinds)
     found = _compiled.get(key)
     if found is None:
+        hash_callees_first(kernel)
         code = kernel[grid](*arguments, **named)
         if hasattr(code, "packed_metadata"):  # not where a kernel is interpreted
             values = tuple(named[name] for name in kernel.arg_names[len(arguments) :])
@@ -115,6 +117,29 @@ def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> No
     stream = driver.active.get_current_stream(device)
     x, y, z = (*grid, 1, 1)[:3]
     start(x, y, z, stream, function, metadata, None, None, None, *arguments, *values)
+
+
+def hash_callees_first(kernel: Any) -> None:
+    """Give a kernel the key that it has in every process.
+
+    Triton 3.6 counts the constants of what a kernel calls only if that was hashed before. So the
+    key would depend on what a process has launched so far, and what is compiled not be found.
+    """
+    _hash_callees_first(kernel, set())
+
+
+def _hash_callees_first(function: Any, seen: set[int]) -> None:
+    if not hasattr(type(function), "cache_key") or id(function) in seen:
+        return
+    seen.add(id(function))
+    names = function.fn.__code__.co_names  # globals, and attributes of modules among them
+    for value in map(function.fn.__globals__.get, names):
+        members = [value]
+        if isinstance(value, ModuleType):
+            members = [getattr(value, name, None) for name in names]
+        for member in members:
+            _hash_callees_first(member, seen)
+    _ = function.cache_key  # which Triton keeps
 
 
 def _kind(argument: Any) -> Any:

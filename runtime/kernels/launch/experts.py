@@ -105,6 +105,19 @@ def experts_down_launch(bits: int, tiles: int, steps: int, tokens: int) -> Exper
     return replace(several, rounds=min(several.rounds, power_of_two(tokens) // 2))
 
 
+GROUP = 4  # tokens for which a program of `experts_together` reads an expert once
+TOGETHER_DOWN = GemvLaunch(1, 1, 4, registers=168, rounds=8)
+
+
+def together_launches(bits: int, tiles: int, steps: int) -> tuple[GemvLaunch, GemvLaunch]:
+    """Shares of a program of `experts_together`: of gate and up, by its linear's size, and of down.
+
+    As many warps share a tile of gate and up as for a lone token.
+    """
+    lone, _ = experts_gate_up_launches(bits, tiles, steps)
+    return replace(lone, tiles=1, steps=4, registers=128, rounds=16), TOGETHER_DOWN
+
+
 @dataclass(frozen=True, slots=True)
 class GemmTiles:
     """Share of one program of a linear of a prompt's experts.

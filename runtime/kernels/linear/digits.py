@@ -113,11 +113,12 @@ def place_of_chunk(chunk, STRIDE: gl.constexpr):
 
 @gluon.jit
 def stage_tokens(
-    x_ptr, gains, head_squares_ptr, buffer, warp, lane, none, B, eps,
+    x_ptr, rows, gains, head_squares_ptr, buffer, warp, lane, none, B, eps,
     HEAD: gl.constexpr, BITS: gl.constexpr, WARPS: gl.constexpr, X: gl.constexpr,
 ):  # fmt: skip
     """Put the digits of all tokens into shared memory, and sums of squares where there are gains.
 
+    rows: addresses of all tokens, if they do not lie side by side from x_ptr on.
     B: tokens that are there; the last is repeated beyond.
 
     HEAD: elements of x that are normed by one of the sums of squares; 0 where none are given.
@@ -137,7 +138,9 @@ def stage_tokens(
             chunk = block * 32 + lane
             if K % BLOCK_K != 0 or (turn + 1) * WARPS > ALL:
                 chunk = gl.minimum(chunk, K // 8 - 1)  # past the end: the last one again
-            if X.TOKENS == 1:
+            if len(rows) > 0:
+                loaded = loaded + (load16(_row_of(token, rows) + chunk.to(gl.int64) * 16),)
+            elif X.TOKENS == 1:
                 loaded = loaded + (load16(x + chunk.to(gl.int64) * 16),)
             else:
                 token = gl.minimum(token, B - 1)
@@ -176,6 +179,15 @@ def stage_tokens(
                     if X.TOKENS > 1:
                         there = there & (token < X.TOKENS)
                 store_shared4(at + lane // 4 * 4, own, there)
+
+
+@gluon.jit
+def _row_of(token, rows):
+    """The address of a token."""
+    row = rows[0]
+    for i in gl.static_range(1, len(rows)):
+        row = gl.where(token == i, rows[i], row)
+    return row
 
 
 @gluon.jit

@@ -92,8 +92,8 @@ def _multiply_tiles(
     factor = none + (1.0 if W.BITS == 8 else 0.0625)  # digits meet 16 times the code
     sums_at = buffer + PLAN.SUMS
     stage_tokens(
-        x_ptr, gains, head_squares_ptr, buffer, warp, lane, none, 1, eps, PLAN.HEAD, W.BITS, WARPS,
-        X,
+        x_ptr, (), gains, head_squares_ptr, buffer, warp, lane, none, 1, eps, PLAN.HEAD, W.BITS,
+        WARPS, X,
     )  # fmt: skip
     barrier()
     if NORM and not LATE:  # before the products, which hide it

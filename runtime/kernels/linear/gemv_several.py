@@ -143,7 +143,7 @@ def _multiply_tiles(
     digits = buffer
     if X.STAGED:
         stage_tokens(
-            x_ptr, gains, head_squares_ptr, buffer, warp, lane, none, B, eps, PLAN.HEAD, W.BITS,
+            x_ptr, (), gains, head_squares_ptr, buffer, warp, lane, none, B, eps, PLAN.HEAD, W.BITS,
             WARPS, X,
         )  # fmt: skip
         barrier()
@@ -156,7 +156,7 @@ def _multiply_tiles(
     mixed = gl.where(t % 2 == 0, 256, 0)
     own = (part, mixed, held, slot)
     if ROUNDS == 1:
-        loaded = _multiply_round(
+        loaded = multiply_looped(
             loaded, at, at, digits, units, own, warp // EACH, sums_at, none, False, AHEAD, PARTS,
             W, X,
         )  # fmt: skip
@@ -166,7 +166,7 @@ def _multiply_tiles(
             next_at = tile_addresses(
                 words_ptr, scales_ptr, first_tile + tile * TILES, tiles, part, lane, TILES, W
             )
-            loaded = _multiply_round(
+            loaded = multiply_looped(
                 loaded, at, next_at, digits, units, own, turn * ABREAST + warp // EACH, sums_at,
                 none, True, AHEAD, PARTS, W, X,
             )  # fmt: skip
@@ -209,7 +209,7 @@ def _leave_factors(
 
 
 @gluon.jit
-def _multiply_round(
+def multiply_looped(
     loaded, at, next_at, digits, units, own, share, sums_at, none, NEXT: gl.constexpr,
     AHEAD: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr, X: gl.constexpr,
 ):  # fmt: skip

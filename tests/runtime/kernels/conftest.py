@@ -12,7 +12,9 @@ from lowbit.runtime.kernels.experts import down as experts_down
 from lowbit.runtime.kernels.experts import gate_up as experts_gate_up
 from lowbit.runtime.kernels.experts import products as experts_products
 from lowbit.runtime.kernels.experts import route as experts_route
-from lowbit.runtime.kernels.linear import dense
+from lowbit.runtime.kernels.experts import together as experts_together
+from lowbit.runtime.kernels.experts import weigh as experts_weigh
+from lowbit.runtime.kernels.linear import dense, digits
 from lowbit.runtime.kernels.linear.tiles import TiledLinear, tiled
 from lowbit.runtime.state.rope import Rope, rope_tables
 from lowbit.runtime.weights.linear import PackedLinear
@@ -112,7 +114,8 @@ def make_rope(device: str) -> Callable[[int, int], Rope]:
 def emulated_experts(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run Gluon kernels without a GPU too, and fill new tensors with NaN."""
     if device == "cpu":
-        for module in (dense, experts_products, experts_gate_up, experts_down, experts_route):
+        modules = (dense, experts_products, experts_gate_up, experts_down, experts_route)
+        for module in (*modules, experts_together, experts_weigh, digits):
             monkeypatch.setattr(module, "run", run_kernel)
         torch.use_deterministic_algorithms(True)
     yield

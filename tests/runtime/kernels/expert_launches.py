@@ -5,7 +5,13 @@ from dataclasses import replace
 
 from tests.runtime.kernels.meta_inputs import tiled_experts, zeros
 
-EXPERTS_DECODE = {"experts_route", "experts_gate_up", "experts_down"}
+EXPERTS_TOGETHER = {
+    "experts_groups",
+    "experts_gate_up_together",
+    "experts_down_together",
+    "experts_weigh",
+}
+EXPERTS_DECODE = {"experts_route", "experts_gate_up", "experts_down"} | EXPERTS_TOGETHER
 EXPERTS_PREFILL = {"experts_blocks", "experts_gate_up_gemm", "experts_down_gemm", "experts_sum"}
 EPS = 1e-6
 

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from lowbit.formats.architectures.config import Experts
 from lowbit.formats.errors import UnsupportedModelError
-from lowbit.runtime.backends import cuda
+from lowbit.runtime.backends import cuda, cuda_experts
 from lowbit.runtime.kernels.experts import down as experts_down
 from lowbit.runtime.kernels.experts import gate_up as experts_gate_up
 from lowbit.runtime.kernels.experts import order as experts_order
 from lowbit.runtime.kernels.experts import route as experts_route
+from lowbit.runtime.kernels.experts.groups import groups_of
 from lowbit.runtime.kernels.experts.program import padded_width
 from lowbit.runtime.kernels.experts.tiled import stacked
+from lowbit.runtime.kernels.launch.experts import GROUP
 from lowbit.runtime.thresholds import EXPERTS_CHUNK, EXPERTS_TOKENS
 from tests.runtime.kernels.expert_layers import (
     EPS,
@@ -208,6 +210,33 @@ def test_a_lone_token_has_the_same_bits_as_in_company(
     alone = torch.cat([cuda.moe(one, norm, EPS, w) for one in torch.split(x, 1)])
     for count in (2, 3):
         assert torch.equal(cuda.moe(x[:count], norm, EPS, w), alone[:count])
+
+
+@pytest.mark.parametrize("M", [1, 13, EXPERTS_TOKENS])
+@pytest.mark.parametrize("experts", [3, 40])
+def test_groups(experts: int, M: int, device: str) -> None:
+    """Every pair is in one group, with pairs of its expert; all groups but its last are full."""
+    numbers = torch.stack([torch.randperm(experts)[:3] for _ in range(M)]).int()
+    groups = groups_of(numbers.to(device)).tolist()
+    flat = numbers.flatten().tolist()
+    expected = [[-1] * GROUP for _ in flat]
+    for expert in set(flat):
+        pairs = [pair for pair, number in enumerate(flat) if number == expert]
+        for first in range(0, len(pairs), GROUP):
+            members = pairs[first : first + GROUP]
+            expected[members[0]] = members + [-1] * (GROUP - len(members))
+    assert groups == expected
+
+
+@pytest.mark.parametrize("size", [SMALL[0], SMALL[1], SMALL[-1]], ids=str)
+def test_experts_read_once_give_a_token_the_same_bits(
+    size: Size, device: str, randn: Randn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two groups of tokens have the same experts, the last of them not full, and some have one."""
+    w, norm, x = random_experts(size, device), 1 + 0.2 * randn(size.h), randn(6, size.h)
+    alone = torch.cat([cuda.moe(one, norm, EPS, w) for one in torch.split(x, 1)])
+    monkeypatch.setattr(cuda_experts, "EXPERTS_APART", 1)
+    assert torch.equal(cuda.moe(x, norm, EPS, w), alone)
 
 
 @gpu

@@ -1,5 +1,9 @@
 """`run` finds a kernel again by all that Triton compiles for."""
 
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +14,34 @@ from lowbit.runtime.kernels.rows import embed, rms_norm, rms_norm_ref, swiglu, s
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_compiled", {})
+
+
+def test_callees_are_hashed_before_their_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those named as a module's members too, each once, and a recursive function without end."""
+    hashed: list[str] = []
+
+    class Function:
+        def __init__(self, fn: Callable[..., Any]) -> None:
+            self.fn = fn
+
+        @property
+        def cache_key(self) -> str:
+            hashed.append(self.fn.__name__)
+            return ""
+
+    module = ModuleType("library")
+    names: dict[str, Any] = {"library": module}
+
+    def function(name: str, body: str) -> Function:
+        exec(f"def {name}(x):\n    return {body}\n", names)
+        return Function(names[name])
+
+    names["leaf"] = function("leaf", "x")
+    vars(module)["member"] = function("member", "leaf(x)")
+    names["inner"] = function("inner", "library.member(leaf(x)) + inner(x)")
+    kernel = function("kernel", "inner(x) + len(x)")
+    device.hash_callees_first(kernel)
+    assert hashed == ["leaf", "member", "inner", "kernel"]
 
 
 @pytest.mark.gpu

@@ -3,7 +3,7 @@
 import pytest
 
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
-from lowbit.runtime.kernels.launch.experts import EXPERTS_GATE_UP
+from lowbit.runtime.kernels.launch.experts import EXPERTS_GATE_UP, together_launches
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
 from lowbit.runtime.kernels.linear.gemv import shared_bytes
 
@@ -17,7 +17,7 @@ def test_launches_of_experts_fit_what_kernels_take_for_granted(
     """As many warps share a tile for any number of tokens: that decides about the bits."""
     bits, _, steps = size
     lone, several = launches
-    assert lone.parts == several.parts
+    assert lone.parts == several.parts == together_launches(*size)[0].parts
     for launch in launches:
         assert launch.warps & (launch.warps - 1) == 0
         assert launch.warps % launch.abreast == 0
