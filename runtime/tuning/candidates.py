@@ -6,7 +6,7 @@ all. Of the launches that trials found for 65 linears on an H200, 56 are among i
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from lowbit.runtime.kernels.launch.linear import MOST_ROUNDS, GemvLaunch
@@ -46,7 +46,14 @@ class Multiprocessors:
     caps: bool = True
 
 
-def for_one(tiles: int, steps: int, K: int, card: Multiprocessors, most: int) -> list[GemvLaunch]:
+def for_one(
+    tiles: int,
+    steps: int,
+    K: int,
+    card: Multiprocessors,
+    most: int,
+    fits: Callable[[GemvLaunch], bool] = lambda launch: True,
+) -> list[GemvLaunch]:
     """Launches for one token, each late and, where kernels overlap, early; `most` at most.
 
     Args:
@@ -55,8 +62,9 @@ def for_one(tiles: int, steps: int, K: int, card: Multiprocessors, most: int) ->
         K: columns.
         card: that they are for.
         most: launches.
+        fits: tells if one may be tried.
     """
-    found = list(_late(tiles, steps, card))
+    found = [launch for launch in _late(tiles, steps, card) if fits(launch)]
     found.sort(key=lambda launch: _cost(launch, tiles, steps, K, card))
     times = (False, True) if card.overlaps else (False,)
     return [replace(it, early=early) for it in found[: most // len(times)] for early in times]

@@ -20,6 +20,7 @@ FIRST = 20  # launches of a lone token that are tried for a linear
 REFINED = 3  # of them with other caps of registers, and the best of these spread
 TURNS = 3  # of the last comparison
 LEAST_GAIN = 0.003  # of a step's time
+MANY = (16, 32, 64)  # tokens that `wgmma` may multiply
 
 Launches = Mapping[Size, Tuned]
 Vary = Callable[..., Iterable[GemvLaunch]]  # of a launch and, by name, the card
@@ -140,8 +141,16 @@ class Search:
         now = self._now(linear, tokens)
         if tokens == 1:
             other = replace(now, early=not now.early and self.card.overlaps)
-            return [now, other, *for_one(tiles, steps, linear.K, self.card, FIRST)]
+            fits = partial(self._serves_many, linear, now)
+            return [now, other, *for_one(tiles, steps, linear.K, self.card, FIRST, fits)]
         return [now, *several(tokens, tiles, steps, self._now(linear, 1), self.card)]
+
+    def _serves_many(self, linear: Linear, now: GemvLaunch, launch: GemvLaunch) -> bool:
+        """Tell if many tokens keep their kernel, which has no room for K in too few parts."""
+        takes = self.bench.takes
+        return all(
+            takes(linear, tokens, now) or not takes(linear, tokens, launch) for tokens in MANY
+        )
 
     def _variants(self, linear: Linear, most: int, vary: Vary) -> Iterable[GemvLaunch]:
         """Variants of the fastest launches for one token."""

@@ -16,6 +16,7 @@ EXAMPLE: Any = None
 QKV = Linear((4, 448, 40, False), 5120, 4, 40.0, 100, EXAMPLE)
 DOWN = Linear((4, 320, 136, False), 17408, 4, 40.0, 300, EXAMPLE)
 LINEARS = [DOWN, QKV]
+GATE_UP = Linear((4, 2176, 40, True), 5120, 4, 40.0, 400, EXAMPLE)
 Cost = Callable[[Linear, int, GemvLaunch], float]
 
 
@@ -34,6 +35,7 @@ class Formula:
     last: int = 32
     asked: list[Trial] = field(default_factory=list)
     timed: int = 0
+    linears: list[Linear] = field(default_factory=lambda: LINEARS)
     seen: list[tuple[int, Launches]] = field(default_factory=list)
 
     def compiled(self, trials: Sequence[Trial], launches: Launches) -> set[Trial]:
@@ -43,7 +45,9 @@ class Formula:
     def step_us(self, tokens: int, launches: Launches) -> float:
         self.timed += 1
         self.seen.append((tokens, launches))
-        return 100 + sum(self.cost(it, tokens, launch_of(it, tokens, launches)) for it in LINEARS)
+        return 100 + sum(
+            self.cost(it, tokens, launch_of(it, tokens, launches)) for it in self.linears
+        )
 
     def takes(self, linear: Linear, tokens: int, one: GemvLaunch) -> bool:
         return tokens <= self.last
@@ -126,6 +130,23 @@ def test_linears_that_take_another_kernel_are_left_out() -> None:
     assert search.run(LINEARS, 16) == []
     assert search.launches() == before
     assert len(search.run(LINEARS, 8)) == 2
+
+
+def test_a_lone_token_leaves_many_their_kernel() -> None:
+    """Parts of K that are too long for it are not tried, however fast they would be."""
+
+    class Hopper(Formula):
+        def takes(self, linear: Linear, tokens: int, one: GemvLaunch) -> bool:
+            return tokens < 16 or one.parts < 4
+
+    def cost(linear: Linear, tokens: int, launch: GemvLaunch) -> float:
+        return 10.0 * launch.parts
+
+    assert launch_of(GATE_UP, 1).parts == 4
+    for bench, parts in ((Hopper(cost), 4), (Formula(cost), 2)):
+        bench.linears = [GATE_UP]
+        [found] = Search(bench, H200).run([GATE_UP], 1)
+        assert found.after.parts == parts
 
 
 def test_when_the_time_is_over_what_was_tried_still_counts() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from lowbit.formats.architectures import tensor_table
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
-from lowbit.runtime.kernels.linear.tiles import TiledLinear
+from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized
 from lowbit.runtime.machine.expected import open_headers
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.tuning.short_model import (
@@ -148,3 +148,20 @@ def test_weights_without_numbers_take_no_memory(tmp_path: Path) -> None:
     runner = new_short_runner(shortened(opened(DENSE, tmp_path), 0), "meta", 2)
     for linear in linears_of(runner, opened(DENSE, tmp_path)):
         assert linear.example.words.device == torch.device("meta")
+
+
+@pytest.mark.parametrize("kind", ["", ".5", "-moe", ".5-moe"])
+def test_random_weights_are_finite_and_have_all_codes(kind: str) -> None:
+    """Of a model on a GPU; a CPU holds them as well."""
+    model, _ = open_headers(str(MODELS / f"tiny-qwen3{kind}"))
+    runner = new_short_runner(shortened(model, 0), "cpu", 2)
+    for linear in linears_of(runner, model):
+        values = dequantized(linear.example)
+        assert bool(values.isfinite().all())
+        assert len(set(values.flatten()[:4096].tolist())) > 16
+        words = linear.example.words
+        assert int(words.min()) < -(2**30)
+        assert int(words.max()) > 2**30
+    assert bool(runner.decoder.embedding.isfinite().all())
+    assert runner.inputs[:, :2].tolist() == [[100, 100], [1, 2], [1, 2], [1, 2]]
+    assert len(set(runner.tables[1:].flatten().tolist())) == runner.tables[1:].numel()
