@@ -9,6 +9,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from lowbit.formats.errors import QuantizationError, RequestError, ResourceError
+from lowbit.formats.layout.recipes import BITS_BY_ROLE
 from lowbit.formats.layout.scheme import GROUP_SIZES
 from lowbit.formats.printable import printable
 from lowbit.formats.shell.failure import Command, Failure
@@ -108,7 +109,7 @@ recipe_options = with_options(
     click.option(
         "--recipe",
         "base",
-        type=click.Choice(["int4", "int8", "mixed", "int3", "int2"]),
+        type=click.Choice(tuple(BITS_BY_ROLE)),
         default="int4",
         show_default=True,
         help="int4: linears INT4, the head and DeltaNet's outputs INT8. int8: all linears INT8. "

@@ -31,7 +31,7 @@ def smaller_groups(plan: Plan) -> str | None:
 
 
 def few_bits(plan: Plan) -> str | None:
-    """What to expect where most weights of the layers get 2 or 3 bits; None where they do not.
+    """Sentence on the loss if most weights of the layers get 2 or 3 bits; None if they do not.
 
     The losses are those of published files of Qwen3.8-27B, EXL3 and GGUF, beside 4 bits.
     """

@@ -24,7 +24,7 @@ from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.sequence import Sequence as TokenSequence
 from lowbit.runtime.kernels.experts.tiled import TiledExperts
 from lowbit.runtime.kernels.linear.tiles import TILE, GpuLinear, TiledLinear
-from lowbit.runtime.kernels.width import WIDTHS
+from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.models.architectures import BUILD, HEADS
 from lowbit.runtime.models.qwen3_5_mtp import DraftRows
 from lowbit.runtime.state.device_state import CacheSize

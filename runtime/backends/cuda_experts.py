@@ -14,8 +14,8 @@ from lowbit.runtime.kernels.experts.together import experts_together, together_b
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
 from lowbit.runtime.kernels.linear.dense import dense_gemv
 from lowbit.runtime.kernels.linear.tiles import GpuLinear
+from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.kernels.rows import rms_norm
-from lowbit.runtime.kernels.width import WIDTHS
 from lowbit.runtime.thresholds import EXPERTS_APART, EXPERTS_TOKENS
 from lowbit.runtime.weights.linear import ExpertWeights
 

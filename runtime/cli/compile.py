@@ -92,8 +92,9 @@ def compile_kernels(
     """Fill Triton's cache with the kernels of MODEL, for GPUs that need not be here.
 
     A machine with such a GPU, the same versions of Triton and lowbit, and this cache at the same
-    path finds them all, if it loads MODEL with the same options. TRITON_CACHE_DIR names the cache's
-    folder. What drafts of --speculate need is compiled when they are first made.
+    path finds them, if it loads MODEL with the same options and keeps no launches of `lowbit-run
+    tune`. TRITON_CACHE_DIR names the cache's folder. What drafts of --speculate need is compiled
+    when they are first made.
     """
     if options.kv_cache == "auto":
         raise click.UsageError("--kv-cache auto looks at the GPU's memory; name bf16 or int8.")

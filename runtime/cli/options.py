@@ -12,7 +12,7 @@ import click
 from lowbit.formats.errors import RequestError
 from lowbit.formats.files.strict_json import loads
 from lowbit.formats.files.user_file import read_user_file
-from lowbit.formats.layout.recipes import GROUP_SIZE
+from lowbit.formats.layout.recipes import BITS_BY_ROLE, GROUP_SIZE
 from lowbit.formats.layout.scheme import GROUP_SIZES
 from lowbit.formats.sampling_ranges import SETTINGS
 from lowbit.formats.shell.failure import Command
@@ -177,7 +177,7 @@ talk_options = with_options(
 quantize_options = with_options(
     click.option(
         "--quantize",
-        type=click.Choice(["int4", "int8", "mixed", "int3", "int2"]),
+        type=click.Choice(tuple(BITS_BY_ROLE)),
         help="Quantize a BF16 checkpoint as it is loaded; nothing is written. int3 and "
         "int2 are of little use for most models.",
     ),

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lowbit.formats.errors import ResourceError
-from lowbit.formats.layout.recipes import GROUP_SIZE
+from lowbit.formats.layout.recipes import BITS_BY_ROLE, GROUP_SIZE
 from lowbit.formats.layout.scheme import GROUP_SIZES
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import finite, json_option
@@ -35,7 +35,7 @@ PHASES = {"compile": "compiling", "measure": "measuring"}
 @model_argument
 @click.option(
     "--quantize",
-    type=click.Choice(["int4", "int8", "mixed"]),
+    type=click.Choice(tuple(BITS_BY_ROLE)),
     show_default="int4",
     help="Recipe by which a MODEL that is not quantized would be loaded.",
 )

@@ -131,7 +131,7 @@ def load(
 
 
 def _launches_here() -> "Launches | None":
-    """What `lowbit-run tune` has measured on this GPU; None where it was not run."""
+    """Launches that `lowbit-run tune` has kept for this GPU; None where it has kept none."""
     from lowbit.runtime.kernels.launch.tuned import card_here, read_launches  # needs triton
 
     return read_launches(card_here())

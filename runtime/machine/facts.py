@@ -1,4 +1,4 @@
-"""What figures of a machine depend on, for whoever reads them elsewhere; no paths, no names."""
+"""Versions and hardware that figures depend on, without paths and names of this machine."""
 
 import os
 import platform

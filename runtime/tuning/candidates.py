@@ -29,7 +29,7 @@ SHARED = (16, 32, 48)  # KB
 
 @dataclass(frozen=True, slots=True)
 class Multiprocessors:
-    """What programs find room on.
+    """Multiprocessors of a card, on which programs find room.
 
     Attributes:
         count: of the card.
@@ -140,12 +140,12 @@ def several(
 
 
 def capped(launch: GemvLaunch, card: Multiprocessors) -> Iterator[GemvLaunch]:
-    """The same launch with registers capped."""
+    """Variants of a launch with registers capped."""
     return (replace(launch, registers=registers) for registers in REGISTERS if card.caps)
 
 
 def spread(launch: GemvLaunch, K: int, card: Multiprocessors) -> Iterator[GemvLaunch]:
-    """The same launch with fewer programs at a time on a multiprocessor, where kernels overlap.
+    """Variants of a launch with fewer programs at a time on a multiprocessor, if kernels overlap.
 
     Args:
         launch: of a lone token.

@@ -1,4 +1,4 @@
-"""What a search for launches has found, as tables on stdout and as an object."""
+"""Results of a search for launches, as tables on stdout and as an object."""
 
 from dataclasses import asdict
 from typing import Any

@@ -43,7 +43,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the search has found for a linear.
+    """Result of the search for a linear.
 
     Attributes:
         linear: of the model.
@@ -70,7 +70,7 @@ class Choice:
 
 
 class Bench(Protocol):
-    """What the search needs of a machine."""
+    """A machine, as far as the search needs one."""
 
     def compiled(self, trials: Sequence[Trial], launches: Launches) -> Container[Trial]:
         """The trials whose kernels could be compiled in time, the first ones first."""

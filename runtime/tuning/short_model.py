@@ -181,7 +181,7 @@ def _tiled(part: object) -> list[TiledLinear]:
 
 
 def with_launches(part: Any, launches: Mapping[Size, Tuned]) -> Any:
-    """The same decoder, or part of one, with other launches of its packed linears.
+    """Decoder, or part of one, with other launches of its packed linears.
 
     Args:
         part: a record, a tuple of some, or whatever else is in one.

@@ -61,7 +61,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What a search has found.
+    """Result of a search.
 
     Attributes:
         card: that it ran on.

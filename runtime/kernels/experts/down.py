@@ -52,9 +52,9 @@ from lowbit.runtime.kernels.linear.products import (
 )
 from lowbit.runtime.kernels.linear.program import BLOCK_K, Packed, staged_digits
 from lowbit.runtime.kernels.linear.tiles import TILE
+from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.kernels.ptx.memory import barrier, load4_l2, shared_memory
 from lowbit.runtime.kernels.ptx.mma import as_float, threads
-from lowbit.runtime.kernels.width import WIDTHS
 
 SUM_BYTES = gl.constexpr(64)  # of 16 rows
 

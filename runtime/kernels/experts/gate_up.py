@@ -47,9 +47,9 @@ from lowbit.runtime.kernels.linear.products import (
 )
 from lowbit.runtime.kernels.linear.program import Packed, gain_turns, staged_digits
 from lowbit.runtime.kernels.linear.tiles import TILE
+from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.kernels.ptx.memory import barrier, shared_memory
 from lowbit.runtime.kernels.ptx.mma import threads
-from lowbit.runtime.kernels.width import WIDTHS
 
 HELD = gl.constexpr(8)  # lanes with results
 

@@ -102,7 +102,7 @@ def _pairs_of_group(groups_ptr, X: gl.constexpr):
 
 @gluon.jit
 def _row_addresses(act_ptr, pairs, none, WIDTH: gl.constexpr):
-    """Where the row of each pair begins; that of the first for none."""
+    """Addresses of the rows of all pairs, that of the first for none."""
     zero = none.to(gl.int64)
     rows = ()
     for i in gl.static_range(len(pairs)):

@@ -6,6 +6,7 @@ find room at once. Those of 4 bits are measured on an H200 (LOG.md).
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from lowbit.runtime.kernels.launch.device import power_of_two
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
@@ -109,6 +110,7 @@ GROUP = 4  # tokens for which a program of `experts_together` reads an expert on
 TOGETHER_DOWN = GemvLaunch(1, 1, 4, registers=168, rounds=8)
 
 
+@cache
 def together_launches(bits: int, tiles: int, steps: int) -> tuple[GemvLaunch, GemvLaunch]:
     """Shares of a program of `experts_together`: of gate and up, by its linear's size, and of down.
 

@@ -8,7 +8,7 @@ memory than compute capability 8.0 to 12.0 all have.
 from dataclasses import dataclass, replace
 from functools import cache
 
-from lowbit.runtime.kernels.width import WIDTHS
+from lowbit.runtime.kernels.linear.width import WIDTHS
 
 
 @dataclass(frozen=True, slots=True)

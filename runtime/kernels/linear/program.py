@@ -11,7 +11,7 @@ from functools import cache
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.width import WIDTHS, Width
+from lowbit.runtime.kernels.linear.width import WIDTHS, Width
 
 BLOCK_K = gl.constexpr(256)  # columns that share a unit: a warp makes them digits at a time
 SQUARES_BYTES = gl.constexpr(32)  # of a block: one sum of squares for each row of a diagonal

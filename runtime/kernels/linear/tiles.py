@@ -24,7 +24,7 @@ from torch import Tensor
 from lowbit.formats.errors import FormatError
 from lowbit.runtime.kernels.launch.linear import Tuned
 from lowbit.runtime.kernels.linear.program import Packed, packed
-from lowbit.runtime.kernels.width import WIDTHS
+from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
 
 TILE = 16  # rows

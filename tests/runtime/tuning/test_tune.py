@@ -215,7 +215,7 @@ def test_dense_models_have_nothing_to_tune(
         (("--minutes", "0"), 2, "is not in the range"),
         (("--minutes", "nan"), 2, "is not"),
         (("--workers", "257"), 2, "is more than 256"),
-        (("--quantize", "int3"), 2, "is not one of"),
+        (("--quantize", "int5"), 2, "is not one of"),
         (("--group-size", "100"), 2, "is not one of"),
     ],
 )

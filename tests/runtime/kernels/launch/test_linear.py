@@ -15,7 +15,7 @@ from lowbit.runtime.kernels.launch.linear import (
     wgmma_launch,
 )
 from lowbit.runtime.kernels.linear.gemv import shared_bytes
-from lowbit.runtime.kernels.width import WIDTHS
+from lowbit.runtime.kernels.linear.width import WIDTHS
 
 KB = 1024
 ONE = [*GEMV_MEASURED.values(), *(launch for _, _, launch in GEMV_SHARES)]

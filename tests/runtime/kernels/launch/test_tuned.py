@@ -1,5 +1,6 @@
 """The file of tuned launches: what is read is what was kept, and nothing damaged or foreign is."""
 
+import ast
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from lowbit.formats.errors import FormatError
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.cli import options
+from lowbit.runtime.kernels import linear
 from lowbit.runtime.kernels.launch import tuned
 from lowbit.runtime.kernels.launch.linear import GEMV_MEASURED, SEVERAL_MEASURED, GemvLaunch
 from lowbit.runtime.kernels.launch.tuned import (
@@ -157,8 +159,17 @@ def test_a_pipe_is_refused() -> None:
 
 
 def test_the_version_is_that_of_the_sources() -> None:
-    assert kernels_version() == kernels_version()
+    """Of all that kernels of linears are made of; `launch` is measured, `rows` is not."""
     assert len(kernels_version()) == tuned.DIGITS
+    rooms = tuple(f"lowbit.runtime.kernels.{name}" for name in ("linear", "ptx", "launch", "rows"))
+    for path in Path(linear.__path__[0]).glob("*.py"):
+        names = [
+            node.module
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and node.module
+        ]
+        kernels = [name for name in names if name.startswith("lowbit.runtime.kernels.")]
+        assert all(name.startswith(rooms) for name in kernels), path
 
 
 @pytest.mark.parametrize("launch", [*GEMV_MEASURED.values(), *SEVERAL_MEASURED.values()], ids=str)

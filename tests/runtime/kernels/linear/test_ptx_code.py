@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lowbit.formats.layout.packing import unpack
 from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized, tiled
+from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.kernels.ptx.wgmma import product_code, widened_code
-from lowbit.runtime.kernels.width import WIDTHS
 from lowbit.runtime.weights.linear import PackedLinear
 
 MakePacked = Callable[[int, int, int, int], PackedLinear]

@@ -17,7 +17,7 @@ from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import unpack
 from lowbit.runtime.kernels.linear import tiles
 from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized, tiled
-from lowbit.runtime.kernels.width import WIDTHS
+from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.weights.linear import PackedLinear
 
 MakePacked = Callable[[int, int, int, int], PackedLinear]
