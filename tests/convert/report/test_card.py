@@ -254,9 +254,15 @@ def test_card_names_schemes_that_vllm_does_not_load(
 
 
 def test_card_names_schemes_that_lowbit_run_does_not_serve(make_report: MakeReport) -> None:
-    card = render(make_report(), packed({UP: Scheme(3, 128)}))
+    card = render(make_report(), packed({UP: Scheme(5, 128)}))
     assert "lowbit-run FOLDER" not in card
-    assert "`lowbit-run` does not serve this file: 3-bit weights" in card
+    assert "`lowbit-run` does not serve this file: 5-bit weights" in card
+
+
+def test_card_names_3_bits_as_served_by_lowbit_run_alone(make_report: MakeReport) -> None:
+    card = render(make_report(), packed({UP: Scheme(3, 128)}))
+    assert "lowbit-run FOLDER" in card
+    assert "vLLM does not load this file" in card
 
 
 def test_a_packed_head_needs_a_new_vllm(make_report: MakeReport) -> None:

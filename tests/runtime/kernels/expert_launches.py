@@ -18,7 +18,7 @@ EPS = 1e-6
 
 def tokens_of(full: bool, bits: int, shared: bool) -> tuple[int, ...]:
     """Steps and prompts: several tokens, and INT8 prompts of one size, on one card."""
-    few = (1, 4, 16) if full else (1,)
+    few = (1, 4, 16) if full else (1, 16)  # 16 read an expert together
     return (*few, 1024) if bits == 4 or (full and shared) else few
 
 
