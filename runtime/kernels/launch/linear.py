@@ -135,6 +135,17 @@ GEMV_MEASURED = {
     # 35B-A3B: q, k, v; o
     (4, 576, 16): GemvLaunch(1, 2, 8, registers=128, abreast=2),
     (4, 128, 32): GemvLaunch(1, 4, 8, early=True, registers=80),
+    # 14B: q, k, v; o; with 27B gate and up; down; q, k, v of 27B
+    (4, 448, 40): GemvLaunch(2, 2, 8, early=True, registers=128),
+    (4, 320, 40): GemvLaunch(1, 3, 8, early=True, registers=80),
+    (4, 2176, 40): GemvLaunch(1, 5, 4, registers=128),
+    (4, 320, 136): GemvLaunch(1, 4, 8, registers=128, abreast=2),
+    (4, 896, 40): GemvLaunch(4, 2, 8),
+    # 8B in 3 bits: q, k, v; o; gate and up; down
+    (3, 384, 16): GemvLaunch(2, 1, 8, registers=168, shared=32),
+    (3, 256, 16): GemvLaunch(2, 2, 8, registers=96, shared=32),
+    (3, 1536, 16): GemvLaunch(2, 2, 4, registers=168, shared=16),
+    (3, 256, 48): GemvLaunch(1, 3, 8, registers=96),
 }
 # Unpaired linears as large as a paired one above: looked up first.
 GEMV_UNPAIRED = {
@@ -189,6 +200,8 @@ def gemv_launch(
 
 
 def _for_one(bits: int, tiles: int, steps: int, paired: bool) -> GemvLaunch:
+    if (own := GEMV_MEASURED.get((bits, tiles, steps))) is not None and bits < 4:
+        return own
     # Fewer bits take the share of 4 bits for as many columns, of which a step has twice as many.
     size = (bits, tiles, steps) if bits >= 4 else (4, tiles, 2 * steps)
     one = (None if paired else GEMV_UNPAIRED.get(size)) or GEMV_MEASURED.get(size)
