@@ -396,20 +396,44 @@ def dense_launch(rows: int, tokens: int) -> DenseLaunch:
     return DenseLaunch(min(tokens, DENSE_BLOCK))
 
 
-GEMM_COST = {256: 1.0, 192: 0.82, 128: 0.71, 64: 0.5}  # of a program, by its tokens
+@dataclass(frozen=True, slots=True)
+class GemmShare:
+    """Share of a program of `gemm`.
+
+    Attributes:
+        tokens: of a block.
+        splits: into which the k of a block is divided, a divisor of its steps.
+    """
+
+    tokens: int
+    splits: int = 1
 
 
-def gemm_tokens(row_blocks: int, tokens: int, count: int = MULTIPROCESSORS) -> int:
-    """Tokens of a program of `gemm`: those with which all programs end first.
+GEMM_COST = {256: 1.0, 192: 0.77, 128: 0.57, 64: 0.44}  # of a block, by its tokens
+GEMM_JOIN = 4.5  # steps that a split takes longer, to hand on sums and to add those of others
+MOST_SPLITS = 8
+
+
+@cache
+def gemm_share(row_blocks: int, tokens: int, steps: int, count: int = MULTIPROCESSORS) -> GemmShare:
+    """The share of a program of `gemm` with which all programs end first.
 
     Args:
         row_blocks: blocks of rows of the weight.
         tokens: of the prompt.
+        steps: of 128 k.
         count: of multiprocessors.
     """
 
-    def cost(each: int) -> float:
-        programs = row_blocks * -(-tokens // each)
-        return -(-programs // count) * GEMM_COST[each]
+    def cost(share: GemmShare) -> float:
+        units = row_blocks * -(-tokens // share.tokens) * share.splits
+        join = GEMM_JOIN if share.splits > 1 else 0.0
+        return GEMM_COST[share.tokens] * -(-units // count) * (steps / share.splits + join)
 
-    return min(GEMM_COST, key=cost)
+    shares = [
+        GemmShare(each, splits)
+        for each in GEMM_COST
+        for splits in range(1, MOST_SPLITS + 1)
+        if steps % splits == 0 and steps >= 2 * splits and each // 8 % splits == 0
+    ]
+    return min(shares, key=cost)

@@ -11,10 +11,14 @@ Layout  weight in tiles of 16 rows as `gemv` reads them (`tiles`): four tiles ar
 Bytes   N*K*bits/8 + 2*N*K/G for each block of tokens, 2*M*K for each block of rows, 2*M*N written
 Plan    a program takes a block of 128 rows and TOKENS tokens after the other. x passes through a
         ring in shared memory; each lane loads its own words two steps ahead, and widens those of
-        the next 64 k while the tensor cores multiply. Two warpgroups, 64 rows each, take turns
-Bits    a token's sums are over k in one order, whatever the number of tokens and its place
+        the next 64 k while the tensor cores multiply. Two warpgroups, 64 rows each, take turns.
+        Where blocks would leave multiprocessors without work they are split along K among programs
+        that run side by side: each adds the sums of all for its share of the tokens, in order
+Bits    a token's sums are over k in one order, whatever its place; that order is the same for all
+        numbers of tokens that have as many splits
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -26,19 +30,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.launch.device import capability, multiprocessors, run
-from lowbit.runtime.kernels.launch.linear import gemm_tokens
+from lowbit.runtime.kernels.launch.linear import gemm_share
 from lowbit.runtime.kernels.linear.program import Packed
 from lowbit.runtime.kernels.linear.tiles import TILE, TiledLinear
 from lowbit.runtime.kernels.ptx.memory import (
+    await_published,
     barrier,
     count_shared,
     large_shared_buffer,
     large_size,
+    publish,
+    store16,
     store_shared4,
     stream8,
     stream16,
 )
 from lowbit.runtime.kernels.ptx.mma import (
+    as_float,
+    as_word,
     bf16_pair,
     high_half,
     inline,
@@ -72,6 +81,7 @@ class GemmPlan:
         TOKENS: of a program, one of STAGES.
         STAGES: steps of x that are on their way or in use.
         STEPS: of 128 k, the last perhaps beyond K.
+        SPLITS: of a block's steps, a program's each.
         PAIRED: whether rows are those of gate and up in turn.
         SHARED: bytes of shared memory.
     """
@@ -80,25 +90,34 @@ class GemmPlan:
     TOKENS: int
     STAGES: int
     STEPS: int
+    SPLITS: int
     PAIRED: bool
     SHARED: int
 
 
+def steps_of(K: int) -> int:
+    """Steps of so many columns."""
+    return -(-K // STEP_K.value)
+
+
 @cache
-def gemm_plan(W: Packed, tokens: int, paired: bool) -> GemmPlan:
-    """Constants for programs of so many tokens."""
-    stages = STAGES[tokens]
+def gemm_plan(W: Packed, tokens: int, splits: int, paired: bool) -> GemmPlan:
+    """Constants for blocks of so many tokens in so many splits."""
+    steps = steps_of(W.K)
+    stages = min(STAGES[tokens], steps // splits + 1)  # so that they reach into one more unit only
     shared = large_size(1024 + stages * (tokens * 256 + 16))
-    return GemmPlan(W, tokens, stages, -(-W.K // STEP_K.value), paired, shared)
+    return GemmPlan(W, tokens, stages, steps, splits, paired, shared)
 
 
 @triton.jit
 def _arrange_kernel(
-    x_ptr, gain_ptr, out_ptr, K, rows, eps,
-    BLOCK: tl.constexpr, PAIRS: tl.constexpr,
+    x_ptr, gain_ptr, out_ptr, counts_ptr, K, rows, eps,
+    BLOCK: tl.constexpr, PAIRS: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """A program takes a token. PAIRS: of K and its padding."""
+    """A program takes a token. PAIRS: of K and its padding; COUNTS: that it sets to zero."""
     token = tl.program_id(0).to(tl.int64)
+    if counts_ptr is not None:
+        tl.store(counts_ptr + token * COUNTS + tl.arange(0, COUNTS), 0)
     x_ptr += token * K
     factor = 1.0
     if gain_ptr is not None:
@@ -123,7 +142,12 @@ def _arrange_kernel(
 
 
 def arrange(
-    x: Tensor, steps: int, tokens: int, norm: Tensor | None = None, eps: float = 0.0
+    x: Tensor,
+    steps: int,
+    tokens: int,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """Tokens as `gemm` reads them: [2 * steps, rows, 32] int32, padded with anything.
 
@@ -136,6 +160,7 @@ def arrange(
         tokens: of a program, of which rows are a multiple.
         norm: [K] gain of an RMS norm.
         eps: of the norm.
+        counts: [M, C] int32, C a power of two, which become zeros.
     """
     M, K = x.shape
     rows = -(-M // tokens) * tokens
@@ -147,25 +172,31 @@ def arrange(
         x,
         norm,
         out,
+        counts,
         K,
         rows,
         eps,
         BLOCK=triton.next_power_of_2(2 * pairs),
         PAIRS=pairs,
+        COUNTS=1 if counts is None else counts.shape[1],
         num_warps=8,
         enable_fp_fusion=True,
     )
     return out
 
 
-@gluon.jit(do_not_specialize=["M", "N", "rows", "tiles", "row_blocks", "token_blocks", "stride"])
+@gluon.jit(do_not_specialize=["M", "N", "rows", "tiles", "units", "token_blocks", "stride"])
 def _gemm_kernel(
-    x_ptr, words_ptr, scales_ptr, added_ptr, out_ptr, M, N, rows, tiles, row_blocks, token_blocks,
-    stride, PLAN: gl.constexpr,
+    x_ptr, words_ptr, scales_ptr, added_ptr, out_ptr, parts_ptr, counts_ptr, M, N, rows, tiles,
+    units, token_blocks, stride, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """N: columns of the output; rows: of x, padded; stride: from row to row of what is added."""
+    """N: columns of the output; rows: of x, padded; stride: from row to row of what is added.
+
+    units: splits of all blocks.
+    """
     W: gl.constexpr = PLAN.W
     TOKENS: gl.constexpr = PLAN.TOKENS
+    STEPS: gl.constexpr = PLAN.STEPS // PLAN.SPLITS
     STAGES: gl.constexpr = PLAN.STAGES
     STAGE: gl.constexpr = TOKENS * 256
     warp, lane, zero, none = threads(WARPS)
@@ -177,42 +208,40 @@ def _gemm_kernel(
     for i in gl.static_range(STAGES):
         store_shared4(counts + i * 4, none, leads)
     barrier()
-    count = row_blocks * token_blocks
     programs = gl.num_programs(0)
-    turns = (count - gl.program_id(0) + programs - 1) // programs
-    total = turns * PLAN.STEPS
-    # What the leader copies next: a step of a block of tokens.
-    ahead_step = turns * 0
-    ahead_block = gl.program_id(0)
+    turns = (units - gl.program_id(0) + programs - 1) // programs
+    block, first = _share_of(gl.program_id(0), PLAN)
+    row = _row_of(block, first, rows, token_blocks, PLAN)
+    next_block, next_first = _share_of(gl.program_id(0) + programs, PLAN)
+    next_row = _row_of(next_block, next_first, rows, token_blocks, PLAN) - STEPS * 2 * rows
+    more = gl.program_id(0) + programs < units
     for i in gl.static_range(STAGES):
-        _begin_stage(
-            x_ptr, buffer + i * STAGE, full + i * 8, leads & (i < total), ahead_step, rows,
-            ahead_block % token_blocks, PLAN,
-        )  # fmt: skip
-        ahead_step, ahead_block = _next_step(ahead_step, ahead_block, programs, PLAN)
-    tile, words, scales = _place_of(
-        gl.program_id(0), token_blocks, warp, lane, tiles, words_ptr, scales_ptr, W
-    )
-    now = _load_step(words, scales, 0, W)
-    then = _load_step(words, scales, 1, W)
+        wanted, at = _ahead(i, STEPS, row, next_row, more, rows)
+        _begin_stage(x_ptr, buffer + i * STAGE, full + i * 8, leads & wanted, at, rows, PLAN)
+    words, scales = _place_of(block, token_blocks, warp, lane, tiles, words_ptr, scales_ptr, W)
+    now = _load_step(words, scales, first, W)
+    then = _load_step(words, scales, first + 1, W)
     a = widened(now, W.BITS)
-    acc = ()
-    for i in gl.static_range(TOKENS // 2):
-        acc = acc + (none,)
+    acc = _zeros(none, TOKENS // 2)
     stage = turns * 0
     slot = turns * 0
     phase = turns * 0
     left = turns * 0
     for turn in range(turns):
-        block = gl.program_id(0) + turn * programs
-        next_tile, next_words, next_scales = _place_of(
-            block + programs, token_blocks, warp, lane, tiles, words_ptr, scales_ptr, W
+        unit = gl.program_id(0) + turn * programs
+        block, first = _share_of(unit, PLAN)
+        row = _row_of(block, first, rows, token_blocks, PLAN)
+        more = unit + programs < units
+        next_block, next_first = _share_of(unit + programs, PLAN)
+        next_row = _row_of(next_block, next_first, rows, token_blocks, PLAN) - STEPS * 2 * rows
+        next_words, next_scales = _place_of(
+            next_block, token_blocks, warp, lane, tiles, words_ptr, scales_ptr, W
         )
-        for step in range(PLAN.STEPS):
-            here = step + 2 < PLAN.STEPS
+        for step in range(STEPS):
+            here = step + 2 < STEPS
             later = _load_step(
                 gl.where(here, words, next_words), gl.where(here, scales, next_scales),
-                gl.where(here, step + 2, step + 2 - PLAN.STEPS), W,
+                gl.where(here, first + step + 2, next_first + step + 2 - STEPS), W,
             )  # fmt: skip
             wait_phase(full + slot * 8, phase)
             acc, a = multiply_widened(
@@ -221,12 +250,11 @@ def _gemm_kernel(
             )  # fmt: skip
             if stage > 0:  # the product of the stage before this one is done
                 last = count_shared(counts + left * 4, WARPS - 1, lane == 0) == WARPS - 1
-                refills = (lane == 0) & last & (stage - 1 + STAGES < total)
+                wanted, at = _ahead(step - 1 + STAGES, STEPS, row, next_row, more, rows)
                 _begin_stage(
-                    x_ptr, buffer + left * STAGE, full + left * 8, refills, ahead_step, rows,
-                    ahead_block % token_blocks, PLAN,
+                    x_ptr, buffer + left * STAGE, full + left * 8, (lane == 0) & last & wanted, at,
+                    rows, PLAN,
                 )  # fmt: skip
-                ahead_step, ahead_block = _next_step(ahead_step, ahead_block, programs, PLAN)
             left = slot
             slot, phase = _next_slot(slot, phase, STAGES)
             stage += 1
@@ -234,33 +262,94 @@ def _gemm_kernel(
             then = later
         acc = settled(acc)
         first_token = block % token_blocks * TOKENS
-        _store_block(
-            acc, added_ptr, out_ptr, first_token, tile, lane, M, N, stride, TOKENS, PLAN.PAIRED
-        )
-        tile = next_tile
+        tile = block // token_blocks * WARPS + warp
+        if PLAN.SPLITS > 1:
+            acc, own = _joined(acc, parts_ptr, counts_ptr, unit, warp, lane, PLAN)
+            first_token += own
+        _store_block(acc, added_ptr, out_ptr, first_token, tile, lane, M, N, stride, PLAN)
+        acc = _zeros(none, TOKENS // 2)  # so that registers are free by now
         words = next_words
         scales = next_scales
 
 
 @gluon.jit
-def _begin_stage(
-    x_ptr, target, barrier, leads, step, rows, token_block, PLAN: gl.constexpr
-):  # fmt: skip
-    """Begin to copy a step's x: its blocks of 64 k, one after the other."""
+def _zeros(none, COUNT: gl.constexpr):
+    zeros = ()
+    for _ in gl.static_range(COUNT):
+        zeros = zeros + (none,)
+    return zeros
+
+
+@gluon.jit
+def _begin_stage(x_ptr, target, barrier, leads, row, rows, PLAN: gl.constexpr):
+    """Begin to copy a step's x from this row on: its blocks of 64 k, one after the other."""
     BLOCK: gl.constexpr = PLAN.TOKENS * 128
     x = x_ptr.to(gl.int64, bitcast=True) + target.to(gl.int64) * 0
     expect_bytes(barrier, leads, 2 * BLOCK)
     for i in gl.static_range(2):
-        row = (step * 2 + i) * rows + token_block * PLAN.TOKENS
-        source = x + row.to(gl.int64) * 128
+        source = x + (row + i * rows).to(gl.int64) * 128
         bulk_copy(target + i * BLOCK, source, barrier, leads, BLOCK)
 
 
 @gluon.jit
-def _next_step(step, block, programs, PLAN: gl.constexpr):
-    """The step after this one, and its block."""
-    ends = step + 1 == PLAN.STEPS
-    return gl.where(ends, 0, step + 1), gl.where(ends, block + programs, block)
+def _share_of(unit, PLAN: gl.constexpr):
+    """A unit's block and its first step."""
+    return unit // PLAN.SPLITS, unit % PLAN.SPLITS * (PLAN.STEPS // PLAN.SPLITS)
+
+
+@gluon.jit
+def _row_of(block, first, rows, token_blocks, PLAN: gl.constexpr):
+    """Where the first step of a unit begins in x."""
+    return first * 2 * rows + block % token_blocks * PLAN.TOKENS
+
+
+@gluon.jit
+def _ahead(step, steps, row, next_row, more, rows):
+    """Whether there is such a step, and where it begins in x.
+
+    row, next_row: where step 0 does, of the unit and counted on into the next; more: there is one.
+    """
+    here = step < steps
+    return here | more, gl.where(here, row, next_row) + step * 2 * rows
+
+
+@gluon.jit
+def _joined(acc, parts_ptr, counts_ptr, unit, warp, lane, PLAN: gl.constexpr):
+    """The sums of some tokens of a warp's tile, added over all splits of its block in order.
+
+    Every split leaves its own in memory, and adds those of as many tokens as the others do.
+
+    Returns:
+        The sums, and the first of their tokens.
+    """
+    SPLITS: gl.constexpr = PLAN.SPLITS
+    COUNT: gl.constexpr = PLAN.TOKENS // 2 // SPLITS  # of a lane
+    TILE_BYTES: gl.constexpr = 64 * PLAN.TOKENS  # of 16 rows
+    BYTES: gl.constexpr = WARPS * TILE_BYTES  # of a split
+    block = unit // SPLITS
+    split = unit % SPLITS
+    counts = counts_ptr.to(gl.int64, bitcast=True) + ((block * WARPS + warp) * 4).to(gl.int64)
+    sums = parts_ptr.to(gl.int64, bitcast=True) + (warp * TILE_BYTES + lane * 16).to(gl.int64)
+    sums += (block * SPLITS).to(gl.int64) * BYTES
+    own = sums + split.to(gl.int64) * BYTES
+    for i in gl.static_range(0, len(acc), 4):
+        words = as_word(acc[i]), as_word(acc[i + 1]), as_word(acc[i + 2]), as_word(acc[i + 3])
+        store16(own + i * 128, words, lane >= 0)
+    publish(counts, lane)
+    await_published(counts, SPLITS)
+    sums += split.to(gl.int64) * (COUNT * 128)
+    joined = ()
+    for i in gl.static_range(0, COUNT, 4):
+        total = ()
+        for s in gl.static_range(SPLITS):
+            words = stream16(sums, s * BYTES + i * 128)
+            new = ()
+            for j in gl.static_range(4):
+                one = as_float(words[j])
+                new = new + (one if s == 0 else total[j] + one,)
+            total = new
+        joined = joined + total
+    return joined, split * (PLAN.TOKENS // SPLITS)
 
 
 @gluon.jit
@@ -274,14 +363,13 @@ def _next_slot(slot, phase, STAGES: gl.constexpr):
 def _place_of(
     block, token_blocks, warp, lane, tiles, words_ptr, scales_ptr, W: gl.constexpr
 ):  # fmt: skip
-    """A warp's tile in a block, and where words and scales begin; past the end the last tile's."""
-    tile = block // token_blocks * WARPS + warp
-    own = gl.minimum(tile, tiles - 1)
+    """Where words and scales of a warp's tile in a block begin; past the end the last tile's."""
+    own = gl.minimum(block // token_blocks * WARPS + warp, tiles - 1)
     TILE_BYTES: gl.constexpr = W.STEPS * W.WIDTH.STEP_BYTES
     words = words_ptr.to(gl.int64, bitcast=True) + lane * 16 + own.to(gl.int64) * TILE_BYTES
     row = own * (W.GROUPS * 8) + lane // 4
     scales = scales_ptr.to(gl.int64, bitcast=True) + row.to(gl.int64) * 4
-    return tile, words, scales
+    return words, scales
 
 
 @gluon.jit
@@ -318,16 +406,21 @@ def _load_word(address):
     return inline("ld.global.b32 $0, [$1];", "=r,l", (address,))
 
 
+@gluon.constexpr_function
+def _batch_of(count):
+    return math.gcd(8, count)
+
+
 @gluon.jit
 def _store_block(
-    acc, added_ptr, out_ptr, first_token, tile, lane, M, N, stride, TOKENS: gl.constexpr,
-    PAIRED: gl.constexpr,
+    acc, added_ptr, out_ptr, first_token, tile, lane, M, N, stride, PLAN: gl.constexpr
 ):  # fmt: skip
-    """Store a warp's rows of all tokens: 8 tokens and 8 rows at a time, turned by `movmatrix`."""
-    BATCH: gl.constexpr = 8  # of 8 tokens, whose additions are loaded together
-    HALVES: gl.constexpr = 1 if PAIRED else 2
+    """Store a warp's rows of some tokens: 8 tokens and 8 rows at a time, turned by `movmatrix`."""
+    COUNT: gl.constexpr = len(acc) // 4  # of 8 tokens
+    BATCH: gl.constexpr = _batch_of(COUNT)  # whose additions are loaded together
+    HALVES: gl.constexpr = 1 if PLAN.PAIRED else 2
     column = tile * (8 * HALVES) + lane % 4 * 2
-    for batch in gl.static_range(0, TOKENS // 8, BATCH):
+    for batch in gl.static_range(0, COUNT, BATCH):
         before = ()
         if added_ptr is not None:
             for i in gl.static_range(BATCH):
@@ -341,7 +434,7 @@ def _store_block(
             for half in gl.static_range(HALVES):
                 first = acc[4 * (batch + i) + 2 * half]
                 second = acc[4 * (batch + i) + 2 * half + 1]
-                if PAIRED:
+                if PLAN.PAIRED:
                     first = _swiglu(first, acc[4 * (batch + i) + 2])
                     second = _swiglu(second, acc[4 * (batch + i) + 3])
                 if added_ptr is not None:
@@ -394,25 +487,33 @@ def gemm(
     M = x.shape[0]
     row_blocks = -(-w.tiles * TILE // ROWS)
     count = multiprocessors(x)
-    tokens = gemm_tokens(row_blocks, M, count)
-    plan = gemm_plan(w.constants, tokens, w.paired)
-    arranged = arrange(x, plan.STEPS, tokens, norm, eps)
+    share = gemm_share(row_blocks, M, steps_of(w.K), count)
+    plan = gemm_plan(w.constants, share.tokens, share.splits, w.paired)
+    token_blocks = -(-M // share.tokens)
+    parts = counts = None
+    units = row_blocks * token_blocks * share.splits
+    if share.splits > 1:
+        each = triton.next_power_of_2(-(-row_blocks * token_blocks * WARPS.value // M))
+        counts = x.new_empty((M, each), dtype=torch.int32)
+        parts = x.new_empty((units, ROWS, share.tokens), dtype=torch.float32)
+    arranged = arrange(x, plan.STEPS, share.tokens, norm, eps, counts)
     N = w.N // 2 if w.paired else w.N
     y = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    token_blocks = -(-M // tokens)
     run(
         _gemm_kernel,
-        (min(row_blocks * token_blocks, count),),
+        (min(units, count),),
         arranged,
         w.words,
         w.scales.view(torch.int32),
         None if added is None else added.view(torch.int32),
         y.view(torch.int32),
+        parts,
+        counts,
         M,
         N,
         arranged.shape[1],
         w.tiles,
-        row_blocks,
+        units,
         token_blocks,
         0 if added is None or added.shape[0] == 1 else N,
         PLAN=plan,

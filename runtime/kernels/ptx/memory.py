@@ -355,6 +355,36 @@ def count_round(address, LAST: gl.constexpr, inside):
 
 
 @gluon.jit
+def publish(address, lane):
+    """Add one to a counter for the warp, once its lanes have stored what they have."""
+    warp_barrier()
+    inline(
+        "{.reg .pred p; setp.eq.s32 p, $2, 0; fence.acq_rel.gpu; "
+        "@p red.relaxed.gpu.global.add.u32 [$1], 1; mov.b32 $0, 0;}",
+        "=r,l,r", (address, lane),
+    )  # fmt: skip
+
+
+@gluon.jit
+def await_published(address, COUNT: gl.constexpr):
+    """Wait until so many warps have published; then what they stored can be loaded."""
+    inline(
+        """{
+        .reg .pred less;
+        .reg .b32 seen;
+        AGAIN:
+        ld.relaxed.gpu.global.u32 seen, [$1];
+        setp.lt.u32 less, seen, $2;
+        @less bra AGAIN;
+        fence.acq_rel.gpu;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,n", (address, COUNT),
+    )  # fmt: skip
+    warp_barrier()
+
+
+@gluon.jit
 def count_shared(address, LAST: gl.constexpr, inside):
     """`count_round` of a counter in shared memory, which orders what is read before and behind."""
     return inline(

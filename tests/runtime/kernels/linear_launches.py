@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 
+from lowbit.runtime.kernels.linear.width import WIDTHS
 from tests.runtime.kernels.meta_inputs import weight, zeros
 
 EPS = 1e-6
@@ -72,7 +73,7 @@ def sizes(model: str, bits: int) -> set[tuple[int, int, int]]:
     """Bits, tiles and steps of a model's linears."""
     hidden, inner, qkv, heads = MODELS[model]
     shapes = [(qkv, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner)]
-    return {(bits, N // 16, K * bits // 512) for N, K in shapes}
+    return {(bits, N // 16, K // WIDTHS[bits].STEP_K) for N, K in shapes}
 
 
 def measured(known: set[tuple[int, int, int]]) -> Iterator[str]:
@@ -81,7 +82,7 @@ def measured(known: set[tuple[int, int, int]]) -> Iterator[str]:
     from lowbit.runtime.kernels.launch.linear import GEMV_MEASURED, GEMV_UNPAIRED
 
     for bits, tiles, steps in sorted((GEMV_MEASURED.keys() - known) | GEMV_UNPAIRED.keys()):
-        N, K = 16 * tiles, steps * 512 // bits
+        N, K = 16 * tiles, steps * WIDTHS[bits].STEP_K
         if N > K:
             cuda.product(zeros(1, K), weight(bits, N, K), norm=zeros(K), eps=EPS)
         else:

@@ -1,5 +1,7 @@
 """Launches of linear layers: what their kernels take for granted, for all sizes."""
 
+import itertools
+
 import pytest
 
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
@@ -9,8 +11,9 @@ from lowbit.runtime.kernels.launch.linear import (
     GEMV_UNPAIRED,
     MOST_ROUNDS,
     SEVERAL_MEASURED,
+    GemmShare,
     GemvLaunch,
-    gemm_tokens,
+    gemm_share,
     gemv_launch,
     wgmma_launch,
 )
@@ -134,19 +137,32 @@ def test_wgmma_takes_no_groups_that_end_inside_a_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "tokens", "program"),
+    ("rows", "columns", "tokens", "share"),
     [
-        (24576, 1024, 256),
-        (4096, 1024, 256),
-        (4096, 512, 128),
-        (6144, 512, 256),
-        (2560, 1024, 192),
-        (1024, 1024, 64),
-        (4096, 65, 64),
+        (24576, 4096, 1024, GemmShare(256)),
+        (4096, 4096, 1024, GemmShare(256)),
+        (4096, 4096, 512, GemmShare(128)),
+        (4096, 4096, 128, GemmShare(128, 4)),
+        (4096, 12288, 128, GemmShare(128, 4)),
+        (4096, 12288, 256, GemmShare(256, 4)),
+        (6144, 4096, 512, GemmShare(256)),
+        (2560, 4096, 1024, GemmShare(192)),
     ],
 )
-def test_gemm_takes_programs_that_fill_the_gpu(rows: int, tokens: int, program: int) -> None:
-    assert gemm_tokens(rows // 128, tokens) == program
+def test_gemm_takes_programs_that_fill_the_gpu(
+    rows: int, columns: int, tokens: int, share: GemmShare
+) -> None:
+    assert gemm_share(rows // 128, tokens, columns // 128) == share
+
+
+@pytest.mark.parametrize("steps", [2, 3, 7, 16, 20, 32, 85, 96, 136, 200])
+def test_splits_of_gemm_have_as_many_steps_and_tokens(steps: int) -> None:
+    """Two steps at least, since a program loads that many ahead; 8 tokens, which it stores."""
+    for row_blocks, tokens in itertools.product((1, 8, 20, 32, 48, 272), (65, 128, 300, 1024)):
+        share = gemm_share(row_blocks, tokens, steps)
+        assert steps % share.splits == 0
+        assert steps // share.splits >= 2
+        assert share.tokens % (8 * share.splits) == 0
 
 
 @pytest.mark.parametrize("count", [24, 84, 170])
@@ -173,5 +189,5 @@ def test_programs_of_wgmma_are_at_most_as_many_as_multiprocessors() -> None:
 
 
 def test_gemm_fills_a_smaller_card() -> None:
-    assert gemm_tokens(1024 // 128, 1024, 132) == 64
-    assert gemm_tokens(1024 // 128, 1024, 32) == 256
+    assert gemm_share(1024 // 128, 1024, 32, 132) == GemmShare(128, 2)
+    assert gemm_share(1024 // 128, 1024, 32, 32) == GemmShare(256)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit.runtime.kernels.launch.linear import GemmShare
 from lowbit.runtime.kernels.linear import gemm as module
 from lowbit.runtime.kernels.linear.gemm import STAGES, gemm, on_hopper
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
@@ -40,8 +41,14 @@ def product(x: Tensor, w: TiledLinear) -> Tensor:
     return x.double() @ widen_ref(w).double().T
 
 
-def use_programs_of(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    monkeypatch.setattr(module, "gemm_tokens", lambda *sizes: tokens)
+def use_programs_of(monkeypatch: pytest.MonkeyPatch, tokens: int, splits: int = 1) -> None:
+    """Blocks of so many tokens, in so many splits where they have a share each."""
+
+    def share(row_blocks: int, M: int, steps: int, count: int) -> GemmShare:
+        fits = steps % splits == 0 and tokens // 8 % splits == 0
+        return GemmShare(tokens, splits if fits else 1)
+
+    monkeypatch.setattr(module, "gemm_share", share)
 
 
 @PROGRAMS
@@ -92,9 +99,10 @@ def test_swiglu_of_normed_tokens(
 
 
 @BITS
-def test_a_token_has_the_same_bits_in_any_company(
+def test_without_splits_a_token_has_the_same_bits_in_any_company(
     make_tiled: MakeTiled, randn: Randn, monkeypatch: pytest.MonkeyPatch, bits: int
 ) -> None:
+    use_programs_of(monkeypatch, 256)
     w, x, added = make_tiled(bits, 1040, 2560, 128), randn(1100, 2560), randn(1100, 1040)
     whole = gemm(x, w, added=added)
     for program in STAGES:
@@ -102,6 +110,53 @@ def test_a_token_has_the_same_bits_in_any_company(
         for first, last in ((0, 65), (1, 400), (129, 1100), (1000, 1100)):
             part = gemm(x[first:last].contiguous(), w, added=added[first:last].contiguous())
             assert torch.equal(part.view(torch.int16), whole[first:last].view(torch.int16))
+
+
+@PROGRAMS
+@BITS
+@pytest.mark.parametrize("splits", [2, 3, 4])
+@pytest.mark.parametrize(("N", "K", "paired"), [(1040, 3072, False), (6144, 3072, True)])
+def test_blocks_that_several_programs_share(
+    make_tiled: MakeTiled,
+    randn: Randn,
+    bf16_error: float,
+    monkeypatch: pytest.MonkeyPatch,
+    bits: int,
+    N: int,
+    K: int,
+    paired: bool,
+    splits: int,
+    program: int,
+) -> None:
+    """Sums of all splits are added once, by the last to come, in one order: the same every time."""
+    use_programs_of(monkeypatch, program, splits)
+    w, x = make_tiled(bits, N, K, 128, paired), randn(300, K)
+    added = None if paired else randn(300, N)
+    expected = product(x, w)
+    if added is None:
+        gate, up = expected.chunk(2, 1)
+        expected = torch.nn.functional.silu(gate) * up
+    else:
+        expected += added.double()
+    y = gemm(x, w, added=added)
+    assert relative_error(y, expected) < bf16_error
+    for _ in range(20):
+        assert torch.equal(gemm(x, w, added=added).view(torch.int16), y.view(torch.int16))
+
+
+def test_a_graph_of_shared_blocks_is_replayed(
+    make_tiled: MakeTiled, randn: Randn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The counts of programs that have come are zero again at each replay."""
+    use_programs_of(monkeypatch, 128, 4)
+    w, x = make_tiled(4, 1040, 2048, 128), randn(300, 2048)
+    expected, graph = gemm(x, w), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = gemm(x, w)
+    for _ in range(3):
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y.view(torch.int16), expected.view(torch.int16))
 
 
 def test_many_blocks_of_one_program(
