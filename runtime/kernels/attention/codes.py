@@ -80,7 +80,7 @@ def stage_codes(
     SHARED: gl.constexpr = PLAN.heads.shared
     KEYS_END: gl.constexpr = PLAN.heads.shared + PLAN.together
     HELD: gl.constexpr = PLAN.held
-    WARPS: gl.constexpr = PLAN.warps
+    WARPS: gl.constexpr = PLAN.running
     D: gl.constexpr = PLAN.heads.dim
     HALF: gl.constexpr = gl.pointer_type(gl.int16)
     warp, lane, _, none = thread

@@ -84,7 +84,7 @@ def attention_decode(
     numbers = step.tables.shape[1], eps, D**-0.5 * LOG2_E
     options = {
         "PLAN": constants,
-        "num_warps": constants.warps,
+        "num_warps": constants.running,
         "maxnreg": hopper_registers(qkv, launch.registers),
         "launch_pdl": pdl,
         "enable_fp_fusion": False,

@@ -102,7 +102,8 @@ class Plan:
         loads: pieces of a lane.
         splits: that a program takes beside each other, a warp each, where the keys are split.
         groups: of warps in a program, each with a softmax of its own.
-        warps: of a program.
+        warps: that add up keys, in order.
+        running: warps of a program; fewer than `warps` take the keys of several in turn.
         turn: keys that all of them take at a time.
         ahead: turns whose keys and values are all loaded at first; 0 loads each during the one
             before.
@@ -137,6 +138,7 @@ class Plan:
     splits: int
     groups: int
     warps: int
+    running: int
     turn: int
     ahead: int
     early: bool
@@ -198,6 +200,7 @@ def plan(
         splits=launch.splits if launch.joined else 1,
         groups=groups,
         warps=warps,
+        running=launch.warps or warps,
         turn=warps * KEYS * keys.blocks,
         ahead=launch.ahead,
         early=launch.early and not split,

@@ -85,7 +85,7 @@ def load_rotations(
     """Angles and gains of the heads that a warp stages, in its turns."""
     SHARED: gl.constexpr = PLAN.heads.shared
     HELD: gl.constexpr = PLAN.held
-    WARPS: gl.constexpr = PLAN.warps
+    WARPS: gl.constexpr = PLAN.running
     cos = cos_ptr.to(gl.int64, bitcast=True)
     sin = sin_ptr.to(gl.int64, bitcast=True)
     q_gain = zero.to(gl.int64)
@@ -119,7 +119,7 @@ def stage_heads(
     """
     SHARED: gl.constexpr = PLAN.heads.shared
     HELD: gl.constexpr = PLAN.held
-    WARPS: gl.constexpr = PLAN.warps
+    WARPS: gl.constexpr = PLAN.running
     D: gl.constexpr = PLAN.heads.dim
     WORD: gl.constexpr = gl.pointer_type(gl.int32)
     angles, gains = rotations
@@ -286,18 +286,13 @@ def own_sums(buffer, g, t, COUNT: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def weigh_warps(softmax, new_score, own_new, buffer, sums_at, warp, g, t, PLAN: gl.constexpr):
-    """Weights of each warp's sums in its group, for heads 2 * t and 2 * t + 1; sums are stored.
+def leave_warp(softmax, buffer, sums_at, warp, g, t, PLAN: gl.constexpr):
+    """Leave a warp's sums, its highest score and sum of weights where `weigh_warps` finds them.
 
-    softmax, new_score: of head g; own_new: whether the new token counts here; buffer: shared memory
-    for 16 numbers of each warp and then the sums; sums_at: of this lane's, see `own_sums`.
-
-    Returns:
-        Highest score and sum of weights of every group, the weight of every warp's sums, each of
-        the second head after the first; that of the new value, which the first group counts.
+    softmax: of head g; buffer: shared memory for 16 numbers of each warp and then the sums;
+    sums_at: of this lane's, see `own_sums`.
     """
     WARPS: gl.constexpr = PLAN.warps
-    GROUPS: gl.constexpr = PLAN.groups
     PAIRS: gl.constexpr = (PLAN.heads.shared + 1) // 2  # of heads: lanes from there hold nothing
     acc, top, total = softmax
     total += across(total, 1)
@@ -310,6 +305,21 @@ def weigh_warps(softmax, new_score, own_new, buffer, sums_at, warp, g, t, PLAN: 
         c = acc[quad]
         words = (as_word(c[0]), as_word(c[1]), as_word(c[2]), as_word(c[3]))
         store_shared16(sums_at + (warp * len(acc) + quad) * (128 * PAIRS), words, t < PAIRS)
+
+
+@gluon.jit
+def weigh_warps(new_score, own_new, buffer, t, PLAN: gl.constexpr):
+    """Weights of each warp's sums in its group, for heads 2 * t and 2 * t + 1; see `leave_warp`.
+
+    new_score: of head g; own_new: whether the new token counts here.
+
+    Returns:
+        Highest score and sum of weights of every group, the weight of every warp's sums, each of
+        the second head after the first; that of the new value, which the first group counts.
+    """
+    WARPS: gl.constexpr = PLAN.warps
+    GROUPS: gl.constexpr = PLAN.groups
+    totals_at = buffer + 32 * WARPS
     barrier()
     tops = ()
     wholes = ()

@@ -15,6 +15,7 @@ from lowbit.runtime.kernels.attention.program import (
     element_of,
     first_fresh,
     kv_head,
+    leave_warp,
     load_rotations,
     new_pair,
     nothing_yet,
@@ -108,9 +109,8 @@ def _store(
     for e in gl.static_range(EACH):
         d = gl.minimum(element_of(warp * EACH + e, g, PLAN), D - 2)
         new_values = new_values + (new_pair(value, d, PLAN),)
-    tops, wholes, weights, news = weigh_warps(
-        softmax, new_score, split == 0, buffer, sums_at, warp, g, t, PLAN
-    )
+    leave_warp(softmax, buffer, sums_at, warp, g, t, PLAN)
+    tops, wholes, weights, news = weigh_warps(new_score, split == 0, buffer, t, PLAN)
     lines = ((), ())  # of each of the two heads
     for e in gl.static_range(EACH):
         quad = warp * EACH + e

@@ -14,6 +14,7 @@ from lowbit.runtime.kernels.attention.program import (
     element_of,
     first_fresh,
     kv_head,
+    leave_warp,
     load_rotations,
     new_pair,
     nothing_yet,
@@ -56,9 +57,10 @@ def attend_whole(
     TURN: gl.constexpr = PLAN.turn
     AHEAD: gl.constexpr = PLAN.ahead
     WARPS: gl.constexpr = PLAN.warps
+    RUNNING: gl.constexpr = PLAN.running
     SHARED: gl.constexpr = PLAN.heads.shared
     D: gl.constexpr = PLAN.heads.dim
-    thread = threads(WARPS)
+    thread = threads(RUNNING)
     warp, lane, zero, none = thread
     g = lane // 4
     t = lane % 4
@@ -119,19 +121,45 @@ def attend_whole(
             softmax = attend(
                 softmax, q, keys, values, row, position, t, none, score_scale, False, PLAN
             )
+    leave_warp(softmax, buffer, sums_at, warp, g, t, PLAN)
+    for after in gl.static_range(RUNNING, WARPS, RUNNING):
+        softmax = _attend_as(
+            warp + after, q, new_score, bases, table, position, fresh, g, t, none, score_scale, PLAN
+        )  # fmt: skip
+        leave_warp(softmax, buffer, sums_at, warp + after, g, t, PLAN)
     _store(
-        out_ptr, qkv, fresh[2], bases[1], new_at, column, softmax, new_score, buffer, sums_at,
-        head, token, thread, PLAN,
+        out_ptr, qkv, fresh[2], bases[1], new_at, column, new_score, buffer, sums_at, head, token,
+        thread, PLAN,
     )  # fmt: skip
 
 
 @gluon.jit
+def _attend_as(
+    warp, q, new_score, bases, table, end, fresh, g, t, none, scale, PLAN: gl.constexpr
+):  # fmt: skip
+    """The softmax over the keys of another warp, for which the program has none."""
+    KEYS: gl.constexpr = 8 * PLAN.keys.blocks
+    TURN: gl.constexpr = PLAN.turn
+    row = warp * KEYS
+    page = page_of(table, row, end)
+    next_page = page_of(table, row + TURN, end)
+    keys = load_keys(bases, page, row + g, end, g, t, row < end, PLAN)
+    values = load_values(bases, page, row + 2 * t, end, g, row < end, PLAN)
+    softmax = nothing_yet(new_score, none, PLAN)
+    softmax, keys, values, row = attend_turns(
+        row, next_page, keys, values, softmax, q, bases, table, (0, end, TURN), fresh, g, t,
+        none, scale, PLAN,
+    )  # fmt: skip
+    return attend(softmax, q, keys, values, row, end, t, none, scale, False, PLAN)
+
+
+@gluon.jit
 def _store(
-    out_ptr, qkv, value, v_base, new_at, column, softmax, new_score, buffer, sums_at, head,
-    token, thread, PLAN: gl.constexpr,
+    out_ptr, qkv, value, v_base, new_at, column, new_score, buffer, sums_at, head, token, thread,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     """Append the new value, and store the program's columns of its heads."""
-    WARPS: gl.constexpr = PLAN.warps
+    WARPS: gl.constexpr = PLAN.running
     SHARED: gl.constexpr = PLAN.heads.shared
     GROUPS: gl.constexpr = PLAN.groups
     QUADS: gl.constexpr = 4 * PLAN.sets  # of sums a lane: elements d, d + 1 of heads 2 t, 2 t + 1
@@ -149,9 +177,7 @@ def _store(
                 gate = (head * SHARED + gl.minimum(2 * t + h, SHARED - 1)) * PLAN.query
                 gate += PLAN.heads.dim
                 gates = gates + (load4(qkv + (gate + column + d).to(gl.int64) * 2),)
-    tops, wholes, weights, news = weigh_warps(
-        softmax, new_score, True, buffer, sums_at, warp, g, t, PLAN
-    )
+    tops, wholes, weights, news = weigh_warps(new_score, True, buffer, t, PLAN)
     shares, inverses = weigh_groups(tops, wholes, PLAN)
     for e in gl.static_range(EACH):
         quad = warp * EACH + e

@@ -1,4 +1,4 @@
-"""A kernel of `attention_decode`: a kv head of one token over all its splits, a warp each.
+"""A kernel of `attention_decode`: a kv head of one token over all its splits, a warp each in turn.
 
 For steps of many tokens, which are programs enough. A split has one turn of keys here, whose blocks
 are those of as many warps elsewhere; its warp takes them one after another and joins them as
@@ -87,7 +87,7 @@ def _attend_splits(
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """More keys than `whole`, and at most a turn for each split."""
-    WARPS: gl.constexpr = PLAN.warps
+    WARPS: gl.constexpr = PLAN.running
     SPLITS: gl.constexpr = PLAN.splits
     SHARED: gl.constexpr = PLAN.heads.shared
     D: gl.constexpr = PLAN.heads.dim
@@ -156,7 +156,7 @@ def _load_block(bases, table, row, end, i: gl.constexpr, g, t, PLAN: gl.constexp
 def _attend_split(
     loaded, q, bases, table, split, end, new_score, g, t, none, scale, PLAN: gl.constexpr
 ):  # fmt: skip
-    """Sums, highest score and sum of weights of a split, without the new value.
+    """A split's sums, highest score and sum of weights, without the new value.
 
     loaded: keys of the first block; the next is loaded while one is multiplied.
     """
@@ -221,7 +221,7 @@ def _store(
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """Append the new value, join the splits and store the program's columns of its heads."""
-    WARPS: gl.constexpr = PLAN.warps
+    WARPS: gl.constexpr = PLAN.running
     SPLITS: gl.constexpr = PLAN.splits
     SHARED: gl.constexpr = PLAN.heads.shared
     D: gl.constexpr = PLAN.heads.dim

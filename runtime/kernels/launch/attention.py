@@ -55,7 +55,8 @@ class AttentionLaunch:
         registers: of a thread on Hopper; None leaves them to the compiler. With more than 168 two
             programs of four warps fit on a multiprocessor, not three; with more than 128 one of
             eight warps, not two.
-        joined: one program takes all splits, a warp each, and no kernel joins them.
+        joined: one program takes all splits, a warp each in turn, and no kernel joins them.
+        warps: of a joined program; None for those of all groups.
     """
 
     keys: KeySplit
@@ -65,6 +66,7 @@ class AttentionLaunch:
     early: bool = False
     registers: int | None = None
     joined: bool = False
+    warps: int | None = None
 
 
 KEYS = 8  # of a block
@@ -76,7 +78,12 @@ WIDTH = 2048  # of all query heads; more make the kernels around attention large
 SHORT = 1024  # keys
 MOST_SPLITS = 64
 REGISTERS = 224  # less makes Triton 3.9 spill
-TWO_PROGRAMS = 128  # registers with which two programs of eight warps fit on a multiprocessor
+JOINED_REGISTERS = 128  # with which 16 warps fit on a multiprocessor
+NARROW = 4  # warps of a joined program: four on a multiprocessor, which load at different times
+MOST_WIDE = (
+    256  # joined programs of eight warps that run at a time; of more, narrow ones are faster
+)
+SHORT_TURN = 64  # keys of a split, of which narrow programs take more in turn without loss
 LOADED = 4  # splits whose highest scores are loaded from shared memory at once
 CROWDED = 128  # programs that leave no multiprocessor for more parts, nor for splits
 
@@ -138,8 +145,12 @@ def attention_launch(
     if crowded and not spills and reach <= keys.most * keys.turn:
         rounded = max(power_of_two(splits), LOADED)
         if join_bytes(shared, head_dim, rounded, parts, together, coded) <= STATIC_SHARED:
-            registers = TWO_PROGRAMS if head_dim == 128 else None
-            return AttentionLaunch(keys, rounded, parts, registers=registers, joined=True)
+            short = keys.turn <= SHORT_TURN and tokens * kv_heads * parts > MOST_WIDE
+            warps = NARROW if rounded <= NARROW or short else None
+            registers = JOINED_REGISTERS if head_dim == 128 else None
+            return AttentionLaunch(
+                keys, rounded, parts, registers=registers, joined=True, warps=warps
+            )
     early = head_dim > 128 or width > WIDTH or reach <= SHORT
     registers = REGISTERS if tokens == 1 and head_dim == 128 else None
     return AttentionLaunch(keys, splits, early=early, registers=registers)

@@ -5,6 +5,7 @@ the same on a GPU.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from lowbit.runtime.kernels.attention import decode as module
 from lowbit.runtime.kernels.attention.decode import attention_decode
-from lowbit.runtime.kernels.launch.attention import attention_launch
+from lowbit.runtime.kernels.launch.attention import NARROW, attention_launch
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span
 from tests.runtime.kernels.emulated_join import join_splits
@@ -64,13 +65,17 @@ def test_one_program_joins_all_splits(
     q_norm, k_norm = (1.5 + 0.3 * torch.randn(2, D)).to(gain)
     step = step_of(tables, [Span(row, length, 1) for row, length in enumerate(LENGTHS)])
     found = []
-    for tokens in (1, 1000):  # as many programs as so many tokens have
-        launch = attention_launch(Hkv, Hq // Hkv, D, CONTEXT, tokens)
-        assert launch.splits > 1
-        assert launch.joined == (tokens > 1)
+    apart, joined = (  # as many programs as so many tokens have
+        attention_launch(Hkv, Hq // Hkv, D, CONTEXT, tokens) for tokens in (1, 1000)
+    )
+    assert apart.splits > 1
+    assert not apart.joined
+    assert joined.joined
+    for launch in (apart, replace(joined, warps=None), replace(joined, warps=NARROW)):
         monkeypatch.setattr(module, "attention_launch", lambda *sizes, launch=launch: launch)
         own = clone(pages)
         out = attention_decode(qkv, q_norm, k_norm, EPS, rope, own, step, 0, gated)
         found.append((out, own.k.view(torch.int16), own.v.view(torch.int16)))
-    for apart, joined in zip(*found, strict=True):
-        assert torch.equal(apart, joined)
+    for one, wide, narrow in zip(*found, strict=True):
+        assert torch.equal(one, wide)
+        assert torch.equal(one, narrow)

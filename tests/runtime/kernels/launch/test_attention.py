@@ -7,6 +7,7 @@ import pytest
 from lowbit.runtime.kernels.launch.attention import (
     KEYS,
     MOST_SPLITS,
+    NARROW,
     attention_launch,
     join_bytes,
     key_split,
@@ -103,3 +104,13 @@ def test_attention_is_split_as_was_measured(
 def test_more_query_heads_than_shared_memory_allows_take_fewer_warps() -> None:
     assert key_split(4, 4, 256).warps == 8
     assert key_split(4, 6, 256).warps == 4
+
+
+def test_narrow_programs_where_they_take_no_more_rounds_or_are_many() -> None:
+    """Of four warps; BF16 and codes, heads of 128 and 256."""
+    assert attention_launch(8, 4, 128, 1024, 64).warps == NARROW
+    assert attention_launch(8, 4, 128, 1024, 32).warps is None
+    assert attention_launch(8, 4, 128, 1024, 64, coded=True).warps is None
+    assert attention_launch(8, 4, 128, 512, 64, coded=True).warps == NARROW
+    assert attention_launch(4, 4, 256, 512, 64).warps == NARROW
+    assert attention_launch(4, 4, 256, 1024, 64).warps is None
