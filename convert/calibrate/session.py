@@ -24,7 +24,6 @@ from lowbit.convert.plan.calibration_cost import (
     shapes_of,
 )
 from lowbit.convert.plan.plan import Plan
-from lowbit.formats.architectures import read_config, tensor_table
 from lowbit.formats.errors import CheckpointError, UnsupportedModelError
 from lowbit.formats.layout.manifest import Calibration
 from lowbit.formats.safetensors.checkpoint import Checkpoint
@@ -118,9 +117,7 @@ class Session:
             ResourceError: it takes more memory than is free.
         """
         windows = Windows(*self.text.samples.shape)
-        config = self.source.config
-        table = tensor_table(config, self.source.tensors)
-        shapes = shapes_of(table, self.plan.schemes, read_config(config).experts)
+        shapes = shapes_of(self.source.config, self.plan.schemes, self.source.tensors)
         method, place = self.plan.recipe.method, self.device.type
         need = calibration_memory(shapes, method, windows, place, torch.get_num_threads())
         check_memory(need, windows, place)

@@ -59,18 +59,18 @@ def push(
     from lowbit.formats.packed import open_packed
 
     stated = Statement(base_model, license)
+    packed = open_packed(folder)  # before the network is asked
     if dry_run:
         with progress_bars(quiet=as_json) as progress:
-            shown = publishing.dry_run(folder, repo, private, revision, stated, progress=progress)
+            shown = publishing.dry_run(packed, repo, private, revision, stated, progress=progress)
         if as_json:
             print_json(render_published.dry_run_json(shown))
         else:
             render_published.dry_run(shown)
         return
-    open_packed(folder)  # before the network is asked
     api = open_hub(repo)
     published = publish_folder(
-        api, folder, repo, private, revision, as_json, stated, allow_local_paths
+        api, packed, repo, private, revision, as_json, stated, allow_local_paths
     )
     if as_json:
         print_json(render_published.published_json(published))

@@ -101,9 +101,10 @@ def sensitivity(
     XDG_CACHE_HOME or ~/.cache), where --target-bpw and --target-size look for them.
     """
     from lowbit.convert.calibrate.session import CalibrationRequest
+    from lowbit.convert.cli.planning import rotated_by_default
     from lowbit.convert.cli.progress import progress_bars
     from lowbit.convert.cli.tables import target as render
-    from lowbit.convert.cli.target import rotated_by_default
+    from lowbit.convert.original.device import open_device
     from lowbit.convert.plan.cache import check_file, write_file
     from lowbit.convert.plan.lookup import Settings, find_or_estimate, open_original
     from lowbit.convert.report.sensitivity_plot import heat_map
@@ -114,7 +115,8 @@ def sensitivity(
         check_file(out)
     original = open_original(locate(source, revision).folder)
     if rotated is None:
-        rotated = rotated_by_default(original.checkpoint, CalibrationRequest(calib), device)
+        request = CalibrationRequest(calib)
+        rotated = rotated_by_default(original.checkpoint, request, open_device(device))
     settings = Settings(
         calib=calib,
         windows=windows,

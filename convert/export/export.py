@@ -37,7 +37,7 @@ from lowbit.formats.errors import ResourceError, UnsupportedModelError
 from lowbit.formats.file_names import README
 from lowbit.formats.files.atomic import disk_errors
 from lowbit.formats.layout.manifest import MANIFEST_FILE, json_bytes
-from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, open_any_layout
+from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, Checkpoint, open_any_layout
 
 Target = Literal["gptq", "awq", "mlx", "gguf"]
 Report = Callable[[str, int, int], None]  # phase, done, total
@@ -143,9 +143,10 @@ def export(
             if stale.name != JOURNAL_FILE:
                 stale.unlink()
         if layout is not None:
-            size, proof = _safetensors(source, partial, layout, max_shard_bytes, report)
+            size, made = _write_safetensors(source, partial, layout, max_shard_bytes, report)
+            proof = _prove_safetensors(source, made, layout, report)
             counted = _counter(report, "dequantized", _weights(source.dequantized))
-            plain = prove_dequantized(source, open_any_layout(partial), counted)
+            plain = prove_dequantized(source, made, counted)
         else:
             size, proof = _gguf(source, partial / f"{place.name}.gguf", keys, report)
         for name in carried:
@@ -179,30 +180,35 @@ def _weights(linears: Iterable[Linear]) -> int:
     return sum(linear.N * linear.K for linear in linears)
 
 
-def _safetensors(
+def _write_safetensors(
     source: PackedSource, folder: Path, layout: Layout, max_shard_bytes: int, report: Report
-) -> tuple[int, Proof]:
-    """Write the safetensors files and read them back; bytes of the weights, and the proof."""
-    linears = layout.linears(source)
+) -> tuple[int, Checkpoint]:
+    """Write config and safetensors files; bytes of the weights, and the headers of the result."""
     total = sum(info.nbytes for info in source.checkpoint.tensors.values())
     writing = _counter(report, "export", total)
     outputs = [*layout.outputs(source), *dequantized_outputs(source)]
     size = write_shards(outputs, folder, max_shard_bytes, layout.header, writing)
     (folder / CONFIG_FILE).write_bytes(json_bytes(layout.config(source)))
-    made = open_any_layout(folder)
+    return size, open_any_layout(folder)
+
+
+def _prove_safetensors(
+    source: PackedSource, made: Checkpoint, layout: Layout, report: Report
+) -> Proof:
+    """Read the safetensors files back."""
+    linears = layout.linears(source)
 
     def copies() -> Iterator[tuple[str, Iterable[Tensor], Iterable[Tensor]]]:
         for info, place in layout.copies(source):
             yield info.name, row_parts(source.checkpoint, info), place.parts(made)
 
-    proof = prove(
+    return prove(
         source,
         linears,
         lambda linear: layout.decode(source, made, linear),
         copies(),
         _counter(report, "prove", _weights(linears)),
     )
-    return size, proof
 
 
 def _gguf(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lowbit.convert.measure.pair import is_rotated
-from lowbit.convert.original.weights import Weights, open_weights
+from lowbit.convert.original.weights import Weights, weights_of
 from lowbit.formats.architectures.names import any_expert
 from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.errors import CheckpointError
@@ -108,7 +108,7 @@ def difference(a: Path, b: Path, progress: Progress) -> Difference:
         CheckpointError: weights of other shapes.
     """
     packed = (open_packed(a), open_packed(b))
-    weights = (open_weights(a), open_weights(b))
+    weights = (weights_of(packed[0].checkpoint), weights_of(packed[1].checkpoint))
     names = [{spec.name: spec for spec in side.specs} for side in packed]
     carried = [{info.name for info in side.carried} for side in packed]
     both = [name for name in names[0] if name in names[1]]

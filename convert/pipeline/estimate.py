@@ -31,7 +31,7 @@ from lowbit.convert.plan.matmul_rate import matmul_rate
 from lowbit.convert.plan.memory import block_elements, peak_estimate
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.plan import Plan, with_method
-from lowbit.formats.architectures import part_of, read_config, tensor_table
+from lowbit.formats.architectures import part_of, read_config
 from lowbit.formats.architectures.footprint import (
     DEFAULT_CONTEXT,
     kv_vectors,
@@ -133,14 +133,16 @@ def estimate(
         device: where to compute.
         request: the calibration text.
     """
-    config, tensors, used = source.config, source.tensors, plan.recipe.method
-    sizes = read_config(config)
+    sizes, used = read_config(source.config), plan.recipe.method
     windows = expected_windows(request, sizes.max_position_embeddings, device.type)
     if sizes.block_drafts is not None:  # it is rounded to nearest
         seconds = _rounding_seconds(sum(plan.parameters.values()), device.type)
         rounded = MethodCost(used, seconds, None)
         return Estimate(plan, device, windows, (rounded,), "it is a drafter")
-    shapes = shapes_of(tensor_table(config, tensors), plan.schemes, sizes.experts)
+    shapes, obstacle = (
+        shapes_of(source.config, plan.schemes, source.tensors),
+        _obstacle(source, plan),
+    )
     rate = matmul_rate(device, *shapes.largest)
     weights = shapes.weights + shapes.vocabulary * shapes.hidden
     rounding = _rounding_seconds(weights, device.type)
@@ -153,8 +155,6 @@ def estimate(
         memory = calibration_memory(shapes, method, windows, device.type, threads)
         return MethodCost(method, rounding + seconds, memory)
 
-    obstacle = why_not_rotated(config, plan.schemes, plan.written)
-    obstacle = obstacle or unmeasured_rotation(config["model_type"])
     shown = methods(obstacle is None, sizes.experts is not None)
     others = () if used in shown else (used,)
     costs = tuple(cost(method) for method in (*shown, *others))
@@ -172,23 +172,25 @@ def automatic_plan(
         device: where to compute.
         request: the calibration text.
     """
-    config, tensors = source.config, source.tensors
-    sizes = read_config(config)
+    sizes = read_config(source.config)
     if sizes.block_drafts is not None:
         return plan
     windows = expected_windows(request, sizes.max_position_embeddings, device.type)
-    shapes = shapes_of(tensor_table(config, tensors), plan.schemes, sizes.experts)
-    obstacle = why_not_rotated(config, plan.schemes, plan.written)
-    obstacle = obstacle or unmeasured_rotation(config["model_type"])
     method = automatic_method(
         plan.schemes,
         device.type,
-        calibration_flops(shapes, GPTQ, windows),
+        calibration_flops(shapes_of(source.config, plan.schemes, source.tensors), GPTQ, windows),
         core_count(),
-        obstacle is None,
+        _obstacle(source, plan) is None,
         sizes.experts is not None,
     )
-    return with_method(plan, config, method)
+    return with_method(plan, source.config, method)
+
+
+def _obstacle(source: Checkpoint, plan: Plan) -> str | None:
+    """Reason why `auto` does not rotate; None where it does."""
+    obstacle = why_not_rotated(source.config, plan.schemes, plan.written)
+    return obstacle or unmeasured_rotation(source.config["model_type"])
 
 
 def open_headers(source: str, revision: str | None) -> tuple[Checkpoint, int]:

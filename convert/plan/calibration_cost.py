@@ -23,19 +23,19 @@ more for what the allocator keeps.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 import torch
 
 from lowbit.convert.original.layer import BATCH_TOKENS
 from lowbit.convert.original.walk import HEAD_TOKENS
 from lowbit.convert.plan.method import Method
-from lowbit.formats.architectures.config import Experts
-from lowbit.formats.architectures.table import TensorSpec
+from lowbit.formats.architectures import read_config, tensor_table
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.machine.free_memory import free_bytes
@@ -127,17 +127,18 @@ class Shapes:
 
 
 def shapes_of(
-    table: Sequence[TensorSpec],
+    config: Mapping[str, Any],
     schemes: Mapping[str, Scheme | None],
-    experts: Experts | None = None,
+    names: Collection[str] = (),
 ) -> Shapes:
     """The matrices of a model.
 
     Args:
-        table: of its tensors, the embedding first.
+        config: its config.json.
         schemes: of its linears.
-        experts: sizes of its experts; None without any.
+        names: of its tensors; see `tensor_table`.
     """
+    table, experts = tensor_table(config, names), read_config(config).experts
     passed = Fraction(0)
     layers: dict[str, list[tuple[int, int]]] = defaultdict(list)
     inputs: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)

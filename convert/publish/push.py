@@ -12,16 +12,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowbit.convert.publish.access import check_name
 from lowbit.convert.publish.errors import explained, patiently
-from lowbit.convert.publish.parcel import WEIGHTS, Item, Parcel, Statement, make_parcel
+from lowbit.convert.publish.parcel import (
+    NOTHING,
+    WEIGHTS,
+    Item,
+    Parcel,
+    Statement,
+    make_parcel,
+)
 from lowbit.convert.publish.remote import Remote, read_remote, require_equal
 from lowbit.formats.errors import PublishError
 from lowbit.formats.file_names import HTML_FILE, QUALITY_FILE
 from lowbit.formats.layout.manifest import MANIFEST_FILE
+from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE
 from lowbit.formats.tasks import TASKS_FILE
 
@@ -80,18 +87,18 @@ class DryRun:
 
 
 def dry_run(
-    folder: Path,
+    packed: PackedCheckpoint,
     repo: str,
     private: bool | None,
     revision: str | None = None,
-    stated: Statement | None = None,
+    stated: Statement = NOTHING,
     *,
     progress: Callable[[str, int, int], None],
 ) -> DryRun:
     """Verify a packed folder and plan its push.
 
     Args:
-        folder: made by lowbit-convert.
+        packed: the folder, made by lowbit-convert.
         repo: `owner/name`; the Hub is not asked whether it exists.
         private: as in `publish`.
         revision: as in `publish`.
@@ -104,7 +111,7 @@ def dry_run(
     from huggingface_hub import constants
 
     check_name(repo)
-    parcel = make_parcel(folder, repo, progress, stated)
+    parcel = make_parcel(packed, repo, progress, stated)
     return DryRun(parcel, f"{constants.ENDPOINT}/{repo}", private, revision)
 
 

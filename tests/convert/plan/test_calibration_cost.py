@@ -42,7 +42,7 @@ QWEN3_8B = {
 
 def shapes(config: "Config", recipe: Recipe | None = None) -> Shapes:
     table = tensor_table(config)
-    return shapes_of(table, (recipe or Recipe()).schemes(table))
+    return shapes_of(config, (recipe or Recipe()).schemes(table))
 
 
 def test_shapes_of_a_small_model(small_config: "Config") -> None:
