@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowbit.convert.calibrate.gptq import Factor
 from lowbit.convert.calibrate.windows import Windows
-from lowbit.convert.original.layer import Layer, Probe, batches, recorded
+from lowbit.convert.original.layer import Layer, batches, probed, recorded
 from lowbit.convert.original.threads import ordered
 from lowbit.convert.plan.calibration_cost import PRODUCTS_BYTES
 from lowbit.formats.errors import QuantizationError
@@ -94,7 +94,6 @@ def measure(
     Raises:
         QuantizationError: activations are not finite.
     """
-    here, there = Probe(layer, linear), Probe(original, linear)
     K = layer.weight(linear).shape[1]
 
     def over(part: slice) -> Moments:
@@ -110,12 +109,9 @@ def measure(
         sums = _sums(inputs, batches(hidden, device), K, device, pool)
         return _means(sums, linear, hidden.shape[0] * hidden.shape[1])
 
-    try:
+    with probed(layer, linear) as here, probed(original, linear) as there:
         learned = over(slice(0, windows.learned))
         return learned, over(windows.held) if windows.holds_out else None
-    finally:
-        here.close()
-        there.close()
 
 
 def loudness_caps(x: Tensor, compared: int) -> Tensor:

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
+
+from lowbit.convert.original.layer import hooked
 
 Call = tuple[Tensor, Tensor]  # input, output
 Squares = tuple[float, float]  # of the error, of the output
@@ -18,23 +19,10 @@ def recorded_linears(layer: torch.nn.Module) -> Iterator[dict[str, list[Call]]]:
 
     Inputs that linears share are held once.
     """
-    calls: dict[str, list[Call]] = {}
-    hooks = []
-    for name, module in layer.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            calls[name] = []
-            hooks.append(module.register_forward_hook(partial(_note, calls[name])))
-    try:
+    linears = [n for n, module in layer.named_modules() if isinstance(module, torch.nn.Linear)]
+    calls: dict[str, list[Call]] = {name: [] for name in linears}
+    with hooked(layer, linears, lambda name, x, output: calls[name].append((x, output))):
         yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _note(
-    calls: list[Call], module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor
-) -> None:
-    calls.append((inputs[0], output))
 
 
 def squares(linear: torch.nn.Module, calls: Iterable[Call]) -> list[Squares]:

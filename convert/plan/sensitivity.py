@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lowbit.convert.original.backward import LinearTrace, TracedLayer, traced
+from lowbit.convert.original.backward import Backward, LinearTrace, traced
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.precision import tensor_cores
 from lowbit.convert.original.threads import alone_on_threads, block_map, ordered
@@ -127,12 +127,12 @@ def _head(
 
 
 def _backward(
-    run: TracedLayer, layer: torch.nn.Module, entering: Tensor, above: Tensor, pool: Pool
+    run: Backward, layer: torch.nn.Module, entering: Tensor, above: Tensor, pool: Pool
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Squared gradients by every linear's weight, and gradients by the layer's input.
 
     Args:
-        run: the layer with its linears watched.
+        run: of `traced`.
         layer: the same layer.
         entering: [windows, T, h], its input.
         above: [draws, windows, T, h], gradients by its output.
@@ -146,7 +146,7 @@ def _backward(
 
     def one(window: int) -> tuple[Tensor, dict[str, LinearTrace]]:
         hidden = entering[window].to(above.device, torch.float32)
-        return run.backward(hidden, above[:, window])
+        return run(hidden, above[:, window])
 
     limit = torch.get_num_threads()
     for window, (gradient, traces) in enumerate(ordered(pool, one, range(len(entering)), limit)):
