@@ -6,11 +6,10 @@ that is being read, their activations and statistics, whatever the model's size.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,14 +29,12 @@ from lowbit.convert.calibrate.windows import Windows, begin
 from lowbit.convert.original.layer import Layer, run
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.precision import tensor_cores
+from lowbit.convert.original.progress import Progress
 from lowbit.convert.original.threads import alone_on_threads
 from lowbit.convert.original.walk import load_layer
 from lowbit.convert.plan.method import Method
 from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.layout.scheme import Scheme
-
-Phase = Literal["calibrate", "distill"]
-Progress = Callable[[Phase, int, int], None]  # phase, done, in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +79,8 @@ def calibrate(
         task: what to do.
         store: of finished layers.
         device: where to compute.
-        progress: called after every layer, with weights of layers done and in all.
+        progress: called with ("calibrate", weights of layers done, in all) after every layer, then
+            with ("distill", steps done, in all).
 
     Raises:
         QuantizationError: activations are not finite.
@@ -110,7 +108,7 @@ def calibrate(
                 store,
                 device,
                 pool,
-                lambda done, total: progress("distill", done, total),
+                progress,
             )
     layers = range(len(model.layers))
     distilled = map(distilled_name, layers) if task.method.distill else ()

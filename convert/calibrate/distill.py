@@ -7,7 +7,7 @@ layer, and the gradient comes back layer by layer, each computed once more. Some
 are learned at a time, so that memory holds their positions only; all others stay packed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from lowbit.convert.calibrate.learned import Learned
 from lowbit.convert.calibrate.linear import Chosen
 from lowbit.convert.calibrate.windows import Batches, count_held
 from lowbit.convert.original.layer import Layer
+from lowbit.convert.original.progress import Advance
 from lowbit.convert.original.threads import ordered
 from lowbit.convert.original.walk import HEAD_TOKENS, blocks
 from lowbit.convert.plan.calibration_cost import DISTILL_STEPS
@@ -141,7 +142,7 @@ def distill(
     hidden: Tensor,
     original: Tensor,
     device: torch.device,
-    progress: Callable[[int], None],
+    advance: Advance,
 ) -> bool:
     """Learn what is to be learned of the student; whether that helped on windows held out.
 
@@ -150,7 +151,7 @@ def distill(
         hidden: what goes into the first layer, [windows, T, h] float32.
         original: the original's states after the final norm, same shape.
         device: where to compute.
-        progress: called with the steps done.
+        advance: told of 1 after every step.
     """
     used = len(hidden) - count_held(len(hidden))
     held = range(used if used < len(hidden) else 0, len(hidden))
@@ -166,7 +167,7 @@ def distill(
         student.step(
             hidden[batch].to(device), original[batch].to(device), 1 - number / DISTILL_STEPS
         )
-        progress(number + 1)
+        advance(1)
     return judged() < before
 
 

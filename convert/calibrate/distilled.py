@@ -1,8 +1,7 @@
 """The packed model put together for distillation, and taken apart again into the store."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from lowbit.convert.calibrate.learned import Learned
 from lowbit.convert.calibrate.store import Store, distilled_name, layer_name
 from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.model import LayeredModel
+from lowbit.convert.original.progress import Meter, Progress
 from lowbit.convert.original.walk import embed, load_layer
 from lowbit.convert.plan.calibration_cost import DISTILL_STEPS, learned_together
 from lowbit.formats.layout.scheme import Scheme
@@ -26,7 +26,7 @@ def distill_layers(
     store: Store,
     device: torch.device,
     pool: ThreadPoolExecutor | None,
-    progress: Callable[[int, int], None],
+    progress: Progress,
 ) -> None:
     """Learn every quantized linear of the decoder against the original's logits, into the store.
 
@@ -39,7 +39,7 @@ def distill_layers(
         store: holds what was chosen for every layer.
         device: where to compute.
         pool: of `alone_on_threads`.
-        progress: called with (steps done, in all).
+        progress: called with ("distill", steps done, in all).
     """
     layers: list[Layer] = []
     linears: list[dict[str, Fixed | Learned]] = []
@@ -62,13 +62,10 @@ def distill_layers(
         if all(store.load(distilled_name(number), schemes) is not None for number in phase):
             continue
         _learn(model, phase, schemes, linears, store, device)
-        advance = partial(_advance, progress, DISTILL_STEPS * place, DISTILL_STEPS * len(phases))
-        helped = distill(student, hidden, states, device, advance)
+        steps = DISTILL_STEPS * len(phases)
+        meter = Meter(progress, "distill", steps, DISTILL_STEPS * place)
+        helped = distill(student, hidden, states, device, meter.add)
         _keep(model, phase, schemes, linears, store, device, helped)
-
-
-def _advance(progress: Callable[[int, int], None], before: int, total: int, step: int) -> None:
-    progress(before + step, total)
 
 
 def _weights(linears: Mapping[str, Fixed | Learned]) -> int:

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from lowbit.convert.calibrate.calibrate import Progress, Task, calibrate
+from lowbit.convert.calibrate.calibrate import Task, calibrate
 from lowbit.convert.calibrate.store import Calibrated, Store
 from lowbit.convert.calibrate.windows import shuffled
 from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
 from lowbit.convert.original.model import load_layered_model
+from lowbit.convert.original.progress import Progress
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
 from lowbit.convert.plan.calibration_cost import (

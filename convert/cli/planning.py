@@ -8,11 +8,11 @@ import torch
 
 from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.cli.tables import target as render
+from lowbit.convert.original.progress import Progress
 from lowbit.convert.pipeline.estimate import Estimate, automatic_plan, estimate
 from lowbit.convert.plan.allocate import Allocation, Target, allocate
 from lowbit.convert.plan.lookup import (
     Found,
-    Progress,
     Settings,
     dense_weights,
     find_or_estimate,

@@ -14,7 +14,8 @@ from typing import BinaryIO, Literal
 import torch
 from torch import Tensor
 
-from lowbit.convert.export.outputs import Blocks, Progress, write_blocks
+from lowbit.convert.export.outputs import Blocks, write_blocks
+from lowbit.convert.original.progress import Advance
 from lowbit.formats.errors import FormatError
 from lowbit.formats.safetensors.checkpoint import read_at
 
@@ -89,7 +90,7 @@ def _nbytes(kind: GgmlType, shape: Sequence[int]) -> int:
 
 
 def write_gguf(
-    path: Path, metadata: Mapping[str, Value], tensors: Sequence[GgufTensor], progress: Progress
+    path: Path, metadata: Mapping[str, Value], tensors: Sequence[GgufTensor], advance: Advance
 ) -> int:
     """Write a file, tensor after tensor; its size in bytes.
 
@@ -109,7 +110,7 @@ def write_gguf(
             offset += tensor.nbytes + -tensor.nbytes % ALIGNMENT
         _pad(file)
         for tensor in tensors:
-            write_blocks(file, tensor.blocks(), tensor.name, tensor.nbytes, progress)
+            write_blocks(file, tensor.blocks(), tensor.name, tensor.nbytes, advance)
             _pad(file)
         return file.tell()
 

@@ -1,6 +1,6 @@
 """Linears that a container cannot hold: refused by name, or written as plain matrices."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from lowbit.convert.export.outputs import Output
 from lowbit.convert.export.source import Linear, PackedSource, as_one, row_blocks
 from lowbit.convert.export.unquantized_names import layer_of
+from lowbit.convert.original.progress import Advance
 from lowbit.convert.plan.plan import EXPERTS
 from lowbit.convert.report.formatting import size
 from lowbit.formats.architectures.names import any_expert, expert_of, spans
@@ -207,14 +208,14 @@ def _exact(source: PackedSource, linear: Linear) -> Iterator[tuple[int, Tensor]]
 
 
 def prove_dequantized(
-    source: PackedSource, made: Checkpoint, progress: Callable[[int], None]
+    source: PackedSource, made: Checkpoint, advance: Advance
 ) -> tuple[Dequantized, ...]:
     """Compare every dequantized matrix with its codes and scales.
 
     Args:
         source: packed folder.
         made: the export.
-        progress: called with the weights compared since the last call.
+        advance: told of the weights compared.
 
     Raises:
         FormatError: a value is not the exact product rounded once.
@@ -227,7 +228,7 @@ def prove_dequantized(
             if not torch.equal(written, exact.to(dtype)):
                 raise FormatError(f"`{linear.module}` reads back with other values")
             largest = max(largest, (written.to(torch.float32) - exact).abs_().max().item())
-            progress(exact.numel())
+            advance(exact.numel())
         name = str(dtype).removeprefix("torch.")
         found.append(Dequantized(linear.module, str(linear.scheme), name, largest))
     return tuple(found)

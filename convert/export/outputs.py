@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.export.source import BLOCK_WEIGHTS, Linear, PackedSource
+from lowbit.convert.original.progress import Advance
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.manifest import json_bytes
 from lowbit.formats.layout.packing import SCALE
@@ -16,7 +17,6 @@ from lowbit.formats.safetensors.checkpoint import INDEX_FILE, Checkpoint, Tensor
 from lowbit.formats.safetensors.shards import index_json, lay_out
 
 Blocks = Callable[[], Iterable[Tensor]]
-Progress = Callable[[int], None]  # bytes since the last call
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def write_shards(
     folder: Path,
     max_shard_bytes: int,
     metadata: Mapping[str, str],
-    progress: Progress,
+    advance: Advance,
 ) -> int:
     """Write safetensors files, and an index if there are several; their bytes in all.
 
@@ -95,7 +95,7 @@ def write_shards(
         folder: existing one, for the files.
         max_shard_bytes: limit of a file.
         metadata: of every file's header.
-        progress: called with the bytes written.
+        advance: told of the bytes written.
 
     Raises:
         FormatError: two outputs with one name, or blocks that do not add up to their tensor.
@@ -110,14 +110,14 @@ def write_shards(
         with (folder / shard.file).open("wb") as file:
             file.write(shard.header)
             for info in shard.tensors:
-                write_blocks(file, by_name[info.name].blocks(), info.name, info.nbytes, progress)
+                write_blocks(file, by_name[info.name].blocks(), info.name, info.nbytes, advance)
     if len(shards) > 1:
         (folder / INDEX_FILE).write_bytes(json_bytes(index_json(shards)))
     return sum(shard.size for shard in shards)
 
 
 def write_blocks(
-    file: BinaryIO, blocks: Iterable[Tensor], name: str, nbytes: int, progress: Progress
+    file: BinaryIO, blocks: Iterable[Tensor], name: str, nbytes: int, advance: Advance
 ) -> None:
     """Write one tensor, block after block.
 
@@ -126,7 +126,7 @@ def write_blocks(
         blocks: content of the tensor.
         name: of the tensor, for messages.
         nbytes: length that the header states.
-        progress: called with the bytes written.
+        advance: told of the bytes written.
 
     Raises:
         FormatError: the blocks do not add up to the stated length.
@@ -136,7 +136,7 @@ def write_blocks(
         data = _raw_bytes(block)
         file.write(data)
         written += len(data)
-        progress(len(data))
+        advance(len(data))
     if written != nbytes:
         raise FormatError(f"`{name}`: {written} bytes were made, the header states {nbytes}")
 

@@ -1,10 +1,9 @@
 """Weights of a packed folder against their source, from the files alone."""
 
-from collections.abc import Callable
-
 from lowbit.convert.measure.pair import Pair
 from lowbit.convert.measure.weights import WeightQuality, WeightSums, quality_rows
 from lowbit.convert.original.device import open_device
+from lowbit.convert.original.progress import Meter, Progress, silent
 from lowbit.convert.original.weights import Weights
 from lowbit.formats.architectures import is_tied
 from lowbit.formats.errors import CheckpointError
@@ -15,14 +14,14 @@ BLOCK_WEIGHTS = 1 << 22  # read at a time
 def measure_weights(
     pair: Pair,
     device: str = "cpu",
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = silent,
 ) -> tuple[WeightQuality, ...]:
     """One row a packed linear, or for all experts of a layer, in the order of the file.
 
     Args:
         pair: the original, and the folder made from it by any tool.
         device: `cpu` or `cuda`.
-        progress: called with (weights done, weights in all).
+        progress: called with ("weights", weights done, in all).
 
     Raises:
         CheckpointError: a folder that cannot be read, or a linear the source lacks.
@@ -35,7 +34,7 @@ def measure_weights(
     if not schemes:
         raise CheckpointError(f"`{quantized.checkpoint.folder}` holds no packed linear")
     sizes = {module: _size(quantized, module) for module in schemes}
-    total, done = sum(sizes.values()), 0
+    meter = Meter(progress, "weights", sum(sizes.values()))
     found = []
     for module, scheme in schemes.items():
         name = _source_name(originals, module)
@@ -50,9 +49,7 @@ def measure_weights(
         for (_, w), (_, p, scale) in zip(originals.rows(name, count, place), blocks, strict=True):
             sums.add(w, p, scale, scheme)
         found.append((module, scheme, sums))
-        done += sizes[module]
-        if progress is not None:
-            progress(done, total)
+        meter.add(sizes[module])
     return quality_rows(found)
 
 

@@ -1,7 +1,7 @@
 """Differences between two packed checkpoints: configuration, recipe, and every tensor."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lowbit.convert.measure.pair import is_rotated
+from lowbit.convert.original.progress import Progress
 from lowbit.convert.original.weights import Weights, weights_of
 from lowbit.formats.architectures.names import any_expert
 from lowbit.formats.draft_head import DRAFT_FILE
@@ -21,8 +22,6 @@ from lowbit.formats.safetensors.hashing import hash_file
 
 BLOCK_WEIGHTS = 1 << 22  # read at a time
 CPU = torch.device("cpu")
-
-Progress = Callable[[str, int, int], None]  # phase, done, in all
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ layer. Two sets of hidden states are kept, the original's and the packed model's
 noise is asked for, a third and shorter one, the original's in BF16.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from lowbit.convert.measure.outputs import (
 )
 from lowbit.convert.measure.routing import Routes, Routing, RoutingSums
 from lowbit.convert.original.model import LayeredModel
+from lowbit.convert.original.progress import Advance
 from lowbit.convert.original.threads import BlockMap, block_map
 from lowbit.convert.original.walk import (
     HEAD_ROWS,
@@ -39,7 +40,6 @@ from lowbit.formats.errors import CheckpointError
 SUM_TOKENS = {"cpu": 32, "cuda": 2048}  # of a block at a time, so that FP64 stays in cache
 
 Models = tuple[LayeredModel, LayeredModel]  # original and packed
-Advance = Callable[[int], None]  # weights times tokens done since the last call
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def compare(
         models: original and packed, loaded for windows of T tokens.
         windows: [windows, T] int64 token ids.
         device: where to compute.
-        advance: told of work done, `work` in all.
+        advance: told of weights times tokens done, `work` in all.
         noisy: windows, from the first, that also pass through the original in BF16.
         watched: windows, from the first, on which outputs of linears are compared.
         drafted: numbers of the windows whose final states are returned.

@@ -14,6 +14,7 @@ from lowbit.convert.original.device import open_device
 from lowbit.convert.original.evaluation_text import Text
 from lowbit.convert.original.long_text import LongText, long_text
 from lowbit.convert.original.model import load_layered_model
+from lowbit.convert.original.progress import Meter, Progress, silent
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.rounded_cache import with_cache
 from lowbit.formats.architectures import read_config
@@ -25,7 +26,7 @@ def measure_long(
     pair: Pair,
     text: Text,
     device: str = "cpu",
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = silent,
     note: Callable[[str], None] | None = None,
 ) -> LongQuality:
     """Compare a packed model with its original, and its INT8 cache with a BF16 one, far back.
@@ -34,7 +35,7 @@ def measure_long(
         pair: the original, with tokenizer.json, and the folder made from it.
         text: passages of it are repeated, and lines are hidden in it.
         device: `cpu` or `cuda`.
-        progress: called with (work done, work in all), in weights times tokens.
+        progress: called with ("long", work done, in all), in weights times tokens.
         note: told, before the work, how much memory it takes.
 
     Raises:
@@ -56,7 +57,7 @@ def measure_long(
             f"comparing {len(windows)} windows of {made.length:,} tokens twice, in at most "
             f"{need / 1e9:.2f} GB of memory"
         )
-    figures = _compared(pair, windows, place, progress or (lambda done, total: None))
+    figures = _compared(pair, windows, place, progress)
     for found in figures:
         if not (found.nll_original.isfinite().all() and found.nll_packed.isfinite().all()):
             raise QuantizationError(
@@ -70,7 +71,7 @@ def _compared(
     pair: Pair,
     windows: Tensor,
     device: torch.device,
-    progress: Callable[[int, int], None],
+    progress: Progress,
 ) -> list[TokenFigures]:
     """The packed model against the original, and its INT8 cache against a BF16 one."""
     with torch.inference_mode(), without_advice():
@@ -80,14 +81,8 @@ def _compared(
             (original, packed),
             (with_cache(packed, BF16_CACHE), with_cache(packed, INT8_CACHE)),
         ]
-        total, done = sum(work(models[0], windows) for models in pairs), 0
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            progress(done, total)
-
-        return [compare(models, windows, device, advance).figures for models in pairs]
+        meter = Meter(progress, "long", sum(work(models[0], windows) for models in pairs))
+        return [compare(models, windows, device, meter.add).figures for models in pairs]
 
 
 def _summarize(

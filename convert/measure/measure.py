@@ -27,6 +27,7 @@ from lowbit.convert.measure.record import Flip, LogitQuality, Position, TextKind
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.evaluation_text import EvalText, Text, tokenize
 from lowbit.convert.original.model import load_layered_model
+from lowbit.convert.original.progress import Meter, Progress, silent
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.threads import block_map
 from lowbit.formats.architectures import read_config
@@ -37,7 +38,6 @@ from lowbit.formats.errors import CheckpointError, QuantizationError
 NOISY = 32  # windows of the first text that also pass through the original in BF16
 WATCHED = 4  # windows on which outputs of linears are compared
 
-Progress = Callable[[int, int], None]
 Note = Callable[[str], None]
 
 
@@ -58,7 +58,7 @@ def measure_logits(
     pair: Pair,
     texts: Sequence[Text],
     device: str = "cpu",
-    progress: Progress | None = None,
+    progress: Progress = silent,
     note: Note | None = None,
 ) -> Measured:
     """Perplexity of both models and how far the packed one's distributions are, on texts.
@@ -69,7 +69,7 @@ def measure_logits(
             are shorter); the first token of a window is not scored. The first text gives the
             headline figures.
         device: `cpu` or `cuda`.
-        progress: called with (work done, work in all), in weights times tokens.
+        progress: called with ("logits", work done, in all), in weights times tokens.
         note: told, before the work, how much memory it takes.
 
     Raises:
@@ -94,7 +94,9 @@ def measure_logits(
         note(f"comparing logits of {tokens:,} tokens, in at most {need / 1e9:.2f} GB of memory")
     with torch.inference_mode(), without_advice():
         models = _load(pair, windows.shape[1], place)
-        meter = _Meter(work(models[0], windows, noisy) + work(models[0], long), progress)
+        total = work(models[0], windows, noisy) + work(models[0], long)
+        meter = Meter(progress, "logits", total)
+        meter.add(0)
         drafted = drafted_windows([len(text.windows) for text in cut])
         found = compare(models, windows, place, meter.add, noisy, watched, drafted)
         _check_finite(found.figures, pair)
@@ -146,19 +148,6 @@ def _load(pair: Pair, window: int, device: torch.device) -> Models:
                 f"{what} {b}, expected {a}"
             )
     return original, packed
-
-
-class _Meter:
-    """Adds up work done."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self._done, self._total, self._progress = 0, total, progress
-        self.add(0)
-
-    def add(self, amount: int) -> None:
-        self._done += amount
-        if self._progress is not None:
-            self._progress(self._done, self._total)
 
 
 def _check_finite(figures: TokenFigures, pair: Pair) -> None:

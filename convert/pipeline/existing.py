@@ -11,12 +11,13 @@ from pathlib import Path
 from lowbit.convert.measure.compare import measure_weights
 from lowbit.convert.measure.pair import pair_of
 from lowbit.convert.measure.record import QualityReport, read_quality
+from lowbit.convert.original.progress import Progress
 from lowbit.convert.pipeline.conversion import Conversion, Job
 from lowbit.convert.pipeline.folder import check_output, expected_files, finish
 from lowbit.convert.pipeline.origin import check_origin
 from lowbit.convert.pipeline.owned import remove_unfinished_reports
 from lowbit.convert.pipeline.place import place_of
-from lowbit.convert.pipeline.verification import Progress, check_recorded
+from lowbit.convert.pipeline.verification import check_recorded
 from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.files.atomic import disk_errors
@@ -106,9 +107,7 @@ def find_existing(
     weights = None if quality is None else quality.weights
     if weights is None:
         pair = pair_of(job.source, packed)
-        weights = measure_weights(
-            pair, job.device.type, lambda done, total: progress("weights", done, total)
-        )
+        weights = measure_weights(pair, job.device.type, progress)
     conversion = Conversion(
         folder=out,
         source=job.location,

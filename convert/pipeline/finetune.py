@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from lowbit.convert.original.calibration_text import CalibrationText, read_calib
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.model import LayeredModel, load_layered_model
 from lowbit.convert.original.mtp import LAYER, NORMS, MtpHead, greedy_tokens, load_mtp_head
+from lowbit.convert.original.progress import Progress, silent
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.threads import BlockMap, block_map
 from lowbit.convert.original.walk import HEAD_ROWS, embed, load_layer, pass_through
@@ -56,8 +57,6 @@ MOST_ROWS = 32_768  # of the head that targets are told apart by
 SAVED = 25  # steps between two states on the disk
 STATE_FILE = f"{CALIBRATED}mtp.safetensors"
 OTHER_WORK = "finish it with the command that began it, or remove that folder"
-
-Progress = Callable[[str, int, int], None]  # phase, done, in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,7 @@ def finetune_mtp(
         LowbitError: a folder or a text that cannot be read, or too little disk.
     """
     started = time.monotonic()
-    report = progress or (lambda phase, done, total: None)
+    report = progress or silent
     target, place = open_device(device), place_of(folder)
     packed = open_packed(place)
     if packed.manifest is None:

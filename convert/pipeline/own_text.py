@@ -1,7 +1,6 @@
 """A calibration text in the model's own words: its answers to prompts, then the bundled texts."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from lowbit.convert.calibrate.session import check_can_run
 from lowbit.convert.original.calibration_text import bundled_texts
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.own_words import Answer, Asked, answer, ask, fitting_batch
+from lowbit.convert.original.progress import Progress, silent
 from lowbit.convert.original.prompts import prompts
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
@@ -23,8 +23,6 @@ from lowbit.formats.generation import load_generation_config
 from lowbit.formats.hub.locate import locate
 from lowbit.formats.text.template import load_chat_template
 from lowbit.formats.text.tokenizer import TextTokenizer, load_text_tokenizer
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,6 @@ def write_own_text(
         RequestError: prompts and answers exceed the model's context.
     """
     started = time.monotonic()
-    report = progress or (lambda phase, done, total: None)
     target = open_device(device)
     _check_output(out, overwrite)
     folder = locate(str(source), revision).folder
@@ -113,7 +110,7 @@ def write_own_text(
             _ends(folder, weights),
             batch=batch,
             seed=seed,
-            progress=lambda done, total: report("answer", done, total),
+            progress=progress or silent,
         )
     texts = [*(one.text for one in found), *bundled_texts()]
     replace_file(out, "\n".join(texts).encode())

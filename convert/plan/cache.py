@@ -2,12 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
+from lowbit.convert.original.progress import Meter, Progress
 from lowbit.formats.files.atomic import check_place, disk_errors, replace_files
 from lowbit.formats.files.user_folders import user_folder
 from lowbit.formats.layout.manifest import SourceTensor, weights_digest
@@ -50,23 +49,20 @@ def check_file(path: Path) -> None:
     check_place(path, ROOM_BYTES)
 
 
-def hash_weights(checkpoint: Checkpoint, progress: Callable[[int, int], None]) -> str:
+def hash_weights(checkpoint: Checkpoint, progress: Progress) -> str:
     """Hash over all tensors, `weights_sha256` of lowbit.json.
 
     Args:
         checkpoint: the checkpoint to read.
-        progress: called with (bytes done, bytes in all).
+        progress: called with ("source", bytes done, bytes in all).
     """
-    total, done = sum(info.nbytes for info in checkpoint.tensors.values()), 0
-    lock = Lock()
+    total = sum(info.nbytes for info in checkpoint.tensors.values())
+    meter = Meter(progress, "source", total)
 
     def one(name: str) -> SourceTensor:
-        nonlocal done
         info = checkpoint.tensors[name]
         digest = hash_tensor(checkpoint.folder / info.file, info)
-        with lock:
-            done += info.nbytes
-            progress(done, total)
+        meter.add(info.nbytes)
         return SourceTensor(name, info.dtype_name, info.shape, "copied", "", digest)
 
     with ThreadPoolExecutor(core_count()) as pool:

@@ -12,6 +12,7 @@ from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.model import load_layered_model
+from lowbit.convert.original.progress import Progress
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
 from lowbit.convert.plan.cache import cache_file, check_file, hash_weights, write_file
@@ -30,8 +31,6 @@ from lowbit.formats.safetensors.hashing import hash_file
 
 WINDOW = 512
 WINDOWS = 8
-
-Progress = Callable[[str, int, int], None]  # phase, done, in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +172,7 @@ def read_checked(path: Path, weights: Weights, progress: Progress) -> Found:
         FormatError: the file is malformed, or of another checkpoint.
     """
     found = read_sensitivities(path)
-    digest = _hash(weights, progress)
+    digest = hash_weights(weights.checkpoint, progress)
     if found.weights_sha256 != digest:
         raise FormatError(
             f"`{path}` is of weights {found.weights_sha256[:12]}, "
@@ -197,7 +196,7 @@ def _estimate(
             choices,
             text.samples,
             device,
-            lambda done, total: progress("sensitivity", done, total),
+            progress,
             rule,
         )
 
@@ -214,7 +213,7 @@ def _identity(
         "torch_version": torch.__version__,
         "transformers_version": str(transformers.__version__),
         "config_sha256": hash_file(weights.checkpoint.folder / CONFIG_FILE),
-        "weights_sha256": _hash(weights, progress),
+        "weights_sha256": hash_weights(weights.checkpoint, progress),
         "text_name": text.name,
         "text_sha256": text.sha256,
         "window": window,
@@ -223,7 +222,3 @@ def _identity(
         "scale_rule": settings.rule,
         "rotated": settings.rotate,
     }
-
-
-def _hash(weights: Weights, progress: Progress) -> str:
-    return hash_weights(weights.checkpoint, lambda done, total: progress("source", done, total))

@@ -17,7 +17,7 @@ Against the KL of models with one set at INT4, on 4 windows of 256 tokens:
 The head is measured, not estimated.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from lowbit.convert.original.backward import Backward, LinearTrace, traced
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.precision import tensor_cores
+from lowbit.convert.original.progress import Meter, Progress
 from lowbit.convert.original.threads import alone_on_threads, block_map, ordered
 from lowbit.convert.original.walk import embed, load_layer, pass_through
 from lowbit.convert.plan.head import pass_head
@@ -40,7 +41,6 @@ DRAWS = 2  # tokens drawn at each position; the next window costs three times th
 FORWARD_WORK, BACKWARD_WORK, HEAD_WORK = 1, 5, 8  # time a weight, for progress
 KEPT_DTYPE = torch.bfloat16  # of hidden states between the passes
 
-Progress = Callable[[int, int], None]
 Pool = ThreadPoolExecutor | None
 
 
@@ -62,7 +62,7 @@ def estimate(
         choices: any sets at any schemes.
         windows: [windows, T] int64 token ids; the last token of a window is not scored.
         device: where to compute.
-        progress: called with (work done, work in all).
+        progress: called with ("sensitivity", work done, work in all).
         rule: by which scales are chosen.
 
     Returns:
@@ -73,13 +73,16 @@ def estimate(
         CheckpointError: weights or tokens that do not fit the model.
         QuantizationError: the original gives NaN or infinite logits.
     """
-    meter = _Meter(model, progress)
+    sizes = [sum(w.numel() for w in layer.parameters()) for layer in model.layers]
+    head_work = HEAD_WORK * model.hidden_size * model.vocabulary
+    total = (FORWARD_WORK + BACKWARD_WORK) * sum(sizes) + head_work
+    meter = Meter(progress, "sensitivity", total)
     with tensor_cores(device):
-        entering, last = _forward(model, windows, device, meter)
+        entering, last = _forward(model, windows, device, sizes, meter)
         with alone_on_threads(device) as pool:
             head = [(fused, scheme) for fused, scheme in choices if fused.layer is None]
             above, kl = _head(model, last, [scheme for _, scheme in head], pool, rule)
-            meter.add_head()
+            meter.add(head_work)
             costs = dict(zip(head, kl, strict=True))
             scored = DRAWS * windows[:, 1:].numel()
             for number in reversed(range(len(model.layers))):
@@ -90,12 +93,12 @@ def estimate(
                     squares, above = _backward(run, layer, entering.pop(), above, pool)
                 for choice in here:
                     costs[choice] = _cost(layer, choice, squares, pool, rule) / (2 * scored)
-                meter.add_layer(number, BACKWARD_WORK)
+                meter.add(BACKWARD_WORK * sizes[number])
     return [costs[choice] for choice in choices]
 
 
 def _forward(
-    model: LayeredModel, windows: Tensor, device: torch.device, meter: "_Meter"
+    model: LayeredModel, windows: Tensor, device: torch.device, sizes: Sequence[int], meter: Meter
 ) -> tuple[list[Tensor], Tensor]:
     """Inputs of every layer, on the CPU, and the output of the last: [windows, T, h]."""
     entering = []
@@ -105,7 +108,7 @@ def _forward(
             entering.append(hidden.to("cpu", KEPT_DTYPE, copy=True))  # the pass is in place
             layer = load_layer(model, number, device)
             pass_through(layer, model.arguments[number], hidden, each)
-            meter.add_layer(number, FORWARD_WORK)
+            meter.add(FORWARD_WORK * sizes[number])
     return entering, hidden
 
 
@@ -188,23 +191,3 @@ def _cost(
         for found in ordered(pool, part, row_blocks(weight)):
             total += found
     return float(total) if bool(total.isfinite()) else float("inf")
-
-
-class _Meter:
-    """Adds up work, in weights, and reports it."""
-
-    def __init__(self, model: LayeredModel, progress: Progress) -> None:
-        self._sizes = [sum(w.numel() for w in layer.parameters()) for layer in model.layers]
-        self._head = HEAD_WORK * model.hidden_size * model.vocabulary
-        self._total = (FORWARD_WORK + BACKWARD_WORK) * sum(self._sizes) + self._head
-        self._done, self._progress = 0, progress
-
-    def add_layer(self, number: int, work: int) -> None:
-        self._add(work * self._sizes[number])
-
-    def add_head(self) -> None:
-        self._add(self._head)
-
-    def _add(self, work: int) -> None:
-        self._done += work
-        self._progress(self._done, self._total)

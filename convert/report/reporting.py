@@ -1,7 +1,7 @@
 """Quality reports around a conversion: the texts, the figures, the files beside the checkpoint."""
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from lowbit.convert.measure.record import LogitQuality, LongQuality, QualityRepo
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.evaluation_text import Text, check_names, default_texts
+from lowbit.convert.original.progress import Progress
 from lowbit.convert.pipeline.conversion import Conversion
 from lowbit.convert.pipeline.existing import ExistingResult, current_quality
 from lowbit.convert.pipeline.origin import Ask, Origin, find_origin
@@ -28,8 +29,6 @@ from lowbit.formats.files.atomic import disk_errors
 from lowbit.formats.files.user_file import read_text_file
 from lowbit.formats.packed import PackedCheckpoint, open_packed
 from lowbit.formats.printable import printable
-
-Progress = Callable[[str, int, int], None]  # phase, done, in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +49,13 @@ class LogitRequest:
 
     def measure(self, pair: Pair, progress: Progress) -> Measured:
         """Compare a packed folder with its original."""
-        return measure_logits(
-            pair,
-            self.texts,
-            self.device,
-            lambda done, total: progress("logits", done, total),
-            self.note,
-        )
+        return measure_logits(pair, self.texts, self.device, progress, self.note)
 
     def measure_long(self, pair: Pair, progress: Progress) -> LongQuality | None:
         """Compare both on long texts, and an INT8 cache with BF16; None where nobody asked."""
         if not self.long:
             return None
-        return measure_long(
-            pair,
-            self.texts[0],
-            self.device,
-            lambda done, total: progress("long", done, total),
-            self.note,
-        )
+        return measure_long(pair, self.texts[0], self.device, progress, self.note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,9 +233,7 @@ def write_full_report(
     if origin.guessed and request.note is not None:
         request.note(f"original: {original.folder}")
     pair = pair_of(original, packed)
-    weights = measure_weights(
-        pair, request.device, lambda done, total: progress("weights", done, total)
-    )
+    weights = measure_weights(pair, request.device, progress)
     found = request.measure(pair, progress)
     far = request.measure_long(pair, progress)
     weights = _with_outputs(weights, found.output_errors)

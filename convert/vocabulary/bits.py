@@ -1,7 +1,7 @@
 """Bits that a model needs for a byte of text, which models of different tokenizers share."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from lowbit.convert.measure.logits import scored_states
 from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.evaluation_text import Text, tokenize
 from lowbit.convert.original.model import LayeredModel, load_layered_model
+from lowbit.convert.original.progress import Advance
 from lowbit.convert.original.threads import alone_on_threads, block_map
 from lowbit.convert.original.walk import (
     HEAD_ROWS,
@@ -26,7 +27,6 @@ from lowbit.formats.architectures import read_config
 from lowbit.formats.text.tokenizer import load_text_tokenizer
 
 WINDOW = 256  # tokens; the bundled texts of other languages have two or more such windows
-Advance = Callable[[], None]  # called after every layer, and after the head
 
 
 def check_measurable(folder: Path, texts: Sequence[Text]) -> None:
@@ -52,7 +52,7 @@ def text_bits(
         folder: of a model that is not packed.
         texts: each of at least two tokens, the others of a window.
         device: where to compute.
-        advance: called after every layer, and after the head.
+        advance: told of 1 after every layer, and after the head.
 
     Raises:
         LowbitError: a text that is too short, or a model that transformers does not run.
@@ -80,7 +80,7 @@ def _nats(model: LayeredModel, windows: Tensor, device: torch.device, advance: A
         for number in range(len(model.layers)):
             layer = load_layer(model, number, device)
             pass_through(layer, model.arguments[number], hidden, each)
-            advance()
+            advance(1)
         states = scored_states(model, hidden)
     with alone_on_threads(device) as pool:
         total = log_partition(model, states, pool)
@@ -90,7 +90,7 @@ def _nats(model: LayeredModel, windows: Tensor, device: torch.device, advance: A
         here = ((labels >= first) & (labels < first + len(rows))).nonzero()[:, 0]
         for part in (here[some] for some in blocks(len(here), HEAD_TOKENS[device.type])):
             chosen[part] = torch.linalg.vecdot(states[part], rows[labels[part] - first]).double()
-    advance()
+    advance(1)
     return (total - chosen).cpu()
 
 

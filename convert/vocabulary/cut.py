@@ -17,6 +17,7 @@ from torch import Tensor
 from lowbit.convert.export.outputs import Output, row_parts, row_ranges, write_shards
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.evaluation_text import Text, vocabulary_texts
+from lowbit.convert.original.progress import Meter, Progress, silent
 from lowbit.convert.original.token_counts import count_text
 from lowbit.convert.pipeline.folder import (
     check_apart,
@@ -66,7 +67,6 @@ NAMING = (
 # Other forms of the whole vocabulary, which nobody needs beside tokenizer.json.
 OLDER = ("vocab.json", "merges.txt", "tokenizer.model")
 OTHER_WORK = "remove it, or choose another output folder"
-Progress = Callable[[str, int, int], None]  # phase, done, in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def cut_vocabulary(
     check_output(place, overwrite=False)
     device = None if measure_on is None else open_device(measure_on)
     compared = vocabulary_texts() if texts is None else texts
-    report = progress or (lambda phase, done, total: None)
+    report = progress or silent
     location = locate(str(source), revision)
     check_apart(location.folder, place)
     if device is not None:
@@ -363,14 +363,8 @@ def _write_weights(work: PlannedCut, out: Path, max_shard_bytes: int, report: Pr
     """Write `cut_tensors`; bytes of the files."""
     outputs = cut_tensors(work)
     total = sum(math.prod(one.shape) * one.dtype.itemsize for one in outputs)
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        report("export", done, total)
-
-    return write_shards(outputs, out, max_shard_bytes, METADATA, advance)
+    meter = Meter(report, "export", total)
+    return write_shards(outputs, out, max_shard_bytes, METADATA, meter.add)
 
 
 def _all_rows(source: Checkpoint, info: TensorInfo) -> Callable[[], Iterator[Tensor]]:
@@ -407,14 +401,8 @@ def _measured(
 ) -> tuple[TextLength, ...]:
     """The same with bits a byte, of the original and of the cut model."""
     total = 2 * (read_config(read_json(folders[0] / CONFIG_FILE)).num_hidden_layers + 1)
-    done = 0
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        report("compare", done, total)
-
-    old, new = (text_bits(folder, texts, device, advance) for folder in folders)
+    meter = Meter(report, "compare", total)
+    old, new = (text_bits(folder, texts, device, meter.add) for folder in folders)
     return tuple(
         replace(row, bits_before=a, bits_after=b)
         for row, a, b in zip(lengths, old, new, strict=True)

@@ -137,7 +137,7 @@ def test_progress_ends_at_the_total(
     measure: "Measure", tiny: Path, packed: Path, excerpt: str
 ) -> None:
     seen: list[tuple[int, int]] = []
-    measure(tiny, packed, stories=excerpt[:400], progress=lambda *step: seen.append(step))
+    measure(tiny, packed, stories=excerpt[:400], progress=lambda _, *step: seen.append(step))
     done = [step[0] for step in seen]
     assert done == sorted(done)
     assert done[0] == 0

@@ -93,7 +93,7 @@ def kill_at_file(number: int) -> Kill:
 def kill_while_measuring(share: float) -> Kill:
     def kill(patch: Patch) -> None:
         def measure_or_die(pair: Pair, texts: Any, device: str, _: object, note: Any) -> Measured:
-            def progress(done: int, total: int) -> None:
+            def progress(_: str, done: int, total: int) -> None:
                 if done >= share * total:
                     raise Killed
 

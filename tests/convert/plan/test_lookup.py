@@ -92,7 +92,7 @@ def test_weights_are_hashed_as_in_the_manifest(readable: Path, tmp_path: Path) -
     assert manifest is not None
     checkpoint = open_checkpoint(readable)
     seen: list[tuple[int, int]] = []
-    digest = hash_weights(checkpoint, lambda done, total: seen.append((done, total)))
+    digest = hash_weights(checkpoint, lambda _, done, total: seen.append((done, total)))
     assert digest == manifest.source.weights_sha256
     assert seen[-1] == (sum(i.nbytes for i in checkpoint.tensors.values()),) * 2
 
