@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.calibrate.choose import LayerQuantizer
-from lowbit.convert.calibrate.distilled import distill_layers
+from lowbit.convert.calibrate.distill import distill_layers
 from lowbit.convert.calibrate.linear import Chosen
 from lowbit.convert.calibrate.store import (
     HEAD,
@@ -26,9 +26,9 @@ from lowbit.convert.calibrate.store import (
     layer_name,
 )
 from lowbit.convert.calibrate.windows import Windows, begin
+from lowbit.convert.original.device import tensor_cores
 from lowbit.convert.original.layer import Layer, run
 from lowbit.convert.original.model import LayeredModel
-from lowbit.convert.original.precision import tensor_cores
 from lowbit.convert.original.progress import Progress
 from lowbit.convert.original.threads import alone_on_threads
 from lowbit.convert.original.walk import load_layer

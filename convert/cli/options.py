@@ -200,8 +200,7 @@ def calibration_file(ctx: click.Context, param: click.Parameter, value: Path | N
     """Refuse, before anything is fetched, a text that cannot be read; a pipe becomes a file."""
     if value is None or ctx.resilient_parsing:
         return value
-    from lowbit.convert.original.calibration_text import check_calibration
-    from lowbit.convert.original.piped import rereadable
+    from lowbit.convert.original.calibration_text import check_calibration, rereadable
 
     try:
         file = ctx.with_resource(rereadable(value))

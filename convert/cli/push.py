@@ -54,8 +54,8 @@ def push(
     from lowbit.convert.cli.publishing import publish_folder
     from lowbit.convert.cli.tables import published as render_published
     from lowbit.convert.publish import push as publishing
-    from lowbit.convert.publish.access import open_hub
     from lowbit.convert.publish.parcel import Statement
+    from lowbit.convert.publish.push import open_hub
     from lowbit.formats.packed import open_packed
 
     stated = Statement(base_model, license)

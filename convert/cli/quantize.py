@@ -128,8 +128,8 @@ def quantize(
     from lowbit.convert.pipeline.conversion import Job, carry_out
     from lowbit.convert.pipeline.existing import ExistingResult, can_continue, find_existing
     from lowbit.convert.pipeline.origin import remember
-    from lowbit.convert.publish.access import open_hub
     from lowbit.convert.publish.parcel import Statement
+    from lowbit.convert.publish.push import open_hub
     from lowbit.convert.report import reporting
     from lowbit.convert.vocabulary.beside import cut_beside
     from lowbit.formats.hub.locate import locate

@@ -105,8 +105,13 @@ def sensitivity(
     from lowbit.convert.cli.progress import progress_bars
     from lowbit.convert.cli.tables import target as render
     from lowbit.convert.original.device import open_device
-    from lowbit.convert.plan.cache import check_file, write_file
-    from lowbit.convert.plan.lookup import Settings, find_or_estimate, open_original
+    from lowbit.convert.plan.lookup import (
+        Settings,
+        check_file,
+        find_or_estimate,
+        open_original,
+        write_file,
+    )
     from lowbit.convert.report.sensitivity_plot import heat_map
     from lowbit.formats.files.atomic import attempt
     from lowbit.formats.hub.locate import locate

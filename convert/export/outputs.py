@@ -3,20 +3,23 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
 
 from lowbit.convert.export.source import BLOCK_WEIGHTS, Linear, PackedSource
 from lowbit.convert.original.progress import Advance
+from lowbit.formats.architectures.names import any_expert, expert_of
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.manifest import json_bytes
 from lowbit.formats.layout.packing import SCALE
-from lowbit.formats.safetensors.checkpoint import INDEX_FILE, Checkpoint, TensorInfo
+from lowbit.formats.safetensors.checkpoint import INDEX_FILE, Checkpoint
 from lowbit.formats.safetensors.shards import index_json, lay_out
+from lowbit.formats.safetensors.tensor_info import DTYPE_NAMES, TensorInfo
 
 Blocks = Callable[[], Iterable[Tensor]]
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,3 +147,47 @@ def write_blocks(
 def _raw_bytes(block: Tensor) -> memoryview:
     """Bytes of a tensor as a file stores them."""
     return block.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def stacked(items: Iterable[Item], name_of: Callable[[Item], str]) -> list[list[Item]]:
+    """Items that share a name in the container, those of a layer's experts by number.
+
+    GGUF and MLX hold the experts of a layer in one tensor: [E, N, K] for E matrices [N, K].
+    """
+    found: dict[str, list[Item]] = {}
+    for item in items:
+        found.setdefault(name_of(item), []).append(item)
+    return list(found.values())
+
+
+def stack_shape(name: str, count: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of the tensor that holds `count` matrices; `name` is that of one of them."""
+    return (*shape,) if expert_of(name) is None else (count, *shape)
+
+
+def chained(blocks: Sequence[Blocks]) -> Blocks:
+    """Blocks of several tensors, one tensor after the other."""
+
+    def all_blocks() -> Iterator[Tensor]:
+        for one in blocks:
+            yield from one()
+
+    return all_blocks
+
+
+def check_one_dtype(source: PackedSource) -> None:
+    """Refuse experts of one layer whose unquantized weights differ in dtype.
+
+    Raises:
+        FormatError: naming the first that differs.
+    """
+    first: dict[str, TensorInfo] = {}
+    for info in source.dense:
+        if expert_of(info.name) is None:
+            continue
+        other = first.setdefault(any_expert(info.name), info)
+        if other.dtype != info.dtype:
+            raise FormatError(
+                f"`{info.name}` is {DTYPE_NAMES[info.dtype]}, `{other.name}` "
+                f"{DTYPE_NAMES[other.dtype]}: the experts of a layer become one tensor"
+            )

@@ -6,7 +6,9 @@ layer. Two sets of hidden states are kept, the original's and the packed model's
 noise is asked for, a third and shorter one, the original's in BF16.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,14 +17,8 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.measure.metrics import LogitSums, TokenFigures
-from lowbit.convert.measure.outputs import (
-    Call,
-    Squares,
-    output_error,
-    recorded_linears,
-    squares,
-)
 from lowbit.convert.measure.routing import Routes, Routing, RoutingSums
+from lowbit.convert.original.layer import hooked
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.progress import Advance
 from lowbit.convert.original.threads import BlockMap, block_map
@@ -40,6 +36,8 @@ from lowbit.formats.errors import CheckpointError
 SUM_TOKENS = {"cpu": 32, "cuda": 2048}  # of a block at a time, so that FP64 stays in cache
 
 Models = tuple[LayeredModel, LayeredModel]  # original and packed
+Call = tuple[Tensor, Tensor]  # input, output
+Squares = tuple[float, float]  # of the error, of the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,3 +212,34 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _rounded(item) for key, item in value.items()}
     return value
+
+
+@contextmanager
+def recorded_linears(layer: torch.nn.Module) -> Iterator[dict[str, list[Call]]]:
+    """Record the inputs and outputs of every linear of a layer, by name, until the context closes.
+
+    Inputs that linears share are held once.
+    """
+    linears = [n for n, module in layer.named_modules() if isinstance(module, torch.nn.Linear)]
+    calls: dict[str, list[Call]] = {name: [] for name in linears}
+    with hooked(layer, linears, lambda name, x, output: calls[name].append((x, output))):
+        yield calls
+
+
+def squares(linear: torch.nn.Module, calls: Iterable[Call]) -> list[Squares]:
+    """|x P^T - y|^2 and |y|^2 of the original linear's calls, with P the weights of this one."""
+    return [(_square(linear(x) - y), _square(y)) for x, y in calls]
+
+
+def output_error(found: Sequence[Squares]) -> float:
+    """|x P^T - y| / |y| over all calls, of one linear or of several."""
+    # Threads record calls in any order, and fsum gives one sum for all orders.
+    error, norm = (math.fsum(column) for column in zip(*found, strict=True))
+    if norm == 0:
+        return 0.0 if error == 0 else math.inf
+    return math.sqrt(error / norm)
+
+
+def _square(x: Tensor) -> float:
+    """Sum of squares: FP32 within a row, FP64 over rows."""
+    return float(torch.linalg.vecdot(x, x).sum(dtype=torch.float64))

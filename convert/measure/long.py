@@ -1,6 +1,8 @@
 """Long contexts: what packing costs at every distance, and what an INT8 cache adds to it."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +15,18 @@ from lowbit.convert.measure.record import LongQuality, Needle
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.evaluation_text import Text
 from lowbit.convert.original.long_text import LongText, long_text
-from lowbit.convert.original.model import load_layered_model
+from lowbit.convert.original.model import LayeredModel, load_layered_model
 from lowbit.convert.original.progress import Meter, Progress, silent
 from lowbit.convert.original.quiet import without_advice
-from lowbit.convert.original.rounded_cache import with_cache
 from lowbit.formats.architectures import read_config
 from lowbit.formats.errors import QuantizationError
-from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE
+from lowbit.formats.kv_cache import (
+    BF16_CACHE,
+    INT8_CACHE,
+    CacheType,
+    quantize_vectors,
+    widen_vectors,
+)
 
 
 def measure_long(
@@ -126,3 +133,30 @@ def _needles(
         ]
         distance = round(sum(lookup.distance for lookup in same) / len(same))
         yield Needle(distance, len(same), *found)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedCache:
+    """Stands for a cache of transformers: rounds keys and values, and keeps none."""
+
+    type: CacheType
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Keys, after norm and RoPE, and values [windows, heads, T, D], as they would be read."""
+        return self.rounded(keys), self.rounded(values)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Vectors [..., D] as the cache would give them back, in their own dtype."""
+        if self.type.scaled:
+            return widen_vectors(*quantize_vectors(x)).to(x.dtype)
+        return x.to(self.type.dtype).to(x.dtype)
+
+
+def with_cache(model: LayeredModel, type: CacheType) -> LayeredModel:
+    """The model with a cache of a type; linear layers, which have none, are as before."""
+    cache = RoundedCache(type)
+    arguments = tuple(
+        {**passed, "past_key_values": cache} if hasattr(layer, "self_attn") else passed
+        for layer, passed in zip(model.layers, model.arguments, strict=True)
+    )
+    return replace(model, arguments=arguments)

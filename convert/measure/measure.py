@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +11,6 @@ from torch import Tensor
 
 from lowbit.convert.measure.drafting import drafted_windows, measure_drafting
 from lowbit.convert.measure.drafts import Drafting
-from lowbit.convert.measure.flips import find_flips
 from lowbit.convert.measure.logits import Comparison, Models, compare, work
 from lowbit.convert.measure.metrics import (
     TokenFigures,
@@ -34,9 +35,12 @@ from lowbit.formats.architectures import read_config
 from lowbit.formats.architectures.names import MTP_PREFIX
 from lowbit.formats.draft_head import open_draft_head
 from lowbit.formats.errors import CheckpointError, QuantizationError
+from lowbit.formats.text.tokenizer import load_text_tokenizer
 
 NOISY = 32  # windows of the first text that also pass through the original in BF16
 WATCHED = 4  # windows on which outputs of linears are compared
+MOST_FLIPS = 12
+FLIP_CHARACTERS = 80  # of the text before one
 
 Note = Callable[[str], None]
 
@@ -218,3 +222,41 @@ def _kinds(texts: Sequence[EvalText], figures: TokenFigures) -> Iterator[TextKin
             kl_error=kl_error(part, text.window - 1),
         )
         start = stop
+
+
+def find_flips(folder: Path, texts: Sequence[EvalText], figures: TokenFigures) -> tuple[Flip, ...]:
+    """At most 12 tokens where the first choice changes: the largest KL first, one a window.
+
+    Args:
+        folder: of the original checkpoint, with tokenizer.json.
+        texts: whose windows were compared, one text after the other.
+        figures: of their scored tokens.
+    """
+    decode = load_text_tokenizer(folder, "the logit report").decode
+    scored = texts[0].window - 1
+    ends = list(accumulate(len(text.windows) for text in texts))
+    changed = (~figures.agree).nonzero()[:, 0]
+    order = changed[figures.kl[changed].argsort(descending=True, stable=True)]
+    flips: dict[int, Flip] = {}  # by window
+    for token in order.tolist():
+        window, position = divmod(token, scored)
+        if window in flips:
+            continue
+        number = next(i for i, end in enumerate(ends) if window < end)
+        text = texts[number]
+        ids = text.windows[window - ends[number]].tolist()  # counted from the end
+        tops = (int(top[token]) for top in (figures.top_original, figures.top_packed))
+        actual, original, packed = (decode([i]) for i in (ids[position + 1], *tops))
+        flips[window] = Flip(
+            kind=text.text.name,
+            before=decode(ids[: position + 1])[-FLIP_CHARACTERS:],
+            actual=actual,
+            original=original,
+            packed=packed,
+            p_original=float(figures.p_original[token]),
+            p_packed=float(figures.p_packed[token]),
+            kl=float(figures.kl[token]),
+        )
+        if len(flips) == MOST_FLIPS:
+            break
+    return tuple(flips.values())

@@ -9,9 +9,8 @@ from torch import Tensor
 from lowbit.convert.original.rotation import Rotation
 from lowbit.convert.original.token_counts import Vocabulary, choose_vocabulary
 from lowbit.convert.original.weights import Weights
-from lowbit.convert.plan.parts import draft_scheme
-from lowbit.convert.plan.plan import HEAD, Plan
-from lowbit.convert.plan.search import search_on
+from lowbit.convert.plan.plan import HEAD, Plan, draft_scheme
+from lowbit.convert.plan.rounding import search_on
 from lowbit.formats.architectures import is_tied, prefix_of, read_config
 from lowbit.formats.draft_head import DRAFT_FILE, DraftHead, draft_head_bytes
 from lowbit.formats.errors import QuantizationError

@@ -16,6 +16,7 @@ from lowbit.convert.plan.calibration_cost import (
     calibration_flops,
     calibration_memory,
     calibration_seconds,
+    matmul_rate,
     shapes_of,
 )
 from lowbit.convert.plan.choice_of_method import (
@@ -27,7 +28,6 @@ from lowbit.convert.plan.choice_of_method import (
     needs_no_calibration,
     unmeasured_rotation,
 )
-from lowbit.convert.plan.matmul_rate import matmul_rate
 from lowbit.convert.plan.memory import block_elements, peak_estimate
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.plan import Plan, with_method

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from lowbit.convert.measure.compare import measure_weights
 from lowbit.convert.measure.pair import pair_of
 from lowbit.convert.measure.record import QualityReport, read_quality
+from lowbit.convert.measure.weights import measure_weights
 from lowbit.convert.original.progress import Progress
 from lowbit.convert.pipeline.conversion import Conversion, Job
 from lowbit.convert.pipeline.folder import check_output, expected_files, finish

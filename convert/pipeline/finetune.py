@@ -2,18 +2,22 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lowbit.convert.calibrate.mtp_training import (
+    ROUNDS,
+    WEIGHTS,
     Grid,
     Trained,
     TrainingState,
@@ -24,6 +28,7 @@ from lowbit.convert.calibrate.store import PREFIX as CALIBRATED
 from lowbit.convert.measure.drafting import count_drafts
 from lowbit.convert.measure.drafts import Draft
 from lowbit.convert.measure.logits import scored_states
+from lowbit.convert.measure.peak import logits_peak_bytes
 from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.model import LayeredModel, load_layered_model
@@ -33,13 +38,14 @@ from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.threads import BlockMap, block_map
 from lowbit.convert.original.walk import HEAD_ROWS, embed, load_layer, pass_through
 from lowbit.convert.original.weights import open_weights
-from lowbit.convert.pipeline.finetune_memory import training_memory
 from lowbit.convert.pipeline.folder import check_output, put_in_place
 from lowbit.convert.pipeline.journal import JOURNAL_FILE, open_journal
 from lowbit.convert.pipeline.place import partial_of, place_of
 from lowbit.convert.pipeline.stream import write_at
+from lowbit.convert.plan.calibration_cost import BASE_BYTES, Memory
 from lowbit.convert.plan.memory import check_windows
-from lowbit.formats.architectures.names import MTP_FC
+from lowbit.formats.architectures import tensor_table
+from lowbit.formats.architectures.names import MTP_FC, MTP_PREFIX
 from lowbit.formats.draft_head import draft_folders, entries, name_in
 from lowbit.formats.errors import FormatError, RequestError
 from lowbit.formats.file_names import REPORT_FILES
@@ -383,3 +389,44 @@ class _KeptState(TrainingState):
 def finetuned_json(done: Finetuned) -> dict[str, object]:
     """The object of `finetune-mtp --json`."""
     return {**asdict(done), "folder": str(done.folder)}
+
+
+def training_memory(
+    config: Mapping[str, Any], windows: tuple[int, int], rows: int, device: str
+) -> Memory:
+    """Memory that a training needs at most, the interpreter in RAM included.
+
+    With P weights of the head and T tokens of width h:
+        states    7/2 T h * 4 bytes a window: the trunk's states; of seven eighths, which are
+                  learned from, a copy and embeddings; of the others six times as much while rounds
+                  are counted
+        head      7 P * 4: as it is, positions on the grid, weights made of them, the gradients of
+                  both, and two moments of Adam; 3 P * 4 more in RAM while they are saved
+        rows      of the model's head, and the logits of a window on them, four times
+        columns   of a window and its rounds: 3 steps of 4 widest + 8 h values
+    and a quarter more, states aside, for what the allocator keeps. The pass through the trunk
+    before it is as that of a report.
+
+    Args:
+        config: config.json of the packed folder.
+        windows: windows of the text, and tokens of each.
+        rows: of the model's head that targets are told apart by.
+        device: `cpu` or `cuda`.
+    """
+    count, T = windows
+    table = tensor_table(config)
+    V, h = table[0].shape
+    own = [spec.shape for spec in table if spec.name.startswith(MTP_PREFIX)]
+    P = sum(map(math.prod, own))
+    widest = max((shape[0] for shape in own), default=h)
+    steps = len(WEIGHTS)
+    columns = T + ROUNDS * (steps - 1)
+    rows = min(V, rows)
+    values = 7 * P + rows * (h + 4 * columns) + steps * columns * (4 * widest + 8 * h)
+    window = 4 * 7 * T * h // 2
+    trunk = logits_peak_bytes(config, windows, device=device)
+    work = max(count * window + 4 * values * 5 // 4, trunk)
+    saved = 4 * 3 * P
+    if device == "cpu":
+        return Memory(BASE_BYTES + saved + work, 0, window)
+    return Memory(BASE_BYTES + saved, work, window)

@@ -26,7 +26,7 @@ from lowbit.convert.original.rotation import Rotation
 from lowbit.convert.original.threads import ordered
 from lowbit.convert.pipeline.journal import CompletedStep
 from lowbit.convert.plan.plan import Plan, Step
-from lowbit.convert.plan.search import search_on
+from lowbit.convert.plan.rounding import search_on
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.manifest import OutputTensor
 from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, dequantize, pack, unpack

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from lowbit.convert.original.threads import ordered
 from lowbit.convert.original.walk import blocks
-from lowbit.convert.plan.search import search_on
 from lowbit.formats.layout.packing import dequantize
-from lowbit.formats.layout.rtn import ScaleRule, quantize
+from lowbit.formats.layout.rtn import ScaleRule, Search, quantize
 from lowbit.formats.layout.scheme import Scheme
 
 BLOCK_WEIGHTS = {"cpu": 1 << 18, "cuda": 1 << 26}  # rounded at a time, by every CPU thread
@@ -46,3 +45,13 @@ def rounding_error_on(
 
     for_each(pool, fill, row_blocks(weight))
     return out
+
+
+def search_on(device: torch.device, scheme: Scheme) -> Search | None:
+    """A kernel that gives the same scales as `search_scales`; None for that itself."""
+    G = scheme.group_size
+    if device.type == "cpu" or G is None or G & (G - 1):
+        return None
+    from lowbit.convert.plan import search_cuda
+
+    return search_cuda.search

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
-from lowbit.convert.publish.access import check_name
-from lowbit.convert.publish.errors import explained, patiently
+from lowbit.convert.publish.errors import TOKEN, explained, patiently
 from lowbit.convert.publish.parcel import (
     NOTHING,
     WEIGHTS,
@@ -27,6 +26,7 @@ from lowbit.convert.publish.parcel import (
 from lowbit.convert.publish.remote import Remote, read_remote, require_equal
 from lowbit.formats.errors import PublishError
 from lowbit.formats.file_names import HTML_FILE, QUALITY_FILE
+from lowbit.formats.hub.ids import HUB_ID
 from lowbit.formats.layout.manifest import MANIFEST_FILE
 from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE
@@ -245,3 +245,45 @@ def _library_bars(shown: bool) -> Iterator[None]:
         yield
     finally:
         enable_progress_bars()
+
+
+def check_name(repo: str) -> None:
+    """Refuse a repository name that the Hub does not take, without asking the Hub.
+
+    Args:
+        repo: `owner/name`; it need not exist.
+
+    Raises:
+        PublishError: a name the Hub does not take.
+    """
+    from huggingface_hub.utils import validate_repo_id
+
+    if not HUB_ID.fullmatch(repo):
+        raise PublishError(f"`{repo}` is not of the form OWNER/NAME")
+    with explained(repo):
+        validate_repo_id(repo)
+
+
+def open_hub(repo: str) -> "HfApi":
+    """A client of the Hub with a checked token that may write.
+
+    Args:
+        repo: `owner/name`; it need not exist.
+
+    Raises:
+        PublishError: a name the Hub does not take, no token, one that it does not know or that
+            may only read, or no connection.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    check_name(repo)
+    token = get_token()
+    if token is None:
+        raise PublishError("there is no token for the Hub", hint=TOKEN)
+    api = HfApi(token=token, library_name="lowbit")
+    with explained(repo):
+        account = patiently(api.whoami)
+    access = (account.get("auth") or {}).get("accessToken") or {}
+    if access.get("role") == "read":
+        raise PublishError(f"the token of `{account.get('name')}` may only read", hint=TOKEN)
+    return api

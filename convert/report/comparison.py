@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lowbit.convert.measure.paired import PairedDifference, paired_difference
 from lowbit.convert.measure.record import LogitQuality, QualityReport, finite, read_quality
 from lowbit.convert.measure.speed import Speed, read_speed
+from lowbit.convert.measure.uncertainty import PairedDifference, paired_difference
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.linears import scheme_text
 from lowbit.convert.report.verdict import Verdict, judge

@@ -8,13 +8,12 @@ from pathlib import Path
 
 from lowbit.convert.calibrate.store import LayerError
 from lowbit.convert.measure.build import build_report
-from lowbit.convert.measure.compare import measure_weights
 from lowbit.convert.measure.coverage import Coverage, coverage_of
 from lowbit.convert.measure.long import measure_long
 from lowbit.convert.measure.measure import Measured, Note, measure_logits
 from lowbit.convert.measure.pair import Pair, pair_of
 from lowbit.convert.measure.record import LogitQuality, LongQuality, QualityReport
-from lowbit.convert.measure.weights import WeightQuality
+from lowbit.convert.measure.weights import WeightQuality, measure_weights
 from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.evaluation_text import Text, check_names, default_texts
 from lowbit.convert.original.progress import Progress

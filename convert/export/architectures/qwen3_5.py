@@ -20,8 +20,7 @@ from lowbit.convert.export.architectures.architecture import (
     Gguf,
     Mlx,
 )
-from lowbit.convert.export.gguf_blocks import BLOCK
-from lowbit.convert.export.gguf_file import U32, I32s, Value
+from lowbit.convert.export.gguf_file import BLOCK, U32, I32s, Value
 from lowbit.convert.export.rope import mlx_scaling
 from lowbit.convert.export.source import PackedSource
 from lowbit.formats.architectures import is_tied

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lowbit.convert.measure.compare import measure_weights
 from lowbit.convert.measure.pair import open_pair
+from lowbit.convert.measure.weights import measure_weights
 from lowbit.convert.original.weights import open_weights
 from lowbit.formats.errors import CheckpointError, FormatError
 

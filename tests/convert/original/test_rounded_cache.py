@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit.convert.measure.long import with_cache
 from lowbit.convert.original.model import LayeredModel, load_layered_model
-from lowbit.convert.original.rounded_cache import with_cache
 from lowbit.convert.original.threads import block_map
 from lowbit.convert.original.walk import embed, load_layer, pass_through
 from lowbit.convert.original.weights import open_weights

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from lowbit.convert.measure.paired import PairedDifference
 from lowbit.convert.measure.record import LogitQuality, QualityReport, Sizes, Window
+from lowbit.convert.measure.uncertainty import PairedDifference
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.comparison import FolderComparison, compare, mean_cosine
 from lowbit.convert.report.comparison_page import (

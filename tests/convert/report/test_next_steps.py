@@ -9,9 +9,8 @@ import pytest
 from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.html import render_html
-from lowbit.convert.report.next_steps import next_steps
 from lowbit.convert.report.terminal import render_terminal
-from lowbit.convert.report.verdict import judge
+from lowbit.convert.report.verdict import judge, next_steps
 from lowbit.formats.shell.tables import Screen
 
 MakeReport = Callable[..., QualityReport]

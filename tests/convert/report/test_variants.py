@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lowbit.convert import Recipe, convert
-from lowbit.convert.measure import lowbit_run
+from lowbit.convert.measure import speed
 from lowbit.convert.measure.record import QualityReport, Sizes
 from lowbit.convert.measure.speed import Speed, read_speed
 from lowbit.convert.plan.method import Method
@@ -215,7 +215,7 @@ def test_speed_is_measured_by_the_runtime(cli: "Cli", packed: Path, tmp_path: Pa
 def test_a_task_that_fails_is_said(
     cli: "Cli", packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lowbit_run, "PROGRAM", "tests.no_such_program")
+    monkeypatch.setattr(speed, "PROGRAM", "tests.no_such_program")
     path = tmp_path / "choices.json"
     done = cli("compare", packed, "--tasks", "gsm8k", "--device", "cpu", "--record", path)
     assert done.exit_code == 1
