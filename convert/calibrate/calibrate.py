@@ -9,7 +9,6 @@ import copy
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,39 +31,15 @@ from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.progress import Progress
 from lowbit.convert.original.threads import alone_on_threads
 from lowbit.convert.original.walk import load_layer
-from lowbit.convert.plan.method import Method
-from lowbit.formats.layout.rtn import ScaleRule
+from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.layout.scheme import Scheme
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """Method, scale rule and schemes of a calibration.
-
-    Attributes:
-        method: the steps.
-        rule: how scales are searched.
-        schemes: of the linears to quantize, by module name; others stay as they are.
-    """
-
-    method: Method
-    rule: ScaleRule
-    schemes: Mapping[str, Scheme]
-
-    def of_layer(self, model: LayeredModel, number: int) -> dict[str, Scheme]:
-        """Schemes of one decoder layer's linears, by their name within it."""
-        prefix = f"{model.prefix}layers.{number}."
-        return {
-            module.removeprefix(prefix): scheme
-            for module, scheme in self.schemes.items()
-            if module.startswith(prefix)
-        }
 
 
 def calibrate(
     model: LayeredModel,
     samples: Tensor,
-    task: Task,
+    recipe: Recipe,
+    schemes: Mapping[str, Scheme],
     store: Store,
     device: torch.device,
     progress: Progress,
@@ -76,7 +51,8 @@ def calibrate(
     Args:
         model: the original.
         samples: [windows, T] int64 token ids; model's arguments are for sequences of T.
-        task: what to do.
+        recipe: its method and scale rule.
+        schemes: of the linears to quantize, by module name; others stay as they are.
         store: of finished layers.
         device: where to compute.
         progress: called with ("calibrate", weights of layers done, in all) after every layer, then
@@ -87,23 +63,24 @@ def calibrate(
         CheckpointError: the source cannot be read.
     """
     with alone_on_threads(device) as pool, tensor_cores(device):
-        quantizer = LayerQuantizer(task.method, task.rule, device, pool)
-        windows = begin(model, samples, device, task.method.from_original)
-        _choose_layers(model, windows, task, quantizer, store, progress)
+        method = recipe.method
+        quantizer = LayerQuantizer(method, recipe.rule, device, pool)
+        windows = begin(model, samples, device, method.from_original)
+        _choose_layers(model, windows, schemes, quantizer, store, progress)
         norm = _load_norm(model, device)
         for states in windows.sets():
             run(norm, states, device, pool)
-        if "lm_head" in task.schemes and store.load_head(task.schemes) is None:
-            head = quantizer.head(model, task.schemes["lm_head"], windows)
-            store.save(HEAD, {"lm_head": head}, task.schemes, None)
-        if task.method.distill:
+        if "lm_head" in schemes and store.load_head(schemes) is None:
+            head = quantizer.head(model, schemes["lm_head"], windows)
+            store.save(HEAD, {"lm_head": head}, schemes, None)
+        if method.distill:
             original = windows.original
             del windows
             distill_layers(
                 model,
                 samples,
                 original,
-                task.schemes,
+                schemes,
                 norm,
                 store,
                 device,
@@ -111,14 +88,14 @@ def calibrate(
                 progress,
             )
     layers = range(len(model.layers))
-    distilled = map(distilled_name, layers) if task.method.distill else ()
+    distilled = map(distilled_name, layers) if method.distill else ()
     return store.finished([*map(layer_name, layers), *distilled, HEAD])
 
 
 def _choose_layers(
     model: LayeredModel,
     windows: Windows,
-    task: Task,
+    schemes: Mapping[str, Scheme],
     quantizer: LayerQuantizer,
     store: Store,
     progress: Progress,
@@ -129,12 +106,12 @@ def _choose_layers(
         saved: Future[None] | None = None
         for number, module in enumerate(_layers(model, quantizer.device, later)):
             progress("calibrate", sum(sizes[:number]), sum(sizes))
-            chosen, error = _layer(model, number, module, windows, task, quantizer, store)
+            chosen, error = _layer(model, number, module, windows, schemes, quantizer, store)
             if saved is not None:
                 saved.result()  # its error, if it has one; and one layer waits at a time
             if error is not None:
                 name = layer_name(number)
-                saved = later.submit(store.save, name, chosen, task.schemes, error)
+                saved = later.submit(store.save, name, chosen, schemes, error)
         if saved is not None:
             saved.result()
         progress("calibrate", sum(sizes), sum(sizes))
@@ -145,7 +122,7 @@ def _layer(
     number: int,
     module: torch.nn.Module,
     windows: Windows,
-    task: Task,
+    schemes: Mapping[str, Scheme],
     quantizer: LayerQuantizer,
     store: Store,
 ) -> tuple[dict[str, Chosen], LayerError | None]:
@@ -157,10 +134,10 @@ def _layer(
     prefix = f"{model.prefix}layers.{number}."
     original = Layer(module, model.arguments[number])
     layer = Layer(copy.deepcopy(module), model.arguments[number])
-    chosen, error = store.load(layer_name(number), task.schemes), None
+    chosen, error = store.load(layer_name(number), schemes), None
     if chosen is None:
-        schemes = task.of_layer(model, number)
-        found, error = quantizer.layer(number, layer, original, schemes, windows)
+        own = {m.removeprefix(prefix): s for m, s in schemes.items() if m.startswith(prefix)}
+        found, error = quantizer.layer(number, layer, original, own, windows)
         chosen = {f"{prefix}{name}": linear for name, linear in found.items()}
     else:
         device = quantizer.device

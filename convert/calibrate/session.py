@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lowbit.convert.calibrate.calibrate import Task, calibrate
+from lowbit.convert.calibrate.calibrate import calibrate
 from lowbit.convert.calibrate.store import Calibrated, Store
 from lowbit.convert.calibrate.windows import shuffled
 from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
@@ -135,12 +135,10 @@ class Session:
             weights = weights.rotated()
         with without_advice():
             model = load_layered_model(weights, self.text.samples.shape[1], self.device)
-            task = Task(
-                self.plan.recipe.method,
-                self.plan.recipe.rule,
-                {module: scheme for module, scheme in self.plan.schemes.items() if scheme},
-            )
-            return calibrate(model, shuffled(self.text.samples), task, store, self.device, progress)
+            schemes = {module: scheme for module, scheme in self.plan.schemes.items() if scheme}
+            samples = shuffled(self.text.samples)
+            recipe = self.plan.recipe
+            return calibrate(model, samples, recipe, schemes, store, self.device, progress)
 
 
 def is_known(model_type: str) -> bool:

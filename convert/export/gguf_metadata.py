@@ -12,6 +12,7 @@ from lowbit.convert.export.source import PackedSource
 from lowbit.formats.architectures.config import Experts
 from lowbit.formats.architectures.decoder import text_part
 from lowbit.formats.errors import FormatError
+from lowbit.formats.layout.scheme import of_most_weights
 from lowbit.formats.text.components import LLAMA3, QWEN2, QWEN3_5, members
 from lowbit.formats.text.settings import TokenizerSettings, read_settings
 from lowbit.formats.text.template import load_chat_template
@@ -39,15 +40,13 @@ def metadata(source: PackedSource, name: str) -> dict[str, Value]:
     config = source.config
     names = family(source)
     arch = names.names[source.model_type]
-    weights = dict.fromkeys(FILE_TYPES, 0)
-    for linear in source.linears:
-        weights[linear.bits] += linear.N * linear.K
+    bits = of_most_weights((linear.bits, linear.N * linear.K) for linear in source.linears)
     result: dict[str, Value] = {
         "general.architecture": arch,
         "general.type": "model",
         "general.name": name,
         "general.quantization_version": U32(QUANTIZATION_VERSION),
-        "general.file_type": U32(FILE_TYPES[max(weights, key=lambda bits: weights[bits])]),
+        "general.file_type": U32(FILE_TYPES[bits or 4]),
         f"{arch}.block_count": U32(blocks_in_all(source)),
         f"{arch}.context_length": U32(config.max_position_embeddings),
         f"{arch}.embedding_length": U32(config.hidden_size),

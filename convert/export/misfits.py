@@ -16,7 +16,7 @@ from lowbit.formats.architectures.names import any_expert, expert_of, spans
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import SCALE, dequantize
-from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.layout.scheme import Scheme, of_most_weights
 from lowbit.formats.safetensors.checkpoint import DTYPE_NAMES, Checkpoint
 
 HEAD = "lm_head"
@@ -55,10 +55,8 @@ class Dequantized:
 
 def main_scheme(linears: Sequence[Linear]) -> Scheme | None:
     """Scheme of most weights, the head not counted beside others; None for no linears."""
-    weights: dict[Scheme, int] = {}
-    for linear in [linear for linear in linears if linear.module != HEAD] or linears:
-        weights[linear.scheme] = weights.get(linear.scheme, 0) + linear.N * linear.K
-    return max(weights, key=lambda scheme: weights[scheme]) if weights else None
+    counted = [linear for linear in linears if linear.module != HEAD] or linears
+    return of_most_weights((linear.scheme, linear.N * linear.K) for linear in counted)
 
 
 def other_scheme(linear: Linear, container: str, main: Scheme) -> Misfit:

@@ -132,16 +132,10 @@ def _is_of(manifest: Manifest, job: Job) -> bool:
         or manifest.mtp_training is not None
     ):
         return False
-    placed = {
-        (info.name, info.dtype_name, info.shape, info.file)
-        for shard in plan.shards
-        for info in shard.tensors
-    }
-    others = {DRAFT_FILE, *(shard.file for shard in plan.shards)}  # made alike, if records are
-    listed = {row.name: row.sha256 for row in manifest.files if row.name not in others}
+    weights = {DRAFT_FILE, *(row.file for row in manifest.tensors)}  # made alike, if records are
+    listed = {row.name: row.sha256 for row in manifest.files if row.name not in weights}
     return (
-        placed == {(row.name, row.dtype, row.shape, row.file) for row in manifest.tensors}
-        and expected_files(plan, job.source.folder) == listed
+        expected_files(plan, job.source.folder) == listed
         and job.draft_record == manifest.draft_head
         and job.calibration_record == manifest.calibration
     )

@@ -34,10 +34,11 @@ from lowbit.convert.original.threads import alone_on_threads, block_map, ordered
 from lowbit.convert.original.walk import HEAD_ROWS, HEAD_TOKENS, embed, load_layer, pass_through
 from lowbit.convert.plan.calibration_cost import BASE_BYTES, Memory
 from lowbit.convert.plan.head import pass_head
+from lowbit.convert.plan.memory import decoder_layers, linear_ends
 from lowbit.convert.plan.rounding import for_each, rounding_error, row_blocks
 from lowbit.convert.plan.sets import Choice
 from lowbit.formats.architectures import read_config, tensor_table
-from lowbit.formats.architectures.names import MTP_PREFIX, split_layer
+from lowbit.formats.architectures.names import split_layer
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.layout.scheme import Scheme
@@ -231,17 +232,17 @@ def sensitivity_memory(
     sizes = read_config(config)
     table = tensor_table(config)
     V, h = table[0].shape
-    layers: dict[int, list[TensorSpec]] = {}
-    for spec in table:
-        prefix, number, _ = split_layer(spec.name)
-        if number is not None and prefix != MTP_PREFIX:
-            layers.setdefault(number, []).append(spec)
+    layers = decoder_layers(table)
     workers = min(count, threads) if device == "cpu" else 1
-    shares = 1.0 if sizes.experts is None else sizes.experts.chosen / sizes.experts.count
     scores = SCORES * sizes.num_attention_heads * t * t
-    layer = max(
-        _layer_values(specs, t, draws, shares, scores, workers) for specs in layers.values()
-    )
+
+    def values(layer: Sequence[TensorSpec]) -> int:
+        """FP32 values of a layer and its activations, the sets of states aside."""
+        weights = [math.prod(spec.shape) for spec in layer]
+        traced = math.ceil(t * linear_ends(layer, sizes.experts) * (2 + draws))
+        return 2 * sum(weights) + 3 * max(weights) + workers * (traced + scores)
+
+    layer = max(map(values, layers))
     rows = min(V, HEAD_ROWS)
     # A block's logits, their differences by a scheme, and sums of probabilities in FP64.
     blocks = min(count * t, HEAD_TOKENS[device] * workers) * rows * (2 + 2 + 4)
@@ -253,17 +254,3 @@ def sensitivity_memory(
     if device == "cpu":
         return Memory(ram + work, 0, window + kept)
     return Memory(ram, work, window + kept)
-
-
-def _layer_values(
-    specs: Sequence[TensorSpec], t: int, draws: int, shares: float, scores: int, workers: int
-) -> int:
-    """FP32 values of a layer and its activations, the sets of states aside."""
-    sizes = [math.prod(spec.shape) for spec in specs]
-    ends = sum(
-        sum(spec.shape) * (shares if spec.role == "expert" else 1.0)
-        for spec in specs
-        if len(spec.shape) == 2
-    )
-    traced = math.ceil(t * ends * (2 + draws))
-    return 2 * sum(sizes) + 3 * max(sizes) + workers * (traced + scores)

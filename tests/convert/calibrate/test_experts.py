@@ -17,7 +17,7 @@ from lowbit.convert.pipeline.conversion import Conversion, convert
 from lowbit.convert.plan.calibration_cost import Windows, calibration_flops, shapes_of
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Recipe
-from lowbit.convert.report.reporting import write_weight_report
+from lowbit.convert.report.reporting import write_report
 from lowbit.formats.architectures import tensor_table
 from lowbit.formats.architectures.names import expert_of, split_layer
 from lowbit.formats.packed import open_packed
@@ -92,7 +92,7 @@ def test_coverage_is_reported(calibrated: Make, shorten: Shorten) -> None:
     done = calibrated(shorten(FUSED.name), "weighted")
     assert [len(row.expert_tokens) for row in done.calibration] == [6] * 2
     assert {sum(row.expert_tokens) for row in done.calibration} == {SAMPLES * LENGTH * 2}
-    report = write_weight_report(done, open_packed(done.folder)).quality
+    report = write_report(done, open_packed(done.folder), None).quality
     assert report.coverage == coverage_of(done.calibration)
     read = read_quality(done.folder)
     assert read is not None
