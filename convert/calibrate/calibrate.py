@@ -76,17 +76,7 @@ def calibrate(
         if method.distill:
             original = windows.original
             del windows
-            distill_layers(
-                model,
-                samples,
-                original,
-                schemes,
-                norm,
-                store,
-                device,
-                pool,
-                progress,
-            )
+            distill_layers(model, samples, original, schemes, norm, store, device, pool, progress)
     layers = range(len(model.layers))
     distilled = map(distilled_name, layers) if method.distill else ()
     return store.finished([*map(layer_name, layers), *distilled, HEAD])
@@ -104,9 +94,9 @@ def _choose_layers(
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
     with _background() as later:
         saved: Future[None] | None = None
-        for number, module in enumerate(_layers(model, quantizer.device, later)):
+        for number, original in enumerate(_layers(model, quantizer.device, later)):
             progress("calibrate", sum(sizes[:number]), sum(sizes))
-            chosen, error = _layer(model, number, module, windows, schemes, quantizer, store)
+            chosen, error = _layer(model, number, original, windows, schemes, quantizer, store)
             if saved is not None:
                 saved.result()  # its error, if it has one; and one layer waits at a time
             if error is not None:
@@ -120,7 +110,7 @@ def _choose_layers(
 def _layer(
     model: LayeredModel,
     number: int,
-    module: torch.nn.Module,
+    original: Layer,
     windows: Windows,
     schemes: Mapping[str, Scheme],
     quantizer: LayerQuantizer,
@@ -132,8 +122,7 @@ def _layer(
         The linears by module name, and their error; None where the store has them.
     """
     prefix = f"{model.prefix}layers.{number}."
-    original = Layer(module, model.arguments[number])
-    layer = Layer(copy.deepcopy(module), model.arguments[number])
+    layer = Layer(copy.deepcopy(original.module), original.arguments)
     chosen, error = store.load(layer_name(number), schemes), None
     if chosen is None:
         own = {m.removeprefix(prefix): s for m, s in schemes.items() if m.startswith(prefix)}
@@ -160,14 +149,14 @@ def _background() -> Iterator[ThreadPoolExecutor]:
 
 def _layers(
     model: LayeredModel, device: torch.device, later: ThreadPoolExecutor
-) -> Iterator[torch.nn.Module]:
+) -> Iterator[Layer]:
     """Decoder layers with their weights, each read while the one before it is used."""
     ahead = later.submit(load_layer, model, 0, device)
     for number in range(1, len(model.layers) + 1):
-        module = ahead.result()
+        layer = ahead.result()
         if number < len(model.layers):
             ahead = later.submit(load_layer, model, number, device)
-        yield module
+        yield layer
 
 
 def _load_norm(model: LayeredModel, device: torch.device) -> Layer:

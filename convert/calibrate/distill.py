@@ -223,7 +223,7 @@ def distill_layers(
     layers: list[Layer] = []
     linears: list[dict[str, Fixed | Learned]] = []
     for number in range(len(model.layers)):
-        layer = Layer(load_layer(model, number, device), model.arguments[number])
+        layer = load_layer(model, number, device)
         found = store.load(distilled_name(number), schemes)
         chosen = found or store.load(layer_name(number), schemes) or {}
         prefix = f"{model.prefix}layers.{number}."

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lowbit.convert.measure.metrics import LogitSums, TokenFigures
 from lowbit.convert.measure.routing import Routes, Routing, RoutingSums
-from lowbit.convert.original.layer import hooked
+from lowbit.convert.original.layer import Layer, hooked
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.progress import Advance
 from lowbit.convert.original.threads import BlockMap, block_map
@@ -94,12 +94,12 @@ def compare(
             for name in calls:
                 module = f"{packed.prefix}layers.{number}.{name}"
                 if module in schemes and calls[name]:
-                    found = squares(layer.get_submodule(name), calls[name])
+                    found = squares(layer.module.get_submodule(name), calls[name])
                     errors.setdefault(any_expert(module), []).extend(found)
             calls.clear()
-            pass_through(layer, packed.arguments[number], hidden[1], each, routes.packed)
+            pass_through(layer, hidden[1], each, routes.packed)
             routing.add(routes)
-            advance(_weights(layer) * (2 * windows.numel() + windows[:noisy].numel()))
+            advance(_weights(layer.module) * (2 * windows.numel() + windows[:noisy].numel()))
         figures, noise = _compare_heads(models, windows, hidden, rounded, each, advance)
     count, T = windows.shape
     a, b = (states.view(count, T - 1, -1)[list(drafted)] for states in hidden)
@@ -125,14 +125,13 @@ def _original_layer(
 ) -> dict[str, list[Call]]:
     """Pass all windows through a layer of the original; what its linears saw of those watched."""
     layer = load_layer(model, number, hidden.device)
-    arguments = model.arguments[number]
     first, rest = routes.cut(watched)
-    with recorded_linears(layer) as calls:
-        pass_through(layer, arguments, hidden[:watched], each, first)
-    pass_through(layer, arguments, hidden[watched:], each, rest)
+    with recorded_linears(layer.module) as calls:
+        pass_through(layer, hidden[:watched], each, first)
+    pass_through(layer, hidden[watched:], each, rest)
     if len(rounded):
-        layer = layer.to(torch.bfloat16)
-        pass_through(layer, _rounded(arguments), rounded, each, routes.rounded)
+        layer = Layer(layer.module.to(torch.bfloat16), _rounded(layer.arguments))
+        pass_through(layer, rounded, each, routes.rounded)
     return calls
 
 

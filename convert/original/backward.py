@@ -6,15 +6,14 @@ kept, and gradients by the layer's output become gradients by its input.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowbit.convert.original.layer import hooked
+from lowbit.convert.original.layer import Layer, hooked
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +33,11 @@ Backward = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, LinearTrace]]]
 
 
 @contextmanager
-def traced(
-    layer: torch.nn.Module, arguments: Mapping[str, Any], linears: Sequence[str]
-) -> Iterator[Backward]:
+def traced(layer: Layer, linears: Sequence[str]) -> Iterator[Backward]:
     """A function that runs one window through a decoder layer and its gradients back.
 
     Args:
-        layer: with its weights, which need no gradients.
-        arguments: keyword arguments of its call besides the hidden states.
+        layer: whose weights need no gradients.
         linears: names of the submodules to trace.
 
     Yields:
@@ -59,7 +55,7 @@ def traced(
         here.calls = calls
         with torch.enable_grad():
             window = hidden[None].detach().requires_grad_(True)
-            out = layer(window, **arguments)
+            out = layer(window)
         here.calls = {}
         reached = [name for name in linears if name in calls]
         outputs = [calls[name][1] for name in reached]
@@ -76,5 +72,5 @@ def traced(
         }
         return torch.stack([found[0][0] for found in by_draw]), traces
 
-    with hooked(layer, linears, note):
+    with hooked(layer.module, linears, note):
         yield backward

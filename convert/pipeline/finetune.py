@@ -33,10 +33,10 @@ from lowbit.convert.original.calibration_text import CalibrationText, read_calib
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.model import LayeredModel, load_layered_model
 from lowbit.convert.original.mtp import LAYER, NORMS, MtpHead, greedy_tokens, load_mtp_head
-from lowbit.convert.original.progress import Progress, silent
+from lowbit.convert.original.progress import Meter, Progress, silent
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.threads import BlockMap, block_map
-from lowbit.convert.original.walk import HEAD_ROWS, embed, load_layer, pass_through
+from lowbit.convert.original.walk import HEAD_ROWS, embed, pass_through_all
 from lowbit.convert.original.weights import open_weights
 from lowbit.convert.pipeline.folder import check_output, put_in_place
 from lowbit.convert.pipeline.journal import JOURNAL_FILE, open_journal
@@ -204,11 +204,9 @@ def _attend(
 ) -> _TrunkStates:
     """Pass all windows through the packed trunk, layer by layer."""
     model = load_layered_model(open_weights(folder), windows.shape[1], device)
-    hidden = embed(model, windows, device)
-    for number in range(len(model.layers)):
-        report("states", number, len(model.layers))
-        pass_through(load_layer(model, number, device), model.arguments[number], hidden, each)
-    report("states", 1, 1)
+    report("states", 0, len(model.layers))
+    meter = Meter(report, "states", len(model.layers))
+    hidden = pass_through_all(model, windows, device, each, meter.add)
     states = scored_states(model, hidden)
     greedy = greedy_tokens(model, states, each)
     shape = (len(windows), windows.shape[1] - 1)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lowbit.convert.original.backward import Backward, LinearTrace, traced
 from lowbit.convert.original.device import tensor_cores
+from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.progress import Meter, Progress
 from lowbit.convert.original.threads import alone_on_threads, block_map, ordered
@@ -96,7 +97,7 @@ def estimate(
                 layer = load_layer(model, number, device)
                 here = [choice for choice in choices if choice[0].layer == number]
                 names = [split_layer(m).rest for fused, _ in here for m in fused.modules]
-                with traced(layer, model.arguments[number], list(dict.fromkeys(names))) as run:
+                with traced(layer, list(dict.fromkeys(names))) as run:
                     squares, above = _backward(run, layer, entering.pop(), above, pool)
                 for choice in here:
                     costs[choice] = _cost(layer, choice, squares, pool, rule) / (2 * scored)
@@ -114,7 +115,7 @@ def _forward(
         for number in range(len(model.layers)):
             entering.append(hidden.to("cpu", KEPT_DTYPE, copy=True))  # the pass is in place
             layer = load_layer(model, number, device)
-            pass_through(layer, model.arguments[number], hidden, each)
+            pass_through(layer, hidden, each)
             meter.add(FORWARD_WORK * sizes[number])
     return entering, hidden
 
@@ -137,7 +138,7 @@ def _head(
 
 
 def _backward(
-    run: Backward, layer: torch.nn.Module, entering: Tensor, above: Tensor, pool: Pool
+    run: Backward, layer: Layer, entering: Tensor, above: Tensor, pool: Pool
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Squared gradients by every linear's weight, and gradients by the layer's input.
 
@@ -163,7 +164,7 @@ def _backward(
         below[:, window] = gradient
         for name, trace in traces.items():
             if name not in squares:
-                squares[name] = torch.zeros_like(layer.get_parameter(f"{name}.weight"))
+                squares[name] = torch.zeros_like(layer.weight(name))
             add = partial(_add_squares, squares[name], trace)
             for_each(pool, add, row_blocks(squares[name]))
     return squares, below
@@ -177,11 +178,7 @@ def _add_squares(total: Tensor, trace: LinearTrace, rows: slice) -> None:
 
 
 def _cost(
-    layer: torch.nn.Module,
-    choice: Choice,
-    squares: dict[str, Tensor],
-    pool: Pool,
-    rule: ScaleRule,
+    layer: Layer, choice: Choice, squares: dict[str, Tensor], pool: Pool, rule: ScaleRule
 ) -> float:
     """Sum of squared gradients times squared rounding errors; infinite where not finite."""
     fused, scheme = choice
@@ -189,7 +186,7 @@ def _cost(
     for name in (split_layer(module).rest for module in fused.modules):
         if name not in squares:  # an expert that no token reaches
             continue
-        weight, square = layer.get_parameter(f"{name}.weight"), squares[name]
+        weight, square = layer.weight(name), squares[name]
 
         def part(rows: slice, weight: Tensor = weight, square: Tensor = square) -> Tensor:
             error = rounding_error(weight[rows], scheme, rule)

@@ -13,14 +13,7 @@ from lowbit.convert.original.evaluation_text import Text, tokenize
 from lowbit.convert.original.model import LayeredModel, load_layered_model
 from lowbit.convert.original.progress import Advance
 from lowbit.convert.original.threads import alone_on_threads, block_map
-from lowbit.convert.original.walk import (
-    HEAD_ROWS,
-    HEAD_TOKENS,
-    blocks,
-    embed,
-    load_layer,
-    pass_through,
-)
+from lowbit.convert.original.walk import HEAD_ROWS, HEAD_TOKENS, blocks, pass_through_all
 from lowbit.convert.original.weights import open_weights
 from lowbit.convert.plan.head import log_partition
 from lowbit.formats.architectures import read_config
@@ -76,11 +69,7 @@ def text_bits(
 def _nats(model: LayeredModel, windows: Tensor, device: torch.device, advance: Advance) -> Tensor:
     """Negative log-likelihood of every token but each window's first: [windows * (T - 1)]."""
     with block_map(device) as each:
-        hidden = embed(model, windows, device)
-        for number in range(len(model.layers)):
-            layer = load_layer(model, number, device)
-            pass_through(layer, model.arguments[number], hidden, each)
-            advance(1)
+        hidden = pass_through_all(model, windows, device, each, advance)
         states = scored_states(model, hidden)
     with alone_on_threads(device) as pool:
         total = log_partition(model, states, pool)

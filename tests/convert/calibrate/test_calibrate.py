@@ -16,7 +16,7 @@ from lowbit.convert.calibrate.store import PREFIX
 from lowbit.convert.export.export import export
 from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.measure.weights import measure_weights
-from lowbit.convert.original.layer import Layer, stages
+from lowbit.convert.original.layer import stages
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.walk import load_layer
 from lowbit.convert.original.weights import open_weights
@@ -373,7 +373,7 @@ def test_stages_follow_the_data(tiny: Path, hybrid: Path) -> None:
     }
     for (folder, number), wanted in expected.items():
         model = load_layered_model(open_weights(folder), 8, torch.device("cpu"))
-        layer = Layer(load_layer(model, number, torch.device("cpu")), model.arguments[number])
+        layer = load_layer(model, number, torch.device("cpu"))
         names = [name for stage in wanted for name in stage]
         assert stages(layer, torch.randn(1, 8, 256), names) == wanted
 

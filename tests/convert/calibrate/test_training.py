@@ -24,7 +24,7 @@ NAMES = ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj")
 def layer(tiny: Path) -> Layer:
     """The second decoder layer, for windows of 16 tokens."""
     model = load_layered_model(open_weights(tiny), 16, CPU)
-    return Layer(load_layer(model, 1, CPU), model.arguments[1])
+    return load_layer(model, 1, CPU)
 
 
 def test_gradients_are_those_of_autograd(layer: Layer) -> None:
@@ -68,7 +68,7 @@ def test_divergence_and_its_gradient() -> None:
 def test_a_step_follows_the_gradient_of_every_scale_and_position(tiny: Path) -> None:
     """Two of three layers learned, through norm and head, against autograd on the same chain."""
     model = load_layered_model(open_weights(tiny), 16, CPU)
-    layers = [Layer(load_layer(model, n, CPU), model.arguments[n]) for n in range(3)]
+    layers = [load_layer(model, n, CPU) for n in range(3)]
     scheme = Scheme(4, 64)
     linears: list[dict[str, Fixed | Learned]] = []
     for number, layer in enumerate(layers):
