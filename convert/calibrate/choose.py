@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +29,7 @@ from lowbit.convert.calibrate.windows import Windows, output_error
 from lowbit.convert.original.device import full_precision
 from lowbit.convert.original.layer import Layer, run, stages
 from lowbit.convert.original.model import LayeredModel
+from lowbit.convert.original.threads import Pool
 from lowbit.convert.plan.method import Method
 from lowbit.formats.architectures.names import expert_of
 from lowbit.formats.errors import QuantizationError
@@ -53,7 +53,7 @@ class LayerQuantizer:
     method: Method
     rule: ScaleRule
     device: torch.device
-    pool: ThreadPoolExecutor | None
+    pool: Pool
 
     def layer(
         self,

@@ -8,7 +8,6 @@ are learned at a time, so that memory holds their positions only; all others sta
 """
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +21,7 @@ from lowbit.convert.calibrate.windows import Batches, count_held
 from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.progress import Advance, Meter, Progress
-from lowbit.convert.original.threads import ordered
+from lowbit.convert.original.threads import Pool, ordered
 from lowbit.convert.original.walk import HEAD_TOKENS, blocks, embed, load_layer
 from lowbit.convert.plan.calibration_cost import DISTILL_STEPS, learned_together
 from lowbit.formats.layout.packing import dequantize, pack, unpack
@@ -85,7 +84,7 @@ class Student:
     layers: Sequence[Layer]
     linears: Sequence[Mapping[str, Fixed | Learned]]
     head: Head
-    pool: ThreadPoolExecutor | None
+    pool: Pool
 
     def states(self, hidden: Tensor) -> list[Tensor]:
         """Input of each layer, then the output of the last: [windows, T, h] each."""
@@ -204,7 +203,7 @@ def distill_layers(
     norm: Layer,
     store: Store,
     device: torch.device,
-    pool: ThreadPoolExecutor | None,
+    pool: Pool,
     progress: Progress,
 ) -> None:
     """Learn every quantized linear of the decoder against the original's logits, into the store.

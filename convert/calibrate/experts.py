@@ -6,7 +6,6 @@ expert with few tokens has nothing to learn from and is rounded to nearest.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import cast
 
@@ -18,7 +17,7 @@ from lowbit.convert.calibrate.moments import Moments, paired
 from lowbit.convert.calibrate.windows import Windows
 from lowbit.convert.original.experts import ROUTER, Expert
 from lowbit.convert.original.layer import Layer, batches, probed
-from lowbit.convert.original.threads import ordered
+from lowbit.convert.original.threads import Pool, ordered
 from lowbit.formats.architectures.names import expert_of
 from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.layout.scheme import Scheme
@@ -99,7 +98,7 @@ def choose_experts(
     solve: Solve,
     rule: ScaleRule,
     device: torch.device,
-    pool: ThreadPoolExecutor | None,
+    pool: Pool,
 ) -> tuple[dict[str, Chosen], tuple[int, ...]]:
     """Choose the linears of all experts of a layer, and put them in place.
 

@@ -10,7 +10,6 @@ gives and x~ what the original gives.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from lowbit.convert.calibrate.linear import Chosen
 from lowbit.convert.calibrate.windows import Batches, Windows
 from lowbit.convert.original.layer import Layer
-from lowbit.convert.original.threads import ordered
+from lowbit.convert.original.threads import Pool, ordered
 from lowbit.convert.plan.calibration_cost import AUTOROUND_STEPS
 from lowbit.formats.layout.rtn import SCALE_DTYPE
 from lowbit.formats.layout.scheme import Scheme
@@ -37,7 +36,7 @@ def layer_gradient(
     names: Iterable[str],
     x: Tensor,
     above: Callable[[Tensor, slice], Tensor],
-    pool: ThreadPoolExecutor | None,
+    pool: Pool,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Gradients by the layer's input and by the weights of its linears.
 
@@ -173,7 +172,7 @@ def learn_rounding(
     linears: Mapping[str, Learned],
     windows: Windows,
     device: torch.device,
-    pool: ThreadPoolExecutor | None,
+    pool: Pool,
 ) -> None:
     """Learn a layer's linears, in place.
 

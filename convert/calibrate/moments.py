@@ -7,7 +7,6 @@ made of wrong input (asymmetric calibration: Li et al., GPTAQ, arXiv 2504.02692)
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from lowbit.convert.calibrate.gptq import Factor
 from lowbit.convert.calibrate.windows import Windows
 from lowbit.convert.original.layer import Layer, batches, probed, recorded
-from lowbit.convert.original.threads import ordered
+from lowbit.convert.original.threads import Pool, ordered
 from lowbit.convert.plan.calibration_cost import PRODUCTS_BYTES
 from lowbit.formats.errors import QuantizationError
 
@@ -76,7 +75,7 @@ def measure(
     linear: str,
     windows: Windows,
     device: torch.device,
-    pool: ThreadPoolExecutor | None,
+    pool: Pool,
 ) -> tuple[Moments, Moments | None]:
     """The moments of one linear's input over the windows to learn from, and over those held out.
 
@@ -168,7 +167,7 @@ def _sums(
     parts: list[slice],
     K: int,
     device: torch.device,
-    pool: ThreadPoolExecutor | None,
+    pool: Pool,
 ) -> tuple[Tensor, Tensor]:
     """Sums of x x^T and x~ x^T over batches, added in the order of the batches."""
     H, C = torch.zeros(2, K, K, device=device)
@@ -223,7 +222,7 @@ def input_power(
     linears: Sequence[str],
     hidden: Tensor,
     device: torch.device,
-    pool: ThreadPoolExecutor | None,
+    pool: Pool,
 ) -> dict[str, Power]:
     """Power of the inputs of some linears, by name; zero where no token reaches one.
 

@@ -21,7 +21,7 @@ from lowbit.convert.measure.routing import Routes, Routing, RoutingSums
 from lowbit.convert.original.layer import Layer, hooked
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.progress import Advance
-from lowbit.convert.original.threads import BlockMap, block_map
+from lowbit.convert.original.threads import Pool, alone_on_threads, for_each
 from lowbit.convert.original.walk import (
     HEAD_ROWS,
     HEAD_TOKENS,
@@ -84,12 +84,12 @@ def compare(
     schemes = packed.weights.packed_schemes()
     errors: dict[str, list[Squares]] = {}
     routing = RoutingSums(original.weights.checkpoint.config)
-    with block_map(device) as each:
+    with alone_on_threads(device) as pool:
         hidden = [embed(model, windows, device) for model in models]
         rounded = hidden[0][:noisy].to(torch.bfloat16)
         for number in range(len(original.layers)):
             routes = routing.new(windows, noisy)
-            calls = _original_layer(original, number, hidden[0], rounded, watched, each, routes)
+            calls = _original_layer(original, number, hidden[0], rounded, watched, pool, routes)
             layer = load_layer(packed, number, device)
             for name in calls:
                 module = f"{packed.prefix}layers.{number}.{name}"
@@ -97,10 +97,10 @@ def compare(
                     found = squares(layer.module.get_submodule(name), calls[name])
                     errors.setdefault(any_expert(module), []).extend(found)
             calls.clear()
-            pass_through(layer, hidden[1], each, routes.packed)
+            pass_through(layer, hidden[1], pool, routes.packed)
             routing.add(routes)
             advance(_weights(layer.module) * (2 * windows.numel() + windows[:noisy].numel()))
-        figures, noise = _compare_heads(models, windows, hidden, rounded, each, advance)
+        figures, noise = _compare_heads(models, windows, hidden, rounded, pool, advance)
     count, T = windows.shape
     a, b = (states.view(count, T - 1, -1)[list(drafted)] for states in hidden)
     outputs = {module: output_error(found) for module, found in errors.items()}
@@ -120,18 +120,18 @@ def _original_layer(
     hidden: Tensor,
     rounded: Tensor,
     watched: int,
-    each: BlockMap,
+    pool: Pool,
     routes: Routes,
 ) -> dict[str, list[Call]]:
     """Pass all windows through a layer of the original; what its linears saw of those watched."""
     layer = load_layer(model, number, hidden.device)
     first, rest = routes.cut(watched)
     with recorded_linears(layer.module) as calls:
-        pass_through(layer, hidden[:watched], each, first)
-    pass_through(layer, hidden[watched:], each, rest)
+        pass_through(layer, hidden[:watched], pool, first)
+    pass_through(layer, hidden[watched:], pool, rest)
     if len(rounded):
         layer = Layer(layer.module.to(torch.bfloat16), _rounded(layer.arguments))
-        pass_through(layer, rounded, each, routes.rounded)
+        pass_through(layer, rounded, pool, routes.rounded)
     return calls
 
 
@@ -140,7 +140,7 @@ def _compare_heads(
     windows: Tensor,
     hidden: list[Tensor],
     rounded: Tensor,
-    each: BlockMap,
+    pool: Pool,
     advance: Advance,
 ) -> tuple[TokenFigures, TokenFigures | None]:
     for index, model in enumerate(models):
@@ -151,9 +151,9 @@ def _compare_heads(
     sums, noise = LogitSums(labels), LogitSums(labels[: len(c)])
     for first, head_a, head_b in _head_blocks(models, device):
         add = partial(_add_logits, sums, first, (a, b), (head_a, head_b))
-        each(add, blocks(len(labels), HEAD_TOKENS[device.type]))
+        for_each(pool, add, blocks(len(labels), HEAD_TOKENS[device.type]))
         add = partial(_add_logits, noise, first, (a, c), (head_a, head_a.to(torch.bfloat16)))
-        each(add, blocks(len(c), HEAD_TOKENS[device.type]))
+        for_each(pool, add, blocks(len(c), HEAD_TOKENS[device.type]))
         advance(head_a.numel() * (2 * windows.numel() + rounded.shape[:2].numel()))
     return sums.finish(), noise.finish() if len(c) else None
 

@@ -30,7 +30,7 @@ from lowbit.convert.original.evaluation_text import EvalText, Text, tokenize
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.progress import Meter, Progress, silent
 from lowbit.convert.original.quiet import without_advice
-from lowbit.convert.original.threads import block_map
+from lowbit.convert.original.threads import alone_on_threads
 from lowbit.formats.architectures import read_config
 from lowbit.formats.architectures.names import MTP_PREFIX
 from lowbit.formats.draft_head import open_draft_head
@@ -126,8 +126,8 @@ def _drafting(
     if not any(name.startswith(MTP_PREFIX) for name in checkpoint.tensors):
         return None
     draft_head = open_draft_head(checkpoint.folder, checkpoint.config)
-    with block_map(device) as each:
-        return measure_drafting(models, windows, found.states, draft_head, each)
+    with alone_on_threads(device) as pool:
+        return measure_drafting(models, windows, found.states, draft_head, pool)
 
 
 def _context(config: Mapping[str, Any]) -> int:

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from lowbit.convert.original.threads import ordered
+from lowbit.convert.original.threads import Pool, ordered
 
 Summary = TypeVar("Summary")
 BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}  # through a layer at a time
@@ -55,9 +54,7 @@ def batches(hidden: Tensor, device: torch.device) -> list[slice]:
     return [slice(start, min(start + count, len(hidden))) for start in range(0, len(hidden), count)]
 
 
-def run(
-    layer: Layer, hidden: Tensor, device: torch.device, pool: ThreadPoolExecutor | None
-) -> None:
+def run(layer: Layer, hidden: Tensor, device: torch.device, pool: Pool) -> None:
     """Pass all windows through a layer, in place.
 
     Args:

@@ -11,7 +11,7 @@ from lowbit.convert.original.experts import recorded_routes
 from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.progress import Advance
-from lowbit.convert.original.threads import BlockMap
+from lowbit.convert.original.threads import Pool, for_each
 from lowbit.formats.errors import CheckpointError
 
 HEAD_ROWS = 4096  # of the vocabulary at a time
@@ -49,15 +49,13 @@ def load_layer(model: LayeredModel, number: int, device: torch.device) -> Layer:
     return Layer(module, model.arguments[number])
 
 
-def pass_through(
-    layer: Layer, hidden: Tensor, each: BlockMap, routes: Tensor | None = None
-) -> None:
+def pass_through(layer: Layer, hidden: Tensor, pool: Pool, routes: Tensor | None = None) -> None:
     """Pass windows through a decoder layer, in place.
 
     Args:
         layer: any.
         hidden: [windows, T, h], of the layer's dtype.
-        each: calls a function on every batch.
+        pool: of `alone_on_threads`.
         routes: [windows, T, chosen], filled with the experts of every token; None without experts,
             or where nobody asks.
     """
@@ -70,11 +68,11 @@ def pass_through(
                 routes[batch] = found.view(routes[batch].shape)
 
         count = max(1, BATCH_TOKENS[hidden.device.type] // hidden.shape[1])
-        each(run, blocks(len(hidden), count))
+        for_each(pool, run, blocks(len(hidden), count))
 
 
 def pass_through_all(
-    model: LayeredModel, windows: Tensor, device: torch.device, each: BlockMap, advance: Advance
+    model: LayeredModel, windows: Tensor, device: torch.device, pool: Pool, advance: Advance
 ) -> Tensor:
     """Hidden states after the last layer, before the final norm: [windows, T, h] float32.
 
@@ -82,12 +80,12 @@ def pass_through_all(
         model: loaded for windows of T tokens.
         windows: [windows, T] int64 token ids.
         device: where to compute.
-        each: calls a function on every batch.
+        pool: of `alone_on_threads`.
         advance: told of 1 after every layer.
     """
     hidden = embed(model, windows, device)
     for number in range(len(model.layers)):
-        pass_through(load_layer(model, number, device), hidden, each)
+        pass_through(load_layer(model, number, device), hidden, pool)
         advance(1)
     return hidden
 

@@ -35,7 +35,7 @@ from lowbit.convert.original.model import LayeredModel, load_layered_model
 from lowbit.convert.original.mtp import LAYER, NORMS, MtpHead, greedy_tokens, load_mtp_head
 from lowbit.convert.original.progress import Meter, Progress, silent
 from lowbit.convert.original.quiet import without_advice
-from lowbit.convert.original.threads import BlockMap, block_map
+from lowbit.convert.original.threads import Pool, alone_on_threads
 from lowbit.convert.original.walk import HEAD_ROWS, embed, pass_through_all
 from lowbit.convert.original.weights import open_weights
 from lowbit.convert.pipeline.folder import check_output, put_in_place
@@ -157,16 +157,16 @@ def finetune_mtp(
     digest = _digest(place, read, steps, target)
     names = [name_in(place, path) for path in entries(place)]
     with open_journal(partial, digest, False, names, OTHER_WORK):
-        with torch.no_grad(), without_advice(), block_map(target) as each:
-            trunk = _attend(place, read.samples, target, each, report)
+        with torch.no_grad(), without_advice(), alone_on_threads(target) as pool:
+            trunk = _attend(place, read.samples, target, pool, report)
             trained = _begin(packed, trunk.model, target)
-            before = _count(trunk, trained.head, each)
+            before = _count(trunk, trained.head, pool)
         learned, rows = _training_windows(trunk, target)
         state = _KeptState(partial / STATE_FILE, digest, steps)
         train(trained, learned, rows, steps, state, lambda done: report("train", done, steps))
         stored = _stored(packed, trained)
-        with torch.no_grad(), block_map(target) as each:
-            after = _count(trunk, trained.current(), each)
+        with torch.no_grad(), alone_on_threads(target) as pool:
+            after = _count(trunk, trained.current(), pool)
         better = after[-1].tokens_a_round > before[-1].tokens_a_round
         if better:
             record = MtpTraining(
@@ -200,15 +200,15 @@ def _digest(place: Path, text: CalibrationText, steps: int, device: torch.device
 
 
 def _attend(
-    folder: Path, windows: Tensor, device: torch.device, each: BlockMap, report: Progress
+    folder: Path, windows: Tensor, device: torch.device, pool: Pool, report: Progress
 ) -> _TrunkStates:
     """Pass all windows through the packed trunk, layer by layer."""
     model = load_layered_model(open_weights(folder), windows.shape[1], device)
     report("states", 0, len(model.layers))
     meter = Meter(report, "states", len(model.layers))
-    hidden = pass_through_all(model, windows, device, each, meter.add)
+    hidden = pass_through_all(model, windows, device, pool, meter.add)
     states = scored_states(model, hidden)
-    greedy = greedy_tokens(model, states, each)
+    greedy = greedy_tokens(model, states, pool)
     shape = (len(windows), windows.shape[1] - 1)
     return _TrunkStates(model, windows.to(device), states.view(*shape, -1), greedy.view(shape))
 
@@ -240,10 +240,10 @@ def _begin(packed: PackedCheckpoint, model: LayeredModel, device: torch.device) 
     return Trained(head, grids, plain)
 
 
-def _count(trunk: _TrunkStates, head: MtpHead, each: BlockMap) -> tuple[Draft, ...]:
+def _count(trunk: _TrunkStates, head: MtpHead, pool: Pool) -> tuple[Draft, ...]:
     here = trunk.part(True)
     parts = (trunk.windows[here], trunk.states[here], trunk.greedy[here])
-    return count_drafts(trunk.model, *parts, each, head=head)
+    return count_drafts(trunk.model, *parts, pool, head=head)
 
 
 def _training_windows(

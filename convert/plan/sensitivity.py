@@ -19,7 +19,6 @@ The head is measured, not estimated.
 
 import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -31,12 +30,12 @@ from lowbit.convert.original.device import tensor_cores
 from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.progress import Meter, Progress
-from lowbit.convert.original.threads import alone_on_threads, block_map, ordered
+from lowbit.convert.original.threads import Pool, alone_on_threads, for_each, ordered
 from lowbit.convert.original.walk import HEAD_ROWS, HEAD_TOKENS, embed, load_layer, pass_through
 from lowbit.convert.plan.calibration_cost import BASE_BYTES, Memory
 from lowbit.convert.plan.head import pass_head
 from lowbit.convert.plan.memory import decoder_layers, linear_ends
-from lowbit.convert.plan.rounding import for_each, rounding_error, row_blocks
+from lowbit.convert.plan.rounding import rounding_error, row_blocks
 from lowbit.convert.plan.sets import Choice
 from lowbit.formats.architectures import read_config, tensor_table
 from lowbit.formats.architectures.names import split_layer
@@ -48,7 +47,6 @@ DRAWS = 2  # tokens drawn at each position; the next window costs three times th
 FORWARD_WORK, BACKWARD_WORK, HEAD_WORK = 1, 5, 8  # time a weight, for progress
 KEPT_DTYPE = torch.bfloat16  # of hidden states between the passes
 
-Pool = ThreadPoolExecutor | None
 SCORES = 3  # sets of attention's scores: forward, softmax and gradient
 
 
@@ -85,38 +83,40 @@ def estimate(
     head_work = HEAD_WORK * model.hidden_size * model.vocabulary
     total = (FORWARD_WORK + BACKWARD_WORK) * sum(sizes) + head_work
     meter = Meter(progress, "sensitivity", total)
-    with tensor_cores(device):
-        entering, last = _forward(model, windows, device, sizes, meter)
-        with alone_on_threads(device) as pool:
-            head = [(fused, scheme) for fused, scheme in choices if fused.layer is None]
-            above, kl = _head(model, last, [scheme for _, scheme in head], pool, rule)
-            meter.add(head_work)
-            costs = dict(zip(head, kl, strict=True))
-            scored = DRAWS * windows[:, 1:].numel()
-            for number in reversed(range(len(model.layers))):
-                layer = load_layer(model, number, device)
-                here = [choice for choice in choices if choice[0].layer == number]
-                names = [split_layer(m).rest for fused, _ in here for m in fused.modules]
-                with traced(layer, list(dict.fromkeys(names))) as run:
-                    squares, above = _backward(run, layer, entering.pop(), above, pool)
-                for choice in here:
-                    costs[choice] = _cost(layer, choice, squares, pool, rule) / (2 * scored)
-                meter.add(BACKWARD_WORK * sizes[number])
+    with tensor_cores(device), alone_on_threads(device) as pool:
+        entering, last = _forward(model, windows, device, sizes, pool, meter)
+        head = [(fused, scheme) for fused, scheme in choices if fused.layer is None]
+        above, kl = _head(model, last, [scheme for _, scheme in head], pool, rule)
+        meter.add(head_work)
+        costs = dict(zip(head, kl, strict=True))
+        scored = DRAWS * windows[:, 1:].numel()
+        for number in reversed(range(len(model.layers))):
+            layer = load_layer(model, number, device)
+            here = [choice for choice in choices if choice[0].layer == number]
+            names = [split_layer(m).rest for fused, _ in here for m in fused.modules]
+            with traced(layer, list(dict.fromkeys(names))) as run:
+                squares, above = _backward(run, layer, entering.pop(), above, pool)
+            for choice in here:
+                costs[choice] = _cost(layer, choice, squares, pool, rule) / (2 * scored)
+            meter.add(BACKWARD_WORK * sizes[number])
     return [costs[choice] for choice in choices]
 
 
 def _forward(
-    model: LayeredModel, windows: Tensor, device: torch.device, sizes: Sequence[int], meter: Meter
+    model: LayeredModel,
+    windows: Tensor,
+    device: torch.device,
+    sizes: Sequence[int],
+    pool: Pool,
+    meter: Meter,
 ) -> tuple[list[Tensor], Tensor]:
     """Inputs of every layer, on the CPU, and the output of the last: [windows, T, h]."""
     entering = []
-    with block_map(device) as each:
-        hidden = embed(model, windows, device)
-        for number in range(len(model.layers)):
-            entering.append(hidden.to("cpu", KEPT_DTYPE, copy=True))  # the pass is in place
-            layer = load_layer(model, number, device)
-            pass_through(layer, hidden, each)
-            meter.add(FORWARD_WORK * sizes[number])
+    hidden = embed(model, windows, device)
+    for number in range(len(model.layers)):
+        entering.append(hidden.to("cpu", KEPT_DTYPE, copy=True))  # the pass is in place
+        pass_through(load_layer(model, number, device), hidden, pool)
+        meter.add(FORWARD_WORK * sizes[number])
     return entering, hidden
 
 

@@ -12,7 +12,7 @@ from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.evaluation_text import Text, tokenize
 from lowbit.convert.original.model import LayeredModel, load_layered_model
 from lowbit.convert.original.progress import Advance
-from lowbit.convert.original.threads import alone_on_threads, block_map
+from lowbit.convert.original.threads import alone_on_threads
 from lowbit.convert.original.walk import HEAD_ROWS, HEAD_TOKENS, blocks, pass_through_all
 from lowbit.convert.original.weights import open_weights
 from lowbit.convert.plan.head import log_partition
@@ -68,10 +68,9 @@ def text_bits(
 
 def _nats(model: LayeredModel, windows: Tensor, device: torch.device, advance: Advance) -> Tensor:
     """Negative log-likelihood of every token but each window's first: [windows * (T - 1)]."""
-    with block_map(device) as each:
-        hidden = pass_through_all(model, windows, device, each, advance)
-        states = scored_states(model, hidden)
     with alone_on_threads(device) as pool:
+        hidden = pass_through_all(model, windows, device, pool, advance)
+        states = scored_states(model, hidden)
         total = log_partition(model, states, pool)
     labels = windows[:, 1:].reshape(-1).to(device)
     chosen = torch.empty_like(total)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowbit.convert.measure.long import with_cache
 from lowbit.convert.original.model import LayeredModel, load_layered_model
-from lowbit.convert.original.threads import block_map
+from lowbit.convert.original.threads import alone_on_threads
 from lowbit.convert.original.walk import pass_through_all
 from lowbit.convert.original.weights import open_weights
 from lowbit.formats.kv_cache import BF16_CACHE, FP32_CACHE, INT8_CACHE
@@ -47,8 +47,8 @@ def whole_hidden(folder: Path, windows: Tensor, name: str) -> Tensor:
 
 
 def hidden(model: LayeredModel, windows: Tensor) -> Tensor:
-    with torch.inference_mode(), block_map(CPU) as each:
-        return pass_through_all(model, windows, CPU, each, lambda _: None)
+    with torch.inference_mode(), alone_on_threads(CPU) as pool:
+        return pass_through_all(model, windows, CPU, pool, lambda _: None)
 
 
 @pytest.mark.filterwarnings("ignore")  # other libraries' own
