@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,7 +127,7 @@ def quantize(
     from lowbit.convert.original.answers import check_answers
     from lowbit.convert.original.device import open_device
     from lowbit.convert.pipeline.conversion import Job, carry_out
-    from lowbit.convert.pipeline.existing import ExistingResult, can_continue, find_existing
+    from lowbit.convert.pipeline.existing import can_continue, find_existing
     from lowbit.convert.pipeline.origin import remember
     from lowbit.convert.publish.parcel import Statement
     from lowbit.convert.publish.push import open_hub
@@ -170,8 +171,8 @@ def quantize(
         if not ahead.method.calibrated:
             _check_calibration(calib, target)
         job = Job(location, checkpoint, ahead.plan, place, calibration, draft_text)
-        done = find_existing(job, out, overwrite, progress) if continues else None
-        if done is None:
+        conversion = find_existing(job, out, overwrite, progress) if continues else None
+        if conversion is None:
             conversion = carry_out(
                 job,
                 out,
@@ -179,12 +180,10 @@ def quantize(
                 overwrite=overwrite,
                 progress=announced(progress, partial(announce, ahead, told)),
             )
-            done = ExistingResult(conversion, None)
-        conversion = done.conversion
         if conversion.source.repo is None:
             remember(conversion.manifest.source, conversion.source.folder)
         with _explained_measuring(out):
-            found = reporting.complete_report(done, request, progress)
+            found = reporting.complete_report(conversion, request, progress)
     judged = gate if found.quality.logits is not None else ()
     result = hold(judged, found.quality)
     if not as_json:
@@ -200,9 +199,7 @@ def quantize(
         content = render.conversion_json(conversion, found)
         content["gate"] = result.to_json() if judged else None
         content["vocabulary"] = None if cut is None else cut.record.summary()
-        content["published"] = None
-        if published is not None:
-            content["published"] = render_published.published_json(published)
+        content["published"] = None if published is None else asdict(published)
         print_json(content)
     elif published is not None:
         render_published.published(published)

@@ -1,15 +1,12 @@
 """`lowbit-convert verify`."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 from click.core import ParameterSource
 
-from lowbit.convert.cli.options import (
-    device_option,
-    folder_argument,
-    text_option,
-)
+from lowbit.convert.cli.options import device_option, folder_argument, text_option
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import folders, json_option, model_name
 from lowbit.formats.shell.output import print_json
@@ -49,6 +46,6 @@ def verify(
     with progress_bars(quiet=as_json) as progress:
         result = verify_folder(folder, source, progress, calib, place)
     if as_json:
-        print_json(render.verification_json(result))
+        print_json({**asdict(result), "folder": str(result.folder), "ok": True})
     else:
         render.verification(result)

@@ -25,16 +25,15 @@ from lowbit.convert.export.source import Linear, PackedSource, open_source
 from lowbit.convert.original.progress import Meter, Progress, silent
 from lowbit.convert.pipeline.folder import (
     check_apart,
-    check_output,
     check_small_files,
     copy_file,
-    put_in_place,
+    free_place,
+    new_folder,
 )
-from lowbit.convert.pipeline.journal import JOURNAL_FILE, open_journal
-from lowbit.convert.pipeline.place import partial_of, place_of
+from lowbit.convert.pipeline.journal import JOURNAL_FILE
 from lowbit.convert.pipeline.verification import check_recorded
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES
-from lowbit.formats.errors import ResourceError, UnsupportedModelError
+from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.file_names import README
 from lowbit.formats.files.atomic import disk_errors
 from lowbit.formats.layout.manifest import MANIFEST_FILE, json_bytes
@@ -113,11 +112,8 @@ def export(
             free.
     """
     out = Path(out)
-    place = place_of(out)  # rename cannot target a link or `..`
+    place = free_place(out)
     report = progress or silent
-    if place.is_dir() and any(place.iterdir()):
-        raise ResourceError(f"`{out}` is not empty", hint="choose another folder")
-    check_output(place, overwrite=False)
     check_apart(Path(folder), place)
     source = open_source(Path(folder))
     _check_family(source)
@@ -135,13 +131,8 @@ def export(
     notes = [NO_MANIFEST] if manifest is None else []
     if manifest is not None:
         check_recorded(source.packed, manifest, report)
-    partial = partial_of(place)
-    partial.mkdir(parents=True, exist_ok=True)
     written = [*carried, f"{place.name}.gguf"]
-    with open_journal(partial, f"export {target}", False, written, OTHER_WORK):
-        for stale in partial.iterdir():
-            if stale.name != JOURNAL_FILE:
-                stale.unlink()
+    with new_folder(place, f"export {target}", written, OTHER_WORK) as partial:
         if layout is not None:
             size, made = _write_safetensors(source, partial, layout, max_shard_bytes, report)
             proof = _prove_safetensors(source, made, layout, report)
@@ -152,7 +143,6 @@ def export(
         for name in carried:
             copy_file(source.checkpoint.folder / name, partial / name)
         files = sorted(path.name for path in partial.iterdir() if path.name != JOURNAL_FILE)
-        put_in_place(place, overwrite=False)
     return Export(
         folder=out,
         target=target,

@@ -27,7 +27,7 @@ from lowbit.convert.export.gguf_file import (
     read_rows,
 )
 from lowbit.convert.export.gguf_file import decode as decode_blocks
-from lowbit.convert.export.gptq import FP16_MAX
+from lowbit.convert.export.misfits import FP16_MAX
 from lowbit.convert.export.outputs import (
     chained,
     check_one_dtype,

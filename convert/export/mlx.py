@@ -122,7 +122,7 @@ def _dense(source: PackedSource, info: TensorInfo) -> Output:
     change = family(source).change(info.name)
     name = family(source).name_of(info.name)
     if change is None:
-        return copied(source, info, name)
+        return copied(source.checkpoint, info, name)
     if change == "gain":  # rounded as mlx-lm rounds it
         return Output(
             name,

@@ -36,10 +36,9 @@ class Output:
     blocks: Blocks
 
 
-def copied(source: PackedSource, info: TensorInfo, name: str | None = None) -> Output:
+def copied(source: Checkpoint, info: TensorInfo, name: str | None = None) -> Output:
     """Copy a tensor of the source, under another name where one is given."""
-    checkpoint = source.checkpoint
-    return Output(name or info.name, info.dtype, info.shape, lambda: row_parts(checkpoint, info))
+    return Output(name or info.name, info.dtype, info.shape, lambda: row_parts(source, info))
 
 
 def row_parts(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[Tensor]:
@@ -67,7 +66,7 @@ def every_output(
     source: PackedSource, pack: Callable[[PackedSource, Linear], Iterable[Output]]
 ) -> list[Output]:
     """All tensors of an export: dense ones copied, each linear as `pack` writes it."""
-    made = [copied(source, info) for info in source.dense]
+    made = [copied(source.checkpoint, info) for info in source.dense]
     for linear in source.linears:
         made += pack(source, linear)
     return made

@@ -176,23 +176,18 @@ def _summarize(
     windows, window = first.windows.shape
     figures = found.figures.part(slice(0, windows * (window - 1)))
     return LogitQuality(
+        **_common(figures, window),
         text_name=first.text.title,
         text_sha256=first.text.sha256,
         text_tokens=len(first.ids),
         window=window,
         windows=windows,
         scored_tokens=len(figures.kl),
-        perplexity_original=float(figures.nll_original.mean().exp()),
-        perplexity_packed=float(figures.nll_packed.mean().exp()),
         log_ratio_error=log_ratio_error(figures, window - 1),
-        kl_mean=float(figures.kl.mean()),
-        kl_error=kl_error(figures, window - 1),
         kl_p95=percentile(figures.kl, 0.95),
-        kl_p99=percentile(figures.kl, 0.99),
         kl_max=float(figures.kl.max()),
         cosine_mean=float(figures.cosine.mean()),
         cosine_p1=percentile(figures.cosine, 0.01),
-        top1_agreement=float(figures.agree.double().mean()),
         kl_histogram=histogram(figures.kl),
         window_series=window_series(figures, window - 1),
         device=device.type,
@@ -214,14 +209,21 @@ def _kinds(texts: Sequence[EvalText], figures: TokenFigures) -> Iterator[TextKin
             name=text.text.name,
             sha256=text.text.sha256,
             tokens=stop - start,
-            perplexity_original=float(part.nll_original.mean().exp()),
-            perplexity_packed=float(part.nll_packed.mean().exp()),
-            kl_mean=float(part.kl.mean()),
-            top1_agreement=float(part.agree.double().mean()),
-            kl_p99=percentile(part.kl, 0.99),
-            kl_error=kl_error(part, text.window - 1),
+            **_common(part, text.window),
         )
         start = stop
+
+
+def _common(figures: TokenFigures, window: int) -> dict[str, Any]:
+    """Figures of the first text and of every other."""
+    return {
+        "perplexity_original": float(figures.nll_original.mean().exp()),
+        "perplexity_packed": float(figures.nll_packed.mean().exp()),
+        "kl_mean": float(figures.kl.mean()),
+        "kl_error": kl_error(figures, window - 1),
+        "kl_p99": percentile(figures.kl, 0.99),
+        "top1_agreement": float(figures.agree.double().mean()),
+    }
 
 
 def find_flips(folder: Path, texts: Sequence[EvalText], figures: TokenFigures) -> tuple[Flip, ...]:

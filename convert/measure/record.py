@@ -4,7 +4,6 @@ An infinite figure is stored as null, since JSON has no infinity.
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from lowbit.convert.measure.routing import Routing
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.formats.file_names import QUALITY_FILE
 from lowbit.formats.judgement import REPORT_AGAIN, SCHEMA, VERDICT
-from lowbit.formats.layout.records import load_object, record
+from lowbit.formats.layout.records import finite, load_object, record
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,14 +327,3 @@ def read_quality(folder: Path) -> QualityReport | None:
     if found.logits is not None and found.logits.drafting is not None:
         check_drafting(found.logits.drafting, f"{path}: logits: drafting")
     return found
-
-
-def finite(value: Any) -> Any:
-    """A JSON value with null for every figure that is not finite."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value

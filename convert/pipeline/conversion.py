@@ -11,6 +11,7 @@ import torch
 
 from lowbit.convert.calibrate.session import CalibrationRequest, Session, check_can_run
 from lowbit.convert.calibrate.store import LayerError
+from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.measure.weights import WeightQuality, quality_rows
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.progress import Meter, Progress, silent
@@ -79,6 +80,7 @@ class Conversion:
         resumed: steps that an interrupted run had already finished.
         seconds: wall time.
         existed: True where an earlier run had put it there, and this one only checked it.
+        report: that the earlier run has left; None where there is none about these weights.
         undistilled: layers that distillation did not help, which keep the codes before it.
     """
 
@@ -92,6 +94,7 @@ class Conversion:
     resumed: int
     seconds: float
     existed: bool = False
+    report: QualityReport | None = None
     undistilled: int = 0
 
 

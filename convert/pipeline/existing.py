@@ -4,7 +4,6 @@ Killed while it measures, `convert --report` leaves a whole packed folder withou
 """
 
 import time
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,19 +23,6 @@ from lowbit.formats.files.atomic import disk_errors
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest, read_manifest
 from lowbit.formats.packed import open_packed
 from lowbit.formats.tasks import manifest_sha256
-
-
-@dataclass(frozen=True, slots=True)
-class ExistingResult:
-    """A conversion that an earlier run has finished.
-
-    Attributes:
-        conversion: as `convert` would have returned it, layer errors of a calibration aside.
-        quality: the report beside it; None where there is none about these weights.
-    """
-
-    conversion: Conversion
-    quality: QualityReport | None
 
 
 def can_continue(out: Path, overwrite: bool, logits: bool, publish: bool) -> bool:
@@ -70,12 +56,10 @@ def current_quality(folder: Path) -> QualityReport | None:
 
 
 @disk_errors()
-def find_existing(
-    job: Job, out: Path, overwrite: bool, progress: Progress
-) -> ExistingResult | None:
+def find_existing(job: Job, out: Path, overwrite: bool, progress: Progress) -> Conversion | None:
     """The folder at `out`, if it is byte for byte the one that `carry_out` would make.
 
-    Source and result are both hashed.
+    Source and result are both hashed. Layer errors of a calibration are not known any more.
 
     Raises:
         ResourceError: source or result have changed since an earlier run of this job, and the
@@ -104,11 +88,11 @@ def find_existing(
     finish(place)
     remove_unfinished_reports(place)
     quality = current_quality(place)
-    weights = None if quality is None else quality.weights
-    if weights is None:
-        pair = pair_of(job.source, packed)
-        weights = measure_weights(pair, job.device.type, progress)
-    conversion = Conversion(
+    if quality is None:
+        weights = measure_weights(pair_of(job.source, packed), job.device.type, progress)
+    else:
+        weights = quality.weights
+    return Conversion(
         folder=out,
         source=job.location,
         original=job.source,
@@ -119,8 +103,8 @@ def find_existing(
         resumed=len(job.plan.steps),
         seconds=time.monotonic() - started,
         existed=True,
+        report=quality,
     )
-    return ExistingResult(conversion, quality)
 
 
 def _is_of(manifest: Manifest, job: Job) -> bool:

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -382,11 +382,6 @@ class _KeptState(TrainingState):
         beside = self._file.with_name(f"{self._file.name}.new")
         save_file(found, beside)
         beside.replace(self._file)
-
-
-def finetuned_json(done: Finetuned) -> dict[str, object]:
-    """The object of `finetune-mtp --json`."""
-    return {**asdict(done), "folder": str(done.folder)}
 
 
 def training_memory(

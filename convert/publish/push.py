@@ -8,27 +8,19 @@ is huggingface_hub's, which chooses with the server between Xet and LFS over HTT
 `upload_folder` is not used: it commits in batches of its own, config.json among them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
 from lowbit.convert.publish.errors import TOKEN, explained, patiently
-from lowbit.convert.publish.parcel import (
-    NOTHING,
-    WEIGHTS,
-    Item,
-    Parcel,
-    Statement,
-    make_parcel,
-)
+from lowbit.convert.publish.parcel import WEIGHTS, Item, Parcel
 from lowbit.convert.publish.remote import Remote, read_remote, require_equal
 from lowbit.formats.errors import PublishError
 from lowbit.formats.file_names import HTML_FILE, QUALITY_FILE
 from lowbit.formats.hub.ids import HUB_ID
 from lowbit.formats.layout.manifest import MANIFEST_FILE
-from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE
 from lowbit.formats.tasks import TASKS_FILE
 
@@ -66,53 +58,6 @@ class Published:
     size_bytes: int
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DryRun:
-    """The plan of a push.
-
-    Attributes:
-        parcel: files to send where the Hub lacks them.
-        url: address of the repository.
-        private: visibility of a repository that does not exist yet, the account's default when
-            None.
-        revision: branch, created where it does not exist; the default one when None.
-    """
-
-    parcel: Parcel
-    url: str
-    private: bool | None
-    revision: str | None
-
-
-def dry_run(
-    packed: PackedCheckpoint,
-    repo: str,
-    private: bool | None,
-    revision: str | None = None,
-    stated: Statement = NOTHING,
-    *,
-    progress: Callable[[str, int, int], None],
-) -> DryRun:
-    """Verify a packed folder and plan its push.
-
-    Args:
-        packed: the folder, made by lowbit-convert.
-        repo: `owner/name`; the Hub is not asked whether it exists.
-        private: as in `publish`.
-        revision: as in `publish`.
-        stated: as in `make_parcel`.
-        progress: called with (phase, done, in all).
-
-    Raises:
-        LowbitError: a name the Hub does not take, or as `make_parcel`.
-    """
-    from huggingface_hub import constants
-
-    check_name(repo)
-    parcel = make_parcel(packed, repo, progress, stated)
-    return DryRun(parcel, f"{constants.ENDPOINT}/{repo}", private, revision)
 
 
 def publish(

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lowbit.convert.measure.record import LogitQuality, QualityReport, finite, read_quality
+from lowbit.convert.measure.record import LogitQuality, QualityReport, read_quality
 from lowbit.convert.measure.speed import Speed, read_speed
 from lowbit.convert.measure.uncertainty import PairedDifference, paired_difference
 from lowbit.convert.measure.weights import WeightQuality
@@ -13,6 +13,7 @@ from lowbit.convert.report.linears import scheme_text
 from lowbit.convert.report.verdict import Verdict, judge
 from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
 from lowbit.formats.layout.manifest import Manifest, read_manifest
+from lowbit.formats.layout.records import finite
 from lowbit.formats.tasks import TaskResult, manifest_sha256, read_tasks
 
 Value = TypeVar("Value")

@@ -18,7 +18,7 @@ from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.evaluation_text import Text, check_names, default_texts
 from lowbit.convert.original.progress import Progress, silent
 from lowbit.convert.pipeline.conversion import Conversion
-from lowbit.convert.pipeline.existing import ExistingResult, current_quality
+from lowbit.convert.pipeline.existing import current_quality
 from lowbit.convert.pipeline.origin import Ask, Origin, find_origin
 from lowbit.convert.pipeline.verification import check_recorded
 from lowbit.convert.report.files import check_reports, left_out, write_reports
@@ -120,7 +120,7 @@ def _of_calibration(conversion: Conversion) -> tuple[float | None, tuple[Coverag
     """Overfitting and coverage: of this run, else as an earlier report of the folder says."""
     if conversion.calibration:
         return held_out_excess(conversion.calibration), coverage_of(conversion.calibration)
-    return _known(conversion.folder)
+    return _known(conversion.report)
 
 
 def held_out_excess(errors: Sequence[LayerError]) -> float | None:
@@ -137,9 +137,8 @@ def held_out_excess(errors: Sequence[LayerError]) -> float | None:
     return held / seen - 1 if seen > 0 else None
 
 
-def _known(folder: Path) -> tuple[float | None, tuple[Coverage, ...]]:
-    """Overfitting and coverage as an earlier report of a folder says."""
-    known = current_quality(folder)
+def _known(known: QualityReport | None) -> tuple[float | None, tuple[Coverage, ...]]:
+    """Overfitting and coverage as an earlier report says."""
     return (None, ()) if known is None else (known.held_out_excess, known.coverage)
 
 
@@ -163,25 +162,23 @@ def prepare_report(
     return find_origin(folder, packed.manifest, source, ask)
 
 
-def complete_report(
-    done: ExistingResult, request: LogitRequest | None, progress: Progress
-) -> Reported:
+def complete_report(done: Conversion, request: LogitRequest | None, progress: Progress) -> Reported:
     """The report of a finished conversion; what it lacks is measured now.
 
     Args:
-        done: the conversion, and the report that an earlier run has left.
+        done: the conversion.
         request: how logits are to be compared; None for the weights alone.
         progress: called with ("logits", done, in all).
     """
-    quality = done.quality
+    quality = done.report
     if quality is not None and (request is None or _is_on(quality, request.texts)):
-        return Reported(quality, done.conversion.folder / HTML_FILE, None)
-    packed = open_packed(done.conversion.folder)
+        return Reported(quality, done.folder / HTML_FILE, None)
+    packed = open_packed(done.folder)
     if quality is None:  # first the weights, which are known
-        found = write_report(done.conversion, packed, None)
+        found = write_report(done, packed, None)
         if request is None or found.failure is not None:
             return found
-    return write_report(done.conversion, packed, request, progress)
+    return write_report(done, packed, request, progress)
 
 
 def _is_on(quality: QualityReport, texts: Sequence[Text]) -> bool:
@@ -226,7 +223,8 @@ def write_full_report(
     if request.long:
         far = measure_long(pair, request.texts[0], request.device, progress, request.note)
     weights = _with_outputs(weights, found.output_errors)
-    report = build_report(packed, weights, found.logits, original, origin.repo, *_known(folder))
+    known = _known(current_quality(folder))
+    report = build_report(packed, weights, found.logits, original, origin.repo, *known)
     return _save(packed, replace(report, long=far), place)
 
 
