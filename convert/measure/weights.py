@@ -11,7 +11,6 @@ from lowbit.convert.measure.pair import Pair
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.progress import Meter, Progress, silent
 from lowbit.convert.original.weights import Weights
-from lowbit.formats.architectures import is_tied
 from lowbit.formats.architectures.names import any_expert, expert_of
 from lowbit.formats.errors import CheckpointError
 from lowbit.formats.layout.scheme import Scheme
@@ -193,7 +192,7 @@ def _size(weights: Weights, module: str) -> int:
 def _source_name(originals: Weights, module: str) -> str:
     """The weight that a packed linear was made from; a tied head is the embedding."""
     tensors = originals.checkpoint.tensors
-    tied = is_tied(originals.checkpoint.config) and originals.rotation is None
+    tied = originals.checkpoint.tied and originals.rotation is None
     if module.endswith("lm_head") and tied:
         return next((n for n in tensors if n.endswith("embed_tokens.weight")), f"{module}.weight")
     return f"{module}.weight"

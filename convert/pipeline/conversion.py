@@ -41,7 +41,6 @@ from lowbit.convert.pipeline.stream import stream
 from lowbit.convert.plan.memory import block_elements
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from lowbit.convert.plan.recipe import Recipe
-from lowbit.formats.architectures import read_config
 from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.errors import CheckpointError, ResourceError
 from lowbit.formats.files.atomic import disk_errors
@@ -215,7 +214,7 @@ def carry_out(
     place = place_of(out)  # a link, or `..`, cannot be renamed to
     check_output(place, overwrite)
     check_apart(checkpoint.folder, place)
-    load_generation_config(checkpoint.folder, read_config(checkpoint.config).vocab_size)  # checks
+    load_generation_config(checkpoint.folder, checkpoint.sizes.vocab_size)  # checks
     files = check_small_files(checkpoint.folder)
     held = held_bytes(plan.rotated, checkpoint.tensors, target.type)
     elements = block_elements(max_ram, core_count(), target, held)

@@ -133,7 +133,7 @@ def estimate(
         device: where to compute.
         request: the calibration text.
     """
-    sizes, used = read_config(source.config), plan.recipe.method
+    sizes, used = source.sizes, plan.recipe.method
     windows = expected_windows(request, sizes.max_position_embeddings, device.type)
     if sizes.block_drafts is not None:  # it is rounded to nearest
         seconds = _rounding_seconds(sum(plan.parameters.values()), device.type)
@@ -172,7 +172,7 @@ def automatic_plan(
         device: where to compute.
         request: the calibration text.
     """
-    sizes = read_config(source.config)
+    sizes = source.sizes
     if sizes.block_drafts is not None:
         return plan
     windows = expected_windows(request, sizes.max_position_embeddings, device.type)
@@ -208,7 +208,7 @@ def open_headers(source: str, revision: str | None) -> tuple[Checkpoint, int]:
     folder = locate(source, revision).folder
     checkpoint = open_checkpoint(folder)
     names = check_small_files(folder)
-    load_generation_config(folder, read_config(checkpoint.config).vocab_size)  # checks it
+    load_generation_config(folder, checkpoint.sizes.vocab_size)  # checks it
     return checkpoint, sum((folder / name).stat().st_size for name in names)
 
 

@@ -16,7 +16,6 @@ from lowbit.convert.original.whole import build, dtype_on, fill, size_bytes
 from lowbit.convert.plan.lookup import open_original
 from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.plan.recipe import Recipe
-from lowbit.formats.architectures import read_config
 from lowbit.formats.errors import CheckpointError, ResourceError
 from lowbit.formats.files.atomic import check_place, replace_file
 from lowbit.formats.generation import load_generation_config
@@ -100,7 +99,7 @@ def write_own_text(
     with without_advice():
         dtype = dtype_on(target)
         model = build(weights, dtype)
-        config = read_config(checkpoint.config)
+        config = checkpoint.sizes
         batch = fitting_batch(asked, config, size_bytes(model), dtype.itemsize, target.type)
         fill(model, weights, target)
         found = answer(
@@ -137,12 +136,12 @@ def _ask(
             f"`{folder}` has no chat template, by which it would be asked",
             hint="a base model is calibrated on the bundled text or a --calib text of yours",
         )
-    config = read_config(weights.checkpoint.config)
+    config = weights.checkpoint.sizes
     return ask(prompts(answers, seed), template, tokenizer, config, tokens)
 
 
 def _ends(folder: Path, weights: Weights) -> tuple[int, ...]:
     """Tokens that end an answer: of generation_config.json, else of config.json."""
-    config = read_config(weights.checkpoint.config)
+    config = weights.checkpoint.sizes
     generation = load_generation_config(folder, config.vocab_size)
     return generation.eos_token_ids or config.eos_token_ids

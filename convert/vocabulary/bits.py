@@ -51,7 +51,7 @@ def text_bits(
         LowbitError: a text that is too short, or a model that transformers does not run.
     """
     weights = open_weights(folder)
-    context = read_config(weights.checkpoint.config).max_position_embeddings
+    context = weights.checkpoint.sizes.max_position_embeddings
     cut = tokenize(folder, texts, context, WINDOW)
     windows = torch.cat([text.windows for text in cut])
     model = load_layered_model(weights, windows.shape[1], device)

@@ -196,7 +196,7 @@ def plan_cut(location: Location, keep: int | Path, text: Path | None) -> Planned
     """
     folder = location.folder
     checkpoint = _open_source(folder)
-    rows = read_config(checkpoint.config).vocab_size
+    rows = checkpoint.sizes.vocab_size
     cut = _cut_names(checkpoint, rows)
     names = check_small_files(folder)
     tokenizer = load_text_tokenizer(folder, "a smaller vocabulary")
