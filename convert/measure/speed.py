@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from lowbit.convert.measure.ranges import check_ranges
-from lowbit.formats.errors import CheckpointError, FormatError, ResourceError
+from lowbit.formats.errors import CheckpointError, FormatError, LowbitError, ResourceError
 from lowbit.formats.file_names import BENCH_FILE
 from lowbit.formats.files.atomic import check_place, replace_file
 from lowbit.formats.layout.manifest import MANIFEST_FILE
@@ -60,6 +60,14 @@ def read_speed(folder: Path) -> Speed | None:
         return _read(folder / BENCH_FILE, folder / MANIFEST_FILE, hint)
     except (CheckpointError, FormatError) as error:
         raise FormatError(str(error), hint=hint) from None
+
+
+def known_speed(folder: Path) -> Speed | None:
+    """The speed of a packed folder; None without a bench.json that can be read."""
+    try:
+        return read_speed(folder)
+    except LowbitError:
+        return None
 
 
 def _read(path: Path, manifest: Path, hint: str) -> Speed:

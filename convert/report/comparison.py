@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lowbit.convert.measure.record import LogitQuality, QualityReport, read_quality
-from lowbit.convert.measure.speed import Speed, read_speed
+from lowbit.convert.measure.speed import Speed, known_speed
 from lowbit.convert.measure.uncertainty import PairedDifference, paired_difference
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.linears import scheme_text
@@ -228,16 +228,9 @@ def _row(entry: MeasuredFolder, first: MeasuredFolder, shared: Collection[str]) 
         weight_cosine=mean_cosine([w for w in entry.report.weights if w.name in shared]),
         manifest_sha256=entry.report.manifest_sha256,
         command=entry.report.command,
-        speed=_speed(entry.folder),
+        speed=known_speed(entry.folder),
         tasks=_tasks(entry.folder),
     )
-
-
-def _speed(folder: Path) -> Speed | None:
-    try:
-        return read_speed(folder)
-    except LowbitError:
-        return None
 
 
 def _tasks(folder: Path) -> tuple[TaskResult, ...]:
