@@ -185,37 +185,32 @@ def _close_call(found: Sequence[GradedFigure], grade: Grade) -> list[str]:
 
 def expected_loss(report: QualityReport) -> Expectation | None:
     """The loss of good files of the report's bits in models of its size; None if there are none."""
-    return expectation(main_bits(report.weights), parameters_of(report))
-
-
-def parameters_of(report: QualityReport) -> int | None:
-    """Parameters of the model, else the packed ones; None where nothing is packed either."""
-    return report.parameters or sum(row.weights for row in report.weights) or None
+    return expectation(main_bits(report.weights), report.parameters)
 
 
 def _beside_others(report: QualityReport, mean: GradedFigure) -> tuple[str, Level]:
     """The loss beside that of good files of the same bits and size: a sentence and its level."""
-    found, bits, size = expected_loss(report), main_bits(report.weights), parameters_of(report)
+    found, bits = expected_loss(report), main_bits(report.weights)
     if found is None or bits is None:
         return "", "good"
     ratio = mean.judged / found.kl
     level, start = next(row[1:] for row in BESIDE_EXPECTED if ratio <= row[0])
     few = f" (held to the measure of {LEAST_BITS} bits)" if bits < LEAST_BITS else ""
-    model = "a model" if size is None else f"a model of {count(size)} parameters"
     return (
-        f"{start} of {bits}-bit weights{few} in {model}: good files stay below {found.kl:g}.",
+        f"{start} of {bits}-bit weights{few} in a model of {count(report.parameters)} parameters: "
+        f"good files stay below {found.kl:g}.",
         level,
     )
 
 
 def _too_small(report: QualityReport) -> list[str]:
     """A sentence about a model that only its size leaves without an expectation."""
-    bits, size = main_bits(report.weights), parameters_of(report)
-    if size is None or expected_loss(report) is not None or expectation(bits, None) is None:
+    known = expectation(main_bits(report.weights), math.inf)  # of larger models
+    if expected_loss(report) is not None or known is None:
         return []
     return [
         f"The loss to expect is only known of models from {count(SMALLEST)} parameters on; "
-        f"this one has {count(size)}."
+        f"this one has {count(report.parameters)}."
     ]
 
 
@@ -270,7 +265,7 @@ def next_steps(report: QualityReport) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _better_method(used: str, model_type: str | None) -> Gain | None:
+def _better_method(used: str, model_type: str) -> Gain | None:
     """The method after the one used; a rounding without calibration is followed by the best."""
     rotatable = model_type in ROTATION_MEASURED
     try:

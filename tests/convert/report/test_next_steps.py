@@ -23,7 +23,7 @@ MakeRow = Callable[..., WeightQuality]
         ("qwen3", "lowbit-convert SRC a", "--method gptq+rotate (same"),
         ("qwen3", "lowbit-convert SRC a --method absmax", "--method gptq+rotate (same"),
         ("qwen3_5", "lowbit-convert SRC a", "--method gptq (same"),
-        (None, "lowbit-convert SRC a --method weighted", "--method gptq (same"),
+        ("qwen3_5", "lowbit-convert SRC a --method weighted", "--method gptq (same"),
         ("qwen3", "lowbit-convert SRC a --method gptq", "--method gptq+rotate (same"),
         ("qwen3_5", "lowbit-convert SRC a --method gptq", "--method gptq+autoround (same"),
         ("qwen3", "lowbit-convert SRC a --method gptq+rotate", "--recipe mixed ("),
@@ -34,7 +34,7 @@ MakeRow = Callable[..., WeightQuality]
     ],
 )
 def test_the_first_step_depends_on_what_was_used(
-    make_report: MakeReport, model_type: str | None, command: str, first: str
+    make_report: MakeReport, model_type: str, command: str, first: str
 ) -> None:
     steps = next_steps(replace(make_report(), model_type=model_type, command=command))
     assert steps[0].startswith(first)

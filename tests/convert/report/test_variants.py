@@ -161,7 +161,9 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def packed(converted: Path) -> Iterator[Path]:
     """A conversion with its report, and without other files of measurements."""
     digest = manifest_sha256(converted)
-    report = QualityReport("0.1.0", digest, SIZES, (), LOGITS, command="lowbit-convert a b")
+    report = QualityReport(
+        "0.1.0", digest, SIZES, (), LOGITS, "2026-05-31", "qwen3", 5_801_216, "lowbit-convert a b"
+    )
     write_reports(open_packed(converted), report)
     yield converted
     for name in ("bench.json", "tasks.json"):
