@@ -28,8 +28,8 @@ from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.cli.progress import progress_bars
 from lowbit.convert.measure.measure import measure_logits
 from lowbit.convert.measure.pair import open_pair
-from lowbit.convert.measure.paired import PairedDifference, paired_difference
 from lowbit.convert.measure.record import LogitQuality
+from lowbit.convert.measure.uncertainty import PairedDifference, paired_difference
 from lowbit.convert.original.evaluation_text import Text
 from lowbit.convert.pipeline.conversion import convert
 from lowbit.convert.plan.allocate import Target, allocate

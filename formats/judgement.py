@@ -37,7 +37,7 @@ class Judgement:
 
 
 def read_judgement(folder: Path) -> Judgement | None:
-    """The judgement on a packed folder; None where there is no report, or one without a verdict.
+    """The judgement on a packed folder; None where there is no report.
 
     Raises:
         CheckpointError: not a regular file, or a link out of the folder or to nothing.
@@ -48,13 +48,11 @@ def read_judgement(folder: Path) -> Judgement | None:
         content = load_object(path, "schema", SCHEMA, REPORT_AGAIN)
     except FileNotFoundError:
         return None
-    verdict = content.get(VERDICT)
-    if verdict is None:  # of an earlier state of this release
-        return None
+    verdict = _get(content, VERDICT, dict, path) or {}
     measured = _get(content, "manifest_sha256", str, path)
     logits = _get(content, "logits", dict, path)
     bits = _get(_get(content, "sizes", dict, path) or {}, "bits_per_weight", float, path)
-    title = _get(verdict if isinstance(verdict, dict) else {}, "title", str, path)
+    title = _get(verdict, "title", str, path)
     if title is None or bits is None:
         raise FormatError(f"`{path}` has no title of a verdict, or no size", hint=REPORT_AGAIN)
     return Judgement(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from lowbit.formats.architectures import is_carried, is_tied, tensor_table
+from lowbit.formats.architectures import is_carried, tensor_table
 from lowbit.formats.architectures.names import expert_of
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import FormatError
@@ -93,7 +93,7 @@ def check_packed(
         LowbitError: as `open_packed`.
     """
     specs = tensor_table(checkpoint.config, checkpoint.tensors)
-    if is_tied(checkpoint.config):
+    if checkpoint.tied:
         specs = [spec for spec in specs if spec.role != "head"]
     quantization = read_quantization_config(checkpoint.config)
     with time_limit("config.json: matching the patterns of `quantization_config`"):
@@ -179,7 +179,7 @@ def _check_tensors(
 
 def _unknown(checkpoint: Checkpoint, expected: Collection[str]) -> list[str]:
     """Names of tensors that are not in the table; tensors of unsupported schemes are refused."""
-    ignorable = {"lm_head.weight"} if is_tied(checkpoint.config) else set()  # a stale copy
+    ignorable = {"lm_head.weight"} if checkpoint.tied else set()  # a stale copy
     known = ignorable.union(expected)
     unknown = [
         name

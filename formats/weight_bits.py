@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from lowbit.formats.architectures import is_carried, is_tied, tensor_table
+from lowbit.formats.architectures import is_carried, tensor_table
 from lowbit.formats.layout.manifest import Fate, Manifest
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 
@@ -30,9 +30,7 @@ def weight_bits(checkpoint: Checkpoint, manifest: Manifest | None) -> float:
         return bits_per_weight(size, count_parameters((r.name, r.shape, r.fate) for r in rows))
     table = tensor_table(checkpoint.config, checkpoint.tensors)
     count = sum(
-        math.prod(spec.shape)
-        for spec in table
-        if not (is_tied(checkpoint.config) and spec.role == "head")
+        math.prod(spec.shape) for spec in table if not (checkpoint.tied and spec.role == "head")
     )
     count += sum(
         math.prod(info.shape)

@@ -278,13 +278,13 @@ def test_errors_come_before_long_work(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for work in (
         "convert.pipeline.conversion.make_plan",
-        "convert.plan.plan.make_plan",
+        "convert.cli.planning.make_plan",
         "convert.plan.lookup.load_layered_model",
         "convert.pipeline.own_text.build",
         "convert.report.reporting.pair_of",
         "convert.pipeline.verification._check_files",
         "convert.export.export.open_source",
-        "convert.publish.access.patiently",
+        "convert.publish.push.patiently",
         "runtime.engine.load.load_decoder",
     ):
         monkeypatch.setattr(f"lowbit.{work}", reached)

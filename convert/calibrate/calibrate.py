@@ -6,17 +6,15 @@ that is being read, their activations and statistics, whatever the model's size.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lowbit.convert.calibrate.choose import LayerQuantizer
-from lowbit.convert.calibrate.distilled import distill_layers
+from lowbit.convert.calibrate.distill import distill_layers
 from lowbit.convert.calibrate.linear import Chosen
 from lowbit.convert.calibrate.store import (
     HEAD,
@@ -27,47 +25,21 @@ from lowbit.convert.calibrate.store import (
     layer_name,
 )
 from lowbit.convert.calibrate.windows import Windows, begin
+from lowbit.convert.original.device import tensor_cores
 from lowbit.convert.original.layer import Layer, run
 from lowbit.convert.original.model import LayeredModel
-from lowbit.convert.original.precision import tensor_cores
+from lowbit.convert.original.progress import Progress
 from lowbit.convert.original.threads import alone_on_threads
 from lowbit.convert.original.walk import load_layer
-from lowbit.convert.plan.method import Method
-from lowbit.formats.layout.rtn import ScaleRule
+from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.layout.scheme import Scheme
-
-Phase = Literal["calibrate", "distill"]
-Progress = Callable[[Phase, int, int], None]  # phase, done, in all
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """Method, scale rule and schemes of a calibration.
-
-    Attributes:
-        method: the steps.
-        rule: how scales are searched.
-        schemes: of the linears to quantize, by module name; others stay as they are.
-    """
-
-    method: Method
-    rule: ScaleRule
-    schemes: Mapping[str, Scheme]
-
-    def of_layer(self, model: LayeredModel, number: int) -> dict[str, Scheme]:
-        """Schemes of one decoder layer's linears, by their name within it."""
-        prefix = f"{model.prefix}layers.{number}."
-        return {
-            module.removeprefix(prefix): scheme
-            for module, scheme in self.schemes.items()
-            if module.startswith(prefix)
-        }
 
 
 def calibrate(
     model: LayeredModel,
     samples: Tensor,
-    task: Task,
+    recipe: Recipe,
+    schemes: Mapping[str, Scheme],
     store: Store,
     device: torch.device,
     progress: Progress,
@@ -79,48 +51,41 @@ def calibrate(
     Args:
         model: the original.
         samples: [windows, T] int64 token ids; model's arguments are for sequences of T.
-        task: what to do.
+        recipe: its method and scale rule.
+        schemes: of the linears to quantize, by module name; others stay as they are.
         store: of finished layers.
         device: where to compute.
-        progress: called after every layer, with weights of layers done and in all.
+        progress: called with ("calibrate", weights of layers done, in all) after every layer, then
+            with ("distill", steps done, in all).
 
     Raises:
         QuantizationError: activations are not finite.
         CheckpointError: the source cannot be read.
     """
     with alone_on_threads(device) as pool, tensor_cores(device):
-        quantizer = LayerQuantizer(task.method, task.rule, device, pool)
-        windows = begin(model, samples, device, task.method.from_original)
-        _choose_layers(model, windows, task, quantizer, store, progress)
+        method = recipe.method
+        quantizer = LayerQuantizer(method, recipe.rule, device, pool)
+        windows = begin(model, samples, device, method.from_original)
+        _choose_layers(model, windows, schemes, quantizer, store, progress)
         norm = _load_norm(model, device)
         for states in windows.sets():
             run(norm, states, device, pool)
-        if "lm_head" in task.schemes and store.load_head(task.schemes) is None:
-            head = quantizer.head(model, task.schemes["lm_head"], windows)
-            store.save(HEAD, {"lm_head": head}, task.schemes, None)
-        if task.method.distill:
+        if "lm_head" in schemes and store.load_head(schemes) is None:
+            head = quantizer.head(model, schemes["lm_head"], windows)
+            store.save(HEAD, {"lm_head": head}, schemes, None)
+        if method.distill:
             original = windows.original
             del windows
-            distill_layers(
-                model,
-                samples,
-                original,
-                task.schemes,
-                norm,
-                store,
-                device,
-                pool,
-                lambda done, total: progress("distill", done, total),
-            )
+            distill_layers(model, samples, original, schemes, norm, store, device, pool, progress)
     layers = range(len(model.layers))
-    distilled = map(distilled_name, layers) if task.method.distill else ()
+    distilled = map(distilled_name, layers) if method.distill else ()
     return store.finished([*map(layer_name, layers), *distilled, HEAD])
 
 
 def _choose_layers(
     model: LayeredModel,
     windows: Windows,
-    task: Task,
+    schemes: Mapping[str, Scheme],
     quantizer: LayerQuantizer,
     store: Store,
     progress: Progress,
@@ -129,14 +94,14 @@ def _choose_layers(
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
     with _background() as later:
         saved: Future[None] | None = None
-        for number, module in enumerate(_layers(model, quantizer.device, later)):
+        for number, original in enumerate(_layers(model, quantizer.device, later)):
             progress("calibrate", sum(sizes[:number]), sum(sizes))
-            chosen, error = _layer(model, number, module, windows, task, quantizer, store)
+            chosen, error = _layer(model, number, original, windows, schemes, quantizer, store)
             if saved is not None:
                 saved.result()  # its error, if it has one; and one layer waits at a time
             if error is not None:
                 name = layer_name(number)
-                saved = later.submit(store.save, name, chosen, task.schemes, error)
+                saved = later.submit(store.save, name, chosen, schemes, error)
         if saved is not None:
             saved.result()
         progress("calibrate", sum(sizes), sum(sizes))
@@ -145,9 +110,9 @@ def _choose_layers(
 def _layer(
     model: LayeredModel,
     number: int,
-    module: torch.nn.Module,
+    original: Layer,
     windows: Windows,
-    task: Task,
+    schemes: Mapping[str, Scheme],
     quantizer: LayerQuantizer,
     store: Store,
 ) -> tuple[dict[str, Chosen], LayerError | None]:
@@ -157,12 +122,11 @@ def _layer(
         The linears by module name, and their error; None where the store has them.
     """
     prefix = f"{model.prefix}layers.{number}."
-    original = Layer(module, model.arguments[number])
-    layer = Layer(copy.deepcopy(module), model.arguments[number])
-    chosen, error = store.load(layer_name(number), task.schemes), None
+    layer = Layer(copy.deepcopy(original.module), original.arguments)
+    chosen, error = store.load(layer_name(number), schemes), None
     if chosen is None:
-        schemes = task.of_layer(model, number)
-        found, error = quantizer.layer(number, layer, original, schemes, windows)
+        own = {m.removeprefix(prefix): s for m, s in schemes.items() if m.startswith(prefix)}
+        found, error = quantizer.layer(number, layer, original, own, windows)
         chosen = {f"{prefix}{name}": linear for name, linear in found.items()}
     else:
         device = quantizer.device
@@ -185,14 +149,14 @@ def _background() -> Iterator[ThreadPoolExecutor]:
 
 def _layers(
     model: LayeredModel, device: torch.device, later: ThreadPoolExecutor
-) -> Iterator[torch.nn.Module]:
+) -> Iterator[Layer]:
     """Decoder layers with their weights, each read while the one before it is used."""
     ahead = later.submit(load_layer, model, 0, device)
     for number in range(1, len(model.layers) + 1):
-        module = ahead.result()
+        layer = ahead.result()
         if number < len(model.layers):
             ahead = later.submit(load_layer, model, number, device)
-        yield module
+        yield layer
 
 
 def _load_norm(model: LayeredModel, device: torch.device) -> Layer:

@@ -2,13 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lowbit.convert.calibrate.damping import DAMPINGS, choose_damping
 from lowbit.convert.calibrate.experts import (
     FEWEST_TOKENS,
     choose_experts,
@@ -17,13 +15,21 @@ from lowbit.convert.calibrate.experts import (
 )
 from lowbit.convert.calibrate.gptq import Factor, factorize
 from lowbit.convert.calibrate.learned import Learned, learn_rounding
-from lowbit.convert.calibrate.linear import Chosen, gptq, nearest, weighted
+from lowbit.convert.calibrate.linear import (
+    DAMPINGS,
+    Chosen,
+    choose_damping,
+    gptq,
+    nearest,
+    weighted,
+)
 from lowbit.convert.calibrate.moments import Moments, head_moments, input_power, measure
 from lowbit.convert.calibrate.store import LayerError
 from lowbit.convert.calibrate.windows import Windows, output_error
+from lowbit.convert.original.device import full_precision
 from lowbit.convert.original.layer import Layer, run, stages
 from lowbit.convert.original.model import LayeredModel
-from lowbit.convert.original.precision import full_precision
+from lowbit.convert.original.threads import Pool
 from lowbit.convert.plan.method import Method
 from lowbit.formats.architectures.names import expert_of
 from lowbit.formats.errors import QuantizationError
@@ -47,7 +53,7 @@ class LayerQuantizer:
     method: Method
     rule: ScaleRule
     device: torch.device
-    pool: ThreadPoolExecutor | None
+    pool: Pool
 
     def layer(
         self,

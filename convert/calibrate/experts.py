@@ -6,7 +6,6 @@ expert with few tokens has nothing to learn from and is rounded to nearest.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import cast
 
@@ -17,8 +16,8 @@ from lowbit.convert.calibrate.linear import Chosen, nearest
 from lowbit.convert.calibrate.moments import Moments, paired
 from lowbit.convert.calibrate.windows import Windows
 from lowbit.convert.original.experts import ROUTER, Expert
-from lowbit.convert.original.layer import Layer, Probe, batches
-from lowbit.convert.original.threads import ordered
+from lowbit.convert.original.layer import Layer, batches, probed
+from lowbit.convert.original.threads import Pool, ordered
 from lowbit.formats.architectures.names import expert_of
 from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.layout.scheme import Scheme
@@ -80,13 +79,9 @@ def route(
     router = f"{mlp}.{ROUTER}"
     x, y = torch.empty_like(windows.hidden), torch.empty_like(windows.original)
     for side, states, out in ((layer, windows.hidden, x), (original, windows.original, y)):
-        probe = Probe(side, router)
-        try:
-            with torch.no_grad():
-                for part in batches(states, device):
-                    out[part] = probe(states[part].to(device)).view(out[part].shape).to(out.device)
-        finally:
-            probe.close()
+        with torch.no_grad(), probed(side, router) as probe:
+            for part in batches(states, device):
+                out[part] = probe(states[part].to(device)).view(out[part].shape).to(out.device)
     flat = x.flatten(0, 1)
     choose = layer.module.get_submodule(router)
     with torch.no_grad():
@@ -103,7 +98,7 @@ def choose_experts(
     solve: Solve,
     rule: ScaleRule,
     device: torch.device,
-    pool: ThreadPoolExecutor | None,
+    pool: Pool,
 ) -> tuple[dict[str, Chosen], tuple[int, ...]]:
     """Choose the linears of all experts of a layer, and put them in place.
 

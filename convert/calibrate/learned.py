@@ -9,18 +9,17 @@ SignRound, arXiv 2309.05516).
 gives and x~ what the original gives.
 """
 
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from lowbit.convert.calibrate.gradient import Adam, GroupScaled, layer_gradient
 from lowbit.convert.calibrate.linear import Chosen
 from lowbit.convert.calibrate.windows import Batches, Windows
 from lowbit.convert.original.layer import Layer
+from lowbit.convert.original.threads import Pool, ordered
 from lowbit.convert.plan.calibration_cost import AUTOROUND_STEPS
 from lowbit.formats.layout.rtn import SCALE_DTYPE
 from lowbit.formats.layout.scheme import Scheme
@@ -28,6 +27,77 @@ from lowbit.formats.layout.scheme import Scheme
 EDGE = 0.49
 POSITION_RATE = 5e-4  # of p, in codes a step; falls to zero
 SCALE_RATE = 2e-3  # of a; falls to zero
+BETAS = (0.9, 0.99)  # of Adam; the second one of `GroupScaled` too
+EPS = 1e-20  # gradients of a mean over tokens may be small
+
+
+def layer_gradient(
+    layer: Layer,
+    names: Iterable[str],
+    x: Tensor,
+    above: Callable[[Tensor, slice], Tensor],
+    pool: Pool,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Gradients by the layer's input and by the weights of its linears.
+
+    Args:
+        layer: any, its weights in place.
+        names: of the linears.
+        x: what goes in, [windows, T, h] float32.
+        above: gives the gradient by the output of some windows.
+        pool: of `alone_on_threads`; a window is a task.
+
+    Returns:
+        [windows, T, h], and [N, K] by name.
+    """
+    weights = {name: layer.weight(name) for name in names}
+    for weight in weights.values():
+        weight.requires_grad_(True)
+
+    def one(part: slice) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            window = x[part].detach().requires_grad_(True)
+            out = layer(window)
+            inputs = (window, *weights.values())
+            return torch.autograd.grad(out, inputs, above(out.detach(), part))
+
+    parts = [slice(0, len(x))] if pool is None else [slice(i, i + 1) for i in range(len(x))]
+    below = torch.empty_like(x)
+    totals: list[Tensor] = []
+    for part, (gradient, *by_weight) in zip(parts, ordered(pool, one, parts), strict=True):
+        below[part] = gradient
+        if totals:
+            by_weight = [a.add_(b) for a, b in zip(totals, by_weight, strict=True)]
+        totals = by_weight
+    for weight in weights.values():
+        weight.requires_grad_(False)
+    return below, dict(zip(weights, totals, strict=True))
+
+
+@dataclass(slots=True)
+class GroupScaled:
+    """Gradient descent with steps relative to the gradient's size in each group of weights.
+
+    Adam without momentum and with one running mean of squares a group: next to no memory beyond
+    the value itself.
+    """
+
+    value: Tensor
+    rate: float
+    square: Tensor
+    steps: int = 0
+
+    @classmethod
+    def on(cls, value: Tensor, rate: float) -> "GroupScaled":
+        """Begin; groups are along the last dimension."""
+        return cls(value, rate, torch.zeros_like(value[..., :1]))
+
+    def step(self, gradient: Tensor, left: float) -> None:
+        """One update, at the share of the rate that is left."""
+        self.steps += 1
+        self.square.lerp_(gradient.square().mean(-1, keepdim=True), 1 - BETAS[1])
+        size = (self.square / (1 - BETAS[1] ** self.steps)).sqrt_()
+        self.value -= (self.rate * left) * gradient / (size + EPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +109,14 @@ class Learned:
         scale: before learning, [N, groups, 1] float32.
         position: p, [N, groups, G] float32.
         change: a, [N, groups, 1] float32.
+        adam: changes `change`.
     """
 
     scheme: Scheme
     scale: Tensor
     position: GroupScaled
-    change: Adam
+    change: Tensor
+    adam: torch.optim.Adam
 
     @classmethod
     def begin(cls, chosen: Chosen, w: Tensor, scheme: Scheme, device: torch.device) -> "Learned":
@@ -60,12 +132,10 @@ class Learned:
         scale = chosen.scale.to(device, torch.float32)[:, :, None]
         codes = chosen.codes.to(device, torch.float32).view(N, groups, -1)
         away = (w.to(device, torch.float32).view(codes.shape) / scale).sub_(codes)
-        position = codes + away.clamp_(-EDGE, EDGE)
+        position = GroupScaled.on(codes + away.clamp_(-EDGE, EDGE), POSITION_RATE)
+        change = torch.zeros_like(scale)
         return cls(
-            scheme,
-            scale,
-            GroupScaled.on(position, POSITION_RATE),
-            Adam.on(torch.zeros_like(scale), SCALE_RATE),
+            scheme, scale, position, change, torch.optim.Adam([change], betas=BETAS, eps=EPS)
         )
 
     def codes(self) -> Tensor:
@@ -74,7 +144,7 @@ class Learned:
 
     def stored_scale(self) -> Tensor:
         """[N, groups, 1] bfloat16."""
-        return (self.scale * (1 + self.change.value)).to(SCALE_DTYPE)
+        return (self.scale * (1 + self.change)).to(SCALE_DTYPE)
 
     def weight(self) -> Tensor:
         """[N, K] float32, as it would be read back."""
@@ -84,7 +154,9 @@ class Learned:
         """One update, given the gradient by the weight [N, K], at the share of the rates left."""
         codes = self.codes()
         gradient = gradient.view(codes.shape)
-        self.change.step((gradient * codes).sum(-1, keepdim=True).mul_(self.scale), left)
+        self.change.grad = (gradient * codes).sum(-1, keepdim=True).mul_(self.scale)
+        self.adam.param_groups[0]["lr"] = SCALE_RATE * left
+        self.adam.step()
         # Beyond the code range a weight cannot follow its gradient.
         self.position.step(
             gradient * self.scale * (codes - self.position.value).abs_().le_(0.5), left
@@ -100,7 +172,7 @@ def learn_rounding(
     linears: Mapping[str, Learned],
     windows: Windows,
     device: torch.device,
-    pool: ThreadPoolExecutor | None,
+    pool: Pool,
 ) -> None:
     """Learn a layer's linears, in place.
 

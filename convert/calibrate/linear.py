@@ -7,14 +7,21 @@ from torch import Tensor
 from lowbit.convert.calibrate.gptq import (
     Factor,
     compensated_codes,
+    factorize,
     polished_codes,
     refitted_scales,
 )
 from lowbit.convert.calibrate.moments import Moments
-from lowbit.convert.plan.search import search_on
+from lowbit.convert.plan.rounding import search_on
 from lowbit.formats.layout.packing import dequantize
 from lowbit.formats.layout.rtn import ScaleRule, nearest_codes, quantize, weighted_scales
 from lowbit.formats.layout.scheme import Scheme
+
+# Shares of the mean diagonal. A layer's own error would often choose less than the first; the whole
+# model's KL does not: on 75 k tokens 0.01, the GPTQ paper's value, gave .143 where 0.3 gives .078
+# (Qwen2.5-Coder-0.5B), and .118 against .100 (SmolLM2-135M).
+DAMPINGS = (0.3, 1.0, 3.0)
+DAMPING_ROWS = 128  # of the linears, evenly spread, that each is tried on
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +69,41 @@ def gptq(w: Tensor, scheme: Scheme, rule: ScaleRule, moments: Moments, factor: F
     target, found = compensated(w, scheme, rule, moments, factor)
     codes = polished_codes(target, found.codes, found.scale, scheme, factor)
     return Chosen(codes, refitted_scales(target, codes, found.scale, factor))
+
+
+def choose_damping(
+    w: Tensor, scheme: Scheme, rule: ScaleRule, moments: Moments, held: Moments | None
+) -> Factor:
+    """The factor of the moments whose damping gives the least error on the windows held out.
+
+    What GPTQ gains is learned from the correlations of the inputs. Those of a short text are partly
+    chance: codes that exploit them are better on that text and worse on any other. A larger
+    diagonal trusts the correlations less. Dampings are tried from the smallest on, until the error
+    grows.
+
+    Args:
+        w: [N, K] float32, weights of linears that read the input.
+        scheme: of the first of them.
+        rule: how scales are searched.
+        moments: of the windows to learn from.
+        held: of those held out; None for the smallest damping.
+
+    Raises:
+        QuantizationError: the moments are not positive definite.
+    """
+    best = factorize(moments.damped(DAMPINGS[0]))
+    if held is None:
+        return best
+    rows = w[:: -(-len(w) // DAMPING_ROWS)]
+
+    def error(factor: Factor) -> float:
+        found = compensated(rows, scheme, rule, moments, factor)[1]
+        return held.error(rows, found.weight)
+
+    least = error(best)
+    for damping in DAMPINGS[1:]:
+        factor = factorize(moments.damped(damping))
+        if (found := error(factor)) >= least:
+            break
+        best, least = factor, found
+    return best

@@ -7,7 +7,6 @@ made of wrong input (asymmetric calibration: Li et al., GPTAQ, arXiv 2504.02692)
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from lowbit.convert.calibrate.gptq import Factor
 from lowbit.convert.calibrate.windows import Windows
-from lowbit.convert.original.layer import Layer, Probe, batches, recorded
-from lowbit.convert.original.threads import ordered
+from lowbit.convert.original.layer import Layer, batches, probed, recorded
+from lowbit.convert.original.threads import Pool, ordered
 from lowbit.convert.plan.calibration_cost import PRODUCTS_BYTES
 from lowbit.formats.errors import QuantizationError
 
@@ -76,7 +75,7 @@ def measure(
     linear: str,
     windows: Windows,
     device: torch.device,
-    pool: ThreadPoolExecutor | None,
+    pool: Pool,
 ) -> tuple[Moments, Moments | None]:
     """The moments of one linear's input over the windows to learn from, and over those held out.
 
@@ -94,7 +93,6 @@ def measure(
     Raises:
         QuantizationError: activations are not finite.
     """
-    here, there = Probe(layer, linear), Probe(original, linear)
     K = layer.weight(linear).shape[1]
 
     def over(part: slice) -> Moments:
@@ -110,12 +108,9 @@ def measure(
         sums = _sums(inputs, batches(hidden, device), K, device, pool)
         return _means(sums, linear, hidden.shape[0] * hidden.shape[1])
 
-    try:
+    with probed(layer, linear) as here, probed(original, linear) as there:
         learned = over(slice(0, windows.learned))
         return learned, over(windows.held) if windows.holds_out else None
-    finally:
-        here.close()
-        there.close()
 
 
 def loudness_caps(x: Tensor, compared: int) -> Tensor:
@@ -172,7 +167,7 @@ def _sums(
     parts: list[slice],
     K: int,
     device: torch.device,
-    pool: ThreadPoolExecutor | None,
+    pool: Pool,
 ) -> tuple[Tensor, Tensor]:
     """Sums of x x^T and x~ x^T over batches, added in the order of the batches."""
     H, C = torch.zeros(2, K, K, device=device)
@@ -227,7 +222,7 @@ def input_power(
     linears: Sequence[str],
     hidden: Tensor,
     device: torch.device,
-    pool: ThreadPoolExecutor | None,
+    pool: Pool,
 ) -> dict[str, Power]:
     """Power of the inputs of some linears, by name; zero where no token reaches one.
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from lowbit.convert.calibrate.calibrate import Progress, Task, calibrate
+from lowbit.convert.calibrate.calibrate import calibrate
 from lowbit.convert.calibrate.store import Calibrated, Store
 from lowbit.convert.calibrate.windows import shuffled
 from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
 from lowbit.convert.original.model import load_layered_model
+from lowbit.convert.original.progress import Progress
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
 from lowbit.convert.plan.calibration_cost import (
@@ -24,7 +25,6 @@ from lowbit.convert.plan.calibration_cost import (
     shapes_of,
 )
 from lowbit.convert.plan.plan import Plan
-from lowbit.formats.architectures import read_config, tensor_table
 from lowbit.formats.errors import CheckpointError, UnsupportedModelError
 from lowbit.formats.layout.manifest import Calibration
 from lowbit.formats.safetensors.checkpoint import Checkpoint
@@ -118,9 +118,7 @@ class Session:
             ResourceError: it takes more memory than is free.
         """
         windows = Windows(*self.text.samples.shape)
-        config = self.source.config
-        table = tensor_table(config, self.source.tensors)
-        shapes = shapes_of(table, self.plan.schemes, read_config(config).experts)
+        shapes = shapes_of(self.source.config, self.plan.schemes, self.source.tensors)
         method, place = self.plan.recipe.method, self.device.type
         need = calibration_memory(shapes, method, windows, place, torch.get_num_threads())
         check_memory(need, windows, place)
@@ -137,12 +135,10 @@ class Session:
             weights = weights.rotated()
         with without_advice():
             model = load_layered_model(weights, self.text.samples.shape[1], self.device)
-            task = Task(
-                self.plan.recipe.method,
-                self.plan.recipe.rule,
-                {module: scheme for module, scheme in self.plan.schemes.items() if scheme},
-            )
-            return calibrate(model, shuffled(self.text.samples), task, store, self.device, progress)
+            schemes = {module: scheme for module, scheme in self.plan.schemes.items() if scheme}
+            samples = shuffled(self.text.samples)
+            recipe = self.plan.recipe
+            return calibrate(model, samples, recipe, schemes, store, self.device, progress)
 
 
 def is_known(model_type: str) -> bool:

@@ -4,7 +4,11 @@ from pathlib import Path
 
 import click
 
-from lowbit.convert.cli.options import device_option, source_argument
+from lowbit.convert.cli.options import (
+    device_option,
+    revision_option,
+    source_argument,
+)
 from lowbit.formats.sampling_ranges import SEEDS
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import Count, json_option, output_file
@@ -56,7 +60,7 @@ def text_file(ctx: click.Context, param: click.Parameter, value: Path) -> Path:
     show_default=True,
     help="Seed of the prompts and of what is drawn.",
 )
-@click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub id.")
+@revision_option
 @click.option("--overwrite", is_flag=True, help="Replace the file OUT.txt.")
 @json_option
 @reported

@@ -79,7 +79,7 @@ def compare(
             raise click.UsageError("--diff takes two folders, measures nothing and writes nothing.")
         _show_difference(*places, as_json)
         return
-    from lowbit.convert.measure.lowbit_run import measure_speed, score_tasks
+    from lowbit.convert.measure.speed import measure_speed, score_tasks
     from lowbit.convert.report.comparison import compare as compare_folders
     from lowbit.convert.report.comparison_page import render_comparison, write_comparison
     from lowbit.convert.report.variants import check_record

@@ -10,7 +10,8 @@ from click.core import ParameterSource
 from lowbit.convert.cli.options import (
     device_option,
     out_argument,
-    parse_size,
+    revision_option,
+    shard_option,
     source_argument,
     text_option,
 )
@@ -45,14 +46,7 @@ if TYPE_CHECKING:
     "Text whose tokens are kept first, .txt or .jsonl; best one in the languages and on the "
     "subjects that the model will be used for.",
 )
-@click.option(
-    "--max-shard-size",
-    callback=parse_size,
-    metavar="SIZE",
-    default="5GB",
-    show_default=True,
-    help="Limit of a weight file.",
-)
+@shard_option()
 @click.option(
     "--eval-text",
     "eval_texts",
@@ -69,7 +63,7 @@ if TYPE_CHECKING:
     "of those texts.",
 )
 @device_option
-@click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub id.")
+@revision_option
 @json_option
 @reported
 def cut_vocabulary(

@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lowbit.convert.cli.options import folder_argument, out_argument, parse_size
+from lowbit.convert.cli.options import (
+    folder_argument,
+    out_argument,
+    shard_option,
+)
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import json_option
 from lowbit.formats.shell.output import print_json
@@ -31,14 +35,7 @@ if TYPE_CHECKING:
     required=True,
     help="The container: for gptqmodel and vLLM, AWQ engines, mlx-lm, or llama.cpp.",
 )
-@click.option(
-    "--max-shard-size",
-    callback=parse_size,
-    metavar="SIZE",
-    default="5GB",
-    show_default=True,
-    help="Limit of a weight file; a GGUF file is always one.",
-)
+@shard_option("; a GGUF file is always one")
 @click.option(
     "--dequantize",
     is_flag=True,

@@ -1,5 +1,6 @@
 """`lowbit-convert finetune-mtp`."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -67,10 +68,10 @@ def finetune_mtp(
     """
     from lowbit.convert.cli.progress import progress_bars
     from lowbit.convert.cli.tables import conversion as render
-    from lowbit.convert.pipeline import finetune
+    from lowbit.convert.pipeline.finetune import finetune_mtp
 
     with progress_bars(quiet=as_json) as progress:
-        done = finetune.finetune_mtp(
+        done = finetune_mtp(
             folder,
             text,
             steps=steps,
@@ -80,6 +81,6 @@ def finetune_mtp(
             progress=progress,
         )
     if as_json:
-        print_json(finetune.finetuned_json(done))
+        print_json({**asdict(done), "folder": str(done.folder)})
     else:
         render.finetuned(done)

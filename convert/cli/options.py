@@ -105,6 +105,21 @@ def parse_conditions(
         raise click.BadParameter(f"{error}.") from None
 
 
+def shard_option(more: str = "") -> Callable[[Command], Command]:
+    """The limit of a weight file; `more` ends its sentence."""
+    return click.option(
+        "--max-shard-size",
+        callback=parse_size,
+        metavar="SIZE",
+        default="5GB",
+        show_default=True,
+        help=f"Limit of a weight file{more}.",
+    )
+
+
+revision_option = click.option(
+    "--revision", metavar="REV", help="Branch, tag or commit of a Hub id."
+)
 recipe_options = with_options(
     click.option(
         "--recipe",
@@ -184,15 +199,8 @@ recipe_options = with_options(
         is_flag=True,
         help="Leave the vision tower out; the result then loads as a text model only.",
     ),
-    click.option(
-        "--max-shard-size",
-        callback=parse_size,
-        metavar="SIZE",
-        default="5GB",
-        show_default=True,
-        help="Limit of a weight file.",
-    ),
-    click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub id."),
+    shard_option(),
+    revision_option,
 )
 
 
@@ -200,8 +208,7 @@ def calibration_file(ctx: click.Context, param: click.Parameter, value: Path | N
     """Refuse, before anything is fetched, a text that cannot be read; a pipe becomes a file."""
     if value is None or ctx.resilient_parsing:
         return value
-    from lowbit.convert.original.calibration_text import check_calibration
-    from lowbit.convert.original.piped import rereadable
+    from lowbit.convert.original.calibration_text import check_calibration, rereadable
 
     try:
         file = ctx.with_resource(rereadable(value))
@@ -258,14 +265,16 @@ def make_recipe(
     )
 
 
-def text_option(name: str, help: str) -> Callable[[Command], Command]:
-    """A file of text; None for the bundled mix."""
+def text_option(
+    name: str, help: str, default: str | bool = "the bundled mix"
+) -> Callable[[Command], Command]:
+    """A file of text; `default` says what is taken without one."""
     return click.option(
         name,
         type=click.Path(path_type=Path),
         callback=calibration_file,
         metavar="FILE",
-        show_default="the bundled mix",
+        show_default=default,
         help=help,
     )
 

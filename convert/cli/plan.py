@@ -18,7 +18,7 @@ from lowbit.formats.shell.options import AUTO, json_option
 from lowbit.formats.shell.output import note, print_json
 
 if TYPE_CHECKING:
-    from lowbit.convert.cli.target import TargetRequest
+    from lowbit.convert.cli.planning import TargetRequest
 
 
 @click.command(
@@ -56,30 +56,23 @@ def plan(
     this machine. To plan with a smaller vocabulary, name what `cut-vocabulary` wrote as SRC.
     """
     from lowbit.convert.calibrate.session import CalibrationRequest
+    from lowbit.convert.cli.planning import PlanRequest, plan_ahead
     from lowbit.convert.cli.progress import progress_bars
     from lowbit.convert.cli.tables import plan as render
-    from lowbit.convert.cli.target import meet_target
     from lowbit.convert.original.device import open_device
-    from lowbit.convert.pipeline.estimate import automatic_plan, estimate, open_headers
-    from lowbit.convert.plan.lookup import Settings
-    from lowbit.convert.plan.plan import make_plan
+    from lowbit.convert.pipeline.estimate import open_headers
     from lowbit.formats.hub.locate import locate
     from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
-    made, place = make_recipe(**recipe), open_device(device)
+    made, automatic = make_recipe(**recipe), recipe["method"] == AUTO
+    calibration = CalibrationRequest(calib, calib_samples, calib_length, calib_chat)
+    place = open_device(device)
+    request = PlanRequest(made, automatic, target, calibration, place, max_shard_size)
     checkpoint, other_bytes = open_headers(source, revision)
-    if target is None:
-        plan = make_plan(checkpoint.config, checkpoint.tensors, made, max_shard_size)
-    else:
-        settings = Settings(calib=calib, device=device)
-        told = None if as_json else note
-        with progress_bars(quiet=as_json) as progress:
-            original = open_checkpoint(locate(source, revision).folder)
-            plan = meet_target(original, made, target, settings, max_shard_size, progress, told)
-    request = CalibrationRequest(calib, calib_samples, calib_length, calib_chat)
-    if recipe["method"] == AUTO:
-        plan = automatic_plan(checkpoint, plan, place, request)
-    ahead = estimate(checkpoint, plan, place, request)
+    with progress_bars(quiet=as_json) as progress:
+        if target is not None:  # it reads weights
+            checkpoint = open_checkpoint(locate(source, revision).folder)
+        ahead = plan_ahead(checkpoint, request, progress, None if as_json else note)
     if as_json:
         print_json(render.plan_json(source, ahead, other_bytes))
     else:

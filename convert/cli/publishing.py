@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowbit.convert.cli.progress import progress_bars
-from lowbit.convert.publish.parcel import Statement, make_parcel
+from lowbit.convert.publish.parcel import NOTHING, Statement, make_parcel
 from lowbit.convert.publish.push import Published, publish
 from lowbit.formats.errors import PublishError
+from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.shell.output import note
 
 ALLOW_LOCAL_PATHS = "--allow-local-paths"
@@ -19,19 +20,19 @@ if TYPE_CHECKING:
 
 def publish_folder(
     api: "HfApi",
-    folder: Path,
+    packed: PackedCheckpoint,
     repo: str,
     private: bool | None,
     revision: str | None = None,
     quiet: bool = False,
-    stated: Statement | None = None,
+    stated: Statement = NOTHING,
     allow_local_paths: bool = False,
 ) -> Published:
     """Verify a packed folder and send it, showing how far it is where somebody watches.
 
     Args:
         api: of `open_hub`.
-        folder: made by lowbit-convert.
+        packed: the folder, made by lowbit-convert.
         repo: `owner/name`.
         private: as in `publish`.
         revision: as in `publish`.
@@ -43,9 +44,9 @@ def publish_folder(
         PublishError: a file names a folder of this machine, and may not.
         LowbitError: as `make_parcel` and `publish`.
     """
-    command = _command(folder, repo, private, revision, stated or Statement())
+    command = _command(packed.checkpoint.folder, repo, private, revision, stated)
     with progress_bars(quiet) as progress:
-        parcel = make_parcel(folder, repo, progress, stated)
+        parcel = make_parcel(packed, repo, progress, stated)
     if parcel.local_paths and not allow_local_paths:
         raise PublishError(
             f"nothing was sent: {'; '.join(parcel.local_paths)}",

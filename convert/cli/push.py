@@ -1,5 +1,6 @@
 """`lowbit-convert push`."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -53,26 +54,26 @@ def push(
     from lowbit.convert.cli.progress import progress_bars
     from lowbit.convert.cli.publishing import publish_folder
     from lowbit.convert.cli.tables import published as render_published
-    from lowbit.convert.publish import push as publishing
-    from lowbit.convert.publish.access import open_hub
-    from lowbit.convert.publish.parcel import Statement
+    from lowbit.convert.publish.parcel import Statement, make_parcel
+    from lowbit.convert.publish.push import check_name, open_hub
     from lowbit.formats.packed import open_packed
 
     stated = Statement(base_model, license)
+    packed = open_packed(folder)  # before the network is asked
     if dry_run:
+        check_name(repo)
         with progress_bars(quiet=as_json) as progress:
-            shown = publishing.dry_run(folder, repo, private, revision, stated, progress=progress)
+            parcel = make_parcel(packed, repo, progress, stated)
         if as_json:
-            print_json(render_published.dry_run_json(shown))
+            print_json(render_published.dry_run_json(parcel, private, revision))
         else:
-            render_published.dry_run(shown)
+            render_published.dry_run(parcel, private, revision)
         return
-    open_packed(folder)  # before the network is asked
     api = open_hub(repo)
     published = publish_folder(
-        api, folder, repo, private, revision, as_json, stated, allow_local_paths
+        api, packed, repo, private, revision, as_json, stated, allow_local_paths
     )
     if as_json:
-        print_json(render_published.published_json(published))
+        print_json(asdict(published))
     else:
         render_published.published(published)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from lowbit.formats.shell.options import AUTO, check_command, json_option, model
 from lowbit.formats.shell.output import note, print_json
 
 if TYPE_CHECKING:
-    from lowbit.convert.cli.target import TargetRequest
+    from lowbit.convert.cli.planning import TargetRequest
     from lowbit.convert.measure.gate import Condition
 
 
@@ -115,27 +116,25 @@ def quantize(
     Interrupted, the same command continues after the last finished tensor or layer.
     """
     from lowbit.convert.calibrate.session import CalibrationRequest
+    from lowbit.convert.cli.planning import PlanRequest, plan_ahead
     from lowbit.convert.cli.progress import announced, progress_bars
     from lowbit.convert.cli.publishing import publish_folder
     from lowbit.convert.cli.tables import conversion as render
     from lowbit.convert.cli.tables import published as render_published
     from lowbit.convert.cli.tables import vocabulary as render_vocabulary
     from lowbit.convert.cli.tables.plan import announce
-    from lowbit.convert.cli.target import meet_target
     from lowbit.convert.measure.gate import hold
     from lowbit.convert.original.answers import check_answers
     from lowbit.convert.original.device import open_device
     from lowbit.convert.pipeline.conversion import Job, carry_out
-    from lowbit.convert.pipeline.estimate import automatic_plan, estimate
-    from lowbit.convert.pipeline.existing import ExistingResult, can_continue, find_existing
+    from lowbit.convert.pipeline.existing import can_continue, find_existing
     from lowbit.convert.pipeline.origin import remember
-    from lowbit.convert.plan.lookup import Settings
-    from lowbit.convert.plan.plan import make_plan
-    from lowbit.convert.publish.access import open_hub
     from lowbit.convert.publish.parcel import Statement
+    from lowbit.convert.publish.push import open_hub
     from lowbit.convert.report import reporting
     from lowbit.convert.vocabulary.beside import cut_beside
     from lowbit.formats.hub.locate import locate
+    from lowbit.formats.packed import open_packed
     from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
     for option, given in (("--eval-text", eval_texts), ("--gate", gate)):
@@ -157,6 +156,7 @@ def quantize(
     told = None if as_json else note
     request = reporting.LogitRequest(texts, device, told) if report else None
     calibration = CalibrationRequest(calib, calib_samples, calib_length, calib_chat)
+    planned = PlanRequest(made, automatic, target, calibration, place, max_shard_size)
     wanted = make_cut_request(
         *(keep_vocabulary, vocabulary_text, texts if eval_texts else ()),
         *(device if report else None, max_shard_size),
@@ -165,21 +165,14 @@ def quantize(
         cut = None if wanted is None else cut_beside(source, revision, out, wanted, progress)
         location = locate(source, revision) if cut is None else cut.location
         checkpoint = open_checkpoint(location.folder)
-        if target is None:
-            plan = make_plan(checkpoint.config, checkpoint.tensors, made, max_shard_size)
-        else:
-            settings = Settings(calib=calib, device=device)
-            plan = meet_target(checkpoint, made, target, settings, max_shard_size, progress, told)
-        if automatic:
-            plan = automatic_plan(checkpoint, plan, place, calibration)
-        ahead = estimate(checkpoint, plan, place, calibration)
+        ahead = plan_ahead(checkpoint, planned, progress, told)
         if report:
-            check_answers(plan.config, source)
+            check_answers(ahead.plan.config, source)
         if not ahead.method.calibrated:
             _check_calibration(calib, target)
-        job = Job(location, checkpoint, plan, place, calibration, draft_text)
-        done = find_existing(job, out, overwrite, progress) if continues else None
-        if done is None:
+        job = Job(location, checkpoint, ahead.plan, place, calibration, draft_text)
+        conversion = find_existing(job, out, overwrite, progress) if continues else None
+        if conversion is None:
             conversion = carry_out(
                 job,
                 out,
@@ -187,12 +180,10 @@ def quantize(
                 overwrite=overwrite,
                 progress=announced(progress, partial(announce, ahead, told)),
             )
-            done = ExistingResult(conversion, None)
-        conversion = done.conversion
         if conversion.source.repo is None:
             remember(conversion.manifest.source, conversion.source.folder)
         with _explained_measuring(out):
-            found = reporting.complete_report(done, request, progress)
+            found = reporting.complete_report(conversion, request, progress)
     judged = gate if found.quality.logits is not None else ()
     result = hold(judged, found.quality)
     if not as_json:
@@ -202,14 +193,13 @@ def quantize(
     published = None
     if api is not None and repo is not None and result.passed and found.failure is None:
         stated = Statement(base_model, license)
-        published = publish_folder(api, out, repo, private, quiet=as_json, stated=stated)
+        packed = open_packed(out)
+        published = publish_folder(api, packed, repo, private, quiet=as_json, stated=stated)
     if as_json:
         content = render.conversion_json(conversion, found)
         content["gate"] = result.to_json() if judged else None
         content["vocabulary"] = None if cut is None else cut.record.summary()
-        content["published"] = None
-        if published is not None:
-            content["published"] = render_published.published_json(published)
+        content["published"] = None if published is None else asdict(published)
         print_json(content)
     elif published is not None:
         render_published.published(published)

@@ -5,7 +5,12 @@ from pathlib import Path
 
 import click
 
-from lowbit.convert.cli.options import calibration_file, device_option, source_argument
+from lowbit.convert.cli.options import (
+    device_option,
+    revision_option,
+    source_argument,
+    text_option,
+)
 from lowbit.formats.layout.scheme import GROUP_SIZES
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import Count, json_option
@@ -45,13 +50,8 @@ def json_path(ctx: click.Context, param: click.Parameter, value: Path | None) ->
     show_default="in the cache alone",
     help="Write the figures to FILE as JSON, too, and the plot beside it.",
 )
-@click.option(
-    "--calib",
-    type=click.Path(path_type=Path),
-    callback=calibration_file,
-    metavar="FILE",
-    show_default="a bundled mix, apart from the evaluation text",
-    help="Text to compute them on.",
+@text_option(
+    "--calib", "Text to compute them on.", default="a bundled mix, apart from the evaluation text"
 )
 @click.option(
     "--windows",
@@ -79,7 +79,7 @@ def json_path(ctx: click.Context, param: click.Parameter, value: Path | None) ->
     "--positive-scales", is_flag=True, help="With positive scales only, as quantize's option."
 )
 @device_option
-@click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub id.")
+@revision_option
 @json_option
 @reported
 def sensitivity(
@@ -101,11 +101,17 @@ def sensitivity(
     XDG_CACHE_HOME or ~/.cache), where --target-bpw and --target-size look for them.
     """
     from lowbit.convert.calibrate.session import CalibrationRequest
+    from lowbit.convert.cli.planning import rotated_by_default
     from lowbit.convert.cli.progress import progress_bars
     from lowbit.convert.cli.tables import target as render
-    from lowbit.convert.cli.target import rotated_by_default
-    from lowbit.convert.plan.cache import check_file, write_file
-    from lowbit.convert.plan.lookup import Settings, find_or_estimate, open_original
+    from lowbit.convert.original.device import open_device
+    from lowbit.convert.plan.lookup import (
+        Settings,
+        check_file,
+        find_or_estimate,
+        open_original,
+        write_file,
+    )
     from lowbit.convert.report.sensitivity_plot import heat_map
     from lowbit.formats.files.atomic import attempt
     from lowbit.formats.hub.locate import locate
@@ -114,7 +120,8 @@ def sensitivity(
         check_file(out)
     original = open_original(locate(source, revision).folder)
     if rotated is None:
-        rotated = rotated_by_default(original.checkpoint, CalibrationRequest(calib), device)
+        request = CalibrationRequest(calib)
+        rotated = rotated_by_default(original.checkpoint, request, open_device(device))
     settings = Settings(
         calib=calib,
         windows=windows,

@@ -12,10 +12,10 @@ from click.core import ParameterSource
 from lowbit.convert.cli.options import parse_size
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.shell.failure import Command, Failure
-from lowbit.formats.shell.options import AUTO, with_options
+from lowbit.formats.shell.options import with_options
 
 if TYPE_CHECKING:
-    from lowbit.convert.cli.target import TargetRequest
+    from lowbit.convert.cli.planning import TargetRequest
 
 NUMBER = re.compile(r"\d{1,3}(?:\.\d{1,9})?", re.ASCII)
 
@@ -40,8 +40,7 @@ def target_options(command: Command) -> Command:
         sensitivities: Path | None,
         **options: Any,
     ) -> None:
-        automatic = options.get("method") == AUTO
-        target = make_target(target_bpw, target_size, sensitivities, automatic)
+        target = make_target(target_bpw, target_size, sensitivities)
         context = click.get_current_context()
         group_size_source = context.get_parameter_source("group_size")
         if target is not None and group_size_source is not ParameterSource.DEFAULT:
@@ -54,7 +53,7 @@ def target_options(command: Command) -> Command:
 
 
 def make_target(
-    bits: Fraction | None, size: int | None, sensitivities: Path | None, automatic: bool
+    bits: Fraction | None, size: int | None, sensitivities: Path | None
 ) -> "TargetRequest | None":
     """Target that the options describe; None where there is none.
 
@@ -68,7 +67,7 @@ def make_target(
         if sensitivities is not None:
             raise click.UsageError("--sensitivities is for --target-bpw or --target-size.")
         return None
-    from lowbit.convert.cli.target import TargetRequest
+    from lowbit.convert.cli.planning import TargetRequest
     from lowbit.convert.plan.allocate import Target
     from lowbit.convert.plan.sensitivities import read_sensitivities
 
@@ -77,7 +76,7 @@ def make_target(
             read_sensitivities(sensitivities)
         except LowbitError as error:
             raise Failure(error) from None
-    return TargetRequest(Target(bits, size), sensitivities, automatic)
+    return TargetRequest(Target(bits, size), sensitivities)
 
 
 _options = with_options(

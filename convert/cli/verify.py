@@ -1,11 +1,12 @@
 """`lowbit-convert verify`."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 from click.core import ParameterSource
 
-from lowbit.convert.cli.options import calibration_file, device_option, folder_argument
+from lowbit.convert.cli.options import device_option, folder_argument, text_option
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import folders, json_option, model_name
 from lowbit.formats.shell.output import print_json
@@ -26,13 +27,7 @@ from lowbit.formats.shell.output import print_json
     shell_complete=folders,
     help="The original: compare its hashes, too, and quantize it again to the same bytes.",
 )
-@click.option(
-    "--calib",
-    type=click.Path(path_type=Path),
-    callback=calibration_file,
-    metavar="FILE",
-    help="With --source: the text of a calibrated method.",
-)
+@text_option("--calib", "With --source: the text of a calibrated method.", default=False)
 @device_option
 @json_option
 @reported
@@ -51,6 +46,6 @@ def verify(
     with progress_bars(quiet=as_json) as progress:
         result = verify_folder(folder, source, progress, calib, place)
     if as_json:
-        print_json(render.verification_json(result))
+        print_json({**asdict(result), "folder": str(result.folder), "ok": True})
     else:
         render.verification(result)

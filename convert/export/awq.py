@@ -10,24 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.convert.export.gptq import FP16_MAX, expert_notes
+from lowbit.convert.export.gptq import expert_notes
 from lowbit.convert.export.layout import Layout
-from lowbit.convert.export.misfits import (
-    HEAD,
-    Misfit,
-    beside_plain_experts,
-    main_scheme,
-    other_scheme,
-)
+from lowbit.convert.export.misfits import HEAD, Misfit, misfits_of
 from lowbit.convert.export.outputs import Output, constant, every_output, transposed_scales
 from lowbit.convert.export.proof import Decoded
-from lowbit.convert.export.source import (
-    BLOCK_WEIGHTS,
-    Linear,
-    PackedSource,
-    as_one,
-    wrong_scale,
-)
+from lowbit.convert.export.source import BLOCK_WEIGHTS, Linear, PackedSource, as_one
 from lowbit.convert.export.unquantized_names import unquantized_kinds
 from lowbit.formats.layout.packing import unpack
 from lowbit.formats.layout.quantization_config import KEY
@@ -41,28 +29,22 @@ ZEROS = -2004318072  # 0x88888888
 def misfits(source: PackedSource) -> list[Misfit]:
     """Linears that AWQ cannot hold beside the others.
 
-    A misfit is the head, is not INT4, has another group size than most, has a number of rows that
-    does not fill whole words, has a scale that FP16 cannot hold, or is an expert's beside linears
-    of experts that are not quantized.
+    A misfit is the head, is not INT4, has a number of rows that does not fill whole words, or is
+    one of `misfits_of`.
     """
-    fitting = [linear for linear in source.linears if linear.bits == 4 and linear.module != HEAD]
-    main = main_scheme(fitting)
-    found = list(beside_plain_experts(source))
-    fused = {misfit.linear.module for misfit in found}
-    for linear in [one for one in source.linears if one.module not in fused]:
+
+    def refusal(linear: Linear) -> tuple[str, str | None] | None:
         if linear.module == HEAD:
             reason = f"{linear.scheme}, and AWQ's readers expect the head unquantized"
-            found.append(Misfit(linear, reason, as_one(HEAD, 4)))
-        elif linear.bits != 4:
-            reason = f"{linear.scheme}, and AWQ holds INT4 only"
-            found.append(Misfit(linear, reason, as_one(linear.module, 4)))
-        elif main is not None and linear.scheme != main:
-            found.append(other_scheme(linear, "AWQ", main))
-        elif linear.N % LANES:
-            found.append(Misfit(linear, f"{linear.N} rows do not fill whole words"))
-        elif wrong := wrong_scale(source, linear, torch.float16, FP16_MAX):
-            found.append(Misfit(linear, wrong))
-    return found
+            return reason, as_one(HEAD, 4)
+        if linear.bits != 4:
+            return f"{linear.scheme}, and AWQ holds INT4 only", as_one(linear.module, 4)
+        words = f"{linear.N} rows do not fill whole words"
+        return (words, None) if linear.N % LANES else None
+
+    return misfits_of(
+        source, "AWQ", lambda linear: linear.bits == 4 and linear.module != HEAD, refusal
+    )
 
 
 def outputs(source: PackedSource) -> list[Output]:

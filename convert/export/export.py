@@ -1,6 +1,6 @@
 """Export a packed folder: check it, write beside the output, read back, rename into place."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,28 +19,27 @@ from lowbit.convert.export.misfits import (
     prove_dequantized,
     without,
 )
-from lowbit.convert.export.outputs import Progress, row_parts, write_shards
+from lowbit.convert.export.outputs import row_parts, write_shards
 from lowbit.convert.export.proof import Proof, prove
 from lowbit.convert.export.source import Linear, PackedSource, open_source
+from lowbit.convert.original.progress import Meter, Progress, silent
 from lowbit.convert.pipeline.folder import (
     check_apart,
-    check_output,
     check_small_files,
     copy_file,
-    put_in_place,
+    free_place,
+    new_folder,
 )
-from lowbit.convert.pipeline.journal import JOURNAL_FILE, open_journal
-from lowbit.convert.pipeline.place import partial_of, place_of
+from lowbit.convert.pipeline.journal import JOURNAL_FILE
 from lowbit.convert.pipeline.verification import check_recorded
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES
-from lowbit.formats.errors import ResourceError, UnsupportedModelError
+from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.file_names import README
 from lowbit.formats.files.atomic import disk_errors
 from lowbit.formats.layout.manifest import MANIFEST_FILE, json_bytes
-from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, open_any_layout
+from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, Checkpoint, open_any_layout
 
 Target = Literal["gptq", "awq", "mlx", "gguf"]
-Report = Callable[[str, int, int], None]  # phase, done, total
 
 LAYOUTS: Mapping[Target, Layout] = {"gptq": gptq.LAYOUT, "awq": awq.LAYOUT, "mlx": mlx.LAYOUT}
 # The card describes the packed folder, not the export.
@@ -92,7 +91,7 @@ def export(
     *,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     dequantize: bool = False,
-    progress: Report | None = None,
+    progress: Progress | None = None,
 ) -> Export:
     """Repack a packed folder into another engine's container, and read the result back.
 
@@ -113,11 +112,8 @@ def export(
             free.
     """
     out = Path(out)
-    place = place_of(out)  # rename cannot target a link or `..`
-    report = progress or (lambda phase, done, total: None)
-    if place.is_dir() and any(place.iterdir()):
-        raise ResourceError(f"`{out}` is not empty", hint="choose another folder")
-    check_output(place, overwrite=False)
+    place = free_place(out)
+    report = progress or silent
     check_apart(Path(folder), place)
     source = open_source(Path(folder))
     _check_family(source)
@@ -135,23 +131,18 @@ def export(
     notes = [NO_MANIFEST] if manifest is None else []
     if manifest is not None:
         check_recorded(source.packed, manifest, report)
-    partial = partial_of(place)
-    partial.mkdir(parents=True, exist_ok=True)
     written = [*carried, f"{place.name}.gguf"]
-    with open_journal(partial, f"export {target}", False, written, OTHER_WORK):
-        for stale in partial.iterdir():
-            if stale.name != JOURNAL_FILE:
-                stale.unlink()
+    with new_folder(place, f"export {target}", written, OTHER_WORK) as partial:
         if layout is not None:
-            size, proof = _safetensors(source, partial, layout, max_shard_bytes, report)
-            counted = _counter(report, "dequantized", _weights(source.dequantized))
-            plain = prove_dequantized(source, open_any_layout(partial), counted)
+            size, made = _write_safetensors(source, partial, layout, max_shard_bytes, report)
+            proof = _prove_safetensors(source, made, layout, report)
+            meter = Meter(report, "dequantized", _weights(source.dequantized))
+            plain = prove_dequantized(source, made, meter.add)
         else:
             size, proof = _gguf(source, partial / f"{place.name}.gguf", keys, report)
         for name in carried:
             copy_file(source.checkpoint.folder / name, partial / name)
         files = sorted(path.name for path in partial.iterdir() if path.name != JOURNAL_FILE)
-        put_in_place(place, overwrite=False)
     return Export(
         folder=out,
         target=target,
@@ -164,54 +155,48 @@ def export(
     )
 
 
-def _counter(report: Report, phase: str, total: int) -> Progress:
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        report(phase, done, total)
-
-    return advance
-
-
 def _weights(linears: Iterable[Linear]) -> int:
     return sum(linear.N * linear.K for linear in linears)
 
 
-def _safetensors(
-    source: PackedSource, folder: Path, layout: Layout, max_shard_bytes: int, report: Report
-) -> tuple[int, Proof]:
-    """Write the safetensors files and read them back; bytes of the weights, and the proof."""
-    linears = layout.linears(source)
+def _write_safetensors(
+    source: PackedSource, folder: Path, layout: Layout, max_shard_bytes: int, report: Progress
+) -> tuple[int, Checkpoint]:
+    """Write config and safetensors files; bytes of the weights, and the headers of the result."""
     total = sum(info.nbytes for info in source.checkpoint.tensors.values())
-    writing = _counter(report, "export", total)
+    writing = Meter(report, "export", total).add
     outputs = [*layout.outputs(source), *dequantized_outputs(source)]
     size = write_shards(outputs, folder, max_shard_bytes, layout.header, writing)
     (folder / CONFIG_FILE).write_bytes(json_bytes(layout.config(source)))
-    made = open_any_layout(folder)
+    return size, open_any_layout(folder)
+
+
+def _prove_safetensors(
+    source: PackedSource, made: Checkpoint, layout: Layout, report: Progress
+) -> Proof:
+    """Read the safetensors files back."""
+    linears = layout.linears(source)
 
     def copies() -> Iterator[tuple[str, Iterable[Tensor], Iterable[Tensor]]]:
         for info, place in layout.copies(source):
             yield info.name, row_parts(source.checkpoint, info), place.parts(made)
 
-    proof = prove(
+    return prove(
         source,
         linears,
         lambda linear: layout.decode(source, made, linear),
         copies(),
-        _counter(report, "prove", _weights(linears)),
+        Meter(report, "prove", _weights(linears)).add,
     )
-    return size, proof
 
 
 def _gguf(
-    source: PackedSource, path: Path, keys: Mapping[str, Value], report: Report
+    source: PackedSource, path: Path, keys: Mapping[str, Value], report: Progress
 ) -> tuple[int, Proof]:
     """Write the GGUF file and read it back; its bytes, and the proof."""
     tensors = gguf.tensors(source)
     total = sum(tensor.nbytes for tensor in tensors)
-    size = write_gguf(path, keys, tensors, _counter(report, "export", total))
+    size = write_gguf(path, keys, tensors, Meter(report, "export", total).add)
     places = read_places(path)
     proof = prove(
         source,
@@ -220,7 +205,7 @@ def _gguf(
             source, path, places[gguf.target_name(source, linear.name)], linear
         ),
         gguf.copies(source, path, places),
-        _counter(report, "prove", _weights(source.linears)),
+        Meter(report, "prove", _weights(source.linears)).add,
     )
     return size, proof
 

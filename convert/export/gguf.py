@@ -17,15 +17,28 @@ from torch import Tensor
 
 from lowbit.convert.export.architectures import EXPORTED
 from lowbit.convert.export.architectures.architecture import Gguf
-from lowbit.convert.export.gguf_blocks import BLOCK, KIND_OF_BITS, encode
-from lowbit.convert.export.gguf_blocks import decode as decode_blocks
-from lowbit.convert.export.gguf_file import DENSE, GgufPlace, GgufTensor, read_rows
-from lowbit.convert.export.gptq import FP16_MAX
-from lowbit.convert.export.outputs import row_parts, row_ranges
+from lowbit.convert.export.gguf_file import (
+    BLOCK,
+    DENSE,
+    KIND_OF_BITS,
+    GgufPlace,
+    GgufTensor,
+    encode,
+    read_rows,
+)
+from lowbit.convert.export.gguf_file import decode as decode_blocks
+from lowbit.convert.export.misfits import FP16_MAX
+from lowbit.convert.export.outputs import (
+    chained,
+    check_one_dtype,
+    row_parts,
+    row_ranges,
+    stack_shape,
+    stacked,
+)
 from lowbit.convert.export.proof import Decoded
 from lowbit.convert.export.rope import check_yarn
 from lowbit.convert.export.source import BLOCK_WEIGHTS, Linear, PackedSource, check_scales
-from lowbit.convert.export.stacks import chained, check_one_dtype, stack_shape, stacked
 from lowbit.formats.architectures.names import any_expert, expert_of, split_layer, without_model
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import FormatError

@@ -2,6 +2,10 @@
 
 Source: the specification in ggml's docs/gguf.md. Everything is little-endian; dimensions are
 written innermost first.
+
+Blocks of packed weights are 32 weights of a row with one FP16 scale. Q4_0: d, then 16 bytes whose
+low nibbles are elements 0-15 and whose high nibbles are 16-31; `W = d * (u - 8)`. Q8_0: d, then 32
+int8; `W = d * q`. d may be negative in both.
 """
 
 import math
@@ -14,7 +18,8 @@ from typing import BinaryIO, Literal
 import torch
 from torch import Tensor
 
-from lowbit.convert.export.outputs import Blocks, Progress, write_blocks
+from lowbit.convert.export.outputs import Blocks, write_blocks
+from lowbit.convert.original.progress import Advance
 from lowbit.formats.errors import FormatError
 from lowbit.formats.safetensors.checkpoint import read_at
 
@@ -36,6 +41,8 @@ DENSE: Mapping[torch.dtype, GgmlType] = {
     torch.bfloat16: "BF16",
 }
 DTYPES: Mapping[GgmlType, torch.dtype] = {kind: dtype for dtype, kind in DENSE.items()}
+BLOCK = 32  # weights of a block that is packed
+KIND_OF_BITS: dict[int, GgmlType] = {4: "Q4_0", 8: "Q8_0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +96,7 @@ def _nbytes(kind: GgmlType, shape: Sequence[int]) -> int:
 
 
 def write_gguf(
-    path: Path, metadata: Mapping[str, Value], tensors: Sequence[GgufTensor], progress: Progress
+    path: Path, metadata: Mapping[str, Value], tensors: Sequence[GgufTensor], advance: Advance
 ) -> int:
     """Write a file, tensor after tensor; its size in bytes.
 
@@ -109,7 +116,7 @@ def write_gguf(
             offset += tensor.nbytes + -tensor.nbytes % ALIGNMENT
         _pad(file)
         for tensor in tensors:
-            write_blocks(file, tensor.blocks(), tensor.name, tensor.nbytes, progress)
+            write_blocks(file, tensor.blocks(), tensor.name, tensor.nbytes, advance)
             _pad(file)
         return file.tell()
 
@@ -216,3 +223,34 @@ def read_rows(path: Path, place: GgufPlace, start: int, stop: int) -> Tensor:
         out = torch.empty(stop - start, K, dtype=dtype)
     read_at(path, place.offset + start * row, out)
     return out
+
+
+def encode(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """Encode rows of codes and scales as blocks.
+
+    Args:
+        codes: [rows, K] int8, signed.
+        scales: [rows, K / 32], exact in FP16.
+        bits: 4 or 8.
+
+    Returns:
+        [rows, K / 32, 18 or 34] uint8.
+    """
+    rows, K = codes.shape
+    d = scales.to(torch.float16).contiguous().view(torch.uint8).view(rows, K // BLOCK, 2)
+    if bits == 8:
+        q = codes.contiguous().view(torch.uint8).view(rows, K // BLOCK, BLOCK)
+        return torch.cat((d, q), dim=2)
+    u = (codes + 8).view(torch.uint8).view(rows, K // BLOCK, 2, BLOCK // 2)
+    return torch.cat((d, u[:, :, 0] | (u[:, :, 1] << 4)), dim=2)
+
+
+def decode(blocks: Tensor, kind: GgmlType) -> tuple[Tensor, Tensor]:
+    """Decode blocks into signed codes [rows, K] int8 and scales [rows, K / 32] float32."""
+    rows = len(blocks)
+    d = blocks[:, :, :2].contiguous().view(torch.float16).squeeze(2).to(torch.float32)
+    q = blocks[:, :, 2:]
+    if kind == "Q8_0":
+        return q.contiguous().view(torch.int8).view(rows, -1), d
+    low, high = (q & 0xF).to(torch.int8), (q >> 4).to(torch.int8)
+    return torch.cat((low, high), dim=2).view(rows, -1) - 8, d

@@ -12,43 +12,25 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.export.layout import Layout
-from lowbit.convert.export.misfits import Misfit, beside_plain_experts, main_scheme, other_scheme
+from lowbit.convert.export.misfits import Misfit, misfits_of
 from lowbit.convert.export.outputs import Output, constant, every_output, transposed_scales
 from lowbit.convert.export.proof import Decoded
-from lowbit.convert.export.source import (
-    BLOCK_WEIGHTS,
-    Linear,
-    PackedSource,
-    row_blocks,
-    wrong_scale,
-)
+from lowbit.convert.export.source import BLOCK_WEIGHTS, Linear, PackedSource, row_blocks
 from lowbit.convert.export.unquantized_names import quantized_kinds, unquantized_patterns
 from lowbit.formats.architectures.names import MTP_PREFIX, expert_of
 from lowbit.formats.layout.packing import WORD_BITS
 from lowbit.formats.layout.quantization_config import KEY
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 
-FP16_MAX = torch.finfo(torch.float16).max
-
 
 def misfits(source: PackedSource) -> list[Misfit]:
-    """Linears that GPTQ cannot hold beside the others.
+    """Linears that GPTQ cannot hold: zero points that do not fill words, and `misfits_of`."""
 
-    A misfit has another scheme than most, has zero points that do not fill whole words, has a scale
-    that FP16 cannot hold, or is an expert's beside linears of experts that are not quantized.
-    """
-    main = main_scheme(source.linears)
-    found = list(beside_plain_experts(source))
-    fused = {misfit.linear.module for misfit in found}
-    for linear in [one for one in source.linears if one.module not in fused]:
-        if main is not None and linear.scheme != main:
-            found.append(other_scheme(linear, "GPTQ", main))
-        elif linear.N * linear.bits % WORD_BITS:
-            reason = f"the zero points of {linear.N} rows do not fill whole words"
-            found.append(Misfit(linear, reason))
-        elif wrong := wrong_scale(source, linear, torch.float16, FP16_MAX):
-            found.append(Misfit(linear, wrong))
-    return found
+    def refusal(linear: Linear) -> tuple[str, None] | None:
+        words = f"the zero points of {linear.N} rows do not fill whole words"
+        return (words, None) if linear.N * linear.bits % WORD_BITS else None
+
+    return misfits_of(source, "GPTQ", lambda linear: True, refusal)
 
 
 def outputs(source: PackedSource) -> list[Output]:

@@ -7,18 +7,20 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.export.outputs import Output
-from lowbit.convert.export.source import Linear, PackedSource, as_one, row_blocks
+from lowbit.convert.export.source import Linear, PackedSource, as_one, row_blocks, wrong_scale
 from lowbit.convert.export.unquantized_names import layer_of
+from lowbit.convert.original.progress import Advance
 from lowbit.convert.plan.plan import EXPERTS
 from lowbit.convert.report.formatting import size
 from lowbit.formats.architectures.names import any_expert, expert_of, spans
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import SCALE, dequantize
-from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.layout.scheme import Scheme, of_most_weights
 from lowbit.formats.safetensors.checkpoint import DTYPE_NAMES, Checkpoint
 
 HEAD = "lm_head"
+FP16_MAX = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +56,41 @@ class Dequantized:
 
 def main_scheme(linears: Sequence[Linear]) -> Scheme | None:
     """Scheme of most weights, the head not counted beside others; None for no linears."""
-    weights: dict[Scheme, int] = {}
-    for linear in [linear for linear in linears if linear.module != HEAD] or linears:
-        weights[linear.scheme] = weights.get(linear.scheme, 0) + linear.N * linear.K
-    return max(weights, key=lambda scheme: weights[scheme]) if weights else None
+    counted = [linear for linear in linears if linear.module != HEAD] or linears
+    return of_most_weights((linear.scheme, linear.N * linear.K) for linear in counted)
 
 
-def other_scheme(linear: Linear, container: str, main: Scheme) -> Misfit:
-    """A misfit because the linear's scheme is not the one that the configuration states."""
-    # as_one names an option that changes bits; group sizes have none.
-    hint = as_one(linear.module, main.bits) if linear.bits != main.bits else None
-    reason = f"{linear.scheme}, and {container} states one scheme for all, here {main}"
-    return Misfit(linear, reason, hint)
+def misfits_of(
+    source: PackedSource,
+    container: str,
+    fitting: Callable[[Linear], bool],
+    refusal: Callable[[Linear], tuple[str, str | None] | None],
+) -> list[Misfit]:
+    """Linears that a container of one scheme and FP16 scales cannot hold beside the others.
+
+    A misfit has another scheme than most, has a scale that FP16 cannot hold, or is an expert's
+    beside linears of experts that are not quantized.
+
+    Args:
+        source: packed folder.
+        container: its name.
+        fitting: tells which linears the scheme of most is counted on.
+        refusal: any other reason why a linear has no place, and a hint; None where it has one.
+    """
+    main = main_scheme([linear for linear in source.linears if fitting(linear)])
+    found = list(_beside_plain_experts(source))
+    fused = {misfit.linear.module for misfit in found}
+    for linear in [one for one in source.linears if one.module not in fused]:
+        if fitting(linear) and main is not None and linear.scheme != main:
+            # as_one names an option that changes bits; group sizes have none.
+            hint = as_one(linear.module, main.bits) if linear.bits != main.bits else None
+            reason = f"{linear.scheme}, and {container} states one scheme for all, here {main}"
+            found.append(Misfit(linear, reason, hint))
+        elif refused := refusal(linear):
+            found.append(Misfit(linear, *refused))
+        elif wrong := wrong_scale(source, linear, torch.float16, FP16_MAX):
+            found.append(Misfit(linear, wrong))
+    return found
 
 
 def without(
@@ -111,7 +136,7 @@ def _check_finite(source: PackedSource, linear: Linear) -> None:
             raise FormatError(f"`{linear.module}` has values that are not finite in {name}")
 
 
-def beside_plain_experts(source: PackedSource) -> Iterator[Misfit]:
+def _beside_plain_experts(source: PackedSource) -> Iterator[Misfit]:
     """Experts' linears in layers in which other linears of experts are not quantized."""
     packed = {linear.module for linear in source.linears}
     plain = {
@@ -207,14 +232,14 @@ def _exact(source: PackedSource, linear: Linear) -> Iterator[tuple[int, Tensor]]
 
 
 def prove_dequantized(
-    source: PackedSource, made: Checkpoint, progress: Callable[[int], None]
+    source: PackedSource, made: Checkpoint, advance: Advance
 ) -> tuple[Dequantized, ...]:
     """Compare every dequantized matrix with its codes and scales.
 
     Args:
         source: packed folder.
         made: the export.
-        progress: called with the weights compared since the last call.
+        advance: told of the weights compared.
 
     Raises:
         FormatError: a value is not the exact product rounded once.
@@ -227,7 +252,7 @@ def prove_dequantized(
             if not torch.equal(written, exact.to(dtype)):
                 raise FormatError(f"`{linear.module}` reads back with other values")
             largest = max(largest, (written.to(torch.float32) - exact).abs_().max().item())
-            progress(exact.numel())
+            advance(exact.numel())
         name = str(dtype).removeprefix("torch.")
         found.append(Dequantized(linear.module, str(linear.scheme), name, largest))
     return tuple(found)

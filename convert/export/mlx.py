@@ -15,11 +15,18 @@ from torch import Tensor
 from lowbit.convert.export.architectures import EXPORTED
 from lowbit.convert.export.architectures.architecture import Mlx
 from lowbit.convert.export.layout import Layout, Place
-from lowbit.convert.export.outputs import Output, copied, row_parts
+from lowbit.convert.export.outputs import (
+    Output,
+    chained,
+    check_one_dtype,
+    copied,
+    row_parts,
+    stack_shape,
+    stacked,
+)
 from lowbit.convert.export.proof import Decoded
 from lowbit.convert.export.rope import BETAS, check_yarn
 from lowbit.convert.export.source import Linear, PackedSource, check_scales, row_blocks
-from lowbit.convert.export.stacks import chained, check_one_dtype, stack_shape, stacked
 from lowbit.formats.architectures.names import expert_of
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import PACKED, SCALE
@@ -115,7 +122,7 @@ def _dense(source: PackedSource, info: TensorInfo) -> Output:
     change = family(source).change(info.name)
     name = family(source).name_of(info.name)
     if change is None:
-        return copied(source, info, name)
+        return copied(source.checkpoint, info, name)
     if change == "gain":  # rounded as mlx-lm rounds it
         return Output(
             name,

@@ -3,20 +3,23 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
 
 from lowbit.convert.export.source import BLOCK_WEIGHTS, Linear, PackedSource
+from lowbit.convert.original.progress import Advance
+from lowbit.formats.architectures.names import any_expert, expert_of
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.manifest import json_bytes
 from lowbit.formats.layout.packing import SCALE
-from lowbit.formats.safetensors.checkpoint import INDEX_FILE, Checkpoint, TensorInfo
+from lowbit.formats.safetensors.checkpoint import INDEX_FILE, Checkpoint
 from lowbit.formats.safetensors.shards import index_json, lay_out
+from lowbit.formats.safetensors.tensor_info import DTYPE_NAMES, TensorInfo
 
 Blocks = Callable[[], Iterable[Tensor]]
-Progress = Callable[[int], None]  # bytes since the last call
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +36,9 @@ class Output:
     blocks: Blocks
 
 
-def copied(source: PackedSource, info: TensorInfo, name: str | None = None) -> Output:
+def copied(source: Checkpoint, info: TensorInfo, name: str | None = None) -> Output:
     """Copy a tensor of the source, under another name where one is given."""
-    checkpoint = source.checkpoint
-    return Output(name or info.name, info.dtype, info.shape, lambda: row_parts(checkpoint, info))
+    return Output(name or info.name, info.dtype, info.shape, lambda: row_parts(source, info))
 
 
 def row_parts(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[Tensor]:
@@ -64,7 +66,7 @@ def every_output(
     source: PackedSource, pack: Callable[[PackedSource, Linear], Iterable[Output]]
 ) -> list[Output]:
     """All tensors of an export: dense ones copied, each linear as `pack` writes it."""
-    made = [copied(source, info) for info in source.dense]
+    made = [copied(source.checkpoint, info) for info in source.dense]
     for linear in source.linears:
         made += pack(source, linear)
     return made
@@ -86,7 +88,7 @@ def write_shards(
     folder: Path,
     max_shard_bytes: int,
     metadata: Mapping[str, str],
-    progress: Progress,
+    advance: Advance,
 ) -> int:
     """Write safetensors files, and an index if there are several; their bytes in all.
 
@@ -95,7 +97,7 @@ def write_shards(
         folder: existing one, for the files.
         max_shard_bytes: limit of a file.
         metadata: of every file's header.
-        progress: called with the bytes written.
+        advance: told of the bytes written.
 
     Raises:
         FormatError: two outputs with one name, or blocks that do not add up to their tensor.
@@ -110,14 +112,14 @@ def write_shards(
         with (folder / shard.file).open("wb") as file:
             file.write(shard.header)
             for info in shard.tensors:
-                write_blocks(file, by_name[info.name].blocks(), info.name, info.nbytes, progress)
+                write_blocks(file, by_name[info.name].blocks(), info.name, info.nbytes, advance)
     if len(shards) > 1:
         (folder / INDEX_FILE).write_bytes(json_bytes(index_json(shards)))
     return sum(shard.size for shard in shards)
 
 
 def write_blocks(
-    file: BinaryIO, blocks: Iterable[Tensor], name: str, nbytes: int, progress: Progress
+    file: BinaryIO, blocks: Iterable[Tensor], name: str, nbytes: int, advance: Advance
 ) -> None:
     """Write one tensor, block after block.
 
@@ -126,7 +128,7 @@ def write_blocks(
         blocks: content of the tensor.
         name: of the tensor, for messages.
         nbytes: length that the header states.
-        progress: called with the bytes written.
+        advance: told of the bytes written.
 
     Raises:
         FormatError: the blocks do not add up to the stated length.
@@ -136,7 +138,7 @@ def write_blocks(
         data = _raw_bytes(block)
         file.write(data)
         written += len(data)
-        progress(len(data))
+        advance(len(data))
     if written != nbytes:
         raise FormatError(f"`{name}`: {written} bytes were made, the header states {nbytes}")
 
@@ -144,3 +146,47 @@ def write_blocks(
 def _raw_bytes(block: Tensor) -> memoryview:
     """Bytes of a tensor as a file stores them."""
     return block.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def stacked(items: Iterable[Item], name_of: Callable[[Item], str]) -> list[list[Item]]:
+    """Items that share a name in the container, those of a layer's experts by number.
+
+    GGUF and MLX hold the experts of a layer in one tensor: [E, N, K] for E matrices [N, K].
+    """
+    found: dict[str, list[Item]] = {}
+    for item in items:
+        found.setdefault(name_of(item), []).append(item)
+    return list(found.values())
+
+
+def stack_shape(name: str, count: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of the tensor that holds `count` matrices; `name` is that of one of them."""
+    return (*shape,) if expert_of(name) is None else (count, *shape)
+
+
+def chained(blocks: Sequence[Blocks]) -> Blocks:
+    """Blocks of several tensors, one tensor after the other."""
+
+    def all_blocks() -> Iterator[Tensor]:
+        for one in blocks:
+            yield from one()
+
+    return all_blocks
+
+
+def check_one_dtype(source: PackedSource) -> None:
+    """Refuse experts of one layer whose unquantized weights differ in dtype.
+
+    Raises:
+        FormatError: naming the first that differs.
+    """
+    first: dict[str, TensorInfo] = {}
+    for info in source.dense:
+        if expert_of(info.name) is None:
+            continue
+        other = first.setdefault(any_expert(info.name), info)
+        if other.dtype != info.dtype:
+            raise FormatError(
+                f"`{info.name}` is {DTYPE_NAMES[info.dtype]}, `{other.name}` "
+                f"{DTYPE_NAMES[other.dtype]}: the experts of a layer become one tensor"
+            )

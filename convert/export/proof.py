@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.export.source import Linear, PackedSource
+from lowbit.convert.original.progress import Advance
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import dequantize
 
@@ -55,7 +56,7 @@ def prove(
     linears: Iterable[Linear],
     decode: Decode,
     copies: Iterable[tuple[str, Iterable[Tensor], Iterable[Tensor]]],
-    progress: Callable[[int], None],
+    advance: Advance,
 ) -> Proof:
     """Compare every code, scale and value of an export with the packed folder.
 
@@ -64,7 +65,7 @@ def prove(
         linears: exported ones.
         decode: reads a linear from the written file.
         copies: (name, blocks of the source, blocks of the export) of each copied tensor.
-        progress: called with the weights compared since the last call.
+        advance: told of the weights compared.
 
     Raises:
         FormatError: naming the first linear or tensor that differs.
@@ -77,7 +78,7 @@ def prove(
             stop = part.start + len(part.codes)
             largest = max(largest, _compare(source, linear, part, stop))
             rows += len(part.codes)
-            progress(part.codes.numel())
+            advance(part.codes.numel())
         if rows != linear.N:
             raise FormatError(f"`{linear.module}`: {rows} of {linear.N} rows were read back")
         compared += 1

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats.architectures import Config, Part, kind_of, part_of, read_config
+from lowbit.formats.architectures import Config, Part, kind_of, part_of
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import PACKED, SCALE, WORD_BITS, unpack
 from lowbit.formats.layout.quantization_config import KEY
@@ -136,7 +136,7 @@ def open_source(folder: Path) -> PackedSource:
         raise FormatError(
             f"`{folder}` holds no packed weight", hint="quantize it first: lowbit-convert SRC DIR"
         )
-    config = read_config(packed.checkpoint.config)
+    config = packed.checkpoint.sizes
     return PackedSource(packed, config, tuple(linears), tuple(dense))
 
 

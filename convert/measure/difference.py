@@ -1,16 +1,17 @@
 """Differences between two packed checkpoints: configuration, recipe, and every tensor."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lowbit.convert.measure.pair import is_rotated
-from lowbit.convert.original.weights import Weights, open_weights
+from lowbit.convert.original.progress import Progress
+from lowbit.convert.original.weights import Weights, weights_of
 from lowbit.formats.architectures.names import any_expert
 from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.errors import CheckpointError
@@ -21,8 +22,6 @@ from lowbit.formats.safetensors.hashing import hash_file
 
 BLOCK_WEIGHTS = 1 << 22  # read at a time
 CPU = torch.device("cpu")
-
-Progress = Callable[[str, int, int], None]  # phase, done, in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +86,7 @@ class Difference:
         return not (self.config or self.only_a or self.only_b or self.linears or self.others)
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
+class _Change(NamedTuple):
     """The difference of one linear; `error` and `power` are sums of squares."""
 
     module: str
@@ -108,7 +106,7 @@ def difference(a: Path, b: Path, progress: Progress) -> Difference:
         CheckpointError: weights of other shapes.
     """
     packed = (open_packed(a), open_packed(b))
-    weights = (open_weights(a), open_weights(b))
+    weights = (weights_of(packed[0].checkpoint), weights_of(packed[1].checkpoint))
     names = [{spec.name: spec for spec in side.specs} for side in packed]
     carried = [{info.name for info in side.carried} for side in packed]
     both = [name for name in names[0] if name in names[1]]
@@ -130,13 +128,15 @@ def difference(a: Path, b: Path, progress: Progress) -> Difference:
         else:
             found.append(change)
     progress("compare", 1, 1)
-    drafts = [_hash_if_there(folder / DRAFT_FILE) for folder in (a, b)]
-    if None not in drafts and drafts[0] != drafts[1]:
-        others.append(DRAFT_FILE)
-    equal += None not in drafts and drafts[0] == drafts[1]
+    drafts = [folder / DRAFT_FILE for folder in (a, b) if (folder / DRAFT_FILE).exists()]
+    if len(drafts) == 2:
+        if hash_file(drafts[0]) == hash_file(drafts[1]):
+            equal += 1
+        else:
+            others.append(DRAFT_FILE)
     everything = [
-        set(side) | more | ({DRAFT_FILE} if draft else set())
-        for side, more, draft in zip(names, carried, drafts, strict=True)
+        {*side, *more, *([DRAFT_FILE] if folder / DRAFT_FILE in drafts else [])}
+        for side, more, folder in zip(names, carried, (a, b), strict=True)
     ]
     return Difference(
         config=_changed_values(*(_plain(side.checkpoint.config) for side in packed)),
@@ -150,13 +150,6 @@ def difference(a: Path, b: Path, progress: Progress) -> Difference:
         equal=equal,
         other_basis=len({is_rotated(side.manifest) for side in packed}) > 1,
     )
-
-
-def _hash_if_there(path: Path) -> str | None:
-    try:
-        return hash_file(path)
-    except FileNotFoundError:
-        return None
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,15 +201,11 @@ def _compare(
         error += float((x - y).square_().sum(dtype=torch.float64))
         power += float(x.square().sum(dtype=torch.float64))
     codes, scales = (None, None) if scheme is None else _changed(weights, module, scheme, N, K)
-    return _Change(
-        module=module,
-        a=_scheme_text(schemes[0], weights[0], name),
-        b=_scheme_text(schemes[1], weights[1], name),
-        codes=codes,
-        scales=scales,
-        error=error,
-        power=power,
+    a, b = (
+        side.checkpoint.tensors[name].dtype_name if own is None else str(own)
+        for own, side in zip(schemes, weights, strict=True)
     )
+    return _Change(module, a, b, codes, scales, error, power)
 
 
 def _rows(found: Sequence[_Change]) -> tuple[LinearDifference, ...]:
@@ -264,7 +253,3 @@ def _changed(
         codes += int((x != y).sum())
     s, t = (side.checkpoint.read(f"{module}.{SCALE}") for side in weights)
     return codes / (N * K), float((s != t).double().mean())
-
-
-def _scheme_text(scheme: Scheme | None, weights: Weights, name: str) -> str:
-    return weights.checkpoint.tensors[name].dtype_name if scheme is None else str(scheme)

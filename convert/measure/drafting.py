@@ -22,7 +22,7 @@ from lowbit.convert.original.mtp import (
     greedy_tokens,
     load_mtp_head,
 )
-from lowbit.convert.original.threads import BlockMap
+from lowbit.convert.original.threads import Pool, for_each
 from lowbit.convert.original.walk import blocks, embed
 from lowbit.formats.draft_head import DraftHead
 
@@ -75,7 +75,7 @@ def measure_drafting(
     windows: Tensor,
     states: tuple[Tensor, Tensor],
     draft_head: DraftHead | None,
-    each: BlockMap,
+    pool: Pool,
 ) -> Drafting | None:
     """Count the drafts of the original's head, of the packed one, and with its draft head.
 
@@ -84,21 +84,21 @@ def measure_drafting(
         windows: [windows, T] int64 token ids.
         states: [windows, T - 1, h] float32 of both, after the final norm.
         draft_head: of the packed folder; None without one.
-        each: calls a function on every block.
+        pool: of `alone_on_threads`.
 
     Returns:
         None where the packed folder has no head for multi-token prediction.
     """
     found = []
     for model, own in zip(models, states, strict=True):
-        greedy = greedy_tokens(model, own.flatten(0, 1), each).view(own.shape[:2])
-        found.append(count_drafts(model, windows, own, greedy, each))
+        greedy = greedy_tokens(model, own.flatten(0, 1), pool).view(own.shape[:2])
+        found.append(count_drafts(model, windows, own, greedy, pool))
     original, packed = found
     if not packed:
         return None
     if draft_head is None:
         return Drafting(len(windows), packed, original)
-    few = count_drafts(models[1], windows, states[1], greedy, each, draft_head)
+    few = count_drafts(models[1], windows, states[1], greedy, pool, draft_head)
     covered = torch.isin(greedy, draft_head.ids.to(greedy)).double().mean()
     return Drafting(len(windows), packed, original, few, len(draft_head.ids), float(covered))
 
@@ -108,7 +108,7 @@ def count_drafts(
     windows: Tensor,
     states: Tensor,
     greedy: Tensor,
-    each: BlockMap,
+    pool: Pool,
     draft_head: DraftHead | None = None,
     head: MtpHead | None = None,
 ) -> tuple[Draft, ...]:
@@ -119,7 +119,7 @@ def count_drafts(
         windows: [windows, T] int64 token ids.
         states: [windows, T - 1, h] float32, of the trunk after its final norm.
         greedy: [windows, T - 1] int64, tokens that the trunk ranks first.
-        each: calls a function on every block.
+        pool: of `alone_on_threads`.
         draft_head: rows that drafts are chosen from; all of the model's head where left out.
         head: to take instead of the checkpoint's.
 
@@ -133,19 +133,19 @@ def count_drafts(
 
     def choose(x: Tensor) -> Tensor:
         return (
-            greedy_tokens(model, x, each)
+            greedy_tokens(model, x, pool)
             if draft_head is None
-            else draft_tokens(draft_head, x, each)
+            else draft_tokens(draft_head, x, pool)
         )
 
-    text = _text_columns(model, head, windows, states, each)
+    text = _text_columns(model, head, windows, states, pool)
     columns = torch.arange(states.shape[1] - 1, device=states.device)
     rounds = [_Rounds(columns) for _ in windows]
     found: list[Draft] = []
     for depth in range(1, MOST_DRAFTS + 1):
         if depth > 1:
             _join(model, head, rounds)
-        _draft(head, text, rounds, choose, each)
+        _draft(head, text, rounds, choose, pool)
         reached = sum(map(len, rounds))
         right = _follow(rounds, greedy, windows, depth)
         if not reached:
@@ -158,7 +158,7 @@ def count_drafts(
 
 
 def _text_columns(
-    model: LayeredModel, head: MtpHead, windows: Tensor, states: Tensor, each: BlockMap
+    model: LayeredModel, head: MtpHead, windows: Tensor, states: Tensor, pool: Pool
 ) -> Tensor:
     """Inputs of the layer at the columns of the text: [windows, T - 1, h]."""
     x = embed(model, windows[:, 1:], states.device)
@@ -166,7 +166,7 @@ def _text_columns(
     def join(part: slice) -> None:
         x[part] = head.joined(x[part], states[part])
 
-    each(join, blocks(len(windows), 1))
+    for_each(pool, join, blocks(len(windows), 1))
     return x
 
 
@@ -185,7 +185,7 @@ def _draft(
     text: Tensor,
     rounds: Sequence[_Rounds],
     choose: Callable[[Tensor], Tensor],
-    each: BlockMap,
+    pool: Pool,
 ) -> None:
     """Draft the next token of every round."""
 
@@ -193,7 +193,7 @@ def _draft(
         for number in range(part.start, part.stop):
             rounds[number].states = _states(head, text[number], rounds[number])
 
-    each(run, blocks(len(rounds), 1))
+    for_each(pool, run, blocks(len(rounds), 1))
     states = torch.cat([one.states for one in rounds])
     drafts = choose(states)
     for one, part in zip(rounds, _parts(rounds), strict=True):

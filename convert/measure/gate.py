@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lowbit.convert.measure.record import LogitQuality, LongQuality, QualityReport, TextKind
+from lowbit.convert.measure.record import QualityReport
 from lowbit.formats.errors import RequestError
 
 CONDITION = re.compile(r"\s*(.+?)\s*(<=|>=|<|>)\s*(\S+)\s*")
@@ -17,27 +17,19 @@ OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-HEADLINE: Mapping[str, Callable[[LogitQuality], float | None]] = {
-    "kl_mean": lambda logits: logits.kl_mean,
-    "kl_stderr": lambda logits: logits.kl_error,
-    "kl_p95": lambda logits: logits.kl_p95,
-    "kl_p99": lambda logits: logits.kl_p99,
-    "kl_max": lambda logits: logits.kl_max,
-    "top1": lambda logits: logits.top1_agreement,
-    "ppl_change": lambda logits: logits.perplexity_change,
-    "cosine": lambda logits: logits.cosine_mean,
+# Names of figures, and of the fields that hold them.
+HEADLINE: Mapping[str, str] = {
+    "kl_mean": "kl_mean",
+    "kl_stderr": "kl_error",
+    "kl_p95": "kl_p95",
+    "kl_p99": "kl_p99",
+    "kl_max": "kl_max",
+    "top1": "top1_agreement",
+    "ppl_change": "perplexity_change",
+    "cosine": "cosine_mean",
 }
-OF_A_TEXT: Mapping[str, Callable[[TextKind], float | None]] = {
-    "kl_mean": lambda kind: kind.kl_mean,
-    "kl_stderr": lambda kind: kind.kl_error,
-    "kl_p99": lambda kind: kind.kl_p99,
-    "top1": lambda kind: kind.top1_agreement,
-    "ppl_change": lambda kind: kind.perplexity_change,
-}
-OF_LONG_TEXTS: Mapping[str, Callable[[LongQuality], float]] = {
-    "long_kl": lambda long: long.kl_mean,
-    "cache_kl": lambda long: long.cache_kl_mean,
-}
+OF_A_TEXT = ("kl_mean", "kl_stderr", "kl_p99", "top1", "ppl_change")
+OF_LONG_TEXTS: Mapping[str, str] = {"long_kl": "kl_mean", "cache_kl": "cache_kl_mean"}
 SIZE = "bits_per_weight"
 
 
@@ -119,7 +111,7 @@ def _condition(text: str) -> Condition:
         )
     name, operator, number = match.groups()
     kind, _, figure = name.rpartition(".")
-    known = OF_A_TEXT if kind else {**HEADLINE, **OF_LONG_TEXTS, SIZE: None}
+    known = OF_A_TEXT if kind else (*HEADLINE, *OF_LONG_TEXTS, SIZE)
     if figure not in known:
         of = f" of the text `{kind}`" if kind else ""
         raise RequestError(f"`{figure}` is no figure{of}; figures are {', '.join(known)}")
@@ -172,18 +164,15 @@ def _figure(condition: Condition, report: QualityReport) -> float | str:
     if condition.figure in OF_LONG_TEXTS:
         if report.long is None:
             return "which `report --long` measures"
-        return OF_LONG_TEXTS[condition.figure](report.long)
+        return float(getattr(report.long, OF_LONG_TEXTS[condition.figure]))
     logits = report.logits
     if logits is None:
         return "the logits were not measured"
-    found: float | None
     kind = next((kind for kind in logits.kinds if kind.name == condition.text), None)
-    if kind is not None:
-        found = OF_A_TEXT[condition.figure](kind)
-    elif condition.text is None or (not logits.kinds and logits.text_name == condition.text):
-        found = HEADLINE[condition.figure](logits)
-    else:
+    is_first = condition.text is None or (not logits.kinds and logits.text_name == condition.text)
+    if kind is None and not is_first:
         return "no text of that name was evaluated"
+    found: float | None = getattr(kind or logits, HEADLINE[condition.figure])
     if found is None:
         return "which was not measured, or on too few windows; a longer text gives it"
     return found

@@ -6,7 +6,9 @@ layer. Two sets of hidden states are kept, the original's and the packed model's
 noise is asked for, a third and shorter one, the original's in BF16.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,16 +17,11 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.measure.metrics import LogitSums, TokenFigures
-from lowbit.convert.measure.outputs import (
-    Call,
-    Squares,
-    output_error,
-    recorded_linears,
-    squares,
-)
 from lowbit.convert.measure.routing import Routes, Routing, RoutingSums
+from lowbit.convert.original.layer import Layer, hooked
 from lowbit.convert.original.model import LayeredModel
-from lowbit.convert.original.threads import BlockMap, block_map
+from lowbit.convert.original.progress import Advance
+from lowbit.convert.original.threads import Pool, alone_on_threads, for_each
 from lowbit.convert.original.walk import (
     HEAD_ROWS,
     HEAD_TOKENS,
@@ -39,7 +36,8 @@ from lowbit.formats.errors import CheckpointError
 SUM_TOKENS = {"cpu": 32, "cuda": 2048}  # of a block at a time, so that FP64 stays in cache
 
 Models = tuple[LayeredModel, LayeredModel]  # original and packed
-Advance = Callable[[int], None]  # weights times tokens done since the last call
+Call = tuple[Tensor, Tensor]  # input, output
+Squares = tuple[float, float]  # of the error, of the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,7 @@ def compare(
         models: original and packed, loaded for windows of T tokens.
         windows: [windows, T] int64 token ids.
         device: where to compute.
-        advance: told of work done, `work` in all.
+        advance: told of weights times tokens done, `work` in all.
         noisy: windows, from the first, that also pass through the original in BF16.
         watched: windows, from the first, on which outputs of linears are compared.
         drafted: numbers of the windows whose final states are returned.
@@ -86,23 +84,23 @@ def compare(
     schemes = packed.weights.packed_schemes()
     errors: dict[str, list[Squares]] = {}
     routing = RoutingSums(original.weights.checkpoint.config)
-    with block_map(device) as each:
+    with alone_on_threads(device) as pool:
         hidden = [embed(model, windows, device) for model in models]
         rounded = hidden[0][:noisy].to(torch.bfloat16)
         for number in range(len(original.layers)):
             routes = routing.new(windows, noisy)
-            calls = _original_layer(original, number, hidden[0], rounded, watched, each, routes)
+            calls = _original_layer(original, number, hidden[0], rounded, watched, pool, routes)
             layer = load_layer(packed, number, device)
             for name in calls:
                 module = f"{packed.prefix}layers.{number}.{name}"
                 if module in schemes and calls[name]:
-                    found = squares(layer.get_submodule(name), calls[name])
+                    found = squares(layer.module.get_submodule(name), calls[name])
                     errors.setdefault(any_expert(module), []).extend(found)
             calls.clear()
-            pass_through(layer, packed.arguments[number], hidden[1], each, routes.packed)
+            pass_through(layer, hidden[1], pool, routes.packed)
             routing.add(routes)
-            advance(_weights(layer) * (2 * windows.numel() + windows[:noisy].numel()))
-        figures, noise = _compare_heads(models, windows, hidden, rounded, each, advance)
+            advance(_weights(layer.module) * (2 * windows.numel() + windows[:noisy].numel()))
+        figures, noise = _compare_heads(models, windows, hidden, rounded, pool, advance)
     count, T = windows.shape
     a, b = (states.view(count, T - 1, -1)[list(drafted)] for states in hidden)
     outputs = {module: output_error(found) for module, found in errors.items()}
@@ -122,19 +120,18 @@ def _original_layer(
     hidden: Tensor,
     rounded: Tensor,
     watched: int,
-    each: BlockMap,
+    pool: Pool,
     routes: Routes,
 ) -> dict[str, list[Call]]:
     """Pass all windows through a layer of the original; what its linears saw of those watched."""
     layer = load_layer(model, number, hidden.device)
-    arguments = model.arguments[number]
     first, rest = routes.cut(watched)
-    with recorded_linears(layer) as calls:
-        pass_through(layer, arguments, hidden[:watched], each, first)
-    pass_through(layer, arguments, hidden[watched:], each, rest)
+    with recorded_linears(layer.module) as calls:
+        pass_through(layer, hidden[:watched], pool, first)
+    pass_through(layer, hidden[watched:], pool, rest)
     if len(rounded):
-        layer = layer.to(torch.bfloat16)
-        pass_through(layer, _rounded(arguments), rounded, each, routes.rounded)
+        layer = Layer(layer.module.to(torch.bfloat16), _rounded(layer.arguments))
+        pass_through(layer, rounded, pool, routes.rounded)
     return calls
 
 
@@ -143,7 +140,7 @@ def _compare_heads(
     windows: Tensor,
     hidden: list[Tensor],
     rounded: Tensor,
-    each: BlockMap,
+    pool: Pool,
     advance: Advance,
 ) -> tuple[TokenFigures, TokenFigures | None]:
     for index, model in enumerate(models):
@@ -154,9 +151,9 @@ def _compare_heads(
     sums, noise = LogitSums(labels), LogitSums(labels[: len(c)])
     for first, head_a, head_b in _head_blocks(models, device):
         add = partial(_add_logits, sums, first, (a, b), (head_a, head_b))
-        each(add, blocks(len(labels), HEAD_TOKENS[device.type]))
+        for_each(pool, add, blocks(len(labels), HEAD_TOKENS[device.type]))
         add = partial(_add_logits, noise, first, (a, c), (head_a, head_a.to(torch.bfloat16)))
-        each(add, blocks(len(c), HEAD_TOKENS[device.type]))
+        for_each(pool, add, blocks(len(c), HEAD_TOKENS[device.type]))
         advance(head_a.numel() * (2 * windows.numel() + rounded.shape[:2].numel()))
     return sums.finish(), noise.finish() if len(c) else None
 
@@ -214,3 +211,34 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _rounded(item) for key, item in value.items()}
     return value
+
+
+@contextmanager
+def recorded_linears(layer: torch.nn.Module) -> Iterator[dict[str, list[Call]]]:
+    """Record the inputs and outputs of every linear of a layer, by name, until the context closes.
+
+    Inputs that linears share are held once.
+    """
+    linears = [n for n, module in layer.named_modules() if isinstance(module, torch.nn.Linear)]
+    calls: dict[str, list[Call]] = {name: [] for name in linears}
+    with hooked(layer, linears, lambda name, x, output: calls[name].append((x, output))):
+        yield calls
+
+
+def squares(linear: torch.nn.Module, calls: Iterable[Call]) -> list[Squares]:
+    """|x P^T - y|^2 and |y|^2 of the original linear's calls, with P the weights of this one."""
+    return [(_square(linear(x) - y), _square(y)) for x, y in calls]
+
+
+def output_error(found: Sequence[Squares]) -> float:
+    """|x P^T - y| / |y| over all calls, of one linear or of several."""
+    # Threads record calls in any order, and fsum gives one sum for all orders.
+    error, norm = (math.fsum(column) for column in zip(*found, strict=True))
+    if norm == 0:
+        return 0.0 if error == 0 else math.inf
+    return math.sqrt(error / norm)
+
+
+def _square(x: Tensor) -> float:
+    """Sum of squares: FP32 within a row, FP64 over rows."""
+    return float(torch.linalg.vecdot(x, x).sum(dtype=torch.float64))

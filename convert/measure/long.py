@@ -1,6 +1,8 @@
 """Long contexts: what packing costs at every distance, and what an INT8 cache adds to it."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,19 +15,25 @@ from lowbit.convert.measure.record import LongQuality, Needle
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.evaluation_text import Text
 from lowbit.convert.original.long_text import LongText, long_text
-from lowbit.convert.original.model import load_layered_model
+from lowbit.convert.original.model import LayeredModel, load_layered_model
+from lowbit.convert.original.progress import Meter, Progress, silent
 from lowbit.convert.original.quiet import without_advice
-from lowbit.convert.original.rounded_cache import with_cache
 from lowbit.formats.architectures import read_config
 from lowbit.formats.errors import QuantizationError
-from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE
+from lowbit.formats.kv_cache import (
+    BF16_CACHE,
+    INT8_CACHE,
+    CacheType,
+    quantize_vectors,
+    widen_vectors,
+)
 
 
 def measure_long(
     pair: Pair,
     text: Text,
     device: str = "cpu",
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = silent,
     note: Callable[[str], None] | None = None,
 ) -> LongQuality:
     """Compare a packed model with its original, and its INT8 cache with a BF16 one, far back.
@@ -34,7 +42,7 @@ def measure_long(
         pair: the original, with tokenizer.json, and the folder made from it.
         text: passages of it are repeated, and lines are hidden in it.
         device: `cpu` or `cuda`.
-        progress: called with (work done, work in all), in weights times tokens.
+        progress: called with ("long", work done, in all), in weights times tokens.
         note: told, before the work, how much memory it takes.
 
     Raises:
@@ -56,7 +64,7 @@ def measure_long(
             f"comparing {len(windows)} windows of {made.length:,} tokens twice, in at most "
             f"{need / 1e9:.2f} GB of memory"
         )
-    figures = _compared(pair, windows, place, progress or (lambda done, total: None))
+    figures = _compared(pair, windows, place, progress)
     for found in figures:
         if not (found.nll_original.isfinite().all() and found.nll_packed.isfinite().all()):
             raise QuantizationError(
@@ -70,7 +78,7 @@ def _compared(
     pair: Pair,
     windows: Tensor,
     device: torch.device,
-    progress: Callable[[int, int], None],
+    progress: Progress,
 ) -> list[TokenFigures]:
     """The packed model against the original, and its INT8 cache against a BF16 one."""
     with torch.inference_mode(), without_advice():
@@ -80,14 +88,8 @@ def _compared(
             (original, packed),
             (with_cache(packed, BF16_CACHE), with_cache(packed, INT8_CACHE)),
         ]
-        total, done = sum(work(models[0], windows) for models in pairs), 0
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            progress(done, total)
-
-        return [compare(models, windows, device, advance).figures for models in pairs]
+        meter = Meter(progress, "long", sum(work(models[0], windows) for models in pairs))
+        return [compare(models, windows, device, meter.add).figures for models in pairs]
 
 
 def _summarize(
@@ -131,3 +133,30 @@ def _needles(
         ]
         distance = round(sum(lookup.distance for lookup in same) / len(same))
         yield Needle(distance, len(same), *found)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedCache:
+    """Stands for a cache of transformers: rounds keys and values, and keeps none."""
+
+    type: CacheType
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Keys, after norm and RoPE, and values [windows, heads, T, D], as they would be read."""
+        return self.rounded(keys), self.rounded(values)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Vectors [..., D] as the cache would give them back, in their own dtype."""
+        if self.type.scaled:
+            return widen_vectors(*quantize_vectors(x)).to(x.dtype)
+        return x.to(self.type.dtype).to(x.dtype)
+
+
+def with_cache(model: LayeredModel, type: CacheType) -> LayeredModel:
+    """The model with a cache of a type; linear layers, which have none, are as before."""
+    cache = RoundedCache(type)
+    arguments = tuple(
+        {**passed, "past_key_values": cache} if hasattr(layer, "self_attn") else passed
+        for layer, passed in zip(model.layers, model.arguments, strict=True)
+    )
+    return replace(model, arguments=arguments)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +11,6 @@ from torch import Tensor
 
 from lowbit.convert.measure.drafting import drafted_windows, measure_drafting
 from lowbit.convert.measure.drafts import Drafting
-from lowbit.convert.measure.flips import find_flips
 from lowbit.convert.measure.logits import Comparison, Models, compare, work
 from lowbit.convert.measure.metrics import (
     TokenFigures,
@@ -27,17 +28,20 @@ from lowbit.convert.measure.record import Flip, LogitQuality, Position, TextKind
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.evaluation_text import EvalText, Text, tokenize
 from lowbit.convert.original.model import load_layered_model
+from lowbit.convert.original.progress import Meter, Progress, silent
 from lowbit.convert.original.quiet import without_advice
-from lowbit.convert.original.threads import block_map
+from lowbit.convert.original.threads import alone_on_threads
 from lowbit.formats.architectures import read_config
 from lowbit.formats.architectures.names import MTP_PREFIX
 from lowbit.formats.draft_head import open_draft_head
 from lowbit.formats.errors import CheckpointError, QuantizationError
+from lowbit.formats.text.tokenizer import load_text_tokenizer
 
 NOISY = 32  # windows of the first text that also pass through the original in BF16
 WATCHED = 4  # windows on which outputs of linears are compared
+MOST_FLIPS = 12
+FLIP_CHARACTERS = 80  # of the text before one
 
-Progress = Callable[[int, int], None]
 Note = Callable[[str], None]
 
 
@@ -58,7 +62,7 @@ def measure_logits(
     pair: Pair,
     texts: Sequence[Text],
     device: str = "cpu",
-    progress: Progress | None = None,
+    progress: Progress = silent,
     note: Note | None = None,
 ) -> Measured:
     """Perplexity of both models and how far the packed one's distributions are, on texts.
@@ -69,7 +73,7 @@ def measure_logits(
             are shorter); the first token of a window is not scored. The first text gives the
             headline figures.
         device: `cpu` or `cuda`.
-        progress: called with (work done, work in all), in weights times tokens.
+        progress: called with ("logits", work done, in all), in weights times tokens.
         note: told, before the work, how much memory it takes.
 
     Raises:
@@ -94,7 +98,9 @@ def measure_logits(
         note(f"comparing logits of {tokens:,} tokens, in at most {need / 1e9:.2f} GB of memory")
     with torch.inference_mode(), without_advice():
         models = _load(pair, windows.shape[1], place)
-        meter = _Meter(work(models[0], windows, noisy) + work(models[0], long), progress)
+        total = work(models[0], windows, noisy) + work(models[0], long)
+        meter = Meter(progress, "logits", total)
+        meter.add(0)
         drafted = drafted_windows([len(text.windows) for text in cut])
         found = compare(models, windows, place, meter.add, noisy, watched, drafted)
         _check_finite(found.figures, pair)
@@ -120,8 +126,8 @@ def _drafting(
     if not any(name.startswith(MTP_PREFIX) for name in checkpoint.tensors):
         return None
     draft_head = open_draft_head(checkpoint.folder, checkpoint.config)
-    with block_map(device) as each:
-        return measure_drafting(models, windows, found.states, draft_head, each)
+    with alone_on_threads(device) as pool:
+        return measure_drafting(models, windows, found.states, draft_head, pool)
 
 
 def _context(config: Mapping[str, Any]) -> int:
@@ -148,19 +154,6 @@ def _load(pair: Pair, window: int, device: torch.device) -> Models:
     return original, packed
 
 
-class _Meter:
-    """Adds up work done."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self._done, self._total, self._progress = 0, total, progress
-        self.add(0)
-
-    def add(self, amount: int) -> None:
-        self._done += amount
-        if self._progress is not None:
-            self._progress(self._done, self._total)
-
-
 def _check_finite(figures: TokenFigures, pair: Pair) -> None:
     for nll, side in ((figures.nll_original, pair.original), (figures.nll_packed, pair.packed)):
         bad = int((~nll.isfinite()).sum())
@@ -183,23 +176,18 @@ def _summarize(
     windows, window = first.windows.shape
     figures = found.figures.part(slice(0, windows * (window - 1)))
     return LogitQuality(
+        **_common(figures, window),
         text_name=first.text.title,
         text_sha256=first.text.sha256,
         text_tokens=len(first.ids),
         window=window,
         windows=windows,
         scored_tokens=len(figures.kl),
-        perplexity_original=float(figures.nll_original.mean().exp()),
-        perplexity_packed=float(figures.nll_packed.mean().exp()),
         log_ratio_error=log_ratio_error(figures, window - 1),
-        kl_mean=float(figures.kl.mean()),
-        kl_error=kl_error(figures, window - 1),
         kl_p95=percentile(figures.kl, 0.95),
-        kl_p99=percentile(figures.kl, 0.99),
         kl_max=float(figures.kl.max()),
         cosine_mean=float(figures.cosine.mean()),
         cosine_p1=percentile(figures.cosine, 0.01),
-        top1_agreement=float(figures.agree.double().mean()),
         kl_histogram=histogram(figures.kl),
         window_series=window_series(figures, window - 1),
         device=device.type,
@@ -221,11 +209,56 @@ def _kinds(texts: Sequence[EvalText], figures: TokenFigures) -> Iterator[TextKin
             name=text.text.name,
             sha256=text.text.sha256,
             tokens=stop - start,
-            perplexity_original=float(part.nll_original.mean().exp()),
-            perplexity_packed=float(part.nll_packed.mean().exp()),
-            kl_mean=float(part.kl.mean()),
-            top1_agreement=float(part.agree.double().mean()),
-            kl_p99=percentile(part.kl, 0.99),
-            kl_error=kl_error(part, text.window - 1),
+            **_common(part, text.window),
         )
         start = stop
+
+
+def _common(figures: TokenFigures, window: int) -> dict[str, Any]:
+    """Figures of the first text and of every other."""
+    return {
+        "perplexity_original": float(figures.nll_original.mean().exp()),
+        "perplexity_packed": float(figures.nll_packed.mean().exp()),
+        "kl_mean": float(figures.kl.mean()),
+        "kl_error": kl_error(figures, window - 1),
+        "kl_p99": percentile(figures.kl, 0.99),
+        "top1_agreement": float(figures.agree.double().mean()),
+    }
+
+
+def find_flips(folder: Path, texts: Sequence[EvalText], figures: TokenFigures) -> tuple[Flip, ...]:
+    """At most 12 tokens where the first choice changes: the largest KL first, one a window.
+
+    Args:
+        folder: of the original checkpoint, with tokenizer.json.
+        texts: whose windows were compared, one text after the other.
+        figures: of their scored tokens.
+    """
+    decode = load_text_tokenizer(folder, "the logit report").decode
+    scored = texts[0].window - 1
+    ends = list(accumulate(len(text.windows) for text in texts))
+    changed = (~figures.agree).nonzero()[:, 0]
+    order = changed[figures.kl[changed].argsort(descending=True, stable=True)]
+    flips: dict[int, Flip] = {}  # by window
+    for token in order.tolist():
+        window, position = divmod(token, scored)
+        if window in flips:
+            continue
+        number = next(i for i, end in enumerate(ends) if window < end)
+        text = texts[number]
+        ids = text.windows[window - ends[number]].tolist()  # counted from the end
+        tops = (int(top[token]) for top in (figures.top_original, figures.top_packed))
+        actual, original, packed = (decode([i]) for i in (ids[position + 1], *tops))
+        flips[window] = Flip(
+            kind=text.text.name,
+            before=decode(ids[: position + 1])[-FLIP_CHARACTERS:],
+            actual=actual,
+            original=original,
+            packed=packed,
+            p_original=float(figures.p_original[token]),
+            p_packed=float(figures.p_packed[token]),
+            kl=float(figures.kl[token]),
+        )
+        if len(flips) == MOST_FLIPS:
+            break
+    return tuple(flips.values())

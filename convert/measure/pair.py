@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lowbit.convert.original.rotation import rotation_roles
 from lowbit.convert.original.weights import Weights, open_weights, weights_of
-from lowbit.formats.architectures import architecture_of, is_tied
+from lowbit.formats.architectures import architecture_of
 from lowbit.formats.architectures.names import MTP_PREFIX
 from lowbit.formats.layout.manifest import Manifest, read_manifest
 from lowbit.formats.packed import PackedCheckpoint
@@ -62,7 +62,7 @@ def _looks_rotated(original: Weights, packed: Weights) -> bool:
     """
     config = original.checkpoint.config
     stream = architecture_of(config).stream
-    if stream is None or is_tied(packed.checkpoint.config):
+    if stream is None or packed.checkpoint.tied:
         return False
     one = 0 if stream.zero_centred else 1
     roles = rotation_roles(config, original.checkpoint.tensors)

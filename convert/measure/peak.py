@@ -1,18 +1,15 @@
 """Peak memory of comparing logits, estimated and checked before it begins."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from lowbit.convert.measure.logits import SUM_TOKENS
 from lowbit.convert.original.walk import BATCH_TOKENS, HEAD_ROWS, HEAD_TOKENS
-from lowbit.convert.plan.memory import check_free
+from lowbit.convert.plan.memory import check_free, decoder_layers, linear_ends
 from lowbit.formats.architectures import read_config, tensor_table
-from lowbit.formats.architectures.config import Experts
-from lowbit.formats.architectures.names import MTP_PREFIX, split_layer
-from lowbit.formats.architectures.table import TensorSpec
 
 Shape = tuple[int, int]  # windows, tokens of one
 
@@ -71,19 +68,16 @@ def _pass_bytes(
 ) -> int:
     table = tensor_table(config)
     V, h = table[0].shape
-    layers: dict[int, list[TensorSpec]] = {}  # kinds of layer differ in size
-    for spec in table:
-        prefix, number, _ = split_layer(spec.name)
-        if number is not None and prefix != MTP_PREFIX:
-            layers.setdefault(number, []).append(spec)
-    layer = max(layers.values(), key=lambda specs: sum(math.prod(spec.shape) for spec in specs))
+    layer = max(
+        decoder_layers(table), key=lambda specs: sum(math.prod(spec.shape) for spec in specs)
+    )
     sizes = [math.prod(spec.shape) for spec in layer]
     widest = max(spec.shape[0] for spec in layer)
     count, T = windows
     tokens = count * T
     # A batch has at least one window, and there are no more batches than windows.
     batch = min(tokens, max(BATCH_TOKENS[device], T) * workers) * (4 * widest + 8 * h)
-    calls = math.ceil(min(watched, count) * T * _called(layer, read_config(config).experts))
+    calls = math.ceil(min(watched, count) * T * linear_ends(layer, read_config(config).experts))
     in_layer = 4 * (sum(sizes) + 3 * max(sizes) + batch + calls)
     rows = min(V, HEAD_ROWS)
     block = min(tokens, HEAD_TOKENS[device] * workers) * rows * 2 * 4
@@ -91,13 +85,3 @@ def _pass_bytes(
     in_head = 4 * rows * h * 5 + block + wide + tokens * 14 * 8 + tokens * h * 4
     states = 2 * tokens * h * 4 + min(noisy, count) * T * h * 2
     return (states + max(in_layer, in_head)) * 5 // 4
-
-
-def _called(layer: Sequence[TensorSpec], experts: Experts | None) -> float:
-    """Values that go into and come out of the linears of a layer for each token, on average."""
-    share = 1.0 if experts is None else experts.chosen / experts.count
-    return sum(
-        sum(spec.shape) * (share if spec.role == "expert" else 1.0)
-        for spec in layer
-        if len(spec.shape) == 2
-    )

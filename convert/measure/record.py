@@ -4,7 +4,6 @@ An infinite figure is stored as null, since JSON has no infinity.
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from lowbit.convert.measure.routing import Routing
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.formats.file_names import QUALITY_FILE
 from lowbit.formats.judgement import REPORT_AGAIN, SCHEMA, VERDICT
-from lowbit.formats.layout.records import load_object, record
+from lowbit.formats.layout.records import finite, load_object, record
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ class TextKind:
         perplexity_packed: same for the packed model.
         kl_mean: nats.
         top1_agreement: share of tokens where both rank the same token first.
-        kl_p99: the value that 99 % of the tokens do not exceed; None if it was not measured.
+        kl_p99: the value that 99 % of the tokens do not exceed.
         kl_error: standard error of `kl_mean`; None with too few windows.
     """
 
@@ -95,7 +94,7 @@ class TextKind:
     perplexity_packed: float
     kl_mean: float
     top1_agreement: float
-    kl_p99: float | None = None
+    kl_p99: float
     kl_error: float | None = None
 
     @property
@@ -272,11 +271,11 @@ class QualityReport:
         sizes: of the folder.
         weights: one row a packed linear.
         logits: None where they were not measured.
-        command: that makes the packed folder again; None where lowbit.json does not say.
         measured_on: date in UTC, `2026-05-31`.
-        original: Hub id of the original; None where it is not on the Hub or not known.
         model_type: of config.json.
         parameters: of the original's decoder.
+        command: that makes the packed folder again; None where lowbit.json does not say.
+        original: Hub id of the original; None where it is not on the Hub or not known.
         held_out_excess: share by which errors of the calibration's layers on held-out windows are
             above those on windows it learned from; None where that is not known.
         coverage: tokens that experts were calibrated on, by layer; empty where they were not.
@@ -288,11 +287,11 @@ class QualityReport:
     sizes: Sizes
     weights: tuple[WeightQuality, ...]
     logits: LogitQuality | None
+    measured_on: str
+    model_type: str
+    parameters: int
     command: str | None = None
-    measured_on: str | None = None
     original: str | None = None
-    model_type: str | None = None
-    parameters: int | None = None
     held_out_excess: float | None = None
     coverage: tuple[Coverage, ...] = ()
     long: LongQuality | None = None
@@ -328,14 +327,3 @@ def read_quality(folder: Path) -> QualityReport | None:
     if found.logits is not None and found.logits.drafting is not None:
         check_drafting(found.logits.drafting, f"{path}: logits: drafting")
     return found
-
-
-def finite(value: Any) -> Any:
-    """A JSON value with null for every figure that is not finite."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value

@@ -6,13 +6,14 @@ kept, and gradients by the layer's output become gradients by its input.
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from lowbit.convert.original.layer import Layer, hooked
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,59 +29,40 @@ class LinearTrace:
     gradients: tuple[Tensor, ...]
 
 
-class TracedLayer:
-    """A decoder layer whose linears record inputs and outputs, apart in every thread."""
+Backward = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, LinearTrace]]]
 
-    def __init__(
-        self, layer: torch.nn.Module, arguments: Mapping[str, Any], linears: Sequence[str]
-    ) -> None:
-        """Watch some linears; `close` when done.
 
-        Args:
-            layer: with its weights, which need no gradients.
-            arguments: keyword arguments of its call besides the hidden states.
-            linears: names of submodules.
-        """
-        self._layer, self._arguments, self._linears = layer, arguments, tuple(linears)
-        self._thread = threading.local()
-        self._hooks = [
-            layer.get_submodule(name).register_forward_hook(
-                lambda _, inputs, output, name=name: self._record(name, inputs[0], output)
-            )
-            for name in linears
-        ]
+@contextmanager
+def traced(layer: Layer, linears: Sequence[str]) -> Iterator[Backward]:
+    """A function that runs one window through a decoder layer and its gradients back.
 
-    def _record(self, name: str, x: Tensor, output: Tensor) -> None:
-        self._thread.calls[name] = (x, output)
+    Args:
+        layer: whose weights need no gradients.
+        linears: names of the submodules to trace.
 
-    def close(self) -> None:
-        """Stop recording."""
-        for hook in self._hooks:
-            hook.remove()
+    Yields:
+        The layer's input [T, h] float32 and gradients by its output [draws, T, h], to gradients by
+        its input [draws, T, h] and the trace of every linear; experts that the window does not
+        reach have none. Threads may call it at a time.
+    """
+    here = threading.local()
 
-    def backward(self, hidden: Tensor, above: Tensor) -> tuple[Tensor, dict[str, LinearTrace]]:
-        """Run one window through the layer and its gradients back.
+    def note(name: str, x: Tensor, output: Tensor) -> None:
+        here.calls[name] = (x, output)
 
-        Args:
-            hidden: [T, h] float32, input of the layer.
-            above: [draws, T, h], gradients by its output.
-
-        Returns:
-            [draws, T, h], gradients by its input, and the trace of every linear; experts that the
-            window does not reach have none.
-        """
+    def backward(hidden: Tensor, above: Tensor) -> tuple[Tensor, dict[str, LinearTrace]]:
         calls: dict[str, tuple[Tensor, Tensor]] = {}
-        self._thread.calls = calls
+        here.calls = calls
         with torch.enable_grad():
             window = hidden[None].detach().requires_grad_(True)
-            out = self._layer(window, **self._arguments)
-        reached = [name for name in self._linears if name in calls]
+            out = layer(window)
+        here.calls = {}
+        reached = [name for name in linears if name in calls]
         outputs = [calls[name][1] for name in reached]
         by_draw = [
             torch.autograd.grad(out, (window, *outputs), one[None], retain_graph=True)
             for one in above
         ]
-        self._thread.calls = {}
         traces = {
             name: LinearTrace(
                 calls[name][0].detach().flatten(0, -2),
@@ -90,14 +72,5 @@ class TracedLayer:
         }
         return torch.stack([found[0][0] for found in by_draw]), traces
 
-
-@contextmanager
-def traced(
-    layer: torch.nn.Module, arguments: Mapping[str, Any], linears: Sequence[str]
-) -> Iterator[TracedLayer]:
-    """A `TracedLayer` that records while the context is open."""
-    found = TracedLayer(layer, arguments, linears)
-    try:
-        yield found
-    finally:
-        found.close()
+    with hooked(layer.module, linears, note):
+        yield backward

@@ -7,7 +7,10 @@ tokens of all documents stand one after the other, without special tokens betwee
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+import stat
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,8 @@ from torch import Tensor
 
 from lowbit.formats.architectures import read_config
 from lowbit.formats.errors import CheckpointError, RequestError
-from lowbit.formats.files.user_file import read_text_file
+from lowbit.formats.files.atomic import disk_errors
+from lowbit.formats.files.user_file import read_text_file, read_user_file
 from lowbit.formats.printable import printable
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, read_json
 from lowbit.formats.text.template import load_chat_template
@@ -244,3 +248,44 @@ def _context(folder: Path) -> int:
             f"`{folder / CONFIG_FILE}`: max_position_embeddings is {context}, expected at least 2"
         )
     return context
+
+
+@contextmanager
+def rereadable(path: Path) -> Iterator[Path]:
+    """The path itself, or for a pipe a temporary file with its content.
+
+    The file's name tells what its first line is: `pipe.jsonl` after an object of `text` or
+    `messages`, else `pipe.txt`.
+
+    Args:
+        path: as the user gave it.
+
+    Raises:
+        RequestError: the pipe cannot be read; see `read_user_file`.
+        ResourceError: the temporary file cannot be written.
+    """
+    if not _is_pipe(path):
+        yield path
+        return
+    content = read_user_file(path, WHAT)
+    with ExitStack() as stack:
+        with disk_errors():
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lowbit-"))
+            copy = Path(folder) / ("pipe.jsonl" if _is_jsonl(content) else "pipe.txt")
+            copy.write_bytes(content)
+        yield copy
+
+
+def _is_pipe(path: Path) -> bool:
+    try:
+        return stat.S_ISFIFO(path.stat().st_mode)
+    except (OSError, ValueError):
+        return False  # reading it will say why
+
+
+def _is_jsonl(content: bytes) -> bool:
+    try:
+        first = json.loads(content.lstrip().partition(b"\n")[0])
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(first, dict) and not first.keys().isdisjoint({"text", "messages"})

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.convert.original.layer import hooked
+
 FUSED = "gate_up_proj"  # by which transformers' module of all experts is known
 ROUTER, EXPERTS = "gate", "experts"  # siblings in a layer's MLP
 
@@ -78,14 +80,10 @@ def recorded_routes(layer: torch.nn.Module) -> Iterator[Callable[[], Tensor | No
     """
     here = threading.local()
 
-    def note(module: torch.nn.Module, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    def note(_: str, __: Tensor, output: tuple[Tensor, Tensor, Tensor]) -> None:
         here.chosen = output[2]
 
     mlp = getattr(layer, "mlp", None)
-    router = getattr(mlp, ROUTER, None) if hasattr(mlp, EXPERTS) else None
-    hook = None if router is None else router.register_forward_hook(note)
-    try:
+    names = [f"mlp.{ROUTER}"] if hasattr(mlp, EXPERTS) and hasattr(mlp, ROUTER) else []
+    with hooked(layer, names, note):
         yield lambda: getattr(here, "chosen", None)
-    finally:
-        if hook is not None:
-            hook.remove()

@@ -1,8 +1,7 @@
 """One decoder layer at a time as transformers computes it, in FP32, and what its linears see."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from lowbit.convert.original.threads import ordered
+from lowbit.convert.original.threads import Pool, ordered
 
 Summary = TypeVar("Summary")
 BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}  # through a layer at a time
@@ -55,9 +54,7 @@ def batches(hidden: Tensor, device: torch.device) -> list[slice]:
     return [slice(start, min(start + count, len(hidden))) for start in range(0, len(hidden), count)]
 
 
-def run(
-    layer: Layer, hidden: Tensor, device: torch.device, pool: ThreadPoolExecutor | None
-) -> None:
+def run(layer: Layer, hidden: Tensor, device: torch.device, pool: Pool) -> None:
     """Pass all windows through a layer, in place.
 
     Args:
@@ -72,6 +69,31 @@ def run(
         hidden[part] = result.to(hidden.device)
 
 
+@contextmanager
+def hooked(
+    module: torch.nn.Module, names: Iterable[str], note: Callable[[str, Tensor, Any], object]
+) -> Iterator[None]:
+    """Tell of every call of some submodules, until the context closes.
+
+    Args:
+        module: that holds them.
+        names: of the submodules.
+        note: called with name, first input and output, in the thread of the call.
+    """
+
+    def hook(_: torch.nn.Module, inputs: tuple[Tensor, ...], output: Any, *, name: str) -> None:
+        note(name, inputs[0], output)
+
+    hooks = [
+        module.get_submodule(name).register_forward_hook(partial(hook, name=name)) for name in names
+    ]
+    try:
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
 def stages(layer: Layer, window: Tensor, linears: Sequence[str]) -> list[tuple[str, ...]]:
     """Linears that read the same tensor, in the order in which the layer calls them.
 
@@ -81,16 +103,8 @@ def stages(layer: Layer, window: Tensor, linears: Sequence[str]) -> list[tuple[s
         linears: names of those wanted.
     """
     calls: list[tuple[str, Tensor]] = []
-    hooks = [
-        layer.module.get_submodule(name).register_forward_pre_hook(
-            lambda _, inputs, name=name: calls.append((name, inputs[0]))
-        )
-        for name in linears
-    ]
-    with torch.no_grad():
+    with torch.no_grad(), hooked(layer.module, linears, lambda name, x, _: calls.append((name, x))):
         layer(window)
-    for hook in hooks:
-        hook.remove()
     found: list[tuple[str, ...]] = []
     last: Tensor | None = None
     for name, x in calls:
@@ -109,29 +123,29 @@ class _Reached(Exception):  # noqa: N818  # no error: the rest of the layer is n
         self.x = x
 
 
-class Probe:
-    """Gives what a linear of a layer is called with, without running what follows it."""
+@contextmanager
+def probed(layer: Layer, linear: str) -> Iterator[Callable[[Tensor], Tensor]]:
+    """A function that gives what a linear is called with, without running what follows it.
 
-    def __init__(self, layer: Layer, linear: str) -> None:
-        """Watch one linear; `close` when done."""
-        self._layer = layer
-        module = layer.module.get_submodule(linear)
-        self._hook = module.register_forward_pre_hook(self._stop)
+    Yields:
+        hidden [windows, T, h] to [windows * T, K], float32; threads may call it at a time.
+    """
 
-    def _stop(self, module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def stop(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
         raise _Reached(inputs[0])
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[windows, T, h] to [windows * T, K], float32."""
+    def call(hidden: Tensor) -> Tensor:
         try:
-            self._layer(hidden)
+            layer(hidden)
         except _Reached as reached:
             return reached.x.flatten(0, -2)
         raise RuntimeError("a linear was not reached")  # a bug: `stages` has seen it called
 
-    def close(self) -> None:
-        """Let the layer run through again."""
-        self._hook.remove()
+    hook = layer.module.get_submodule(linear).register_forward_pre_hook(stop)
+    try:
+        yield call
+    finally:
+        hook.remove()
 
 
 @contextmanager
@@ -152,20 +166,12 @@ def recorded(
     """
     here = threading.local()
 
-    def hook(module: torch.nn.Module, inputs: tuple[Tensor, ...], *, name: str) -> None:
-        here.found[name] = summary(inputs[0])
-
-    hooks = [
-        layer.module.get_submodule(name).register_forward_pre_hook(partial(hook, name=name))
-        for name in linears
-    ]
+    def note(name: str, x: Tensor, _: Any) -> None:
+        here.found[name] = summary(x)
 
     def call(hidden: Tensor) -> tuple[Tensor, dict[str, Summary]]:
         here.found = {}
         return layer(hidden), here.found
 
-    try:
+    with hooked(layer.module, linears, note):
         yield call
-    finally:
-        for handle in hooks:
-            handle.remove()

@@ -10,7 +10,6 @@ from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.experts import separate_experts
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
-from lowbit.formats.architectures import is_tied, prefix_of
 from lowbit.formats.errors import CheckpointError, UnsupportedModelError
 
 
@@ -61,9 +60,9 @@ def load_layered_model(weights: Weights, window: int, device: torch.device) -> L
     decoder = without_storage(weights, torch.float32).model
     store_frequencies(decoder, device)
     layers, norm = tuple(decoder.layers), decoder.norm
-    prefix = prefix_of(weights.checkpoint.config, weights.checkpoint.tensors)
+    prefix = weights.checkpoint.prefix
     # A rotated head takes over the final norm's gain, and so is no longer the embedding.
-    tied = is_tied(weights.checkpoint.config) and weights.rotation is None
+    tied = weights.checkpoint.tied and weights.rotation is None
     return LayeredModel(
         weights=weights,
         layers=layers,

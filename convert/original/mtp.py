@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.original.model import LayeredModel
-from lowbit.convert.original.threads import BlockMap
+from lowbit.convert.original.threads import Pool, for_each
 from lowbit.convert.original.walk import HEAD_ROWS, HEAD_TOKENS, blocks
 from lowbit.convert.original.weights import Weights
 from lowbit.formats.architectures.names import (
@@ -147,24 +147,24 @@ def _full_attention(model: LayeredModel, own: set[str]) -> int:
     raise RuntimeError("no layer like that of the head")  # a bug: the table of tensors has it
 
 
-def greedy_tokens(model: LayeredModel, states: Tensor, each: BlockMap) -> Tensor:
+def greedy_tokens(model: LayeredModel, states: Tensor, pool: Pool) -> Tensor:
     """The token that the model's head ranks first for every state.
 
     Args:
         model: any.
         states: [tokens, h] float32, after a final norm.
-        each: calls a function on every block.
+        pool: of `alone_on_threads`.
 
     Returns:
         [tokens] int64; of equal logits the first.
     """
-    return _highest(model.weights.rows(model.head, HEAD_ROWS, states.device), states, each)
+    return _highest(model.weights.rows(model.head, HEAD_ROWS, states.device), states, pool)
 
 
-def draft_tokens(head: DraftHead, states: Tensor, each: BlockMap) -> Tensor:
+def draft_tokens(head: DraftHead, states: Tensor, pool: Pool) -> Tensor:
     """The token that a draft head ranks first for every state, as `greedy_tokens` does."""
     ids = head.ids.to(states.device).long()
-    return ids[_highest(_rows(head, states), states, each)]
+    return ids[_highest(_rows(head, states), states, pool)]
 
 
 def _rows(head: DraftHead, states: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -173,7 +173,7 @@ def _rows(head: DraftHead, states: Tensor) -> Iterator[tuple[int, Tensor]]:
         yield part.start, dequantize(codes, head.scale[part].to(states.device))
 
 
-def _highest(rows: Iterable[tuple[int, Tensor]], states: Tensor, each: BlockMap) -> Tensor:
+def _highest(rows: Iterable[tuple[int, Tensor]], states: Tensor, pool: Pool) -> Tensor:
     """Number of the row with the largest product with every state: [tokens] int64."""
     best = torch.full((len(states),), -torch.inf, device=states.device)
     found = torch.zeros(len(states), dtype=torch.int64, device=states.device)
@@ -185,5 +185,5 @@ def _highest(rows: Iterable[tuple[int, Tensor]], states: Tensor, each: BlockMap)
             best[tokens] = torch.where(higher, values, best[tokens])
             found[tokens] = torch.where(higher, indices + first, found[tokens])
 
-        each(add, blocks(len(states), HEAD_TOKENS[states.device.type]))
+        for_each(pool, add, blocks(len(states), HEAD_TOKENS[states.device.type]))
     return found

@@ -4,13 +4,14 @@ Prompts are left-padded and answered in batches. A batch is a power of two, so t
 or less free memory does not change what is drawn.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowbit.convert.original.progress import Progress
 from lowbit.formats.architectures import Config
 from lowbit.formats.architectures.footprint import kv_bytes, state_bytes
 from lowbit.formats.errors import RequestError, ResourceError
@@ -22,8 +23,6 @@ BATCH = {"cpu": 16, "cuda": 256}  # answers at a time, where memory allows
 LOGIT_BYTES = 20  # for each logit of a step: the model's, FP32, probabilities and copies
 LINEAR_BYTES = 64  # for each value of a linear layer and token of a prompt: FP32 and copies
 CUT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-
-Progress = Callable[[int, int], None]  # steps done and in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +147,7 @@ def answer(
         ends: ids that end an answer.
         batch: answers at a time.
         seed: of the draws.
-        progress: called with steps done and in all.
+        progress: called with ("answer", steps done, in all).
 
     Raises:
         CheckpointError: the tokenizer fails.
@@ -164,7 +163,7 @@ def answer(
             steps = _Steps(start * asked.tokens, total, len(ids), progress)
             for text, new in zip(asked.texts[start:], _generate(model, ids, steps), strict=False):
                 found.append(_as_answer(text, new, tokenizer, ends))
-            progress((start + len(ids)) * asked.tokens, total)
+            progress("answer", (start + len(ids)) * asked.tokens, total)
     return found
 
 
@@ -176,7 +175,7 @@ class _Steps:
 
     def __call__(self, ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
         self.done += self.each
-        self.progress(self.done, self.total)
+        self.progress("answer", self.done, self.total)
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
 

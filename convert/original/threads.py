@@ -10,14 +10,16 @@ import torch
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-BlockMap = Callable[[Callable[[slice], None], Iterable[slice]], None]
+Pool = ThreadPoolExecutor | None
 
 
 @contextmanager
-def alone_on_threads(device: torch.device) -> Iterator[ThreadPoolExecutor | None]:
+def alone_on_threads(device: torch.device) -> Iterator[Pool]:
     """Threads on which torch works alone, one a core; None on a GPU, which needs none.
 
-    Sums over batches then do not depend on how torch would have split an operation.
+    torch's own threads meet at the end of every operation, and on cores that are shared or
+    limited by quota that is where the time goes (ten times on two busy cores). And sums over
+    batches do not depend on how torch would have split an operation.
     """
     if device.type != "cpu":
         yield None
@@ -31,12 +33,12 @@ def alone_on_threads(device: torch.device) -> Iterator[ThreadPoolExecutor | None
 
 
 def ordered(
-    pool: ThreadPoolExecutor | None,
+    pool: Pool,
     function: Callable[[Item], Result],
     items: Iterable[Item],
     limit: int | None = None,
 ) -> Iterator[Result]:
-    """Results in order, without gradients.
+    """Results in order, without gradients, in inference mode where the caller is.
 
     Args:
         pool: of `alone_on_threads`.
@@ -45,9 +47,10 @@ def ordered(
         limit: of calls and results that exist at a time; two a thread where left out.
     """
     limit = limit or 2 * torch.get_num_threads()
+    inference = torch.is_inference_mode_enabled()
 
     def call(item: Item) -> Result:
-        with torch.no_grad():  # a property of the thread
+        with torch.inference_mode(inference), torch.no_grad():  # properties of the thread
             return function(item)
 
     if pool is None:
@@ -62,22 +65,7 @@ def ordered(
         yield ahead.popleft().result()
 
 
-@contextmanager
-def block_map(device: torch.device) -> Iterator[BlockMap]:
-    """A function that calls another on every block: one CPU thread a block, or in turn on a GPU.
-
-    torch's own threads meet at the end of every operation, and on cores that are shared or
-    limited by quota that is where the time goes (ten times on two busy cores). Within a block
-    torch therefore works alone; the caller's number of threads is restored at the end.
-    """
-    with alone_on_threads(device) as pool:
-
-        def spread(function: Callable[[slice], None], blocks: Iterable[slice]) -> None:
-            def alone(block: slice) -> None:
-                with torch.inference_mode():  # a property of the thread
-                    function(block)
-
-            for _ in map(alone, blocks) if pool is None else pool.map(alone, blocks):
-                pass
-
-        yield spread
+def for_each(pool: Pool, function: Callable[[Item], object], items: Iterable[Item]) -> None:
+    """Call a function on every item, as `ordered` does."""
+    for _ in ordered(pool, function, items):
+        pass

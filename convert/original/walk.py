@@ -1,16 +1,17 @@
 """The steps of a pass over a model that is never whole in memory: embedding, then layers."""
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from lowbit.convert.original.evaluation_text import WINDOW
 from lowbit.convert.original.experts import recorded_routes
+from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.model import LayeredModel
-from lowbit.convert.original.threads import BlockMap
+from lowbit.convert.original.progress import Advance
+from lowbit.convert.original.threads import Pool, for_each
 from lowbit.formats.errors import CheckpointError
 
 HEAD_ROWS = 4096  # of the vocabulary at a time
@@ -37,44 +38,56 @@ def embed(model: LayeredModel, windows: Tensor, device: torch.device) -> Tensor:
     return out.view(*windows.shape, -1)
 
 
-def load_layer(model: LayeredModel, number: int, device: torch.device) -> torch.nn.Module:
+def load_layer(model: LayeredModel, number: int, device: torch.device) -> Layer:
     """A decoder layer with its weights, in FP32."""
-    layer = copy.deepcopy(model.layers[number]).requires_grad_(False)
+    module = copy.deepcopy(model.layers[number]).requires_grad_(False)
     weights = {
         name: model.weights.read(f"{model.prefix}layers.{number}.{name}", tuple(w.shape), device)
-        for name, w in layer.state_dict().items()
+        for name, w in module.state_dict().items()
     }
-    layer.load_state_dict(weights, assign=True)
-    return layer
+    module.load_state_dict(weights, assign=True)
+    return Layer(module, model.arguments[number])
 
 
-def pass_through(
-    layer: torch.nn.Module,
-    arguments: Mapping[str, Any],
-    hidden: Tensor,
-    each: BlockMap,
-    routes: Tensor | None = None,
-) -> None:
+def pass_through(layer: Layer, hidden: Tensor, pool: Pool, routes: Tensor | None = None) -> None:
     """Pass windows through a decoder layer, in place.
 
     Args:
-        layer: with its weights.
-        arguments: what the model passes it besides the hidden states.
+        layer: any.
         hidden: [windows, T, h], of the layer's dtype.
-        each: calls a function on every batch.
+        pool: of `alone_on_threads`.
         routes: [windows, T, chosen], filled with the experts of every token; None without experts,
             or where nobody asks.
     """
-    with recorded_routes(layer) as last_route:
+    with recorded_routes(layer.module) as last_route:
 
         def run(batch: slice) -> None:
-            hidden[batch] = layer(hidden[batch], **arguments)
+            hidden[batch] = layer(hidden[batch])
             found = None if routes is None else last_route()
             if routes is not None and found is not None:
                 routes[batch] = found.view(routes[batch].shape)
 
         count = max(1, BATCH_TOKENS[hidden.device.type] // hidden.shape[1])
-        each(run, blocks(len(hidden), count))
+        for_each(pool, run, blocks(len(hidden), count))
+
+
+def pass_through_all(
+    model: LayeredModel, windows: Tensor, device: torch.device, pool: Pool, advance: Advance
+) -> Tensor:
+    """Hidden states after the last layer, before the final norm: [windows, T, h] float32.
+
+    Args:
+        model: loaded for windows of T tokens.
+        windows: [windows, T] int64 token ids.
+        device: where to compute.
+        pool: of `alone_on_threads`.
+        advance: told of 1 after every layer.
+    """
+    hidden = embed(model, windows, device)
+    for number in range(len(model.layers)):
+        pass_through(load_layer(model, number, device), hidden, pool)
+        advance(1)
+    return hidden
 
 
 def blocks(total: int, size: int) -> Iterator[slice]:

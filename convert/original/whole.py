@@ -7,7 +7,6 @@ import torch
 from lowbit.convert.original.model import store_frequencies, without_storage
 from lowbit.convert.original.walk import HEAD_ROWS
 from lowbit.convert.original.weights import Weights
-from lowbit.formats.architectures import prefix_of
 from lowbit.formats.errors import CheckpointError
 
 FAST_BF16 = "AVX512"  # of CPUs; on others BF16 products are many times slower than FP32
@@ -68,5 +67,5 @@ def _in_file(name: str, weights: Weights) -> str:
     """Name in the checkpoint of a parameter of the model."""
     if not name.startswith("model."):
         return name
-    prefix = prefix_of(weights.checkpoint.config, weights.checkpoint.tensors)
+    prefix = weights.checkpoint.prefix
     return prefix + name.removeprefix("model.")

@@ -1,21 +1,20 @@
 """The conversion from start to finish; `lowbit.convert.convert` in Python."""
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from threading import Lock
-from typing import Literal
 
 import torch
 
 from lowbit.convert.calibrate.session import CalibrationRequest, Session, check_can_run
 from lowbit.convert.calibrate.store import LayerError
+from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.measure.weights import WeightQuality, quality_rows
 from lowbit.convert.original.device import open_device
+from lowbit.convert.original.progress import Meter, Progress, silent
 from lowbit.convert.original.rotation import held_bytes
 from lowbit.convert.original.token_counts import Vocabulary
 from lowbit.convert.pipeline.draft_head import (
@@ -42,7 +41,6 @@ from lowbit.convert.pipeline.stream import stream
 from lowbit.convert.plan.memory import block_elements
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from lowbit.convert.plan.recipe import Recipe
-from lowbit.formats.architectures import read_config
 from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.errors import CheckpointError, ResourceError
 from lowbit.formats.files.atomic import disk_errors
@@ -64,9 +62,6 @@ from lowbit.formats.safetensors.hashing import hash_file, hash_shard, hash_tenso
 
 AGAIN = "free some space and run the same command again: finished tensors are kept"
 OTHER_WORK = "finish it with the command that began it, or start over with --overwrite"
-Phase = Literal["calibrate", "distill", "check", "convert", "verify"]
-# Phase, done and in all: layers and steps of calibration, bytes of everything else.
-Progress = Callable[[Phase, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +79,7 @@ class Conversion:
         resumed: steps that an interrupted run had already finished.
         seconds: wall time.
         existed: True where an earlier run had put it there, and this one only checked it.
+        report: that the earlier run has left; None where there is none about these weights.
         undistilled: layers that distillation did not help, which keep the codes before it.
     """
 
@@ -97,6 +93,7 @@ class Conversion:
     resumed: int
     seconds: float
     existed: bool = False
+    report: QualityReport | None = None
     undistilled: int = 0
 
 
@@ -183,7 +180,8 @@ def convert(
             out.
         draft_text: `.txt` or `.jsonl` text, the tokens it uses most are the rows of a draft head;
             the bundled one where left out.
-        progress: called with (phase, done, in all).
+        progress: called with (phase, done, in all): layers and steps of a calibration, bytes of
+            everything else.
 
     Raises:
         LowbitError: for anything that a file, an option or the machine causes.
@@ -211,12 +209,12 @@ def carry_out(
 ) -> Conversion:
     """Do a job into the folder `out`; arguments, result and errors are those of `convert`."""
     started = time.monotonic()
-    report = progress or (lambda phase, done, total: None)
+    report = progress or silent
     plan, checkpoint, target = job.plan, job.source, job.device
     place = place_of(out)  # a link, or `..`, cannot be renamed to
     check_output(place, overwrite)
     check_apart(checkpoint.folder, place)
-    load_generation_config(checkpoint.folder, read_config(checkpoint.config).vocab_size)  # checks
+    load_generation_config(checkpoint.folder, checkpoint.sizes.vocab_size)  # checks
     files = check_small_files(checkpoint.folder)
     held = held_bytes(plan.rotated, checkpoint.tensors, target.type)
     elements = block_elements(max_ram, core_count(), target, held)
@@ -233,12 +231,7 @@ def carry_out(
         todo = [number for number in range(len(plan.steps)) if number not in kept]
         total = sum(step.source.nbytes for step in plan.steps)
         done = sum(plan.steps[number].source.nbytes for number in kept)
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            report("convert", done, total)
-
+        advance = Meter(report, "convert", total, done).add
         stream(
             plan, checkpoint, partial, journal.append, todo, elements, target, advance, calibrated
         )
@@ -282,8 +275,8 @@ def _still_valid(
     """
     places = {info.name: info for shard in plan.shards for info in shard.tensors}
     total = sum(plan.steps[row.step].source.nbytes for row in journal.finished)
+    meter = Meter(report, "check", total)
     kept: dict[int, CompletedStep] = {}
-    done = 0
     for row in journal.finished:
         info = plan.steps[row.step].source
         if hash_tensor(source.folder / info.file, info) == row.source_sha256 and all(
@@ -291,8 +284,7 @@ def _still_valid(
             for tensor in row.tensors
         ):
             kept[row.step] = row
-        done += info.nbytes
-        report("check", done, total)
+        meter.add(info.nbytes)
     journal.finished[:] = kept.values()
     return set(kept)
 
@@ -339,15 +331,7 @@ def _hash_shards(
         ResourceError: the disk returns other bytes.
     """
     written = {tensor.name: tensor.sha256 for row in finished for tensor in row.tensors}
-    total, done = plan.output_bytes, 0
-    lock = Lock()
-
-    def advance(count: int) -> None:
-        nonlocal done
-        with lock:
-            done += count
-            report("verify", done, total)
-
+    advance = Meter(report, "verify", plan.output_bytes).add
     with ThreadPoolExecutor(core_count()) as pool:
         results = pool.map(
             lambda shard: hash_shard(folder / shard.file, shard.tensors, advance), plan.shards

@@ -2,7 +2,6 @@
 
 import hashlib
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from lowbit.convert.calibrate.session import CalibrationRequest, Session
 from lowbit.convert.calibrate.store import Calibrated
 from lowbit.convert.original.calibration_text import BUNDLED_NAME
 from lowbit.convert.original.device import open_device
+from lowbit.convert.original.progress import Meter, Progress
 from lowbit.convert.original.rotation import held_bytes
 from lowbit.convert.pipeline.draft_head import make_draft_head
 from lowbit.convert.pipeline.folder import expected_files
@@ -26,8 +26,6 @@ from lowbit.formats.file_names import SOURCE_README
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Calibration, Manifest
 from lowbit.formats.machine.cores import core_count
 from lowbit.formats.safetensors.checkpoint import INDEX_FILE, Checkpoint
-
-Progress = Callable[[str, int, int], None]  # phase, done, in all
 
 TRAINED = "the head for multi-token prediction, which was trained since; all else was, and is equal"
 
@@ -64,12 +62,7 @@ def check_derived(
     expected = {tensor.name: tensor.sha256 for tensor in manifest.tensors}
     trained = manifest.mtp_training is not None
     total = sum(step.source.nbytes for step in plan.steps)
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        progress("derive", done, total)
+    advance = Meter(progress, "derive", total).add
 
     def compare(finished: CompletedStep) -> None:
         for tensor in finished.tensors:

@@ -9,10 +9,8 @@ from torch import Tensor
 from lowbit.convert.original.rotation import Rotation
 from lowbit.convert.original.token_counts import Vocabulary, choose_vocabulary
 from lowbit.convert.original.weights import Weights
-from lowbit.convert.plan.parts import draft_scheme
-from lowbit.convert.plan.plan import HEAD, Plan
-from lowbit.convert.plan.search import search_on
-from lowbit.formats.architectures import is_tied, prefix_of, read_config
+from lowbit.convert.plan.plan import HEAD, Plan, draft_scheme
+from lowbit.convert.plan.rounding import search_on
 from lowbit.formats.draft_head import DRAFT_FILE, DraftHead, draft_head_bytes
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.generation import load_generation_config
@@ -43,7 +41,7 @@ def choose_draft_rows(plan: Plan, source: Checkpoint, text: Path | None) -> Voca
                 hint="name the number of its rows with --draft-vocabulary",
             )
         return None
-    config = read_config(source.config)
+    config = source.sizes
     generation = load_generation_config(source.folder, config.vocab_size)
     ends = (*config.eos_token_ids, *(generation.eos_token_ids or ()))
     return choose_vocabulary(source.folder, plan.draft_rows, config.vocab_size, ends, text)
@@ -74,8 +72,8 @@ def make_draft_head(plan: Plan, source: Checkpoint, ids: Tensor, device: torch.d
     rotation = Rotation(source, plan.rotated) if plan.rotated else None
     weights = Weights(source, None, rotation)
     name = HEAD
-    if is_tied(source.config) and rotation is None:
-        name = f"{prefix_of(source.config, source.tensors)}embed_tokens.weight"
+    if source.tied and rotation is None:
+        name = f"{source.prefix}embed_tokens.weight"
     scheme = draft_scheme(plan.config, plan.recipe)
     codes, scales = [], []
     for first, block in weights.rows(name, BLOCK_ROWS, device):

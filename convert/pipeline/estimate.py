@@ -16,6 +16,7 @@ from lowbit.convert.plan.calibration_cost import (
     calibration_flops,
     calibration_memory,
     calibration_seconds,
+    matmul_rate,
     shapes_of,
 )
 from lowbit.convert.plan.choice_of_method import (
@@ -27,11 +28,10 @@ from lowbit.convert.plan.choice_of_method import (
     needs_no_calibration,
     unmeasured_rotation,
 )
-from lowbit.convert.plan.matmul_rate import matmul_rate
 from lowbit.convert.plan.memory import block_elements, peak_estimate
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.plan import Plan, with_method
-from lowbit.formats.architectures import part_of, read_config, tensor_table
+from lowbit.formats.architectures import part_of, read_config
 from lowbit.formats.architectures.footprint import (
     DEFAULT_CONTEXT,
     kv_vectors,
@@ -133,14 +133,16 @@ def estimate(
         device: where to compute.
         request: the calibration text.
     """
-    config, tensors, used = source.config, source.tensors, plan.recipe.method
-    sizes = read_config(config)
+    sizes, used = source.sizes, plan.recipe.method
     windows = expected_windows(request, sizes.max_position_embeddings, device.type)
     if sizes.block_drafts is not None:  # it is rounded to nearest
         seconds = _rounding_seconds(sum(plan.parameters.values()), device.type)
         rounded = MethodCost(used, seconds, None)
         return Estimate(plan, device, windows, (rounded,), "it is a drafter")
-    shapes = shapes_of(tensor_table(config, tensors), plan.schemes, sizes.experts)
+    shapes, obstacle = (
+        shapes_of(source.config, plan.schemes, source.tensors),
+        _obstacle(source, plan),
+    )
     rate = matmul_rate(device, *shapes.largest)
     weights = shapes.weights + shapes.vocabulary * shapes.hidden
     rounding = _rounding_seconds(weights, device.type)
@@ -153,8 +155,6 @@ def estimate(
         memory = calibration_memory(shapes, method, windows, device.type, threads)
         return MethodCost(method, rounding + seconds, memory)
 
-    obstacle = why_not_rotated(config, plan.schemes, plan.written)
-    obstacle = obstacle or unmeasured_rotation(config["model_type"])
     shown = methods(obstacle is None, sizes.experts is not None)
     others = () if used in shown else (used,)
     costs = tuple(cost(method) for method in (*shown, *others))
@@ -172,23 +172,25 @@ def automatic_plan(
         device: where to compute.
         request: the calibration text.
     """
-    config, tensors = source.config, source.tensors
-    sizes = read_config(config)
+    sizes = source.sizes
     if sizes.block_drafts is not None:
         return plan
     windows = expected_windows(request, sizes.max_position_embeddings, device.type)
-    shapes = shapes_of(tensor_table(config, tensors), plan.schemes, sizes.experts)
-    obstacle = why_not_rotated(config, plan.schemes, plan.written)
-    obstacle = obstacle or unmeasured_rotation(config["model_type"])
     method = automatic_method(
         plan.schemes,
         device.type,
-        calibration_flops(shapes, GPTQ, windows),
+        calibration_flops(shapes_of(source.config, plan.schemes, source.tensors), GPTQ, windows),
         core_count(),
-        obstacle is None,
+        _obstacle(source, plan) is None,
         sizes.experts is not None,
     )
-    return with_method(plan, config, method)
+    return with_method(plan, source.config, method)
+
+
+def _obstacle(source: Checkpoint, plan: Plan) -> str | None:
+    """Reason why `auto` does not rotate; None where it does."""
+    obstacle = why_not_rotated(source.config, plan.schemes, plan.written)
+    return obstacle or unmeasured_rotation(source.config["model_type"])
 
 
 def open_headers(source: str, revision: str | None) -> tuple[Checkpoint, int]:
@@ -206,7 +208,7 @@ def open_headers(source: str, revision: str | None) -> tuple[Checkpoint, int]:
     folder = locate(source, revision).folder
     checkpoint = open_checkpoint(folder)
     names = check_small_files(folder)
-    load_generation_config(folder, read_config(checkpoint.config).vocab_size)  # checks it
+    load_generation_config(folder, checkpoint.sizes.vocab_size)  # checks it
     return checkpoint, sum((folder / name).stat().st_size for name in names)
 
 

@@ -4,38 +4,25 @@ Killed while it measures, `convert --report` leaves a whole packed folder withou
 """
 
 import time
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from lowbit.convert.measure.compare import measure_weights
 from lowbit.convert.measure.pair import pair_of
 from lowbit.convert.measure.record import QualityReport, read_quality
+from lowbit.convert.measure.weights import measure_weights
+from lowbit.convert.original.progress import Progress
 from lowbit.convert.pipeline.conversion import Conversion, Job
 from lowbit.convert.pipeline.folder import check_output, expected_files, finish
 from lowbit.convert.pipeline.origin import check_origin
 from lowbit.convert.pipeline.owned import remove_unfinished_reports
 from lowbit.convert.pipeline.place import place_of
-from lowbit.convert.pipeline.verification import Progress, check_recorded
+from lowbit.convert.pipeline.verification import check_recorded
 from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.files.atomic import disk_errors
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest, read_manifest
 from lowbit.formats.packed import open_packed
 from lowbit.formats.tasks import manifest_sha256
-
-
-@dataclass(frozen=True, slots=True)
-class ExistingResult:
-    """A conversion that an earlier run has finished.
-
-    Attributes:
-        conversion: as `convert` would have returned it, layer errors of a calibration aside.
-        quality: the report beside it; None where there is none about these weights.
-    """
-
-    conversion: Conversion
-    quality: QualityReport | None
 
 
 def can_continue(out: Path, overwrite: bool, logits: bool, publish: bool) -> bool:
@@ -69,12 +56,10 @@ def current_quality(folder: Path) -> QualityReport | None:
 
 
 @disk_errors()
-def find_existing(
-    job: Job, out: Path, overwrite: bool, progress: Progress
-) -> ExistingResult | None:
+def find_existing(job: Job, out: Path, overwrite: bool, progress: Progress) -> Conversion | None:
     """The folder at `out`, if it is byte for byte the one that `carry_out` would make.
 
-    Source and result are both hashed.
+    Source and result are both hashed. Layer errors of a calibration are not known any more.
 
     Raises:
         ResourceError: source or result have changed since an earlier run of this job, and the
@@ -103,13 +88,11 @@ def find_existing(
     finish(place)
     remove_unfinished_reports(place)
     quality = current_quality(place)
-    weights = None if quality is None else quality.weights
-    if weights is None:
-        pair = pair_of(job.source, packed)
-        weights = measure_weights(
-            pair, job.device.type, lambda done, total: progress("weights", done, total)
-        )
-    conversion = Conversion(
+    if quality is None:
+        weights = measure_weights(pair_of(job.source, packed), job.device.type, progress)
+    else:
+        weights = quality.weights
+    return Conversion(
         folder=out,
         source=job.location,
         original=job.source,
@@ -120,8 +103,8 @@ def find_existing(
         resumed=len(job.plan.steps),
         seconds=time.monotonic() - started,
         existed=True,
+        report=quality,
     )
-    return ExistingResult(conversion, quality)
 
 
 def _is_of(manifest: Manifest, job: Job) -> bool:
@@ -133,16 +116,10 @@ def _is_of(manifest: Manifest, job: Job) -> bool:
         or manifest.mtp_training is not None
     ):
         return False
-    placed = {
-        (info.name, info.dtype_name, info.shape, info.file)
-        for shard in plan.shards
-        for info in shard.tensors
-    }
-    others = {DRAFT_FILE, *(shard.file for shard in plan.shards)}  # made alike, if records are
-    listed = {row.name: row.sha256 for row in manifest.files if row.name not in others}
+    weights = {DRAFT_FILE, *(row.file for row in manifest.tensors)}  # made alike, if records are
+    listed = {row.name: row.sha256 for row in manifest.files if row.name not in weights}
     return (
-        placed == {(row.name, row.dtype, row.shape, row.file) for row in manifest.tensors}
-        and expected_files(plan, job.source.folder) == listed
+        expected_files(plan, job.source.folder) == listed
         and job.draft_record == manifest.draft_head
         and job.calibration_record == manifest.calibration
     )

@@ -2,18 +2,22 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lowbit.convert.calibrate.mtp_training import (
+    ROUNDS,
+    WEIGHTS,
     Grid,
     Trained,
     TrainingState,
@@ -24,21 +28,24 @@ from lowbit.convert.calibrate.store import PREFIX as CALIBRATED
 from lowbit.convert.measure.drafting import count_drafts
 from lowbit.convert.measure.drafts import Draft
 from lowbit.convert.measure.logits import scored_states
+from lowbit.convert.measure.peak import logits_peak_bytes
 from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.model import LayeredModel, load_layered_model
 from lowbit.convert.original.mtp import LAYER, NORMS, MtpHead, greedy_tokens, load_mtp_head
+from lowbit.convert.original.progress import Meter, Progress, silent
 from lowbit.convert.original.quiet import without_advice
-from lowbit.convert.original.threads import BlockMap, block_map
-from lowbit.convert.original.walk import HEAD_ROWS, embed, load_layer, pass_through
+from lowbit.convert.original.threads import Pool, alone_on_threads
+from lowbit.convert.original.walk import HEAD_ROWS, embed, pass_through_all
 from lowbit.convert.original.weights import open_weights
-from lowbit.convert.pipeline.finetune_memory import training_memory
 from lowbit.convert.pipeline.folder import check_output, put_in_place
 from lowbit.convert.pipeline.journal import JOURNAL_FILE, open_journal
 from lowbit.convert.pipeline.place import partial_of, place_of
 from lowbit.convert.pipeline.stream import write_at
+from lowbit.convert.plan.calibration_cost import BASE_BYTES, Memory
 from lowbit.convert.plan.memory import check_windows
-from lowbit.formats.architectures.names import MTP_FC
+from lowbit.formats.architectures import tensor_table
+from lowbit.formats.architectures.names import MTP_FC, MTP_PREFIX
 from lowbit.formats.draft_head import draft_folders, entries, name_in
 from lowbit.formats.errors import FormatError, RequestError
 from lowbit.formats.file_names import REPORT_FILES
@@ -56,8 +63,6 @@ MOST_ROWS = 32_768  # of the head that targets are told apart by
 SAVED = 25  # steps between two states on the disk
 STATE_FILE = f"{CALIBRATED}mtp.safetensors"
 OTHER_WORK = "finish it with the command that began it, or remove that folder"
-
-Progress = Callable[[str, int, int], None]  # phase, done, in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +135,7 @@ def finetune_mtp(
         LowbitError: a folder or a text that cannot be read, or too little disk.
     """
     started = time.monotonic()
-    report = progress or (lambda phase, done, total: None)
+    report = progress or silent
     target, place = open_device(device), place_of(folder)
     packed = open_packed(place)
     if packed.manifest is None:
@@ -152,16 +157,16 @@ def finetune_mtp(
     digest = _digest(place, read, steps, target)
     names = [name_in(place, path) for path in entries(place)]
     with open_journal(partial, digest, False, names, OTHER_WORK):
-        with torch.no_grad(), without_advice(), block_map(target) as each:
-            trunk = _attend(place, read.samples, target, each, report)
+        with torch.no_grad(), without_advice(), alone_on_threads(target) as pool:
+            trunk = _attend(place, read.samples, target, pool, report)
             trained = _begin(packed, trunk.model, target)
-            before = _count(trunk, trained.head, each)
+            before = _count(trunk, trained.head, pool)
         learned, rows = _training_windows(trunk, target)
         state = _KeptState(partial / STATE_FILE, digest, steps)
         train(trained, learned, rows, steps, state, lambda done: report("train", done, steps))
         stored = _stored(packed, trained)
-        with torch.no_grad(), block_map(target) as each:
-            after = _count(trunk, trained.current(), each)
+        with torch.no_grad(), alone_on_threads(target) as pool:
+            after = _count(trunk, trained.current(), pool)
         better = after[-1].tokens_a_round > before[-1].tokens_a_round
         if better:
             record = MtpTraining(
@@ -195,17 +200,15 @@ def _digest(place: Path, text: CalibrationText, steps: int, device: torch.device
 
 
 def _attend(
-    folder: Path, windows: Tensor, device: torch.device, each: BlockMap, report: Progress
+    folder: Path, windows: Tensor, device: torch.device, pool: Pool, report: Progress
 ) -> _TrunkStates:
     """Pass all windows through the packed trunk, layer by layer."""
     model = load_layered_model(open_weights(folder), windows.shape[1], device)
-    hidden = embed(model, windows, device)
-    for number in range(len(model.layers)):
-        report("states", number, len(model.layers))
-        pass_through(load_layer(model, number, device), model.arguments[number], hidden, each)
-    report("states", 1, 1)
+    report("states", 0, len(model.layers))
+    meter = Meter(report, "states", len(model.layers))
+    hidden = pass_through_all(model, windows, device, pool, meter.add)
     states = scored_states(model, hidden)
-    greedy = greedy_tokens(model, states, each)
+    greedy = greedy_tokens(model, states, pool)
     shape = (len(windows), windows.shape[1] - 1)
     return _TrunkStates(model, windows.to(device), states.view(*shape, -1), greedy.view(shape))
 
@@ -237,10 +240,10 @@ def _begin(packed: PackedCheckpoint, model: LayeredModel, device: torch.device) 
     return Trained(head, grids, plain)
 
 
-def _count(trunk: _TrunkStates, head: MtpHead, each: BlockMap) -> tuple[Draft, ...]:
+def _count(trunk: _TrunkStates, head: MtpHead, pool: Pool) -> tuple[Draft, ...]:
     here = trunk.part(True)
     parts = (trunk.windows[here], trunk.states[here], trunk.greedy[here])
-    return count_drafts(trunk.model, *parts, each, head=head)
+    return count_drafts(trunk.model, *parts, pool, head=head)
 
 
 def _training_windows(
@@ -381,6 +384,42 @@ class _KeptState(TrainingState):
         beside.replace(self._file)
 
 
-def finetuned_json(done: Finetuned) -> dict[str, object]:
-    """The object of `finetune-mtp --json`."""
-    return {**asdict(done), "folder": str(done.folder)}
+def training_memory(
+    config: Mapping[str, Any], windows: tuple[int, int], rows: int, device: str
+) -> Memory:
+    """Memory that a training needs at most, the interpreter in RAM included.
+
+    With P weights of the head and T tokens of width h:
+        states    7/2 T h * 4 bytes a window: the trunk's states; of seven eighths, which are
+                  learned from, a copy and embeddings; of the others six times as much while rounds
+                  are counted
+        head      7 P * 4: as it is, positions on the grid, weights made of them, the gradients of
+                  both, and two moments of Adam; 3 P * 4 more in RAM while they are saved
+        rows      of the model's head, and the logits of a window on them, four times
+        columns   of a window and its rounds: 3 steps of 4 widest + 8 h values
+    and a quarter more, states aside, for what the allocator keeps. The pass through the trunk
+    before it is as that of a report.
+
+    Args:
+        config: config.json of the packed folder.
+        windows: windows of the text, and tokens of each.
+        rows: of the model's head that targets are told apart by.
+        device: `cpu` or `cuda`.
+    """
+    count, T = windows
+    table = tensor_table(config)
+    V, h = table[0].shape
+    own = [spec.shape for spec in table if spec.name.startswith(MTP_PREFIX)]
+    P = sum(map(math.prod, own))
+    widest = max((shape[0] for shape in own), default=h)
+    steps = len(WEIGHTS)
+    columns = T + ROUNDS * (steps - 1)
+    rows = min(V, rows)
+    values = 7 * P + rows * (h + 4 * columns) + steps * columns * (4 * widest + 8 * h)
+    window = 4 * 7 * T * h // 2
+    trunk = logits_peak_bytes(config, windows, device=device)
+    work = max(count * window + 4 * values * 5 // 4, trunk)
+    saved = 4 * 3 * P
+    if device == "cpu":
+        return Memory(BASE_BYTES + saved + work, 0, window)
+    return Memory(BASE_BYTES + saved, work, window)

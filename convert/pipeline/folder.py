@@ -3,14 +3,15 @@
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from lowbit.convert.calibrate.store import PREFIX as CALIBRATED
-from lowbit.convert.pipeline.journal import JOURNAL_FILE
+from lowbit.convert.pipeline.journal import JOURNAL_FILE, open_journal
 from lowbit.convert.pipeline.owned import foreign_entries, remove_owned
-from lowbit.convert.pipeline.place import partial_of, replaced_of
+from lowbit.convert.pipeline.place import partial_of, place_of, replaced_of
 from lowbit.convert.pipeline.stream import write_at
 from lowbit.convert.plan.plan import Plan
 from lowbit.formats.draft_head import draft_folders, entries
@@ -241,6 +242,39 @@ def copy_file(source: Path, copy: Path) -> None:
     """
     with open_file(source) as file, copy.open("wb") as written:
         shutil.copyfileobj(file, written)
+
+
+def free_place(out: Path) -> Path:
+    """The path that a new output folder will have; nothing may be there, not even one of ours.
+
+    Raises:
+        ResourceError: see `place_of` and `check_output`.
+    """
+    place = place_of(out)  # rename cannot target a link or `..`
+    if place.is_dir() and any(place.iterdir()):
+        raise ResourceError(f"`{out}` is not empty", hint="choose another folder")
+    check_output(place, overwrite=False)
+    return place
+
+
+@contextmanager
+def new_folder(place: Path, work: str, files: Collection[str], hint: str) -> Iterator[Path]:
+    """A folder to fill, empty but for its journal, that takes its place where the block ends.
+
+    Args:
+        place: of `free_place`.
+        work: names what is written; that of another kind is not thrown away.
+        files: names that will be written.
+        hint: what a user can do about work of another kind.
+    """
+    partial = partial_of(place)
+    partial.mkdir(parents=True, exist_ok=True)
+    with open_journal(partial, work, False, files, hint):
+        for stale in partial.iterdir():
+            if stale.name != JOURNAL_FILE:
+                stale.unlink()
+        yield partial
+        put_in_place(place, overwrite=False)
 
 
 def put_in_place(out: Path, overwrite: bool) -> None:

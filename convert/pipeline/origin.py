@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 
+from lowbit.convert.original.progress import Meter, Progress
 from lowbit.formats.errors import CheckpointError, FormatError, LowbitError, ResourceError
 from lowbit.formats.files.atomic import replace_files
 from lowbit.formats.files.reading import check_regular, read_bytes
@@ -35,7 +35,6 @@ NAME_IT = "name it with --source, a folder or a Hub id"
 NAME_ANOTHER = "this is another model; name the folder or Hub id that was converted"
 
 Ask = Callable[[str], str]  # a question for the user -> the answer
-Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +173,11 @@ def check_origin(manifest: Manifest, source: Checkpoint, progress: Progress) -> 
     folder = source.folder
     _check_config(manifest, folder)
     tensors = _check_headers(manifest, source)
-    total, done = sum(info.nbytes for info in tensors), 0
-    lock = Lock()
+    meter = Meter(progress, "source", sum(info.nbytes for info in tensors))
 
     def digest(info: TensorInfo) -> str:
-        nonlocal done
         found = hash_tensor(folder / info.file, info)
-        with lock:
-            done += info.nbytes
-            progress("source", done, total)
+        meter.add(info.nbytes)
         return found
 
     with ThreadPoolExecutor(core_count()) as pool:

@@ -1,7 +1,6 @@
 """A calibration text in the model's own words: its answers to prompts, then the bundled texts."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from lowbit.convert.calibrate.session import check_can_run
 from lowbit.convert.original.calibration_text import bundled_texts
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.own_words import Answer, Asked, answer, ask, fitting_batch
+from lowbit.convert.original.progress import Progress, silent
 from lowbit.convert.original.prompts import prompts
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
@@ -16,15 +16,12 @@ from lowbit.convert.original.whole import build, dtype_on, fill, size_bytes
 from lowbit.convert.plan.lookup import open_original
 from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.plan.recipe import Recipe
-from lowbit.formats.architectures import read_config
 from lowbit.formats.errors import CheckpointError, ResourceError
 from lowbit.formats.files.atomic import check_place, replace_file
 from lowbit.formats.generation import load_generation_config
 from lowbit.formats.hub.locate import locate
 from lowbit.formats.text.template import load_chat_template
 from lowbit.formats.text.tokenizer import TextTokenizer, load_text_tokenizer
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +87,6 @@ def write_own_text(
         RequestError: prompts and answers exceed the model's context.
     """
     started = time.monotonic()
-    report = progress or (lambda phase, done, total: None)
     target = open_device(device)
     _check_output(out, overwrite)
     folder = locate(str(source), revision).folder
@@ -103,7 +99,7 @@ def write_own_text(
     with without_advice():
         dtype = dtype_on(target)
         model = build(weights, dtype)
-        config = read_config(checkpoint.config)
+        config = checkpoint.sizes
         batch = fitting_batch(asked, config, size_bytes(model), dtype.itemsize, target.type)
         fill(model, weights, target)
         found = answer(
@@ -113,7 +109,7 @@ def write_own_text(
             _ends(folder, weights),
             batch=batch,
             seed=seed,
-            progress=lambda done, total: report("answer", done, total),
+            progress=progress or silent,
         )
     texts = [*(one.text for one in found), *bundled_texts()]
     replace_file(out, "\n".join(texts).encode())
@@ -140,12 +136,12 @@ def _ask(
             f"`{folder}` has no chat template, by which it would be asked",
             hint="a base model is calibrated on the bundled text or a --calib text of yours",
         )
-    config = read_config(weights.checkpoint.config)
+    config = weights.checkpoint.sizes
     return ask(prompts(answers, seed), template, tokenizer, config, tokens)
 
 
 def _ends(folder: Path, weights: Weights) -> tuple[int, ...]:
     """Tokens that end an answer: of generation_config.json, else of config.json."""
-    config = read_config(weights.checkpoint.config)
+    config = weights.checkpoint.sizes
     generation = load_generation_config(folder, config.vocab_size)
     return generation.eos_token_ids or config.eos_token_ids

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from lowbit.convert.calibrate.store import Calibrated
 from lowbit.convert.measure.weights import WeightSums
+from lowbit.convert.original.progress import Advance
 from lowbit.convert.original.rotation import Rotation
 from lowbit.convert.original.threads import ordered
 from lowbit.convert.pipeline.journal import CompletedStep
 from lowbit.convert.plan.plan import Plan, Step
-from lowbit.convert.plan.search import search_on
+from lowbit.convert.plan.rounding import search_on
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.manifest import OutputTensor
 from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, dequantize, pack, unpack
@@ -35,7 +36,6 @@ from lowbit.formats.packed import FLOATS
 from lowbit.formats.safetensors.checkpoint import DTYPE_NAMES, Checkpoint, TensorInfo
 
 READ_AHEAD = 2  # blocks a stage may be ahead of the next
-Progress = Callable[[int], None]  # bytes of the source done since the last call
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -82,7 +82,7 @@ def stream(
     todo: Iterable[int],
     elements: int,
     device: torch.device,
-    progress: Progress,
+    advance: Advance,
     calibrated: Calibrated | None = None,
 ) -> None:
     """Carry out steps of a plan into the shards of `folder`.
@@ -95,7 +95,7 @@ def stream(
         todo: numbers of the steps to do, in order.
         elements: weights in a block.
         device: where codes are computed; the result does not depend on it.
-        progress: called with the source bytes done.
+        advance: told of the source bytes done.
         calibrated: linears whose codes are chosen already.
 
     Raises:
@@ -146,7 +146,7 @@ def stream(
             writes.append(writer.submit(put, made))
             while len(writes) > READ_AHEAD:
                 writes.popleft().result()
-            progress(made.block.rows.nbytes)
+            advance(made.block.rows.nbytes)
         for write in writes:
             write.result()
 

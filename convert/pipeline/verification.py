@@ -1,14 +1,13 @@
 """`verify`: compare a packed folder with its architecture, lowbit.json and original."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 
 import torch
 
 from lowbit.convert.calibrate.session import CalibrationRequest
+from lowbit.convert.original.progress import Meter, Progress
 from lowbit.convert.pipeline.derivation import check_derived
 from lowbit.convert.pipeline.origin import check_origin, open_origin
 from lowbit.formats.draft_head import DRAFT_FILE, entries, name_in, open_draft_head
@@ -21,8 +20,6 @@ from lowbit.formats.machine.cores import core_count
 from lowbit.formats.packed import PackedCheckpoint, open_packed
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, INDEX_FILE, TensorInfo
 from lowbit.formats.safetensors.hashing import hash_file, hash_shard
-
-Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,15 +163,8 @@ def _check_files(packed: PackedCheckpoint, manifest: Manifest, progress: Progres
         if name not in listed and (folder / name).exists():
             raise FormatError(f"`{name}` is not listed in {MANIFEST_FILE}: no hash covers it")
     expected = {tensor.name: tensor.sha256 for tensor in manifest.tensors}
-    total, done = sum(file.size_bytes for file in manifest.files), 0
-    lock = Lock()
-
-    def advance(count: int) -> None:
-        nonlocal done
-        with lock:
-            done += count
-            progress("verify", done, total)
-
+    total = sum(file.size_bytes for file in manifest.files)
+    advance = Meter(progress, "verify", total).add
     for file in manifest.files:
         path = folder / file.name
         try:

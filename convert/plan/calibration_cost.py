@@ -22,20 +22,23 @@ more for what the allocator keeps.
 
 import math
 import re
+import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 import torch
 
+from lowbit.convert.original.device import tensor_cores
 from lowbit.convert.original.layer import BATCH_TOKENS
+from lowbit.convert.original.threads import alone_on_threads
 from lowbit.convert.original.walk import HEAD_TOKENS
 from lowbit.convert.plan.method import Method
-from lowbit.formats.architectures.config import Experts
-from lowbit.formats.architectures.table import TensorSpec
+from lowbit.formats.architectures import read_config, tensor_table
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.machine.free_memory import free_bytes
@@ -62,6 +65,9 @@ PRODUCTS_BYTES = 4 << 30  # of batches' moments that threads hold at a time
 LOGIT_BYTES = 20  # for each logit of distill: five tensors at a time
 BASE_BYTES = 700 << 20  # interpreter, torch and transformers
 LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
+RATE_SECONDS = 0.05  # that a measurement of the rate takes
+RATE_TOKENS = {"cpu": 256, "cuda": 8192}  # rows of the left factor
+RATE_COLUMNS = {"cpu": 2048, "cuda": 8192}  # either side of it at most: creation takes time, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +133,18 @@ class Shapes:
 
 
 def shapes_of(
-    table: Sequence[TensorSpec],
+    config: Mapping[str, Any],
     schemes: Mapping[str, Scheme | None],
-    experts: Experts | None = None,
+    names: Collection[str] = (),
 ) -> Shapes:
     """The matrices of a model.
 
     Args:
-        table: of its tensors, the embedding first.
+        config: its config.json.
         schemes: of its linears.
-        experts: sizes of its experts; None without any.
+        names: of its tensors; see `tensor_table`.
     """
+    table, experts = tensor_table(config, names), read_config(config).experts
     passed = Fraction(0)
     layers: dict[str, list[tuple[int, int]]] = defaultdict(list)
     inputs: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
@@ -286,3 +293,51 @@ def check_memory(need: Memory, windows: Windows, device: str) -> None:
             f"{free / 1e9:.1f} GB",
             hint="--device cpu calibrates in the machine's memory; --method rtn needs less",
         )
+
+
+def matmul_rate(device: torch.device, N: int, K: int) -> float:
+    """Floating-point operations a second of products with a weight of a layer's shape.
+
+    On a CPU every thread multiplies by itself, as calibration does.
+
+    Args:
+        device: where to compute.
+        N: rows of the weight.
+        K: columns of the weight.
+
+    Returns:
+        two operations for each multiplication and addition.
+    """
+    kind = device.type
+    N, K = min(N, RATE_COLUMNS[kind]), min(K, RATE_COLUMNS[kind])
+    x = torch.full((RATE_TOKENS[kind], K), 0.5, device=device)
+    weight = torch.full((N, K), 0.5, device=device)
+    flops = 2 * RATE_TOKENS[kind] * N * K
+
+    def multiply() -> None:
+        _ = x @ weight.T
+        if kind == "cuda":
+            torch.cuda.synchronize(device)
+
+    with alone_on_threads(device) as pool, tensor_cores(device):
+        multiply()  # the first call loads libraries
+        if pool is None:
+            return flops * calls_a_second(multiply)
+        threads = torch.get_num_threads()
+        found = [pool.submit(calls_a_second, multiply) for _ in range(threads)]
+        return flops * sum(future.result() for future in found)
+
+
+def calls_a_second(
+    call: Callable[[], None],
+    seconds: float = RATE_SECONDS,
+    now: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Calls that are made within some seconds, at least one, over the time that they take."""
+    start, count = now(), 0
+    while True:
+        call()
+        count += 1
+        taken = now() - start
+        if taken >= seconds:
+            return count / taken

@@ -80,20 +80,15 @@ def gain_of(method: Method, rotatable: bool, experts: bool = False) -> Gain | No
         rotatable: the checkpoint can be rotated, and gains by it.
         experts: it is a mixture of experts.
     """
-    found = _gain_of(method, rotatable)
+    best = best_gptq(rotatable)
+    learned = Gain(replace(GPTQ, autoround=True), TO_AUTOROUND)
+    steps = {
+        RTN: Gain(WEIGHTED, TO_WEIGHTED),
+        WEIGHTED: Gain(best, TO_GPTQ),
+        GPTQ: Gain(best, TO_ROTATED) if rotatable else learned,
+    }
+    found = steps.get(method)
     return None if found is None or (experts and found.method not in WITH_EXPERTS) else found
-
-
-def _gain_of(method: Method, rotatable: bool) -> Gain | None:
-    if method == RTN:
-        return Gain(WEIGHTED, TO_WEIGHTED)
-    if method == WEIGHTED:
-        return Gain(best_gptq(rotatable), TO_GPTQ)
-    if method == GPTQ:
-        if rotatable:
-            return Gain(best_gptq(rotatable), TO_ROTATED)
-        return Gain(replace(GPTQ, autoround=True), TO_AUTOROUND)
-    return None
 
 
 def automatic_method(

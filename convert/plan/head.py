@@ -7,15 +7,15 @@ where sum p exp(d) is 1 + sum p d + sum p (exp(d) - 1 - d), so that little cance
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lowbit.convert.original.model import LayeredModel
+from lowbit.convert.original.threads import Pool, for_each
 from lowbit.convert.original.walk import HEAD_ROWS, HEAD_TOKENS, blocks
-from lowbit.convert.plan.rounding import for_each, rounding_error_on
+from lowbit.convert.plan.rounding import rounding_error_on
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.layout.scheme import Scheme
@@ -41,7 +41,7 @@ def pass_head(
     final: Tensor,
     schemes: Sequence[Scheme],
     draws: int,
-    pool: ThreadPoolExecutor | None,
+    pool: Pool,
     rule: ScaleRule,
 ) -> HeadPass:
     """Measure every scheme of the head and draw tokens from the original's distribution.
@@ -117,7 +117,7 @@ class _Work:
         return [float(mean) for mean in torch.where(means.isfinite(), means, torch.inf)]
 
 
-def log_partition(model: LayeredModel, final: Tensor, pool: ThreadPoolExecutor | None) -> Tensor:
+def log_partition(model: LayeredModel, final: Tensor, pool: Pool) -> Tensor:
     """Log of the sum of exp(logits) of every token: [tokens] float64.
 
     Raises:

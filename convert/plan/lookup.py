@@ -1,6 +1,9 @@
 """Sensitivities of a checkpoint from a file or the cache, else computed and kept there."""
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -12,26 +15,27 @@ from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.model import load_layered_model
+from lowbit.convert.original.progress import Meter, Progress
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
-from lowbit.convert.plan.cache import cache_file, check_file, hash_weights, write_file
 from lowbit.convert.plan.memory import check_windows
 from lowbit.convert.plan.sensitivities import SCHEMA, Row, Sensitivities, read_sensitivities
-from lowbit.convert.plan.sensitivity import DRAWS, estimate
-from lowbit.convert.plan.sensitivity_memory import sensitivity_memory
+from lowbit.convert.plan.sensitivity import DRAWS, estimate, sensitivity_memory
 from lowbit.convert.plan.sets import GROUPS, Choice, choices_of, fused_sets
 from lowbit.formats.architectures.names import any_expert
 from lowbit.formats.errors import FormatError, QuantizationError, ResourceError
-from lowbit.formats.files.atomic import attempt
+from lowbit.formats.files.atomic import attempt, check_place, disk_errors, replace_files
+from lowbit.formats.files.user_folders import user_folder
+from lowbit.formats.layout.manifest import SourceTensor, weights_digest
 from lowbit.formats.layout.quantization_config import method_of
 from lowbit.formats.layout.rtn import ScaleRule
+from lowbit.formats.machine.cores import core_count
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, Checkpoint, open_checkpoint
-from lowbit.formats.safetensors.hashing import hash_file
+from lowbit.formats.safetensors.hashing import hash_file, hash_tensor
 
 WINDOW = 512
 WINDOWS = 8
-
-Progress = Callable[[str, int, int], None]  # phase, done, in all
+ROOM_BYTES = 2_000_000  # the figures of the largest models, and their plot, take less
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +177,7 @@ def read_checked(path: Path, weights: Weights, progress: Progress) -> Found:
         FormatError: the file is malformed, or of another checkpoint.
     """
     found = read_sensitivities(path)
-    digest = _hash(weights, progress)
+    digest = hash_weights(weights.checkpoint, progress)
     if found.weights_sha256 != digest:
         raise FormatError(
             f"`{path}` is of weights {found.weights_sha256[:12]}, "
@@ -197,7 +201,7 @@ def _estimate(
             choices,
             text.samples,
             device,
-            lambda done, total: progress("sensitivity", done, total),
+            progress,
             rule,
         )
 
@@ -214,7 +218,7 @@ def _identity(
         "torch_version": torch.__version__,
         "transformers_version": str(transformers.__version__),
         "config_sha256": hash_file(weights.checkpoint.folder / CONFIG_FILE),
-        "weights_sha256": _hash(weights, progress),
+        "weights_sha256": hash_weights(weights.checkpoint, progress),
         "text_name": text.name,
         "text_sha256": text.sha256,
         "window": window,
@@ -225,5 +229,53 @@ def _identity(
     }
 
 
-def _hash(weights: Weights, progress: Progress) -> str:
-    return hash_weights(weights.checkpoint, lambda done, total: progress("source", done, total))
+def cache_file(identity: dict[str, Any]) -> Path:
+    """Path of the figures with this identity, below XDG_CACHE_HOME or ~/.cache.
+
+    Args:
+        identity: all that the figures depend on, as JSON values.
+    """
+    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    return user_folder("XDG_CACHE_HOME", ".cache") / "sensitivity" / f"{name[:32]}.json"
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all, and the folders above it.
+
+    Raises:
+        ResourceError: the place cannot be written to, or the disk is full.
+    """
+    with disk_errors(path=path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    replace_files({path: content})
+
+
+def check_file(path: Path) -> None:
+    """Make sure, before the computation, that `write_file` can write its figures.
+
+    Raises:
+        ResourceError: as `write_file`.
+    """
+    with disk_errors(path=path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    check_place(path, ROOM_BYTES)
+
+
+def hash_weights(checkpoint: Checkpoint, progress: Progress) -> str:
+    """Hash over all tensors, `weights_sha256` of lowbit.json.
+
+    Args:
+        checkpoint: the checkpoint to read.
+        progress: called with ("source", bytes done, bytes in all).
+    """
+    total = sum(info.nbytes for info in checkpoint.tensors.values())
+    meter = Meter(progress, "source", total)
+
+    def one(name: str) -> SourceTensor:
+        info = checkpoint.tensors[name]
+        digest = hash_tensor(checkpoint.folder / info.file, info)
+        meter.add(info.nbytes)
+        return SourceTensor(name, info.dtype_name, info.shape, "copied", "", digest)
+
+    with ThreadPoolExecutor(core_count()) as pool:
+        return weights_digest(pool.map(one, checkpoint.tensors))

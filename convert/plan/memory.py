@@ -1,12 +1,16 @@
-"""Memory that the streaming part of a conversion may hold at once."""
+"""Memory that is free, that a layer takes, and that a conversion may hold while it streams."""
 
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from lowbit.convert.plan.calibration_cost import Memory
+from lowbit.formats.architectures.config import Experts
+from lowbit.formats.architectures.names import MTP_PREFIX, split_layer
+from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.machine.free_memory import free_bytes
 
@@ -24,6 +28,26 @@ CUDA_SLACK_BYTES = 500 << 20  # libraries and kernels that a GPU's first work lo
 CPU_ELEMENTS = 1 << 20
 CUDA_ELEMENTS = 1 << 24
 LEAST_ELEMENTS = 1 << 16  # one row of the widest known model, with room
+
+
+def decoder_layers(table: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
+    """Tensors of every layer of the decoder; kinds of layer differ in size."""
+    layers: dict[int, list[TensorSpec]] = {}
+    for spec in table:
+        prefix, number, _ = split_layer(spec.name)
+        if number is not None and prefix != MTP_PREFIX:
+            layers.setdefault(number, []).append(spec)
+    return list(layers.values())
+
+
+def linear_ends(layer: Iterable[TensorSpec], experts: Experts | None) -> float:
+    """Values that go into and come out of the linears of a layer for each token, on average."""
+    share = 1.0 if experts is None else experts.chosen / experts.count
+    return sum(
+        sum(spec.shape) * (share if spec.role == "expert" else 1.0)
+        for spec in layer
+        if len(spec.shape) == 2
+    )
 
 
 def check_free(what: str, need: int, device: str, hint: str) -> None:

@@ -13,13 +13,13 @@ import torch
 from lowbit.convert.original.rotation import Role, rotation_roles, why_not_rotated
 from lowbit.convert.plan.choice_of_method import check_method
 from lowbit.convert.plan.method import Method
-from lowbit.convert.plan.parts import check_drafter, draft_rows, draft_scheme, dropped_mtp
-from lowbit.convert.plan.recipe import Recipe
+from lowbit.convert.plan.recipe import DROP, Recipe
 from lowbit.formats.architectures import (
     Part,
     is_carried,
     is_drafter,
     is_tied,
+    kind_of,
     never_quantized,
     part_of,
     read_config,
@@ -28,6 +28,7 @@ from lowbit.formats.architectures import (
     without_mtp,
 )
 from lowbit.formats.architectures.table import TensorSpec
+from lowbit.formats.draft_head import BITS as DRAFT_BITS
 from lowbit.formats.draft_head import draft_head_size
 from lowbit.formats.errors import CheckpointError, QuantizationError
 from lowbit.formats.files.reading import MAX_TEXT_BYTES
@@ -39,7 +40,7 @@ from lowbit.formats.layout.quantization_config import (
     method_of,
     write_quantization_config,
 )
-from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.layout.scheme import Scheme, fitting_group_size
 from lowbit.formats.packed import FLOATS, OUTPUT_DTYPES
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, MAX_CONFIG_BYTES, TensorInfo
 from lowbit.formats.safetensors.shards import Shard, lay_out
@@ -50,6 +51,8 @@ HEAD = "lm_head.weight"
 EXPERTS = ".experts."
 RECORD_BYTES = 260  # of a tensor in lowbit.json, its name aside
 NAME_OR_PATH = "_name_or_path"  # transformers writes there what a model was loaded from
+LARGE_VOCABULARY = 100_000  # from which on a draft head pays, unless the recipe says otherwise
+DRAFT_ROWS = 32_768
 
 Output = tuple[str, torch.dtype, tuple[int, ...]]
 
@@ -387,3 +390,63 @@ def _carry(source: TensorInfo, dropped: bool) -> Step:
 def _drop(source: TensorInfo, part: str) -> Step:
     """A tensor of a part that the recipe leaves out."""
     return Step(source, "dropped", f"{part}: as the recipe says", None, None, ())
+
+
+def dropped_mtp(
+    config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], recipe: Recipe
+) -> dict[str, TensorInfo]:
+    """Tensors of a head for multi-token prediction that the recipe drops.
+
+    Raises:
+        QuantizationError: the recipe packs or drops such a head, and there is none.
+    """
+    names = sorted(name for name in tensors if part_of(config, name) == "mtp")
+    if recipe.mtp not in (None, "bf16") and not names:
+        raise QuantizationError(
+            "the checkpoint has no head for multi-token prediction", hint="leave out --mtp"
+        )
+    return {name: tensors[name] for name in names} if recipe.mtp == DROP else {}
+
+
+def check_drafter(config: Mapping[str, Any], recipe: Recipe) -> None:
+    """Refuse settings of a head for a drafter, which takes that of its target.
+
+    Raises:
+        QuantizationError: naming the option.
+    """
+    given = {"--lm-head": recipe.head, "--draft-vocabulary": recipe.draft_vocabulary}
+    for option, value in given.items():
+        if value and is_drafter(config):
+            raise QuantizationError(
+                f"a drafter ({kind_of(config)}) has no output head", hint=f"leave out {option}"
+            )
+
+
+def draft_rows(config: Mapping[str, Any], recipe: Recipe, drafts: bool) -> int:
+    """Rows of the draft head; 0 without one.
+
+    Args:
+        config: config.json of the source.
+        recipe: may name their number.
+        drafts: the result has a head for multi-token prediction.
+
+    Raises:
+        QuantizationError: more rows than the vocabulary has others.
+    """
+    vocabulary = read_config(config).vocab_size
+    if recipe.draft_vocabulary is None:
+        return DRAFT_ROWS if drafts and vocabulary > LARGE_VOCABULARY else 0
+    if recipe.draft_vocabulary >= vocabulary:
+        raise QuantizationError(
+            f"a draft vocabulary of {recipe.draft_vocabulary} tokens, expected fewer than the "
+            f"model's {vocabulary}",
+            hint="give a smaller --draft-vocabulary, or 0 to draft with the whole head",
+        )
+    return recipe.draft_vocabulary
+
+
+def draft_scheme(config: Mapping[str, Any], recipe: Recipe) -> Scheme:
+    """INT4 in the recipe's groups, or the next smaller ones that fit."""
+    return Scheme(
+        DRAFT_BITS, fitting_group_size(read_config(config).hidden_size, recipe.group_size)
+    )

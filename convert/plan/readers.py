@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from lowbit.convert.plan.plan import Plan, and_more
 from lowbit.formats.architectures.names import MTP_PREFIX, expert_of
 from lowbit.formats.layout.quantization_config import unserved
-from lowbit.formats.layout.scheme import COMMON_BITS, SERVED_BITS, Scheme
+from lowbit.formats.layout.scheme import COMMON_BITS, SERVED_BITS, Scheme, of_most_weights
 
 LOSS_OF_FEW_BITS = {3: "2", 2: "6 to 7"}  # mean KL, of that at 4 bits
 
@@ -35,11 +35,11 @@ def few_bits(plan: Plan) -> str | None:
 
     The losses are those of published files of Qwen3.8-27B, EXL3 and GGUF, beside 4 bits.
     """
-    weights: Counter[int] = Counter()
-    for step in plan.steps:
-        if step.scheme is not None and step.module != "lm_head":
-            weights[step.scheme.bits] += math.prod(step.source.shape)
-    bits = max(weights, key=lambda width: weights[width], default=None)
+    bits = of_most_weights(
+        (step.scheme.bits, math.prod(step.source.shape))
+        for step in plan.steps
+        if step.scheme is not None and step.module != "lm_head"
+    )
     if bits not in LOSS_OF_FEW_BITS:
         return None
     return (
@@ -119,15 +119,15 @@ def one_scheme_misfits(plan: Plan) -> list[str]:
     Both state one scheme for all linears, and AWQ expects the head unquantized. Neither gets
     multi-token prediction.
     """
-    weights: Counter[Scheme] = Counter()
+    weights: list[tuple[Scheme, int]] = []
     kinds: dict[tuple[str, Scheme], None] = {}
     for step in plan.steps:
         if step.scheme is None or step.module is None or step.module.startswith(MTP_PREFIX):
             continue
         kinds.setdefault((step.module.rpartition(".")[2], step.scheme))
         if step.module != "lm_head":
-            weights[step.scheme] += math.prod(step.source.shape)
-    main = max(weights, key=lambda scheme: weights[scheme], default=None)
+            weights.append((step.scheme, math.prod(step.source.shape)))
+    main = of_most_weights(weights)
     return [f"{kind} ({own})" for kind, own in kinds if own != main or kind == "lm_head"]
 
 

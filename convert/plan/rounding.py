@@ -1,16 +1,14 @@
 """Weights rounded to a scheme and read back."""
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from lowbit.convert.original.threads import ordered
+from lowbit.convert.original.threads import Pool, for_each
 from lowbit.convert.original.walk import blocks
-from lowbit.convert.plan.search import search_on
 from lowbit.formats.layout.packing import dequantize
-from lowbit.formats.layout.rtn import ScaleRule, quantize
+from lowbit.formats.layout.rtn import ScaleRule, Search, quantize
 from lowbit.formats.layout.scheme import Scheme
 
 BLOCK_WEIGHTS = {"cpu": 1 << 18, "cuda": 1 << 26}  # rounded at a time, by every CPU thread
@@ -27,17 +25,7 @@ def row_blocks(weight: Tensor) -> Iterable[slice]:
     return blocks(len(weight), max(1, BLOCK_WEIGHTS[weight.device.type] // weight.shape[1]))
 
 
-def for_each(
-    pool: ThreadPoolExecutor | None, function: Callable[[slice], object], parts: Iterable[slice]
-) -> None:
-    """Call a function on every part, on all threads of a pool, without gradients."""
-    for _ in ordered(pool, function, parts):
-        pass
-
-
-def rounding_error_on(
-    pool: ThreadPoolExecutor | None, weight: Tensor, scheme: Scheme, rule: ScaleRule
-) -> Tensor:
+def rounding_error_on(pool: Pool, weight: Tensor, scheme: Scheme, rule: ScaleRule) -> Tensor:
     """`rounding_error` on all threads of a pool."""
     out = torch.empty_like(weight)
 
@@ -46,3 +34,13 @@ def rounding_error_on(
 
     for_each(pool, fill, row_blocks(weight))
     return out
+
+
+def search_on(device: torch.device, scheme: Scheme) -> Search | None:
+    """A kernel that gives the same scales as `search_scales`; None for that itself."""
+    G = scheme.group_size
+    if device.type == "cpu" or G is None or G & (G - 1):
+        return None
+    from lowbit.convert.plan import search_cuda
+
+    return search_cuda.search

@@ -17,22 +17,29 @@ Against the KL of models with one set at INT4, on 4 windows of 256 tokens:
 The head is measured, not estimated.
 """
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowbit.convert.original.backward import LinearTrace, TracedLayer, traced
+from lowbit.convert.original.backward import Backward, LinearTrace, traced
+from lowbit.convert.original.device import tensor_cores
+from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.model import LayeredModel
-from lowbit.convert.original.precision import tensor_cores
-from lowbit.convert.original.threads import alone_on_threads, block_map, ordered
-from lowbit.convert.original.walk import embed, load_layer, pass_through
+from lowbit.convert.original.progress import Meter, Progress
+from lowbit.convert.original.threads import Pool, alone_on_threads, for_each, ordered
+from lowbit.convert.original.walk import HEAD_ROWS, HEAD_TOKENS, embed, load_layer, pass_through
+from lowbit.convert.plan.calibration_cost import BASE_BYTES, Memory
 from lowbit.convert.plan.head import pass_head
-from lowbit.convert.plan.rounding import for_each, rounding_error, row_blocks
+from lowbit.convert.plan.memory import decoder_layers, linear_ends
+from lowbit.convert.plan.rounding import rounding_error, row_blocks
 from lowbit.convert.plan.sets import Choice
+from lowbit.formats.architectures import read_config, tensor_table
 from lowbit.formats.architectures.names import split_layer
+from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.layout.scheme import Scheme
 
@@ -40,8 +47,7 @@ DRAWS = 2  # tokens drawn at each position; the next window costs three times th
 FORWARD_WORK, BACKWARD_WORK, HEAD_WORK = 1, 5, 8  # time a weight, for progress
 KEPT_DTYPE = torch.bfloat16  # of hidden states between the passes
 
-Progress = Callable[[int, int], None]
-Pool = ThreadPoolExecutor | None
+SCORES = 3  # sets of attention's scores: forward, softmax and gradient
 
 
 def estimate(
@@ -62,7 +68,7 @@ def estimate(
         choices: any sets at any schemes.
         windows: [windows, T] int64 token ids; the last token of a window is not scored.
         device: where to compute.
-        progress: called with (work done, work in all).
+        progress: called with ("sensitivity", work done, work in all).
         rule: by which scales are chosen.
 
     Returns:
@@ -73,39 +79,44 @@ def estimate(
         CheckpointError: weights or tokens that do not fit the model.
         QuantizationError: the original gives NaN or infinite logits.
     """
-    meter = _Meter(model, progress)
-    with tensor_cores(device):
-        entering, last = _forward(model, windows, device, meter)
-        with alone_on_threads(device) as pool:
-            head = [(fused, scheme) for fused, scheme in choices if fused.layer is None]
-            above, kl = _head(model, last, [scheme for _, scheme in head], pool, rule)
-            meter.add_head()
-            costs = dict(zip(head, kl, strict=True))
-            scored = DRAWS * windows[:, 1:].numel()
-            for number in reversed(range(len(model.layers))):
-                layer = load_layer(model, number, device)
-                here = [choice for choice in choices if choice[0].layer == number]
-                names = [split_layer(m).rest for fused, _ in here for m in fused.modules]
-                with traced(layer, model.arguments[number], list(dict.fromkeys(names))) as run:
-                    squares, above = _backward(run, layer, entering.pop(), above, pool)
-                for choice in here:
-                    costs[choice] = _cost(layer, choice, squares, pool, rule) / (2 * scored)
-                meter.add_layer(number, BACKWARD_WORK)
+    sizes = [sum(w.numel() for w in layer.parameters()) for layer in model.layers]
+    head_work = HEAD_WORK * model.hidden_size * model.vocabulary
+    total = (FORWARD_WORK + BACKWARD_WORK) * sum(sizes) + head_work
+    meter = Meter(progress, "sensitivity", total)
+    with tensor_cores(device), alone_on_threads(device) as pool:
+        entering, last = _forward(model, windows, device, sizes, pool, meter)
+        head = [(fused, scheme) for fused, scheme in choices if fused.layer is None]
+        above, kl = _head(model, last, [scheme for _, scheme in head], pool, rule)
+        meter.add(head_work)
+        costs = dict(zip(head, kl, strict=True))
+        scored = DRAWS * windows[:, 1:].numel()
+        for number in reversed(range(len(model.layers))):
+            layer = load_layer(model, number, device)
+            here = [choice for choice in choices if choice[0].layer == number]
+            names = [split_layer(m).rest for fused, _ in here for m in fused.modules]
+            with traced(layer, list(dict.fromkeys(names))) as run:
+                squares, above = _backward(run, layer, entering.pop(), above, pool)
+            for choice in here:
+                costs[choice] = _cost(layer, choice, squares, pool, rule) / (2 * scored)
+            meter.add(BACKWARD_WORK * sizes[number])
     return [costs[choice] for choice in choices]
 
 
 def _forward(
-    model: LayeredModel, windows: Tensor, device: torch.device, meter: "_Meter"
+    model: LayeredModel,
+    windows: Tensor,
+    device: torch.device,
+    sizes: Sequence[int],
+    pool: Pool,
+    meter: Meter,
 ) -> tuple[list[Tensor], Tensor]:
     """Inputs of every layer, on the CPU, and the output of the last: [windows, T, h]."""
     entering = []
-    with block_map(device) as each:
-        hidden = embed(model, windows, device)
-        for number in range(len(model.layers)):
-            entering.append(hidden.to("cpu", KEPT_DTYPE, copy=True))  # the pass is in place
-            layer = load_layer(model, number, device)
-            pass_through(layer, model.arguments[number], hidden, each)
-            meter.add_layer(number, FORWARD_WORK)
+    hidden = embed(model, windows, device)
+    for number in range(len(model.layers)):
+        entering.append(hidden.to("cpu", KEPT_DTYPE, copy=True))  # the pass is in place
+        pass_through(load_layer(model, number, device), hidden, pool)
+        meter.add(FORWARD_WORK * sizes[number])
     return entering, hidden
 
 
@@ -127,12 +138,12 @@ def _head(
 
 
 def _backward(
-    run: TracedLayer, layer: torch.nn.Module, entering: Tensor, above: Tensor, pool: Pool
+    run: Backward, layer: Layer, entering: Tensor, above: Tensor, pool: Pool
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Squared gradients by every linear's weight, and gradients by the layer's input.
 
     Args:
-        run: the layer with its linears watched.
+        run: of `traced`.
         layer: the same layer.
         entering: [windows, T, h], its input.
         above: [draws, windows, T, h], gradients by its output.
@@ -146,14 +157,14 @@ def _backward(
 
     def one(window: int) -> tuple[Tensor, dict[str, LinearTrace]]:
         hidden = entering[window].to(above.device, torch.float32)
-        return run.backward(hidden, above[:, window])
+        return run(hidden, above[:, window])
 
     limit = torch.get_num_threads()
     for window, (gradient, traces) in enumerate(ordered(pool, one, range(len(entering)), limit)):
         below[:, window] = gradient
         for name, trace in traces.items():
             if name not in squares:
-                squares[name] = torch.zeros_like(layer.get_parameter(f"{name}.weight"))
+                squares[name] = torch.zeros_like(layer.weight(name))
             add = partial(_add_squares, squares[name], trace)
             for_each(pool, add, row_blocks(squares[name]))
     return squares, below
@@ -167,11 +178,7 @@ def _add_squares(total: Tensor, trace: LinearTrace, rows: slice) -> None:
 
 
 def _cost(
-    layer: torch.nn.Module,
-    choice: Choice,
-    squares: dict[str, Tensor],
-    pool: Pool,
-    rule: ScaleRule,
+    layer: Layer, choice: Choice, squares: dict[str, Tensor], pool: Pool, rule: ScaleRule
 ) -> float:
     """Sum of squared gradients times squared rounding errors; infinite where not finite."""
     fused, scheme = choice
@@ -179,7 +186,7 @@ def _cost(
     for name in (split_layer(module).rest for module in fused.modules):
         if name not in squares:  # an expert that no token reaches
             continue
-        weight, square = layer.get_parameter(f"{name}.weight"), squares[name]
+        weight, square = layer.weight(name), squares[name]
 
         def part(rows: slice, weight: Tensor = weight, square: Tensor = square) -> Tensor:
             error = rounding_error(weight[rows], scheme, rule)
@@ -190,21 +197,57 @@ def _cost(
     return float(total) if bool(total.isfinite()) else float("inf")
 
 
-class _Meter:
-    """Adds up work, in weights, and reports it."""
+def sensitivity_memory(
+    config: Mapping[str, Any],
+    windows: tuple[int, int],
+    schemes: int,
+    draws: int,
+    device: str,
+    threads: int,
+) -> Memory:
+    """Memory that a pass needs at most, the interpreter in RAM included.
 
-    def __init__(self, model: LayeredModel, progress: Progress) -> None:
-        self._sizes = [sum(w.numel() for w in layer.parameters()) for layer in model.layers]
-        self._head = HEAD_WORK * model.hidden_size * model.vocabulary
-        self._total = (FORWARD_WORK + BACKWARD_WORK) * sum(self._sizes) + self._head
-        self._done, self._progress = 0, progress
+    With T tokens in all, t of a window, h wide, and `draws` tokens drawn at each position:
+        kept      layers * T * h * 2 bytes in RAM, the input of every layer
+        states    (1 + 2 * draws) * T * h * 4, outputs, and gradients above and below a layer
+        layer     its weights in FP32, the squares of their gradients, the largest of them three
+                  times more while it is read and rounded, and for each window under way what its
+                  linears take and give, 1 + draws times, and its attention's t * t scores of every
+                  head three times
+        head      HEAD_ROWS rows of h as they are and once a scheme, and blocks of logits
+    and a quarter more for what the allocator keeps.
 
-    def add_layer(self, number: int, work: int) -> None:
-        self._add(work * self._sizes[number])
+    Args:
+        config: config.json of the original.
+        windows: windows of the text, and tokens of each.
+        schemes: of the head.
+        draws: tokens drawn at each position.
+        device: `cpu` or `cuda`.
+        threads: of the CPU, each with a window of its own.
+    """
+    count, t = windows
+    sizes = read_config(config)
+    table = tensor_table(config)
+    V, h = table[0].shape
+    layers = decoder_layers(table)
+    workers = min(count, threads) if device == "cpu" else 1
+    scores = SCORES * sizes.num_attention_heads * t * t
 
-    def add_head(self) -> None:
-        self._add(self._head)
+    def values(layer: Sequence[TensorSpec]) -> int:
+        """FP32 values of a layer and its activations, the sets of states aside."""
+        weights = [math.prod(spec.shape) for spec in layer]
+        traced = math.ceil(t * linear_ends(layer, sizes.experts) * (2 + draws))
+        return 2 * sum(weights) + 3 * max(weights) + workers * (traced + scores)
 
-    def _add(self, work: int) -> None:
-        self._done += work
-        self._progress(self._done, self._total)
+    layer = max(map(values, layers))
+    rows = min(V, HEAD_ROWS)
+    # A block's logits, their differences by a scheme, and sums of probabilities in FP64.
+    blocks = min(count * t, HEAD_TOKENS[device] * workers) * rows * (2 + 2 + 4)
+    head = rows * h * (2 + schemes) + blocks + draws * count * t * h
+    window = 4 * (1 + 2 * draws) * t * h * 5 // 4
+    kept = 2 * len(layers) * t * h
+    work = count * window + 4 * max(layer, head) * 5 // 4
+    ram = BASE_BYTES + count * kept
+    if device == "cpu":
+        return Memory(ram + work, 0, window + kept)
+    return Memory(ram, work, window + kept)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from lowbit.convert.measure.record import QualityReport, read_quality
 from lowbit.convert.pipeline.origin import recall
 from lowbit.convert.pipeline.owned import is_untouched_draft
-from lowbit.convert.pipeline.verification import verify_folder
+from lowbit.convert.pipeline.verification import check_recorded
 from lowbit.convert.report.card import render_card
 from lowbit.convert.report.files import source_card
 from lowbit.convert.report.source_card import SourceCard
@@ -22,7 +22,7 @@ from lowbit.formats.errors import FormatError, PublishError
 from lowbit.formats.file_names import DRAFT, HTML_FILE, QUALITY_FILE, README
 from lowbit.formats.files.reading import MAX_TEXT_BYTES, check_regular, open_file, read_bytes
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest
-from lowbit.formats.packed import PackedCheckpoint, open_packed
+from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.safetensors.hashing import CHUNK_BYTES, hash_file
 from lowbit.formats.tasks import TASKS_FILE, TaskReport, read_tasks
 from lowbit.formats.text.tokenizer import TOKENIZER_FILE
@@ -81,6 +81,9 @@ class Statement:
     license: str | None = None
 
 
+NOTHING = Statement()
+
+
 @dataclass(frozen=True, slots=True)
 class Parcel:
     """A verified folder, ready to be sent.
@@ -114,10 +117,10 @@ class Parcel:
 
 
 def make_parcel(
-    folder: Path,
+    packed: PackedCheckpoint,
     repo: str,
     progress: Callable[[str, int, int], None],
-    stated: Statement | None = None,
+    stated: Statement = NOTHING,
 ) -> Parcel:
     """Verify a packed folder and list the files to publish.
 
@@ -125,7 +128,7 @@ def make_parcel(
     that nobody edited is written anew, so that its commands name the repository.
 
     Args:
-        folder: made by lowbit-convert.
+        packed: the folder, made by lowbit-convert.
         repo: `owner/name`.
         progress: called with ("verify", bytes done, bytes in all).
         stated: facts for a card that nobody edited.
@@ -136,8 +139,7 @@ def make_parcel(
         CheckpointError: a damaged or missing file.
         PublishError: an edited card, which `stated` would change.
     """
-    packed = open_packed(folder)
-    manifest = packed.manifest
+    folder, manifest = packed.checkpoint.folder, packed.manifest
     if manifest is None:
         raise FormatError(
             f"`{folder}` has no {MANIFEST_FILE}: nothing says which bytes are right",
@@ -146,10 +148,10 @@ def make_parcel(
     report, tasks = _reports(folder)
     names = [*(file.name for file in manifest.files), MANIFEST_FILE]
     names += [name for name in (QUALITY_FILE, HTML_FILE, TASKS_FILE) if (folder / name).is_file()]
-    own = _card(packed, manifest, names, stated or Statement(), repo, (report, tasks))
+    own = _card(packed, manifest, names, stated, repo, (report, tasks))
     if own is None and README not in names:
         names.append(README)
-    verify_folder(folder, None, progress)
+    check_recorded(packed, manifest, progress)
     items = [_item(folder / name, name, manifest) for name in names]
     local_paths = _local_paths(items, manifest)
     notes: list[str] = []
@@ -187,7 +189,7 @@ def _card(
     folder = packed.checkpoint.folder
     readme = folder / README
     if README in names or (readme.exists() and not is_untouched_draft(readme)):
-        if stated != Statement():
+        if stated != NOTHING:
             raise PublishError(
                 f"`{readme}` was edited and is published as it is",
                 hint="state base model and license in it, without --base-model and --license",

@@ -8,19 +8,18 @@ is huggingface_hub's, which chooses with the server between Xet and LFS over HTT
 `upload_folder` is not used: it commits in batches of its own, config.json among them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowbit.convert.publish.access import check_name
-from lowbit.convert.publish.errors import explained, patiently
-from lowbit.convert.publish.parcel import WEIGHTS, Item, Parcel, Statement, make_parcel
+from lowbit.convert.publish.errors import TOKEN, explained, patiently
+from lowbit.convert.publish.parcel import WEIGHTS, Item, Parcel
 from lowbit.convert.publish.remote import Remote, read_remote, require_equal
 from lowbit.formats.errors import PublishError
 from lowbit.formats.file_names import HTML_FILE, QUALITY_FILE
+from lowbit.formats.hub.ids import HUB_ID
 from lowbit.formats.layout.manifest import MANIFEST_FILE
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE
 from lowbit.formats.tasks import TASKS_FILE
@@ -59,53 +58,6 @@ class Published:
     size_bytes: int
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DryRun:
-    """The plan of a push.
-
-    Attributes:
-        parcel: files to send where the Hub lacks them.
-        url: address of the repository.
-        private: visibility of a repository that does not exist yet, the account's default when
-            None.
-        revision: branch, created where it does not exist; the default one when None.
-    """
-
-    parcel: Parcel
-    url: str
-    private: bool | None
-    revision: str | None
-
-
-def dry_run(
-    folder: Path,
-    repo: str,
-    private: bool | None,
-    revision: str | None = None,
-    stated: Statement | None = None,
-    *,
-    progress: Callable[[str, int, int], None],
-) -> DryRun:
-    """Verify a packed folder and plan its push.
-
-    Args:
-        folder: made by lowbit-convert.
-        repo: `owner/name`; the Hub is not asked whether it exists.
-        private: as in `publish`.
-        revision: as in `publish`.
-        stated: as in `make_parcel`.
-        progress: called with (phase, done, in all).
-
-    Raises:
-        LowbitError: a name the Hub does not take, or as `make_parcel`.
-    """
-    from huggingface_hub import constants
-
-    check_name(repo)
-    parcel = make_parcel(folder, repo, progress, stated)
-    return DryRun(parcel, f"{constants.ENDPOINT}/{repo}", private, revision)
 
 
 def publish(
@@ -238,3 +190,45 @@ def _library_bars(shown: bool) -> Iterator[None]:
         yield
     finally:
         enable_progress_bars()
+
+
+def check_name(repo: str) -> None:
+    """Refuse a repository name that the Hub does not take, without asking the Hub.
+
+    Args:
+        repo: `owner/name`; it need not exist.
+
+    Raises:
+        PublishError: a name the Hub does not take.
+    """
+    from huggingface_hub.utils import validate_repo_id
+
+    if not HUB_ID.fullmatch(repo):
+        raise PublishError(f"`{repo}` is not of the form OWNER/NAME")
+    with explained(repo):
+        validate_repo_id(repo)
+
+
+def open_hub(repo: str) -> "HfApi":
+    """A client of the Hub with a checked token that may write.
+
+    Args:
+        repo: `owner/name`; it need not exist.
+
+    Raises:
+        PublishError: a name the Hub does not take, no token, one that it does not know or that
+            may only read, or no connection.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    check_name(repo)
+    token = get_token()
+    if token is None:
+        raise PublishError("there is no token for the Hub", hint=TOKEN)
+    api = HfApi(token=token, library_name="lowbit")
+    with explained(repo):
+        account = patiently(api.whoami)
+    access = (account.get("auth") or {}).get("accessToken") or {}
+    if access.get("role") == "read":
+        raise PublishError(f"the token of `{account.get('name')}` may only read", hint=TOKEN)
+    return api

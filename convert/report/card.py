@@ -8,7 +8,7 @@ from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.plan.readers import vllm_reasons
 from lowbit.convert.report import formatting
 from lowbit.convert.report.html import recipe_facts
-from lowbit.convert.report.linears import kinds, most_frequent
+from lowbit.convert.report.linears import kinds
 from lowbit.convert.report.metadata import front_matter
 from lowbit.convert.report.page import environment
 from lowbit.convert.report.source_card import SourceCard
@@ -17,7 +17,7 @@ from lowbit.formats.architectures import is_drafter, kind_of, part_of
 from lowbit.formats.kept_vocabulary import read_kept_vocabulary
 from lowbit.formats.layout.manifest import Manifest
 from lowbit.formats.layout.quantization_config import unserved
-from lowbit.formats.layout.scheme import SERVED_BITS, Scheme
+from lowbit.formats.layout.scheme import SERVED_BITS, Scheme, of_most_weights
 from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.tasks import TaskReport
 from lowbit.formats.weight_bits import weight_bits
@@ -117,7 +117,7 @@ def _linears(packed: PackedCheckpoint) -> list[tuple[str, tuple[int, ...], Schem
 
 def _main_bits(packed: PackedCheckpoint) -> int | None:
     """Bits of most of the packed weights; None where nothing is packed."""
-    return most_frequent((scheme.bits, math.prod(shape)) for _, shape, scheme in _linears(packed))
+    return of_most_weights((scheme.bits, math.prod(shape)) for _, shape, scheme in _linears(packed))
 
 
 def _version(manifest: Manifest | None, report: QualityReport | None) -> str | None:

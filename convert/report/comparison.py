@@ -1,21 +1,20 @@
 """Comparison of several packed forms of one model by their reports."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from lowbit.convert.measure.paired import PairedDifference, paired_difference
-from lowbit.convert.measure.record import LogitQuality, QualityReport, finite, read_quality
-from lowbit.convert.measure.speed import Speed, read_speed
+from lowbit.convert.measure.record import LogitQuality, QualityReport, read_quality
+from lowbit.convert.measure.speed import Speed, known_speed
+from lowbit.convert.measure.uncertainty import PairedDifference, paired_difference
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.linears import scheme_text
 from lowbit.convert.report.verdict import Verdict, judge
 from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
 from lowbit.formats.layout.manifest import Manifest, read_manifest
+from lowbit.formats.layout.records import finite
 from lowbit.formats.tasks import TaskResult, manifest_sha256, read_tasks
-
-Value = TypeVar("Value")
 
 SAME_PERPLEXITY = 1e-3  # relative; one original differs less between machines
 
@@ -94,8 +93,8 @@ class FolderComparison:
 
     Attributes:
         source: the original's Hub id, None where it is not known.
-        model_type: of the original; None where no report says.
-        parameters: of the original; None where no report says.
+        model_type: of the original.
+        parameters: of the original.
         text_name: of the evaluation text.
         scored_tokens: number behind every row.
         windows: number of windows that hold them.
@@ -105,8 +104,8 @@ class FolderComparison:
     """
 
     source: str | None
-    model_type: str | None
-    parameters: int | None
+    model_type: str
+    parameters: int
     text_name: str
     scored_tokens: int
     windows: int
@@ -140,9 +139,9 @@ def compare(folders: Sequence[Path]) -> FolderComparison:
         _check_pair(first, other)
     shared = set.intersection(*({row.name for row in e.report.weights} for e in entries))
     return FolderComparison(
-        source=_first(_repo(entry) for entry in entries),
-        model_type=_first(entry.report.model_type for entry in entries),
-        parameters=_first(entry.report.parameters for entry in entries),
+        source=next(filter(None, map(_repo, entries)), None),
+        model_type=first.report.model_type,
+        parameters=first.report.parameters,
         text_name=first.logits.text_name,
         scored_tokens=first.logits.scored_tokens,
         windows=first.logits.windows,
@@ -150,10 +149,6 @@ def compare(folders: Sequence[Path]) -> FolderComparison:
         perplexity_original=first.logits.perplexity_original,
         rows=tuple(_row(entry, first, shared) for entry in entries),
     )
-
-
-def _first(values: Iterable[Value | None]) -> Value | None:
-    return next((value for value in values if value is not None), None)
 
 
 def _repo(entry: MeasuredFolder) -> str | None:
@@ -227,16 +222,9 @@ def _row(entry: MeasuredFolder, first: MeasuredFolder, shared: Collection[str]) 
         weight_cosine=mean_cosine([w for w in entry.report.weights if w.name in shared]),
         manifest_sha256=entry.report.manifest_sha256,
         command=entry.report.command,
-        speed=_speed(entry.folder),
+        speed=known_speed(entry.folder),
         tasks=_tasks(entry.folder),
     )
-
-
-def _speed(folder: Path) -> Speed | None:
-    try:
-        return read_speed(folder)
-    except LowbitError:
-        return None
 
 
 def _tasks(folder: Path) -> tuple[TaskResult, ...]:

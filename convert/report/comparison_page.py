@@ -147,8 +147,7 @@ def model_name(found: FolderComparison) -> str:
     """Name of the original, `Qwen/Qwen3-8B` or `a qwen3 model of 5.8 M parameters`."""
     if found.source is not None:
         return found.source
-    size = "" if found.parameters is None else f" of {count(found.parameters)} parameters"
-    return "one model" if found.model_type is None else f"a {found.model_type} model{size}"
+    return f"a {found.model_type} model of {count(found.parameters)} parameters"
 
 
 def frontier(rows: Sequence[FolderRow]) -> list[FolderRow]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lowbit.convert.measure.record import QualityReport
-from lowbit.convert.measure.speed import Speed, read_speed
+from lowbit.convert.measure.speed import known_speed, read_speed
 from lowbit.convert.pipeline.owned import is_untouched_draft, marked
 from lowbit.convert.report.card import render_card
 from lowbit.convert.report.html import render_html
@@ -87,7 +87,7 @@ def write_reports(
         tasks = None
     rooms = where_bytes_went(packed, report.sizes.folder_bytes)
     kept = read_kept_vocabulary(folder)
-    page = render_html(report, packed.manifest, name, rooms, tasks, _speed(folder), kept)
+    page = render_html(report, packed.manifest, name, rooms, tasks, known_speed(folder), kept)
     figures = report.to_bytes(stated_verdict(report))
     contents = {place / QUALITY_FILE: figures, place / HTML_FILE: page.encode()}
     card = _card_file(place)
@@ -99,14 +99,6 @@ def write_reports(
     # quality.json last: its presence means that all files are there
     replace_files(dict(reversed(contents.items())))
     return list(contents)
-
-
-def _speed(folder: Path) -> Speed | None:
-    """The measured speed of a packed folder; None without a bench.json that can be read."""
-    try:
-        return read_speed(folder)
-    except LowbitError:
-        return None
 
 
 def _place(folder: Path, place: Path | None) -> Path:

@@ -72,14 +72,14 @@ def _mean(name: str, kl: float, error: float | None, unit: str = "") -> GradedFi
     return GradedFigure(text, kl, kl + SIGMAS * (error or 0.0), "mean")
 
 
-def _tokens(where: str, p99: float | None, agreement: float) -> list[GradedFigure]:
+def _tokens(where: str, p99: float, agreement: float) -> list[GradedFigure]:
     changed = 1 - agreement
     flips = f"{where}another token ranks first in {percent(changed)} of the predictions"
-    found = [GradedFigure(flips, changed, changed, "flips")]
-    if p99 is not None:
-        tail = f"{where}one token in a hundred has a KL above {kl(p99)}"
-        found.append(GradedFigure(tail, p99, p99, "tail"))
-    return found
+    tail = f"{where}one token in a hundred has a KL above {kl(p99)}"
+    return [
+        GradedFigure(flips, changed, changed, "flips"),
+        GradedFigure(tail, p99, p99, "tail"),
+    ]
 
 
 def needed_tokens(kl: float, error: float | None, tokens: int, least: int) -> int | None:

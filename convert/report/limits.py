@@ -105,15 +105,14 @@ def grade_of(value: float, scale: Scale = "mean") -> Grade:
     return next((limit.grade for limit in LIMITS if value <= upper_limit(limit, scale)), "broken")
 
 
-def expectation(bits: int | None, parameters: int | None) -> Expectation | None:
+def expectation(bits: int | None, parameters: float) -> Expectation | None:
     """The loss to expect of a model by its bits and size; None where none was measured.
 
     Args:
         bits: of most weights.
-        parameters: of the model; None if not known, which gets the strictest expectation.
+        parameters: of the model; infinite for the strictest expectation.
     """
     if bits is None:
         return None
     rows = EXPECTED.get(max(bits, LEAST_BITS), ())
-    size = float("inf") if parameters is None else parameters
-    return next((row for row in rows if size >= row.parameters), None)
+    return next((row for row in rows if parameters >= row.parameters), None)

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.formats.architectures.names import MTP_PREFIX, split_layer
-from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.layout.scheme import Scheme, of_most_weights
 
 EXPERTS = ("experts", "shared_expert")  # modules whose linears are named like those of a plain MLP
 
@@ -85,12 +85,4 @@ def worst(
 
 def main_bits(rows: Iterable[WeightQuality]) -> int | None:
     """Bits of most of the packed weights; None where nothing is packed."""
-    return most_frequent((row.bits, row.weights) for row in rows)
-
-
-def most_frequent(linears: Iterable[tuple[int, int]]) -> int | None:
-    """Bits of most weights, from the bits and weights of each linear; None without any."""
-    weights: dict[int, int] = {}
-    for bits, count in linears:
-        weights[bits] = weights.get(bits, 0) + count
-    return max(weights, key=lambda bits: weights[bits]) if weights else None
+    return of_most_weights((row.bits, row.weights) for row in rows)

@@ -1,24 +1,24 @@
 """Quality reports around a conversion: the texts, the figures, the files beside the checkpoint."""
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lowbit.convert.calibrate.store import LayerError
 from lowbit.convert.measure.build import build_report
-from lowbit.convert.measure.compare import measure_weights
 from lowbit.convert.measure.coverage import Coverage, coverage_of
 from lowbit.convert.measure.long import measure_long
-from lowbit.convert.measure.measure import Measured, Note, measure_logits
-from lowbit.convert.measure.pair import Pair, pair_of
-from lowbit.convert.measure.record import LogitQuality, LongQuality, QualityReport
-from lowbit.convert.measure.weights import WeightQuality
+from lowbit.convert.measure.measure import Note, measure_logits
+from lowbit.convert.measure.pair import pair_of
+from lowbit.convert.measure.record import QualityReport
+from lowbit.convert.measure.weights import WeightQuality, measure_weights
 from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.evaluation_text import Text, check_names, default_texts
+from lowbit.convert.original.progress import Progress, silent
 from lowbit.convert.pipeline.conversion import Conversion
-from lowbit.convert.pipeline.existing import ExistingResult, current_quality
+from lowbit.convert.pipeline.existing import current_quality
 from lowbit.convert.pipeline.origin import Ask, Origin, find_origin
 from lowbit.convert.pipeline.verification import check_recorded
 from lowbit.convert.report.files import check_reports, left_out, write_reports
@@ -28,8 +28,6 @@ from lowbit.formats.files.atomic import disk_errors
 from lowbit.formats.files.user_file import read_text_file
 from lowbit.formats.packed import PackedCheckpoint, open_packed
 from lowbit.formats.printable import printable
-
-Progress = Callable[[str, int, int], None]  # phase, done, in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +45,6 @@ class LogitRequest:
     device: str = "cpu"
     note: Note | None = None
     long: bool = False
-
-    def measure(self, pair: Pair, progress: Progress) -> Measured:
-        """Compare a packed folder with its original."""
-        return measure_logits(
-            pair,
-            self.texts,
-            self.device,
-            lambda done, total: progress("logits", done, total),
-            self.note,
-        )
-
-    def measure_long(self, pair: Pair, progress: Progress) -> LongQuality | None:
-        """Compare both on long texts, and an INT8 cache with BF16; None where nobody asked."""
-        if not self.long:
-            return None
-        return measure_long(
-            pair,
-            self.texts[0],
-            self.device,
-            lambda done, total: progress("long", done, total),
-            self.note,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,26 +85,25 @@ def read_texts(paths: Sequence[Path]) -> tuple[Text, ...]:
     return texts
 
 
-def write_weight_report(conversion: Conversion, packed: PackedCheckpoint) -> Reported:
-    """Report a conversion without logits, in files beside it; `packed` is its folder, opened."""
-    return _write(conversion, packed, conversion.weights, None)
-
-
-def write_logit_report(
-    conversion: Conversion, packed: PackedCheckpoint, request: LogitRequest, progress: Progress
-) -> Reported:
-    """Report a conversion with logits, in files beside it; `packed` is its folder, opened."""
-    found = request.measure(pair_of(conversion.original, packed), progress)
-    weights = _with_outputs(conversion.weights, found.output_errors)
-    return _write(conversion, packed, weights, found.logits)
-
-
-def _write(
+def write_report(
     conversion: Conversion,
     packed: PackedCheckpoint,
-    weights: tuple[WeightQuality, ...],
-    logits: LogitQuality | None,
+    request: LogitRequest | None,
+    progress: Progress = silent,
 ) -> Reported:
+    """Report a conversion in files beside it.
+
+    Args:
+        conversion: finished.
+        packed: its folder, opened.
+        request: how logits are to be compared; None for the weights alone.
+        progress: called with ("logits", done, in all).
+    """
+    weights, logits = conversion.weights, None
+    if request is not None:
+        pair = pair_of(conversion.original, packed)
+        found = measure_logits(pair, request.texts, request.device, progress, request.note)
+        weights, logits = _with_outputs(weights, found.output_errors), found.logits
     excess, coverage = _of_calibration(conversion)
     report = build_report(
         packed,
@@ -145,7 +120,7 @@ def _of_calibration(conversion: Conversion) -> tuple[float | None, tuple[Coverag
     """Overfitting and coverage: of this run, else as an earlier report of the folder says."""
     if conversion.calibration:
         return held_out_excess(conversion.calibration), coverage_of(conversion.calibration)
-    return _known(conversion.folder)
+    return _known(conversion.report)
 
 
 def held_out_excess(errors: Sequence[LayerError]) -> float | None:
@@ -162,9 +137,8 @@ def held_out_excess(errors: Sequence[LayerError]) -> float | None:
     return held / seen - 1 if seen > 0 else None
 
 
-def _known(folder: Path) -> tuple[float | None, tuple[Coverage, ...]]:
-    """Overfitting and coverage as an earlier report of a folder says."""
-    known = current_quality(folder)
+def _known(known: QualityReport | None) -> tuple[float | None, tuple[Coverage, ...]]:
+    """Overfitting and coverage as an earlier report says."""
     return (None, ()) if known is None else (known.held_out_excess, known.coverage)
 
 
@@ -188,26 +162,23 @@ def prepare_report(
     return find_origin(folder, packed.manifest, source, ask)
 
 
-def complete_report(
-    done: ExistingResult, request: LogitRequest | None, progress: Progress
-) -> Reported:
+def complete_report(done: Conversion, request: LogitRequest | None, progress: Progress) -> Reported:
     """The report of a finished conversion; what it lacks is measured now.
 
     Args:
-        done: the conversion, and the report that an earlier run has left.
+        done: the conversion.
         request: how logits are to be compared; None for the weights alone.
         progress: called with ("logits", done, in all).
     """
-    quality = done.quality
+    quality = done.report
     if quality is not None and (request is None or _is_on(quality, request.texts)):
-        return Reported(quality, done.conversion.folder / HTML_FILE, None)
-    packed = open_packed(done.conversion.folder)
-    if quality is not None and request is not None:
-        return write_logit_report(done.conversion, packed, request, progress)
-    found = write_weight_report(done.conversion, packed)
-    if request is None or found.failure is not None:
-        return found
-    return write_logit_report(done.conversion, packed, request, progress)
+        return Reported(quality, done.folder / HTML_FILE, None)
+    packed = open_packed(done.folder)
+    if quality is None:  # first the weights, which are known
+        found = write_report(done, packed, None)
+        if request is None or found.failure is not None:
+            return found
+    return write_report(done, packed, request, progress)
 
 
 def _is_on(quality: QualityReport, texts: Sequence[Text]) -> bool:
@@ -246,13 +217,14 @@ def write_full_report(
     if origin.guessed and request.note is not None:
         request.note(f"original: {original.folder}")
     pair = pair_of(original, packed)
-    weights = measure_weights(
-        pair, request.device, lambda done, total: progress("weights", done, total)
-    )
-    found = request.measure(pair, progress)
-    far = request.measure_long(pair, progress)
+    weights = measure_weights(pair, request.device, progress)
+    found = measure_logits(pair, request.texts, request.device, progress, request.note)
+    far = None
+    if request.long:
+        far = measure_long(pair, request.texts[0], request.device, progress, request.note)
     weights = _with_outputs(weights, found.output_errors)
-    report = build_report(packed, weights, found.logits, original, origin.repo, *_known(folder))
+    known = _known(current_quality(folder))
+    report = build_report(packed, weights, found.logits, original, origin.repo, *known)
     return _save(packed, replace(report, long=far), place)
 
 

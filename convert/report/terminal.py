@@ -103,8 +103,10 @@ def _summary(report: QualityReport) -> Table:
         )
     table.add_row("size", size_text(report))
     if logits is not None:
-        when = "" if report.measured_on is None else f", on {printable(report.measured_on)}"
-        table.add_row("measured on", Text(f"{printable(logits.text_name)}: {scored(logits)}{when}"))
+        what = (
+            f"{printable(logits.text_name)}: {scored(logits)}, on {printable(report.measured_on)}"
+        )
+        table.add_row("measured on", Text(what))
     return table
 
 

@@ -11,14 +11,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from lowbit.convert.measure.ranges import check_ranges
-from lowbit.convert.measure.record import finite
 from lowbit.convert.measure.speed import Speed
 from lowbit.convert.report.comparison import FolderComparison, FolderRow
 from lowbit.convert.report.formatting import MISSING, number
 from lowbit.convert.report.page import render_page
 from lowbit.formats.errors import RequestError
 from lowbit.formats.files.atomic import replace_files
-from lowbit.formats.layout.records import load_object, record
+from lowbit.formats.layout.records import finite, load_object, record
 
 SCHEMA = 1
 SUFFIX = ".json"

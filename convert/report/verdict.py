@@ -1,12 +1,23 @@
 """The verdict on a packed file: its grade, the loss expected of its bits, and what to try next."""
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from lowbit.convert.measure.record import LogitQuality, QualityReport
 from lowbit.convert.original.answers import WHERE_MEASURED
+from lowbit.convert.plan.choice_of_method import (
+    ROTATION_MEASURED,
+    RTN_TO_GPTQ,
+    WITH_EXPERTS,
+    Gain,
+    best_gptq,
+    gain_of,
+)
+from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.report.formatting import about, count, kl_with_error, number, sentence
 from lowbit.convert.report.graded_figures import (
     UNREADABLE,
@@ -28,8 +39,8 @@ from lowbit.convert.report.limits import (
     expectation,
 )
 from lowbit.convert.report.linears import main_bits
-from lowbit.convert.report.next_steps import next_steps
-from lowbit.formats.architectures import DRAFTERS
+from lowbit.formats.architectures import DRAFTERS, MIXTURES
+from lowbit.formats.errors import QuantizationError
 from lowbit.formats.printable import printable
 
 Level = Literal["good", "caution", "bad", "unknown"]
@@ -46,6 +57,10 @@ BESIDE_EXPECTED: tuple[tuple[float, Level, str], ...] = (
     (FAR, "caution", "Worse than expected"),
     (math.inf, "bad", "Far worse than expected"),
 )
+MORE_BITS = 1.0  # of the budget that is proposed
+MOST_BITS = 8.0
+# Options that decide, and their values where a recorded command leaves them out.
+UNSAID = {"--method": "rtn", "--recipe": "int4", "--group-size": "128"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,35 +185,107 @@ def _close_call(found: Sequence[GradedFigure], grade: Grade) -> list[str]:
 
 def expected_loss(report: QualityReport) -> Expectation | None:
     """The loss of good files of the report's bits in models of its size; None if there are none."""
-    return expectation(main_bits(report.weights), parameters_of(report))
-
-
-def parameters_of(report: QualityReport) -> int | None:
-    """Parameters of the model, else the packed ones; None where nothing is packed either."""
-    return report.parameters or sum(row.weights for row in report.weights) or None
+    return expectation(main_bits(report.weights), report.parameters)
 
 
 def _beside_others(report: QualityReport, mean: GradedFigure) -> tuple[str, Level]:
     """The loss beside that of good files of the same bits and size: a sentence and its level."""
-    found, bits, size = expected_loss(report), main_bits(report.weights), parameters_of(report)
+    found, bits = expected_loss(report), main_bits(report.weights)
     if found is None or bits is None:
         return "", "good"
     ratio = mean.judged / found.kl
     level, start = next(row[1:] for row in BESIDE_EXPECTED if ratio <= row[0])
     few = f" (held to the measure of {LEAST_BITS} bits)" if bits < LEAST_BITS else ""
-    model = "a model" if size is None else f"a model of {count(size)} parameters"
     return (
-        f"{start} of {bits}-bit weights{few} in {model}: good files stay below {found.kl:g}.",
+        f"{start} of {bits}-bit weights{few} in a model of {count(report.parameters)} parameters: "
+        f"good files stay below {found.kl:g}.",
         level,
     )
 
 
 def _too_small(report: QualityReport) -> list[str]:
     """A sentence about a model that only its size leaves without an expectation."""
-    bits, size = main_bits(report.weights), parameters_of(report)
-    if size is None or expected_loss(report) is not None or expectation(bits, None) is None:
+    known = expectation(main_bits(report.weights), math.inf)  # of larger models
+    if expected_loss(report) is not None or known is None:
         return []
     return [
         f"The loss to expect is only known of models from {count(SMALLEST)} parameters on; "
-        f"this one has {count(size)}."
+        f"this one has {count(report.parameters)}."
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One option to try.
+
+    Attributes:
+        option: its name.
+        used: values that it is a step up from.
+        value: to give instead.
+        words: what it brings or costs.
+    """
+
+    option: str
+    used: tuple[str, ...]
+    value: str
+    words: str
+
+
+STEPS = (
+    Step("--recipe", ("int2",), "int3", "1 bit per weight more"),
+    Step("--recipe", ("int2", "int3"), "int4", "4 bits per weight, mostly usable"),
+    Step("--recipe", ("int4",), "mixed", "attention in INT8, about 0.8 bits per weight more"),
+    Step("--recipe", ("mixed",), "int8", "8 bits per weight"),
+    Step("--group-size", ("row", "512", "256", "128"), "64", "up to 0.25 bits per weight more"),
+    Step("--group-size", ("64",), "32", "0.25 bits per weight more"),
+)
+
+
+def next_steps(report: QualityReport) -> tuple[str, ...]:
+    """Options to try, each with what it brings; empty for a file that lowbit did not make.
+
+    Linears of 8 bits gain nothing from calibration or from a budget.
+    """
+    used = used_options(report.command)
+    if used is None:
+        return ()
+    bits = main_bits(report.weights)
+    few = bits is None or bits < MOST_BITS
+    found = []
+    if few and (gain := _better_method(used["--method"], report.model_type)) is not None:
+        found.append(f"--method {gain.method} (same size, {gain.words})")
+    found += [
+        f"{step.option} {step.value} ({step.words})"
+        for step in STEPS
+        if used[step.option] in step.used and (few or step.option == "--group-size")
+    ]
+    budget = report.sizes.bits_per_weight + MORE_BITS
+    if few and budget <= MOST_BITS:
+        found.append(f"--target-bpw {budget:.1f} (bits where they are estimated to count)")
+    return tuple(found)
+
+
+def _better_method(used: str, model_type: str) -> Gain | None:
+    """The method after the one used; a rounding without calibration is followed by the best."""
+    rotatable = model_type in ROTATION_MEASURED
+    try:
+        method = RTN if used == "absmax" else Method.parse(used)
+    except QuantizationError:  # a report may come from anybody
+        return None
+    experts = model_type in MIXTURES
+    if method != RTN:
+        return gain_of(method, rotatable, experts)
+    best = best_gptq(rotatable)
+    return None if experts and best not in WITH_EXPERTS else Gain(best, RTN_TO_GPTQ)
+
+
+def used_options(command: str | None) -> Mapping[str, str] | None:
+    """Values of the deciding options in the command of a report; None where there is none."""
+    if command is None:
+        return None
+    try:
+        words = shlex.split(command)
+    except ValueError:  # a report may come from anybody
+        return None
+    given = {option: value for option, value in pairwise(words) if option in UNSAID}
+    return {**UNSAID, **given}

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from statistics import median
 
 from lowbit.convert.measure.coverage import few_tokens
-from lowbit.convert.measure.flips import BEFORE
+from lowbit.convert.measure.measure import FLIP_CHARACTERS
 from lowbit.convert.measure.record import LogitQuality, QualityReport
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.original.evaluation_text import bundled_hashes
 from lowbit.convert.report.formatting import kl, percent
 from lowbit.convert.report.linears import worst
-from lowbit.convert.report.next_steps import used_options
+from lowbit.convert.report.verdict import used_options
 from lowbit.formats.architectures.names import MTP_PREFIX
 
 OUTLIER = 1.5  # times the median error of the same bits
@@ -134,6 +134,6 @@ def _quoted(logits: LogitQuality) -> str:
     passages = "a passage" if len(own) == 1 else f"{len(own)} passages"
     return (
         f"quality.json and quality.html quote {passages} of {', '.join(dict.fromkeys(own))}, of up "
-        f"to {BEFORE} characters each. Where that text is private, measure on another before you "
-        f"publish them."
+        f"to {FLIP_CHARACTERS} characters each. Where that text is private, measure on another "
+        f"before you publish them."
     )

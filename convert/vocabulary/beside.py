@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lowbit.convert.export.outputs import Output
 from lowbit.convert.original.evaluation_text import Text
+from lowbit.convert.original.progress import Progress
 from lowbit.convert.pipeline.place import place_of
 from lowbit.convert.vocabulary.cut import (
-    Progress,
     cut_tensors,
     cut_vocabulary,
     open_as_stored,

@@ -1,7 +1,7 @@
 """Bits that a model needs for a byte of text, which models of different tokenizers share."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,22 +11,15 @@ from lowbit.convert.measure.logits import scored_states
 from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.evaluation_text import Text, tokenize
 from lowbit.convert.original.model import LayeredModel, load_layered_model
-from lowbit.convert.original.threads import alone_on_threads, block_map
-from lowbit.convert.original.walk import (
-    HEAD_ROWS,
-    HEAD_TOKENS,
-    blocks,
-    embed,
-    load_layer,
-    pass_through,
-)
+from lowbit.convert.original.progress import Advance
+from lowbit.convert.original.threads import alone_on_threads
+from lowbit.convert.original.walk import HEAD_ROWS, HEAD_TOKENS, blocks, pass_through_all
 from lowbit.convert.original.weights import open_weights
 from lowbit.convert.plan.head import log_partition
 from lowbit.formats.architectures import read_config
 from lowbit.formats.text.tokenizer import load_text_tokenizer
 
 WINDOW = 256  # tokens; the bundled texts of other languages have two or more such windows
-Advance = Callable[[], None]  # called after every layer, and after the head
 
 
 def check_measurable(folder: Path, texts: Sequence[Text]) -> None:
@@ -52,13 +45,13 @@ def text_bits(
         folder: of a model that is not packed.
         texts: each of at least two tokens, the others of a window.
         device: where to compute.
-        advance: called after every layer, and after the head.
+        advance: told of 1 after every layer, and after the head.
 
     Raises:
         LowbitError: a text that is too short, or a model that transformers does not run.
     """
     weights = open_weights(folder)
-    context = read_config(weights.checkpoint.config).max_position_embeddings
+    context = weights.checkpoint.sizes.max_position_embeddings
     cut = tokenize(folder, texts, context, WINDOW)
     windows = torch.cat([text.windows for text in cut])
     model = load_layered_model(weights, windows.shape[1], device)
@@ -75,14 +68,9 @@ def text_bits(
 
 def _nats(model: LayeredModel, windows: Tensor, device: torch.device, advance: Advance) -> Tensor:
     """Negative log-likelihood of every token but each window's first: [windows * (T - 1)]."""
-    with block_map(device) as each:
-        hidden = embed(model, windows, device)
-        for number in range(len(model.layers)):
-            layer = load_layer(model, number, device)
-            pass_through(layer, model.arguments[number], hidden, each)
-            advance()
-        states = scored_states(model, hidden)
     with alone_on_threads(device) as pool:
+        hidden = pass_through_all(model, windows, device, pool, advance)
+        states = scored_states(model, hidden)
         total = log_partition(model, states, pool)
     labels = windows[:, 1:].reshape(-1).to(device)
     chosen = torch.empty_like(total)
@@ -90,7 +78,7 @@ def _nats(model: LayeredModel, windows: Tensor, device: torch.device, advance: A
         here = ((labels >= first) & (labels < first + len(rows))).nonzero()[:, 0]
         for part in (here[some] for some in blocks(len(here), HEAD_TOKENS[device.type])):
             chosen[part] = torch.linalg.vecdot(states[part], rows[labels[part] - first]).double()
-    advance()
+    advance(1)
     return (total - chosen).cpu()
 
 

@@ -14,19 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.convert.export.outputs import Output, row_parts, row_ranges, write_shards
+from lowbit.convert.export.outputs import Output, copied, row_ranges, write_shards
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.evaluation_text import Text, vocabulary_texts
+from lowbit.convert.original.progress import Meter, Progress, silent
 from lowbit.convert.original.token_counts import count_text
 from lowbit.convert.pipeline.folder import (
     check_apart,
-    check_output,
     check_small_files,
     copy_file,
-    put_in_place,
+    free_place,
+    new_folder,
 )
-from lowbit.convert.pipeline.journal import JOURNAL_FILE, open_journal
-from lowbit.convert.pipeline.place import partial_of, place_of
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES
 from lowbit.convert.vocabulary.bits import check_measurable, text_bits
 from lowbit.convert.vocabulary.choice import KeptTokens, choose_tokens
@@ -34,7 +33,7 @@ from lowbit.convert.vocabulary.token_ids import named_ids, renumbered
 from lowbit.convert.vocabulary.tokenizer import ByteLevelBpe, cut_tokenizer, open_tokenizer
 from lowbit.formats.architectures import is_carried, is_drafter, is_tied, read_config, tensor_table
 from lowbit.formats.architectures.decoder import TEXT, VOCABULARY
-from lowbit.formats.errors import CheckpointError, ResourceError, UnsupportedModelError
+from lowbit.formats.errors import CheckpointError, UnsupportedModelError
 from lowbit.formats.files.atomic import disk_errors
 from lowbit.formats.hub.locate import Location, locate
 from lowbit.formats.kept_vocabulary import KEPT_FILE, KeptVocabulary, TextLength
@@ -66,7 +65,6 @@ NAMING = (
 # Other forms of the whole vocabulary, which nobody needs beside tokenizer.json.
 OLDER = ("vocab.json", "merges.txt", "tokenizer.model")
 OTHER_WORK = "remove it, or choose another output folder"
-Progress = Callable[[str, int, int], None]  # phase, done, in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,24 +134,16 @@ def cut_vocabulary(
             `out` that is not free; all found before anything is written.
     """
     out = Path(out)
-    place = place_of(out)  # rename cannot target a link or `..`
-    if place.is_dir() and any(place.iterdir()):
-        raise ResourceError(f"`{out}` is not empty", hint="choose another folder")
-    check_output(place, overwrite=False)
+    place = free_place(out)
     device = None if measure_on is None else open_device(measure_on)
     compared = vocabulary_texts() if texts is None else texts
-    report = progress or (lambda phase, done, total: None)
+    report = progress or silent
     location = locate(str(source), revision)
     check_apart(location.folder, place)
     if device is not None:
         check_measurable(location.folder, compared)
     work = plan_cut(location, keep, text)
-    partial = partial_of(place)
-    partial.mkdir(parents=True, exist_ok=True)
-    with open_journal(partial, "cut vocabulary", False, [*work.names, KEPT_FILE], OTHER_WORK):
-        for stale in partial.iterdir():
-            if stale.name != JOURNAL_FILE:
-                stale.unlink()
+    with new_folder(place, "cut vocabulary", [*work.names, KEPT_FILE], OTHER_WORK) as partial:
         left_out = write_small_files(work, partial)
         size = _write_weights(work, partial, max_shard_bytes, report)
         lengths = _lengths(work.tokenizer, partial, compared)
@@ -161,7 +151,6 @@ def cut_vocabulary(
             lengths = _measured(lengths, compared, (location.folder, partial), device, report)
         record = _record(work, lengths)
         (partial / KEPT_FILE).write_bytes(record.to_bytes())
-        put_in_place(place, overwrite=False)
     return CutModel(
         folder=out,
         source=location,
@@ -207,7 +196,7 @@ def plan_cut(location: Location, keep: int | Path, text: Path | None) -> Planned
     """
     folder = location.folder
     checkpoint = _open_source(folder)
-    rows = read_config(checkpoint.config).vocab_size
+    rows = checkpoint.sizes.vocab_size
     cut = _cut_names(checkpoint, rows)
     names = check_small_files(folder)
     tokenizer = load_text_tokenizer(folder, "a smaller vocabulary")
@@ -354,7 +343,7 @@ def cut_tensors(work: PlannedCut) -> list[Output]:
     return [
         Output(info.name, info.dtype, (len(ids), *info.shape[1:]), _kept_rows(source, info, ids))
         if info.name in work.cut
-        else Output(info.name, info.dtype, info.shape, _all_rows(source, info))
+        else copied(source, info)
         for info in source.tensors.values()
     ]
 
@@ -363,18 +352,8 @@ def _write_weights(work: PlannedCut, out: Path, max_shard_bytes: int, report: Pr
     """Write `cut_tensors`; bytes of the files."""
     outputs = cut_tensors(work)
     total = sum(math.prod(one.shape) * one.dtype.itemsize for one in outputs)
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        report("export", done, total)
-
-    return write_shards(outputs, out, max_shard_bytes, METADATA, advance)
-
-
-def _all_rows(source: Checkpoint, info: TensorInfo) -> Callable[[], Iterator[Tensor]]:
-    return lambda: row_parts(source, info)
+    meter = Meter(report, "export", total)
+    return write_shards(outputs, out, max_shard_bytes, METADATA, meter.add)
 
 
 def _kept_rows(source: Checkpoint, info: TensorInfo, ids: Tensor) -> Callable[[], Iterator[Tensor]]:
@@ -407,14 +386,8 @@ def _measured(
 ) -> tuple[TextLength, ...]:
     """The same with bits a byte, of the original and of the cut model."""
     total = 2 * (read_config(read_json(folders[0] / CONFIG_FILE)).num_hidden_layers + 1)
-    done = 0
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        report("compare", done, total)
-
-    old, new = (text_bits(folder, texts, device, advance) for folder in folders)
+    meter = Meter(report, "compare", total)
+    old, new = (text_bits(folder, texts, device, meter.add) for folder in folders)
     return tuple(
         replace(row, bits_before=a, bits_after=b)
         for row, a, b in zip(lengths, old, new, strict=True)

@@ -74,6 +74,17 @@ def record(kind: type[Record], content: Any, where: str) -> Record:
     return kind(**values)
 
 
+def finite(value: Any) -> Any:
+    """A JSON value with null for every figure that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
 def _read(value: Any, kind: Any, where: str) -> Any:
     """A JSON value with dataclasses, tuples and infinity in the places of their stand-ins."""
     if is_dataclass(kind):

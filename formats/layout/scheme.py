@@ -1,6 +1,9 @@
 """Scheme of one quantized linear: bits, group size, symmetry."""
 
+from collections import Counter
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from lowbit.formats.errors import FormatError, QuantizationError
 
@@ -8,6 +11,8 @@ GROUP_SIZES = (32, 64, 128, 256, 512)
 BITS = range(2, 9)
 SERVED_BITS = (2, 3, 4, 8)  # by lowbit-run
 COMMON_BITS = (4, 8)  # by vLLM, and in the containers of other engines
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +82,15 @@ def fitting_group_size(K: int, wanted: int | None) -> int | None:
     if wanted is None or K % wanted == 0:
         return wanted
     return max((size for size in GROUP_SIZES if size < wanted and K % size == 0), default=wanted)
+
+
+def of_most_weights(linears: Iterable[tuple[Key, int]]) -> Key | None:
+    """The scheme, or bits, that most weights have, the first of equals; None without any.
+
+    Args:
+        linears: scheme or bits, and weights of each.
+    """
+    weights: Counter[Key] = Counter()
+    for key, count in linears:
+        weights[key] += count
+    return max(weights, key=weights.__getitem__, default=None)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.formats.architectures import Config, is_tied, prefix_of, read_config
 from lowbit.formats.errors import CheckpointError
 from lowbit.formats.files.reading import MAX_TEXT_BYTES, open_file, read_bytes, reopen
 from lowbit.formats.files.strict_json import loads, object_of
@@ -51,6 +52,21 @@ class Checkpoint:
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
     derived: Mapping[str, DerivedRows] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> Config:
+        """The architecture's sizes; see `read_config` for what it refuses."""
+        return read_config(self.config)
+
+    @property
+    def prefix(self) -> str:
+        """Beginning of the decoder's tensor names, `model.`."""
+        return prefix_of(self.config, self.tensors)
+
+    @property
+    def tied(self) -> bool:
+        """Tell if the head is the embedding."""
+        return is_tied(self.config)
 
     def read(self, name: str) -> Tensor:
         """Read a whole tensor to the CPU."""

@@ -5,13 +5,32 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
-from click.shell_completion import CompletionItem
+from click.shell_completion import BashComplete, CompletionItem, add_completion_class
 from click_default_group import DefaultGroup
 
-from lowbit.formats.shell.completion import use_own_scripts
 from lowbit.formats.shell.entry import INTERRUPTED, READER_LEFT, farewell, leave_broken
 from lowbit.formats.shell.options import HELP, check_command
 from lowbit.formats.shell.output import folded
+
+SCRIPT = """\
+%(complete_func)s() {
+    local line
+    COMPREPLY=()
+    while IFS= read -r line; do
+        case $line in
+            dir,*) compopt -o filenames -o plusdirs ;;
+            file,*) compopt -o default ;;
+            plain,*) COMPREPLY+=("${line#plain,}") ;;
+        esac
+    done < <(
+        IFS=$'\\n'
+        env COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD="$COMP_CWORD" \\
+            %(complete_var)s=bash_complete "$1"
+    )
+}
+
+complete -o nosort -F %(complete_func)s %(prog_name)s
+"""
 
 
 def epilog(program: str, arguments: str, command: str) -> str:
@@ -106,3 +125,25 @@ class Commands(DefaultGroup):  # type: ignore[misc]  # the library has no types
             first = next(p for p in command.params if isinstance(p, click.Argument))
             # Folders first: click's scripts of other shells forget the words before them.
             return first.shell_complete(inner, incomplete) + found
+
+
+class Bash(BashComplete):
+    """Completion in bash.
+
+    click's own script forgets the words that came before a folder, and offers folders only where
+    there is no word.
+    """
+
+    source_template = SCRIPT
+
+    def get_completion_args(self) -> tuple[list[str], str]:
+        """Words before the cursor and the word at it; `--option=value` are three words in bash."""
+        words, last = super().get_completion_args()
+        if last != "=" and len(words) > 1 and words[-1] == "=" and words[-2].startswith("--"):
+            words.pop()
+        return words, last
+
+
+def use_own_scripts() -> None:
+    """Let click print the scripts of this module."""
+    add_completion_class(Bash)

@@ -1,7 +1,6 @@
 """Results on stdout, everything else on stderr."""
 
 import json
-import math
 import os
 import re
 import sys
@@ -9,6 +8,7 @@ from typing import IO, Any
 
 import click
 
+from lowbit.formats.layout.records import finite
 from lowbit.formats.printable import printable
 
 SCHEMA = 1  # version of every object that --json prints
@@ -23,7 +23,7 @@ def print_json(content: dict[str, Any]) -> None:
 
 def json_line(content: dict[str, Any], encoding: str = "utf-8") -> str:
     """An object as one line of JSON with the schema's version, without a line end."""
-    whole = _finite({"schema": SCHEMA, **content})
+    whole = finite({"schema": SCHEMA, **content})
     text = json.dumps(whole, ensure_ascii=False, allow_nan=False)
     try:
         text.encode(encoding)
@@ -81,13 +81,3 @@ def _fold(line: str, width: int) -> str:
 def plain() -> bool:
     """Tell if the user asks for text without styles (https://no-color.org)."""
     return bool(os.environ.get("NO_COLOR"))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

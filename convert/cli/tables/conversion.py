@@ -164,11 +164,6 @@ def verification(result: Verification) -> None:
         console.print(styled((f"not covered: {', '.join(result.unlisted)}", "dim")))
 
 
-def verification_json(result: Verification) -> dict[str, Any]:
-    """The object of `verify --json`."""
-    return {**asdict(result), "folder": str(result.folder), "ok": True}
-
-
 def quality(found: Reported) -> None:
     """Show a quality report, and where its page is, if its files were written."""
     console = results()

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -111,8 +112,7 @@ def plan(source: str, ahead: Estimate, other_bytes: int) -> None:
 def plan_json(source: str, ahead: Estimate, other_bytes: int) -> dict[str, Any]:
     """The object of `plan --json`."""
     made = ahead.plan
-    run, unserved = run_memory(made), runtime_verdict(made)
-    reasons, wrong = vllm_verdict(made), transformers_verdict(made)
+    unserved, reasons, wrong = runtime_verdict(made), vllm_verdict(made), transformers_verdict(made)
     return {
         "source": source,
         "recipe": made.recipe.to_json(),
@@ -128,12 +128,7 @@ def plan_json(source: str, ahead: Estimate, other_bytes: int) -> dict[str, Any]:
         "smaller_groups": smaller_groups(made),
         "few_bits": few_bits(made),
         "dequantized_for_gptq_and_awq": one_scheme_misfits(made),
-        "run": {
-            "weight_bytes": run.weight_bytes,
-            "context": run.context,
-            "sequence_bytes": run.sequence_bytes,
-            "int8_sequence_bytes": run.int8_sequence_bytes,
-        },
+        "run": asdict(run_memory(made)),
         "vllm": {"loads": not reasons, "reasons": reasons},
         "transformers": {"loads": wrong is None, "reason": wrong},
         "lowbit_run": {"serves": unserved is None, "reason": unserved},

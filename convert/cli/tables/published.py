@@ -1,9 +1,9 @@
 """Results of a push, and of one that sends nothing, for the terminal and as JSON."""
 
-from dataclasses import asdict
 from typing import Any
 
-from lowbit.convert.publish.push import DryRun, Published
+from lowbit.convert.publish.parcel import Parcel
+from lowbit.convert.publish.push import Published
 from lowbit.convert.report.formatting import size
 from lowbit.formats.shell.tables import plain_table, results, styled
 
@@ -25,14 +25,15 @@ def published(done: Published) -> None:
     console.print(f"{done.url}{private}", soft_wrap=True)
 
 
-def published_json(done: Published) -> dict[str, Any]:
-    """The object of `push --json`."""
-    return asdict(done)
+def url_of(parcel: Parcel) -> str:
+    """Address of the repository."""
+    from huggingface_hub import constants
+
+    return f"{constants.ENDPOINT}/{parcel.repo}"
 
 
-def dry_run(shown: DryRun) -> None:
+def dry_run(parcel: Parcel, private: bool | None, revision: str | None) -> None:
     """Print the card, the files and what would be created, on stdout."""
-    parcel = shown.parcel
     console = results()
     for line in parcel.card.splitlines():
         console.print(styled(line), soft_wrap=True)
@@ -43,9 +44,9 @@ def dry_run(shown: DryRun) -> None:
     table.add_row(f"{len(parcel.items)} files", size(parcel.size_bytes))
     console.print(table)
     weights = sum(item.is_weight for item in parcel.items)
-    branch = "its default branch" if shown.revision is None else f"branch `{shown.revision}`"
+    branch = "its default branch" if revision is None else f"branch `{revision}`"
     for line in (
-        f"would go to {shown.url}, {branch}; created {_visibility(shown.private)} if it does not "
+        f"would go to {url_of(parcel)}, {branch}; created {_visibility(private)} if it does not "
         "exist",
         f"weights first, in {weights} file{'s' if weights > 1 else ''}, then the other "
         f"{len(parcel.items) - weights} in one commit",
@@ -62,15 +63,14 @@ def _visibility(private: bool | None) -> str:
     return "private" if private else "public"
 
 
-def dry_run_json(shown: DryRun) -> dict[str, Any]:
+def dry_run_json(parcel: Parcel, private: bool | None, revision: str | None) -> dict[str, Any]:
     """The object of `push --dry-run --json`."""
-    parcel = shown.parcel
     return {
         "dry_run": True,
         "repo": parcel.repo,
-        "url": shown.url,
-        "private": shown.private,
-        "revision": shown.revision,
+        "url": url_of(parcel),
+        "private": private,
+        "revision": revision,
         "files": [
             {"name": item.name, "size_bytes": item.size, "sha256": item.sha256}
             for item in parcel.items

@@ -20,11 +20,9 @@ from lowbit.convert.export.architectures.architecture import (
     Gguf,
     Mlx,
 )
-from lowbit.convert.export.gguf_blocks import BLOCK
-from lowbit.convert.export.gguf_file import U32, I32s, Value
+from lowbit.convert.export.gguf_file import BLOCK, U32, I32s, Value
 from lowbit.convert.export.rope import mlx_scaling
 from lowbit.convert.export.source import PackedSource
-from lowbit.formats.architectures import is_tied
 from lowbit.formats.architectures.decoder import FULL, LINEAR, TEXT, text_part
 from lowbit.formats.architectures.qwen3_5 import NESTED_PREFIX, Qwen35Config
 from lowbit.formats.architectures.rope import read_sections
@@ -183,7 +181,7 @@ def _mlx_config(
     text |= {
         "rope_parameters": {"rope_type": "default", **rope},
         "full_attention_interval": _interval(config),
-        "tie_word_embeddings": is_tied(source.checkpoint.config),
+        "tie_word_embeddings": source.checkpoint.tied,
     }
     return {**content, TEXT: text} if TEXT in content else content | text
 

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lowbit.convert.calibrate import distill, distilled, learned, windows
+from lowbit.convert.calibrate import distill, learned, windows
 from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.calibrate.store import PREFIX
 from lowbit.convert.export.export import export
-from lowbit.convert.measure.compare import measure_weights
 from lowbit.convert.measure.pair import open_pair
-from lowbit.convert.original.layer import Layer, stages
+from lowbit.convert.measure.weights import measure_weights
+from lowbit.convert.original.layer import stages
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.walk import load_layer
 from lowbit.convert.original.weights import open_weights
@@ -43,7 +43,6 @@ def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training long enough to help, short enough to wait for."""
     monkeypatch.setattr(learned, "AUTOROUND_STEPS", 12)
     monkeypatch.setattr(distill, "DISTILL_STEPS", 5)
-    monkeypatch.setattr(distilled, "DISTILL_STEPS", 5)
     monkeypatch.setattr(windows, "STEP_TOKENS", 4 * LENGTH)
 
 
@@ -344,7 +343,7 @@ def test_models_that_would_change_are_not_rotated(
 def test_distillation_that_does_not_help_is_said(
     cli: "Cli", short: Path, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distilled, "distill", lambda *_: False)
+    monkeypatch.setattr(distill, "distill", lambda *_: False)
     options = ("--calib", text, "--calib-samples", 2, "--calib-length", 32)
     plain, kept = (
         cli(short, tmp_path / method, "--method", method, *options)
@@ -374,7 +373,7 @@ def test_stages_follow_the_data(tiny: Path, hybrid: Path) -> None:
     }
     for (folder, number), wanted in expected.items():
         model = load_layered_model(open_weights(folder), 8, torch.device("cpu"))
-        layer = Layer(load_layer(model, number, torch.device("cpu")), model.arguments[number])
+        layer = load_layer(model, number, torch.device("cpu"))
         names = [name for stage in wanted for name in stage]
         assert stages(layer, torch.randn(1, 8, 256), names) == wanted
 

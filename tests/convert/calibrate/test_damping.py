@@ -5,9 +5,8 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.calibrate import moments as calibrate_moments
-from lowbit.convert.calibrate.damping import DAMPINGS, choose_damping
 from lowbit.convert.calibrate.gptq import factorize
-from lowbit.convert.calibrate.linear import gptq
+from lowbit.convert.calibrate.linear import DAMPINGS, choose_damping, gptq
 from lowbit.convert.calibrate.moments import Moments, loudness_caps, measure
 from lowbit.convert.calibrate.windows import Windows
 from lowbit.convert.original.layer import Layer, batches

@@ -17,8 +17,8 @@ from lowbit.convert.pipeline.conversion import Conversion, convert
 from lowbit.convert.plan.calibration_cost import Windows, calibration_flops, shapes_of
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Recipe
-from lowbit.convert.report.reporting import write_weight_report
-from lowbit.formats.architectures import read_config, tensor_table
+from lowbit.convert.report.reporting import write_report
+from lowbit.formats.architectures import tensor_table
 from lowbit.formats.architectures.names import expert_of, split_layer
 from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
@@ -92,7 +92,7 @@ def test_coverage_is_reported(calibrated: Make, shorten: Shorten) -> None:
     done = calibrated(shorten(FUSED.name), "weighted")
     assert [len(row.expert_tokens) for row in done.calibration] == [6] * 2
     assert {sum(row.expert_tokens) for row in done.calibration} == {SAMPLES * LENGTH * 2}
-    report = write_weight_report(done, open_packed(done.folder)).quality
+    report = write_report(done, open_packed(done.folder), None).quality
     assert report.coverage == coverage_of(done.calibration)
     read = read_quality(done.folder)
     assert read is not None
@@ -134,9 +134,7 @@ def test_work_counts_the_experts_that_a_token_passes_through() -> None:
     checkpoint = open_checkpoint(SINGLE)
     table = tensor_table(checkpoint.config, checkpoint.tensors)
     schemes = Recipe().schemes(table)
-    experts_of = read_config(checkpoint.config).experts
-    assert experts_of is not None
-    shapes = shapes_of(table, schemes, experts_of)
+    shapes = shapes_of(checkpoint.config, schemes, checkpoint.tensors)
     attention, expert, router = 256 * (256 + 128 + 128 + 256), 3 * 256 * 128, 6 * 256
     assert shapes.weights == 6 * (attention + 6 * expert + router)
     assert shapes.active == 6 * (attention + 2 * expert + router)

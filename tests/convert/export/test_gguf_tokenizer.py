@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lowbit.convert.export.gguf_file import U32, I32s
-from lowbit.convert.export.gguf_tokenizer import (
+from lowbit.convert.export.gguf_metadata import (
     CONTROL,
     USER_DEFINED,
     pre_tokenizer,

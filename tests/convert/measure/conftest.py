@@ -13,6 +13,7 @@ from torch import Tensor
 from lowbit.convert.measure.measure import Measured, measure_logits
 from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.original.evaluation_text import Text
+from lowbit.convert.original.progress import Progress, silent
 from lowbit.formats.architectures import tensor_table
 from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, pack
 from lowbit.formats.layout.quantization_config import write_quantization_config
@@ -48,9 +49,9 @@ def whole_logits() -> WholeLogits:
 def measure() -> Measure:
     """Measure logits on texts given by name: (source, packed, other arguments, name=content)."""
 
-    def run(source: Path, packed: Path, progress: object = None, **texts: str) -> Measured:
+    def run(source: Path, packed: Path, progress: Progress = silent, **texts: str) -> Measured:
         named = [Text(name, name, content) for name, content in texts.items()]
-        return measure_logits(open_pair(source, packed), named, progress=progress)  # type: ignore[arg-type]
+        return measure_logits(open_pair(source, packed), named, progress=progress)
 
     return run
 

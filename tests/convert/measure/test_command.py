@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from lowbit.convert.cli.main import main
-from lowbit.convert.measure.command import command_of
+from lowbit.convert.measure.build import command_of
 from lowbit.formats.layout.manifest import Manifest, Source, read_manifest
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lowbit.convert.measure.compare import measure_weights
 from lowbit.convert.measure.pair import open_pair
+from lowbit.convert.measure.weights import measure_weights
 from lowbit.convert.original.weights import open_weights
 from lowbit.formats.errors import CheckpointError, FormatError
 
@@ -53,7 +53,9 @@ def test_figures_equal_fp64(tiny: Path, packed: Path) -> None:
 
 def test_progress(tiny: Path, packed_tied: Path) -> None:
     seen: list[tuple[int, int]] = []
-    rows = measure_weights(open_pair(tiny, packed_tied), progress=lambda *step: seen.append(step))
+    rows = measure_weights(
+        open_pair(tiny, packed_tied), progress=lambda _, *step: seen.append(step)
+    )
     assert [row.name for row in rows if row.name == "lm_head"] == []
     assert len(seen) == len(rows) == 42
     assert seen[-1][0] == seen[-1][1] == sum(row.weights for row in rows)

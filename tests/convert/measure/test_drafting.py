@@ -18,7 +18,7 @@ from lowbit.convert.measure.drafting import (
 )
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.mtp import greedy_tokens
-from lowbit.convert.original.threads import block_map
+from lowbit.convert.original.threads import alone_on_threads
 from lowbit.convert.original.weights import open_weights
 from lowbit.formats.draft_head import open_draft_head
 from lowbit.formats.layout.packing import dequantize, unpack
@@ -82,9 +82,9 @@ def test_counts_equal_those_of_rounds_by_themselves(
         hidden = trunk(text, output_hidden_states=True).hidden_states
         states = hidden[-1][:, :-1].contiguous()  # after the final norm
         model = load_layered_model(open_weights(folder), T, CPU)
-        with block_map(CPU) as each:
-            greedy = greedy_tokens(model, states.flatten(0, 1), each).view(states.shape[:2])
-            found = count_drafts(model, text, states.clone(), greedy, each)
+        with alone_on_threads(CPU) as pool:
+            greedy = greedy_tokens(model, states.flatten(0, 1), pool).view(states.shape[:2])
+            found = count_drafts(model, text, states.clone(), greedy, pool)
     stored = load_file(HYBRID / "model.safetensors") if recipe is None else None
     w = {n: x.double() for n, x in (stored or dequantized_weights(folder)).items()}
     config = json.loads((HYBRID / "config.json").read_text())["text_config"]
@@ -117,9 +117,9 @@ def test_drafts_of_a_few_tokens(tmp_path: Path, text: Tensor) -> None:
     with torch.inference_mode():
         states = trunk(text, output_hidden_states=True).hidden_states[-1][:, :-1].contiguous()
         model = load_layered_model(open_weights(folder), T, CPU)
-        with block_map(CPU) as each:
+        with alone_on_threads(CPU) as pool:
             both = (states.clone(), states.clone())
-            found = measure_drafting((model, model), text, both, draft_head, each)
+            found = measure_drafting((model, model), text, both, draft_head, pool)
     assert found is not None
     w = {n: x.double() for n, x in dequantized_weights(folder).items()}
     stored = load_file(folder / "draft/head.safetensors")
@@ -142,9 +142,9 @@ def test_drafts_of_a_few_tokens(tmp_path: Path, text: Tensor) -> None:
 def test_no_head_no_drafts(tmp_path: Path, text: Tensor) -> None:
     folder = convert(HYBRID, tmp_path / "out", Recipe(mtp="drop")).folder
     model = load_layered_model(open_weights(folder), T, CPU)
-    with block_map(CPU) as each:
+    with alone_on_threads(CPU) as pool:
         states, greedy = torch.zeros(3, T - 1, 256), torch.zeros(3, T - 1, dtype=torch.int64)
-        assert count_drafts(model, text, states, greedy, each) == ()
+        assert count_drafts(model, text, states, greedy, pool) == ()
 
 
 def test_windows_of_every_text() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from lowbit.convert import Recipe, convert
 from lowbit.convert.measure.build import measure_sizes
-from lowbit.convert.measure.compare import measure_weights
 from lowbit.convert.measure.pair import open_pair
+from lowbit.convert.measure.weights import measure_weights
 from lowbit.convert.original.evaluation_text import Text, tokenize
 from lowbit.convert.original.quiet import without_advice
 from lowbit.formats.packed import open_packed

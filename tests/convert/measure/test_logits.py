@@ -15,8 +15,8 @@ from lowbit.convert.measure.logits import scored_states
 from lowbit.convert.original import walk
 from lowbit.convert.original.evaluation_text import Text, tokenize
 from lowbit.convert.original.model import load_layered_model
-from lowbit.convert.original.threads import block_map
-from lowbit.convert.original.walk import embed, load_layer, pass_through
+from lowbit.convert.original.threads import alone_on_threads
+from lowbit.convert.original.walk import pass_through_all
 from lowbit.convert.original.weights import open_weights
 from lowbit.formats.errors import (
     CheckpointError,
@@ -45,11 +45,8 @@ def windows_of(folder: Path, text: str) -> Tensor:
 def block_logits(folder: Path, windows: Tensor) -> Tensor:
     """Logits of every token but the last of each window, one layer at a time."""
     model = load_layered_model(open_weights(folder), windows.shape[1], CPU)
-    with torch.inference_mode(), block_map(CPU) as each:
-        hidden = embed(model, windows, CPU)
-        for number in range(len(model.layers)):
-            layer = load_layer(model, number, CPU)
-            pass_through(layer, model.arguments[number], hidden, each)
+    with torch.inference_mode(), alone_on_threads(CPU) as pool:
+        hidden = pass_through_all(model, windows, CPU, pool, lambda _: None)
         states = scored_states(model, hidden)
         head = torch.cat([rows for _, rows in model.weights.rows(model.head, 1000, CPU)])
         return (states @ head.T).view(len(windows), -1, len(head))
@@ -137,7 +134,7 @@ def test_progress_ends_at_the_total(
     measure: "Measure", tiny: Path, packed: Path, excerpt: str
 ) -> None:
     seen: list[tuple[int, int]] = []
-    measure(tiny, packed, stories=excerpt[:400], progress=lambda *step: seen.append(step))
+    measure(tiny, packed, stories=excerpt[:400], progress=lambda _, *step: seen.append(step))
     done = [step[0] for step in seen]
     assert done == sorted(done)
     assert done[0] == 0

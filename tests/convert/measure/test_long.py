@@ -79,7 +79,9 @@ def test_figures_are_those_of_whole_models(source: Path, packed: Path, stories: 
     made = long_text(source, text, LEAST)
     windows = torch.cat([made.repeated, made.searched])
     seen: list[tuple[int, int]] = []
-    found = measure_long(open_pair(source, packed), text, progress=lambda *step: seen.append(step))
+    found = measure_long(
+        open_pair(source, packed), text, progress=lambda _, *step: seen.append(step)
+    )
     assert (found.length, found.repeated, len(windows)) == (LEAST, 1, 2)
     models = [whole_logits(source, windows), whole_logits(packed, windows)]
     caches = [whole_logits(packed, windows, name) for name in ("bf16", "int8")]

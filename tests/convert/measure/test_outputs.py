@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lowbit.convert.measure.outputs import output_error, recorded_linears, squares
+from lowbit.convert.measure.logits import output_error, recorded_linears, squares
 
 
 @torch.no_grad()

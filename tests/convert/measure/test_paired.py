@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from lowbit.convert.measure.metrics import MAX_WINDOWS
-from lowbit.convert.measure.paired import paired_difference
 from lowbit.convert.measure.record import LogitQuality, Window
-from lowbit.convert.measure.uncertainty import mean_error
+from lowbit.convert.measure.uncertainty import mean_error, paired_difference
 from tests.convert.report.samples import LOGITS
 
 

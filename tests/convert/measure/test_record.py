@@ -67,11 +67,11 @@ def report() -> QualityReport:
         Sizes(10, None, 4.5),
         rows,
         logits,
-        "lowbit-convert a b",
         "2026-05-31",
-        "Qwen/Qwen3-0.6B",
         "qwen3",
         596_049_920,
+        "lowbit-convert a b",
+        "Qwen/Qwen3-0.6B",
     )
 
 

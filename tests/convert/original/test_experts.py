@@ -43,9 +43,9 @@ def test_a_layer_equals_transformers(kind: str, changes: dict[str, Any], tmp_pat
     hidden = torch.randn(2, T, model.hidden_size, generator=torch.Generator().manual_seed(3))
     for number, layer in enumerate(original):
         own = load_layer(model, number, CPU)
-        assert isinstance(own.get_submodule("mlp.experts"), Experts)
-        with recorded_routes(own) as last_route:
-            found = own(hidden, **model.arguments[number])
+        assert isinstance(own.module.get_submodule("mlp.experts"), Experts)
+        with recorded_routes(own.module) as last_route:
+            found = own(hidden)
             route = last_route()
         expected = layer(hidden, **model.arguments[number])
         assert (found - expected).abs().max() < 2e-6 * expected.abs().max()
@@ -57,6 +57,6 @@ def test_a_layer_equals_transformers(kind: str, changes: dict[str, Any], tmp_pat
 def test_a_dense_layer_has_no_routes(tiny: Path) -> None:
     model = load_layered_model(open_weights(tiny), 8, CPU)
     layer = load_layer(model, 0, CPU)
-    with torch.no_grad(), recorded_routes(layer) as last_route:
-        layer(torch.randn(1, 8, model.hidden_size), **model.arguments[0])
+    with torch.no_grad(), recorded_routes(layer.module) as last_route:
+        layer(torch.randn(1, 8, model.hidden_size))
         assert last_route() is None

@@ -120,7 +120,7 @@ def test_steps_are_reported_and_an_early_end_fills_the_bar(tiny: Path) -> None:
     seen: list[tuple[int, int]] = []
     every = tuple(range(4096))  # each token ends an answer
     found = answer(
-        model, asked, tokenizer, every, batch=2, seed=0, progress=lambda *step: seen.append(step)
+        model, asked, tokenizer, every, batch=2, seed=0, progress=lambda _, *step: seen.append(step)
     )
     assert [(one.tokens, one.ended) for one in found] == [(1, True)] * 4
     assert seen == [(2, 12), (6, 12), (8, 12), (12, 12)]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit.convert.measure.long import with_cache
 from lowbit.convert.original.model import LayeredModel, load_layered_model
-from lowbit.convert.original.rounded_cache import with_cache
-from lowbit.convert.original.threads import block_map
-from lowbit.convert.original.walk import embed, load_layer, pass_through
+from lowbit.convert.original.threads import alone_on_threads
+from lowbit.convert.original.walk import pass_through_all
 from lowbit.convert.original.weights import open_weights
 from lowbit.formats.kv_cache import BF16_CACHE, FP32_CACHE, INT8_CACHE
 from tests.short_models import Shorten
@@ -47,12 +47,8 @@ def whole_hidden(folder: Path, windows: Tensor, name: str) -> Tensor:
 
 
 def hidden(model: LayeredModel, windows: Tensor) -> Tensor:
-    with torch.inference_mode(), block_map(CPU) as each:
-        states = embed(model, windows, CPU)
-        for number in range(len(model.layers)):
-            layer = load_layer(model, number, CPU)
-            pass_through(layer, model.arguments[number], states, each)
-    return states
+    with torch.inference_mode(), alone_on_threads(CPU) as pool:
+        return pass_through_all(model, windows, CPU, pool, lambda _: None)
 
 
 @pytest.mark.filterwarnings("ignore")  # other libraries' own

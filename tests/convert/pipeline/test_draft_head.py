@@ -124,7 +124,7 @@ def test_what_lowbit_json_says(hybrid: Path, made: Path) -> None:
     assert plan.draft_bytes == draft
     entry = next(entry for entry in inspect(str(made)).entries if entry.name == "draft head")
     assert (entry.shape, entry.stored, entry.nbytes) == ((ROWS, 256), "INT4 g128", draft)
-    parcel = make_parcel(made, "me/model", quiet)
+    parcel = make_parcel(open_packed(made), "me/model", quiet)
     assert parcel.left_out == ()
     assert DRAFT_FILE in [item.name for item in parcel.items if item.is_weight]
 

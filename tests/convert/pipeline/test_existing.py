@@ -93,7 +93,7 @@ def kill_at_file(number: int) -> Kill:
 def kill_while_measuring(share: float) -> Kill:
     def kill(patch: Patch) -> None:
         def measure_or_die(pair: Pair, texts: Any, device: str, _: object, note: Any) -> Measured:
-            def progress(done: int, total: int) -> None:
+            def progress(_: str, done: int, total: int) -> None:
                 if done >= share * total:
                     raise Killed
 
@@ -312,7 +312,9 @@ def test_a_file_of_somebody_else_is_no_reason_to_stop(
 def test_an_output_in_the_way_is_found_before_the_sensitivities(
     here: Path, whole: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr("lowbit.convert.cli.target.meet_target", lambda *_: pytest.fail("computed"))
+    monkeypatch.setattr(
+        "lowbit.convert.cli.planning.plan_ahead", lambda *_: pytest.fail("computed")
+    )
     done = run(here / "source", whole, "--target-bpw", "6")
     assert done.exit_code == 1
     assert "is not empty" in done.stderr

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowbit.convert import Recipe, convert
 from lowbit.convert.calibrate.mtp_training import WEIGHTS, Grid, Trained, TrainingWindow, loss_of
-from lowbit.convert.measure.command import command_of
+from lowbit.convert.measure.build import command_of
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.mtp import load_mtp_head
 from lowbit.convert.original.weights import open_weights

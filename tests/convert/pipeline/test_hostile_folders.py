@@ -12,6 +12,7 @@ from click.testing import Result
 from lowbit.convert import Recipe, convert
 from lowbit.convert.publish.parcel import make_parcel
 from lowbit.formats.errors import LowbitError
+from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from tests.hostile_files import (
     PLANTS,
@@ -155,7 +156,7 @@ def test_a_packed_folder_is_not_read(
 def test_a_packed_folder_is_not_published(packed: Path, place: str, plant: Plant) -> None:
     replace(packed / place, plant)
     with pytest.raises(LowbitError) as caught:
-        make_parcel(packed, "org/name", lambda *_: None)
+        make_parcel(open_packed(packed), "org/name", lambda *_: None)
     assert SECRET not in str(caught.value)
 
 
@@ -167,7 +168,7 @@ def test_a_manifest_cannot_publish_through_a_linked_folder(packed: Path, tmp_pat
     manifest["files"].append({"name": "sub/secret", "size_bytes": len(SECRET), "sha256": "0" * 64})
     (packed / "lowbit.json").write_text(json.dumps(manifest))
     with pytest.raises(LowbitError, match=r"`.*sub/secret` is a symbolic link out of its folder"):
-        make_parcel(packed, "org/name", lambda *_: None)
+        make_parcel(open_packed(packed), "org/name", lambda *_: None)
 
 
 GARBAGE = {

@@ -11,7 +11,7 @@ import pytest
 
 from lowbit.convert import Recipe, convert
 from lowbit.convert.pipeline.owned import foreign_entries, remove_owned
-from lowbit.convert.report.reporting import write_weight_report
+from lowbit.convert.report.reporting import write_report
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.packed import open_packed
 from lowbit.formats.tasks import TaskReport, write_tasks
@@ -112,7 +112,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel") -> P
     source = make_model(folder / "source", num_hidden_layers=1)
     (source / "LICENSE").write_text("do what you like")
     done = convert(source, folder / "out", Recipe())
-    write_weight_report(done, open_packed(done.folder))
+    write_report(done, open_packed(done.folder), None)
     return folder
 
 

@@ -17,8 +17,8 @@ from lowbit.convert.measure.measure import measure_logits
 from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.original.evaluation_text import Text, tokenize
 from lowbit.convert.original.model import load_layered_model
-from lowbit.convert.original.threads import block_map
-from lowbit.convert.original.walk import embed, load_layer, pass_through
+from lowbit.convert.original.threads import alone_on_threads
+from lowbit.convert.original.walk import pass_through_all
 from lowbit.convert.original.weights import open_weights
 from lowbit.convert.pipeline.verification import verify_folder
 from lowbit.convert.plan.method import RTN, Method
@@ -84,10 +84,8 @@ def test_the_original_runs_as_in_transformers(source: Path, stories: str) -> Non
     assert windows.shape[1] == 256
     expected = whole_hidden(source, windows)
     model = load_layered_model(open_weights(source), windows.shape[1], CPU)
-    with torch.inference_mode(), block_map(CPU) as each:
-        found = embed(model, windows, CPU)
-        for number in range(len(model.layers)):
-            pass_through(load_layer(model, number, CPU), model.arguments[number], found, each)
+    with torch.inference_mode(), alone_on_threads(CPU) as pool:
+        found = pass_through_all(model, windows, CPU, pool, lambda _: None)
     off = (found - expected).abs().amax(dim=(0, 2)) / expected.abs().max()
     assert off[:ORIGINAL].max() < 1e-5
     assert off[ORIGINAL:].max() < 1e-5

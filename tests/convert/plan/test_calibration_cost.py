@@ -16,10 +16,11 @@ from lowbit.convert.plan.calibration_cost import (
     calibration_flops,
     calibration_memory,
     calibration_seconds,
+    calls_a_second,
     check_memory,
+    matmul_rate,
     shapes_of,
 )
-from lowbit.convert.plan.matmul_rate import calls_a_second, matmul_rate
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Override, Recipe
 from lowbit.formats.architectures import tensor_table
@@ -42,7 +43,7 @@ QWEN3_8B = {
 
 def shapes(config: "Config", recipe: Recipe | None = None) -> Shapes:
     table = tensor_table(config)
-    return shapes_of(table, (recipe or Recipe()).schemes(table))
+    return shapes_of(config, (recipe or Recipe()).schemes(table))
 
 
 def test_shapes_of_a_small_model(small_config: "Config") -> None:
@@ -124,7 +125,7 @@ def test_calibration_takes_the_constants_that_are_counted_with() -> None:
             if isinstance(node, ast.ImportFrom) and node.module == cost.__name__:
                 used[path.stem] = {alias.name for alias in node.names}
     assert used["learned"] == {"AUTOROUND_STEPS"}
-    assert used["distill"] == {"DISTILL_STEPS"}
+    assert used["distill"] == {"DISTILL_STEPS", "learned_together"}
     assert used["gptq"] == {"NORMAL_ELEMENTS"}
     assert used["moments"] == {"PRODUCTS_BYTES"}
     assert used["windows"] == {"STATES_SHARE", "STEP_TOKENS"}

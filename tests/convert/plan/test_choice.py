@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lowbit.convert.original.calibration_text import read_calibration
 from lowbit.convert.original.model import load_layered_model
+from lowbit.convert.original.progress import silent
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import open_weights
 from lowbit.convert.plan.allocate import Target, allocate
@@ -59,7 +60,7 @@ def test_a_choice_beats_every_uniform_one_of_its_size(hybrid: Path) -> None:
     choices = choices_of(fused_sets(config, tensors), (32, 64, 128))
     with torch.no_grad(), without_advice():
         model = load_layered_model(weights, 128, CPU)
-        figures = estimate(model, choices, seen, CPU, lambda done, total: None)
+        figures = estimate(model, choices, seen, CPU, silent)
     rows = rows_of(choices, figures)
     uniform = [
         make_plan(config, tensors, Recipe(group_size=g, head=head, overrides=(four,)))

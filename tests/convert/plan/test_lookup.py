@@ -12,8 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lowbit.convert.pipeline.conversion import convert
-from lowbit.convert.plan.cache import cache_file, hash_weights, write_file
-from lowbit.convert.plan.lookup import Settings, find_or_estimate, open_original, read_checked
+from lowbit.convert.plan.lookup import (
+    Settings,
+    cache_file,
+    find_or_estimate,
+    hash_weights,
+    open_original,
+    read_checked,
+    write_file,
+)
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.sensitivities import Row, Sensitivities, read_sensitivities
 from lowbit.formats.errors import FormatError, QuantizationError, RequestError
@@ -92,7 +99,7 @@ def test_weights_are_hashed_as_in_the_manifest(readable: Path, tmp_path: Path) -
     assert manifest is not None
     checkpoint = open_checkpoint(readable)
     seen: list[tuple[int, int]] = []
-    digest = hash_weights(checkpoint, lambda done, total: seen.append((done, total)))
+    digest = hash_weights(checkpoint, lambda _, done, total: seen.append((done, total)))
     assert digest == manifest.source.weights_sha256
     assert seen[-1] == (sum(i.nbytes for i in checkpoint.tensors.values()),) * 2
 

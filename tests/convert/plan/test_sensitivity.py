@@ -12,6 +12,7 @@ from torch import Tensor
 from lowbit.convert.original.backward import LinearTrace
 from lowbit.convert.original.calibration_text import read_calibration
 from lowbit.convert.original.model import load_layered_model
+from lowbit.convert.original.progress import silent
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights, open_weights
 from lowbit.convert.plan import rounding, sensitivity
@@ -54,7 +55,7 @@ def estimated(
     ids = windows(folder)
     with torch.no_grad(), without_advice():
         model = load_layered_model(weights_of(folder, rotated), T, CPU)
-        return estimate(model, choices, ids, CPU, lambda done, total: None, rule)
+        return estimate(model, choices, ids, CPU, silent, rule)
 
 
 def measured(
@@ -211,7 +212,7 @@ def test_progress_ends_at_all(tmp_path: Path, make_model: "MakeModel") -> None:
     with torch.no_grad():
         model = load_layered_model(open_weights(folder), T, CPU)
         choices = choices_of(sets_of(folder), (64,))
-        estimate(model, choices, windows(folder), CPU, lambda *now: seen.append(now))
+        estimate(model, choices, windows(folder), CPU, lambda _, *now: seen.append(now))
     done = [done for done, _ in seen]
     assert done == sorted(done)
     assert seen[-1][0] == seen[-1][1]
@@ -255,7 +256,7 @@ def test_experts_that_no_token_reaches_add_nothing() -> None:
     choices = choices_of(sets_of(MIXTURE), (128,))
     with torch.no_grad(), without_advice():
         model = load_layered_model(open_weights(MIXTURE), 2, CPU)
-        found = estimate(model, choices, ids, CPU, lambda done, total: None)
+        found = estimate(model, choices, ids, CPU, silent)
     kinds = {fused.kind for fused, _ in choices}
     assert {"mlp.experts.gate_up", "mlp.experts.down"} <= kinds
     assert all(0 < cost < math.inf for cost in found)

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lowbit.convert import Recipe, convert
-from lowbit.convert.pipeline.finetune import finetune_mtp
-from lowbit.convert.pipeline.finetune_memory import training_memory
+from lowbit.convert.pipeline.finetune import finetune_mtp, training_memory
 from lowbit.convert.plan import memory
 from lowbit.convert.plan.calibration_cost import BASE_BYTES, Memory
 from lowbit.convert.plan.lookup import Settings, find_or_estimate, open_original
 from lowbit.convert.plan.memory import check_windows
-from lowbit.convert.plan.sensitivity_memory import sensitivity_memory
+from lowbit.convert.plan.sensitivity import sensitivity_memory
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 

@@ -107,7 +107,9 @@ def test_a_missing_folder_is_refused(cli: "Cli", hub: HubServer, tmp_path: Path)
 
 
 def test_a_report_about_other_weights_is_refused(cli: "Cli", hub: HubServer, packed: Path) -> None:
-    report = QualityReport("0.1.0", "cd" * 32, Sizes(1, 2, 4.5), (), None)
+    report = QualityReport(
+        "0.1.0", "cd" * 32, Sizes(1, 2, 4.5), (), None, "2026-05-31", "qwen3", 5_801_216
+    )
     (packed / "quality.json").write_bytes(report.to_bytes())
     assert "`quality.json`" in refused(cli, hub, packed)
     right = hashlib.sha256((packed / "lowbit.json").read_bytes()).hexdigest()

@@ -117,7 +117,7 @@ def make_report(logits: LogitQuality) -> MakeReport:
             rows += (row("lm_head", bits=8, error=0.006, clipped=0.0),)
         sizes = Sizes(5_953_483, 11_828_625, 4.853)
         found = replace(logits, **figures) if measured else None
-        facts = ("lowbit-convert a b", "2026-05-31", None, "qwen3", 5_801_216)
+        facts = ("2026-05-31", "qwen3", 5_801_216, "lowbit-convert a b")
         return QualityReport("0.1.0", "cd" * 32, sizes, rows, found, *facts)
 
     return make

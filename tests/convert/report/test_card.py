@@ -109,9 +109,9 @@ def test_metadata(make_report: MakeReport) -> None:
 
 def test_measured_quality_is_in_the_index(make_report: MakeReport) -> None:
     kinds = (
-        TextKind("prose", "ab" * 32, 9, 3.286, 3.354, 0.018, 0.94),
-        TextKind("maths", "cd" * 32, 9, 2.0, 2.1, 0.02, 0.93),
-        TextKind("odd", "ef" * 32, 9, 2.0, float("inf"), 0.02, 0.93),
+        TextKind("prose", "ab" * 32, 9, 3.286, 3.354, 0.018, 0.94, 0.2),
+        TextKind("maths", "cd" * 32, 9, 2.0, 2.1, 0.02, 0.93, 0.2),
+        TextKind("odd", "ef" * 32, 9, 2.0, float("inf"), 0.02, 0.93, 0.2),
     )
     card = render(make_report(kinds=kinds, noise=Noise(0.002, 0.02, 0.99)))
     found = figures(card, "dataset_name")

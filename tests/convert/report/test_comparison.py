@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from lowbit.convert.measure.paired import PairedDifference
 from lowbit.convert.measure.record import LogitQuality, QualityReport, Sizes, Window
+from lowbit.convert.measure.uncertainty import PairedDifference
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.comparison import FolderComparison, compare, mean_cosine
 from lowbit.convert.report.comparison_page import (
@@ -76,7 +76,8 @@ def make_folder(tmp_path: Path) -> MakeFolder:
             manifest = Manifest("0.1.0", origin, recipe, (), (), ())
             (folder / "lowbit.json").write_bytes(manifest.to_bytes())
             digest = hash_file(folder / "lowbit.json")
-        report = QualityReport("0.1.0", digest, Sizes(size, None, 4.25), weights, found or logits())
+        measured, facts = found or logits(), ("2026-05-31", "qwen3", 5_801_216)
+        report = QualityReport("0.1.0", digest, Sizes(size, None, 4.25), weights, measured, *facts)
         (folder / "quality.json").write_bytes(report.to_bytes())
         return folder
 
@@ -299,9 +300,7 @@ def test_page_names_model_verdicts_and_reasons(make_folder: MakeFolder) -> None:
 
 def test_local_models_are_named_by_type_and_size(make_folder: MakeFolder) -> None:
     found = replace(compare([make_folder("a", {})]), source=None)
-    known = replace(found, model_type="qwen3", parameters=5_801_216)
-    assert "form of a qwen3 model of 5.8 M parameters" in comparison_page(known)
-    assert "form of one model" in comparison_page(found)
+    assert "form of a qwen3 model of 5.8 M parameters" in comparison_page(found)
 
 
 def test_page_of_infinities(make_folder: MakeFolder) -> None:

@@ -328,7 +328,7 @@ def test_names_from_files_stay_text(make_report: MakeReport, make_row: MakeRow, 
         (make_row(name), make_row(f"model.layers.0.{name}", output=0.1)),
         text_name=name,
         torch_version=name,
-        kinds=(TextKind(name, name, 1, 1.0, 1.0, 0.1, 1.0),),
+        kinds=(TextKind(name, name, 1, 1.0, 1.0, 0.1, 1.0, 0.2),),
         flips=(Flip(name, name, name, name, name, 0.5, 0.5, 1.0),),
     )
     report = replace(

@@ -9,9 +9,8 @@ import pytest
 from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.html import render_html
-from lowbit.convert.report.next_steps import next_steps
 from lowbit.convert.report.terminal import render_terminal
-from lowbit.convert.report.verdict import judge
+from lowbit.convert.report.verdict import judge, next_steps
 from lowbit.formats.shell.tables import Screen
 
 MakeReport = Callable[..., QualityReport]
@@ -24,7 +23,7 @@ MakeRow = Callable[..., WeightQuality]
         ("qwen3", "lowbit-convert SRC a", "--method gptq+rotate (same"),
         ("qwen3", "lowbit-convert SRC a --method absmax", "--method gptq+rotate (same"),
         ("qwen3_5", "lowbit-convert SRC a", "--method gptq (same"),
-        (None, "lowbit-convert SRC a --method weighted", "--method gptq (same"),
+        ("qwen3_5", "lowbit-convert SRC a --method weighted", "--method gptq (same"),
         ("qwen3", "lowbit-convert SRC a --method gptq", "--method gptq+rotate (same"),
         ("qwen3_5", "lowbit-convert SRC a --method gptq", "--method gptq+autoround (same"),
         ("qwen3", "lowbit-convert SRC a --method gptq+rotate", "--recipe mixed ("),
@@ -35,7 +34,7 @@ MakeRow = Callable[..., WeightQuality]
     ],
 )
 def test_the_first_step_depends_on_what_was_used(
-    make_report: MakeReport, model_type: str | None, command: str, first: str
+    make_report: MakeReport, model_type: str, command: str, first: str
 ) -> None:
     steps = next_steps(replace(make_report(), model_type=model_type, command=command))
     assert steps[0].startswith(first)

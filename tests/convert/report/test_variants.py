@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lowbit.convert import Recipe, convert
-from lowbit.convert.measure import lowbit_run
+from lowbit.convert.measure import speed
 from lowbit.convert.measure.record import QualityReport, Sizes
 from lowbit.convert.measure.speed import Speed, read_speed
 from lowbit.convert.plan.method import Method
@@ -161,7 +161,9 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def packed(converted: Path) -> Iterator[Path]:
     """A conversion with its report, and without other files of measurements."""
     digest = manifest_sha256(converted)
-    report = QualityReport("0.1.0", digest, SIZES, (), LOGITS, command="lowbit-convert a b")
+    report = QualityReport(
+        "0.1.0", digest, SIZES, (), LOGITS, "2026-05-31", "qwen3", 5_801_216, "lowbit-convert a b"
+    )
     write_reports(open_packed(converted), report)
     yield converted
     for name in ("bench.json", "tasks.json"):
@@ -215,7 +217,7 @@ def test_speed_is_measured_by_the_runtime(cli: "Cli", packed: Path, tmp_path: Pa
 def test_a_task_that_fails_is_said(
     cli: "Cli", packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lowbit_run, "PROGRAM", "tests.no_such_program")
+    monkeypatch.setattr(speed, "PROGRAM", "tests.no_such_program")
     path = tmp_path / "choices.json"
     done = cli("compare", packed, "--tasks", "gsm8k", "--device", "cpu", "--record", path)
     assert done.exit_code == 1

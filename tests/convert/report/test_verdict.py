@@ -10,7 +10,7 @@ import pytest
 from lowbit.convert.measure.record import Position, QualityReport, TextKind
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.limits import EXPECTED, GRADES, LIMITS, SMALLEST, TAIL
-from lowbit.convert.report.verdict import Verdict, judge, parameters_of
+from lowbit.convert.report.verdict import Verdict, judge
 
 MakeReport = Callable[..., QualityReport]
 MakeRow = Callable[..., WeightQuality]
@@ -138,8 +138,7 @@ CASES: list[tuple[Figures, str | None, str, str]] = [
         "good",
         "of about 51,000 tokens that a verdict takes, 10,220 were scored",
     ),
-    # an older report does not know the errors of its parts
-    (with_kinds(kind(kl_mean=0.06, kl_error=None, kl_p99=None)), "degraded", "caution", "maths is"),
+    (with_kinds(kind(kl_mean=0.06, kl_error=None)), "degraded", "caution", "maths is"),
     # positions
     (places(0.0085), "close", "good", "(close: up to 0.01)"),
     (places(0.014), "usable", "good", "the mean KL at positions 4,096 to 8,192 is 0.0140 ± 0.0005"),
@@ -332,17 +331,6 @@ def test_without_logits_nothing_is_judged(make_report: MakeReport) -> None:
 def test_hints_name_the_option(make_report: MakeReport, make_row: MakeRow) -> None:
     for figures in ({"perplexity_original": 5000.0}, {"kl_error": 0.004}):
         assert "--eval-text" in judge(report_of(make_report, make_row, figures)).hint
-
-
-def test_packed_weights_stand_for_unknown_parameters(
-    make_report: MakeReport, make_row: MakeRow
-) -> None:
-    rows = (make_row("a", weights=700), make_row("b", weights=300))
-    report = replace(make_report(rows), parameters=None)
-    assert parameters_of(report) == 1000
-    assert parameters_of(replace(report, parameters=1500)) == 1500
-    assert parameters_of(replace(make_report(()), parameters=None)) is None
-    assert judge(make_report(())).expected == ""
 
 
 def test_names_from_files_are_plain(make_report: MakeReport, make_row: MakeRow) -> None:

@@ -61,7 +61,7 @@ def test_warnings_name_quotes_of_user_texts(make_report: MakeReport) -> None:
 def test_warnings_skip_quotes_of_bundled_texts(make_report: MakeReport, first: int) -> None:
     texts = default_texts()
     flips = tuple(flip(text.name) for text in texts)
-    kinds = tuple(TextKind(t.name, t.sha256, 5110, 6.5, 6.6, 0.02, 0.95) for t in texts)
+    kinds = tuple(TextKind(t.name, t.sha256, 5110, 6.5, 6.6, 0.02, 0.95, 0.2) for t in texts)
     sha256 = texts[first].sha256
     assert warnings_of(make_report(text_sha256=sha256, kinds=kinds, flips=flips)) == []
     assert warnings_of(make_report(text_sha256=sha256, flips=flips[:1])) == []

@@ -50,6 +50,6 @@ def test_bits_are_those_of_transformers(shorten: Shorten, tmp_path: Path, name: 
 def test_bits_on_a_gpu(shorten: Shorten) -> None:
     source = shorten("tiny-qwen3")
     found = [
-        text_bits(source, texts(), torch.device(name), lambda: None) for name in ("cpu", "cuda")
+        text_bits(source, texts(), torch.device(name), lambda _: None) for name in ("cpu", "cuda")
     ]
     assert found[1] == pytest.approx(found[0], rel=1e-3)

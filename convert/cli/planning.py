@@ -1,17 +1,18 @@
-"""From the options of a target to a plan that meets it."""
+"""From the options of a command to the plan of a conversion, and its time and memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.cli.tables import target as render
-from lowbit.convert.original.device import open_device
-from lowbit.convert.pipeline.estimate import automatic_plan
+from lowbit.convert.original.progress import Progress
+from lowbit.convert.pipeline.estimate import Estimate, automatic_plan, estimate
 from lowbit.convert.plan.allocate import Allocation, Target, allocate
 from lowbit.convert.plan.lookup import (
     Found,
-    Progress,
     Settings,
     dense_weights,
     find_or_estimate,
@@ -24,6 +25,8 @@ from lowbit.convert.plan.sensitivities import Row
 from lowbit.convert.plan.sets import choices_of, fused_sets
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 
+Note = Callable[[str], None]
+
 
 @dataclass(frozen=True, slots=True)
 class TargetRequest:
@@ -32,66 +35,94 @@ class TargetRequest:
     Attributes:
         target: the budget.
         sensitivities: file of sensitivities; None for the cache, computed where it has none.
-        automatic: the method is still to be chosen; the recipe's own is not looked at.
     """
 
     target: Target
     sensitivities: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """The conversion that the options ask for.
+
+    Attributes:
+        recipe: which linear gets which scheme.
+        automatic: the method is still to be chosen; the recipe's own is not looked at.
+        target: a budget that decides the bits; None to take the recipe's.
+        calibration: the text, for methods other than round-to-nearest and for sensitivities.
+        device: where to compute.
+        max_shard_bytes: limit of a weight file.
+    """
+
+    recipe: Recipe
     automatic: bool
+    target: TargetRequest | None
+    calibration: CalibrationRequest
+    device: torch.device
+    max_shard_bytes: int
+
+    def settled(self, source: Checkpoint, plan: Plan) -> Plan:
+        """A plan with the method that will be used."""
+        if not self.automatic:
+            return plan
+        return automatic_plan(source, plan, self.device, self.calibration)
 
 
-def meet_target(
+def plan_ahead(
+    source: Checkpoint, request: PlanRequest, progress: Progress, note: Note | None
+) -> Estimate:
+    """Plan a conversion, and estimate it.
+
+    Args:
+        source: headers of the original; with a target its weights are read, too.
+        request: what to plan.
+        progress: called with (phase, done, in all).
+        note: called with lines for stderr; None for silence.
+
+    Raises:
+        LowbitError: a source or a recipe that cannot be converted, a target that cannot be met, and
+            whatever stops `find_or_estimate`.
+    """
+    if request.target is None:
+        plan = make_plan(source.config, source.tensors, request.recipe, request.max_shard_bytes)
+    else:
+        plan = _meet_target(source, request, request.target, progress, note)
+    plan = request.settled(source, plan)
+    return estimate(source, plan, request.device, request.calibration)
+
+
+def _meet_target(
     source: Checkpoint,
-    recipe: Recipe,
-    request: TargetRequest,
-    settings: Settings,
-    max_shard_bytes: int,
+    request: PlanRequest,
+    target: TargetRequest,
     progress: Progress,
-    note: Callable[[str], None] | None,
+    note: Note | None,
 ) -> Plan:
     """Choose schemes that meet a target, and say on stderr which.
 
     The sensitivities are those of the model that is quantized, with the recipe's scale rule and
     rotated where its method rotates; they are of weights rounded to nearest by every method.
 
-    Args:
-        source: the original, on this machine.
-        recipe: recipe for everything else.
-        request: the target.
-        settings: text, windows, group sizes and device of the sensitivities; their scale rule and
-            rotation are those of the recipe.
-        max_shard_bytes: limit of an output file.
-        progress: called with (phase, done, in all).
-        note: called with lines for stderr; None for silence.
-
     Returns:
         A plan by the recipe with the schemes as overrides.
-
-    Raises:
-        LowbitError: a target that cannot be met, and whatever stops `find_or_estimate`.
     """
-    weights = dense_weights(source)
+    weights, recipe = dense_weights(source), request.recipe
     config, tensors = source.config, source.tensors
+    settings = Settings(request.calibration.file, device=request.device.type, rule=recipe.rule)
 
     def allocated(rows: Sequence[Row]) -> Allocation:
-        return allocate(config, tensors, recipe, rows, request.target, max_shard_bytes)
+        return allocate(config, tensors, recipe, rows, target.target, request.max_shard_bytes)
 
     def by(rotate: bool) -> tuple[Found, Allocation]:
-        chosen = replace(settings, rule=recipe.rule, rotate=rotate)
-        found = find_or_estimate(weights, chosen, progress, note)
+        found = find_or_estimate(weights, replace(settings, rotate=rotate), progress, note)
         if found.failure is not None and note is not None:
             note(f"the sensitivities are not kept for another time: {found.failure}")
         return found, allocated(found.sensitivities.rows)
 
     def rotates(plan: Plan) -> bool:
-        """Tell whether the plan's method rotates, or would by `auto`."""
-        if not request.automatic:
-            return plan.recipe.method.rotate
-        text = CalibrationRequest(settings.calib)
-        found = automatic_plan(source, plan, open_device(settings.device), text)
-        return found.recipe.method.rotate
+        return request.settled(source, plan).recipe.method.rotate
 
-    if request.sensitivities is None:
+    if target.sensitivities is None:
         choices = choices_of(fused_sets(config, tensors), settings.groups)
         allocated(rows_of(choices, [1.0] * len(choices)))  # a target out of reach is known now
         # a target chooses the bits, not the base
@@ -100,7 +131,7 @@ def meet_target(
         if rotates(chosen.plan) != rotate:  # auto rotates neither 8 bits nor some tied heads
             found, chosen = by(not rotate)
     else:
-        found = read_checked(request.sensitivities, weights, progress)
+        found = read_checked(target.sensitivities, weights, progress)
         chosen = allocated(found.sensitivities.rows)
     if note is not None:
         render.allocation(chosen, found)
@@ -111,11 +142,13 @@ def meet_target(
     return chosen.plan
 
 
-def rotated_by_default(source: Checkpoint, request: CalibrationRequest, device: str) -> bool:
+def rotated_by_default(
+    source: Checkpoint, calibration: CalibrationRequest, device: torch.device
+) -> bool:
     """Tell whether `quantize` rotates an original where nothing else is asked for.
 
     Raises:
         LowbitError: a source that cannot be converted.
     """
     plan = make_plan(source.config, source.tensors, Recipe())
-    return automatic_plan(source, plan, open_device(device), request).recipe.method.rotate
+    return automatic_plan(source, plan, device, calibration).recipe.method.rotate

@@ -1,0 +1,26 @@
+"""Progress of long work, as whoever watches is told of it."""
+
+from collections.abc import Callable
+from threading import Lock
+
+Progress = Callable[[str, int, int], None]  # phase, done and in all
+Advance = Callable[[int], None]  # work done since the last call
+
+
+def silent(phase: str, done: int, total: int) -> None:
+    """Tell nobody."""
+
+
+class Meter:
+    """Adds up the work of one phase, from any thread, and tells of it."""
+
+    def __init__(self, progress: Progress, phase: str, total: int, done: int = 0) -> None:
+        """Begin after some work that an earlier run has done."""
+        self._progress, self._phase, self._total, self._done = progress, phase, total, done
+        self._lock = Lock()
+
+    def add(self, work: int) -> None:
+        """Tell of more work that is done."""
+        with self._lock:
+            self._done += work
+            self._progress(self._phase, self._done, self._total)
