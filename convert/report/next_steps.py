@@ -43,7 +43,7 @@ class Step:
 
 
 STEPS = (
-    Step("--recipe", ("int2",), "int3", "1 bit per weight more"),
+    Step("--recipe", ("int2",), "int3", "about 1 bit per weight more"),
     Step("--recipe", ("int2", "int3"), "int4", "4 bits per weight, mostly usable"),
     Step("--recipe", ("int4",), "mixed", "attention in INT8, about 0.8 bits per weight more"),
     Step("--recipe", ("mixed",), "int8", "8 bits per weight"),
