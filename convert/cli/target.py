@@ -21,7 +21,7 @@ from lowbit.convert.plan.lookup import (
 from lowbit.convert.plan.plan import Plan, make_plan
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.sensitivities import Row
-from lowbit.convert.plan.sets import choices_of, fused_sets
+from lowbit.convert.plan.sets import BITS, choices_of, fused_sets
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 
 
@@ -33,11 +33,13 @@ class TargetRequest:
         target: the budget.
         sensitivities: file of sensitivities; None for the cache, computed where it has none.
         automatic: the method is still to be chosen; the recipe's own is not looked at.
+        bits: to choose from.
     """
 
     target: Target
     sensitivities: Path | None
     automatic: bool
+    bits: tuple[int, ...] = BITS
 
 
 def meet_target(
@@ -74,7 +76,8 @@ def meet_target(
     config, tensors = source.config, source.tensors
 
     def allocated(rows: Sequence[Row]) -> Allocation:
-        return allocate(config, tensors, recipe, rows, request.target, max_shard_bytes)
+        given = [row for row in rows if row.bits in request.bits]
+        return allocate(config, tensors, recipe, given, request.target, max_shard_bytes)
 
     def by(rotate: bool) -> tuple[Found, Allocation]:
         chosen = replace(settings, rule=recipe.rule, rotate=rotate)

@@ -13,7 +13,7 @@ from lowbit.formats.files.user_file import read_user_file
 from lowbit.formats.layout.records import parse_object, record
 from lowbit.formats.layout.scheme import GROUP_SIZES, Scheme
 
-SCHEMA = 3  # 1 held the KL of one quantized model a row; 2 was of unrotated models alone
+SCHEMA = 4
 
 
 @dataclass(frozen=True, slots=True)
