@@ -15,6 +15,7 @@ from lowbit.convert import Recipe, convert
 from lowbit.convert.measure.measure import measure_logits
 from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.original.evaluation_text import Text
+from lowbit.convert.plan.recipe import Base, Head
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "benchmarks" / "bench_real_models.py"
@@ -36,17 +37,20 @@ def run(text: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *arguments], capture_output=True, text=True)
 
 
-def test_figures_are_those_of_the_report(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("base", "head"), [("int4", "bf16"), ("int3", "int8")])
+def test_figures_are_those_of_the_report(
+    text: Path, tmp_path: Path, base: Base, head: Head
+) -> None:
     tool = Path(sys.executable).with_name("lowbit-convert")
     found = tmp_path / "figures.json"
     arguments = ("--lowbit-convert", str(tool), "--methods", "rtn", "--json", str(found))
-    done = run(text, *arguments)
+    done = run(text, *arguments, "--recipe", base, "--lm-head", head)
     assert done.returncode == 0, done.stderr
     written = json.loads(found.read_text())
     assert written["models"]["tiny-qwen3"]["group_size"] == 128
     original, row = written["models"]["tiny-qwen3"]["rows"]
     figures = row["texts"]["stories"]
-    packed = convert(MODEL, tmp_path / "packed", Recipe(head="bf16")).folder
+    packed = convert(MODEL, tmp_path / "packed", Recipe(base=base, head=head)).folder
     expected = measure_logits(open_pair(MODEL, packed), [Text("a", "a", text.read_text())]).logits
     assert figures["kl"] == pytest.approx(expected.kl_mean, rel=1e-4)
     assert figures["kl_error"] > 0
@@ -56,7 +60,7 @@ def test_figures_are_those_of_the_report(text: Path, tmp_path: Path) -> None:
     same = original["texts"]["stories"]
     assert (same["kl"], same["top1"], original["linears"]) == (0, 1, 0)
     assert same["perplexity"] == pytest.approx(expected.perplexity_original, rel=1e-5)
-    assert row["linears"] == 6 * 7
+    assert row["linears"] == 6 * 7 + (head == "int8")
     cells = f"{figures['kl']:.4f} ± {figures['kl_error']:.4f} | {figures['perplexity']:.3f} |"
     assert f"| lowbit | rtn | {cells}" in done.stdout
 

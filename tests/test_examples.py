@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -51,6 +52,20 @@ def test_bits_table_names_what_is_wrong() -> None:
     assert done.returncode == 1
     assert "Error: " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_costs_of_groups_add_up(tmp_path: Path) -> None:
+    options = ("--method", "rtn", "--parts", "1", "--characters", "9000")
+    done = run(str(EXAMPLES / "bits_by_group.py"), *options)
+    assert done.returncode == 0, done.stderr
+    cells = [re.split(r" {2,}", line.strip()) for line in done.stdout.splitlines()]
+    rows = {name: figures for name, *figures in cells if figures}
+    costs = {name: float(rows[name][0]) for name in rows if ", layers 0 to 5" in name}
+    assert len(costs) == 4
+    assert float(rows["sum"][0]) == pytest.approx(sum(costs.values()), abs=1e-4)
+    assert float(rows["sum"][0]) == pytest.approx(float(rows["all at once"][0]), rel=0.05)
+    assert float(rows["sum"][1]) == pytest.approx(float(rows["sum"][0]), rel=0.2)  # estimated
 
 
 def test_shards_are_filled_before_they_are_read(

@@ -22,7 +22,7 @@ from lowbit.convert.plan.lookup import (
 from lowbit.convert.plan.plan import Plan, make_plan
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.sensitivities import Row
-from lowbit.convert.plan.sets import choices_of, fused_sets
+from lowbit.convert.plan.sets import BITS, choices_of, fused_sets
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 
 Note = Callable[[str], None]
@@ -35,10 +35,12 @@ class TargetRequest:
     Attributes:
         target: the budget.
         sensitivities: file of sensitivities; None for the cache, computed where it has none.
+        bits: to choose from.
     """
 
     target: Target
     sensitivities: Path | None
+    bits: tuple[int, ...] = BITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,8 @@ def _meet_target(
     settings = Settings(request.calibration.file, device=request.device.type, rule=recipe.rule)
 
     def allocated(rows: Sequence[Row]) -> Allocation:
-        return allocate(config, tensors, recipe, rows, target.target, request.max_shard_bytes)
+        given = [row for row in rows if row.bits in target.bits]
+        return allocate(config, tensors, recipe, given, target.target, request.max_shard_bytes)
 
     def by(rotate: bool) -> tuple[Found, Allocation]:
         found = find_or_estimate(weights, replace(settings, rotate=rotate), progress, note)

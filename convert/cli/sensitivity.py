@@ -67,7 +67,7 @@ def json_path(ctx: click.Context, param: click.Parameter, value: Path | None) ->
     default="32,64,128",
     show_default=True,
     metavar="LIST",
-    help="Group sizes to choose from, at 4 and 8 bits.",
+    help="Group sizes to choose from, at 2, 3, 4 and 8 bits.",
 )
 @click.option(
     "--rotated/--unrotated",
@@ -94,7 +94,7 @@ def sensitivity(
     revision: str | None,
     as_json: bool,
 ) -> None:
-    """Estimate the KL divergence that 4 and 8 bits cost in each fused set of SRC.
+    """Estimate the KL divergence that 2, 3, 4 and 8 bits cost in each fused set of SRC.
 
     One pass forward and one backward. RAM holds 2 * layers * tokens * hidden size bytes of hidden
     states: 1.2 GB for an 8B with 8 windows. The figures are kept in the cache (below

@@ -17,6 +17,7 @@ from lowbit.formats.shell.options import with_options
 if TYPE_CHECKING:
     from lowbit.convert.cli.planning import TargetRequest
 
+WIDTHS = ("2", "3", "4", "8")
 NUMBER = re.compile(r"\d{1,3}(?:\.\d{1,9})?", re.ASCII)
 
 
@@ -29,6 +30,19 @@ def parse_bits(ctx: click.Context, param: click.Parameter, text: str | None) -> 
     return Fraction(text)
 
 
+def parse_widths(
+    ctx: click.Context, param: click.Parameter, text: str | None
+) -> tuple[int, ...] | None:
+    """Bits to choose from, given as `4,8`; None where left out."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if any(part not in WIDTHS for part in parts) or len(set(parts)) != len(parts):
+        known = ", ".join(WIDTHS)
+        raise click.BadParameter(f"{text!r} is not a list of different bits out of {known}.")
+    return tuple(sorted(map(int, parts)))
+
+
 def target_options(command: Command) -> Command:
     """Add the options of a budget; the command gets a `TargetRequest` as `target`."""
 
@@ -37,10 +51,11 @@ def target_options(command: Command) -> Command:
         *,
         target_bpw: Fraction | None,
         target_size: int | None,
+        target_bits: tuple[int, ...] | None,
         sensitivities: Path | None,
         **options: Any,
     ) -> None:
-        target = make_target(target_bpw, target_size, sensitivities)
+        target = make_target(target_bpw, target_size, target_bits, sensitivities)
         context = click.get_current_context()
         group_size_source = context.get_parameter_source("group_size")
         if target is not None and group_size_source is not ParameterSource.DEFAULT:
@@ -53,7 +68,10 @@ def target_options(command: Command) -> Command:
 
 
 def make_target(
-    bits: Fraction | None, size: int | None, sensitivities: Path | None
+    bits: Fraction | None,
+    size: int | None,
+    widths: tuple[int, ...] | None,
+    sensitivities: Path | None,
 ) -> "TargetRequest | None":
     """Target that the options describe; None where there is none.
 
@@ -66,17 +84,20 @@ def make_target(
     if bits is None and size is None:
         if sensitivities is not None:
             raise click.UsageError("--sensitivities is for --target-bpw or --target-size.")
+        if widths is not None:
+            raise click.UsageError("--target-bits is for --target-bpw or --target-size.")
         return None
     from lowbit.convert.cli.planning import TargetRequest
     from lowbit.convert.plan.allocate import Target
     from lowbit.convert.plan.sensitivities import read_sensitivities
+    from lowbit.convert.plan.sets import BITS
 
     if sensitivities is not None:
         try:
             read_sensitivities(sensitivities)
         except LowbitError as error:
             raise Failure(error) from None
-    return TargetRequest(Target(bits, size), sensitivities)
+    return TargetRequest(Target(bits, size), sensitivities, widths or BITS)
 
 
 _options = with_options(
@@ -84,8 +105,8 @@ _options = with_options(
         "--target-bpw",
         callback=parse_bits,
         metavar="BITS",
-        help="Choose 4 bits, 8 bits or as stored for each fused set, and its group size, with the "
-        "least loss at BITS bits per weight: all weight files, embedding included, over the "
+        help="Choose 2, 3, 4 or 8 bits or as stored for each fused set, and its group size, with "
+        "the least loss at BITS bits per weight: all weight files, embedding included, over the "
         "model's parameters. Modules that --bits or --lm-head name keep the scheme given there.",
     ),
     click.option(
@@ -93,6 +114,13 @@ _options = with_options(
         callback=parse_size,
         metavar="SIZE",
         help="Choose in the same way, with weight files of at most this size.",
+    ),
+    click.option(
+        "--target-bits",
+        callback=parse_widths,
+        metavar="LIST",
+        show_default="2,3,4,8",
+        help="Bits that a target chooses from; with 4,8 other engines load the result.",
     ),
     click.option(
         "--sensitivities",

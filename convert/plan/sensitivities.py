@@ -13,7 +13,7 @@ from lowbit.formats.files.user_file import read_user_file
 from lowbit.formats.layout.records import parse_object, record
 from lowbit.formats.layout.scheme import GROUP_SIZES, Scheme
 
-SCHEMA = 3  # of the file
+SCHEMA = 4  # of the file
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.packed import OUTPUT_DTYPES
 from lowbit.formats.safetensors.checkpoint import TensorInfo
 
-BITS = (4, 8)
+BITS = (2, 3, 4, 8)
 GROUPS = (32, 64, 128)
 
 Choice = tuple["FusedSet", Scheme]
@@ -114,7 +114,7 @@ def fused_sets(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> 
 
 
 def schemes_of(fused: FusedSet, groups: Sequence[int]) -> list[Scheme]:
-    """Schemes to choose from: 4 and 8 bits with every group size that divides K.
+    """Schemes to choose from: all BITS with every group size that divides K.
 
     Raises:
         QuantizationError: no group size divides K.

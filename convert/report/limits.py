@@ -58,6 +58,11 @@ LIMITS = (
         "0.13",
     ),
 )
+# Files of these grades in plain words: what they cannot be used for.
+UNUSABLE: Mapping[Grade, str] = {
+    "degraded": "Not usable where each token must be right, as in code, sums and tool calls",
+    "broken": "Not usable for any task",
+}
 BROKEN = "SmolLM2-135M at INT4 rounded to nearest 0.42, whose sentences fall apart"
 # KL p99 over mean KL is 5 to 8 in published logs of 8B models.
 TAIL = 10.0

@@ -34,6 +34,7 @@ from lowbit.convert.report.limits import (
     LEAST_BITS,
     SMALLEST,
     TITLES,
+    UNUSABLE,
     Expectation,
     Grade,
     expectation,
@@ -51,6 +52,7 @@ GRADE_LEVELS: Mapping[Grade, Level] = {
     "degraded": "caution",
     "broken": "bad",
 }
+FEW_FLIPS = 0.01  # share of changed first choices below which a verdict does not count them
 # How a loss compares with the expected one: the largest ratio, the colour, the words.
 BESIDE_EXPECTED: tuple[tuple[float, Level, str], ...] = (
     (1.0, "good", "As expected"),
@@ -75,8 +77,8 @@ class Verdict:
         reason: what decides, without capital and full stop.
         expected: the loss beside that of good files of this size and bits, as a sentence; empty
             where none is known.
-        notes: sentences on further findings that count, texts that do not, and a size whose loss
-            is not known.
+        notes: sentences on what the file is not usable for, further findings that count, texts
+            that do not, and a size whose loss is not known.
         hint: what helps where nothing is judged; empty otherwise.
         next_steps: options to try where the file loses too much; empty where it does not.
     """
@@ -115,6 +117,7 @@ def judge(report: QualityReport) -> Verdict:
         reason=_reason(found[0], worst),
         expected=expected,
         notes=(
+            *_unusable(logits, worst.grade),
             *(f"{sentence(a.text).rstrip('.')} ({a.bound})." for a in others),
             *_close_call(found, worst.grade),
             *(() if growing is None else (growing,)),
@@ -170,6 +173,19 @@ def _reason(first: GradedFigure, worst: GradedFigure) -> str:
     if first.grade == worst.grade:
         return f"{first.text} ({first.bound})"
     return f"{first.text}, but {worst.text} ({worst.bound})"
+
+
+def _unusable(logits: LogitQuality, grade: Grade) -> list[str]:
+    """A sentence on what the file cannot be used for, with the tokens that it gets wrong."""
+    if grade not in UNUSABLE:
+        return []
+    changed = 1 - logits.top1_agreement
+    if changed < FEW_FLIPS:
+        return [f"{UNUSABLE[grade]}."]
+    tokens = (
+        f"1 token in {1 / changed:.0f}" if changed < 0.15 else f"{changed * 10:.0f} tokens in 10"
+    )
+    return [f"{UNUSABLE[grade]}: about {tokens} would differ from the original's."]
 
 
 def _close_call(found: Sequence[GradedFigure], grade: Grade) -> list[str]:
@@ -232,7 +248,7 @@ class Step:
 
 
 STEPS = (
-    Step("--recipe", ("int2",), "int3", "1 bit per weight more"),
+    Step("--recipe", ("int2",), "int3", "about 1 bit per weight more"),
     Step("--recipe", ("int2", "int3"), "int4", "4 bits per weight, mostly usable"),
     Step("--recipe", ("int4",), "mixed", "attention in INT8, about 0.8 bits per weight more"),
     Step("--recipe", ("mixed",), "int8", "8 bits per weight"),

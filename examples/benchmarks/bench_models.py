@@ -18,7 +18,7 @@ import click
 import torch
 from bench_kernels import elapsed_us
 from make_random_checkpoint import HYBRID_SIZES, SIZES, config_of
-from random_engine import GROUP, HEAD_BITS, random_engine, standing_sequences
+from random_engine import GROUP, bits_of, random_engine, standing_sequences
 
 from lowbit.formats.architectures import read_config, tensor_table
 from lowbit.runtime.bench.bench import GREEDY, SAMPLED, read_bandwidth
@@ -92,14 +92,19 @@ def weight_bytes(size: str, bits: int) -> float:
     weights = [
         math.prod(spec.shape) * (share if spec.role == "expert" else 1.0) for spec in linears
     ]
-    widths = [HEAD_BITS if spec.role == "head" else bits for spec in linears]
+    widths = [bits_of(spec.module, bits) for spec in linears]
     return sum(n * (width / 8 + 2 / GROUP) for n, width in zip(weights, widths, strict=True))
 
 
 @click.command()
 @click.argument("sizes", nargs=-1, type=click.Choice([*SIZES, *HYBRID_SIZES]), metavar="[SIZE]...")
 @click.option(
-    "--bits", "widths", type=int, multiple=True, default=(4, 8), help="Of linears but the head's."
+    "--bits",
+    "widths",
+    type=int,
+    multiple=True,
+    default=(4, 8),
+    help="Of the MLP; attention gets one more below 4, the head 8.",
 )
 def main(sizes: tuple[str, ...], widths: tuple[int, ...]) -> None:
     """Time the decoding of models of SIZEs."""

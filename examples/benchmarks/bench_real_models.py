@@ -10,6 +10,10 @@ Peers are named PACKAGE:METHOD and need an environment of their own, from which 
     peers/bin/python examples/benchmarks/bench_real_models.py models/smollm2 --text code=stdlib \\
         --methods gptq llmcompressor:GPTQ --lowbit-convert .venv/bin/lowbit-convert
 
+Fewer bits, with the exceptions of a recipe or others, are lowbit's alone:
+
+    ... --methods rtn gptq gptq+rotate --lm-head int8 --recipe int3 --bits '*.down_proj=4'
+
 Everyone gets the same calibration windows (of lowbit's bundled texts, unless --calib names another)
 and the same precisions: linears INT4, symmetric, in groups of 128, or 64 or 32 where that does not
 divide every row; the head and the embedding untouched. Of Qwen3.5, linear_attn.out_proj INT8 and
@@ -141,6 +145,9 @@ def parse() -> argparse.Namespace:
     add("--length", type=int, default=512, help="tokens of a window  [default: %(default)s]")
     add("--windows", type=int, default=40, help="of a text, at most  [default: %(default)s]")
     add("--group-size", type=int, help="for everybody  [default: the largest of 128, 64, 32]")
+    add("--recipe", default="int4", help="of lowbit  [default: %(default)s]")
+    add("--bits", action="append", default=[], metavar="PATTERN=BITS", help="of lowbit")
+    add("--lm-head", default="bf16", help="of lowbit  [default: %(default)s]")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="for everybody and measuring")
     add("--lowbit-convert", default="lowbit-convert", help="path of the command")
     add("--work", type=Path, metavar="FOLDER", help="keep the converted folders here")
@@ -173,6 +180,8 @@ def settings(arguments: argparse.Namespace, texts: Mapping[str, str]) -> dict[st
         "samples": arguments.samples,
         "length": arguments.length,
         "windows": arguments.windows,
+        "recipe": [arguments.recipe, *arguments.bits],
+        "head": arguments.lm_head,
         "calibration": arguments.calib.name if arguments.calib else "bundled",
         "texts": {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()},
         "versions": {name: release(name) for name in ("torch", "transformers")},
@@ -224,7 +233,9 @@ def bench(
         else:
             row = Row("lowbit", method)
             command = [arguments.lowbit_convert, str(folder), str(out), "--json"]
-            command += ["--lm-head", "bf16", "--method", method, "--group-size", str(group)]
+            command += ["--recipe", arguments.recipe, "--lm-head", arguments.lm_head]
+            command += ["--method", method, "--group-size", str(group)]
+            command += [word for bits in arguments.bits for word in ("--bits", bits)]
             command += ["--device", arguments.device]
             if method not in UNCALIBRATED:
                 command += ["--calib", str(calib), "--calib-samples", str(arguments.samples)]

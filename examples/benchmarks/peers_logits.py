@@ -128,6 +128,8 @@ def load(source: Path, folder: Path, device: str) -> tuple[Any, int]:
     )
     model.eval().to(device)
     weights = dequantized(folder, device)
+    if "lm_head.weight" in weights:  # a head that was the embedding may be packed, or rotated
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     changed = 0
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and f"{name}.weight" in weights:
@@ -152,11 +154,12 @@ def dequantized(folder: Path, device: str) -> dict[str, Tensor]:
         module, _, kind = name.rpartition(".")
         if kind == "weight_packed":  # [N, K * bits / 32] int32, low bits first, plus 2^(bits - 1)
             scale = files[f"{module}.weight_scale"].float()  # [N, K / group]
-            N, K = files[f"{module}.weight_shape"].tolist()
+            K = int(files[f"{module}.weight_shape"][1])
             bits = 32 * tensor.shape[1] // K
-            shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=device)
-            fields = (tensor[:, :, None] >> shifts) & (2**bits - 1)
-            codes = fields.view(N, K) - 2 ** (bits - 1)
+            words, places = tensor.long() & 0xFFFFFFFF, bits * torch.arange(K, device=device)
+            following = words.roll(-1, 1) << 32  # a code of 3 bits may reach into the next word
+            both = (words | following)[:, places // 32]
+            codes = (both >> places % 32 & (2**bits - 1)) - 2 ** (bits - 1)
             weights[f"{module}.weight"] = codes * scale.repeat_interleave(K // scale.shape[1], 1)
         elif kind in ("weight_zero_point", "weight_g_idx"):
             sys.exit(f"{folder}: {name} is not understood")

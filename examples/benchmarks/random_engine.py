@@ -36,6 +36,13 @@ CONTEXT = 8192
 HEAD_BITS = 8
 
 
+def bits_of(module: str, bits: int) -> int:
+    """Bits of a linear by the recipe whose MLP has so many; of 4 or 8, all but the head's."""
+    if module == "lm_head":
+        return HEAD_BITS
+    return bits + 1 if bits < 4 and "_attn." in module else bits
+
+
 def packed(bits: int, N: int, K: int, paired: bool = False) -> TiledLinear:
     """Random codes, and scales that keep activations near one."""
     width = WIDTHS[bits]
@@ -67,7 +74,7 @@ def randn(*shape: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """In place of `runtime.weights.weights.Weights`; the head has 8 bits, as in both recipes."""
+    """In place of `runtime.weights.weights.Weights`; see `bits_of`."""
 
     shapes: Mapping[str, tuple[int, ...]]
     bits: int
@@ -88,7 +95,7 @@ class RandomWeights:
         N, K = sum(rows for rows, _ in shapes), shapes[0][1]
         if modules[0].endswith("in_proj_b"):  # too few rows for tiles; recipes leave them dense
             return DenseLinear(0.02 * torch.randn(N, K, device=self.device).bfloat16())
-        return self.packed(HEAD_BITS if modules[0] == "lm_head" else self.bits, N, K, paired)
+        return self.packed(bits_of(modules[0], self.bits), N, K, paired)
 
     def stack(
         self, experts: Sequence[Sequence[str]], paired: bool = False
@@ -117,7 +124,7 @@ def random_engine(
     tokens: int | None = None,
     cache_type: CacheType = BF16_CACHE,
 ) -> Engine:
-    """An engine of a size that `make_random_checkpoint` knows, with linears of 2, 3, 4 or 8 bits.
+    """An engine of a size that `make_random_checkpoint` knows, in so many bits (`bits_of`).
 
     Args:
         size: of the model.

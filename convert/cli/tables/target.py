@@ -12,7 +12,8 @@ from lowbit.formats.shell.output import note
 from lowbit.formats.shell.tables import plain_table, results, styled
 
 WORST, LEAST = 10, 5
-BITS = 4
+BITS = 4  # by which sets are ranked
+SHOWN = (2, 4, 8)  # 3 bits lie between; a terminal has no room for them
 
 
 def sensitivities(found: Found) -> None:
@@ -21,7 +22,7 @@ def sensitivities(found: Found) -> None:
     record = found.sensitivities
     ranked = _ranked(record)
     sizes = sorted({row.group_size for row in record.rows}, reverse=True)
-    columns = [f"INT{bits} g{group}" for bits in (4, 8) for group in sizes]
+    columns = [f"INT{bits} g{group}" for bits in SHOWN for group in sizes]
     table = plain_table(
         "estimated mean KL (nats a token) with one set quantized", ("set",), ("weights", *columns)
     )

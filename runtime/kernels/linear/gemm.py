@@ -97,7 +97,8 @@ class GemmPlan:
 
 def steps_of(K: int) -> int:
     """Steps of so many columns."""
-    return -(-K // STEP_K.value)
+    steps: int = -(-K // STEP_K.value)
+    return steps
 
 
 @cache

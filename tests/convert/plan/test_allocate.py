@@ -32,13 +32,16 @@ def sets_of(checkpoint: Checkpoint) -> list[FusedSet]:
 
 
 def plausible(checkpoint: Checkpoint, groups: Sequence[int] = (32, 64, 128)) -> list[Row]:
-    """Figures as models have them: 4 bits cost 250 times what 8 do, small groups less."""
+    """Figures as models have them: 4 bits cost 250 times what 8 do, 3 four times that, and so on.
+
+    Small groups cost less.
+    """
     rng = random.Random(0)
     choices = choices_of(sets_of(checkpoint), groups)
     size_of = {fused.name: 10 ** rng.uniform(-4, -3) for fused in sets_of(checkpoint)}
     figures = []
     for fused, scheme in choices:
-        damage = 1.0 if scheme.bits == 4 else 1 / 250
+        damage = {2: 16.0, 3: 4.0, 4: 1.0, 8: 1 / 250}[scheme.bits]
         figures.append(size_of[fused.name] * damage * math.log2(scheme.group_size or 1) / 7)
     return list(rows_of(choices, figures))
 
@@ -135,8 +138,8 @@ def brute_force(
 
 def test_best_of_all_choices(tmp_path: Path, make_model: "MakeModel") -> None:
     checkpoint = open_checkpoint(make_model(tmp_path / "one", num_hidden_layers=1))
-    sets, rows = sets_of(checkpoint), plausible(checkpoint)
-    for bits in ("6.3", "7", "9", "12"):
+    sets, rows = sets_of(checkpoint), plausible(checkpoint, (64, 128))
+    for bits in ("4.6", "5", "6.3", "7", "9", "12"):
         found = run(checkpoint, rows, Target(bits_per_weight=Fraction(bits)))
         limit = float(bits) * found.plan.written_parameters / 8
         chosen = sum(fused.file_bytes(found.schemes[fused.name]) for fused in sets)
@@ -210,21 +213,22 @@ def test_sizes_of_a_wider_source(tmp_path: Path, make_model: "MakeModel") -> Non
 def test_bits_out_of_reach(tiny: Path) -> None:
     checkpoint = open_checkpoint(tiny)
     rows = plausible(checkpoint)
-    for bits in ("6.3", "16.1"):
+    for bits in ("4.3", "16.1"):
         with pytest.raises(QuantizationError) as caught:
             run(checkpoint, rows, Target(bits_per_weight=Fraction(bits)))
         assert str(caught.value) == (
-            f"{bits} bits per weight cannot be met: the smallest choice has 6.315, "
+            f"{bits} bits per weight cannot be met: the smallest choice has 4.68, "
             "the model as stored 16.023"
         )
         assert caught.value.hint == "give a target between the two"
-    assert run(checkpoint, rows, Target(bits_per_weight=Fraction("6.315"))).plan
+    assert run(checkpoint, rows, Target(bits_per_weight=Fraction("4.68"))).plan
 
 
 def test_bytes_out_of_reach(tiny: Path) -> None:
     checkpoint = open_checkpoint(tiny)
     rows = plausible(checkpoint)
-    smallest = make_plan(checkpoint.config, checkpoint.tensors, Recipe(head="bf16")).output_bytes
+    two = Recipe(head="bf16", overrides=(Override("*.layers.*", 2),))
+    smallest = make_plan(checkpoint.config, checkpoint.tensors, two).output_bytes
     for limit in (smallest - 1, 20_000_000):
         with pytest.raises(QuantizationError, match=f"smallest choice takes {smallest:,}, the mod"):
             run(checkpoint, rows, Target(size_bytes=limit))

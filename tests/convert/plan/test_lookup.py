@@ -52,15 +52,12 @@ def test_computed_once(readable: Path, settings: Settings, cache: Path) -> None:
     assert list(cache.rglob("*.partial")) == []
     tokens = first.sensitivities.window
     assert notes == [
-        f"computing the sensitivity of 9 sets at 36 precisions on {tokens} tokens of short.txt"
+        f"computing the sensitivity of 9 sets at 72 precisions on {tokens} tokens of short.txt"
     ]
     rows = first.sensitivities.rows
-    assert [row.name for row in rows[:4]] == ["model.layers.0.self_attn.qkv"] * 4
-    assert [(row.bits, row.group_size) for row in rows[:4]] == [
-        (4, 64),
-        (4, 128),
-        (8, 64),
-        (8, 128),
+    assert [row.name for row in rows[:8]] == ["model.layers.0.self_attn.qkv"] * 8
+    assert [(row.bits, row.group_size) for row in rows[:8]] == [
+        (bits, group) for bits in (2, 3, 4, 8) for group in (64, 128)
     ]
     assert rows[-1].name == "lm_head"
     assert rows[-1].weights == 4096 * 128
@@ -129,7 +126,7 @@ def test_record_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        ({"schema": 1}, "schema 1, this release reads 3"),
+        ({"schema": 1}, "schema 1, this release reads 4"),
         ({"rows": {}}, "rows` is not a list"),
         ({"rows": [{"name": "a"}]}, "missing keys"),
         ({"rows": [{**dataclasses.asdict(ROW), "bits": "4"}]}, "`bits` cannot be"),

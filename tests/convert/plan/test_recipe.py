@@ -33,7 +33,13 @@ def overridden(*texts: str) -> Recipe:
 
 @pytest.mark.parametrize(
     ("base", "attention", "mlp", "head"),
-    [("int4", 4, 4, 8), ("int8", 8, 8, 8), ("mixed", 8, 4, 8)],
+    [
+        ("int4", 4, 4, 8),
+        ("int8", 8, 8, 8),
+        ("mixed", 8, 4, 8),
+        ("int3", 4, 3, 8),
+        ("int2", 3, 2, 8),
+    ],
 )
 def test_bits_by_role(
     table: list[TensorSpec], base: Base, attention: int, mlp: int, head: int

@@ -13,6 +13,7 @@ import pytest
 from click.testing import Result
 
 from lowbit.convert.plan import lookup
+from lowbit.convert.plan.recipe import Override
 from lowbit.convert.plan.sensitivities import Row, Sensitivities, read_sensitivities
 from lowbit.convert.report.sensitivity_plot import heat_map
 from lowbit.formats.files import atomic
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 def parsed(result: Result) -> dict[str, Any]:
     assert result.exit_code == 0, result.output
     content: dict[str, Any] = json.loads(result.stdout, parse_constant=lambda name: 1 / 0)
-    assert content["schema"] in (1, 3)  # 3 for sensitivities
+    assert content["schema"] in (1, 4)  # 4 for sensitivities
     return content
 
 
@@ -104,7 +105,7 @@ def test_targets_take_sensitivities_of_what_is_quantized(
 def test_computed_on_the_fly(cli: "Cli", readable: Path, short_text: Path, tmp_path: Path) -> None:
     result = cli(readable, tmp_path / "out", "--target-bpw", "13", "--calib", short_text)
     assert result.exit_code == 0, result.output
-    assert "computing the sensitivity of 9 sets at 54 precisions" in result.stderr
+    assert "computing the sensitivity of 9 sets at 108 precisions" in result.stderr
     assert "sensitivities computed now, kept in" in result.stderr
 
 
@@ -179,12 +180,26 @@ def test_a_target_is_met_by_figures_that_could_not_be_kept(
     assert "chosen for 9 sets" in result.stderr
 
 
+def test_a_target_keeps_to_the_bits_given(
+    cli: "Cli", readable: Path, short_text: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "record.json"
+    own = ("--calib", short_text, "--unrotated", "--windows", "1", "--group-sizes", "128")
+    assert cli("sensitivity", readable, *own, "--out", out).exit_code == 0
+    given = ("--sensitivities", out, "--method", "rtn", "--target-bpw", "10.5")
+    recipe = parsed(cli("plan", readable, *given, "--json"))["recipe"]
+    assert {Override.parse(text).bits for text in recipe["overrides"]} & {2, 3}
+    refused = cli("plan", readable, *given, "--target-bits", "8,4")
+    assert refused.exit_code == 1
+    assert "cannot be met: the smallest choice has 10.9" in refused.stderr
+
+
 def test_a_target_out_of_reach_is_known_before_the_pass(
     cli: "Cli", readable: Path, cache: Path
 ) -> None:
     result = cli("plan", readable, "--target-bpw", "4")
     assert result.exit_code == 1
-    assert "4 bits per weight cannot be met: the smallest choice has 10.9" in result.stderr
+    assert "4 bits per weight cannot be met: the smallest choice has 10.1" in result.stderr
     assert "hint: give a target between the two" in result.stderr
     assert not cache.exists()
 
@@ -196,6 +211,9 @@ def test_a_target_out_of_reach_is_known_before_the_pass(
         (("--target-bpw", "0"), "is not a number of bits"),
         (("--target-bpw", "4,5"), "is not a number of bits"),
         (("--target-size", "big"), "is not a size"),
+        (("--target-bits", "4,8"), "--target-bits is for --target-bpw or --target-size"),
+        (("--target-bpw", "12", "--target-bits", "4,5"), "list of different bits out of 2, 3"),
+        (("--target-bpw", "12", "--target-bits", "4,4"), "list of different bits out of 2, 3"),
         (("--sensitivities", "x.json"), "--sensitivities is for --target-bpw or --target-size"),
         (("--target-bpw", "12", "--group-size", "64"), "--group-size has no effect with a target"),
     ],

@@ -306,6 +306,42 @@ def test_more_text_may_lift_a_grade_that_only_errors_make(
     assert call is None or call in said
 
 
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        ({}, ""),
+        ({"kl_mean": 0.04}, ""),
+        # SmolLM2-135M as `gptq+rotate` leaves it at 4 and 3 bits, and rtn at 2
+        (
+            {"kl_mean": 0.0975, "kl_error": 0.0024, "kl_p99": 0.73, "top1_agreement": 0.832},
+            "Not usable where each token must be right, as in code, sums and tool calls: about 2 "
+            "tokens in 10 would differ from the original's.",
+        ),
+        (
+            {"kl_mean": 0.3121, "kl_error": 0.008, "kl_p99": 2.35, "top1_agreement": 0.714},
+            "Not usable where each token must be right, as in code, sums and tool calls: about 3 "
+            "tokens in 10 would differ from the original's.",
+        ),
+        (
+            {"kl_mean": 5.46, "kl_error": 0.25, "kl_p99": 16.6, "top1_agreement": 0.072},
+            "Not usable for any task: about 9 tokens in 10 would differ from the original's.",
+        ),
+        (
+            {"kl_mean": 0.06, "top1_agreement": 0.9},
+            "Not usable where each token must be right, as in code, sums and tool calls: about 1 "
+            "token in 10 would differ from the original's.",
+        ),
+        ({"kl_mean": 0.5, "top1_agreement": 1.0}, "Not usable for any task."),
+    ],
+)
+def test_unusable_files_are_called_so(
+    make_report: MakeReport, make_row: MakeRow, figures: Figures, said: str
+) -> None:
+    notes = judge(report_of(make_report, make_row, figures, 2)).notes
+    assert (notes[:1] == (said,)) == bool(said)
+    assert any("Not usable" in note for note in notes) == bool(said)
+
+
 def test_limits_grow_with_the_grade() -> None:
     assert [limit.grade for limit in LIMITS] == list(GRADES[:-1])
     assert sorted(limit.kl for limit in LIMITS) == [limit.kl for limit in LIMITS]

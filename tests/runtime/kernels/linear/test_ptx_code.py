@@ -4,18 +4,25 @@ What stands between a lane's words and the products of its warpgroup is plain PT
 instructions, written as text. Each is done here as the PTX manual defines it.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from lowbit.formats.layout.packing import unpack
-from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized, tiled
+from lowbit.runtime.kernels.linear import gemm
+from lowbit.runtime.kernels.linear.tiles import dequantized, tiled
 from lowbit.runtime.kernels.linear.width import WIDTHS
+from lowbit.runtime.kernels.ptx import wgmma
 from lowbit.runtime.kernels.ptx.wgmma import product_code, widened_code
 from lowbit.runtime.weights.linear import PackedLinear
+from tests.runtime.kernels.emulated_lanes import lanes, threads
+from tests.runtime.kernels.emulator import Emulation, Memory, Pointer
 
 MakePacked = Callable[[int, int, int, int], PackedLinear]
 
@@ -88,42 +95,37 @@ def run(code: str, outputs: int, inputs: Sequence[Tensor]) -> tuple[dict[str, Te
     return registers, products
 
 
-def lane_words(t: TiledLinear, block: int) -> list[Tensor]:
-    """What a warp's lanes hold of 64 k of the first tile: words of both rows, and lowest bits."""
-    step, inside = divmod(block * 64, WIDTHS[t.bits].STEP_K)
-    each = max(t.bits // 2, 1)  # words of a row
-    loads = t.words[0, step].reshape(-1, LANES, 4)[..., inside // 64 * each :][..., :each]
-    return [loads[half, :, i] for half in range(2) for i in range(each)] + [
-        loads[2, :, 0] for _ in range(t.bits == 3)
-    ]
-
-
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("G", [32, 128])
-def test_a_warp_holds_the_fragments_of_wgmma(make_packed: MakePacked, bits: int, G: int) -> None:
+@pytest.mark.parametrize("G", [32, 128, 640])
+def test_warps_hold_the_fragments_of_wgmma(make_packed: MakePacked, bits: int, G: int) -> None:
     """A's fragment of 16 k: words of rows g, g + 8, then both again, of 8 k more (PTX manual).
 
-    x lies in an order of its own: in every 32 k, lane t has chunk t of 8, in two products.
+    Two warps load their tiles as `gemm` does. x lies in an order of its own: in every 32 k, lane t
+    has chunk t of 8, in two products.
     """
-    t = tiled(make_packed(bits, 16, 512, G))
-    weight = dequantized(t).bfloat16().cpu()
-    g, lane = torch.arange(LANES) // 4, torch.arange(LANES) % 4
-    for block in range(8):
-        scales = [
-            t.scales[0, (block * 64 + 32 * chunk) // G].cpu().view(torch.int32)[g, 0]
-            for chunk in range(2)
-        ]
-        inputs = [word.cpu() for word in lane_words(t, block)] + scales
+    packed = make_packed(bits, 32, 640, G)
+    t = tiled(replace(packed, codes=packed.codes.cpu(), scales=packed.scales.cpu()))
+    weight = dequantized(t).bfloat16()
+    memory = Memory([t.words, t.scales.view(torch.int32)])
+    emulation = Emulation(memory, np.zeros((3, 1, 1, 1), np.int32), (1,))
+    emulation.leaves["inline"] = lambda code, kinds, given: memory.load(given[0], 1, False)[0]
+    place, load, sources = map(
+        emulation.function, (gemm._place_of, gemm._load_step, wgmma._sources)
+    )
+    warp, lane, *_ = threads(1, 2)
+    pointers = (Pointer(memory, x.data_ptr(), torch.int32) for x in (t.words, t.scales))
+    zero = lanes(np.int32(0))
+    _, words, scales = place(zero, 1, warp, lane, 2, *pointers, t.constants)
+    g, chunk = torch.arange(LANES) // 4, torch.arange(LANES) % 4
+    for block, tile in itertools.product(range(10), range(2)):
+        step = load(words, scales, zero + block // 2, t.constants)
+        inputs = [torch.from_numpy(np.asarray(x)[0, tile]) for x in sources(step, block % 2, bits)]
         registers, _ = run(widened_code(bits), 16, inputs)
-        found = [registers[f"${i}"] for i in range(16)]
-        for product in range(4):
-            for half in range(2):
-                for part in range(2):
-                    k = 64 * block + 32 * (product // 2) + 8 * lane
-                    k += 4 * (product % 2) + 2 * part
-                    rows = g + 8 * half
-                    expected = torch.stack([weight[rows, k], weight[rows, k + 1]]).double()
-                    assert torch.equal(halves(found[4 * product + 2 * part + half]), expected)
+        for product, half, part in itertools.product(range(4), range(2), range(2)):
+            found = halves(registers[f"${4 * product + 2 * part + half}"])
+            k = 64 * block + 32 * (product // 2) + 8 * chunk + 4 * (product % 2) + 2 * part
+            rows = 16 * tile + g + 8 * half
+            assert torch.equal(found, torch.stack([weight[rows, k], weight[rows, k + 1]]).double())
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
