@@ -14,16 +14,8 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.calibrate.choose import LayerQuantizer
-from lowbit.convert.calibrate.distill import distill_layers
 from lowbit.convert.calibrate.linear import Chosen
-from lowbit.convert.calibrate.store import (
-    HEAD,
-    Calibrated,
-    LayerError,
-    Store,
-    distilled_name,
-    layer_name,
-)
+from lowbit.convert.calibrate.store import HEAD, Calibrated, LayerError, Store, layer_name
 from lowbit.convert.calibrate.windows import Windows, begin
 from lowbit.convert.original.device import tensor_cores
 from lowbit.convert.original.layer import Layer, run
@@ -55,8 +47,7 @@ def calibrate(
         schemes: of the linears to quantize, by module name; others stay as they are.
         store: of finished layers.
         device: where to compute.
-        progress: called with ("calibrate", weights of layers done, in all) after every layer, then
-            with ("distill", steps done, in all).
+        progress: called with ("calibrate", weights of layers done, in all) after every layer.
 
     Raises:
         QuantizationError: activations are not finite.
@@ -73,13 +64,7 @@ def calibrate(
         if "lm_head" in schemes and store.load_head(schemes) is None:
             head = quantizer.head(model, schemes["lm_head"], windows)
             store.save(HEAD, {"lm_head": head}, schemes, None)
-        if method.distill:
-            original = windows.original
-            del windows
-            distill_layers(model, samples, original, schemes, norm, store, device, pool, progress)
-    layers = range(len(model.layers))
-    distilled = map(distilled_name, layers) if method.distill else ()
-    return store.finished([*map(layer_name, layers), *distilled, HEAD])
+    return store.finished([*map(layer_name, range(len(model.layers))), HEAD])
 
 
 def _choose_layers(

@@ -9,9 +9,8 @@ SignRound, arXiv 2309.05516).
 gives and x~ what the original gives.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,23 +31,19 @@ EPS = 1e-20  # gradients of a mean over tokens may be small
 
 
 def layer_gradient(
-    layer: Layer,
-    names: Iterable[str],
-    x: Tensor,
-    above: Callable[[Tensor, slice], Tensor],
-    pool: Pool,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Gradients by the layer's input and by the weights of its linears.
+    layer: Layer, names: Iterable[str], x: Tensor, target: Tensor, pool: Pool
+) -> dict[str, Tensor]:
+    """Gradients of half the squared error of the layer's output, by the weights of its linears.
 
     Args:
         layer: any, its weights in place.
         names: of the linears.
         x: what goes in, [windows, T, h] float32.
-        above: gives the gradient by the output of some windows.
+        target: what should come out, same shape.
         pool: of `alone_on_threads`; a window is a task.
 
     Returns:
-        [windows, T, h], and [N, K] by name.
+        [N, K] by name.
     """
     weights = {name: layer.weight(name) for name in names}
     for weight in weights.values():
@@ -56,22 +51,18 @@ def layer_gradient(
 
     def one(part: slice) -> tuple[Tensor, ...]:
         with torch.enable_grad():
-            window = x[part].detach().requires_grad_(True)
-            out = layer(window)
-            inputs = (window, *weights.values())
-            return torch.autograd.grad(out, inputs, above(out.detach(), part))
+            out = layer(x[part])
+            return torch.autograd.grad(out, [*weights.values()], out.detach() - target[part])
 
     parts = [slice(0, len(x))] if pool is None else [slice(i, i + 1) for i in range(len(x))]
-    below = torch.empty_like(x)
-    totals: list[Tensor] = []
-    for part, (gradient, *by_weight) in zip(parts, ordered(pool, one, parts), strict=True):
-        below[part] = gradient
+    totals: tuple[Tensor, ...] = ()
+    for gradients in ordered(pool, one, parts):
         if totals:
-            by_weight = [a.add_(b) for a, b in zip(totals, by_weight, strict=True)]
-        totals = by_weight
+            gradients = tuple(a.add_(b) for a, b in zip(totals, gradients, strict=True))
+        totals = gradients
     for weight in weights.values():
         weight.requires_grad_(False)
-    return below, dict(zip(weights, totals, strict=True))
+    return dict(zip(weights, totals, strict=True))
 
 
 @dataclass(slots=True)
@@ -188,11 +179,5 @@ def learn_rounding(
         target = windows.original[batch].to(device)
         layer.put({name: linear.weight() for name, linear in linears.items()})
         x = windows.hidden[batch].to(device)
-        _, gradients = layer_gradient(layer, linears, x, partial(_minus, target), pool)
-        for name, gradient in gradients.items():
+        for name, gradient in layer_gradient(layer, linears, x, target, pool).items():
             linears[name].step(gradient, 1 - number / AUTOROUND_STEPS)
-
-
-def _minus(target: Tensor, out: Tensor, part: slice) -> Tensor:
-    """Gradient of half the squared error by the output."""
-    return out - target[part]

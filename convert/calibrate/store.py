@@ -28,11 +28,6 @@ def layer_name(number: int) -> str:
     return f"layer-{number:03d}"
 
 
-def distilled_name(number: int) -> str:
-    """File name of a distilled layer."""
-    return f"distilled-{number:03d}"
-
-
 @dataclass(frozen=True, slots=True)
 class LayerError:
     """Error of a layer's output against the original's, on windows held out.
@@ -63,12 +58,10 @@ class Calibrated:
     Attributes:
         files: where each linear's are, by module name.
         errors: of every layer.
-        undistilled: layers that distillation did not help, which keep the codes before it.
     """
 
     files: Mapping[str, Path]
     errors: tuple[LayerError, ...]
-    undistilled: int = 0
 
     def rows(
         self, module: str, scheme: Scheme, K: int, start: int, stop: int
@@ -98,7 +91,6 @@ class Store:
         chosen: Mapping[str, Chosen],
         schemes: Mapping[str, Scheme],
         error: LayerError | None,
-        undistilled: bool = False,
     ) -> None:
         """Keep the linears of a layer, by module name."""
         tensors: dict[str, Tensor] = {}
@@ -107,7 +99,7 @@ class Store:
             tensors[f"{module}.codes"] = pack(linear.codes, schemes[module].bits).cpu()
             tensors[f"{module}.scale"] = linear.scale.cpu()
             columns[module] = linear.codes.shape[1]
-        facts = {"columns": columns, "error": error and asdict(error), "undistilled": undistilled}
+        facts = {"columns": columns, "error": error and asdict(error)}
         self._write(name, tensors, facts)
 
     def load(self, name: str, schemes: Mapping[str, Scheme]) -> dict[str, Chosen] | None:
@@ -129,21 +121,19 @@ class Store:
         return (self.load(HEAD, schemes) or {}).get("lm_head")
 
     def finished(self, names: Iterable[str]) -> Calibrated:
-        """All linears of finished layers, for the conversion to write; later names win."""
+        """All linears of finished layers, for the conversion to write."""
         files: dict[str, Path] = {}
         errors: list[LayerError] = []
-        undistilled = 0
         for name in names:
             path = self._path(name)
-            facts = self._facts(path) or {"columns": {}, "error": None, "undistilled": False}
-            undistilled += facts["undistilled"]
+            facts = self._facts(path) or {"columns": {}, "error": None}
             files |= dict.fromkeys(facts["columns"], path)
             if facts["error"] is not None:
                 error = facts["error"]
                 errors.append(
                     LayerError(**{**error, "expert_tokens": tuple(error["expert_tokens"])})
                 )
-        return Calibrated(files, tuple(errors), undistilled)
+        return Calibrated(files, tuple(errors))
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{PREFIX}{name}.safetensors"

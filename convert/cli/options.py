@@ -162,10 +162,9 @@ recipe_options = with_options(
         "up for errors. gptq+rotate first turns the hidden states into another basis: the same "
         "model, with weights that are easier to quantize; adapters trained on SRC do not fit it. "
         "These and rtn may be followed by +autoround, which learns rounding and scales layer by "
-        "layer, and +distill, which learns from the original's predictions. auto: rtn where all "
-        "linears have 8 bits or more, else gptq+rotate (gptq for Qwen3.5, for mixtures of experts "
-        "and where the head stays the embedding), or weighted where that would take longer than "
-        "15 minutes on a CPU.",
+        "layer. auto: rtn where all linears have 8 bits or more, else gptq+rotate (gptq for "
+        "Qwen3.5, for mixtures of experts and where the head stays the embedding), or weighted "
+        "where that would take longer than 15 minutes on a CPU.",
     ),
     click.option(
         "--lm-head",

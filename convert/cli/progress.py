@@ -8,7 +8,6 @@ from lowbit.formats.shell import tables
 PHASES = {
     "sensitivity": "measuring sensitivity",
     "calibrate": "calibrating",
-    "distill": "distilling",
     "check": "checking what is done",
     "convert": "quantizing",
     "answer": "answering prompts",

@@ -80,7 +80,6 @@ class Conversion:
         seconds: wall time.
         existed: True where an earlier run had put it there, and this one only checked it.
         report: that the earlier run has left; None where there is none about these weights.
-        undistilled: layers that distillation did not help, which keep the codes before it.
     """
 
     folder: Path
@@ -94,7 +93,6 @@ class Conversion:
     seconds: float
     existed: bool = False
     report: QualityReport | None = None
-    undistilled: int = 0
 
 
 @dataclass(frozen=True)
@@ -251,7 +249,6 @@ def carry_out(
         calibration=() if calibrated is None else calibrated.errors,
         resumed=len(kept),
         seconds=time.monotonic() - started,
-        undistilled=0 if calibrated is None else calibrated.undistilled,
     )
 
 

@@ -8,9 +8,6 @@ the decoder's layers:
     moments     4 K^2 T             gptq: E[x x^T] and E[x~ x^T] of every input of K values
     solve       SOLVE N K^2         gptq: factor, codes, scales and sweeps of a linear [N, K]
     autoround   6 W B STEPS         forward and backward, STEPS batches of B tokens a layer
-    distill     (2 W + 3 W (P + 1) / P + 6 V h) B STEPS P
-                                    P phases of layers that are learned together: all layers
-                                    forward, those above the phase backward, and the head V x h
 
 They run at SHARE of the rate of plain matrix products; the rest is attention, norms, columns of
 codes chosen one by one, and reading weights.
@@ -36,7 +33,6 @@ import torch
 from lowbit.convert.original.device import tensor_cores
 from lowbit.convert.original.layer import BATCH_TOKENS
 from lowbit.convert.original.threads import alone_on_threads
-from lowbit.convert.original.walk import HEAD_TOKENS
 from lowbit.convert.plan.method import Method
 from lowbit.formats.architectures import read_config, tensor_table
 from lowbit.formats.errors import ResourceError
@@ -46,11 +42,8 @@ from lowbit.formats.machine.free_memory import free_bytes
 PASSES = {"rtn": 1.0, "weighted": 1.0, "gptq": 4.3}  # of the layers, by how codes are chosen
 MOMENTS = 4  # K^2 operations a token
 SOLVE = 21  # N K^2 operations
-STEP_TOKENS = 2048  # B, of a step of autoround and of distill
+STEP_TOKENS = 2048  # B, of a step of autoround
 AUTOROUND_STEPS = 200
-DISTILL_STEPS = 300  # of a phase
-DISTILL_WEIGHTS = 1 << 30  # learned together in a phase on a CPU
-DISTILL_BYTES = 16  # of a GPU's memory for each weight that is learned together
 STATES_SHARE = 3  # one part of so many of a GPU's free memory may be hidden states
 SHARE = {"cpu": 0.6, "cuda": 0.6}  # of the rate of plain products
 
@@ -62,7 +55,6 @@ NORMAL_ELEMENTS = 1 << 26  # of the normal equations of the scales of some rows
 NORMAL_BYTES = 12  # for each: equations, factors and a copy
 SMALL_GROUP = 64  # weights that share a scale in those equations
 PRODUCTS_BYTES = 4 << 30  # of batches' moments that threads hold at a time
-LOGIT_BYTES = 20  # for each logit of distill: five tensors at a time
 BASE_BYTES = 700 << 20  # interpreter, torch and transformers
 LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
 RATE_SECONDS = 0.05  # that a measurement of the rate takes
@@ -177,16 +169,13 @@ def shapes_of(
     )
 
 
-def calibration_flops(
-    shapes: Shapes, method: Method, windows: Windows, together: int = DISTILL_WEIGHTS
-) -> float:
+def calibration_flops(shapes: Shapes, method: Method, windows: Windows) -> float:
     """Floating-point operations of a calibration; see the formulas above.
 
     Args:
         shapes: of the model.
         method: its steps.
         windows: of the text.
-        together: weights that distill learns in a phase.
     """
     W, T = shapes.weights, windows.tokens
     flops = 2.0 * shapes.active * T * PASSES[method.codes]
@@ -195,11 +184,6 @@ def calibration_flops(
         flops += SOLVE * sum(N * K * K for N, K in shapes.solved)
     if method.autoround:
         flops += 6.0 * W * STEP_TOKENS * AUTOROUND_STEPS
-    if method.distill:
-        phases = max(1, math.ceil(W / together))
-        head = 6 * shapes.vocabulary * shapes.hidden
-        each = 2 * W + 3 * W * (phases + 1) / phases + head
-        flops += each * STEP_TOKENS * DISTILL_STEPS * phases
     return flops
 
 
@@ -215,15 +199,7 @@ def calibration_seconds(
         device: `cpu` or `cuda`.
         rate: operations a second of plain products there.
     """
-    flops = calibration_flops(shapes, method, windows, learned_together(device))
-    return flops / (rate * SHARE[device])
-
-
-def learned_together(device: str) -> int:
-    """Weights that distill learns in a phase; it depends on the machine, not on its load."""
-    if device == "cpu":
-        return DISTILL_WEIGHTS
-    return torch.cuda.get_device_properties(device).total_memory // DISTILL_BYTES
+    return calibration_flops(shapes, method, windows) / (rate * SHARE[device])
 
 
 def calibration_memory(
@@ -252,12 +228,6 @@ def calibration_memory(
         solving = [SOLVE_BYTES * N * K for layer in shapes.layers for N, K in layer]
         normals = max(N * (K // SMALL_GROUP) ** 2 for layer in shapes.layers for N, K in layer)
         work += max(solving) + NORMAL_BYTES * min(NORMAL_ELEMENTS, normals)
-    if method.distill:
-        learned = min(shapes.weights, learned_together(device))
-        head = 8 * shapes.vocabulary * shapes.hidden
-        head += LOGIT_BYTES * HEAD_TOKENS[device] * shapes.vocabulary
-        states = 4 * STEP_TOKENS * shapes.hidden * (len(shapes.layers) + 1)
-        work = max(work, shapes.weights + 4 * learned + AUTOROUND_BYTES * largest + head + states)
     # Sets of hidden states: the original's, the quantized model's, and both before the experts.
     sets = 1 if method.from_original else 4 if shapes.routed else 2
     window = sets * 4 * windows.length * shapes.hidden * 5 // 4

@@ -1,7 +1,6 @@
 """Methods that `--method` names: the choice of codes, and training after it."""
 
 from dataclasses import dataclass
-from itertools import product
 from typing import Literal, get_args
 
 from lowbit.formats.errors import QuantizationError
@@ -18,17 +17,15 @@ class Method:
             make up for one another's errors.
         rotate: True where the residual stream is rotated before; gptq alone gains by it.
         autoround: True where rounding and scales are then learned, layer by layer.
-        distill: True where all scales are at last trained against the original's logits.
     """
 
     codes: Codes = "rtn"
     rotate: bool = False
     autoround: bool = False
-    distill: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "Method":
-        """Read `gptq`, `gptq+rotate`, `weighted+autoround+distill`, ...
+        """Read `gptq`, `gptq+rotate`, `weighted+autoround`, ...
 
         Raises:
             QuantizationError: an unknown step, or steps that do not follow one another.
@@ -42,13 +39,13 @@ class Method:
                 break
         rotate = codes == "gptq" and steps[:1] == ["rotate"]
         steps = steps[1:] if rotate else steps
-        if steps not in ([], ["autoround"], ["distill"], ["autoround", "distill"]):
+        if steps not in ([], ["autoround"]):
             raise QuantizationError(
                 f"method `{text}` is not known",
                 hint="auto, absmax, rtn, weighted or gptq; the last three may be followed by "
-                "+autoround, then +distill, gptq by +rotate before them, as in gptq+rotate",
+                "+autoround, gptq by +rotate before it, as in gptq+rotate",
             )
-        return cls(codes, rotate, "autoround" in steps, "distill" in steps)
+        return cls(codes, rotate, bool(steps))
 
     @property
     def from_original(self) -> bool:
@@ -62,7 +59,7 @@ class Method:
 
     def __str__(self) -> str:
         """Text that `parse` reads; `rtn` is left out before other steps."""
-        learned = [name for name in ("rotate", "autoround", "distill") if getattr(self, name)]
+        learned = [name for name in ("rotate", "autoround") if getattr(self, name)]
         first = [] if self.codes == "rtn" and learned else [self.codes]
         return "+".join([*first, *learned])
 
@@ -74,9 +71,9 @@ def method_names() -> list[str]:
     """Every text that `parse` reads, `rtn` before other steps left out."""
     flags = (False, True)
     made = [
-        Method(codes, rotate, autoround, distill)
+        Method(codes, rotate, autoround)
         for codes in get_args(Codes)
         for rotate in (flags if codes == "gptq" else (False,))
-        for autoround, distill in product(flags, flags)
+        for autoround in flags
     ]
     return [str(method) for method in made]

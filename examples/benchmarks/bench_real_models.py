@@ -69,7 +69,7 @@ PEERS = (
     "llmcompressor:AWQ",
     "auto-round:200 iterations",
 )
-OURS = ("absmax", "rtn", "weighted", "gptq", "gptq+autoround", "gptq+distill")
+OURS = ("absmax", "rtn", "weighted", "gptq", "gptq+autoround")
 UNCALIBRATED = ("absmax", "rtn")
 GROUP_SIZES = (128, 64, 32)
 

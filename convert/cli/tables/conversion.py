@@ -43,12 +43,6 @@ def conversion(done: Conversion, found: Reported) -> None:
         console.print(_calibration(done))
         if head := rounded_head(quality.weights):
             console.print(Text(f"multi-token prediction: {head}"))
-    if done.undistilled:
-        text = (
-            f" distillation did not lower the loss on windows held out: {done.undistilled} of "
-            f"{len(done.calibration)} layers keep the codes before it"
-        )
-        console.print(styled(("!", "yellow"), text))
     render_terminal(console, quality, worst_rows=0 if quality.logits is None else WORST)
     for what, reasons in (
         ("vLLM", vllm_verdict(done.plan)),
@@ -113,8 +107,7 @@ def _files(found: Reported) -> None:
 def _calibration(done: Conversion) -> Table:
     """Errors of each calibrated layer beside those of rounding to nearest."""
     method = done.plan.recipe.method
-    when = "layer errors before distillation" if method.distill else "layer errors"
-    title = f"{when}, {method} against round-to-nearest"
+    title = f"layer errors, {method} against round-to-nearest"
     table = plain_table(title, ("layer",), ("rtn", "chosen", "change"))
     for row in done.calibration:
         change = f"{row.chosen / row.rtn - 1:+.0%}" if row.rtn else ""
@@ -135,7 +128,6 @@ def conversion_json(done: Conversion, found: Reported) -> dict[str, Any]:
         "seconds": done.seconds,
         "calibration": [asdict(row) for row in done.calibration],
         "draft_head": made and asdict(made),
-        "undistilled_layers": done.undistilled,
         "verdict": asdict(judge(quality)),
         "quality": quality.to_json(stated_verdict(quality)),
         "notes": [*filter(None, [without_tokenizer(done)]), *found.notes],

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lowbit.convert.calibrate import distill, learned, windows
+from lowbit.convert.calibrate import learned, windows
 from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.calibrate.store import PREFIX
 from lowbit.convert.export.export import export
@@ -42,7 +42,6 @@ class _StopError(Exception):
 def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training long enough to help, short enough to wait for."""
     monkeypatch.setattr(learned, "AUTOROUND_STEPS", 12)
-    monkeypatch.setattr(distill, "DISTILL_STEPS", 5)
     monkeypatch.setattr(windows, "STEP_TOKENS", 4 * LENGTH)
 
 
@@ -111,8 +110,8 @@ def test_another_command_leaves_finished_layers_alone(
         ("short_hybrid", "weighted"),
         ("short_hybrid", "gptq"),
         ("short", "autoround"),
-        ("short", "gptq+autoround+distill"),
-        ("short_hybrid", "gptq+autoround+distill"),
+        ("short", "gptq+autoround"),
+        ("short_hybrid", "gptq+autoround"),
     ],
 )
 def test_layers_get_closer_to_the_original(
@@ -143,7 +142,7 @@ def test_layers_get_closer_to_the_original(
 
 def test_same_bytes_again(calibrated: Make, short: Path, hashes: "Hashes") -> None:
     """Of all steps together; test_verification.py derives the bytes of GPTQ alone again."""
-    method = "gptq+rotate+autoround+distill"
+    method = "gptq+rotate+autoround"
     first = hashes(calibrated(short, method, "a").folder)
     assert hashes(calibrated(short, method, "b").folder) == first
 
@@ -151,7 +150,7 @@ def test_same_bytes_again(calibrated: Make, short: Path, hashes: "Hashes") -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("model", "method"),
-    [("tiny", "gptq+rotate+autoround+distill"), ("hybrid", "gptq"), ("hybrid", "gptq+autoround")],
+    [("tiny", "gptq+rotate+autoround"), ("hybrid", "gptq"), ("hybrid", "gptq+autoround")],
 )
 def test_same_bytes_again_on_a_gpu(
     tmp_path: Path,
@@ -178,11 +177,11 @@ def test_resumes_after_any_layer(
     tmp_path: Path,
     text: Path,
 ) -> None:
-    whole = hashes(calibrated(short, "gptq+rotate+distill").folder)
-    recipe = Recipe(method=Method.parse("gptq+rotate+distill"))
+    whole = hashes(calibrated(short, "gptq+rotate+autoround").folder)
+    recipe = Recipe(method=Method.parse("gptq+rotate+autoround"))
     request = CalibrationRequest(text, SAMPLES, LENGTH)
     out = tmp_path / "resumed"
-    for crash in (("calibrate", 1), ("calibrate", 2), ("distill", 3), ("convert", 9)):
+    for crash in (("calibrate", 1), ("calibrate", 2), ("convert", 9)):
         calls = 0
 
         def progress(phase: str, done: int, total: int, crash: tuple[str, int] = crash) -> None:
@@ -195,7 +194,7 @@ def test_resumes_after_any_layer(
             convert(short, out, recipe, calibration=request, progress=progress)
         assert not out.exists()
     kept = [path.name for path in partial_of(out).iterdir() if path.name.startswith(PREFIX)]
-    assert len(kept) == 2 + 2 + 1  # layers twice, head
+    assert len(kept) == 2 + 1  # layers, head
     seen: list[str] = []
     done = convert(
         short, out, recipe, calibration=request, progress=lambda phase, *_: seen.append(phase)
@@ -338,22 +337,6 @@ def test_models_that_would_change_are_not_rotated(
         assert caught.value.hint == "leave out +rotate"
     plan = json.loads(cli("plan", hybrid, "--method", "auto", "--device", "cpu", "--json").stdout)
     assert plan["recipe"]["method"] == "gptq"
-
-
-def test_distillation_that_does_not_help_is_said(
-    cli: "Cli", short: Path, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(distill, "distill", lambda *_: False)
-    options = ("--calib", text, "--calib-samples", 2, "--calib-length", 32)
-    plain, kept = (
-        cli(short, tmp_path / method, "--method", method, *options)
-        for method in ("weighted", "weighted+distill")
-    )
-    said = "did not lower the loss on windows held out: 2 of 2 layers"
-    assert said in " ".join(kept.stdout.split())
-    assert said not in plain.stdout
-    a, b = (load_file(tmp_path / m / "model.safetensors") for m in ("weighted", "weighted+distill"))
-    assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_stages_follow_the_data(tiny: Path, hybrid: Path) -> None:

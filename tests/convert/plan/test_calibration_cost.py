@@ -75,8 +75,6 @@ def test_operations(small_config: "Config") -> None:
     assert calibration_flops(found, Method("gptq"), windows) == expected
     learned = calibration_flops(found, Method("weighted", autoround=True), windows)
     assert learned == 2 * W * 30 + 6 * W * 2048 * 200
-    distilled = calibration_flops(found, Method("weighted", distill=True), windows)
-    assert distilled == 2 * W * 30 + (8 * W + 6 * 384 * 128) * 2048 * 300
 
 
 def test_time_goes_with_tokens_and_the_machine(small_config: "Config") -> None:
@@ -125,7 +123,6 @@ def test_calibration_takes_the_constants_that_are_counted_with() -> None:
             if isinstance(node, ast.ImportFrom) and node.module == cost.__name__:
                 used[path.stem] = {alias.name for alias in node.names}
     assert used["learned"] == {"AUTOROUND_STEPS"}
-    assert used["distill"] == {"DISTILL_STEPS", "learned_together"}
     assert used["gptq"] == {"NORMAL_ELEMENTS"}
     assert used["moments"] == {"PRODUCTS_BYTES"}
     assert used["windows"] == {"STATES_SHARE", "STEP_TOKENS"}

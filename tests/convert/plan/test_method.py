@@ -13,10 +13,7 @@ NAMES = {
     "gptq+rotate": Method("gptq", rotate=True),
     "gptq+rotate+autoround": Method("gptq", rotate=True, autoround=True),
     "autoround": Method("rtn", autoround=True),
-    "distill": Method("rtn", distill=True),
-    "gptq+distill": Method("gptq", distill=True),
     "weighted+autoround": Method("weighted", autoround=True),
-    "gptq+autoround+distill": Method("gptq", autoround=True, distill=True),
 }
 
 
@@ -29,13 +26,13 @@ def test_names(text: str) -> None:
 
 
 def test_rtn_may_be_said() -> None:
-    assert Method.parse("rtn+distill") == Method.parse("distill")
+    assert Method.parse("rtn+autoround") == Method.parse("autoround")
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "+", "awq", "gptq+", "+gptq", "distill+autoround", "gptq+gptq", "rtn+weighted"),
+        *("", "+", "awq", "gptq+", "+gptq", "gptq+distill", "gptq+gptq", "rtn+weighted"),
         *("rotate", "weighted+rotate", "gptq+autoround+rotate", "gptq+rotate+rotate"),
     ],
 )

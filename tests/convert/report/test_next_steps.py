@@ -16,6 +16,8 @@ from lowbit.formats.shell.tables import Screen
 MakeReport = Callable[..., QualityReport]
 MakeRow = Callable[..., WeightQuality]
 
+BEST = "lowbit-convert SRC a --method gptq+rotate+autoround"
+
 
 @pytest.mark.parametrize(
     ("model_type", "command", "first"),
@@ -28,9 +30,9 @@ MakeRow = Callable[..., WeightQuality]
         ("qwen3_5", "lowbit-convert SRC a --method gptq", "--method gptq+autoround (same"),
         ("qwen3", "lowbit-convert SRC a --method gptq+rotate", "--recipe mixed ("),
         ("qwen3", "lowbit-convert SRC a --method nonsense", "--recipe mixed ("),
-        ("qwen3", "lowbit-convert SRC a --method gptq+distill --recipe mixed", "--recipe int8 ("),
-        ("qwen3", "lowbit-convert SRC a --method gptq+distill --recipe int3", "--recipe int4 ("),
-        ("qwen3", "lowbit-convert SRC a --method gptq+distill --recipe int2", "--recipe int3 ("),
+        ("qwen3", f"{BEST} --recipe mixed", "--recipe int8 ("),
+        ("qwen3", f"{BEST} --recipe int3", "--recipe int4 ("),
+        ("qwen3", f"{BEST} --recipe int2", "--recipe int3 ("),
     ],
 )
 def test_the_first_step_depends_on_what_was_used(

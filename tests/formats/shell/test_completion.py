@@ -91,7 +91,7 @@ class Shell:
             {
                 "ins": "<inspect>",
                 "x y --method abs": "<x><y><--method><absmax>",
-                "x y --method=gptq+rotate+d": "<x><y><--method=gptq+rotate+distill>",
+                "x y --method=gptq+rotate+a": "<x><y><--method=gptq+rotate+autoround>",
             },
         ),
     ],
