@@ -18,7 +18,6 @@ Bits    a token's sums are over k in one order, whatever its place; that order i
         numbers of tokens that have as many splits
 """
 
-import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -31,27 +30,20 @@ from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.launch.device import capability, multiprocessors, run
 from lowbit.runtime.kernels.launch.linear import gemm_share
+from lowbit.runtime.kernels.linear.gemm_store import WARPS, joined, store_block
 from lowbit.runtime.kernels.linear.program import Packed
 from lowbit.runtime.kernels.linear.tiles import TILE, TiledLinear
 from lowbit.runtime.kernels.ptx.memory import (
-    await_published,
     barrier,
     count_shared,
     large_shared_buffer,
     large_size,
-    publish,
-    store16,
     store_shared4,
     stream8,
     stream16,
 )
 from lowbit.runtime.kernels.ptx.mma import (
-    as_float,
-    as_word,
-    bf16_pair,
-    high_half,
     inline,
-    low_half,
     threads,
 )
 from lowbit.runtime.kernels.ptx.wgmma import (
@@ -66,7 +58,6 @@ from lowbit.runtime.kernels.ptx.wgmma import (
 )
 
 STEP_K = gl.constexpr(128)  # of a stage: two blocks of 128 bytes of x, the width of the swizzle
-WARPS = gl.constexpr(8)  # of a program: two warpgroups, a tile each warp
 ROWS = 128  # of a program
 STAGES = {64: 12, 128: 6, 192: 4, 256: 3}  # steps of x in shared memory, by tokens of a program
 REGISTERS = 255  # of a thread
@@ -265,9 +256,9 @@ def _gemm_kernel(
         first_token = block % token_blocks * TOKENS
         tile = block // token_blocks * WARPS + warp
         if PLAN.SPLITS > 1:
-            acc, own = _joined(acc, parts_ptr, counts_ptr, unit, warp, lane, PLAN)
+            acc, own = joined(acc, parts_ptr, counts_ptr, unit, warp, lane, PLAN)
             first_token += own
-        _store_block(acc, added_ptr, out_ptr, first_token, tile, lane, M, N, stride, PLAN)
+        store_block(acc, added_ptr, out_ptr, first_token, tile, lane, M, N, stride, PLAN)
         acc = _zeros(none, TOKENS // 2)  # so that registers are free by now
         words = next_words
         scales = next_scales
@@ -312,45 +303,6 @@ def _ahead(step, steps, row, next_row, more, rows):
     """
     here = step < steps
     return here | more, gl.where(here, row, next_row) + step * 2 * rows
-
-
-@gluon.jit
-def _joined(acc, parts_ptr, counts_ptr, unit, warp, lane, PLAN: gl.constexpr):
-    """The sums of some tokens of a warp's tile, added over all splits of its block in order.
-
-    Every split leaves its own in memory, and adds those of as many tokens as the others do.
-
-    Returns:
-        The sums, and the first of their tokens.
-    """
-    SPLITS: gl.constexpr = PLAN.SPLITS
-    COUNT: gl.constexpr = PLAN.TOKENS // 2 // SPLITS  # of a lane
-    TILE_BYTES: gl.constexpr = 64 * PLAN.TOKENS  # of 16 rows
-    BYTES: gl.constexpr = WARPS * TILE_BYTES  # of a split
-    block = unit // SPLITS
-    split = unit % SPLITS
-    counts = counts_ptr.to(gl.int64, bitcast=True) + ((block * WARPS + warp) * 4).to(gl.int64)
-    sums = parts_ptr.to(gl.int64, bitcast=True) + (warp * TILE_BYTES + lane * 16).to(gl.int64)
-    sums += (block * SPLITS).to(gl.int64) * BYTES
-    own = sums + split.to(gl.int64) * BYTES
-    for i in gl.static_range(0, len(acc), 4):
-        words = as_word(acc[i]), as_word(acc[i + 1]), as_word(acc[i + 2]), as_word(acc[i + 3])
-        store16(own + i * 128, words, lane >= 0)
-    publish(counts, lane)
-    await_published(counts, SPLITS)
-    sums += split.to(gl.int64) * (COUNT * 128)
-    joined = ()
-    for i in gl.static_range(0, COUNT, 4):
-        total = ()
-        for s in gl.static_range(SPLITS):
-            words = stream16(sums, s * BYTES + i * 128)
-            new = ()
-            for j in gl.static_range(4):
-                one = as_float(words[j])
-                new = new + (one if s == 0 else total[j] + one,)
-            total = new
-        joined = joined + total
-    return joined, split * (PLAN.TOKENS // SPLITS)
 
 
 @gluon.jit
@@ -405,58 +357,6 @@ def _load_step(words, scales, step, W: gl.constexpr):
 @gluon.jit
 def _load_word(address):
     return inline("ld.global.b32 $0, [$1];", "=r,l", (address,))
-
-
-@gluon.constexpr_function
-def _batch_of(count):
-    return math.gcd(8, count)
-
-
-@gluon.jit
-def _store_block(
-    acc, added_ptr, out_ptr, first_token, tile, lane, M, N, stride, PLAN: gl.constexpr
-):  # fmt: skip
-    """Store a warp's rows of some tokens: 8 tokens and 8 rows at a time, turned by `movmatrix`."""
-    COUNT: gl.constexpr = len(acc) // 4  # of 8 tokens
-    BATCH: gl.constexpr = _batch_of(COUNT)  # whose additions are loaded together
-    HALVES: gl.constexpr = 1 if PLAN.PAIRED else 2
-    column = tile * (8 * HALVES) + lane % 4 * 2
-    for batch in gl.static_range(0, COUNT, BATCH):
-        before = ()
-        if added_ptr is not None:
-            for i in gl.static_range(BATCH):
-                token = first_token + (batch + i) * 8 + lane // 4
-                for half in gl.static_range(HALVES):
-                    inside = (token < M) & (column + half * 8 < N)
-                    at = added_ptr + (token.to(gl.int64) * stride + column + half * 8) // 2
-                    before = before + (gl.load(at, mask=inside, other=0),)
-        for i in gl.static_range(BATCH):
-            token = first_token + (batch + i) * 8 + lane // 4
-            for half in gl.static_range(HALVES):
-                first = acc[4 * (batch + i) + 2 * half]
-                second = acc[4 * (batch + i) + 2 * half + 1]
-                if PLAN.PAIRED:
-                    first = _swiglu(first, acc[4 * (batch + i) + 2])
-                    second = _swiglu(second, acc[4 * (batch + i) + 3])
-                if added_ptr is not None:
-                    pair = _turned(before[i * HALVES + half])
-                    first += low_half(pair)
-                    second += high_half(pair)
-                word = _turned(bf16_pair(first, second))
-                inside = (token < M) & (column + half * 8 < N)
-                at = out_ptr + (token.to(gl.int64) * N + column + half * 8) // 2
-                gl.store(at, word, mask=inside)
-
-
-@gluon.jit
-def _swiglu(gate, up):
-    return gate / (1.0 + gl.exp(-gate)) * up
-
-
-@gluon.jit
-def _turned(word):
-    """The transpose of an 8 x 8 matrix of BF16, whose rows lie in four lanes each."""
-    return inline("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", (word,))
 
 
 def on_hopper(x: Tensor, w: TiledLinear) -> bool:
