@@ -22,7 +22,7 @@ from lowbit.convert.plan.lookup import (
 from lowbit.convert.plan.plan import Plan, make_plan
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.sensitivities import Row
-from lowbit.convert.plan.sets import BITS, choices_of, fused_sets
+from lowbit.convert.plan.sets import choices_of, fused_sets
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 
 Note = Callable[[str], None]
@@ -40,7 +40,7 @@ class TargetRequest:
 
     target: Target
     sensitivities: Path | None
-    bits: tuple[int, ...] = BITS
+    bits: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,14 +90,13 @@ def make_target(
     from lowbit.convert.cli.planning import TargetRequest
     from lowbit.convert.plan.allocate import Target
     from lowbit.convert.plan.sensitivities import read_sensitivities
-    from lowbit.convert.plan.sets import BITS
 
     if sensitivities is not None:
         try:
             read_sensitivities(sensitivities)
         except LowbitError as error:
             raise Failure(error) from None
-    return TargetRequest(Target(bits, size), sensitivities, widths or BITS)
+    return TargetRequest(Target(bits, size), sensitivities, widths or (4, 8))
 
 
 _options = with_options(
@@ -105,8 +104,8 @@ _options = with_options(
         "--target-bpw",
         callback=parse_bits,
         metavar="BITS",
-        help="Choose 2, 3, 4 or 8 bits or as stored for each fused set, and its group size, with "
-        "the least loss at BITS bits per weight: all weight files, embedding included, over the "
+        help="Choose 4 bits, 8 bits or as stored for each fused set, and its group size, with the "
+        "least loss at BITS bits per weight: all weight files, embedding included, over the "
         "model's parameters. Modules that --bits or --lm-head name keep the scheme given there.",
     ),
     click.option(
@@ -119,8 +118,9 @@ _options = with_options(
         "--target-bits",
         callback=parse_widths,
         metavar="LIST",
-        show_default="2,3,4,8",
-        help="Bits that a target chooses from; with 4,8 other engines load the result.",
+        show_default="4,8",
+        help="Bits that a target chooses from, of 2, 3, 4 and 8. The estimates are of weights "
+        "rounded to nearest: below 4 bits compare the report with that of a recipe.",
     ),
     click.option(
         "--sensitivities",

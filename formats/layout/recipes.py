@@ -15,8 +15,7 @@ GROUP_SIZE = 128  # default
 # Bits by recipe and role. By published sensitivities the output of a gated DeltaNet suffers most,
 # then attention, then MLP. Multi-token prediction only drafts: its errors cost speed alone.
 # Below 4 bits attention and DeltaNet's inputs get one bit more: of the bundled models that took a
-# quarter to two fifths off the mean KL. Of SmolLM2-135M it takes 37 % off, where as many bytes for
-# `down_proj`, for the first and last layers, or for smaller groups take 15 to 20 % (by estimates).
+# quarter to two fifths off the mean KL with `gptq`, more than as many bytes for `down_proj`.
 _ATTENTION = ("attention", "delta_in")
 _MLP = ("mlp", "expert")
 _ALWAYS = {"delta_out": 8, "head": 8, "mtp": 4}
