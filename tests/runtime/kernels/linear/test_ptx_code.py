@@ -115,7 +115,7 @@ def test_warps_hold_the_fragments_of_wgmma(make_packed: MakePacked, bits: int, G
     warp, lane, *_ = threads(1, 2)
     pointers = (Pointer(memory, x.data_ptr(), torch.int32) for x in (t.words, t.scales))
     zero = lanes(np.int32(0))
-    _, words, scales = place(zero, 1, warp, lane, 2, *pointers, t.constants)
+    words, scales = place(zero, 1, warp, lane, 2, *pointers, t.constants)
     g, chunk = torch.arange(LANES) // 4, torch.arange(LANES) % 4
     for block, tile in itertools.product(range(10), range(2)):
         step = load(words, scales, zero + block // 2, t.constants)
