@@ -200,10 +200,10 @@ def gemv_launch(
 
 
 def _for_one(bits: int, tiles: int, steps: int, paired: bool) -> GemvLaunch:
-    if (own := GEMV_MEASURED.get((bits, tiles, steps))) is not None and bits < 4:
-        return own
-    # Fewer bits take the share of 4 bits for as many columns, of which a step has twice as many.
-    size = (bits, tiles, steps) if bits >= 4 else (4, tiles, 2 * steps)
+    size = bits, tiles, steps
+    if bits < 4 and size not in GEMV_MEASURED:
+        # As 4 bits for as many columns, of which a step has half as many.
+        size = 4, tiles, 2 * steps
     one = (None if paired else GEMV_UNPAIRED.get(size)) or GEMV_MEASURED.get(size)
     if one is None:
         one = next(

@@ -259,7 +259,7 @@ def _gemm_kernel(
             acc, own = joined(acc, parts_ptr, counts_ptr, unit, warp, lane, PLAN)
             first_token += own
         store_block(acc, added_ptr, out_ptr, first_token, tile, lane, M, N, stride, PLAN)
-        acc = _zeros(none, TOKENS // 2)  # so that registers are free by now
+        acc = _zeros(none, TOKENS // 2)  # so that joined sums find the registers of these free
         words = next_words
         scales = next_scales
 
@@ -291,15 +291,16 @@ def _share_of(unit, PLAN: gl.constexpr):
 
 @gluon.jit
 def _row_of(block, first, rows, token_blocks, PLAN: gl.constexpr):
-    """Where the first step of a unit begins in x."""
+    """The first row in x of a unit's first step."""
     return first * 2 * rows + block % token_blocks * PLAN.TOKENS
 
 
 @gluon.jit
 def _ahead(step, steps, row, next_row, more, rows):
-    """Whether there is such a step, and where it begins in x.
+    """True if there is such a step, and its first row in x.
 
-    row, next_row: where step 0 does, of the unit and counted on into the next; more: there is one.
+    row, next_row: the row of step 0, of the unit and of the next, whose steps are counted on; more:
+    there is a next unit.
     """
     here = step < steps
     return here | more, gl.where(here, row, next_row) + step * 2 * rows
@@ -316,7 +317,7 @@ def _next_slot(slot, phase, STAGES: gl.constexpr):
 def _place_of(
     block, token_blocks, warp, lane, tiles, words_ptr, scales_ptr, W: gl.constexpr
 ):  # fmt: skip
-    """Where words and scales of a warp's tile in a block begin; past the end the last tile's."""
+    """Addresses of words and scales of a warp's tile in a block; past the end the last tile's."""
     own = gl.minimum(block // token_blocks * WARPS + warp, tiles - 1)
     TILE_BYTES: gl.constexpr = W.STEPS * W.WIDTH.STEP_BYTES
     words = words_ptr.to(gl.int64, bitcast=True) + lane * 16 + own.to(gl.int64) * TILE_BYTES

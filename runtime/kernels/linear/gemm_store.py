@@ -15,7 +15,9 @@ WARPS = gl.constexpr(8)  # of a program: two warpgroups, a tile each warp
 def joined(acc, parts_ptr, counts_ptr, unit, warp, lane, PLAN: gl.constexpr):
     """The sums of some tokens of a warp's tile, added over all splits of its block in order.
 
-    Every split leaves its own in memory, and adds those of as many tokens as the others do.
+    Every split leaves its own in memory, and adds those of as many tokens as the others do. It
+    waits for the others: there are no more programs than multiprocessors, so all run, and what one
+    waits for never waits for a later unit.
 
     Returns:
         The sums, and the first of their tokens.
@@ -36,7 +38,7 @@ def joined(acc, parts_ptr, counts_ptr, unit, warp, lane, PLAN: gl.constexpr):
     publish(counts, lane)
     await_published(counts, SPLITS)
     sums += split.to(gl.int64) * (COUNT * 128)
-    joined = ()
+    added = ()
     for i in gl.static_range(0, COUNT, 4):
         total = ()
         for s in gl.static_range(SPLITS):
@@ -46,8 +48,8 @@ def joined(acc, parts_ptr, counts_ptr, unit, warp, lane, PLAN: gl.constexpr):
                 one = as_float(words[j])
                 new = new + (one if s == 0 else total[j] + one,)
             total = new
-        joined = joined + total
-    return joined, split * (PLAN.TOKENS // SPLITS)
+        added = added + total
+    return added, split * (PLAN.TOKENS // SPLITS)
 
 
 @gluon.constexpr_function

@@ -99,14 +99,15 @@ def test_swiglu_of_normed_tokens(
 
 
 @BITS
-def test_without_splits_a_token_has_the_same_bits_in_any_company(
-    make_tiled: MakeTiled, randn: Randn, monkeypatch: pytest.MonkeyPatch, bits: int
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_token_has_the_same_bits_in_any_company_of_as_many_splits(
+    make_tiled: MakeTiled, randn: Randn, monkeypatch: pytest.MonkeyPatch, bits: int, splits: int
 ) -> None:
-    use_programs_of(monkeypatch, 256)
+    use_programs_of(monkeypatch, 256, splits)
     w, x, added = make_tiled(bits, 1040, 2560, 128), randn(1100, 2560), randn(1100, 1040)
     whole = gemm(x, w, added=added)
     for program in STAGES:
-        use_programs_of(monkeypatch, program)
+        use_programs_of(monkeypatch, program, splits)
         for first, last in ((0, 65), (1, 400), (129, 1100), (1000, 1100)):
             part = gemm(x[first:last].contiguous(), w, added=added[first:last].contiguous())
             assert torch.equal(part.view(torch.int16), whole[first:last].view(torch.int16))
