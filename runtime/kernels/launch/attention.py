@@ -135,6 +135,11 @@ def attention_launch(
             if fewer > STATIC_SHARED:
                 break
             parts //= 2
+        many = tokens * kv_heads * parts > MOST_WIDE
+        if together == 1 and many and head_dim == 128 and not coded:
+            return AttentionLaunch(
+                keys, 1, parts, early=width <= WIDTH, registers=JOINED_REGISTERS, warps=NARROW
+            )
         near = reach <= KEYS_OF_ONE and head_dim // parts <= PART
         ahead = KEYS_OF_ONE // (keys.turn * keys.groups) if near else 0
         return AttentionLaunch(keys, 1, parts, ahead, early=width <= WIDTH)

@@ -108,6 +108,9 @@ def test_more_query_heads_than_shared_memory_allows_take_fewer_warps() -> None:
 
 def test_narrow_programs_where_they_take_no_more_rounds_or_are_many() -> None:
     """Narrow programs have four warps; BF16 and codes, heads of 128 and 256."""
+    assert attention_launch(8, 4, 128, 256, 64).warps == NARROW
+    assert attention_launch(8, 4, 128, 256, 32).warps is None
+    assert attention_launch(8, 4, 128, 256, 64, 2).warps is None
     assert attention_launch(8, 4, 128, 1024, 64).warps == NARROW
     assert attention_launch(8, 4, 128, 1024, 32).warps is None
     assert attention_launch(8, 4, 128, 1024, 64, coded=True).warps is None
