@@ -51,7 +51,10 @@ from lowbit.runtime.kernels.ptx.wgmma import (
 
 MAGIC = gl.constexpr(0x4B400000)  # 1.5 * 2^23: an integer below 2^22 added to it is an FP32 sum
 WARPGROUPS = gl.constexpr(2)  # of a program
-REGISTERS = 255  # of a thread
+MOST_REGISTERS = 255  # of a thread
+# Codes of 4 and 8 bits, by tokens, as measured: with fewer registers programs of the join find room
+# beside these, and begin when they end.
+REGISTERS = {16: 240, 32: 208, 64: 240}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,7 +124,7 @@ def wgmma(planes: Tensor, w: TiledLinear, plan: WgmmaPlan) -> Tensor:
         turns,
         PLAN=plan,
         num_warps=4 * WARPGROUPS.value,
-        maxnreg=REGISTERS,
+        maxnreg=REGISTERS[tokens] if plan.W.WIDTH.ROWS == 1 else MOST_REGISTERS,
         launch_pdl=True,
         enable_fp_fusion=True,
     )
