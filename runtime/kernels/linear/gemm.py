@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.launch.device import capability, multiprocessors, run
 from lowbit.runtime.kernels.launch.linear import gemm_share
@@ -108,6 +109,15 @@ def _arrange_kernel(
 ):  # fmt: skip
     """A program takes a token. PAIRS: of K and its padding; COUNTS: that it sets to zero."""
     token = tl.program_id(0).to(tl.int64)
+    gdc_launch_dependents()
+    at = tl.arange(0, BLOCK // 2)  # pairs, where they go
+    in_block = at % 16
+    source = at // 16 * 16 + in_block % 4 * 4 + in_block // 8 * 2 + in_block // 4 % 2
+    inside = 2 * source < K
+    if gain_ptr is not None:
+        even_gain = tl.load(gain_ptr + 2 * source, mask=inside, other=0.0).to(tl.float32)
+        odd_gain = tl.load(gain_ptr + 2 * source + 1, mask=inside, other=0.0).to(tl.float32)
+    gdc_wait()
     if counts_ptr is not None:
         tl.store(counts_ptr + token * COUNTS + tl.arange(0, COUNTS), 0)
     x_ptr += token * K
@@ -116,15 +126,11 @@ def _arrange_kernel(
         offs = tl.arange(0, BLOCK)
         x = tl.load(x_ptr + offs, mask=offs < K, other=0.0).to(tl.float32)
         factor = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
-    at = tl.arange(0, BLOCK // 2)  # pairs, where they go
-    in_block = at % 16
-    source = at // 16 * 16 + in_block % 4 * 4 + in_block // 8 * 2 + in_block // 4 % 2
-    inside = 2 * source < K
     even = tl.load(x_ptr + 2 * source, mask=inside, other=0.0).to(tl.float32)
     odd = tl.load(x_ptr + 2 * source + 1, mask=inside, other=0.0).to(tl.float32)
     if gain_ptr is not None:
-        even *= factor * tl.load(gain_ptr + 2 * source, mask=inside, other=0.0).to(tl.float32)
-        odd *= factor * tl.load(gain_ptr + 2 * source + 1, mask=inside, other=0.0).to(tl.float32)
+        even *= factor * even_gain
+        odd *= factor * odd_gain
     low = even.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
     high = odd.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
     word = (low | (high << 16)).to(tl.int32, bitcast=True)
@@ -172,6 +178,7 @@ def arrange(
         PAIRS=pairs,
         COUNTS=1 if counts is None else counts.shape[1],
         num_warps=8,
+        launch_pdl=True,
         enable_fp_fusion=True,
     )
     return out
@@ -196,6 +203,7 @@ def _gemm_kernel(
     full = buffer + STAGES * STAGE
     counts = full + STAGES * 8  # of warps that have read a stage
     leads = (warp == 0) & (lane == 0)
+    gdc_launch_dependents()
     init_barriers(full, leads, STAGES)
     for i in gl.static_range(STAGES):
         store_shared4(counts + i * 4, none, leads)
@@ -207,12 +215,13 @@ def _gemm_kernel(
     next_block, next_first = _share_of(gl.program_id(0) + programs, PLAN)
     next_row = _row_of(next_block, next_first, rows, token_blocks, PLAN) - STEPS * 2 * rows
     more = gl.program_id(0) + programs < units
-    for i in gl.static_range(STAGES):
-        wanted, at = _ahead(i, STEPS, row, next_row, more, rows)
-        _begin_stage(x_ptr, buffer + i * STAGE, full + i * 8, leads & wanted, at, rows, PLAN)
     words, scales = _place_of(block, token_blocks, warp, lane, tiles, words_ptr, scales_ptr, W)
     now = _load_step(words, scales, first, W)
     then = _load_step(words, scales, first + 1, W)
+    gdc_wait()
+    for i in gl.static_range(STAGES):
+        wanted, at = _ahead(i, STEPS, row, next_row, more, rows)
+        _begin_stage(x_ptr, buffer + i * STAGE, full + i * 8, leads & wanted, at, rows, PLAN)
     a = widened(now, W.BITS)
     acc = _zeros(none, TOKENS // 2)
     stage = turns * 0
@@ -421,6 +430,7 @@ def gemm(
         PLAN=plan,
         num_warps=WARPS.value,
         maxnreg=REGISTERS,
+        launch_pdl=True,
         enable_fp_fusion=True,
     )
     return y

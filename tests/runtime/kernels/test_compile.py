@@ -55,6 +55,7 @@ HOPPER = {"wgmma"}
 PREFILL = {"widen", "swiglu", "rotate_append", "attend", "mix", "chunk", "scan", "gated_norm"}
 PREFILL |= EXPERTS_PREFILL
 HOPPER_PREFILL = {"arrange", "gemm", "attend_on_hopper", "widen_pages"}
+CHAINED = {"arrange", "gemm"}  # of prompts: they begin before what feeds them ends
 
 STARVED = "starved gemv"
 # The usual run compiles each so-many-th launch of every kernel; 86 and 89 have the same launches.
@@ -102,7 +103,8 @@ def test_kernels_compile(tmp_path: Path, capability: int, part: int) -> None:
     ]
     assert not spilled, "\n".join(spilled)
     for name, usage in found.items():
-        assert usage["waits"] == (name in decode and capability >= 90), name
+        chained = name in decode and capability >= 90 or name.split()[0] in CHAINED
+        assert usage["waits"] == chained, name
         shared = usage["static"] + usage["dynamic"]
         assert shared <= SHARED_LIMIT[capability], name
         assert shared <= STATIC_LIMIT or usage["static"] == 0, name
