@@ -1,5 +1,6 @@
 """The output folder: made beside its final place, filled, synced, and renamed into it."""
 
+import errno
 import hashlib
 import os
 import shutil
@@ -138,10 +139,22 @@ def prepare_shards(plan: Plan, folder: Path) -> None:
         draft.rmdir()
     for shard in plan.shards:
         with (folder / shard.file).open("a+b") as file:
-            os.posix_fallocate(file.fileno(), 0, shard.size)
+            _allocate(file.fileno(), shard.size, folder)
             file.truncate(shard.size)
         with (folder / shard.file).open("r+b", buffering=0) as file:
             write_at(file.fileno(), 0, memoryview(shard.header))
+
+
+def _allocate(descriptor: int, size: int, folder: Path) -> None:
+    """Claim a file's bytes on the disk; macOS lacks the call, and its free space is compared.
+
+    Raises:
+        OSError: the disk has not enough room.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+    elif size - os.fstat(descriptor).st_size > shutil.disk_usage(folder).free:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def passed_through(names: Iterable[str]) -> list[str]:

@@ -32,6 +32,7 @@ MAX_CONFIG_BYTES = 5_000_000  # bound of config.json, which may list 50,000 dens
 MAX_HEADER_BYTES = 64_000_000  # the safetensors library allows 100 MB, which take 2 GB when parsed
 MAX_SIZE = 2**63 - 1  # bound of a dimension or an offset
 MAX_DIMENSIONS = 64
+MOST_AT_ONCE = 1 << 30  # bytes of a read; macOS refuses those of 2 GB and more
 
 
 DerivedRows = Callable[[int, int, torch.device], Tensor]  # start, stop, device
@@ -129,7 +130,8 @@ def read_at(path: Path, offset: int, out: Tensor) -> None:
     done = 0
     with reopen(path) as file:
         while done < len(view):
-            count = os.preadv(file.fileno(), [view[done:]], offset + done)
+            piece = view[done : done + MOST_AT_ONCE]
+            count = os.preadv(file.fileno(), [piece], offset + done)
             if count == 0:
                 raise CheckpointError(
                     f"`{path.name}` ends at byte {offset + done}, expected {offset + len(view)}",
