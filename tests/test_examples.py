@@ -4,17 +4,20 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lowbit.formats.architectures import read_config
 from lowbit.formats.safetensors import checkpoint
+from tests.short_models import Shorten
 
 pytestmark = pytest.mark.scripts
 
@@ -185,3 +188,74 @@ def test_experts_are_trained_from_a_dense_model(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     checkpoint.open_checkpoint(out)
     assert json.loads((out / "config.json").read_text())["model_type"] == "qwen3_moe"
+
+
+def started(name: str, arguments: tuple[str, ...], **values: object) -> Result:
+    """Run a script's command in this process, with other constants."""
+    main = runpy.run_path(str(MAINTENANCE / f"{name}.py"))["main"]
+    main.callback.__globals__.update(values)
+    return CliRunner().invoke(main, arguments)
+
+
+@pytest.mark.slow
+def test_budgets_are_compared_at_equal_size(shorten: Shorten, tmp_path: Path) -> None:
+    text = (EXAMPLES / "data" / "stories-eval.txt").read_text(encoding="utf-8")
+    (tmp_path / "text.txt").write_text(text[:3000], encoding="utf-8")
+    options = ("--group-size", "128", "--method", "rtn")
+    for name in ("--eval-text", "--calib"):
+        options += (name, str(tmp_path / "text.txt"))
+    done = run(str(EXAMPLES / "budget_table.py"), str(shorten("tiny-qwen3")), *options)
+    assert done.returncode == 0, done.stderr
+    lines = [re.split(r" {2,}", line.strip()) for line in done.stdout.splitlines()]
+    rows = [line for line in lines if len(line) >= 4 and line[0] != "schemes"]
+    assert [row[0] for row in rows[1::2]] == ["chosen at this size"] * 2
+    sizes = [int(row[2].replace(",", "")) for row in rows]
+    assert sizes[1] <= sizes[0]
+    assert sizes[3] <= sizes[2]
+    assert float(rows[3][3]) < float(rows[2][3]) / 10  # 8 bits where 4 and the head of 8 were
+
+
+@pytest.mark.slow
+def test_a_server_is_soaked() -> None:
+    done = started(
+        "soak_serve",
+        ("--minutes", "0.03", "--clients", "1", "--seed", "3"),
+        PROMPTS=2,
+        LENGTHS=(1, 9),
+        CHUNK=2,
+    )
+    assert done.exit_code == 0, done.output
+    assert "all well" in done.output
+
+
+@pytest.mark.slow
+def test_a_drafter_is_trained(tmp_path: Path) -> None:
+    options = (str(EXAMPLES / "models" / "tiny-qwen3"), str(tmp_path / "out"))
+    done = started(
+        "train_tiny_drafter",
+        (*options, "--minutes", "0.001", "--texts", "1"),
+        MEASURED=1,
+        BATCH=1,
+    )
+    assert done.exit_code == 0, done.output
+    assert "tokens a round; accepted" in done.output
+    assert read_config(json.loads((tmp_path / "out" / "config.json").read_text())) is not None
+    assert load_file(tmp_path / "out" / "model.safetensors")
+
+
+@pytest.mark.slow
+def test_a_peer_decodes_on_a_cpu() -> None:
+    folder = str(EXAMPLES / "models" / "tiny-qwen3")
+    done = run(str(BENCHMARKS / "peers_decode.py"), "lowbit-int4", folder, "cpu", "1")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["runs"] == [found["tokens_per_s"]]
+    assert found["tokens_per_s"] > 0
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs Chromium")
+def test_a_report_is_photographed(tmp_path: Path) -> None:
+    (tmp_path / "quality.html").write_text("<h1>Usable</h1>")
+    done = started("report_picture", (str(tmp_path / "quality.html"), str(tmp_path / "out.png")))
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

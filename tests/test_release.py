@@ -87,6 +87,9 @@ def test_every_supported_python_is_tested() -> None:
     assert found == ["3.11", "3.12", "3.13", "3.14"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == f">={found[0]}"
+    prefix = "Programming Language :: Python :: "
+    named = [each.removeprefix(prefix) for each in project["classifiers"] if prefix in each]
+    assert named == ["3 :: Only", *found]
 
 
 def test_publishing_needs_no_stored_secret() -> None:

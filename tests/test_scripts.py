@@ -3,6 +3,7 @@
 import ast
 import runpy
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ SCRIPTS = {path.stem: path for path in sorted(EXAMPLES.rglob("*.py"))}
 START = 'if __name__ == "__main__":'
 # They take no options: test_examples and test_evaluate run them to their end.
 RUN_WHOLE = ("quickstart", "make_stories_cloze")
+JOB = ("source", "out", "text.txt", "1", "64", "32")
+MODULE_OF = {"llama-cpp-python": "llama_cpp"}
 GPU = (
     *("bench_cache", "bench_company", "bench_experts", "bench_kernels", "bench_models"),
     "tune_attention",
@@ -52,6 +55,53 @@ def test_kernel_scripts_say_that_they_need_a_gpu(
 ) -> None:
     with pytest.raises(SystemExit, match=f"^{name} needs an NVIDIA GPU$"):
         start(monkeypatch, name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would run for minutes")
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("bench_constraints", ()),
+        ("bench_engine", ()),
+        ("bench_long_contexts", ("8b",)),
+        ("bench_peers", ()),
+        ("peers_gemv", ("cublas",)),
+        ("peers_prompts", ("8b",)),
+    ],
+)
+def test_scripts_of_servers_and_peers_say_that_they_need_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    arguments: tuple[str, ...],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        start(monkeypatch, name, *arguments)
+    said = f"{capsys.readouterr().err}{ended.value.code}"
+    assert f"{name} needs an NVIDIA GPU" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "library"),
+    [
+        ("check_llama_cpp", (".",), "llama-cpp-python"),
+        ("peers_quantize", ("auto-round:x", *JOB), "auto_round"),
+        ("peers_quantize", ("llmcompressor:GPTQ", *JOB), "llmcompressor"),
+    ],
+)
+def test_scripts_of_other_engines_name_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    arguments: tuple[str, ...],
+    library: str,
+) -> None:
+    if find_spec(MODULE_OF.get(library, library)) is not None:
+        pytest.skip(f"{library} is installed")
+    with pytest.raises(SystemExit) as ended:
+        start(monkeypatch, name, *arguments)
+    assert ended.value.code == 1
+    assert f"{library} is not installed" in capsys.readouterr().err
 
 
 def test_files_without_a_command_are_imported_by_a_script() -> None:

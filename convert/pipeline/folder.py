@@ -1,5 +1,6 @@
 """The output folder: made beside its final place, filled, synced, and renamed into it."""
 
+import errno
 import hashlib
 import os
 import shutil
@@ -21,6 +22,7 @@ from lowbit.formats.files.reading import open_file, read_text
 from lowbit.formats.hub.locate import OTHER_WEIGHTS
 from lowbit.formats.kept_vocabulary import read_kept_vocabulary
 from lowbit.formats.layout.manifest import MANIFEST_FILE, json_bytes
+from lowbit.formats.machine.system import FREE_SPACE, FULL
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, INDEX_FILE, read_json
 from lowbit.formats.safetensors.hashing import hash_file
 from lowbit.formats.safetensors.shards import index_json
@@ -84,7 +86,10 @@ def check_output(out: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ResourceError(
-            f"`{out}` is not empty", hint="choose another folder, or replace it with --overwrite"
+            f"`{out}` is not empty",
+            hint="choose another folder, or replace it with --overwrite"
+            if (out / MANIFEST_FILE).exists()
+            else "choose another folder",
         )
     if not (out / MANIFEST_FILE).exists():
         raise ResourceError(
@@ -128,7 +133,7 @@ def prepare_shards(plan: Plan, folder: Path) -> None:
     Everything else that an earlier run left is removed.
 
     Raises:
-        OSError: the disk has not enough room, found out before any work.
+        ResourceError: the disk has not enough room, found out before any work.
     """
     wanted = {JOURNAL_FILE, *(shard.file for shard in plan.shards)}
     for stale in list(entries(folder)):
@@ -136,12 +141,40 @@ def prepare_shards(plan: Plan, folder: Path) -> None:
             stale.unlink()
     for draft in draft_folders(folder):
         draft.rmdir()
+    needed, free = _missing_bytes(plan, folder), shutil.disk_usage(folder).free
     for shard in plan.shards:
         with (folder / shard.file).open("a+b") as file:
-            os.posix_fallocate(file.fileno(), 0, shard.size)
+            try:
+                _allocate(file.fileno(), shard.size, folder)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                raise ResourceError(
+                    f"the disk is full: `{folder}` needs {needed / 1e6:,.0f} MB more, free: "
+                    f"{free / 1e6:,.0f} MB",
+                    hint=f"{FREE_SPACE}, or name a folder on another disk",
+                ) from None
             file.truncate(shard.size)
         with (folder / shard.file).open("r+b", buffering=0) as file:
             write_at(file.fileno(), 0, memoryview(shard.header))
+
+
+def _missing_bytes(plan: Plan, folder: Path) -> int:
+    """Bytes of the shards that the disk does not hold yet."""
+    held = {path.name: path.stat().st_blocks * 512 for path in entries(folder)}
+    return sum(max(0, shard.size - held.get(shard.file, 0)) for shard in plan.shards)
+
+
+def _allocate(descriptor: int, size: int, folder: Path) -> None:
+    """Claim a file's bytes on the disk; macOS lacks the call, and its free space is compared.
+
+    Raises:
+        OSError: the disk has not enough room.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+    elif size - os.fstat(descriptor).st_size > shutil.disk_usage(folder).free:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def passed_through(names: Iterable[str]) -> list[str]:

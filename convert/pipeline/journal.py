@@ -1,6 +1,5 @@
 """The journal of a working folder: finished tensors, written down beside half-filled shards."""
 
-import fcntl
 import json
 import os
 import re
@@ -85,6 +84,8 @@ def open_journal(
         ResourceError: another conversion is writing to the folder, one of another plan has
             done work there, or somebody else put something there.
     """
+    import fcntl  # not above: Windows, where nothing is converted, has none
+
     with (folder / JOURNAL_FILE).open("a+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

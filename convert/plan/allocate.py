@@ -212,7 +212,8 @@ def _under_bytes(
         target.refusal(
             smallest_plan.output_bytes + beside, stored + beside, smallest_plan.written_parameters
         ),
-        hint="give a target between the two",
+        hint="give a target between the two"
+        + ("" if target.size_bytes is None else "; units can be named, as in 5GB"),
     )
 
 

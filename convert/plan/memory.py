@@ -1,9 +1,7 @@
 """Memory that is free, that a layer takes, and that a conversion may hold while it streams."""
 
 import math
-import os
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 
@@ -13,6 +11,7 @@ from lowbit.formats.architectures.names import MTP_PREFIX, split_layer
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.machine.free_memory import free_bytes
+from lowbit.formats.machine.resident import resident_bytes
 
 DEFAULT_MAX_RAM = 2_000_000_000
 LEAST_ROOM = 500_000_000  # for blocks, by default
@@ -91,12 +90,6 @@ def check_windows(what: str, need: Memory, windows: int, device: str, less: str)
         fitting = windows - math.ceil((size - (free_bytes(place) or 0)) / need.window)
         check_free(what, size, place, less.format(fitting) if fitting > 0 else hint)
         hint = "--device cpu takes the machine's memory"
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def block_elements(max_ram: int | None, workers: int, device: torch.device, held: int = 0) -> int:

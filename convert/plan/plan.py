@@ -193,7 +193,7 @@ def make_plan(
     if method is not None:
         raise QuantizationError(
             f"the source is already quantized (`{method}`)",
-            hint="convert from the BF16 checkpoint",
+            hint="lowbit-run may run it as it is; convert from the BF16 checkpoint",
         )
     check_method(recipe.method, read_config(config).experts is not None, is_drafter(config))
     check_drafter(config, recipe)

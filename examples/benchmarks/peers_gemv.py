@@ -21,6 +21,8 @@ BITS = {"lowbit-int4": 4, "lowbit-int8": 8, "tinygemm": 4, "gemlite": 4, "cublas
 @click.argument("kernel", type=click.Choice(list(BITS)))
 def main(kernel: str) -> None:
     """Print microseconds and bytes by shape as one line of JSON."""
+    if not torch.cuda.is_available():
+        raise click.ClickException("peers_gemv needs an NVIDIA GPU")
     bits, l2 = BITS[kernel], torch.cuda.get_device_properties(0).L2_cache_size
     us, sizes = {}, {}
     for N, K in SHAPES:

@@ -10,6 +10,7 @@ which INT8, is said in bench_real_models.py.
 import shutil
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,15 @@ def main(
     peer: str, source: Path, out: str, calib: Path, samples: int, length: int, group: int
 ) -> None:
     """Convert the checkpoint SOURCE into the new folder OUT, after SAMPLES windows of CALIB."""
+    package, _, method = peer.partition(":")
+    module = package.replace("-", "_")
+    if find_spec(module) is None:
+        raise click.ClickException(f"{module} is not installed")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     windows = cut(source, calib.read_text(encoding="utf-8"), length, samples)
     tokenizer = AutoTokenizer.from_pretrained(source)
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
-    package, _, method = peer.partition(":")
     if package == "auto-round":
         auto_round(model, tokenizer, windows, out, group)
     else:

@@ -11,6 +11,7 @@ import stat
 from pathlib import Path
 
 from lowbit.formats.errors import CheckpointError
+from lowbit.formats.machine.system import check_system
 
 MAX_TEXT_BYTES = 64_000_000  # bound of JSON, templates and cards; tokenizers reach 35 MB
 BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # a file's name in a Hub cache is its hash
@@ -36,7 +37,9 @@ def reopen(path: Path) -> io.BufferedReader:
 
     Raises:
         CheckpointError: it is not a regular file any more, or may not be read.
+        ResourceError: on Windows.
     """
+    check_system()
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

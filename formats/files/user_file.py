@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lowbit.formats.errors import RequestError
 from lowbit.formats.files.reading import kind_of
+from lowbit.formats.machine.system import check_system
 
 MAX_BYTES = 256_000_000
 WRITER_S = 5.0  # wait for a writer to open a named pipe
@@ -24,7 +25,9 @@ def read_user_file(path: Path, what: str) -> bytes:
     Raises:
         RequestError: it cannot be read, is a folder, a device or a socket, is longer than
             `MAX_BYTES`, or is a pipe that nobody writes to.
+        ResourceError: on Windows.
     """
+    check_system()
     where = f"{what} `{path}`"
     try:
         mode = path.stat().st_mode

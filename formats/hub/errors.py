@@ -3,8 +3,14 @@
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
 
 from lowbit.formats.errors import CheckpointError, LowbitError, ResourceError
+
+EXPECTED = "give a folder or a Hub id, `org/name`"
+MOST_NAMES = 1000  # of a folder that are compared with a mistyped one
 
 
 @contextmanager
@@ -26,8 +32,36 @@ def not_found(source: str) -> CheckpointError:
     """The error for a source that is neither a folder nor a model on the Hub."""
     return CheckpointError(
         f"`{source}` is neither a folder nor a model on the Hub",
-        hint="give a folder or a Hub id, `org/name`; a private one needs `hf auth login`",
+        hint=_likely(source),
     )
+
+
+def _likely(source: str) -> str:
+    """The likely mistake in the name of a model: a folder spelled otherwise, quotes, a bad path."""
+    if source.startswith("~"):
+        return f"`~` is the home folder only where it stands outside of quotes; {EXPECTED}"
+    path = Path(source)
+    try:
+        if not path.exists():
+            near = _near(path)
+            if near is not None:
+                return f"did you mean `{near}`? Otherwise {EXPECTED}"
+            if path.is_absolute() or source.startswith("."):
+                first = next(each for each in (*reversed(path.parents), path) if not each.exists())
+                return f"`{first}` does not exist; {EXPECTED}"
+    except (OSError, ValueError):  # no permission; a NUL byte
+        pass
+    return f"{EXPECTED}; a private one needs `hf auth login`"
+
+
+def _near(path: Path) -> Path | None:
+    """The folder beside `path` whose name is the most like its own; None if none is."""
+    if not path.name or not path.parent.is_dir():
+        return None
+    entries = islice(path.parent.iterdir(), MOST_NAMES)
+    folders = [each.name for each in entries if each.is_dir()]
+    found = get_close_matches(path.name, folders, n=1, cutoff=0.75)
+    return path.with_name(found[0]) if found else None
 
 
 def not_cached(repo: str, reason: str) -> CheckpointError:

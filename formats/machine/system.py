@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 from pathlib import Path
 
 from lowbit.formats.errors import CheckpointError, LowbitError, RequestError, ResourceError
@@ -14,6 +15,20 @@ NO_MEMORY = (
     "bad allocation",
 )  # messages of torch on a CPU
 GPU_FULL = "OutOfMemoryError"  # torch's class, by name so that torch is not imported here
+
+
+def check_system() -> None:
+    """Refuse Windows, whose Python lacks the calls that files are read, locked and written with.
+
+    Raises:
+        ResourceError: naming what works instead.
+    """
+    if sys.platform == "win32":
+        raise ResourceError(
+            "lowbit runs on Linux and macOS, not on Windows itself",
+            hint="install it in WSL 2 (`wsl --install`), where the converter, the CPU runtime and "
+            "NVIDIA GPUs work as on Linux",
+        )
 
 
 def explained(error: BaseException, gpu_hint: str | None = None) -> LowbitError | None:

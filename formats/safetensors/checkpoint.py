@@ -32,6 +32,9 @@ MAX_CONFIG_BYTES = 5_000_000  # bound of config.json, which may list 50,000 dens
 MAX_HEADER_BYTES = 64_000_000  # the safetensors library allows 100 MB, which take 2 GB when parsed
 MAX_SIZE = 2**63 - 1  # bound of a dimension or an offset
 MAX_DIMENSIONS = 64
+LFS_POINTER = b"version "  # first 8 bytes of the text that stands for a file in a clone
+PARTIAL = ".partial"  # ending of the folder that an unfinished conversion works in
+MOST_AT_ONCE = 1 << 30  # bytes of a read; macOS refuses those of 2 GB and more
 
 
 DerivedRows = Callable[[int, int, torch.device], Tensor]  # start, stop, device
@@ -129,7 +132,8 @@ def read_at(path: Path, offset: int, out: Tensor) -> None:
     done = 0
     with reopen(path) as file:
         while done < len(view):
-            count = os.preadv(file.fileno(), [view[done:]], offset + done)
+            piece = view[done : done + MOST_AT_ONCE]
+            count = os.preadv(file.fileno(), [piece], offset + done)
             if count == 0:
                 raise CheckpointError(
                     f"`{path.name}` ends at byte {offset + done}, expected {offset + len(view)}",
@@ -278,6 +282,11 @@ def header_length(prefix: bytes, file: str, size: int) -> int:
     Raises:
         CheckpointError: the header is longer than the file or than MAX_HEADER_BYTES.
     """
+    if prefix == LFS_POINTER:
+        raise CheckpointError(
+            f"`{file}` is a pointer of Git LFS, which stands for the weights",
+            hint="`git lfs pull` in its folder fetches them; or give the model's Hub id",
+        )
     length = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
         raise CheckpointError(
@@ -371,6 +380,17 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
         raw = read_bytes(path, max_bytes)
     except FileNotFoundError:
         raise CheckpointError(
-            f"`{path.parent}` is not a checkpoint: it has no {path.name}"
+            f"`{path.parent}` is not a checkpoint: it has no {path.name}",
+            hint=_place_of_model(path.parent) if path.name == CONFIG_FILE else None,
         ) from None
     return object_of(raw, path)
+
+
+def _place_of_model(folder: Path) -> str:
+    """Advice to somebody who names a folder without config.json."""
+    if folder.name.endswith(PARTIAL):
+        return "a conversion has not finished here; the command that began it continues"
+    inner = [*folder.glob(f"*/{CONFIG_FILE}"), *folder.glob(f"snapshots/*/{CONFIG_FILE}")]
+    if inner:
+        return f"did you mean `{min(inner).parent}`?"
+    return f"give the folder that holds {CONFIG_FILE} and the .safetensors files"

@@ -59,8 +59,10 @@ class _Misuse(click.UsageError):
 
     def __init__(self, error: click.UsageError) -> None:
         """Keep message and command."""
-        prefix = "Error: "
-        text = folded(prefix + error.format_message(), sys.stderr)
+        prefix, message = "Error: ", error.format_message()
+        if message.startswith("Got unexpected extra argument"):  # most often a prompt
+            message += ". Words that belong together need quotes."
+        text = folded(prefix + message, sys.stderr)
         super().__init__(text.removeprefix(prefix), error.ctx)
 
 

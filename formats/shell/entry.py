@@ -14,7 +14,7 @@ from types import FrameType
 from typing import IO, NoReturn
 
 INTERRUPTED = 128 + signal.SIGINT
-READER_LEFT = 128 + signal.SIGPIPE
+READER_LEFT = 128 + 13  # SIGPIPE, a name that Windows lacks
 # An import can swallow an interrupt: a C extension may report another error or none, and a library
 # may go on without the module. The interrupt is therefore raised again until it gets through.
 MASKS = (ImportError, SystemError)
@@ -25,12 +25,13 @@ def run(module: str, program: str) -> NoReturn:
     """Import a module and call its `main`.
 
     The exit code is 130 after SIGINT and 143 after SIGTERM. Both unwind the stack, so that open
-    files are closed and temporary ones removed.
+    files are closed and temporary ones removed. On Windows it is 1, with a message.
 
     Args:
         module: dotted name.
         program: name of the command for messages.
     """
+    _check_system()
     if hasattr(sys.stdout, "reconfigure"):  # escape characters that the encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     arrived: list[int] = []
@@ -51,6 +52,20 @@ def run(module: str, program: str) -> NoReturn:
     if arrived[-1] == signal.SIGINT:
         farewell()
     sys.exit(128 + arrived[-1])
+
+
+def _check_system() -> None:
+    """End on a system that no command runs on, before anything fails there for want of a call."""
+    if sys.platform != "win32":
+        return
+    from lowbit.formats.errors import LowbitError
+    from lowbit.formats.machine.system import check_system
+
+    try:
+        check_system()
+    except LowbitError as error:
+        print(f"Error: {error}\n\nhint: {error.hint}", file=sys.stderr)
+        sys.exit(1)
 
 
 def farewell(left: str = "", fold: Callable[[str], str] = str) -> None:

@@ -8,7 +8,6 @@ with `path` (sys.path), `library` (a key of LIBRARIES) and `memory_bytes`.
 
 import contextlib
 import json
-import resource
 import signal
 import sys
 import threading
@@ -23,7 +22,6 @@ LIBRARIES = {  # modules to import; jinja2 imports some of its own late
     "tokenizers": ("tokenizers",),
     "llguidance": ("llguidance",),
 }
-TIMERS = {signal.SIGALRM, signal.SIGPROF}  # of all time, and of this process's own
 MAX_MESSAGE = 300  # characters of an error's message
 
 
@@ -56,10 +54,13 @@ def main() -> None:
 
 def prepare(options: dict[str, Any]) -> None:
     """Set the limits and import the modules of the library."""
+    import resource  # not above, where the parent would need it: Windows has none
+
     sys.path[:] = options["path"]
-    for timer in TIMERS:  # the parent may ignore or block them
+    timers = {signal.SIGALRM, signal.SIGPROF}  # of all time, and of this process's own
+    for timer in timers:  # the parent may ignore or block them
         signal.signal(timer, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, TIMERS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, timers)
     limit(resource.RLIMIT_AS, options["memory_bytes"])
     limit(resource.RLIMIT_CORE, 0)
     for module in LIBRARIES[options["library"]]:
@@ -69,6 +70,8 @@ def prepare(options: dict[str, Any]) -> None:
 
 def limit(kind: int, most: int) -> None:
     """Lower a limit of this process, where the system has such a limit: macOS lacks RLIMIT_AS."""
+    import resource
+
     hard = resource.getrlimit(kind)[1]
     if hard != resource.RLIM_INFINITY:
         most = min(most, hard)

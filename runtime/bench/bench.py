@@ -1,7 +1,6 @@
 """Speed and memory of a model on this machine, against the bandwidth of its memory."""
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import torch
 from lowbit.formats.architectures import part_of
 from lowbit.formats.errors import RequestError
 from lowbit.formats.machine.free_memory import free_bytes
+from lowbit.formats.machine.resident import peak_resident_bytes
 from lowbit.runtime.bench.settings import BenchSettings
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs
@@ -283,10 +283,7 @@ def peak_bytes(device: str) -> int:
     """Peak memory of this process: of the GPU's allocator, or resident on a CPU."""
     if device == "cuda":
         return torch.cuda.max_memory_reserved()
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak_resident_bytes()
 
 
 def device_name(device: str) -> str:

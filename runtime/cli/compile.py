@@ -37,7 +37,7 @@ def architectures(
     found = [ARCH.fullmatch(text.strip()) for text in value.split(",")]
     capabilities = {0 if match is None else int(match[1]) for match in found}
     if not capabilities <= set(KNOWN):
-        raise click.BadParameter(f"`{value}` names others than {NAMES}.")
+        raise click.BadParameter(f"`{value}`: expected names among {NAMES}, with commas between.")
     return tuple(sorted(capabilities))
 
 

@@ -24,6 +24,7 @@ from lowbit.runtime.text.chat import plain_messages
 
 REQUESTS, ANSWERS = "file of prompts", "file of answers"
 DIGEST = "request_sha256"
+EXAMPLE = 'a line is an object such as {"id": "1", "prompt": "Why is the sky blue?"}'
 MOST_NAMED = 10  # lines that a message names
 NEW_TOKENS = Field("max_new_tokens", least=1, default=None, nullable=True)
 THINKING_TOKENS = Field("max_thinking_tokens", least=0, default=None, nullable=True)
@@ -93,7 +94,7 @@ def read_prompts(path: Path, given: AnswerSettings) -> tuple[PromptLine, ...]:
         else:
             lines[line.id] = line
     if wrong:
-        raise RequestError(f"{REQUESTS} `{path}`, {wrong[0]}", hint=_others(wrong[1:]))
+        raise RequestError(f"{REQUESTS} `{path}`, {wrong[0]}", hint=_others(wrong[1:]) or EXAMPLE)
     if not lines:
         raise RequestError(f"{REQUESTS} `{path}` holds no line")
     return tuple(lines.values())

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from lowbit.convert import Conversion, Override, Recipe, convert
 from lowbit.convert.pipeline import stream
-from lowbit.convert.plan.memory import block_elements, peak_estimate, resident_bytes
+from lowbit.convert.plan.memory import block_elements, peak_estimate
 from lowbit.formats.architectures import is_tied, tensor_table
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.layout import rtn
 from lowbit.formats.layout.packing import pack
 from lowbit.formats.machine.cores import core_count
+from lowbit.formats.machine.resident import resident_bytes
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ import torch
 
 from lowbit.convert import Override, Recipe, convert
 from lowbit.convert.pipeline.estimate import open_headers, peak_ram
-from lowbit.convert.plan.memory import resident_bytes
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.plan import Plan, make_plan
 from lowbit.convert.plan.readers import runtime_verdict, vllm_verdict
 from lowbit.formats.errors import LowbitError
+from lowbit.formats.machine.resident import resident_bytes
 
 if TYPE_CHECKING:
     from tests.convert.conftest import MakeModel

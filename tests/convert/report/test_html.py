@@ -350,6 +350,7 @@ def test_without_logits_and_manifest(make_report: MakeReport) -> None:
     report = make_report(measured=False)
     page = Page(render_html(report, None, "m"))
     assert judge(report).title in page.text
+    assert "from a local original (qwen3, " in page.text
     assert set(page.rows) == {"layers", "making", "limits", "figures"}
     assert set(page.facts) == {"Size", "Bits per weight"}
     assert "svg" not in page.tags
