@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import runpy
 import shutil
 import subprocess
@@ -59,16 +58,17 @@ def test_bits_table_names_what_is_wrong() -> None:
 
 @pytest.mark.slow
 def test_costs_of_groups_add_up(tmp_path: Path) -> None:
-    options = ("--method", "rtn", "--parts", "1", "--characters", "9000")
-    done = run(str(EXAMPLES / "bits_by_group.py"), *options)
+    figures = tmp_path / "figures.json"
+    options = ("--method", "rtn", "--calib-samples", "8", "--cost-windows", "6", "--windows", "6")
+    done = run(str(EXAMPLES / "bits_by_group.py"), *options, "--json", str(figures))
     assert done.returncode == 0, done.stderr
-    cells = [re.split(r" {2,}", line.strip()) for line in done.stdout.splitlines()]
-    rows = {name: figures for name, *figures in cells if figures}
-    costs = {name: float(rows[name][0]) for name in rows if ", layers 0 to 5" in name}
-    assert len(costs) == 4
-    assert float(rows["sum"][0]) == pytest.approx(sum(costs.values()), abs=1e-4)
-    assert float(rows["sum"][0]) == pytest.approx(float(rows["all at once"][0]), rel=0.05)
-    assert float(rows["sum"][1]) == pytest.approx(float(rows["sum"][0]), rel=0.2)  # estimated
+    found = json.loads(figures.read_text())
+    costs = [kl for name, bits, group, kl in found["rows"] if (bits, group) == (4, 128)]
+    head = next(kl for name, bits, _, kl in found["rows"] if (name, bits) == ("lm_head", 4))
+    assert sum(costs) - head == pytest.approx(found["layers"]["4"], rel=0.05)
+    uniform, same, more = found["results"]
+    assert uniform["bytes"] >= same["bytes"] > 0.99 * uniform["bytes"]
+    assert more["kl"]["stories"] < same["kl"]["stories"] < uniform["kl"]["stories"]
 
 
 def test_shards_are_filled_before_they_are_read(

@@ -151,7 +151,10 @@ def _candidates(
                 hint="compute them again with `lowbit-convert sensitivity`",
             )
         given = [row for row in measured[fused.name] if math.isfinite(row.kl)]
-        found.append([_Candidate(None, 0.0), *(_Candidate(row.scheme, row.kl) for row in given)])
+        # A head that stays the embedding cannot be rotated.
+        stays = fused.shared and recipe.method.rotate
+        stored = [] if stays else [_Candidate(None, 0.0)]
+        found.append([*stored, *(_Candidate(row.scheme, row.kl) for row in given)])
     return found
 
 

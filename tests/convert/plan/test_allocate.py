@@ -13,6 +13,7 @@ import torch
 
 from lowbit.convert.plan.allocate import Allocation, Target, allocate
 from lowbit.convert.plan.lookup import rows_of
+from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from lowbit.convert.plan.recipe import Override, Recipe
 from lowbit.convert.plan.sensitivities import Row
@@ -112,6 +113,14 @@ def test_both_targets_count_the_same_bytes(checkpoint: Checkpoint) -> None:
     size = math.floor(Fraction(9) * by_bits.plan.written_parameters / 8)
     by_size = run(checkpoint, plausible(checkpoint), Target(size_bytes=size))
     assert by_size.schemes == by_bits.schemes
+
+
+def test_a_rotated_tied_head_is_always_quantized(tiny: Path) -> None:
+    checkpoint = open_checkpoint(tiny)
+    target = Target(bits_per_weight=Fraction(12))
+    assert run(checkpoint, plausible(checkpoint), target).schemes["lm_head"] is None
+    recipe = Recipe(method=Method("gptq", rotate=True))
+    assert run(checkpoint, plausible(checkpoint), target, recipe).schemes["lm_head"] is not None
 
 
 def test_the_embedding_beside_a_quantized_tied_head_counts(tiny: Path) -> None:
