@@ -103,7 +103,7 @@ def test_kernels_compile(tmp_path: Path, capability: int, part: int) -> None:
     ]
     assert not spilled, "\n".join(spilled)
     for name, usage in found.items():
-        chained = name in decode and capability >= 90 or name.split()[0] in CHAINED
+        chained = (name in decode and capability >= 90) or name.split()[0] in CHAINED
         assert usage["waits"] == chained, name
         shared = usage["static"] + usage["dynamic"]
         assert shared <= SHARED_LIMIT[capability], name
