@@ -136,7 +136,8 @@ def _kind(field: Schema) -> str:
     if kind == "array":
         kind = f"list of {_kind(field.get('items', {}))}"
     limits = [words.format(f"{field[key]:,}") for key, words in LIMITS.items() if key in field]
-    return f"{kind}, {' '.join(limits)}" if limits else kind
+    between = " " if "minimum" in field else ", "
+    return f"{kind}, {between.join(limits)}" if limits else kind
 
 
 def _used(calls: list[Schema], schemas: Schema) -> list[str]:
