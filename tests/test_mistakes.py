@@ -166,3 +166,23 @@ def test_disk_error_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 1
     assert "Input/output error" in done.stderr
     assert "full" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["transformers", "lowbit.nothing", "fcntl"])
+def test_missing_library(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A foreign module is missing in the installation; any other is a bug, with its traceback."""
+
+    def missing(*arguments: object) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr("lowbit.formats.hub.locate.locate", missing)
+    done = convert(MODEL, "out")
+    if name != "transformers":
+        assert isinstance(done.exception, ModuleNotFoundError)
+        return
+    said(
+        done,
+        "`transformers` is not installed",
+        "pip install -c constraints.txt . in the clone of lowbit; lowbit-run doctor names what is "
+        "missing",
+    )

@@ -49,11 +49,23 @@ def explained(error: BaseException, gpu_hint: str | None = None) -> LowbitError 
         isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
     ):
         return ResourceError("the memory of this machine is used up", hint="ask for less at once")
+    if isinstance(error, ModuleNotFoundError) and _is_foreign(error.name):
+        return ResourceError(
+            f"`{error.name}` is not installed",
+            hint="pip install -c constraints.txt . in the clone of lowbit; lowbit-run doctor names "
+            "what is missing",
+        )
     if isinstance(error, RecursionError):
         return CheckpointError("a file is nested too deeply to be read", hint="--debug shows where")
     if isinstance(error, UnicodeError):
         return RequestError(f"a text cannot be read or written as UTF-8: {error}")
     return None
+
+
+def _is_foreign(module: str | None) -> bool:
+    """Tell if a module is neither this project's nor Python's, so that its absence is no bug."""
+    root = (module or "lowbit").partition(".")[0]
+    return root != "lowbit" and root not in sys.stdlib_module_names
 
 
 def of_system(

@@ -12,6 +12,8 @@ from lowbit.formats.machine.system import explained
 from lowbit.formats.shell.output import folded
 
 Command = Callable[..., None]
+# Whether one of these is a bug is decided by `explained`.
+EXPECTED = (LowbitError, OSError, MemoryError, RuntimeError, UnicodeError, ModuleNotFoundError)
 
 
 class Failure(click.ClickException):
@@ -37,7 +39,7 @@ def reported(command: Command) -> Command:
     def run(*, debug: bool, **options: Any) -> None:
         try:
             command(**options)
-        except (LowbitError, OSError, MemoryError, RuntimeError, UnicodeError) as error:
+        except EXPECTED as error:
             known = explained(error, _gpu_hint(options))
             if debug or known is None:
                 raise
