@@ -4,7 +4,8 @@ Run: python examples/maintenance/soak_serve.py [--minutes 30] [--clients 8] [--s
 A server process on the CPU gets random requests of every kind: 10 % leave in the middle, 5 % are
 malformed, some read slowly, some cut their body. Greedy answers are compared with those that the
 model gave alone, before. At the end nothing may run or wait, the cache must be free, and memory may
-not have grown since the first third.
+not have grown since the first third. Prompts of every length warm the server up before that, which
+takes about ten minutes.
 """
 
 import asyncio
