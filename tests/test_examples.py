@@ -202,7 +202,7 @@ def started(name: str, arguments: tuple[str, ...], **values: object) -> Result:
 def test_budgets_are_compared_at_equal_size(shorten: Shorten, tmp_path: Path) -> None:
     text = (EXAMPLES / "data" / "stories-eval.txt").read_text(encoding="utf-8")
     (tmp_path / "text.txt").write_text(text[:3000], encoding="utf-8")
-    options = ("--group-size", "128", "--method", "rtn")
+    options: tuple[str, ...] = ("--group-size", "128", "--method", "rtn")
     for name in ("--eval-text", "--calib"):
         options += (name, str(tmp_path / "text.txt"))
     done = run(str(EXAMPLES / "budget_table.py"), str(shorten("tiny-qwen3")), *options)
