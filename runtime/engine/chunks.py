@@ -39,7 +39,7 @@ class Chunks:
         decoder: the model.
         state: pages and slots of its sequences.
         tables: [R, T / PAGE] int32 block tables by row.
-        graphs: recorded chunks, by width.
+        graphs: recorded chunks, by width and by whether only the last hidden state is wanted.
         inputs: [INPUTS * W + 2] int32; for a width M ids, positions, rows and slots to write, M of
             each, then 0 and the number of tokens.
         hidden: [W, h], hidden states of the last chunk.
@@ -52,7 +52,8 @@ class Chunks:
     inputs: Tensor = field(init=False)
     hidden: Tensor = field(init=False)
     _prompts: int = 0  # that have begun
-    _uses: dict[int, tuple[int, int]] = field(default_factory=dict)  # see `_is_common`
+    # see `_is_common`
+    _uses: dict[tuple[int, bool], tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Allocate what the widest chunk needs."""
@@ -64,22 +65,22 @@ class Chunks:
         """True if a chunk of so many tokens is padded; others are launched as they are."""
         return SEQUENCE_TOKENS < tokens <= WIDTHS[-1]
 
-    def run(self, sequence: Sequence, ids: Numbers[int]) -> Tensor:
-        """Run the next tokens of a prompt through the layers; see `takes`.
+    def run(self, sequence: Sequence, ids: Numbers[int], last: bool = False) -> Tensor:
+        """Run the next tokens of a prompt through the layers; see `takes` and `Runner.chunk`.
 
         Returns:
-            [len(ids), h] hidden states, until the next chunk runs.
+            [len(ids), h] hidden states, or [1, h], until the next chunk runs.
         """
         count, first = len(ids), sequence.length
         M = width_of(count)
         write(self.inputs[: INPUTS * M + 2], _numbers(sequence.row, first, ids, M))
-        if self._is_common(M, first == sequence.reused):
-            self.graphs.replay(M, lambda: self.forward(M))
+        if self._is_common((M, last), first == sequence.reused):
+            self.graphs.replay((M, last), lambda: self.forward(M, last))
         else:
-            self.forward(M)
-        return self.hidden[:count]
+            self.forward(M, last)
+        return self.hidden[: 1 if last else count]
 
-    def forward(self, M: int) -> None:
+    def forward(self, M: int, last: bool = False) -> None:
         """Run the tokens in `inputs`, all that is known of them on the host being their width."""
         ids, positions, rows, writes = self.inputs[: INPUTS * M].view(INPUTS, M)
         step = Step(
@@ -93,19 +94,21 @@ class Chunks:
             longest=M,
             spans=(Span(SCRATCH, 0, M),),
             prompt=True,
+            ending="last" if last else "apart",
         )
-        self.hidden[:M] = self.decoder.hidden(ids.long(), self.state, step)
+        hidden = self.decoder.hidden(ids.long(), self.state, step)
+        self.hidden[: len(hidden)] = hidden
 
-    def _is_common(self, M: int, begins: bool) -> bool:
+    def _is_common(self, kind: tuple[int, bool], begins: bool) -> bool:
         """True if more than LAUNCHED prompts have had such a chunk: a lone prompt gains nothing.
 
         begins: the chunk is the first of its prompt.
         """
         self._prompts += begins
-        count, last = self._uses.get(M, (0, 0))
+        count, last = self._uses.get(kind, (0, 0))
         if last != self._prompts or not count:
             count += 1
-            self._uses[M] = count, self._prompts
+            self._uses[kind] = count, self._prompts
         return count > LAUNCHED
 
 
@@ -127,7 +130,7 @@ def new_chunks(
         return None
     if decoder.config.experts is not None:
         return None
-    return Chunks(decoder, state, tables, Graphs(beside=beside, most=len(WIDTHS)))
+    return Chunks(decoder, state, tables, Graphs(beside=beside, most=2 * len(WIDTHS)))
 
 
 def width_of(tokens: int) -> int:

@@ -208,7 +208,7 @@ class Engine:
         try:
             while sequence.length < len(sequence.request.prompt):
                 first = sequence.length
-                hidden = self._send_chunk(sequence)
+                hidden = self._send_chunk(sequence, last=False)
                 if first + len(hidden) > start:
                     parts.append(self.decoder.logits(hidden[max(0, start - first) :]))
         except Exception:  # of torch, such as too little memory: give the room back, whatever it is
@@ -254,13 +254,15 @@ class Engine:
         """
         scheduler, request = self.scheduler, sequence.request
         first = sequence.length
-        hidden = self._send_chunk(sequence)
+        read = self.drafting is not None or request.prompt_logprobs is not None
+        hidden = self._send_chunk(sequence, last=not read)
+        count = sequence.length - first
         if self.drafting is not None and sequence.count > 0:
             self.drafting.read_prompt(sequence, first, hidden)
         if request.prompt_logprobs is not None:
             score_chunk(sequence, first, hidden, self.decoder)
         if sequence.length < len(request.prompt):
-            return len(hidden)
+            return count
         scheduler.keep_prompt(sequence)
         if request.constraint is not None:
             self._end(restrict([sequence], self.runner.sampler))
@@ -270,15 +272,18 @@ class Engine:
                 self.drafting.begin(sequence)
             self._sent.append(self.runner.begin(sequence, hidden[-1:]))
             scheduler.begin_decoding(sequence)
-        return len(hidden)
+        return count
 
-    def _send_chunk(self, sequence: Sequence) -> Tensor:
-        """Hidden states of the tokens up to the next cut, which pass the layers: [M, h]."""
+    def _send_chunk(self, sequence: Sequence, last: bool) -> Tensor:
+        """Hidden states of the tokens up to the next cut, which pass the layers: [M, h].
+
+        last: only that of the last token is wanted; see `Runner.chunk`.
+        """
         prompt = sequence.request.prompt
         stop = next_cut(sequence.cuts, sequence.length, len(prompt))
         self.in_prompt = True
         try:
-            hidden = self.runner.chunk(sequence, prompt[sequence.length : stop])
+            hidden = self.runner.chunk(sequence, prompt[sequence.length : stop], last)
         finally:
             self.in_prompt = False
         self.scheduler.room.count_chunk(sequence, stop)

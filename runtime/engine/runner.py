@@ -143,14 +143,19 @@ class Runner:
         if self.blocks is not None:
             self.blocks.pages.copy(source, target)
 
-    def chunk(self, sequence: Sequence, ids: Numbers[int]) -> Tensor:
+    def chunk(self, sequence: Sequence, ids: Numbers[int], last: bool = False) -> Tensor:
         """Run the next tokens of a prompt through the layers.
 
+        Args:
+            sequence: whose prompt it is.
+            ids: of the tokens.
+            last: only the last token's hidden state is wanted.
+
         Returns:
-            [M, h] hidden states, until the next chunk runs.
+            [M, h] hidden states, the last one of the last token; until the next chunk runs.
         """
         if self.chunks is not None and self.chunks.takes(len(ids)):
-            return self.chunks.run(sequence, ids)
+            return self.chunks.run(sequence, ids, last)
         count, first, row = len(ids), sequence.length, sequence.row
         write = [NO_SLOT] * (count - 1) + [row]
         inputs = self.ints([ids, range(first, first + count), [row] * count, write])
@@ -164,8 +169,9 @@ class Runner:
             reach=reach_for(first + count, self.context),
             longest=count,
             spans=(Span(row, first, count, tuple(sequence.pages), row, tuple(write)),),
-            prompt=count > SEQUENCE_TOKENS,
         )
+        if count > SEQUENCE_TOKENS:
+            step = replace(step, prompt=True, ending="last" if last else "apart")
         return self._hidden(inputs[0].long(), step)
 
     def begin(self, sequence: Sequence, hidden: Tensor) -> PlainStep:

@@ -1,6 +1,7 @@
 """Qwen3, Qwen2.5 and Llama 3: attention, then an MLP or experts, over the ops of one backend."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -56,7 +57,7 @@ class Dense(Generic[W]):
             hidden_taps: take outputs of layers; None where nobody reads them.
 
         Returns:
-            [M, h], before the final norm.
+            [M, h], or [1, h] of the last token where no other is wanted; before the final norm.
         """
         ops, eps = self.ops, self.config.rms_norm_eps
         x = ops.embed(ids, self.embedding)  # [M, h]
@@ -65,11 +66,16 @@ class Dense(Generic[W]):
             mixed = ops.attention(
                 qkv, layer.q_norm, layer.k_norm, eps, self.rope, state.pages, step, index
             )  # [M, Hq * D]
-            x = ops.product(mixed, layer.o, added=x)
-            x = run_mlp(ops, x, layer.post_norm, eps, layer.mlp)
+            finish = partial(self._finish, layer)
+            x = step.end(finish, mixed, x) if layer is self.layers[-1] else finish(mixed, x)
             if hidden_taps is not None:
                 hidden_taps.take(index, x)
         return x
+
+    def _finish(self, layer: Layer[W], mixed: Tensor, x: Tensor) -> Tensor:
+        """What a layer makes of its heads [M, Hq * D] and of its input x [M, h]: [M, h]."""
+        x = self.ops.product(mixed, layer.o, added=x)
+        return run_mlp(self.ops, x, layer.post_norm, self.config.rms_norm_eps, layer.mlp)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: [M, h] to [M, V] float32."""

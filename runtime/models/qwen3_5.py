@@ -1,6 +1,7 @@
 """Qwen3.5: layers of gated DeltaNet with gated full attention in between, over one backend."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
@@ -95,18 +96,37 @@ class Qwen35(Generic[W]):
             hidden_taps: take outputs of layers; None where nobody reads them.
 
         Returns:
-            [M, h], before the final norm.
+            [M, h], or [1, h] of the last token where no other is wanted; before the final norm.
         """
         x = self.ops.embed(ids, self.embedding)  # [M, h]
         for index, layer in enumerate(self.layers):
-            x = self.run_layer(x, layer, state, step)
+            x = self.run_layer(x, layer, state, step, ends=layer is self.layers[-1])
             if hidden_taps is not None:
                 hidden_taps.take(index, x)
         return x
 
-    def run_layer(self, x: Tensor, layer: Layer[W], state: DeviceState, step: Step) -> Tensor:
-        """Run M tokens through a layer: [M, h] to [M, h]."""
-        x = self._with_mixer(x, layer.input_norm, layer.mixer, state, step)
+    def run_layer(
+        self, x: Tensor, layer: Layer[W], state: DeviceState, step: Step, ends: bool = False
+    ) -> Tensor:
+        """Run M tokens through a layer: [M, h] to [M, h]; see `Step.end` where it ends a model."""
+        ops, eps, mixer = self.ops, self.config.rms_norm_eps, layer.mixer
+        if isinstance(mixer, DeltaNet):
+            qkvz, ba = ops.two_products(x, mixer.qkvz, mixer.ba, layer.input_norm, eps)
+            states = state.slots.layer(mixer.index)
+            x = ops.delta_linear(qkvz, ba, mixer.weights, states, step, mixer.out, x)
+            finish = partial(run_mlp, ops, norm=layer.post_norm, eps=eps, mlp=layer.mlp)
+            return step.end(finish, x) if ends else finish(x)
+        qkv = ops.product(x, mixer.qkv, norm=layer.input_norm, eps=eps)
+        index, pages = mixer.index, state.pages
+        mixed = ops.attention(
+            qkv, mixer.q_norm, mixer.k_norm, eps, self.rope, pages, step, index, gated=True
+        )
+        attended = partial(self._finish, layer, mixer.out)
+        return step.end(attended, mixed, x) if ends else attended(mixed, x)
+
+    def _finish(self, layer: Layer[W], out: W, mixed: Tensor, x: Tensor) -> Tensor:
+        """What a layer makes of its heads [M, Hq * D] and of its input x [M, h]: [M, h]."""
+        x = self.ops.product(mixed, out, added=x)
         return run_mlp(self.ops, x, layer.post_norm, self.config.rms_norm_eps, layer.mlp)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -114,27 +134,6 @@ class Qwen35(Generic[W]):
         return self.ops.product(
             hidden, self.head, norm=self.norm, eps=self.config.rms_norm_eps, logits=True
         )
-
-    def _with_mixer(
-        self,
-        x: Tensor,
-        norm: Tensor,
-        mixer: Attention[W] | DeltaNet[W],
-        state: DeviceState,
-        step: Step,
-    ) -> Tensor:
-        """Add the output of a mixer to x: [M, h]."""
-        ops, eps = self.ops, self.config.rms_norm_eps
-        if isinstance(mixer, DeltaNet):
-            qkvz, ba = ops.two_products(x, mixer.qkvz, mixer.ba, norm, eps)
-            states = state.slots.layer(mixer.index)
-            return ops.delta_linear(qkvz, ba, mixer.weights, states, step, mixer.out, x)
-        qkv = ops.product(x, mixer.qkv, norm=norm, eps=eps)
-        index = mixer.index
-        mixed = ops.attention(
-            qkv, mixer.q_norm, mixer.k_norm, eps, self.rope, state.pages, step, index, gated=True
-        )
-        return ops.product(mixed, mixer.out, added=x)
 
 
 def build(

@@ -1,8 +1,9 @@
 """A step: tokens of one or several sequences that pass the layers together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -55,6 +56,9 @@ class Step:
         prompt: whether the tokens are a chunk of one sequence's prompt (B = 1) that takes the
             kernels for many tokens; else they take those that give each token the same bits in
             any company.
+        ending: of a prompt, how its tokens pass the last layer behind its keys, values and states:
+            all together; the last one apart, so that it has the same bits whether or not the others
+            pass, too; or only that one.
     """
 
     positions: Tensor
@@ -67,6 +71,23 @@ class Step:
     longest: int
     spans: tuple[Span, ...]
     prompt: bool = False
+    ending: Literal["together", "apart", "last"] = "together"
+
+    def end(self, finish: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+        """What `finish` makes of the tokens' rows in the last layer; see `ending`.
+
+        Args:
+            finish: makes [M, h] of tensors [M, n].
+            rows: these tensors.
+
+        Returns:
+            [M, h]; [1, h] where only the last token passes.
+        """
+        if self.ending == "together":
+            return finish(*rows)
+        at = (self.starts[1:] - 1).long()
+        last = finish(*(each.index_select(0, at) for each in rows))
+        return last if self.ending == "last" else finish(*rows).index_copy(0, at, last)
 
 
 def lone_step(count: int, device: str | torch.device, first: int = 0, prompt: bool = True) -> Step:

@@ -217,7 +217,7 @@ class PaddedDecoder:
         self.decoder, self.embedding = decoder, decoder.embedding
 
     def hidden(self, ids: Tensor, state: DeviceState, step: Step) -> Tensor:
-        """Hidden states [M, h], those of padding NaN."""
+        """Hidden states [M, h], those of padding NaN; or the last one."""
         start, count = step.starts.tolist()
         row, *rows = step.rows.tolist()
         first = int(step.positions[0])
@@ -237,6 +237,9 @@ class PaddedDecoder:
             longest=count,
             spans=(Span(row, first, count, pages, int(step.read[0]), writes),),
         )
+        hidden = self.decoder.hidden(ids[:count], state, real)
+        if step.ending == "last":
+            return hidden
         found = self.embedding.new_full((len(ids), self.embedding.shape[1]), torch.nan)
-        found[:count] = self.decoder.hidden(ids[:count], state, real)
+        found[:count] = hidden
         return found

@@ -190,6 +190,23 @@ def test_tokens_of_one_step_are_those_of_steps_of_one(model: lowbit.Model, size:
         assert torch.equal(one, several)
 
 
+@pytest.mark.parametrize("count", [SEQUENCE_TOKENS, SEQUENCE_TOKENS + 1, 60])
+def test_a_last_hidden_state_is_the_same_without_the_others(
+    model: lowbit.Model, count: int
+) -> None:
+    runner = model.engine.runner
+    found = []
+    for last in (False, True):
+        clean(runner)
+        made = opened(runner, 1, IDS)
+        hidden = runner.chunk(made, IDS[:count], last)
+        assert len(hidden) == (1 if last and count > SEQUENCE_TOKENS else count)
+        made.length = count
+        found.append([hidden[-1], *rows_of(runner, made)])
+    for whole, alone in zip(*found, strict=True):
+        assert torch.equal(whole, alone)
+
+
 def step_of(runner: Runner, parts: Sequence[tuple[engine_sequence.Sequence, int]]) -> Step:
     """A step of the next tokens of several sequences, so many of each."""
     spans: list[Span] = []

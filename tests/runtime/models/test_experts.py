@@ -294,7 +294,8 @@ def test_power_is_that_of_the_tokens_an_expert_sees(
     moe = cpu.moe
 
     def noted(x: Tensor, norm: Tensor, eps: float, experts: Any) -> Tensor:
-        inputs.append(cpu.rms_norm(x, norm, eps))
+        if len(x) > 1:  # the last token passes the last layer a second time, alone
+            inputs.append(cpu.rms_norm(x, norm, eps))
         return moe(x, norm, eps, experts)
 
     monkeypatch.setattr(cpu, "moe", noted)
