@@ -110,7 +110,9 @@ def _meet_target(
     """
     weights, recipe = dense_weights(source), request.recipe
     config, tensors = source.config, source.tensors
-    settings = Settings(request.calibration.file, device=request.device.type, rule=recipe.rule)
+    settings = Settings(
+        request.calibration.file, bits=target.bits, device=request.device.type, rule=recipe.rule
+    )
 
     def allocated(rows: Sequence[Row]) -> Allocation:
         given = [row for row in rows if row.bits in target.bits]
@@ -126,7 +128,7 @@ def _meet_target(
         return request.settled(source, plan).recipe.method.rotate
 
     if target.sensitivities is None:
-        choices = choices_of(fused_sets(config, tensors), settings.groups)
+        choices = choices_of(fused_sets(config, tensors), settings.groups, target.bits)
         allocated(rows_of(choices, [1.0] * len(choices)))  # a target out of reach is known now
         # a target chooses the bits, not the base
         rotate = rotates(make_plan(config, tensors, replace(recipe, base="int4")))
@@ -134,7 +136,7 @@ def _meet_target(
         if rotates(chosen.plan) != rotate:  # auto rotates neither 8 bits nor some tied heads
             found, chosen = by(not rotate)
     else:
-        found = read_checked(target.sensitivities, weights, progress)
+        found = read_checked(target.sensitivities, weights, target.bits, progress)
         chosen = allocated(found.sensitivities.rows)
     if note is not None:
         render.allocation(chosen, found)

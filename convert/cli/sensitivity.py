@@ -11,6 +11,7 @@ from lowbit.convert.cli.options import (
     source_argument,
     text_option,
 )
+from lowbit.convert.cli.target_options import parse_widths
 from lowbit.formats.layout.scheme import GROUP_SIZES
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import Count, json_option
@@ -67,7 +68,15 @@ def json_path(ctx: click.Context, param: click.Parameter, value: Path | None) ->
     default="32,64,128",
     show_default=True,
     metavar="LIST",
-    help="Group sizes to choose from, at 2, 3, 4 and 8 bits.",
+    help="Group sizes to choose from.",
+)
+@click.option(
+    "--bits",
+    callback=parse_widths,
+    default="4,8",
+    show_default=True,
+    metavar="LIST",
+    help="Bits to choose from, of 2, 3, 4 and 8; 4 is always among them.",
 )
 @click.option(
     "--rotated/--unrotated",
@@ -88,17 +97,19 @@ def sensitivity(
     calib: Path | None,
     windows: int,
     group_sizes: tuple[int, ...],
+    bits: tuple[int, ...],
     rotated: bool | None,
     positive_scales: bool,
     device: str,
     revision: str | None,
     as_json: bool,
 ) -> None:
-    """Estimate the KL divergence that 2, 3, 4 and 8 bits cost in each fused set of SRC.
+    """Estimate the KL divergence that 4 and 8 bits, or others, cost in each fused set of SRC.
 
     One pass forward and one backward. RAM holds 2 * layers * tokens * hidden size bytes of hidden
     states: 1.2 GB for an 8B with 8 windows. The figures are kept in the cache (below
-    XDG_CACHE_HOME or ~/.cache), where --target-bpw and --target-size look for them.
+    XDG_CACHE_HOME or ~/.cache), where --target-bpw and --target-size look for them; bits that are
+    not there yet are added.
     """
     from lowbit.convert.calibrate.session import CalibrationRequest
     from lowbit.convert.cli.planning import rotated_by_default
@@ -126,6 +137,7 @@ def sensitivity(
         calib=calib,
         windows=windows,
         groups=group_sizes,
+        bits=bits,
         device=device,
         rule="positive" if positive_scales else "signed",
         rotate=rotated,

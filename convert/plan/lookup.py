@@ -21,7 +21,15 @@ from lowbit.convert.original.weights import Weights
 from lowbit.convert.plan.memory import check_windows
 from lowbit.convert.plan.sensitivities import SCHEMA, Row, Sensitivities, read_sensitivities
 from lowbit.convert.plan.sensitivity import DRAWS, estimate, sensitivity_memory
-from lowbit.convert.plan.sets import GROUPS, Choice, choices_of, fused_sets
+from lowbit.convert.plan.sets import (
+    GROUPS,
+    RANKED_BITS,
+    USUAL_BITS,
+    Choice,
+    FusedSet,
+    choices_of,
+    fused_sets,
+)
 from lowbit.formats.architectures.names import any_expert
 from lowbit.formats.errors import FormatError, QuantizationError, ResourceError
 from lowbit.formats.files.atomic import attempt, check_place, disk_errors, replace_files
@@ -46,6 +54,7 @@ class Settings:
         calib: text to compute them on; the bundled calibration text when None.
         windows: windows of the text, evenly spread over it.
         groups: group sizes to choose from.
+        bits: to choose from; 4, by which sets are ranked, is always among them.
         device: `cpu` or `cuda`.
         rule: by which scales are chosen.
         rotate: True for the model with its residual stream rotated.
@@ -54,6 +63,7 @@ class Settings:
     calib: Path | None = None
     windows: int = WINDOWS
     groups: tuple[int, ...] = GROUPS
+    bits: tuple[int, ...] = USUAL_BITS
     device: str = "cpu"
     rule: ScaleRule = "signed"
     rotate: bool = False
@@ -66,7 +76,7 @@ class Found:
     Attributes:
         sensitivities: figures of the checkpoint.
         file: file that holds them.
-        is_new: True where they have just been computed.
+        is_new: True where they, or some of them, have just been computed.
         failure: reason why they could not be kept in the file; to be told once they are shown.
     """
 
@@ -86,11 +96,11 @@ def find_or_estimate(
 
     The cache knows them by all that they depend on: weights, rotation, configuration, text, group
     sizes, scale rule and versions. The device is not part of that: devices differ by rounding
-    alone.
+    alone. Bits that a file there lacks are computed and added to it.
 
     Args:
         weights: of the original, not rotated.
-        settings: text, windows, group sizes, device, scale rule and rotation.
+        settings: text, windows, group sizes, bits, device, scale rule and rotation.
         progress: called with ("source" or "sensitivity", done, in all).
         note: told before the computation that it begins.
 
@@ -99,13 +109,15 @@ def find_or_estimate(
     """
     device = open_device(settings.device)
     sets = fused_sets(weights.checkpoint.config, weights.checkpoint.tensors)
-    choices = choices_of(sets, settings.groups)
     folder = weights.checkpoint.folder
     text = read_calibration(settings.calib, folder, length=WINDOW, limit=settings.windows)
     identity = _identity(weights, text, settings, progress)
     path = cache_file({**identity, "schema": SCHEMA, "groups": sorted(settings.groups)})
-    if path.exists():
+    known = read_sensitivities(path).rows if path.exists() else ()
+    bits = {RANKED_BITS, *settings.bits} - {row.bits for row in known}
+    if not bits:
         return Found(read_sensitivities(path), path, is_new=False)
+    choices = choices_of(sets, settings.groups, sorted(bits))
     try:
         check_file(path)
     except ResourceError as error:
@@ -125,9 +137,16 @@ def find_or_estimate(
         )
     read = weights.rotated() if settings.rotate else weights
     rows = rows_of(choices, _estimate(read, choices, text, device, progress, settings.rule))
-    found = Sensitivities(**identity, device=device.type, rows=rows)
+    found = Sensitivities(**identity, device=device.type, rows=_joined(sets, known, rows))
     failure = attempt(lambda: write_file(path, found.to_bytes()))
     return Found(found, path, is_new=True, failure=failure)
+
+
+def _joined(sets: Sequence[FusedSet], known: Sequence[Row], rows: Sequence[Row]) -> tuple[Row, ...]:
+    """All rows as if computed at once: by set, bits and group size."""
+    place = {fused.name: number for number, fused in enumerate(sets)}
+    order = lambda row: (place[row.name], row.bits, row.group_size)  # noqa: E731
+    return tuple(sorted((*known, *rows), key=order))
 
 
 def open_original(folder: Path) -> Weights:
@@ -170,13 +189,19 @@ def rows_of(choices: Sequence[Choice], figures: Sequence[float]) -> tuple[Row, .
     )
 
 
-def read_checked(path: Path, weights: Weights, progress: Progress) -> Found:
-    """Sensitivities from a file, checked to be of this checkpoint.
+def read_checked(path: Path, weights: Weights, bits: Sequence[int], progress: Progress) -> Found:
+    """Sensitivities from a file, checked to be of this checkpoint and to have some bits.
 
     Raises:
-        FormatError: the file is malformed, or of another checkpoint.
+        FormatError: the file is malformed, of another checkpoint, or lacks bits.
     """
     found = read_sensitivities(path)
+    if lacking := sorted(set(bits) - {row.bits for row in found.rows}):
+        wanted = ",".join(map(str, bits))
+        raise FormatError(
+            f"`{path}` has no figures of {lacking[0]} bits",
+            hint=f"compute them with `lowbit-convert sensitivity --bits {wanted}`",
+        )
     digest = hash_weights(weights.checkpoint, progress)
     if found.weights_sha256 != digest:
         raise FormatError(
