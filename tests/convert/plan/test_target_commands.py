@@ -185,8 +185,8 @@ def test_a_target_keeps_to_the_bits_given(
 ) -> None:
     out = tmp_path / "record.json"
     own = ("--calib", short_text, "--unrotated", "--windows", "1", "--group-sizes", "128")
-    own = (*own, "--bits", "2,3,4,8")
-    assert cli("sensitivity", readable, *own, "--out", out).exit_code == 0
+    wide = ("--bits", "2,3,4,8", "--out", out)
+    assert cli("sensitivity", readable, *own, *wide).exit_code == 0
     given = ("--sensitivities", out, "--method", "rtn", "--target-bpw", "10.5")
     less = cli("plan", readable, *given, "--target-bits", "4,2,3,8", "--json")
     recipe = parsed(less)["recipe"]
