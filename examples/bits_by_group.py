@@ -10,9 +10,9 @@ third of the depth; were they additive, their sum would be what all sets at once
 
 Costs are measured on windows of the calibration text that codes are not learned from, results on
 40 windows of every other text. The last table has uniform INT4 with an INT8 head, the choices by
-costs at its bytes and at 3 % more, and with `--mixed` that recipe and the choice at its bytes;
-`promised` is the sum of costs. Where a whole model is converted, later layers make up for errors of
-earlier ones, so that it is too large.
+costs at its bytes and at 3 % more, with `--estimates` those by `lowbit-convert sensitivity`, and
+with `--mixed` that recipe and the choice at its bytes; `promised` is the sum of costs. Where a
+whole model is converted, later layers make up for errors of earlier ones, so that it is too large.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from lowbit.convert.original.walk import HEAD_TOKENS, blocks, embed, load_layer,
 from lowbit.convert.original.weights import Weights
 from lowbit.convert.pipeline.conversion import convert
 from lowbit.convert.plan.allocate import Allocation, Target, allocate
-from lowbit.convert.plan.lookup import open_original, rows_of
+from lowbit.convert.plan.lookup import Settings, find_or_estimate, open_original, rows_of
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, make_plan
 from lowbit.convert.plan.recipe import Override, Recipe
@@ -118,6 +118,7 @@ def parse() -> argparse.Namespace:
     add("--windows", type=int, default=40, help="of each text")
     add("--more", type=float, nargs="+", default=[0, 3], metavar="PERCENT", help="of bytes")
     add("--mixed", action="store_true", help="that recipe too, and the choice at its bytes")
+    add("--estimates", action="store_true", help="choices by `lowbit-convert sensitivity` too")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--json", type=Path, metavar="FILE", help="write costs, choices and figures here")
     return parser.parse_args()
@@ -336,21 +337,38 @@ def show_costs(bench: Bench, costs: Costs) -> None:
     results().print(f"head: {heads}")
 
 
+def estimated(bench: Bench) -> tuple[Row, ...]:
+    """What `lowbit-convert sensitivity` has for the same choices."""
+    options = bench.options
+    settings = Settings(
+        groups=tuple(options.groups),
+        bits=tuple(options.bits),
+        device=options.device,
+        rotate=bench.rotates,
+    )
+    found = find_or_estimate(open_original(bench.model), settings, lambda *_: None)
+    return found.sensitivities.rows
+
+
 def choices(bench: Bench, rows: Sequence[Row]) -> Iterator[tuple[str, Recipe, float | None]]:
     """What to convert and measure besides uniform INT4, with the KL that costs promise."""
     checkpoint, options = bench.checkpoint, bench.options
     plan_of = partial(make_plan, checkpoint.config, checkpoint.tensors)
     most = plan_of(bench.uniform).output_bytes
 
-    def choose(size: int) -> Allocation:
+    def choose(size: int, rows: Sequence[Row] = rows) -> Allocation:
         recipe = Recipe(group_size=options.group_size, method=options.method)
         target = Target(size_bytes=size)
         given = checkpoint.config, checkpoint.tensors, recipe, rows, target, DEFAULT_SHARD_BYTES
         return allocate(*given)
 
     for percent in options.more:
-        chosen = choose(int(most * (1 + percent / 100)))
+        size = int(most * (1 + percent / 100))
+        chosen = choose(size)
         yield f"by costs, {percent:+g} %", chosen.recipe, chosen.kl
+        if options.estimates:
+            chosen = choose(size, estimated(bench))
+            yield f"by estimates, {percent:+g} %", chosen.recipe, chosen.kl
     if options.mixed:
         mixed = replace(bench.uniform, base="mixed", overrides=())
         yield "mixed", mixed, None
