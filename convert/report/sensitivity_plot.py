@@ -42,7 +42,7 @@ def heat_map(sensitivities: Sensitivities) -> bytes:
     width = LEFT + CELL * max(len(columns), LEAST_COLUMNS) + 20
     height = TOP + ROW * len(kinds) + BOTTOM
     schemes = " and ".join(dict.fromkeys(str(row.scheme) for row in rows))
-    title = f"Estimated mean KL (nats a token) with one set at {schemes}"
+    title = f"Mean KL (nats a token) with one set at {schemes}"
     svg = shapes.svg_file(title, (width, height), STYLE)
     shapes.box(svg, 0, 0, (width, height), "paper")
     shapes.text(svg, 12, 22, title, "start", "title")

@@ -3,8 +3,8 @@
 from collections import Counter
 from typing import Any
 
+from lowbit.convert.calibrate.lookup import Found
 from lowbit.convert.plan.allocate import Allocation
-from lowbit.convert.plan.lookup import Found
 from lowbit.convert.plan.sensitivities import Row, Sensitivities, by_set
 from lowbit.convert.plan.sets import RANKED_BITS
 from lowbit.convert.report import formatting
@@ -25,7 +25,7 @@ def sensitivities(found: Found) -> None:
     shown = [bits for bits in SHOWN if any(row.bits == bits for row in record.rows)]
     columns = [f"INT{bits} g{group}" for bits in shown for group in sizes]
     table = plain_table(
-        "estimated mean KL (nats a token) with one set quantized", ("set",), ("weights", *columns)
+        "mean KL (nats a token) with one set quantized", ("set",), ("weights", *columns)
     )
     worst = ranked[:WORST]
     rest = ranked[WORST:]
@@ -85,5 +85,5 @@ def allocation(chosen: Allocation, found: Found) -> None:
     note(
         f"chosen for {len(chosen.schemes)} sets: {parts}; "
         f"{chosen.plan.bits_per_weight:.3f} bits per weight, weight files "
-        f"{formatting.size(chosen.plan.output_bytes)}, estimated KL {formatting.kl(chosen.kl)}"
+        f"{formatting.size(chosen.plan.output_bytes)}, their KL {formatting.kl(chosen.kl)}"
     )

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from lowbit.convert.calibrate.lookup import rows_of
 from lowbit.convert.plan.allocate import Allocation, Target, allocate
-from lowbit.convert.plan.lookup import rows_of
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from lowbit.convert.plan.recipe import Override, Recipe

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit.convert.calibrate.lookup import rows_of
 from lowbit.convert.original.calibration_text import read_calibration
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.progress import silent
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import open_weights
 from lowbit.convert.plan.allocate import Target, allocate
-from lowbit.convert.plan.lookup import rows_of
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from lowbit.convert.plan.recipe import Override, Recipe
 from lowbit.convert.plan.sensitivity import estimate

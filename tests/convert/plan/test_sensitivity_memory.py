@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lowbit.convert import Recipe, convert
+from lowbit.convert.calibrate.lookup import Settings, find_or_estimate, open_original
 from lowbit.convert.pipeline.finetune import finetune_mtp, training_memory
 from lowbit.convert.plan import memory
 from lowbit.convert.plan.calibration_cost import BASE_BYTES, Memory
-from lowbit.convert.plan.lookup import Settings, find_or_estimate, open_original
 from lowbit.convert.plan.memory import check_windows
 from lowbit.convert.plan.sensitivity import sensitivity_memory
 from lowbit.formats.errors import ResourceError
@@ -40,7 +40,7 @@ ESTIMATE = (
     PEAK
     + """
 import transformers.models.qwen3.modeling_qwen3
-from lowbit.convert.plan.lookup import Settings, find_or_estimate, open_original
+from lowbit.convert.calibrate.lookup import Settings, find_or_estimate, open_original
 before = peak()
 settings = Settings(Path(sys.argv[2]), windows=3)
 find_or_estimate(open_original(Path(sys.argv[1])), settings, lambda *_: None)

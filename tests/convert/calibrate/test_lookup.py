@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lowbit.convert.pipeline.conversion import convert
-from lowbit.convert.plan.lookup import (
+from lowbit.convert.calibrate.lookup import (
     Found,
     Settings,
     cache_file,
@@ -22,6 +21,8 @@ from lowbit.convert.plan.lookup import (
     read_checked,
     write_file,
 )
+from lowbit.convert.pipeline.conversion import convert
+from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.sensitivities import Row, Sensitivities, read_sensitivities
 from lowbit.formats.errors import FormatError, QuantizationError, RequestError
@@ -30,7 +31,21 @@ from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
 ROW = Row("a.qkv", ("a.q", "a.k"), 64, 4, 32, 100, 0.125)
 RECORD = Sensitivities(
-    "1", "2", "3", "cpu", "c" * 64, "w" * 64, "text", "t" * 64, 512, 8, 2, "signed", False, (ROW,)
+    "1",
+    "2",
+    "3",
+    "cpu",
+    "c" * 64,
+    "w" * 64,
+    "text",
+    "t" * 64,
+    512,
+    8,
+    2,
+    "signed",
+    False,
+    "rtn",
+    (ROW,),
 )
 
 
@@ -53,7 +68,7 @@ def test_computed_once(readable: Path, settings: Settings, cache: Path) -> None:
     assert list(cache.rglob("*.partial")) == []
     tokens = first.sensitivities.window
     assert notes == [
-        f"computing the sensitivity of 9 sets at 36 precisions on {tokens} tokens of short.txt"
+        f"estimating the sensitivity of 9 sets at 36 precisions on {tokens} tokens of short.txt"
     ]
     rows = first.sensitivities.rows
     assert [row.name for row in rows[:4]] == ["model.layers.0.self_attn.qkv"] * 4
@@ -96,13 +111,14 @@ def test_all_that_figures_depend_on_counts(
         (readable, dataclasses.replace(settings, calib=other)),
         (readable, dataclasses.replace(settings, groups=(128,))),
         (readable, dataclasses.replace(settings, rule="positive")),
-        (readable, dataclasses.replace(settings, rotate=True)),
+        (readable, dataclasses.replace(settings, method=Method("gptq"))),
+        (readable, dataclasses.replace(settings, method=Method("gptq", rotate=True))),
         (changed, settings),
     ):
         found = find_or_estimate(open_original(folder), how, ignore)
         assert found.is_new
         record = found.sensitivities
-        assert (record.scale_rule, record.rotated) == (how.rule, how.rotate)
+        assert (record.scale_rule, record.method) == (how.rule, str(how.method))
         assert found.file not in known
         known.add(found.file)
 
@@ -151,7 +167,7 @@ def test_record_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        ({"schema": 1}, "schema 1, this release reads 4"),
+        ({"schema": 1}, "schema 1, this release reads 5"),
         ({"rows": {}}, "rows` is not a list"),
         ({"rows": [{"name": "a"}]}, "missing keys"),
         ({"rows": [{**dataclasses.asdict(ROW), "bits": "4"}]}, "`bits` cannot be"),
