@@ -39,7 +39,7 @@ from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.layout.scheme import Scheme
 
-LEARNED = 64  # windows that codes are learned from
+LEARNED = {"cpu": 16, "cuda": 64}  # windows that codes are learned from
 MEASURED_BITS = 4
 SAMPLED_ROWS = 128  # of a linear, whose rounding errors stand for all
 

@@ -127,10 +127,10 @@ def find_or_estimate(
     folder, config = weights.checkpoint.folder, weights.checkpoint.config
     measures = settings.measures(config)
     count = settings.windows or (CPU_WINDOWS if measures and device.type == "cpu" else WINDOWS)
-    limit = count + LEARNED if measures else count
+    limit = count + LEARNED[device.type] if measures else count
     text = read_calibration(settings.calib, folder, length=WINDOW, limit=limit)
     windows = _split(text.samples, count) if measures else (text.samples[:0], text.samples)
-    identity = _identity(weights, text, windows[1], settings, progress)
+    identity = _identity(weights, text, windows, settings, progress)
     path = cache_file({**identity, "schema": SCHEMA, "groups": sorted(settings.groups)})
     known = read_sensitivities(path).rows if path.exists() else ()
     bits = {RANKED_BITS, *settings.bits} - {row.bits for row in known}
@@ -263,14 +263,14 @@ def _compute(
 def _identity(
     weights: Weights,
     text: CalibrationText,
-    held: Tensor,
+    windows: tuple[Tensor, Tensor],
     settings: Settings,
     progress: Progress,
 ) -> dict[str, Any]:
     """Identity of a measurement, less the choices."""
     import transformers
 
-    windows, window = held.shape
+    learned, held = windows
     measures = settings.measures(weights.checkpoint.config)
     return {
         "lowbit_version": version("lowbit"),
@@ -280,8 +280,9 @@ def _identity(
         "weights_sha256": hash_weights(weights.checkpoint, progress),
         "text_name": text.name,
         "text_sha256": text.sha256,
-        "window": window,
-        "windows": windows,
+        "window": held.shape[1],
+        "windows": len(held),
+        "learned": len(learned),
         "draws": 0 if measures else DRAWS,
         "scale_rule": settings.rule,
         "rotated": settings.method.rotate,

@@ -61,7 +61,8 @@ def json_path(ctx: click.Context, param: click.Parameter, value: Path | None) ->
     type=Count(),
     metavar="N",
     show_default="8; 2 to measure on a CPU",
-    help="Windows of 512 tokens, spread over the text; codes are learned from 64 others.",
+    help="Windows of 512 tokens, spread over the text; codes are learned from 64 others, 16 "
+    "on a CPU.",
 )
 @click.option(
     "--group-sizes",

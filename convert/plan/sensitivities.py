@@ -60,7 +60,8 @@ class Sensitivities:
         text_name: name of the text, for people.
         text_sha256: hash of the text.
         window: tokens of a window.
-        windows: number of windows taken of the text.
+        windows: number of windows taken of the text, to measure on.
+        learned: number of windows that codes were learned from, 0 where estimated.
         draws: tokens drawn from the model's distribution at each position, 0 where measured.
         scale_rule: rule by which scales were chosen.
         rotated: True where they are of the model with its residual stream rotated.
@@ -78,6 +79,7 @@ class Sensitivities:
     text_sha256: str
     window: int
     windows: int
+    learned: int
     draws: int
     scale_rule: str
     rotated: bool

@@ -31,22 +31,11 @@ from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
 ROW = Row("a.qkv", ("a.q", "a.k"), 64, 4, 32, 100, 0.125)
 RECORD = Sensitivities(
-    "1",
-    "2",
-    "3",
-    "cpu",
-    "c" * 64,
-    "w" * 64,
-    "text",
-    "t" * 64,
-    512,
-    8,
-    2,
-    "signed",
-    False,
-    "rtn",
-    (ROW,),
-)
+    "1", "2", "3", "cpu", "c" * 64, "w" * 64, "text", "t" * 64, 512, 8, 0, 2, "signed", False,
+    "rtn", (ROW,),
+)  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def ignore(phase: str, done: int, total: int) -> None:

@@ -259,7 +259,7 @@ def test_heat_map_shows_every_set_once() -> None:
     ]
     rows.append(Row("lm_head", ("lm_head",), 1, 4, 128, 1, 1e-3))
     record = Sensitivities(
-        "", "", "", "", "", "", "<a&b>", "", 1, 1, 2, "signed", False, "rtn", tuple(rows)
+        "", "", "", "", "", "", "<a&b>", "", 1, 1, 0, 2, "signed", False, "rtn", tuple(rows)
     )
     root = ElementTree.fromstring(heat_map(record))
     titles = [element.text for element in root.iter() if element.tag.endswith("title")]
