@@ -10,6 +10,7 @@ Other widths and group sizes cost as much less, or more, as their squared roundi
 or larger: of 3 bits four times as much (measured: 3.9), of 8 bits 1/250.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -110,7 +111,7 @@ def measured_costs(
                 errors[fused, scheme] = _rounding([head], scheme, rule)
         costs = _divergences(hidden, head, variants, narrow, pool)
         meter.add(2 * len(model.layers) + 1)
-    if not all(map(torch.isfinite, map(torch.tensor, costs.values()))):
+    if not all(map(math.isfinite, costs.values())):
         raise QuantizationError("the original gives NaN or infinite logits")
     return [
         max(0.0, costs[fused]) * errors[fused, scheme] / (errors[fused, base[fused]] or 1.0)
