@@ -43,13 +43,15 @@ def windows(folder: Path) -> tuple[Tensor, Tensor]:
     return samples[:12], samples[12:]
 
 
-def measured(folder: Path, choices: Iterable[Choice], method: Method = GPTQ) -> list[float]:
+def measured(
+    folder: Path, choices: Iterable[Choice], method: Method = GPTQ, device: torch.device = CPU
+) -> list[float]:
     weights = open_weights(folder)
     weights = weights.rotated() if method.rotate else weights
     with torch.no_grad(), without_advice():
-        model = load_layered_model(weights, T, CPU)
-        given = windows(folder)
-        return costs.measured_costs(model, list(choices), given, method, "signed", CPU, silent)
+        model = load_layered_model(weights, T, device)
+        ids = windows(folder)
+        return costs.measured_costs(model, list(choices), ids, method, "signed", device, silent)
 
 
 class Rounding(LayerQuantizer):
@@ -109,6 +111,13 @@ def test_fewer_bits_and_larger_groups_cost_more(tiny: Path) -> None:
     sums = rows[:-1].sum(0)
     assert 150 < sums[3] / sums[0] < 400
     assert 3 < sums[4] / sums[3] < 6
+
+
+@pytest.mark.gpu
+def test_a_gpu_measures_the_same(tiny: Path) -> None:
+    choices = [(fused, Scheme(4, 64)) for fused in sets_of(tiny)]
+    found = measured(tiny, choices, ROTATED, torch.device("cuda"))
+    assert found == pytest.approx(measured(tiny, choices, ROTATED), rel=0.05)
 
 
 def test_what_codes_make_up_for_counts(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
