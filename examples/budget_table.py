@@ -1,175 +1,188 @@
-"""Schemes chosen by sensitivity against one scheme everywhere, at equal bytes: mean KL on a text.
+"""Schemes chosen by what every fused set costs, against one scheme everywhere, at equal bytes.
 
 python examples/budget_table.py
-python examples/budget_table.py Qwen3-8B --device cuda --method gptq --group-size 128
+python examples/budget_table.py models/smollm2 --device cuda --group-size 64 \\
+    --text wikitext=wikitext2-test.txt --text code=stdlib.txt
 
-For every group size, the model is converted to uniform INT4 and to the choice of `--target-size`
-with the size of those files. Both folders are measured against the original on the evaluation
-text. `paired` is the uniform folder's mean KL less the chosen one's with its standard error over
-windows. The head of uniform INT4 is INT8; where it is tied to the embedding, also as stored. The
-smallest choice there is has no alternative at its size, and gives a difference of 0. Ends with 1
-where a uniform folder is better by two standard errors.
+The model is converted to uniform INT4 with an INT8 head, and to the choices of `--target-size`
+with the bytes of those files and with 3 % more. Costs are those of `lowbit-convert sensitivity`,
+measured on the calibration text; the first table sums them, at 4 bits, by kind of set and third of
+the depth. The second has the mean KL on 40 windows of every text. `promised` is the sum of costs;
+where a whole model is converted, later layers make up for errors of earlier ones, so that it may be
+too large.
 
-The bundled models know short stories alone. Without MODEL, the last fifth of the evaluation text
-is therefore the calibration text, and is not evaluated.
+The bundled model knows short stories alone. Without MODEL, the last fifth of the evaluation text is
+therefore the calibration text, and is not evaluated. Ends with 1 where a uniform model is better
+than the choice of its size.
 """
 
 import argparse
-import itertools
+import json
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from lowbit.convert.calibrate.lookup import Settings, find_or_estimate, open_original
 from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.cli.progress import progress_bars
-from lowbit.convert.measure.measure import measure_logits
+from lowbit.convert.measure.logits import compare
 from lowbit.convert.measure.pair import open_pair
-from lowbit.convert.measure.record import LogitQuality
-from lowbit.convert.measure.uncertainty import PairedDifference, paired_difference
-from lowbit.convert.original.evaluation_text import Text
+from lowbit.convert.original.calibration_text import cut_samples
+from lowbit.convert.original.device import open_device
+from lowbit.convert.original.model import load_layered_model
+from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.pipeline.conversion import convert
 from lowbit.convert.plan.allocate import Target, allocate
-from lowbit.convert.plan.lookup import Settings, find_or_estimate, open_original
-from lowbit.convert.plan.method import Method
-from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
-from lowbit.convert.plan.recipe import Head, Override, Recipe
-from lowbit.convert.plan.sets import GROUPS
-from lowbit.formats.architectures import is_tied
-from lowbit.formats.errors import QuantizationError
+from lowbit.convert.plan.method import RTN, Method
+from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, make_plan
+from lowbit.convert.plan.recipe import Override, Recipe
+from lowbit.convert.plan.sensitivities import Row, by_set
+from lowbit.formats.architectures.names import split_layer
 from lowbit.formats.shell.tables import plain_table, results
+from lowbit.formats.text.tokenizer import load_text_tokenizer
 
 HERE = Path(__file__).parent
-MODELS = (HERE / "models" / "tiny-qwen3", HERE / "models" / "tiny-qwen3.5")
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A uniform folder and a chosen one of its size."""
-
-    name: str
-    plans: tuple[Plan, Plan]
-    logits: tuple[LogitQuality, LogitQuality]
-
-    @property
-    def difference(self) -> PairedDifference | None:
-        """Mean KL of the uniform folder less that of the chosen one."""
-        return paired_difference(self.logits[1], self.logits[0])
-
-    @property
-    def is_lost(self) -> bool:
-        found = self.difference
-        return found is not None and found.mean < -2 * found.standard_error
+WINDOW = 512
+PARTS = 3  # of the depth
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", type=Path, nargs="*", help="folders; default: bundled")
-    parser.add_argument("--group-size", type=int, action="append", choices=GROUPS)
-    parser.add_argument("--method", type=Method.parse, default=Method(), help="as of quantize")
-    parser.add_argument("--calib", type=Path, metavar="FILE", help="default: the bundled mix")
-    parser.add_argument("--calib-samples", type=int, default=128, help="windows, for --method")
-    parser.add_argument(
-        "--eval-text", type=Path, default=HERE / "data" / "stories-eval.txt", metavar="FILE"
-    )
-    parser.add_argument("--characters", type=int, default=60_000, help="of it, from the first")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--keep", type=Path, help="folder for the results, else deleted")
+    add = parser.add_argument
+    add("model", type=Path, nargs="?", help="folder; default: tiny-qwen3")
+    add("--group-size", type=int, default=128, help="of uniform INT4")
+    add("--method", type=Method.parse, default=Method("gptq", rotate=True))
+    add("--calib", type=Path, metavar="FILE", help="default: the bundled mix")
+    add("--calib-samples", type=int, default=128, help="windows of a conversion")
+    add("--cost-windows", type=int, help="that costs are measured on")
+    add("--text", action="append", default=[], metavar="NAME=FILE", help="to measure results on")
+    add("--windows", type=int, default=40, help="of each text")
+    add("--more", type=float, nargs="+", default=[0, 3], metavar="PERCENT", help="of bytes")
+    add("--estimates", action="store_true", help="choices by estimates of rounding too")
+    add("--device", choices=["cpu", "cuda"], default="cpu")
+    add("--json", type=Path, metavar="FILE", help="write costs, recipes and figures here")
+    add("--keep", type=Path, help="folder for the results, else deleted")
     return parser.parse_args()
 
 
-def uniform_recipes(model: Path, options: argparse.Namespace) -> Iterator[tuple[str, Recipe, Plan]]:
-    """INT4 everywhere, by name, for every group size that fits the model."""
-    checkpoint = open_original(model).checkpoint
-    heads: tuple[Head, ...] = ("bf16", "int8") if is_tied(checkpoint.config) else ("int8",)
-    for group, head in itertools.product(options.group_size or GROUPS, heads):
-        four = (Override("*.layers.*", 4),)
-        recipe = Recipe(group_size=group, head=head, overrides=four, method=options.method)
-        try:
-            plan = make_plan(checkpoint.config, checkpoint.tensors, recipe)
-        except QuantizationError as error:
-            print(f"{model.name}: {error}", file=sys.stderr)
-            continue
-        yield f"INT4 g{group}, head {head.upper()}", recipe, plan
+def read_texts(options: argparse.Namespace, model: Path, calib: Path) -> dict[str, Tensor]:
+    """Windows of every text, [windows, WINDOW]; without a model the calibration text is written."""
+    tokenizer = load_text_tokenizer(model, "the table")
+    contents = {}
+    for text in options.text:
+        name, _, file = text.partition("=")
+        contents[name] = Path(file).read_text(encoding="utf-8")
+    if not contents:
+        stories = (HERE / "data" / "stories-eval.txt").read_text(encoding="utf-8")
+        contents["stories"] = stories[: len(stories) * 4 // 5]
+        calib.write_text(stories[len(stories) * 4 // 5 :], encoding="utf-8")
+    return {
+        name: cut_samples(tokenizer.encode(content), WINDOW, options.windows)
+        for name, content in contents.items()
+    }
 
 
-def judge(
-    model: Path, options: argparse.Namespace, calib: Path | None, text: Text, folder: Path
-) -> Iterator[Pair]:
-    """Convert and measure a uniform model and the choice of its size, for every uniform one."""
-    weights = open_original(model)
-    checkpoint = weights.checkpoint
+def mean_kl(model: Path, packed: Path, windows: Tensor, device: str) -> float:
+    """Mean KL of a packed model from its original on some windows."""
+    pair, place = open_pair(model, packed), open_device(device)
+    with torch.inference_mode(), without_advice():
+        models = (
+            load_layered_model(pair.original, WINDOW, place),
+            load_layered_model(pair.packed, WINDOW, place),
+        )
+        return float(compare(models, windows, place, lambda _: None).figures.kl.mean())
+
+
+def costs_of(
+    options: argparse.Namespace, model: Path, calib: Path | None, method: Method
+) -> tuple[Row, ...]:
+    """Costs of all sets, of a method."""
+    settings = Settings(calib, options.cost_windows, device=options.device, method=method)
     start = time.monotonic()
     with progress_bars() as progress:
-        settings = Settings(calib, device=options.device, rotate=options.method.rotate)
-        found = find_or_estimate(weights, settings, progress)
-    if found.is_new:
-        print(f"sensitivities: {time.monotonic() - start:.1f} s", file=sys.stderr)
-    request = CalibrationRequest(calib, options.calib_samples)
-    for number, (name, recipe, uniform) in enumerate(uniform_recipes(model, options)):
-        chosen = allocate(
-            checkpoint.config,
-            checkpoint.tensors,
-            Recipe(method=options.method),
-            found.sensitivities.rows,
-            Target(size_bytes=uniform.output_bytes),
-            DEFAULT_SHARD_BYTES,
-        )
-        logits = []
-        for kind, made in (("uniform", recipe), ("chosen", chosen.recipe)):
-            out = folder / f"{model.name}-{number}-{kind}"
-            given = request if options.method.calibrated else None
-            convert(model, out, made, device=options.device, calibration=given)
-            logits.append(measure_logits(open_pair(model, out), [text], options.device).logits)
-            if options.keep is None:
-                shutil.rmtree(out)
-        yield Pair(name, (uniform, chosen.plan), (logits[0], logits[1]))
+        found = find_or_estimate(open_original(model), settings, progress)
+    print(f"costs of {method}: {time.monotonic() - start:.1f} s", file=sys.stderr)
+    return found.sensitivities.rows
 
 
-def show(model: Path, pairs: list[Pair]) -> None:
-    """Print a table."""
-    figures = ("bits per weight", "weight files", "mean KL", "paired")
-    table = plain_table(model.name, ("schemes",), figures)
-    for pair in pairs:
-        difference = pair.difference
-        paired = (
-            ""
-            if difference is None
-            else f"{difference.mean:+.5f} ± {difference.standard_error:.5f}"
-        )
-        names = (pair.name, "chosen at this size")
-        for name, plan, logits, shown in zip(
-            names, pair.plans, pair.logits, ("", paired), strict=True
-        ):
-            size = f"{plan.output_bytes:,}"
-            table.add_row(name, f"{plan.bits_per_weight:.3f}", size, f"{logits.kl_mean:.5f}", shown)
+def show_costs(rows: Sequence[Row]) -> None:
+    """Print what 4 bits in the largest groups cost, by kind and part of the depth."""
+    layers = [split_layer(row.name).layer for row in rows]
+    count = 1 + max(layer for layer in layers if layer is not None)
+    sums: defaultdict[tuple[str, int], float] = defaultdict(float)
+    for name, given in by_set(rows).items():
+        cost = max((row for row in given if row.bits == 4), key=lambda row: row.group_size).kl
+        _, layer, kind = split_layer(name)
+        sums[kind, 0 if layer is None else layer * PARTS // count] += cost
+    table = plain_table("cost of INT4", ("sets",), [f"part {n + 1}" for n in range(PARTS)])
+    for kind in dict.fromkeys(kind for kind, _ in sums):
+        table.add_row(kind, *(f"{sums[kind, part]:.5f}" for part in range(PARTS)))
     results().print(table)
+
+
+def recipes(
+    options: argparse.Namespace, model: Path, calib: Path | None
+) -> Iterator[tuple[str, Recipe, float | None]]:
+    """What to convert, by name, with the KL that its costs promise."""
+    checkpoint = open_original(model).checkpoint
+    config, tensors = checkpoint.config, checkpoint.tensors
+    four = (Override("*.layers.*", 4),)
+    uniform = Recipe(
+        group_size=options.group_size, head="int8", overrides=four, method=options.method
+    )
+    yield "uniform INT4", uniform, None
+    size = make_plan(config, tensors, uniform).output_bytes
+    costs = costs_of(options, model, calib, options.method)
+    show_costs(costs)
+    given = [("by costs", costs)]
+    if options.estimates:
+        given.append(("by estimates", costs_of(options, model, calib, RTN)))
+    for percent in options.more:
+        target = Target(size_bytes=int(size * (1 + percent / 100)))
+        for name, rows in given:
+            recipe = Recipe(method=options.method)
+            chosen = allocate(config, tensors, recipe, rows, target, DEFAULT_SHARD_BYTES)
+            yield f"{name}, {percent:+g} %", chosen.recipe, chosen.kl
 
 
 def main() -> int:
     options = parse()
-    content = options.eval_text.read_text(encoding="utf-8")
-    seen = len(content) if options.models else len(content) * 4 // 5
-    text = Text(
-        options.eval_text.name, options.eval_text.name, content[:seen][: options.characters]
-    )
-    lost = False
-    for model in options.models or MODELS:
-        with tempfile.TemporaryDirectory() as temporary:
-            calib = options.calib
-            if calib is None and not options.models:
-                calib = Path(temporary) / "calibration.txt"
-                calib.write_text(content[seen:], encoding="utf-8")
-            folder = options.keep or Path(temporary)
-            pairs = list(judge(model, options, calib, text, folder))
-        show(model, pairs)
-        lost |= any(pair.is_lost for pair in pairs)
-    return 1 if lost else 0
+    model = options.model or HERE / "models" / "tiny-qwen3"
+    figures: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        own = Path(temporary) / "calibration.txt"
+        texts = read_texts(options, model, own)
+        calib = options.calib or (own if own.exists() else None)
+        table = plain_table(model.name, ("bits",), ("weight files", "promised", *texts))
+        for number, (name, recipe, promised) in enumerate(recipes(options, model, calib)):
+            out = (options.keep or Path(temporary)) / f"{model.name}-{number}"
+            request = CalibrationRequest(calib, options.calib_samples)
+            given = request if recipe.method.calibrated else None
+            made = convert(model, out, recipe, device=options.device, calibration=given)
+            size = made.plan.output_bytes
+            kl = {text: mean_kl(model, out, ids, options.device) for text, ids in texts.items()}
+            if options.keep is None:
+                shutil.rmtree(out)
+            shown = "" if promised is None else f"{promised:.5f}"
+            table.add_row(name, f"{size:,}", shown, *(f"{value:.5f}" for value in kl.values()))
+            row = {"name": name, "bytes": size, "promised": promised, "kl": kl}
+            figures.append({**row, "recipe": recipe.to_json()})
+            print(name, kl, file=sys.stderr)
+            if options.json:
+                options.json.write_text(json.dumps(figures, indent=1) + "\n")
+        results().print(table)
+    first = next(iter(texts))
+    losses = [row["kl"][first] for row in figures]  # type: ignore[index]
+    return 1 if losses[1] > losses[0] else 0
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ def test_paths_are_completed(name: str) -> None:
     [
         ("lowbit-convert", "src ", {"dir"}),
         ("lowbit-convert", "src out --rec", {"--recipe"}),
-        ("lowbit-convert", "src out --recipe ", {"int4", "int8", "mixed", "int3", "int2"}),
+        ("lowbit-convert", "src out --recipe ", {"int4", "int8", "int3", "int2"}),
         ("lowbit-convert", "--recipe in", {"int4", "int8", "int3", "int2"}),
         ("lowbit-convert", "src out --eval-text ", {"file"}),
         ("lowbit-run", "model --qu", {"--quantize"}),

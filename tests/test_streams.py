@@ -279,7 +279,7 @@ def test_errors_come_before_long_work(
     for work in (
         "convert.pipeline.conversion.make_plan",
         "convert.cli.planning.make_plan",
-        "convert.plan.lookup.load_layered_model",
+        "convert.calibrate.lookup.load_layered_model",
         "convert.pipeline.own_text.build",
         "convert.report.reporting.pair_of",
         "convert.pipeline.verification._check_files",

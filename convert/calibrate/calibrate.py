@@ -58,7 +58,7 @@ def calibrate(
         quantizer = LayerQuantizer(method, recipe.rule, device, pool)
         windows = begin(model, samples, device, method.from_original)
         _choose_layers(model, windows, schemes, quantizer, store, progress)
-        norm = _load_norm(model, device)
+        norm = load_norm(model, device)
         for states in windows.sets():
             run(norm, states, device, pool)
         if "lm_head" in schemes and store.load_head(schemes) is None:
@@ -144,7 +144,7 @@ def _layers(
         yield layer
 
 
-def _load_norm(model: LayeredModel, device: torch.device) -> Layer:
+def load_norm(model: LayeredModel, device: torch.device) -> Layer:
     """The final norm with its weight."""
     weight = model.weights.read(f"{model.prefix}norm.weight", (model.hidden_size,), device)
     norm = copy.deepcopy(model.norm).requires_grad_(False)

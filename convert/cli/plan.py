@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     epilog="""\b
     Examples:
       lowbit-convert plan Qwen/Qwen3-8B
-      lowbit-convert plan Qwen/Qwen3-8B --recipe mixed --bits '*.down_proj=8'
+      lowbit-convert plan Qwen/Qwen3-8B --bits '*.down_proj=8'
     """,
 )
 @source_argument

@@ -6,12 +6,7 @@ from pathlib import Path
 
 import torch
 
-from lowbit.convert.calibrate.session import CalibrationRequest
-from lowbit.convert.cli.tables import target as render
-from lowbit.convert.original.progress import Progress
-from lowbit.convert.pipeline.estimate import Estimate, automatic_plan, estimate
-from lowbit.convert.plan.allocate import Allocation, Target, allocate
-from lowbit.convert.plan.lookup import (
+from lowbit.convert.calibrate.lookup import (
     Found,
     Settings,
     dense_weights,
@@ -19,6 +14,12 @@ from lowbit.convert.plan.lookup import (
     read_checked,
     rows_of,
 )
+from lowbit.convert.calibrate.session import CalibrationRequest
+from lowbit.convert.cli.tables import target as render
+from lowbit.convert.original.progress import Progress
+from lowbit.convert.pipeline.estimate import Estimate, automatic_plan, estimate
+from lowbit.convert.plan.allocate import Allocation, Target, allocate
+from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.plan.plan import Plan, make_plan
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.sensitivities import Row
@@ -102,56 +103,64 @@ def _meet_target(
 ) -> Plan:
     """Choose schemes that meet a target, and say on stderr which.
 
-    The sensitivities are those of the model that is quantized, with the recipe's scale rule and
-    rotated where its method rotates; they are of weights rounded to nearest by every method.
+    The sensitivities are those of the method that is then used, with the recipe's scale rule.
 
     Returns:
         A plan by the recipe with the schemes as overrides.
     """
     weights, recipe = dense_weights(source), request.recipe
     config, tensors = source.config, source.tensors
-    settings = Settings(request.calibration.file, device=request.device.type, rule=recipe.rule)
+    settings = Settings(
+        request.calibration.file, bits=target.bits, device=request.device.type, rule=recipe.rule
+    )
 
     def allocated(rows: Sequence[Row]) -> Allocation:
         given = [row for row in rows if row.bits in target.bits]
         return allocate(config, tensors, recipe, given, target.target, request.max_shard_bytes)
 
-    def by(rotate: bool) -> tuple[Found, Allocation]:
-        found = find_or_estimate(weights, replace(settings, rotate=rotate), progress, note)
+    def by(method: Method) -> tuple[Found, Allocation]:
+        found = find_or_estimate(weights, replace(settings, method=method), progress, note)
         if found.failure is not None and note is not None:
             note(f"the sensitivities are not kept for another time: {found.failure}")
         return found, allocated(found.sensitivities.rows)
 
-    def rotates(plan: Plan) -> bool:
-        return request.settled(source, plan).recipe.method.rotate
+    def method_of(plan: Plan) -> Method:
+        return request.settled(source, plan).recipe.method
 
     if target.sensitivities is None:
-        choices = choices_of(fused_sets(config, tensors), settings.groups)
-        allocated(rows_of(choices, [1.0] * len(choices)))  # a target out of reach is known now
-        # a target chooses the bits, not the base
-        rotate = rotates(make_plan(config, tensors, replace(recipe, base="int4")))
-        found, chosen = by(rotate)
-        if rotates(chosen.plan) != rotate:  # auto rotates neither 8 bits nor some tied heads
-            found, chosen = by(not rotate)
+        choices = choices_of(fused_sets(config, tensors), settings.groups, target.bits)
+        guesses = [fused.weights * 4.0**-scheme.bits for fused, scheme in choices]
+        # A target out of reach is known now, and mostly the method: auto rotates neither 8 bits nor
+        # a head that stays the embedding.
+        method = method_of(allocated(rows_of(choices, guesses)).plan)
+        found, chosen = by(method)
+        if (used := method_of(chosen.plan)) != method:
+            found, chosen = by(used)
     else:
-        found = read_checked(target.sensitivities, weights, progress)
+        found = read_checked(target.sensitivities, weights, target.bits, progress)
         chosen = allocated(found.sensitivities.rows)
     if note is not None:
         render.allocation(chosen, found)
-        is_rotated = rotates(chosen.plan)
-        done = replace(found.sensitivities, scale_rule=recipe.rule, rotated=is_rotated).conditions
+        used = method_of(chosen.plan)
+        made = replace(settings, method=used)
+        done = replace(
+            found.sensitivities,
+            scale_rule=recipe.rule,
+            rotated=used.rotate,
+            method=str(replace(used, autoround=False) if made.measures(config) else RTN),
+        ).conditions
         if done != found.sensitivities.conditions:
             note(f"! the sensitivities are of {found.sensitivities.conditions}; quantized: {done}")
     return chosen.plan
 
 
-def rotated_by_default(
+def method_by_default(
     source: Checkpoint, calibration: CalibrationRequest, device: torch.device
-) -> bool:
-    """Tell whether `quantize` rotates an original where nothing else is asked for.
+) -> Method:
+    """The method of `quantize` where nothing else is asked for.
 
     Raises:
         LowbitError: a source that cannot be converted.
     """
     plan = make_plan(source.config, source.tensors, Recipe())
-    return automatic_plan(source, plan, device, calibration).recipe.method.rotate
+    return automatic_plan(source, plan, device, calibration).recipe.method

@@ -7,13 +7,16 @@ import click
 
 from lowbit.convert.cli.options import (
     device_option,
+    methods,
+    parse_method,
     revision_option,
     source_argument,
     text_option,
 )
+from lowbit.convert.cli.target_options import parse_widths
 from lowbit.formats.layout.scheme import GROUP_SIZES
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import Count, json_option
+from lowbit.formats.shell.options import AUTO, Count, json_option
 from lowbit.formats.shell.output import note, print_json
 
 
@@ -35,7 +38,7 @@ def json_path(ctx: click.Context, param: click.Parameter, value: Path | None) ->
 
 
 @click.command(
-    short_help="Estimate the loss of each precision of each layer.",
+    short_help="Tell what each precision of each layer loses.",
     epilog="""\b
     Example:
       lowbit-convert sensitivity Qwen/Qwen3-8B --out sensitivity.json
@@ -57,9 +60,9 @@ def json_path(ctx: click.Context, param: click.Parameter, value: Path | None) ->
     "--windows",
     type=Count(),
     metavar="N",
-    default=8,
-    show_default=True,
-    help="Windows of 512 tokens, spread over the text.",
+    show_default="8; 2 to measure on a CPU",
+    help="Windows of 512 tokens, spread over the text; codes are learned from 64 others, 16 "
+    "on a CPU.",
 )
 @click.option(
     "--group-sizes",
@@ -67,13 +70,24 @@ def json_path(ctx: click.Context, param: click.Parameter, value: Path | None) ->
     default="32,64,128",
     show_default=True,
     metavar="LIST",
-    help="Group sizes to choose from, at 2, 3, 4 and 8 bits.",
+    help="Group sizes to choose from.",
 )
 @click.option(
-    "--rotated/--unrotated",
-    default=None,
-    show_default="as quantize's --method auto",
-    help="Of the model with its hidden states turned into another basis, or as it is.",
+    "--bits",
+    callback=parse_widths,
+    default="4,8",
+    show_default=True,
+    metavar="LIST",
+    help="Bits to choose from, of 2, 3, 4 and 8; 4 is always among them.",
+)
+@click.option(
+    "--method",
+    callback=parse_method,
+    shell_complete=methods,
+    default=AUTO,
+    show_default=True,
+    metavar="METHOD",
+    help="As of quantize: measured of calibrated methods, estimated of rtn and of experts.",
 )
 @click.option(
     "--positive-scales", is_flag=True, help="With positive scales only, as quantize's option."
@@ -86,32 +100,36 @@ def sensitivity(
     source: str,
     out: Path | None,
     calib: Path | None,
-    windows: int,
+    windows: int | None,
     group_sizes: tuple[int, ...],
-    rotated: bool | None,
+    bits: tuple[int, ...],
+    method: str,
     positive_scales: bool,
     device: str,
     revision: str | None,
     as_json: bool,
 ) -> None:
-    """Estimate the KL divergence that 2, 3, 4 and 8 bits cost in each fused set of SRC.
+    """Tell what 4 and 8 bits, or others, cost in each fused set of SRC: nats of KL divergence.
 
-    One pass forward and one backward. RAM holds 2 * layers * tokens * hidden size bytes of hidden
-    states: 1.2 GB for an 8B with 8 windows. The figures are kept in the cache (below
-    XDG_CACHE_HOME or ~/.cache), where --target-bpw and --target-size look for them.
+    Of a calibrated method, costs are measured: the model passes once, and once more for every set
+    with that set's 4-bit weights, from its layer on. Of rtn and of experts they are estimated by
+    one pass forward and one backward. The figures are kept in the cache (below
+    XDG_CACHE_HOME or ~/.cache), where --target-bpw and --target-size look for them; bits that are
+    not there yet are added.
     """
-    from lowbit.convert.calibrate.session import CalibrationRequest
-    from lowbit.convert.cli.planning import rotated_by_default
-    from lowbit.convert.cli.progress import progress_bars
-    from lowbit.convert.cli.tables import target as render
-    from lowbit.convert.original.device import open_device
-    from lowbit.convert.plan.lookup import (
+    from lowbit.convert.calibrate.lookup import (
         Settings,
         check_file,
         find_or_estimate,
         open_original,
         write_file,
     )
+    from lowbit.convert.calibrate.session import CalibrationRequest
+    from lowbit.convert.cli.planning import method_by_default
+    from lowbit.convert.cli.progress import progress_bars
+    from lowbit.convert.cli.tables import target as render
+    from lowbit.convert.original.device import open_device
+    from lowbit.convert.plan.method import Method
     from lowbit.convert.report.sensitivity_plot import heat_map
     from lowbit.formats.files.atomic import attempt
     from lowbit.formats.hub.locate import locate
@@ -119,16 +137,20 @@ def sensitivity(
     if out is not None:
         check_file(out)
     original = open_original(locate(source, revision).folder)
-    if rotated is None:
+    searched = "positive" if positive_scales else "signed"
+    if method == AUTO:
         request = CalibrationRequest(calib)
-        rotated = rotated_by_default(original.checkpoint, request, open_device(device))
+        used = method_by_default(original.checkpoint, request, open_device(device))
+    else:
+        used = Method() if method == "absmax" else Method.parse(method)
     settings = Settings(
         calib=calib,
         windows=windows,
         groups=group_sizes,
+        bits=bits,
         device=device,
-        rule="positive" if positive_scales else "signed",
-        rotate=rotated,
+        rule="absmax" if method == "absmax" else searched,  # type: ignore[arg-type]
+        method=used,
     )
     with progress_bars(quiet=as_json) as progress:
         found = find_or_estimate(original, settings, progress, None if as_json else note)

@@ -119,8 +119,8 @@ _options = with_options(
         callback=parse_widths,
         metavar="LIST",
         show_default="4,8",
-        help="Bits that a target chooses from, of 2, 3, 4 and 8. The estimates are of weights "
-        "rounded to nearest: below 4 bits compare the report with that of a recipe.",
+        help="Bits that a target chooses from, of 2, 3, 4 and 8. Costs are measured at 4 "
+        "bits: below, compare the report with that of a recipe.",
     ),
     click.option(
         "--sensitivities",

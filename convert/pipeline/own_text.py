@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from lowbit.convert.calibrate.lookup import open_original
 from lowbit.convert.calibrate.session import check_can_run
 from lowbit.convert.original.calibration_text import bundled_texts
 from lowbit.convert.original.device import open_device
@@ -13,7 +14,6 @@ from lowbit.convert.original.prompts import prompts
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
 from lowbit.convert.original.whole import build, dtype_on, fill, size_bytes
-from lowbit.convert.plan.lookup import open_original
 from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.errors import CheckpointError, ResourceError

@@ -13,7 +13,7 @@ from lowbit.formats.files.user_file import read_user_file
 from lowbit.formats.layout.records import parse_object, record
 from lowbit.formats.layout.scheme import GROUP_SIZES, Scheme
 
-SCHEMA = 4  # of the file
+SCHEMA = 5  # of the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class Row:
         bits: bits of a code.
         group_size: weights that share a scale.
         size_bytes: bytes of its packed tensors, scales included.
-        kl: mean KL divergence from the original, in nats a token, with only this set quantized
-            round-to-nearest: estimated to second order, measured for the head; infinite where a
-            rounded weight is not finite.
+        kl: mean KL divergence from the original, in nats a token, with only this set quantized:
+            measured, or of round-to-nearest estimated to second order (the head's measured);
+            infinite where a rounded weight is not finite.
     """
 
     name: str
@@ -60,10 +60,12 @@ class Sensitivities:
         text_name: name of the text, for people.
         text_sha256: hash of the text.
         window: tokens of a window.
-        windows: number of windows taken of the text.
-        draws: tokens drawn from the model's distribution at each position.
+        windows: number of windows taken of the text, to measure on.
+        learned: number of windows that codes were learned from, 0 where estimated.
+        draws: tokens drawn from the model's distribution at each position, 0 where measured.
         scale_rule: rule by which scales were chosen.
         rotated: True where they are of the model with its residual stream rotated.
+        method: that chose the codes; `rtn` where estimated.
         rows: in the order of the forward pass.
     """
 
@@ -77,15 +79,18 @@ class Sensitivities:
     text_sha256: str
     window: int
     windows: int
+    learned: int
     draws: int
     scale_rule: str
     rotated: bool
+    method: str
     rows: tuple[Row, ...]
 
     @property
     def conditions(self) -> str:
-        """`the rotated model, signed scales`."""
-        return f"the {'rotated' if self.rotated else 'unrotated'} model, {self.scale_rule} scales"
+        """`gptq+rotate, signed scales`, or `rtn of the rotated model, signed scales`."""
+        turned = " of the rotated model" if self.rotated and "rotate" not in self.method else ""
+        return f"{self.method}{turned}, {self.scale_rule} scales"
 
     def to_json(self) -> dict[str, Any]:
         """Content of the file; infinity becomes null."""

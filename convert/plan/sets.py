@@ -17,7 +17,9 @@ from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.packed import OUTPUT_DTYPES
 from lowbit.formats.safetensors.checkpoint import TensorInfo
 
-BITS = (2, 3, 4, 8)
+BITS = (2, 3, 4, 8)  # that may be chosen from
+USUAL_BITS = (4, 8)  # unless others are asked for
+RANKED_BITS = 4  # by which sets are ranked and drawn
 GROUPS = (32, 64, 128)
 
 Choice = tuple["FusedSet", Scheme]
@@ -113,8 +115,8 @@ def fused_sets(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> 
     return sets
 
 
-def schemes_of(fused: FusedSet, groups: Sequence[int]) -> list[Scheme]:
-    """Schemes to choose from: all BITS with every group size that divides K.
+def schemes_of(fused: FusedSet, groups: Sequence[int], bits: Sequence[int]) -> list[Scheme]:
+    """Schemes to choose from: all bits with every group size that divides K.
 
     Raises:
         QuantizationError: no group size divides K.
@@ -123,16 +125,18 @@ def schemes_of(fused: FusedSet, groups: Sequence[int]) -> list[Scheme]:
     if not any(K % group == 0 for group in groups):
         sizes = ", ".join(map(str, groups))
         raise QuantizationError(f"`{fused.name}`: none of the group sizes {sizes} divides K = {K}")
-    return [Scheme(bits, group) for bits in BITS for group in groups if K % group == 0]
+    return [Scheme(width, group) for width in bits for group in groups if K % group == 0]
 
 
-def choices_of(sets: Sequence[FusedSet], groups: Sequence[int]) -> list[Choice]:
+def choices_of(
+    sets: Sequence[FusedSet], groups: Sequence[int], bits: Sequence[int]
+) -> list[Choice]:
     """Every set with every scheme to choose from.
 
     Raises:
         QuantizationError: no group size divides the K of a set.
     """
-    return [(fused, scheme) for fused in sets for scheme in schemes_of(fused, groups)]
+    return [(fused, scheme) for fused in sets for scheme in schemes_of(fused, groups, bits)]
 
 
 def patterns_for(

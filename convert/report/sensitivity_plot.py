@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from lowbit.convert.plan.sensitivities import Row, Sensitivities
+from lowbit.convert.plan.sets import RANKED_BITS
 from lowbit.convert.report import formatting
 from lowbit.formats.architectures.names import split_layer
 from lowbit.formats.charts import shapes
 from lowbit.formats.printable import printable
 
-BITS = 4
 CELL, ROW, LEFT, TOP, BOTTOM = 34, 26, 190, 66, 30
 LEAST_COLUMNS = 12  # width that the title needs
 LOW, HIGH = (235, 241, 250), (8, 48, 107)  # ends of the colour scale: red, green, blue
@@ -29,7 +29,7 @@ def heat_map(sensitivities: Sensitivities) -> bytes:
     """A self-contained SVG of the KL of every set at INT4, at the largest group size measured.
 
     Args:
-        sensitivities: with at least one row of BITS bits.
+        sensitivities: with at least one row of RANKED_BITS bits.
     """
     rows = _shown(sensitivities.rows)
     cells = {(split_layer(row.name).rest, _column(row)): row for row in rows}
@@ -42,7 +42,7 @@ def heat_map(sensitivities: Sensitivities) -> bytes:
     width = LEFT + CELL * max(len(columns), LEAST_COLUMNS) + 20
     height = TOP + ROW * len(kinds) + BOTTOM
     schemes = " and ".join(dict.fromkeys(str(row.scheme) for row in rows))
-    title = f"Estimated mean KL (nats a token) with one set at {schemes}"
+    title = f"Mean KL (nats a token) with one set at {schemes}"
     svg = shapes.svg_file(title, (width, height), STYLE)
     shapes.box(svg, 0, 0, (width, height), "paper")
     shapes.text(svg, 12, 22, title, "start", "title")
@@ -61,11 +61,11 @@ def heat_map(sensitivities: Sensitivities) -> bytes:
 
 
 def _shown(rows: Sequence[Row]) -> list[Row]:
-    """Rows of BITS bits and the largest group, one for every set."""
+    """Rows of RANKED_BITS bits and the largest group, one for every set."""
     found: dict[str, Row] = {}
     for row in rows:
         known = found.get(row.name)
-        if row.bits == BITS and (known is None or known.group_size < row.group_size):
+        if row.bits == RANKED_BITS and (known is None or known.group_size < row.group_size):
             found[row.name] = row
     return list(found.values())
 

@@ -12,6 +12,7 @@ from lowbit.convert.original.answers import WHERE_MEASURED
 from lowbit.convert.plan.choice_of_method import (
     ROTATION_MEASURED,
     RTN_TO_GPTQ,
+    TO_CHOSEN_BITS,
     WITH_EXPERTS,
     Gain,
     best_gptq,
@@ -250,8 +251,7 @@ class Step:
 STEPS = (
     Step("--recipe", ("int2",), "int3", "about 1 bit per weight more"),
     Step("--recipe", ("int2", "int3"), "int4", "4 bits per weight, mostly usable"),
-    Step("--recipe", ("int4",), "mixed", "attention in INT8, about 0.8 bits per weight more"),
-    Step("--recipe", ("mixed",), "int8", "8 bits per weight"),
+    Step("--recipe", ("int4",), "int8", "8 bits per weight"),
     Step("--group-size", ("row", "512", "256", "128"), "64", "up to 0.25 bits per weight more"),
     Step("--group-size", ("64",), "32", "0.25 bits per weight more"),
 )
@@ -270,6 +270,9 @@ def next_steps(report: QualityReport) -> tuple[str, ...]:
     found = []
     if few and (gain := _better_method(used["--method"], report.model_type)) is not None:
         found.append(f"--method {gain.method} (same size, {gain.words})")
+    if few and "--bits" not in str(report.command):
+        same = math.ceil(100 * report.sizes.bits_per_weight) / 100
+        found.append(f"--target-bpw {same:g} (same size, {TO_CHOSEN_BITS})")
     found += [
         f"{step.option} {step.value} ({step.words})"
         for step in STEPS
@@ -277,7 +280,7 @@ def next_steps(report: QualityReport) -> tuple[str, ...]:
     ]
     budget = report.sizes.bits_per_weight + MORE_BITS
     if few and budget <= MOST_BITS:
-        found.append(f"--target-bpw {budget:.1f} (bits where they are estimated to count)")
+        found.append(f"--target-bpw {budget:.1f} (bits where they count)")
     return tuple(found)
 
 

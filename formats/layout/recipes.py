@@ -7,7 +7,7 @@ from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.scheme import Scheme, fitting_group_size
 
-Base = Literal["int4", "int8", "mixed", "int3", "int2"]
+Base = Literal["int4", "int8", "int3", "int2"]
 
 AS_STORED = 16  # stands for a linear that is not quantized
 GROUP_SIZE = 128  # default
@@ -22,7 +22,6 @@ _ALWAYS = {"delta_out": 8, "head": 8, "mtp": 4}
 BITS_BY_ROLE: dict[Base, dict[str, int]] = {
     "int4": {**_ALWAYS, **dict.fromkeys((*_ATTENTION, *_MLP), 4)},
     "int8": {**_ALWAYS, **dict.fromkeys((*_ATTENTION, *_MLP), 8)},
-    "mixed": {**_ALWAYS, **dict.fromkeys(_ATTENTION, 8), **dict.fromkeys(_MLP, 4)},
     "int3": {**_ALWAYS, **dict.fromkeys(_ATTENTION, 4), **dict.fromkeys(_MLP, 3)},
     "int2": {**_ALWAYS, **dict.fromkeys(_ATTENTION, 3), **dict.fromkeys(_MLP, 2)},
 }

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lowbit.formats.files.reading import open_file
@@ -48,7 +49,7 @@ def hash_shard(
     """
     whole = hashlib.sha256()
     parts = {}
-    with open_file(path) as file:
+    with open_file(path) as file, ThreadPoolExecutor(1) as beside:
         for info in sorted(tensors, key=lambda info: (info.offset, info.nbytes)):
             header = file.read(info.offset - file.tell())
             whole.update(header)
@@ -56,8 +57,9 @@ def hash_shard(
             part = hashlib.sha256()
             left = info.nbytes
             while left and (chunk := file.read(min(CHUNK_BYTES, left))):
+                hashed = beside.submit(part.update, chunk)  # hashing leaves the interpreter free
                 whole.update(chunk)
-                part.update(chunk)
+                hashed.result()
                 left -= len(chunk)
                 progress(len(chunk))
             parts[info.name] = part.hexdigest()

@@ -44,7 +44,7 @@ class LoadOptions:
         kv_cache: type of the keys and values in the cache: `bf16` (float32 where activations are),
             `int8`, which takes half the memory and rounds, or `auto`: `bf16` while all that is
             asked for fits and, on a GPU, the context is at most 8192, else `int8`.
-        quantize: recipe (int4, int8, mixed, int3, int2) of a BF16, F16 or F32 checkpoint: quantized
+        quantize: recipe (int4, int8, int3, int2) of a BF16, F16 or F32 checkpoint: quantized
             as it is read, with the codes and scales that lowbit-convert writes.
         group_size: weights that share a scale, with `quantize`; where it does not divide a row,
             the next smaller one of 32, 64, 128, 256 that does.

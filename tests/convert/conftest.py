@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -188,3 +189,30 @@ def rounding(*arguments: str | Path) -> list[str]:
         return []
     options = {"--method": "rtn", "--device": "cpu"}
     return [part for name, value in options.items() if name not in given for part in (name, value)]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of sensitivities of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="session")
+def readable(tmp_path_factory: pytest.TempPathFactory, make_model: MakeModel, tiny: Path) -> Path:
+    """A random tied model of two layers with the bundled model's tokenizer."""
+    folder = make_model(
+        tmp_path_factory.mktemp("budget") / "readable",
+        vocab_size=4096,
+        tie_word_embeddings=True,
+    )
+    shutil.copy(tiny / "tokenizer.json", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def short_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few sentences."""
+    path = tmp_path_factory.mktemp("budget") / "short.txt"
+    path.write_text("Once upon a time there was a little robot who lived by the sea. " * 4)
+    return path

@@ -3,16 +3,16 @@
 from collections import Counter
 from typing import Any
 
+from lowbit.convert.calibrate.lookup import Found
 from lowbit.convert.plan.allocate import Allocation
-from lowbit.convert.plan.lookup import Found
 from lowbit.convert.plan.sensitivities import Row, Sensitivities, by_set
+from lowbit.convert.plan.sets import RANKED_BITS
 from lowbit.convert.report import formatting
 from lowbit.formats.architectures.names import split_layer
 from lowbit.formats.shell.output import note
 from lowbit.formats.shell.tables import plain_table, results, styled
 
 WORST, LEAST = 10, 5
-BITS = 4  # by which sets are ranked
 SHOWN = (2, 4, 8)  # 3 bits lie between; a terminal has no room for them
 
 
@@ -22,14 +22,15 @@ def sensitivities(found: Found) -> None:
     record = found.sensitivities
     ranked = _ranked(record)
     sizes = sorted({row.group_size for row in record.rows}, reverse=True)
-    columns = [f"INT{bits} g{group}" for bits in SHOWN for group in sizes]
+    shown = [bits for bits in SHOWN if any(row.bits == bits for row in record.rows)]
+    columns = [f"INT{bits} g{group}" for bits in shown for group in sizes]
     table = plain_table(
-        "estimated mean KL (nats a token) with one set quantized", ("set",), ("weights", *columns)
+        "mean KL (nats a token) with one set quantized", ("set",), ("weights", *columns)
     )
-    shown = ranked[:WORST]
+    worst = ranked[:WORST]
     rest = ranked[WORST:]
     least = rest[-LEAST:]
-    for name, rows in shown:
+    for name, rows in worst:
         table.add_row(_short(name), *_figures(rows, columns))
     if len(rest) > len(least):
         table.add_row(styled((f"{len(rest) - len(least)} between", "dim")))
@@ -59,7 +60,7 @@ def _ranked(record: Sensitivities) -> list[tuple[str, list[Row]]]:
     """Sets and their rows by falling KL at INT4 with the largest group size."""
 
     def key(pair: tuple[str, list[Row]]) -> float:
-        narrow = [row for row in pair[1] if row.bits == BITS]
+        narrow = [row for row in pair[1] if row.bits == RANKED_BITS]
         return -max(narrow, key=lambda row: row.group_size).kl
 
     return sorted(by_set(record.rows).items(), key=key)
@@ -84,5 +85,5 @@ def allocation(chosen: Allocation, found: Found) -> None:
     note(
         f"chosen for {len(chosen.schemes)} sets: {parts}; "
         f"{chosen.plan.bits_per_weight:.3f} bits per weight, weight files "
-        f"{formatting.size(chosen.plan.output_bytes)}, estimated KL {formatting.kl(chosen.kl)}"
+        f"{formatting.size(chosen.plan.output_bytes)}, their KL {formatting.kl(chosen.kl)}"
     )

@@ -33,7 +33,7 @@ ODD_NAMES = ("weights-b.safetensors", "a.safetensors", "model-00001-of-00002.saf
 RECIPES = {
     "int4": Recipe(),
     "int8": Recipe("int8", 64),
-    "mixed": Recipe("mixed", 32),
+    "mixed": Recipe("int8", 32, overrides=(Override("*.mlp.*", 4),)),
     "positive": Recipe(rule="positive", head="bf16"),
     "absmax-rows": Recipe(group_size=None, rule="absmax", head="int4"),
     "odd-bits": Recipe(overrides=(Override("*.self_attn.*", 3), Override("*.o_proj", 6))),

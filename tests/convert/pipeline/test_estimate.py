@@ -38,7 +38,7 @@ def plan_of(source: str, recipe: Recipe | None = None, revision: str | None = No
 
 
 def test_what_it_says_is_what_happens(source: Path, tmp_path: Path) -> None:
-    recipe = Recipe("mixed", 32, overrides=(Override("lm_head", 16),))
+    recipe = Recipe("int8", 32, overrides=(Override("*.mlp.*", 4), Override("lm_head", 16)))
     plan = plan_of(str(source), recipe)
     done = convert(source, tmp_path / "out", recipe, max_shard_bytes=LIMIT)
     assert plan == done.plan

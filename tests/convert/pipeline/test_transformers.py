@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 RECIPES = {
     "int4": Recipe(group_size=32),
     "int8": Recipe("int8", 64),
-    "mixed": Recipe("mixed", head="int4"),
+    "mixed": Recipe("int8", head="int4", overrides=(Override("*.mlp.*", 4),)),
     "positive": Recipe(rule="positive", head="bf16"),
     "absmax": Recipe(rule="absmax"),
-    "rows": Recipe("mixed", group_size=None),
+    "rows": Recipe("int8", group_size=None, overrides=(Override("*.mlp.*", 4),)),
     "layers-differ": Recipe(
         overrides=(Override("model.layers.0.mlp.*", 8), Override("model.layers.1.*.o_proj", 16))
     ),

@@ -17,13 +17,13 @@ MTP = (Override("mtp.*", 8),)
 RECIPES = {
     "int4": Recipe(),
     "int8": Recipe("int8", 64),
-    "mixed-tied": Recipe("mixed", head="bf16"),
+    "mixed-tied": Recipe("int8", head="bf16", overrides=(Override("*.mlp.*", 4),)),
     "mtp": Recipe(overrides=(*MTP, Override("mtp.*.mlp.*", 4))),
     "mtp-as-stored": Recipe(mtp="bf16"),
     "no-mtp": Recipe(mtp="drop"),
-    "absmax": Recipe("mixed", 64, rule="absmax"),
+    "absmax": Recipe("int8", 64, rule="absmax", overrides=(Override("*.mlp.*", 4),)),
     "positive": Recipe(rule="positive", head="int4"),
-    "rows": Recipe("mixed", group_size=None),
+    "rows": Recipe("int8", group_size=None, overrides=(Override("*.mlp.*", 4),)),
     "no-vision": Recipe(drop_vision=True),
     "layers-differ": Recipe(
         overrides=(Override("*.layers.0.mlp.*", 8), Override("*.layers.1.*.out_proj", 16), *MTP)

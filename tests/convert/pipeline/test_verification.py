@@ -281,7 +281,7 @@ def test_original_of_another_dtype_with_the_same_bytes(converted: Path, tmp_path
 RECIPES = {
     "int4": Recipe(),
     "positive": Recipe(rule="positive", group_size=None, head="bf16"),
-    "overrides": Recipe("mixed", 64, overrides=(Override("*.down_proj", 3, 32),)),
+    "overrides": Recipe("int8", 64, overrides=(Override("*.down_proj", 3, 32),)),
     "absmax": Recipe(rule="absmax", head="int4"),
 }
 

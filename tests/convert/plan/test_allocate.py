@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from lowbit.convert.calibrate.lookup import rows_of
 from lowbit.convert.plan.allocate import Allocation, Target, allocate
-from lowbit.convert.plan.lookup import rows_of
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from lowbit.convert.plan.recipe import Override, Recipe
 from lowbit.convert.plan.sensitivities import Row
-from lowbit.convert.plan.sets import FusedSet, choices_of, fused_sets
+from lowbit.convert.plan.sets import BITS, FusedSet, choices_of, fused_sets
 from lowbit.formats.errors import FormatError, QuantizationError
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
@@ -38,7 +38,7 @@ def plausible(checkpoint: Checkpoint, groups: Sequence[int] = (32, 64, 128)) -> 
     Small groups cost less.
     """
     rng = random.Random(0)
-    choices = choices_of(sets_of(checkpoint), groups)
+    choices = choices_of(sets_of(checkpoint), groups, BITS)
     size_of = {fused.name: 10 ** rng.uniform(-4, -3) for fused in sets_of(checkpoint)}
     figures = []
     for fused, scheme in choices:

@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit.convert.calibrate.lookup import rows_of
 from lowbit.convert.original.calibration_text import read_calibration
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.progress import silent
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import open_weights
 from lowbit.convert.plan.allocate import Target, allocate
-from lowbit.convert.plan.lookup import rows_of
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from lowbit.convert.plan.recipe import Override, Recipe
 from lowbit.convert.plan.sensitivity import estimate
-from lowbit.convert.plan.sets import choices_of, fused_sets
+from lowbit.convert.plan.sets import USUAL_BITS, choices_of, fused_sets
 from lowbit.formats.layout.packing import dequantize
 from lowbit.formats.layout.rtn import quantize
 
@@ -57,7 +57,7 @@ def test_a_choice_beats_every_uniform_one_of_its_size(hybrid: Path) -> None:
     config, tensors = weights.checkpoint.config, weights.checkpoint.tensors
     windows = read_calibration(STORIES, folder, length=128, limit=1 << 30).samples
     seen, unseen = windows[:4], windows[-4:]
-    choices = choices_of(fused_sets(config, tensors), (32, 64, 128))
+    choices = choices_of(fused_sets(config, tensors), (32, 64, 128), USUAL_BITS)
     with torch.no_grad(), without_advice():
         model = load_layered_model(weights, 128, CPU)
         figures = estimate(model, choices, seen, CPU, silent)

@@ -158,7 +158,7 @@ def test_tied_head_left_as_stored_stays_tied(tied: "Config", recipe: Recipe) -> 
         # Linears of a layer, h = 128: q 256, k and v 128, o 128 x 256, MLP 3 x 256 x 128 weights.
         ("int4", 128, None, False, (4, 4, 8)),
         ("int8", 32, None, False, (8, 8, 8)),
-        ("mixed", None, "int4", False, (8, 4, 4)),
+        ("int8", None, "int4", False, (8, 8, 4)),
         ("int4", 64, "bf16", False, (4, 4, 16)),
         ("int4", 128, "bf16", True, (4, 4, 16)),
         ("int4", 128, "int8", True, (4, 4, 8)),
@@ -303,7 +303,7 @@ def test_own_runtime_serves_2_3_4_and_8_bits(small_config: "Config") -> None:
     assert runtime_verdict(plan_of(small_config, six)) == (
         "6-bit weights (served: 2, 3, 4, 8): `model.layers.0.self_attn.o_proj`"
     )
-    for base in ("mixed", "int3", "int2"):
+    for base in ("int8", "int3", "int2"):
         assert runtime_verdict(plan_of(small_config, Recipe(base, None))) is None
 
 

@@ -36,12 +36,10 @@ TOTALS = (873_438_784, 2_274_069_824, 4_659_865_088, 9_653_104_368, 27_781_427_9
 BITS: dict[Base, dict[str, int]] = {
     "int4": {"in_proj_(qkv|z)": 4, "out_proj": 8, "[qkvo]_proj": 4, "(gate|up|down)_proj": 4},
     "int8": {"in_proj_(qkv|z)": 8, "out_proj": 8, "[qkvo]_proj": 8, "(gate|up|down)_proj": 8},
-    "mixed": {"in_proj_(qkv|z)": 8, "out_proj": 8, "[qkvo]_proj": 8, "(gate|up|down)_proj": 4},
 }
 RECIPES = {
     "int4": Recipe(),
     "int8": Recipe("int8"),
-    "mixed": Recipe("mixed"),
     "no vision": Recipe(drop_vision=True),
     "mtp": Recipe(overrides=(Override("mtp.*", 8),)),
     "mtp as stored": Recipe(mtp="bf16"),

@@ -36,7 +36,6 @@ def overridden(*texts: str) -> Recipe:
     [
         ("int4", 4, 4, 8),
         ("int8", 8, 8, 8),
-        ("mixed", 8, 4, 8),
         ("int3", 4, 3, 8),
         ("int2", 3, 2, 8),
     ],
@@ -52,7 +51,7 @@ def test_bits_by_role(
 
 
 @pytest.mark.parametrize(("head", "scheme"), [("int4", 4), ("int8", 8), ("bf16", None)])
-@pytest.mark.parametrize("base", ["int4", "int8", "mixed"])
+@pytest.mark.parametrize("base", ["int4", "int8"])
 def test_head_option_wins_over_the_base(
     table: list[TensorSpec], base: Base, head: Head, scheme: int | None
 ) -> None:
@@ -238,10 +237,10 @@ def test_unknown_values(fields: dict[str, object], message: str) -> None:
 
 
 def test_json_holds_everything_that_decides_a_code() -> None:
-    recipe = Recipe("mixed", None, "positive", "int4", (Override("*.o_proj", 6),), mtp="int8")
+    recipe = Recipe("int8", None, "positive", "int4", (Override("*.o_proj", 6),), mtp="int8")
     recipe = replace(recipe, draft_vocabulary=1000)
     assert recipe.to_json() == {
-        "recipe": "mixed",
+        "recipe": "int8",
         "method": "rtn",
         "scales": "positive",
         "group_size": None,
@@ -263,7 +262,6 @@ def hybrid_table(hybrid: Path) -> list[TensorSpec]:
     [
         ("int4", {"attention": 4, "delta_in": 4, "delta_out": 8, "mlp": 4, "head": 8}),
         ("int8", {"attention": 8, "delta_in": 8, "delta_out": 8, "mlp": 8, "head": 8}),
-        ("mixed", {"attention": 8, "delta_in": 8, "delta_out": 8, "mlp": 4, "head": 8}),
     ],
 )
 def test_bits_by_role_of_a_hybrid(

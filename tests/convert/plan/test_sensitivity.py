@@ -17,7 +17,7 @@ from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights, open_weights
 from lowbit.convert.plan import rounding, sensitivity
 from lowbit.convert.plan.sensitivity import estimate
-from lowbit.convert.plan.sets import Choice, FusedSet, choices_of, fused_sets
+from lowbit.convert.plan.sets import BITS, Choice, FusedSet, choices_of, fused_sets
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.packing import dequantize
 from lowbit.formats.layout.rtn import ScaleRule, quantize
@@ -147,7 +147,7 @@ def test_squared_gradients_are_those_of_autograd(
         return labels[-1]
 
     monkeypatch.setattr(torch, "searchsorted", drawn)
-    choices = [choice for choice in choices_of(sets_of(folder), (128,)) if choice[1].bits == 4]
+    choices = choices_of(sets_of(folder), (128,), (4,))
     estimated(folder, choices)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     names = [
@@ -193,7 +193,7 @@ def test_labels_follow_the_distribution(tmp_path: Path, make_model: "MakeModel")
 
 def test_more_bits_and_smaller_groups_cost_less(tmp_path: Path, make_model: "MakeModel") -> None:
     folder = make_model(tmp_path / "model", tie_word_embeddings=True)
-    choices = choices_of(sets_of(folder), (32, 128))
+    choices = choices_of(sets_of(folder), (32, 128), BITS)
     assert len(choices) == (2 * 4 + 1) * 8
     figures = torch.tensor(estimated(folder, choices)).view(-1, 4, 2)  # sets, 2 3 4 8, g32 g128
     worst, best = figures.amax(2), figures.amin(2)
@@ -203,7 +203,7 @@ def test_more_bits_and_smaller_groups_cost_less(tmp_path: Path, make_model: "Mak
 
 def test_the_order_of_choices_does_not_matter(tmp_path: Path, make_model: "MakeModel") -> None:
     folder = make_model(tmp_path / "model")
-    choices = choices_of(sets_of(folder), (64,))
+    choices = choices_of(sets_of(folder), (64,), BITS)
     assert estimated(folder, choices[::-1]) == estimated(folder, choices)[::-1]
 
 
@@ -212,7 +212,7 @@ def test_progress_ends_at_all(tmp_path: Path, make_model: "MakeModel") -> None:
     seen = [(0, 1)]
     with torch.no_grad():
         model = load_layered_model(open_weights(folder), T, CPU)
-        choices = choices_of(sets_of(folder), (64,))
+        choices = choices_of(sets_of(folder), (64,), BITS)
         estimate(model, choices, windows(folder), CPU, lambda _, *now: seen.append(now))
     done = [done for done, _ in seen]
     assert done == sorted(done)
@@ -229,7 +229,7 @@ def test_a_scheme_without_finite_weights_is_infinitely_bad(
 
     monkeypatch.setattr(rounding, "quantize", overflowing)
     folder = make_model(tmp_path / "model")
-    figures = torch.tensor(estimated(folder, choices_of(sets_of(folder), (32,)))).view(-1, 4)
+    figures = torch.tensor(estimated(folder, choices_of(sets_of(folder), (32,), BITS))).view(-1, 4)
     assert figures[:, 2].tolist() == [math.inf] * 9
     assert bool(figures[:, [0, 1, 3]].isfinite().all())
 
@@ -240,7 +240,7 @@ def test_an_original_without_finite_logits(tmp_path: Path, make_model: "MakeMode
 
     folder = make_model(tmp_path / "broken", edit=damage)
     with pytest.raises(QuantizationError, match=r"`broken`: 380 of 380 tokens have NaN or inf"):
-        estimated(folder, choices_of(sets_of(folder), (128,)))
+        estimated(folder, choices_of(sets_of(folder), (128,), BITS))
 
 
 def test_no_group_size_fits(tmp_path: Path, make_model: "MakeModel") -> None:
@@ -249,12 +249,12 @@ def test_no_group_size_fits(tmp_path: Path, make_model: "MakeModel") -> None:
         QuantizationError,
         match=r"`model.layers.0.mlp.down_proj`: none of the group sizes 64, 128 divides K = 96",
     ):
-        choices_of(sets_of(folder), (64, 128))
+        choices_of(sets_of(folder), (64, 128), BITS)
 
 
 def test_experts_that_no_token_reaches_add_nothing() -> None:
     ids = windows(MIXTURE, 1)[:, :2]  # two tokens reach four of six experts at most
-    choices = choices_of(sets_of(MIXTURE), (128,))
+    choices = choices_of(sets_of(MIXTURE), (128,), BITS)
     with torch.no_grad(), without_advice():
         model = load_layered_model(open_weights(MIXTURE), 2, CPU)
         found = estimate(model, choices, ids, CPU, silent)

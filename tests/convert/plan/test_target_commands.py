@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import Result
 
-from lowbit.convert.plan import lookup
+from lowbit.convert.calibrate import lookup
 from lowbit.convert.plan.recipe import Override
 from lowbit.convert.plan.sensitivities import Row, Sensitivities, read_sensitivities
 from lowbit.convert.report.sensitivity_plot import heat_map
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def parsed(result: Result) -> dict[str, Any]:
     assert result.exit_code == 0, result.output
     content: dict[str, Any] = json.loads(result.stdout, parse_constant=lambda name: 1 / 0)
-    assert content["schema"] in (1, 4)  # 4 for sensitivities
+    assert content["schema"] in (1, 5)  # 5 for sensitivities
     return content
 
 
@@ -34,7 +34,7 @@ def test_sensitivity_then_targets(
     cli: "Cli", readable: Path, short_text: Path, tmp_path: Path, cache: Path
 ) -> None:
     out = tmp_path / "kept" / "record.json"
-    own = ("sensitivity", readable, "--calib", short_text, "--unrotated")
+    own = ("sensitivity", readable, "--calib", short_text, "--method", "rtn")
     said = parsed(cli(*own, "--out", out, "--json"))
     assert said["computed"] is True
     assert Path(said["file"]).is_relative_to(cache)
@@ -43,7 +43,7 @@ def test_sensitivity_then_targets(
     ElementTree.fromstring(out.with_suffix(".svg").read_bytes())
     again = cli(*own)
     assert "known:" in again.stdout
-    assert "of the unrotated model, signed scales, on " in " ".join(again.stdout.split())
+    assert "of rtn, signed scales, on " in " ".join(again.stdout.split())
     assert "lm_head" in again.stdout
     assert again.stderr.startswith("plot: ")
 
@@ -74,13 +74,13 @@ def test_targets_take_sensitivities_of_what_is_quantized(
     out = tmp_path / "record.json"
     text, head = ("--calib", short_text, "--device", "cpu"), ("--lm-head", "int4")
     ways = {
-        ("13.5", *head): (True, "signed"),  # auto takes gptq+rotate
-        ("13.5", *head, "--method", "gptq+rotate"): (True, "signed"),
-        ("13.5", *head, "--positive-scales"): (True, "positive"),
-        ("13.5", *head, "--method", "gptq"): (False, "signed"),
-        ("12",): (False, "signed"),  # the head stays the embedding, which auto does not rotate
-        ("13.5",): (False, "signed"),  # nothing has fewer than 8 bits, which auto rounds
-        ("12", "--method", "absmax"): (False, "absmax"),
+        ("13.5", *head): ("gptq+rotate", "signed"),  # auto's
+        ("13.5", *head, "--method", "gptq+rotate"): ("gptq+rotate", "signed"),
+        ("13.5", *head, "--positive-scales"): ("gptq+rotate", "positive"),
+        ("13.5", *head, "--method", "gptq"): ("gptq", "signed"),
+        ("12",): ("gptq", "signed"),  # the head stays the embedding, which auto does not rotate
+        ("13.5",): ("rtn", "signed"),  # nothing has fewer than 8 bits, which auto rounds
+        ("12", "--method", "absmax"): ("rtn", "absmax"),
     }
     for options, expected in ways.items():
         done = cli_as_typed("plan", readable, *text, "--target-bpw", *options)
@@ -88,24 +88,28 @@ def test_targets_take_sensitivities_of_what_is_quantized(
         named = re.search(r"sensitivities (?:computed now, kept in|from) (\S+)", done.stderr)
         assert named is not None, done.stderr
         kept = read_sensitivities(Path(named[1]))
-        assert (kept.rotated, kept.scale_rule) == expected
+        assert (kept.method, kept.scale_rule) == expected
         assert "! the sensitivities" not in done.stderr
     # The command that only computes them does what `quantize` takes by default.
     found = parsed(cli_as_typed("sensitivity", readable, *text, "--out", out, "--json"))
-    assert (found["computed"], found["rotated"], found["scale_rule"]) == (False, True, "signed")
+    assert (found["computed"], found["method"], found["scale_rule"]) == (
+        False,
+        "gptq+rotate",
+        "signed",
+    )
     given = ("--target-bpw", "13", "--sensitivities", out, "--method", "rtn", "--positive-scales")
     done = cli_as_typed("plan", readable, *text, *given)
     assert done.exit_code == 0, done.output
     assert (
-        "! the sensitivities are of the rotated model, signed scales; quantized: "
-        "the unrotated model, positive scales" in done.stderr
+        "! the sensitivities are of gptq+rotate, signed scales; quantized: "
+        "rtn, positive scales" in done.stderr
     )
 
 
 def test_computed_on_the_fly(cli: "Cli", readable: Path, short_text: Path, tmp_path: Path) -> None:
     result = cli(readable, tmp_path / "out", "--target-bpw", "13", "--calib", short_text)
     assert result.exit_code == 0, result.output
-    assert "computing the sensitivity of 9 sets at 108 precisions" in result.stderr
+    assert "estimating the sensitivity of 9 sets at 54 precisions" in result.stderr
     assert "sensitivities computed now, kept in" in result.stderr
 
 
@@ -184,8 +188,9 @@ def test_a_target_keeps_to_the_bits_given(
     cli: "Cli", readable: Path, short_text: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "record.json"
-    own = ("--calib", short_text, "--unrotated", "--windows", "1", "--group-sizes", "128")
-    assert cli("sensitivity", readable, *own, "--out", out).exit_code == 0
+    own = ("--calib", short_text, "--method", "rtn", "--windows", "1", "--group-sizes", "128")
+    wide = ("--bits", "2,3,4,8", "--out", out)
+    assert cli("sensitivity", readable, *own, *wide).exit_code == 0
     given = ("--sensitivities", out, "--method", "rtn", "--target-bpw", "10.5")
     less = cli("plan", readable, *given, "--target-bits", "4,2,3,8", "--json")
     recipe = parsed(less)["recipe"]
@@ -254,12 +259,12 @@ def test_heat_map_shows_every_set_once() -> None:
     ]
     rows.append(Row("lm_head", ("lm_head",), 1, 4, 128, 1, 1e-3))
     record = Sensitivities(
-        "", "", "", "", "", "", "<a&b>", "", 1, 1, 2, "signed", False, tuple(rows)
+        "", "", "", "", "", "", "<a&b>", "", 1, 1, 0, 2, "signed", False, "rtn", tuple(rows)
     )
     root = ElementTree.fromstring(heat_map(record))
     titles = [element.text for element in root.iter() if element.tag.endswith("title")]
     assert titles == [
-        "Estimated mean KL (nats a token) with one set at INT4 g128",
+        "Mean KL (nats a token) with one set at INT4 g128",
         "model.layers.0.mlp.gate_up INT4 g128: 0.100",
         "model.layers.1.mlp.gate_up INT4 g128: 0.00",
         "model.layers.2.mlp.gate_up INT4 g128: ∞",

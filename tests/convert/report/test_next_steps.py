@@ -28,11 +28,11 @@ BEST = "lowbit-convert SRC a --method gptq+rotate+autoround"
         ("qwen3_5", "lowbit-convert SRC a --method weighted", "--method gptq (same"),
         ("qwen3", "lowbit-convert SRC a --method gptq", "--method gptq+rotate (same"),
         ("qwen3_5", "lowbit-convert SRC a --method gptq", "--method gptq+autoround (same"),
-        ("qwen3", "lowbit-convert SRC a --method gptq+rotate", "--recipe mixed ("),
-        ("qwen3", "lowbit-convert SRC a --method nonsense", "--recipe mixed ("),
-        ("qwen3", f"{BEST} --recipe mixed", "--recipe int8 ("),
-        ("qwen3", f"{BEST} --recipe int3", "--recipe int4 ("),
-        ("qwen3", f"{BEST} --recipe int2", "--recipe int3 ("),
+        ("qwen3", "lowbit-convert SRC a --method gptq+rotate", "--target-bpw 4.86 (same"),
+        ("qwen3", "lowbit-convert SRC a --method nonsense", "--target-bpw 4.86 (same"),
+        ("qwen3", f"{BEST} --bits a=4", "--recipe int8 ("),
+        ("qwen3", f"{BEST} --bits a=4 --recipe int3", "--recipe int4 ("),
+        ("qwen3", f"{BEST} --bits a=4 --recipe int2", "--recipe int3 ("),
     ],
 )
 def test_the_first_step_depends_on_what_was_used(

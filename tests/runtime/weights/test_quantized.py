@@ -114,9 +114,9 @@ def test_other_dtypes_in_small_blocks(
 
 @pytest.mark.slow
 def test_stale_copy_of_a_tied_head_is_not_used(tmp_path: Path, plain: "PackedModel") -> None:
-    folder = convert(plain.folder, tmp_path / "packed", Recipe("mixed")).folder
+    folder = convert(plain.folder, tmp_path / "packed", Recipe("int8")).folder
     plain.rewrite(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
-    assert_like_the_folder(plain.folder, folder, "mixed")
+    assert_like_the_folder(plain.folder, folder, "int8")
 
 
 def test_memory_is_bounded_by_blocks(plain: "PackedModel", monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +224,7 @@ def test_commands(tmp_path: Path, make_model: Callable[..., "PackedModel"]) -> N
     def run(*arguments: str, stdin: str = "") -> Any:
         return CliRunner().invoke(main, [*arguments, "--device", "cpu"], input=stdin)
 
-    options = ("--quantize", "mixed", "--json", "--context", "64")
+    options = ("--quantize", "int8", "--json", "--context", "64")
     short = ("--max-new-tokens", "2", "--temperature", "0")
     for command, rest, stdin in (
         ("generate", ("Once", *short), ""),
@@ -233,8 +233,8 @@ def test_commands(tmp_path: Path, make_model: Callable[..., "PackedModel"]) -> N
     ):
         done = run(command, str(TINY), *rest, *options, stdin=stdin)
         assert done.exit_code == 0, done.output
-        assert json.loads(done.stdout)["quantized_at_load"] == "mixed"
-        assert "quantized at load: mixed, " in done.stderr
+        assert json.loads(done.stdout)["quantized_at_load"] == "int8"
+        assert "quantized at load: int8, " in done.stderr
     plain = run("generate", str(TINY), "Once", *short, "--json", "--context", "64")
     assert json.loads(plain.stdout)["quantized_at_load"] is None
     assert "quantized at load" not in plain.stderr

@@ -1,16 +1,23 @@
-"""Sensitivities of a checkpoint from a file or the cache, else computed and kept there."""
+"""Sensitivities of a checkpoint from a file or the cache, else computed and kept there.
+
+Those of a calibrated method are measured (`costs`), those of round-to-nearest and of mixtures of
+experts estimated (`sensitivity`).
+"""
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from lowbit.convert.calibrate.costs import LEARNED, costs_memory, measured_costs
+from lowbit.convert.calibrate.windows import shuffled
 from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
 from lowbit.convert.original.device import open_device
@@ -19,9 +26,19 @@ from lowbit.convert.original.progress import Meter, Progress
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
 from lowbit.convert.plan.memory import check_windows
+from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.plan.sensitivities import SCHEMA, Row, Sensitivities, read_sensitivities
 from lowbit.convert.plan.sensitivity import DRAWS, estimate, sensitivity_memory
-from lowbit.convert.plan.sets import GROUPS, Choice, choices_of, fused_sets
+from lowbit.convert.plan.sets import (
+    GROUPS,
+    RANKED_BITS,
+    USUAL_BITS,
+    Choice,
+    FusedSet,
+    choices_of,
+    fused_sets,
+)
+from lowbit.formats.architectures import read_config
 from lowbit.formats.architectures.names import any_expert
 from lowbit.formats.errors import FormatError, QuantizationError, ResourceError
 from lowbit.formats.files.atomic import attempt, check_place, disk_errors, replace_files
@@ -35,6 +52,7 @@ from lowbit.formats.safetensors.hashing import hash_file, hash_tensor
 
 WINDOW = 512
 WINDOWS = 8
+CPU_WINDOWS = 2  # to measure on, where each takes a minute and more
 ROOM_BYTES = 2_000_000  # the figures of the largest models, and their plot, take less
 
 
@@ -44,19 +62,26 @@ class Settings:
 
     Attributes:
         calib: text to compute them on; the bundled calibration text when None.
-        windows: windows of the text, evenly spread over it.
+        windows: windows of the text, evenly spread over it; those that costs are measured on, not
+            those that codes are learned from. By default 8, and 2 to measure on a CPU.
         groups: group sizes to choose from.
+        bits: to choose from; 4, by which sets are ranked, is always among them.
         device: `cpu` or `cuda`.
         rule: by which scales are chosen.
-        rotate: True for the model with its residual stream rotated.
+        method: of the conversion.
     """
 
     calib: Path | None = None
-    windows: int = WINDOWS
+    windows: int | None = None
     groups: tuple[int, ...] = GROUPS
+    bits: tuple[int, ...] = USUAL_BITS
     device: str = "cpu"
     rule: ScaleRule = "signed"
-    rotate: bool = False
+    method: Method = RTN
+
+    def measures(self, config: Mapping[str, Any]) -> bool:
+        """True where costs are measured, not estimated."""
+        return self.method.calibrated and read_config(config).experts is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +91,7 @@ class Found:
     Attributes:
         sensitivities: figures of the checkpoint.
         file: file that holds them.
-        is_new: True where they have just been computed.
+        is_new: True where they, or some of them, have just been computed.
         failure: reason why they could not be kept in the file; to be told once they are shown.
     """
 
@@ -84,13 +109,13 @@ def find_or_estimate(
 ) -> Found:
     """Look up, or compute, the cost of each precision of each fused set of an original.
 
-    The cache knows them by all that they depend on: weights, rotation, configuration, text, group
-    sizes, scale rule and versions. The device is not part of that: devices differ by rounding
-    alone.
+    The cache knows them by all that they depend on: weights, configuration, text, group sizes,
+    scale rule, method and versions. The device is not part of that: devices differ by rounding
+    alone. Bits that a file there lacks are computed and added to it.
 
     Args:
         weights: of the original, not rotated.
-        settings: text, windows, group sizes, device, scale rule and rotation.
+        settings: text, windows, group sizes, bits, device, scale rule and method.
         progress: called with ("source" or "sensitivity", done, in all).
         note: told before the computation that it begins.
 
@@ -99,13 +124,19 @@ def find_or_estimate(
     """
     device = open_device(settings.device)
     sets = fused_sets(weights.checkpoint.config, weights.checkpoint.tensors)
-    choices = choices_of(sets, settings.groups)
-    folder = weights.checkpoint.folder
-    text = read_calibration(settings.calib, folder, length=WINDOW, limit=settings.windows)
-    identity = _identity(weights, text, settings, progress)
+    folder, config = weights.checkpoint.folder, weights.checkpoint.config
+    measures = settings.measures(config)
+    count = settings.windows or (CPU_WINDOWS if measures and device.type == "cpu" else WINDOWS)
+    limit = count + LEARNED[device.type] if measures else count
+    text = read_calibration(settings.calib, folder, length=WINDOW, limit=limit)
+    windows = _split(text.samples, count) if measures else (text.samples[:0], text.samples)
+    identity = _identity(weights, text, windows, settings, progress)
     path = cache_file({**identity, "schema": SCHEMA, "groups": sorted(settings.groups)})
-    if path.exists():
+    known = read_sensitivities(path).rows if path.exists() else ()
+    bits = {RANKED_BITS, *settings.bits} - {row.bits for row in known}
+    if not bits:
         return Found(read_sensitivities(path), path, is_new=False)
+    choices = choices_of(sets, settings.groups, sorted(bits))
     try:
         check_file(path)
     except ResourceError as error:
@@ -113,21 +144,32 @@ def find_or_estimate(
         raise ResourceError(str(error), hint=hint) from error
     head = sum(fused.layer is None for fused, _ in choices)
     threads = torch.get_num_threads()
-    windows = (text.samples.shape[0], text.samples.shape[1])
-    config = weights.checkpoint.config
-    need = sensitivity_memory(config, windows, head, DRAWS, device.type, threads)
+    held, length = windows[1].shape
+    if measures:
+        shape = len(windows[0]), held, length
+        need = costs_memory(config, sets, settings.method, shape, device.type, threads)
+    else:
+        need = sensitivity_memory(config, (held, length), head, DRAWS, device.type, threads)
     less = "`lowbit-convert sensitivity` with --windows {} or fewer takes less"
-    check_windows("estimating sensitivities", need, windows[0], device.type, less)
+    doing = "measuring" if measures else "estimating"
+    check_windows(f"{doing} sensitivities", need, held, device.type, less)
     if note is not None:
         note(
-            f"computing the sensitivity of {len(sets)} sets at {len(choices)} precisions on "
-            f"{text.samples.numel():,} tokens of {text.name}"
+            f"{doing} the sensitivity of {len(sets)} sets at {len(choices)} precisions on "
+            f"{windows[1].numel():,} tokens of {text.name}"
         )
-    read = weights.rotated() if settings.rotate else weights
-    rows = rows_of(choices, _estimate(read, choices, text, device, progress, settings.rule))
-    found = Sensitivities(**identity, device=device.type, rows=rows)
+    read = weights.rotated() if settings.method.rotate else weights
+    rows = rows_of(choices, _compute(read, choices, windows, settings, progress))
+    found = Sensitivities(**identity, device=device.type, rows=_joined(sets, known, rows))
     failure = attempt(lambda: write_file(path, found.to_bytes()))
     return Found(found, path, is_new=True, failure=failure)
+
+
+def _joined(sets: Sequence[FusedSet], known: Sequence[Row], rows: Sequence[Row]) -> tuple[Row, ...]:
+    """All rows as if computed at once: by set, bits and group size."""
+    place = {fused.name: number for number, fused in enumerate(sets)}
+    order = lambda row: (place[row.name], row.bits, row.group_size)  # noqa: E731
+    return tuple(sorted((*known, *rows), key=order))
 
 
 def open_original(folder: Path) -> Weights:
@@ -170,13 +212,19 @@ def rows_of(choices: Sequence[Choice], figures: Sequence[float]) -> tuple[Row, .
     )
 
 
-def read_checked(path: Path, weights: Weights, progress: Progress) -> Found:
-    """Sensitivities from a file, checked to be of this checkpoint.
+def read_checked(path: Path, weights: Weights, bits: Sequence[int], progress: Progress) -> Found:
+    """Sensitivities from a file, checked to be of this checkpoint and to have some bits.
 
     Raises:
-        FormatError: the file is malformed, or of another checkpoint.
+        FormatError: the file is malformed, of another checkpoint, or lacks bits.
     """
     found = read_sensitivities(path)
+    if lacking := sorted(set(bits) - {row.bits for row in found.rows}):
+        wanted = ",".join(map(str, bits))
+        raise FormatError(
+            f"`{path}` has no figures of {lacking[0]} bits",
+            hint=f"compute them with `lowbit-convert sensitivity --bits {wanted}`",
+        )
     digest = hash_weights(weights.checkpoint, progress)
     if found.weights_sha256 != digest:
         raise FormatError(
@@ -187,32 +235,43 @@ def read_checked(path: Path, weights: Weights, progress: Progress) -> Found:
     return Found(found, path, is_new=False)
 
 
-def _estimate(
+def _split(samples: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Windows to learn from, and others to measure on: the same one where there is only one."""
+    if len(samples) == 1:
+        return samples, samples
+    mixed = shuffled(samples)
+    held = min(count, max(1, len(mixed) // 4))
+    return mixed[held:], mixed[:held]
+
+
+def _compute(
     weights: Weights,
     choices: Sequence[Choice],
-    text: CalibrationText,
-    device: torch.device,
+    windows: tuple[Tensor, Tensor],
+    settings: Settings,
     progress: Progress,
-    rule: ScaleRule,
 ) -> list[float]:
+    device = open_device(settings.device)
     with torch.no_grad(), without_advice():
-        return estimate(
-            load_layered_model(weights, text.samples.shape[1], device),
-            choices,
-            text.samples,
-            device,
-            progress,
-            rule,
-        )
+        model = load_layered_model(weights, windows[1].shape[1], device)
+        if settings.measures(weights.checkpoint.config):
+            method, rule = settings.method, settings.rule
+            return measured_costs(model, choices, windows, method, rule, device, progress)
+        return estimate(model, choices, windows[1], device, progress, settings.rule)
 
 
 def _identity(
-    weights: Weights, text: CalibrationText, settings: Settings, progress: Progress
+    weights: Weights,
+    text: CalibrationText,
+    windows: tuple[Tensor, Tensor],
+    settings: Settings,
+    progress: Progress,
 ) -> dict[str, Any]:
     """Identity of a measurement, less the choices."""
     import transformers
 
-    windows, window = text.samples.shape
+    learned, held = windows
+    measures = settings.measures(weights.checkpoint.config)
     return {
         "lowbit_version": version("lowbit"),
         "torch_version": torch.__version__,
@@ -221,11 +280,13 @@ def _identity(
         "weights_sha256": hash_weights(weights.checkpoint, progress),
         "text_name": text.name,
         "text_sha256": text.sha256,
-        "window": window,
-        "windows": windows,
-        "draws": DRAWS,
+        "window": held.shape[1],
+        "windows": len(held),
+        "learned": len(learned),
+        "draws": 0 if measures else DRAWS,
         "scale_rule": settings.rule,
-        "rotated": settings.rotate,
+        "rotated": settings.method.rotate,
+        "method": str(replace(settings.method, autoround=False) if measures else RTN),
     }
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lowbit.convert.pipeline.conversion import convert
-from lowbit.convert.plan.lookup import (
+from lowbit.convert.calibrate.lookup import (
+    Found,
     Settings,
     cache_file,
     find_or_estimate,
@@ -21,6 +21,8 @@ from lowbit.convert.plan.lookup import (
     read_checked,
     write_file,
 )
+from lowbit.convert.pipeline.conversion import convert
+from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.sensitivities import Row, Sensitivities, read_sensitivities
 from lowbit.formats.errors import FormatError, QuantizationError, RequestError
@@ -29,8 +31,11 @@ from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
 ROW = Row("a.qkv", ("a.q", "a.k"), 64, 4, 32, 100, 0.125)
 RECORD = Sensitivities(
-    "1", "2", "3", "cpu", "c" * 64, "w" * 64, "text", "t" * 64, 512, 8, 2, "signed", False, (ROW,)
-)
+    "1", "2", "3", "cpu", "c" * 64, "w" * 64, "text", "t" * 64, 512, 8, 0, 2, "signed", False,
+    "rtn", (ROW,),
+)  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def ignore(phase: str, done: int, total: int) -> None:
@@ -52,16 +57,32 @@ def test_computed_once(readable: Path, settings: Settings, cache: Path) -> None:
     assert list(cache.rglob("*.partial")) == []
     tokens = first.sensitivities.window
     assert notes == [
-        f"computing the sensitivity of 9 sets at 72 precisions on {tokens} tokens of short.txt"
+        f"estimating the sensitivity of 9 sets at 36 precisions on {tokens} tokens of short.txt"
     ]
     rows = first.sensitivities.rows
-    assert [row.name for row in rows[:8]] == ["model.layers.0.self_attn.qkv"] * 8
-    assert [(row.bits, row.group_size) for row in rows[:8]] == [
-        (bits, group) for bits in (2, 3, 4, 8) for group in (64, 128)
+    assert [row.name for row in rows[:4]] == ["model.layers.0.self_attn.qkv"] * 4
+    assert [(row.bits, row.group_size) for row in rows[:4]] == [
+        (bits, group) for bits in (4, 8) for group in (64, 128)
     ]
     assert rows[-1].name == "lm_head"
     assert rows[-1].weights == 4096 * 128
     assert rows[-1].size_bytes == 4096 * 128 + 4096 * 2 + 16
+
+
+def test_bits_that_are_lacking_are_added(readable: Path, settings: Settings) -> None:
+    notes: list[str] = []
+
+    def find(*bits: int) -> Found:
+        asked = dataclasses.replace(settings, bits=bits)
+        return find_or_estimate(open_original(readable), asked, ignore, notes.append)
+
+    find(8)  # and 4, by which sets are ranked
+    more = find(2, 8)
+    assert more.is_new
+    assert ["at 36 precisions" in notes[0], "at 18 precisions" in notes[1]] == [True, True]
+    assert not find(2, 4, 8).is_new
+    more.file.unlink()
+    assert find(2, 4, 8).sensitivities == more.sensitivities
 
 
 def test_all_that_figures_depend_on_counts(
@@ -79,13 +100,14 @@ def test_all_that_figures_depend_on_counts(
         (readable, dataclasses.replace(settings, calib=other)),
         (readable, dataclasses.replace(settings, groups=(128,))),
         (readable, dataclasses.replace(settings, rule="positive")),
-        (readable, dataclasses.replace(settings, rotate=True)),
+        (readable, dataclasses.replace(settings, method=Method("gptq"))),
+        (readable, dataclasses.replace(settings, method=Method("gptq", rotate=True))),
         (changed, settings),
     ):
         found = find_or_estimate(open_original(folder), how, ignore)
         assert found.is_new
         record = found.sensitivities
-        assert (record.scale_rule, record.rotated) == (how.rule, how.rotate)
+        assert (record.scale_rule, record.method) == (how.rule, str(how.method))
         assert found.file not in known
         known.add(found.file)
 
@@ -105,7 +127,15 @@ def test_a_file_of_another_model(readable: Path, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_bytes(RECORD.to_bytes())
     with pytest.raises(FormatError, match=r"is of weights wwwwwwwwwwww, .* has "):
-        read_checked(path, open_original(readable), ignore)
+        read_checked(path, open_original(readable), (4,), ignore)
+
+
+def test_a_file_without_some_bits(readable: Path, tmp_path: Path) -> None:
+    path = tmp_path / "narrow.json"
+    path.write_bytes(RECORD.to_bytes())
+    with pytest.raises(FormatError, match="no figures of 3 bits") as error:
+        read_checked(path, open_original(readable), (3, 4), ignore)
+    assert "sensitivity --bits 3,4" in str(error.value.hint)
 
 
 def test_a_packed_checkpoint(readable: Path, settings: Settings, tmp_path: Path) -> None:
@@ -126,7 +156,7 @@ def test_record_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        ({"schema": 1}, "schema 1, this release reads 4"),
+        ({"schema": 1}, "schema 1, this release reads 5"),
         ({"rows": {}}, "rows` is not a list"),
         ({"rows": [{"name": "a"}]}, "missing keys"),
         ({"rows": [{**dataclasses.asdict(ROW), "bits": "4"}]}, "`bits` cannot be"),
