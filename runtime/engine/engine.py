@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ids
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from threading import RLock
 
@@ -134,7 +134,7 @@ class Engine:
         """
         with self._lock:
             try:
-                with self._working():
+                with self._untraced(), self._working():
                     return self._step()
             except (KeyboardInterrupt, SystemExit):
                 raise
@@ -196,13 +196,15 @@ class Engine:
         sequence = Sequence(TokenRequest(tuple(ids)), count=1, seed=0)
         with self._lock:
             while True:
-                with self._working():
-                    if self.scheduler.room.open(sequence, scored=start):
-                        return self._logits(sequence, start)
+                with self._untraced(), self._working():
+                    opened = self.scheduler.room.open(sequence, scored=start)
+                    parts = self._logits(sequence, start) if opened else []
+                if opened:
+                    return torch.cat(parts)  # outside of inference mode: callers may change it
                 if not self.step():
                     raise RequestError("other requests leave no room for this one")
 
-    def _logits(self, sequence: Sequence, start: int) -> Tensor:
+    def _logits(self, sequence: Sequence, start: int) -> list[Tensor]:
         """Run a prompt that has been given room, then take the room back; see `logits`."""
         parts = []
         try:
@@ -216,7 +218,7 @@ class Engine:
             self._interrupted = False
             raise
         self.scheduler.end(sequence, "cancelled")
-        return torch.cat(parts)
+        return parts
 
     @property
     def decoder(self) -> Decoder:
@@ -245,6 +247,10 @@ class Engine:
         self.scheduler.admit()
         yield
         self._interrupted = False
+
+    def _untraced(self) -> AbstractContextManager[object]:
+        """Inference mode on a CPU, where autograd's part of an operation is time of a step."""
+        return nullcontext() if self.runner.on_gpu else torch.inference_mode()
 
     def _run_chunk(self, sequence: Sequence) -> int:
         """Run the next chunk of a prompt; behind the last chunk choose the first new token.
