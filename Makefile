@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 INSTALL := PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet -c constraints.txt -e
 MODEL := examples/models/tiny-qwen3
 PACKED := demo-out/tiny-qwen3-int4
+export PYTHONDONTWRITEBYTECODE :=  # tests start Python many times: it need not compile all again
+marked = $(shell grep -rl --include='test_*.py' 'mark\.$(1)\>' tests)# files with tests of a mark: others need no import
 
 .PHONY: demo docs test test-scripts test-kernels test-every-kernel test-clients check install-check install-check-quick fix clean
 
@@ -17,16 +19,16 @@ test: $(VENV)/.installed-dev  # a thread a process: those of several wait for ea
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not gpu and not kernels and not clients and not scripts"
 
 test-kernels: $(VENV)/.installed-dev  # compiles every kernel for every kind of card, in half of its launches; one at a time, since they are few and long
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist load --maxschedchunk 1 -m "kernels and not every_kernel" tests/runtime
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist load --maxschedchunk 1 -m "kernels and not every_kernel" $(call marked,kernels)
 
 test-every-kernel: $(VENV)/.installed-dev  # before a release: every launch of every kernel
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist load --maxschedchunk 1 -m kernels tests/runtime
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist load --maxschedchunk 1 -m kernels $(call marked,kernels)
 
 test-scripts: $(VENV)/.installed-dev  # those of examples/
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m scripts tests/test_*.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m scripts $(call marked,scripts)
 
 test-clients: $(VENV)/.installed-clients  # lm-evaluation-harness, and the chat page in Chromium
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m clients tests/runtime
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m clients $(call marked,clients)
 
 docs: $(VENV)/.installed-docs  # the site of docs/, into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

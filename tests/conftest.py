@@ -1,7 +1,8 @@
 """Triton kernels run in its interpreter where there is no GPU; `gpu` tests are skipped there."""
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -16,6 +17,16 @@ LONGEST = "test_compile.py"
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which conftest precedes
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Nothing that collecting makes is garbage: the collector would look through all of it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,7 +1,7 @@
 """Calibrated conversions from start to finish, on the bundled models."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,11 +38,13 @@ class _StopError(Exception):
     """A crash."""
 
 
-@pytest.fixture(autouse=True)
-def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def _few_steps() -> Iterator[None]:
     """Training long enough to help, short enough to wait for."""
-    monkeypatch.setattr(learned, "AUTOROUND_STEPS", 12)
-    monkeypatch.setattr(windows, "STEP_TOKENS", 4 * LENGTH)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learned, "AUTOROUND_STEPS", 12)
+        patch.setattr(windows, "STEP_TOKENS", 4 * LENGTH)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -65,6 +67,21 @@ def calibrated(tmp_path: Path, text: Path) -> Make:
         return convert(source, tmp_path / name, recipe, calibration=request, overwrite=True)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def of_all_steps(
+    _few_steps: None,
+    short: Path,
+    text: Path,
+    hashes: "Hashes",
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, str]:
+    """Hashes of a conversion by `gptq+rotate+autoround`, which was never interrupted."""
+    recipe = Recipe(method=Method.parse("gptq+rotate+autoround"))
+    request = CalibrationRequest(text, SAMPLES, LENGTH)
+    out = tmp_path_factory.mktemp("whole") / "out"
+    return hashes(convert(short, out, recipe, calibration=request).folder)
 
 
 @pytest.mark.parametrize("other", ["recipe", "calibration", "export"])
@@ -140,11 +157,11 @@ def test_layers_get_closer_to_the_original(
     assert (done.folder / "config.json").read_bytes() == (plain.folder / "config.json").read_bytes()
 
 
-def test_same_bytes_again(calibrated: Make, short: Path, hashes: "Hashes") -> None:
+def test_same_bytes_again(
+    calibrated: Make, short: Path, hashes: "Hashes", of_all_steps: dict[str, str]
+) -> None:
     """Of all steps together; test_verification.py derives the bytes of GPTQ alone again."""
-    method = "gptq+rotate+autoround"
-    first = hashes(calibrated(short, method, "a").folder)
-    assert hashes(calibrated(short, method, "b").folder) == first
+    assert hashes(calibrated(short, "gptq+rotate+autoround").folder) == of_all_steps
 
 
 @pytest.mark.gpu
@@ -171,13 +188,12 @@ def test_same_bytes_again_on_a_gpu(
 
 
 def test_resumes_after_any_layer(
-    calibrated: Make,
     short: Path,
     hashes: "Hashes",
     tmp_path: Path,
     text: Path,
+    of_all_steps: dict[str, str],
 ) -> None:
-    whole = hashes(calibrated(short, "gptq+rotate+autoround").folder)
     recipe = Recipe(method=Method.parse("gptq+rotate+autoround"))
     request = CalibrationRequest(text, SAMPLES, LENGTH)
     out = tmp_path / "resumed"
@@ -200,7 +216,7 @@ def test_resumes_after_any_layer(
         short, out, recipe, calibration=request, progress=lambda phase, *_: seen.append(phase)
     )
     assert "distill" not in seen
-    assert hashes(out) == whole
+    assert hashes(out) == of_all_steps
     assert len(done.calibration) == 2
 
 

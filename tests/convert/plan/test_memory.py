@@ -39,10 +39,13 @@ from lowbit.convert.pipeline.stream import stream
 from lowbit.convert.plan.memory import block_elements
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.plan import make_plan
+from lowbit.convert.plan.recipe import Override
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
 source, out = open_checkpoint(Path(sys.argv[1])), Path(sys.argv[2])
-plan = make_plan(source.config, source.tensors, Recipe(method=Method.parse("gptq+rotate")))
+kept = (Override("*.gate_proj", 16), Override("*.up_proj", 16))  # blocks, which need little
+recipe = Recipe(method=Method.parse("gptq+rotate"), overrides=kept)
+plan = make_plan(source.config, source.tensors, recipe)
 held = held_bytes(plan.rotated, source.tensors, "cpu")
 before, limit = peak(), peak_estimate(1 << 17, core_count(), held)
 elements = block_elements(limit, core_count(), torch.device("cpu"), held)

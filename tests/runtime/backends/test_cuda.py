@@ -3,6 +3,7 @@
 Without a GPU, prompts of dense linears run in the interpreter of the kernels.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,7 @@ from lowbit.runtime.state.rope import rope_tables
 from lowbit.runtime.state.step import lone_step
 from lowbit.runtime.thresholds import DENSE_TOKENS, PACKED_TOKENS
 from lowbit.runtime.weights.linear import DenseLinear, MlpWeights, PackedLinear
+from tests.runtime.kernels.interpreter import repeat_nothing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GPU = pytest.mark.gpu
@@ -33,6 +35,13 @@ EPS = 1e-6
 SMALL = DenseConfig(33, 64, 64, 1, 2, 1, 32, 1e-6, 1e6, 64, False)
 LARGE = DenseConfig(5000, 2048, 6144, 2, 16, 8, 128, 1e-6, 1e6, 4096, False)
 PACKED = [pytest.param(kind, marks=GPU) for kind in ("int2", "int3", "int4", "int8")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_interpreter() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        repeat_nothing(patch)
+        yield
 
 
 def packed(N: int, K: int, bits: int, G: int) -> PackedLinear:

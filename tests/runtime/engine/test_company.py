@@ -173,21 +173,30 @@ IDS = torch.randint(4000, (60,), generator=torch.Generator().manual_seed(9)).tol
 START = 28  # tokens of a prompt, run together
 
 
+def run_in_steps(runner: Runner, size: int) -> list[Tensor]:
+    """Hidden states of IDS, and what they leave, with so many tokens a step behind the prompt."""
+    clean(runner)
+    made = opened(runner, 1, IDS)
+    hidden = []
+    for first in (0, *range(START, len(IDS), size)):
+        stop = min(len(IDS), START if first == 0 else first + size)
+        hidden.append(runner.chunk(made, IDS[first:stop]))
+        made.length = stop
+    return [torch.cat(hidden), *rows_of(runner, made)]
+
+
+@pytest.fixture(scope="module")
+def one_by_one(model: lowbit.Model) -> list[Tensor]:
+    return run_in_steps(model.engine.runner, 1)
+
+
 @pytest.mark.parametrize("size", [*range(2, 9), SEQUENCE_TOKENS])
-def test_tokens_of_one_step_are_those_of_steps_of_one(model: lowbit.Model, size: int) -> None:
-    runner = model.engine.runner
-    found = []
-    for k in (1, size):
-        clean(runner)
-        made = opened(runner, 1, IDS)
-        hidden = []
-        for first in (0, *range(START, len(IDS), k)):
-            stop = min(len(IDS), START if first == 0 else first + k)
-            hidden.append(runner.chunk(made, IDS[first:stop]))
-            made.length = stop
-        found.append([torch.cat(hidden), *rows_of(runner, made)])
-    for one, several in zip(*found, strict=True):
-        assert torch.equal(one, several)
+def test_tokens_of_one_step_are_those_of_steps_of_one(
+    model: lowbit.Model, one_by_one: list[Tensor], size: int
+) -> None:
+    several = run_in_steps(model.engine.runner, size)
+    for one, other in zip(one_by_one, several, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("count", [SEQUENCE_TOKENS, SEQUENCE_TOKENS + 1, 60])

@@ -34,30 +34,43 @@ CONTEXT = 128
 
 
 @pytest.fixture(params=["dense", "hybrid"])
-def fresh(
+def load(
     request: pytest.FixtureRequest,
     make_model: "Callable[..., PackedModel]",
     make_qwen3_5: "Callable[..., PackedModel]",
 ) -> Callable[[], lowbit.Model]:
-    """A model that has seen nothing."""
+    """`load()` is a model of random weights, the same ones at each call."""
     folder = (make_model if request.param == "dense" else make_qwen3_5)().folder
 
-    def load() -> lowbit.Model:
+    def loaded() -> lowbit.Model:
         model = lowbit.load(
             folder, device="cpu", dtype=torch.float32, context=CONTEXT, speculate="ngram"
         )
         model.engine.drafting = None
         return model
 
-    return load
+    return loaded
 
 
 @pytest.fixture
-def graphs(fresh: Callable[[], lowbit.Model], monkeypatch: pytest.MonkeyPatch) -> lowbit.Model:
+def graphs(load: Callable[[], lowbit.Model], monkeypatch: pytest.MonkeyPatch) -> lowbit.Model:
     """A model whose decode steps go through graphs."""
-    model = fresh()
+    model = load()
     run_through_graphs(model, monkeypatch)
     return model
+
+
+@pytest.fixture
+def fresh(load: Callable[[], lowbit.Model], graphs: lowbit.Model) -> Callable[[], lowbit.Model]:
+    """`fresh()` is a model without graphs that remembers nothing."""
+    model = load()
+    assert model.engine.runner is not graphs.engine.runner
+
+    def emptied() -> lowbit.Model:
+        model.engine.forget()
+        return model
+
+    return emptied
 
 
 @pytest.fixture

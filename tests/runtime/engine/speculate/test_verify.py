@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 import torch
@@ -111,6 +112,18 @@ def left_by(
     return found
 
 
+@pytest.fixture(scope="module")
+def without_drafts(model: lowbit.Model) -> Callable[[int], Left]:
+    """`without_drafts(n)` is what request n leaves; ask before somebody drafts."""
+
+    @cache
+    def left(number: int) -> Left:
+        assert model.engine.drafting is None
+        return left_by(model, request_of(number))
+
+    return left
+
+
 def always(
     truth: Sequence[int], right: Callable[[int], int], drafts: int
 ) -> Callable[..., Guesser]:
@@ -126,24 +139,28 @@ PATTERNS: tuple[Callable[[int], int], ...] = (
 
 
 @pytest.mark.parametrize(("number", "drafts"), [(0, 1), (0, 15), (1, 3), (1, 15), (2, 1), (2, 8)])
-def test_drafts_change_no_bit(model: lowbit.Model, number: int, drafts: int) -> None:
-    request = request_of(number)
-    plain = left_by(model, request)
+def test_drafts_change_no_bit(
+    model: lowbit.Model, without_drafts: Callable[[int], Left], number: int, drafts: int
+) -> None:
+    request, expected = request_of(number), without_drafts(number)
     for right in PATTERNS:
         model.engine.drafting = drafting_by(
-            always(plain.tokens, right, drafts), model.engine.runner, 15
+            always(expected.tokens, right, drafts), model.engine.runner, 15
         )
-        left_by(model, request).assert_equals(plain)
+        left_by(model, request).assert_equals(expected)
 
 
-def test_drafts_of_others_change_no_bit(model: lowbit.Model) -> None:
+def test_drafts_of_others_change_no_bit(
+    model: lowbit.Model, without_drafts: Callable[[int], Left]
+) -> None:
     requests = [request_of(number) for number in range(8)]
-    plain = [left_by(model, request) for request in requests]
-    truths = {request.prompt: left.tokens for request, left in zip(requests, plain, strict=True)}
+    truths = {
+        request.prompt: without_drafts(number).tokens for number, request in enumerate(requests)
+    }
     for count, watched in ((2, 1), (7, 2)):
         model.engine.drafting = drafting_by(guessers(truths, seed=count), model.engine.runner, 15)
         others = [each for each in requests if each is not requests[watched]][:count]
-        left_by(model, requests[watched], others).assert_equals(plain[watched])
+        left_by(model, requests[watched], others).assert_equals(without_drafts(watched))
 
 
 def limited(number: int, free: int = 5) -> TokenRequest:
