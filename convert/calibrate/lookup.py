@@ -1,11 +1,12 @@
 """Sensitivities of a checkpoint from a file or the cache, else computed and kept there.
 
-Those of a calibrated method are measured (`costs`), those of round-to-nearest and of mixtures of
-experts estimated (`sensitivity`).
+Those of a calibrated method are measured (`costs`), those of round-to-nearest, of mixtures of
+experts and of what a CPU would take long for estimated (`sensitivity`).
 """
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -38,8 +39,8 @@ from lowbit.convert.plan.sets import (
     choices_of,
     fused_sets,
 )
-from lowbit.formats.architectures import read_config
-from lowbit.formats.architectures.names import any_expert
+from lowbit.formats.architectures import read_config, tensor_table
+from lowbit.formats.architectures.names import any_expert, split_layer
 from lowbit.formats.errors import FormatError, QuantizationError, ResourceError
 from lowbit.formats.files.atomic import attempt, check_place, disk_errors, replace_files
 from lowbit.formats.files.user_folders import user_folder
@@ -53,6 +54,8 @@ from lowbit.formats.safetensors.hashing import hash_file, hash_tensor
 WINDOW = 512
 WINDOWS = 8
 CPU_WINDOWS = 2  # to measure on, where each takes a minute and more
+MOST_CPU_WORK = 1e12  # multiplications of weights and activations that measuring takes a CPU
+LAYER_SETS = 4  # about as many as a layer has
 ROOM_BYTES = 2_000_000  # the figures of the largest models, and their plot, take less
 
 
@@ -80,8 +83,14 @@ class Settings:
     method: Method = RTN
 
     def measures(self, config: Mapping[str, Any]) -> bool:
-        """True where costs are measured, not estimated."""
-        return self.method.calibrated and read_config(config).experts is None
+        """True where costs are measured, not estimated: on a CPU of small models alone.
+
+        A CPU takes an hour for half a billion weights. By measured costs, what estimates choose
+        costs a twentieth more in sum (LOG.md).
+        """
+        if not self.method.calibrated or read_config(config).experts is not None:
+            return False
+        return self.device != "cpu" or _passing_work(config) <= MOST_CPU_WORK
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +172,14 @@ def find_or_estimate(
     found = Sensitivities(**identity, device=device.type, rows=_joined(sets, known, rows))
     failure = attempt(lambda: write_file(path, found.to_bytes()))
     return Found(found, path, is_new=True, failure=failure)
+
+
+def _passing_work(config: Mapping[str, Any]) -> float:
+    """Multiplications when every set's variant passes the layers behind it, on a CPU's windows."""
+    inside = (spec for spec in tensor_table(config) if split_layer(spec.name).layer is not None)
+    weights = sum(math.prod(spec.shape) for spec in inside)
+    passes = LAYER_SETS * read_config(config).num_hidden_layers / 2
+    return weights * passes * CPU_WINDOWS * WINDOW
 
 
 def _joined(sets: Sequence[FusedSet], known: Sequence[Row], rows: Sequence[Row]) -> tuple[Row, ...]:

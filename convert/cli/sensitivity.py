@@ -87,7 +87,8 @@ def json_path(ctx: click.Context, param: click.Parameter, value: Path | None) ->
     default=AUTO,
     show_default=True,
     metavar="METHOD",
-    help="As of quantize: measured of calibrated methods, estimated of rtn and of experts.",
+    help="As of quantize: measured of calibrated methods; estimated of rtn, of experts, and on "
+    "a CPU of all but small models.",
 )
 @click.option(
     "--positive-scales", is_flag=True, help="With positive scales only, as quantize's option."
@@ -112,10 +113,10 @@ def sensitivity(
     """Tell what 4 and 8 bits, or others, cost in each fused set of SRC: nats of KL divergence.
 
     Of a calibrated method, costs are measured: the model passes once, and once more for every set
-    with that set's 4-bit weights, from its layer on. Of rtn and of experts they are estimated by
-    one pass forward and one backward. The figures are kept in the cache (below
-    XDG_CACHE_HOME or ~/.cache), where --target-bpw and --target-size look for them; bits that are
-    not there yet are added.
+    with that set's 4-bit weights, from its layer on. Of rtn and of experts, and on a CPU of all but
+    small models, they are estimated by one pass forward and one backward. The figures are kept in
+    the cache (below XDG_CACHE_HOME or ~/.cache), where --target-bpw and --target-size look for
+    them; bits that are not there yet are added.
     """
     from lowbit.convert.calibrate.lookup import (
         Settings,

@@ -138,6 +138,20 @@ def test_a_file_without_some_bits(readable: Path, tmp_path: Path) -> None:
     assert "sensitivity --bits 3,4" in str(error.value.hint)
 
 
+def test_a_cpu_measures_small_models_alone(readable: Path) -> None:
+    """A GPU measures those of any size; the costs of `rtn` are estimated everywhere."""
+    small = open_checkpoint(readable).config
+    large = {**small, "num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536}
+    gptq = Method.parse("gptq+rotate")
+    for device, config, measured in (
+        ("cpu", small, True),
+        ("cpu", large, False),
+        ("cuda", large, True),
+    ):
+        assert Settings(device=device, method=gptq).measures(config) == measured
+        assert not Settings(device=device).measures(config)
+
+
 def test_a_packed_checkpoint(readable: Path, settings: Settings, tmp_path: Path) -> None:
     convert(readable, tmp_path / "packed", Recipe())
     with pytest.raises(QuantizationError, match="is already quantized"):
