@@ -25,7 +25,7 @@ def recipe_of(arguments: list[str]) -> dict[str, object]:
     "options",
     [
         "--method rtn",
-        "--recipe mixed --group-size row --method absmax --lm-head bf16",
+        "--recipe int8 --group-size row --method absmax --lm-head bf16",
         "--recipe int8 --group-size 64 --positive-scales",
         "--bits *.down_proj=8 --bits *.up_proj=4g32 --bits *.gate_proj=4g32 --lm-head int4",
         "--method gptq+autoround --drop-vision",
