@@ -367,7 +367,8 @@ def tokens_of(arguments: dict[str, Any]) -> int:
     if arguments.get("numbers_ptr") is not None:
         return 17
     if isinstance(plan, AttentionPlan):
-        return 17 if plan.splits > 1 else plan.together
+        many = plan.splits > 1 or plan.running < plan.warps
+        return 17 if many else plan.together
     if isinstance(plan, GemmPlan):
         return plan.TOKENS
     if isinstance(plan, PromptPlan):
