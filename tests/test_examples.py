@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import runpy
 import shutil
 import subprocess
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from lowbit.formats.architectures import read_config
 from lowbit.formats.safetensors import checkpoint
-from tests.short_models import Shorten
 
 pytestmark = pytest.mark.scripts
 
@@ -192,24 +190,6 @@ def started(name: str, arguments: tuple[str, ...], **values: object) -> Result:
     main = runpy.run_path(str(MAINTENANCE / f"{name}.py"))["main"]
     main.callback.__globals__.update(values)
     return CliRunner().invoke(main, arguments)
-
-
-@pytest.mark.slow
-def test_budgets_are_compared_at_equal_size(shorten: Shorten, tmp_path: Path) -> None:
-    text = (EXAMPLES / "data" / "stories-eval.txt").read_text(encoding="utf-8")
-    (tmp_path / "text.txt").write_text(text[:3000], encoding="utf-8")
-    options: tuple[str, ...] = ("--group-size", "128", "--method", "rtn")
-    for name in ("--eval-text", "--calib"):
-        options += (name, str(tmp_path / "text.txt"))
-    done = run(str(EXAMPLES / "budget_table.py"), str(shorten("tiny-qwen3")), *options)
-    assert done.returncode == 0, done.stderr
-    lines = [re.split(r" {2,}", line.strip()) for line in done.stdout.splitlines()]
-    rows = [line for line in lines if len(line) >= 4 and line[0] != "schemes"]
-    assert [row[0] for row in rows[1::2]] == ["chosen at this size"] * 2
-    sizes = [int(row[2].replace(",", "")) for row in rows]
-    assert sizes[1] <= sizes[0]
-    assert sizes[3] <= sizes[2]
-    assert float(rows[3][3]) < float(rows[2][3]) / 10  # 8 bits where 4 and the head of 8 were
 
 
 @pytest.mark.slow
