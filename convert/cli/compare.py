@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     short_help="Put packed checkpoints side by side.",
     epilog="""\b
     Examples:
-      lowbit-convert compare qwen3-8b-int4 qwen3-8b-mixed --out compare.html
+      lowbit-convert compare qwen3-8b-int4 qwen3-8b-int8 --out compare.html
       lowbit-convert compare qwen3-8b-int4 qwen3-8b-int4-gptq --diff
       lowbit-convert compare qwen3-8b-* --bench --tasks gsm8k --record all.json
     """,

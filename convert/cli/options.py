@@ -128,9 +128,8 @@ recipe_options = with_options(
         default="int4",
         show_default=True,
         help="int4: linears INT4, the head and DeltaNet's outputs INT8. int8: all linears INT8. "
-        "mixed: attention, DeltaNet and the head INT8, the MLP INT4. int3, int2: the MLP in 3 or "
-        "2 bits, attention and DeltaNet in one more; most models lose too much, see the report, "
-        "and lowbit-run alone serves them.",
+        "int3, int2: the MLP in 3 or 2 bits, attention and DeltaNet in one more; most models lose "
+        "too much, see the report, and lowbit-run alone serves them.",
     ),
     click.option(
         "--bits",
