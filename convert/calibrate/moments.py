@@ -129,10 +129,10 @@ def loudness_caps(x: Tensor, compared: int) -> Tensor:
 
 def _caps(x: Tensor) -> Tensor:
     power = x.square().sum(-1, keepdim=True)
-    loud = power[power > 0]
-    if not len(loud):
-        return torch.ones_like(power)
-    return (loud.median() / power.clamp(min=LEAST_POWER)).clamp(max=1).sqrt()
+    # No shape follows from values, which a GPU would wait for.
+    median = torch.where(power > 0, power, torch.nan).nanmedian()
+    factors = (median / power.clamp(min=LEAST_POWER)).clamp(max=1).sqrt()
+    return torch.where(median.isnan(), 1.0, factors)
 
 
 def paired(x: Tensor, y: Tensor, linear: str) -> Moments:
