@@ -39,7 +39,7 @@ class Gain:
 # groups of 128 (calibrate/LOG.md):
 #     rtn .427 .219 .145, weighted .243 .161 .097, gptq .114 .064 .058,
 #     gptq+autoround .105 .053 .050, gptq after a random rotation .110 .042 .049
-# What autoround adds to a rotation has not been measured.
+# After a rotation autoround is measured on SmolLM2-135M alone: .103 to .095, with an INT8 head.
 TO_WEIGHTED = "the loss typically a third lower"
 TO_GPTQ = "the loss typically halved"
 RTN_TO_GPTQ = "the loss typically a third of it"
