@@ -87,11 +87,11 @@ GEMV_MEASURED = {
     (4, 160, 32): GemvLaunch(1, 4, 8, early=True, registers=128, shared=32),
     (4, 1216, 20): GemvLaunch(1, 3, 8, registers=80, abreast=2, shared=16),
     (4, 160, 76): GemvLaunch(1, 5, 8, early=True, registers=128, shared=32),
-    (8, 384, 40): GemvLaunch(1, 3, 8),
+    (8, 384, 40): GemvLaunch(2, 4, 8),
     (8, 160, 64): GemvLaunch(1, 8, 8, shared=32),
-    (8, 1216, 40): GemvLaunch(1, 3, 8, early=True),
+    (8, 1216, 40): GemvLaunch(1, 3, 8, registers=80),
     (8, 160, 152): GemvLaunch(1, 5, 8, early=True, registers=128),
-    (8, 9496, 40): GemvLaunch(2, 3, 4),
+    (8, 9496, 40): GemvLaunch(1, 5, 4, early=True, registers=168),
     # 8B
     (4, 384, 32): GemvLaunch(1, 2, 8, early=True, registers=128, shared=32),
     (4, 256, 32): GemvLaunch(1, 2, 8, registers=80),
@@ -106,11 +106,11 @@ GEMV_MEASURED = {
     (4, 320, 8): GemvLaunch(2, 2, 4, early=True, registers=168),
     (4, 448, 8): GemvLaunch(1, 4, 4, registers=128, abreast=2),
     (4, 64, 28): GemvLaunch(1, 7, 4, early=True, registers=128),
-    (8, 512, 16): GemvLaunch(1, 4, 4),
-    (8, 320, 16): GemvLaunch(1, 4, 4),
-    (8, 448, 16): GemvLaunch(2, 4, 4, early=True),
+    (8, 512, 16): GemvLaunch(2, 4, 4, early=True, registers=128),
+    (8, 320, 16): GemvLaunch(1, 4, 4, early=True, registers=128),
+    (8, 448, 16): GemvLaunch(2, 4, 4, registers=128),
     (8, 64, 56): GemvLaunch(1, 7, 8, early=True, registers=128),
-    (8, 15520, 16): GemvLaunch(2, 2, 4, registers=80, shared=16),
+    (8, 15520, 16): GemvLaunch(1, 4, 4, abreast=2, shared=48),
     # 2B
     (4, 512, 16): GemvLaunch(2, 2, 8, early=True, registers=128, shared=48),
     (4, 320, 16): GemvLaunch(1, 8, 4, registers=168, abreast=2),
@@ -124,7 +124,7 @@ GEMV_MEASURED = {
     (4, 160, 72): GemvLaunch(1, 5, 8, registers=128, shared=48),
     (8, 768, 40): GemvLaunch(2, 3, 8, registers=168),
     (8, 640, 40): GemvLaunch(1, 5, 4, registers=128, shared=32),
-    (8, 1152, 40): GemvLaunch(1, 4, 4),
+    (8, 1152, 40): GemvLaunch(1, 5, 4, early=True, registers=96),
     (8, 160, 144): GemvLaunch(1, 5, 8, early=True, registers=128),
     (8, 15520, 40): GemvLaunch(1, 7, 4, early=True, registers=128, abreast=2),
     # 9B
@@ -135,12 +135,16 @@ GEMV_MEASURED = {
     # 35B-A3B: q, k, v; o
     (4, 576, 16): GemvLaunch(1, 2, 8, registers=128, abreast=2),
     (4, 128, 32): GemvLaunch(1, 4, 8, early=True, registers=80),
-    # 14B: q, k, v; o; with 27B gate and up; down; q, k, v of 27B
+    # 14B: q, k, v; o; with 27B gate and up, down; q, k, v of 27B
     (4, 448, 40): GemvLaunch(2, 2, 8, early=True, registers=128),
     (4, 320, 40): GemvLaunch(1, 3, 8, early=True, registers=80),
     (4, 2176, 40): GemvLaunch(1, 5, 4, registers=128),
     (4, 320, 136): GemvLaunch(1, 4, 8, registers=128, abreast=2),
     (4, 896, 40): GemvLaunch(4, 2, 8),
+    (8, 448, 80): GemvLaunch(2, 3, 8, registers=128, shared=48),
+    (8, 320, 80): GemvLaunch(1, 3, 8, early=True, registers=80, shared=32),
+    (8, 2176, 80): GemvLaunch(1, 5, 4, registers=128),
+    (8, 320, 272): GemvLaunch(1, 4, 8, registers=80),
     # 32B: q, k, v; o; gate and up; down
     (4, 640, 40): GemvLaunch(1, 3, 8, early=True, registers=80, shared=32),
     (4, 320, 64): GemvLaunch(2, 3, 8, early=True, registers=128, shared=32),
