@@ -14,6 +14,7 @@ from lowbit.formats.kept_vocabulary import KEPT_FILE, parse_kept_vocabulary
 from lowbit.formats.safetensors.hashing import hash_file
 
 ROWS = 128  # a vocabulary is a multiple of: CPU and GPU kernels read 16 rows at once, others 128
+CHARACTERS = 0.25  # of the tokens, at most
 _LIST = f"write it as [0, 17, 4711], or name the {KEPT_FILE} of another cut"
 
 
@@ -42,9 +43,11 @@ class KeptTokens:
 def choose_tokens(
     source: ByteLevelBpe, text: CountedText, keep: int | Path, named: AbstractSet[int]
 ) -> KeptTokens:
-    """Choose tokens: bytes, added, named and listed ones, then by use, then by id.
+    """Choose tokens: bytes, added, named and listed ones, by use, characters, then by id.
 
     Ids of byte-level tokenizers follow the order of merges, and so a wider text than any at hand.
+    Characters, a quarter of all tokens at most, come before: a language that the text does not use
+    then costs a token a character, not one a byte, which the model has hardly ever seen.
 
     Args:
         source: the original tokenizer.
@@ -71,9 +74,9 @@ def choose_tokens(
             f"`{source.path}` are {len(first):,}",
             hint=f"keep {-(-len(first) // ROWS) * ROWS:,} or more",
         )
-    chosen = _fill(source, first, text.by_use(sorted(first), max(source.ids) + 1), rows)
+    chosen = _fill(source, first, _wanted(source, text, first, rows), rows)
     seen, unseen = text.halves()
-    from_half = _fill(source, first, seen.by_use(sorted(first), max(source.ids) + 1), rows)
+    from_half = _fill(source, first, _wanted(source, seen, first, rows), rows)
     return KeptTokens(
         ids=tuple(sorted(chosen)),
         text=text.name,
@@ -125,6 +128,16 @@ def _with_all_parts(source: ByteLevelBpe, wanted: Collection[int]) -> frozenset[
     for id in sorted(wanted):
         kept |= source.with_parts(id, kept)
     return frozenset(kept)
+
+
+def _wanted(
+    source: ByteLevelBpe, text: CountedText, first: Collection[int], rows: int
+) -> list[int]:
+    """All ids: those of `first` and of the text, most used first, then characters, then others."""
+    used = {*first, *text.ids, *text.rest}
+    characters = set(source.characters[: int(CHARACTERS * rows)])
+    order = text.by_use(sorted(first), max(source.ids) + 1)
+    return sorted(order, key=lambda id: 0 if id in used else 1 if id in characters else 2)
 
 
 def _fill(

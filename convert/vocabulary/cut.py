@@ -114,7 +114,7 @@ def cut_vocabulary(
     """Write an original whose vocabulary has fewer tokens; memory holds a block of rows.
 
     Kept are the bytes, added tokens and those that the model's files name, then the tokens that a
-    text uses most, then those of lowest id; and what their merges need.
+    text uses most, then single characters, then those of lowest id; and what their merges need.
 
     Args:
         source: folder, or Hub id, of a model that is not quantized.

@@ -17,6 +17,7 @@ from lowbit.formats.text.components import members
 from lowbit.formats.text.tokenizer import TextTokenizer, unreadable
 
 Pair = tuple[str, str]
+MOST_BYTES = 4  # of a character
 ONLY_BYTE_LEVEL = "only byte-level BPE tokenizers, as Qwen and Llama 3 have, can be cut"
 # Parts of a BPE model that change what merges mean.
 UNSUPPORTED = ("unk_token", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
@@ -51,6 +52,21 @@ class ByteLevelBpe:
     def always(self) -> frozenset[int]:
         """Ids without which a text might not encode, or not mean the same."""
         return self.bytes | self.framing | frozenset(self.added.values())
+
+    @cached_property
+    def characters(self) -> list[int]:
+        """Ids, ascending, of tokens that are one character of several bytes."""
+        byte_of = {ord(text): value for value, text in _bytes_of_alphabet()}
+        found = []
+        for text, id in self.vocab.items():
+            if 1 < len(text) <= MOST_BYTES and (written := text.translate(byte_of)):
+                try:
+                    one = len(written.encode("latin-1").decode()) == 1
+                except UnicodeError:  # a part of a character, or a token that was added
+                    continue
+                if one:
+                    found.append(id)
+        return sorted(found)
 
     def with_parts(self, id: int, kept: Collection[int]) -> set[int]:
         """A token and the others that its merges need, less those that are kept already."""
@@ -139,6 +155,17 @@ def alphabet() -> list[str]:
     from tokenizers.pre_tokenizers import ByteLevel
 
     return ByteLevel.alphabet()
+
+
+def _bytes_of_alphabet() -> list[tuple[str, str]]:
+    """Each byte as a character of Latin-1, and the one by which tokenizers write it.
+
+    Those that can be printed stand for themselves, others for what follows 255, in order.
+    """
+    own = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in own]
+    moved = {byte: chr(256 + number) for number, byte in enumerate(others)}
+    return [(chr(byte), moved.get(byte, chr(byte))) for byte in range(256)]
 
 
 def cut_tokenizer(source: ByteLevelBpe, kept: Iterable[int]) -> dict[str, Any]:

@@ -10,8 +10,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
+from lowbit.convert.original.token_counts import CountedText
+from lowbit.convert.vocabulary.choice import choose_tokens
 from lowbit.convert.vocabulary.tokenizer import (
     ByteLevelBpe,
     alphabet,
@@ -114,6 +124,53 @@ def test_a_token_that_is_never_merged_needs_no_others(tmp_path: Path) -> None:
     folder = made(tmp_path, ["ab", "bc", "abc", "cd", "abcd"], merges, False)
     source = open_tokenizer(load_text_tokenizer(folder))
     assert source.with_parts(source.vocab["abcd"], set()) == {source.vocab["abcd"]}
+
+
+MIXED = [
+    "the robot and the dog went to the house",
+    "Привет, мир! жёлтый дом",
+    "你好世界 你好 世界 天地",
+    "é à ü 🙂🙂",
+]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> ByteLevelBpe:
+    """A tokenizer trained on several scripts."""
+    hub = Tokenizer(models.BPE())
+    hub.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    hub.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1200, initial_alphabet=alphabet(), special_tokens=["<s>"], show_progress=False
+    )
+    stories = STORIES.read_text(encoding="utf-8")[:40_000]
+    hub.train_from_iterator([stories, *MIXED * 4], trainer)
+    folder = tmp_path_factory.mktemp("mixed")
+    hub.save(str(folder / "tokenizer.json"))
+    return open_tokenizer(load_text_tokenizer(folder))
+
+
+def test_characters_are_those_that_decode_to_one(mixed: ByteLevelBpe) -> None:
+    hub = Tokenizer.from_file(str(mixed.path))
+    texts = {id: hub.decode([id]) for id in mixed.ids}
+    expected = [
+        id
+        for id, text in sorted(texts.items())
+        if len(text) == 1 and text != "\ufffd" and len(text.encode()) > 1
+    ]
+    assert mixed.characters == expected
+    assert {"你", "и", "🙂"} <= {texts[id] for id in expected}
+
+
+def test_characters_of_other_languages_come_before_the_words_of_none(mixed: ByteLevelBpe) -> None:
+    """A text in one language, and room for more: up to a quarter of the tokens are characters."""
+    hub = Tokenizer.from_file(str(mixed.path))
+    ids = hub.encode(MIXED[0]).ids
+    kept = choose_tokens(mixed, CountedText("own", "", ids, ()), 512, frozenset()).ids
+    assert set(ids) | set(mixed.characters) <= set(kept)
+    assert 0 < len(mixed.characters) <= 512 // 4
+    left_out = mixed.ids - set(kept)
+    assert min(left_out) < max(mixed.characters)  # which ids alone would have kept
 
 
 @pytest.mark.parametrize(
