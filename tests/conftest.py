@@ -21,11 +21,12 @@ if not torch.cuda.is_available():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Nothing that collecting makes is garbage: the collector would look through all of it."""
+    """Nothing that collecting makes is garbage: the collector never looks through it."""
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.freeze()
         gc.enable()
 
 
