@@ -30,6 +30,11 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """What is still frozen when Python ends would be listed as leaked by Triton's bindings."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name != LONGEST)  # or one of them runs alone at the end
     if not torch.cuda.is_available():
