@@ -21,12 +21,18 @@ if not torch.cuda.is_available():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Nothing that collecting makes is garbage: the collector would look through all of it."""
+    """Nothing that collecting makes is garbage: the collector never looks through it."""
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.freeze()
         gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """What is still frozen when Python ends would be listed as leaked by Triton's bindings."""
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

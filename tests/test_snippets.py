@@ -13,7 +13,7 @@ import pytest
 from lowbit.convert import Recipe, convert
 from lowbit.runtime.engine.load import load
 from lowbit.runtime.state.sampler import SamplingParams
-from tests.runtime.serve.conftest import Running, running, tool_model
+from tests.runtime.serve.conftest import BUNDLED, Running, running, tool_model
 
 pytestmark = pytest.mark.scripts
 
@@ -49,7 +49,7 @@ CURLS = [
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the bundled model and its packed form, under the names of the pages."""
     folder = tmp_path_factory.mktemp("pages")
-    tool_model(folder / ORIGINAL)
+    tool_model(BUNDLED, folder / ORIGINAL)
     convert(folder / ORIGINAL, folder / PACKED, Recipe())
     return folder
 

@@ -15,10 +15,11 @@ from click.testing import CliRunner, Result
 
 from lowbit.convert.cli.main import main as convert
 from lowbit.formats.shell.options import MOST
+from lowbit.runtime.bench import bench
 from lowbit.runtime.cli.main import main as run
+from tests.short_models import Shorten
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-TINY = EXAMPLES / "models" / "tiny-qwen3"
+NAME = "tiny-qwen3"
 TEXT = "Once upon a time there was a little robot who lived in a big house. " * 30
 SHORT = ("--device", "cpu", "--runs", "1", "--new-tokens", "3", "--prompt-tokens", "4")
 FEW = ("--device", "cpu", "--answers", "2", "--tokens", "2")
@@ -26,12 +27,13 @@ Line = tuple[str | Path, ...]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two packed models and a text."""
+def place(shorten: Shorten, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two layers of a model, two packed ones, and a text."""
     folder = tmp_path_factory.mktemp("streams")
     (folder / "text.txt").write_text(TEXT)
+    shutil.copytree(shorten(NAME), folder / NAME)
     for name, recipe in (("a", "int4"), ("b", "int8")):
-        done = invoke(convert, *packing(TINY, folder / name, "--recipe", recipe))
+        done = invoke(convert, *packing(folder / NAME, folder / name, "--recipe", recipe))
         assert done.exit_code == 0, done.output
     return folder
 
@@ -40,6 +42,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(bench.BANDWIDTH_BYTES, "cpu", 1 << 20)
 
 
 def invoke(program: click.Group, *line: str | Path) -> Result:
@@ -56,11 +59,11 @@ def packing(*line: str | Path) -> Line:
 RESULTS: dict[str, tuple[click.Group, Callable[[Path], Line], str, str]] = {
     "quantize": (
         convert,
-        lambda p: packing(TINY, "out"),
+        lambda p: packing(p / NAME, "out"),
         "bits per weight",
         "report: out/quality.html",
     ),
-    "plan": (convert, lambda p: ("plan", TINY), "mlp.up_proj", ""),
+    "plan": (convert, lambda p: ("plan", p / NAME), "mlp.up_proj", ""),
     "inspect": (convert, lambda p: ("inspect", p / "a"), "up_proj", ""),
     "verify": (convert, lambda p: ("verify", p / "a"), "every hash as in lowbit.json", ""),
     "compare": (
@@ -71,13 +74,13 @@ RESULTS: dict[str, tuple[click.Group, Callable[[Path], Line], str, str]] = {
     ),
     "report": (
         convert,
-        lambda p: ("report", p / "a", "--source", TINY, "--eval-text", p / "text.txt"),
+        lambda p: ("report", p / "a", "--source", p / NAME, "--eval-text", p / "text.txt"),
         "KL divergence",
         "report: ",
     ),
     "calib-text": (
         convert,
-        lambda p: ("calib-text", TINY, "own.txt", *FEW),
+        lambda p: ("calib-text", p / NAME, "own.txt", *FEW),
         "2 answers of ",
         "next: ",
     ),
@@ -166,7 +169,7 @@ def test_names_that_are_no_unicode(place: Path, tmp_path: Path) -> None:
         ("compare", "--diff", folder, place / "a"),
     ):
         assert invoke(convert, *line).exit_code == 0
-    done = invoke(convert, "report", folder, "--source", TINY, "--eval-text", text)
+    done = invoke(convert, "report", folder, "--source", place / NAME, "--eval-text", text)
     assert done.exit_code == 0, done.output
     assert "t\\udcff\\x1b.txt" in done.stdout
 
@@ -288,7 +291,7 @@ def test_errors_come_before_long_work(
         "runtime.engine.load.load_decoder",
     ):
         monkeypatch.setattr(f"lowbit.{work}", reached)
-    names = {"SRC": TINY, "PACKED": place / "a", "TEXT": place / "text.txt"}
+    names = {"SRC": place / NAME, "PACKED": place / "a", "TEXT": place / "text.txt"}
     (place / "text.md").write_text(TEXT)
     names["TEXT.md"] = place / "text.md"
     done = invoke(program, *(names.get(word, word) for word in line.split()))

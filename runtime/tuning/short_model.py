@@ -81,14 +81,15 @@ def shortened(opened: OpenedModel, least_bytes: int) -> OpenedModel:
         least_bytes: of the weights of these layers, where the model has so many.
     """
     whole = opened.config.num_hidden_layers
-    sizes, period = _layers(opened)
+    start = f"{prefix_of(opened.checkpoint.config, opened.checkpoint.tensors)}layers."
+    sizes, period = _layers(opened, start)
     count, filled = 0, 0
     while count < whole and (filled < least_bytes or count < LEAST_LAYERS or count % period):
         filled += sizes[count]
         count += 1
 
     def kept(name: str) -> bool:
-        number = _layer_of(opened, name)
+        number = _layer_of(start, name)
         return number is None or number < count
 
     content = dict(opened.checkpoint.config)
@@ -106,18 +107,20 @@ def shortened(opened: OpenedModel, least_bytes: int) -> OpenedModel:
     )
 
 
-def _layer_of(opened: OpenedModel, name: str) -> int | None:
-    """Number of the decoder layer that a tensor or module belongs to; None for others."""
-    start = f"{prefix_of(opened.checkpoint.config, opened.checkpoint.tensors)}layers."
+def _layer_of(start: str, name: str) -> int | None:
+    """Number of the decoder layer that a tensor or module belongs to; None for others.
+
+    `start` is what the names of all layers begin with.
+    """
     return int(name.removeprefix(start).split(".")[0]) if name.startswith(start) else None
 
 
-def _layers(opened: OpenedModel) -> tuple[list[int], int]:
+def _layers(opened: OpenedModel, start: str) -> tuple[list[int], int]:
     """Bytes of every layer, and the number of layers with which all kinds have occurred."""
     count = opened.config.num_hidden_layers
     sizes, kinds = [0] * count, [set[tuple[object, ...]]() for _ in range(count)]
     for spec in opened.specs:
-        number = _layer_of(opened, spec.name)
+        number = _layer_of(start, spec.name)
         if number is None:
             continue
         scheme = opened.schemes.get(spec.module)

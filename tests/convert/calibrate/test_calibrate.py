@@ -72,7 +72,7 @@ def calibrated(tmp_path: Path, text: Path) -> Make:
 @pytest.fixture(scope="module")
 def of_all_steps(
     _few_steps: None,
-    short: Path,
+    readable: Path,
     text: Path,
     hashes: "Hashes",
     tmp_path_factory: pytest.TempPathFactory,
@@ -81,12 +81,12 @@ def of_all_steps(
     recipe = Recipe(method=Method.parse("gptq+rotate+autoround"))
     request = CalibrationRequest(text, SAMPLES, LENGTH)
     out = tmp_path_factory.mktemp("whole") / "out"
-    return hashes(convert(short, out, recipe, calibration=request).folder)
+    return hashes(convert(readable, out, recipe, calibration=request).folder)
 
 
 @pytest.mark.parametrize("other", ["recipe", "calibration", "export"])
 def test_another_command_leaves_finished_layers_alone(
-    short: Path, tmp_path: Path, text: Path, other: str
+    readable: Path, tmp_path: Path, text: Path, other: str
 ) -> None:
     out = tmp_path / "out"
     gptq = Recipe(method=Method.parse("gptq"))
@@ -97,15 +97,15 @@ def test_another_command_leaves_finished_layers_alone(
             raise _StopError
 
     with pytest.raises(_StopError):
-        convert(short, out, gptq, calibration=request, progress=stop)
+        convert(readable, out, gptq, calibration=request, progress=stop)
     layers = {path.name: path.read_bytes() for path in partial_of(out).glob(f"{PREFIX}*")}
     assert layers
     if other == "export":
-        convert(short, tmp_path / "packed", Recipe(head="bf16"))
+        convert(readable, tmp_path / "packed", Recipe(head="bf16"))
     commands: dict[str, Callable[[], object]] = {
-        "recipe": lambda: convert(short, out, Recipe()),
+        "recipe": lambda: convert(readable, out, Recipe()),
         "calibration": lambda: convert(
-            short, out, gptq, calibration=CalibrationRequest(text, 3, LENGTH)
+            readable, out, gptq, calibration=CalibrationRequest(text, 3, LENGTH)
         ),
         "export": lambda: export(tmp_path / "packed", out, "mlx"),
     }
@@ -115,7 +115,7 @@ def test_another_command_leaves_finished_layers_alone(
     assert ("--overwrite" in caught.value.hint) == (other != "export")
     assert layers.items() <= {p.name: p.read_bytes() for p in partial_of(out).iterdir()}.items()
     if other == "recipe":
-        done = convert(short, out, Recipe(), overwrite=True)
+        done = convert(readable, out, Recipe(), overwrite=True)
         assert not list(done.folder.glob(f"{PREFIX}*"))
 
 
@@ -124,10 +124,8 @@ def test_another_command_leaves_finished_layers_alone(
     ("model", "method"),
     [
         ("short", "weighted"),
-        ("short_hybrid", "weighted"),
         ("short_hybrid", "gptq"),
         ("short", "autoround"),
-        ("short", "gptq+autoround"),
         ("short_hybrid", "gptq+autoround"),
     ],
 )
@@ -158,10 +156,10 @@ def test_layers_get_closer_to_the_original(
 
 
 def test_same_bytes_again(
-    calibrated: Make, short: Path, hashes: "Hashes", of_all_steps: dict[str, str]
+    calibrated: Make, readable: Path, hashes: "Hashes", of_all_steps: dict[str, str]
 ) -> None:
     """Of all steps together; test_verification.py derives the bytes of GPTQ alone again."""
-    assert hashes(calibrated(short, "gptq+rotate+autoround").folder) == of_all_steps
+    assert hashes(calibrated(readable, "gptq+rotate+autoround").folder) == of_all_steps
 
 
 @pytest.mark.gpu
@@ -188,7 +186,7 @@ def test_same_bytes_again_on_a_gpu(
 
 
 def test_resumes_after_any_layer(
-    short: Path,
+    readable: Path,
     hashes: "Hashes",
     tmp_path: Path,
     text: Path,
@@ -207,13 +205,13 @@ def test_resumes_after_any_layer(
                 raise _StopError
 
         with pytest.raises(_StopError):
-            convert(short, out, recipe, calibration=request, progress=progress)
+            convert(readable, out, recipe, calibration=request, progress=progress)
         assert not out.exists()
     kept = [path.name for path in partial_of(out).iterdir() if path.name.startswith(PREFIX)]
     assert len(kept) == 2 + 1  # layers, head
     seen: list[str] = []
     done = convert(
-        short, out, recipe, calibration=request, progress=lambda phase, *_: seen.append(phase)
+        readable, out, recipe, calibration=request, progress=lambda phase, *_: seen.append(phase)
     )
     assert "distill" not in seen
     assert hashes(out) == of_all_steps
@@ -221,10 +219,10 @@ def test_resumes_after_any_layer(
 
 
 def test_goes_on_where_a_layer_was_being_written(
-    calibrated: Make, short: Path, hashes: "Hashes", tmp_path: Path, text: Path
+    calibrated: Make, readable: Path, hashes: "Hashes", tmp_path: Path, text: Path
 ) -> None:
     """A kill between writing a layer's file and its renaming leaves it under another name."""
-    whole = hashes(calibrated(short, "weighted").folder)
+    whole = hashes(calibrated(readable, "weighted").folder)
     recipe = Recipe(method=Method("weighted"))
     request = CalibrationRequest(text, SAMPLES, LENGTH)
     out = tmp_path / "resumed"
@@ -234,23 +232,23 @@ def test_goes_on_where_a_layer_was_being_written(
             raise _StopError
 
     with pytest.raises(_StopError):
-        convert(short, out, recipe, calibration=request, progress=stop)
+        convert(readable, out, recipe, calibration=request, progress=stop)
     partial = partial_of(out)
     layers = sorted(partial.glob(f"{PREFIX}layer*"))
     layers[-1].rename(partial / f".{layers[-1].name}.4711.partial")
-    convert(short, out, recipe, calibration=request)
+    convert(readable, out, recipe, calibration=request)
     assert hashes(out) == whole
     foreign = partial_of(tmp_path / "foreign")
     foreign.mkdir()
     (foreign / ".mine.txt.4711.partial").write_text("x")
     with pytest.raises(ResourceError, match="was not left there by lowbit-convert"):
-        convert(short, tmp_path / "foreign", recipe, calibration=request)
+        convert(readable, tmp_path / "foreign", recipe, calibration=request)
 
 
 def test_another_text_does_not_take_up_what_is_there(
-    calibrated: Make, short: Path, hashes: "Hashes", tmp_path: Path, text: Path
+    calibrated: Make, readable: Path, hashes: "Hashes", tmp_path: Path, text: Path
 ) -> None:
-    fresh = hashes(calibrated(short, "gptq", head="bf16").folder)
+    fresh = hashes(calibrated(readable, "gptq", head="bf16").folder)
     other = tmp_path / "other.txt"
     other.write_text("The quick brown fox jumps over the lazy dog. " * 200)
     recipe = Recipe(method=Method("gptq"), head="bf16")
@@ -261,9 +259,9 @@ def test_another_text_does_not_take_up_what_is_there(
             raise _StopError
 
     with pytest.raises(_StopError):
-        convert(short, out, recipe, calibration=CalibrationRequest(other, 8, 32), progress=crash)
+        convert(readable, out, recipe, calibration=CalibrationRequest(other, 8, 32), progress=crash)
     convert(
-        short, out, recipe, calibration=CalibrationRequest(text, SAMPLES, LENGTH), overwrite=True
+        readable, out, recipe, calibration=CalibrationRequest(text, SAMPLES, LENGTH), overwrite=True
     )
     assert hashes(out) == fresh
 
@@ -391,19 +389,19 @@ def test_text_too_short(calibrated: Make, tiny: Path, tmp_path: Path) -> None:
     assert not partial_of(tmp_path / "out").exists()
 
 
-def test_command(cli: "Cli", short: Path, tmp_path: Path, text: Path) -> None:
+def test_command(cli: "Cli", readable: Path, tmp_path: Path, text: Path) -> None:
     out = tmp_path / "out"
     options = ("--calib", text, "--calib-samples", 8, "--calib-length", 32)
-    said = cli(short, out, "--method", "gptq", *options, "--json")
+    said = cli(readable, out, "--method", "gptq", *options, "--json")
     assert said.exit_code == 0, said.output
     content = json.loads(said.stdout)
     assert len(content["calibration"]) == 2
     assert {"layer", "rtn", "chosen", "learned", "expert_tokens"} == set(content["calibration"][0])
-    shown = cli(short, tmp_path / "b", "--method", "weighted", *options)
+    shown = cli(readable, tmp_path / "b", "--method", "weighted", *options)
     assert shown.exit_code == 0, shown.output
-    wrong = cli(short, tmp_path / "c", "--method", "awq")
+    wrong = cli(readable, tmp_path / "c", "--method", "awq")
     assert wrong.exit_code == 2
     assert "method `awq` is not known" in wrong.output
-    idle = cli(short, tmp_path / "c", *options)
+    idle = cli(readable, tmp_path / "c", *options)
     assert idle.exit_code == 2
     assert "--calib" in idle.output

@@ -93,19 +93,19 @@ def whole(folder: Path, parts: Iterable[tuple[FusedSet, ...]]) -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore")  # other libraries' own
-def test_costs_are_the_kl_of_whole_models(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_the_kl_of_whole_models(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "LayerQuantizer", Rounding)
-    sets = sets_of(tiny)
-    found = measured(tiny, [(fused, Scheme(4, 64)) for fused in sets])
-    *alone, together = whole(tiny, [*((fused,) for fused in sets), tuple(sets[:-1])])
+    sets = sets_of(short)
+    found = measured(short, [(fused, Scheme(4, 64)) for fused in sets])
+    *alone, together = whole(short, [*((fused,) for fused in sets), tuple(sets[:-1])])
     assert found == pytest.approx(alone, rel=2e-3)
     assert sum(found[:-1]) == pytest.approx(together, rel=0.1)
 
 
-def test_fewer_bits_and_larger_groups_cost_more(tiny: Path) -> None:
-    sets = sets_of(tiny)
+def test_fewer_bits_and_larger_groups_cost_more(short: Path) -> None:
+    sets = sets_of(short)
     schemes = [Scheme(8, 128), Scheme(4, 32), Scheme(4, 64), Scheme(4, 128), Scheme(3, 128)]
-    found = measured(tiny, [(fused, scheme) for fused in sets for scheme in schemes], ROTATED)
+    found = measured(short, [(fused, scheme) for fused in sets for scheme in schemes], ROTATED)
     rows = torch.tensor(found).view(len(sets), len(schemes))
     assert (rows.diff(dim=1) > 0).all()
     sums = rows[:-1].sum(0)
@@ -120,11 +120,11 @@ def test_a_gpu_measures_the_same(tiny: Path) -> None:
     assert found == pytest.approx(measured(tiny, choices, ROTATED), rel=0.05)
 
 
-def test_what_codes_make_up_for_counts(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    choices = [(fused, Scheme(4, 128)) for fused in sets_of(tiny)[:-1]]
-    learned = measured(tiny, choices)
+def test_what_codes_make_up_for_counts(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choices = [(fused, Scheme(4, 128)) for fused in sets_of(short)[:-1]]
+    learned = measured(short, choices)
     monkeypatch.setattr(costs, "LayerQuantizer", Rounding)
-    assert sum(learned) < 0.8 * sum(measured(tiny, choices))
+    assert sum(learned) < 0.8 * sum(measured(short, choices))
 
 
 def test_memory_grows_with_sets_and_windows(tmp_path: Path, make_model: "MakeModel") -> None:

@@ -21,8 +21,6 @@ from lowbit.formats.layout.rtn import quantize
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
-ROOT = Path(__file__).parents[3]
-
 PackModel = Callable[[str, int, int | None], Path]
 WholeLogits = Callable[..., Tensor]
 Measure = Callable[..., Measured]
@@ -57,19 +55,13 @@ def measure() -> Measure:
 
 
 @pytest.fixture(scope="session")
-def tiny() -> Path:
-    """The bundled trained model."""
-    return ROOT / "examples" / "models" / "tiny-qwen3"
-
-
-@pytest.fixture(scope="session")
-def pack_model(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> PackModel:
-    """Pack the bundled model into a new folder: (name, bits, bits of the head or None)."""
+def pack_model(short: Path, tmp_path_factory: pytest.TempPathFactory) -> PackModel:
+    """Pack two layers of the bundled model: (name of a folder, bits, bits of the head or None)."""
 
     def make(name: str, bits: int, head: int | None) -> Path:
         folder = tmp_path_factory.mktemp("packed") / name
-        shutil.copytree(tiny, folder)
-        source = open_checkpoint(tiny)
+        shutil.copytree(short, folder)
+        source = open_checkpoint(short)
         tensors = {name: source.read(name) for name in source.tensors}
         schemes: dict[str, Scheme | None] = {}
         for spec in tensor_table(source.config):

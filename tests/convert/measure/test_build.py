@@ -13,17 +13,17 @@ from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
 
-def test_sizes(tiny: Path, packed: Path, packed_tied: Path) -> None:
-    found = measure_sizes(open_packed(packed), open_checkpoint(tiny))
+def test_sizes(short: Path, packed: Path, packed_tied: Path) -> None:
+    found = measure_sizes(open_packed(packed), open_checkpoint(short))
     assert found.folder_bytes == sum(path.stat().st_size for path in packed.iterdir())
-    source = sum(path.stat().st_size for path in tiny.iterdir())
+    source = sum(path.stat().st_size for path in short.iterdir())
     assert found.source_bytes == pytest.approx(source, rel=0.001)  # headers and config differ
-    # 4 + 16/128 bits in 6 layers of 786,432 weights, 8 + 16/128 in a head of 4096 x 256, two int64
+    # 4 + 16/128 bits in 2 layers of 786,432 weights, 8 + 16/128 in a head of 4096 x 256, two int64
     # of shape a linear, and BF16 in the embedding; norms and headers are below 1 %.
-    body, head = 6 * 786_432, 4096 * 256
-    count = parameters(json.loads((tiny / "config.json").read_text()))
+    body, head = 2 * 786_432, 4096 * 256
+    count = parameters(json.loads((short / "config.json").read_text()))
     # Nothing in a folder without lowbit.json says that its head was tied: it counts apart.
-    expected = (body * 4.125 + head * (8.125 + 16) + 43 * 128) / (count + head)
+    expected = (body * 4.125 + head * (8.125 + 16) + 15 * 128) / (count + head)
     assert found.bits_per_weight == pytest.approx(expected, rel=0.01)
     size = (packed / "model.safetensors").stat().st_size
     assert found.bits_per_weight == 8 * size / (count + head)
@@ -55,15 +55,15 @@ def test_parameters_equal_transformers(name: str) -> None:
     assert parameters(config) == sum(weight.numel() for weight in model.parameters())
 
 
-def test_date_and_original(tiny: Path, packed: Path) -> None:
+def test_date_and_original(short: Path, packed: Path) -> None:
     before = datetime.now(UTC).date()
-    found = build_report(open_packed(packed), [], None, open_checkpoint(tiny), "org/tiny")
+    found = build_report(open_packed(packed), [], None, open_checkpoint(short), "org/tiny")
     assert found.measured_on is not None
     assert before <= date.fromisoformat(found.measured_on) <= datetime.now(UTC).date()
     assert (found.original, found.model_type) == ("org/tiny", "qwen3")
     # The packed head is no longer tied, and is no further parameter of the original.
-    assert found.parameters == parameters(json.loads((tiny / "config.json").read_text()))
-    assert str(tiny) not in found.to_bytes().decode()
+    assert found.parameters == parameters(json.loads((short / "config.json").read_text()))
+    assert str(short) not in found.to_bytes().decode()
 
 
 def test_manifest_hash(packed: Path) -> None:

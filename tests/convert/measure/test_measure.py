@@ -182,31 +182,33 @@ def test_output_errors_equal_fp64(found: Measured, pair: list[Path], texts: dict
 
 
 def test_one_text_has_no_kinds_and_a_short_one_no_positions(
-    tiny: Path, packed: Path, stories: str, measure: "Measure"
+    short: Path, packed: Path, stories: str, measure: "Measure"
 ) -> None:
-    found = measure(tiny, packed, stories=stories[:600]).logits
+    found = measure(short, packed, stories=stories[:600]).logits
     assert found.kinds == ()
     assert found.positions == ()
     assert found.noise is not None
     assert len(found.flips) <= 1
 
 
-def test_a_model_against_itself_flips_nothing(tiny: Path, stories: str, measure: "Measure") -> None:
-    found = measure(tiny, tiny, stories=stories[:600])
+def test_a_model_against_itself_flips_nothing(
+    short: Path, stories: str, measure: "Measure"
+) -> None:
+    found = measure(short, short, stories=stories[:600])
     assert found.logits.flips == ()
     assert found.output_errors == {}
 
 
 def test_memory_is_announced_or_refused_before_the_work(
-    tiny: Path, packed: Path, monkeypatch: pytest.MonkeyPatch
+    short: Path, packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
     text = [Text("a", "a", "Once upon a time there was a dog. " * 4)]
-    measure_module.measure_logits(open_pair(tiny, packed), text, note=said.append)
+    measure_module.measure_logits(open_pair(short, packed), text, note=said.append)
     assert len(said) == 1
     assert said[0].startswith("comparing logits of ")
     assert said[0].endswith(" GB of memory")
     monkeypatch.setattr("lowbit.convert.plan.memory.free_bytes", lambda device: 1000)
     monkeypatch.setattr(measure_module, "compare", lambda *_: pytest.fail("work began"))
     with pytest.raises(ResourceError, match="free on cpu"):
-        measure_module.measure_logits(open_pair(tiny, packed), text)
+        measure_module.measure_logits(open_pair(short, packed), text)

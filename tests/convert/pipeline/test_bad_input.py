@@ -194,7 +194,7 @@ def test_nan_and_infinity_are_counted(
         values[len(values) // 2] = torch.inf
         values[len(values) // 2 + 1] = -torch.inf
 
-    monkeypatch.setattr("lowbit.convert.pipeline.conversion.block_elements", lambda *_: 1000)
+    monkeypatch.setattr("lowbit.convert.pipeline.conversion.block_elements", lambda *_: 10_000)
     source = make_model(tmp_path / "source", dtype, edit=edit)
     refuse(source, f"`{name}` holds 5 NaN and 2 infinite values", "damaged", partial=True)
 

@@ -26,7 +26,7 @@ RECIPES = {
     "rows": Recipe("int8", group_size=None, overrides=(Override("*.mlp.*", 4),)),
     "no-vision": Recipe(drop_vision=True),
     "layers-differ": Recipe(
-        overrides=(Override("*.layers.0.mlp.*", 8), Override("*.layers.1.*.out_proj", 16), *MTP)
+        overrides=(Override("*.layers.0.mlp.*", 8), Override("*.layers.1.*.o_proj", 16), *MTP)
     ),
 }
 IDS = torch.arange(48).view(2, 24) * 13
@@ -64,19 +64,22 @@ def load(auto_class: str, folder: Path) -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def own_gaps(hybrid: Path) -> set[str]:
+def own_gaps(short_hybrid: Path) -> set[str]:
     """Vision tensors that the bundled stand-in lacks before any conversion."""
-    missing: set[str] = set(load("Qwen3_5ForConditionalGeneration", hybrid)[1]["missing_keys"])
+    missing: set[str] = set(
+        load("Qwen3_5ForConditionalGeneration", short_hybrid)[1]["missing_keys"]
+    )
     assert missing
     return missing
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_loads_exactly(tmp_path: Path, hybrid: Path, own_gaps: set[str], recipe: str) -> None:
+def test_loads_exactly(tmp_path: Path, short_hybrid: Path, own_gaps: set[str], recipe: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = convert(hybrid, tmp_path / "out", RECIPES[recipe], max_shard_bytes=2_000_000).folder
+    out, size = tmp_path / "out", 2_000_000
+    folder = convert(short_hybrid, out, RECIPES[recipe], max_shard_bytes=size).folder
     weights = text_weights(folder)
     config = AutoConfig.from_pretrained(folder)
     del config.quantization_config

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,11 @@ RECIPES = {
 
 def headers(size: str) -> dict[str, TensorInfo]:
     """The headers of a real checkpoint, without its data."""
+    return dict(_headers(size))
+
+
+@cache
+def _headers(size: str) -> Mapping[str, TensorInfo]:
     found = {}
     for name, (dtype, *shape) in MODELS[f"Qwen3.5-{size}"]["tensors"].items():
         nbytes = math.prod(shape) * DTYPES[dtype].itemsize

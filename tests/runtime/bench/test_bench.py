@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,18 +25,23 @@ from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.state.sampler import SamplingParams
+from tests.short_models import Shorten
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
 
-BUNDLED = str(Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3")
 SHORT = ("--prompt-tokens", "9", "--new-tokens", "5", "--runs", "1", "--device", "cpu")
 Run = Callable[..., Result]
 
 
+@pytest.fixture(scope="module")
+def folder(shorten: Shorten) -> str:
+    return str(shorten("tiny-qwen3"))
+
+
 @pytest.fixture
-def run() -> Run:
-    return lambda *arguments: CliRunner().invoke(main, ("bench", BUNDLED, *arguments))
+def run(folder: str) -> Run:
+    return lambda *arguments: CliRunner().invoke(main, ("bench", folder, *arguments))
 
 
 def test_reports_every_figure(run: Run) -> None:
@@ -95,19 +99,21 @@ def test_sampled_runs_are_sampled(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_cold_run_is_the_start_and_no_part_of_the_medians(
-    monkeypatch: pytest.MonkeyPatch,
+    folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = iter([(100.0, 1000.0), (1.0, 8.0), (3.0, 2.0), (2.0, 4.0)])
     monkeypatch.setattr(bench_module, "timed_run", lambda *_: TimedRun(*next(times), tokens=8))
-    model = replace(load(BUNDLED, device="cpu"), load_s=7.0)
+    model = replace(load(folder, device="cpu"), load_s=7.0)
     result = bench(model, BenchSettings(3, 9, runs=3))
     assert result.start_s == 107.0
     assert result.first_token_s == 2.0
     assert result.decode_tokens_per_s == 2.0  # 8 tokens after the first in 4 seconds
 
 
-def test_on_a_gpu_what_is_beyond_weights_and_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load(BUNDLED, device="cpu")
+def test_on_a_gpu_what_is_beyond_weights_and_cache(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(folder, device="cpu")
     weights = model.opened.weight_bytes("cuda", torch.bfloat16)
     cache = model.engine.runner.cache_bytes
     monkeypatch.setattr(bench_module, "forget_peak", lambda device: 1000)
@@ -162,8 +168,8 @@ def test_states_of_linear_layers_are_read_and_written(
     assert step_bytes(model, 10).kv == 2 * 2 * 64 * 10 * 2  # of the one layer that has any
 
 
-def test_one_sequence_is_a_batch_and_longer_runs_are_refused() -> None:
-    model = load(BUNDLED, device="cpu", context=16)
+def test_one_sequence_is_a_batch_and_longer_runs_are_refused(folder: str) -> None:
+    model = load(folder, device="cpu", context=16)
     assert batched_run(model, 1, BenchSettings(9, 8)).tokens_per_s > 0
     with pytest.raises(RequestError, match=r"9 \+ 9 tokens do not fit the context of 16"):
         batched_run(model, 1, BenchSettings(9, 9))

@@ -20,7 +20,6 @@ from lowbit.runtime.cli.main import main
 from tests.short_models import Shorten
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
-BUNDLED = MODELS / "tiny-qwen3"
 LAYERS = 2
 GREEDY = SamplingParams()
 
@@ -116,27 +115,28 @@ def test_bandwidth_of_what_kernels_read() -> None:
 
 
 def test_long_names_leave_room_for_the_grid(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    shorten: Shorten, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tables, "UNFOLDED", 80)
     name = "void at::native::vectorized_elementwise_kernel<4, [bold]functor>"
     spans = [Span(name, (640, 2, 1), 1, 3.0), Span("tiny", None, 1, 0.001)]
     found = profiling._summed(spans, 1, StepBytes(1, 1, 1))
-    show_profile(found, bench(load(BUNDLED, device="cpu", context=16), BenchSettings(3, 3, runs=1)))
+    model = load(shorten("tiny-qwen3"), device="cpu", context=16)
+    show_profile(found, bench(model, BenchSettings(3, 3, runs=1)))
     shown = capsys.readouterr().out
     assert "… 640x2x1" in shown
     assert "1 more" in shown
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_a_gpu_that_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_cannot_be_seen(shorten: Shorten, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "_record", lambda *_: [])
     with pytest.raises(ResourceError, match="saw no kernel"):
-        profile(load(BUNDLED, device="cpu", context=16), BenchSettings(3, 4))
+        profile(load(shorten("tiny-qwen3"), device="cpu", context=16), BenchSettings(3, 4))
 
 
-def test_refusals() -> None:
-    model = load(BUNDLED, device="cpu", context=16)
+def test_refusals(shorten: Shorten) -> None:
+    model = load(shorten("tiny-qwen3"), device="cpu", context=16)
     with pytest.raises(RequestError, match="at least 3 new tokens, got 2"):
         profile(model, BenchSettings(3, 2))
     with pytest.raises(RequestError, match="do not fit the context of 16"):

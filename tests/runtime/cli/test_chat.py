@@ -21,9 +21,11 @@ from lowbit.formats.errors import RequestError
 from lowbit.runtime.cli import chat
 from lowbit.runtime.cli.answer import Wrapper
 from lowbit.runtime.cli.main import main
+from tests.short_models import Shorten
 
 MODEL = str(Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3")
-GREEDY = ("--temperature", "0", "--device", "cpu", "--max-new-tokens", "40")
+GREEDY = ("--temperature", "0", "--device", "cpu", "--max-new-tokens", "6")
+LONG = (*GREEDY[:-1], "40")  # answers of two lines
 PATIENCE_S = 60  # for a process that hangs
 COLUMNS = 60
 CURSOR_REQUEST = b"\x1b[6n"
@@ -38,6 +40,11 @@ def run() -> Run:
         return CliRunner().invoke(main, ("chat", *arguments), input=stdin)
 
     return invoke
+
+
+@pytest.fixture(scope="module")
+def model(shorten: Shorten) -> str:
+    return str(shorten("tiny-qwen3"))
 
 
 class Terminal:
@@ -102,13 +109,13 @@ def terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
 
 @pytest.mark.slow
 def test_a_chat_in_a_terminal(run: Run, terminal: Callable[..., Terminal], tmp_path: Path) -> None:
-    screen = terminal(MODEL, *GREEDY)  # no prompt: a chat
+    screen = terminal(MODEL, *LONG)  # no prompt: a chat
     screen.read_until("0 of 2,048 tokens")
     screen.type_in("half\x03")  # Ctrl-C clears the line
     screen.read_until("0 of 2,048 tokens")
     screen.type_in("Tell me a story\r")
     answer = screen.read_until("tok/s")
-    piped = run(MODEL, *GREEDY, stdin="Tell me a story\n").stdout.rstrip("\n")
+    piped = run(MODEL, *LONG, stdin="Tell me a story\n").stdout.rstrip("\n")
     wrapper = Wrapper(lambda: COLUMNS)
     wrapped = wrapper.push(piped) + wrapper.finish()
     assert wrapped != piped
@@ -134,11 +141,11 @@ def test_ctrl_c_while_loading_ends_with_130(run: Run, monkeypatch: pytest.Monkey
     assert "Traceback" not in result.stderr
 
 
-def test_lines_of_a_pipe_are_messages_and_commands(run: Run) -> None:
+def test_lines_of_a_pipe_are_messages_and_commands(run: Run, model: str) -> None:
     stdin = (
         "Tell me a story\r\n\n/stats\n/undo\n/set temperature 0.5\n/system x\nHi\n/retry\n/exit\nno"
     )
-    result = run(MODEL, *GREEDY, stdin=stdin)
+    result = run(model, *GREEDY, stdin=stdin)
     assert result.exit_code == 0, result.stderr
     assert len(result.stdout.splitlines()) >= 3
     assert "context: " in result.stderr
@@ -147,8 +154,10 @@ def test_lines_of_a_pipe_are_messages_and_commands(run: Run) -> None:
 
 
 @pytest.mark.parametrize("line", ["/no_think Why?", "/think Why?", "/unknown", "/", "//save x"])
-def test_a_word_that_is_no_command_reaches_the_model_from_a_pipe(run: Run, line: str) -> None:
-    result = run(MODEL, *GREEDY, "--json", stdin=f"{line}\n")
+def test_a_word_that_is_no_command_reaches_the_model_from_a_pipe(
+    run: Run, model: str, line: str
+) -> None:
+    result = run(model, *GREEDY, "--json", stdin=f"{line}\n")
     assert result.exit_code == 0, result.stderr
     talk = json.loads(result.stdout)
     assert talk["messages"][0] == {"role": "user", "content": line.replace("//", "/")}
@@ -158,10 +167,10 @@ FILE_COMMANDS = ["/save {}", "/save! {}", "/SAVE! {}", "/load {}", "/save", "/lo
 
 
 @pytest.mark.parametrize("line", FILE_COMMANDS)
-def test_piped_text_touches_no_file(run: Run, tmp_path: Path, line: str) -> None:
+def test_piped_text_touches_no_file(run: Run, model: str, tmp_path: Path, line: str) -> None:
     path = tmp_path / "file"
     path.write_text("precious")
-    result = run(MODEL, *GREEDY, "--json", stdin=f"Hi\n{line.format(path)}\nGo on\n")
+    result = run(model, *GREEDY, "--json", stdin=f"Hi\n{line.format(path)}\nGo on\n")
     assert result.exit_code == 1
     name = line.split()[0].lower()
     assert f"Error: {name} works in a terminal only" in result.stderr
@@ -183,12 +192,17 @@ FAILING = {
 @pytest.mark.parametrize("as_json", [False, True])
 @pytest.mark.parametrize(("line", "goes_on"), FAILING.values(), ids=FAILING.keys())
 def test_a_line_that_fails_is_shown_and_gives_exit_code_1(
-    run: Run, monkeypatch: pytest.MonkeyPatch, line: str | bytes, goes_on: bool, as_json: bool
+    run: Run,
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    line: str | bytes,
+    goes_on: bool,
+    as_json: bool,
 ) -> None:
     monkeypatch.setattr("lowbit.runtime.cli.chat.MAX_PROMPT_BYTES", 1_000_000)
     data = line.encode() if isinstance(line, str) else line
     options = ("--json",) if as_json else ()
-    result = run(MODEL, *GREEDY, *options, stdin=b"Hi\n" + data + b"\nGo on\n")
+    result = run(model, *GREEDY, *options, stdin=b"Hi\n" + data + b"\nGo on\n")
     assert result.exit_code == 1
     assert result.stderr.count("Error: ") == 1
     if as_json:
@@ -199,17 +213,17 @@ def test_a_line_that_fails_is_shown_and_gives_exit_code_1(
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_broken_model_ends_a_piped_chat_at_once(
-    run: Run, monkeypatch: pytest.MonkeyPatch, as_json: bool
+    run: Run, model: str, monkeypatch: pytest.MonkeyPatch, as_json: bool
 ) -> None:
     load = lowbit.load
 
     def broken(*arguments: Any, **options: Any) -> lowbit.Model:
-        model = load(*arguments, **options)
-        model.engine.decoder.embedding.fill_(float("nan"))
-        return model
+        loaded = load(*arguments, **options)
+        loaded.engine.decoder.embedding.fill_(float("nan"))
+        return loaded
 
     monkeypatch.setattr("lowbit.runtime.engine.load.load", broken)
-    result = run(MODEL, *GREEDY, *(("--json",) if as_json else ()), stdin="Hi\nGo on\n")
+    result = run(model, *GREEDY, *(("--json",) if as_json else ()), stdin="Hi\nGo on\n")
     assert result.exit_code == 1
     assert result.stderr.count("NaN or infinite") == 1
     if as_json:
@@ -235,15 +249,15 @@ def test_an_endless_line_is_read_no_further_than_a_prompt_can_be_long(
 
 
 def test_no_history_is_kept_of_a_pipe(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    assert run(MODEL, *GREEDY, stdin="/stats\n").exit_code == 0
+    assert run(model, *GREEDY, stdin="/stats\n").exit_code == 0
     assert not (tmp_path / "state").exists()
 
 
-def test_input_that_is_not_text_is_named_by_its_line(run: Run) -> None:
-    result = run(MODEL, *GREEDY, stdin=b"/stats\n\xff\n")
+def test_input_that_is_not_text_is_named_by_its_line(run: Run, model: str) -> None:
+    result = run(model, *GREEDY, stdin=b"/stats\n\xff\n")
     assert result.exit_code == 1
     assert "Error: line 2 of stdin is not UTF-8" in result.stderr
 

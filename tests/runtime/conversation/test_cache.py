@@ -13,15 +13,14 @@ from lowbit.runtime.conversation.settings import AnswerSettings
 from lowbit.runtime.conversation.state import Chat, used_tokens
 from lowbit.runtime.conversation.turns import Conversation
 from tests.runtime.conversation.conftest import Shown
+from tests.short_models import Shorten
 
-MODELS = Path(__file__).parents[3] / "examples" / "models"
 
-
-def new_chat(name: str, context: int = 512, seed: int | None = None) -> Chat:
-    model = lowbit.load(MODELS / name, device="cpu", context=context)
+def new_chat(folder: Path, context: int = 512, seed: int | None = None) -> Chat:
+    model = lowbit.load(folder, device="cpu", context=context)
     hot = AnswerSettings({"temperature": 0.9, "top_k": 30, "seed": seed}, max_new_tokens=24)
     talk = Conversation("You tell stories to children.")
-    return Chat(LoadedModel(model), name, hot, talk)
+    return Chat(LoadedModel(model), folder.name, hot, talk)
 
 
 def say(chat: Chat, *entries: Slash | str) -> tuple[Chat, Shown]:
@@ -31,8 +30,8 @@ def say(chat: Chat, *entries: Slash | str) -> tuple[Chat, Shown]:
     return chat, shown
 
 
-def test_undo_and_retry_reuse_the_turns_before() -> None:
-    chat, first = say(new_chat("tiny-qwen3"), "Tell me a story.", "Go on.", "And then?")
+def test_undo_and_retry_reuse_the_turns_before(shorten: Shorten) -> None:
+    chat, first = say(new_chat(shorten("tiny-qwen3")), "Tell me a story.", "Go on.", "And then?")
     prompts = [made.timings.prompt_tokens for made in first.finished]
     chat, retried = say(chat, Slash("retry"), Slash("retry"))
     chat, undone = say(chat, Slash("undo"), "What did the dog do?")
@@ -42,7 +41,7 @@ def test_undo_and_retry_reuse_the_turns_before() -> None:
     assert len(chat.conversation.turns) == 3
 
 
-def test_a_prompt_becomes_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_becomes_tokens_once(shorten: Shorten, monkeypatch: pytest.MonkeyPatch) -> None:
     encode = lowbit.Model.encode
     lengths: list[int] = []
 
@@ -52,7 +51,7 @@ def test_a_prompt_becomes_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return ids
 
     monkeypatch.setattr(lowbit.Model, "encode", counted)
-    chat = new_chat("tiny-qwen3")
+    chat = new_chat(shorten("tiny-qwen3"))
     for entry in ("Tell me a story.", "Go on.", Slash("retry"), "And then?"):
         chat, shown = say(chat, entry)
         made = shown.finished[-1]
@@ -61,16 +60,20 @@ def test_a_prompt_becomes_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:
         lengths.clear()
 
 
-def test_a_repeated_question_takes_the_steps_of_last_time() -> None:
-    chat, _ = say(new_chat("tiny-qwen3"), "Tell me a story.", "Go on.", Slash("set", "seed 3"))
+def test_a_repeated_question_takes_the_steps_of_last_time(shorten: Shorten) -> None:
+    chat, _ = say(
+        new_chat(shorten("tiny-qwen3")), "Tell me a story.", "Go on.", Slash("set", "seed 3")
+    )
     chat, same = say(chat, Slash("retry"), Slash("retry"), Slash("retry"))
     assert len({made.token_ids for made in same.finished}) == 1
     assert len({made.timings.reused_tokens for made in same.finished}) == 1
     assert same.finished[0].timings.reused_tokens > 0
 
 
-def test_scoring_between_two_retries_loses_nothing() -> None:
-    chat, shown = say(new_chat("tiny-qwen3"), "Tell me a story.", "Go on.", Slash("set", "seed 3"))
+def test_scoring_between_two_retries_loses_nothing(shorten: Shorten) -> None:
+    chat, shown = say(
+        new_chat(shorten("tiny-qwen3")), "Tell me a story.", "Go on.", Slash("set", "seed 3")
+    )
     chat, before = say(chat, Slash("retry"))
     assert isinstance(chat.model, LoadedModel)
     chat.model.model.logits(shown.finished[-1].prompt_token_ids)
@@ -82,9 +85,9 @@ def test_scoring_between_two_retries_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3.5"])
-def test_turns_after_a_drop_reuse_what_is_left(name: str) -> None:
+def test_turns_after_a_drop_reuse_what_is_left(shorten: Shorten, name: str) -> None:
     chat = new_chat(
-        name, context=256, seed=3
+        shorten(name), context=256, seed=3
     )  # an answer may be other tokens when it is read again
     reused = []
     dropped = 0

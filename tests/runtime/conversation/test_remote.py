@@ -18,6 +18,7 @@ from lowbit.runtime.text.answer import Piece
 from lowbit.runtime.text.chat import Message
 from tests.runtime.conversation.conftest import Shown
 from tests.runtime.serve.conftest import NAME, Running, running, tool_model, until
+from tests.short_models import Shorten
 
 QUESTION: list[Message] = [{"role": "user", "content": "Tell me a story."}]
 GREEDY = {"temperature": 0}
@@ -25,8 +26,8 @@ SCHEMA: dict[str, list[str]] = {"enum": ["yes", "no"]}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tool_model(tmp_path_factory.mktemp("remote") / "tiny-qwen3")
+def server(shorten: Shorten, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tool_model(shorten("tiny-qwen3"), tmp_path_factory.mktemp("remote") / "tiny-qwen3")
     model = lowbit.load(folder, device="cpu", max_sequences=2, context=256)
     with running(model, api_key="secret") as found:
         yield found

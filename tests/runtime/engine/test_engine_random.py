@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
 
 ENDS = frozenset({250})
-LIVES = 160  # of requests, for each kind of model
+LIVES = 100  # of requests, for each kind of model
 KINDS = 40  # of requests
 FAILED = "the constraint ends here"
 LIMITED = 5  # every request of so many has a constraint

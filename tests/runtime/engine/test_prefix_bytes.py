@@ -33,7 +33,6 @@ LONG = message(1100)  # longer than a chunk
 CASES = [
     ("tiny-qwen3", torch.float32, "bf16"),
     ("tiny-qwen3.5", torch.bfloat16, "bf16"),
-    ("tiny-qwen3", torch.bfloat16, "int8"),
     ("tiny-qwen3.5-moe", torch.bfloat16, "int8"),
 ]
 

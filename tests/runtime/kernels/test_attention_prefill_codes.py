@@ -48,9 +48,10 @@ REAL = [
     Heads(16, 4, 256, 64, gated=True, gain=FP32),  # Qwen3.5 9B
     Heads(32, 8, 64, 64),  # Llama 3.2 1B
 ]
+CASES = [(heads, 70, 20) for heads in SMALL] + [(heads, 0, 7) for heads in SMALL[1:3]]
 # Past PROMPT_TOKENS there are large programs on Hopper, PyTorch elsewhere.
-CASES = [(heads, past, M) for heads in SMALL for past, M in ((0, 7), (70, 20))]
-CASES += [(SMALL[0], 33, 130), (SMALL[2], 0, 130)]
+MANY = Heads(2, 1, 32, 32, gain=BF16), Heads(2, 1, 32, 16, gated=True, gain=FP32)
+CASES += [(MANY[0], 33, 130), (MANY[1], 0, 130)]
 LENGTHS = ((0, 777), (1000, 129), (0, 128), (3000, 33), (4001, 200))
 ON_GPU = [(heads, past, M) for heads in REAL for past, M in LENGTHS]
 

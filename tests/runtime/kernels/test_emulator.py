@@ -75,9 +75,11 @@ def test_a_token_has_its_bits_in_any_company(
     def compute(tokens: slice) -> Tensor:
         return gemv(x[tokens], w, norm=norm, eps=EPS, added=residual[tokens])
 
-    alone = torch.cat([compute(slice(i, i + 1)) for i in range(34)])
+    places = torch.tensor([0, 1, 2, 7, 8, 10, 15, 16, 32, 33])  # at the ends of tiles
+    alone = torch.cat([compute(slice(i, i + 1)) for i in places.tolist()])
     for count in (2, 3, 8, 11, 16, 33, 34):
-        assert torch.equal(compute(slice(0, count)), alone[:count]), count
+        inside = places < count
+        assert torch.equal(compute(slice(0, count))[places[inside]], alone[inside]), count
 
 
 @pytest.mark.parametrize("paired", [False, True], ids=["rows", "paired"])

@@ -75,8 +75,6 @@ LAUNCHES = [
     [
         (torch.bfloat16, 2),
         (torch.bfloat16, 3),
-        (torch.bfloat16, 4),
-        (torch.bfloat16, 8),
         (torch.float16, 8),
         (torch.float32, 4),
     ],

@@ -1,4 +1,4 @@
-"""A server on the bundled model, in a thread of the test process, on a free loopback port."""
+"""A server on two layers of the bundled model, in a thread here, on a free loopback port."""
 
 import asyncio
 import json
@@ -21,6 +21,7 @@ from lowbit.runtime.serve.app import build_app
 from lowbit.runtime.serve.server import Server, listen
 from lowbit.runtime.serve.service import Service
 from lowbit.runtime.serve.settings import ServeSettings
+from tests.short_models import Shorten
 
 TESTS = Path(__file__).parents[2]
 BUNDLED = TESTS.parent / "examples" / "models" / "tiny-qwen3"
@@ -72,12 +73,12 @@ def raw_request(
     return found
 
 
-def tool_model(folder: Path) -> Path:
-    """The bundled model with Qwen3's chat template, which knows tools and thinking.
+def tool_model(source: Path, folder: Path) -> Path:
+    """A model with Qwen3's chat template, which knows tools and thinking.
 
     The argument `open_thinking` lets the prompt begin the reasoning, as Qwen3.5's does.
     """
-    shutil.copytree(BUNDLED, folder)
+    shutil.copytree(source, folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     del settings["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -107,8 +108,8 @@ def running(model: Model, **changes: object) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    folder = tool_model(tmp_path_factory.mktemp("serve") / "tiny-qwen3")
+def model(shorten: Shorten, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = tool_model(shorten("tiny-qwen3"), tmp_path_factory.mktemp("serve") / "tiny-qwen3")
     return load(folder, device="cpu", max_sequences=SEQUENCES, context=1024)
 
 

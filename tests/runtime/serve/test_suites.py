@@ -1,5 +1,6 @@
 """Public suites: llm-comply's tests of three formats, and schemathesis over our own document."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.core.result import Ok
 
-from tests.runtime.serve.conftest import NAME, Running
+from lowbit.runtime.engine.load import load
+from tests.runtime.serve.conftest import BUNDLED, NAME, SEQUENCES, Running, running, tool_model
 
 SPECS = Path(llm_comply.__file__).parent / "specs"
 FORMATS = {
@@ -57,6 +59,14 @@ def cases() -> list[Any]:
         for case in get_tests(name)
         if NOT_OURS not in case.id
     ]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """The whole bundled model, which ends its answers sooner."""
+    folder = tool_model(BUNDLED, tmp_path_factory.mktemp("suites") / "tiny-qwen3")
+    with running(load(folder, device="cpu", max_sequences=SEQUENCES, context=1024)) as found:
+        yield found
 
 
 @pytest.mark.parametrize(("name", "case"), cases())

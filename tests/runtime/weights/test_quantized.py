@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -76,7 +76,7 @@ def assert_like_the_folder(source: Path, folder: Path, base: Base) -> None:
 @pytest.mark.parametrize(
     ("name", "base"),
     [
-        *product(("tiny-qwen3", "tiny-qwen3.5"), get_args(Base)),
+        *zip(cycle(("tiny-qwen3", "tiny-qwen3.5")), get_args(Base), strict=False),
         ("tiny-qwen3-moe", "int8"),
         ("tiny-qwen3.5-moe", "int4"),
     ],
@@ -90,9 +90,9 @@ def test_same_tensors_and_tokens(tmp_path: Path, name: str, base: Base, shorten:
         model = load(path, device="cpu", context=64, quantize=quantize)
         assert model.options.quantize == quantize
         greedy = dataclasses.replace(model.defaults, temperature=0.0)
-        done = model.generate("Once upon", raw=True, sampling=greedy, max_new_tokens=16)
+        done = model.generate("Once upon", raw=True, sampling=greedy, max_new_tokens=8)
         answers.append(done.token_ids)
-    assert len(answers[0]) == 16
+    assert len(answers[0]) == 8
     assert answers[0] == answers[1]
 
 

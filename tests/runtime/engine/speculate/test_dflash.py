@@ -135,7 +135,7 @@ def test_drafts_are_those_of_plain_torch(
 
 @pytest.fixture(
     scope="module",
-    params=[("float32", "bf16"), ("bfloat16", "bf16"), ("bfloat16", "int8")],
+    params=[("float32", "bf16"), ("bfloat16", "int8")],
     ids="-".join,
 )
 def models(request: pytest.FixtureRequest) -> dict[str, lowbit.Model]:

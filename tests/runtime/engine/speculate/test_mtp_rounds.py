@@ -18,6 +18,7 @@ from lowbit.runtime.engine.speculate.proposals import Costs, Line
 from lowbit.runtime.engine.stream import Handle
 from tests.runtime.engine.graph_stand_in import run_through_graphs
 from tests.runtime.engine.residues import Later, Residues, follows
+from tests.short_models import Shorten
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 GREEDY = lowbit.SamplingParams(logprobs=2)
@@ -26,9 +27,9 @@ STRICT = lowbit.SamplingParams(0.8, repetition_penalty=1.2, presence_penalty=0.5
 CONTEXT = 400
 
 
-def load(mode: str, drafts: int | None = None) -> lowbit.Model:
+def load(folder: Path, mode: str, drafts: int | None = None) -> lowbit.Model:
     return lowbit.load(
-        EXAMPLES / "models" / "tiny-qwen3.5",
+        folder,
         device="cpu",
         dtype=torch.float32,
         context=CONTEXT,
@@ -39,14 +40,19 @@ def load(mode: str, drafts: int | None = None) -> lowbit.Model:
 
 
 @pytest.fixture(scope="module")
-def plain() -> lowbit.Model:
-    return load("off")
+def plain(shorten: Shorten) -> lowbit.Model:
+    return load(shorten("tiny-qwen3.5"), "off")
 
 
 @pytest.fixture(params=[1, 4], ids=lambda drafts: f"k{drafts}")
-def flying(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> lowbit.Model:
+def flying(
+    request: pytest.FixtureRequest, shorten: Shorten, monkeypatch: pytest.MonkeyPatch
+) -> lowbit.Model:
+    return always_drafting(load(shorten("tiny-qwen3.5"), "mtp", request.param), monkeypatch)
+
+
+def always_drafting(model: lowbit.Model, monkeypatch: pytest.MonkeyPatch) -> lowbit.Model:
     """A model whose rounds go through graphs, always with as many drafts as it may make."""
-    model = load("mtp", request.param)
     run_through_graphs(model, monkeypatch)
     assert model.engine.drafting is not None
     model.engine.drafting.costs = Costs(Line(0.0, 0.0), Line(0.0, 0.0))
@@ -123,11 +129,14 @@ def test_a_stop_token_ends_a_sequence_in_the_middle_of_a_round(
         flying.engine.forget()
 
 
+@pytest.mark.parametrize("drafts", [1, 4])
 def test_the_head_catches_up_with_steps_without_drafts(
-    plain: lowbit.Model, flying: lowbit.Model
+    drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its drafts behind them are those that it makes behind rounds."""
-    plain.engine.forget()
+    """Its drafts behind them are those that it makes behind rounds; the trunk is the whole one."""
+    folder = EXAMPLES / "models" / "tiny-qwen3.5"
+    plain = load(folder, "off")
+    flying = always_drafting(load(folder, "mtp", drafts), monkeypatch)
     [request, *_] = asked(plain, 144)
     drafting: Any = flying.engine.drafting
     costs = drafting.costs

@@ -32,7 +32,6 @@ KINDS = (GREEDY, HOT, STRICT)
 CASES = [
     ("tiny-qwen3", "bfloat16", "bf16"),
     ("tiny-qwen3.5", "float32", "bf16"),
-    ("tiny-qwen3.5", "bfloat16", "bf16"),
     ("tiny-qwen3.5", "bfloat16", "int8"),
 ]
 COUNT = 26  # new tokens

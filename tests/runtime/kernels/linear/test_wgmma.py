@@ -19,6 +19,7 @@ Randn = Callable[..., Tensor]
 
 EPS = 1e-6
 MOST = 40
+ALONE = torch.tensor([0, 1, 7, 8, 15, 16, 17, 31, 32, 33, 39])  # at the ends of tiles and blocks
 
 
 @pytest.fixture
@@ -38,13 +39,14 @@ def launches(device: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(
-    ("N", "K", "G", "scales"),
+    ("bits", "N", "K", "G", "scales"),
     [
-        (144, 1024, 128, torch.bfloat16),
-        (200, 2176, 128, torch.float16),  # tails of rows, steps and parts; half of a step
-        (72, 1280, 640, torch.bfloat16),  # a group over several steps
+        (4, 144, 1024, 128, torch.bfloat16),
+        # Tails of rows, steps and parts; half of a step.
+        *((bits, 200, 2176, 128, torch.float16) for bits in (2, 3, 4, 8)),
+        # A group over several steps.
+        *((bits, 72, 1280, 640, torch.bfloat16) for bits in (3, 8)),
     ],
 )
 def test_a_token_has_its_bits_in_any_company(
@@ -63,11 +65,12 @@ def test_a_token_has_its_bits_in_any_company(
     def compute(tokens: slice) -> Tensor:
         return gemv(x[tokens], w, norm=norm, eps=EPS, added=residual[tokens], dtype=torch.float32)
 
-    alone = torch.cat([compute(slice(i, i + 1)) for i in range(MOST)])
-    expected = gemv_ref(x, w, norm=norm, eps=EPS, added=residual)
+    alone = torch.cat([compute(slice(i, i + 1)) for i in ALONE.tolist()])
+    expected = gemv_ref(x, w, norm=norm, eps=EPS, added=residual)[ALONE]
     assert float((alone.double() - expected).norm() / expected.norm()) < 5e-3  # x * gain rounded
     launches.clear()
     for count in (17, 33, MOST):
-        assert torch.equal(compute(slice(0, count)), alone[:count]), count
+        inside = count > ALONE
+        assert torch.equal(compute(slice(0, count))[ALONE[inside]], alone[inside]), count
         assert launches == ["_digits_kernel", "_wgmma_kernel", "gemv_join_kernel"]
         launches.clear()

@@ -88,7 +88,7 @@ def test_choose_matches_cpu(device: str, params: SamplingParams, strict: bool) -
             STRICT, **{n: getattr(params, n) for n in ("temperature", "top_k", "top_p", "seed")}
         )
     asked = [Asked(params, (5, 6), position=p) for p in (1, 2, 70_000)]
-    check(device, asked, some_logits(1, 3, steps=4))
+    check(device, asked, some_logits(1, 3, steps=2))
 
 
 def test_signs_of_zero_and_small_numbers(device: str) -> None:
@@ -130,16 +130,15 @@ def test_vocabulary_sizes(device: str, vocabulary: int) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # interpreted
 @pytest.mark.parametrize("params", EVERY, ids=NAMES)
 @pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("where", [slice(3000, 3001), slice(0, VOCABULARY)], ids=["one", "all"])
-def test_nonfinite_logits_mark_their_row(
-    device: str, params: SamplingParams, value: float, where: slice
-) -> None:
-    logits = some_logits(2, 3)
-    logits[0][1, where] = value
-    asked = [Asked(replace(params, seed=m)) for m in range(3)]
+def test_nonfinite_logits_mark_their_row(device: str, params: SamplingParams, value: float) -> None:
+    """One in the second row, and nothing else in the fourth; one -inf is harmless."""
+    logits = some_logits(2, 5)
+    logits[0][1, 3000] = value
+    logits[0][3, :VOCABULARY] = value
+    asked = [Asked(replace(params, seed=m)) for m in range(5)]
     got = run(cuda, [logits[0].to(device)], asked, VOCABULARY)
-    harmless = value == -torch.inf and where != slice(0, VOCABULARY)
-    assert [tokens == [-1] for tokens in got] == [False, not harmless, False]
+    one = value != -torch.inf
+    assert [tokens == [-1] for tokens in got] == [False, one, False, True, False]
 
 
 @pytest.mark.parametrize(

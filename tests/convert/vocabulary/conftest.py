@@ -1,0 +1,25 @@
+"""The bundled texts are cut: counting all of their tokens takes most of a cut's time."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from lowbit.convert.original import calibration_text, evaluation_text, token_counts
+from lowbit.convert.vocabulary import cut
+
+COUNTED = 20_000  # characters of each calibration text
+COMPARED = 3_000  # of each text whose tokens are counted before and after
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_texts() -> Iterator[None]:
+    texts = [text[:COUNTED] for text in calibration_text.bundled_texts()]
+    compared = tuple(
+        evaluation_text.Text(each.name, each.title, each.content[:COMPARED])
+        for each in evaluation_text.vocabulary_texts()
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_counts, "bundled_texts", lambda: texts)
+        for module in (evaluation_text, cut):
+            patch.setattr(module, "vocabulary_texts", lambda: compared)
+        yield

@@ -1,0 +1,10 @@
+"""The speed of memory is measured on a buffer that takes no time to fill."""
+
+import pytest
+
+from lowbit.runtime.bench import bench
+
+
+@pytest.fixture(autouse=True)
+def _small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bench.BANDWIDTH_BYTES, "cpu", 1 << 20)
