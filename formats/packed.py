@@ -1,7 +1,7 @@
 """Opening of a packed folder: every tensor is compared once with the architecture's table."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ from lowbit.formats.architectures.names import expert_of
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import FormatError
 from lowbit.formats.foreign.reader import open_native
-from lowbit.formats.layout.manifest import Manifest, read_manifest
+from lowbit.formats.layout.manifest import Manifest, read_hashed_manifest
 from lowbit.formats.layout.packing import FLOATS as FLOATS
 from lowbit.formats.layout.packing import (
     GROUP_INDEX,
@@ -47,6 +47,7 @@ class PackedCheckpoint:
         schemes: scheme of every linear module, None where its weight is dense.
         carried: tensors of the vision tower, which are copied unchecked.
         manifest: None in a folder that another tool wrote.
+        manifest_sha256: of the bytes that it was read from; None where they were not read here.
     """
 
     checkpoint: Checkpoint
@@ -54,6 +55,7 @@ class PackedCheckpoint:
     schemes: Mapping[str, Scheme | None]
     carried: tuple[TensorInfo, ...]
     manifest: Manifest | None
+    manifest_sha256: str | None = None
 
     def tensors_of(self, spec: TensorSpec) -> list[TensorInfo]:
         """Stored tensors of a source tensor: itself, or its codes, scales and shape."""
@@ -76,7 +78,8 @@ def open_packed(folder: Path, served_bits: Collection[int] | None = None) -> Pac
             schemes, or a tensor that is missing, extra, misshapen or of an unexpected dtype.
     """
     checkpoint = open_native(folder)
-    return check_packed(checkpoint, read_manifest(folder), served_bits)
+    manifest, digest = read_hashed_manifest(folder)
+    return replace(check_packed(checkpoint, manifest, served_bits), manifest_sha256=digest)
 
 
 def check_packed(

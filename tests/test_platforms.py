@@ -16,7 +16,7 @@ from click.testing import CliRunner
 import lowbit.runtime
 from lowbit.convert.cli.main import main as convert_main
 from lowbit.formats.errors import LowbitError
-from lowbit.formats.machine import free_memory, resident
+from lowbit.formats.machine import memory
 from lowbit.formats.machine.cores import core_count
 from lowbit.formats.safetensors import checkpoint
 from lowbit.formats.shell import entry
@@ -90,7 +90,7 @@ def mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 10)
     for module, name in (
-        *((resident, "STATM"), (free_memory, "MEMINFO"), (free_memory, "CGROUP")),
+        *((memory, "STATM"), (memory, "MEMINFO"), (memory, "CGROUP")),
         (checks, "DRIVER"),
     ):
         monkeypatch.setattr(module, name, tmp_path / "absent")
@@ -124,17 +124,17 @@ def test_full_disk_on_a_mac_is_found_before_the_work(
 @pytest.mark.usefixtures("mac")
 def test_memory_of_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert resident.resident_bytes() >= peak * 1024
+    assert memory.resident_bytes() >= peak * 1024
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert peak <= resident.resident_bytes() < 2 * peak  # bytes there
-    assert free_memory.free_bytes("cpu") is None
+    assert peak <= memory.resident_bytes() < 2 * peak  # bytes there
+    assert memory.free_bytes("cpu") is None
     assert core_count() == 10
 
 
 def test_resident_memory_is_what_the_system_counts() -> None:
     """In a process of its own, in which nothing else takes or frees memory."""
     code = (
-        "from lowbit.formats.machine.resident import peak_resident_bytes, resident_bytes\n"
+        "from lowbit.formats.machine.memory import peak_resident_bytes, resident_bytes\n"
         "before = resident_bytes()\n"
         "held = b'x' * 50_000_000\n"
         "print(before, resident_bytes(), peak_resident_bytes())\n"

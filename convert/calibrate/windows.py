@@ -10,7 +10,7 @@ from lowbit.convert.original.layer import Layer, batches
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.walk import embed
 from lowbit.convert.plan.calibration_cost import STATES_SHARE, STEP_TOKENS
-from lowbit.formats.machine.free_memory import free_bytes
+from lowbit.formats.machine.memory import free_bytes
 
 SHARE = 16  # one window of so many is held out
 

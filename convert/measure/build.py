@@ -18,7 +18,6 @@ from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest
 from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.printable import printable
 from lowbit.formats.safetensors.checkpoint import DTYPES, Checkpoint
-from lowbit.formats.tasks import manifest_sha256
 from lowbit.formats.weight_bits import weight_bits
 
 # Keys of a recipe that the options of a command give.
@@ -57,7 +56,7 @@ def build_report(
     config = (source or packed.checkpoint).config
     return QualityReport(
         lowbit_version=version("lowbit"),
-        manifest_sha256=manifest_sha256(folder),
+        manifest_sha256=packed.manifest_sha256,
         sizes=measure_sizes(packed, source),
         weights=tuple(weights),
         logits=logits,

@@ -15,7 +15,7 @@ from lowbit.convert.original.progress import Progress
 from lowbit.formats.architectures import Config
 from lowbit.formats.architectures.footprint import kv_bytes, state_bytes
 from lowbit.formats.errors import RequestError, ResourceError
-from lowbit.formats.machine.free_memory import free_bytes
+from lowbit.formats.machine.memory import free_bytes
 from lowbit.formats.text.template import THINKING, ChatTemplate
 from lowbit.formats.text.tokenizer import TextTokenizer
 

@@ -21,7 +21,7 @@ from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.files.atomic import disk_errors
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest, read_manifest
-from lowbit.formats.packed import open_packed
+from lowbit.formats.packed import PackedCheckpoint, open_packed
 from lowbit.formats.tasks import manifest_sha256
 
 
@@ -39,20 +39,32 @@ def can_continue(out: Path, overwrite: bool, logits: bool, publish: bool) -> boo
     """
     place = place_of(out)
     if (place / MANIFEST_FILE).exists():
-        quality = current_quality(place)
+        quality = _quality_there(place)
         if publish or quality is None or (logits and quality.logits is None):
             return True
     check_output(place, overwrite)
     return False
 
 
-def current_quality(folder: Path) -> QualityReport | None:
-    """The report of a packed folder, if it can be read and is about the weights there now."""
+def quality_of(packed: PackedCheckpoint) -> QualityReport | None:
+    """The report of a packed folder, if it can be read and is about the weights there."""
     try:
-        found = read_quality(folder)
-        return None if found is None or found.manifest_sha256 != manifest_sha256(folder) else found
+        found = read_quality(packed.checkpoint.folder)
     except LowbitError:
         return None
+    return _current(found, packed.manifest_sha256)
+
+
+def _quality_there(place: Path) -> QualityReport | None:
+    """As `quality_of`, of a folder that need not be whole."""
+    try:
+        return _current(read_quality(place), manifest_sha256(place))
+    except LowbitError:
+        return None
+
+
+def _current(found: QualityReport | None, digest: str | None) -> QualityReport | None:
+    return found if found is not None and found.manifest_sha256 == digest else None
 
 
 @disk_errors()
@@ -87,7 +99,7 @@ def find_existing(job: Job, out: Path, overwrite: bool, progress: Progress) -> C
         ) from error
     finish(place)
     remove_unfinished_reports(place)
-    quality = current_quality(place)
+    quality = quality_of(packed)
     if quality is None:
         weights = measure_weights(pair_of(job.source, packed), job.device.type, progress)
     else:

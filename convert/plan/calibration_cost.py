@@ -37,7 +37,7 @@ from lowbit.convert.plan.method import Method
 from lowbit.formats.architectures import read_config, tensor_table
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.layout.scheme import Scheme
-from lowbit.formats.machine.free_memory import free_bytes
+from lowbit.formats.machine.memory import free_bytes
 
 PASSES = {"rtn": 1.0, "weighted": 1.0, "gptq": 4.3}  # of the layers, by how codes are chosen
 MOMENTS = 4  # K^2 operations a token

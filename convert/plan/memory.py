@@ -10,8 +10,7 @@ from lowbit.formats.architectures.config import Experts
 from lowbit.formats.architectures.names import MTP_PREFIX, split_layer
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import ResourceError
-from lowbit.formats.machine.free_memory import free_bytes
-from lowbit.formats.machine.resident import resident_bytes
+from lowbit.formats.machine.memory import free_bytes, resident_bytes
 
 DEFAULT_MAX_RAM = 2_000_000_000
 LEAST_ROOM = 500_000_000  # for blocks, by default

@@ -145,7 +145,7 @@ def make_parcel(
             f"`{folder}` has no {MANIFEST_FILE}: nothing says which bytes are right",
             hint="only what lowbit-convert made is published; `hf upload` sends any folder",
         )
-    report, tasks = _reports(folder)
+    report, tasks = _reports(packed)
     names = [*(file.name for file in manifest.files), MANIFEST_FILE]
     names += [name for name in (QUALITY_FILE, HTML_FILE, TASKS_FILE) if (folder / name).is_file()]
     own = _card(packed, manifest, names, stated, repo, (report, tasks))
@@ -231,15 +231,15 @@ def _names(content: bytes, place: bytes) -> bool:
     return re.search(re.escape(place) + rb"(?![\w.-])", content) is not None
 
 
-def _reports(folder: Path) -> tuple[QualityReport | None, TaskReport | None]:
+def _reports(packed: PackedCheckpoint) -> tuple[QualityReport | None, TaskReport | None]:
     """Quality and task results, if they are about these weights."""
+    folder = packed.checkpoint.folder
     report, tasks = read_quality(folder), read_tasks(folder)
-    current = hash_file(folder / MANIFEST_FILE)
     for name, found in (
         (QUALITY_FILE, None if report is None else report.manifest_sha256),
         (TASKS_FILE, None if tasks is None else tasks.manifest_sha256),
     ):
-        if (folder / name).is_file() and found != current:
+        if (folder / name).is_file() and found != packed.manifest_sha256:
             raise FormatError(
                 f"`{name}` in `{folder}` is about another conversion",
                 hint="measure again with `lowbit-convert report` or `lowbit-run evaluate`, "

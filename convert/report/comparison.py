@@ -12,9 +12,9 @@ from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.linears import scheme_text
 from lowbit.convert.report.verdict import Verdict, judge
 from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
-from lowbit.formats.layout.manifest import Manifest, read_manifest
+from lowbit.formats.layout.manifest import Manifest, read_hashed_manifest
 from lowbit.formats.layout.records import finite
-from lowbit.formats.tasks import TaskResult, manifest_sha256, read_tasks
+from lowbit.formats.tasks import TaskResult, read_tasks
 
 SAME_PERPLEXITY = 1e-3  # relative; one original differs less between machines
 
@@ -164,11 +164,12 @@ def _open(folder: Path) -> MeasuredFolder:
         raise CheckpointError(f"`{folder}` has no quality.json", hint=hint)
     if report.logits is None:
         raise CheckpointError(f"`{folder}`: only its weights were compared", hint=hint)
-    if report.manifest_sha256 != manifest_sha256(folder):
+    manifest, digest = read_hashed_manifest(folder)
+    if report.manifest_sha256 != digest:
         raise CheckpointError(
             f"`{folder}`: quality.json is the report of another conversion", hint=hint
         )
-    return MeasuredFolder(folder, read_manifest(folder), report, report.logits)
+    return MeasuredFolder(folder, manifest, report, report.logits)
 
 
 def _check_pair(first: MeasuredFolder, other: MeasuredFolder) -> None:
@@ -223,16 +224,18 @@ def _row(entry: MeasuredFolder, first: MeasuredFolder, shared: Collection[str]) 
         manifest_sha256=entry.report.manifest_sha256,
         command=entry.report.command,
         speed=known_speed(entry.folder),
-        tasks=_tasks(entry.folder),
+        tasks=_tasks(entry),
     )
 
 
-def _tasks(folder: Path) -> tuple[TaskResult, ...]:
+def _tasks(entry: MeasuredFolder) -> tuple[TaskResult, ...]:
     try:
-        found = read_tasks(folder)
+        found = read_tasks(entry.folder)
     except LowbitError:
         return ()
-    return found.tasks if found is not None and found.is_current(folder) else ()
+    if found is None or found.manifest_sha256 != entry.report.manifest_sha256:
+        return ()
+    return found.tasks
 
 
 def method_text(manifest: Manifest | None) -> str:

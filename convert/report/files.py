@@ -83,7 +83,7 @@ def write_reports(
     name = printable(folder.resolve().name)
     place = _place(folder, place)
     tasks = read_tasks(folder)
-    if tasks is not None and not tasks.is_current(folder):
+    if tasks is not None and tasks.manifest_sha256 != packed.manifest_sha256:
         tasks = None
     rooms = where_bytes_went(packed, report.sizes.folder_bytes)
     kept = read_kept_vocabulary(folder)

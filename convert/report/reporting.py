@@ -18,7 +18,7 @@ from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.evaluation_text import Text, check_names, default_texts
 from lowbit.convert.original.progress import Progress, silent
 from lowbit.convert.pipeline.conversion import Conversion
-from lowbit.convert.pipeline.existing import current_quality
+from lowbit.convert.pipeline.existing import quality_of
 from lowbit.convert.pipeline.origin import Ask, Origin, find_origin
 from lowbit.convert.pipeline.verification import check_recorded
 from lowbit.convert.report.files import check_reports, left_out, write_reports
@@ -223,7 +223,7 @@ def write_full_report(
     if request.long:
         far = measure_long(pair, request.texts[0], request.device, progress, request.note)
     weights = _with_outputs(weights, found.output_errors)
-    known = _known(current_quality(folder))
+    known = _known(quality_of(packed))
     report = build_report(packed, weights, found.logits, original, origin.repo, *known)
     return _save(packed, replace(report, long=far), place)
 

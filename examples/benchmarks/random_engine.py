@@ -14,7 +14,7 @@ from torch import Tensor
 from lowbit.formats.architectures import prefix_of, read_config, tensor_table
 from lowbit.formats.architectures.footprint import state_bytes
 from lowbit.formats.kv_cache import BF16_CACHE, CacheType
-from lowbit.formats.machine.free_memory import free_bytes
+from lowbit.formats.machine.memory import free_bytes
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare
 from lowbit.runtime.engine.engine import Engine

@@ -2,7 +2,7 @@
 
 `rope_scaling` (the older key) wins over `rope_parameters` beside it. `rope_theta`,
 `partial_rotary_factor` and `original_max_position_embeddings` may also stand at the top of the
-config. `frequencies.py` computes what they mean.
+config. The runtime computes what they mean.
 """
 
 import math

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import FormatError
-from lowbit.formats.foreign.columns import read_columns
 from lowbit.formats.foreign.native import (
     CODES,
     ZEROS,
@@ -19,6 +18,7 @@ from lowbit.formats.foreign.native import (
     as_native,
     matrix,
     packed_modules,
+    read_columns,
     read_scheme,
 )
 from lowbit.formats.safetensors.checkpoint import Checkpoint

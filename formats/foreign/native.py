@@ -5,6 +5,7 @@ along K first, `P.scales` and `P.qzeros` are [K/G, N], and there always is a zer
 in a symmetric weight. The order of codes in a word differs: see the modules `gptq` and `awq`.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats.errors import FormatError
-from lowbit.formats.foreign.columns import read_columns
+from lowbit.formats.errors import CheckpointError, FormatError
+from lowbit.formats.files.reading import open_file
 from lowbit.formats.layout.packing import (
     FLOATS,
     PACKED,
@@ -190,3 +191,33 @@ def _check_order(checkpoint: Checkpoint, linear: ForeignLinear) -> None:
             f"`{name}`: activation-ordered groups (act-order, `desc_act`) are not supported",
             hint="take a checkpoint without desc_act, or convert the original with lowbit-convert",
         )
+
+
+def read_columns(checkpoint: Checkpoint, name: str, start: int, stop: int) -> Tensor:
+    """Read columns [start, stop) of a matrix to the CPU: [rows, stop - start].
+
+    All columns take one read. Fewer take one read a row, so that no more memory than the result's
+    is needed.
+
+    Raises:
+        CheckpointError: the file ends first, or is not a regular file.
+    """
+    info = checkpoint.tensors[name]
+    rows, width = info.shape
+    if (start, stop) == (0, width):
+        return checkpoint.read(name)
+    out = torch.empty(rows, stop - start, dtype=info.dtype)
+    if not out.numel():
+        return out
+    view = out.view(-1).view(torch.uint8).numpy().data
+    length = len(view) // rows
+    first = info.offset + start * info.dtype.itemsize
+    with open_file(checkpoint.folder / info.file) as file:
+        for row in range(rows):
+            part = view[row * length : (row + 1) * length]
+            if os.preadv(file.fileno(), [part], first + row * info.row_bytes) != length:
+                raise CheckpointError(
+                    f"`{info.file}` ends inside `{name}`",
+                    hint="the file is cut short; download or copy it again",
+                )
+    return out

@@ -1,14 +1,25 @@
 """Opening of a checkpoint folder in any known layout."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from lowbit.formats.foreign.auto_round import plain_section
+from lowbit.formats.errors import FormatError
 from lowbit.formats.foreign.awq import read_awq
 from lowbit.formats.foreign.gptq import read_gptq
 from lowbit.formats.layout.quantization_config import KEY
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 
 TRANSLATED = ("gptq", "awq", "auto-round")  # methods whose tensors get native names and layout
+
+# AutoRound's own files: `quant_method` of each `packing_format` and, for GPTQ, the version
+AUTO_ROUND: Mapping[str, Mapping[str, str]] = {
+    "auto_round": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
+    "auto_round:gptqmodel": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
+    "auto_round:auto_gptq": {"quant_method": "gptq", "checkpoint_format": "gptq"},
+    "auto_round:auto_awq": {"quant_method": "awq", "version": "gemm"},
+}
+UNQUANTIZED_BITS = (None, 16, 32)
 
 
 def open_native(folder: Path) -> Checkpoint:
@@ -28,7 +39,7 @@ def open_native(folder: Path) -> Checkpoint:
     if not isinstance(section, dict):
         return checkpoint
     if section.get("quant_method") == "auto-round":
-        section = plain_section(section)
+        section = _plain_section(section)
     match section.get("quant_method"):
         case "gptq":
             return read_gptq(checkpoint, section)
@@ -36,3 +47,28 @@ def open_native(folder: Path) -> Checkpoint:
             return read_awq(checkpoint, section)
         case _:
             return checkpoint
+
+
+def _plain_section(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The `quantization_config` of GPTQ or AWQ for an AutoRound file.
+
+    Raises:
+        FormatError: another packing, data type or quantized activations.
+    """
+    packing, kind = section.get("packing_format"), section.get("data_type", "int")
+    layout = AUTO_ROUND.get(packing) if isinstance(packing, str) else None
+    if layout is None or kind != "int":
+        raise FormatError(
+            f"config.json: AutoRound packing_format `{packing}` of `{kind}` is not supported",
+            hint=f"read: {', '.join(AUTO_ROUND)}, of int",
+        )
+    if section.get("act_bits") not in UNQUANTIZED_BITS:
+        raise FormatError("config.json: `act_bits` is set, only weights may be quantized")
+    overrides = section.get("extra_config") or {}
+    if not isinstance(overrides, dict) or not all(isinstance(x, dict) for x in overrides.values()):
+        raise FormatError("config.json: `extra_config` is not an object of objects")
+    dynamic = {
+        f"{'-' if override.get('bits') in UNQUANTIZED_BITS[1:] else '+'}:{pattern}": override
+        for pattern, override in overrides.items()
+    }
+    return {**section, "dynamic": dynamic, **layout}

@@ -12,7 +12,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from lowbit.formats.errors import FormatError
-from lowbit.formats.layout.records import load_object, record
+from lowbit.formats.files.reading import read_bytes
+from lowbit.formats.layout.records import parse_object, record
 
 MANIFEST_FILE = "lowbit.json"
 FORMAT_VERSION = 1
@@ -182,18 +183,28 @@ def read_manifest(folder: Path) -> Manifest | None:
         CheckpointError: not a regular file, or a link out of the folder or to nothing.
         FormatError: malformed, or of a version this release does not know.
     """
+    return read_hashed_manifest(folder)[0]
+
+
+def read_hashed_manifest(folder: Path) -> tuple[Manifest | None, str | None]:
+    """`read_manifest`, with the SHA-256 of the bytes that were read.
+
+    Raises:
+        CheckpointError, FormatError: as `read_manifest`.
+    """
     path = folder / MANIFEST_FILE
-    hint = "use the release of lowbit that wrote it, or convert again"
     try:
-        content = load_object(path, "format_version", FORMAT_VERSION, hint)
+        raw = read_bytes(path)
     except FileNotFoundError:
-        return None
+        return None, None
+    hint = "use the release of lowbit that wrote it, or convert again"
+    content = parse_object(raw, path, "format_version", FORMAT_VERSION, hint)
     manifest = record(Manifest, content, str(path))
     for name in (*(file.name for file in manifest.files), *(row.file for row in manifest.tensors)):
         relative = PurePosixPath(name)
         if relative.is_absolute() or not relative.parts or ".." in relative.parts:
             raise FormatError(f"`{path}`: file `{name}` is not inside the folder")
-    return manifest
+    return manifest, hashlib.sha256(raw).hexdigest()
 
 
 def weights_digest(tensors: Iterable[SourceTensor]) -> str:

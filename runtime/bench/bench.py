@@ -10,8 +10,7 @@ import torch
 
 from lowbit.formats.architectures import part_of
 from lowbit.formats.errors import RequestError
-from lowbit.formats.machine.free_memory import free_bytes
-from lowbit.formats.machine.resident import peak_resident_bytes
+from lowbit.formats.machine.memory import free_bytes, peak_resident_bytes
 from lowbit.runtime.bench.settings import BenchSettings
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs

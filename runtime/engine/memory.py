@@ -7,7 +7,7 @@ import torch
 from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, state_bytes
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.kv_cache import INT8_CACHE, CacheType, plain_cache
-from lowbit.formats.machine.free_memory import free_bytes
+from lowbit.formats.machine.memory import free_bytes
 from lowbit.runtime.engine.graphs import drafts_together
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.runner import new_kept

@@ -71,7 +71,7 @@ def _python() -> Finding:
 
 def _processor() -> Finding:
     """Cores and free memory."""
-    from lowbit.formats.machine.free_memory import free_bytes
+    from lowbit.formats.machine.memory import free_bytes
 
     free, cores = free_bytes("cpu"), core_count()
     memory = "" if free is None else f", {free / 1e9:.1f} GB of memory free"

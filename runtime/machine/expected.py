@@ -27,7 +27,7 @@ from lowbit.formats.hub.locate import remote_headers
 from lowbit.formats.layout.quantization_config import method_of
 from lowbit.formats.layout.recipes import GROUP_SIZE, Base
 from lowbit.formats.layout.scheme import SERVED_BITS
-from lowbit.formats.machine.free_memory import free_bytes
+from lowbit.formats.machine.memory import free_bytes
 from lowbit.formats.packed import check_packed
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, Checkpoint, TensorInfo, read_json
 from lowbit.runtime.bench.bench import device_name, read_bandwidth, read_weights

@@ -1,12 +1,15 @@
-"""Rotary position embedding: tables of cosines and sines."""
+"""Rotary position embedding: tables of cosines and sines.
 
+The frequencies are bit for bit those of transformers.
+"""
+
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lowbit.formats.architectures.frequencies import attention_factor, rope_frequencies
-from lowbit.formats.architectures.rope import RopeScaling
+from lowbit.formats.architectures.rope import Llama3Rope, RopeScaling, YarnRope
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +35,53 @@ def rope_tables(
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
     factor = attention_factor(scaling)
     return Rope(cos=(angles.cos() * factor).to(device), sin=(angles.sin() * factor).to(device))
+
+
+def rope_frequencies(dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
+    """Angle by which each pair of dimensions turns from one position to the next.
+
+    Args:
+        dim: rotated dimensions of a head, r.
+        theta: base.
+        scaling: None for plain rotations.
+
+    Returns:
+        [r / 2] float32, fastest first.
+    """
+    periods = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if isinstance(scaling, YarnRope):
+        return _yarn(periods, dim, theta, scaling)
+    frequencies = 1.0 / periods
+    return frequencies if scaling is None else _llama3(frequencies, scaling)
+
+
+def attention_factor(scaling: RopeScaling | None) -> float:
+    """What cosines and sines are multiplied by: 1 except with YaRN."""
+    return scaling.attention_factor if isinstance(scaling, YarnRope) else 1.0
+
+
+def _llama3(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
+    """Slow rotations divided by the factor, fast ones kept, a ramp between the two."""
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_max_position * frequencies / (2 * math.pi)  # over the old context
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+
+
+def _yarn(periods: Tensor, dim: int, theta: float, scaling: YarnRope) -> Tensor:
+    """As `_llama3`, with a ramp that is linear in the number of the pair."""
+
+    def pair_of(turns: float) -> float:
+        """The pair, as a fraction, that makes so many turns over the old context."""
+        length = scaling.original_max_position / (turns * 2 * math.pi)
+        return dim * math.log(length) / (2 * math.log(theta))
+
+    first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    width = last - first or 0.001
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - first) / width).clamp(0, 1)
+    kept = 1 - ramp
+    # Both products are spelled as transformers does, which decides their last bit.
+    return 1.0 / (scaling.factor * periods) * (1 - kept) + 1.0 / periods * kept

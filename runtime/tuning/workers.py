@@ -115,7 +115,7 @@ def new_workers(
 
 def worker_count() -> int:
     """One for each core but one, as far as memory goes."""
-    from lowbit.formats.machine.free_memory import free_bytes
+    from lowbit.formats.machine.memory import free_bytes
 
     free = free_bytes("cpu")
     room = MOST_WORKERS if free is None else free // WORKER_BYTES

@@ -18,10 +18,9 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 
 from lowbit.formats.architectures import Config, is_tied, read_config
 from lowbit.formats.architectures.dense import DenseConfig
-from lowbit.formats.architectures.frequencies import attention_factor, rope_frequencies
 from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.formats.errors import UnsupportedModelError
-from lowbit.runtime.state.rope import rope_tables
+from lowbit.runtime.state.rope import attention_factor, rope_frequencies, rope_tables
 
 BUNDLED = Path(__file__).parents[2] / "examples/models"
 ROTARY: dict[str, Any] = {

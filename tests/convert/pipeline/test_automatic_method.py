@@ -18,7 +18,7 @@ from lowbit.convert.plan import calibration_cost, choice_of_method
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.plan.recipe import Recipe
-from lowbit.formats.machine.free_memory import free_bytes
+from lowbit.formats.machine.memory import free_bytes
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:

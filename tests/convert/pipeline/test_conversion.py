@@ -22,7 +22,7 @@ from lowbit.formats.errors import ResourceError
 from lowbit.formats.layout import rtn
 from lowbit.formats.layout.packing import pack
 from lowbit.formats.machine.cores import core_count
-from lowbit.formats.machine.resident import resident_bytes
+from lowbit.formats.machine.memory import resident_bytes
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:

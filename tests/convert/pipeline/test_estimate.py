@@ -13,7 +13,7 @@ from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.plan import Plan, make_plan
 from lowbit.convert.plan.readers import runtime_verdict, vllm_verdict
 from lowbit.formats.errors import LowbitError
-from lowbit.formats.machine.resident import resident_bytes
+from lowbit.formats.machine.memory import resident_bytes
 
 if TYPE_CHECKING:
     from tests.convert.conftest import MakeModel

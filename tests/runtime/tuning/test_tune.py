@@ -233,7 +233,7 @@ def test_without_a_gpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_workers_leave_a_core_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowbit.runtime.tuning.workers.core_count", lambda: 16)
-    free = "lowbit.formats.machine.free_memory.free_bytes"
+    free = "lowbit.formats.machine.memory.free_bytes"
     for size, count in ((64 << 30, 15), (3 << 30, 4), (1, 1), (None, 15)):
         monkeypatch.setattr(free, lambda device, size=size: size)
         assert worker_count() == count

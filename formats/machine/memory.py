@@ -1,9 +1,12 @@
-"""Memory that can still be allocated, as the system reports it."""
+"""Memory that can still be allocated, and what this process holds in RAM."""
 
+import os
+import sys
 from pathlib import Path
 
 import torch
 
+STATM = Path("/proc/self/statm")
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -38,3 +41,18 @@ def _cgroup_left(root: Path) -> int | None:
     counters = dict(line.split() for line in stat.read_text().splitlines())
     reclaimable = int(counters.get("inactive_file", 0)) + int(counters.get("active_file", 0))
     return int(limit.read_text()) - int(used.read_text()) + reclaimable
+
+
+def resident_bytes() -> int:
+    """Resident memory now; where the system does not tell, as on macOS, the most so far."""
+    if not STATM.exists():
+        return peak_resident_bytes()
+    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_resident_bytes() -> int:
+    """Most resident memory that the process has had."""
+    import resource  # not above: Windows has none
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
