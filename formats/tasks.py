@@ -68,10 +68,6 @@ class TaskReport:
     manifest_sha256: str | None
     tasks: tuple[TaskResult, ...]
 
-    def is_current(self, folder: Path) -> bool:
-        """Tell if the results are of the checkpoint that the folder holds now."""
-        return self.manifest_sha256 == manifest_sha256(folder)
-
     def to_json(self) -> dict[str, Any]:
         """The object that tasks.json holds."""
         return {"schema": SCHEMA, **asdict(self)}
