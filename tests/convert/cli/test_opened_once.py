@@ -10,7 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli
 
-MANIFEST = "lowbit.formats.layout.manifest.load_object"
+MANIFEST = "lowbit.formats.layout.manifest.parse_object"
 HEADERS = "lowbit.formats.safetensors.checkpoint.read_header"
 PLAN = "lowbit.convert.plan.plan._steps"  # the fate of every tensor
 TEXT = "Once upon a time there was a little robot who lived in a big house by the sea. " * 4

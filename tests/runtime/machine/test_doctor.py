@@ -231,14 +231,14 @@ def test_the_hub_is_asked_only_if_told(
 @pytest.mark.parametrize(
     ("name", "tokens_per_s"),  # INT4, one H200
     [
-        ("Qwen3-0.6B", 3452),
-        ("Qwen3-1.7B", 2262),
-        ("Qwen3-4B", 1233),
-        ("Qwen3-8B", 832),
-        ("Qwen3.5-0.8B", 3130),
-        ("Qwen3.5-2B", 2035),
-        ("Qwen3.5-4B", 1064),
-        ("Qwen3.5-9B", 734),
+        ("Qwen3-0.6B", 3465),
+        ("Qwen3-1.7B", 2280),
+        ("Qwen3-4B", 1231),
+        ("Qwen3-8B", 835),
+        ("Qwen3.5-0.8B", 3308),
+        ("Qwen3.5-2B", 2087),
+        ("Qwen3.5-4B", 1093),
+        ("Qwen3.5-9B", 738),
         ("Qwen3-30B-A3B", 1084),
         ("Qwen3.5-35B-A3B", 1074),
     ],
