@@ -1,9 +1,9 @@
 """Reader and writer of config.json's `quantization_config` as compressed-tensors has it."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from lowbit.formats.architectures.names import MTP_PREFIX, any_expert, expert_of, split_layer
 from lowbit.formats.errors import FormatError
@@ -27,6 +27,15 @@ class QuantizationConfig:
 
     groups: tuple[tuple[tuple[str, ...], Scheme], ...]
     ignore: tuple[str, ...]
+    _ignored: "_Targets[None]" = field(init=False, repr=False, compare=False)
+    _targets: "_Targets[Scheme]" = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Sort the targets, which every module of a model is held against."""
+        ignored = ((target, None) for target in self.ignore)
+        targets = ((target, scheme) for own, scheme in self.groups for target in own)
+        object.__setattr__(self, "_ignored", _sorted_targets(ignored))
+        object.__setattr__(self, "_targets", _sorted_targets(targets))
 
     def scheme_for(self, module: str) -> Scheme | None:
         """The scheme of a linear module, or None where it is not quantized.
@@ -34,24 +43,42 @@ class QuantizationConfig:
         As in compressed-tensors, an exact name wins over a pattern and a pattern over the class. Of
         several patterns the one that sorts first wins, of equal ones the last.
         """
-        if any(_rank(target, module) is not None for target in self.ignore):
+        if self._ignored.of(module):
             return None
-        ranked = [
-            (rank, target, -order, scheme)
-            for order, (targets, scheme) in enumerate(self.groups)
-            for target in targets
-            if (rank := _rank(target, module)) is not None
-        ]
-        return min(ranked, key=lambda row: row[:3])[3] if ranked else None
+        found = self._targets.of(module)
+        return found[0] if found else None
 
 
-def _rank(target: str, module: str) -> int | None:
-    """Rank of a match: 0 by exact name, 1 by pattern, 2 by class; None without a match."""
-    if target.startswith("re:"):
-        return 1 if re.match(target[3:], module) else None
-    if target == module:
-        return 0
-    return 2 if target == "Linear" else None
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Targets(Generic[T]):
+    """What targets stand for: by exact name, by pattern in the order of the patterns, by class."""
+
+    names: Mapping[str, T]
+    patterns: Sequence[tuple[re.Pattern[str], T]]
+    linear: tuple[T] | None
+
+    def of(self, module: str) -> tuple[T] | None:
+        """What the target of a module stands for; None where none matches."""
+        if module in self.names:
+            return (self.names[module],)
+        for pattern, value in self.patterns:
+            if pattern.match(module):
+                return (value,)
+        return self.linear
+
+
+def _sorted_targets(targets: Iterable[tuple[str, T]]) -> _Targets[T]:
+    """The last of equal targets counts."""
+    last = dict(targets)
+    patterns = sorted(target for target in last if target.startswith("re:"))
+    return _Targets(
+        names=last,
+        patterns=[(re.compile(target[3:]), last[target]) for target in patterns],
+        linear=(last["Linear"],) if "Linear" in last else None,
+    )
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:
