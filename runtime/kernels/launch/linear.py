@@ -124,7 +124,7 @@ GEMV_MEASURED = {
     (4, 160, 72): GemvLaunch(1, 5, 8, registers=128, shared=48),
     (8, 768, 40): GemvLaunch(2, 3, 8, registers=168),
     (8, 640, 40): GemvLaunch(1, 5, 4, registers=128, shared=32),
-    (8, 1152, 40): GemvLaunch(1, 5, 4, early=True, registers=96),
+    (8, 1152, 40): GemvLaunch(2, 5, 4, registers=168),
     (8, 160, 144): GemvLaunch(1, 5, 8, early=True, registers=128),
     (8, 15520, 40): GemvLaunch(1, 7, 4, early=True, registers=128, abreast=2),
     # 9B
@@ -143,13 +143,10 @@ GEMV_MEASURED = {
     (4, 896, 40): GemvLaunch(4, 2, 8),
     (8, 448, 80): GemvLaunch(2, 3, 8, registers=128, shared=48),
     (8, 320, 80): GemvLaunch(1, 3, 8, early=True, registers=80, shared=32),
-    (8, 2176, 80): GemvLaunch(1, 5, 4, registers=128),
-    (8, 320, 272): GemvLaunch(1, 4, 8, registers=80),
-    # 32B: q, k, v; o; gate and up; down
-    (4, 640, 40): GemvLaunch(1, 3, 8, early=True, registers=80, shared=32),
-    (4, 320, 64): GemvLaunch(2, 3, 8, early=True, registers=128, shared=32),
+    (8, 2176, 80): GemvLaunch(1, 4, 4, early=True, registers=128),
+    # 32B: gate and up; down
     (4, 3200, 40): GemvLaunch(1, 5, 4, registers=128, shared=32),
-    (4, 320, 200): GemvLaunch(2, 3, 8, early=True),
+    (4, 320, 200): GemvLaunch(2, 3, 8, early=True, registers=255),
     # 8B in 3 bits: q, k, v; o; gate and up; down
     (3, 384, 16): GemvLaunch(2, 1, 8, registers=168, shared=32),
     (3, 256, 16): GemvLaunch(2, 2, 8, registers=96, shared=32),
