@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.scripts
 
@@ -65,6 +66,7 @@ def test_kernel_scripts_say_that_they_need_a_gpu(
         ("bench_engine", ()),
         ("bench_long_contexts", ("8b",)),
         ("bench_peers", ()),
+        ("bench_vocabulary", ("3.5-0.8B", str(EXAMPLES / "models" / "tiny-qwen3.5"))),
         ("peers_gemv", ("cublas",)),
         ("peers_prompts", ("8b",)),
     ],
@@ -102,6 +104,25 @@ def test_scripts_of_other_engines_name_what_is_missing(
         start(monkeypatch, name, *arguments)
     assert ended.value.code == 1
     assert f"{library} is not installed" in capsys.readouterr().err
+
+
+def test_bench_vocabulary_counts_as_the_tokenizers_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Before by the tokenizers library; after there are more tokens, but none a byte."""
+    model = EXAMPLES / "models" / "tiny-qwen3.5"
+    text = "Once upon a time, a velociraptor sailed the Zuiderzee. " * 50
+    (tmp_path / "own.txt").write_text(text)
+    options = ("--keep", "1024", "--text", f"own={tmp_path / 'own.txt'}", "--no-speed")
+    with pytest.raises(SystemExit) as ended:
+        start(monkeypatch, "bench_vocabulary", "3.5-0.8B", str(model), *options)
+    assert ended.value.code == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "own: bytes/token" in line]
+    before, after, change = lines[0].split()[-3:]
+    tokens = len(Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids)
+    assert before == f"{len(text) / tokens:.2f}"
+    assert 1 < float(after) < float(before)
+    assert float(change[:-1]) == pytest.approx(100 * (float(after) / float(before) - 1), abs=1)
 
 
 def test_files_without_a_command_are_imported_by_a_script() -> None:
