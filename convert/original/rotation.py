@@ -62,10 +62,12 @@ from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.safetensors.checkpoint import Checkpoint, TensorInfo
 
 HEAD = "lm_head.weight"
-COLUMNS = 1 << 22  # weights that are rotated at a time, where columns are
+# Weights that are rotated at a time, where columns are. Every thread that frees pieces of 16 MB in
+# RAM keeps some of them.
+COLUMNS = {"cpu": 1 << 20, "cuda": 1 << 22}
 KEPT = 2  # matrices with mixed rows: the last blocks of one are at work while the next is begun
 HELD_BYTES = 4 * KEPT + 4  # a weight: of matrices kept, and of the one that is read
-COLUMNS_BYTES = 4 * 4 * COLUMNS  # while they are rotated
+COLUMNS_BYTES = 4 * 5 * COLUMNS["cpu"]  # read, transposed, and before, in and after a sum
 
 VISION_WRITER = re.compile(r"(?:^|\.)visual\.(?:merger|deepstack_merger_list\.\d+)\.linear_fc2\.")
 LARGEST_RATIO = 16.0  # of MTP's gain to the final norm's; a channel beyond it is left as it is
@@ -290,7 +292,7 @@ def held_bytes(roles: Mapping[str, Role], tensors: Mapping[str, TensorInfo], dev
 def _mixed(w: Tensor, device: torch.device, scales: Tensor | None) -> Tensor:
     """R^T diag(scales) W of a matrix [N, K], a few columns at a time: float32."""
     mixed = torch.empty(w.shape, device=device)
-    count = max(1, COLUMNS // len(w))
+    count = max(1, COLUMNS[device.type] // len(w))
     for start in range(0, w.shape[1], count):
         columns = w[:, start : start + count].to(device).to(torch.float32)
         columns = columns if scales is None else columns * scales.to(device)[:, None]

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from lowbit.convert.plan.memory import SLACK_BYTES
+
 if TYPE_CHECKING:
     from tests.convert.conftest import MakeModel
 
@@ -100,6 +102,7 @@ def test_peak_of_a_rotation_stays_below_the_limit(tmp_path: Path, make_model: "M
         check=True,
     )
     before, limit, peak = map(int, done.stdout.split())
-    assert before < peak < limit, (before, limit, peak)
+    # The allocator keeps little of what is rotated at a time, whichever threads do it.
+    assert before < peak < limit - SLACK_BYTES, (before, limit, peak)
     whole = 2 * (source / "model.safetensors").stat().st_size  # rotated in FP32
     assert limit - before < whole
