@@ -138,7 +138,9 @@ def find_or_estimate(
     count = settings.windows or (CPU_WINDOWS if measures and device.type == "cpu" else WINDOWS)
     limit = count + LEARNED[device.type] if measures else count
     text = read_calibration(settings.calib, folder, length=WINDOW, limit=limit)
-    windows = _split(text.samples, count) if measures else (text.samples[:0], text.samples)
+    windows = text.samples[:0], text.samples
+    if measures:
+        windows = _split(text.samples, count, LEARNED[device.type])
     identity = _identity(weights, text, windows, settings, progress)
     path = cache_file({**identity, "schema": SCHEMA, "groups": sorted(settings.groups)})
     known = read_sensitivities(path).rows if path.exists() else ()
@@ -252,12 +254,15 @@ def read_checked(path: Path, weights: Weights, bits: Sequence[int], progress: Pr
     return Found(found, path, is_new=False)
 
 
-def _split(samples: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Windows to learn from, and others to measure on: the same one where there is only one."""
+def _split(samples: Tensor, count: int, learned: int) -> tuple[Tensor, Tensor]:
+    """Windows to learn from, and others to measure on: the same one where there is only one.
+
+    Of a text that is too short for both, at most a quarter is measured on.
+    """
     if len(samples) == 1:
         return samples, samples
     mixed = shuffled(samples)
-    held = min(count, max(1, len(mixed) // 4))
+    held = min(count, max(1, len(mixed) // 4, len(mixed) - learned))
     return mixed[held:], mixed[:held]
 
 

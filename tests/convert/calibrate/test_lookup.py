@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lowbit.convert.calibrate import lookup
 from lowbit.convert.calibrate.lookup import (
     Found,
     Settings,
@@ -25,6 +26,7 @@ from lowbit.convert.pipeline.conversion import convert
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.sensitivities import Row, Sensitivities, read_sensitivities
+from lowbit.convert.plan.sets import Choice
 from lowbit.formats.errors import FormatError, QuantizationError, RequestError
 from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
@@ -150,6 +152,39 @@ def test_a_cpu_measures_small_models_alone(readable: Path) -> None:
     ):
         assert Settings(device=device, method=gptq).measures(config) == measured
         assert not Settings(device=device).measures(config)
+
+
+@pytest.mark.parametrize(
+    ("characters", "asked", "measured", "learned"),
+    [
+        (200_000, None, 2, 16),
+        (200_000, 8, 8, 16),
+        (200_000, 24, 24, 16),
+        (10_000, 8, 1, 3),  # a short text, of which most is learned from
+    ],
+)
+def test_windows_that_were_asked_for_are_measured_on(
+    readable: Path,
+    stories: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    characters: int,
+    asked: int | None,
+    measured: int,
+    learned: int,
+) -> None:
+    text = tmp_path / "long.txt"
+    text.write_text(stories[:characters])
+    seen: list[tuple[int, ...]] = []
+
+    def costs(_: object, choices: list[Choice], windows: tuple[Any, Any], *__: object) -> Any:
+        seen.append(tuple(map(len, windows)))
+        return [0.0 for _ in choices]
+
+    monkeypatch.setattr(lookup, "measured_costs", costs)
+    settings = Settings(text, asked, method=Method("gptq"))
+    record = find_or_estimate(open_original(readable), settings, ignore).sensitivities
+    assert seen == [(learned, measured)] == [(record.learned, record.windows)]
 
 
 def test_a_packed_checkpoint(readable: Path, settings: Settings, tmp_path: Path) -> None:
