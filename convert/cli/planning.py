@@ -142,15 +142,17 @@ def _meet_target(
     if note is not None:
         render.allocation(chosen, found)
         used = method_of(chosen.plan)
-        made = replace(settings, method=used)
+        known = found.sensitivities
+        # Those that another machine has measured are no worse where they would be estimated.
+        measured = known.learned > 0 or replace(settings, method=used).measures(config)
         done = replace(
-            found.sensitivities,
+            known,
             scale_rule=recipe.rule,
             rotated=used.rotate,
-            method=str(replace(used, autoround=False) if made.measures(config) else RTN),
+            method=str(replace(used, autoround=False) if measured else RTN),
         ).conditions
-        if done != found.sensitivities.conditions:
-            note(f"! the sensitivities are of {found.sensitivities.conditions}; quantized: {done}")
+        if done != known.conditions:
+            note(f"! the sensitivities are of {known.conditions}; quantized: {done}")
     return chosen.plan
 
 

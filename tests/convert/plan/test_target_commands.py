@@ -106,6 +106,27 @@ def test_targets_take_sensitivities_of_what_is_quantized(
     )
 
 
+def test_a_cpu_takes_what_a_gpu_has_measured(
+    cli: "Cli",
+    readable: Path,
+    short_text: Path,
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Costs in a file are no mismatch where this machine would have estimated them."""
+    out, text = tmp_path / "record.json", ("--calib", short_text)
+    parsed(cli("sensitivity", readable, *text, "--method", "gptq", "--out", out, "--json"))
+    assert read_sensitivities(out).learned > 0
+    monkeypatch.setattr(lookup, "MOST_CPU_WORK", 0)
+    given = ("--target-bpw", "13.5", "--sensitivities", out, "--lm-head", "int4")
+    for method, said in (("gptq", False), ("gptq+rotate", True)):
+        done = cli("plan", readable, *text, *given, "--method", method)
+        assert done.exit_code == 0, done.output
+        assert ("! the sensitivities" in done.stderr) == said
+    assert "of gptq, signed scales; quantized: gptq+rotate, signed scales" in done.stderr
+
+
 def test_computed_on_the_fly(cli: "Cli", readable: Path, short_text: Path, tmp_path: Path) -> None:
     result = cli(readable, tmp_path / "out", "--target-bpw", "13", "--calib", short_text)
     assert result.exit_code == 0, result.output
