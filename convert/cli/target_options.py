@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from lowbit.convert.cli.planning import TargetRequest
 
 WIDTHS = ("2", "3", "4", "8")
+CHOSEN = (  # by a target: parameters, options, and what they would choose
+    ("base", "--recipe", "bits; use --target-bits or --bits"),
+    ("group_size", "--group-size", "group sizes; use --bits"),
+)
 NUMBER = re.compile(r"\d{1,3}(?:\.\d{1,9})?", re.ASCII)
 
 
@@ -57,11 +61,12 @@ def target_options(command: Command) -> Command:
     ) -> None:
         target = make_target(target_bpw, target_size, target_bits, sensitivities)
         context = click.get_current_context()
-        group_size_source = context.get_parameter_source("group_size")
-        if target is not None and group_size_source is not ParameterSource.DEFAULT:
-            raise click.UsageError(
-                "--group-size has no effect with a target, which chooses group sizes; use --bits."
-            )
+        for name, option, chosen in CHOSEN:
+            is_given = context.get_parameter_source(name) is not ParameterSource.DEFAULT
+            if target is not None and is_given:
+                raise click.UsageError(
+                    f"{option} has no effect with a target, which chooses {chosen}."
+                )
         command(target=target, **options)
 
     return _options(run)

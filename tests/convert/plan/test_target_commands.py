@@ -244,6 +244,7 @@ def test_a_target_out_of_reach_is_known_before_the_pass(
         (("--target-bpw", "12", "--target-bits", "4,4"), "list of different bits out of 2, 3"),
         (("--sensitivities", "x.json"), "--sensitivities is for --target-bpw or --target-size"),
         (("--target-bpw", "12", "--group-size", "64"), "--group-size has no effect with a target"),
+        (("--target-size", "1GB", "--recipe", "int8"), "--recipe has no effect with a target"),
     ],
 )
 @pytest.mark.parametrize("command", ["plan", "quantize"])
