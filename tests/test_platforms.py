@@ -109,13 +109,17 @@ def test_conversion_and_answer_on_a_mac(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("mac")
+@pytest.mark.parametrize(
+    ("free", "shards"),
+    [(1000, ()), (4_000_000, ("--max-shard-size", "2MB"))],  # any one of which would fit
+)
 def test_full_disk_on_a_mac_is_found_before_the_work(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, shards: tuple[str, ...]
 ) -> None:
-    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    usage = shutil.disk_usage(tmp_path)._replace(free=free)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     out = tmp_path / "out"
-    done = CliRunner().invoke(convert_main, [str(MODEL), str(out), "--method", "rtn"])
+    done = CliRunner().invoke(convert_main, [str(MODEL), str(out), "--method", "rtn", *shards])
     assert done.exit_code == 1
     assert "the disk is full" in done.stderr
     assert not out.exists()

@@ -1,6 +1,5 @@
 """The output folder: made beside its final place, filled, synced, and renamed into it."""
 
-import errno
 import hashlib
 import os
 import shutil
@@ -142,18 +141,23 @@ def prepare_shards(plan: Plan, folder: Path) -> None:
     for draft in draft_folders(folder):
         draft.rmdir()
     needed, free = _missing_bytes(plan, folder), shutil.disk_usage(folder).free
+    full = ResourceError(
+        f"the disk is full: `{folder}` needs {needed / 1e6:,.0f} MB more, free: "
+        f"{free / 1e6:,.0f} MB",
+        hint=f"{FREE_SPACE}, or name a folder on another disk",
+    )
+    claims = hasattr(os, "posix_fallocate")  # macOS lacks it
+    if not claims and needed > free:
+        raise full
     for shard in plan.shards:
         with (folder / shard.file).open("a+b") as file:
             try:
-                _allocate(file.fileno(), shard.size, folder)
+                if claims:
+                    os.posix_fallocate(file.fileno(), 0, shard.size)
             except OSError as error:
                 if error.errno not in FULL:
                     raise
-                raise ResourceError(
-                    f"the disk is full: `{folder}` needs {needed / 1e6:,.0f} MB more, free: "
-                    f"{free / 1e6:,.0f} MB",
-                    hint=f"{FREE_SPACE}, or name a folder on another disk",
-                ) from None
+                raise full from None
             file.truncate(shard.size)
         with (folder / shard.file).open("r+b", buffering=0) as file:
             write_at(file.fileno(), 0, memoryview(shard.header))
@@ -163,18 +167,6 @@ def _missing_bytes(plan: Plan, folder: Path) -> int:
     """Bytes of the shards that the disk does not hold yet."""
     held = {path.name: path.stat().st_blocks * 512 for path in entries(folder)}
     return sum(max(0, shard.size - held.get(shard.file, 0)) for shard in plan.shards)
-
-
-def _allocate(descriptor: int, size: int, folder: Path) -> None:
-    """Claim a file's bytes on the disk; macOS lacks the call, and its free space is compared.
-
-    Raises:
-        OSError: the disk has not enough room.
-    """
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, size)
-    elif size - os.fstat(descriptor).st_size > shutil.disk_usage(folder).free:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def passed_through(names: Iterable[str]) -> list[str]:
