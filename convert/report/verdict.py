@@ -270,7 +270,9 @@ def next_steps(report: QualityReport) -> tuple[str, ...]:
     found = []
     if few and (gain := _better_method(used["--method"], report.model_type)) is not None:
         found.append(f"--method {gain.method} (same size, {gain.words})")
-    if few and "--bits" not in str(report.command):
+    # Experts in several schemes load in lowbit-run alone, and what they gain is not measured.
+    uniform = "--bits" not in str(report.command) and report.model_type not in MIXTURES
+    if few and uniform:
         same = math.ceil(100 * report.sizes.bits_per_weight) / 100
         found.append(f"--target-bpw {same:g} (same size, {TO_CHOSEN_BITS})")
     found += [

@@ -44,6 +44,14 @@ def test_the_first_step_depends_on_what_was_used(
     assert steps[-1].startswith("--target-bpw 5.9 (")
 
 
+def test_experts_are_not_promised_what_was_measured_without(make_report: MakeReport) -> None:
+    """Experts of several schemes load nowhere else."""
+    made = replace(make_report(), command="lowbit-convert SRC a --method gptq")
+    for model_type, told in (("qwen3", True), ("qwen3_moe", False), ("qwen3_5_moe", False)):
+        steps = next_steps(replace(made, model_type=model_type))
+        assert any("--target-bpw 4.86 (same size" in step for step in steps) == told
+
+
 def test_smaller_groups_end(make_report: MakeReport) -> None:
     made = replace(make_report(), command="lowbit-convert SRC a --group-size 64")
     assert any(step.startswith("--group-size 32") for step in next_steps(made))
