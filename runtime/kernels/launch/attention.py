@@ -44,8 +44,7 @@ class AttentionLaunch:
 
     Attributes:
         keys: the order in which keys are added up.
-        splits: for each kv head and token; 1 where a program takes all keys, with the warps of all
-            groups.
+        splits: for each kv head and token; 1 where a program takes all keys.
         parts: of the columns of the values, where a program takes all keys: programs of a kv head
             that all do.
         ahead: turns of keys and values that a program loads at first, of `keys.whole` keys at most;
@@ -56,7 +55,8 @@ class AttentionLaunch:
             programs of four warps fit on a multiprocessor, not three; with more than 128 one of
             eight warps, not two.
         joined: one program takes all splits, a warp each in turn, and no kernel joins them.
-        warps: of a joined program; None for those of all groups.
+        warps: of a program that takes all keys or all splits, by turns where they are fewer; None
+            for those of all groups.
     """
 
     keys: KeySplit
@@ -79,10 +79,9 @@ SHORT = 1024  # keys
 MOST_SPLITS = 64
 REGISTERS = 224  # less makes Triton 3.9 spill
 JOINED_REGISTERS = 128  # with which 16 warps fit on a multiprocessor
-NARROW = 4  # warps of a joined program: four on a multiprocessor, which load at different times
-MOST_WIDE = (
-    256  # joined programs of eight warps that run at a time; of more, narrow ones are faster
-)
+# Warps of a program that takes all keys: four on a multiprocessor, which load at different times.
+NARROW = 4
+MOST_WIDE = 256  # such programs of eight warps that run at a time; of more, narrow ones are faster
 SHORT_TURN = 64  # keys of a split, of which narrow programs take more in turn without loss
 LOADED = 4  # splits whose highest scores are loaded from shared memory at once
 CROWDED = 128  # programs that leave no multiprocessor for more parts, nor for splits
