@@ -31,7 +31,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_unconfigure() -> None:
-    """What is still frozen when Python ends would be listed as leaked by Triton's bindings."""
+    """Thaw what collecting made, or Triton's bindings list it as leaked when Python ends."""
     gc.unfreeze()
 
 

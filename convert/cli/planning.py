@@ -143,7 +143,7 @@ def _meet_target(
         render.allocation(chosen, found)
         used = method_of(chosen.plan)
         known = found.sensitivities
-        # Those that another machine has measured are no worse where they would be estimated.
+        # Costs that another machine has measured count where this one would estimate them.
         measured = known.learned > 0 or replace(settings, method=used).measures(config)
         done = replace(
             known,

@@ -398,8 +398,7 @@ def training_memory(
         rows      of the model's head, and the logits of a window on them, four times
         columns   of a window and its rounds: 3 steps of 4 widest + 8 h values
     and half more, states aside, for what the allocator keeps: peaks of one training on a CPU differ
-    by a third from run to run. The pass through the trunk
-    before it is as that of a report.
+    by a third from run to run. The pass through the trunk before it is as that of a report.
 
     Args:
         config: config.json of the packed folder.

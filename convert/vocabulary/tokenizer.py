@@ -15,6 +15,7 @@ from typing import Any
 from lowbit.formats.errors import CheckpointError
 from lowbit.formats.text.components import members
 from lowbit.formats.text.tokenizer import TextTokenizer, unreadable
+from lowbit.formats.text.vocabulary import byte_alphabet
 
 Pair = tuple[str, str]
 MOST_BYTES = 4  # of a character
@@ -56,15 +57,11 @@ class ByteLevelBpe:
     @cached_property
     def characters(self) -> list[int]:
         """Ids, ascending, of tokens that are one character of several bytes."""
-        byte_of = {ord(text): value for value, text in _bytes_of_alphabet()}
-        found = []
+        table, found = byte_alphabet(), []
         for text, id in self.vocab.items():
-            if 1 < len(text) <= MOST_BYTES and (written := text.translate(byte_of)):
-                try:
-                    one = len(written.encode("latin-1").decode()) == 1
-                except UnicodeError:  # a part of a character, or a token that was added
-                    continue
-                if one:
+            if 1 < len(text) <= MOST_BYTES and table.keys() >= set(text):
+                written = bytes(table[character] for character in text).decode(errors="replace")
+                if len(written) == 1 and written != "\ufffd":
                     found.append(id)
         return sorted(found)
 
@@ -155,17 +152,6 @@ def alphabet() -> list[str]:
     from tokenizers.pre_tokenizers import ByteLevel
 
     return ByteLevel.alphabet()
-
-
-def _bytes_of_alphabet() -> list[tuple[str, str]]:
-    """Each byte as a character of Latin-1, and the one by which tokenizers write it.
-
-    Those that can be printed stand for themselves, others for what follows 255, in order.
-    """
-    own = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in own]
-    moved = {byte: chr(256 + number) for number, byte in enumerate(others)}
-    return [(chr(byte), moved.get(byte, chr(byte))) for byte in range(256)]
 
 
 def cut_tokenizer(source: ByteLevelBpe, kept: Iterable[int]) -> dict[str, Any]:

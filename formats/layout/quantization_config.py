@@ -54,14 +54,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Targets(Generic[T]):
-    """What targets stand for: by exact name, by pattern in the order of the patterns, by class."""
+    """Values of targets.
+
+    Attributes:
+        names: by exact name.
+        patterns: in the order of the patterns.
+        linear: of the class, where there is one.
+    """
 
     names: Mapping[str, T]
     patterns: Sequence[tuple[re.Pattern[str], T]]
     linear: tuple[T] | None
 
     def of(self, module: str) -> tuple[T] | None:
-        """What the target of a module stands for; None where none matches."""
+        """The value of a module's target; None where none matches."""
         if module in self.names:
             return (self.names[module],)
         for pattern, value in self.patterns:
@@ -71,7 +77,7 @@ class _Targets(Generic[T]):
 
 
 def _sorted_targets(targets: Iterable[tuple[str, T]]) -> _Targets[T]:
-    """The last of equal targets counts."""
+    """Values by kind of target; of equal targets the last one counts."""
     last = dict(targets)
     patterns = sorted(target for target in last if target.startswith("re:"))
     return _Targets(

@@ -1,6 +1,7 @@
 """Tokens of a tokenizer.json: checks, and completion from the other tokenizer files."""
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,18 @@ MAX_TOKEN = 4096  # characters; published vocabularies have runs of 256 spaces
 MAX_ADDED = 100_000  # tokens; a codec for speech adds 30,000
 NAMED = {"special": True, "normalized": False}  # flags of `bos_token` and other named tokens
 MAX_ADDED_TEXT = 2_000_000  # characters of all added tokens; their search takes 2 s to prepare
+
+
+@cache
+def byte_alphabet() -> dict[str, int]:
+    """The character by which byte-level BPE writes each byte (GPT-2's table).
+
+    Printable bytes of Latin-1 stand for themselves, the others for characters from U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in printable]
+    return table | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
 def check_vocabulary(content: Mapping[str, Any], path: Path) -> int:

@@ -56,7 +56,7 @@ def rope_frequencies(dim: int, theta: float, scaling: RopeScaling | None = None)
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:
-    """What cosines and sines are multiplied by: 1 except with YaRN."""
+    """Factor of cosines and sines: 1 except with YaRN."""
     return scaling.attention_factor if isinstance(scaling, YarnRope) else 1.0
 
 

@@ -14,13 +14,13 @@ import codecs
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.text.template import MAX_PROMPT_BYTES, check_length
 from lowbit.formats.text.tokenizer import MarkedText, TextTokenizer, load_text_tokenizer
+from lowbit.formats.text.vocabulary import byte_alphabet
 
 END_OF_TURN = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>")
 NOTHING = r"(?!)"  # is never found
@@ -199,18 +199,6 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if not text.byte_level:
         raise UnsupportedModelError(f"`{text.path}`: only byte-level tokenizers are supported")
     return Tokenizer(text)
-
-
-@cache
-def byte_alphabet() -> dict[str, int]:
-    """The character by which byte-level BPE writes each byte (GPT-2's table).
-
-    Printable bytes of Latin-1 stand for themselves, the others for characters from U+0100 on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in printable]
-    return table | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
 def bytes_to_text(data: bytes) -> str:
