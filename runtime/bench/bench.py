@@ -24,6 +24,11 @@ from lowbit.runtime.thresholds import ROUND_TOKENS
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=0.7, top_k=20, top_p=0.95, seed=0)
 BANDWIDTH_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}
+# Seconds of a layer beyond the read of its bytes, of dense models and of mixtures: what
+# measurements on one H200 leave (BENCHMARKS.md).
+LAYER_S = 7.5e-6
+EXPERTS_LAYER_S = 11.5e-6
+CPU_SHARE = 0.4  # of the bandwidth, with two cores that others used too; one core reached 0.36
 SUMS = 5  # timed together, so that the launch of one is not counted against the memory
 
 
@@ -110,6 +115,7 @@ class BenchResult:
         bandwidth: bytes per second that a plain read of a large buffer reaches here.
         roofline_share: of the tokens per second that `bandwidth` would allow, a step for each. A
             model that fits the processor's cache can exceed 1, speculation too.
+        expected_tokens_per_s: a step for each, as long as `expected_step_s` says.
         speculation: drafts of the timed runs; None where speculation is off. They follow a prompt
             without a meaning; real text may have other shares accepted.
         speculation_factor: decode speed against runs without drafts, which took turns with these;
@@ -133,6 +139,7 @@ class BenchResult:
     step_bytes: int
     bandwidth: float
     roofline_share: float
+    expected_tokens_per_s: float
     speculation: Speculated | None = None
     speculation_factor: float | None = None
 
@@ -155,6 +162,8 @@ def bench(model: Model, settings: BenchSettings) -> BenchResult:
     step = step_bytes(model, settings.middle).total
     peak = peak_bytes(model.device)  # before the buffer that measures the bandwidth
     bandwidth = read_bandwidth(model.device)
+    layers, mixture = opened.config.num_hidden_layers, opened.config.experts is not None
+    expected_s = expected_step_s(step, layers, mixture, model.device, bandwidth)
     return BenchResult(
         device=device_name(model.device),
         context=model.context,
@@ -173,6 +182,7 @@ def bench(model: Model, settings: BenchSettings) -> BenchResult:
         step_bytes=step,
         bandwidth=bandwidth,
         roofline_share=speed.tokens_per_s * step / bandwidth,
+        expected_tokens_per_s=1 / expected_s,
         speculation=speed.speculation,
         speculation_factor=speed.speculation_factor,
     )
@@ -247,6 +257,27 @@ def read_weights(opened: OpenedModel, device: str, dtype: torch.dtype, batch: in
         missed = (1 - config.experts.chosen / config.experts.count) ** batch
         unread += round(trunk.expert_bytes(device, dtype) * missed)
     return trunk.weight_bytes(device, dtype) - unread
+
+
+def expected_step_s(
+    step_bytes: int, layers: int, mixture: bool, device: str, bandwidth: float
+) -> float:
+    """Seconds that a plain step of one sequence should take.
+
+    A GPU takes the time of the read and, for each layer, what an H200 takes beyond it. A CPU
+    reaches a share of the bandwidth.
+
+    Args:
+        step_bytes: that it moves.
+        layers: of the decoder.
+        mixture: of experts.
+        device: `cpu` or `cuda`.
+        bandwidth: bytes per second that a plain read of memory reaches.
+    """
+    read = step_bytes / bandwidth
+    if device == "cpu":
+        return read / CPU_SHARE
+    return read + layers * (EXPERTS_LAYER_S if mixture else LAYER_S)
 
 
 def read_bandwidth(device: str, repeats: int = 5) -> float:

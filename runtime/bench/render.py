@@ -17,6 +17,7 @@ AXES: dict[Axis, str] = {"context": "context", "group_size": "group", "batch": "
 LEAST_SHARE = 0.005  # kernels below it are one row
 NUMBERS_WIDTH = 60  # of the columns beside a kernel's name
 LEAST_NAME = 20
+SLOW = 0.8  # of the expected speed: no model of BENCHMARKS.md is as slow on an H100 or H200
 WITHOUT_MEANING = (
     "drafts follow a prompt of arbitrary tokens; with real text more or fewer are accepted"
 )
@@ -59,12 +60,16 @@ def show_result(name: str, result: BenchResult) -> None:
             f"{_percent(result.roofline_share)} of read bandwidth / bytes per {each}",
         ),
     ]
+    if result.device != "cpu":
+        rows.append(("expected of this GPU", f"{result.expected_tokens_per_s:.0f} tok/s"))
     table = plain_table(f"{name} on {result.device}", ("what", "measured"))
     for row in rows:
         table.add_row(*row)
     results().print(table)
     if result.speculation is not None:
         results().print(WITHOUT_MEANING)
+    elif result.device != "cpu" and speed < SLOW * result.expected_tokens_per_s:
+        results().print(f"slower than expected: `lowbit-run tune {name}` may find better launches")
 
 
 def show_sweep(name: str, sweep: Sweep) -> None:

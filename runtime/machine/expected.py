@@ -30,14 +30,15 @@ from lowbit.formats.layout.scheme import SERVED_BITS
 from lowbit.formats.machine.memory import free_bytes
 from lowbit.formats.packed import check_packed
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, Checkpoint, TensorInfo, read_json
-from lowbit.runtime.bench.bench import device_name, read_bandwidth, read_weights
+from lowbit.runtime.bench.bench import (
+    device_name,
+    expected_step_s,
+    read_bandwidth,
+    read_weights,
+)
 from lowbit.runtime.models.loader import OpenedModel, open_model, refuse_drafter
 from lowbit.runtime.weights.quantized import quantized
 
-# Seconds beyond the read of one layer's bytes, of the dense models and of the mixtures.
-LAYER_S = 7.5e-6
-EXPERTS_LAYER_S = 11.5e-6
-CPU_SHARE = 0.4  # of two cores that others used too; one core reached 0.36
 SHORT = 128  # tokens in the cache, as in BENCHMARKS.md
 DTYPE = torch.bfloat16
 RECIPE: Base = "int4"  # of a model that is not quantized
@@ -159,10 +160,7 @@ def expected(demand: Demand, device: str, bandwidth: float, free: int | None) ->
         free: bytes of memory; None if the system does not tell.
     """
     read = demand.token_bytes / bandwidth
-    if device == "cpu":
-        seconds = read / CPU_SHARE
-    else:
-        seconds = read + demand.layers * (EXPERTS_LAYER_S if demand.experts else LAYER_S)
+    seconds = expected_step_s(demand.token_bytes, demand.layers, demand.experts, device, bandwidth)
     memory = demand.weights + demand.sequence_bytes + WORKSPACE[device]
     return Expected(
         name=demand.name,

@@ -14,12 +14,15 @@ from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime import load
 from lowbit.runtime.bench import bench as bench_module
 from lowbit.runtime.bench.bench import (
+    CPU_SHARE,
     TimedRun,
     batched_run,
     bench,
+    expected_step_s,
     measure_speed,
     step_bytes,
 )
+from lowbit.runtime.bench.render import show_result
 from lowbit.runtime.bench.settings import BenchSettings
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine.engine import Engine
@@ -212,3 +215,28 @@ def test_absurd_lengths_are_an_error_and_no_traceback(run: Run) -> None:
     result = run("--prompt-tokens", "9" * 9, "--device", "cpu")
     assert result.exit_code == 1
     assert "the model has positions for 1 to 2048 tokens" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("experts", "layer_us"), [(False, 7.5), (True, 11.5)], ids=("dense", "experts")
+)
+def test_a_gpu_is_expected_to_read_and_to_take_its_time_for_each_layer(
+    experts: bool, layer_us: float
+) -> None:
+    assert expected_step_s(4_000_000, 10, experts, "cuda", 4e12) == pytest.approx(
+        1e-6 + 10 * layer_us * 1e-6
+    )
+    assert expected_step_s(4_000_000, 10, experts, "cpu", 1e10) == pytest.approx(4e-4 / CPU_SHARE)
+
+
+@pytest.mark.parametrize(("share", "advised"), [(0.79, True), (0.81, False)])
+def test_a_gpu_slower_than_expected_is_told_of_tune(
+    share: float, advised: bool, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = bench(load(folder, device="cpu"), BenchSettings(3, 3, runs=1))
+    speed = measured.decode_tokens_per_s
+    slow = replace(measured, device="NVIDIA A10", expected_tokens_per_s=speed / share)
+    show_result("m", slow)
+    assert ("`lowbit-run tune m`" in capsys.readouterr().out) == advised
+    show_result("m", replace(slow, device="cpu"))
+    assert "expected" not in capsys.readouterr().out
