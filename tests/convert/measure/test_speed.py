@@ -28,6 +28,7 @@ PRINTED: dict[str, Any] = {
     "step_bytes": 4_300_000_000,
     "bandwidth": 4.5e12,
     "roofline_share": 0.8,
+    "expected_tokens_per_s": 800.0,
     "quantized_at_load": None,
     "speculation": None,
     "speculation_factor": None,
