@@ -41,12 +41,8 @@ def calibrate(
     Layers that the store holds already are only passed through.
 
     Args:
-        model: the original.
         samples: [windows, T] int64 token ids; model's arguments are for sequences of T.
-        recipe: its method and scale rule.
         schemes: of the linears to quantize, by module name; others stay as they are.
-        store: of finished layers.
-        device: where to compute.
         progress: called with ("calibrate", weights of layers done, in all) after every layer.
 
     Raises:

@@ -41,19 +41,12 @@ HEAD_ROWS = {"cpu": 4096, "cuda": 32768}  # of the vocabulary at a time
 
 @dataclass(frozen=True, slots=True)
 class LayerQuantizer:
-    """The way linears are chosen, and the place.
+    """The way linears are chosen, and the place."""
 
-    Attributes:
-        method: the steps.
-        rule: how scales are searched.
-        device: where to compute.
-        pool: of `alone_on_threads`.
-    """
-
-    method: Method
-    rule: ScaleRule
-    device: torch.device
-    pool: Pool
+    method: Method  # the steps
+    rule: ScaleRule  # how scales are searched
+    device: torch.device  # where to compute
+    pool: Pool  # of `alone_on_threads`
 
     def layer(
         self,
@@ -66,11 +59,7 @@ class LayerQuantizer:
         """Choose a layer's linears and put them in place; passes the original's states on.
 
         Args:
-            number: of the layer.
-            layer: to be quantized.
-            original: a copy of it.
             schemes: of the linears to quantize, by name within the layer.
-            windows: hidden states before the layer.
 
         Raises:
             QuantizationError: activations are not finite.
@@ -185,7 +174,6 @@ class LayerQuantizer:
         Args:
             weights: [N, K] float32 by name.
             schemes: by name, of these linears and maybe of others.
-            moments: of the input.
             held: same on windows held out; None where there are none.
         """
         with full_precision(self.device):
@@ -214,8 +202,6 @@ class LayerQuantizer:
         """Choose the head in blocks of rows.
 
         Args:
-            model: the original.
-            scheme: of the head.
             windows: states after the final norm.
         """
         blocks = model.weights.rows(model.head, HEAD_ROWS[self.device.type], self.device)

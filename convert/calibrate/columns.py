@@ -17,7 +17,6 @@ def compensate(block: Tensor, steps: Tensor, U: Tensor, scheme: Scheme) -> tuple
         block: [B, N] float32, weights of B columns; overwritten.
         steps: [B, N] float32, the scale of each weight.
         U: [B, B] float32 upper triangular, of `Factor`.
-        scheme: code range.
 
     Returns:
         codes [B, N] float32, and errors [B, N] float32 in units of U's diagonal.
@@ -43,7 +42,6 @@ def polish(slope: Tensor, codes: Tensor, steps: Tensor, H: Tensor, scheme: Schem
         codes: [B, N] float32 before.
         steps: [B, N] float32, the scale of each weight.
         H: [B, B] float32, damped second moments of the block's columns.
-        scheme: code range.
 
     Returns:
         [B, N] float32, the codes after.

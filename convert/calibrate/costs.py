@@ -62,8 +62,6 @@ def measured_costs(
         windows: [windows, T] int64 token ids to learn codes from, and others to measure on; the
             last token of a window is not scored.
         method: calibrated; what it learns by rounding is left out.
-        rule: by which scales are chosen.
-        device: where to compute.
         progress: called with ("sensitivity", work done, work in all).
 
     Returns:
@@ -166,7 +164,6 @@ def _divergences(
         head: the original's, [V, h] float32.
         variants: states in place of the original's.
         heads: matrices in place of its head's.
-        pool: of `alone_on_threads`.
     """
     h = hidden.shape[-1]
     wanted = hidden[:, :-1].reshape(-1, h)
@@ -201,12 +198,8 @@ def costs_memory(
     """Memory that measuring takes at most, the interpreter in RAM included.
 
     Args:
-        config: config.json of the original.
-        sets: all of them.
-        method: calibrated.
         windows: to learn from, to measure on, and tokens of each.
         device: `cpu` or `cuda`.
-        threads: of the CPU.
     """
     learned, held, length = windows
     schemes = dict.fromkeys((m for fused in sets for m in fused.modules), Scheme(MEASURED_BITS))

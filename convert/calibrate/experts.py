@@ -30,19 +30,12 @@ Solve = Callable[[Mapping[str, Tensor], Moments, Moments | None], dict[str, Chos
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """Tokens before the experts of a layer.
+    """Tokens before the experts of a layer."""
 
-    Attributes:
-        x: [tokens, h] float32, inputs of the MLP in the model quantized so far.
-        y: same in the original.
-        routes: [tokens, chosen] numbers of experts.
-        learned: tokens to learn from, which come first; the others are held out.
-    """
-
-    x: Tensor
-    y: Tensor
-    routes: Tensor
-    learned: int
+    x: Tensor  # [tokens, h] float32, inputs of the MLP in the model quantized so far
+    y: Tensor  # same in the original
+    routes: Tensor  # [tokens, chosen] numbers of experts
+    learned: int  # tokens to learn from, which come first; the others are held out
 
     def tokens_of(self, expert: int) -> tuple[Tensor, Tensor]:
         """Numbers of the tokens that an expert sees: to learn from, and held out."""
@@ -71,10 +64,6 @@ def route(
 
     Args:
         layer: quantized up to the MLP.
-        original: the same layer as it was.
-        mlp: name of the MLP within the layer.
-        windows: hidden states before the layer.
-        device: where to compute.
     """
     router = f"{mlp}.{ROUTER}"
     x, y = torch.empty_like(windows.hidden), torch.empty_like(windows.original)
@@ -104,13 +93,7 @@ def choose_experts(
 
     Args:
         layer: quantized up to its MLP.
-        original: the same layer as it was.
         schemes: of the experts' linears, by name within the layer.
-        windows: hidden states before the layer.
-        solve: chooses linears that read one input.
-        rule: how scales are searched where nothing can be learned.
-        device: where to compute.
-        pool: of `alone_on_threads`.
 
     Returns:
         Linears by name, and the tokens that every expert learned from.

@@ -30,17 +30,11 @@ RIDGE = 1e-6  # of the diagonal, where a row's groups are refitted together
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """H, factorized once for all linears that read the same input.
+    """H, factorized once for all linears that read the same input."""
 
-    Attributes:
-        H: [K, K] float32, damped, positive definite.
-        order: [K] int64, columns by falling H_ii.
-        U: [K, K] float32 upper triangular, U^T U = H^-1 with rows and columns in that order.
-    """
-
-    H: Tensor
-    order: Tensor
-    U: Tensor
+    H: Tensor  # [K, K] float32, damped, positive definite
+    order: Tensor  # [K] int64, columns by falling H_ii
+    U: Tensor  # [K, K] float32 upper triangular, U^T U = H^-1 with rows and columns in that order
 
     @property
     def importance(self) -> Tensor:
@@ -82,8 +76,6 @@ def compensated_codes(w: Tensor, scale: Tensor, scheme: Scheme, factor: Factor) 
     Args:
         w: [N, K] float32, what to approximate.
         scale: [N, K/G] as stored.
-        scheme: code range.
-        factor: of the input's damped second moments.
 
     Returns:
         [N, K] int8.
@@ -107,7 +99,6 @@ def refitted_scales(w: Tensor, codes: Tensor, scale: Tensor, factor: Factor) -> 
         w: [N, K] float32, what to approximate.
         codes: [N, K] int8.
         scale: [N, K/G] bfloat16; kept where the best one would vanish or change its sign.
-        factor: of the input's damped second moments.
 
     Returns:
         [N, K/G] bfloat16.
@@ -145,8 +136,6 @@ def polished_codes(
         w: [N, K] float32, what to approximate.
         codes: [N, K] int8.
         scale: [N, K/G] as stored.
-        scheme: code range.
-        factor: of the input's damped second moments.
 
     Returns:
         [N, K] int8.

@@ -37,7 +37,6 @@ def layer_gradient(
 
     Args:
         layer: any, its weights in place.
-        names: of the linears.
         x: what goes in, [windows, T, h] float32.
         target: what should come out, same shape.
         pool: of `alone_on_threads`; a window is a task.
@@ -93,21 +92,13 @@ class GroupScaled:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """One linear [N, K] while it is learned.
+    """One linear [N, K] while it is learned."""
 
-    Attributes:
-        scheme: bits and groups.
-        scale: before learning, [N, groups, 1] float32.
-        position: p, [N, groups, G] float32.
-        change: a, [N, groups, 1] float32.
-        adam: changes `change`.
-    """
-
-    scheme: Scheme
-    scale: Tensor
-    position: GroupScaled
-    change: Tensor
-    adam: torch.optim.Adam
+    scheme: Scheme  # bits and groups
+    scale: Tensor  # before learning, [N, groups, 1] float32
+    position: GroupScaled  # p, [N, groups, G] float32
+    change: Tensor  # a, [N, groups, 1] float32
+    adam: torch.optim.Adam  # changes `change`
 
     @classmethod
     def begin(cls, chosen: Chosen, w: Tensor, scheme: Scheme, device: torch.device) -> "Learned":
@@ -116,8 +107,6 @@ class Learned:
         Args:
             chosen: codes and scales to begin with.
             w: [N, K] original weights.
-            scheme: of the linear.
-            device: where to keep it.
         """
         N, groups = chosen.scale.shape
         scale = chosen.scale.to(device, torch.float32)[:, :, None]
@@ -169,10 +158,7 @@ def learn_rounding(
 
     Args:
         layer: any; its quantized linears are overwritten.
-        linears: by name.
         windows: hidden states before the layer, and after it those of the original.
-        device: where to compute.
-        pool: of `alone_on_threads`.
     """
     length = windows.hidden.shape[1]
     for number, batch in enumerate(Batches(windows.learned, length).take(AUTOROUND_STEPS)):

@@ -26,15 +26,10 @@ DAMPING_ROWS = 128  # of the linears, evenly spread, that each is tried on
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Codes and scales of a linear.
+    """Codes and scales of a linear."""
 
-    Attributes:
-        codes: [N, K] int8.
-        scale: [N, K/G] bfloat16.
-    """
-
-    codes: Tensor
-    scale: Tensor
+    codes: Tensor  # [N, K] int8
+    scale: Tensor  # [N, K/G] bfloat16
 
     @property
     def weight(self) -> Tensor:
@@ -84,8 +79,6 @@ def choose_damping(
     Args:
         w: [N, K] float32, weights of linears that read the input.
         scheme: of the first of them.
-        rule: how scales are searched.
-        moments: of the windows to learn from.
         held: of those held out; None for the smallest damping.
 
     Raises:

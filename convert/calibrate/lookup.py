@@ -61,26 +61,18 @@ ROOM_BYTES = 2_000_000  # the figures of the largest models, and their plot, tak
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of sensitivities.
+    """Settings of sensitivities."""
 
-    Attributes:
-        calib: text to compute them on; the bundled calibration text when None.
-        windows: windows of the text, evenly spread over it; those that costs are measured on, not
-            those that codes are learned from. By default 8, and 2 to measure on a CPU.
-        groups: group sizes to choose from.
-        bits: to choose from; 4, by which sets are ranked, is always among them.
-        device: `cpu` or `cuda`.
-        rule: by which scales are chosen.
-        method: of the conversion.
-    """
-
-    calib: Path | None = None
+    calib: Path | None = None  # text to compute them on; the bundled calibration text when None
+    # Windows of the text, evenly spread over it; those that costs are measured on, not those that
+    # codes are learned from. By default 8, and 2 to measure on a CPU.
     windows: int | None = None
-    groups: tuple[int, ...] = GROUPS
+    groups: tuple[int, ...] = GROUPS  # group sizes to choose from
+    # To choose from; 4, by which sets are ranked, is always among them.
     bits: tuple[int, ...] = USUAL_BITS
-    device: str = "cpu"
-    rule: ScaleRule = "signed"
-    method: Method = RTN
+    device: str = "cpu"  # `cpu` or `cuda`
+    rule: ScaleRule = "signed"  # by which scales are chosen
+    method: Method = RTN  # of the conversion
 
     def measures(self, config: Mapping[str, Any]) -> bool:
         """True where costs are measured, not estimated: on a CPU of small models alone.
@@ -95,18 +87,12 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Sensitivities and where they are.
+    """Sensitivities and where they are."""
 
-    Attributes:
-        sensitivities: figures of the checkpoint.
-        file: file that holds them.
-        is_new: True where they, or some of them, have just been computed.
-        failure: reason why they could not be kept in the file; to be told once they are shown.
-    """
-
-    sensitivities: Sensitivities
-    file: Path
-    is_new: bool
+    sensitivities: Sensitivities  # figures of the checkpoint
+    file: Path  # file that holds them
+    is_new: bool  # True where they, or some of them, have just been computed
+    # Reason why they could not be kept in the file; to be told once they are shown.
     failure: ResourceError | None = None
 
 
@@ -124,7 +110,6 @@ def find_or_estimate(
 
     Args:
         weights: of the original, not rotated.
-        settings: text, windows, group sizes, bits, device, scale rule and method.
         progress: called with ("source" or "sensitivity", done, in all).
         note: told before the computation that it begins.
 
@@ -348,7 +333,6 @@ def hash_weights(checkpoint: Checkpoint, progress: Progress) -> str:
     """Hash over all tensors, `weights_sha256` of lowbit.json.
 
     Args:
-        checkpoint: the checkpoint to read.
         progress: called with ("source", bytes done, bytes in all).
     """
     total = sum(info.nbytes for info in checkpoint.tensors.values())

@@ -25,15 +25,10 @@ LOUD_TOKENS = 2048  # that are compared to tell which are loud
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Second moments of the input that some linears share, means over the calibration tokens.
+    """Second moments of the input that some linears share, means over the calibration tokens."""
 
-    Attributes:
-        H: E[x x^T], [K, K] float32.
-        C: E[x~ x^T], [K, K] float32; H where nothing before has changed.
-    """
-
-    H: Tensor
-    C: Tensor
+    H: Tensor  # E[x x^T], [K, K] float32
+    C: Tensor  # E[x~ x^T], [K, K] float32; H where nothing before has changed
 
     def damped(self, damping: float) -> Tensor:
         """H with a larger diagonal: [K, K], positive definite even where inputs are dependent.
@@ -61,7 +56,6 @@ class Moments:
 
         Args:
             w: [N, K] float32, the original's.
-            factor: of damped moments.
 
         Returns:
             [N, K] float32.
@@ -81,11 +75,6 @@ def measure(
 
     Args:
         layer: quantized as far as the linear's inputs come from it.
-        original: the same layer as it was.
-        linear: name within the layer.
-        windows: hidden states before the layer.
-        device: where to compute.
-        pool: of `alone_on_threads`.
 
     Returns:
         The second is None where no window is held out.
@@ -141,7 +130,6 @@ def paired(x: Tensor, y: Tensor, linear: str) -> Moments:
     Args:
         x: [tokens, K] float32, in the model quantized so far.
         y: the same tokens in the original.
-        linear: name, for messages.
 
     Raises:
         QuantizationError: activations are not finite.
@@ -206,15 +194,10 @@ def _check_finite(total: Tensor, linear: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Power:
-    """Power of a linear's input.
+    """Power of a linear's input."""
 
-    Attributes:
-        mean: mean square of each channel, [K] float32.
-        tokens: over which it is taken.
-    """
-
-    mean: Tensor
-    tokens: int
+    mean: Tensor  # mean square of each channel, [K] float32
+    tokens: int  # over which it is taken
 
 
 def input_power(
@@ -229,11 +212,7 @@ def input_power(
     Passes all windows through the layer, in place.
 
     Args:
-        layer: the original's.
-        linears: names within the layer.
         hidden: before the layer, [windows, T, h] float32.
-        device: where to compute.
-        pool: of `alone_on_threads`.
 
     Raises:
         QuantizationError: activations are not finite.

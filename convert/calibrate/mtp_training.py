@@ -29,17 +29,11 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A packed linear [N, K] whose codes are trained.
+    """A packed linear [N, K] whose codes are trained."""
 
-    Attributes:
-        scheme: bits and groups.
-        scale: [N, groups, 1] float32, which stay.
-        position: p, [N, groups, G] float32.
-    """
-
-    scheme: Scheme
-    scale: Tensor
-    position: Tensor
+    scheme: Scheme  # bits and groups
+    scale: Tensor  # [N, groups, 1] float32, which stay
+    position: Tensor  # p, [N, groups, G] float32
 
     @classmethod
     def begin(cls, codes: Tensor, scale: Tensor, scheme: Scheme) -> "Grid":
@@ -63,17 +57,11 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The weights of a head while it is trained.
+    """The weights of a head while it is trained."""
 
-    Attributes:
-        head: whose modules are used.
-        grids: packed linears, by the name of their weight.
-        plain: all other weights, FP32, by name.
-    """
-
-    head: MtpHead
-    grids: Mapping[str, Grid]
-    plain: Mapping[str, Tensor]
+    head: MtpHead  # whose modules are used
+    grids: Mapping[str, Grid]  # packed linears, by the name of their weight
+    plain: Mapping[str, Tensor]  # all other weights, FP32, by name
 
     def parameters(self) -> dict[str, Tensor]:
         """Everything that is trained, by the name of its weight."""
@@ -106,17 +94,12 @@ class _Called(torch.nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class TrainingWindow:
-    """One window of text.
+    """One window of text."""
 
-    Attributes:
-        embeddings: [T - 1, h] of its tokens from the second on.
-        states: [T - 1, h] of the trunk.
-        targets: [T - 1] int64, places among the rows of the tokens that the trunk ranks first; -1
-            where they have none.
-    """
-
-    embeddings: Tensor
-    states: Tensor
+    embeddings: Tensor  # [T - 1, h] of its tokens from the second on
+    states: Tensor  # [T - 1, h] of the trunk
+    # [T - 1] int64, places among the rows of the tokens that the trunk ranks first; -1 where they
+    # have none.
     targets: Tensor
 
 
@@ -125,7 +108,6 @@ def loss_of(head: MtpHead, lesson: TrainingWindow, rows: Tensor, starts: Tensor)
 
     Args:
         head: with gradients.
-        lesson: the window.
         rows: [rows, h] of the model's head.
         starts: [rounds] columns at which further steps begin.
     """
@@ -169,10 +151,7 @@ def train(
     """Train in place, a window a step.
 
     Args:
-        trained: the head.
-        lessons: at least one.
         rows: [rows, h] of the model's head.
-        steps: in all.
         state: where an earlier run stopped; kept up to date.
         advance: called with the steps done, after each.
     """

@@ -37,26 +37,16 @@ WITHOUT = "--method rtn converts without running the original"
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRequest:
-    """The text to calibrate on.
+    """The text to calibrate on."""
 
-    Attributes:
-        file: .txt or .jsonl; the bundled mix where left out.
-        samples: windows at most; as many as the device handles in minutes where left out.
-        length: tokens of a window at most.
-        chat: whether to apply the model's chat template.
-    """
-
-    file: Path | None = None
+    file: Path | None = None  # .txt or .jsonl; the bundled mix where left out
+    # Windows at most; as many as the device handles in minutes where left out.
     samples: int | None = None
-    length: int = LENGTH
-    chat: bool = False
+    length: int = LENGTH  # tokens of a window at most
+    chat: bool = False  # whether to apply the model's chat template
 
     def read(self, source: Path, device: torch.device) -> CalibrationText:
         """The text as windows of token ids.
-
-        Args:
-            source: folder of the original.
-            device: where the calibration is computed.
 
         Raises:
             LowbitError: a text that cannot be read, or is too short.
@@ -72,19 +62,12 @@ class CalibrationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A calibration that can be begun, or taken up again.
+    """A calibration that can be begun, or taken up again."""
 
-    Attributes:
-        plan: of the conversion.
-        source: the original.
-        text: what to calibrate on.
-        device: where to compute.
-    """
-
-    plan: Plan
-    source: Checkpoint
-    text: CalibrationText
-    device: torch.device
+    plan: Plan  # of the conversion
+    source: Checkpoint  # the original
+    text: CalibrationText  # what to calibrate on
+    device: torch.device  # where to compute
 
     @property
     def record(self) -> Calibration:

@@ -34,34 +34,23 @@ class LayerError:
 
     Relative to what the original's layer adds to its input, root of mean squares. Errors of the
     layers before are part of it, except with `weighted`, which looks at each layer alone.
-
-    Attributes:
-        layer: number, from 0.
-        rtn: with this layer's linears rounded to nearest.
-        chosen: with the codes chosen.
-        learned: as `chosen`, on as many windows that were learned from; None with `weighted`, and
-            where the windows are too few to hold any out: the others are of all windows then.
-        expert_tokens: that every expert learned from; empty without experts.
     """
 
-    layer: int
-    rtn: float
-    chosen: float
+    layer: int  # number, from 0
+    rtn: float  # with this layer's linears rounded to nearest
+    chosen: float  # with the codes chosen
+    # As `chosen`, on as many windows that were learned from; None with `weighted`, and where the
+    # windows are too few to hold any out: the others are of all windows then.
     learned: float | None = None
-    expert_tokens: tuple[int, ...] = ()
+    expert_tokens: tuple[int, ...] = ()  # that every expert learned from; empty without experts
 
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """Codes and scales that are already chosen.
+    """Codes and scales that are already chosen."""
 
-    Attributes:
-        files: where each linear's are, by module name.
-        errors: of every layer.
-    """
-
-    files: Mapping[str, Path]
-    errors: tuple[LayerError, ...]
+    files: Mapping[str, Path]  # where each linear's are, by module name
+    errors: tuple[LayerError, ...]  # of every layer
 
     def rows(
         self, module: str, scheme: Scheme, K: int, start: int, stop: int
@@ -75,15 +64,10 @@ class Calibrated:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Calibrated linears in a folder.
+    """Calibrated linears in a folder."""
 
-    Attributes:
-        folder: where the conversion is built.
-        digest: identifies plan, text and method; files of another are as good as absent.
-    """
-
-    folder: Path
-    digest: str
+    folder: Path  # where the conversion is built
+    digest: str  # identifies plan, text and method; files of another are as good as absent
 
     def save(
         self,

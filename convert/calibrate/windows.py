@@ -17,17 +17,11 @@ SHARE = 16  # one window of so many is held out
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Hidden states before a layer; the last windows are held out.
+    """Hidden states before a layer; the last windows are held out."""
 
-    Attributes:
-        hidden: of the model quantized so far, [windows, T, h] float32.
-        original: of the original, same shape; the same tensor where nothing else is needed.
-        learned: number of windows to learn from, which come first.
-    """
-
-    hidden: Tensor
-    original: Tensor
-    learned: int
+    hidden: Tensor  # of the model quantized so far, [windows, T, h] float32
+    original: Tensor  # of the original, same shape; the same tensor where nothing else is needed
+    learned: int  # number of windows to learn from, which come first
 
     def sets(self) -> tuple[Tensor, ...]:
         """The sets of states, each once."""
@@ -52,9 +46,7 @@ def begin(
     """Embed the calibration text, on the device where it fits besides the rest.
 
     Args:
-        model: the original.
         samples: [windows, T] int64 token ids.
-        device: where to compute.
         from_original: keep the original's states only, for both sets.
 
     Raises:
@@ -85,15 +77,10 @@ def count_held(windows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Windows in random order, the same in every run; all before any comes again.
+    """Windows in random order, the same in every run; all before any comes again."""
 
-    Attributes:
-        windows: how many there are, numbered from 0.
-        length: tokens of a window.
-    """
-
-    windows: int
-    length: int
+    windows: int  # how many there are, numbered from 0
+    length: int  # tokens of a window
 
     def take(self, steps: int) -> Iterator[Tensor]:
         """Numbers of the windows of every step."""
@@ -111,10 +98,8 @@ def output_error(layer: Layer, hidden: Tensor, wanted: Tensor, device: torch.dev
     """Mean square of a layer's output error.
 
     Args:
-        layer: with the weights to judge.
         hidden: input, [windows, T, h] float32.
         wanted: output to compare with, same shape.
-        device: where to compute.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     with torch.no_grad():

@@ -51,26 +51,16 @@ NO_MANIFEST = f"the source has no {MANIFEST_FILE}: nothing says whether its byte
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A finished export.
+    """A finished export."""
 
-    Attributes:
-        folder: the export.
-        target: its container.
-        weight_bytes: size of the weight files.
-        files: names of all files, written or copied.
-        dropped: parts of the model that were left out, each with its reason.
-        notes: sentences on which readers take the export.
-        proof: counts of what was read back and found equal.
-        dequantized: linears that the container could not hold, written as plain matrices.
-    """
-
-    folder: Path
-    target: Target
-    weight_bytes: int
-    files: tuple[str, ...]
-    dropped: tuple[str, ...]
-    notes: tuple[str, ...]
-    proof: Proof
+    folder: Path  # the export
+    target: Target  # its container
+    weight_bytes: int  # size of the weight files
+    files: tuple[str, ...]  # names of all files, written or copied
+    dropped: tuple[str, ...]  # parts of the model that were left out, each with its reason
+    notes: tuple[str, ...]  # sentences on which readers take the export
+    proof: Proof  # counts of what was read back and found equal
+    # Linears that the container could not hold, written as plain matrices.
     dequantized: tuple[Dequantized, ...] = ()
 
 
@@ -99,9 +89,6 @@ def export(
     the packed words of one linear at a time.
 
     Args:
-        folder: packed checkpoint.
-        out: folder to create.
-        target: container.
         max_shard_bytes: limit of a weight file; a GGUF file is always one.
         dequantize: write linears that GPTQ or AWQ cannot hold as plain matrices.
         progress: called with (phase, done, total).

@@ -231,7 +231,6 @@ def encode(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
     Args:
         codes: [rows, K] int8, signed.
         scales: [rows, K / 32], exact in FP16.
-        bits: 4 or 8.
 
     Returns:
         [rows, K / 32, 18 or 34] uint8.

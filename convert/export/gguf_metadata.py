@@ -31,7 +31,6 @@ def metadata(source: PackedSource, name: str) -> dict[str, Value]:
     """All metadata keys of the file.
 
     Args:
-        source: packed folder.
         name: shown by programs that load the file.
 
     Raises:

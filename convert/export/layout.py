@@ -16,14 +16,10 @@ from lowbit.formats.safetensors.shards import METADATA
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Position of a tensor in an export.
+    """Position of a tensor in an export."""
 
-    Attributes:
-        name: of the tensor, or of the module where a suffix is added.
-        expert: number of the matrix within a stack of experts; None for a tensor of its own.
-    """
-
-    name: str
+    name: str  # of the tensor, or of the module where a suffix is added
+    # Number of the matrix within a stack of experts; None for a tensor of its own.
     expert: int | None = None
 
     def rows(self, made: Checkpoint, start: int, stop: int, suffix: str = "") -> Tensor:
@@ -51,30 +47,24 @@ def unchanged(source: PackedSource) -> Sequence[tuple[TensorInfo, Place]]:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A container.
+    """A container."""
 
-    Attributes:
-        name: of the container, for messages.
-        outputs: lists the tensors to write.
-        config: makes the content of config.json.
-        decode: reads a linear from the written checkpoint, by the container's own arithmetic.
-        misfits: finds the linears that the container cannot hold as they are.
-        check: raises FormatError for anything else that the container cannot express exactly.
-        linears: lists the linears that are exported.
-        copies: lists the tensors that keep their bytes, with their new places.
-        header: metadata of the safetensors files.
-        dropped: names the parts that are left out, with reasons.
-        notes: sentences on which readers take the export.
-    """
-
-    name: str
-    outputs: Callable[[PackedSource], list[Output]]
-    config: Callable[[PackedSource], dict[str, Any]]
+    name: str  # of the container, for messages
+    outputs: Callable[[PackedSource], list[Output]]  # lists the tensors to write
+    config: Callable[[PackedSource], dict[str, Any]]  # makes the content of config.json
+    # Reads a linear from the written checkpoint, by the container's own arithmetic.
     decode: Callable[[PackedSource, Checkpoint, Linear], Iterable[Decoded]]
+    # Finds the linears that the container cannot hold as they are.
     misfits: Callable[[PackedSource], Sequence[Misfit]] = lambda source: ()
+    # Raises FormatError for anything else that the container cannot express exactly.
     check: Callable[[PackedSource], None] = lambda source: None
+    # Lists the linears that are exported.
     linears: Callable[[PackedSource], Sequence[Linear]] = lambda source: source.linears
+    # Lists the tensors that keep their bytes, with their new places.
     copies: Callable[[PackedSource], Sequence[tuple[TensorInfo, Place]]] = unchanged
+    # Metadata of the safetensors files.
     header: Mapping[str, str] = field(default_factory=lambda: METADATA)
+    # Names the parts that are left out, with reasons.
     dropped: Callable[[PackedSource], Iterable[str]] = lambda source: ()
+    # Sentences on which readers take the export.
     notes: Callable[[PackedSource], Iterable[str]] = lambda source: ()

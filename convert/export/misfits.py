@@ -25,33 +25,22 @@ FP16_MAX = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """A linear that a container cannot hold as it is.
-
-    Attributes:
-        reason: why it cannot, without the linear's name.
-        hint: how to convert so that it fits; None where converting again does not help.
-    """
+    """A linear that a container cannot hold as it is."""
 
     linear: Linear
-    reason: str
+    reason: str  # why it cannot, without the linear's name
+    # How to convert so that it fits; None where converting again does not help.
     hint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Dequantized:
-    """A linear that was written as a plain matrix.
+    """A linear that was written as a plain matrix."""
 
-    Attributes:
-        module: of the linear.
-        scheme: in the packed folder, `INT8 g128`.
-        dtype: of the written matrix, `bfloat16`.
-        largest_difference: between a written value and code times scale in FP32.
-    """
-
-    module: str
-    scheme: str
-    dtype: str
-    largest_difference: float
+    module: str  # of the linear
+    scheme: str  # in the packed folder, `INT8 g128`
+    dtype: str  # of the written matrix, `bfloat16`
+    largest_difference: float  # between a written value and code times scale in FP32
 
 
 def main_scheme(linears: Sequence[Linear]) -> Scheme | None:
@@ -72,8 +61,6 @@ def misfits_of(
     beside linears of experts that are not quantized.
 
     Args:
-        source: packed folder.
-        container: its name.
         fitting: tells which linears the scheme of most is counted on.
         refusal: any other reason why a linear has no place, and a hint; None where it has one.
     """
@@ -97,12 +84,6 @@ def without(
     source: PackedSource, misfits: Sequence[Misfit], container: str, dequantize: bool
 ) -> PackedSource:
     """The source with its misfits marked to be written as plain matrices.
-
-    Args:
-        source: packed folder.
-        misfits: of the container.
-        container: name of the container.
-        dequantize: allow misfits to be written as plain matrices.
 
     Raises:
         FormatError: there are misfits and `dequantize` is false, nothing would stay packed, or a
@@ -235,11 +216,6 @@ def prove_dequantized(
     source: PackedSource, made: Checkpoint, advance: Advance
 ) -> tuple[Dequantized, ...]:
     """Compare every dequantized matrix with its codes and scales.
-
-    Args:
-        source: packed folder.
-        made: the export.
-        advance: told of the weights compared.
 
     Raises:
         FormatError: a value is not the exact product rounded once.

@@ -24,16 +24,12 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A tensor of the export.
-
-    Attributes:
-        blocks: makes the content in order; called once.
-    """
+    """A tensor of the export."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    blocks: Blocks
+    blocks: Blocks  # makes the content in order; called once
 
 
 def copied(source: Checkpoint, info: TensorInfo, name: str | None = None) -> Output:
@@ -94,10 +90,6 @@ def write_shards(
 
     Args:
         outputs: in any order; a shard holds wider dtypes first.
-        folder: existing one, for the files.
-        max_shard_bytes: limit of a file.
-        metadata: of every file's header.
-        advance: told of the bytes written.
 
     Raises:
         FormatError: two outputs with one name, or blocks that do not add up to their tensor.
@@ -122,13 +114,6 @@ def write_blocks(
     file: BinaryIO, blocks: Iterable[Tensor], name: str, nbytes: int, advance: Advance
 ) -> None:
     """Write one tensor, block after block.
-
-    Args:
-        file: open for writing, where the tensor begins.
-        blocks: content of the tensor.
-        name: of the tensor, for messages.
-        nbytes: length that the header states.
-        advance: told of the bytes written.
 
     Raises:
         FormatError: the blocks do not add up to the stated length.

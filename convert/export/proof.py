@@ -14,38 +14,23 @@ from lowbit.formats.layout.packing import dequantize
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Rows of a linear as the exported file gives them back, in the source's order.
+    """Rows of a linear as the exported file gives them back, in the source's order."""
 
-    Attributes:
-        start: number of the first row.
-        codes: [rows, K] int8, signed.
-        scales: [rows, K / g] float32; g is the container's own group size.
-        values: [rows, K] float32, by the container's own arithmetic.
-    """
-
-    start: int
-    codes: Tensor
-    scales: Tensor
-    values: Tensor
+    start: int  # number of the first row
+    codes: Tensor  # [rows, K] int8, signed
+    scales: Tensor  # [rows, K / g] float32; g is the container's own group size
+    values: Tensor  # [rows, K] float32, by the container's own arithmetic
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Counts of what was read back and found equal.
+    """Counts of what was read back and found equal."""
 
-    Attributes:
-        linears: number compared.
-        codes: number compared and equal.
-        scales: number of the packed folder's, compared and equal.
-        largest_difference: of a weight's two values, in FP32.
-        copied: number of other tensors, compared byte for byte.
-    """
-
-    linears: int
-    codes: int
-    scales: int
-    largest_difference: float
-    copied: int
+    linears: int  # number compared
+    codes: int  # number compared and equal
+    scales: int  # number of the packed folder's, compared and equal
+    largest_difference: float  # of a weight's two values, in FP32
+    copied: int  # number of other tensors, compared byte for byte
 
 
 Decode = Callable[[Linear], Iterable[Decoded]]
@@ -61,11 +46,7 @@ def prove(
     """Compare every code, scale and value of an export with the packed folder.
 
     Args:
-        source: packed folder.
-        linears: exported ones.
-        decode: reads a linear from the written file.
         copies: (name, blocks of the source, blocks of the export) of each copied tensor.
-        advance: told of the weights compared.
 
     Raises:
         FormatError: naming the first linear or tensor that differs.

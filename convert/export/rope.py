@@ -24,8 +24,6 @@ def check_yarn(config: Config, engine: str, stated: Collection[str] = ()) -> Non
     """Refuse values of YaRN that an engine would silently read as its own defaults.
 
     Args:
-        config: of the model.
-        engine: that reads the container.
         stated: of BETAS, those that the container states.
 
     Raises:

@@ -21,16 +21,10 @@ BLOCK_WEIGHTS = 1 << 22  # weights unpacked at once
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A packed linear: W [N, K] with a scale for every `group` weights of a row.
+    """A packed linear: W [N, K] with a scale for every `group` weights of a row."""
 
-    Attributes:
-        name: of the weight in the source, `.weight` included.
-        module: of the linear.
-        group: weights that share a scale; K where a row has one.
-    """
-
-    name: str
-    module: str
+    name: str  # of the weight in the source, `.weight` included
+    module: str  # of the linear
     N: int
     K: int
     scheme: Scheme
@@ -58,21 +52,13 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class PackedSource:
-    """A packed folder whose linears have symmetric 4- or 8-bit codes.
+    """A packed folder whose linears have symmetric 4- or 8-bit codes."""
 
-    Attributes:
-        packed: its checked headers.
-        config: the architecture's sizes.
-        linears: in the order of the forward pass.
-        dense: every other tensor that is part of the model.
-        dequantized: packed linears that the export holds as plain matrices.
-    """
-
-    packed: PackedCheckpoint
-    config: Config
-    linears: tuple[Linear, ...]
-    dense: tuple[TensorInfo, ...]
-    dequantized: tuple[Linear, ...] = ()
+    packed: PackedCheckpoint  # its checked headers
+    config: Config  # the architecture's sizes
+    linears: tuple[Linear, ...]  # in the order of the forward pass
+    dense: tuple[TensorInfo, ...]  # every other tensor that is part of the model
+    dequantized: tuple[Linear, ...] = ()  # packed linears that the export holds as plain matrices
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -160,8 +146,6 @@ def check_scales(source: PackedSource, dtype: torch.dtype, most: float) -> None:
     """Refuse scales that another dtype would change.
 
     Args:
-        source: all its scales are read.
-        dtype: of the container.
         most: largest magnitude that a scale may have there.
 
     Raises:
@@ -182,9 +166,6 @@ def wrong_scale(
     """The first scale of a linear that another dtype would change; None where there is none.
 
     Args:
-        source: holds the linear.
-        linear: all its scales are read.
-        dtype: of the container.
         most: largest magnitude that a scale may have there.
     """
     for start, stop in row_blocks(linear):

@@ -12,10 +12,6 @@ WHERE_MEASURED = "lowbit-run MODEL PROMPT --speculate dflash --drafter DIR shows
 def check_answers(config: Mapping[str, Any], name: str) -> None:
     """Refuse a drafter where a model's own predictions are needed.
 
-    Args:
-        config: its config.json.
-        name: of the checkpoint, for the message.
-
     Raises:
         UnsupportedModelError: it is a drafter.
     """

@@ -18,15 +18,10 @@ from lowbit.convert.original.layer import Layer, hooked
 
 @dataclass(frozen=True, slots=True)
 class LinearTrace:
-    """Input of a linear in one window, and gradients by its output.
+    """Input of a linear in one window, and gradients by its output."""
 
-    Attributes:
-        x: [T, K].
-        gradients: [T, N] each, one for every gradient by the layer's output.
-    """
-
-    x: Tensor
-    gradients: tuple[Tensor, ...]
+    x: Tensor  # [T, K]
+    gradients: tuple[Tensor, ...]  # [T, N] each, one for every gradient by the layer's output
 
 
 Backward = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, LinearTrace]]]
@@ -38,7 +33,6 @@ def traced(layer: Layer, linears: Sequence[str]) -> Iterator[Backward]:
 
     Args:
         layer: whose weights need no gradients.
-        linears: names of the submodules to trace.
 
     Yields:
         The layer's input [T, h] float32 and gradients by its output [draws, T, h], to gradients by

@@ -41,21 +41,13 @@ Render = Callable[[list[Turn]], str]
 
 @dataclass(frozen=True, slots=True)
 class CalibrationText:
-    """Windows of text that a model is calibrated on.
+    """Windows of text that a model is calibrated on."""
 
-    Attributes:
-        name: shown in the report.
-        sha256: of the file as UTF-8 with LF line ends; of all bundled files, one after the other.
-        samples: [samples, T] int64 token ids.
-        tokens: of the whole text; samples may be fewer.
-        chat: whether the original's chat template was applied.
-    """
-
-    name: str
-    sha256: str
-    samples: Tensor
-    tokens: int
-    chat: bool
+    name: str  # shown in the report
+    sha256: str  # of the file as UTF-8 with LF line ends; of all bundled files, one after the other
+    samples: Tensor  # [samples, T] int64 token ids
+    tokens: int  # of the whole text; samples may be fewer
+    chat: bool  # whether the original's chat template was applied
 
 
 def read_calibration(
@@ -69,10 +61,8 @@ def read_calibration(
 
     Args:
         path: a `.txt` file, or a `.jsonl` file with an object of `text` or `messages` a line.
-        folder: of the original checkpoint.
         length: tokens of a window; fewer where the model's context or the text are shorter.
         limit: windows at most; where the text has more, they are taken evenly spread over it.
-        chat: apply the chat template.
 
     Raises:
         CheckpointError: the folder lacks config.json, tokenizer.json or, with `chat`, a valid chat
@@ -136,7 +126,6 @@ def cut_samples(ids: Sequence[int], length: int, limit: int) -> Tensor:
     Args:
         ids: of the whole text, at least one.
         length: tokens of a window; T is smaller where the text is shorter.
-        limit: windows at most.
     """
     T = min(length, len(ids))
     count = len(ids) // T
@@ -256,9 +245,6 @@ def rereadable(path: Path) -> Iterator[Path]:
 
     The file's name tells what its first line is: `pipe.jsonl` after an object of `text` or
     `messages`, else `pipe.txt`.
-
-    Args:
-        path: as the user gave it.
 
     Raises:
         RequestError: the pipe cannot be read; see `read_user_file`.

@@ -31,17 +31,11 @@ LANGUAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """An evaluation text.
+    """An evaluation text."""
 
-    Attributes:
-        name: short, by which a gate calls it: `maths`.
-        title: shown in the report.
-        content: all of it.
-    """
-
-    name: str
-    title: str
-    content: str
+    name: str  # short, by which a gate calls it: `maths`
+    title: str  # shown in the report
+    content: str  # all of it
 
     @property
     def sha256(self) -> str:
@@ -51,17 +45,11 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class EvalText:
-    """A text as tokens.
+    """A text as tokens."""
 
-    Attributes:
-        text: itself.
-        ids: [tokens] int64.
-        window: tokens of a window.
-    """
-
-    text: Text
-    ids: Tensor
-    window: int
+    text: Text  # itself
+    ids: Tensor  # [tokens] int64
+    window: int  # tokens of a window
 
     @property
     def windows(self) -> Tensor:
@@ -117,9 +105,7 @@ def tokenize(
     """Texts as tokens of a checkpoint's tokenizer, without special tokens.
 
     Args:
-        folder: of the original checkpoint.
         texts: the first has at least two tokens, every other one a window.
-        context: longest sequence of the model.
         longest: tokens of a window at most; fewer where the context or the first text are shorter.
 
     Raises:

@@ -18,15 +18,10 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}  # through a layer at a time
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A decoder layer with its weights, for sequences of one length.
+    """A decoder layer with its weights, for sequences of one length."""
 
-    Attributes:
-        module: transformers' own, FP32.
-        arguments: what the model passes to it besides the hidden states.
-    """
-
-    module: torch.nn.Module
-    arguments: Mapping[str, Any]
+    module: torch.nn.Module  # transformers' own, FP32
+    arguments: Mapping[str, Any]  # what the model passes to it besides the hidden states
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[windows, T, h] to [windows, T, h]."""
@@ -58,10 +53,7 @@ def run(layer: Layer, hidden: Tensor, device: torch.device, pool: Pool) -> None:
     """Pass all windows through a layer, in place.
 
     Args:
-        layer: any.
         hidden: [windows, T, h] float32, on the CPU or the device.
-        device: where to compute.
-        pool: of `alone_on_threads`.
     """
     parts = batches(hidden, device)
     results = ordered(pool, lambda part: layer(hidden[part].to(device)), parts)
@@ -76,8 +68,6 @@ def hooked(
     """Tell of every call of some submodules, until the context closes.
 
     Args:
-        module: that holds them.
-        names: of the submodules.
         note: called with name, first input and output, in the thread of the call.
     """
 
@@ -98,9 +88,7 @@ def stages(layer: Layer, window: Tensor, linears: Sequence[str]) -> list[tuple[s
     """Linears that read the same tensor, in the order in which the layer calls them.
 
     Args:
-        layer: any.
         window: [1, T, h] hidden states.
-        linears: names of those wanted.
     """
     calls: list[tuple[str, Tensor]] = []
     with torch.no_grad(), hooked(layer.module, linears, lambda name, x, _: calls.append((name, x))):
@@ -157,8 +145,6 @@ def recorded(
     Those that are not called, as experts may be, are left out.
 
     Args:
-        layer: any.
-        linears: names within the layer.
         summary: of an input [windows, T, K].
 
     Yields:

@@ -29,34 +29,21 @@ SEED = 7
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """A line that comes a second time.
+    """A line that comes a second time."""
 
-    Attributes:
-        window: number of the searched window.
-        line: which of the hidden ones, from the first.
-        answer: positions of the tokens that only the first time tells.
-        distance: tokens between the two.
-    """
-
-    window: int
-    line: int
-    answer: slice
-    distance: int
+    window: int  # number of the searched window
+    line: int  # which of the hidden ones, from the first
+    answer: slice  # positions of the tokens that only the first time tells
+    distance: int  # tokens between the two
 
 
 @dataclass(frozen=True, slots=True)
 class LongText:
-    """Windows of T tokens.
+    """Windows of T tokens."""
 
-    Attributes:
-        repeated: [windows, T] int64.
-        searched: [windows, T] int64.
-        lookups: every line of every searched window.
-    """
-
-    repeated: Tensor
-    searched: Tensor
-    lookups: tuple[Lookup, ...]
+    repeated: Tensor  # [windows, T] int64
+    searched: Tensor  # [windows, T] int64
+    lookups: tuple[Lookup, ...]  # every line of every searched window
 
     @property
     def length(self) -> int:
@@ -75,11 +62,6 @@ class Line:
 
 def long_text(folder: Path, text: Text, context: int) -> LongText:
     """Windows as long as 32,768 tokens, the context and the text allow.
-
-    Args:
-        folder: of the original checkpoint.
-        text: fills the windows.
-        context: longest sequence of the model.
 
     Raises:
         CheckpointError: the folder has no tokenizer.json, or one that fails.

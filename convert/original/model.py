@@ -15,25 +15,16 @@ from lowbit.formats.errors import CheckpointError, UnsupportedModelError
 
 @dataclass(frozen=True, slots=True)
 class LayeredModel:
-    """A model to run layer by layer: where its weights are, and its modules without storage.
+    """A model to run layer by layer: where its weights are, and its modules without storage."""
 
-    Attributes:
-        weights: of the checkpoint.
-        layers: decoder layers on the meta device.
-        arguments: what the model passes to each layer besides the hidden states.
-        norm: the final norm, on the meta device.
-        prefix: of the decoder's tensor names in the checkpoint.
-        head: name of the head's weight; the embedding's where they are tied.
-        vocabulary: rows of the head.
-    """
-
-    weights: Weights
-    layers: tuple[torch.nn.Module, ...]
+    weights: Weights  # of the checkpoint
+    layers: tuple[torch.nn.Module, ...]  # decoder layers on the meta device
+    # What the model passes to each layer besides the hidden states.
     arguments: tuple[dict[str, Any], ...]
-    norm: torch.nn.Module
-    prefix: str
-    head: str
-    vocabulary: int
+    norm: torch.nn.Module  # the final norm, on the meta device
+    prefix: str  # of the decoder's tensor names in the checkpoint
+    head: str  # name of the head's weight; the embedding's where they are tied
+    vocabulary: int  # rows of the head
 
     @property
     def embedding(self) -> str:
@@ -48,11 +39,6 @@ class LayeredModel:
 
 def load_layered_model(weights: Weights, window: int, device: torch.device) -> LayeredModel:
     """A model's modules without storage, and what they are called with.
-
-    Args:
-        weights: of the checkpoint.
-        window: tokens of a sequence.
-        device: where positions and masks live.
 
     Raises:
         UnsupportedModelError: transformers has no causal language model for it.

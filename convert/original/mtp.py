@@ -34,19 +34,12 @@ NORMS = (MTP_EMBEDDING_NORM, MTP_HIDDEN_NORM, MTP_NORM)
 
 @dataclass(frozen=True, slots=True)
 class MtpHead:
-    """A head for multi-token prediction, whole in memory.
+    """A head for multi-token prediction, whole in memory."""
 
-    Attributes:
-        norms: modules by the name of their weight.
-        fc: [h, 2h] float32.
-        layer: its decoder layer, transformers' own for full attention.
-        arguments: what the model passes to such a layer.
-    """
-
-    norms: Mapping[str, torch.nn.Module]
-    fc: Tensor
-    layer: torch.nn.Module
-    arguments: Mapping[str, Any]
+    norms: Mapping[str, torch.nn.Module]  # modules by the name of their weight
+    fc: Tensor  # [h, 2h] float32
+    layer: torch.nn.Module  # its decoder layer, transformers' own for full attention
+    arguments: Mapping[str, Any]  # what the model passes to such a layer
 
     def joined(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
         """Inputs of the layer: [..., h] embeddings of tokens and [..., h] states to [..., h]."""
@@ -151,9 +144,7 @@ def greedy_tokens(model: LayeredModel, states: Tensor, pool: Pool) -> Tensor:
     """The token that the model's head ranks first for every state.
 
     Args:
-        model: any.
         states: [tokens, h] float32, after a final norm.
-        pool: of `alone_on_threads`.
 
     Returns:
         [tokens] int64; of equal logits the first.

@@ -27,32 +27,20 @@ CUT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A prompt and its answer.
+    """A prompt and its answer."""
 
-    Attributes:
-        text: the prompt and the answer, special tokens included.
-        tokens: of the answer, the token that ends it included.
-        ended: the model ended it; else it was cut.
-    """
-
-    text: str
-    tokens: int
-    ended: bool
+    text: str  # the prompt and the answer, special tokens included
+    tokens: int  # of the answer, the token that ends it included
+    ended: bool  # the model ended it; else it was cut
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Prompts as a model reads them.
+    """Prompts as a model reads them."""
 
-    Attributes:
-        texts: as the chat template writes them.
-        ids: their tokens.
-        tokens: of an answer at most.
-    """
-
-    texts: tuple[str, ...]
-    ids: tuple[list[int], ...]
-    tokens: int
+    texts: tuple[str, ...]  # as the chat template writes them
+    ids: tuple[list[int], ...]  # their tokens
+    tokens: int  # of an answer at most
 
     @property
     def longest(self) -> int:
@@ -71,9 +59,6 @@ def ask(
 
     Args:
         prompts: one user message each, at least one.
-        template: of the model.
-        tokenizer: of the model.
-        config: of the model.
         tokens: of an answer at most.
 
     Raises:
@@ -102,8 +87,6 @@ def fitting_batch(asked: Asked, config: Config, weights: int, itemsize: int, dev
     """Answers that fit into the free memory at a time.
 
     Args:
-        asked: the prompts.
-        config: of the model.
         weights: bytes of the weights.
         itemsize: bytes of a number of the model's dtype.
         device: `cpu` or `cuda`.
@@ -141,12 +124,6 @@ def answer(
     """Sample an answer to every prompt at temperature 1, from all of the vocabulary.
 
     Args:
-        model: of transformers, on its device.
-        asked: the prompts.
-        tokenizer: of the model.
-        ends: ids that end an answer.
-        batch: answers at a time.
-        seed: of the draws.
         progress: called with ("answer", steps done, in all).
 
     Raises:

@@ -34,7 +34,6 @@ def prompts(count: int, seed: int) -> list[str]:
 
     Args:
         count: any number; beyond 240, prompts of the smaller kinds are repeated.
-        seed: of the choice and the order.
     """
     order = random.Random(seed)
     kinds = [_shuffled(kind, order) for kind in _kinds()]

@@ -78,33 +78,22 @@ MIXED = ("writes", "joins")  # kinds whose rows belong to a stream
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The part of a tensor in the rotation.
+    """The part of a tensor in the rotation."""
 
-    Attributes:
-        kind: its columns, or its rows, belong to the stream; or it is a norm's gain, of one then;
-            or it is MTP's fc, whose columns are of the trunk's stream and rows of MTP's own.
-        source: the tensor of the checkpoint; the embedding's for a head tied to it.
-        gain: the norm whose gain its columns take over.
-        mtp: its stream is that of MTP's layers.
-    """
-
+    # Its columns, or its rows, belong to the stream; or it is a norm's gain, of one then; or it is
+    # MTP's fc, whose columns are of the trunk's stream and rows of MTP's own.
     kind: Kind
-    source: str
-    gain: str | None = None
-    mtp: bool = False
+    source: str  # the tensor of the checkpoint; the embedding's for a head tied to it
+    gain: str | None = None  # the norm whose gain its columns take over
+    mtp: bool = False  # its stream is that of MTP's layers
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of one checkpoint; threads may share it.
+    """The rotation of one checkpoint; threads may share it."""
 
-    Attributes:
-        checkpoint: the original.
-        roles: of the tensors that change, by their name in the result.
-    """
-
-    checkpoint: Checkpoint
-    roles: Mapping[str, Role]
+    checkpoint: Checkpoint  # the original
+    roles: Mapping[str, Role]  # of the tensors that change, by their name in the result
     _mixed: "OrderedDict[tuple[str, torch.device], Tensor]" = field(default_factory=OrderedDict)
     _lock: Lock = field(default_factory=Lock)
 
@@ -123,10 +112,7 @@ class Rotation:
         """Rows of a tensor of the result, float32.
 
         Args:
-            name: of the tensor.
-            start: number of the first row.
             raw: the same rows of its source, as stored.
-            device: where to compute; the bits do not depend on it.
         """
         role = self.roles.get(name)
         if role is None:
@@ -200,10 +186,6 @@ def rotation_roles(config: Mapping[str, Any], names: Collection[str]) -> dict[st
 
     A head that is tied to the embedding gets a matrix of its own.
 
-    Args:
-        config: config.json of the original.
-        names: of its tensors.
-
     Raises:
         UnsupportedModelError: the family's residual stream cannot be rotated.
     """
@@ -251,8 +233,6 @@ def why_not_rotated(
     """Reason why a checkpoint cannot be rotated; None where it can.
 
     Args:
-        config: config.json of the source.
-        schemes: of all linears.
         names: of its tensors, without those that are dropped.
     """
     if config.get("model_type") not in ROTATABLE:
@@ -276,7 +256,6 @@ def held_bytes(roles: Mapping[str, Role], tensors: Mapping[str, TensorInfo], dev
 
     Args:
         roles: of the rotation; none without one.
-        tensors: headers of the original.
         device: where they are mixed; a GPU leaves only the reading to RAM.
     """
     sizes = [

@@ -41,9 +41,6 @@ def ordered(
     """Results in order, without gradients, in inference mode where the caller is.
 
     Args:
-        pool: of `alone_on_threads`.
-        function: independent of the order of calls.
-        items: its arguments.
         limit: of calls and results that exist at a time; two a thread where left out.
     """
     limit = limit or 2 * torch.get_num_threads()

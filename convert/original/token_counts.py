@@ -22,19 +22,13 @@ BLOCK = 1000  # tokens: every second block is held out to measure the coverage o
 
 @dataclass(frozen=True, slots=True)
 class CountedText:
-    """A text as tokens, to count them.
+    """A text as tokens, to count them."""
 
-    Attributes:
-        name: of the text.
-        sha256: of all its documents, one after the other.
-        ids: its tokens.
-        rest: tokens of the bundled text, which decide where a text of the user's has none; empty
-            where the bundled one is counted itself.
-    """
-
-    name: str
-    sha256: str
-    ids: Sequence[int]
+    name: str  # of the text
+    sha256: str  # of all its documents, one after the other
+    ids: Sequence[int]  # its tokens
+    # Tokens of the bundled text, which decide where a text of the user's has none; empty where the
+    # bundled one is counted itself.
     rest: Sequence[int]
 
     def by_use(self, first: Sequence[int], vocabulary: int) -> list[int]:
@@ -49,23 +43,15 @@ class CountedText:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Tokens chosen for a draft head.
+    """Tokens chosen for a draft head."""
 
-    Attributes:
-        ids: [N] int32, ascending.
-        text: name of the text they were counted on; None without a tokenizer, by id alone.
-        text_sha256: of the text.
-        tokens: of the text.
-        coverage: share of its tokens that are among the ids.
-        held_out: share of the tokens in every second block of the text that would be among as many
-            ids counted on the other blocks.
-    """
-
-    ids: Tensor
-    text: str | None
-    text_sha256: str | None
-    tokens: int
-    coverage: float
+    ids: Tensor  # [N] int32, ascending
+    text: str | None  # name of the text they were counted on; None without a tokenizer, by id alone
+    text_sha256: str | None  # of the text
+    tokens: int  # of the text
+    coverage: float  # share of its tokens that are among the ids
+    # Share of the tokens in every second block of the text that would be among as many ids counted
+    # on the other blocks.
     held_out: float
 
 
@@ -78,10 +64,7 @@ def choose_vocabulary(
     Tokens that a text of the user's does not have follow the bundled text before their ids decide.
 
     Args:
-        folder: of the original.
         count: tokens to choose, fewer than the vocabulary.
-        vocabulary: rows of the head.
-        ends: tokens that end an answer.
         file: `.txt` or `.jsonl` text; the bundled one where left out.
 
     Raises:
@@ -111,8 +94,6 @@ def count_text(tokenizer: TextTokenizer, vocabulary: int, file: Path | None) -> 
     """A text as tokens.
 
     Args:
-        tokenizer: of the original.
-        vocabulary: rows of its embedding.
         file: `.txt` or `.jsonl` text; the bundled one where left out.
 
     Raises:

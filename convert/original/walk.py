@@ -53,9 +53,7 @@ def pass_through(layer: Layer, hidden: Tensor, pool: Pool, routes: Tensor | None
     """Pass windows through a decoder layer, in place.
 
     Args:
-        layer: any.
         hidden: [windows, T, h], of the layer's dtype.
-        pool: of `alone_on_threads`.
         routes: [windows, T, chosen], filled with the experts of every token; None without experts,
             or where nobody asks.
     """
@@ -79,8 +77,6 @@ def pass_through_all(
     Args:
         model: loaded for windows of T tokens.
         windows: [windows, T] int64 token ids.
-        device: where to compute.
-        pool: of `alone_on_threads`.
         advance: told of 1 after every layer.
     """
     hidden = embed(model, windows, device)

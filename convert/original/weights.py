@@ -29,17 +29,11 @@ from lowbit.formats.safetensors.checkpoint import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A checkpoint, packed or not, whose weights are read in FP32.
+    """A checkpoint, packed or not, whose weights are read in FP32."""
 
-    Attributes:
-        checkpoint: headers of the folder.
-        quantization: how its linears are packed; None where none is.
-        rotation: of its residual stream; None to read the weights as they are.
-    """
-
-    checkpoint: Checkpoint
-    quantization: QuantizationConfig | None
-    rotation: Rotation | None = None
+    checkpoint: Checkpoint  # headers of the folder
+    quantization: QuantizationConfig | None  # how its linears are packed; None where none is
+    rotation: Rotation | None = None  # of its residual stream; None to read the weights as they are
 
     @property
     def name(self) -> str:
@@ -84,7 +78,6 @@ class Weights:
         Args:
             name: as in an unpacked checkpoint, `.weight` included.
             shape: what the model expects.
-            device: where a packed weight is also unpacked.
 
         Raises:
             CheckpointError: no such weight, or one of another shape or dtype.

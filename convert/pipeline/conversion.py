@@ -97,22 +97,14 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Job:
-    """A conversion in which everything is decided: to be carried out, or found done already.
+    """A conversion in which everything is decided: to be carried out, or found done already."""
 
-    Attributes:
-        location: where the original is.
-        source: its headers.
-        plan: made of them.
-        device: where to compute.
-        calibration: the text, for methods other than round-to-nearest.
-        draft_text: to count the tokens of a draft head on; the bundled one where left out.
-    """
-
-    location: Location
-    source: Checkpoint
-    plan: Plan
-    device: torch.device
-    calibration: CalibrationRequest
+    location: Location  # where the original is
+    source: Checkpoint  # its headers
+    plan: Plan  # made of them
+    device: torch.device  # where to compute
+    calibration: CalibrationRequest  # the text, for methods other than round-to-nearest
+    # To count the tokens of a draft head on; the bundled one where left out.
     draft_text: Path | None = None
 
     @cached_property

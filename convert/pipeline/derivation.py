@@ -42,7 +42,6 @@ def check_derived(
 
     Args:
         folder: the packed folder, whose draft head names its rows.
-        manifest: of the packed folder.
         source: the original, whose hashes are those of the manifest.
         calibration: the text, where the method is a calibrated one.
         device: `cpu` or `cuda`.

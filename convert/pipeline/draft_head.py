@@ -26,8 +26,6 @@ def choose_draft_rows(plan: Plan, source: Checkpoint, text: Path | None) -> Voca
     """Tokens of the draft head that a plan asks for; None where it asks for none.
 
     Args:
-        plan: of the conversion.
-        source: the original.
         text: to count tokens on; the bundled one where left out.
 
     Raises:
@@ -64,10 +62,7 @@ def make_draft_head(plan: Plan, source: Checkpoint, ids: Tensor, device: torch.d
     """Pack rows of the original's head, rounded to nearest; the bytes do not depend on the device.
 
     Args:
-        plan: of the conversion.
-        source: the original.
         ids: [N] int32, ascending.
-        device: where to compute.
     """
     rotation = Rotation(source, plan.rotated) if plan.rotated else None
     weights = Weights(source, None, rotation)

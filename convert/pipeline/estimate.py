@@ -53,36 +53,22 @@ ROUNDED = {"cpu": 32e6, "cuda": 200e6}  # on a CPU for each core
 
 @dataclass(frozen=True, slots=True)
 class MethodCost:
-    """Expected time of a whole conversion by one method, and peak memory of its calibration.
+    """Expected time of a whole conversion by one method, and peak memory of its calibration."""
 
-    Attributes:
-        method: its steps.
-        seconds: of the whole conversion.
-        memory: None for round-to-nearest, whose memory `--max-ram` bounds.
-    """
-
-    method: Method
-    seconds: float
-    memory: Memory | None
+    method: Method  # its steps
+    seconds: float  # of the whole conversion
+    memory: Memory | None  # None for round-to-nearest, whose memory `--max-ram` bounds
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A conversion that can begin.
+    """A conversion that can begin."""
 
-    Attributes:
-        plan: with the method settled.
-        device: where it will compute.
-        windows: of the calibration text, estimated from its size.
-        costs: of `methods`, and of the plan's own where it is none of them.
-        obstacle: reason why `auto` does not rotate the checkpoint; None where it does.
-    """
-
-    plan: Plan
-    device: torch.device
-    windows: Windows
-    costs: tuple[MethodCost, ...]
-    obstacle: str | None
+    plan: Plan  # with the method settled
+    device: torch.device  # where it will compute
+    windows: Windows  # of the calibration text, estimated from its size
+    costs: tuple[MethodCost, ...]  # of `methods`, and of the plan's own where it is none of them
+    obstacle: str | None  # reason why `auto` does not rotate the checkpoint; None where it does
 
     @property
     def method(self) -> Method:
@@ -106,33 +92,20 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class RunMemory:
-    """Memory that the result takes on a GPU.
+    """Memory that the result takes on a GPU."""
 
-    Attributes:
-        weight_bytes: of its decoder.
-        context: tokens that a sequence is counted with.
-        sequence_bytes: keys, values and states of such a sequence in BF16, the states included that
-            are on their way to the host for later prompts.
-        int8_sequence_bytes: the same with keys and values in INT8.
-    """
-
-    weight_bytes: int
-    context: int
+    weight_bytes: int  # of its decoder
+    context: int  # tokens that a sequence is counted with
+    # Keys, values and states of such a sequence in BF16, the states included that are on their way
+    # to the host for later prompts.
     sequence_bytes: int
-    int8_sequence_bytes: int
+    int8_sequence_bytes: int  # the same with keys and values in INT8
 
 
 def estimate(
     source: Checkpoint, plan: Plan, device: torch.device, request: CalibrationRequest
 ) -> Estimate:
-    """Estimate a planned conversion.
-
-    Args:
-        source: headers of the original.
-        plan: made of them.
-        device: where to compute.
-        request: the calibration text.
-    """
+    """Estimate a planned conversion."""
     sizes, used = source.sizes, plan.recipe.method
     windows = expected_windows(request, sizes.max_position_embeddings, device.type)
     if sizes.block_drafts is not None:  # it is rounded to nearest
@@ -167,10 +140,7 @@ def automatic_plan(
     """A plan with the method that `auto` stands for; a drafter's is left as it is.
 
     Args:
-        source: headers of the original.
         plan: made of them; its method, which does not rotate, is not looked at.
-        device: where to compute.
-        request: the calibration text.
     """
     sizes = source.sizes
     if sizes.block_drafts is not None:

@@ -29,7 +29,6 @@ def can_continue(out: Path, overwrite: bool, logits: bool, publish: bool) -> boo
     """Tell whether a packed folder is at `out` that a command has still something to add to.
 
     Args:
-        out: of the command.
         overwrite: True where something else there may be replaced.
         logits: True of a command that compares logits.
         publish: True of a command that publishes, which continues after any interruption.

@@ -67,27 +67,16 @@ OTHER_WORK = "finish it with the command that began it, or remove that folder"
 
 @dataclass(frozen=True, slots=True)
 class Finetuned:
-    """A training that has ended.
+    """A training that has ended."""
 
-    Attributes:
-        folder: the packed folder.
-        before: drafts on windows held out.
-        after: same with the trained head.
-        exchanged: the trained head is in the folder; False where it was no better.
-        windows: learned from.
-        held_out: windows that were not.
-        steps: of the training.
-        seconds: wall time of this run.
-    """
-
-    folder: Path
-    before: tuple[Draft, ...]
-    after: tuple[Draft, ...]
-    exchanged: bool
-    windows: int
-    held_out: int
-    steps: int
-    seconds: float
+    folder: Path  # the packed folder
+    before: tuple[Draft, ...]  # drafts on windows held out
+    after: tuple[Draft, ...]  # same with the trained head
+    exchanged: bool  # the trained head is in the folder; False where it was no better
+    windows: int  # learned from
+    held_out: int  # windows that were not
+    steps: int  # of the training
+    seconds: float  # wall time of this run
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +110,10 @@ def finetune_mtp(
     windows held out. Interrupted, it is as it was, and the same call continues.
 
     Args:
-        folder: made by lowbit-convert.
         text: `.txt` or `.jsonl`; the bundled calibration text where left out.
         steps: windows to learn from, one a step.
         device: `cpu` or `cuda`.
         windows: of the text at most.
-        length: tokens of a window.
         progress: called with ("states" or "train", done, in all).
 
     Raises:
@@ -401,7 +388,6 @@ def training_memory(
     by a third from run to run. The pass through the trunk before it is as that of a report.
 
     Args:
-        config: config.json of the packed folder.
         windows: windows of the text, and tokens of each.
         rows: of the model's head that targets are told apart by.
         device: `cpu` or `cuda`.

@@ -59,7 +59,6 @@ def check_output(out: Path, overwrite: bool) -> None:
     """Make sure that the result can take its place at `out` when it is done.
 
     Args:
-        out: resolved path.
         overwrite: whether a packed checkpoint there may be replaced.
 
     Raises:
@@ -287,9 +286,7 @@ def new_folder(place: Path, work: str, files: Collection[str], hint: str) -> Ite
     """A folder to fill, empty but for its journal, that takes its place where the block ends.
 
     Args:
-        place: of `free_place`.
         work: names what is written; that of another kind is not thrown away.
-        files: names that will be written.
         hint: what a user can do about work of another kind.
     """
     partial = partial_of(place)

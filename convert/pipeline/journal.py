@@ -30,19 +30,12 @@ ALWAYS_OURS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class CompletedStep:
-    """A step that is done.
+    """A step that is done."""
 
-    Attributes:
-        step: its number in the plan.
-        source_sha256: of the source tensor's bytes.
-        tensors: those written, with hashes.
-        sums: of the error; None unless quantized.
-    """
-
-    step: int
-    source_sha256: str
-    tensors: tuple[OutputTensor, ...]
-    sums: WeightSums | None
+    step: int  # its number in the plan
+    source_sha256: str  # of the source tensor's bytes
+    tensors: tuple[OutputTensor, ...]  # those written, with hashes
+    sums: WeightSums | None  # of the error; None unless quantized
 
 
 class Journal:
@@ -74,8 +67,6 @@ def open_journal(
     journal stay: the run that calibrates reads in each file which plan it is of.
 
     Args:
-        folder: where the shards are built.
-        digest: of the plan.
         overwrite: throw away the work of another plan.
         files: names that this run will write beside `ALWAYS_OURS`.
         hint: what a user can do about work of another plan.

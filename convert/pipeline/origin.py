@@ -39,21 +39,14 @@ Ask = Callable[[str], str]  # a question for the user -> the answer
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Folders that may be the original; at least one.
+    """Folders that may be the original; at least one."""
 
-    Attributes:
-        candidates: the likeliest first.
-        manifest: of the packed folder, None where it has none to check a candidate by.
-        guessed: True where they were found, and not named by anybody.
-        repo: Hub id of the original, where it has been fetched.
-        hint: what to do where none of them is the original.
-    """
-
-    candidates: tuple[Path, ...]
+    candidates: tuple[Path, ...]  # the likeliest first
+    # Of the packed folder, None where it has none to check a candidate by.
     manifest: Manifest | None
-    guessed: bool = False
-    repo: str | None = None
-    hint: str = NAME_IT
+    guessed: bool = False  # True where they were found, and not named by anybody
+    repo: str | None = None  # Hub id of the original, where it has been fetched
+    hint: str = NAME_IT  # what to do where none of them is the original
 
     def confirmed(self, progress: Progress) -> Checkpoint:
         """The first candidate whose tensors have the hashes of lowbit.json.
@@ -92,9 +85,7 @@ def find_origin(
     those beside the packed one, and at last the user's answer to a question.
 
     Args:
-        folder: packed checkpoint.
         manifest: content of its lowbit.json, if there is one.
-        given: folder or Hub id named by the user.
         ask: puts a question to the user; None where nobody is there to answer.
 
     Raises:
@@ -162,8 +153,6 @@ def check_origin(manifest: Manifest, source: Checkpoint, progress: Progress) -> 
     """Make sure that a checkpoint is the original; the number of its tensors.
 
     Args:
-        manifest: of the packed folder.
-        source: to check.
         progress: called with ("source", bytes done, bytes in all).
 
     Raises:

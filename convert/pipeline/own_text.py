@@ -26,19 +26,12 @@ from lowbit.formats.text.tokenizer import TextTokenizer, load_text_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class OwnText:
-    """A calibration text in its place.
+    """A calibration text in its place."""
 
-    Attributes:
-        file: the text.
-        answers: of the model.
-        batch: answers that were generated at a time.
-        seconds: wall time.
-    """
-
-    file: Path
-    answers: tuple[Answer, ...]
-    batch: int
-    seconds: float
+    file: Path  # the text
+    answers: tuple[Answer, ...]  # of the model
+    batch: int  # answers that were generated at a time
+    seconds: float  # wall time
 
     @property
     def tokens(self) -> int:
@@ -69,14 +62,10 @@ def write_own_text(
     the same batches.
 
     Args:
-        source: folder, or Hub id, of the original.
         out: `.txt` file to write.
-        answers: prompts to answer.
         tokens: of an answer at most.
         device: `cpu` or `cuda`.
-        seed: of the prompts and the draws.
         revision: branch, tag or commit of a Hub id.
-        overwrite: replace a file at `out`.
         progress: called with (phase, done, in all).
 
     Raises:

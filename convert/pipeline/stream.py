@@ -88,14 +88,8 @@ def stream(
     """Carry out steps of a plan into the shards of `folder`.
 
     Args:
-        plan: decides everything.
-        source: opened checkpoint.
         folder: where the shards lie, created and sized; None to hash without writing.
-        record: called with every finished step.
         todo: numbers of the steps to do, in order.
-        elements: weights in a block.
-        device: where codes are computed; the result does not depend on it.
-        advance: told of the source bytes done.
         calibrated: linears whose codes are chosen already.
 
     Raises:

@@ -24,27 +24,16 @@ from lowbit.formats.safetensors.hashing import hash_file, hash_shard
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Record of a verification; every check passed.
+    """Record of a verification; every check passed."""
 
-    Attributes:
-        folder: packed checkpoint.
-        files: hashed and equal to the manifest.
-        tensors: likewise.
-        size_bytes: of the files.
-        source_tensors: hashed in the original and equal; None where it was not given.
-        derived: True where all tensors were made again from the source, and are equal.
-        not_derived: why they were not; None where they were, or no source was given.
-        unlisted: files beside the checkpoint that the manifest does not name.
-    """
-
-    folder: Path
-    files: int
-    tensors: int
-    size_bytes: int
-    source_tensors: int | None
-    derived: bool
-    not_derived: str | None
-    unlisted: tuple[str, ...]
+    folder: Path  # packed checkpoint
+    files: int  # hashed and equal to the manifest
+    tensors: int  # likewise
+    size_bytes: int  # of the files
+    source_tensors: int | None  # hashed in the original and equal; None where it was not given
+    derived: bool  # True where all tensors were made again from the source, and are equal
+    not_derived: str | None  # why they were not; None where they were, or no source was given
+    unlisted: tuple[str, ...]  # files beside the checkpoint that the manifest does not name
 
 
 def verify_folder(
@@ -57,7 +46,6 @@ def verify_folder(
     """Check layout and completeness against the architecture, bytes against lowbit.json.
 
     Args:
-        folder: packed checkpoint.
         source: original to compare with the recorded hashes and to quantize again, or None.
         progress: called with (phase, bytes done, bytes in all).
         calib: text of a calibrated method, the bundled one where left out.
@@ -113,8 +101,6 @@ def check_recorded(packed: PackedCheckpoint, manifest: Manifest, progress: Progr
     """Compare every tensor and file of a packed folder with its lowbit.json.
 
     Args:
-        packed: the opened folder.
-        manifest: its lowbit.json.
         progress: called with ("verify", bytes done, bytes in all).
 
     Raises:

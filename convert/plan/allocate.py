@@ -22,15 +22,10 @@ Schemes = Mapping[str, Scheme | None]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A budget for the weight files, headers included; exactly one of the two is given.
+    """A budget for the weight files, headers included; exactly one of the two is given."""
 
-    Attributes:
-        bits_per_weight: limit of `Plan.bits_per_weight`.
-        size_bytes: limit of `Plan.output_bytes` and the draft head's together.
-    """
-
-    bits_per_weight: Fraction | None = None
-    size_bytes: int | None = None
+    bits_per_weight: Fraction | None = None  # limit of `Plan.bits_per_weight`
+    size_bytes: int | None = None  # limit of `Plan.output_bytes` and the draft head's together
 
     def limit(self, parameters: int) -> int:
         """Bytes that the weight files of a model with so many parameters may have."""
@@ -39,13 +34,7 @@ class Target:
         return math.floor((self.bits_per_weight or Fraction(0)) * parameters / 8)
 
     def refusal(self, least: int, most: int, parameters: int) -> str:
-        """Message that the budget cannot be met.
-
-        Args:
-            least: bytes of the smallest choice.
-            most: bytes of the model as stored.
-            parameters: number of weights of the model.
-        """
+        """Message that the budget cannot be met."""
         if self.bits_per_weight is None:
             return (
                 f"{self.size_bytes:,} bytes cannot be met: the smallest choice takes {least:,}, "
@@ -60,18 +49,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Result of a choice under a budget.
+    """Result of a choice under a budget."""
 
-    Attributes:
-        recipe: an ordinary recipe with the schemes as overrides.
-        plan: plan of the conversion with that recipe.
-        schemes: scheme of every set by name, None for as stored.
-        kl: sum of the sets' KL; the whole model's, if errors of different sets were independent.
-    """
-
-    recipe: Recipe
-    plan: Plan
-    schemes: Schemes
+    recipe: Recipe  # an ordinary recipe with the schemes as overrides
+    plan: Plan  # plan of the conversion with that recipe
+    schemes: Schemes  # scheme of every set by name, None for as stored
+    # Sum of the sets' KL; the whole model's, if errors of different sets were independent.
     kl: float
 
 
@@ -97,12 +80,7 @@ def allocate(
     linears of multi-token prediction. The budget counts the headers of the files of that choice.
 
     Args:
-        config: content of config.json.
-        tensors: headers of the checkpoint.
-        recipe: recipe for everything else.
         rows: sensitivities of this checkpoint.
-        target: the budget.
-        max_shard_bytes: limit of an output file.
 
     Raises:
         QuantizationError: no choice fits, or the model as stored fits.

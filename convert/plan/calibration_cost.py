@@ -77,41 +77,26 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Peak memory in bytes.
+    """Peak memory in bytes."""
 
-    Attributes:
-        ram: of the machine, should the hidden states be there.
-        gpu: of the GPU, should the hidden states be there; 0 on a CPU.
-        window: part of both that each window of the text takes.
-    """
-
-    ram: int
-    gpu: int
-    window: int
+    ram: int  # of the machine, should the hidden states be there
+    gpu: int  # of the GPU, should the hidden states be there; 0 on a CPU
+    window: int  # part of both that each window of the text takes
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The matrices that a calibration passes through.
+    """The matrices that a calibration passes through."""
 
-    Attributes:
-        layers: of each decoder layer, every matrix [N, K].
-        inputs: of each decoder layer, K of every input that a quantized linear reads; of experts
-            as often as a token is routed to one.
-        solved: [N, K] of each quantized linear, the head included.
-        vocabulary: rows of the head.
-        hidden: its columns.
-        active: weights of the matrices of all layers that a token passes through.
-        routed: there are experts, of which a token passes through some.
-    """
-
-    layers: tuple[tuple[tuple[int, int], ...], ...]
+    layers: tuple[tuple[tuple[int, int], ...], ...]  # of each decoder layer, every matrix [N, K]
+    # Of each decoder layer, K of every input that a quantized linear reads; of experts as often as
+    # a token is routed to one.
     inputs: tuple[tuple[int, ...], ...]
-    solved: tuple[tuple[int, int], ...]
-    vocabulary: int
-    hidden: int
-    active: int
-    routed: bool
+    solved: tuple[tuple[int, int], ...]  # [N, K] of each quantized linear, the head included
+    vocabulary: int  # rows of the head
+    hidden: int  # its columns
+    active: int  # weights of the matrices of all layers that a token passes through
+    routed: bool  # there are experts, of which a token passes through some
 
     @cached_property
     def weights(self) -> int:
@@ -132,8 +117,6 @@ def shapes_of(
     """The matrices of a model.
 
     Args:
-        config: its config.json.
-        schemes: of its linears.
         names: of its tensors; see `tensor_table`.
     """
     table, experts = tensor_table(config, names), read_config(config).experts
@@ -170,13 +153,7 @@ def shapes_of(
 
 
 def calibration_flops(shapes: Shapes, method: Method, windows: Windows) -> float:
-    """Floating-point operations of a calibration; see the formulas above.
-
-    Args:
-        shapes: of the model.
-        method: its steps.
-        windows: of the text.
-    """
+    """Floating-point operations of a calibration; see the formulas above."""
     W, T = shapes.weights, windows.tokens
     flops = 2.0 * shapes.active * T * PASSES[method.codes]
     if method.codes == "gptq":
@@ -193,9 +170,6 @@ def calibration_seconds(
     """Time of a calibration.
 
     Args:
-        shapes: of the model.
-        method: its steps.
-        windows: of the text.
         device: `cpu` or `cuda`.
         rate: operations a second of plain products there.
     """
@@ -208,11 +182,7 @@ def calibration_memory(
     """Peak memory of a calibration.
 
     Args:
-        shapes: of the model.
-        method: its steps.
-        windows: of the text.
         device: `cpu` or `cuda`.
-        threads: of the CPU.
     """
     workers = threads if device == "cpu" else 1
     largest = max(sum(map(math.prod, layer)) for layer in shapes.layers)
@@ -271,7 +241,6 @@ def matmul_rate(device: torch.device, N: int, K: int) -> float:
     On a CPU every thread multiplies by itself, as calibration does.
 
     Args:
-        device: where to compute.
         N: rows of the weight.
         K: columns of the weight.
 

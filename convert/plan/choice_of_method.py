@@ -24,15 +24,10 @@ PLENTY_OF_BITS = 8
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """The step from one method to the next better one.
+    """The step from one method to the next better one."""
 
-    Attributes:
-        method: the better one.
-        words: what it brings.
-    """
-
-    method: Method
-    words: str
+    method: Method  # the better one
+    words: str  # what it brings
 
 
 # Mean KL on WikiText at INT4 of SmolLM2-135M in groups of 64, Qwen2.5-Coder-0.5B and -1.5B in
@@ -66,7 +61,6 @@ def methods(rotatable: bool, experts: bool = False) -> tuple[Method, ...]:
 
     Args:
         rotatable: the checkpoint can be rotated, and gains by it.
-        experts: it is a mixture of experts.
     """
     if experts:
         return WITH_EXPERTS
@@ -78,9 +72,7 @@ def gain_of(method: Method, rotatable: bool, experts: bool = False) -> Gain | No
     """The step to a better method; None where none is measured.
 
     Args:
-        method: the one to be used.
         rotatable: the checkpoint can be rotated, and gains by it.
-        experts: it is a mixture of experts.
     """
     best = best_gptq(rotatable)
     learned = Gain(replace(GPTQ, autoround=True), TO_AUTOROUND)
@@ -104,12 +96,9 @@ def automatic_method(
     """The method that `auto` stands for: the same for the same model, text and machine.
 
     Args:
-        schemes: of all linears.
         device: `cpu` or `cuda`.
         gptq_operations: floating-point operations of gptq, by `calibration_flops`.
-        cores: of the CPU.
         rotatable: the checkpoint can be rotated, and gains by it.
-        experts: it is a mixture of experts.
     """
     if needs_no_calibration(schemes):
         return RTN

@@ -25,15 +25,11 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class HeadPass:
-    """Results of a pass over the head.
+    """Results of a pass over the head."""
 
-    Attributes:
-        kl: mean KL of every scheme, in nats a token; infinite without finite logits.
-        gradients: [draws, tokens, h], of log p(y) by the head's input, y drawn from p.
-    """
-
+    # Mean KL of every scheme, in nats a token; infinite without finite logits.
     kl: tuple[float, ...]
-    gradients: Tensor
+    gradients: Tensor  # [draws, tokens, h], of log p(y) by the head's input, y drawn from p
 
 
 def pass_head(
@@ -47,12 +43,8 @@ def pass_head(
     """Measure every scheme of the head and draw tokens from the original's distribution.
 
     Args:
-        model: the original.
         final: [tokens, h] float32, output of the final norm.
-        schemes: of the head.
         draws: tokens drawn at each position, independently.
-        pool: of `alone_on_threads`.
-        rule: by which scales are chosen.
 
     Raises:
         QuantizationError: the original gives NaN or infinite logits.

@@ -22,32 +22,20 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One choice for a set.
+    """One choice for a set."""
 
-    Attributes:
-        size: size in any integer unit.
-        loss: loss, at least 0 and finite.
-    """
-
-    size: int
-    loss: float
+    size: int  # size in any integer unit
+    loss: float  # loss, at least 0 and finite
 
 
 @dataclass(frozen=True, slots=True)
 class _Set:
-    """Options of a set that no other option beats in both size and loss, by rising size.
+    """Options of a set that no other option beats in both size and loss, by rising size."""
 
-    Attributes:
-        indices: positions of these options in the set as given.
-        least: smallest size.
-        sizes: sizes less the smallest, rising from 0.
-        losses: losses in UNITS, falling.
-    """
-
-    indices: Ints
-    least: int
-    sizes: Ints
-    losses: Ints
+    indices: Ints  # positions of these options in the set as given
+    least: int  # smallest size
+    sizes: Ints  # sizes less the smallest, rising from 0
+    losses: Ints  # losses in UNITS, falling
 
 
 def choose(sets: Sequence[Sequence[Option]], limit: int) -> list[int] | None:
@@ -55,7 +43,6 @@ def choose(sets: Sequence[Sequence[Option]], limit: int) -> list[int] | None:
 
     Args:
         sets: at least one option each.
-        limit: largest sum of sizes.
 
     Returns:
         Index of the option for each set; None where even the smallest options do not fit.
@@ -148,8 +135,6 @@ def _search(
     """Best solution, or `start` where none is better.
 
     Args:
-        sets: all sets.
-        order: order in which sets are added.
         price: price of a unit of size; any price gives a valid bound.
         room: limit of the sum of sizes beyond the smallest.
         start: a solution that fits.

@@ -52,10 +52,7 @@ def check_free(what: str, need: int, device: str, hint: str) -> None:
     """Refuse work that does not fit.
 
     Args:
-        what: the work, as the message begins.
-        need: bytes that it takes at most.
         device: `cpu` or `cuda`.
-        hint: what makes it smaller.
 
     Raises:
         ResourceError: it takes more memory than is free.
@@ -73,9 +70,7 @@ def check_windows(what: str, need: Memory, windows: int, device: str, less: str)
     """Refuse work on windows of a text that does not fit in RAM or, on `cuda`, on the GPU.
 
     Args:
-        what: the work, as the message begins.
         need: at most.
-        windows: of the text.
         device: `cpu` or `cuda`.
         less: hint how to take fewer windows, with `{}` for their number.
 
@@ -97,9 +92,6 @@ def block_elements(max_ram: int | None, workers: int, device: torch.device, held
     Args:
         max_ram: resident bytes; None for `DEFAULT_MAX_RAM`, or `LEAST_ROOM` beyond everything that
             is not a block where that is more.
-        workers: threads that quantize.
-        device: where they do.
-        held: bytes that a rotation needs beside the blocks.
 
     Raises:
         ResourceError: the interpreter and torch alone leave too little.
@@ -128,8 +120,6 @@ def peak_estimate(elements: int, workers: int, held: int = 0, device: str = "cpu
 
     Args:
         elements: of `block_elements`, which has made CUDA ready.
-        workers: threads that quantize.
-        held: bytes that a rotation needs beside the blocks.
         device: `cpu` or `cuda`.
     """
     on_gpu = device == "cuda"

@@ -10,18 +10,13 @@ Codes = Literal["rtn", "weighted", "gptq"]
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """Steps in the order in which they are taken.
+    """Steps in the order in which they are taken."""
 
-    Attributes:
-        codes: round-to-nearest, the same with scales weighted by the inputs' power, or codes that
-            make up for one another's errors.
-        rotate: True where the residual stream is rotated before; gptq alone gains by it.
-        autoround: True where rounding and scales are then learned, layer by layer.
-    """
-
+    # Round-to-nearest, the same with scales weighted by the inputs' power, or codes that make up
+    # for one another's errors.
     codes: Codes = "rtn"
-    rotate: bool = False
-    autoround: bool = False
+    rotate: bool = False  # True where the residual stream is rotated before; gptq alone gains by it
+    autoround: bool = False  # True where rounding and scales are then learned, layer by layer
 
     @classmethod
     def parse(cls, text: str) -> "Method":

@@ -59,25 +59,16 @@ Output = tuple[str, torch.dtype, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One source tensor and its fate.
+    """One source tensor and its fate."""
 
-    Attributes:
-        source: where it is read.
-        fate: quantized, copied, written in a rotated basis, or dropped.
-        reason: why it is dropped or left as it is.
-        module: the linear it is the weight of (a tied embedding is lm_head's); None for others.
-        scheme: None unless quantized.
-        outputs: tensors written, (name, dtype, shape).
-        rereads: True where another step reads the same tensor and accounts for it.
-    """
-
-    source: TensorInfo
-    fate: Fate
-    reason: str
+    source: TensorInfo  # where it is read
+    fate: Fate  # quantized, copied, written in a rotated basis, or dropped
+    reason: str  # why it is dropped or left as it is
+    # The linear it is the weight of (a tied embedding is lm_head's); None for others.
     module: str | None
-    scheme: Scheme | None
-    outputs: tuple[Output, ...]
-    rereads: bool = False
+    scheme: Scheme | None  # None unless quantized
+    outputs: tuple[Output, ...]  # tensors written, (name, dtype, shape)
+    rereads: bool = False  # True where another step reads the same tensor and accounts for it
 
     @property
     def output_bytes(self) -> int:
@@ -87,26 +78,18 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The whole conversion.
+    """The whole conversion."""
 
-    Attributes:
-        config: config.json of the result.
-        recipe: rules that decided the schemes.
-        steps: decoder in the order of the forward pass, head, multi-token prediction, vision; a
-            tied head that is quantized reads the embedding a second time.
-        shards: the files to be.
-        schemes: of every linear module.
-        rotated: parts of the tensors that a rotation changes, by name in the result.
-        draft_rows: rows of the draft head; 0 without one.
-    """
-
-    config: Mapping[str, Any]
-    recipe: Recipe
+    config: Mapping[str, Any]  # config.json of the result
+    recipe: Recipe  # rules that decided the schemes
+    # Decoder in the order of the forward pass, head, multi-token prediction, vision; a tied head
+    # that is quantized reads the embedding a second time.
     steps: tuple[Step, ...]
-    shards: tuple[Shard, ...]
-    schemes: Mapping[str, Scheme | None]
+    shards: tuple[Shard, ...]  # the files to be
+    schemes: Mapping[str, Scheme | None]  # of every linear module
+    # Parts of the tensors that a rotation changes, by name in the result.
     rotated: Mapping[str, Role]
-    draft_rows: int
+    draft_rows: int  # rows of the draft head; 0 without one
 
     @property
     def source_bytes(self) -> int:
@@ -177,12 +160,6 @@ def make_plan(
 ) -> Plan:
     """Decide the fate of every tensor of a source.
 
-    Args:
-        config: its config.json.
-        tensors: its headers.
-        recipe: which linear gets which scheme.
-        max_shard_bytes: limit of an output file.
-
     Raises:
         UnsupportedModelError: the architecture is not implemented.
         CheckpointError: a tensor is missing, extra, misshapen or of an unexpected dtype; or the
@@ -228,11 +205,6 @@ def make_plan(
 
 def with_method(plan: Plan, config: Mapping[str, Any], method: Method) -> Plan:
     """A plan that is not rotated, with another method; a rotation changes fates.
-
-    Args:
-        plan: made of the source.
-        config: config.json of the source.
-        method: how codes are chosen.
 
     Raises:
         QuantizationError: the method rotates, and the model cannot be rotated.
@@ -426,7 +398,6 @@ def draft_rows(config: Mapping[str, Any], recipe: Recipe, drafts: bool) -> int:
     """Rows of the draft head; 0 without one.
 
     Args:
-        config: config.json of the source.
         recipe: may name their number.
         drafts: the result has a head for multi-token prediction.
 

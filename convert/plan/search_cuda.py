@@ -86,7 +86,6 @@ def search(w: Tensor, extreme: Tensor, half: int, importance: Tensor | None) -> 
     Args:
         w: [groups, G] float32 on a GPU; G is a power of two, at least 2.
         extreme: [groups, 1] float32.
-        half: half the number of codes.
         importance: [column groups, G] float32, for groups in turn; None where all count alike.
 
     Returns:

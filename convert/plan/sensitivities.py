@@ -18,26 +18,18 @@ SCHEMA = 5  # of the file
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One scheme for one fused set.
+    """One scheme for one fused set."""
 
-    Attributes:
-        name: name of the fused set.
-        modules: its linears; one for the same linear of all experts, `*` for its number.
-        weights: number of its weights.
-        bits: bits of a code.
-        group_size: weights that share a scale.
-        size_bytes: bytes of its packed tensors, scales included.
-        kl: mean KL divergence from the original, in nats a token, with only this set quantized:
-            measured, or of round-to-nearest estimated to second order (the head's measured);
-            infinite where a rounded weight is not finite.
-    """
-
-    name: str
+    name: str  # name of the fused set
+    # Its linears; one for the same linear of all experts, `*` for its number.
     modules: tuple[str, ...]
-    weights: int
-    bits: int
-    group_size: int
-    size_bytes: int
+    weights: int  # number of its weights
+    bits: int  # bits of a code
+    group_size: int  # weights that share a scale
+    size_bytes: int  # bytes of its packed tensors, scales included
+    # Mean KL divergence from the original, in nats a token, with only this set quantized: measured,
+    # or of round-to-nearest estimated to second order (the head's measured); infinite where a
+    # rounded weight is not finite.
     kl: float
 
     @property
@@ -48,43 +40,24 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Sensitivities:
-    """KL that each precision of each set costs, with the model and the text they are of.
+    """KL that each precision of each set costs, with the model and the text they are of."""
 
-    Attributes:
-        lowbit_version: version of this tool.
-        torch_version: version of torch.
-        transformers_version: version of transformers, whose modules computed.
-        device: `cpu` or `cuda`.
-        config_sha256: hash of the original's config.json.
-        weights_sha256: hash of all tensors of the original, as in lowbit.json.
-        text_name: name of the text, for people.
-        text_sha256: hash of the text.
-        window: tokens of a window.
-        windows: number of windows taken of the text, to measure on.
-        learned: number of windows that codes were learned from, 0 where estimated.
-        draws: tokens drawn from the model's distribution at each position, 0 where measured.
-        scale_rule: rule by which scales were chosen.
-        rotated: True where they are of the model with its residual stream rotated.
-        method: that chose the codes; `rtn` where estimated.
-        rows: in the order of the forward pass.
-    """
-
-    lowbit_version: str
-    torch_version: str
-    transformers_version: str
-    device: str
-    config_sha256: str
-    weights_sha256: str
-    text_name: str
-    text_sha256: str
-    window: int
-    windows: int
-    learned: int
-    draws: int
-    scale_rule: str
-    rotated: bool
-    method: str
-    rows: tuple[Row, ...]
+    lowbit_version: str  # version of this tool
+    torch_version: str  # version of torch
+    transformers_version: str  # version of transformers, whose modules computed
+    device: str  # `cpu` or `cuda`
+    config_sha256: str  # hash of the original's config.json
+    weights_sha256: str  # hash of all tensors of the original, as in lowbit.json
+    text_name: str  # name of the text, for people
+    text_sha256: str  # hash of the text
+    window: int  # tokens of a window
+    windows: int  # number of windows taken of the text, to measure on
+    learned: int  # number of windows that codes were learned from, 0 where estimated
+    draws: int  # tokens drawn from the model's distribution at each position, 0 where measured
+    scale_rule: str  # rule by which scales were chosen
+    rotated: bool  # True where they are of the model with its residual stream rotated
+    method: str  # that chose the codes; `rtn` where estimated
+    rows: tuple[Row, ...]  # in the order of the forward pass
 
     @property
     def conditions(self) -> str:

@@ -65,11 +65,8 @@ def estimate(
 
     Args:
         model: the original, rotated or not; call without gradients, outside of inference mode.
-        choices: any sets at any schemes.
         windows: [windows, T] int64 token ids; the last token of a window is not scored.
-        device: where to compute.
         progress: called with ("sensitivity", work done, work in all).
-        rule: by which scales are chosen.
 
     Returns:
         Nats a token, in the order of the choices: measured for the head, estimated for the rest;
@@ -143,11 +140,8 @@ def _backward(
     """Squared gradients by every linear's weight, and gradients by the layer's input.
 
     Args:
-        run: of `traced`.
-        layer: the same layer.
         entering: [windows, T, h], its input.
         above: [draws, windows, T, h], gradients by its output.
-        pool: of `alone_on_threads`.
 
     Returns:
         [N, K] by linear, summed over windows and draws, and [draws, windows, T, h].
@@ -218,10 +212,7 @@ def sensitivity_memory(
     and a quarter more for what the allocator keeps.
 
     Args:
-        config: config.json of the original.
         windows: windows of the text, and tokens of each.
-        schemes: of the head.
-        draws: tokens drawn at each position.
         device: `cpu` or `cuda`.
         threads: of the CPU, each with a window of its own.
     """

@@ -27,21 +27,13 @@ Choice = tuple["FusedSet", Scheme]
 
 @dataclass(frozen=True, slots=True)
 class FusedSet:
-    """Linears that engines stack into one matrix, or one that stands alone.
+    """Linears that engines stack into one matrix, or one that stands alone."""
 
-    Attributes:
-        name: of the fused set; of the module where it stands alone.
-        modules: its linears.
-        shapes: of their weights, [N, K] each; K is the same for all.
-        stored_bytes: bytes of their weights in the source; of the embedding for a tied head.
-        shared: True where they stay in the file even when quantized, as a tied head's do.
-    """
-
-    name: str
-    modules: tuple[str, ...]
-    shapes: tuple[tuple[int, int], ...]
-    stored_bytes: int
-    shared: bool
+    name: str  # of the fused set; of the module where it stands alone
+    modules: tuple[str, ...]  # its linears
+    shapes: tuple[tuple[int, int], ...]  # of their weights, [N, K] each; K is the same for all
+    stored_bytes: int  # bytes of their weights in the source; of the embedding for a tied head
+    shared: bool  # True where they stay in the file even when quantized, as a tied head's do
 
     @property
     def weights(self) -> int:
@@ -81,10 +73,6 @@ def fused_sets(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> 
     """Fused sets of decoder and head in the order of the forward pass.
 
     Linears of multi-token prediction, which only draft, are left out.
-
-    Args:
-        config: content of config.json.
-        tensors: headers of the checkpoint.
 
     Raises:
         UnsupportedModelError: the architecture is not implemented.
@@ -147,7 +135,6 @@ def patterns_for(
     A pattern for every kind of set with its most common scheme, then one for every exception.
 
     Args:
-        sets: all sets of a model.
         wanted: scheme of every set by name, with a group size; None for as stored.
     """
     linears = [module for fused in sets for module in fused.modules]

@@ -49,48 +49,41 @@ class Gguf(Generic[C]):
     """GGUF names, orders and values of a family, as llama.cpp reads them.
 
     A tensor's kind is its name inside its layer without `.weight` and `.bias`.
-
-    Attributes:
-        names: llama.cpp's name of the architecture, by model_type.
-        inside: names of the tensors of a layer, by kind; a kind that is a whole name in the
-            checkpoint stands for a whole name in GGUF.
-        mtp: names, in the block after the last layer, of MTP tensors that are in no layer.
-        check: raises FormatError for sizes that llama.cpp does not have.
-        rows_of: finds, from model_type and kind, the checkpoint's number of every row in GGUF's
-            order; None where it is the same.
-        columns_of: finds the same of the columns, from the kind.
-        vector: computes the FP32 value of a tensor that is no matrix, from its kind, role and FP32
-            value in the checkpoint.
-        metadata: makes the keys that the family adds, under a prefix.
-        more_tensors: makes the tensors that the checkpoint does not have.
     """
 
-    names: Mapping[str, str]
+    names: Mapping[str, str]  # llama.cpp's name of the architecture, by model_type
+    # Names of the tensors of a layer, by kind; a kind that is a whole name in the checkpoint stands
+    # for a whole name in GGUF.
     inside: Mapping[str, str]
+    # Names, in the block after the last layer, of MTP tensors that are in no layer.
     mtp: Mapping[str, str] = field(default_factory=dict)
+    # Raises FormatError for sizes that llama.cpp does not have.
     check: Callable[[C, PackedSource], None] = lambda config, source: None
+    # Finds, from model_type and kind, the checkpoint's number of every row in GGUF's order; None
+    # where it is the same.
     rows_of: Callable[[C, str, str], Tensor | None] = lambda config, model_type, kind: None
+    # Finds the same of the columns, from the kind.
     columns_of: Callable[[C, str], Tensor | None] = lambda config, kind: None
+    # Computes the FP32 value of a tensor that is no matrix, from its kind, role and FP32 value in
+    # the checkpoint.
     vector: Callable[[str, Role, Tensor], Tensor] = lambda kind, role, value: value
+    # Makes the keys that the family adds, under a prefix.
     metadata: Callable[[C, PackedSource, str], dict[str, Value]] = lambda config, source, prefix: {}
+    # Makes the tensors that the checkpoint does not have.
     more_tensors: Callable[[C], list[GgufTensor]] = lambda config: []
 
 
 @dataclass(frozen=True, slots=True)
 class Mlx(Generic[C]):
-    """MLX names and values of a family, as mlx-lm itself writes them.
+    """MLX names and values of a family, as mlx-lm itself writes them."""
 
-    Attributes:
-        name_of: names a tensor or module.
-        check: raises FormatError for layers in an order that mlx-lm does not know.
-        change: tells, from its name, if a dense tensor is a convolution, whose channels move last,
-            or a norm's gain, which is stored around zero; None for one that is copied.
-        config: completes the content of config.json.
-    """
-
-    name_of: Callable[[str], str] = lambda name: name
+    name_of: Callable[[str], str] = lambda name: name  # names a tensor or module
+    # Raises FormatError for layers in an order that mlx-lm does not know.
     check: Callable[[C], None] = lambda config: None
+    # Tells, from its name, if a dense tensor is a convolution, whose channels move last, or a
+    # norm's gain, which is stored around zero; None for one that is copied.
     change: Callable[[str], Change | None] = lambda name: None
+    # Completes the content of config.json.
     config: Callable[[C, PackedSource, dict[str, Any]], dict[str, Any]] = (
         lambda config, source, content: content
     )
