@@ -4,6 +4,7 @@ Killed while it measures, `convert --report` leaves a whole packed folder withou
 """
 
 import time
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.files.atomic import disk_errors
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest, read_manifest
-from lowbit.formats.packed import PackedCheckpoint, open_packed
+from lowbit.formats.packed import open_packed
 from lowbit.formats.tasks import manifest_sha256
 
 
@@ -38,31 +39,21 @@ def can_continue(out: Path, overwrite: bool, logits: bool, publish: bool) -> boo
     """
     place = place_of(out)
     if (place / MANIFEST_FILE).exists():
-        quality = _quality_there(place)
+        quality = None
+        with suppress(LowbitError):
+            quality = quality_of(place, manifest_sha256(place))
         if publish or quality is None or (logits and quality.logits is None):
             return True
     check_output(place, overwrite)
     return False
 
 
-def quality_of(packed: PackedCheckpoint) -> QualityReport | None:
-    """The report of a packed folder, if it can be read and is about the weights there."""
+def quality_of(folder: Path, digest: str | None) -> QualityReport | None:
+    """The report in a packed folder, if it can be read and is about lowbit.json of this hash."""
     try:
-        found = read_quality(packed.checkpoint.folder)
+        found = read_quality(folder)
     except LowbitError:
         return None
-    return _current(found, packed.manifest_sha256)
-
-
-def _quality_there(place: Path) -> QualityReport | None:
-    """As `quality_of`, of a folder that need not be whole."""
-    try:
-        return _current(read_quality(place), manifest_sha256(place))
-    except LowbitError:
-        return None
-
-
-def _current(found: QualityReport | None, digest: str | None) -> QualityReport | None:
     return found if found is not None and found.manifest_sha256 == digest else None
 
 
@@ -98,7 +89,7 @@ def find_existing(job: Job, out: Path, overwrite: bool, progress: Progress) -> C
         ) from error
     finish(place)
     remove_unfinished_reports(place)
-    quality = quality_of(packed)
+    quality = quality_of(place, packed.manifest_sha256)
     if quality is None:
         weights = measure_weights(pair_of(job.source, packed), job.device.type, progress)
     else:

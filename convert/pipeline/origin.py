@@ -19,7 +19,7 @@ from lowbit.formats.files.atomic import replace_files
 from lowbit.formats.files.reading import check_regular, read_bytes
 from lowbit.formats.files.user_folders import user_folder
 from lowbit.formats.hub.locate import locate
-from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest, Source, SourceTensor
+from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest, Source
 from lowbit.formats.machine.cores import core_count
 from lowbit.formats.safetensors.checkpoint import (
     CONFIG_FILE,
@@ -39,11 +39,10 @@ Ask = Callable[[str], str]  # a question for the user -> the answer
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Folders that may be the original; at least one."""
+    """Checkpoints that may be the original, opened; at least one."""
 
-    candidates: tuple[Path, ...]  # the likeliest first
-    # Of the packed folder, None where it has none to check a candidate by.
-    manifest: Manifest | None
+    candidates: tuple[Checkpoint, ...]  # the likeliest first
+    manifest: Manifest | None  # of the packed folder, None where it has none to check them by
     guessed: bool = False  # True where they were found, and not named by anybody
     repo: str | None = None  # Hub id of the original, where it has been fetched
     hint: str = NAME_IT  # what to do where none of them is the original
@@ -60,17 +59,16 @@ class Origin:
             FormatError: no candidate is the original, naming what differs in the first.
         """
         if self.manifest is None:
-            return open_checkpoint(self.candidates[0])
+            return self.candidates[0]
         refused: list[FormatError] = []
-        for folder in self.candidates:
+        for source in self.candidates:
             try:
-                source = open_origin(self.manifest, folder)
                 check_origin(self.manifest, source, progress)
             except FormatError as error:
                 refused.append(error)
             else:
                 if self.manifest.source.repo is None:
-                    remember(self.manifest.source, folder)
+                    remember(self.manifest.source, source.folder)
                 return source
         more = f" (and {len(refused) - 1} more like it)" if len(refused) > 1 else ""
         raise FormatError(f"{refused[0]}{more}", hint=self.hint)
@@ -79,7 +77,7 @@ class Origin:
 def find_origin(
     folder: Path, manifest: Manifest | None, given: str | None, ask: Ask | None
 ) -> Origin:
-    """Find the folders that may hold the original of a packed one.
+    """Find, and open, what may be the original of a packed folder.
 
     The user's word comes first, then the Hub id in lowbit.json, then the remembered folder and
     those beside the packed one, and at last the user's answer to a question.
@@ -89,7 +87,8 @@ def find_origin(
         ask: puts a question to the user; None where nobody is there to answer.
 
     Raises:
-        CheckpointError: the original is not known, or cannot be fetched.
+        CheckpointError: the original is not known, or cannot be fetched or read.
+        FormatError: config.json is that of another model.
     """
     if given is not None:
         return _located(given, None, manifest, NAME_ANOTHER)
@@ -111,10 +110,14 @@ def _located(
     source: str, revision: str | None, manifest: Manifest | None, hint: str = NAME_IT
 ) -> Origin:
     found = locate(source, revision)
-    return Origin((found.folder,), manifest, repo=found.repo, hint=hint)
+    try:
+        opened = open_origin(manifest, found.folder)
+    except FormatError as error:
+        raise FormatError(str(error), hint=hint) from None
+    return Origin((opened,), manifest, repo=found.repo, hint=hint)
 
 
-def _look_around(folder: Path, manifest: Manifest, known: Path | None) -> Iterator[Path]:
+def _look_around(folder: Path, manifest: Manifest, known: Path | None) -> Iterator[Checkpoint]:
     """The remembered folder and those beside the packed one, if config and headers fit."""
     here = folder.resolve()
     beside: Sequence[Path] = ()
@@ -125,18 +128,20 @@ def _look_around(folder: Path, manifest: Manifest, known: Path | None) -> Iterat
         with suppress(LowbitError, OSError, RuntimeError):  # the last of a loop of links
             if path.resolve() not in tried and (path / CONFIG_FILE).exists():
                 tried.add(path.resolve())
-                _check_headers(manifest, open_origin(manifest, path))
-                yield path
+                source = open_origin(manifest, path)
+                _check_headers(manifest, source)
+                yield source
 
 
-def open_origin(manifest: Manifest, folder: Path) -> Checkpoint:
-    """Open a folder whose config.json is the original's; nothing else is compared.
+def open_origin(manifest: Manifest | None, folder: Path) -> Checkpoint:
+    """Open a folder, any without a manifest, whose config.json is the original's.
 
     Raises:
         CheckpointError: the folder cannot be read.
         FormatError: it is another model's.
     """
-    _check_config(manifest, folder)
+    if manifest is not None:
+        _check_config(manifest, folder)
     return open_checkpoint(folder)
 
 
@@ -189,23 +194,20 @@ def _check_headers(manifest: Manifest, source: Checkpoint) -> list[TensorInfo]:
     if extra:
         raise FormatError(f"`{min(extra)}` in `{folder}` is not in {MANIFEST_FILE}")
     for row in manifest.source_tensors:
-        _check_header(row, tensors.get(row.name), folder)
+        info = tensors.get(row.name)
+        if info is None:
+            raise FormatError(f"`{row.name}` is not in `{folder}`: this is not the original")
+        if (info.dtype_name, info.shape) != (row.dtype, row.shape):
+            raise FormatError(
+                f"`{row.name}` in `{folder}` is {info.dtype_name} {list(info.shape)}, the "
+                f"original {row.dtype} {list(row.shape)}"
+            )
     for file in manifest.files:
         if file.name == TOKENIZER_FILE and (folder / file.name).exists():
             check_regular(folder / file.name)
             if hash_file(folder / file.name) != file.sha256:
                 raise FormatError(f"`{file.name}` in `{folder}` is not that of the original")
     return [tensors[row.name] for row in manifest.source_tensors]
-
-
-def _check_header(row: SourceTensor, info: TensorInfo | None, source: Path) -> None:
-    if info is None:
-        raise FormatError(f"`{row.name}` is not in `{source}`: this is not the original")
-    if (info.dtype_name, info.shape) != (row.dtype, row.shape):
-        raise FormatError(
-            f"`{row.name}` in `{source}` is {info.dtype_name} {list(info.shape)}, the "
-            f"original {row.dtype} {list(row.shape)}"
-        )
 
 
 def remember(source: Source, folder: Path) -> None:

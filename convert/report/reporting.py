@@ -223,7 +223,7 @@ def write_full_report(
     if request.long:
         far = measure_long(pair, request.texts[0], request.device, progress, request.note)
     weights = _with_outputs(weights, found.output_errors)
-    known = _known(quality_of(packed))
+    known = _known(quality_of(folder, packed.manifest_sha256))
     report = build_report(packed, weights, found.logits, original, origin.repo, *known)
     return _save(packed, replace(report, long=far), place)
 

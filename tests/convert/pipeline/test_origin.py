@@ -13,6 +13,7 @@ from lowbit.convert import Recipe, convert
 from lowbit.convert.pipeline.origin import find_origin, recall, remember
 from lowbit.formats.errors import CheckpointError, FormatError
 from lowbit.formats.layout.manifest import Manifest, read_manifest
+from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli, MakeModel
@@ -219,6 +220,23 @@ def test_it_is_asked_for_once(packed: Path, source: Path) -> None:
 
     origin = find_origin(packed, manifest_of(packed), None, twice)
     assert origin.confirmed(lambda *_: None).folder == source
+
+
+def test_every_candidate_is_opened_once(
+    packed: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside = Path(shutil.copytree(source, packed.parent / "another"))
+    flip(beside)
+    remembered(packed, source)
+    opened: list[Path] = []
+
+    def counted(folder: Path) -> Checkpoint:
+        opened.append(folder)
+        return open_checkpoint(folder)
+
+    monkeypatch.setattr("lowbit.convert.pipeline.origin.open_checkpoint", counted)
+    assert found(packed) == source
+    assert opened == [source, beside]
 
 
 def test_a_given_folder_is_remembered(packed: Path, source: Path) -> None:
