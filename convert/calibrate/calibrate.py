@@ -8,13 +8,12 @@ that is being read, their activations and statistics, whatever the model's size.
 import copy
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from lowbit.convert.calibrate.choose import LayerQuantizer
-from lowbit.convert.calibrate.linear import Chosen
+from lowbit.convert.calibrate.choose import choose_layer
+from lowbit.convert.calibrate.linear import Chosen, LinearQuantizer
 from lowbit.convert.calibrate.store import HEAD, Calibrated, LayerError, Store, layer_name
 from lowbit.convert.calibrate.windows import Windows, begin
 from lowbit.convert.original.device import tensor_cores
@@ -51,13 +50,13 @@ def calibrate(
     """
     with alone_on_threads(device) as pool, tensor_cores(device):
         method = recipe.method
-        quantizer = LayerQuantizer(method, recipe.rule, device, pool)
+        quantizer = LinearQuantizer(method, recipe.rule, device, pool)
         windows = begin(model, samples, device, method.from_original)
         _choose_layers(model, windows, schemes, quantizer, store, progress)
         norm = load_norm(model, device)
         for states in windows.sets():
             run(norm, states, device, pool)
-        if "lm_head" in schemes and store.load_head(schemes) is None:
+        if "lm_head" in schemes and store.load(HEAD, schemes) is None:
             head = quantizer.head(model, schemes["lm_head"], windows)
             store.save(HEAD, {"lm_head": head}, schemes, None)
     return store.finished([*map(layer_name, range(len(model.layers))), HEAD])
@@ -67,13 +66,13 @@ def _choose_layers(
     model: LayeredModel,
     windows: Windows,
     schemes: Mapping[str, Scheme],
-    quantizer: LayerQuantizer,
+    quantizer: LinearQuantizer,
     store: Store,
     progress: Progress,
 ) -> None:
     """Choose all layers, one being read and one written while another is chosen."""
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
-    with _background() as later:
+    with ThreadPoolExecutor(1) as later:  # a finished layer is written, come what may
         saved: Future[None] | None = None
         for number, original in enumerate(_layers(model, quantizer.device, later)):
             progress("calibrate", sum(sizes[:number]), sum(sizes))
@@ -94,7 +93,7 @@ def _layer(
     original: Layer,
     windows: Windows,
     schemes: Mapping[str, Scheme],
-    quantizer: LayerQuantizer,
+    quantizer: LinearQuantizer,
     store: Store,
 ) -> tuple[dict[str, Chosen], LayerError | None]:
     """Choose a layer's linears, or take those of the store, and pass all windows through it.
@@ -107,7 +106,7 @@ def _layer(
     chosen, error = store.load(layer_name(number), schemes), None
     if chosen is None:
         own = {m.removeprefix(prefix): s for m, s in schemes.items() if m.startswith(prefix)}
-        found, error = quantizer.layer(number, layer, original, own, windows)
+        found, error = choose_layer(quantizer, number, layer, original, own, windows)
         chosen = {f"{prefix}{name}": linear for name, linear in found.items()}
     else:
         device = quantizer.device
@@ -116,16 +115,6 @@ def _layer(
     if windows.hidden is not windows.original:
         run(layer, windows.hidden, quantizer.device, quantizer.pool)
     return chosen, error
-
-
-@contextmanager
-def _background() -> Iterator[ThreadPoolExecutor]:
-    """A thread that reads the next layer and writes the last one meanwhile."""
-    with ThreadPoolExecutor(1) as later:
-        try:
-            yield later
-        finally:
-            later.shutdown(wait=True)  # a finished layer is written, come what may
 
 
 def _layers(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.calibrate.calibrate import load_norm
-from lowbit.convert.calibrate.choose import LayerQuantizer
+from lowbit.convert.calibrate.linear import LinearQuantizer
 from lowbit.convert.calibrate.moments import measure
 from lowbit.convert.calibrate.windows import Windows, begin
 from lowbit.convert.original.device import tensor_cores
@@ -78,7 +78,7 @@ def measured_costs(
     errors: dict[Choice, float] = {}
     meter = Meter(progress, "sensitivity", (len(model.layers) + 1) ** 2)
     with alone_on_threads(device) as pool, tensor_cores(device):
-        quantizer = LayerQuantizer(replace(method, autoround=False), rule, device, pool)
+        quantizer = LinearQuantizer(replace(method, autoround=False), rule, device, pool)
         learned = begin(model, windows[0], device, from_original=True)
         hidden = embed(model, windows[1], device)
         variants: dict[FusedSet, Tensor] = {}
@@ -127,7 +127,7 @@ def _narrow(
     sets: Sequence[FusedSet],
     base: Mapping[FusedSet, Scheme],
     windows: Windows,
-    quantizer: LayerQuantizer,
+    quantizer: LinearQuantizer,
 ) -> dict[FusedSet, dict[str, Tensor]]:
     """Weights of a layer's sets as a calibration on its own input makes them, by linear."""
     members = {fused: [split_layer(module).rest for module in fused.modules] for fused in sets}

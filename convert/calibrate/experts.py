@@ -5,27 +5,24 @@ routes that the router takes now. An expert's moments are those of its own token
 expert with few tokens has nothing to learn from and is rounded to nearest.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from lowbit.convert.calibrate.linear import Chosen, nearest
-from lowbit.convert.calibrate.moments import Moments, paired
+from lowbit.convert.calibrate.linear import Chosen, LinearQuantizer, nearest
+from lowbit.convert.calibrate.moments import paired
 from lowbit.convert.calibrate.windows import Windows
 from lowbit.convert.original.experts import ROUTER, Expert
 from lowbit.convert.original.layer import Layer, batches, probed
-from lowbit.convert.original.threads import Pool, ordered
+from lowbit.convert.original.threads import ordered
 from lowbit.formats.architectures.names import expert_of
-from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.layout.scheme import Scheme
 
 ROUTED = 8192  # tokens that pass through a router at a time
 FEWEST_TOKENS = 64  # from which on an expert's own tokens decide
-# Weights of linears that read one input, its moments, and those of held-out windows, to codes.
-Solve = Callable[[Mapping[str, Tensor], Moments, Moments | None], dict[str, Chosen]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +77,11 @@ def route(
 
 
 def choose_experts(
+    quantizer: LinearQuantizer,
     layer: Layer,
     original: Layer,
     schemes: Mapping[str, Scheme],
     windows: Windows,
-    solve: Solve,
-    rule: ScaleRule,
-    device: torch.device,
-    pool: Pool,
 ) -> tuple[dict[str, Chosen], tuple[int, ...]]:
     """Choose the linears of all experts of a layer, and put them in place.
 
@@ -102,7 +96,7 @@ def choose_experts(
         QuantizationError: activations are not finite.
     """
     mlp = next(iter(schemes)).partition(".experts.")[0]
-    routed = route(layer, original, mlp, windows, device)
+    routed = route(layer, original, mlp, windows, quantizer.device)
     count = len(layer.module.get_submodule(f"{mlp}.experts"))  # type: ignore[arg-type]
 
     def one(number: int) -> tuple[dict[str, Chosen], int]:
@@ -110,32 +104,32 @@ def choose_experts(
         own = {name: scheme for name, scheme in schemes.items() if expert_of(name) == number}
         learned, held = routed.tokens_of(number)
         if len(learned) < FEWEST_TOKENS:
-            found = {n: nearest(layer.weight(n).data, s, rule) for n, s in own.items()}
+            found = {n: nearest(layer.weight(n).data, s, quantizer.rule) for n, s in own.items()}
         else:
-            found = _choose(layer, original, prefix, own, routed, (learned, held), solve, device)
+            found = _choose(quantizer, layer, original, prefix, own, routed, (learned, held))
         layer.put({name: linear.weight for name, linear in found.items()})
         return found, len(learned)
 
     chosen: dict[str, Chosen] = {}
     tokens = []
-    for found, seen in ordered(pool, one, range(count)):
+    for found, seen in ordered(quantizer.pool, one, range(count)):
         chosen |= found
         tokens.append(seen)
     return chosen, tuple(tokens)
 
 
 def _choose(
+    quantizer: LinearQuantizer,
     layer: Layer,
     original: Layer,
     prefix: str,
     schemes: Mapping[str, Scheme],
     routed: Routed,
     tokens: tuple[Tensor, Tensor],
-    solve: Solve,
-    device: torch.device,
 ) -> dict[str, Chosen]:
     """One expert by its own tokens: gate and up, then down, which reads what they give."""
     here, there = (cast(Expert, side.module.get_submodule(prefix)) for side in (layer, original))
+    device = quantizer.device
     inputs = [(routed.x[part].to(device), routed.y[part].to(device)) for part in tokens]
     found: dict[str, Chosen] = {}
     for kinds in (("gate_proj", "up_proj"), ("down_proj",)):
@@ -143,7 +137,7 @@ def _choose(
         if names:
             weights = {name: layer.weight(name).data for name in names}
             held = paired(*inputs[1], names[0]) if len(inputs[1][0]) >= FEWEST_TOKENS else None
-            found |= solve(weights, paired(*inputs[0], names[0]), held)
+            found |= quantizer.linears(weights, schemes, paired(*inputs[0], names[0]), held)
             layer.put({name: found[name].weight for name in names})
         if kinds[0] == "gate_proj":
             inputs = [(here.inner(x), there.inner(y)) for x, y in inputs]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.calibrate.linear import Chosen
-from lowbit.convert.calibrate.windows import Batches, Windows
+from lowbit.convert.calibrate.windows import Windows, random_batches
 from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.threads import Pool, ordered
 from lowbit.convert.plan.calibration_cost import AUTOROUND_STEPS
@@ -149,21 +149,29 @@ class Learned:
 
 def learn_rounding(
     layer: Layer,
-    linears: Mapping[str, Learned],
+    original: Layer,
+    found: Mapping[str, Chosen],
+    schemes: Mapping[str, Scheme],
     windows: Windows,
     device: torch.device,
     pool: Pool,
-) -> None:
-    """Learn a layer's linears, in place.
+) -> dict[str, Chosen]:
+    """Linears of a layer after their rounding has been learned.
 
     Args:
-        layer: any; its quantized linears are overwritten.
+        layer: its quantized linears are overwritten.
+        found: codes and scales to begin with, by name.
         windows: hidden states before the layer, and after it those of the original.
     """
-    length = windows.hidden.shape[1]
-    for number, batch in enumerate(Batches(windows.learned, length).take(AUTOROUND_STEPS)):
+    linears = {
+        name: Learned.begin(linear, original.weight(name), schemes[name], device)
+        for name, linear in found.items()
+    }
+    batches = random_batches(windows.learned, windows.hidden.shape[1], AUTOROUND_STEPS)
+    for number, batch in enumerate(batches):
         target = windows.original[batch].to(device)
         layer.put({name: linear.weight() for name, linear in linears.items()})
         x = windows.hidden[batch].to(device)
         for name, gradient in layer_gradient(layer, linears, x, target, pool).items():
             linears[name].step(gradient, 1 - number / AUTOROUND_STEPS)
+    return {name: linear.chosen() for name, linear in linears.items()}

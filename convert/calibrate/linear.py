@@ -1,7 +1,9 @@
-"""Codes and scales of one linear, from its weights and the moments of its input."""
+"""Codes and scales of linears that read one input, from their weights and its moments."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lowbit.convert.calibrate.gptq import (
@@ -11,7 +13,12 @@ from lowbit.convert.calibrate.gptq import (
     polished_codes,
     refitted_scales,
 )
-from lowbit.convert.calibrate.moments import Moments
+from lowbit.convert.calibrate.moments import Moments, head_moments
+from lowbit.convert.calibrate.windows import Windows
+from lowbit.convert.original.device import full_precision
+from lowbit.convert.original.model import LayeredModel
+from lowbit.convert.original.threads import Pool
+from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.rounding import search_on
 from lowbit.formats.layout.packing import dequantize
 from lowbit.formats.layout.rtn import ScaleRule, nearest_codes, quantize, weighted_scales
@@ -21,6 +28,7 @@ from lowbit.formats.layout.scheme import Scheme
 # model's KL does not: on 75 k tokens 0.01, the GPTQ paper's value, gave .143 where 0.3 gives .078
 # (Qwen2.5-Coder-0.5B), and .118 against .100 (SmolLM2-135M).
 DAMPINGS = (0.3, 1.0, 3.0)
+HEAD_ROWS = {"cpu": 4096, "cuda": 32768}  # of the vocabulary at a time
 DAMPING_ROWS = 128  # of the linears, evenly spread, that each is tried on
 
 
@@ -79,7 +87,7 @@ def choose_damping(
     Args:
         w: [N, K] float32, weights of linears that read the input.
         scheme: of the first of them.
-        held: of those held out; None for the smallest damping.
+        held: moments of windows held out; None for the smallest damping.
 
     Raises:
         QuantizationError: the moments are not positive definite.
@@ -100,3 +108,68 @@ def choose_damping(
             break
         best, least = factor, found
     return best
+
+
+@dataclass(frozen=True, slots=True)
+class LinearQuantizer:
+    """The way linears are chosen, and the place."""
+
+    method: Method  # the steps
+    rule: ScaleRule  # how scales are searched
+    device: torch.device
+    pool: Pool  # of `alone_on_threads`
+
+    def linears(
+        self,
+        weights: Mapping[str, Tensor],
+        schemes: Mapping[str, Scheme],
+        moments: Moments,
+        held: Moments | None,
+    ) -> dict[str, Chosen]:
+        """Linears that read one input; those of one scheme are solved together.
+
+        Args:
+            weights: [N, K] float32 by name.
+            schemes: by name, of these linears and maybe of others.
+            held: moments on windows held out; None where there are none.
+        """
+        with full_precision(self.device):
+            factor = None
+            if self.method.codes == "gptq":
+                rows = torch.cat([weights[name] for name in weights])
+                first = schemes[next(iter(weights))]
+                factor = choose_damping(rows, first, self.rule, moments, held)
+                del rows
+            found: dict[str, Chosen] = {}
+            for scheme in dict.fromkeys(schemes[name] for name in weights):
+                names = [name for name in weights if schemes[name] == scheme]
+                rows = torch.cat([weights[name] for name in names])
+                sizes = [len(weights[name]) for name in names]
+                chosen = self._choose(rows, scheme, moments, factor)
+                codes, scales = torch.split(chosen.codes, sizes), torch.split(chosen.scale, sizes)
+                found |= dict(zip(names, map(Chosen, codes, scales), strict=True))
+        return {name: found[name] for name in weights}
+
+    def _choose(self, w: Tensor, scheme: Scheme, moments: Moments, factor: Factor | None) -> Chosen:
+        if factor is None:
+            return weighted(w, scheme, self.rule, moments.H.diagonal())
+        return gptq(w, scheme, self.rule, moments, factor)
+
+    def head(self, model: LayeredModel, scheme: Scheme, windows: Windows) -> Chosen:
+        """Choose the head in blocks of rows.
+
+        Args:
+            windows: states after the final norm.
+        """
+        blocks = model.weights.rows(model.head, HEAD_ROWS[self.device.type], self.device)
+        if self.method.codes == "rtn":
+            return _joined([nearest(rows, scheme, self.rule) for _, rows in blocks])
+        moments = head_moments(windows, self.device)
+        with full_precision(self.device):
+            factor = factorize(moments.damped(DAMPINGS[0])) if self.method.codes == "gptq" else None
+            return _joined([self._choose(rows, scheme, moments, factor) for _, rows in blocks])
+
+
+def _joined(parts: Sequence[Chosen]) -> Chosen:
+    codes = torch.cat([part.codes.cpu() for part in parts])
+    return Chosen(codes, torch.cat([part.scale.cpu() for part in parts]))

@@ -7,7 +7,7 @@ linears keep their scales: a weight is s * round(p), p begins at the codes, and 
 rounding as if it were not there. So what is trained is exactly what is stored.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -129,33 +129,8 @@ def _entropy(states: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(states @ rows.T, targets, ignore_index=-1)
 
 
-class TrainingState:
-    """Training that is not kept; `pipeline.finetune` keeps it in a file."""
-
-    def load(self, parameters: Mapping[str, Tensor], adam: torch.optim.Adam) -> int:
-        """Number of steps that are done; parameters and moments become those after them."""
-        return 0
-
-    def save(self, step: int, parameters: Mapping[str, Tensor], adam: torch.optim.Adam) -> None:
-        """Keep the state after a step, or not."""
-
-
-def train(
-    trained: Trained,
-    lessons: Sequence[TrainingWindow],
-    rows: Tensor,
-    steps: int,
-    state: TrainingState,
-    advance: Callable[[int], None],
-) -> None:
-    """Train in place, a window a step.
-
-    Args:
-        rows: [rows, h] of the model's head.
-        state: where an earlier run stopped; kept up to date.
-        advance: called with the steps done, after each.
-    """
-    parameters = trained.parameters()
+def optimizer(trained: Trained, steps: int) -> torch.optim.Adam:
+    """Adam on everything that is trained, before the first of so many steps."""
     groups = [
         {
             "params": [grid.position for grid in trained.grids.values()],
@@ -163,8 +138,25 @@ def train(
         },
         {"params": list(trained.plain.values()), "lr": WEIGHT_RATE},
     ]
-    adam = torch.optim.Adam([group for group in groups if group["params"]])
-    done = state.load(parameters, adam)
+    return torch.optim.Adam([group for group in groups if group["params"]])
+
+
+def train(
+    trained: Trained,
+    adam: torch.optim.Adam,
+    lessons: Sequence[TrainingWindow],
+    rows: Tensor,
+    steps: int,
+    done: int = 0,
+) -> Iterator[int]:
+    """Train in place, a window a step; yields the number of steps taken after each.
+
+    Args:
+        adam: of `optimizer`; its moments are those after the steps done.
+        rows: [rows, h] of the model's head.
+        steps: in all.
+        done: steps that an earlier run has taken.
+    """
     rates = [group["lr"] for group in adam.param_groups]
     for step in range(done, steps):
         order = torch.Generator().manual_seed(SEED + step)
@@ -177,5 +169,4 @@ def train(
         with torch.enable_grad():
             loss_of(trained.current(), lesson, rows, starts).backward()  # type: ignore[no-untyped-call]
         adam.step()
-        state.save(step + 1, parameters, adam)
-        advance(step + 1)
+        yield step + 1

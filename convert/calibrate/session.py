@@ -124,13 +124,6 @@ class Session:
             return calibrate(model, samples, recipe, schemes, store, self.device, progress)
 
 
-def is_known(model_type: str) -> bool:
-    """Tell whether transformers has this architecture."""
-    from transformers import CONFIG_MAPPING
-
-    return model_type in CONFIG_MAPPING
-
-
 def check_can_run(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse an original that cannot be run here on a text.
 
@@ -138,8 +131,10 @@ def check_can_run(folder: Path, config: Mapping[str, Any]) -> None:
         UnsupportedModelError: transformers does not know its architecture.
         CheckpointError: the folder has no tokenizer.
     """
+    from transformers import CONFIG_MAPPING
+
     model_type = str(config.get("model_type"))
-    if not is_known(model_type):
+    if model_type not in CONFIG_MAPPING:
         raise UnsupportedModelError(
             f"`{folder}` cannot be calibrated: transformers {version('transformers')} does not "
             f"know model_type `{model_type}`",

@@ -84,7 +84,9 @@ class Store:
             tensors[f"{module}.scale"] = linear.scale.cpu()
             columns[module] = linear.codes.shape[1]
         facts = {"columns": columns, "error": error and asdict(error)}
-        self._write(name, tensors, facts)
+        metadata = {"digest": self.digest, "facts": json.dumps(facts)}
+        content = {key: value.contiguous() for key, value in tensors.items()}
+        replace_file(self._path(name), serialize(content, metadata))
 
     def load(self, name: str, schemes: Mapping[str, Scheme]) -> dict[str, Chosen] | None:
         """The linears of a layer by module name, None where it is not finished."""
@@ -100,10 +102,6 @@ class Store:
                 found[module] = Chosen(codes, file.get_tensor(f"{module}.scale"))
         return found
 
-    def load_head(self, schemes: Mapping[str, Scheme]) -> Chosen | None:
-        """The head, None where it is not finished."""
-        return (self.load(HEAD, schemes) or {}).get("lm_head")
-
     def finished(self, names: Iterable[str]) -> Calibrated:
         """All linears of finished layers, for the conversion to write."""
         files: dict[str, Path] = {}
@@ -114,18 +112,12 @@ class Store:
             files |= dict.fromkeys(facts["columns"], path)
             if facts["error"] is not None:
                 error = facts["error"]
-                errors.append(
-                    LayerError(**{**error, "expert_tokens": tuple(error["expert_tokens"])})
-                )
+                tokens = tuple(error["expert_tokens"])
+                errors.append(LayerError(**{**error, "expert_tokens": tokens}))
         return Calibrated(files, tuple(errors))
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{PREFIX}{name}.safetensors"
-
-    def _write(self, name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        metadata = {"digest": self.digest, "facts": json.dumps(facts)}
-        content = {key: value.contiguous() for key, value in tensors.items()}
-        replace_file(self._path(name), serialize(content, metadata))
 
     def _facts(self, path: Path) -> dict[str, Any] | None:
         """Facts of a file besides its tensors; None where this calibration has no such file."""

@@ -12,7 +12,7 @@ from lowbit.convert.original.walk import embed
 from lowbit.convert.plan.calibration_cost import STATES_SHARE, STEP_TOKENS
 from lowbit.formats.machine.memory import free_bytes
 
-SHARE = 16  # one window of so many is held out
+SHARE = 16  # one window of so many is held out, none of fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def begin(
     place = device if free is not None and need * STATES_SHARE <= free else torch.device("cpu")
     hidden = embed(model, samples, place)
     original = hidden if from_original else hidden.clone()
-    return Windows(hidden, original, len(samples) - count_held(len(samples)))
+    return Windows(hidden, original, len(samples) - len(samples) // SHARE)
 
 
 def shuffled(samples: Tensor) -> Tensor:
@@ -70,28 +70,19 @@ def shuffled(samples: Tensor) -> Tensor:
     return samples[torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))]
 
 
-def count_held(windows: int) -> int:
-    """Number of windows to hold out: one of `SHARE`, none of few."""
-    return windows // SHARE
+def random_batches(windows: int, length: int, steps: int) -> Iterator[Tensor]:
+    """Numbers of the windows of every step, in random order, the same in every run.
 
-
-@dataclass(frozen=True, slots=True)
-class Batches:
-    """Windows in random order, the same in every run; all before any comes again."""
-
-    windows: int  # how many there are, numbered from 0
-    length: int  # tokens of a window
-
-    def take(self, steps: int) -> Iterator[Tensor]:
-        """Numbers of the windows of every step."""
-        size = max(1, STEP_TOKENS // self.length)
-        generator = torch.Generator().manual_seed(0)
-        order = torch.empty(0, dtype=torch.int64)
-        for _ in range(steps):
-            while len(order) < size:
-                order = torch.cat([order, torch.randperm(self.windows, generator=generator)])
-            yield order[:size]
-            order = order[size:]
+    All windows of `length` tokens come before any comes again.
+    """
+    size = max(1, STEP_TOKENS // length)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.empty(0, dtype=torch.int64)
+    for _ in range(steps):
+        while len(order) < size:
+            order = torch.cat([order, torch.randperm(windows, generator=generator)])
+        yield order[:size]
+        order = order[size:]
 
 
 def output_error(layer: Layer, hidden: Tensor, wanted: Tensor, device: torch.device) -> float:

@@ -207,11 +207,11 @@ def calibration_file(ctx: click.Context, param: click.Parameter, value: Path | N
     """Refuse, before anything is fetched, a text that cannot be read; a pipe becomes a file."""
     if value is None or ctx.resilient_parsing:
         return value
-    from lowbit.convert.original.calibration_text import check_calibration, rereadable
+    from lowbit.convert.original.calibration_text import plain_texts, rereadable
 
     try:
         file = ctx.with_resource(rereadable(value))
-        check_calibration(file)
+        plain_texts(file)
     except (RequestError, ResourceError) as error:
         raise Failure(error) from None
     return file

@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,11 +46,6 @@ def misfits(source: PackedSource) -> list[Misfit]:
     return misfits_of(
         source, "AWQ", lambda linear: linear.bits == 4 and linear.module != HEAD, refusal
     )
-
-
-def outputs(source: PackedSource) -> list[Output]:
-    """All tensors of the export."""
-    return every_output(source, _linear)
 
 
 def _linear(source: PackedSource, linear: Linear) -> Iterator[Output]:
@@ -109,4 +105,6 @@ def _columns(words: Tensor) -> Tensor:
     return columns.flatten(1)
 
 
-LAYOUT = Layout("AWQ", outputs, config, decode, misfits=misfits, notes=expert_notes)
+LAYOUT = Layout(
+    "AWQ", partial(every_output, pack=_linear), config, decode, misfits=misfits, notes=expert_notes
+)

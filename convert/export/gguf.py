@@ -74,11 +74,6 @@ def family(source: PackedSource) -> Gguf[Any]:
     return EXPORTED[source.model_type].gguf
 
 
-def blocks_in_all(source: PackedSource) -> int:
-    """Number of layers, the multi-token-prediction layer included."""
-    return source.config.num_hidden_layers + source.has_mtp
-
-
 def kind_of(name: str) -> str:
     """A tensor's name without its layer and without `.weight` or `.bias`, `*` for an expert."""
     return any_expert(re.sub(r"\.(weight|bias)$", "", split_layer(name).rest))

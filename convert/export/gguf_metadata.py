@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lowbit.convert.export.gguf import blocks_in_all, family
+from lowbit.convert.export.gguf import family
 from lowbit.convert.export.gguf_file import U32, I32s, Value
 from lowbit.convert.export.rope import gguf_keys
 from lowbit.convert.export.source import PackedSource
@@ -46,7 +46,7 @@ def metadata(source: PackedSource, name: str) -> dict[str, Value]:
         "general.name": name,
         "general.quantization_version": U32(QUANTIZATION_VERSION),
         "general.file_type": U32(FILE_TYPES[bits or 4]),
-        f"{arch}.block_count": U32(blocks_in_all(source)),
+        f"{arch}.block_count": U32(config.num_hidden_layers + source.has_mtp),
         f"{arch}.context_length": U32(config.max_position_embeddings),
         f"{arch}.embedding_length": U32(config.hidden_size),
         f"{arch}.feed_forward_length": U32(config.intermediate_size),

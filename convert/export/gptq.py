@@ -6,6 +6,7 @@ format v1, the one every reader takes); `g_idx` [K] int32 the group of each inpu
 """
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,11 +32,6 @@ def misfits(source: PackedSource) -> list[Misfit]:
         return (words, None) if linear.N * linear.bits % WORD_BITS else None
 
     return misfits_of(source, "GPTQ", lambda linear: True, refusal)
-
-
-def outputs(source: PackedSource) -> list[Output]:
-    """All tensors of the export."""
-    return every_output(source, _linear)
 
 
 def _linear(source: PackedSource, linear: Linear) -> Iterator[Output]:
@@ -113,4 +109,6 @@ def expert_notes(source: PackedSource) -> Iterable[str]:
         )
 
 
-LAYOUT = Layout("GPTQ", outputs, config, decode, misfits=misfits, notes=notes)
+LAYOUT = Layout(
+    "GPTQ", partial(every_output, pack=_linear), config, decode, misfits=misfits, notes=notes
+)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -186,19 +187,16 @@ def described(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
             yield f"`{kind}` of layers {spans(layers)} ({word})"
 
 
-def dequantized_outputs(source: PackedSource) -> list[Output]:
+def dequantized_outputs(source: PackedSource) -> Iterator[Output]:
     """The misfits as matrices in the dtype of their scales."""
-    return [_matrix(source, linear) for linear in source.dequantized]
+    for linear in source.dequantized:
+        dtype = _dtype(source, linear)
+        blocks = partial(_rounded, source, linear, dtype)
+        yield Output(linear.name, dtype, (linear.N, linear.K), blocks)
 
 
-def _matrix(source: PackedSource, linear: Linear) -> Output:
-    dtype = _dtype(source, linear)
-    return Output(
-        linear.name,
-        dtype,
-        (linear.N, linear.K),
-        lambda: (rows.to(dtype) for _, rows in _exact(source, linear)),
-    )
+def _rounded(source: PackedSource, linear: Linear, dtype: torch.dtype) -> Iterator[Tensor]:
+    return (rows.to(dtype) for _, rows in _exact(source, linear))
 
 
 def _dtype(source: PackedSource, linear: Linear) -> torch.dtype:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowbit.convert.export.source import BLOCK_WEIGHTS, Linear, PackedSource
 from lowbit.convert.original.progress import Advance
+from lowbit.convert.pipeline.stream import raw_bytes
 from lowbit.formats.architectures.names import any_expert, expert_of
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.manifest import json_bytes
@@ -120,17 +121,12 @@ def write_blocks(
     """
     written = 0
     for block in blocks:
-        data = _raw_bytes(block)
+        data = raw_bytes(block)
         file.write(data)
         written += len(data)
         advance(len(data))
     if written != nbytes:
         raise FormatError(f"`{name}`: {written} bytes were made, the header states {nbytes}")
-
-
-def _raw_bytes(block: Tensor) -> memoryview:
-    """Bytes of a tensor as a file stores them."""
-    return block.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def stacked(items: Iterable[Item], name_of: Callable[[Item], str]) -> list[list[Item]]:

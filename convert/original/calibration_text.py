@@ -96,15 +96,6 @@ def read_calibration(
     )
 
 
-def check_calibration(path: Path) -> None:
-    """Read a file as `read_calibration` does, before a model is there to cut it into tokens.
-
-    Raises:
-        RequestError: it cannot be read; names its bad line.
-    """
-    _parse(path, read_text_file(path, WHAT))
-
-
 def plain_texts(path: Path) -> list[str]:
     """The documents of a `.txt` or `.jsonl` file, turns as paragraphs.
 

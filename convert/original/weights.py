@@ -1,7 +1,7 @@
 """Any weight of a checkpoint in FP32, as a reader of the file sees it, in blocks of rows."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -34,6 +34,8 @@ class Weights:
     checkpoint: Checkpoint  # headers of the folder
     quantization: QuantizationConfig | None  # how its linears are packed; None where none is
     rotation: Rotation | None = None  # of its residual stream; None to read the weights as they are
+    # Of packed weights: each is a tensor of its own, read when it is first asked for.
+    _shapes: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -66,11 +68,13 @@ class Weights:
             name = self.rotation.source(name)
         if name in tensors:
             return tensors[name].shape
-        module = name.removesuffix(".weight")
-        if f"{module}.{SHAPE}" not in tensors:
-            raise CheckpointError(f"`{self.name}` lacks `{name}`, packed or not")
-        N, K = self.checkpoint.read(f"{module}.{SHAPE}").tolist()
-        return N, K
+        if name not in self._shapes:
+            stored = f"{name.removesuffix('.weight')}.{SHAPE}"
+            if stored not in tensors:
+                raise CheckpointError(f"`{self.name}` lacks `{name}`, packed or not")
+            N, K = self.checkpoint.read(stored).tolist()
+            self._shapes[name] = N, K
+        return self._shapes[name]
 
     def read(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """A whole weight: float32 of the given shape, on the device.

@@ -21,7 +21,6 @@ from lowbit.convert.pipeline.draft_head import (
     choose_draft_rows,
     make_draft_head,
     record_of,
-    write_draft_head,
 )
 from lowbit.convert.pipeline.estimate import automatic_plan
 from lowbit.convert.pipeline.folder import (
@@ -33,7 +32,6 @@ from lowbit.convert.pipeline.folder import (
     generated_files,
     prepare_shards,
     put_in_place,
-    sync,
 )
 from lowbit.convert.pipeline.journal import CompletedStep, Journal, open_journal
 from lowbit.convert.pipeline.place import partial_of, place_of
@@ -41,7 +39,7 @@ from lowbit.convert.pipeline.stream import stream
 from lowbit.convert.plan.memory import block_elements
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from lowbit.convert.plan.recipe import Recipe
-from lowbit.formats.draft_head import DRAFT_FILE
+from lowbit.formats.draft_head import DRAFT_FILE, draft_head_bytes
 from lowbit.formats.errors import CheckpointError, ResourceError
 from lowbit.formats.files.atomic import disk_errors
 from lowbit.formats.generation import load_generation_config
@@ -227,7 +225,9 @@ def carry_out(
         )
         finished = sorted(journal.finished, key=lambda row: row.step)
         if chosen is not None:
-            write_draft_head(partial, make_draft_head(plan, checkpoint, chosen.ids, target), sync)
+            head = make_draft_head(plan, checkpoint, chosen.ids, target)
+            (partial / DRAFT_FILE).parent.mkdir(exist_ok=True)
+            (partial / DRAFT_FILE).write_bytes(draft_head_bytes(head))
         manifest = _finish(job, partial, finished, report)
         (partial / MANIFEST_FILE).write_bytes(manifest.to_bytes())
         put_in_place(place, overwrite)

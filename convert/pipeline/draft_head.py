@@ -1,6 +1,5 @@
 """The draft head of a conversion: which rows of the head it has, and their bytes."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ from lowbit.convert.original.token_counts import Vocabulary, choose_vocabulary
 from lowbit.convert.original.weights import Weights
 from lowbit.convert.plan.plan import HEAD, Plan, draft_scheme
 from lowbit.convert.plan.rounding import search_on
-from lowbit.formats.draft_head import DRAFT_FILE, DraftHead, draft_head_bytes
+from lowbit.formats.draft_head import DraftHead
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.generation import load_generation_config
 from lowbit.formats.layout.manifest import DraftVocabulary
@@ -77,12 +76,3 @@ def make_draft_head(plan: Plan, source: Checkpoint, ids: Tensor, device: torch.d
         codes.append(pack(found, scheme.bits).cpu())
         scales.append(scale.cpu())
     return DraftHead(ids, torch.cat(codes), torch.cat(scales), scheme)
-
-
-def write_draft_head(folder: Path, head: DraftHead, sync: Callable[[Path], None]) -> str:
-    """Write the file into a folder that is not yet in its place; its name there."""
-    path = folder / DRAFT_FILE
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(draft_head_bytes(head))
-    sync(path)
-    return DRAFT_FILE

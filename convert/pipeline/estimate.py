@@ -140,7 +140,7 @@ def automatic_plan(
     """A plan with the method that `auto` stands for; a drafter's is left as it is.
 
     Args:
-        plan: made of them; its method, which does not rotate, is not looked at.
+        plan: its method, which does not rotate, is not looked at.
     """
     sizes = source.sizes
     if sizes.block_drafts is not None:

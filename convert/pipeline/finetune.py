@@ -20,8 +20,8 @@ from lowbit.convert.calibrate.mtp_training import (
     WEIGHTS,
     Grid,
     Trained,
-    TrainingState,
     TrainingWindow,
+    optimizer,
     train,
 )
 from lowbit.convert.calibrate.store import PREFIX as CALIBRATED
@@ -41,7 +41,7 @@ from lowbit.convert.original.weights import open_weights
 from lowbit.convert.pipeline.folder import check_output, put_in_place
 from lowbit.convert.pipeline.journal import JOURNAL_FILE, open_journal
 from lowbit.convert.pipeline.place import partial_of, place_of
-from lowbit.convert.pipeline.stream import write_at
+from lowbit.convert.pipeline.stream import raw_bytes, write_at
 from lowbit.convert.plan.calibration_cost import BASE_BYTES, Memory
 from lowbit.convert.plan.memory import check_windows
 from lowbit.formats.architectures import tensor_table
@@ -149,8 +149,16 @@ def finetune_mtp(
             trained = _begin(packed, trunk.model, target)
             before = _count(trunk, trained.head, pool)
         learned, rows = _training_windows(trunk, target)
-        state = _KeptState(partial / STATE_FILE, digest, steps)
-        train(trained, learned, rows, steps, state, lambda done: report("train", done, steps))
+        file, parameters, adam = (
+            partial / STATE_FILE,
+            trained.parameters(),
+            optimizer(trained, steps),
+        )
+        begun = _load_state(file, digest, parameters, adam)
+        for done in train(trained, adam, learned, rows, steps, begun):
+            if done % SAVED == 0 or done == steps:
+                _save_state(file, digest, done, parameters, adam)
+            report("train", done, steps)
         stored = _stored(packed, trained)
         with torch.no_grad(), alone_on_threads(target) as pool:
             after = _count(trunk, trained.current(), pool)
@@ -289,10 +297,12 @@ def _exchange(
         else:
             _link(path, copy)
     for name, tensor in stored.items():
-        info, view = tensors[name], _bytes(tensor)
+        info, view = tensors[name], raw_bytes(tensor)
         with (partial / info.file).open("r+b", buffering=0) as file:
             write_at(file.fileno(), info.offset, view)
-    hashes = {name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in stored.items()}
+    hashes = {
+        name: hashlib.sha256(raw_bytes(tensor)).hexdigest() for name, tensor in stored.items()
+    }
     made = replace(
         manifest,
         tensors=tuple(
@@ -306,10 +316,6 @@ def _exchange(
     )
     (partial / MANIFEST_FILE).write_bytes(made.to_bytes())
     put_in_place(place, overwrite=True)
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _link(path: Path, copy: Path) -> None:
@@ -333,42 +339,39 @@ def _remove(partial: Path) -> None:
     partial.rmdir()
 
 
-class _KeptState(TrainingState):
-    """Parameters and moments in a file, every few steps."""
-
-    def __init__(self, file: Path, digest: str, steps: int) -> None:
-        self._file, self._digest, self._steps = file, digest, steps
-
-    def load(self, parameters: Mapping[str, Tensor], adam: torch.optim.Adam) -> int:
-        """Take up what an earlier run of the same command left."""
-        if not self._file.exists():
-            return 0
-        kept = load_file(self._file)
-        if bytes(kept["digest"].tolist()).decode() != self._digest:
-            return 0
-        step = int(kept["step"])
-        with torch.no_grad():
-            for name, value in parameters.items():
-                value.copy_(kept[name])
-                adam.state[value] = {
-                    "step": torch.tensor(float(step)),
-                    "exp_avg": kept[f"{name}:first"].to(value.device),
-                    "exp_avg_sq": kept[f"{name}:second"].to(value.device),
-                }
-        return step
-
-    def save(self, step: int, parameters: Mapping[str, Tensor], adam: torch.optim.Adam) -> None:
-        """Write the state beside its place, then rename it."""
-        if step % SAVED and step != self._steps:
-            return
-        found = {"step": torch.tensor(step), "digest": torch.tensor(list(self._digest.encode()))}
+def _load_state(
+    file: Path, digest: str, parameters: Mapping[str, Tensor], adam: torch.optim.Adam
+) -> int:
+    """Take up what an earlier run of the same command left; the number of its steps."""
+    if not file.exists():
+        return 0
+    kept = load_file(file)
+    if bytes(kept["digest"].tolist()).decode() != digest:
+        return 0
+    step = int(kept["step"])
+    with torch.no_grad():
         for name, value in parameters.items():
-            found[name] = value.detach().cpu().contiguous()
-            found[f"{name}:first"] = adam.state[value]["exp_avg"].cpu().contiguous()
-            found[f"{name}:second"] = adam.state[value]["exp_avg_sq"].cpu().contiguous()
-        beside = self._file.with_name(f"{self._file.name}.new")
-        save_file(found, beside)
-        beside.replace(self._file)
+            value.copy_(kept[name])
+            adam.state[value] = {
+                "step": torch.tensor(float(step)),
+                "exp_avg": kept[f"{name}:first"].to(value.device),
+                "exp_avg_sq": kept[f"{name}:second"].to(value.device),
+            }
+    return step
+
+
+def _save_state(
+    file: Path, digest: str, step: int, parameters: Mapping[str, Tensor], adam: torch.optim.Adam
+) -> None:
+    """Keep parameters and their moments after a step."""
+    found = {"step": torch.tensor(step), "digest": torch.tensor(list(digest.encode()))}
+    for name, value in parameters.items():
+        found[name] = value.detach().cpu().contiguous()
+        found[f"{name}:first"] = adam.state[value]["exp_avg"].cpu().contiguous()
+        found[f"{name}:second"] = adam.state[value]["exp_avg_sq"].cpu().contiguous()
+    beside = file.with_name(f"{file.name}.new")
+    save_file(found, beside)
+    beside.replace(file)
 
 
 def training_memory(

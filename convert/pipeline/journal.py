@@ -13,10 +13,11 @@ from typing import Any, BinaryIO
 from lowbit.convert.calibrate.store import PREFIX as CALIBRATED
 from lowbit.convert.measure.weights import WeightSums
 from lowbit.formats.draft_head import DRAFT_FILE, entries, name_in
-from lowbit.formats.errors import ResourceError
+from lowbit.formats.errors import FormatError, ResourceError
 from lowbit.formats.file_names import SOURCE_README
 from lowbit.formats.files.atomic import abandoned
 from lowbit.formats.layout.manifest import MANIFEST_FILE, OutputTensor
+from lowbit.formats.layout.records import record
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, INDEX_FILE
 
 JOURNAL_FILE = ".journal.jsonl"  # hidden: no file of a source is passed through to its place
@@ -85,13 +86,11 @@ def open_journal(
                 f"another conversion is writing to `{folder}`", hint="wait for it, or stop it"
             ) from None
         file.seek(0)
-        begun, rows, good = _read(file)
-        named = {name for row in (begun, *rows) for name in row.get("files", ())}
+        plan, named, finished, good = _read(file)
         _check_owned(folder, named.union(files))
-        finished = [_finished(row) for row in rows if "step" in row]
-        if begun.get("plan") != digest:
+        if plan != digest:
             calibrated = list(folder.glob(f"{CALIBRATED}*"))
-            if "plan" in begun and (finished or calibrated):
+            if plan is not None and (finished or calibrated):
                 if not overwrite:
                     raise ResourceError(
                         f"`{folder}` holds an interrupted conversion with another recipe or "
@@ -118,34 +117,27 @@ def _line(content: dict[str, Any]) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
-def _read(file: BinaryIO) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
-    """First line, those after it, and their length in bytes, up to the damage of a crash."""
-    lines: list[dict[str, Any]] = []
-    good = 0
+def _read(file: BinaryIO) -> tuple[str | None, set[str], list[CompletedStep], int]:
+    """Plan, names, finished steps, and their length in bytes, up to the damage of a crash."""
+    plan, named, finished, good = None, set[str](), list[CompletedStep](), 0
     for line in file:
         checksum, _, text = line.partition(b" ")
         text = text.removesuffix(b"\n")
         if line != b"%s %s\n" % (checksum, text) or checksum != b"%08x" % zlib.crc32(text):
             break
-        row = _parse(text)
-        if row is None:
+        try:  # a line may be none of the journal's, whatever its checksum
+            row = json.loads(text)
+            if "step" in row:
+                finished.append(record(CompletedStep, row, JOURNAL_FILE))
+            names = row.get("files", ())
+            if not all(isinstance(name, str) for name in names):
+                break
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError, FormatError):
             break
-        lines.append(row)
+        plan = row.get("plan") if good == 0 else plan
+        named.update(names)
         good += len(line)
-    return (lines[0] if lines else {}), lines[1:], good
-
-
-def _parse(text: bytes) -> dict[str, Any] | None:
-    """The object of a line, or None where it is none of the journal's, whatever its checksum."""
-    try:
-        row: dict[str, Any] = json.loads(text)
-        if "step" in row:
-            _finished(row)
-        if not all(isinstance(name, str) for name in row.get("files", ())):
-            return None
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
-        return None
-    return row
+    return plan, named, finished, good
 
 
 def _check_owned(folder: Path, named: Collection[str]) -> None:
@@ -163,11 +155,3 @@ def _check_owned(folder: Path, named: Collection[str]) -> None:
             raise ResourceError(
                 f"`{path}` was not written by lowbit-convert", hint="move it out of the folder"
             )
-
-
-def _finished(content: dict[str, Any]) -> CompletedStep:
-    tensors = tuple(
-        OutputTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in content["tensors"]
-    )
-    sums = content["sums"] and WeightSums(**content["sums"])
-    return CompletedStep(content["step"], content["source_sha256"], tensors, sums)

@@ -8,12 +8,21 @@ from lowbit.convert.calibrate.lookup import open_original
 from lowbit.convert.calibrate.session import check_can_run
 from lowbit.convert.original.calibration_text import bundled_texts
 from lowbit.convert.original.device import open_device
-from lowbit.convert.original.own_words import Answer, Asked, answer, ask, fitting_batch
+from lowbit.convert.original.own_words import (
+    Answer,
+    Asked,
+    answer,
+    ask,
+    build,
+    dtype_on,
+    fill,
+    fitting_batch,
+    size_bytes,
+)
 from lowbit.convert.original.progress import Progress, silent
 from lowbit.convert.original.prompts import prompts
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
-from lowbit.convert.original.whole import build, dtype_on, fill, size_bytes
 from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.errors import CheckpointError, ResourceError

@@ -114,7 +114,7 @@ def stream(
             for name, data in made.parts:
                 info = places[name]
                 start = 0 if name.endswith(SHAPE) else made.block.start
-                view = data.contiguous().view(-1).view(torch.uint8).numpy().data
+                view = raw_bytes(data)
                 work.hashes.setdefault(name, hashlib.sha256()).update(view)
                 if files:
                     write_at(files[info.file].fileno(), info.offset + start * info.row_bytes, view)
@@ -203,7 +203,7 @@ def _read(source: Checkpoint, task: tuple[_Work, int, int, bool]) -> _Block:
 
 
 def _hash_source(block: _Block) -> _Block:
-    block.work.source_hash.update(block.rows.view(-1).view(torch.uint8).numpy().data)
+    block.work.source_hash.update(raw_bytes(block.rows))
     return block
 
 
@@ -288,6 +288,11 @@ def _finished(work: _Work, places: dict[str, TensorInfo]) -> CompletedStep:
         )
     sums = work.sums if step.scheme else None
     return CompletedStep(work.number, work.source_hash.hexdigest(), tuple(tensors), sums)
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """Bytes of a tensor on the CPU as a file stores them."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def write_at(descriptor: int, offset: int, view: memoryview) -> None:

@@ -60,10 +60,14 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """One scheme for a set, and its KL; 0 for the only one of a set that is fixed."""
+    """One scheme for a set, with its bytes in a file and its KL."""
 
     scheme: Scheme | None
-    kl: float
+    option: Option
+
+
+Candidates = Mapping[str, Sequence[_Candidate]]  # by the set's name
+Picks = Mapping[str, _Candidate]
 
 
 def allocate(
@@ -89,16 +93,16 @@ def allocate(
     sets = fused_sets(config, tensors)
     candidates = _candidates(config, tensors, recipe, sets, rows)
 
-    def plan_of(schemes: Schemes) -> Plan:
+    def plan_of(picks: Picks) -> Plan:
+        schemes = {name: one.scheme for name, one in picks.items()}
         given = (Override.of(*pair) for pair in patterns_for(sets, schemes))
         chosen = replace(recipe, overrides=(*recipe.overrides, *given))
         return make_plan(config, tensors, chosen, max_shard_bytes)
 
-    plan, schemes = _under_bytes(sets, candidates, target, plan_of)
-    kl = sum(
-        next(one.kl for one in given if one.scheme == schemes[fused.name])
-        for fused, given in zip(sets, candidates, strict=True)
-    )
+    stored = sum(fused.file_bytes(None) for fused in sets)
+    plan, picks = _under_bytes(candidates, target, plan_of, stored)
+    schemes = {name: one.scheme for name, one in picks.items()}
+    kl = sum(one.option.loss for one in picks.values())
     return Allocation(plan.recipe, plan, schemes, kl)
 
 
@@ -108,31 +112,35 @@ def _candidates(
     recipe: Recipe,
     sets: Sequence[FusedSet],
     rows: Sequence[Row],
-) -> list[list[_Candidate]]:
-    """Choices of each set.
+) -> dict[str, list[_Candidate]]:
+    """Choices of each set; one of no loss for a set that is fixed.
 
     Raises:
         FormatError: a set without sensitivities.
     """
     specs = {spec.module: spec for spec in tensor_table(config, tensors) if spec.quantizable}
     measured = by_set(rows)
-    found = []
+    found: dict[str, list[_Candidate]] = {}
     for fused in sets:
         members = [specs[module] for module in fused.modules]
         is_fixed = any(o.matches(spec) for o in recipe.overrides for spec in members)
         if is_fixed or (members[0].role == "head" and recipe.head is not None):
-            found.append([_Candidate(_one_scheme(recipe, members), 0.0)])
-            continue
-        if fused.name not in measured:
+            losses = {_one_scheme(recipe, members): 0.0}
+        elif fused.name not in measured:
             raise FormatError(
                 f"`{fused.name}` has no sensitivity",
                 hint="compute them again with `lowbit-convert sensitivity`",
             )
-        given = [row for row in measured[fused.name] if math.isfinite(row.kl)]
-        # A head that stays the embedding cannot be rotated.
-        stays = fused.shared and recipe.method.rotate
-        stored = [] if stays else [_Candidate(None, 0.0)]
-        found.append([*stored, *(_Candidate(row.scheme, row.kl) for row in given)])
+        else:
+            # A head that stays the embedding cannot be rotated.
+            stays = fused.shared and recipe.method.rotate
+            losses = {} if stays else {None: 0.0}
+            given = measured[fused.name]
+            losses |= {row.scheme: row.kl for row in given if math.isfinite(row.kl)}
+        found[fused.name] = [
+            _Candidate(scheme, Option(fused.file_bytes(scheme), kl))
+            for scheme, kl in losses.items()
+        ]
     return found
 
 
@@ -154,63 +162,41 @@ def _one_scheme(recipe: Recipe, members: Sequence[TensorSpec]) -> Scheme | None:
 
 
 def _under_bytes(
-    sets: Sequence[FusedSet],
-    candidates: Sequence[Sequence[_Candidate]],
-    target: Target,
-    plan_of: Callable[[Schemes], Plan],
-) -> tuple[Plan, Schemes]:
+    candidates: Candidates, target: Target, plan_of: Callable[[Picks], Plan], stored: int
+) -> tuple[Plan, Picks]:
     """Best choice whose files, headers included, keep to the budget.
+
+    Args:
+        stored: bytes of all sets as they are stored.
 
     Raises:
         QuantizationError: no choice fits, or the model as stored fits.
     """
-    sizes = [
-        [fused.file_bytes(one.scheme) for one in given]
-        for fused, given in zip(sets, candidates, strict=True)
-    ]
     smallest = {
-        fused.name: min(given, key=lambda one: fused.file_bytes(one.scheme)).scheme
-        for fused, given in zip(sets, candidates, strict=True)
+        name: min(given, key=lambda one: one.option.size) for name, given in candidates.items()
     }
-    smallest_plan = plan_of(smallest)
-    rest = smallest_plan.output_bytes - sum(map(min, sizes))  # bytes of all other tensors
-    limit = target.limit(smallest_plan.written_parameters)
-    beside = 0 if target.size_bytes is None else smallest_plan.draft_bytes
-    limit -= beside
+    least = plan_of(smallest)
+    # Bytes of all other tensors.
+    rest = least.output_bytes - sum(one.option.size for one in smallest.values())
+    beside = 0 if target.size_bytes is None else least.draft_bytes
+    limit = target.limit(least.written_parameters) - beside
+    options = [[one.option for one in given] for given in candidates.values()]
     room = limit - rest
-    while True:
-        schemes = _best(sets, candidates, sizes, room)
-        if schemes is None or not any(schemes.values()):
+    while (numbers := choose(options, room)) is not None:
+        chosen = zip(candidates.items(), numbers, strict=True)
+        picks = {name: given[number] for (name, given), number in chosen}
+        if not any(one.scheme for one in picks.values()):
             break
-        plan = plan_of(schemes)
+        plan = plan_of(picks)
         excess = plan.output_bytes - limit
         if excess <= 0:
-            return plan, schemes
+            return plan, picks
         # Headers longer than the smallest choice's: the next best with as much less.
-        room = sum(fused.file_bytes(schemes[fused.name]) for fused in sets) - excess
-    stored = rest + sum(fused.file_bytes(None) for fused in sets)
+        room = sum(one.option.size for one in picks.values()) - excess
     raise QuantizationError(
         target.refusal(
-            smallest_plan.output_bytes + beside, stored + beside, smallest_plan.written_parameters
+            least.output_bytes + beside, rest + stored + beside, least.written_parameters
         ),
         hint="give a target between the two"
         + ("" if target.size_bytes is None else "; units can be named, as in 5GB"),
     )
-
-
-def _best(
-    sets: Sequence[FusedSet],
-    candidates: Sequence[Sequence[_Candidate]],
-    sizes: Sequence[Sequence[int]],
-    limit: int,
-) -> Schemes | None:
-    """Best scheme of every set by name, with a sum of sizes of at most `limit`."""
-    options = [
-        [Option(size, one.kl) for size, one in zip(row, given, strict=True)]
-        for row, given in zip(sizes, candidates, strict=True)
-    ]
-    picks = choose(options, limit)
-    if picks is None:
-        return None
-    chosen = zip(sets, candidates, picks, strict=True)
-    return {fused.name: given[pick].scheme for fused, given, pick in chosen}

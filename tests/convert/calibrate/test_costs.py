@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.calibrate import costs
-from lowbit.convert.calibrate.choose import LayerQuantizer
-from lowbit.convert.calibrate.linear import Chosen, nearest
+from lowbit.convert.calibrate.linear import Chosen, LinearQuantizer, nearest
 from lowbit.convert.calibrate.moments import Moments
 from lowbit.convert.original.calibration_text import read_calibration
 from lowbit.convert.original.model import load_layered_model
@@ -54,7 +53,7 @@ def measured(
         return costs.measured_costs(model, list(choices), ids, method, "signed", device, silent)
 
 
-class Rounding(LayerQuantizer):
+class Rounding(LinearQuantizer):
     """Rounds to nearest, which the test can do as well."""
 
     def linears(
@@ -94,7 +93,7 @@ def whole(folder: Path, parts: Iterable[tuple[FusedSet, ...]]) -> list[float]:
 
 @pytest.mark.filterwarnings("ignore")  # other libraries' own
 def test_costs_are_the_kl_of_whole_models(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "LayerQuantizer", Rounding)
+    monkeypatch.setattr(costs, "LinearQuantizer", Rounding)
     sets = sets_of(short)
     found = measured(short, [(fused, Scheme(4, 64)) for fused in sets])
     *alone, together = whole(short, [*((fused,) for fused in sets), tuple(sets[:-1])])
@@ -123,7 +122,7 @@ def test_a_gpu_measures_the_same(tiny: Path) -> None:
 def test_what_codes_make_up_for_counts(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choices = [(fused, Scheme(4, 128)) for fused in sets_of(short)[:-1]]
     learned = measured(short, choices)
-    monkeypatch.setattr(costs, "LayerQuantizer", Rounding)
+    monkeypatch.setattr(costs, "LinearQuantizer", Rounding)
     assert sum(learned) < 0.8 * sum(measured(short, choices))
 
 

@@ -9,9 +9,16 @@ import pytest
 import torch
 
 from lowbit.convert.original import own_words
-from lowbit.convert.original.own_words import Asked, answer, ask, fitting_batch
+from lowbit.convert.original.own_words import (
+    Asked,
+    answer,
+    ask,
+    build,
+    fill,
+    fitting_batch,
+    size_bytes,
+)
 from lowbit.convert.original.weights import open_weights
-from lowbit.convert.original.whole import build, fill, size_bytes
 from lowbit.formats.architectures import read_config
 from lowbit.formats.errors import CheckpointError, RequestError, ResourceError
 from lowbit.formats.text.template import ChatTemplate, load_chat_template

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,10 +186,11 @@ def test_interrupted_it_continues_to_the_same_bytes(
 def test_a_head_that_is_no_better_is_not(
     folder: Path, text: Path, hashes: "Hashes", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def spoil(trained: Trained, *_: Any) -> None:
+    def spoil(trained: Trained, *_: Any) -> Iterator[int]:
         with torch.no_grad():
             for weight in trained.plain.values():
                 weight.fill_(-1.0)
+        yield from ()
 
     monkeypatch.setattr(finetune, "train", spoil)
     untouched = hashes(folder)
