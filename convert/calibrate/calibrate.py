@@ -42,7 +42,6 @@ def calibrate(
     Args:
         samples: [windows, T] int64 token ids; model's arguments are for sequences of T.
         schemes: of the linears to quantize, by module name; others stay as they are.
-        progress: called with ("calibrate", weights of layers done, in all) after every layer.
 
     Raises:
         QuantizationError: activations are not finite.

@@ -35,16 +35,13 @@ def compensate(block: Tensor, steps: Tensor, U: Tensor, scheme: Scheme) -> tuple
 
 
 def polish(slope: Tensor, codes: Tensor, steps: Tensor, H: Tensor, scheme: Scheme) -> Tensor:
-    """Set column after column to its best codes given all others.
+    """Set column after column to its best codes given all others: [B, N] float32, the codes after.
 
     Args:
         slope: [B, N] float32, minus half of the objective's gradient; overwritten.
         codes: [B, N] float32 before.
         steps: [B, N] float32, the scale of each weight.
         H: [B, B] float32, damped second moments of the block's columns.
-
-    Returns:
-        [B, N] float32, the codes after.
     """
     if slope.is_cuda:
         from lowbit.convert.calibrate import columns_cuda

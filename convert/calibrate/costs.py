@@ -61,8 +61,6 @@ def measured_costs(
         choices: every set of the model, each with one scheme or more; no experts.
         windows: [windows, T] int64 token ids to learn codes from, and others to measure on; the
             last token of a window is not scored.
-        method: calibrated; what it learns by rounding is left out.
-        progress: called with ("sensitivity", work done, work in all).
 
     Returns:
         Nats a token, in the order of the choices.
@@ -199,7 +197,6 @@ def costs_memory(
 
     Args:
         windows: to learn from, to measure on, and tokens of each.
-        device: `cpu` or `cuda`.
     """
     learned, held, length = windows
     schemes = dict.fromkeys((m for fused in sets for m in fused.modules), Scheme(MEASURED_BITS))

@@ -57,11 +57,7 @@ def tokens_of_experts(seen: Mapping[str, int]) -> tuple[int, ...]:
 def route(
     layer: Layer, original: Layer, mlp: str, windows: Windows, device: torch.device
 ) -> Routed:
-    """Inputs of a layer's MLP over all windows, and their routes.
-
-    Args:
-        layer: quantized up to the MLP.
-    """
+    """Inputs of a layer's MLP over all windows, and their routes."""
     router = f"{mlp}.{ROUTER}"
     x, y = torch.empty_like(windows.hidden), torch.empty_like(windows.original)
     for side, states, out in ((layer, windows.hidden, x), (original, windows.original, y)):
@@ -86,7 +82,6 @@ def choose_experts(
     """Choose the linears of all experts of a layer, and put them in place.
 
     Args:
-        layer: quantized up to its MLP.
         schemes: of the experts' linears, by name within the layer.
 
     Returns:

@@ -71,14 +71,11 @@ def factorize(H: Tensor) -> Factor:
 
 
 def compensated_codes(w: Tensor, scale: Tensor, scheme: Scheme, factor: Factor) -> Tensor:
-    """Codes that make up for one another's rounding errors.
+    """Codes that make up for one another's rounding errors: [N, K] int8.
 
     Args:
         w: [N, K] float32, what to approximate.
         scale: [N, K/G] as stored.
-
-    Returns:
-        [N, K] int8.
     """
     U, order = factor.U, factor.order
     rest = w.T[order].contiguous()  # [K, N]: what the columns still have to represent
@@ -130,15 +127,12 @@ def _refitted(w: Tensor, codes: Tensor, scale: Tensor, factor: Factor) -> Tensor
 def polished_codes(
     w: Tensor, codes: Tensor, scale: Tensor, scheme: Scheme, factor: Factor
 ) -> Tensor:
-    """Codes after sweeps that set each to its best value given all others in its row.
+    """Codes after sweeps that set each to its best value given all others in its row: [N, K] int8.
 
     Args:
         w: [N, K] float32, what to approximate.
         codes: [N, K] int8.
         scale: [N, K/G] as stored.
-
-    Returns:
-        [N, K] int8.
     """
     K = w.shape[1]
     H = factor.H

@@ -110,7 +110,6 @@ def find_or_estimate(
 
     Args:
         weights: of the original, not rotated.
-        progress: called with ("source" or "sensitivity", done, in all).
         note: told before the computation that it begins.
 
     Raises:
@@ -330,11 +329,7 @@ def check_file(path: Path) -> None:
 
 
 def hash_weights(checkpoint: Checkpoint, progress: Progress) -> str:
-    """Hash over all tensors, `weights_sha256` of lowbit.json.
-
-    Args:
-        progress: called with ("source", bytes done, bytes in all).
-    """
+    """Hash over all tensors, `weights_sha256` of lowbit.json."""
     total = sum(info.nbytes for info in checkpoint.tensors.values())
     meter = Meter(progress, "source", total)
 

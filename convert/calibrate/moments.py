@@ -52,13 +52,10 @@ class Moments:
         return float(((found @ self.H - 2 * (w @ self.C)) * found).sum(dtype=torch.float64))
 
     def target(self, w: Tensor, factor: Factor) -> Tensor:
-        """Weights that give the original's output from the quantized model's input.
+        """Weights that give the original's output from the quantized model's input: [N, K] float32.
 
         Args:
             w: [N, K] float32, the original's.
-
-        Returns:
-            [N, K] float32.
         """
         return w + factor.solve(w @ (self.C - self.H))
 

@@ -152,9 +152,7 @@ def train(
     """Train in place, a window a step; yields the number of steps taken after each.
 
     Args:
-        adam: of `optimizer`; its moments are those after the steps done.
         rows: [rows, h] of the model's head.
-        steps: in all.
         done: steps that an earlier run has taken.
     """
     rates = [group["lr"] for group in adam.param_groups]

@@ -91,7 +91,6 @@ def export(
     Args:
         max_shard_bytes: limit of a weight file; a GGUF file is always one.
         dequantize: write linears that GPTQ or AWQ cannot hold as plain matrices.
-        progress: called with (phase, done, total).
 
     Raises:
         LowbitError: a folder that differs from its lowbit.json, or something that the container

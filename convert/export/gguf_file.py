@@ -226,14 +226,11 @@ def read_rows(path: Path, place: GgufPlace, start: int, stop: int) -> Tensor:
 
 
 def encode(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Encode rows of codes and scales as blocks.
+    """Encode rows of codes and scales as blocks: [rows, K / 32, 18 or 34] uint8.
 
     Args:
         codes: [rows, K] int8, signed.
         scales: [rows, K / 32], exact in FP16.
-
-    Returns:
-        [rows, K / 32, 18 or 34] uint8.
     """
     rows, K = codes.shape
     d = scales.to(torch.float16).contiguous().view(torch.uint8).view(rows, K // BLOCK, 2)

@@ -47,15 +47,12 @@ class MtpHead:
         return torch.cat((e, h), dim=-1) @ self.fc.T
 
     def __call__(self, x: Tensor, positions: Tensor, allowed: Tensor) -> Tensor:
-        """H' of columns.
+        """H' of columns: [columns, h] float32.
 
         Args:
             x: [columns, h] of `joined`.
             positions: [columns] int64, below the tokens of a window.
             allowed: [columns, columns] bool, True where a row may attend to a column.
-
-        Returns:
-            [columns, h] float32.
         """
         cos, sin = (part[:, positions] for part in self.arguments["position_embeddings"])
         arguments = {

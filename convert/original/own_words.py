@@ -92,9 +92,7 @@ def fitting_batch(asked: Asked, config: Config, weights: int, itemsize: int, dev
     """Answers that fit into the free memory at a time.
 
     Args:
-        weights: bytes of the weights.
         itemsize: bytes of a number of the model's dtype.
-        device: `cpu` or `cuda`.
 
     Raises:
         ResourceError: the weights and one answer do not fit.
@@ -127,9 +125,6 @@ def answer(
     progress: Progress,
 ) -> list[Answer]:
     """Sample an answer to every prompt at temperature 1, from all of the vocabulary.
-
-    Args:
-        progress: called with ("answer", steps done, in all).
 
     Raises:
         CheckpointError: the tokenizer fails.

@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from threading import Lock
 
-Progress = Callable[[str, int, int], None]  # phase, done and in all
+# Phase, done and in all: bytes of "source", "check", "convert", "verify", "derive" and "export",
+# weights of "calibrate", "prove" and "dequantized", tokens of "answer", steps of "train", layers of
+# "states"; of the others some measure of work.
+Progress = Callable[[str, int, int], None]
 Advance = Callable[[int], None]  # work done since the last call
 
 

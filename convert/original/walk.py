@@ -77,7 +77,6 @@ def pass_through_all(
     Args:
         model: loaded for windows of T tokens.
         windows: [windows, T] int64 token ids.
-        advance: told of 1 after every layer.
     """
     hidden = embed(model, windows, device)
     for number in range(len(model.layers)):

@@ -40,13 +40,6 @@ def check_derived(
 ) -> str | None:
     """Make every tensor again and compare hashes; nothing is written beside the source.
 
-    Args:
-        folder: the packed folder, whose draft head names its rows.
-        source: the original, whose hashes are those of the manifest.
-        calibration: the text, where the method is a calibrated one.
-        device: `cpu` or `cuda`.
-        progress: called with (phase, done, in all).
-
     Returns:
         Why it cannot be told here; None where everything was made again and is equal.
 

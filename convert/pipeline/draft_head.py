@@ -24,9 +24,6 @@ BLOCK_ROWS = 4096  # of the head at a time
 def choose_draft_rows(plan: Plan, source: Checkpoint, text: Path | None) -> Vocabulary | None:
     """Tokens of the draft head that a plan asks for; None where it asks for none.
 
-    Args:
-        text: to count tokens on; the bundled one where left out.
-
     Raises:
         QuantizationError: a text for no draft head.
         LowbitError: a text or a tokenizer that cannot be read.

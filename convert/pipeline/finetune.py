@@ -112,9 +112,7 @@ def finetune_mtp(
     Args:
         text: `.txt` or `.jsonl`; the bundled calibration text where left out.
         steps: windows to learn from, one a step.
-        device: `cpu` or `cuda`.
         windows: of the text at most.
-        progress: called with ("states" or "train", done, in all).
 
     Raises:
         FormatError: the folder has no lowbit.json, or no such head of one layer.
@@ -393,7 +391,6 @@ def training_memory(
     Args:
         windows: windows of the text, and tokens of each.
         rows: of the model's head that targets are told apart by.
-        device: `cpu` or `cuda`.
     """
     count, T = windows
     table = tensor_table(config)

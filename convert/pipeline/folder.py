@@ -58,9 +58,6 @@ def check_apart(source: Path, out: Path) -> None:
 def check_output(out: Path, overwrite: bool) -> None:
     """Make sure that the result can take its place at `out` when it is done.
 
-    Args:
-        overwrite: whether a packed checkpoint there may be replaced.
-
     Raises:
         ResourceError: out is a file, is not empty or cannot be replaced, holds a file that
             lowbit-convert did not write, or what is built beside it would take the place of

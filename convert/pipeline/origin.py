@@ -52,9 +52,6 @@ class Origin:
 
         It is remembered, so that nobody is asked for it twice.
 
-        Args:
-            progress: called with ("source", bytes done, bytes in all).
-
         Raises:
             FormatError: no candidate is the original, naming what differs in the first.
         """
@@ -156,9 +153,6 @@ def _check_config(manifest: Manifest, folder: Path) -> None:
 
 def check_origin(manifest: Manifest, source: Checkpoint, progress: Progress) -> int:
     """Make sure that a checkpoint is the original; the number of its tensors.
-
-    Args:
-        progress: called with ("source", bytes done, bytes in all).
 
     Raises:
         CheckpointError: a file that cannot be read.

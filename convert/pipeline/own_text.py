@@ -71,11 +71,7 @@ def write_own_text(
     the same batches.
 
     Args:
-        out: `.txt` file to write.
         tokens: of an answer at most.
-        device: `cpu` or `cuda`.
-        revision: branch, tag or commit of a Hub id.
-        progress: called with (phase, done, in all).
 
     Raises:
         ResourceError: `out` exists or cannot be written, or the model does not fit into memory.

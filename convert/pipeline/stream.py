@@ -89,7 +89,6 @@ def stream(
 
     Args:
         folder: where the shards lie, created and sized; None to hash without writing.
-        todo: numbers of the steps to do, in order.
         calibrated: linears whose codes are chosen already.
 
     Raises:

@@ -47,7 +47,6 @@ def verify_folder(
 
     Args:
         source: original to compare with the recorded hashes and to quantize again, or None.
-        progress: called with (phase, bytes done, bytes in all).
         calib: text of a calibrated method, the bundled one where left out.
         device: where to quantize again; where it was calibrated, if left out and at hand here.
 
@@ -99,9 +98,6 @@ def _device_of(made: Calibration | None) -> str:
 
 def check_recorded(packed: PackedCheckpoint, manifest: Manifest, progress: Progress) -> None:
     """Compare every tensor and file of a packed folder with its lowbit.json.
-
-    Args:
-        progress: called with ("verify", bytes done, bytes in all).
 
     Raises:
         FormatError: naming the first file or tensor that differs.

@@ -83,9 +83,6 @@ def allocate(
     Sets that the recipe's overrides or its head option name keep the scheme given there; so do
     linears of multi-token prediction. The budget counts the headers of the files of that choice.
 
-    Args:
-        rows: sensitivities of this checkpoint.
-
     Raises:
         QuantizationError: no choice fits, or the model as stored fits.
         LowbitError: whatever `make_plan` refuses.
@@ -165,9 +162,6 @@ def _under_bytes(
     candidates: Candidates, target: Target, plan_of: Callable[[Picks], Plan], stored: int
 ) -> tuple[Plan, Picks]:
     """Best choice whose files, headers included, keep to the budget.
-
-    Args:
-        stored: bytes of all sets as they are stored.
 
     Raises:
         QuantizationError: no choice fits, or the model as stored fits.

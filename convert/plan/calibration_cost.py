@@ -170,7 +170,6 @@ def calibration_seconds(
     """Time of a calibration.
 
     Args:
-        device: `cpu` or `cuda`.
         rate: operations a second of plain products there.
     """
     return calibration_flops(shapes, method, windows) / (rate * SHARE[device])
@@ -179,11 +178,7 @@ def calibration_seconds(
 def calibration_memory(
     shapes: Shapes, method: Method, windows: Windows, device: str, threads: int
 ) -> Memory:
-    """Peak memory of a calibration.
-
-    Args:
-        device: `cpu` or `cuda`.
-    """
+    """Peak memory of a calibration."""
     workers = threads if device == "cpu" else 1
     largest = max(sum(map(math.prod, layer)) for layer in shapes.layers)
     width = max((K for layer in shapes.inputs for K in layer), default=1)
@@ -239,10 +234,6 @@ def matmul_rate(device: torch.device, N: int, K: int) -> float:
     """Floating-point operations a second of products with a weight of a layer's shape.
 
     On a CPU every thread multiplies by itself, as calibration does.
-
-    Args:
-        N: rows of the weight.
-        K: columns of the weight.
 
     Returns:
         two operations for each multiplication and addition.

@@ -96,8 +96,6 @@ def automatic_method(
     """The method that `auto` stands for: the same for the same model, text and machine.
 
     Args:
-        device: `cpu` or `cuda`.
-        gptq_operations: floating-point operations of gptq, by `calibration_flops`.
         rotatable: the checkpoint can be rotated, and gains by it.
     """
     if needs_no_calibration(schemes):

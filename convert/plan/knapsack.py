@@ -41,9 +41,6 @@ class _Set:
 def choose(sets: Sequence[Sequence[Option]], limit: int) -> list[int] | None:
     """Choose one option of each set: least sum of losses with a sum of sizes <= limit.
 
-    Args:
-        sets: at least one option each.
-
     Returns:
         Index of the option for each set; None where even the smallest options do not fit.
     """

@@ -51,9 +51,6 @@ def linear_ends(layer: Iterable[TensorSpec], experts: Experts | None) -> float:
 def check_free(what: str, need: int, device: str, hint: str) -> None:
     """Refuse work that does not fit.
 
-    Args:
-        device: `cpu` or `cuda`.
-
     Raises:
         ResourceError: it takes more memory than is free.
     """
@@ -70,8 +67,6 @@ def check_windows(what: str, need: Memory, windows: int, device: str, less: str)
     """Refuse work on windows of a text that does not fit in RAM or, on `cuda`, on the GPU.
 
     Args:
-        need: at most.
-        device: `cpu` or `cuda`.
         less: hint how to take fewer windows, with `{}` for their number.
 
     Raises:
@@ -120,7 +115,6 @@ def peak_estimate(elements: int, workers: int, held: int = 0, device: str = "cpu
 
     Args:
         elements: of `block_elements`, which has made CUDA ready.
-        device: `cpu` or `cuda`.
     """
     on_gpu = device == "cuda"
     slack = SLACK_BYTES + (CUDA_SLACK_BYTES if on_gpu else 0)

@@ -81,15 +81,12 @@ def _search_kernel(
 
 
 def search(w: Tensor, extreme: Tensor, half: int, importance: Tensor | None) -> Tensor:
-    """The scale among the ratios with the smallest squared error, per group.
+    """The scale among the ratios with the smallest squared error, per group: [groups, 1] bfloat16.
 
     Args:
         w: [groups, G] float32 on a GPU; G is a power of two, at least 2.
         extreme: [groups, 1] float32.
         importance: [column groups, G] float32, for groups in turn; None where all count alike.
-
-    Returns:
-        [groups, 1] bfloat16.
     """
     groups, G = w.shape
     first, *factors = ratio_factors(half)

@@ -66,7 +66,6 @@ def estimate(
     Args:
         model: the original, rotated or not; call without gradients, outside of inference mode.
         windows: [windows, T] int64 token ids; the last token of a window is not scored.
-        progress: called with ("sensitivity", work done, work in all).
 
     Returns:
         Nats a token, in the order of the choices: measured for the head, estimated for the rest;
@@ -213,8 +212,6 @@ def sensitivity_memory(
 
     Args:
         windows: windows of the text, and tokens of each.
-        device: `cpu` or `cuda`.
-        threads: of the CPU, each with a window of its own.
     """
     count, t = windows
     sizes = read_config(config)
