@@ -112,10 +112,8 @@ def estimate(
         seconds = _rounding_seconds(sum(plan.parameters.values()), device.type)
         rounded = MethodCost(used, seconds, None)
         return Estimate(plan, device, windows, (rounded,), "it is a drafter")
-    shapes, obstacle = (
-        shapes_of(source.config, plan.schemes, source.tensors),
-        _obstacle(source, plan),
-    )
+    shapes = shapes_of(source.config, plan.schemes, source.tensors)
+    obstacle = _obstacle(source, plan)
     rate = matmul_rate(device, *shapes.largest)
     weights = shapes.weights + shapes.vocabulary * shapes.hidden
     rounding = _rounding_seconds(weights, device.type)

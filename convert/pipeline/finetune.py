@@ -172,7 +172,8 @@ def finetune_mtp(
             )
             _exchange(place, partial, packed, packed.manifest, stored, record)
         else:
-            _remove(partial)
+            _clear(partial, keep=())
+            partial.rmdir()
     held_out = len(trunk.part(True))
     return Finetuned(
         folder=folder,
@@ -329,12 +330,6 @@ def _clear(partial: Path, keep: Sequence[str]) -> None:
             path.unlink()
     for draft in draft_folders(partial):
         draft.rmdir()
-
-
-def _remove(partial: Path) -> None:
-    """Remove the working folder; the folder itself is as it was."""
-    _clear(partial, keep=())
-    partial.rmdir()
 
 
 def _load_state(

@@ -10,7 +10,6 @@ from lowbit.convert.original.calibration_text import bundled_texts
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.own_words import (
     Answer,
-    Asked,
     answer,
     ask,
     build,
@@ -22,7 +21,6 @@ from lowbit.convert.original.own_words import (
 from lowbit.convert.original.progress import Progress, silent
 from lowbit.convert.original.prompts import prompts
 from lowbit.convert.original.quiet import without_advice
-from lowbit.convert.original.weights import Weights
 from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.errors import CheckpointError, ResourceError
@@ -30,7 +28,7 @@ from lowbit.formats.files.atomic import check_place, replace_file
 from lowbit.formats.generation import load_generation_config
 from lowbit.formats.hub.locate import locate
 from lowbit.formats.text.template import load_chat_template
-from lowbit.formats.text.tokenizer import TextTokenizer, load_text_tokenizer
+from lowbit.formats.text.tokenizer import load_text_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +83,26 @@ def write_own_text(
     _check_output(out, overwrite)
     folder = locate(str(source), revision).folder
     weights = open_original(folder)
-    checkpoint = weights.checkpoint
+    checkpoint, config = weights.checkpoint, weights.checkpoint.sizes
     make_plan(checkpoint.config, checkpoint.tensors, Recipe())  # checks every tensor
     check_can_run(folder, checkpoint.config)
     tokenizer = load_text_tokenizer(folder, "calibration")
-    asked = _ask(folder, weights, tokenizer, answers, tokens, seed)
+    template = load_chat_template(folder)
+    if template is None:
+        raise CheckpointError(
+            f"`{folder}` has no chat template, by which it would be asked",
+            hint="a base model is calibrated on the bundled text or a --calib text of yours",
+        )
+    asked = ask(prompts(answers, seed), template, tokenizer, config, tokens)
+    generation = load_generation_config(folder, config.vocab_size)
+    ends = generation.eos_token_ids or config.eos_token_ids
     with without_advice():
         dtype = dtype_on(target)
         model = build(weights, dtype)
-        config = checkpoint.sizes
         batch = fitting_batch(asked, config, size_bytes(model), dtype.itemsize, target.type)
         fill(model, weights, target)
-        found = answer(
-            model,
-            asked,
-            tokenizer,
-            _ends(folder, weights),
-            batch=batch,
-            seed=seed,
-            progress=progress or silent,
-        )
+        report = progress or silent
+        found = answer(model, asked, tokenizer, ends, batch=batch, seed=seed, progress=report)
     texts = [*(one.text for one in found), *bundled_texts()]
     replace_file(out, "\n".join(texts).encode())
     return OwnText(out, tuple(found), batch, time.monotonic() - started)
@@ -119,23 +117,3 @@ def _check_output(out: Path, overwrite: bool) -> None:
             f"`{out}` exists already", hint="choose another name, or replace it with --overwrite"
         )
     check_place(out)
-
-
-def _ask(
-    folder: Path, weights: Weights, tokenizer: TextTokenizer, answers: int, tokens: int, seed: int
-) -> Asked:
-    template = load_chat_template(folder)
-    if template is None:
-        raise CheckpointError(
-            f"`{folder}` has no chat template, by which it would be asked",
-            hint="a base model is calibrated on the bundled text or a --calib text of yours",
-        )
-    config = weights.checkpoint.sizes
-    return ask(prompts(answers, seed), template, tokenizer, config, tokens)
-
-
-def _ends(folder: Path, weights: Weights) -> tuple[int, ...]:
-    """Tokens that end an answer: of generation_config.json, else of config.json."""
-    config = weights.checkpoint.sizes
-    generation = load_generation_config(folder, config.vocab_size)
-    return generation.eos_token_ids or config.eos_token_ids

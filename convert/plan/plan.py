@@ -111,11 +111,8 @@ class Plan:
         """Bytes of the draft head's file."""
         if not self.draft_rows:
             return 0
-        hidden, scheme = (
-            read_config(self.config).hidden_size,
-            draft_scheme(self.config, self.recipe),
-        )
-        return draft_head_size(self.draft_rows, hidden, scheme)
+        hidden = read_config(self.config).hidden_size
+        return draft_head_size(self.draft_rows, hidden, draft_scheme(self.config, self.recipe))
 
     @property
     def parameters(self) -> dict[Part, int]:

@@ -103,28 +103,25 @@ def fused_sets(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> 
     return sets
 
 
-def schemes_of(fused: FusedSet, groups: Sequence[int], bits: Sequence[int]) -> list[Scheme]:
-    """Schemes to choose from: all bits with every group size that divides K.
-
-    Raises:
-        QuantizationError: no group size divides K.
-    """
-    K = fused.shapes[0][1]
-    if not any(K % group == 0 for group in groups):
-        sizes = ", ".join(map(str, groups))
-        raise QuantizationError(f"`{fused.name}`: none of the group sizes {sizes} divides K = {K}")
-    return [Scheme(width, group) for width in bits for group in groups if K % group == 0]
-
-
 def choices_of(
     sets: Sequence[FusedSet], groups: Sequence[int], bits: Sequence[int]
 ) -> list[Choice]:
-    """Every set with every scheme to choose from.
+    """Every set with every scheme to choose from: all bits, every group size that divides its K.
 
     Raises:
         QuantizationError: no group size divides the K of a set.
     """
-    return [(fused, scheme) for fused in sets for scheme in schemes_of(fused, groups, bits)]
+    choices: list[Choice] = []
+    for fused in sets:
+        K = fused.shapes[0][1]
+        fitting = [group for group in groups if K % group == 0]
+        if not fitting:
+            sizes = ", ".join(map(str, groups))
+            raise QuantizationError(
+                f"`{fused.name}`: none of the group sizes {sizes} divides K = {K}"
+            )
+        choices += [(fused, Scheme(width, group)) for width in bits for group in fitting]
+    return choices
 
 
 def patterns_for(
