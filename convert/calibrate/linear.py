@@ -114,7 +114,7 @@ def choose_damping(
 class LinearQuantizer:
     """The way linears are chosen, and the place."""
 
-    method: Method  # the steps
+    method: Method
     rule: ScaleRule  # how scales are searched
     device: torch.device
     pool: Pool  # of `alone_on_threads`

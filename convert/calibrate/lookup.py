@@ -67,7 +67,7 @@ class Settings:
     # Windows of the text, evenly spread over it; those that costs are measured on, not those that
     # codes are learned from. By default 8, and 2 to measure on a CPU.
     windows: int | None = None
-    groups: tuple[int, ...] = GROUPS  # group sizes to choose from
+    groups: tuple[int, ...] = GROUPS  # to choose from
     # To choose from; 4, by which sets are ranked, is always among them.
     bits: tuple[int, ...] = USUAL_BITS
     device: str = "cpu"  # `cpu` or `cuda`
@@ -90,7 +90,7 @@ class Found:
     """Sensitivities and where they are."""
 
     sensitivities: Sensitivities  # figures of the checkpoint
-    file: Path  # file that holds them
+    file: Path  # that holds them
     is_new: bool  # True where they, or some of them, have just been computed
     # Reason why they could not be kept in the file; to be told once they are shown.
     failure: ResourceError | None = None

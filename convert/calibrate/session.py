@@ -64,10 +64,10 @@ class CalibrationRequest:
 class Session:
     """A calibration that can be begun, or taken up again."""
 
-    plan: Plan  # of the conversion
+    plan: Plan
     source: Checkpoint  # the original
     text: CalibrationText  # what to calibrate on
-    device: torch.device  # where to compute
+    device: torch.device
 
     @property
     def record(self) -> Calibration:

@@ -53,8 +53,8 @@ NO_MANIFEST = f"the source has no {MANIFEST_FILE}: nothing says whether its byte
 class Export:
     """A finished export."""
 
-    folder: Path  # the export
-    target: Target  # its container
+    folder: Path
+    target: Target
     weight_bytes: int  # size of the weight files
     files: tuple[str, ...]  # names of all files, written or copied
     dropped: tuple[str, ...]  # parts of the model that were left out, each with its reason

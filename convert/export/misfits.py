@@ -38,7 +38,7 @@ class Misfit:
 class Dequantized:
     """A linear that was written as a plain matrix."""
 
-    module: str  # of the linear
+    module: str
     scheme: str  # in the packed folder, `INT8 g128`
     dtype: str  # of the written matrix, `bfloat16`
     largest_difference: float  # between a written value and code times scale in FP32

@@ -24,7 +24,7 @@ class Linear:
     """A packed linear: W [N, K] with a scale for every `group` weights of a row."""
 
     name: str  # of the weight in the source, `.weight` included
-    module: str  # of the linear
+    module: str
     N: int
     K: int
     scheme: Scheme

@@ -47,7 +47,7 @@ class Text:
 class EvalText:
     """A text as tokens."""
 
-    text: Text  # itself
+    text: Text
     ids: Tensor  # [tokens] int64
     window: int  # tokens of a window
 

@@ -17,7 +17,7 @@ from lowbit.formats.errors import CheckpointError, UnsupportedModelError
 class LayeredModel:
     """A model to run layer by layer: where its weights are, and its modules without storage."""
 
-    weights: Weights  # of the checkpoint
+    weights: Weights
     layers: tuple[torch.nn.Module, ...]  # decoder layers on the meta device
     # What the model passes to each layer besides the hidden states.
     arguments: tuple[dict[str, Any], ...]

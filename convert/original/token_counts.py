@@ -47,8 +47,8 @@ class Vocabulary:
 
     ids: Tensor  # [N] int32, ascending
     text: str | None  # name of the text they were counted on; None without a tokenizer, by id alone
-    text_sha256: str | None  # of the text
-    tokens: int  # of the text
+    text_sha256: str | None
+    tokens: int
     coverage: float  # share of its tokens that are among the ids
     # Share of the tokens in every second block of the text that would be among as many ids counted
     # on the other blocks.

@@ -100,7 +100,7 @@ class Job:
     location: Location  # where the original is
     source: Checkpoint  # its headers
     plan: Plan  # made of them
-    device: torch.device  # where to compute
+    device: torch.device
     calibration: CalibrationRequest  # the text, for methods other than round-to-nearest
     # To count the tokens of a draft head on; the bundled one where left out.
     draft_text: Path | None = None

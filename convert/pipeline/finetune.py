@@ -69,13 +69,13 @@ OTHER_WORK = "finish it with the command that began it, or remove that folder"
 class Finetuned:
     """A training that has ended."""
 
-    folder: Path  # the packed folder
+    folder: Path
     before: tuple[Draft, ...]  # drafts on windows held out
     after: tuple[Draft, ...]  # same with the trained head
     exchanged: bool  # the trained head is in the folder; False where it was no better
     windows: int  # learned from
     held_out: int  # windows that were not
-    steps: int  # of the training
+    steps: int
     seconds: float  # wall time of this run
 
 

@@ -35,10 +35,10 @@ from lowbit.formats.text.tokenizer import load_text_tokenizer
 class OwnText:
     """A calibration text in its place."""
 
-    file: Path  # the text
+    file: Path
     answers: tuple[Answer, ...]  # of the model
     batch: int  # answers that were generated at a time
-    seconds: float  # wall time
+    seconds: float
 
     @property
     def tokens(self) -> int:

@@ -26,7 +26,7 @@ from lowbit.formats.safetensors.hashing import hash_file, hash_shard
 class Verification:
     """Record of a verification; every check passed."""
 
-    folder: Path  # packed checkpoint
+    folder: Path
     files: int  # hashed and equal to the manifest
     tensors: int  # likewise
     size_bytes: int  # of the files

@@ -52,7 +52,7 @@ class Allocation:
     """Result of a choice under a budget."""
 
     recipe: Recipe  # an ordinary recipe with the schemes as overrides
-    plan: Plan  # plan of the conversion with that recipe
+    plan: Plan  # of the conversion with that recipe
     schemes: Schemes  # scheme of every set by name, None for as stored
     # Sum of the sets' KL; the whole model's, if errors of different sets were independent.
     kl: float

@@ -24,8 +24,8 @@ Ints = NDArray[np.int64]
 class Option:
     """One choice for a set."""
 
-    size: int  # size in any integer unit
-    loss: float  # loss, at least 0 and finite
+    size: int  # in any integer unit
+    loss: float  # at least 0 and finite
 
 
 @dataclass(frozen=True, slots=True)

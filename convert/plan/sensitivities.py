@@ -20,11 +20,11 @@ SCHEMA = 5  # of the file
 class Row:
     """One scheme for one fused set."""
 
-    name: str  # name of the fused set
+    name: str
     # Its linears; one for the same linear of all experts, `*` for its number.
     modules: tuple[str, ...]
-    weights: int  # number of its weights
-    bits: int  # bits of a code
+    weights: int
+    bits: int
     group_size: int  # weights that share a scale
     size_bytes: int  # bytes of its packed tensors, scales included
     # Mean KL divergence from the original, in nats a token, with only this set quantized: measured,
@@ -42,19 +42,19 @@ class Row:
 class Sensitivities:
     """KL that each precision of each set costs, with the model and the text they are of."""
 
-    lowbit_version: str  # version of this tool
-    torch_version: str  # version of torch
-    transformers_version: str  # version of transformers, whose modules computed
+    lowbit_version: str
+    torch_version: str
+    transformers_version: str  # whose modules computed
     device: str  # `cpu` or `cuda`
     config_sha256: str  # hash of the original's config.json
     weights_sha256: str  # hash of all tensors of the original, as in lowbit.json
     text_name: str  # name of the text, for people
-    text_sha256: str  # hash of the text
+    text_sha256: str
     window: int  # tokens of a window
     windows: int  # number of windows taken of the text, to measure on
     learned: int  # number of windows that codes were learned from, 0 where estimated
     draws: int  # tokens drawn from the model's distribution at each position, 0 where measured
-    scale_rule: str  # rule by which scales were chosen
+    scale_rule: str  # by which scales were chosen
     rotated: bool  # True where they are of the model with its residual stream rotated
     method: str  # that chose the codes; `rtn` where estimated
     rows: tuple[Row, ...]  # in the order of the forward pass
