@@ -21,7 +21,7 @@ from lowbit.convert.original.layer import Layer, run
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.progress import Progress
 from lowbit.convert.original.threads import alone_on_threads
-from lowbit.convert.original.walk import load_layer
+from lowbit.convert.original.walk import load_layer, load_norm
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.layout.scheme import Scheme
 
@@ -126,11 +126,3 @@ def _layers(
         if number < len(model.layers):
             ahead = later.submit(load_layer, model, number, device)
         yield layer
-
-
-def load_norm(model: LayeredModel, device: torch.device) -> Layer:
-    """The final norm with its weight."""
-    weight = model.weights.read(f"{model.prefix}norm.weight", (model.hidden_size,), device)
-    norm = copy.deepcopy(model.norm).requires_grad_(False)
-    norm.load_state_dict({"weight": weight}, assign=True)
-    return Layer(norm, {})

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.convert.calibrate.calibrate import load_norm
 from lowbit.convert.calibrate.linear import LinearQuantizer
 from lowbit.convert.calibrate.moments import measure
 from lowbit.convert.calibrate.windows import Windows, begin
@@ -28,7 +27,14 @@ from lowbit.convert.original.layer import Layer, run, stages
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.progress import Meter, Progress
 from lowbit.convert.original.threads import Pool, alone_on_threads, ordered
-from lowbit.convert.original.walk import HEAD_TOKENS, blocks, embed, load_layer, pass_through
+from lowbit.convert.original.walk import (
+    HEAD_TOKENS,
+    blocks,
+    embed,
+    load_layer,
+    load_norm,
+    pass_through,
+)
 from lowbit.convert.plan import calibration_cost
 from lowbit.convert.plan.calibration_cost import Memory, calibration_memory, shapes_of
 from lowbit.convert.plan.method import Method

@@ -23,18 +23,10 @@ class LayeredModel:
     arguments: tuple[dict[str, Any], ...]
     norm: torch.nn.Module  # the final norm, on the meta device
     prefix: str  # of the decoder's tensor names in the checkpoint
+    embedding: str  # name of the embedding's weight
     head: str  # name of the head's weight; the embedding's where they are tied
     vocabulary: int  # rows of the head
-
-    @property
-    def embedding(self) -> str:
-        """Name of the embedding's weight."""
-        return f"{self.prefix}embed_tokens.weight"
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the hidden states."""
-        return self.weights.shape(self.embedding)[1]
+    hidden_size: int  # width of the hidden states
 
 
 def load_layered_model(weights: Weights, window: int, device: torch.device) -> LayeredModel:
@@ -47,6 +39,7 @@ def load_layered_model(weights: Weights, window: int, device: torch.device) -> L
     store_frequencies(decoder, device)
     layers, norm = tuple(decoder.layers), decoder.norm
     prefix = weights.checkpoint.prefix
+    embedding = f"{prefix}embed_tokens.weight"
     # A rotated head takes over the final norm's gain, and so is no longer the embedding.
     tied = weights.checkpoint.tied and weights.rotation is None
     return LayeredModel(
@@ -55,8 +48,10 @@ def load_layered_model(weights: Weights, window: int, device: torch.device) -> L
         arguments=_layer_arguments(decoder, window, device),
         norm=norm,
         prefix=prefix,
-        head=f"{prefix}embed_tokens.weight" if tied else "lm_head.weight",
+        embedding=embedding,
+        head=embedding if tied else "lm_head.weight",
         vocabulary=int(decoder.config.vocab_size),
+        hidden_size=weights.shape(embedding)[1],
     )
 
 

@@ -49,6 +49,14 @@ def load_layer(model: LayeredModel, number: int, device: torch.device) -> Layer:
     return Layer(module, model.arguments[number])
 
 
+def load_norm(model: LayeredModel, device: torch.device) -> Layer:
+    """The final norm with its weight."""
+    weight = model.weights.read(f"{model.prefix}norm.weight", (model.hidden_size,), device)
+    norm = copy.deepcopy(model.norm).requires_grad_(False)
+    norm.load_state_dict({"weight": weight}, assign=True)
+    return Layer(norm, {})
+
+
 def pass_through(layer: Layer, hidden: Tensor, pool: Pool, routes: Tensor | None = None) -> None:
     """Pass windows through a decoder layer, in place.
 

@@ -31,7 +31,14 @@ from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.progress import Meter, Progress
 from lowbit.convert.original.threads import Pool, alone_on_threads, for_each, ordered
-from lowbit.convert.original.walk import HEAD_ROWS, HEAD_TOKENS, embed, load_layer, pass_through
+from lowbit.convert.original.walk import (
+    HEAD_ROWS,
+    HEAD_TOKENS,
+    embed,
+    load_layer,
+    load_norm,
+    pass_through,
+)
 from lowbit.convert.plan.calibration_cost import BASE_BYTES, Memory
 from lowbit.convert.plan.head import pass_head
 from lowbit.convert.plan.memory import decoder_layers, linear_ends
@@ -120,10 +127,10 @@ def _head(
     model: LayeredModel, last: Tensor, schemes: Sequence[Scheme], pool: Pool, rule: ScaleRule
 ) -> tuple[Tensor, tuple[float, ...]]:
     """Gradients by the last layer's output, [draws, windows, T, h], and KL of every scheme."""
-    weight = model.weights.read(f"{model.prefix}norm.weight", (model.hidden_size,), last.device)
+    norm = load_norm(model, last.device)
     with torch.enable_grad():
         hidden = last.detach().requires_grad_(True)
-        final = torch.func.functional_call(model.norm, {"weight": weight}, (hidden,))
+        final = norm(hidden)
     scored = final.detach()[:, :-1]
     found = pass_head(model, scored.flatten(0, 1), schemes, DRAWS, pool, rule)
     above = torch.zeros(DRAWS, *final.shape, device=final.device)
