@@ -171,8 +171,8 @@ def _passing_work(config: Mapping[str, Any]) -> float:
 def _joined(sets: Sequence[FusedSet], known: Sequence[Row], rows: Sequence[Row]) -> tuple[Row, ...]:
     """All rows as if computed at once: by set, bits and group size."""
     place = {fused.name: number for number, fused in enumerate(sets)}
-    order = lambda row: (place[row.name], row.bits, row.group_size)  # noqa: E731
-    return tuple(sorted((*known, *rows), key=order))
+    rows = sorted((*known, *rows), key=lambda row: (place[row.name], row.bits, row.group_size))
+    return tuple(rows)
 
 
 def open_original(folder: Path) -> Weights:

@@ -64,15 +64,6 @@ class Export:
     dequantized: tuple[Dequantized, ...] = ()
 
 
-def _check_family(source: PackedSource) -> None:
-    """Refuse families whose names in other containers are not known here."""
-    if source.model_type not in EXPORTED:
-        raise UnsupportedModelError(
-            f"config.json: model_type `{source.model_type}` cannot be exported yet",
-            hint=f"exported are: {', '.join(EXPORTED)}",
-        )
-
-
 @disk_errors()
 def export(
     folder: str | Path,
@@ -102,7 +93,11 @@ def export(
     report = progress or silent
     check_apart(Path(folder), place)
     source = open_source(Path(folder))
-    _check_family(source)
+    if source.model_type not in EXPORTED:
+        raise UnsupportedModelError(
+            f"config.json: model_type `{source.model_type}` cannot be exported yet",
+            hint=f"exported are: {', '.join(EXPORTED)}",
+        )
     layout = LAYOUTS.get(target)
     keys: dict[str, Value] = {}
     plain: tuple[Dequantized, ...] = ()

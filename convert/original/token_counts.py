@@ -4,6 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -37,7 +38,8 @@ class CountedText:
 
     def halves(self) -> tuple["CountedText", "CountedText"]:
         """The even blocks of the text, and the odd ones."""
-        seen, unseen = _halves(self.ids)
+        parts = [self.ids[start : start + BLOCK] for start in range(0, len(self.ids), BLOCK)]
+        seen, unseen = (list(chain.from_iterable(parts[first::2])) for first in (0, 1))
         return replace(self, ids=seen), replace(self, ids=unseen)
 
 
@@ -125,11 +127,3 @@ def by_use(first: Sequence[int], vocabulary: int, counts: Sequence[Counter[int]]
         return (id not in wanted, *(-one[id] for one in counts), id)
 
     return sorted(range(vocabulary), key=rank)
-
-
-def _halves(ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Tokens of even and of odd blocks."""
-    halves: tuple[list[int], list[int]] = ([], [])
-    for number, start in enumerate(range(0, len(ids), BLOCK)):
-        halves[number % 2].extend(ids[start : start + BLOCK])
-    return halves

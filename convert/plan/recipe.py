@@ -119,33 +119,27 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """Refuse values that no recipe has."""
-        if self.base not in BITS_BY_ROLE:
-            raise QuantizationError(
-                f"recipe `{self.base}` is not known", hint=f"recipes: {', '.join(BITS_BY_ROLE)}"
-            )
+        for what, value, known in (
+            ("recipe", self.base, tuple(BITS_BY_ROLE)),
+            ("scale rule", self.rule, get_args(ScaleRule)),
+            ("head", self.head, (None, *HEAD_BITS)),
+            ("mtp", self.mtp, (None, *MTP_BITS)),
+        ):
+            if value not in known:
+                raise QuantizationError(
+                    f"{what} `{value}` is not known",
+                    hint=f"known: {', '.join(filter(None, known))}",
+                )
         if self.group_size is not None and self.group_size not in GROUP_SIZES:
             raise QuantizationError(
                 f"group size {self.group_size} is not supported",
                 hint=f"use one of {', '.join(map(str, GROUP_SIZES))} or a whole row",
             )
-        if self.rule not in get_args(ScaleRule):
-            raise QuantizationError(f"scale rule `{self.rule}` is not known")
         if self.method.calibrated and self.rule == "absmax":
             raise QuantizationError(f"method `{self.method}` searches scales; `absmax` does not")
-        if self.head is not None and self.head not in HEAD_BITS:
-            raise QuantizationError(
-                f"head `{self.head}` is not known", hint=f"heads: {', '.join(HEAD_BITS)}"
-            )
-        self._check_mtp()
-
-    def _check_mtp(self) -> None:
         if self.draft_vocabulary is not None and self.draft_vocabulary < 0:
             raise QuantizationError(
                 f"a draft vocabulary of {self.draft_vocabulary} tokens, expected 0 or more"
-            )
-        if self.mtp is not None and self.mtp not in MTP_BITS:
-            raise QuantizationError(
-                f"mtp `{self.mtp}` is not known", hint=f"one of {', '.join(MTP_BITS)}"
             )
         named = [override for override in self.overrides if override.names_mtp]
         if self.mtp == DROP and named:
