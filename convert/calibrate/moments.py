@@ -6,6 +6,7 @@ mean square are W C H^-1; plain GPTQ takes W itself, which reproduces what the l
 made of wrong input (asymmetric calibration: Li et al., GPTAQ, arXiv 2504.02692).
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from lowbit.convert.calibrate.gptq import Factor
 from lowbit.convert.calibrate.windows import Windows
-from lowbit.convert.original.layer import Layer, batches, probed, recorded
+from lowbit.convert.original.layer import Layer, batches, hooked, probed
 from lowbit.convert.original.threads import Pool, ordered
 from lowbit.convert.plan.calibration_cost import PRODUCTS_BYTES
 from lowbit.formats.errors import QuantizationError
@@ -216,9 +217,17 @@ def input_power(
     """
     totals = {name: torch.zeros(layer.weight(name).shape[1], device=device) for name in linears}
     tokens = dict.fromkeys(linears, 0)
-    parts = batches(hidden, device)
-    with recorded(layer, linears, _power) as call:
-        results = ordered(pool, lambda part: call(hidden[part].to(device)), parts)
+    parts, here = batches(hidden, device), threading.local()
+
+    def note(name: str, x: Tensor, _: Tensor) -> None:  # not called of an expert without tokens
+        here.found[name] = _power(x)
+
+    def passed(part: slice) -> tuple[Tensor, dict[str, tuple[Tensor, int]]]:
+        here.found = {}
+        return layer(hidden[part].to(device)), here.found
+
+    with hooked(layer.module, linears, note):
+        results = ordered(pool, passed, parts)
         for part, (out, found) in zip(parts, results, strict=True):
             hidden[part] = out.to(hidden.device)
             for name, (square, count) in found.items():

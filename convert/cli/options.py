@@ -85,9 +85,9 @@ def parse_method(ctx: click.Context, param: click.Parameter, text: str) -> str:
 
 def methods(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Let the shell complete the names of methods."""
-    from lowbit.convert.plan.method import method_names
+    from lowbit.convert.plan.method import METHODS
 
-    names = [AUTO, "absmax", *method_names()]
+    names = [AUTO, "absmax", *METHODS]
     return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 

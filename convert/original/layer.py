@@ -1,18 +1,16 @@
 """One decoder layer at a time as transformers computes it, in FP32, and what its linears see."""
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lowbit.convert.original.threads import Pool, ordered
 
-Summary = TypeVar("Summary")
 BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}  # through a layer at a time
 
 
@@ -134,30 +132,3 @@ def probed(layer: Layer, linear: str) -> Iterator[Callable[[Tensor], Tensor]]:
         yield call
     finally:
         hook.remove()
-
-
-@contextmanager
-def recorded(
-    layer: Layer, linears: Sequence[str], summary: Callable[[Tensor], Summary]
-) -> Iterator[Callable[[Tensor], tuple[Tensor, dict[str, Summary]]]]:
-    """A function that runs the layer and sums up what some of its linears are called with.
-
-    Those that are not called, as experts may be, are left out.
-
-    Args:
-        summary: of an input [windows, T, K].
-
-    Yields:
-        hidden [windows, T, h] to output and summaries by name; threads may call it at a time.
-    """
-    here = threading.local()
-
-    def note(name: str, x: Tensor, _: Any) -> None:
-        here.found[name] = summary(x)
-
-    def call(hidden: Tensor) -> tuple[Tensor, dict[str, Summary]]:
-        here.found = {}
-        return layer(hidden), here.found
-
-    with hooked(layer.module, linears, note):
-        yield call

@@ -25,22 +25,14 @@ class Method:
         Raises:
             QuantizationError: an unknown step, or steps that do not follow one another.
         """
-        steps = text.split("+")
-        codes: Codes = "rtn"
-        for name in get_args(Codes):
-            if steps[0] == name:
-                codes = name
-                steps = steps[1:]
-                break
-        rotate = codes == "gptq" and steps[:1] == ["rotate"]
-        steps = steps[1:] if rotate else steps
-        if steps not in ([], ["autoround"]):
+        found = METHODS.get("autoround" if text == "rtn+autoround" else text)
+        if found is None:
             raise QuantizationError(
                 f"method `{text}` is not known",
                 hint="auto, absmax, rtn, weighted or gptq; the last three may be followed by "
                 "+autoround, gptq by +rotate before it, as in gptq+rotate",
             )
-        return cls(codes, rotate, bool(steps))
+        return found
 
     @property
     def from_original(self) -> bool:
@@ -60,15 +52,9 @@ class Method:
 
 
 RTN = Method()
-
-
-def method_names() -> list[str]:
-    """Every text that `parse` reads, `rtn` before other steps left out."""
-    flags = (False, True)
-    made = [
-        Method(codes, rotate, autoround)
-        for codes in get_args(Codes)
-        for rotate in (flags if codes == "gptq" else (False,))
-        for autoround in flags
-    ]
-    return [str(method) for method in made]
+METHODS = {
+    str(method): method
+    for codes in get_args(Codes)
+    for rotate in ((False, True) if codes == "gptq" else (False,))
+    for method in (Method(codes, rotate), Method(codes, rotate, autoround=True))
+}
