@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowbit.convert.measure.record import LogitQuality, QualityReport, read_quality
 from lowbit.convert.measure.speed import Speed, known_speed
@@ -19,16 +19,8 @@ from lowbit.formats.tasks import TaskResult, read_tasks
 SAME_PERPLEXITY = 1e-3  # relative; one original differs less between machines
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredFolder:
-    """One packed folder with its measured figures.
-
-    Attributes:
-        folder: path.
-        manifest: content of lowbit.json, None where another tool made the folder.
-        report: content of quality.json.
-        logits: the report's part on logits.
-    """
+class _Measured(NamedTuple):
+    """One packed folder with the content of its lowbit.json, if it has one, and quality.json."""
 
     folder: Path
     manifest: Manifest | None
@@ -151,12 +143,12 @@ def compare(folders: Sequence[Path]) -> FolderComparison:
     )
 
 
-def _repo(entry: MeasuredFolder) -> str | None:
+def _repo(entry: _Measured) -> str | None:
     recorded = None if entry.manifest is None else entry.manifest.source.repo
     return recorded or entry.report.original
 
 
-def _open(folder: Path) -> MeasuredFolder:
+def _open(folder: Path) -> _Measured:
     """A folder's report, if it is one of the weights that are there now."""
     hint = f"measure it: lowbit-convert report {folder}"
     report = read_quality(folder)
@@ -169,10 +161,10 @@ def _open(folder: Path) -> MeasuredFolder:
         raise CheckpointError(
             f"`{folder}`: quality.json is the report of another conversion", hint=hint
         )
-    return MeasuredFolder(folder, manifest, report, report.logits)
+    return _Measured(folder, manifest, report, report.logits)
 
 
-def _check_pair(first: MeasuredFolder, other: MeasuredFolder) -> None:
+def _check_pair(first: _Measured, other: _Measured) -> None:
     """Refuse what cannot be held against each other."""
     a, b = first.logits, other.logits
     where = f"`{first.folder}` and `{other.folder}`"
@@ -202,7 +194,7 @@ def _check_pair(first: MeasuredFolder, other: MeasuredFolder) -> None:
         )
 
 
-def _row(entry: MeasuredFolder, first: MeasuredFolder, shared: Collection[str]) -> FolderRow:
+def _row(entry: _Measured, first: _Measured, shared: Collection[str]) -> FolderRow:
     logits = entry.logits
     return FolderRow(
         name=entry.folder.resolve().name,
@@ -228,7 +220,7 @@ def _row(entry: MeasuredFolder, first: MeasuredFolder, shared: Collection[str]) 
     )
 
 
-def _tasks(entry: MeasuredFolder) -> tuple[TaskResult, ...]:
+def _tasks(entry: _Measured) -> tuple[TaskResult, ...]:
     try:
         found = read_tasks(entry.folder)
     except LowbitError:

@@ -6,33 +6,22 @@ device before gives way to the new figures.
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from lowbit.convert.measure.ranges import check_ranges
-from lowbit.convert.measure.speed import Speed
 from lowbit.convert.report.comparison import FolderComparison, FolderRow
 from lowbit.convert.report.formatting import MISSING, number
 from lowbit.convert.report.page import render_page
 from lowbit.formats.errors import RequestError
 from lowbit.formats.files.atomic import replace_files
 from lowbit.formats.layout.records import finite, load_object, record
+from lowbit.formats.tasks import TaskResult
 
-SCHEMA = 1
+SCHEMA = 2
 SUFFIX = ".json"
 PAGE = ".html"
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """One metric of one task."""
-
-    task: str
-    metric: str
-    value: float | None
-    stderr: float | None
-    samples: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,79 +30,31 @@ class Variant:
 
     Attributes:
         recorded_on: date in UTC, `2026-05-31`.
-        name: of the folder.
         original: Hub id, or a description; the same for all variants of a comparison.
         text_name: that quality was measured on.
         scored_tokens: of it.
-        manifest_sha256: of lowbit.json's bytes; None where another tool made the folder.
-        grade: of the verdict; None where nothing is judged.
-        title: of the verdict.
-        kl_mean: nats per token.
-        kl_error: its standard error; None where the windows are too few.
-        top1_agreement: share of tokens where both rank the same token first.
-        bits_per_weight: of the weight files.
-        folder_bytes: all its files, reports aside.
-        method: `gptq`, or `another tool`.
-        schemes: of the linears.
-        command: that makes the folder again; None where lowbit.json does not say.
-        speed: None where it was not measured.
-        scores: on tasks; empty where there are none.
+        row: its figures, without path and without the difference to other folders.
     """
 
     recorded_on: str
-    name: str
     original: str
     text_name: str
     scored_tokens: int
-    manifest_sha256: str | None
-    grade: str | None
-    title: str
-    kl_mean: float
-    kl_error: float | None
-    top1_agreement: float
-    bits_per_weight: float
-    folder_bytes: int
-    method: str
-    schemes: str
-    command: str | None
-    speed: Speed | None
-    scores: tuple[Score, ...]
+    row: FolderRow
 
     @property
     def identity(self) -> tuple[str, ...]:
         """Equal for measurements of which the later one replaces the earlier."""
-        device = "" if self.speed is None else self.speed.device
-        return self.manifest_sha256 or self.name, self.original, self.text_name, device
+        row = self.row
+        device = "" if row.speed is None else row.speed.device
+        return row.manifest_sha256 or row.name, self.original, self.text_name, device
 
 
 def variants_of(found: FolderComparison, original: str) -> list[Variant]:
     """The folders of a comparison, as of today."""
     today = datetime.now(UTC).date().isoformat()
-    return [_variant(row, found, original, today) for row in found.rows]
-
-
-def _variant(row: FolderRow, found: FolderComparison, original: str, today: str) -> Variant:
-    scores = (Score(t.task, t.metric, t.value, t.stderr, t.samples) for t in row.tasks)
-    return Variant(
-        recorded_on=today,
-        name=row.name,
-        original=original,
-        text_name=found.text_name,
-        scored_tokens=found.scored_tokens,
-        manifest_sha256=row.manifest_sha256,
-        grade=row.verdict.grade,
-        title=row.verdict.title,
-        kl_mean=row.kl_mean,
-        kl_error=row.kl_error,
-        top1_agreement=row.top1_agreement,
-        bits_per_weight=row.bits_per_weight,
-        folder_bytes=row.folder_bytes,
-        method=row.method,
-        schemes=row.schemes,
-        command=row.command,
-        speed=row.speed,
-        scores=tuple(scores),
-    )
+    rows = (replace(row, folder=row.name, difference=None) for row in found.rows)
+    return [Variant(today, original, found.text_name, found.scored_tokens, row) for row in rows]
 
 
 def read_variants(path: Path) -> list[Variant]:
@@ -175,15 +116,14 @@ def variants_page(variants: Sequence[Variant]) -> str:
     )
 
 
-def speed_text(variant: Variant) -> str:
+def speed_text(row: FolderRow) -> str:
     """`812 tok/s on NVIDIA H200`; a dash where it was not measured."""
-    speed = variant.speed
-    if speed is None:
+    if row.speed is None:
         return MISSING
-    return f"{number(speed.decode_tokens_per_s, 1)} tok/s on {speed.device}"
+    return f"{number(row.speed.decode_tokens_per_s, 1)} tok/s on {row.speed.device}"
 
 
-def score_text(score: Score) -> str:
+def score_text(score: TaskResult) -> str:
     """`gsm8k exact_match 0.8123 ± 0.0110`."""
     if score.value is None:
         return f"{score.task} {score.metric} {MISSING}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from lowbit.formats.errors import FormatError
 from lowbit.formats.files import strict_json
@@ -15,6 +15,7 @@ from lowbit.formats.files.reading import read_bytes
 Record = TypeVar("Record")
 
 _LARGEST_INT = 2**63 - 1
+_UNIONS = (UnionType, Union)  # `Literal[...] | None` is of the second
 
 
 def load_object(path: Path, version_key: str, version: int, hint: str) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def _read(value: Any, kind: Any, where: str) -> Any:
     if is_dataclass(kind):
         return record(kind, value, where)  # type: ignore[arg-type]
     args = get_args(kind)
-    if get_origin(kind) is UnionType:
+    if get_origin(kind) in _UNIONS:
         inner = next(filter(is_dataclass, args), None)
         return value if value is None or inner is None else _read(value, inner, where)
     if get_origin(kind) is tuple and isinstance(value, list):
@@ -108,7 +109,7 @@ def _fits(value: Any, kind: Any) -> bool:
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:
         return value in args
-    if origin is UnionType:
+    if origin in _UNIONS:
         return any(_fits(value, arg) for arg in args)
     if origin is tuple:
         return isinstance(value, tuple) and all(_fits(item, args[0]) for item in value)

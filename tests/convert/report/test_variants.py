@@ -14,10 +14,10 @@ from lowbit.convert.measure import speed
 from lowbit.convert.measure.record import QualityReport, Sizes
 from lowbit.convert.measure.speed import Speed, read_speed
 from lowbit.convert.plan.method import Method
+from lowbit.convert.report.comparison import FolderRow
 from lowbit.convert.report.files import write_reports
 from lowbit.convert.report.formatting import MISSING
 from lowbit.convert.report.variants import (
-    Score,
     Variant,
     added,
     check_record,
@@ -25,6 +25,7 @@ from lowbit.convert.report.variants import (
     variants_page,
     write_variants,
 )
+from lowbit.convert.report.verdict import Verdict
 from lowbit.formats.errors import CheckpointError, FormatError, LowbitError, RequestError
 from lowbit.formats.packed import open_packed
 from lowbit.formats.tasks import TaskReport, TaskResult, manifest_sha256, write_tasks
@@ -37,58 +38,71 @@ if TYPE_CHECKING:
 TINY = Path("examples/models/tiny-qwen3")
 SIZES = Sizes(6_000_000, None, 4.25)
 SPEED = Speed("NVIDIA H200", 64, 128, 8192, 0.01, 831.96, 5_000, 6_000)
-ONE = Variant(
-    recorded_on="2026-05-31",
+SCORED = TaskResult("gsm8k", "acc", 0.5, 0.1, 9, True, 0, None, False, 512, "cpu", "bf16", "1")
+ROW = FolderRow(
     name="qwen3-8b-int4",
-    original="Qwen/Qwen3-8B",
-    text_name="WikiText-2",
-    scored_tokens=40_000,
-    manifest_sha256="aa",
-    grade="usable",
-    title="Usable",
-    kl_mean=0.0321,
-    kl_error=0.0004,
-    top1_agreement=0.93,
-    bits_per_weight=4.5,
-    folder_bytes=5_500_000_000,
+    folder="qwen3-8b-int4",
+    verdict=Verdict("usable", "good", "Usable", "mean KL 0.0321", notes=("A note.",)),
     method="gptq+rotate",
     schemes="INT4 g128",
+    folder_bytes=5_500_000_000,
+    bits_per_weight=4.5,
+    kl_mean=0.0321,
+    kl_error=0.0004,
+    difference=None,
+    kl_p99=0.4,
+    top1_agreement=0.93,
+    perplexity=9.1,
+    perplexity_change=0.01,
+    logit_cosine=0.99,
+    weight_cosine=0.99,
+    manifest_sha256="aa",
     command="lowbit-convert Qwen/Qwen3-8B qwen3-8b-int4",
     speed=SPEED,
-    scores=(Score("gsm8k", "exact_match", 0.8123, 0.011, 1319), Score("x", "acc", None, None, 3)),
+    tasks=(
+        replace(SCORED, metric="exact_match", value=0.8123, stderr=0.011, samples=1319),
+        replace(SCORED, task="x", value=None, stderr=None, higher_is_better=None),
+    ),
 )
+ONE = Variant("2026-05-31", "Qwen/Qwen3-8B", "WikiText-2", 40_000, ROW)
+
+
+def changed(variant: Variant, **figures: Any) -> Variant:
+    """The variant with other figures in its row."""
+    return replace(variant, row=replace(variant.row, **figures))
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "choices.json"
     assert read_variants(path) == []
-    several = [ONE, replace(ONE, name="other", speed=None, scores=(), manifest_sha256=None)]
-    several.append(replace(ONE, kl_mean=math.inf, kl_error=None, grade=None, command=None))
+    unknown = Verdict(None, "unknown", "Not judged", "", hint="measure")
+    several = [ONE, changed(ONE, name="other", speed=None, tasks=(), manifest_sha256=None)]
+    several.append(changed(ONE, kl_mean=math.inf, kl_error=None, verdict=unknown, command=None))
     page = write_variants(path, several)
     assert (read_variants(path), page) == (several, tmp_path / "choices.html")
-    assert json.loads(path.read_text())["schema"] == 1
+    assert json.loads(path.read_text())["schema"] == 2
 
 
 def test_what_is_measured_anew_gives_way() -> None:
-    other = replace(ONE, manifest_sha256="bb", name="mixed")
+    other = changed(ONE, manifest_sha256="bb", name="mixed")
     before = [ONE, other]
-    again = replace(ONE, kl_mean=0.03, recorded_on="2026-06-01")
+    again = replace(changed(ONE, kl_mean=0.03), recorded_on="2026-06-01")
     assert added(before, [again]) == [other, again]
-    for change in (
-        {"text_name": "code"},
-        {"speed": replace(SPEED, device="cpu")},
-        {"speed": None},
-        {"manifest_sha256": "cc"},
-        {"original": "Qwen/Qwen3-4B"},
+    for new in (
+        replace(ONE, text_name="code"),
+        changed(ONE, speed=replace(SPEED, device="cpu")),
+        changed(ONE, speed=None),
+        changed(ONE, manifest_sha256="cc"),
+        replace(ONE, original="Qwen/Qwen3-4B"),
     ):
-        changed = replace(ONE, **change)
-        assert added(before, [changed]) == [*before, changed]
-    unknown = replace(ONE, manifest_sha256=None)
-    assert added([unknown], [replace(unknown, name="another")])[0] == unknown
+        assert added(before, [new]) == [*before, new]
+    unknown = changed(ONE, manifest_sha256=None)
+    assert added([unknown], [changed(unknown, name="another")])[0] == unknown
 
 
 def test_the_page_shows_every_figure() -> None:
-    evil = replace(ONE, name="<script>", command="<b>", original="a\x1bb", manifest_sha256="dd")
+    evil = changed(ONE, name="<script>", command="<b>", manifest_sha256="dd")
+    evil = replace(evil, original="a\x1bb")
     page = Page(variants_page([ONE, evil]))
     for words in (
         "2 variants of Qwen/Qwen3-8B",
@@ -114,7 +128,7 @@ Content = dict[str, Any]
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"schema": 2}, "schema 2"),
+        ({"schema": 1}, "schema 1"),
         ({"variants": {}}, "variants"),
         ({"variants": [{}]}, "missing keys"),
         ({"more": 1}, "unknown keys"),
@@ -133,7 +147,7 @@ def test_figures_that_cannot_be(tmp_path: Path, figure: tuple[str, object]) -> N
     path = tmp_path / "choices.json"
     write_variants(path, [ONE])
     content = json.loads(path.read_text())
-    content["variants"][0][figure[0]] = figure[1]
+    content["variants"][0]["row"][figure[0]] = figure[1]
     path.write_text(json.dumps(content))
     with pytest.raises(FormatError, match=figure[0]):
         read_variants(path)
@@ -172,18 +186,18 @@ def packed(converted: Path) -> Iterator[Path]:
 
 def test_a_comparison_is_added(cli: "Cli", packed: Path, tmp_path: Path) -> None:
     path = tmp_path / "choices.json"
-    result = TaskResult("gsm8k", "acc", 0.5, 0.1, 9, True, 0, None, False, 512, "cpu", "bf16", "1")
-    write_tasks(packed, TaskReport("0.1.0", "lm-eval 1", manifest_sha256(packed), (result,)))
+    write_tasks(packed, TaskReport("0.1.0", "lm-eval 1", manifest_sha256(packed), (SCORED,)))
     write_variants(path, [ONE])
     done = cli("compare", packed, "--record", path)
     assert done.exit_code == 0, done.output
     assert "gsm8k 0.5000" in done.stdout
     assert f"recorded in {path}, shown in {path.with_suffix('.html')}" in done.stderr
-    first, new = read_variants(path)
+    first, added_now = read_variants(path)
+    new = added_now.row
     assert first == ONE
     assert (new.name, new.method, new.command) == ("packed", "rtn", "lowbit-convert a b")
-    assert new.scores == (Score("gsm8k", "acc", 0.5, 0.1, 9),)
-    assert new.speed is None
+    assert new.tasks == (SCORED,)
+    assert (new.speed, new.folder) == (None, "packed"), "no path of this machine"
     assert cli("compare", packed, "--record", path).exit_code == 0
     assert len(read_variants(path)) == 2, "the same again"
     row = json.loads(cli("compare", packed, "--json").stdout)["rows"][0]
@@ -194,8 +208,7 @@ def test_a_comparison_is_added(cli: "Cli", packed: Path, tmp_path: Path) -> None
 def test_results_of_an_earlier_conversion_are_left_out(
     cli: "Cli", packed: Path, tmp_path: Path
 ) -> None:
-    result = TaskResult("gsm8k", "acc", 0.5, 0.1, 9, True, 0, None, False, 512, "cpu", "bf16", "1")
-    write_tasks(packed, TaskReport("0.1.0", "lm-eval 1", "0" * 64, (result,)))
+    write_tasks(packed, TaskReport("0.1.0", "lm-eval 1", "0" * 64, (SCORED,)))
     (packed / "bench.json").write_text("{")
     row = json.loads(cli("compare", packed, "--json").stdout)["rows"][0]
     assert (row["tasks"], row["speed"]) == ([], None)
@@ -210,7 +223,7 @@ def test_speed_is_measured_by_the_runtime(cli: "Cli", packed: Path, tmp_path: Pa
     assert speed is not None
     assert (speed.device, speed.new_tokens) == ("cpu", 128)
     [variant] = read_variants(path)
-    assert variant.speed == speed
+    assert variant.row.speed == speed
     assert json.loads(done.stdout)["rows"][0]["speed"]["device"] == "cpu"
 
 
