@@ -1,14 +1,11 @@
 """`lowbit-convert calib-text`."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from lowbit.convert.cli.options import (
-    device_option,
-    revision_option,
-    source_argument,
-)
+from lowbit.convert.cli import options
 from lowbit.formats.sampling_ranges import SEEDS
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import Count, json_option, output_file
@@ -33,7 +30,7 @@ def text_file(ctx: click.Context, param: click.Parameter, value: Path) -> Path:
       lowbit-convert calib-text Qwen/Qwen3-8B own.txt
     """,
 )
-@source_argument
+@options.source
 @click.argument("out", metavar="OUT.txt", type=click.Path(path_type=Path), callback=text_file)
 @click.option(
     "--answers",
@@ -51,7 +48,7 @@ def text_file(ctx: click.Context, param: click.Parameter, value: Path) -> Path:
     show_default=True,
     help="Tokens of an answer at most.",
 )
-@device_option
+@options.device
 @click.option(
     "--seed",
     type=Count(0, SEEDS - 1),
@@ -60,21 +57,11 @@ def text_file(ctx: click.Context, param: click.Parameter, value: Path) -> Path:
     show_default=True,
     help="Seed of the prompts and of what is drawn.",
 )
-@revision_option
+@options.revision
 @click.option("--overwrite", is_flag=True, help="Replace the file OUT.txt.")
 @json_option
 @reported
-def calib_text(
-    source: str,
-    out: Path,
-    answers: int,
-    tokens: int,
-    device: str,
-    seed: int,
-    revision: str | None,
-    overwrite: bool,
-    as_json: bool,
-) -> None:
+def calib_text(source: str, out: Path, as_json: bool, **settings: Any) -> None:
     """Let the original SRC answer prompts, and write a text that --calib takes.
 
     OUT.txt holds prompts and answers as the chat template of SRC writes them, followed by the
@@ -87,18 +74,8 @@ def calib_text(
     from lowbit.convert.pipeline.own_text import write_own_text
 
     with progress_bars(quiet=as_json) as progress:
-        done = write_own_text(
-            source,
-            out,
-            answers=answers,
-            tokens=tokens,
-            device=device,
-            seed=seed,
-            revision=revision,
-            overwrite=overwrite,
-            progress=progress,
-        )
+        done = write_own_text(source, out, progress=progress, **settings)
     if as_json:
         print_json(render.own_text_json(done))
     else:
-        render.own_text(done, source, revision)
+        render.own_text(done, source, settings["revision"])

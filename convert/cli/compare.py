@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lowbit.convert.cli.options import device_option
+from lowbit.convert.cli import options
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import folders, json_option, output_file
 from lowbit.formats.shell.output import note, print_json
@@ -31,17 +31,14 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     shell_complete=folders,
 )
-@click.option(
+@options.file_option(
     "--out",
-    type=click.Path(path_type=Path),
     callback=output_file,
-    metavar="FILE",
     help="Write the comparison as a page, too, with size against loss plotted.",
 )
-@click.option(
+@options.file_option(
     "--record",
     "kept",
-    type=click.Path(path_type=Path),
     callback=output_file,
     metavar="FILE.json",
     help="Add quality, size, speed, tasks, recipe and command of each DIR to FILE, and to a page "
@@ -51,7 +48,7 @@ if TYPE_CHECKING:
 @click.option(
     "--tasks", metavar="NAMES", help="Score each DIR on tasks first, with commas between them."
 )
-@device_option
+@options.device
 @click.option(
     "--diff",
     is_flag=True,

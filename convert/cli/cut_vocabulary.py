@@ -2,19 +2,12 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from lowbit.convert.cli.options import (
-    device_option,
-    out_argument,
-    revision_option,
-    shard_option,
-    source_argument,
-    text_option,
-)
+from lowbit.convert.cli import options
 from lowbit.convert.cli.vocabulary_options import KEEP_HELP, parse_kept
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import check_command, json_option
@@ -32,8 +25,8 @@ if TYPE_CHECKING:
       lowbit-convert cut-vocabulary Qwen/Qwen3.5-0.8B small --keep 65536
     """,
 )
-@source_argument
-@out_argument
+@options.source
+@options.out
 @click.option(
     "--keep",
     callback=parse_kept,
@@ -41,20 +34,15 @@ if TYPE_CHECKING:
     required=True,
     help=KEEP_HELP,
 )
-@text_option(
+@options.text_option(
     "--text",
     "Text whose tokens are kept first, .txt or .jsonl; best one in the languages and on the "
     "subjects that the model will be used for.",
 )
-@shard_option()
-@click.option(
-    "--eval-text",
-    "eval_texts",
-    type=click.Path(path_type=Path),
-    multiple=True,
-    metavar="FILE",
-    show_default="prose, maths and code, and four other languages",
-    help="Text whose tokens are counted before and after (repeatable).",
+@options.shard_option()
+@options.eval_texts_option(
+    "Text whose tokens are counted before and after (repeatable).",
+    "prose, maths and code, and four other languages",
 )
 @click.option(
     "--measure",
@@ -62,21 +50,19 @@ if TYPE_CHECKING:
     help="Run both models in FP32, a layer at a time, and tell how many bits they need for a byte "
     "of those texts.",
 )
-@device_option
-@revision_option
+@options.device
+@options.revision
 @json_option
 @reported
 def cut_vocabulary(
     source: str,
     out: Path,
     keep: int | Path,
-    text: Path | None,
-    max_shard_size: int,
     eval_texts: tuple[Path, ...],
     measure: bool,
     device: str,
-    revision: str | None,
     as_json: bool,
+    **settings: Any,
 ) -> None:
     """Write the original SRC with a smaller vocabulary into the new folder OUT.
 
@@ -98,17 +84,10 @@ def cut_vocabulary(
     if not measure and given is not ParameterSource.DEFAULT:
         raise click.UsageError("--device is for --measure.")
     texts = read_texts(eval_texts) if eval_texts else vocabulary_texts()
+    place = device if measure else None
     with progress_bars(quiet=as_json) as progress:
         done = cut_vocabulary(
-            source,
-            out,
-            keep,
-            text=text,
-            texts=texts,
-            measure_on=device if measure else None,
-            revision=revision,
-            max_shard_bytes=max_shard_size,
-            progress=progress,
+            source, out, keep, texts=texts, measure_on=place, progress=progress, **settings
         )
     if as_json:
         print_json(done.to_json())
@@ -118,20 +97,16 @@ def cut_vocabulary(
 
 def _show(done: "CutModel") -> None:
     """Print what is kept, and how much longer texts get."""
+    from lowbit.convert.cli.tables.lines import aside, ok
     from lowbit.convert.cli.tables.vocabulary import vocabulary
     from lowbit.convert.report.formatting import size
-    from lowbit.formats.shell.tables import results, styled
 
-    console, kept = results(), done.record
-    console.print(
-        styled(
-            ("✓", "bold green"),
-            f" {done.folder}: {kept.rows:,} of {kept.source_tokens:,} tokens, "
-            f"{size(done.weight_bytes)} of weights instead of {size(done.source_bytes)}",
-        )
+    kept = done.record
+    ok(
+        f"{done.folder}: {kept.rows:,} of {kept.source_tokens:,} tokens, "
+        f"{size(done.weight_bytes)} of weights instead of {size(done.source_bytes)}"
     )
     vocabulary(kept)
     if done.left_out:
-        names = ", ".join(done.left_out)
-        console.print(styled((f"left out: {names}, which tokenizer.json replaces", "dim")))
+        aside(f"left out: {', '.join(done.left_out)}, which tokenizer.json replaces")
     note(f"next: {shlex.join(['lowbit-convert', str(done.folder), 'OUT'])}", fold=False)

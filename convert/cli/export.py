@@ -2,15 +2,11 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowbit.convert.cli.options import (
-    folder_argument,
-    out_argument,
-    shard_option,
-)
+from lowbit.convert.cli import options
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import json_option
 from lowbit.formats.shell.output import print_json
@@ -26,8 +22,8 @@ if TYPE_CHECKING:
       lowbit-convert export qwen3-8b-int4 qwen3-8b-gguf --to gguf
     """,
 )
-@folder_argument
-@out_argument
+@options.folder
+@options.out
 @click.option(
     "--to",
     "target",
@@ -35,7 +31,7 @@ if TYPE_CHECKING:
     required=True,
     help="The container: for gptqmodel and vLLM, AWQ engines, mlx-lm, or llama.cpp.",
 )
-@shard_option("; a GGUF file is always one")
+@options.shard_option("; a GGUF file is always one")
 @click.option(
     "--dequantize",
     is_flag=True,
@@ -48,9 +44,9 @@ def export(
     folder: Path,
     out: Path,
     target: "Target",
-    max_shard_size: int,
     dequantize: bool,
     as_json: bool,
+    **settings: Any,
 ) -> None:
     """Repack the packed checkpoint DIR for another engine into the folder OUT.
 
@@ -65,14 +61,7 @@ def export(
     from lowbit.convert.export.export import export
 
     with progress_bars(quiet=as_json) as progress:
-        done = export(
-            folder,
-            out,
-            target,
-            max_shard_bytes=max_shard_size,
-            dequantize=dequantize,
-            progress=progress,
-        )
+        done = export(folder, out, target, dequantize=dequantize, progress=progress, **settings)
     if as_json:
         print_json({**asdict(done), "folder": str(done.folder)})
     else:
@@ -81,28 +70,23 @@ def export(
 
 def _show(done: "Export") -> None:
     """Print the result and its proof."""
+    from lowbit.convert.cli.tables.lines import aside, ok, warn
     from lowbit.convert.export.misfits import described
     from lowbit.convert.report.formatting import size
-    from lowbit.formats.shell.tables import results, styled
 
-    console = results()
     proof = done.proof
-    mark = ("✓", "bold green")
-    console.print(styled(mark, f" {done.folder}: {size(done.weight_bytes)} of weights"))
-    console.print(
-        styled(
-            mark,
-            f" read back: {proof.linears} linears, {proof.codes:,} codes and {proof.scales:,} "
-            f"scales equal, largest difference of a weight {proof.largest_difference}; "
-            f"{proof.copied} other tensors with the same bytes",
-        )
+    ok(f"{done.folder}: {size(done.weight_bytes)} of weights")
+    ok(
+        f"read back: {proof.linears} linears, {proof.codes:,} codes and {proof.scales:,} scales "
+        f"equal, largest difference of a weight {proof.largest_difference}; {proof.copied} other "
+        "tensors with the same bytes"
     )
     if done.dequantized:
         words = described((row.module, f"{row.scheme} to {row.dtype}") for row in done.dequantized)
         largest = max(row.largest_difference for row in done.dequantized)
         text = f"written as plain matrices, their values rounded by at most {largest:.2e}: "
-        console.print(styled(("!", "yellow"), f" {text}{'; '.join(words)}"))
+        warn(f"{text}{'; '.join(words)}")
     for reason in done.dropped:
-        console.print(styled((f"left out: {reason}", "dim")))
+        aside(f"left out: {reason}")
     for note in done.notes:
-        console.print(styled(("!", "yellow"), f" {note}"))
+        warn(note)

@@ -2,10 +2,11 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
-from lowbit.convert.cli.options import device_option, folder_argument, text_option
+from lowbit.convert.cli import options
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import Count, json_option
 from lowbit.formats.shell.output import print_json
@@ -19,8 +20,8 @@ from lowbit.formats.shell.output import print_json
       lowbit-convert finetune-mtp qwen3.5-4b-int4 --text own.txt --device cuda
     """,
 )
-@folder_argument
-@text_option(
+@options.folder
+@options.text_option(
     "--text",
     "Text to learn on, .txt or .jsonl; best one in the model's own words, as `calib-text` "
     "writes it, on what it will be used for.",
@@ -48,18 +49,10 @@ from lowbit.formats.shell.output import print_json
     show_default=True,
     help="Tokens of a window.",
 )
-@device_option
+@options.device
 @json_option
 @reported
-def finetune_mtp(
-    folder: Path,
-    text: Path | None,
-    steps: int,
-    windows: int | None,
-    length: int,
-    device: str,
-    as_json: bool,
-) -> None:
+def finetune_mtp(folder: Path, as_json: bool, **settings: Any) -> None:
     """Train the head for multi-token prediction of the packed folder DIR on DIR's own predictions.
 
     Drafts get better, answers stay as they are: only the head's codes and norms are learned. Every
@@ -71,15 +64,7 @@ def finetune_mtp(
     from lowbit.convert.pipeline.finetune import finetune_mtp
 
     with progress_bars(quiet=as_json) as progress:
-        done = finetune_mtp(
-            folder,
-            text,
-            steps=steps,
-            device=device,
-            windows=windows,
-            length=length,
-            progress=progress,
-        )
+        done = finetune_mtp(folder, progress=progress, **settings)
     if as_json:
         print_json({**asdict(done), "folder": str(done.folder)})
     else:

@@ -1,9 +1,11 @@
 """Options that several commands of `lowbit-convert` share, and the objects they describe."""
 
+import functools
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -23,13 +25,41 @@ from lowbit.formats.shell.options import (
 )
 
 if TYPE_CHECKING:
+    from lowbit.convert.calibrate.session import CalibrationRequest
     from lowbit.convert.measure.gate import Condition, GateResult
     from lowbit.convert.original.evaluation_text import Text
     from lowbit.convert.plan.recipe import Override, Recipe
+    from lowbit.convert.publish.parcel import Statement
 
 SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?)b?", re.ASCII | re.IGNORECASE)
 MOST_BYTES = 10**18  # beyond any disk
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}", re.ASCII)  # as the Hub's identifiers are
+
+
+def gathered(
+    name: str, make: Callable[..., Any], *options: Callable[[Command], Command]
+) -> Callable[[Command], Command]:
+    """Options that a command gets as one object: `make` of their values, under this name.
+
+    Their names are those of the parameters of `make`.
+    """
+
+    def add(command: Command) -> Command:
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            own = {key: values.pop(key) for key in inspect.signature(make).parameters}
+            command(**{name: make(**own)}, **values)
+
+        return with_options(*options)(run)
+
+    return add
+
+
+def file_option(
+    *names: str, metavar: str = "FILE", **settings: Any
+) -> Callable[[Command], Command]:
+    """An option that names a file or a folder, as click's otherwise."""
+    return click.option(*names, type=click.Path(path_type=Path), metavar=metavar, **settings)
 
 
 def parse_size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
@@ -105,10 +135,36 @@ def parse_conditions(
         raise click.BadParameter(f"{error}.") from None
 
 
+def method_option(help: str) -> Callable[[Command], Command]:
+    """The name of a method."""
+    return click.option(
+        "--method",
+        callback=parse_method,
+        shell_complete=methods,
+        default=AUTO,
+        show_default=True,
+        metavar="METHOD",
+        help=help,
+    )
+
+
+def original_option(help: str, default: str | bool = False) -> Callable[[Command], Command]:
+    """The original of a packed folder; `default` says what is taken without one."""
+    return click.option(
+        "--source",
+        metavar="SRC",
+        callback=model_name,
+        shell_complete=folders,
+        show_default=default,
+        help=help,
+    )
+
+
 def shard_option(more: str = "") -> Callable[[Command], Command]:
     """The limit of a weight file; `more` ends its sentence."""
     return click.option(
         "--max-shard-size",
+        "max_shard_bytes",
         callback=parse_size,
         metavar="SIZE",
         default="5GB",
@@ -117,10 +173,8 @@ def shard_option(more: str = "") -> Callable[[Command], Command]:
     )
 
 
-revision_option = click.option(
-    "--revision", metavar="REV", help="Branch, tag or commit of a Hub id."
-)
-recipe_options = with_options(
+revision = click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub id.")
+recipe = with_options(
     click.option(
         "--recipe",
         "base",
@@ -149,14 +203,8 @@ recipe_options = with_options(
         show_default=True,
         help=f"Weights that share a scale: {', '.join(map(str, GROUP_SIZES))} or a whole row.",
     ),
-    click.option(
-        "--method",
-        callback=parse_method,
-        shell_complete=methods,
-        default=AUTO,
-        show_default=True,
-        metavar="METHOD",
-        help="rtn searches for the best scales; absmax takes |w|max, faster and worse. Calibrated "
+    method_option(
+        "rtn searches for the best scales; absmax takes |w|max, faster and worse. Calibrated "
         "on a text, weighted weighs that search by the inputs, and gptq chooses codes that make "
         "up for errors. gptq+rotate first turns the hidden states into another basis: the same "
         "model, with weights that are easier to quantize; adapters trained on SRC do not fit it. "
@@ -199,7 +247,7 @@ recipe_options = with_options(
         help="Leave the vision tower out; the result then loads as a text model only.",
     ),
     shard_option(),
-    revision_option,
+    revision,
 )
 
 
@@ -268,17 +316,21 @@ def text_option(
     name: str, help: str, default: str | bool = "the bundled mix"
 ) -> Callable[[Command], Command]:
     """A file of text; `default` says what is taken without one."""
-    return click.option(
-        name,
-        type=click.Path(path_type=Path),
-        callback=calibration_file,
-        metavar="FILE",
-        show_default=default,
-        help=help,
-    )
+    return file_option(name, callback=calibration_file, show_default=default, help=help)
 
 
-calibration_options = with_options(
+def make_calibration(
+    calib: Path | None, calib_samples: int | None, calib_length: int, calib_chat: bool
+) -> "CalibrationRequest":
+    """The calibration that the options describe."""
+    from lowbit.convert.calibrate.session import CalibrationRequest
+
+    return CalibrationRequest(calib, calib_samples, calib_length, calib_chat)
+
+
+calibration = gathered(
+    "calibration",
+    make_calibration,
     text_option(
         "--calib",
         "Text for calibrated methods and targets: .txt, or .jsonl with `text` or `messages`; "
@@ -301,25 +353,25 @@ calibration_options = with_options(
     ),
     click.option("--calib-chat", is_flag=True, help="Apply the model's chat template to the text."),
 )
-
-
-draft_text_option = text_option(
+draft_text = text_option(
     "--draft-text",
     "Text whose tokens --draft-vocabulary counts, .txt or .jsonl; best one in the model's own "
     "words, as `calib-text` writes it.",
 )
-device_option = device_choice(usable_device)
-eval_text_option = click.option(
-    "--eval-text",
-    "eval_texts",
-    type=click.Path(path_type=Path),
-    multiple=True,
-    metavar="FILE",
-    show_default="200 kB of WikiText-2, then maths and code",
-    help="Text to compare logits on; the first gives the headline figures (repeatable). The report "
+device = device_choice(usable_device)
+
+
+def eval_texts_option(help: str, default: str) -> Callable[[Command], Command]:
+    """Evaluation texts; `default` says which are taken without one."""
+    return file_option("--eval-text", "eval_texts", multiple=True, show_default=default, help=help)
+
+
+eval_text = eval_texts_option(
+    "Text to compare logits on; the first gives the headline figures (repeatable). The report "
     "quotes a few lines of it.",
+    "200 kB of WikiText-2, then maths and code",
 )
-gate_option = click.option(
+gate = click.option(
     "--gate",
     callback=parse_conditions,
     metavar="CONDITIONS",
@@ -328,19 +380,17 @@ gate_option = click.option(
     "(a share), ppl_change (0.01 is 1 % worse), cosine, bits_per_weight (of all weight "
     "files); of `report --long` alone: long_kl and cache_kl (what an INT8 cache adds).",
 )
-private_option = click.option(
+private = click.option(
     "--private/--public",
     default=None,
     show_default="as the account is set",
     help="Who sees a new repository.",
 )
-source_argument = click.argument(
-    "source", metavar="SRC", callback=model_name, shell_complete=folders
-)
-folder_argument = click.argument(
+source = click.argument("source", metavar="SRC", callback=model_name, shell_complete=folders)
+folder = click.argument(
     "folder", metavar="DIR", type=click.Path(path_type=Path), shell_complete=folders
 )
-out_argument = click.argument(
+out = click.argument(
     "out",
     metavar="OUT",
     type=click.Path(path_type=Path),
@@ -368,8 +418,17 @@ def parse_license(ctx: click.Context, param: click.Parameter, text: str | None) 
     return text
 
 
+def make_statement(base_model: str | None, license: str | None) -> "Statement":
+    """What the options state."""
+    from lowbit.convert.publish.parcel import Statement
+
+    return Statement(base_model, license)
+
+
 # They state in the card what neither lowbit.json nor the original's card says.
-statement_options = with_options(
+statement = gathered(
+    "stated",
+    make_statement,
     click.option(
         "--base-model",
         callback=parse_hub_id,

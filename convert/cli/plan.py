@@ -1,23 +1,17 @@
 """`lowbit-convert plan`."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowbit.convert.cli.options import (
-    calibration_options,
-    device_option,
-    make_recipe,
-    recipe_options,
-    source_argument,
-)
+from lowbit.convert.cli import options
 from lowbit.convert.cli.target_options import target_options
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import AUTO, json_option
 from lowbit.formats.shell.output import note, print_json
 
 if TYPE_CHECKING:
+    from lowbit.convert.calibrate.session import CalibrationRequest
     from lowbit.convert.cli.planning import TargetRequest
 
 
@@ -29,22 +23,19 @@ if TYPE_CHECKING:
       lowbit-convert plan Qwen/Qwen3-8B --bits '*.down_proj=8'
     """,
 )
-@source_argument
-@recipe_options
+@options.source
+@options.recipe
 @target_options
-@calibration_options
-@device_option
+@options.calibration
+@options.device
 @json_option
 @reported
 def plan(
     source: str,
     target: "TargetRequest | None",
-    calib: Path | None,
-    calib_samples: int | None,
-    calib_length: int,
-    calib_chat: bool,
+    calibration: "CalibrationRequest",
     device: str,
-    max_shard_size: int,
+    max_shard_bytes: int,
     revision: str | None,
     as_json: bool,
     **recipe: Any,
@@ -55,7 +46,6 @@ def plan(
     sensitivities are computed unless the cache has them. Times come from a short measurement of
     this machine. To plan with a smaller vocabulary, name what `cut-vocabulary` wrote as SRC.
     """
-    from lowbit.convert.calibrate.session import CalibrationRequest
     from lowbit.convert.cli.planning import PlanRequest, plan_ahead
     from lowbit.convert.cli.progress import progress_bars
     from lowbit.convert.cli.tables import plan as render
@@ -64,10 +54,9 @@ def plan(
     from lowbit.formats.hub.locate import locate
     from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
-    made, automatic = make_recipe(**recipe), recipe["method"] == AUTO
-    calibration = CalibrationRequest(calib, calib_samples, calib_length, calib_chat)
+    made, automatic = options.make_recipe(**recipe), recipe["method"] == AUTO
     place = open_device(device)
-    request = PlanRequest(made, automatic, target, calibration, place, max_shard_size)
+    request = PlanRequest(made, automatic, target, calibration, place, max_shard_bytes)
     checkpoint, other_bytes = open_headers(source, revision)
     with progress_bars(quiet=as_json) as progress:
         if target is not None:  # it reads weights

@@ -1,14 +1,25 @@
 """`lowbit-convert push`."""
 
+import shlex
+import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from lowbit.convert.cli.options import folder_argument, private_option, statement_options
+from lowbit.convert.cli import options
+from lowbit.formats.errors import PublishError
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import json_option, model_name
-from lowbit.formats.shell.output import print_json
+from lowbit.formats.shell.output import note, print_json
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+    from lowbit.convert.publish.parcel import Statement
+    from lowbit.convert.publish.push import Published
+    from lowbit.formats.packed import PackedCheckpoint
 
 
 @click.command(
@@ -18,11 +29,11 @@ from lowbit.formats.shell.output import print_json
       lowbit-convert push qwen3-8b-int4 me/qwen3-8b-int4 --private
     """,
 )
-@folder_argument
+@options.folder
 @click.argument("repo", metavar="REPO", callback=model_name)
-@private_option
+@options.private
 @click.option("--revision", metavar="BRANCH", help="Where to; created where it is missing.")
-@statement_options
+@options.statement
 @click.option(
     "--allow-local-paths",
     is_flag=True,
@@ -40,8 +51,7 @@ def push(
     repo: str,
     private: bool | None,
     revision: str | None,
-    base_model: str | None,
-    license: str | None,
+    stated: "Statement",
     allow_local_paths: bool,
     dry_run: bool,
     as_json: bool,
@@ -52,13 +62,11 @@ def push(
     compares every hash on the Hub with DIR's. Interrupted, the same command continues.
     """
     from lowbit.convert.cli.progress import progress_bars
-    from lowbit.convert.cli.publishing import publish_folder
     from lowbit.convert.cli.tables import published as render_published
-    from lowbit.convert.publish.parcel import Statement, make_parcel
+    from lowbit.convert.publish.parcel import make_parcel
     from lowbit.convert.publish.push import check_name, open_hub
     from lowbit.formats.packed import open_packed
 
-    stated = Statement(base_model, license)
     packed = open_packed(folder)  # before the network is asked
     if dry_run:
         check_name(repo)
@@ -77,3 +85,60 @@ def push(
         print_json(asdict(published))
     else:
         render_published.published(published)
+
+
+def publish_folder(
+    api: "HfApi",
+    packed: "PackedCheckpoint",
+    repo: str,
+    private: bool | None,
+    revision: str | None,
+    quiet: bool,
+    stated: "Statement",
+    allow_local_paths: bool = False,
+) -> "Published":
+    """Verify a packed folder and send it, showing how far it is where somebody watches.
+
+    The other arguments are those of `make_parcel` and `publish`.
+
+    Raises:
+        PublishError: a file names a folder of this machine, and may not.
+        LowbitError: as `make_parcel` and `publish`.
+    """
+    from lowbit.convert.cli.progress import progress_bars
+    from lowbit.convert.publish.parcel import make_parcel
+    from lowbit.convert.publish.push import publish
+
+    command = _command(packed.checkpoint.folder, repo, private, revision, stated)
+    with progress_bars(quiet) as progress:
+        parcel = make_parcel(packed, repo, progress, stated)
+    if parcel.local_paths and not allow_local_paths:
+        raise PublishError(
+            f"nothing was sent: {'; '.join(parcel.local_paths)}",
+            hint=f"`{command} --allow-local-paths` publishes it all the same",
+        )
+    if allow_local_paths:
+        command = f"{command} --allow-local-paths"
+    if not quiet:
+        for text in parcel.notes:
+            note(f"! {text}")
+    try:
+        bars = sys.stderr.isatty() and not quiet
+        return publish(api, parcel, private, revision, bars)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"`{command}` continues") from None
+
+
+def _command(
+    folder: Path, repo: str, private: bool | None, revision: str | None, stated: "Statement"
+) -> str:
+    """The push that continues an interrupted one, as a line for a shell."""
+    options = {
+        "--revision": revision,
+        "--base-model": stated.base_model,
+        "--license": stated.license,
+    }
+    given = [word for name, value in options.items() if value is not None for word in (name, value)]
+    if private is not None:
+        given.insert(0, "--private" if private else "--public")
+    return shlex.join(["lowbit-convert", "push", str(folder), repo, *given])

@@ -10,22 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from lowbit.convert.cli.options import (
-    calibration_options,
-    check_gate,
-    close_gate,
-    device_option,
-    draft_text_option,
-    eval_text_option,
-    gate_option,
-    make_recipe,
-    out_argument,
-    parse_size,
-    private_option,
-    recipe_options,
-    source_argument,
-    statement_options,
-)
+from lowbit.convert.cli import options
 from lowbit.convert.cli.target_options import target_options
 from lowbit.convert.cli.vocabulary_options import make_cut_request, vocabulary_options
 from lowbit.formats.shell.failure import reported
@@ -33,8 +18,10 @@ from lowbit.formats.shell.options import AUTO, check_command, json_option, model
 from lowbit.formats.shell.output import note, print_json
 
 if TYPE_CHECKING:
+    from lowbit.convert.calibrate.session import CalibrationRequest
     from lowbit.convert.cli.planning import TargetRequest
     from lowbit.convert.measure.gate import Condition
+    from lowbit.convert.publish.parcel import Statement
 
 
 CALIBRATION = ("calib_samples", "calib_length", "calib_chat")  # options that no target takes
@@ -50,17 +37,17 @@ CALIBRATION = ("calib_samples", "calib_length", "calib_chat")  # options that no
       lowbit-convert Qwen/Qwen3.5-0.8B small --keep-vocabulary 65536
     """,
 )
-@source_argument
-@out_argument
-@recipe_options
+@options.source
+@options.out
+@options.recipe
 @target_options
-@calibration_options
-@draft_text_option
+@options.calibration
+@options.draft_text
 @vocabulary_options
-@device_option
+@options.device
 @click.option(
     "--max-ram",
-    callback=parse_size,
+    callback=options.parse_size,
     metavar="SIZE",
     show_default="2GB, or 0.5GB beyond what CUDA and a rotation take",
     help="Resident memory not to exceed, whatever the model's size. Calibration, before that, "
@@ -72,8 +59,8 @@ CALIBRATION = ("calib_samples", "calib_length", "calib_chat")  # options that no
     help="Replace the packed checkpoint at OUT; files of others in it are never removed.",
 )
 @click.option("--report", is_flag=True, help="Compare logits with the original, too.")
-@eval_text_option
-@gate_option
+@options.eval_text
+@options.gate
 @click.option(
     "--push-to-hub",
     "repo",
@@ -81,8 +68,8 @@ CALIBRATION = ("calib_samples", "calib_length", "calib_chat")  # options that no
     metavar="REPO",
     help="Publish OUT as OWNER/NAME afterwards.",
 )
-@private_option
-@statement_options
+@options.private
+@options.statement
 @json_option
 @reported
 def quantize(
@@ -91,23 +78,19 @@ def quantize(
     target: "TargetRequest | None",
     device: str,
     max_ram: int | None,
-    max_shard_size: int,
+    max_shard_bytes: int,
     revision: str | None,
     overwrite: bool,
     report: bool,
     eval_texts: tuple[Path, ...],
     gate: tuple["Condition", ...],
-    calib: Path | None,
-    calib_samples: int | None,
-    calib_length: int,
-    calib_chat: bool,
+    calibration: "CalibrationRequest",
     draft_text: Path | None,
     keep_vocabulary: int | Path | None,
     vocabulary_text: Path | None,
     repo: str | None,
     private: bool | None,
-    base_model: str | None,
-    license: str | None,
+    stated: "Statement",
     as_json: bool,
     **recipe: Any,
 ) -> None:
@@ -115,10 +98,9 @@ def quantize(
 
     Interrupted, the same command continues after the last finished tensor or layer.
     """
-    from lowbit.convert.calibrate.session import CalibrationRequest
     from lowbit.convert.cli.planning import PlanRequest, plan_ahead
     from lowbit.convert.cli.progress import announced, progress_bars
-    from lowbit.convert.cli.publishing import publish_folder
+    from lowbit.convert.cli.push import publish_folder
     from lowbit.convert.cli.tables import conversion as render
     from lowbit.convert.cli.tables import published as render_published
     from lowbit.convert.cli.tables import vocabulary as render_vocabulary
@@ -129,7 +111,6 @@ def quantize(
     from lowbit.convert.pipeline.conversion import Job, carry_out
     from lowbit.convert.pipeline.existing import can_continue, find_existing
     from lowbit.convert.pipeline.origin import remember
-    from lowbit.convert.publish.parcel import Statement
     from lowbit.convert.publish.push import open_hub
     from lowbit.convert.report import reporting
     from lowbit.convert.vocabulary.beside import cut_beside
@@ -140,26 +121,25 @@ def quantize(
     for option, given in (("--eval-text", eval_texts), ("--gate", gate)):
         if given and not report:
             raise click.UsageError(f"{option} is for the comparison that --report asks for.")
-    if repo is None and (private, base_model, license) != (None, None, None):
+    if repo is None and (private, stated.base_model, stated.license) != (None, None, None):
         raise click.UsageError(
             "--private, --public, --base-model and --license are for --push-to-hub."
         )
     check_command(source)
-    made, automatic = make_recipe(**recipe), recipe["method"] == AUTO
+    made, automatic = options.make_recipe(**recipe), recipe["method"] == AUTO
     if not (automatic or made.method.calibrated):
-        _check_calibration(calib, target)
+        _check_calibration(calibration.file, target)
     texts = reporting.read_texts(eval_texts) if report else ()
-    check_gate(gate, texts)
+    options.check_gate(gate, texts)
     continues = can_continue(out, overwrite, report, repo is not None)
     api = None if repo is None else open_hub(repo)  # before the long work
     place = open_device(device)
     told = None if as_json else note
     request = reporting.LogitRequest(texts, device, told) if report else None
-    calibration = CalibrationRequest(calib, calib_samples, calib_length, calib_chat)
-    planned = PlanRequest(made, automatic, target, calibration, place, max_shard_size)
+    planned = PlanRequest(made, automatic, target, calibration, place, max_shard_bytes)
     wanted = make_cut_request(
         *(keep_vocabulary, vocabulary_text, texts if eval_texts else ()),
-        *(device if report else None, max_shard_size),
+        *(device if report else None, max_shard_bytes),
     )
     with progress_bars(quiet=as_json) as progress, explained_interrupt(out):
         cut = None if wanted is None else cut_beside(source, revision, out, wanted, progress)
@@ -169,7 +149,7 @@ def quantize(
         if report:
             check_answers(ahead.plan.config, source)
         if not ahead.method.calibrated:
-            _check_calibration(calib, target)
+            _check_calibration(calibration.file, target)
         job = Job(location, checkpoint, ahead.plan, place, calibration, draft_text)
         conversion = find_existing(job, out, overwrite, progress) if continues else None
         if conversion is None:
@@ -192,9 +172,8 @@ def quantize(
             render_vocabulary.cut_original(cut, report)
     published = None
     if api is not None and repo is not None and result.passed and found.failure is None:
-        stated = Statement(base_model, license)
         packed = open_packed(out)
-        published = publish_folder(api, packed, repo, private, quiet=as_json, stated=stated)
+        published = publish_folder(api, packed, repo, private, None, as_json, stated)
     if as_json:
         content = render.conversion_json(conversion, found)
         content["gate"] = result.to_json() if judged else None
@@ -204,7 +183,7 @@ def quantize(
     elif published is not None:
         render_published.published(published)
     try:
-        close_gate(result)
+        options.close_gate(result)
     finally:
         found.raise_failure()
 

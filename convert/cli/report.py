@@ -6,16 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lowbit.convert.cli.options import (
-    check_gate,
-    close_gate,
-    device_option,
-    eval_text_option,
-    folder_argument,
-    gate_option,
-)
+from lowbit.convert.cli import options
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import folders, json_option, model_name
+from lowbit.formats.shell.options import json_option
 from lowbit.formats.shell.output import note, print_json
 
 if TYPE_CHECKING:
@@ -30,14 +23,10 @@ if TYPE_CHECKING:
       lowbit-convert report qwen3-8b-int4 --source Qwen/Qwen3-8B --json
     """,
 )
-@folder_argument
-@click.option(
-    "--source",
-    metavar="SRC",
-    callback=model_name,
-    shell_complete=folders,
-    show_default="the Hub id in lowbit.json, or the folder that DIR was converted from",
-    help="The original, a folder or a Hub id.",
+@options.folder
+@options.original_option(
+    "The original, a folder or a Hub id.",
+    "the Hub id in lowbit.json, or the folder that DIR was converted from",
 )
 @click.option(
     "--out",
@@ -52,9 +41,9 @@ if TYPE_CHECKING:
     help="Also on windows of up to 32,768 tokens: passages repeated, lines looked up far back, and "
     "an INT8 cache of keys and values against a BF16 one.",
 )
-@eval_text_option
-@gate_option
-@device_option
+@options.eval_text
+@options.gate
+@options.device
 @json_option
 @reported
 def report(
@@ -78,7 +67,7 @@ def report(
     from lowbit.formats.packed import open_packed
 
     texts = reporting.read_texts(eval_texts)
-    check_gate(gate, texts, long)
+    options.check_gate(gate, texts, long)
     asks = not as_json and sys.stdin.isatty() and sys.stderr.isatty()
     packed = open_packed(folder)
     origin = reporting.prepare_report(packed, source, _ask if asks else None, out)
@@ -92,7 +81,7 @@ def report(
     else:
         render.quality(found)
     try:
-        close_gate(result)
+        options.close_gate(result)
     finally:
         found.raise_failure()
 

@@ -5,14 +5,7 @@ from pathlib import Path
 
 import click
 
-from lowbit.convert.cli.options import (
-    device_option,
-    methods,
-    parse_method,
-    revision_option,
-    source_argument,
-    text_option,
-)
+from lowbit.convert.cli import options
 from lowbit.convert.cli.target_options import parse_widths
 from lowbit.formats.layout.scheme import GROUP_SIZES
 from lowbit.formats.shell.failure import reported
@@ -44,16 +37,14 @@ def json_path(ctx: click.Context, param: click.Parameter, value: Path | None) ->
       lowbit-convert sensitivity Qwen/Qwen3-8B --out sensitivity.json
     """,
 )
-@source_argument
-@click.option(
+@options.source
+@options.file_option(
     "--out",
-    type=click.Path(path_type=Path),
     callback=json_path,
-    metavar="FILE",
     show_default="in the cache alone",
     help="Write the figures to FILE as JSON, too, and the plot beside it.",
 )
-@text_option(
+@options.text_option(
     "--calib", "Text to compute them on.", default="a bundled mix, apart from the evaluation text"
 )
 @click.option(
@@ -80,21 +71,15 @@ def json_path(ctx: click.Context, param: click.Parameter, value: Path | None) ->
     metavar="LIST",
     help="Bits to choose from, of 2, 3, 4 and 8; 4 is always among them.",
 )
-@click.option(
-    "--method",
-    callback=parse_method,
-    shell_complete=methods,
-    default=AUTO,
-    show_default=True,
-    metavar="METHOD",
-    help="As of quantize: measured of calibrated methods; estimated of rtn, of experts, and on "
-    "a CPU of all but small models.",
+@options.method_option(
+    "As of quantize: measured of calibrated methods; estimated of rtn, of experts, and on "
+    "a CPU of all but small models."
 )
 @click.option(
     "--positive-scales", is_flag=True, help="With positive scales only, as quantize's option."
 )
-@device_option
-@revision_option
+@options.device
+@options.revision
 @json_option
 @reported
 def sensitivity(

@@ -1,18 +1,16 @@
 """Options of a budget."""
 
-import functools
 import re
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
-from lowbit.convert.cli.options import parse_size
+from lowbit.convert.cli import options
 from lowbit.formats.errors import LowbitError
-from lowbit.formats.shell.failure import Command, Failure
-from lowbit.formats.shell.options import with_options
+from lowbit.formats.shell.failure import Failure
 
 if TYPE_CHECKING:
     from lowbit.convert.cli.planning import TargetRequest
@@ -47,35 +45,10 @@ def parse_widths(
     return tuple(sorted(map(int, parts)))
 
 
-def target_options(command: Command) -> Command:
-    """Add the options of a budget; the command gets a `TargetRequest` as `target`."""
-
-    @functools.wraps(command)
-    def run(
-        *,
-        target_bpw: Fraction | None,
-        target_size: int | None,
-        target_bits: tuple[int, ...] | None,
-        sensitivities: Path | None,
-        **options: Any,
-    ) -> None:
-        target = make_target(target_bpw, target_size, target_bits, sensitivities)
-        context = click.get_current_context()
-        for name, option, chosen in CHOSEN:
-            is_given = context.get_parameter_source(name) is not ParameterSource.DEFAULT
-            if target is not None and is_given:
-                raise click.UsageError(
-                    f"{option} has no effect with a target, which chooses {chosen}."
-                )
-        command(target=target, **options)
-
-    return _options(run)
-
-
 def make_target(
-    bits: Fraction | None,
-    size: int | None,
-    widths: tuple[int, ...] | None,
+    target_bpw: Fraction | None,
+    target_size: int | None,
+    target_bits: tuple[int, ...] | None,
     sensitivities: Path | None,
 ) -> "TargetRequest | None":
     """Target that the options describe; None where there is none.
@@ -84,14 +57,18 @@ def make_target(
         click.UsageError: options that contradict each other.
         Failure: the file holds no sensitivities; raised before anything is fetched.
     """
-    if bits is not None and size is not None:
+    if target_bpw is not None and target_size is not None:
         raise click.UsageError("--target-bpw and --target-size are two ways to give one target.")
-    if bits is None and size is None:
+    if target_bpw is None and target_size is None:
         if sensitivities is not None:
             raise click.UsageError("--sensitivities is for --target-bpw or --target-size.")
-        if widths is not None:
+        if target_bits is not None:
             raise click.UsageError("--target-bits is for --target-bpw or --target-size.")
         return None
+    context = click.get_current_context()
+    for name, option, chosen in CHOSEN:
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            raise click.UsageError(f"{option} has no effect with a target, which chooses {chosen}.")
     from lowbit.convert.cli.planning import TargetRequest
     from lowbit.convert.plan.allocate import Target
     from lowbit.convert.plan.sensitivities import read_sensitivities
@@ -101,10 +78,12 @@ def make_target(
             read_sensitivities(sensitivities)
         except LowbitError as error:
             raise Failure(error) from None
-    return TargetRequest(Target(bits, size), sensitivities, widths or (4, 8))
+    return TargetRequest(Target(target_bpw, target_size), sensitivities, target_bits or (4, 8))
 
 
-_options = with_options(
+target_options = options.gathered(
+    "target",
+    make_target,
     click.option(
         "--target-bpw",
         callback=parse_bits,
@@ -115,7 +94,7 @@ _options = with_options(
     ),
     click.option(
         "--target-size",
-        callback=parse_size,
+        callback=options.parse_size,
         metavar="SIZE",
         help="Choose in the same way, with weight files of at most this size.",
     ),
@@ -127,10 +106,8 @@ _options = with_options(
         help="Bits that a target chooses from, of 2, 3, 4 and 8. Costs are measured at 4 "
         "bits: below, compare the report with that of a recipe.",
     ),
-    click.option(
+    options.file_option(
         "--sensitivities",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
         show_default="the cache, else computed now",
         help="For a target: a file that `sensitivity --out` wrote.",
     ),

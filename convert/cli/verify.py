@@ -6,9 +6,9 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from lowbit.convert.cli.options import device_option, folder_argument, text_option
+from lowbit.convert.cli import options
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import folders, json_option, model_name
+from lowbit.formats.shell.options import json_option
 from lowbit.formats.shell.output import print_json
 
 
@@ -19,16 +19,12 @@ from lowbit.formats.shell.output import print_json
       lowbit-convert verify qwen3-8b-int4 --source Qwen/Qwen3-8B
     """,
 )
-@folder_argument
-@click.option(
-    "--source",
-    metavar="SRC",
-    callback=model_name,
-    shell_complete=folders,
-    help="The original: compare its hashes, too, and quantize it again to the same bytes.",
+@options.folder
+@options.original_option(
+    "The original: compare its hashes, too, and quantize it again to the same bytes."
 )
-@text_option("--calib", "With --source: the text of a calibrated method.", default=False)
-@device_option
+@options.text_option("--calib", "With --source: the text of a calibrated method.", default=False)
+@options.device
 @json_option
 @reported
 def verify(

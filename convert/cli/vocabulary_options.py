@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lowbit.convert.cli.options import text_option
+from lowbit.convert.cli import options
 from lowbit.formats.shell.options import Count, with_options
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ vocabulary_options = with_options(
         f"{KEEP_HELP} The original so cut stays at OUT.original; with --report its bits a byte are "
         "measured before and after the cut.",
     ),
-    text_option(
+    options.text_option(
         "--vocabulary-text",
         "For --keep-vocabulary: text whose tokens are kept first, .txt or .jsonl; best one in the "
         "languages and on the subjects that the model will be used for.",

@@ -119,10 +119,6 @@ def _bytes_of(checkpoint: Checkpoint) -> int:
 def command_of(manifest: Manifest, name: str) -> str | None:
     """A line for a shell; `SRC` stands for an original that came from a local folder.
 
-    Args:
-        manifest: of the packed folder.
-        name: of the packed folder.
-
     Returns:
         None where the recipe was not written by this command's options.
     """

@@ -57,11 +57,7 @@ class _Rounds:
 
 
 def drafted_windows(counts: Sequence[int]) -> list[int]:
-    """Numbers of the windows that rounds are counted in.
-
-    Args:
-        counts: windows of every text, in order.
-    """
+    """Numbers of the windows that rounds are counted in."""
     starts = [sum(counts[:number]) for number in range(len(counts))]
     return [
         start + number

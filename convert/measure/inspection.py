@@ -105,9 +105,6 @@ class Inspection:
 def inspect(source: str) -> Inspection:
     """Look at a folder, or at a Hub id by range requests; no weight is read.
 
-    Args:
-        source: a folder, or `org/name` or `org/name@revision`.
-
     Raises:
         LowbitError: a checkpoint that is missing, damaged or of an unknown kind.
     """

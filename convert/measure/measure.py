@@ -227,13 +227,7 @@ def _common(figures: TokenFigures, window: int) -> dict[str, Any]:
 
 
 def find_flips(folder: Path, texts: Sequence[EvalText], figures: TokenFigures) -> tuple[Flip, ...]:
-    """At most 12 tokens where the first choice changes: the largest KL first, one a window.
-
-    Args:
-        folder: of the original checkpoint, with tokenizer.json.
-        texts: whose windows were compared, one text after the other.
-        figures: of their scored tokens.
-    """
+    """At most 12 tokens where the first choice changes: the largest KL first, one a window."""
     decode = load_text_tokenizer(folder, "the logit report").decode
     scored = texts[0].window - 1
     ends = list(accumulate(len(text.windows) for text in texts))

@@ -87,10 +87,6 @@ def _read(path: Path, manifest: Path, hint: str) -> Speed:
 def measure_speed(folder: Path, device: str) -> None:
     """Measure the speed on this machine, and keep it in bench.json.
 
-    Args:
-        folder: packed.
-        device: `auto`, `cpu` or `cuda`.
-
     Raises:
         ResourceError: it cannot be measured, or the file cannot be written.
     """

@@ -115,11 +115,7 @@ class WeightSums:
 
 
 def quality_rows(found: Iterable[tuple[str, Scheme, WeightSums]]) -> tuple[WeightQuality, ...]:
-    """A row of every linear, one for all experts of a layer, in the given order.
-
-    Args:
-        found: module, scheme and sums of every linear.
-    """
+    """A row of every linear, one for all experts of a layer, in the given order."""
     groups: dict[tuple[str, Scheme], dict[str, WeightSums]] = {}
     for module, scheme, sums in found:
         groups.setdefault((any_expert(module), scheme), {})[module] = sums

@@ -49,9 +49,6 @@ def explained(repo: str) -> Iterator[None]:
 def patiently(step: Callable[[], Result]) -> Result:
     """Run a step, again after a pause if its failure may pass; its result.
 
-    Args:
-        step: safe to repeat after it failed at any point.
-
     Raises:
         Exception: the last try's, from huggingface_hub.
     """

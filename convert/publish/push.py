@@ -195,9 +195,6 @@ def _library_bars(shown: bool) -> Iterator[None]:
 def check_name(repo: str) -> None:
     """Refuse a repository name that the Hub does not take, without asking the Hub.
 
-    Args:
-        repo: `owner/name`; it need not exist.
-
     Raises:
         PublishError: a name the Hub does not take.
     """
@@ -211,9 +208,6 @@ def check_name(repo: str) -> None:
 
 def open_hub(repo: str) -> "HfApi":
     """A client of the Hub with a checked token that may write.
-
-    Args:
-        repo: `owner/name`; it need not exist.
 
     Raises:
         PublishError: a name the Hub does not take, no token, one that it does not know or that

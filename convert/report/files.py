@@ -28,10 +28,6 @@ ROOM_BYTES = 4_000_000  # more than the three files of the largest models' repor
 def check_reports(folder: Path, place: Path | None = None) -> None:
     """Refuse, before anything is measured, what `write_reports` would fail on.
 
-    Args:
-        folder: packed checkpoint.
-        place: as in `write_reports`.
-
     Raises:
         LowbitError: the folder's tasks.json cannot be read, or a file cannot be written.
     """
@@ -44,12 +40,7 @@ def check_reports(folder: Path, place: Path | None = None) -> None:
 
 
 def left_out(folder: Path, place: Path | None = None) -> list[str]:
-    """Sentences on what `write_reports` would leave out.
-
-    Args:
-        folder: packed checkpoint.
-        place: as in `write_reports`.
-    """
+    """Sentences on what `write_reports` would leave out."""
     notes = []
     if _card_file(_place(folder, place)) is None:
         notes.append(f"no card was written: {README} and {DRAFT} are both somebody's own")

@@ -111,12 +111,7 @@ def grade_of(value: float, scale: Scale = "mean") -> Grade:
 
 
 def expectation(bits: int | None, parameters: float) -> Expectation | None:
-    """The loss to expect of a model by its bits and size; None where none was measured.
-
-    Args:
-        bits: of most weights.
-        parameters: of the model; infinite for the strictest expectation.
-    """
+    """The loss to expect of a model by its bits and size; None where none was measured."""
     if bits is None:
         return None
     rows = EXPECTED.get(max(bits, LEAST_BITS), ())

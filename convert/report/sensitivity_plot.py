@@ -26,11 +26,7 @@ HEAD = "head"
 
 
 def heat_map(sensitivities: Sensitivities) -> bytes:
-    """A self-contained SVG of the KL of every set at INT4, at the largest group size measured.
-
-    Args:
-        sensitivities: with at least one row of RANKED_BITS bits.
-    """
+    """A self-contained SVG of the KL of every set at INT4, at the largest group size measured."""
     rows = _shown(sensitivities.rows)
     cells = {(split_layer(row.name).rest, _column(row)): row for row in rows}
     kinds = list(dict.fromkeys(kind for kind, _ in cells))

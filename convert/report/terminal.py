@@ -32,13 +32,7 @@ KIND_FIGURES = ("mean error", "worst", "clipped")
 
 
 def render_terminal(console: Console, report: QualityReport, worst_rows: int = WORST) -> None:
-    """Print the report: the verdict, the headline figures, then linears by kind and the worst.
-
-    Args:
-        console: to print on.
-        report: measured figures.
-        worst_rows: number of linears shown one by one.
-    """
+    """Print the report: the verdict, the headline figures, then linears by kind and the worst."""
     console.print(_summary(report))
     if report.long is not None:
         console.print(_positions(report.long))

@@ -9,11 +9,13 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from lowbit.convert.cli.tables.lines import aside, ok, warn
+from lowbit.convert.cli.tables.plan import refusals
 from lowbit.convert.pipeline.conversion import Conversion
 from lowbit.convert.pipeline.finetune import Finetuned
 from lowbit.convert.pipeline.own_text import OwnText
 from lowbit.convert.pipeline.verification import Verification
-from lowbit.convert.plan.readers import runtime_verdict, transformers_verdict, vllm_verdict
+from lowbit.convert.plan.readers import runtime_verdict
 from lowbit.convert.report.formatting import MISSING, ORDINALS, number, percent, size
 from lowbit.convert.report.reporting import Reported
 from lowbit.convert.report.terminal import WORST, render_terminal
@@ -23,10 +25,8 @@ from lowbit.formats.architectures import is_drafter
 from lowbit.formats.layout.manifest import DraftVocabulary
 from lowbit.formats.printable import printable
 from lowbit.formats.shell.output import note
-from lowbit.formats.shell.tables import plain_table, results, styled
+from lowbit.formats.shell.tables import plain_table, results
 from lowbit.formats.text.tokenizer import TOKENIZER_FILE
-
-DONE = ("✓", "bold green")
 
 
 def conversion(done: Conversion, found: Reported) -> None:
@@ -38,23 +38,19 @@ def conversion(done: Conversion, found: Reported) -> None:
     else:
         resumed = f", {done.resumed} tensors kept from an earlier run" if done.resumed else ""
         words = f"written in {done.seconds:.1f} s{resumed}"
-    console.print(styled(DONE, f" {done.folder} {words}"))
+    ok(f"{done.folder} {words}")
     if done.calibration:
         console.print(_calibration(done))
         if head := rounded_head(quality.weights):
             console.print(Text(f"multi-token prediction: {head}"))
     render_terminal(console, quality, worst_rows=0 if quality.logits is None else WORST)
-    for what, reasons in (
-        ("vLLM", vllm_verdict(done.plan)),
-        ("transformers", [reason] if (reason := transformers_verdict(done.plan)) else []),
-        ("lowbit-run", [reason] if (reason := runtime_verdict(done.plan)) else []),
-    ):
+    for engine, reasons in refusals(done.plan).items():
         for text in reasons:
-            console.print(styled(("!", "yellow"), f" {what} cannot load the result: {text}"))
+            warn(f"{engine} cannot load the result: {text}")
     if done.manifest.draft_head is not None:
         console.print(_draft_head(done.manifest.draft_head))
     if missing := without_tokenizer(done):
-        console.print(styled(("!", "yellow"), f" {missing}"))
+        warn(missing)
     _files(found)
     for command in next_commands(done, found):
         note(f"next: {shlex.join(command)}", fold=False)
@@ -136,30 +132,23 @@ def conversion_json(done: Conversion, found: Reported) -> dict[str, Any]:
 
 def verification(result: Verification) -> None:
     """Print the checks that passed."""
-    console = results()
-    console.print(
-        styled(
-            DONE,
-            f" {result.folder}: {result.files} files, {result.tensors} tensors, "
-            f"{size(result.size_bytes)}: layout, completeness and every hash as in lowbit.json",
-        )
+    ok(
+        f"{result.folder}: {result.files} files, {result.tensors} tensors, "
+        f"{size(result.size_bytes)}: layout, completeness and every hash as in lowbit.json"
     )
     if result.source_tensors is not None:
-        console.print(styled(DONE, f" {result.source_tensors} tensors of the source as recorded"))
+        ok(f"{result.source_tensors} tensors of the source as recorded")
     if result.derived:
-        console.print(
-            styled(DONE, " every byte follows from the source and the recipe: quantized again")
-        )
+        ok("every byte follows from the source and the recipe: quantized again")
     if result.not_derived is not None:
-        console.print(styled(("!", "yellow"), f" not quantized again: {result.not_derived}"))
+        warn(f"not quantized again: {result.not_derived}")
     if result.unlisted:
-        console.print(styled((f"not covered: {', '.join(result.unlisted)}", "dim")))
+        aside(f"not covered: {', '.join(result.unlisted)}")
 
 
 def quality(found: Reported) -> None:
     """Show a quality report, and where its page is, if its files were written."""
-    console = results()
-    render_terminal(console, found.quality)
+    render_terminal(results(), found.quality)
     _files(found)
 
 
@@ -175,7 +164,6 @@ def quality_json(folder: Path, found: Reported) -> dict[str, Any]:
 
 def finetuned(done: Finetuned) -> None:
     """Print the drafts before and after, and what became of the folder."""
-    console = results()
     title = f"drafts on {done.held_out} windows held out, learned on {done.windows}"
     table = plain_table(title, ("draft",), ("before", "after", "tokens a round", "after "))
     for name, before, after in zip_longest(ORDINALS, done.before, done.after):
@@ -183,25 +171,20 @@ def finetuned(done: Finetuned) -> None:
         right = (MISSING if x is None else percent(x.agreement, 1) for x in pair)
         tokens = (MISSING if x is None else number(x.tokens_a_round, 2) for x in pair)
         table.add_row(name, *right, *tokens)
-    console.print(table)
+    results().print(table)
     seconds = f"{done.steps} steps in {done.seconds:.0f} s"
     if done.exchanged:
-        console.print(styled(DONE, f" {done.folder} has the trained head, {seconds}"))
+        ok(f"{done.folder} has the trained head, {seconds}")
     else:
-        console.print(
-            styled(("!", "yellow"), f" {done.folder} is as it was: no better after {seconds}")
-        )
+        warn(f"{done.folder} is as it was: no better after {seconds}")
 
 
 def own_text(done: OwnText, source: str, revision: str | None) -> None:
     """Show the file, answers, tokens and time, and the command that calibrates on it."""
     cut = len(done.answers) - done.ended
-    results().print(
-        styled(
-            DONE,
-            f" {done.file} written in {done.seconds:.1f} s: {len(done.answers):,} answers of "
-            f"{done.tokens:,} tokens ({cut:,} were cut), then the bundled text",
-        )
+    ok(
+        f"{done.file} written in {done.seconds:.1f} s: {len(done.answers):,} answers of "
+        f"{done.tokens:,} tokens ({cut:,} were cut), then the bundled text"
     )
     chosen = [] if revision is None else ["--revision", revision]
     command = ["lowbit-convert", source, "OUT", "--calib", str(done.file), *chosen]

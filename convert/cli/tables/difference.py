@@ -5,10 +5,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lowbit.convert.cli.tables.lines import aside, ok
 from lowbit.convert.measure.difference import Difference
 from lowbit.convert.report.formatting import percent
 from lowbit.formats.shell.output import note
-from lowbit.formats.shell.tables import plain_table, results, styled
+from lowbit.formats.shell.tables import plain_table, results
 
 OTHER_BASIS = (
     "one is rotated: its weights differ everywhere, and yet the models may be alike; "
@@ -21,8 +22,7 @@ def difference(a: Path, b: Path, found: Difference) -> None:
     console = results()
     title = f"{a} against {b}"
     if found.same:
-        same = f" {title}: the same weights and configuration"
-        console.print(styled(("✓", "bold green"), same))
+        ok(f"{title}: the same weights and configuration")
     entries = [("config.json", row) for row in found.config]
     entries += [("recipe", row) for row in found.recipe]
     if entries:
@@ -48,8 +48,7 @@ def difference(a: Path, b: Path, found: Difference) -> None:
     ):
         if names:
             console.print(f"{what}: {', '.join(names)}")
-    equal = f"{found.equal} weights and other tensors are equal, byte for byte"
-    console.print(styled((equal, "dim")))
+    aside(f"{found.equal} weights and other tensors are equal, byte for byte")
 
 
 def difference_json(a: Path, b: Path, found: Difference) -> dict[str, Any]:

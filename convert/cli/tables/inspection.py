@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.text import Text
 
+from lowbit.convert.cli.tables.lines import aside
 from lowbit.convert.measure.inspection import Entry, Inspection, Node, tree
 from lowbit.convert.report.formatting import size
 from lowbit.formats.shell.tables import plain_table, results, styled
@@ -30,21 +31,16 @@ def inspection(found: Inspection) -> None:
     )
     manifest = found.manifest
     if manifest is None:
-        console.print(styled(("no lowbit.json: written by another tool", "dim")))
+        aside("no lowbit.json: written by another tool")
         return
     source = manifest.source
     origin = f"{source.repo} at {source.commit}" if source.repo else "a local folder"
     given = (
         f"{key} {value}" for key, value in manifest.recipe.items() if value not in (None, [], False)
     )
-    console.print(
-        styled(
-            (
-                f"lowbit {manifest.lowbit_version}, from {origin}, weights "
-                f"{source.weights_sha256[:12]}; {', '.join(given)}",
-                "dim",
-            )
-        )
+    aside(
+        f"lowbit {manifest.lowbit_version}, from {origin}, weights {source.weights_sha256[:12]}; "
+        f"{', '.join(given)}"
     )
 
 

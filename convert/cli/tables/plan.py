@@ -89,30 +89,35 @@ def plan(source: str, ahead: Estimate, other_bytes: int) -> None:
             "without its vision tower the result loads through text classes only: "
             "transformers AutoModelForCausalLM, vLLM with --language-model-only"
         )
-    if reasons := vllm_verdict(made):
-        console.print(styled("vLLM: ", ("cannot load the result", "bold red")))
+    for engine, reasons in refusals(made).items():
+        if reasons:
+            console.print(styled(f"{engine}: ", ("cannot load the result", "bold red")))
+        elif engine == "vLLM":
+            newer = " (a quantized lm_head needs a release from 2026-03 on)"
+            console.print(
+                f"vLLM: can load the result{newer if made.schemes.get('lm_head') else ''}"
+            )
         for reason in reasons:
             console.print(f"  {reason}")
-    else:
-        newer = " (a quantized lm_head needs a release from 2026-03 on)"
-        console.print("vLLM: can load the result" + (newer if made.schemes.get("lm_head") else ""))
-    if wrong := transformers_verdict(made):
-        console.print(styled("transformers: ", ("cannot load the result", "bold red")))
-        console.print(f"  {wrong}")
     if misfits := one_scheme_misfits(made):
         console.print(
             f"export to gptq or awq: needs --dequantize for {', '.join(misfits)}; mlx and gguf "
             "need nothing"
         )
-    if unserved := runtime_verdict(made):
-        console.print(styled("lowbit-run: ", ("cannot serve the result", "bold red")))
-        console.print(f"  {unserved}")
+
+
+def refusals(made: Plan) -> dict[str, list[str]]:
+    """Reasons why engines could not load the result, by their names; empty where they can."""
+    others = {"transformers": transformers_verdict(made), "lowbit-run": runtime_verdict(made)}
+    found = {engine: [] if reason is None else [reason] for engine, reason in others.items()}
+    return {"vLLM": vllm_verdict(made), **found}
 
 
 def plan_json(source: str, ahead: Estimate, other_bytes: int) -> dict[str, Any]:
     """The object of `plan --json`."""
     made = ahead.plan
-    unserved, reasons, wrong = runtime_verdict(made), vllm_verdict(made), transformers_verdict(made)
+    reasons = vllm_verdict(made)
+    wrong, unserved = transformers_verdict(made), runtime_verdict(made)
     return {
         "source": source,
         "recipe": made.recipe.to_json(),

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lowbit.convert.cli.tables.lines import aside, ok
 from lowbit.convert.publish.parcel import Parcel
 from lowbit.convert.publish.push import Published
 from lowbit.convert.report.formatting import size
@@ -10,19 +11,13 @@ from lowbit.formats.shell.tables import plain_table, results, styled
 
 def published(done: Published) -> None:
     """Say what is on the Hub and where."""
-    console = results()
     files = len(done.sent) + len(done.present)
     there = f", {len(done.present)} of them there already" if done.present else ""
-    console.print(
-        styled(
-            ("✓", "bold green"),
-            f" {files} files, {size(done.size_bytes)}{there}: every hash on the Hub as here",
-        )
-    )
+    ok(f"{files} files, {size(done.size_bytes)}{there}: every hash on the Hub as here")
     if done.left_out:
-        console.print(styled((f"not published: {', '.join(done.left_out)}", "dim")))
+        aside(f"not published: {', '.join(done.left_out)}")
     private = " (private)" if done.private else ""
-    console.print(f"{done.url}{private}", soft_wrap=True)
+    results().print(f"{done.url}{private}", soft_wrap=True)
 
 
 def url_of(parcel: Parcel) -> str:

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 from lowbit.convert.calibrate.lookup import Found
+from lowbit.convert.cli.tables.lines import aside
 from lowbit.convert.plan.allocate import Allocation
 from lowbit.convert.plan.sensitivities import Row, Sensitivities, by_set
 from lowbit.convert.plan.sets import RANKED_BITS
@@ -18,7 +19,6 @@ SHOWN = (2, 4, 8)  # 3 bits lie between; a terminal has no room for them
 
 def sensitivities(found: Found) -> None:
     """Show the most and the least sensitive sets, and the file with the rest."""
-    console = results()
     record = found.sensitivities
     ranked = _ranked(record)
     sizes = sorted({row.group_size for row in record.rows}, reverse=True)
@@ -27,8 +27,7 @@ def sensitivities(found: Found) -> None:
     table = plain_table(
         "mean KL (nats a token) with one set quantized", ("set",), ("weights", *columns)
     )
-    worst = ranked[:WORST]
-    rest = ranked[WORST:]
+    worst, rest = ranked[:WORST], ranked[WORST:]
     least = rest[-LEAST:]
     for name, rows in worst:
         table.add_row(_short(name), *_figures(rows, columns))
@@ -36,17 +35,11 @@ def sensitivities(found: Found) -> None:
         table.add_row(styled((f"{len(rest) - len(least)} between", "dim")))
     for name, rows in least:
         table.add_row(_short(name), *_figures(rows, columns))
-    console.print(table)
-    console.print(
-        styled(
-            (
-                f"of {record.conditions}, on {record.windows} windows of {record.window} tokens "
-                f"of {record.text_name}; "
-                f"{'computed now' if found.is_new else 'known'}"
-                f"{'' if found.failure else f': {found.file}'}",
-                "dim",
-            )
-        )
+    results().print(table)
+    place = "" if found.failure else f": {found.file}"
+    aside(
+        f"of {record.conditions}, on {record.windows} windows of {record.window} tokens of "
+        f"{record.text_name}; {'computed now' if found.is_new else 'known'}{place}"
     )
 
 

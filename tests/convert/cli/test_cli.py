@@ -121,7 +121,7 @@ def test_plan_for_people(cli: "Cli", model: Path, tiny: Path) -> None:
     assert result.exit_code == 0
     assert result.stderr == ""
     assert "vLLM: cannot load the result" in result.stdout
-    assert "lowbit-run: cannot serve the result" in result.stdout
+    assert "lowbit-run: cannot load the result" in result.stdout
     assert "INT5 g128" in result.stdout
     untied = cli("plan", tiny).stdout
     assert "the head is untied" in untied
