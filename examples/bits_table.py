@@ -21,12 +21,8 @@ from rich.console import Console
 from lowbit.convert.cli.main import main as lowbit_convert
 from lowbit.convert.report import formatting
 from lowbit.convert.report.comparison import FolderRow, compare
-from lowbit.convert.report.comparison_page import (
-    difference_text,
-    markdown,
-    perplexity_text,
-    weight_cosine_text,
-)
+from lowbit.convert.report.comparison_page import difference_text, perplexity_text
+from lowbit.formats.printable import printable
 from lowbit.formats.shell.tables import plain_table, results
 
 HERE = Path(__file__).parent
@@ -80,7 +76,7 @@ def cells(bits: str, row: FolderRow) -> tuple[str, ...]:
         f"INT{bits}",
         row.method,
         f"{row.bits_per_weight:.2f}",
-        weight_cosine_text(row),
+        formatting.MISSING if row.weight_cosine is None else formatting.cosine(row.weight_cosine),
         formatting.cosine(row.logit_cosine),
         formatting.kl(row.kl_mean),
         difference_text(row),
@@ -102,6 +98,14 @@ def measure(given: argparse.Namespace, folder: Path) -> list[tuple[str, ...]]:
             pack(given.model, folders[-1], bits, method, given.eval_text, options)
         table += [cells(bits, row) for row in compare(folders).rows]
     return table
+
+
+def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], text: int = len(TEXT)) -> str:
+    """A Markdown table: `text` columns of words, then right-aligned columns of figures."""
+    rule = ["---"] * text + ["--:"] * (len(headings) - text)
+    cells = ([printable(value).replace("|", "\\|") for value in row] for row in rows)
+    lines = [headings, rule, *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> None:

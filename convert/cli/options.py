@@ -26,7 +26,7 @@ from lowbit.formats.shell.options import (
 
 if TYPE_CHECKING:
     from lowbit.convert.calibrate.session import CalibrationRequest
-    from lowbit.convert.measure.gate import Condition, GateResult
+    from lowbit.convert.measure.gate import Condition, Outcome
     from lowbit.convert.original.evaluation_text import Text
     from lowbit.convert.plan.recipe import Override, Recipe
     from lowbit.convert.publish.parcel import Statement
@@ -87,30 +87,57 @@ def new_folder(ctx: click.Context, param: click.Parameter, value: Path) -> Path:
     return value
 
 
-def parse_overrides(
-    ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]
-) -> tuple["Override", ...]:
+def parsed(read: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A callback that gives what `read` makes of a value, and its error as a usage error."""
+
+    def callback(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+        try:
+            return () if value is None or ctx.resilient_parsing else read(value)
+        except (QuantizationError, RequestError) as error:
+            hint = f"; {error.hint}" if error.hint else ""
+            raise click.BadParameter(f"{error}{hint}.") from None
+
+    return callback
+
+
+def read_overrides(texts: tuple[str, ...]) -> tuple["Override", ...]:
     """Overrides, each given as `PATTERN=BITS` or `PATTERN=BITSgGROUP`."""
-    if not texts or ctx.resilient_parsing:
-        return ()
     from lowbit.convert.plan.recipe import Override
 
-    try:
-        return tuple(Override.parse(text) for text in texts)
-    except QuantizationError as error:
-        raise click.BadParameter(f"{error}.") from None
+    return tuple(map(Override.parse, texts))
 
 
-def parse_method(ctx: click.Context, param: click.Parameter, text: str) -> str:
+def read_method(text: str) -> str:
     """The name of a method: `auto`, `absmax`, or text that `Method.parse` takes."""
     from lowbit.convert.plan.method import Method
 
     if text not in (AUTO, "absmax"):
-        try:
-            Method.parse(text)
-        except QuantizationError as error:
-            raise click.BadParameter(f"{error}; {error.hint}.") from None
+        Method.parse(text)
     return text
+
+
+def read_conditions(text: str) -> tuple["Condition", ...]:
+    """The conditions of a gate."""
+    from lowbit.convert.measure.gate import parse_gate
+
+    return parse_gate(text)
+
+
+def list_of(known: Sequence[int], what: str) -> Callable[..., tuple[int, ...] | None]:
+    """A callback that reads a list like `4,8` of different numbers that are known."""
+
+    def callback(
+        ctx: click.Context, param: click.Parameter, text: str | None
+    ) -> tuple[int, ...] | None:
+        if text is None:
+            return None
+        parts = [part.strip() for part in text.split(",")]
+        if any(part not in map(str, known) for part in parts) or len(set(parts)) != len(parts):
+            names = ", ".join(map(str, known))
+            raise click.BadParameter(f"{text!r} is not a list of different {what} out of {names}.")
+        return tuple(sorted(map(int, parts)))
+
+    return callback
 
 
 def methods(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -121,25 +148,11 @@ def methods(ctx: click.Context, param: click.Parameter, incomplete: str) -> list
     return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
-def parse_conditions(
-    ctx: click.Context, param: click.Parameter, text: str | None
-) -> tuple["Condition", ...]:
-    """Conditions of a gate, none where it is left out."""
-    if text is None or ctx.resilient_parsing:
-        return ()
-    from lowbit.convert.measure.gate import parse_gate
-
-    try:
-        return parse_gate(text)
-    except RequestError as error:
-        raise click.BadParameter(f"{error}.") from None
-
-
 def method_option(help: str) -> Callable[[Command], Command]:
     """The name of a method."""
     return click.option(
         "--method",
-        callback=parse_method,
+        callback=parsed(read_method),
         shell_complete=methods,
         default=AUTO,
         show_default=True,
@@ -188,7 +201,7 @@ recipe = with_options(
     click.option(
         "--bits",
         "overrides",
-        callback=parse_overrides,
+        callback=parsed(read_overrides),
         multiple=True,
         metavar="PATTERN=BITS[gGROUP]",
         help="Give modules that match other bits, as in '*.down_proj=8', and another group size, "
@@ -373,7 +386,7 @@ eval_text = eval_texts_option(
 )
 gate = click.option(
     "--gate",
-    callback=parse_conditions,
+    callback=parsed(read_conditions),
     metavar="CONDITIONS",
     help="Exit with 3 where the figures miss a condition, as in 'kl_mean<0.03,top1>0.95' or, for "
     "one text, 'maths.kl_mean<0.05'. Figures: kl_mean, kl_stderr, kl_p95, kl_p99, kl_max, top1 "
@@ -449,13 +462,7 @@ statement = gathered(
 def check_gate(
     conditions: Sequence["Condition"], texts: Sequence["Text"], long: bool = False
 ) -> None:
-    """A usage error where a condition is on something that is not going to be measured.
-
-    Args:
-        conditions: of the gate.
-        texts: that are evaluated.
-        long: True where long texts are, too.
-    """
+    """A usage error for a condition on texts, or long texts, that are not going to be measured."""
     from lowbit.convert.measure.gate import check_measured
 
     try:
@@ -464,11 +471,11 @@ def check_gate(
         raise click.UsageError(f"--gate: {error}.") from None
 
 
-def close_gate(result: "GateResult") -> None:
+def close_gate(outcomes: Sequence["Outcome"]) -> None:
     """Print the conditions that are missed and end with exit code 3, if there are any."""
-    for outcome in result.outcomes:
-        if not outcome.met:
-            got = f"got {outcome.found:.6g}" if outcome.found is not None else outcome.reason
-            click.echo(f"gate missed: expected {outcome.condition}, {got}", err=True)
-    if not result.passed:
+    missed = [outcome for outcome in outcomes if not outcome.met]
+    for outcome in missed:
+        got = f"got {outcome.found:.6g}" if outcome.found is not None else outcome.reason
+        click.echo(f"gate missed: expected {outcome.condition}, {got}", err=True)
+    if missed:
         raise click.exceptions.Exit(3)

@@ -105,7 +105,7 @@ def quantize(
     from lowbit.convert.cli.tables import published as render_published
     from lowbit.convert.cli.tables import vocabulary as render_vocabulary
     from lowbit.convert.cli.tables.plan import announce
-    from lowbit.convert.measure.gate import hold
+    from lowbit.convert.measure.gate import gate_json, hold
     from lowbit.convert.original.answers import check_answers
     from lowbit.convert.original.device import open_device
     from lowbit.convert.pipeline.conversion import Job, carry_out
@@ -165,25 +165,26 @@ def quantize(
         with _explained_measuring(out):
             found = reporting.complete_report(conversion, request, progress)
     judged = gate if found.quality.logits is not None else ()
-    result = hold(judged, found.quality)
+    outcomes = hold(judged, found.quality)
     if not as_json:
         render.conversion(conversion, found)
         if cut is not None:
             render_vocabulary.cut_original(cut, report)
     published = None
-    if api is not None and repo is not None and result.passed and found.failure is None:
+    passed = found.failure is None and all(outcome.met for outcome in outcomes)
+    if api is not None and repo is not None and passed:
         packed = open_packed(out)
         published = publish_folder(api, packed, repo, private, None, as_json, stated)
     if as_json:
         content = render.conversion_json(conversion, found)
-        content["gate"] = result.to_json() if judged else None
+        content["gate"] = gate_json(outcomes) if judged else None
         content["vocabulary"] = None if cut is None else cut.record.summary()
         content["published"] = None if published is None else asdict(published)
         print_json(content)
     elif published is not None:
         render_published.published(published)
     try:
-        options.close_gate(result)
+        options.close_gate(outcomes)
     finally:
         found.raise_failure()
 

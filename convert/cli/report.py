@@ -62,7 +62,7 @@ def report(
     """
     from lowbit.convert.cli.progress import progress_bars
     from lowbit.convert.cli.tables import conversion as render
-    from lowbit.convert.measure.gate import hold
+    from lowbit.convert.measure.gate import gate_json, hold
     from lowbit.convert.report import reporting
     from lowbit.formats.packed import open_packed
 
@@ -74,14 +74,14 @@ def report(
     request = reporting.LogitRequest(texts, device, None if as_json else note, long)
     with progress_bars(quiet=as_json) as progress:
         found = reporting.write_full_report(packed, origin, request, progress, out)
-    result = hold(gate, found.quality)
+    outcomes = hold(gate, found.quality)
     if as_json:
         content = render.quality_json(folder, found)
-        print_json({**content, "gate": result.to_json() if gate else None})
+        print_json({**content, "gate": gate_json(outcomes) if gate else None})
     else:
         render.quality(found)
     try:
-        options.close_gate(result)
+        options.close_gate(outcomes)
     finally:
         found.raise_failure()
 

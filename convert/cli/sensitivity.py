@@ -13,16 +13,6 @@ from lowbit.formats.shell.options import AUTO, Count, json_option
 from lowbit.formats.shell.output import note, print_json
 
 
-def parse_groups(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int, ...]:
-    """Group sizes, given as `32,64,128`."""
-    sizes = [part.strip() for part in text.split(",")]
-    wrong = [size for size in sizes if size not in map(str, GROUP_SIZES)]
-    if wrong or len(set(sizes)) != len(sizes):
-        known = ", ".join(map(str, GROUP_SIZES))
-        raise click.BadParameter(f"{text!r} is not a list of different sizes out of {known}.")
-    return tuple(sorted(map(int, sizes)))
-
-
 def json_path(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
     """Refuse a name that ends in .svg, which the plot gets."""
     if value is not None and value.suffix == ".svg":
@@ -57,7 +47,7 @@ def json_path(ctx: click.Context, param: click.Parameter, value: Path | None) ->
 )
 @click.option(
     "--group-sizes",
-    callback=parse_groups,
+    callback=options.list_of(GROUP_SIZES, "sizes"),
     default="32,64,128",
     show_default=True,
     metavar="LIST",

@@ -15,7 +15,6 @@ from lowbit.formats.shell.failure import Failure
 if TYPE_CHECKING:
     from lowbit.convert.cli.planning import TargetRequest
 
-WIDTHS = ("2", "3", "4", "8")
 CHOSEN = (  # by a target: parameters, options, and what they would choose
     ("base", "--recipe", "bits; use --target-bits or --bits"),
     ("group_size", "--group-size", "group sizes; use --bits"),
@@ -32,17 +31,7 @@ def parse_bits(ctx: click.Context, param: click.Parameter, text: str | None) -> 
     return Fraction(text)
 
 
-def parse_widths(
-    ctx: click.Context, param: click.Parameter, text: str | None
-) -> tuple[int, ...] | None:
-    """Bits to choose from, given as `4,8`; None where left out."""
-    if text is None:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    if any(part not in WIDTHS for part in parts) or len(set(parts)) != len(parts):
-        known = ", ".join(WIDTHS)
-        raise click.BadParameter(f"{text!r} is not a list of different bits out of {known}.")
-    return tuple(sorted(map(int, parts)))
+parse_widths = options.list_of((2, 3, 4, 8), "bits")
 
 
 def make_target(

@@ -51,7 +51,8 @@ def build_report(
         CheckpointError: a folder that cannot be read.
         UnsupportedModelError: an architecture that is not implemented.
     """
-    manifest, folder = packed.manifest, packed.checkpoint.folder
+    manifest = packed.manifest
+    name = printable(packed.checkpoint.folder.resolve().name)
     # A packed head is no longer tied, so that the packed folder's own would count it twice.
     config = (source or packed.checkpoint).config
     return QualityReport(
@@ -60,9 +61,7 @@ def build_report(
         sizes=measure_sizes(packed, source),
         weights=tuple(weights),
         logits=logits,
-        command=None
-        if manifest is None
-        else command_of(manifest, printable(folder.resolve().name)),
+        command=None if manifest is None else command_of(manifest, name),
         measured_on=datetime.now(UTC).date().isoformat(),
         original=original or (None if manifest is None else manifest.source.repo),
         model_type=kind_of(config),
@@ -140,10 +139,8 @@ def command_of(manifest: Manifest, name: str) -> str | None:
         words += ["--calib-samples", str(made.samples), "--calib-length", str(made.length)]
         words += ["--calib-chat"] if made.chat else []
         words += ["--device", "cpu" if made.device == "cpu" else "cuda"]
-    if recipe["lm_head"] is not None:
-        words += ["--lm-head", recipe["lm_head"]]
-    if recipe["mtp"] is not None:
-        words += ["--mtp", recipe["mtp"]]
+    for key in ("lm_head", "mtp"):
+        words += [] if recipe[key] is None else [f"--{key.replace('_', '-')}", recipe[key]]
     for override in recipe["overrides"]:
         words += ["--bits", override]
     words += ["--positive-scales"] if recipe["scales"] == "positive" else []

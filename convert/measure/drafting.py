@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lowbit.convert.measure.drafts import MOST_DRAFTS, Draft, Drafting
+from lowbit.convert.measure.ranges import MOST_DRAFTS
+from lowbit.convert.measure.record import Draft, Drafting
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.mtp import (
     MtpHead,

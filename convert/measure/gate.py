@@ -9,6 +9,7 @@ from typing import Any
 
 from lowbit.convert.measure.record import QualityReport
 from lowbit.formats.errors import RequestError
+from lowbit.formats.layout.records import finite
 
 CONDITION = re.compile(r"\s*(.+?)\s*(<=|>=|<|>)\s*(\S+)\s*")
 OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
@@ -72,26 +73,13 @@ class Outcome:
     reason: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class GateResult:
-    """The outcomes of a gate's conditions."""
-
-    outcomes: tuple[Outcome, ...]
-
-    @property
-    def passed(self) -> bool:
-        """True if every condition is met."""
-        return all(outcome.met for outcome in self.outcomes)
-
-    def to_json(self) -> dict[str, Any]:
-        """The object `gate` of --json; an infinite or unknown figure is null."""
-        rows = [asdict(outcome) for outcome in self.outcomes]
-        for row in rows:
-            known = row["found"] is not None and math.isfinite(row["found"])
-            row["found"] = row["found"] if known else None
-            if row["reason"] is None:
-                del row["reason"]
-        return {"passed": self.passed, "conditions": rows}
+def gate_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """The object `gate` of --json; an infinite or unknown figure is null."""
+    rows = [finite(asdict(outcome)) for outcome in outcomes]
+    for row in rows:
+        if row["reason"] is None:
+            del row["reason"]
+    return {"passed": all(outcome.met for outcome in outcomes), "conditions": rows}
 
 
 def parse_gate(text: str) -> tuple[Condition, ...]:
@@ -125,12 +113,7 @@ def _condition(text: str) -> Condition:
 
 
 def check_measured(conditions: Sequence[Condition], names: Collection[str], long: bool) -> None:
-    """Refuse a condition on something that is not going to be measured.
-
-    Args:
-        conditions: of the gate.
-        names: of the evaluation texts.
-        long: True where long texts are measured, too.
+    """Refuse a condition on a text without one of these names, or on long texts unless `long`.
 
     Raises:
         RequestError: naming the condition.
@@ -145,9 +128,9 @@ def check_measured(conditions: Sequence[Condition], names: Collection[str], long
             )
 
 
-def hold(conditions: Sequence[Condition], report: QualityReport) -> GateResult:
+def hold(conditions: Sequence[Condition], report: QualityReport) -> tuple[Outcome, ...]:
     """The outcome of every condition on a report's figures; one on an unknown figure is missed."""
-    return GateResult(tuple(_outcome(condition, report) for condition in conditions))
+    return tuple(_outcome(condition, report) for condition in conditions)
 
 
 def _outcome(condition: Condition, report: QualityReport) -> Outcome:

@@ -1,6 +1,6 @@
 """Contents of a packed checkpoint as a tree of modules; headers suffice for one on the Hub."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,7 @@ class Inspection:
 
 
 def inspect(source: str) -> Inspection:
-    """Look at a folder, or at a Hub id by range requests; no weight is read.
+    """Look at a folder, or at `org/name[@revision]` by range requests; no weight is read.
 
     Raises:
         LowbitError: a checkpoint that is missing, damaged or of an unknown kind.
@@ -164,24 +164,24 @@ def _draft_head(manifest: Manifest | None, hidden: int) -> list[Entry]:
     """The draft head as lowbit.json describes it."""
     if manifest is None or manifest.draft_head is None:
         return []
-    made = manifest.draft_head
-    scheme = Scheme(BITS, made.group_size)
+    rows, group = manifest.draft_head.rows, manifest.draft_head.group_size
     size = sum(file.size_bytes for file in manifest.files if file.name == DRAFT_FILE)
-    shape = (made.rows, hidden)
-    stored = str(scheme)
-    return [Entry(DRAFT_HEAD, shape, stored, BITS, made.group_size, None, None, size, 3)]
+    stored = str(Scheme(BITS, group))
+    return [Entry(DRAFT_HEAD, (rows, hidden), stored, BITS, group, None, None, size, 3)]
 
 
-def tree(entries: Iterable[Entry]) -> tuple[Node, ...]:
+def tree(entries: Sequence[Entry]) -> tuple[Node, ...]:
     """The entries as a tree; layers that are equal but for their number are one node."""
+    paths = ([entry.name] if entry.name in WHOLE else entry.name.split(".") for entry in entries)
+    return _nodes(zip(paths, entries, strict=True))
+
+
+def _nodes(rows: Iterable[tuple[list[str], Entry]]) -> tuple[Node, ...]:
+    """Nodes of entries, each with the path to it; those right at the root are left out."""
     below: dict[str, list[tuple[list[str], Entry]]] = {}
-    for entry in entries:
-        head, *rest = [entry.name] if entry.name in WHOLE else entry.name.split(".")
-        below.setdefault(head, []).append((rest, entry))
-    return _nodes(below)
-
-
-def _nodes(below: Mapping[str, list[tuple[list[str], Entry]]]) -> tuple[Node, ...]:
+    for path, entry in rows:
+        if path:
+            below.setdefault(path[0], []).append((path[1:], entry))
     nodes = [node for name, rows in below.items() for node in _unfold(_node(name, rows))]
     groups: dict[object, list[Node]] = {}
     for node in nodes:
@@ -199,11 +199,7 @@ def _unfold(node: Node) -> list[Node]:
 
 def _node(name: str, rows: list[tuple[list[str], Entry]]) -> Node:
     entry = next((entry for rest, entry in rows if not rest), None)
-    below: dict[str, list[tuple[list[str], Entry]]] = {}
-    for rest, inner in rows:
-        if rest:
-            below.setdefault(rest[0], []).append((rest[1:], inner))
-    children = _nodes(below)
+    children = _nodes(rows)
     numbered = name.isdecimal() or any(child.name[0].isdecimal() for child in children)
     if entry is None and len(children) == 1 and not numbered:
         return replace(children[0], name=f"{name}.{children[0].name}")

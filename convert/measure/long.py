@@ -71,14 +71,21 @@ def measure_long(
                 f"`{source}` or `{pair.packed.checkpoint.folder}` gives NaN or infinite logits on "
                 "a long text"
             )
-    return _summarize(made, windows, figures[0], figures[1])
+    packed, cache = figures
+    repeated = slice(len(made.repeated) * (made.length - 1))
+    return LongQuality(
+        length=made.length,
+        repeated=len(made.repeated),
+        kl_mean=float(packed.kl.mean()),
+        cache_kl_mean=float(cache.kl.mean()),
+        positions=positions(packed.part(repeated), made.length),
+        cache=positions(cache.part(repeated), made.length),
+        needles=tuple(_needles(made, windows, packed, cache)),
+    )
 
 
 def _compared(
-    pair: Pair,
-    windows: Tensor,
-    device: torch.device,
-    progress: Progress,
+    pair: Pair, windows: Tensor, device: torch.device, progress: Progress
 ) -> list[TokenFigures]:
     """The packed model against the original, and its INT8 cache against a BF16 one."""
     with torch.inference_mode(), without_advice():
@@ -92,21 +99,6 @@ def _compared(
         return [compare(models, windows, device, meter.add).figures for models in pairs]
 
 
-def _summarize(
-    made: LongText, windows: Tensor, packed: TokenFigures, cache: TokenFigures
-) -> LongQuality:
-    repeated = slice(len(made.repeated) * (made.length - 1))
-    return LongQuality(
-        length=made.length,
-        repeated=len(made.repeated),
-        kl_mean=float(packed.kl.mean()),
-        cache_kl_mean=float(cache.kl.mean()),
-        positions=positions(packed.part(repeated), made.length),
-        cache=positions(cache.part(repeated), made.length),
-        needles=tuple(_needles(made, windows, packed, cache)),
-    )
-
-
 def _needles(
     made: LongText, windows: Tensor, packed: TokenFigures, cache: TokenFigures
 ) -> Iterator[Needle]:
@@ -114,12 +106,8 @@ def _needles(
     labels = windows[len(made.repeated) :, 1:]
     right = [
         top.view(len(windows), -1)[len(made.repeated) :] == labels
-        for top in (
-            packed.top_original,
-            packed.top_packed,
-            cache.top_original,
-            cache.top_packed,
-        )
+        for figures in (packed, cache)
+        for top in (figures.top_original, figures.top_packed)
     ]
     for line in sorted({lookup.line for lookup in made.lookups}):
         same = [lookup for lookup in made.lookups if lookup.line == line]

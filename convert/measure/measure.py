@@ -9,22 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.convert.measure import metrics
 from lowbit.convert.measure.drafting import drafted_windows, measure_drafting
-from lowbit.convert.measure.drafts import Drafting
 from lowbit.convert.measure.logits import Comparison, Models, compare, work
-from lowbit.convert.measure.metrics import (
-    TokenFigures,
-    histogram,
-    kl_error,
-    log_ratio_error,
-    noise,
-    percentile,
-    positions,
-    window_series,
-)
+from lowbit.convert.measure.metrics import TokenFigures, percentile
 from lowbit.convert.measure.pair import Pair
 from lowbit.convert.measure.peak import check_peak, logits_peak_bytes
-from lowbit.convert.measure.record import Flip, LogitQuality, Position, TextKind
+from lowbit.convert.measure.record import Drafting, Flip, LogitQuality, Position, TextKind
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.evaluation_text import EvalText, Text, tokenize
 from lowbit.convert.original.model import load_layered_model
@@ -86,12 +77,12 @@ def measure_logits(
     """
     place = open_device(device)
     config, source = pair.original.checkpoint.config, pair.original.checkpoint.folder
-    context = _context(config)
+    context = max(2, read_config(config).max_position_embeddings)
     cut = tokenize(source, texts, context)
     windows, long = torch.cat([text.windows for text in cut]), cut[0].long_windows(context)
     noisy = min(NOISY, len(cut[0].windows))
     watched = min(WATCHED, len(cut[0].windows))
-    need = logits_peak_bytes(config, _shape(windows), _shape(long), noisy, watched, device)
+    need = logits_peak_bytes(config, windows.shape, long.shape, noisy, watched, device)
     check_peak(need, device)
     if note is not None:
         tokens = windows.numel() + long.numel()
@@ -110,7 +101,7 @@ def measure_logits(
             models = _load(pair, long.shape[1], place)
             figures = compare(models, long, place, meter.add).figures
             _check_finite(figures, pair)
-            far = positions(figures, long.shape[1])
+            far = metrics.positions(figures, long.shape[1])
     flips = find_flips(source, cut, found.figures)
     logits = replace(
         _summarize(found, cut, far, flips, place), drafting=drafting, routing=found.routing
@@ -128,14 +119,6 @@ def _drafting(
     draft_head = open_draft_head(checkpoint.folder, checkpoint.config)
     with alone_on_threads(device) as pool:
         return measure_drafting(models, windows, found.states, draft_head, pool)
-
-
-def _context(config: Mapping[str, Any]) -> int:
-    return max(2, read_config(config).max_position_embeddings)
-
-
-def _shape(windows: Tensor) -> tuple[int, int]:
-    return windows.shape[0], windows.shape[1]
 
 
 def _load(pair: Pair, window: int, device: torch.device) -> Models:
@@ -183,17 +166,17 @@ def _summarize(
         window=window,
         windows=windows,
         scored_tokens=len(figures.kl),
-        log_ratio_error=log_ratio_error(figures, window - 1),
+        log_ratio_error=metrics.log_ratio_error(figures, window - 1),
         kl_p95=percentile(figures.kl, 0.95),
         kl_max=float(figures.kl.max()),
         cosine_mean=float(figures.cosine.mean()),
         cosine_p1=percentile(figures.cosine, 0.01),
-        kl_histogram=histogram(figures.kl),
-        window_series=window_series(figures, window - 1),
+        kl_histogram=metrics.histogram(figures.kl),
+        window_series=metrics.window_series(figures, window - 1),
         device=device.type,
         torch_version=torch.__version__,
         transformers_version=str(transformers.__version__),
-        noise=None if found.noise is None else noise(found.noise),
+        noise=None if found.noise is None else metrics.noise(found.noise),
         positions=far,
         kinds=tuple(_kinds(texts, found.figures)) if len(texts) > 1 else (),
         flips=flips,
@@ -220,7 +203,7 @@ def _common(figures: TokenFigures, window: int) -> dict[str, Any]:
         "perplexity_original": float(figures.nll_original.mean().exp()),
         "perplexity_packed": float(figures.nll_packed.mean().exp()),
         "kl_mean": float(figures.kl.mean()),
-        "kl_error": kl_error(figures, window - 1),
+        "kl_error": metrics.kl_error(figures, window - 1),
         "kl_p99": percentile(figures.kl, 0.99),
         "top1_agreement": float(figures.agree.double().mean()),
     }

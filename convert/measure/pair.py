@@ -65,11 +65,12 @@ def _looks_rotated(original: Weights, packed: Weights) -> bool:
     if stream is None or packed.checkpoint.tied:
         return False
     one = 0 if stream.zero_centred else 1
-    roles = rotation_roles(config, original.checkpoint.tensors)
-    gains = [name for name, role in roles.items() if role.kind == "gain"]
-    # An MTP head may be left out, or trained since.
-    gains = [name for name in gains if not name.startswith(MTP_PREFIX)]
-    found = [name for name in gains if name in packed.checkpoint.tensors]
+    found = [
+        name
+        for name, role in rotation_roles(config, original.checkpoint.tensors).items()
+        if role.kind == "gain" and name in packed.checkpoint.tensors
+        if not name.startswith(MTP_PREFIX)  # which may have been trained since
+    ]
     before, after = ([w.checkpoint.read(name) for name in found] for w in (original, packed))
     return (
         bool(found)

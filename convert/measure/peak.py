@@ -1,7 +1,7 @@
 """Peak memory of comparing logits, estimated and checked before it begins."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,19 +11,14 @@ from lowbit.convert.original.walk import BATCH_TOKENS, HEAD_ROWS, HEAD_TOKENS
 from lowbit.convert.plan.memory import check_free, decoder_layers, linear_ends
 from lowbit.formats.architectures import read_config, tensor_table
 
-Shape = tuple[int, int]  # windows, tokens of one
+Shape = Sequence[int]  # windows, tokens of one
 
 
 def check_peak(need: int, device: str, hint: str = "give a shorter --eval-text") -> None:
-    """Refuse a comparison that does not fit.
-
-    Args:
-        need: bytes that it takes at most.
-        device: `cpu` or `cuda`.
-        hint: what makes it smaller.
+    """Refuse a comparison that takes more memory, `need` bytes at most, than is free.
 
     Raises:
-        ResourceError: it takes more memory than is free.
+        ResourceError: it does not fit; `hint` says what makes it smaller.
     """
     check_free("comparing logits", need, device, hint)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.convert.measure.coverage import Coverage
-from lowbit.convert.measure.drafts import Drafting, check_drafting
 from lowbit.convert.measure.ranges import check_ranges
 from lowbit.convert.measure.routing import Routing
 from lowbit.convert.measure.weights import WeightQuality
@@ -126,6 +125,47 @@ class Flip:
     p_original: float
     p_packed: float
     kl: float
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One of the drafts of a round, made by the head for multi-token prediction.
+
+    Attributes:
+        reached: rounds that came so far, all drafts before it being right.
+        right: those of them in which it is the token that the trunk ranks first.
+        agreement: right over reached.
+        accepted: share of all rounds in which it is accepted: the product of the agreements up to
+            here.
+        tokens_a_round: expected, with this as the last draft: one and the sum of those shares.
+    """
+
+    reached: int
+    right: int
+    agreement: float
+    accepted: float
+    tokens_a_round: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """Quality of the head for multi-token prediction, of rounds of speculative decoding.
+
+    Attributes:
+        drafted_windows: of the texts, in which rounds begin at every token.
+        packed: first to fourth draft of the packed head, against the packed trunk.
+        original: same for the original's head and trunk.
+        few: same for the packed head with drafts chosen from the draft head; empty without one.
+        draft_rows: tokens of the draft head; 0 without one.
+        covered: share of the packed trunk's first choices that are among them; 0 without one.
+    """
+
+    drafted_windows: int
+    packed: tuple[Draft, ...]
+    original: tuple[Draft, ...]
+    few: tuple[Draft, ...] = ()
+    draft_rows: int = 0
+    covered: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +364,4 @@ def read_quality(folder: Path) -> QualityReport | None:
     content.pop(VERDICT, None)  # it follows from the figures
     found = record(QualityReport, content, str(path))
     check_ranges(found, str(path))
-    if found.logits is not None and found.logits.drafting is not None:
-        check_drafting(found.logits.drafting, f"{path}: logits: drafting")
     return found

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,14 +35,10 @@ class Routing:
     by_layer: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Routes:
+class Routes(NamedTuple):
     """Experts of every token in one layer, [windows, T, chosen] int16; None without experts.
 
-    Attributes:
-        original: in the original.
-        packed: in the packed model.
-        rounded: in the original in BF16, on the first windows.
+    `rounded` has those in the original in BF16, on the first windows.
     """
 
     original: Tensor | None

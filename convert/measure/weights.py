@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -86,12 +86,8 @@ class WeightSums:
 
     def merge(self, other: "WeightSums") -> None:
         """Add the sums of other blocks."""
-        self.source += other.source
-        self.packed += other.packed
-        self.product += other.product
-        self.error += other.error
-        self.clipped += other.clipped
-        self.weights += other.weights
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     @property
     def relative_l2(self) -> float:

@@ -26,9 +26,9 @@ from lowbit.convert.calibrate.mtp_training import (
 )
 from lowbit.convert.calibrate.store import PREFIX as CALIBRATED
 from lowbit.convert.measure.drafting import count_drafts
-from lowbit.convert.measure.drafts import Draft
 from lowbit.convert.measure.logits import scored_states
 from lowbit.convert.measure.peak import logits_peak_bytes
+from lowbit.convert.measure.record import Draft
 from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.model import LayeredModel, load_layered_model

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import NamedTuple
 
 from lowbit.convert.measure.record import QualityReport, read_quality
 from lowbit.convert.pipeline.origin import recall
@@ -16,7 +15,6 @@ from lowbit.convert.pipeline.owned import is_untouched_draft
 from lowbit.convert.pipeline.verification import check_recorded
 from lowbit.convert.report.card import render_card
 from lowbit.convert.report.files import source_card
-from lowbit.convert.report.source_card import SourceCard
 from lowbit.formats.draft_head import entries, name_in
 from lowbit.formats.errors import FormatError, PublishError
 from lowbit.formats.file_names import DRAFT, HTML_FILE, QUALITY_FILE, README
@@ -156,9 +154,8 @@ def make_parcel(
     local_paths = _local_paths(items, manifest)
     notes: list[str] = []
     if own is not None:
-        content = own.text.encode()
+        content, notes = own
         items.append(Item(README, content, len(content), hashlib.sha256(content).hexdigest()))
-        notes = own.notes
     known = {item.name for item in items} | {DRAFT}
     return Parcel(
         folder=folder,
@@ -170,13 +167,6 @@ def make_parcel(
     )
 
 
-class _Card(NamedTuple):
-    """A card made for the push, and notes on it for the publisher."""
-
-    text: str
-    notes: list[str]
-
-
 def _card(
     packed: PackedCheckpoint,
     manifest: Manifest,
@@ -184,8 +174,8 @@ def _card(
     stated: Statement,
     repo: str,
     results: tuple[QualityReport | None, TaskReport | None],
-) -> _Card | None:
-    """A card for the repository; None if somebody edited README.md, which is published then."""
+) -> tuple[bytes, list[str]] | None:
+    """A card for the repository, and notes on it; None where an edited README.md is published."""
     folder = packed.checkpoint.folder
     readme = folder / README
     if README in names or (readme.exists() and not is_untouched_draft(readme)):
@@ -197,16 +187,12 @@ def _card(
         return None
     said = source_card(folder).stating(stated.base_model, stated.license)
     name = repo.rpartition("/")[2]
-    return _Card(render_card(packed, *results, said, name, repo), _unstated(said, manifest))
-
-
-def _unstated(said: SourceCard, manifest: Manifest) -> list[str]:
     notes = []
     if said.base_model is None and manifest.source.repo is None:
         notes.append("the card names no base model; --base-model OWNER/NAME would")
     if said.license is None:
         notes.append("the card says that the license is unknown; --license ID would state it")
-    return notes
+    return render_card(packed, *results, said, name, repo).encode(), notes
 
 
 def _local_paths(items: Iterable[Item], manifest: Manifest) -> list[str]:

@@ -25,9 +25,7 @@ from lowbit.formats.safetensors.checkpoint import CONFIG_FILE
 from lowbit.formats.tasks import TASKS_FILE
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-
-    Operation = CommitOperationAdd | CommitOperationDelete
+    from huggingface_hub import HfApi
 
 # Removed if an earlier push left them: they would describe other weights.
 REPLACED = (WEIGHTS, "*.safetensors.index.json", QUALITY_FILE, HTML_FILE, TASKS_FILE)
@@ -72,8 +70,8 @@ def publish(
     Args:
         api: client from `open_hub`.
         parcel: files to send.
-        private: visibility of a repository that does not exist yet, the account's default when
-            None; one that exists must agree.
+        private: visibility of a new repository, the account's default when None; one that exists
+            must agree.
         revision: branch to push to, created where it does not exist; the default one when None.
         bars: let huggingface_hub draw its progress bars.
 
@@ -123,54 +121,46 @@ def _open_repository(api: "HfApi", repo: str, private: bool | None, revision: st
 
 
 def _send(api: "HfApi", parcel: Parcel, revision: str | None, sent: list[str]) -> str:
-    """Send what the revision lacks; the sha of the commit that holds everything."""
-    from huggingface_hub import CommitOperationDelete
+    """Send what the revision lacks; the sha of the commit that holds everything.
+
+    Every commit is made on top of the one before; one that is not the newest any more fails.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     repo = parcel.repo
     remote = read_remote(api, repo, revision)
-    todo = remote.missing(parcel.items)
     head = remote.commit
+    todo = remote.missing(parcel.items)
     weights = [item for item in todo if item.is_weight]
+
+    def commit(message: str, items: Sequence[Item], removed: Sequence[str] = ()) -> str:
+        operations = [CommitOperationAdd(item.name, item.content) for item in items]
+        found = api.create_commit(
+            repo,
+            [*operations, *map(CommitOperationDelete, removed)],
+            commit_message=message,
+            revision=revision,
+            parent_commit=head,
+        )
+        sent.extend(item.name for item in items)
+        return found.oid
+
     if CONFIG_FILE not in remote.files and weights:
         for item in weights:
-            head = _commit(api, repo, [_addition(item)], f"Add {item.name}", revision, head)
-            sent.append(item.name)
+            head = commit(f"Add {item.name}", [item])
         require_equal(read_remote(api, repo, head), weights, repo)
         todo = [item for item in todo if not item.is_weight]
     published = {item.name for item in parcel.items}
     stale = [
-        CommitOperationDelete(name)
+        name
         for name in remote.files
         if name not in published
         and "/" not in name
         and any(fnmatch(name, pattern) for pattern in REPLACED)
     ]
-    last: list[Operation] = [*map(_addition, todo), *stale]
-    if not last:
-        return head
-    head = _commit(api, repo, last, f"Publish {parcel.folder.resolve().name}", revision, head)
-    sent += [item.name for item in todo]
+    if todo or stale:
+        head = commit(f"Publish {parcel.folder.resolve().name}", todo, stale)
     return head
-
-
-def _commit(
-    api: "HfApi",
-    repo: str,
-    operations: "Sequence[Operation]",
-    message: str,
-    revision: str | None,
-    parent: str,
-) -> str:
-    """Upload and commit on top of `parent`, or fail if it is not the newest; the commit's sha."""
-    return api.create_commit(
-        repo, operations, commit_message=message, revision=revision, parent_commit=parent
-    ).oid
-
-
-def _addition(item: Item) -> "CommitOperationAdd":
-    from huggingface_hub import CommitOperationAdd
-
-    return CommitOperationAdd(item.name, item.content)
 
 
 @contextmanager

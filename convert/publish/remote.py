@@ -54,14 +54,10 @@ def read_remote(api: "HfApi", repo: str, revision: str | None) -> Remote:
     info = api.model_info(repo, revision=revision, files_metadata=True)
     if info.sha is None:
         raise PublishError(f"the Hub names no commit of `{repo}`")
-    files = {
-        file.rfilename: RemoteFile(
-            size=file.size or 0,
-            sha256=None if file.lfs is None else file.lfs.sha256,
-            git_id=file.blob_id,
-        )
-        for file in info.siblings or ()
-    }
+    files = {}
+    for file in info.siblings or ():
+        sha256 = None if file.lfs is None else file.lfs.sha256
+        files[file.rfilename] = RemoteFile(file.size or 0, sha256, file.blob_id)
     return Remote(commit=info.sha, private=bool(info.private), files=files)
 
 

@@ -36,16 +36,12 @@ def render_card(
 ) -> str:
     """The card as Markdown; it says if the base model or its license is not known.
 
-    Args:
-        packed: the folder.
-        report: measured figures, None where nothing was measured.
-        tasks: results of tasks, None where none were run.
-        source: facts stated about the original.
-        name: of the model.
-        target: model in the card's commands: a repository, or NO_TARGET.
+    `target` is the model in its commands, a repository or NO_TARGET.
     """
     manifest = packed.manifest
     fetched = None if manifest is None else manifest.source.repo
+    weights = ((scheme.bits, math.prod(shape)) for _, shape, scheme in _linears(packed))
+    bits = of_most_weights(weights)
     return (
         environment(markdown=True)
         .get_template(TEMPLATE)
@@ -53,7 +49,7 @@ def render_card(
             **_of_folder(packed),
             **_of_report(report),
             front_matter=front_matter(
-                name, manifest, _main_bits(packed), source, not packed.carried, report, tasks
+                name, manifest, bits, source, not packed.carried, report, tasks
             ),
             name=name,
             target=target,
@@ -113,11 +109,6 @@ def _linears(packed: PackedCheckpoint) -> list[tuple[str, tuple[int, ...], Schem
         for spec in packed.specs
         if (scheme := packed.schemes.get(spec.module)) is not None
     ]
-
-
-def _main_bits(packed: PackedCheckpoint) -> int | None:
-    """Bits of most of the packed weights; None where nothing is packed."""
-    return of_most_weights((scheme.bits, math.prod(shape)) for _, shape, scheme in _linears(packed))
 
 
 def _version(manifest: Manifest | None, report: QualityReport | None) -> str | None:

@@ -18,13 +18,12 @@ from lowbit.convert.report.formatting import (
     number,
     percent,
     signed,
-    signed_kl,
     size,
 )
-from lowbit.convert.report.limits import LIMITS, Limit
+from lowbit.convert.report.limits import LIMITS
 from lowbit.convert.report.page import render_page
 from lowbit.convert.report.terminal import COLORS
-from lowbit.formats.charts.axes import Axis, around, linear_axis, log_axis
+from lowbit.formats.charts.axes import around, linear_axis, log_axis
 from lowbit.formats.charts.chart import SIZE, Dot, Line, Mark, Rule, chart
 from lowbit.formats.files.atomic import replace_files
 from lowbit.formats.printable import printable
@@ -96,24 +95,13 @@ def verdict_text(row: FolderRow) -> str:
     return row.verdict.grade or row.verdict.title.lower()
 
 
-def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], text: int = 2) -> str:
-    """A Markdown table: `text` columns of words, then right-aligned columns of figures."""
-    rule = ["---"] * text + ["--:"] * (len(headings) - text)
-    lines = [headings, rule, *([_cell(value) for value in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell(value: str) -> str:
-    return printable(value).replace("|", "\\|")
-
-
 def difference_text(row: FolderRow) -> str:
     """Mean KL minus the first row's, `-0.00401 ± 0.00012`; a dash where there is none."""
     if row.difference is None:
         return MISSING
     mean, error = row.difference.mean, row.difference.standard_error
     if not (math.isfinite(mean) and error > 0):
-        return signed_kl(mean)
+        return f"{'+' if mean >= 0 else '-'}{kl(abs(mean))}"
     digits = min(8, max(0, 1 - math.floor(math.log10(error))))  # two digits of the error
     return f"{mean:+z.{digits}f} ± {error:.{digits}f}"
 
@@ -121,11 +109,6 @@ def difference_text(row: FolderRow) -> str:
 def perplexity_text(row: FolderRow) -> str:
     """Perplexity and its change, `3.354 (+2.06 %)`."""
     return f"{number(row.perplexity)} ({signed(row.perplexity_change)})"
-
-
-def weight_cosine_text(row: FolderRow) -> str:
-    """The mean weight cosine; a dash where the folders pack no linear in common."""
-    return MISSING if row.weight_cosine is None else cosine(row.weight_cosine)
 
 
 def comparison_page(found: FolderComparison) -> str:
@@ -165,45 +148,27 @@ def frontier(rows: Sequence[FolderRow]) -> list[FolderRow]:
 
 def _plot(found: FolderComparison) -> str:
     """Chart of each folder's size against its mean KL, with a line along the frontier."""
-    unit, name = _unit(found.rows)
+    largest = max(row.folder_bytes for row in found.rows)
+    unit, name = (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
     best = frontier(found.rows)
+    sizes = linear_axis(f"size of the folder ({name})", [r.folder_bytes / unit for r in found.rows])
+    loss = log_axis("mean KL (nats per token)", *around(row.kl_mean for row in found.rows))
     marks: list[Mark] = [
         Line(tuple((row.folder_bytes / unit, row.kl_mean) for row in best), "original-line")
     ]
+    for row in found.rows:
+        style = "packed-dot" if row in best else "guide-dot"
+        marks.append(Dot(row.folder_bytes / unit, row.kl_mean, _short(row.name), style))
     marks += [
-        Dot(
-            row.folder_bytes / unit,
-            row.kl_mean,
-            _short(row.name),
-            "packed-dot" if row in best else "guide-dot",
-        )
-        for row in found.rows
+        Rule(limit.kl, "limit-line", vertical=False)
+        for limit in LIMITS
+        if loss.low < limit.kl < loss.high
     ]
     described = "; ".join(
         f"{row.name}: {size(row.folder_bytes)}, {kl(row.kl_mean)}" for row in found.rows
     )
-    marks += [Rule(limit.kl, "limit-line", vertical=False) for limit in _limits(found.rows)]
-    return chart(
-        f"Size of the folder against mean KL divergence. {described}",
-        linear_axis(f"size of the folder ({name})", [r.folder_bytes / unit for r in found.rows]),
-        _kl_axis(found.rows),
-        marks,
-        size=PLOT_SIZE,
-    )
-
-
-def _kl_axis(rows: Sequence[FolderRow]) -> Axis:
-    return log_axis("mean KL (nats per token)", *around(row.kl_mean for row in rows))
-
-
-def _limits(rows: Sequence[FolderRow]) -> list[Limit]:
-    """The limits of grades that lie within the chart."""
-    axis = _kl_axis(rows)
-    return [limit for limit in LIMITS if axis.low < limit.kl < axis.high]
-
-
-def _unit(rows: Sequence[FolderRow]) -> tuple[float, str]:
-    return (1e9, "GB") if max(row.folder_bytes for row in rows) >= 1e9 else (1e6, "MB")
+    title = f"Size of the folder against mean KL divergence. {described}"
+    return chart(title, sizes, loss, marks, size=PLOT_SIZE)
 
 
 def _short(name: str, most: int = 24) -> str:

@@ -2,8 +2,7 @@
 
 import math
 
-from lowbit.convert.measure.drafts import Drafting
-from lowbit.convert.measure.record import LogitQuality, QualityReport
+from lowbit.convert.measure.record import Drafting, LogitQuality, QualityReport
 from lowbit.convert.measure.routing import Routing
 from lowbit.formats.printable import printable
 
@@ -39,12 +38,6 @@ def kl_with_error(value: float, error: float | None) -> str:
     return f"{value:.{digits}f} ± {error:.{digits}f}"
 
 
-def kl_error(logits: LogitQuality) -> str:
-    """Standard error of the mean KL, `± 0.0003 `; empty where not known or too small."""
-    shown = kl_with_error(logits.kl_mean, logits.kl_error)
-    return f"{shown[shown.index('±') :]} " if "±" in shown else ""
-
-
 def count(number: int) -> str:
     """A number of parameters for people: `596 M`, `8.2 B`."""
     for unit, scale in ((" B", 1e9), (" M", 1e6), (" k", 1e3)):
@@ -60,11 +53,6 @@ def about(number: int) -> str:
         return f"{number:,}"
     unit = 10 ** (len(str(number)) - 2)
     return f"about {-(-number // unit) * unit:,}"
-
-
-def signed_kl(value: float) -> str:
-    """A difference of divergences with its sign: `-0.00401`."""
-    return f"{'+' if value >= 0 else '-'}{kl(abs(value))}"
 
 
 def cosine(value: float) -> str:
@@ -151,16 +139,15 @@ def tight(text: str) -> str:
 
 def perplexity_change(logits: LogitQuality) -> str:
     """Change of perplexity, `+2.06 % ± 0.15`; without the error where windows are too few."""
-    return f"{signed(logits.perplexity_change)} {perplexity_error(logits)}".rstrip()
-
-
-def perplexity_error(logits: LogitQuality) -> str:
-    """Standard error of the change in percent, `± 0.15`; empty where windows are too few."""
     relative = logits.perplexity_change
     if logits.log_ratio_error is None or not math.isfinite(relative):
-        return ""
-    error = 100 * logits.log_ratio_error * (1 + relative)
-    return f"± {number(error, 2)}"
+        return signed(relative)
+    return f"{signed(relative)} ± {number(100 * logits.log_ratio_error * (1 + relative), 2)}"
+
+
+def error_of(shown: str) -> str:
+    """The standard error in a figure, `± 0.15`; empty where it has none."""
+    return shown[shown.index("±") :] if "±" in shown else ""
 
 
 def scored(logits: LogitQuality) -> str:

@@ -86,13 +86,8 @@ def needed_tokens(kl: float, error: float | None, tokens: int, least: int) -> in
     """Scored tokens that a verdict on a mean KL needs; None where there are enough.
 
     Tokens are enough if the standard error is at most 10 % of the mean, or if the mean plus and
-    minus its errors has one grade.
-
-    Args:
-        kl: the mean.
-        error: its standard error; None where it is not known.
-        tokens: number that was scored.
-        least: number from which on a standard error can be computed.
+    minus its errors has one grade. `error` is None
+    where it is not known, which it is not for fewer tokens than `least`.
     """
     if error is None or not math.isfinite(kl):
         return least if tokens < least else None

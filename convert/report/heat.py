@@ -1,76 +1,52 @@
 """Heat map of errors: kinds of linear by layers."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.formatting import percent
 from lowbit.convert.report.linears import layer_of, scheme_text
 
-NUMBERS_ALWAYS = 8  # up to so many layers, figures fit on a phone
-NUMBERS_WIDE = 24  # up to so many layers, figures fit on a screen
+NUMBERS_WIDE = 24  # up to so many layers, figures fit on a screen; up to 8, on a phone
+DENSITIES = ((8, "always"), (NUMBERS_WIDE, "wide"))
 LABELLED = 12  # numbered columns, where not all numbers fit
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """The figure of one linear.
-
-    Attributes:
-        text: the figure in percent, without the sign.
-        title: name, scheme and figure.
-        strength: of the colour, 0 to 1.
-    """
+class Cell(NamedTuple):
+    """The figure of one linear in percent, its name and scheme, and the colour, from 0 to 1."""
 
     text: str
     title: str
     strength: float
 
 
-@dataclass(frozen=True, slots=True)
-class HeatMap:
-    """A figure of every linear inside the layers.
-
-    Attributes:
-        title: name of the figure.
-        layers: layer numbers of the columns.
-        labels: text above each column, empty where there is no room.
-        rows: kind of linear, and its cell in every layer, None where the layer has none.
-        density: screens on which figures fit into the cells: `always`, `wide` or `never`.
-        full: figure at which the colour is strongest.
-        largest: largest figure.
-        worst: name of the linear with the largest figure.
-    """
+class HeatMap(NamedTuple):
+    """A figure of every linear inside the layers."""
 
     title: str
     layers: tuple[int, ...]
-    labels: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[Cell | None, ...]], ...]
-    density: str
-    full: str
+    labels: tuple[str, ...]  # above each column; empty where there is no room
+    rows: tuple[tuple[str, tuple[Cell | None, ...]], ...]  # kind, and its cell in every layer
+    density: str  # screens on which figures fit into the cells: `always`, `wide` or `never`
+    full: str  # figure at which the colour is strongest
     largest: str
-    worst: str
+    worst: str  # name of the linear with the largest figure
 
 
 def heat_maps(rows: Sequence[WeightQuality]) -> list[HeatMap]:
     """Heat maps of the output error and of the weight error, where they were measured."""
-    figures: tuple[tuple[str, Callable[[WeightQuality], float | None]], ...] = (
-        ("Output error", lambda row: row.output_error),
-        ("Weight error", lambda row: row.relative_l2),
-    )
-    maps = (_heat_map(title, rows, figure) for title, figure in figures)
+    figures = {"Output error": "output_error", "Weight error": "relative_l2"}
+    maps = (_heat_map(title, rows, figure) for title, figure in figures.items())
     return [found for found in maps if found is not None]
 
 
-def _heat_map(
-    title: str, rows: Sequence[WeightQuality], figure: Callable[[WeightQuality], float | None]
-) -> HeatMap | None:
+def _heat_map(title: str, rows: Sequence[WeightQuality], figure: str) -> HeatMap | None:
     places: dict[str, dict[int, tuple[WeightQuality, float]]] = {}
     for row in rows:
         layer, kind = layer_of(row.name)
-        value = figure(row)
+        value: float | None = getattr(row, figure)
         if layer is not None and value is not None:
             places.setdefault(kind, {})[layer] = row, value
     found = [pair for cells in places.values() for pair in cells.values()]
@@ -92,7 +68,7 @@ def _heat_map(
             (kind, tuple(_cell(places[kind].get(layer), full) for layer in layers))
             for kind in kinds
         ),
-        density=_density(len(layers)),
+        density=next((name for most, name in DENSITIES if len(layers) <= most), "never"),
         full=percent(full),
         largest=percent(largest),
         worst=worst.name,
@@ -110,9 +86,3 @@ def _cell(pair: tuple[WeightQuality, float] | None, full: float) -> Cell | None:
         title=f"{row.name}, {scheme_text(row)}: {percent(value)}",
         strength=round(strength, 3),
     )
-
-
-def _density(layers: int) -> str:
-    if layers <= NUMBERS_ALWAYS:
-        return "always"
-    return "wide" if layers <= NUMBERS_WIDE else "never"

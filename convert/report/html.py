@@ -4,14 +4,12 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from lowbit.convert.measure.drafts import Draft, Drafting
-from lowbit.convert.measure.record import LogitQuality, QualityReport
+from lowbit.convert.measure.record import Draft, Drafting, LogitQuality, QualityReport
 from lowbit.convert.measure.speed import Speed
 from lowbit.convert.report import formatting, limits, linears, plots, verdict, warnings
 from lowbit.convert.report.heat import heat_maps
@@ -35,17 +33,7 @@ def render_html(
     speed: Speed | None = None,
     kept: KeptVocabulary | None = None,
 ) -> str:
-    """The page as HTML.
-
-    Args:
-        report: measured figures.
-        manifest: of the packed folder, None where it has none.
-        name: of the model, for the title.
-        rooms: bytes by part and precision.
-        tasks: results of tasks, None where none were run.
-        speed: measured speed, None where none was measured.
-        kept: the tokens of a vocabulary that was cut, None where it is whole.
-    """
+    """The page as HTML, with the model's name and all that is known of it."""
     logits = report.logits
     outputs = any(row.output_error is not None for row in report.weights)
     return render_page(
@@ -80,16 +68,25 @@ def render_html(
 
 def _about(report: QualityReport, logits: LogitQuality) -> dict[str, Any]:
     """Values of the template that come from measured logits."""
+    kl_text = formatting.kl_with_error(logits.kl_mean, logits.kl_error)
+    change = formatting.perplexity_change(logits)
+    expected = verdict.expected_loss(report)
+    charts = {
+        "kl": plots.kl_distribution(logits, None if expected is None else expected.kl),
+        "windows": plots.kl_along(logits),
+    }
+    if logits.positions:
+        charts["positions"] = plots.kl_by_position(logits.positions, logits.kl_mean)
     return {
         "in_words": warnings.in_words(logits),
         "noise_in_words": warnings.noise_in_words(logits),
-        "kl_text": formatting.kl_with_error(logits.kl_mean, logits.kl_error),
-        "kl_error": formatting.kl_error(logits),
-        "change": formatting.perplexity_change(logits),
-        "error": formatting.perplexity_error(logits),
+        "kl_text": kl_text,
+        "kl_error": formatting.error_of(kl_text),
+        "change": change,
+        "error": formatting.error_of(change),
         "scored": formatting.scored(logits),
         "kind_max": max((kind.kl_mean for kind in logits.kinds), default=0.0),
-        "plots": _plots(report, logits),
+        "plots": {name: Markup(svg) for name, svg in charts.items()},
         "drafts": () if logits.drafting is None else _drafts(logits.drafting),
     }
 
@@ -101,40 +98,23 @@ def _drafts(drafting: Drafting) -> list[tuple[str, Draft, Draft | None, Draft | 
     return list(zip_longest(formatting.ORDINALS[:count], drafting.packed, *others))
 
 
-@dataclass(frozen=True, slots=True)
-class Band:
-    """A grade's part of the scale.
-
-    Attributes:
-        grade: its name.
-        width: in percent of the scale.
-        end: place of the upper limit.
-        limit: upper limit in words; empty where there is none.
-    """
+class Band(NamedTuple):
+    """A grade's part of the scale: width and end in percent of it, and its limit in words."""
 
     grade: limits.Grade
     width: float
     end: float
-    limit: str
+    limit: str  # empty where there is none
 
 
-@dataclass(frozen=True, slots=True)
-class Gauge:
-    """The mean KL on a logarithmic scale; places are in percent of the scale.
+class Gauge(NamedTuple):
+    """The mean KL on a logarithmic scale; places are in percent of the scale."""
 
-    Attributes:
-        value: place of this file's mean KL.
-        side: side of that place on which the label stands.
-        bands: the grades, from the left.
-        noise: place of the KL that BF16 alone causes; None where it was not measured.
-        expected: place of the loss to expect of this size and these bits; None where not known.
-    """
-
-    value: float
-    side: str
-    bands: tuple[Band, ...]
-    noise: float | None
-    expected: float | None
+    value: float  # of this file
+    side: str  # of that place on which the label stands
+    bands: tuple[Band, ...]  # from the left
+    noise: float | None  # KL that BF16 alone causes
+    expected: float | None  # loss to expect of this size and these bits
 
 
 def _gauge(report: QualityReport) -> Gauge | None:
@@ -158,17 +138,6 @@ def _gauge(report: QualityReport) -> Gauge | None:
         noise=None if noise is None else place(noise.kl_mean),
         expected=None if expected is None else place(expected.kl),
     )
-
-
-def _plots(report: QualityReport, logits: LogitQuality) -> dict[str, Markup]:
-    expected = verdict.expected_loss(report)
-    charts = {
-        "kl": plots.kl_distribution(logits, None if expected is None else expected.kl),
-        "windows": plots.kl_along(logits),
-    }
-    if logits.positions:
-        charts["positions"] = plots.kl_by_position(logits.positions, logits.kl_mean)
-    return {name: Markup(svg) for name, svg in charts.items()}
 
 
 def recipe_facts(

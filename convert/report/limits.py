@@ -1,8 +1,7 @@
 """Limits of a verdict, and the measurements that they come from."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Grade = Literal["close", "usable", "degraded", "broken"]
 Scale = Literal["mean", "tail", "flips"]  # mean KL, KL p99, share of changed first choices
@@ -15,21 +14,13 @@ TITLES: Mapping[Grade, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """Upper limits of a grade.
-
-    Attributes:
-        grade: its name.
-        kl: mean KL, in nats per token.
-        flips: share of tokens whose first choice changes.
-        evidence: files within the limits, with their published or measured mean KL and flips.
-    """
+class Limit(NamedTuple):
+    """Upper limits of a grade."""
 
     grade: Grade
-    kl: float
-    flips: float
-    evidence: str
+    kl: float  # mean KL, in nats per token
+    flips: float  # share of tokens whose first choice changes
+    evidence: str  # files within the limits, with their published or measured mean KL and flips
 
 
 # Llama-3-8B: the scoreboard of llama.cpp's tools/perplexity/README.md, WikiText-2. Qwen3.5: posts
@@ -69,19 +60,12 @@ TAIL = 10.0
 SMALLEST = 50_000_000  # parameters of the smallest size in `EXPECTED`
 
 
-@dataclass(frozen=True, slots=True)
-class Expectation:
-    """The mean KL that a good file with so many bits reaches in models of at least a size.
+class Expectation(NamedTuple):
+    """The mean KL that a good file with so many bits reaches in models of at least a size."""
 
-    Attributes:
-        parameters: of the smallest such model.
-        kl: mean KL, in nats per token.
-        evidence: the measurement behind it.
-    """
-
-    parameters: float
-    kl: float
-    evidence: str
+    parameters: float  # of the smallest such model
+    kl: float  # nats per token
+    evidence: str  # the measurement behind it
 
 
 # Largest models first; small models lose more at the same recipe. Below the last size nothing is
@@ -111,7 +95,10 @@ def grade_of(value: float, scale: Scale = "mean") -> Grade:
 
 
 def expectation(bits: int | None, parameters: float) -> Expectation | None:
-    """The loss to expect of a model by its bits and size; None where none was measured."""
+    """The loss to expect of a model by its bits and size; None where none was measured.
+
+    `bits` are those of most weights; infinite `parameters` get the strictest expectation.
+    """
     if bits is None:
         return None
     rows = EXPECTED.get(max(bits, LEAST_BITS), ())

@@ -13,16 +13,10 @@ EXPERTS = ("experts", "shared_expert")  # modules whose linears are named like t
 
 @dataclass(frozen=True, slots=True)
 class LinearKind:
-    """The linears of one kind and scheme in all layers.
+    """The linears of one kind and scheme in all layers."""
 
-    Attributes:
-        name: last part of the module name, `q_proj`; of experts the last two.
-        scheme: short form, `INT4 g128`.
-        rows: figures of each linear.
-    """
-
-    name: str
-    scheme: str
+    name: str  # last part of the module name, `q_proj`; of experts the last two
+    scheme: str  # short form, `INT4 g128`
     rows: tuple[WeightQuality, ...]
 
     @property

@@ -32,14 +32,7 @@ def front_matter(
 ) -> str:
     """The metadata as YAML, without the lines around it.
 
-    Args:
-        name: of the model.
-        manifest: names the base model, where it came from the Hub.
-        bits: of most of the packed weights.
-        source: facts stated about the original.
-        text_only: the packed model lacks a vision tower.
-        report: measured quality.
-        tasks: results of tasks.
+    `bits` are those of most of the packed weights, `text_only` models lack a vision tower.
     """
     from huggingface_hub import ModelCardData
 

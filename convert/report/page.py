@@ -34,21 +34,10 @@ def environment(markdown: bool = False) -> Environment:
         keep_trailing_newline=markdown,
         loader=FileSystemLoader(Path(__file__).parent, encoding="utf-8"),
     )
+    same = "percent signed number perplexity kl cosine count bits size passage token sentence tight"
+    made.filters.update({name: getattr(formatting, name) for name in same.split()})
     made.filters.update(
-        percent=formatting.percent,
-        signed=formatting.signed,
-        number=formatting.number,
-        perplexity=formatting.perplexity,
-        kl=formatting.kl,
         kl_text=lambda part: formatting.kl_with_error(part.kl_mean, part.kl_error),
-        cosine=formatting.cosine,
-        count=formatting.count,
-        bits=formatting.bits,
-        size=formatting.size,
-        passage=formatting.passage,
-        token=formatting.token,
-        sentence=formatting.sentence,
-        tight=formatting.tight,
         share=share,
         scheme=scheme_text,
         md=_markdown,

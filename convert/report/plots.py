@@ -67,29 +67,15 @@ def kl_by_position(positions: Sequence[Position], kl_mean: float) -> str:
 def kl_along(logits: LogitQuality) -> str:
     """Mean KL window by window."""
     values = [window.kl for window in logits.window_series]
+    shown = f"{min(values):.3g} to {max(values):.3g}" if values else "nothing"
+    step = logits.windows / max(1, len(values))
+    points = tuple(((number + 0.5) * step, value) for number, value in enumerate(values))
     return chart(
-        f"Mean KL divergence along the text, {_range(values)} nats",
-        _along(logits),
+        f"Mean KL divergence along the text, {shown} nats",
+        linear_axis(f"window of {logits.window} tokens", [0.0, logits.windows], from_zero=True),
         linear_axis("mean KL (nats)", [*values, logits.kl_mean], from_zero=True),
-        [
-            Line(tuple(zip(_middles(logits), values, strict=True)), "packed-line"),
-            Rule(logits.kl_mean, "original-line", vertical=False),
-        ],
+        [Line(points, "packed-line"), Rule(logits.kl_mean, "original-line", vertical=False)],
     )
-
-
-def _along(logits: LogitQuality) -> Axis:
-    label = f"window of {logits.window} tokens"
-    return linear_axis(label, [0.0, float(logits.windows)], from_zero=True)
-
-
-def _middles(logits: LogitQuality) -> list[float]:
-    count = len(logits.window_series)
-    return [(number + 0.5) * logits.windows / count for number in range(count)]
-
-
-def _range(values: Sequence[float]) -> str:
-    return f"{min(values):.3g} to {max(values):.3g}" if values else "nothing"
 
 
 def _tokens(count: int) -> str:

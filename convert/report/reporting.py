@@ -91,7 +91,7 @@ def write_report(
     request: LogitRequest | None,
     progress: Progress = silent,
 ) -> Reported:
-    """Report a conversion in files beside it.
+    """Report a finished conversion in files beside it.
 
     Args:
         conversion: finished.
@@ -105,14 +105,7 @@ def write_report(
         found = measure_logits(pair, request.texts, request.device, progress, request.note)
         weights, logits = _with_outputs(weights, found.output_errors), found.logits
     excess, coverage = _of_calibration(conversion)
-    report = build_report(
-        packed,
-        weights,
-        logits,
-        conversion.original,
-        held_out_excess=excess,
-        coverage=coverage,
-    )
+    report = build_report(packed, weights, logits, conversion.original, None, excess, coverage)
     return _save(packed, report)
 
 
@@ -124,13 +117,9 @@ def _of_calibration(conversion: Conversion) -> tuple[float | None, tuple[Coverag
 
 
 def held_out_excess(errors: Sequence[LayerError]) -> float | None:
-    """Share by which the held-out error is above the learned one, over all layers.
+    """Share by which the held-out error is above the learned one, over all layers: 0.2 for a fifth.
 
-    Args:
-        errors: of the layers; those whose `learned` error is not known are left out.
-
-    Returns:
-        0.2 for a fifth; None where no layer has both errors.
+    Layers whose `learned` error is not known are left out; None where that is all of them.
     """
     pairs = [(row.chosen, row.learned) for row in errors if row.learned is not None]
     held, seen = sum(chosen for chosen, _ in pairs), sum(learned for _, learned in pairs)
@@ -163,13 +152,7 @@ def prepare_report(
 
 
 def complete_report(done: Conversion, request: LogitRequest | None, progress: Progress) -> Reported:
-    """The report of a finished conversion; what it lacks is measured now.
-
-    Args:
-        done: the conversion.
-        request: how logits are to be compared; None for the weights alone.
-        progress: called with ("logits", done, in all).
-    """
+    """The report of a finished conversion, as by `write_report`; only what it lacks is measured."""
     quality = done.report
     if quality is not None and (request is None or _is_on(quality, request.texts)):
         return Reported(quality, done.folder / HTML_FILE, None)

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowbit.formats.architectures.table import Role
 from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.packed import PackedCheckpoint
-from lowbit.formats.safetensors.checkpoint import DTYPES, TensorInfo
+from lowbit.formats.safetensors.checkpoint import DTYPES
 
 PARTS: dict[Role, str] = {
     "embedding": "embedding",
@@ -46,7 +46,7 @@ class Room:
     precision: str
     before: int | None
     after: int
-    share: float
+    share: float = 0.0
 
 
 def where_bytes_went(packed: PackedCheckpoint, folder_bytes: int) -> list[Room]:
@@ -56,44 +56,47 @@ def where_bytes_went(packed: PackedCheckpoint, folder_bytes: int) -> list[Room]:
         packed: the folder.
         folder_bytes: all its files, reports aside.
     """
-    stored: dict[tuple[str, str], list[TensorInfo]] = {}
-    sources: dict[tuple[str, str], list[str]] = {}
-    for spec in packed.specs:
-        infos = packed.tensors_of(spec)
-        precision = str(packed.schemes.get(spec.module) or infos[0].dtype_name)
-        key = PARTS[spec.role], precision
-        stored.setdefault(key, []).extend(infos)
-        sources.setdefault(key, []).append(spec.name)
-    for info in packed.carried:
-        key = CARRIED, info.dtype_name
-        stored.setdefault(key, []).append(info)
-        sources.setdefault(key, []).append(info.name)
     before = _source_bytes(packed)
-    rooms = [
-        _room(key, infos, [before.get(name) for name in sources[key]], folder_bytes)
-        for key, infos in stored.items()
+    found = [
+        Room(
+            part=PARTS[spec.role],
+            precision=str(packed.schemes.get(spec.module) or infos[0].dtype_name),
+            before=before.get(spec.name),
+            after=sum(info.nbytes for info in infos),
+        )
+        for spec, infos in ((spec, packed.tensors_of(spec)) for spec in packed.specs)
     ]
-    if packed.manifest is not None:
-        rooms += [
-            Room(DRAFT_HEAD, "INT4", None, file.size_bytes, file.size_bytes / folder_bytes)
-            for file in packed.manifest.files
-            if file.name == DRAFT_FILE
-        ]
-    rest = folder_bytes - sum(room.after for room in rooms)
+    found += [
+        Room(CARRIED, info.dtype_name, before.get(info.name), info.nbytes)
+        for info in packed.carried
+    ]
+    found += [
+        Room(DRAFT_HEAD, "INT4", None, file.size_bytes)
+        for file in (() if packed.manifest is None else packed.manifest.files)
+        if file.name == DRAFT_FILE
+    ]
+    rest = folder_bytes - sum(room.after for room in found)
     if rest > 0:
-        rooms.append(Room(FILES, "", None, rest, rest / folder_bytes))
-    return _joined(sorted(rooms, key=lambda room: -room.after))
+        found.append(Room(FILES, "", None, rest))
+    groups: dict[tuple[str, str], list[Room]] = {}
+    for room in found:
+        groups.setdefault((room.part, room.precision), []).append(room)
+    rooms = sorted(map(_sum, groups.values()), key=lambda room: -room.after)
+    rooms = [replace(room, share=room.after / max(1, folder_bytes)) for room in rooms]
+    small = [room for room in rooms if room.share < SMALL]
+    return rooms if len(small) < 2 else [*rooms[: -len(small)], _sum(small)]
 
 
-def _room(
-    key: tuple[str, str],
-    infos: Sequence[TensorInfo],
-    before: Sequence[int | None],
-    folder_bytes: int,
-) -> Room:
-    known = [count for count in before if count is not None]
-    after = sum(info.nbytes for info in infos)
-    return Room(*key, sum(known) if known else None, after, after / max(1, folder_bytes))
+def _sum(rooms: Sequence[Room]) -> Room:
+    """One room for several, with all their names."""
+    known = [room.before for room in rooms if room.before is not None]
+    return Room(
+        part=", ".join(dict.fromkeys(room.part for room in rooms)),
+        precision=", ".join(dict.fromkeys(room.precision for room in rooms if room.precision)),
+        before=sum(known) if known else None,
+        after=sum(room.after for room in rooms),
+        share=sum(room.share for room in rooms),
+    )
 
 
 def _source_bytes(packed: PackedCheckpoint) -> dict[str, int]:
@@ -104,19 +107,3 @@ def _source_bytes(packed: PackedCheckpoint) -> dict[str, int]:
         tensor.name: math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
         for tensor in packed.manifest.source_tensors
     }
-
-
-def _joined(rooms: list[Room]) -> list[Room]:
-    """The rooms, with the small ones joined in one at the end."""
-    small = [room for room in rooms if room.share < SMALL]
-    if len(small) < 2:
-        return rooms
-    known = [room.before for room in small if room.before is not None]
-    joined = Room(
-        part=", ".join(dict.fromkeys(room.part for room in small)),
-        precision=", ".join(dict.fromkeys(room.precision for room in small if room.precision)),
-        before=sum(known) if known else None,
-        after=sum(room.after for room in small),
-        share=sum(room.share for room in small),
-    )
-    return [*(room for room in rooms if room.share >= SMALL), joined]

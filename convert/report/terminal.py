@@ -6,19 +6,8 @@ from rich.text import Text
 
 from lowbit.convert.measure.record import LongQuality, QualityReport
 from lowbit.convert.measure.weights import WeightQuality
-from lowbit.convert.report.formatting import (
-    MISSING,
-    cosine,
-    drafts,
-    kl,
-    kl_with_error,
-    percent,
-    perplexity,
-    perplexity_change,
-    routing,
-    scored,
-    size_text,
-)
+from lowbit.convert.report import formatting
+from lowbit.convert.report.formatting import MISSING, cosine, kl, kl_with_error, percent, perplexity
 from lowbit.convert.report.linears import kinds, scheme_text, worst
 from lowbit.convert.report.verdict import judge
 from lowbit.convert.report.warnings import traded, warnings_of
@@ -56,52 +45,45 @@ def _summary(report: QualityReport) -> Table:
     table.add_row("verdict", Text.assemble((verdict.title, color), f": {verdict.reason}"))
     if verdict.hint:
         table.add_row("hint", Text(verdict.hint))
-    if verdict.expected:
-        table.add_row("", Text(verdict.expected))
-    for note in verdict.notes:
-        table.add_row("", Text(note))
+    for sentence in filter(None, (verdict.expected, *verdict.notes)):
+        table.add_row("", Text(sentence))
     for place, step in enumerate(verdict.next_steps):
         table.add_row("" if place else "to try", Text(step))
-    logits = report.logits
-    if logits is not None:
-        table.add_row(
-            "perplexity",
-            f"{logits.perplexity_original:.3f} → {logits.perplexity_packed:.3f}   "
-            f"{perplexity_change(logits)}",
-        )
-        table.add_row(
-            "KL divergence",
-            f"mean {kl_with_error(logits.kl_mean, logits.kl_error)}   "
-            f"p95 {kl(logits.kl_p95)}   p99 {kl(logits.kl_p99)}   "
-            f"max {kl(logits.kl_max)} nats",
-        )
-        if logits.noise is not None:
-            table.add_row(
-                "BF16 alone",
-                f"mean {kl(logits.noise.kl_mean)}   p99 {kl(logits.noise.kl_p99)} nats",
-            )
-        table.add_row("same top token", percent(logits.top1_agreement))
-        table.add_row(
-            "logit cosine",
-            f"mean {cosine(logits.cosine_mean)}   p1 {cosine(logits.cosine_p1)}",
-        )
-        if logits.routing is not None:
-            table.add_row("same experts", routing(logits.routing))
-        if logits.drafting is not None:
-            table.add_row("drafts of MTP", drafts(logits.drafting))
-    if report.long is not None:
-        table.add_row(
-            "long texts",
-            f"mean KL {kl(report.long.kl_mean)} nats; an INT8 cache adds "
-            f"{kl(report.long.cache_kl_mean)}",
-        )
-    table.add_row("size", size_text(report))
-    if logits is not None:
-        what = (
-            f"{printable(logits.text_name)}: {scored(logits)}, on {printable(report.measured_on)}"
-        )
-        table.add_row("measured on", Text(what))
+    for name, figures in _figures(report).items():
+        table.add_row(name, Text(figures))
     return table
+
+
+def _figures(report: QualityReport) -> dict[str, str]:
+    """The headline figures by name."""
+    logits, long = report.logits, report.long
+    found = {}
+    if logits is not None:
+        found["perplexity"] = (
+            f"{logits.perplexity_original:.3f} → {logits.perplexity_packed:.3f}   "
+            f"{formatting.perplexity_change(logits)}"
+        )
+        found["KL divergence"] = (
+            f"mean {kl_with_error(logits.kl_mean, logits.kl_error)}   p95 {kl(logits.kl_p95)}   "
+            f"p99 {kl(logits.kl_p99)}   max {kl(logits.kl_max)} nats"
+        )
+        if (noise := logits.noise) is not None:
+            found["BF16 alone"] = f"mean {kl(noise.kl_mean)}   p99 {kl(noise.kl_p99)} nats"
+        found["same top token"] = percent(logits.top1_agreement)
+        found["logit cosine"] = f"mean {cosine(logits.cosine_mean)}   p1 {cosine(logits.cosine_p1)}"
+        if logits.routing is not None:
+            found["same experts"] = formatting.routing(logits.routing)
+        if logits.drafting is not None:
+            found["drafts of MTP"] = formatting.drafts(logits.drafting)
+    if long is not None:
+        found["long texts"] = (
+            f"mean KL {kl(long.kl_mean)} nats; an INT8 cache adds {kl(long.cache_kl_mean)}"
+        )
+    found["size"] = formatting.size_text(report)
+    if logits is not None:
+        text, machine = printable(logits.text_name), printable(report.measured_on)
+        found["measured on"] = f"{text}: {formatting.scored(logits)}, on {machine}"
+    return found
 
 
 def _positions(long: LongQuality) -> Table:

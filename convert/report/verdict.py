@@ -5,20 +5,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lowbit.convert.measure.record import LogitQuality, QualityReport
 from lowbit.convert.original.answers import WHERE_MEASURED
-from lowbit.convert.plan.choice_of_method import (
-    ROTATION_MEASURED,
-    RTN_TO_GPTQ,
-    TO_CHOSEN_BITS,
-    WITH_EXPERTS,
-    Gain,
-    best_gptq,
-    gain_of,
-)
+from lowbit.convert.plan import choice_of_method as choice
 from lowbit.convert.plan.method import RTN, Method
+from lowbit.convert.report import limits
 from lowbit.convert.report.formatting import about, count, kl_with_error, number, sentence
 from lowbit.convert.report.graded_figures import (
     UNREADABLE,
@@ -29,17 +22,7 @@ from lowbit.convert.report.graded_figures import (
     needed_tokens,
     texts_left_out,
 )
-from lowbit.convert.report.limits import (
-    FAR,
-    GRADES,
-    LEAST_BITS,
-    SMALLEST,
-    TITLES,
-    UNUSABLE,
-    Expectation,
-    Grade,
-    expectation,
-)
+from lowbit.convert.report.limits import GRADES, LEAST_BITS, SMALLEST, Expectation, Grade
 from lowbit.convert.report.linears import main_bits
 from lowbit.formats.architectures import DRAFTERS, MIXTURES
 from lowbit.formats.errors import QuantizationError
@@ -57,7 +40,7 @@ FEW_FLIPS = 0.01  # share of changed first choices below which a verdict does no
 # How a loss compares with the expected one: the largest ratio, the colour, the words.
 BESIDE_EXPECTED: tuple[tuple[float, Level, str], ...] = (
     (1.0, "good", "As expected"),
-    (FAR, "caution", "Worse than expected"),
+    (limits.FAR, "caution", "Worse than expected"),
     (math.inf, "bad", "Far worse than expected"),
 )
 MORE_BITS = 1.0  # of the budget that is proposed
@@ -100,10 +83,9 @@ def judge(report: QualityReport) -> Verdict:
     if logits is None:
         if report.model_type in DRAFTERS:
             return _not_judged("a drafter predicts nothing without its target", WHERE_MEASURED)
-        reason = "the predictions were not measured"
-        return _not_judged(reason, "measure them with lowbit-convert report")
-    refused = _refusal(logits)
-    if refused is not None:
+        hint = "measure them with lowbit-convert report"
+        return _not_judged("the predictions were not measured", hint)
+    if (refused := _refusal(logits)) is not None:
         return refused
     found = graded_figures(logits)
     worst = max(found, key=lambda figure: GRADES.index(figure.grade))
@@ -114,14 +96,14 @@ def judge(report: QualityReport) -> Verdict:
     return Verdict(
         grade=worst.grade,
         level=color,
-        title=TITLES[worst.grade],
+        title=limits.TITLES[worst.grade],
         reason=_reason(found[0], worst),
         expected=expected,
         notes=(
             *_unusable(logits, worst.grade),
             *(f"{sentence(a.text).rstrip('.')} ({a.bound})." for a in others),
             *_close_call(found, worst.grade),
-            *(() if growing is None else (growing,)),
+            *filter(None, [growing]),
             *texts_left_out(logits),
             *_too_small(report),
         ),
@@ -178,15 +160,15 @@ def _reason(first: GradedFigure, worst: GradedFigure) -> str:
 
 def _unusable(logits: LogitQuality, grade: Grade) -> list[str]:
     """A sentence on what the file cannot be used for, with the tokens that it gets wrong."""
-    if grade not in UNUSABLE:
+    if grade not in limits.UNUSABLE:
         return []
     changed = 1 - logits.top1_agreement
     if changed < FEW_FLIPS:
-        return [f"{UNUSABLE[grade]}."]
+        return [f"{limits.UNUSABLE[grade]}."]
     tokens = (
         f"1 token in {1 / changed:.0f}" if changed < 0.15 else f"{changed * 10:.0f} tokens in 10"
     )
-    return [f"{UNUSABLE[grade]}: about {tokens} would differ from the original's."]
+    return [f"{limits.UNUSABLE[grade]}: about {tokens} would differ from the original's."]
 
 
 def _close_call(found: Sequence[GradedFigure], grade: Grade) -> list[str]:
@@ -202,7 +184,7 @@ def _close_call(found: Sequence[GradedFigure], grade: Grade) -> list[str]:
 
 def expected_loss(report: QualityReport) -> Expectation | None:
     """The loss of good files of the report's bits in models of its size; None if there are none."""
-    return expectation(main_bits(report.weights), report.parameters)
+    return limits.expectation(main_bits(report.weights), report.parameters)
 
 
 def _beside_others(report: QualityReport, mean: GradedFigure) -> tuple[str, Level]:
@@ -222,7 +204,7 @@ def _beside_others(report: QualityReport, mean: GradedFigure) -> tuple[str, Leve
 
 def _too_small(report: QualityReport) -> list[str]:
     """A sentence about a model that only its size leaves without an expectation."""
-    known = expectation(main_bits(report.weights), math.inf)  # of larger models
+    known = limits.expectation(main_bits(report.weights), math.inf)  # of larger models
     if expected_loss(report) is not None or known is None:
         return []
     return [
@@ -231,16 +213,8 @@ def _too_small(report: QualityReport) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One option to try.
-
-    Attributes:
-        option: its name.
-        used: values that it is a step up from.
-        value: to give instead.
-        words: what it brings or costs.
-    """
+class Step(NamedTuple):
+    """An option, values that are used, the one to try after them, and what it brings or costs."""
 
     option: str
     used: tuple[str, ...]
@@ -274,7 +248,7 @@ def next_steps(report: QualityReport) -> tuple[str, ...]:
     uniform = "--bits" not in str(report.command) and report.model_type not in MIXTURES
     if few and uniform:
         same = math.ceil(100 * report.sizes.bits_per_weight) / 100
-        found.append(f"--target-bpw {same:g} (same size, {TO_CHOSEN_BITS})")
+        found.append(f"--target-bpw {same:g} (same size, {choice.TO_CHOSEN_BITS})")
     found += [
         f"{step.option} {step.value} ({step.words})"
         for step in STEPS
@@ -286,18 +260,22 @@ def next_steps(report: QualityReport) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _better_method(used: str, model_type: str) -> Gain | None:
+def _better_method(used: str, model_type: str) -> choice.Gain | None:
     """The method after the one used; a rounding without calibration is followed by the best."""
-    rotatable = model_type in ROTATION_MEASURED
+    rotatable = model_type in choice.ROTATION_MEASURED
     try:
         method = RTN if used == "absmax" else Method.parse(used)
     except QuantizationError:  # a report may come from anybody
         return None
     experts = model_type in MIXTURES
     if method != RTN:
-        return gain_of(method, rotatable, experts)
-    best = best_gptq(rotatable)
-    return None if experts and best not in WITH_EXPERTS else Gain(best, RTN_TO_GPTQ)
+        return choice.gain_of(method, rotatable, experts)
+    best = choice.best_gptq(rotatable)
+    return (
+        None
+        if experts and best not in choice.WITH_EXPERTS
+        else choice.Gain(best, choice.RTN_TO_GPTQ)
+    )
 
 
 def used_options(command: str | None) -> Mapping[str, str] | None:

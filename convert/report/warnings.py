@@ -1,7 +1,7 @@
 """Warnings about a report, and its figures in sentences."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from lowbit.convert.measure.coverage import few_tokens
@@ -46,19 +46,48 @@ def noise_in_words(logits: LogitQuality) -> str:
 
 def warnings_of(report: QualityReport) -> list[str]:
     """Warnings to look at before the file ships; empty where there are none."""
-    found = [_outliers(rows) for rows in _by_bits(report.weights)]
-    clipped = [row for row in report.weights if row.clipped_share > MUCH_CLIPPING]
+    return list(_warnings(report))
+
+
+def _warnings(report: QualityReport) -> Iterator[str]:
+    rows, excess, logits = report.weights, report.held_out_excess, report.logits
+    for bits in sorted({row.bits for row in rows}):
+        alike = [row for row in rows if row.bits == bits]
+        middle = median(row.relative_l2 for row in alike)
+        beyond = [row for row in worst(alike, len(alike)) if row.relative_l2 > OUTLIER * middle]
+        if beyond:
+            yield (
+                f"{_first(beyond)}: relative error {percent(beyond[0].relative_l2)}, more than "
+                f"{OUTLIER:g} times the median of the {bits}-bit linears ({percent(middle)}); "
+                f"more bits there may pay."
+            )
+    clipped = [row for row in rows if row.clipped_share > MUCH_CLIPPING]
     if clipped:
-        row = max(clipped, key=lambda row: row.clipped_share)
-        others = f" and {len(clipped) - 1} more" if len(clipped) > 1 else ""
-        found.append(
-            f"{row.name}{others}: {percent(row.clipped_share)} of the weights are clipped, "
+        clipped.sort(key=lambda row: -row.clipped_share)
+        yield (
+            f"{_first(clipped)}: {percent(clipped[0].clipped_share)} of the weights are clipped, "
             f"more than the scale search does on ordinary weights."
         )
-    found += [_overfitting(report.held_out_excess), few_tokens(report.coverage) or ""]
-    if report.logits is not None:
-        found += [_lower_perplexity(report.logits), _quoted(report.logits)]
-    return [sentence for sentence in found if sentence]
+    if excess is not None and excess >= OVERFIT:
+        yield (
+            f"Calibrated on too little text: the error on held-out windows is {excess:.0%} above "
+            f"that on the windows it learned from; give more --calib-samples or a longer --calib "
+            f"text."
+        )
+    if sentence := few_tokens(report.coverage):
+        yield sentence
+    if logits is not None and logits.perplexity_change < 0:
+        yield (
+            "Perplexity is lower than the original's on this text. That makes no better model: "
+            "the KL divergence says how far it moved."
+        )
+    if logits is not None and (sentence := _quoted(logits)):
+        yield sentence
+
+
+def _first(rows: Sequence[WeightQuality]) -> str:
+    """Name of the first linear, with the number of the others."""
+    return f"{rows[0].name} and {len(rows) - 1} more" if len(rows) > 1 else rows[0].name
 
 
 def rounded_head(rows: Sequence[WeightQuality]) -> str:
@@ -72,15 +101,6 @@ def rounded_head(rows: Sequence[WeightQuality]) -> str:
     )
 
 
-def _overfitting(excess: float | None) -> str:
-    if excess is None or excess < OVERFIT:
-        return ""
-    return (
-        f"Calibrated on too little text: the error on held-out windows is {excess:.0%} above that "
-        f"on the windows it learned from; give more --calib-samples or a longer --calib text."
-    )
-
-
 def traded(report: QualityReport) -> str:
     """Why weight errors are larger than those of rounding; empty where nothing was traded."""
     used = used_options(report.command) or {}
@@ -89,34 +109,6 @@ def traded(report: QualityReport) -> str:
     return (
         "Weight errors are larger than those of round-to-nearest: gptq trades them for smaller "
         "errors in what each linear computes. Judge the file by its predictions."
-    )
-
-
-def _by_bits(rows: Sequence[WeightQuality]) -> list[list[WeightQuality]]:
-    bits = sorted({row.bits for row in rows})
-    return [[row for row in rows if row.bits == wanted] for wanted in bits]
-
-
-def _outliers(rows: Sequence[WeightQuality]) -> str:
-    middle = median(row.relative_l2 for row in rows)
-    beyond = [row for row in worst(rows, len(rows)) if row.relative_l2 > OUTLIER * middle]
-    if not beyond:
-        return ""
-    first = beyond[0]
-    others = f" and {len(beyond) - 1} more" if len(beyond) > 1 else ""
-    return (
-        f"{first.name}{others}: relative error {percent(first.relative_l2)}, more than "
-        f"{OUTLIER:g} times the median of the {first.bits}-bit linears "
-        f"({percent(middle)}); more bits there may pay."
-    )
-
-
-def _lower_perplexity(logits: LogitQuality) -> str:
-    if logits.perplexity_change >= 0:
-        return ""
-    return (
-        "Perplexity is lower than the original's on this text. That makes no better model: "
-        "the KL divergence says how far it moved."
     )
 
 

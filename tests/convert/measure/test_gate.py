@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lowbit.convert.measure.gate import check_measured, hold, parse_gate
+from lowbit.convert.measure.gate import check_measured, gate_json, hold, parse_gate
 from lowbit.convert.measure.record import LongQuality, QualityReport, Sizes, TextKind
 from lowbit.formats.errors import RequestError
 from tests.convert.report.samples import LOGITS
@@ -54,21 +54,21 @@ def report() -> QualityReport:
     ],
 )
 def test_every_figure(report: QualityReport, text: str, found: float) -> None:
-    result = hold(parse_gate(text), report)
-    assert result.passed
-    assert result.outcomes[0].found == pytest.approx(found)
+    (outcome,) = hold(parse_gate(text), report)
+    assert outcome.met
+    assert outcome.found == pytest.approx(found)
 
 
 @pytest.mark.parametrize(
     "text", ["kl_mean<0.02", "kl_mean>0.02", "top1>=0.97", "kl_max<=1.4", "bits_per_weight>4.5"]
 )
 def test_missed(report: QualityReport, text: str) -> None:
-    assert not hold(parse_gate(text), report).passed
+    assert [outcome.met for outcome in hold(parse_gate(text), report)] == [False]
 
 
 def test_every_condition_counts_and_is_told(report: QualityReport) -> None:
     result = hold(parse_gate(" kl_mean < 0.03 , notes.txt.top1>0.95,bits_per_weight<=4.5"), report)
-    assert result.to_json() == {
+    assert gate_json(result) == {
         "passed": False,
         "conditions": [
             {"condition": "kl_mean<0.03", "found": 0.02, "met": True},
@@ -76,14 +76,14 @@ def test_every_condition_counts_and_is_told(report: QualityReport) -> None:
             {"condition": "bits_per_weight<=4.5", "found": 4.5, "met": True},
         ],
     }
-    assert hold((), report).passed
+    assert gate_json(hold((), report)) == {"passed": True, "conditions": []}
 
 
 def test_an_infinite_figure_misses_and_is_null(report: QualityReport) -> None:
     assert report.logits is not None
     endless = replace(report, logits=replace(report.logits, kl_max=float("inf")))
     result = hold(parse_gate("kl_max<100"), endless)
-    assert result.to_json()["conditions"] == [
+    assert gate_json(result)["conditions"] == [
         {"condition": "kl_max<100", "found": None, "met": False}
     ]
 
@@ -117,7 +117,7 @@ def test_texts_that_are_not_evaluated(report: QualityReport) -> None:
     check_measured(conditions, ["prose", "maths"], long=False)
     with pytest.raises(RequestError, match="no evaluation text is named `maths`; there is prose"):
         check_measured(conditions, ["prose"], long=False)
-    (outcome,) = hold(conditions, report).outcomes
+    (outcome,) = hold(conditions, report)
     assert not outcome.met
     assert outcome.reason == "no text of that name was evaluated"
 
@@ -134,7 +134,7 @@ def test_a_single_text_has_the_headline_figures(report: QualityReport) -> None:
     assert report.logits is not None
     single = replace(report, logits=replace(report.logits, kinds=(), text_name="notes.txt"))
     result = hold(parse_gate("notes.txt.kl_mean<0.03"), single)
-    assert result.outcomes[0].found == 0.02
+    assert result[0].found == 0.02
 
 
 def test_a_figure_that_is_not_known_is_no_figure(report: QualityReport) -> None:
@@ -142,26 +142,25 @@ def test_a_figure_that_is_not_known_is_no_figure(report: QualityReport) -> None:
     few = replace(report, logits=replace(report.logits, kl_error=None))
     for condition in ("kl_stderr<1", "notes.txt.kl_stderr<1"):
         result = hold(parse_gate(condition), few)
-        assert not result.passed
-        (row,) = result.to_json()["conditions"]
+        (row,) = gate_json(result)["conditions"]
         assert (row["found"], row["met"]) == (None, False)
         assert "was not measured, or on too few windows" in row["reason"]
 
 
 def test_without_logits_only_the_size_is_known(report: QualityReport) -> None:
     bare = replace(report, logits=None)
-    assert hold(parse_gate("bits_per_weight<5"), bare).passed
-    (outcome,) = hold(parse_gate("kl_mean<1"), bare).outcomes
+    assert hold(parse_gate("bits_per_weight<5"), bare)[0].met
+    (outcome,) = hold(parse_gate("kl_mean<1"), bare)
     assert (outcome.met, outcome.reason) == (False, "the logits were not measured")
 
 
 def test_figures_of_long_texts(report: QualityReport) -> None:
     gate = parse_gate("long_kl<0.04,cache_kl<0.0003")
-    for outcome in hold(gate, report).outcomes:
+    for outcome in hold(gate, report):
         assert (outcome.met, outcome.found) == (False, None)
         assert outcome.reason == "which `report --long` measures"
     long = LongQuality(2048, 1, 0.03, 0.0004, (), (), ())
-    outcomes = hold(gate, replace(report, long=long)).outcomes
+    outcomes = hold(gate, replace(report, long=long))
     assert [(outcome.met, outcome.found) for outcome in outcomes] == [(True, 0.03), (False, 0.0004)]
     with pytest.raises(RequestError, match="`cache_kl` is no figure of the text `prose`"):
         parse_gate("prose.cache_kl<1")

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from lowbit.convert.measure.drafts import Draft, Drafting
 from lowbit.convert.measure.record import (
+    Draft,
+    Drafting,
     Flip,
     Histogram,
     LogitQuality,
@@ -228,7 +229,7 @@ def test_foreign_parts_of_the_logits(
         read_quality(tmp_path)
 
 
-@pytest.mark.parametrize(("count", "words"), [(0, "`packed` has no draft"), (5, "5 drafts")])
+@pytest.mark.parametrize(("count", "words"), [(0, "0 `packed`"), (5, "5 `packed`, expected 1")])
 def test_drafts_of_no_round(report: QualityReport, tmp_path: Path, count: int, words: str) -> None:
     content = report.to_json()
     content["logits"]["drafting"]["packed"] *= count

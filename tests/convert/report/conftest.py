@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from lowbit.convert.measure.drafts import Draft, Drafting
 from lowbit.convert.measure.record import (
+    Draft,
+    Drafting,
     Flip,
     LogitQuality,
     LongQuality,

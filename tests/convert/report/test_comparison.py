@@ -20,7 +20,6 @@ from lowbit.convert.report.comparison_page import (
     comparison_page,
     difference_text,
     frontier,
-    markdown,
     render_comparison,
 )
 from lowbit.formats.errors import CheckpointError, FormatError, LowbitError, RequestError
@@ -210,13 +209,6 @@ def test_frontier(make_folder: MakeFolder) -> None:
         ]
     )
     assert [row.name for row in frontier(found.rows)] == ["small", "large", "a byte more"]
-
-
-def test_markdown_keeps_its_columns() -> None:
-    text = markdown(("a", "b"), [("x|y", "1\n2")], text=1)
-    lines = text.splitlines()
-    assert lines[:2] == ["| a | b |", "| --- | --: |"]
-    assert lines[2] == "| x\\|y | 1\\n2 |"
 
 
 @pytest.mark.parametrize(
