@@ -107,49 +107,41 @@ def difference(a: Path, b: Path, progress: Progress) -> Difference:
     """
     packed = (open_packed(a), open_packed(b))
     weights = (weights_of(packed[0].checkpoint), weights_of(packed[1].checkpoint))
-    names = [{spec.name: spec for spec in side.specs} for side in packed]
-    carried = [{info.name for info in side.carried} for side in packed]
+    names = [_names(side) for side in packed]
     both = [name for name in names[0] if name in names[1]]
-    shared = sorted(carried[0] & carried[1])
+    modules = {spec.name: spec.module for spec in packed[0].specs if spec.quantizable}
     found: list[_Change] = []
-    others, equal = [], 0
-    for place, name in enumerate(both + shared):
-        progress("compare", place, len(both) + len(shared))
-        spec = names[0].get(name)
-        if spec is None or not spec.quantizable:
-            if _same_bytes(weights, name):
-                equal += 1
-            else:
-                others.append(name)
-            continue
-        change = _compare(packed, weights, spec.module, name)
-        if change is None:
-            equal += 1
-        else:
-            found.append(change)
+    others = []
+    for place, name in enumerate(both):
+        progress("compare", place, len(both))
+        if name in modules:
+            change = _compare(packed, weights, modules[name], name)
+            found += [] if change is None else [change]
+        elif name == DRAFT_FILE:
+            others += [] if hash_file(a / name) == hash_file(b / name) else [name]
+        elif not _same_bytes(weights, name):
+            others.append(name)
     progress("compare", 1, 1)
-    drafts = [folder / DRAFT_FILE for folder in (a, b) if (folder / DRAFT_FILE).exists()]
-    if len(drafts) == 2:
-        if hash_file(drafts[0]) == hash_file(drafts[1]):
-            equal += 1
-        else:
-            others.append(DRAFT_FILE)
-    everything = [
-        {*side, *more, *([DRAFT_FILE] if folder / DRAFT_FILE in drafts else [])}
-        for side, more, folder in zip(names, carried, (a, b), strict=True)
-    ]
+    manifests = [side.manifest for side in packed if side.manifest is not None]
+    recipes = [manifest.recipe for manifest in manifests]
     return Difference(
         config=_changed_values(*(_plain(side.checkpoint.config) for side in packed)),
-        recipe=_changed_values(*(side.manifest.recipe if side.manifest else {} for side in packed))
-        if all(side.manifest for side in packed)
-        else (),
-        only_a=tuple(sorted(everything[0] - everything[1])),
-        only_b=tuple(sorted(everything[1] - everything[0])),
+        recipe=_changed_values(*recipes) if len(recipes) == 2 else (),
+        only_a=tuple(sorted(names[0].keys() - names[1])),
+        only_b=tuple(sorted(names[1].keys() - names[0])),
         linears=_rows(found),
         others=tuple(others),
-        equal=equal,
+        equal=len(both) - len(found) - len(others),
         other_basis=len({is_rotated(side.manifest) for side in packed}) > 1,
     )
+
+
+def _names(packed: PackedCheckpoint) -> dict[str, None]:
+    """Names of the weights and other tensors, and of the draft head's file."""
+    names = [spec.name for spec in packed.specs]
+    names += sorted(info.name for info in packed.carried)
+    has_draft = (packed.checkpoint.folder / DRAFT_FILE).exists()
+    return dict.fromkeys([*names, *([DRAFT_FILE] if has_draft else [])])
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -86,8 +86,7 @@ def needed_tokens(kl: float, error: float | None, tokens: int, least: int) -> in
     """Scored tokens that a verdict on a mean KL needs; None where there are enough.
 
     Tokens are enough if the standard error is at most 10 % of the mean, or if the mean plus and
-    minus its errors has one grade. `error` is None
-    where it is not known, which it is not for fewer tokens than `least`.
+    minus its errors has one grade. Where the error is not known, None, it takes `least` tokens.
     """
     if error is None or not math.isfinite(kl):
         return least if tokens < least else None

@@ -12,7 +12,7 @@ from lowbit.convert.measure.coverage import Coverage, coverage_of
 from lowbit.convert.measure.long import measure_long
 from lowbit.convert.measure.measure import Note, measure_logits
 from lowbit.convert.measure.pair import pair_of
-from lowbit.convert.measure.record import QualityReport
+from lowbit.convert.measure.record import LogitQuality, QualityReport
 from lowbit.convert.measure.weights import WeightQuality, measure_weights
 from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.evaluation_text import Text, check_names, default_texts
@@ -104,16 +104,12 @@ def write_report(
         pair = pair_of(conversion.original, packed)
         found = measure_logits(pair, request.texts, request.device, progress, request.note)
         weights, logits = _with_outputs(weights, found.output_errors), found.logits
-    excess, coverage = _of_calibration(conversion)
+    excess, coverage = _known(conversion.report)
+    if conversion.calibration:  # of this run
+        errors = conversion.calibration
+        excess, coverage = held_out_excess(errors), coverage_of(errors)
     report = build_report(packed, weights, logits, conversion.original, None, excess, coverage)
     return _save(packed, report)
-
-
-def _of_calibration(conversion: Conversion) -> tuple[float | None, tuple[Coverage, ...]]:
-    """Overfitting and coverage: of this run, else as an earlier report of the folder says."""
-    if conversion.calibration:
-        return held_out_excess(conversion.calibration), coverage_of(conversion.calibration)
-    return _known(conversion.report)
 
 
 def held_out_excess(errors: Sequence[LayerError]) -> float | None:
@@ -154,7 +150,7 @@ def prepare_report(
 def complete_report(done: Conversion, request: LogitRequest | None, progress: Progress) -> Reported:
     """The report of a finished conversion, as by `write_report`; only what it lacks is measured."""
     quality = done.report
-    if quality is not None and (request is None or _is_on(quality, request.texts)):
+    if quality is not None and (request is None or _is_on(quality.logits, request.texts)):
         return Reported(quality, done.folder / HTML_FILE, None)
     packed = open_packed(done.folder)
     if quality is None:  # first the weights, which are known
@@ -164,11 +160,10 @@ def complete_report(done: Conversion, request: LogitRequest | None, progress: Pr
     return write_report(done, packed, request, progress)
 
 
-def _is_on(quality: QualityReport, texts: Sequence[Text]) -> bool:
-    """Tell whether a report has the logits on these texts."""
-    if quality.logits is None:
+def _is_on(logits: LogitQuality | None, texts: Sequence[Text]) -> bool:
+    """Tell whether these are the logits on these texts."""
+    if logits is None:
         return False
-    logits = quality.logits
     measured = [kind.sha256 for kind in logits.kinds] or [logits.text_sha256]
     return measured == [text.sha256 for text in texts]
 

@@ -134,18 +134,14 @@ def _refusal(logits: LogitQuality) -> Verdict | None:
             f"text that it can",
             "measure on text of the kind that the model is for: --eval-text FILE",
         )
-    error = logits.kl_error
-    need = needed_tokens(logits.kl_mean, error, logits.scored_tokens, least_tokens(logits))
+    mean, error = logits.kl_mean, logits.kl_error
+    need = needed_tokens(mean, error, logits.scored_tokens, least_tokens(logits))
     if need is None:
         return None
-    known = ""
+    reason = f"a verdict takes {about(need)} scored tokens and there are {logits.scored_tokens:,}"
     if error is not None:
-        known = f", for the mean KL is only known as {kl_with_error(logits.kl_mean, error)}"
-    return _not_judged(
-        f"a verdict takes {about(need)} scored tokens and there are "
-        f"{logits.scored_tokens:,}{known}",
-        "measure on a longer text: --eval-text FILE",
-    )
+        reason += f", for the mean KL is only known as {kl_with_error(mean, error)}"
+    return _not_judged(reason, "measure on a longer text: --eval-text FILE")
 
 
 def _not_judged(reason: str, hint: str) -> Verdict:

@@ -196,8 +196,5 @@ def own_text_json(done: OwnText) -> dict[str, Any]:
     return {
         "file": str(done.file),
         "answers": len(done.answers),
-        "ended": done.ended,
-        "tokens": done.tokens,
-        "batch": done.batch,
-        "seconds": done.seconds,
+        **{name: getattr(done, name) for name in ("ended", "tokens", "batch", "seconds")},
     }
