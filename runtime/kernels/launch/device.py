@@ -80,6 +80,7 @@ def _multiprocessors(device: torch.device) -> int:
 # By all that Triton specializes for: what starts the compiled code, its function and metadata, its
 # constants, and what must live as long.
 _compiled: dict[tuple[Any, ...], tuple[Any, Any, Any, tuple[Any, ...], Any]] = {}
+_hashed: dict[int, Any] = {}  # functions of kernels, by their id, whose callees have keys
 
 
 def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
@@ -125,21 +126,17 @@ def hash_callees_first(kernel: Any) -> None:
     Triton 3.6 counts the constants of what a kernel calls only if that was hashed before. So the
     key would depend on what a process has launched so far, and what is compiled not be found.
     """
-    _hash_callees_first(kernel, set())
-
-
-def _hash_callees_first(function: Any, seen: set[int]) -> None:
-    if not hasattr(type(function), "cache_key") or id(function) in seen:
+    if not hasattr(type(kernel), "cache_key") or id(kernel) in _hashed:
         return
-    seen.add(id(function))
-    names = function.fn.__code__.co_names  # globals, and attributes of modules among them
-    for value in map(function.fn.__globals__.get, names):
+    _hashed[id(kernel)] = kernel
+    names = kernel.fn.__code__.co_names  # globals, and attributes of modules among them
+    for value in map(kernel.fn.__globals__.get, names):
         members = [value]
         if isinstance(value, ModuleType):
             members = [getattr(value, name, None) for name in names]
         for member in members:
-            _hash_callees_first(member, seen)
-    _ = function.cache_key  # which Triton keeps
+            hash_callees_first(member)
+    _ = kernel.cache_key  # which Triton keeps
 
 
 def _kind(argument: Any) -> Any:

@@ -156,6 +156,8 @@ def _words(codes: Tensor, bits: int, paired: bool) -> Tensor:
     steps = -(-width * 32 // bits // WIDTHS[bits].STEP_K)
     tiles = -(-N // TILE)
     out = codes.new_empty((tiles, steps, WIDTHS[bits].LOADS, 8, 4, 4))
+    if out.is_meta:  # each of some hundred operations would take longer than with data
+        return out
     block = max(1, BLOCK_WORDS // (TILE * steps * WORDS))
     for tile in range(0, tiles, block):
         part = slice(tile, min(tile + block, tiles))
