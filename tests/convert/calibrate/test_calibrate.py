@@ -124,7 +124,7 @@ def test_another_command_leaves_finished_layers_alone(
     ("model", "method"),
     [
         ("short", "weighted"),
-        ("short_hybrid", "gptq"),
+        ("short", "gptq"),
         ("short", "autoround"),
         ("short_hybrid", "gptq+autoround"),
     ],

@@ -26,8 +26,8 @@ from tests.short_models import Shorten
 
 ROOT = Path(__file__).parents[3]
 SINGLE, FUSED = (ROOT / "examples/models" / name for name in ("tiny-qwen3-moe", "tiny-qwen3.5-moe"))
-SAMPLES, LENGTH = 32, 64
-HELD = 2  # windows, one of sixteen
+SAMPLES, LENGTH = 16, 64
+HELD = 1  # windows, one of sixteen
 
 Make = Callable[..., Conversion]
 
@@ -36,7 +36,7 @@ Make = Callable[..., Conversion]
 def calibrated(tmp_path: Path, stories: str) -> Make:
     def make(source: Path, method: str, name: str = "out") -> Conversion:
         text = tmp_path / "stories.txt"
-        text.write_text(stories[:40_000])
+        text.write_text(stories[:20_000])
         request = CalibrationRequest(text, SAMPLES, LENGTH)
         recipe = Recipe(method=Method.parse(method), head="bf16")
         return convert(source, tmp_path / name, recipe, calibration=request)

@@ -78,11 +78,13 @@ def test_rows_are_those_of_the_original_rounded(hybrid: Path, made: Path) -> Non
     )
 
 
-def test_rows_of_a_rotated_head_are_in_its_basis(tmp_path: Path, short: Path) -> None:
+def test_rows_of_a_rotated_head_are_in_its_basis(
+    tmp_path: Path, short: Path, short_text: Path
+) -> None:
     from lowbit.convert.plan.method import Method
 
     recipe = Recipe(draft_vocabulary=200, method=Method.parse("gptq+rotate"), head="int8")
-    request = CalibrationRequest(samples=1, length=16)
+    request = CalibrationRequest(short_text, samples=1, length=16)
     folder = convert(short, tmp_path / "out", recipe, calibration=request).folder
     head = open_draft_head(folder, json.loads((folder / "config.json").read_text()))
     assert head is not None

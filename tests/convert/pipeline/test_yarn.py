@@ -112,11 +112,13 @@ def test_a_config_as_cards_have_it_is_no_reason_to_warn(short: Path, tmp_path: P
 def test_a_conversion_keeps_yarn_and_measures_with_it(
     source: Path, tmp_path: Path, stories: str, kind: str
 ) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(stories[:12_000])
     made = convert(
         source,
         tmp_path / "out",
         Recipe(method=METHODS[kind]),
-        calibration=CalibrationRequest(samples=4, length=512),
+        calibration=CalibrationRequest(text, samples=4, length=512),
     )
     before, after = (text_of(folder) for folder in (source, made.folder))
     for key in ("rope_parameters", "max_position_embeddings"):

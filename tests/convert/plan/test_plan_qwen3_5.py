@@ -68,6 +68,7 @@ def config(size: str) -> dict[str, Any]:
     return content
 
 
+@cache
 def plan_of(size: str, recipe: Recipe) -> Plan:
     return make_plan(config(size), headers(size), recipe)
 
