@@ -14,7 +14,7 @@ from lowbit.formats.kept_vocabulary import KEPT_FILE, parse_kept_vocabulary
 from lowbit.formats.safetensors.hashing import hash_file
 
 ROWS = 128  # a vocabulary is a multiple of: CPU and GPU kernels read 16 rows at once, others 128
-CHARACTERS = 0.25  # of the tokens, at most
+CHARACTERS = 1 / 16  # of the tokens, at most
 _LIST = f"write it as [0, 17, 4711], or name the {KEPT_FILE} of another cut"
 
 
@@ -41,13 +41,17 @@ class KeptTokens:
 
 
 def choose_tokens(
-    source: ByteLevelBpe, text: CountedText, keep: int | Path, named: AbstractSet[int]
+    source: ByteLevelBpe,
+    text: CountedText,
+    keep: int | Path,
+    named: AbstractSet[int],
+    common: Sequence[int],
 ) -> KeptTokens:
-    """Choose tokens: bytes, added, named and listed ones, by use, characters, then by id.
+    """Choose tokens: bytes, added, named and listed ones, by use, characters, then common ones.
 
-    Ids of byte-level tokenizers follow the order of merges, and so a wider text than any at hand.
-    Characters, a quarter of all tokens at most, come before: a language that the text does not use
-    then costs a token a character, not one a byte, which the model has hardly ever seen.
+    Characters are a sixteenth of all tokens at most: a language that neither the text nor the
+    common tokens know then costs a token a character, not one a byte, which the model has hardly
+    ever seen.
 
     Args:
         source: the original tokenizer.
@@ -55,6 +59,7 @@ def choose_tokens(
         keep: number of tokens; or a file that lists them, see `listed_tokens`. Rounded up to a
             multiple of ROWS by keeping more.
         named: tokens that config.json or generation_config.json names.
+        common: all ids, see `common_tokens`.
 
     Raises:
         QuantizationError: as many tokens as there are, or fewer than must be kept.
@@ -74,9 +79,9 @@ def choose_tokens(
             f"`{source.path}` are {len(first):,}",
             hint=f"keep {-(-len(first) // ROWS) * ROWS:,} or more",
         )
-    chosen = _fill(source, first, _wanted(source, text, first, rows), rows)
+    chosen = _fill(source, first, _wanted(source, text, first, common, rows), rows)
     seen, unseen = text.halves()
-    from_half = _fill(source, first, _wanted(source, seen, first, rows), rows)
+    from_half = _fill(source, first, _wanted(source, seen, first, common, rows), rows)
     return KeptTokens(
         ids=tuple(sorted(chosen)),
         text=text.name,
@@ -131,13 +136,17 @@ def _with_all_parts(source: ByteLevelBpe, wanted: Collection[int]) -> frozenset[
 
 
 def _wanted(
-    source: ByteLevelBpe, text: CountedText, first: Collection[int], rows: int
+    source: ByteLevelBpe,
+    text: CountedText,
+    first: Collection[int],
+    common: Sequence[int],
+    rows: int,
 ) -> list[int]:
     """All ids: those of `first` and of the text, most used first, then characters, then others."""
     used = {*first, *text.ids, *text.rest}
-    characters = set(source.characters[: int(CHARACTERS * rows)])
-    order = text.by_use(sorted(first), max(source.ids) + 1)
-    return sorted(order, key=lambda id: 0 if id in used else 1 if id in characters else 2)
+    by_use = text.by_use(sorted(first), max(source.ids) + 1)
+    characters = source.characters[: int(CHARACTERS * rows)]
+    return list(dict.fromkeys([*(id for id in by_use if id in used), *characters, *common]))
 
 
 def _fill(

@@ -29,6 +29,7 @@ from lowbit.convert.pipeline.folder import (
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES
 from lowbit.convert.vocabulary.bits import check_measurable, text_bits
 from lowbit.convert.vocabulary.choice import KeptTokens, choose_tokens
+from lowbit.convert.vocabulary.languages import common_tokens
 from lowbit.convert.vocabulary.token_ids import named_ids, renumbered
 from lowbit.convert.vocabulary.tokenizer import ByteLevelBpe, cut_tokenizer, open_tokenizer
 from lowbit.formats.architectures import is_carried, is_drafter, is_tied, read_config, tensor_table
@@ -114,7 +115,8 @@ def cut_vocabulary(
     """Write an original whose vocabulary has fewer tokens; memory holds a block of rows.
 
     Kept are the bytes, added tokens and those that the model's files name, then the tokens that a
-    text uses most, then single characters, then those of lowest id; and what their merges need.
+    text uses most, then single characters, then those that languages and code need most (see
+    `common_tokens`); and what their merges need.
 
     Args:
         source: folder, or Hub id, of a model that is not quantized.
@@ -203,7 +205,8 @@ def plan_cut(location: Location, keep: int | Path, text: Path | None) -> Planned
     bpe = open_tokenizer(tokenizer)
     tokenizer.check_ids(sorted(bpe.ids), rows)
     named = _named(folder, names, checkpoint.config, bpe)
-    kept = choose_tokens(bpe, count_text(tokenizer, rows, text), keep, named)
+    common = common_tokens(bpe, tokenizer)
+    kept = choose_tokens(bpe, count_text(tokenizer, rows, text), keep, named, common)
     return PlannedCut(
         location=location,
         checkpoint=checkpoint,

@@ -18,7 +18,6 @@ from lowbit.formats.text.tokenizer import TextTokenizer, unreadable
 from lowbit.formats.text.vocabulary import byte_alphabet
 
 Pair = tuple[str, str]
-MOST_BYTES = 4  # of a character
 ONLY_BYTE_LEVEL = "only byte-level BPE tokenizers, as Qwen and Llama 3 have, can be cut"
 # Parts of a BPE model that change what merges mean.
 UNSUPPORTED = ("unk_token", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
@@ -55,15 +54,24 @@ class ByteLevelBpe:
         return self.bytes | self.framing | frozenset(self.added.values())
 
     @cached_property
+    def written(self) -> dict[int, str]:
+        """Text of every token that is no added one alone; bytes of no character as U+FFFD."""
+        table = byte_alphabet()
+        return {
+            id: bytes(table[character] for character in text).decode(errors="replace")
+            if table.keys() >= set(text)
+            else ""
+            for text, id in self.vocab.items()
+        }
+
+    @cached_property
     def characters(self) -> list[int]:
         """Ids, ascending, of tokens that are one character of several bytes."""
-        table, found = byte_alphabet(), []
-        for text, id in self.vocab.items():
-            if 1 < len(text) <= MOST_BYTES and table.keys() >= set(text):
-                written = bytes(table[character] for character in text).decode(errors="replace")
-                if len(written) == 1 and written != "\ufffd":
-                    found.append(id)
-        return sorted(found)
+        return sorted(
+            id
+            for id, text in self.written.items()
+            if len(text) == 1 and not text.isascii() and text != "\ufffd"
+        )
 
     def with_parts(self, id: int, kept: Collection[int]) -> set[int]:
         """A token and the others that its merges need, less those that are kept already."""

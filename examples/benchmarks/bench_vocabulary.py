@@ -28,6 +28,7 @@ from random_engine import CONTEXT, GROUP, bits_of, engine_of
 from lowbit.convert.original.evaluation_text import vocabulary_texts
 from lowbit.convert.original.token_counts import count_text
 from lowbit.convert.vocabulary.choice import choose_tokens
+from lowbit.convert.vocabulary.languages import common_tokens
 from lowbit.convert.vocabulary.tokenizer import cut_tokenizer, open_tokenizer
 from lowbit.formats.architectures import tensor_table
 from lowbit.formats.shell.tables import plain_table, results
@@ -65,7 +66,8 @@ def count_both(
     """
     before = load_text_tokenizer(folder, "a smaller vocabulary")
     source = open_tokenizer(before)
-    kept = choose_tokens(source, count_text(before, rows, counted), keep, frozenset()).ids
+    text, common = count_text(before, rows, counted), common_tokens(source, before)
+    kept = choose_tokens(source, text, keep, frozenset(), common).ids
     with tempfile.TemporaryDirectory() as out:
         (Path(out) / TOKENIZER_FILE).write_text(json.dumps(cut_tokenizer(source, kept)))
         after = load_text_tokenizer(Path(out))
