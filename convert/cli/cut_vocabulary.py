@@ -68,11 +68,11 @@ def cut_vocabulary(
 
     Embedding and head keep the rows of N tokens, all else stays as it is. OUT is an original like
     SRC, to be quantized, planned or measured next; `quantize --keep-vocabulary` does both steps at
-    once. Decoding then reads fewer bytes a token. Kept are the 256 bytes, the added
-    tokens and what the model's files name, then the tokens that the text uses most, then single
-    characters of all scripts, then those of lowest id, each with the parts that it is merged from.
-    Any text still encodes. Words whose tokens are left out come in more pieces, which the model has
-    seldom seen: --measure tells what that costs.
+    once. Decoding then reads fewer bytes a token. Kept are the 256 bytes, the added tokens and what
+    the model's files name, then the tokens that the text uses most, then single characters of all
+    scripts, then those that languages and code need most, each with the parts that it is merged
+    from. Any text still encodes. Words whose tokens are left out come in more pieces, which the
+    model has seldom seen: --measure tells what that costs.
     """
     from lowbit.convert.cli.progress import progress_bars
     from lowbit.convert.original.evaluation_text import vocabulary_texts

@@ -162,15 +162,21 @@ def test_characters_are_those_that_decode_to_one(mixed: ByteLevelBpe) -> None:
     assert {"你", "и", "🙂"} <= {texts[id] for id in expected}
 
 
-def test_characters_of_other_languages_come_before_the_words_of_none(mixed: ByteLevelBpe) -> None:
-    """A text in one language, and room for more: up to a quarter of the tokens are characters."""
+def test_characters_come_before_common_tokens(mixed: ByteLevelBpe) -> None:
+    """A text in one language: a sixteenth of the tokens may be characters, then comes an order."""
     hub = Tokenizer.from_file(str(mixed.path))
     ids = hub.encode(MIXED[0]).ids
-    kept = choose_tokens(mixed, CountedText("own", "", ids, ()), 512, frozenset()).ids
-    assert set(ids) | set(mixed.characters) <= set(kept)
-    assert 0 < len(mixed.characters) <= 512 // 4
-    left_out = mixed.ids - set(kept)
-    assert min(left_out) < max(mixed.characters)  # which ids alone would have kept
+    text = CountedText("own", "", ids, ())
+    common = sorted(mixed.written, reverse=True)
+    kept = set(choose_tokens(mixed, text, 512, frozenset(), common).ids)
+    few = mixed.characters[: 512 // 16]
+    assert set(ids) | set(few) <= kept
+    free = [id for id in common if id not in {*mixed.always, *ids, *few}]
+    left_out = [id for id in free if id not in kept]
+    assert few
+    assert free.index(left_out[0]) > 20  # the order's front is kept
+    again = set(choose_tokens(mixed, text, 512, frozenset(), sorted(common)).ids)
+    assert kept != again
 
 
 @pytest.mark.parametrize(
