@@ -46,9 +46,9 @@ class Reference:
 
 def by_lowbit(folder: Path, text: str, tokens: int, new: int) -> Reference:
     """Score the text and answer the prompt on the CPU."""
-    length = CHARACTERS * tokens  # enough for the tokens, and not many more
-    model = lowbit.runtime.load(folder, device="cpu", dtype=torch.float32, context=length + new)
-    ids = list(model.encode(text[:length], raw=True)[:tokens])
+    model = lowbit.runtime.load(folder, device="cpu", dtype=torch.float32, context=tokens + new)
+    # Enough for the tokens, and not many more.
+    ids = list(model.encode(text[: CHARACTERS * tokens], raw=True)[:tokens])
     greedy = lowbit.runtime.SamplingParams(temperature=0.0)
     done = model.generate(PROMPT, raw=True, sampling=greedy, max_new_tokens=new)
     logs = model.logits(ids).float().log_softmax(-1)

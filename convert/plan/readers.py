@@ -3,13 +3,40 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from lowbit.convert.plan.plan import Plan, and_more
+from lowbit.formats.architectures import is_carried, kind_of
+from lowbit.formats.architectures.decoder import TEXT
 from lowbit.formats.architectures.names import MTP_PREFIX, expert_of
 from lowbit.formats.layout.quantization_config import unserved
 from lowbit.formats.layout.scheme import COMMON_BITS, SERVED_BITS, Scheme, of_most_weights
 
 LOSS_OF_FEW_BITS = {3: "2", 2: "6 to 7"}  # mean KL, of that at 4 bits
+QWEN3_5 = ("qwen3_5", "qwen3_5_moe")  # model types of the wrapped form
+QWEN3_5_TEXT = ("qwen3_5_text", "qwen3_5_moe_text")
+
+
+@dataclass(frozen=True, slots=True)
+class VllmUse:
+    """How vLLM loads a folder that it can load.
+
+    Attributes:
+        release: oldest release that does, `0.20`; None where none before 0.17 is known not to.
+        reason: why an older one does not; empty without a release.
+        options: of `vllm serve`.
+    """
+
+    release: str | None = None
+    reason: str = ""
+    options: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """`from 0.20 on (quantized lm_head), with --language-model-only`; may be empty."""
+        parts = [f"from {self.release} on ({self.reason})"] if self.release else []
+        parts += [f"with {' '.join(self.options)}"] if self.options else []
+        return ", ".join(parts)
 
 
 def smaller_groups(plan: Plan) -> str | None:
@@ -47,6 +74,36 @@ def few_bits(plan: Plan) -> str | None:
         f"{LOSS_OF_FEW_BITS[bits]} times what they lose at 4 bits, smaller models far more; "
         "many are of no use, so read the verdict of --report first"
     )
+
+
+def vllm_use(config: Mapping[str, Any], packed_head: bool, tower: bool) -> VllmUse:
+    """Release and options that vLLM needs for a folder, as its registry and loaders have them.
+
+    The wrapped form of Qwen3.5 came with 0.17, its text-only form with 0.27, packed heads with
+    0.20. Where the tensors of the vision tower are missing, every release up to 0.33 starts with a
+    random tower unless it is told to leave it out.
+
+    Args:
+        config: content of config.json.
+        packed_head: whether `lm_head` is quantized.
+        tower: whether the folder holds a vision tower.
+    """
+    kind = kind_of(config)
+    alone = kind in QWEN3_5 and TEXT in config and not tower
+    options = ("--language-model-only",) if alone else ()
+    if kind in QWEN3_5_TEXT:
+        return VllmUse("0.27", "text-only Qwen3.5")
+    if packed_head:
+        return VllmUse("0.20", "quantized lm_head", options)
+    return VllmUse("0.17", "Qwen3.5", options) if kind in QWEN3_5 else VllmUse()
+
+
+def use_by_vllm(plan: Plan) -> VllmUse:
+    """Release and options that vLLM needs for the result of a plan."""
+    tower = any(
+        step.fate != "dropped" and is_carried(plan.config, step.source.name) for step in plan.steps
+    )
+    return vllm_use(plan.config, plan.schemes.get("lm_head") is not None, tower)
 
 
 def vllm_verdict(plan: Plan) -> list[str]:
@@ -93,7 +150,9 @@ def vllm_reasons(linears: Iterable[tuple[str, tuple[int, ...], Scheme]]) -> list
     """Reasons why vLLM could not load packed linears; empty where it can.
 
     vLLM serves `pack-quantized` through Marlin: symmetric 4 or 8 bits, groups of 32, 64 or 128 or
-    whole rows, N a multiple of 64 and K of 128.
+    whole rows, N a multiple of 64 and K of 128. Experts that are not wider than a group load, but
+    release 0.26 takes the scales of gate and up in the order of whole rows then, and gives
+    tokens of no sense.
 
     Args:
         linears: module, [N, K] and scheme of each.
@@ -110,6 +169,10 @@ def vllm_reasons(linears: Iterable[tuple[str, tuple[int, ...], Scheme]]) -> list
             reasons.setdefault(f"N = {N} is not a multiple of 64", []).append(module)
         if K % 128:
             reasons.setdefault(f"K = {K} is not a multiple of 128", []).append(module)
+        if expert_of(module) is not None and scheme.group_size is not None:
+            if module.endswith(".down_proj") and K <= scheme.group_size:
+                reason = f"experts of {K} channels in groups of {scheme.group_size}, which 0.26 garbles"
+                reasons.setdefault(reason, []).append(module)
     return [f"{reason}: `{names[0]}`{and_more(names)}" for reason, names in reasons.items()]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from lowbit.convert.measure.pair import is_rotated
 from lowbit.convert.measure.record import QualityReport
-from lowbit.convert.plan.readers import vllm_reasons
+from lowbit.convert.plan.readers import vllm_reasons, vllm_use
 from lowbit.convert.report import formatting
 from lowbit.convert.report.html import recipe_facts
 from lowbit.convert.report.linears import kinds
@@ -77,7 +77,9 @@ def _of_folder(packed: PackedCheckpoint) -> dict[str, Any]:
         "recipe": [] if manifest is None else recipe_facts(manifest.recipe),
         "vllm": vllm_reasons(linears),
         "lowbit_run": next((why for s in schemes if (why := unserved(s, SERVED_BITS))), None),
-        "head_packed": packed.schemes.get("lm_head") is not None,
+        "vllm_use": vllm_use(
+            config, packed.schemes.get("lm_head") is not None, bool(packed.carried)
+        ),
         "vision": bool(packed.carried),
         "text_only": manifest is not None and bool(manifest.recipe.get("drop_vision")),
         "mtp": any(part_of(config, spec.name) == "mtp" for spec in packed.specs),

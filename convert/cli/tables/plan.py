@@ -17,6 +17,7 @@ from lowbit.convert.plan.readers import (
     runtime_verdict,
     smaller_groups,
     transformers_verdict,
+    use_by_vllm,
     vllm_verdict,
 )
 from lowbit.convert.report.formatting import size
@@ -93,10 +94,7 @@ def plan(source: str, ahead: Estimate, other_bytes: int) -> None:
         if reasons:
             console.print(styled(f"{engine}: ", ("cannot load the result", "bold red")))
         elif engine == "vLLM":
-            newer = " (a quantized lm_head needs a release from 2026-03 on)"
-            console.print(
-                f"vLLM: can load the result{newer if made.schemes.get('lm_head') else ''}"
-            )
+            console.print(f"vLLM: can load the result {use_by_vllm(made)}".rstrip())
         for reason in reasons:
             console.print(f"  {reason}")
     if misfits := one_scheme_misfits(made):
@@ -118,6 +116,7 @@ def plan_json(source: str, ahead: Estimate, other_bytes: int) -> dict[str, Any]:
     made = ahead.plan
     reasons = vllm_verdict(made)
     wrong, unserved = transformers_verdict(made), runtime_verdict(made)
+    use = use_by_vllm(made)
     return {
         "source": source,
         "recipe": made.recipe.to_json(),
@@ -134,7 +133,12 @@ def plan_json(source: str, ahead: Estimate, other_bytes: int) -> dict[str, Any]:
         "few_bits": few_bits(made),
         "dequantized_for_gptq_and_awq": one_scheme_misfits(made),
         "run": asdict(run_memory(made)),
-        "vllm": {"loads": not reasons, "reasons": reasons},
+        "vllm": {
+            "loads": not reasons,
+            "reasons": reasons,
+            "release": use.release,
+            "options": list(use.options),
+        },
         "transformers": {"loads": wrong is None, "reason": wrong},
         "lowbit_run": {"serves": unserved is None, "reason": unserved},
         "files": [{"name": s.file, "size_bytes": s.size} for s in made.shards],

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from lowbit.convert.pipeline.estimate import Estimate, MethodCost
 from lowbit.convert.plan.calibration_cost import Windows
 from lowbit.convert.plan.method import RTN
 from lowbit.convert.plan.plan import Plan, make_plan
-from lowbit.convert.plan.readers import runtime_verdict, vllm_verdict
+from lowbit.convert.plan.readers import VllmUse, runtime_verdict, use_by_vllm, vllm_verdict
 from lowbit.convert.plan.recipe import Base, Mtp, Override, Recipe
 from lowbit.formats.architectures import tensor_table
 from lowbit.formats.errors import CheckpointError, QuantizationError, UnsupportedModelError
@@ -157,6 +158,41 @@ def test_a_dropped_vision_tower_counts_on_neither_side() -> None:
     whole, text = plan_of("2B", Recipe()), plan_of("2B", Recipe(drop_vision=True))
     assert text.written_parameters == sum(whole.parameters.values()) - whole.parameters["vision"]
     assert text.bits_per_weight < whole.bits_per_weight
+
+
+@pytest.mark.parametrize(
+    ("recipe", "use"),
+    [
+        (Recipe(), VllmUse("0.20", "quantized lm_head")),
+        (Recipe(head="bf16"), VllmUse("0.17", "Qwen3.5")),
+        (
+            Recipe(drop_vision=True),
+            VllmUse("0.20", "quantized lm_head", ("--language-model-only",)),
+        ),
+        (
+            Recipe(head="bf16", drop_vision=True),
+            VllmUse("0.17", "Qwen3.5", ("--language-model-only",)),
+        ),
+    ],
+)
+def test_release_and_options_of_vllm(recipe: Recipe, use: VllmUse) -> None:
+    assert use_by_vllm(plan_of("2B", recipe)) == use
+
+
+def test_a_text_only_config_needs_a_newer_vllm() -> None:
+    whole = config("2B")
+    text = {**whole["text_config"], "tie_word_embeddings": whole["tie_word_embeddings"]}
+    sources = {
+        info.name: info
+        for info in (
+            replace(info, name=name.replace("model.language_model.", "model."))
+            for name, info in headers("2B").items()
+            if "visual" not in name and not name.startswith("mtp.")
+        )
+    }
+    plan = make_plan({**text, "mtp_num_hidden_layers": 0}, sources, Recipe())
+    assert use_by_vllm(plan) == VllmUse("0.27", "text-only Qwen3.5")
+    assert str(use_by_vllm(plan)) == "from 0.27 on (text-only Qwen3.5)"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -266,14 +266,31 @@ def test_card_names_3_bits_as_served_by_lowbit_run_alone(make_report: MakeReport
 
 
 def test_a_packed_head_needs_a_new_vllm(make_report: MakeReport) -> None:
-    assert "2026-03" in render(make_report())
-    assert "2026-03" not in render(make_report(), packed({UP: Scheme(4, 128)}))
+    assert "vLLM loads it from release 0.20 on (quantized lm_head)." in render(make_report())
+    assert "release" not in render(make_report(), packed({UP: Scheme(4, 128)}))
 
 
-def test_vllm_is_told_that_there_is_no_vision_tower(make_report: MakeReport) -> None:
-    assert "vllm serve FOLDER\n" in render(make_report())
-    card = render(make_report(), packed(made=manifest(None, drop_vision=True)))
-    assert "vllm serve FOLDER --language-model-only\n" in card
+@pytest.mark.parametrize(
+    ("config", "vision", "command", "release"),
+    [
+        ({"model_type": "qwen3"}, False, "FOLDER", "0.20"),
+        ({"model_type": "qwen3_5", "text_config": {}}, True, "FOLDER", "0.20"),
+        (
+            {"model_type": "qwen3_5_moe", "text_config": {}},
+            False,
+            "FOLDER --language-model-only",
+            "0.20",
+        ),
+        ({"model_type": "qwen3_5_text"}, False, "FOLDER", "0.27"),
+    ],
+)
+def test_vllm_is_told_that_there_is_no_vision_tower(
+    make_report: MakeReport, config: dict[str, Any], vision: bool, command: str, release: str
+) -> None:
+    opened = packed(made=manifest(None), vision=vision)
+    opened = replace(opened, checkpoint=replace(opened.checkpoint, config=config))
+    card = render(make_report(), opened)
+    assert f"vllm serve {command}\n```\n\nvLLM loads it from release {release} on (" in card
 
 
 @pytest.mark.parametrize("method", ["gptq", "gptq+rotate", "gptq+rotate+autoround"])
