@@ -1,7 +1,7 @@
 """Load a packed folder in vLLM and compare its log-probabilities and greedy tokens with lowbit's.
 
     pip install vllm
-    lowbit-convert examples/models/tiny-qwen3.5-moe tiny-moe-int4
+    lowbit-convert examples/models/tiny-qwen3.5-moe tiny-moe-int4 --group-size 32
     python examples/check_vllm.py tiny-moe-int4
 
 Loaders have dropped or shuffled experts without an error: a mean difference of the tokens'

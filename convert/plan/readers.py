@@ -169,10 +169,10 @@ def vllm_reasons(linears: Iterable[tuple[str, tuple[int, ...], Scheme]]) -> list
             reasons.setdefault(f"N = {N} is not a multiple of 64", []).append(module)
         if K % 128:
             reasons.setdefault(f"K = {K} is not a multiple of 128", []).append(module)
-        if expert_of(module) is not None and scheme.group_size is not None:
-            if module.endswith(".down_proj") and K <= scheme.group_size:
-                reason = f"experts of {K} channels in groups of {scheme.group_size}, which 0.26 garbles"
-                reasons.setdefault(reason, []).append(module)
+        narrow = module.endswith(".down_proj") and (scheme.group_size or 0) >= K
+        if narrow and expert_of(module) is not None:
+            why = f"experts of {K} channels in groups of {scheme.group_size}, which 0.26 garbles"
+            reasons.setdefault(why, []).append(module)
     return [f"{reason}: `{names[0]}`{and_more(names)}" for reason, names in reasons.items()]
 
 

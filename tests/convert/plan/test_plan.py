@@ -17,6 +17,7 @@ from lowbit.convert.plan.readers import (
     one_scheme_misfits,
     runtime_verdict,
     smaller_groups,
+    vllm_reasons,
     vllm_verdict,
 )
 from lowbit.convert.plan.recipe import Base, Head, Override, Recipe
@@ -235,6 +236,25 @@ def test_vllm_needs_whole_tiles(small_config: "Config") -> None:
         "K = 96 is not a multiple of 128: `model.layers.0.mlp.down_proj` and 1 more",
         "N = 400 is not a multiple of 64: `lm_head`",
     ]
+
+
+@pytest.mark.parametrize(
+    ("module", "K", "group_size", "garbled"),
+    [
+        ("model.layers.0.mlp.experts.3.down_proj", 128, 128, True),
+        ("model.layers.0.mlp.experts.3.down_proj", 128, 64, False),
+        ("model.layers.0.mlp.experts.3.down_proj", 256, 128, False),
+        ("model.layers.0.mlp.experts.3.down_proj", 128, None, False),  # scales of whole rows
+        ("model.layers.0.mlp.down_proj", 128, 128, False),  # no experts
+        ("model.layers.0.mlp.experts.3.gate_proj", 128, 128, False),
+    ],
+)
+def test_vllm_garbles_experts_that_are_no_wider_than_a_group(
+    module: str, K: int, group_size: int | None, garbled: bool
+) -> None:
+    reasons = vllm_reasons([(module, (256, K), Scheme(4, group_size))])
+    wanted = f"experts of 128 channels in groups of 128, which 0.26 garbles: `{module}`"
+    assert reasons == ([wanted] if garbled else [])
 
 
 def test_vllm_does_not_judge_what_stays_as_stored(small_config: "Config") -> None:

@@ -71,12 +71,12 @@ CASES: list[tuple[Figures, str | None, str, tuple[str, ...]]] = [
     ({"kl_mean": math.inf, "kl_error": None}, "broken", "bad", ("0.4",)),
     # its standard error
     ({"kl_mean": 0.0099, "kl_error": 0.0002}, "usable", "good", ("close call",)),
-    ({"kl_mean": 0.0480, "kl_error": 0.0015}, "degraded", "caution", ("be usable without the two",)),
+    ({"kl_mean": 0.0480, "kl_error": 0.0015}, "degraded", "caution", ("usable without the two",)),
     ({"kl_mean": 0.0280, "kl_error": 0.0015}, "usable", "caution", ("Worse",)),
     ({"kl_error": 0.0011}, None, "unknown", ("39,000",)),
     ({"kl_error": 0.0008}, "close", "good", ("0.0080", "0.0008")),
     ({"kl_error": None}, "close", "good", ("0.00800",)),
-    ({"kl_mean": 0.002, "kl_error": 0.001}, "close", "good", ("0.002", "0.001")),  # no doubt about it
+    ({"kl_mean": 0.002, "kl_error": 0.001}, "close", "good", ("0.002", "0.001")),  # no doubt
     ({"kl_mean": 2.0, "kl_error": 0.7}, "broken", "bad", ("2.0", "0.7")),
     # too few tokens
     ({"windows": 7, "scored_tokens": 3577, "kl_error": None}, None, "unknown", ("4,088",)),
