@@ -144,10 +144,9 @@ GEMV_MEASURED = {
     (8, 448, 80): GemvLaunch(2, 3, 8, registers=128, shared=48),
     (8, 320, 80): GemvLaunch(1, 3, 8, early=True, registers=80, shared=32),
     (8, 2176, 80): GemvLaunch(1, 4, 4, early=True, registers=128),
-    # 32B: gate and up; down; q, k, v and down in INT8
+    # 32B: gate and up; down; down in INT8
     (4, 3200, 40): GemvLaunch(1, 5, 4, registers=128, shared=32),
     (4, 320, 200): GemvLaunch(2, 3, 8, early=True, registers=255),
-    (8, 640, 80): GemvLaunch(1, 5, 8, early=True, shared=48),
     (8, 320, 400): GemvLaunch(2, 3, 8),
     # 8B in 3 bits: q, k, v; o; gate and up; down
     (3, 384, 16): GemvLaunch(2, 1, 8, registers=168, shared=32),
