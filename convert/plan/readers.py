@@ -23,7 +23,7 @@ class VllmUse:
     """How vLLM loads a folder that it can load.
 
     Attributes:
-        release: oldest release that does, `0.20`; None where none before 0.17 is known not to.
+        release: oldest release that does, `0.20`; None where all do from 0.16 on, the oldest known.
         reason: why an older one does not; empty without a release.
         options: of `vllm serve`.
     """
@@ -151,8 +151,8 @@ def vllm_reasons(linears: Iterable[tuple[str, tuple[int, ...], Scheme]]) -> list
 
     vLLM serves `pack-quantized` through Marlin: symmetric 4 or 8 bits, groups of 32, 64 or 128 or
     whole rows, N a multiple of 64 and K of 128. Experts that are not wider than a group load, but
-    release 0.26 takes the scales of gate and up in the order of whole rows then, and gives
-    tokens of no sense.
+    release 0.26 then takes the scales of gate and up in the order of whole rows, and its tokens
+    make no sense.
 
     Args:
         linears: module, [N, K] and scheme of each.

@@ -12,6 +12,7 @@ from rich.text import Text
 from lowbit.convert.pipeline.estimate import Estimate, peak_ram, run_memory
 from lowbit.convert.plan.plan import Plan, Step
 from lowbit.convert.plan.readers import (
+    VllmUse,
     few_bits,
     one_scheme_misfits,
     runtime_verdict,
@@ -116,7 +117,7 @@ def plan_json(source: str, ahead: Estimate, other_bytes: int) -> dict[str, Any]:
     made = ahead.plan
     reasons = vllm_verdict(made)
     wrong, unserved = transformers_verdict(made), runtime_verdict(made)
-    use = use_by_vllm(made)
+    use = VllmUse() if reasons else use_by_vllm(made)
     return {
         "source": source,
         "recipe": made.recipe.to_json(),

@@ -114,6 +114,8 @@ def test_plan(cli: "Cli", model: Path) -> None:
     assert all(file["size_bytes"] <= 200_000 for file in content["files"])
     assert content["vllm"] == {"loads": True, "reasons": [], "release": "0.20", "options": []}
     assert content["lowbit_run"] == {"serves": True, "reason": None}
+    refused = parsed(cli("plan", model, "--json", "--bits", "*.o_proj=5"))["vllm"]
+    assert (refused["loads"], refused["release"], refused["options"]) == (False, None, [])
 
 
 def test_plan_for_people(cli: "Cli", model: Path, tiny: Path) -> None:
