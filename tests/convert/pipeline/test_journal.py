@@ -18,10 +18,13 @@ FORGED = (
     b'{"files": 3}',
     b'{"files": [1]}',
     b'{"step": 1}',
-    b'{"step": 1, "source_sha256": "", "tensors": 3, "quality": null}',
-    b'{"step": 1, "source_sha256": "", "tensors": [{}], "quality": null}',
-    b'{"step": 1, "source_sha256": "", "tensors": [], "quality": {"x": 1}}',
+    b'{"step": 1, "source_sha256": "", "tensors": []}',
+    b'{"step": 1, "source_sha256": "", "tensors": 3, "sums": null}',
+    b'{"step": 1, "source_sha256": "", "tensors": [{}], "sums": null}',
+    b'{"step": 1, "source_sha256": "", "tensors": [], "sums": {"x": 1}}',
+    b'{"step": "1", "source_sha256": "", "tensors": [], "sums": null}',
 )
+DONE = b'{"step": 1, "source_sha256": "", "tensors": [], "sums": null}'
 
 
 def line(text: bytes) -> bytes:
@@ -38,3 +41,11 @@ def test_a_forged_line_ends_the_journal(tmp_path: Path, forged: bytes, first: bo
     whole = (tmp_path / JOURNAL_FILE).read_bytes()
     assert line(forged) not in whole
     assert whole.startswith(b"%08x" % zlib.crc32(whole.splitlines()[0][9:]))
+
+
+def test_a_finished_step_is_read(tmp_path: Path) -> None:
+    begun = line(b'{"plan": "digest", "files": ["a"]}')
+    (tmp_path / JOURNAL_FILE).write_bytes(begun + line(DONE))
+    with open_journal(tmp_path, "digest", overwrite=False, files=["a"], hint="x") as journal:
+        assert [step.step for step in journal.finished] == [1]
+    assert (tmp_path / JOURNAL_FILE).read_bytes() == begun + line(DONE)
