@@ -67,7 +67,7 @@ CASES: list[tuple[Figures, str | None, str, tuple[str, ...]]] = [
     ({"kl_mean": 0.0520}, "degraded", "caution", ("0.4",)),
     ({"kl_mean": 0.0700}, "degraded", "bad", ("Far worse",)),
     ({"kl_mean": 0.3900, "kl_error": 0.004}, "degraded", "bad", ("0.4",)),
-    ({"kl_mean": 0.4200}, "broken", "bad", ("0.4",)),
+    ({"kl_mean": 0.4200}, "broken", "bad", ("0.4)",)),  # the limit, not the figure
     ({"kl_mean": math.inf, "kl_error": None}, "broken", "bad", ("0.4",)),
     # its standard error
     ({"kl_mean": 0.0099, "kl_error": 0.0002}, "usable", "good", ("close call",)),
