@@ -64,7 +64,7 @@ def read_variants(path: Path) -> list[Variant]:
         CheckpointError: not a regular file.
         FormatError: malformed, of another schema, or with figures that cannot be.
     """
-    hint = "it is no record that lowbit-convert compare has written; name another file"
+    hint = "name another file: this release's `lowbit-convert compare --record` did not write it"
     try:
         content = load_object(path, "schema", SCHEMA, hint)
     except FileNotFoundError:

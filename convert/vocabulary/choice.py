@@ -59,7 +59,7 @@ def choose_tokens(
         keep: number of tokens; or a file that lists them, see `listed_tokens`. Rounded up to a
             multiple of ROWS by keeping more.
         named: tokens that config.json or generation_config.json names.
-        common: all ids, see `common_tokens`.
+        common: all ids but those of added tokens, see `common_tokens`.
 
     Raises:
         QuantizationError: as many tokens as there are, or fewer than must be kept.
@@ -142,7 +142,7 @@ def _wanted(
     common: Sequence[int],
     rows: int,
 ) -> list[int]:
-    """All ids: those of `first` and of the text, most used first, then characters, then others."""
+    """All ids: those of `first` and of the text by use, then characters, then those of `common`."""
     used = {*first, *text.ids, *text.rest}
     by_use = text.by_use(sorted(first), max(source.ids) + 1)
     characters = source.characters[: int(CHARACTERS * rows)]

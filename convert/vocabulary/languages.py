@@ -30,8 +30,9 @@ SCRIPTS = (
     (OTHER, 0x2C00, 0xABFF),
 )
 FIRST = min(first for _, first, _ in SCRIPTS)
-# Tokens that an order gets of those kept for no text, before it meets those of other orders. Chosen
-# by bytes a token of texts in 13 languages and of code in three; BENCHMARKS.md has the figures.
+# Tokens of an order, relative to those of the others, wherever the merged order is cut; a token may
+# be of several. Chosen by bytes a token of texts in 13 languages and of code in three; figures are
+# in BENCHMARKS.md.
 SCRIPT_SHARES = {
     LATIN: 0.8,
     "Han": 0.15,
