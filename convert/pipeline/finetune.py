@@ -147,11 +147,8 @@ def finetune_mtp(
             trained = _begin(packed, trunk.model, target)
             before = _count(trunk, trained.head, pool)
         learned, rows = _training_windows(trunk, target)
-        file, parameters, adam = (
-            partial / STATE_FILE,
-            trained.parameters(),
-            optimizer(trained, steps),
-        )
+        file, parameters = partial / STATE_FILE, trained.parameters()
+        adam = optimizer(trained, steps)
         begun = _load_state(file, digest, parameters, adam)
         for done in train(trained, adam, learned, rows, steps, begun):
             if done % SAVED == 0 or done == steps:

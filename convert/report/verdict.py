@@ -267,11 +267,9 @@ def _better_method(used: str, model_type: str) -> choice.Gain | None:
     if method != RTN:
         return choice.gain_of(method, rotatable, experts)
     best = choice.best_gptq(rotatable)
-    return (
-        None
-        if experts and best not in choice.WITH_EXPERTS
-        else choice.Gain(best, choice.RTN_TO_GPTQ)
-    )
+    if experts and best not in choice.WITH_EXPERTS:
+        return None
+    return choice.Gain(best, choice.RTN_TO_GPTQ)
 
 
 def used_options(command: str | None) -> Mapping[str, str] | None:
