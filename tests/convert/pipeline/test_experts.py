@@ -136,7 +136,7 @@ def test_groups_with_experts_of_the_decoder_come_first(tmp_path: Path) -> None:
 
 
 def test_tables_have_a_row_for_all_experts_of_a_kind(cli: "Cli", tmp_path: Path) -> None:
-    shown = cli("plan", SINGLE).stdout
+    shown = cli("plan", SINGLE, "--group-size", "64").stdout
     assert shown.count("experts") == 3
     assert "mlp.experts.*.gate_proj" in shown
     done = convert(SINGLE, tmp_path / "a", Recipe())
@@ -165,19 +165,19 @@ def test_one_scheme_for_the_experts_of_a_layer() -> None:
     plan = make_plan(
         checkpoint.config,
         checkpoint.tensors,
-        Recipe(overrides=(Override("*.experts.*.down_proj", 8),)),
+        Recipe(group_size=64, overrides=(Override("*.experts.*.down_proj", 8),)),
     )
     assert vllm_verdict(plan) == [
         "experts of one layer in several schemes: `model.layers.0.mlp.experts` and 5 more"
     ]
     assert transformers_verdict(plan) == (
-        "experts in several schemes (INT4 g128, INT8 g128): it reads all of them by one"
+        "experts in several schemes (INT4 g64, INT8 g64): it reads all of them by one"
     )
     plain = Recipe(overrides=(Override("*.experts.*", 16),))
     assert transformers_verdict(make_plan(checkpoint.config, checkpoint.tensors, plain)) == (
         "experts that are not quantized beside linears that are: it leaves them random"
     )
-    plan = make_plan(checkpoint.config, checkpoint.tensors, Recipe())
+    plan = make_plan(checkpoint.config, checkpoint.tensors, Recipe(group_size=64))
     assert (vllm_verdict(plan), transformers_verdict(plan)) == ([], None)
 
 
