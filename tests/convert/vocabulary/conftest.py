@@ -5,9 +5,10 @@ from collections.abc import Iterator
 import pytest
 
 from lowbit.convert.original import calibration_text, evaluation_text, token_counts
-from lowbit.convert.vocabulary import cut
+from lowbit.convert.vocabulary import cut, languages
 
 COUNTED = 20_000  # characters of each calibration text
+WORDS = 500  # characters of each language's words
 COMPARED = 3_000  # of each text whose tokens are counted before and after
 
 
@@ -18,7 +19,9 @@ def _short_texts() -> Iterator[None]:
         evaluation_text.Text(each.name, each.title, each.content[:COMPARED])
         for each in evaluation_text.vocabulary_texts()
     )
+    words = {name: text[:WORDS] for name, text in languages.bundled_words().items()}
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(languages, "bundled_words", lambda: words)
         patch.setattr(token_counts, "bundled_texts", lambda: texts)
         for module in (evaluation_text, cut):
             patch.setattr(module, "vocabulary_texts", lambda: compared)

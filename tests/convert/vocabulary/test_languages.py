@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lowbit.convert.vocabulary import languages
 from lowbit.convert.vocabulary.languages import (
     LANGUAGE_SHARES,
     LATIN,
@@ -98,8 +99,9 @@ def test_all_languages_and_scripts_have_a_share() -> None:
         assert len(set(each)) == len(each)
 
 
-def test_words_bring_their_tokens_forward() -> None:
+def test_words_bring_their_tokens_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """By script alone an order of ids; words move what they need before others of their script."""
+    monkeypatch.setattr(languages, "bundled_words", bundled_words)  # all of them
     tokenizer = load_text_tokenizer(MODEL)
     source = open_tokenizer(tokenizer)
     place = {id: rank for rank, id in enumerate(common_tokens(source, tokenizer))}
