@@ -23,7 +23,7 @@ from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.sequence import Sequence as TokenSequence
 from lowbit.runtime.kernels.experts.tiled import TiledExperts
-from lowbit.runtime.kernels.linear.tiles import TILE, GpuLinear, TiledLinear
+from lowbit.runtime.kernels.linear.tiles import TILE, GpuLinear, TiledLinear, counters
 from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.models.architectures import BUILD, HEADS
 from lowbit.runtime.models.qwen3_5_mtp import DraftRows
@@ -49,7 +49,8 @@ def packed(bits: int, N: int, K: int, paired: bool = False) -> TiledLinear:
     shape = (N // TILE, -(-K // width.STEP_K), width.LOADS, 8, 4, 4)
     words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device="cuda")
     scales = torch.randn(N // TILE, K // GROUP, 8, 2, device="cuda") / (2 ** (bits - 1) * K**0.5)
-    return TiledLinear(words, scales.bfloat16(), bits, GROUP, N, K, paired)
+    sizes = bits, GROUP, N, K, paired
+    return TiledLinear(words, scales.bfloat16(), *sizes, arrived=counters(words))
 
 
 def packed_experts(bits: int, count: int, N: int, K: int, paired: bool) -> TiledExperts:

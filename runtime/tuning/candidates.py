@@ -5,8 +5,9 @@ much of it is in flight. It knows neither caches nor neighbours, so it only deci
 all. Of the launches that trials found for 65 linears on an H200, 56 are among its first ten.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from lowbit.runtime.kernels.launch.linear import MOST_ROUNDS, GemvLaunch
@@ -16,6 +17,11 @@ from lowbit.runtime.kernels.linear.gemv import staged_bytes
 WARPS = (4, 8)
 ABREAST = (1, 2, 4, 8)
 TILES = (1, 2, 4)
+SPLITS = (2, 4)
+MOST_PARTS = 16  # warps of a program that takes a tile of several tokens alone
+LEAST_BUSY = 0.9  # of the multiprocessors' time, with programs that share tiles
+MOST_SHARING = 2  # launches of a linear that are tried
+JOIN_STEPS = 33  # that a multiprocessor reads in the microsecond in which sums are handed on
 MOST_AHEAD = 8  # steps of all tiles that a warp has in flight: registers for more are not left
 STEP_BYTES = 1024  # of a tile
 STEP_REGISTERS = 9  # of a thread, for words and scales
@@ -47,6 +53,7 @@ class Multiprocessors:
 
 
 def for_one(
+    bits: int,
     tiles: int,
     steps: int,
     K: int,
@@ -57,6 +64,7 @@ def for_one(
     """Launches for one token, each late and, where kernels overlap, early; `most` at most.
 
     Args:
+        bits: of a code.
         tiles: of a linear.
         steps: of a tile.
         K: columns.
@@ -64,8 +72,14 @@ def for_one(
         most: launches.
         fits: tells if one may be tried.
     """
-    found = [launch for launch in _late(tiles, steps, card) if fits(launch)]
-    found.sort(key=lambda launch: _cost(launch, tiles, steps, K, card))
+
+    def likeliest(launches: Iterable[GemvLaunch], most: int) -> list[GemvLaunch]:
+        fitting = (launch for launch in launches if fits(launch))
+        return sorted(fitting, key=lambda it: _cost(it, tiles, steps, K, card))[:most]
+
+    # Linears behind a norm, whose programs need all of x, have more rows than columns.
+    sharing = _sharing(bits, tiles, steps, card) if 16 * tiles <= K else ()
+    found = likeliest([*_late(tiles, steps, card), *likeliest(sharing, MOST_SHARING)], most)
     times = (False, True) if card.overlaps else (False,)
     return [replace(it, early=early) for it in found[: most // len(times)] for early in times]
 
@@ -85,9 +99,25 @@ def _late(tiles: int, steps: int, card: Multiprocessors) -> Iterator[GemvLaunch]
                     yield GemvLaunch(rows, depth, warps, abreast=abreast)
 
 
+def _sharing(bits: int, tiles: int, steps: int, card: Multiprocessors) -> Iterator[GemvLaunch]:
+    """Launches whose programs share tiles, in rounds: as many programs as have room at once."""
+    for warps, abreast, split in itertools.product(WARPS, (1, 2), SPLITS):
+        plain = GemvLaunch(1, 1, warps, abreast=abreast, split=split)
+        share = -(-steps // plain.parts)
+        depth = -(-share // -(-share // MOST_AHEAD))
+        if plain.parts > MOST_PARTS or not plain.shares(bits):
+            continue
+        for together in range(max(1, 8 // warps), 16 // warps + 1):  # programs
+            room = together * card.count
+            rounds = -(-tiles * split // (abreast * room))
+            registers = min(255, REGISTER_FILE // (32 * warps * together) // 8 * 8)
+            if tiles * split / (abreast * room * rounds) >= LEAST_BUSY:
+                yield replace(plain, steps=depth, rounds=rounds, registers=registers)
+
+
 def _cost(launch: GemvLaunch, tiles: int, steps: int, K: int, card: Multiprocessors) -> float:
     """Steps of tiles that the busiest multiprocessor reads, more where few are in flight."""
-    programs = tiles / launch.program_tiles
+    programs = tiles / launch.program_tiles * launch.split
     each = programs / card.count  # programs of a multiprocessor
     if each <= MOST_WHOLE:
         each = math.ceil(math.ceil(programs) / card.count)
@@ -95,11 +125,12 @@ def _cost(launch: GemvLaunch, tiles: int, steps: int, K: int, card: Multiprocess
     room = min(
         card.threads // (32 * launch.warps),
         REGISTER_FILE // (32 * launch.warps * (OWN_REGISTERS + STEP_REGISTERS * depth)),
-        card.shared // (3 * K + launch.sums_bytes(1)),
+        card.shared // (3 * K // launch.split + launch.sums_bytes(1)),
     )
     together = max(1, min(math.ceil(each), room))
     flight = together * launch.warps * depth * STEP_BYTES
-    return each * launch.program_tiles * steps * max(1.0, IN_FLIGHT / flight)
+    read = each * launch.program_tiles * -(-steps // launch.split) * max(1.0, IN_FLIGHT / flight)
+    return read + (JOIN_STEPS if launch.split > 1 else 0)
 
 
 def several(

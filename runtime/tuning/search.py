@@ -137,12 +137,12 @@ class Search:
         return gemv_launch(bits, tiles, steps, tokens, paired, own, self.card.count)
 
     def _candidates(self, linear: Linear, tokens: int) -> list[GemvLaunch]:
-        _, tiles, steps, _ = linear.size
+        bits, tiles, steps, _ = linear.size
         now = self._now(linear, tokens)
         if tokens == 1:
             other = replace(now, early=not now.early and self.card.overlaps)
             fits = partial(self._serves_many, linear, now)
-            return [now, other, *for_one(tiles, steps, linear.K, self.card, FIRST, fits)]
+            return [now, other, *for_one(bits, tiles, steps, linear.K, self.card, FIRST, fits)]
         return [now, *several(tokens, tiles, steps, self._now(linear, 1), self.card)]
 
     def _serves_many(self, linear: Linear, now: GemvLaunch, launch: GemvLaunch) -> bool:

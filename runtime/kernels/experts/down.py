@@ -43,14 +43,16 @@ from lowbit.runtime.kernels.linear.products import (
     column_of,
     load_steps,
     multiply_steps,
-    store_result,
-    store_sums,
-    sum_of_parts,
     tile_addresses,
     unit_of,
     zero_sums,
 )
 from lowbit.runtime.kernels.linear.program import BLOCK_K, Packed, staged_digits
+from lowbit.runtime.kernels.linear.sums import (
+    store_result,
+    store_sums,
+    sum_of_parts,
+)
 from lowbit.runtime.kernels.linear.tiles import TILE
 from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.kernels.ptx.memory import barrier, load4_l2, shared_memory

@@ -47,13 +47,15 @@ from lowbit.runtime.kernels.linear.products import (
     column_of,
     load_steps,
     multiply_steps,
-    store_sums,
-    sum_of_parts,
     tile_addresses,
     unit_of,
     zero_sums,
 )
 from lowbit.runtime.kernels.linear.program import Packed, staged_digits
+from lowbit.runtime.kernels.linear.sums import (
+    store_sums,
+    sum_of_parts,
+)
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
     commit_copies,

@@ -26,7 +26,8 @@ class GemvLaunch:
         shared: KB of shared memory that a program takes at least. Programs that start early crowd
             on the multiprocessors that have room first; so fewer of them fit on one.
         rounds: times that a group takes tiles, one after the other, with the same x.
-        split: programs that share a tile, for 17 tokens and more; a kernel joins their sums.
+        split: programs that share a tile, each with some of its parts. Of a lone token they share
+            x too, and the last of them joins their sums; of 17 and more a kernel does.
         staged: let every program turn x into digits, if shared memory has room for them; else a
             kernel before does.
     """
@@ -45,7 +46,16 @@ class GemvLaunch:
     @property
     def parts(self) -> int:
         """Parts into which warps divide the steps of a tile: as many for any number of tokens."""
-        return self.warps // self.abreast * self.split
+        return self.each * self.split
+
+    @property
+    def each(self) -> int:
+        """Parts of a program."""
+        return self.warps // self.abreast
+
+    def shares(self, bits: int) -> bool:
+        """Tell if programs can share a lone token: each takes blocks of 256 columns as a whole."""
+        return self.each * WIDTHS[bits].STEP_K % UNIT_K == 0
 
     @property
     def program_tiles(self) -> int:
@@ -57,6 +67,7 @@ class GemvLaunch:
         return self.warps * self.tiles * self.rounds * 64 * tokens
 
 
+UNIT_K = 256  # elements of x with one unit
 MULTIPROCESSORS = 132  # of an H200, and of an H100 for SXM
 Tuned = tuple[tuple[int, GemvLaunch], ...]  # tokens, and their launch as measured on this card
 
@@ -120,7 +131,7 @@ GEMV_MEASURED = {
     # 4B
     (4, 768, 20): GemvLaunch(2, 4, 4, registers=168, shared=32),
     (4, 640, 20): GemvLaunch(2, 3, 4, shared=32),
-    (4, 1152, 20): GemvLaunch(1, 5, 4, early=True),
+    (4, 1152, 20): GemvLaunch(1, 5, 4, registers=168, rounds=3),
     (4, 160, 72): GemvLaunch(1, 5, 8, registers=128, shared=48),
     (8, 768, 40): GemvLaunch(2, 3, 8, registers=168),
     (8, 640, 40): GemvLaunch(1, 5, 4, registers=128, shared=32),
@@ -139,15 +150,19 @@ GEMV_MEASURED = {
     (4, 448, 40): GemvLaunch(2, 2, 8, early=True, registers=128),
     (4, 320, 40): GemvLaunch(1, 3, 8, early=True, registers=80),
     (4, 2176, 40): GemvLaunch(1, 5, 4, registers=128),
-    (4, 320, 136): GemvLaunch(1, 4, 8, registers=128, abreast=2),
+    (4, 320, 136): GemvLaunch(1, 5, 8, early=True, registers=255, rounds=5, split=2),
     (4, 896, 40): GemvLaunch(4, 2, 8),
     (8, 448, 80): GemvLaunch(2, 3, 8, registers=128, shared=48),
     (8, 320, 80): GemvLaunch(1, 3, 8, early=True, registers=80, shared=32),
     (8, 2176, 80): GemvLaunch(1, 4, 4, early=True, registers=128),
-    # 32B: gate and up; down; down in INT8
+    (8, 320, 272): GemvLaunch(1, 6, 8, early=True, registers=255, rounds=5, split=2),
+    # 27B: q, k, v, z
+    (4, 1024, 40): GemvLaunch(1, 4, 8, registers=128, abreast=2, rounds=2),
+    # 32B: o; gate and up; down; down in INT8
+    (4, 320, 64): GemvLaunch(1, 8, 4, early=True, registers=168, abreast=2, split=2),
     (4, 3200, 40): GemvLaunch(1, 5, 4, registers=128, shared=32),
-    (4, 320, 200): GemvLaunch(2, 3, 8, early=True, registers=255),
-    (8, 320, 400): GemvLaunch(2, 3, 8),
+    (4, 320, 200): GemvLaunch(1, 7, 8, early=True, registers=255, rounds=5, split=2),
+    (8, 320, 400): GemvLaunch(1, 7, 8, registers=255, rounds=5, split=2),
     # 8B in 3 bits: q, k, v; o; gate and up; down
     (3, 384, 16): GemvLaunch(2, 1, 8, registers=168, shared=32),
     (3, 256, 16): GemvLaunch(2, 2, 8, registers=96, shared=32),
@@ -199,11 +214,20 @@ def gemv_launch(
     own = dict(tuned)
     one = own.get(1) or _for_one(bits, tiles, steps, paired)
     if tokens == 1:
-        return one
+        return one if 1 in own else _rounds_on(count, one, tiles)
     for measured in (own.get(tokens), SEVERAL_MEASURED.get((bits, tiles, steps, tokens))):
         if measured is not None and measured.parts == one.parts:
             return measured
     return _for_several(one, tiles, steps, tokens, bits, count)
+
+
+def _rounds_on(count: int, launch: GemvLaunch, tiles: int) -> GemvLaunch:
+    """A launch of an H200 with as many programs for each multiprocessor of another card."""
+    if launch.rounds == 1 or count == MULTIPROCESSORS:
+        return launch
+    groups = -(-tiles // (launch.tiles * launch.abreast))
+    each = -(-(-(-groups // launch.rounds) * launch.split) // MULTIPROCESSORS)
+    return replace(launch, rounds=-(-groups * launch.split // (each * count)))
 
 
 def _for_one(bits: int, tiles: int, steps: int, paired: bool) -> GemvLaunch:
@@ -257,7 +281,6 @@ SEVERAL_MEASURED: dict[tuple[int, int, int, int], GemvLaunch] = {
 LARGE = 4000  # tiles: heads
 MOST_ROUNDS = {2: 9, 4: 9, 8: 9, 16: 4, 32: 4}  # whose sums wait in shared memory
 MOST_STEPS = {2: 4, 4: 2, 8: 2, 16: 1, 32: 1}
-UNIT_K = 256  # elements of x with one unit
 MEASURED_K = 12288  # most columns of a linear for which several tokens were measured
 
 

@@ -182,7 +182,7 @@ _LAUNCH = (
     Field("registers", least=32, most=255, default=None, nullable=True),
     Field("abreast", least=1, most=16),
     Field("shared", least=0, most=STATIC_SHARED >> 10),
-    Field("rounds", least=1, most=16),
+    Field("rounds", least=1, most=128),
     Field("split", least=1, most=16),
     Field("staged", "flag"),
 )
@@ -232,7 +232,7 @@ def _row(row: Any, where: str) -> tuple[Size, int, GemvLaunch]:
     launch = GemvLaunch(**values)
     if tokens not in TOKENS:
         raise FormatError(f"{where}: `tokens` must be a power of two, got {tokens}")
-    alone = (launch.rounds, launch.split, launch.staged) == (1, 1, True)
+    alone = launch.staged and (launch.split == 1 or launch.shares(about["bits"]))
     if launch.warps & (launch.warps - 1) or launch.warps % launch.abreast:
         raise FormatError(f"{where}: {launch.warps} warps, {launch.abreast} abreast")
     if launch.sums_bytes(tokens) > MOST_SUMS or (tokens == 1 and not alone):

@@ -38,7 +38,7 @@ from lowbit.runtime.kernels.linear.norm import (
     norm_factor,
     times_gains,
 )
-from lowbit.runtime.kernels.linear.products import sum_of_parts
+from lowbit.runtime.kernels.linear.sums import sum_of_parts
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
     declaration,

@@ -114,12 +114,13 @@ def place_of_chunk(chunk, STRIDE: gl.constexpr):
 @gluon.jit
 def stage_tokens(
     x_ptr, rows, gains, head_squares_ptr, buffer, warp, lane, none, B, eps,
-    HEAD: gl.constexpr, BITS: gl.constexpr, WARPS: gl.constexpr, X: gl.constexpr,
+    HEAD: gl.constexpr, BITS: gl.constexpr, WARPS: gl.constexpr, X: gl.constexpr, share=0,
 ):  # fmt: skip
     """Put the digits of all tokens into shared memory, and sums of squares where there are gains.
 
     rows: addresses of all tokens, if they do not lie side by side from x_ptr on.
     B: tokens that are there; the last is repeated beyond.
+    share: which of the SHARERS this program is.
 
     HEAD: elements of x that are normed by one of the sums of squares; 0 where none are given.
     """
@@ -135,8 +136,8 @@ def stage_tokens(
         squares = ()
         for turn in gl.static_range(first, first + AHEAD if first + AHEAD < TURNS else TURNS):
             token, block = place(turn, warp, WARPS, X)
-            chunk = block * 32 + lane
-            if K % BLOCK_K != 0 or (turn + 1) * WARPS > ALL:
+            chunk = shared_block(block, share, X) * 32 + lane
+            if K % BLOCK_K != 0 or (turn + 1) * WARPS > ALL or X.SHARERS > 1:
                 chunk = gl.minimum(chunk, K // 8 - 1)  # past the end: the last one again
             if len(rows) > 0:
                 loaded = loaded + (load16(_row_of(token, rows) + chunk.to(gl.int64) * 16),)
@@ -152,7 +153,7 @@ def stage_tokens(
         for turn in gl.static_range(first, first + AHEAD if first + AHEAD < TURNS else TURNS):
             token, block = place(turn, warp, WARPS, X)
             chunk = block * 32 + lane
-            inside = chunk < K // 8
+            inside = shared_block(block, share, X) * 32 + lane < K // 8
             if X.TOKENS > 1:
                 inside = inside & (token < X.TOKENS)
             w = loaded[turn - first]
@@ -179,6 +180,14 @@ def stage_tokens(
                     if X.TOKENS > 1:
                         there = there & (token < X.TOKENS)
                 store_shared4(at + lane // 4 * 4, own, there)
+
+
+@gluon.jit
+def shared_block(block, share, X: gl.constexpr):
+    """The block of a token that is a program's own block of this number."""
+    if X.SHARERS > 1:
+        block = (block // X.RUN * X.SHARERS + share) * X.RUN + block % X.RUN
+    return block
 
 
 @gluon.jit

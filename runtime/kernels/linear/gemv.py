@@ -9,12 +9,12 @@ Plan    a program takes tiles over the whole of K, or several share them; the wa
         its steps in turn. Tokens become three digits each, and bytes are multiplied
         (`gemv_digits`): every program stages them in shared memory, or a kernel before (`digits`)
         leaves them in global memory. Scales multiply FP32 sums. Weights are on their way before the
-        kernel waits for its predecessor. Warps are summed in order; no atomics, so
-        bit-reproducible. How many warps share a tile depends on the weight alone, and a token is
-        summed in the order of k: so its result has the same bits in any company
+        kernel waits for its predecessor. Sums of warps and of programs are added in order, whoever
+        comes last, so bit-reproducible. How many warps share a tile depends on the weight alone,
+        and a token is summed in the order of k: so its result has the same bits in any company
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -42,6 +42,7 @@ from lowbit.runtime.kernels.linear.digits import digits
 from lowbit.runtime.kernels.linear.gemv_one import gemv_one_kernel
 from lowbit.runtime.kernels.linear.gemv_several import gemv_join_kernel, gemv_several_kernel
 from lowbit.runtime.kernels.linear.program import (
+    BLOCK_K,
     Digits,
     Packed,
     global_digits,
@@ -211,19 +212,20 @@ def _launch(
     )
     launch = plan.LAUNCH
     planes = sums = None
+    one = plan.X.TOKENS == 1
     if not plan.X.STAGED:
         planes = digits(x, w.bits, plan.X, norm=norm, squares=squares, eps=eps)
         squares = None
     if launch.split > 1:
-        count = (w.tiles + launch.program_tiles) * (plan.X.TOKENS // 8) * launch.parts * 128
+        count = launch.split * 16 if one else plan.X.TOKENS // 8 * launch.parts * 128
+        count *= w.tiles + launch.program_tiles
         sums = torch.empty(count, dtype=torch.float32, device=x.device)
     tensors = norm, squares, w.words, w.scales.view(torch.int32), added, dense, y, rows_y
-    one = plan.X.TOKENS == 1
     run(
         gemv_one_kernel if one else gemv_several_kernel,
         (-(-w.tiles // launch.program_tiles) + -(-plan.ROWS // 16), launch.split),
         x,
-        *(tensors if one else (planes, *tensors, sums, B)),
+        *((*tensors, sums, w.arrived) if one else (planes, *tensors, sums, B)),
         w.N,
         w.tiles,
         eps,
@@ -305,8 +307,11 @@ def _plan(
     W: Packed, launch: GemvLaunch, tokens: int, paired: bool, fused: Fused, pdl: bool, limit: int
 ) -> GemvPlan:
     """Constants for a power of two of tokens; limit: bytes of shared memory on the GPU."""
-    needed = shared_bytes(W.K, launch, tokens, fused.normed)
-    staged = launch.staged and launch.split == 1 and needed <= limit
+    if tokens == 1 and launch.split > 1 and fused.normed:  # every program needs all squares
+        launch = replace(launch, warps=launch.parts, abreast=1, rounds=1, split=1, registers=128)
+    places = places_of(W.K, launch, tokens, W.WIDTH.STEP_K)
+    needed = _staged_bytes(places, fused.normed) + launch.sums_bytes(tokens)
+    staged = launch.staged and (launch.split == 1 or tokens == 1) and needed <= limit
     if not staged:
         needed = launch.sums_bytes(tokens) if launch.split == 1 else 16
     whole = tokens == 1 and W.K % 256 == 0
@@ -315,7 +320,7 @@ def _plan(
         needed = max(needed, rows_bytes(rows, W.K if tokens == 1 else 0))
     return GemvPlan(
         W,
-        X=staged_digits(W.K, tokens) if staged else global_digits(W.K, W.BITS, tokens),
+        X=places if staged else global_digits(W.K, W.BITS, tokens),
         LAUNCH=launch,
         PAIRED=paired,
         HEAD=W.K // fused.heads if fused.heads and staged else 0,
@@ -323,7 +328,7 @@ def _plan(
         ROWS=fused.rows,
         DENSE=rows_of(W.K, rows, launch.warps, whole, pdl, launch.early),
         SHARED=max(launch.shared << 10 if pdl else 0, needed),
-        SUMS=staged_bytes(W.K, tokens, fused.normed) if staged else 0,
+        SUMS=_staged_bytes(places, fused.normed) if staged else 0,
         JOINED=launch.parts,
         PDL=pdl,
     )
@@ -331,7 +336,18 @@ def _plan(
 
 def staged_bytes(K: int, tokens: int, normed: bool) -> int:
     """Shared memory for digits, squares of blocks and factors."""
-    places = staged_digits(K, tokens)
+    return _staged_bytes(staged_digits(K, tokens), normed)
+
+
+def places_of(K: int, launch: GemvLaunch, tokens: int, step_k: int) -> Digits:
+    """Places of what a program stages of x: of a lone token its share of the blocks."""
+    if tokens > 1 or launch.split == 1:
+        return staged_digits(K, tokens)
+    return staged_digits(K, 1, launch.split, launch.each * step_k // BLOCK_K.value)
+
+
+def _staged_bytes(places: Digits, normed: bool) -> int:
+    tokens = places.TOKENS
     return places.FACTORS + -(-tokens // 4) * 16 if normed else places.SQUARES
 
 

@@ -14,13 +14,20 @@ from lowbit.runtime.kernels.linear.products import (
     column_of,
     load_steps,
     multiply_round,
-    store_result,
-    sum_of_parts,
     tile_addresses,
     unit_of,
 )
 from lowbit.runtime.kernels.linear.program import gain_turns
-from lowbit.runtime.kernels.ptx.memory import barrier, shared_memory
+from lowbit.runtime.kernels.linear.sums import (
+    join_programs,
+    own_part,
+    store_result,
+    sum_of_parts,
+)
+from lowbit.runtime.kernels.ptx.memory import (
+    barrier,
+    shared_memory,
+)
 from lowbit.runtime.kernels.ptx.mma import threads
 
 NARROW = gl.constexpr(80)  # registers of a thread that leave none for a norm beside the products
@@ -29,9 +36,13 @@ NARROW = gl.constexpr(80)  # registers of a thread that leave none for a norm be
 @gluon.jit(do_not_specialize=["N", "tiles"])
 def gemv_one_kernel(
     x_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, added_ptr, rows_ptr, y_ptr,
-    rows_y_ptr, N, tiles, eps, PLAN: gl.constexpr,
+    rows_y_ptr, sums_ptr, arrived_ptr, N, tiles, eps, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """See `gemv`; PLAN is a `GemvPlan`."""
+    """See `gemv`; PLAN is a `GemvPlan`.
+
+    sums_ptr, arrived_ptr: where several programs share a tile: room for their sums, and how many of
+        them have left theirs.
+    """
     WARPS: gl.constexpr = PLAN.LAUNCH.warps
     DENSE: gl.constexpr = PLAN.DENSE
     FIRST: gl.constexpr = (PLAN.ROWS + 15) // 16  # programs with dense rows: they take longest
@@ -46,15 +57,15 @@ def gemv_one_kernel(
         )  # fmt: skip
     else:
         _multiply_tiles(
-            x_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, N, tiles,
-            eps, buffer, warp, lane, none, PLAN,
+            x_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr,
+            (sums_ptr, arrived_ptr), N, tiles, eps, buffer, warp, lane, none, PLAN,
         )  # fmt: skip
 
 
 @gluon.jit
 def _multiply_tiles(
-    x_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, N, tiles, eps,
-    buffer, warp, lane, none, PLAN: gl.constexpr,
+    x_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, shared_ptrs, N,
+    tiles, eps, buffer, warp, lane, none, PLAN: gl.constexpr,
 ):  # fmt: skip
     """One program's tiles of the packed weight."""
     W: gl.constexpr = PLAN.W
@@ -62,7 +73,10 @@ def _multiply_tiles(
     TILES: gl.constexpr = PLAN.LAUNCH.tiles
     WARPS: gl.constexpr = PLAN.LAUNCH.warps
     ABREAST: gl.constexpr = PLAN.LAUNCH.abreast
-    PARTS: gl.constexpr = WARPS // ABREAST  # warps that share a tile
+    ROUNDS: gl.constexpr = PLAN.LAUNCH.rounds
+    SPLIT: gl.constexpr = PLAN.LAUNCH.split
+    EACH: gl.constexpr = WARPS // ABREAST  # warps of a program that share a tile
+    PARTS: gl.constexpr = EACH * SPLIT  # of a tile's steps
     OWN: gl.constexpr = (W.STEPS + PARTS - 1) // PARTS  # steps of a warp
     AHEAD: gl.constexpr = min(PLAN.LAUNCH.steps, OWN)
     NORM: gl.constexpr = gain_ptr is not None
@@ -70,10 +84,14 @@ def _multiply_tiles(
     program = gl.program_id(0) - (PLAN.ROWS + 15) // 16
     g = lane // 4
     t = lane % 4
-    part = warp % PARTS
-    first_tile = program * (ABREAST * TILES)
+    part = warp % EACH
+    split = 0
+    if SPLIT > 1:
+        split = gl.program_id(1)
+        part += split * EACH
+    first_tile = program * (ROUNDS * ABREAST * TILES)
     at = tile_addresses(
-        words_ptr, scales_ptr, first_tile + warp // PARTS * TILES, tiles, part, lane, TILES, W
+        words_ptr, scales_ptr, first_tile + warp // EACH * TILES, tiles, part, lane, TILES, W
     )
     loaded = load_steps(at, part, 0, AHEAD, PARTS, W)
     gains = load_gains(gain_ptr, warp, lane, gain_turns(X.BLOCKS, 1, WARPS), WARPS, X)
@@ -81,7 +99,7 @@ def _multiply_tiles(
         gdc_wait()
         if not PLAN.LAUNCH.early:
             gdc_launch_dependents()
-    ITEMS: gl.constexpr = ABREAST * TILES  # of 16 rows
+    ITEMS: gl.constexpr = ROUNDS * ABREAST * TILES  # of 16 rows
     held = t == 0
     added = ()
     if added_ptr is not None:
@@ -93,29 +111,47 @@ def _multiply_tiles(
     sums_at = buffer + PLAN.SUMS
     stage_tokens(
         x_ptr, (), gains, head_squares_ptr, buffer, warp, lane, none, 1, eps, PLAN.HEAD, W.BITS,
-        WARPS, X,
+        WARPS, X, split,
     )  # fmt: skip
     barrier()
     if NORM and not LATE:  # before the products, which hide it
         factor *= norm_factor(total_of(buffer + X.SQUARES, lane, none, X), eps, W.K)
     units = buffer + X.UNITS + unit_of(lane, 1)
-    digits = buffer + column_of(lane, X) + part * (W.WIDTH.BLOCKS * X.NEXT)
+    digits = buffer + column_of(lane, X) + own_part(part, PARTS, X) * (W.WIDTH.BLOCKS * X.NEXT)
     mixed = gl.where(t % 2 == 0, 256, 0)
+    own = (part, mixed, held, g)
+    if ROUNDS > 1:
+        for turn in range(ROUNDS - 1):
+            share = turn * ABREAST + warp // EACH
+            tile = first_tile + (share + ABREAST) * TILES
+            next_at = tile_addresses(words_ptr, scales_ptr, tile, tiles, part, lane, TILES, W)
+            loaded = multiply_round(
+                loaded, at, next_at, digits, units, own, share, sums_at, none, True, AHEAD, PARTS,
+                W, X,
+            )  # fmt: skip
+            at = next_at
     multiply_round(
-        loaded, at, at, digits, units, (part, mixed, held, g), warp // PARTS, sums_at, none, False,
-        AHEAD, PARTS, W, X,
+        loaded, at, at, digits, units, own, (ROUNDS - 1) * ABREAST + warp // EACH, sums_at, none,
+        False, AHEAD, PARTS, W, X,
     )  # fmt: skip
     if NORM and LATE:
         factor *= norm_factor(total_of(buffer + X.SQUARES, lane, none, X), eps, W.K)
     barrier()
     for first in gl.static_range(0, ITEMS, WARPS):
         item = first + warp
-        here = sums_at + (gl.minimum(item, ITEMS - 1) * PARTS * 8 + g) * 8
-        y = sum_of_parts(here, PARTS, 8, 1)  # rows g and g + 8
+        here = sums_at + (gl.minimum(item, ITEMS - 1) * EACH * 8 + g) * 8
+        y = sum_of_parts(here, EACH, 8, 1)  # rows g and g + 8
+        stored = held & (item < ITEMS)
+        if SPLIT > 1:
+            inside = (item < ITEMS) & (first_tile + item < tiles)
+            y, last = join_programs(
+                y, shared_ptrs, first_tile + item, split, g, inside, SPLIT, held
+            )
+            stored = held & last
         more = ()
         if added_ptr is not None:
             more = (added[first // WARPS * 2], added[first // WARPS * 2 + 1])
         store_result(
             y_ptr, y[0] * factor, y[1] * factor, more, first_tile + item, g, lane * 0,
-            held & (item < ITEMS), N, PLAN.PAIRED,
+            stored, N, PLAN.PAIRED,
         )  # fmt: skip

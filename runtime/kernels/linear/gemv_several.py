@@ -14,20 +14,22 @@ from lowbit.runtime.kernels.linear.digits import given_factor, stage_tokens
 from lowbit.runtime.kernels.linear.norm import load_gains, norm_factor, total_of
 from lowbit.runtime.kernels.linear.products import (
     column_of,
-    halved,
-    leave_sums,
     load_steps,
     multiply_rest,
     multiply_steps,
-    results_of,
-    store_result,
-    sum_of_parts,
     tile_addresses,
-    tree_sum,
     unit_of,
     zero_sums,
 )
 from lowbit.runtime.kernels.linear.program import BLOCK_K, SQUARES_BYTES, gain_turns
+from lowbit.runtime.kernels.linear.sums import (
+    halved,
+    leave_sums,
+    results_of,
+    store_result,
+    sum_of_parts,
+    tree_sum,
+)
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
     load16,

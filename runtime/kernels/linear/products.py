@@ -17,6 +17,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.linear.program import BLOCK_K
+from lowbit.runtime.kernels.linear.sums import (
+    halved,
+    leave_sums,
+    own_part,
+)
 from lowbit.runtime.kernels.linear.unpack import product_codes
 from lowbit.runtime.kernels.ptx.memory import (
     load4,
@@ -25,27 +30,13 @@ from lowbit.runtime.kernels.ptx.memory import (
     load_shared8,
     load_shared16,
     reload16,
-    store16,
-    store_shared8,
-    store_shared16,
     stream16,
 )
 from lowbit.runtime.kernels.ptx.mma import (
-    across,
     as_float,
-    as_word,
     integer_mma,
     unpacked_scales,
 )
-from lowbit.runtime.thresholds import HALVED_TOKENS
-
-TOP_WEIGHT = gl.constexpr(32768.0)  # of a digit in the last plane
-
-
-@gluon.constexpr_function
-def halved(tokens):
-    """True if two tokens share the columns of an `integer_mma`."""
-    return tokens <= HALVED_TOKENS
 
 
 @gluon.jit
@@ -282,10 +273,11 @@ def _units(
     BYTES: gl.constexpr = X.TOKENS * 4  # of a block
     OWN: gl.constexpr = 8 if HALVED else 32  # to the next of NT
     WHOLE: gl.constexpr = (c + 1) * PARTS <= W.STEPS and PARTS * STEP_K % BLOCK_K == 0
+    EACH: gl.constexpr = PARTS // X.SHARERS
     step = part + c * PARTS
-    at: gl.constexpr = c * PARTS * STEP_K // BLOCK_K * BYTES if WHOLE else 0
-    if WHOLE:
-        here = units + part * STEP_K // BLOCK_K * BYTES
+    at: gl.constexpr = c * EACH * STEP_K // BLOCK_K * BYTES if WHOLE or X.SHARERS > 1 else 0
+    if WHOLE or X.SHARERS > 1:
+        here = units + own_part(part, PARTS, X) * STEP_K // BLOCK_K * BYTES
     else:
         here = units + gl.minimum(step, W.STEPS - 1) * STEP_K // BLOCK_K * BYTES
     found = ()
@@ -317,9 +309,9 @@ def _columns(
 ):  # fmt: skip
     """16 bytes of this lane's column in a step: what it multiplies in two products."""
     STEP_BYTES: gl.constexpr = W.WIDTH.BLOCKS * X.NEXT
-    if (c + 1) * PARTS <= W.STEPS:
+    if (c + 1) * PARTS <= W.STEPS or X.SHARERS > 1:
         if X.STAGED:
-            words = load_shared16(digits, c * PARTS * STEP_BYTES + OFFSET)
+            words = load_shared16(digits, c * (PARTS // X.SHARERS) * STEP_BYTES + OFFSET)
         else:
             words = reload16(digits, c * PARTS * STEP_BYTES + OFFSET)
     else:
@@ -351,14 +343,6 @@ def _add_planes(a, d, scale, unit):
         factor = scale[i // 2] * unit[i % 2]
         out = out + (a[4 + i] + factor * d[2][i].to(gl.float32),)
     return out
-
-
-@gluon.constexpr_function
-def results_of(tokens):
-    """Lanes of a warp that hold results of a tile, and tokens of each of them."""
-    if halved(tokens):
-        return (8 if tokens == 1 else 16), 1
-    return 32, 2
 
 
 @gluon.jit
@@ -404,90 +388,3 @@ def multiply_rest(
         if first + AHEAD < OWN or NEXT:
             loaded = next_loaded
     return acc, loaded
-
-
-@gluon.jit
-def leave_sums(acc, own, share, sums_at, PARTS: gl.constexpr, X: gl.constexpr):
-    """Store the sums of a warp's tiles, for `sum_of_parts`."""
-    LANES: gl.constexpr = results_of(X.TOKENS)[0]
-    BYTES: gl.constexpr = 8 * results_of(X.TOKENS)[1]
-    at = sums_at + ((share * len(acc) * PARTS + own[0]) * LANES + own[3]) * BYTES
-    for i in gl.static_range(len(acc)):
-        store_sums(acc[i], at + i * (PARTS * LANES * BYTES), own[2], halved(X.TOKENS))
-
-
-@gluon.jit
-def store_sums(a, at, held, HALVED: gl.constexpr):
-    """Join the digits of a warp's sums and store them in shared or, where split, global memory."""
-    if HALVED:
-        low = a[0] + TOP_WEIGHT * across(a[0], 1)
-        high = a[1] + TOP_WEIGHT * across(a[1], 1)
-        store_shared8(at, (as_word(low), as_word(high)), held)
-    else:
-        joined = ()
-        for j in gl.static_range(4):
-            joined = joined + (as_word(a[j] + TOP_WEIGHT * a[4 + j]),)
-        if at.dtype == gl.int64:
-            store16(at, joined, held)
-        else:
-            store_shared16(at, joined, held)
-
-
-@gluon.jit
-def sum_of_parts(at, PARTS: gl.constexpr, HELD: gl.constexpr, COLUMNS: gl.constexpr):
-    """The sums of all parts of a tile by `tree_sum`: 2 * COLUMNS of this lane, HELD lanes apart."""
-    parts = ()
-    for p in gl.static_range(PARTS):
-        if COLUMNS == 1:
-            parts = parts + (load_shared8(at + p * (HELD * 8)),)
-        else:
-            parts = parts + (load_shared16(at + p * (HELD * 16)),)
-    return tree_sum(parts, 2 * COLUMNS)
-
-
-@gluon.jit
-def tree_sum(parts, COUNT: gl.constexpr):
-    """COUNT floats, each the sum of as many parts: neighbors are added, then pairs of them.
-
-    So a half or a quarter of a power of two of parts is a sum itself, which other programs may add.
-    """
-    sums = ()
-    for part in gl.static_range(len(parts)):
-        own = ()
-        for i in gl.static_range(COUNT):
-            own = own + (as_float(parts[part][i]),)
-        sums = sums + (own,)
-    for _level in gl.static_range(len(parts)):
-        if len(sums) > 1:
-            fewer = ()
-            for i in gl.static_range(len(sums) // 2):
-                own = ()
-                for j in gl.static_range(COUNT):
-                    own = own + (sums[2 * i][j] + sums[2 * i + 1][j],)
-                fewer = fewer + (own,)
-            if len(sums) % 2 == 1:
-                fewer = fewer + (sums[len(sums) - 1],)
-            sums = fewer
-    return sums[0]  # type: ignore[misc]
-
-
-@gluon.jit
-def store_result(
-    y_ptr, low, high, added, tile, g, b, stored, N, PAIRED: gl.constexpr
-):  # fmt: skip
-    """Rows g and g + 8 of a tile for one token; of gate and up, where paired, the SwiGLU.
-
-    added: to the two rows, or empty.
-    """
-    if PAIRED:
-        n = tile * 8 + g
-        act = low * high / (1.0 + gl.exp(-low))
-        at = y_ptr + b * (N // 2) + n
-        gl.store(at, act.to(y_ptr.dtype.element_ty), mask=stored & (n < N // 2))
-    else:
-        for half in gl.static_range(2):
-            n = tile * 16 + half * 8 + g
-            v = low if half == 0 else high
-            if len(added) > 0:
-                v += added[half]
-            gl.store(y_ptr + b * N + n, v.to(y_ptr.dtype.element_ty), mask=stored & (n < N))

@@ -67,6 +67,8 @@ class Digits:
             columns, or each half of one of 256, the rows of 3 planes times all tokens, and units
             for every such row, not every block; else 0.
         STEPS: of such rows; those past K have units of zero.
+        SHARERS: programs that share a lone token's blocks, where it is staged.
+        RUN: blocks next to each other of which each of them takes one run after another.
     """
 
     K: int
@@ -81,21 +83,25 @@ class Digits:
     FACTORS: int
     ROW: int = 0
     STEPS: int = 0
+    SHARERS: int = 1
+    RUN: int = 1
 
 
 @cache
-def staged_digits(K: int, tokens: int = 1) -> Digits:
-    """Digits in the shared memory of a program.
+def staged_digits(K: int, tokens: int = 1, sharers: int = 1, run: int = 1) -> Digits:
+    """Digits in the shared memory of a program, all or its share of them.
 
     Planes are 64 bytes apart, so that the next one begins in other banks. A step may go on behind
     its plane: what it finds there meets codes of zero.
     """
-    blocks = blocks_of(K)
-    plane = -(-K // 128) * 128 + 64
+    blocks = blocks_of(K) if sharers == 1 else -(-blocks_of(K) // (run * sharers)) * run
+    plane = -(-(K if sharers == 1 else blocks * 256) // 128) * 128 + 64
     units = tokens * 3 * plane
     squares = units + -(-blocks * tokens // 4) * 16
     factors = squares + tokens * blocks * SQUARES_BYTES.value
-    return Digits(K, tokens, True, 64, plane, 3 * plane, units, blocks, squares, factors)
+    return Digits(
+        K, tokens, True, 64, plane, 3 * plane, units, blocks, squares, factors, 0, 0, sharers, run
+    )
 
 
 @cache

@@ -48,6 +48,8 @@ class TiledLinear:
         paired: the first half of a tile is of the first N / 2 rows, the second half is the same
             rows of the others: gate and up.
         tuned: launches of its GEMVs that count before those of the tables (`gemv_launch`).
+        arrived: [tiles] int32, zeros between GEMVs: of the programs that share a tile, those that
+            have left their sums. None where none are shared.
     """
 
     words: Tensor
@@ -58,6 +60,7 @@ class TiledLinear:
     K: int
     paired: bool = False
     tuned: Tuned = ()
+    arrived: Tensor | None = None
 
     @property
     def tiles(self) -> int:
@@ -105,7 +108,13 @@ def tiled(w: PackedLinear, paired: bool = False) -> TiledLinear:
             hint="convert with another --group-size, or run on the CPU",
         )
     words = _words(w.codes, w.bits, paired)
-    return TiledLinear(words, _scales(w, paired), w.bits, w.group_size, w.N, w.K, paired)
+    sizes = w.bits, w.group_size, w.N, w.K, paired
+    return TiledLinear(words, _scales(w, paired), *sizes, arrived=counters(words))
+
+
+def counters(words: Tensor) -> Tensor:
+    """Zeros for `TiledLinear.arrived`."""
+    return words.new_zeros(words.shape[0])
 
 
 def dequantized(w: TiledLinear) -> Tensor:

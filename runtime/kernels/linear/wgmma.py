@@ -23,8 +23,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.launch.device import run
 from lowbit.runtime.kernels.launch.linear import WgmmaLaunch
-from lowbit.runtime.kernels.linear.products import TOP_WEIGHT
 from lowbit.runtime.kernels.linear.program import Digits, Packed, swizzled_digits
+from lowbit.runtime.kernels.linear.sums import (
+    TOP_WEIGHT,
+)
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,

@@ -355,6 +355,23 @@ def count_round(address, LAST: gl.constexpr, inside):
 
 
 @gluon.jit
+def count_warp(address, LAST: gl.constexpr, inside):
+    """Add one to a counter for the warp, once its lanes have stored; after LAST it is 0 again.
+
+    Returns the counter before, in every lane: where that is LAST, the lanes can load what the warps
+    that counted before have stored.
+    """
+    warp_barrier()
+    return inline(
+        "{.reg .pred p, q; setp.ne.s32 p, $3, 0; fence.acq_rel.gpu; mov.b32 $0, 0; "
+        "mov.b32 $0, %laneid; setp.eq.and.s32 q, $0, 0, p; mov.b32 $0, 0; "
+        "@q atom.relaxed.gpu.global.inc.u32 $0, [$1], $2; "
+        "shfl.sync.idx.b32 $0, $0, 0, 31, -1; fence.acq_rel.gpu;}",
+        "=&r,l,r,r", (address, LAST, inside.to(gl.int32)),
+    )  # fmt: skip
+
+
+@gluon.jit
 def publish(address, lane):
     """Add one to a counter for the warp, once its lanes have stored what they have."""
     warp_barrier()

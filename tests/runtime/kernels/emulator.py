@@ -361,6 +361,16 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
             values, at = memory.place(safe, 2, True)
             values.view(np.int16)[at[inside] // 2] = np.asarray(word)[inside].astype(np.int16)
 
+    def count_warp(address: Any, last: int, inside: Any) -> Lanes:
+        address, inside = np.broadcast_arrays(address, np.asarray(inside, bool))
+        before = np.zeros(address.shape, INT)
+        for program, warp in np.argwhere(inside.all(-1)):  # which count one after the other
+            values, at = memory.place(address[program, warp, :1], 4, False)
+            counter = values.view(INT)
+            before[program, warp] = counter[at // 4]
+            counter[at // 4] = 0 if counter[at // 4] >= last else counter[at // 4] + 1
+        return lanes(before)
+
     def shared_buffer(declared: str) -> Lanes:
         size = re.search(r"staged\[(\d+)\]", declared)
         assert size is not None
@@ -382,6 +392,7 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         "large_shared_buffer": large_shared_buffer,
         "barrier": lambda: None,
         "warp_barrier": lambda: None,
+        "count_warp": count_warp,
         "copy16": copying(4),
         "copy16_or_zeros": copy16_or_zeros,
         "copy4": copying(1),

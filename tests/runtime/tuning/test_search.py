@@ -169,8 +169,9 @@ def test_a_launch_that_the_card_has_no_room_for_is_not_chosen() -> None:
     def cost(linear: Linear, tokens: int, launch: GemvLaunch) -> float:
         return float("inf") if launch.early else 40.0
 
-    for each in Search(Formula(cost), H200).run(LINEARS, 1):
-        assert not each.after.early
+    assert launch_of(QKV, 1).early
+    (choice,) = Search(Formula(cost, linears=[QKV]), H200).run([QKV], 1)
+    assert not choice.after.early
 
 
 def test_others_keep_their_choice_while_one_is_tried() -> None:

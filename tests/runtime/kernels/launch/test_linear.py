@@ -1,6 +1,7 @@
 """Launches of linear layers: what their kernels take for granted, for all sizes."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,7 @@ from lowbit.runtime.kernels.launch.linear import (
     gemv_launch,
     wgmma_launch,
 )
-from lowbit.runtime.kernels.linear.gemv import shared_bytes
+from lowbit.runtime.kernels.linear.gemv import places_of, shared_bytes
 from lowbit.runtime.kernels.linear.width import WIDTHS
 
 KB = 1024
@@ -41,7 +42,35 @@ def test_gemv_programs_ask_for_what_a_kernel_may_declare() -> None:
     for launch in ONE:
         assert launch.shared * KB <= STATIC_SHARED
         assert launch.warps % launch.abreast == 0
-        assert (launch.rounds, launch.split, launch.staged) == (1, 1, True)  # for one token
+        assert launch.staged  # for one token
+
+
+def test_programs_that_share_a_token_take_whole_blocks_of_it() -> None:
+    sharing = {size: launch for size, launch in GEMV_MEASURED.items() if launch.split > 1}
+    assert len(sharing) == 5
+    for (bits, _, steps), launch in sharing.items():
+        assert launch.shares(bits)
+        places = places_of(steps * 512 // bits, launch, 1, WIDTHS[bits].STEP_K)
+        assert places.BLOCKS * launch.split >= steps * 2 // bits
+        assert places.BLOCKS % places.RUN == 0
+    assert not GemvLaunch(1, 2, 4, abreast=2, split=2).shares(8)  # 128 columns each
+    assert GemvLaunch(1, 2, 4, abreast=2, split=2).shares(4)
+
+
+@pytest.mark.parametrize("count", [20, 58, 84, 108, 132, 170])
+def test_rounds_fit_the_multiprocessors(count: int) -> None:
+    """As many programs for each as on an H200, or fewer: none waits for another to end."""
+    rounds = {size: launch for size, launch in GEMV_MEASURED.items() if launch.rounds > 1}
+    assert len(rounds) == 6
+    for size, launch in rounds.items():
+        found = gemv_launch(*size, 1, True, count=count)
+        each = -(-(-(-size[1] // launch.program_tiles) * launch.split) // 132)
+        programs = -(-size[1] // found.program_tiles) * found.split
+        assert replace(found, rounds=launch.rounds) == launch
+        assert programs <= each * count
+        assert found.sums_bytes(1) <= 99 * KB
+        tuned = ((1, launch),)  # measured on the card
+        assert gemv_launch(*size, 1, True, tuned, count) is launch
 
 
 def test_more_shared_memory_is_more_than_needed() -> None:
@@ -171,7 +200,7 @@ def test_cards_of_another_size_share_no_less(size: tuple[int, int, int], count: 
     """A token's bits do not depend on the card's multiprocessors; programs find room at once."""
     bits, tiles, steps = size
     one = gemv_launch(bits, tiles, steps, 1, False, count=count)
-    assert one == gemv_launch(bits, tiles, steps, 1, False)
+    assert one.parts == gemv_launch(bits, tiles, steps, 1, False).parts
     for tokens in COUNTS[1:]:
         launch = gemv_launch(bits, tiles, steps, tokens, False, count=count)
         assert launch.parts == one.parts

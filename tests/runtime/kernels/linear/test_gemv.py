@@ -301,6 +301,32 @@ def test_every_launch(
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("N", "K"), [(104, 2208), (5120, 25600), (2560, 9728)])
+@pytest.mark.parametrize(
+    "launch",
+    [
+        GemvLaunch(1, 4, 4, split=4),
+        GemvLaunch(1, 2, 8, early=True, abreast=2, split=2),
+        GemvLaunch(1, 5, 8, early=True, registers=255, rounds=5, split=2),
+        GemvLaunch(2, 3, 4, rounds=2),
+    ],
+    ids=["split", "abreast", "rounds", "alone"],
+)
+def test_programs_that_share_a_tile(
+    make_tiled: MakeTiled, randn: Randn, launch: GemvLaunch, bits: int, N: int, K: int
+) -> None:
+    """Whichever comes last: the same bits twenty times, one GEMV after the other."""
+    w = replace(make_tiled(bits, N, K, 32), tuned=((1, launch),))
+    x, residual = randn(1, K), randn(1, N)
+    y = run(x, w, added=residual, dtype=FP32)
+    check(y, reference(x, w, added=residual))
+    for _ in range(20):
+        assert torch.equal(run(x, w, added=residual, dtype=FP32), y)
+    assert w.arrived is not None
+    assert not bool(w.arrived.any())
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_gain_rounds_once(
     make_tiled: MakeTiled, randn: Randn, bits: int, dtype: torch.dtype

@@ -18,6 +18,7 @@ from lowbit.runtime.kernels.linear.dense import dense_gemv
 from lowbit.runtime.kernels.linear.gemv import gemv
 from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
+from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.thresholds import EXACT_TOKENS
 from lowbit.runtime.weights.linear import DenseLinear
 
@@ -78,6 +79,8 @@ CASES = [
     Case(8, 104, 2208, 32, norm=FP32),
     Case(4, 50, 1056, 32, paired=True, norm=BF16),
     Case(4, 2050, 17408, added=MOST),
+    Case(4, 5120, 17408, added=MOST),
+    Case(4, 5120, 8192, added=MOST),
     Case(4, 24, 25600, 25600),
     Case(4, 5120, 25600, added=MOST),
     Case(8, 5120, 17408, added=MOST),
@@ -116,6 +119,13 @@ def changed(launch: GemvLaunch, way: str) -> GemvLaunch:
     )
 
 
+def shared(launch: GemvLaunch, bits: int) -> GemvLaunch:
+    """The launch of a lone token with as many parts, where programs share tiles if they can."""
+    split = 2 if launch.parts // 2 * WIDTHS[bits].STEP_K % 256 == 0 else 1
+    each = launch.parts // split
+    return GemvLaunch(1, 2, 2 * each, abreast=2, rounds=3, split=split)
+
+
 # Shapes of which each way of dividing the work is tried.
 DIVIDED = [
     Case(4, 1000, 4096, norm=BF16),
@@ -133,6 +143,8 @@ def divide(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     def launch(bits: int, tiles: int, steps: int, tokens: int, *others: Any) -> GemvLaunch:
         found = gemv_launch(bits, tiles, steps, tokens, *others)
         least = 8 if way == "split" else 2
+        if way == "shared":
+            return shared(found, bits) if tokens == 1 else found
         return found if tokens < least else changed(found, way)
 
     monkeypatch.setattr(gemv_module, "gemv_launch", launch)
@@ -181,7 +193,7 @@ def test_packed(case: Case, make_tiled: MakeTiled, randn: Randn) -> None:
     check_packed(case, make_tiled, randn)
 
 
-@pytest.mark.parametrize("way", ["staged", "given", "rounds", "pairs", "split"])
+@pytest.mark.parametrize("way", ["staged", "given", "rounds", "pairs", "split", "shared"])
 @pytest.mark.parametrize("case", DIVIDED, ids=str)
 def test_every_division(
     case: Case,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,37 @@ def test_launches_of_a_card(make_tiled: MakeTiled, tuned: Tuned) -> None:
     one = dict(tuned)[1]
     assert one.parts != gemv_launch(4, w.tiles, w.steps, 1, False).parts
     assert not torch.equal(gemv.gemv(x[:1], found, dtype=torch.float32), usual)
+
+
+SHARED = [
+    (4, GemvLaunch(1, 2, 4, split=2)),
+    (4, GemvLaunch(2, 3, 8, abreast=2, rounds=2, split=4)),
+    (8, GemvLaunch(1, 3, 8, early=True, rounds=3, split=2)),
+    (8, GemvLaunch(1, 4, 4, rounds=8)),
+    (3, GemvLaunch(1, 2, 4, abreast=4, rounds=2, split=4)),
+    (2, GemvLaunch(1, 1, 2, rounds=3, split=2)),
+]
+
+
+@pytest.mark.parametrize("K", [4096, 2208])
+@pytest.mark.parametrize(("bits", "launch"), SHARED, ids=str)
+def test_programs_that_share_a_tile(
+    make_tiled: MakeTiled, bits: int, launch: GemvLaunch, K: int
+) -> None:
+    """The last of them has the sums of all; nothing divides evenly, and blocks may have no step."""
+    w, x = make_tiled(bits, 104, K, 32), torch.randn(3, K).bfloat16()
+    shared, squares = replace(w, tuned=((1, launch),)), torch.rand(1, K // 16, 4)
+    together = replace(launch, warps=launch.parts, abreast=1, rounds=1, split=1)
+    whole = replace(w, tuned=((1, together),))
+    check(shared, x, (2, 3))
+    ways: list[dict[str, Any]] = [
+        {"added": torch.randn(1, 104)}, {"squares": squares}, {"norm": torch.rand(K)}
+    ]  # fmt: skip
+    for fused in ways:
+        found = gemv.gemv(x[:1], shared, eps=1e-6, **fused)
+        assert torch.equal(found, gemv.gemv(x[:1], whole, eps=1e-6, **fused))
+    assert shared.arrived is not None
+    assert not shared.arrived.any()
 
 
 def test_a_launch_of_other_parts_is_passed_over() -> None:

@@ -1,0 +1,148 @@
+"""Sums of a tile: of a warp's digits, of the warps that share it, of the programs that share it.
+
+Neighbouring parts of a tile's steps are added first, then pairs of those, wherever the parts were
+multiplied: so a token has the same bits in every launch with as many parts.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from lowbit.runtime.kernels.ptx.memory import (
+    count_warp,
+    load_shared8,
+    load_shared16,
+    store8,
+    store16,
+    store_shared8,
+    store_shared16,
+    stream8_if,
+)
+from lowbit.runtime.kernels.ptx.mma import across, as_float, as_word
+from lowbit.runtime.thresholds import HALVED_TOKENS
+
+TOP_WEIGHT = gl.constexpr(32768.0)  # of a digit in the last plane
+
+
+@gluon.constexpr_function
+def halved(tokens):
+    """True if two tokens share the columns of an `integer_mma`."""
+    return tokens <= HALVED_TOKENS
+
+
+@gluon.constexpr_function
+def results_of(tokens):
+    """Lanes of a warp that hold results of a tile, and tokens of each of them."""
+    if halved(tokens):
+        return (8 if tokens == 1 else 16), 1
+    return 32, 2
+
+
+@gluon.jit
+def own_part(part, PARTS: gl.constexpr, X: gl.constexpr):
+    """The number of a part among those of its program, where programs share a token's blocks."""
+    if X.SHARERS > 1:
+        part = part % (PARTS // X.SHARERS)
+    return part
+
+
+@gluon.jit
+def leave_sums(acc, own, share, sums_at, PARTS: gl.constexpr, X: gl.constexpr):
+    """Store the sums of a warp's tiles, for `sum_of_parts`."""
+    LANES: gl.constexpr = results_of(X.TOKENS)[0]
+    BYTES: gl.constexpr = 8 * results_of(X.TOKENS)[1]
+    EACH: gl.constexpr = PARTS // X.SHARERS
+    part = own_part(own[0], PARTS, X)
+    at = sums_at + ((share * len(acc) * EACH + part) * LANES + own[3]) * BYTES
+    for i in gl.static_range(len(acc)):
+        store_sums(acc[i], at + i * (EACH * LANES * BYTES), own[2], halved(X.TOKENS))
+
+
+@gluon.jit
+def store_sums(a, at, held, HALVED: gl.constexpr):
+    """Join the digits of a warp's sums and store them in shared or, where split, global memory."""
+    if HALVED:
+        low = a[0] + TOP_WEIGHT * across(a[0], 1)
+        high = a[1] + TOP_WEIGHT * across(a[1], 1)
+        store_shared8(at, (as_word(low), as_word(high)), held)
+    else:
+        joined = ()
+        for j in gl.static_range(4):
+            joined = joined + (as_word(a[j] + TOP_WEIGHT * a[4 + j]),)
+        if at.dtype == gl.int64:
+            store16(at, joined, held)
+        else:
+            store_shared16(at, joined, held)
+
+
+@gluon.jit
+def sum_of_parts(at, PARTS: gl.constexpr, HELD: gl.constexpr, COLUMNS: gl.constexpr):
+    """The sums of all parts of a tile by `tree_sum`: 2 * COLUMNS of this lane, HELD lanes apart."""
+    parts = ()
+    for p in gl.static_range(PARTS):
+        if COLUMNS == 1:
+            parts = parts + (load_shared8(at + p * (HELD * 8)),)
+        else:
+            parts = parts + (load_shared16(at + p * (HELD * 16)),)
+    return tree_sum(parts, 2 * COLUMNS)
+
+
+@gluon.jit
+def tree_sum(parts, COUNT: gl.constexpr):
+    """COUNT floats, each the sum of as many parts: neighbors are added, then pairs of them.
+
+    So a half or a quarter of a power of two of parts is a sum itself, which other programs may add.
+    """
+    sums = ()
+    for part in gl.static_range(len(parts)):
+        own = ()
+        for i in gl.static_range(COUNT):
+            own = own + (as_float(parts[part][i]),)
+        sums = sums + (own,)
+    for _level in gl.static_range(len(parts)):
+        if len(sums) > 1:
+            fewer = ()
+            for i in gl.static_range(len(sums) // 2):
+                own = ()
+                for j in gl.static_range(COUNT):
+                    own = own + (sums[2 * i][j] + sums[2 * i + 1][j],)
+                fewer = fewer + (own,)
+            if len(sums) % 2 == 1:
+                fewer = fewer + (sums[len(sums) - 1],)
+            sums = fewer
+    return sums[0]  # type: ignore[misc]
+
+
+@gluon.jit
+def join_programs(y, ptrs, tile, split, g, inside, SPLIT: gl.constexpr, held):
+    """Sums of all programs of a tile, and whether this warp is the last of them, which has them."""
+    sums_ptr, arrived_ptr = ptrs
+    at = sums_ptr.to(gl.int64, bitcast=True) + ((tile * (SPLIT * 8) + g) * 8).to(gl.int64)
+    store8(at + split * 64, (as_word(y[0]), as_word(y[1])), held & inside)
+    counter = arrived_ptr.to(gl.int64, bitcast=True) + tile.to(gl.int64) * 4
+    last = inside & (count_warp(counter, SPLIT - 1, inside) == SPLIT - 1)
+    parts = ()
+    for i in gl.static_range(SPLIT):
+        parts = parts + (stream8_if(at + i * 64, last & held),)
+    return tree_sum(parts, 2), last
+
+
+@gluon.jit
+def store_result(
+    y_ptr, low, high, added, tile, g, b, stored, N, PAIRED: gl.constexpr
+):  # fmt: skip
+    """Rows g and g + 8 of a tile for one token; of gate and up, where paired, the SwiGLU.
+
+    added: to the two rows, or empty.
+    """
+    if PAIRED:
+        n = tile * 8 + g
+        act = low * high / (1.0 + gl.exp(-low))
+        at = y_ptr + b * (N // 2) + n
+        gl.store(at, act.to(y_ptr.dtype.element_ty), mask=stored & (n < N // 2))
+    else:
+        for half in gl.static_range(2):
+            n = tile * 16 + half * 8 + g
+            v = low if half == 0 else high
+            if len(added) > 0:
+                v += added[half]
+            gl.store(y_ptr + b * N + n, v.to(y_ptr.dtype.element_ty), mask=stored & (n < N))
