@@ -159,7 +159,7 @@ GEMV_MEASURED = {
     # 27B: q, k, v, z
     (4, 1024, 40): GemvLaunch(1, 4, 8, registers=128, abreast=2, rounds=2),
     # 32B: o; gate and up; down; down in INT8
-    (4, 320, 64): GemvLaunch(1, 8, 4, early=True, registers=168, abreast=2, split=2),
+    (4, 320, 64): GemvLaunch(1, 4, 8, early=True, registers=255, rounds=5, split=2),
     (4, 3200, 40): GemvLaunch(1, 5, 4, registers=128, shared=32),
     (4, 320, 200): GemvLaunch(1, 7, 8, early=True, registers=255, rounds=5, split=2),
     (8, 320, 400): GemvLaunch(1, 7, 8, registers=255, rounds=5, split=2),

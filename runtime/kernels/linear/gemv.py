@@ -211,7 +211,7 @@ def _launch(
         multiprocessors(x),
     )
     launch = plan.LAUNCH
-    planes = sums = None
+    planes = sums = arrived = None
     one = plan.X.TOKENS == 1
     if not plan.X.STAGED:
         planes = digits(x, w.bits, plan.X, norm=norm, squares=squares, eps=eps)
@@ -219,13 +219,14 @@ def _launch(
     if launch.split > 1:
         count = launch.split * 16 if one else plan.X.TOKENS // 8 * launch.parts * 128
         count *= w.tiles + launch.program_tiles
+        arrived = w.arrived
         sums = torch.empty(count, dtype=torch.float32, device=x.device)
     tensors = norm, squares, w.words, w.scales.view(torch.int32), added, dense, y, rows_y
     run(
         gemv_one_kernel if one else gemv_several_kernel,
         (-(-w.tiles // launch.program_tiles) + -(-plan.ROWS // 16), launch.split),
         x,
-        *((*tensors, sums, w.arrived) if one else (planes, *tensors, sums, B)),
+        *((*tensors, sums, arrived) if one else (planes, *tensors, sums, B)),
         w.N,
         w.tiles,
         eps,

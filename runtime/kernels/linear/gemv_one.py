@@ -141,17 +141,16 @@ def _multiply_tiles(
         item = first + warp
         here = sums_at + (gl.minimum(item, ITEMS - 1) * EACH * 8 + g) * 8
         y = sum_of_parts(here, EACH, 8, 1)  # rows g and g + 8
-        stored = held & (item < ITEMS)
+        last = item < ITEMS
         if SPLIT > 1:
-            inside = (item < ITEMS) & (first_tile + item < tiles)
+            inside = last & (first_tile + item < tiles)
             y, last = join_programs(
                 y, shared_ptrs, first_tile + item, split, g, inside, SPLIT, held
             )
-            stored = held & last
         more = ()
         if added_ptr is not None:
             more = (added[first // WARPS * 2], added[first // WARPS * 2 + 1])
         store_result(
             y_ptr, y[0] * factor, y[1] * factor, more, first_tile + item, g, lane * 0,
-            stored, N, PLAN.PAIRED,
+            held & last, N, PLAN.PAIRED,
         )  # fmt: skip
