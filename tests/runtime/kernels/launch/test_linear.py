@@ -47,7 +47,7 @@ def test_gemv_programs_ask_for_what_a_kernel_may_declare() -> None:
 
 def test_programs_that_share_a_token_take_whole_blocks_of_it() -> None:
     sharing = {size: launch for size, launch in GEMV_MEASURED.items() if launch.split > 1}
-    assert len(sharing) == 5
+    assert sharing
     for (bits, _, steps), launch in sharing.items():
         assert launch.shares(bits)
         places = places_of(steps * 512 // bits, launch, 1, WIDTHS[bits].STEP_K)
@@ -61,7 +61,7 @@ def test_programs_that_share_a_token_take_whole_blocks_of_it() -> None:
 def test_rounds_fit_the_multiprocessors(count: int) -> None:
     """As many programs for each as on an H200, or fewer: none waits for another to end."""
     rounds = {size: launch for size, launch in GEMV_MEASURED.items() if launch.rounds > 1}
-    assert len(rounds) == 6
+    assert rounds
     for size, launch in rounds.items():
         found = gemv_launch(*size, 1, True, count=count)
         each = -(-(-(-size[1] // launch.program_tiles) * launch.split) // 132)
