@@ -340,7 +340,6 @@ def _load_step(words, scales, step, W: gl.constexpr):
     """A lane's words of 128 k, as `widened` takes them."""
     low = ()
     high = ()
-    lowest = ()
     if W.WIDTH.STEP_K <= STEP_K:
         COUNT: gl.constexpr = STEP_K // W.WIDTH.STEP_K  # of the weight's own steps
         for i in gl.static_range(COUNT):
@@ -349,10 +348,14 @@ def _load_step(words, scales, step, W: gl.constexpr):
             high = high + stream16(at, 512)
     else:  # half of one
         at = words + gl.minimum(step // 2, W.STEPS - 1) * W.WIDTH.STEP_BYTES + step % 2 * 8
-        low = stream8(at)
-        high = stream8(at, 512)
         if W.BITS == 3:
-            lowest = stream8(at, 1024)
+            for i in gl.static_range(3):
+                both = stream8(at, 512 * i)
+                low = low + (both[0],)
+                high = high + (both[1],)
+        else:
+            low = stream8(at)
+            high = stream8(at, 512)
     factors = ()
     if W.G % STEP_K == 0:
         raw = _load_word(scales + step * STEP_K // W.G * 32)
@@ -361,7 +364,7 @@ def _load_step(words, scales, step, W: gl.constexpr):
         for q in gl.static_range(4):
             group = gl.minimum((step * STEP_K + q * 32) // W.G, W.GROUPS - 1)
             factors = factors + (_load_word(scales + group * 32),)
-    return low, high, lowest, factors
+    return low, high, factors
 
 
 @gluon.jit

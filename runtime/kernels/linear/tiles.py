@@ -9,13 +9,22 @@ A lane's words hold chunks of 8 consecutive k: chunk 4 * q + lane of the step fo
 x is read in its natural order. A chunk is two words of 8 bits, a word of 4, half a word of 2: in
 each byte the first chunk's codes, then the second's. Inside a chunk codes are placed for widening
 by a shift and a mask (`unpack`): k 0 to 7 in bytes 0, 2, 0, 2, 1, 3, 1, 3, the first of a byte in
-its lower bits. Codes are two's complement. Of 3 bits the upper two lie like those of 2 bits; the
-lowest ones of both halves are a third load, [8 rows, 4 lanes, 4]: a word of them belongs to the
-same word of each half, in bytes as there, in the lower nibbles those of the first half.
+its lower bits. Codes are two's complement.
+
+Codes of 3 bits take three loads. Those of a row's 16 chunks of 32 k in half a step, of which every
+byte has eight, are a word of each load: in a byte two codes from the upper bits down, and two bits
+of what is left. So six of eight need a mask alone, or a shift and a mask:
+
+    bits of a byte    7..5     4..2     1..0
+    first load        code 0   code 3   upper bits of code 6
+    second            code 1   code 4   upper bits of code 7
+    third             code 2   code 5   lowest bits of code 6 and code 7
+    words of a load   [8 rows, 4 lanes, 2 halves of K, 2 halves of the rows]
 
 Scales follow as [N / 16, K / G, 8 rows, 2 halves]. Rows and K are padded with weights of zero.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -119,13 +128,12 @@ def counters(words: Tensor) -> Tensor:
 
 def dequantized(w: TiledLinear) -> Tensor:
     """The weight as [N, K] float32, exactly `code * scale`: the reference of every kernel."""
-    width = WIDTHS[w.bits]
-    codes = _placed_codes(w.words[:, :, :2], width.PLANE)  # [tiles, steps, 2, 8, 4, 4, codes]
-    codes = codes << (32 - width.PLANE) >> (32 - width.PLANE)  # the sign comes along
     if w.bits == 3:
-        lowest = _placed_codes(w.words[:, :, 2], 1) & 1  # of the first halves, then of the others
-        codes = 2 * codes + lowest.unflatten(-1, (2, 16)).movedim(-2, 2)
-    codes = codes.flatten(-2).unflatten(-1, (width.PRODUCTS, 8))
+        codes = _three_bits(w.words)
+    else:
+        codes = _placed_codes(w.words, w.bits)  # [tiles, steps, 2, 8, 4, 4, codes]
+        codes = codes << (32 - w.bits) >> (32 - w.bits)  # the sign comes along
+        codes = codes.flatten(-2).unflatten(-1, (WIDTHS[w.bits].PRODUCTS, 8))
     codes = codes.permute(2, 0, 3, 1, 5, 4, 6)  # half, tile, row, step, q, lane, k
     values = _untiled(codes.reshape(2, w.tiles, 8, -1).float(), w)[:, : w.K]
     scales = _untiled(w.scales.float().permute(3, 0, 2, 1), w)
@@ -171,15 +179,13 @@ def _words(codes: Tensor, bits: int, paired: bool) -> Tensor:
     for tile in range(0, tiles, block):
         part = slice(tile, min(tile + block, tiles))
         rows = _rows(codes, part, paired)
-        if bits == 3:
-            rows, lowest = _two_planes(rows)
-            out[part, :, 2] = _lowest(lowest, steps, paired)
-        out[part, :, :2] = _halves_of_words(rows, WIDTHS[bits].PLANE, steps, paired)
+        make = _words_of_three_bits if bits == 3 else _halves_of_words
+        out[part] = make(rows, bits, steps, paired)
     return out
 
 
 def _halves_of_words(rows: Tensor, bits: int, steps: int, paired: bool) -> Tensor:
-    """Native words of a plane of 2, 4 or 8 bits to [tiles, steps, 2, 8, 4, 4]."""
+    """Native words of 2, 4 or 8 bits to [tiles, steps, 2, 8, 4, 4]."""
     zero = {2: -0x55555556, 4: -0x77777778, 8: -0x7F7F7F80}[bits]  # every code is 2^(bits - 1)
     halves = _padded(_halves(rows, paired, zero), steps * WORDS, zero)
     count = halves.shape[1]
@@ -194,28 +200,41 @@ def _halves_of_words(rows: Tensor, bits: int, steps: int, paired: bool) -> Tenso
     return words ^ zero  # two's complement
 
 
-def _two_planes(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Native words of 3 bits as those of their upper two, and of the lowest, 32 to a word."""
-    words = rows.view(len(rows), -1, 3)
-    upper = words.new_zeros((*words.shape[:2], 2))
-    lowest = words.new_zeros(words.shape[:2])
-    for k in range(32):
-        at, shift = divmod(3 * k, 32)
-        code = words[..., at] >> shift
-        if shift > 29:
-            code = code & ((1 << (32 - shift)) - 1) | words[..., at + 1] << (32 - shift)
-        lowest |= (code & 1) << k
-        upper[..., k // 16] |= (code >> 1 & 3) << (k % 16 * 2)
-    return upper.flatten(1), lowest
-
-
-def _lowest(rows: Tensor, steps: int, paired: bool) -> Tensor:
-    """Lowest bits in order of k, 32 to a word, to the third load of 3 bits."""
-    halves = _padded(_halves(rows, paired, 0), steps * WORDS // 2, 0)
+def _words_of_three_bits(rows: Tensor, bits: int, steps: int, paired: bool) -> Tensor:
+    """Native words of 3 bits to [tiles, steps, 3, 8, 4, 4]."""
+    three = rows.view(torch.uint8).view(len(rows), -1, 3).to(torch.int32)  # bytes of a chunk
+    chunks = three[..., 0] | three[..., 1] << 8 | three[..., 2] << 16
+    chunks ^= 0o44444444  # two's complement
+    halves = _padded(_halves(chunks, paired, 0), steps * 32, 0)
     count = halves.shape[1]
-    chunks = halves.view(torch.uint8).view(2, count, 8, steps, 4, 2, 4)  # word, chunk of it, lane
-    words = chunks.permute(1, 3, 2, 6, 4, 0, 5).flatten(5).view(torch.int32)
-    return _placed(words.view(count, steps, 8, 4, 4), 1)
+    halves = halves.view(2, count, 8, steps, 2, 4, 4)  # half of rows, row, step, half of K, q, lane
+    q = halves.permute(1, 3, 2, 6, 4, 0, 5).flatten(4, 5).unbind(-1)
+    words = [torch.zeros_like(q[0]) for _ in range(3)]
+    for byte in range(4):
+        codes = [q[n // 2] >> 3 * _K_OF[n % 2][byte] & 7 for n in range(8)]
+        rest = codes[6] >> 1, codes[7] >> 1, codes[6] & 1 | (codes[7] & 1) << 1
+        for load in range(3):
+            value = codes[load] << 5 | codes[3 + load] << 2 | rest[load]
+            words[load] |= value << 8 * byte
+    return torch.stack(words, 2)
+
+
+_K_OF = ((0, 4, 1, 5), (2, 6, 3, 7))  # of a chunk: in each byte the first code, and the second
+
+
+def _three_bits(words: Tensor) -> Tensor:
+    """Invert `_words_of_three_bits`: [tiles, steps, 2 halves, 8 rows, 4 lanes, 8, 8] int32."""
+    found = words.new_empty((*words.shape[:2], 2, 8, 4, 8, 8))
+    for at in range(4):
+        loads = words[..., at].unbind(2)  # [tiles, steps, 8, 4]
+        for byte, n in itertools.product(range(4), range(8)):
+            load = [word >> 8 * byte for word in loads]
+            code = load[n % 3] >> (5 if n < 3 else 2)
+            if n >= 6:
+                code = load[n - 6] << 1 | load[2] >> n - 6 & 1
+            k = _K_OF[n % 2][byte]
+            found[:, :, at % 2, :, :, at // 2 * 4 + n // 2, k] = (code & 7 ^ 4) - 4
+    return found
 
 
 def _padded(halves: Tensor, width: int, fill: int) -> Tensor:

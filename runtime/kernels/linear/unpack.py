@@ -1,7 +1,7 @@
 """Device functions that take codes out of a lane's words (`tiles`): as bytes, or as pairs of BF16.
 
-A lane's words of a step are a tuple of loads: of row g, of row g + 8, and of the lowest bits of
-both where a width has those apart.
+A lane's words of a step are a tuple of loads: of row g and of row g + 8; or of 3 bits three of
+both rows, as in `tiles`.
 """
 
 from triton.experimental import gluon
@@ -9,7 +9,8 @@ from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.ptx.mma import pairs, times_plus
 
-LOWEST = gl.constexpr(0x20202020)  # where the lowest of three bits belongs, under the other two
+UPPER = gl.constexpr(-0x3F3F3F40)  # where the upper two of three bits belong in each byte
+LOWEST = gl.constexpr(0x20202020)  # and the lowest one
 ONES = gl.constexpr(0x3F803F80)  # two of 1.0
 
 
@@ -31,12 +32,17 @@ def _code_bytes(
     """Four codes of a row, of the first or second columns of a product."""
     if WIDTH.BITS == 8:
         word = loads[half][2 * q + part]
+    elif WIDTH.BITS == 3:
+        n: gl.constexpr = 2 * q % 8 + part
+        at: gl.constexpr = q // 4 * 2 + half
+        if n < 6:
+            word = _shifted(loads[n % 3][at], n // 3 * 3) & WIDTH.TOP
+        else:
+            word = _shifted(loads[n - 6][at], 6) & UPPER | _shifted(loads[2][at], 11 - n) & LOWEST
     else:
-        EACH: gl.constexpr = 4 // WIDTH.PLANE  # products of a word
+        EACH: gl.constexpr = 4 // WIDTH.BITS  # products of a word
         SLOT: gl.constexpr = 2 * (q % EACH) + part  # of these codes in their bytes
-        word = _shifted(loads[half][q // EACH], 8 - WIDTH.PLANE * (SLOT + 1)) & WIDTH.TOP
-        if WIDTH.BITS == 3:
-            word = word | _shifted(loads[2][q // EACH], 5 - SLOT - 4 * half) & LOWEST
+        word = _shifted(loads[half][q // EACH], 8 - WIDTH.BITS * (SLOT + 1)) & WIDTH.TOP
     return word
 
 
@@ -52,25 +58,30 @@ def chunk_pairs(loads, q: gl.constexpr, half: gl.constexpr, WIDTH: gl.constexpr)
     else:
         found = ()
         for i in gl.static_range(4):
-            found = found + (_pair(loads, q // 2, i // 2, 2 * (q % 2) + i % 2, half, WIDTH),)
+            if WIDTH.BITS == 2:
+                pair = _pair_of_two(loads[half][q // 2], i // 2, 2 * (q % 2) + i % 2)
+            else:
+                pair = _pair_of_three(loads, q // 4 * 2 + half, i // 2, 2 * q % 8 + i % 2)
+            found = found + (pair,)
     return found
 
 
 @gluon.jit
-def _pair(
-    loads, at: gl.constexpr, byte: gl.constexpr, slot: gl.constexpr, half: gl.constexpr,
-    WIDTH: gl.constexpr,
-):  # fmt: skip
-    """Codes in a slot of two bytes of a word, 16 bits apart."""
-    word = loads[half][at]
-    if WIDTH.BITS == 2:
-        word = _shifted(word, -8 * byte - 2 * slot) & 0x00030003 ^ 0x43024302
-        pair = times_plus(word, ONES, -0x3CFD3CFE)  # two of -130.0
+def _pair_of_two(word, byte: gl.constexpr, slot: gl.constexpr):
+    """Codes of 2 bits in a slot of two bytes, 16 bits apart."""
+    word = _shifted(word, -8 * byte - 2 * slot) & 0x00030003 ^ 0x43024302
+    return times_plus(word, ONES, -0x3CFD3CFE)  # two of -130.0
+
+
+@gluon.jit
+def _pair_of_three(loads, at: gl.constexpr, byte: gl.constexpr, n: gl.constexpr):
+    """The n-th codes of 3 bits of two bytes, 16 bits apart."""
+    if n < 6:
+        word = _shifted(loads[n % 3][at], n // 3 * 3 - 5 - 8 * byte) & 0x00070007
     else:
-        word = _shifted(word, 1 - 8 * byte - 2 * slot) & 0x00060006
-        word = word | _shifted(loads[2][at], -8 * byte - slot - 4 * half) & 0x00010001
-        pair = times_plus(word ^ 0x43044304, ONES, -0x3CFB3CFC)  # two of -132.0
-    return pair
+        word = _shifted(loads[n - 6][at], 1 - 8 * byte) & 0x00060006
+        word = word | _shifted(loads[2][at], 6 - n - 8 * byte) & 0x00010001
+    return times_plus(word ^ 0x43044304, ONES, -0x3CFB3CFC)  # two of -132.0
 
 
 @gluon.jit

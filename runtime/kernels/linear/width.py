@@ -2,8 +2,8 @@
 
 A width of up to 4 bits has several codes in a byte: a byte's upper bits are one of them times a
 power of two, once the word is shifted and the rest is masked. So digits meet a multiple of the
-code, exactly, and results are multiplied by FACTOR. Codes of 3 bits are two planes: their upper two
-bits, as those of 2 bits lie, and the lowest ones of all in words of their own.
+code, exactly, and results are multiplied by FACTOR. A quarter of the codes of 3 bits are in two
+words (`tiles`).
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,8 @@ class Width:
 
     Attributes:
         BITS: of a code.
-        PLANE: of them, in the words of the rows; a bit more may lie in words of both halves.
         TOP: where they are in each byte of a word, once shifted up.
-        LOADS: of 16 bytes by which a lane gets a step: one for each half, one for what is left.
+        LOADS: of 16 bytes by which a lane gets a step.
         STEP_K: columns of a step of a tile.
         STEP_BYTES: of a step's words, of all 16 rows.
         PRODUCTS: of a step, of 32 columns each.
@@ -27,7 +26,6 @@ class Width:
     """
 
     BITS: int
-    PLANE: int
     TOP: int
     LOADS: int
     STEP_K: int
@@ -38,8 +36,8 @@ class Width:
     FACTOR: float
 
 
-INT2 = Width(2, 2, -0x3F3F3F40, 2, 256, 1024, PRODUCTS=8, BLOCKS=4, ROWS=2, FACTOR=2.0**-6)
-INT3 = Width(3, 2, -0x3F3F3F40, 3, 256, 1536, PRODUCTS=8, BLOCKS=4, ROWS=2, FACTOR=2.0**-5)
-INT4 = Width(4, 4, -0x0F0F0F10, 2, 128, 1024, PRODUCTS=4, BLOCKS=2, ROWS=1, FACTOR=2.0**-4)
-INT8 = Width(8, 8, -1, 2, 64, 1024, PRODUCTS=2, BLOCKS=1, ROWS=1, FACTOR=1.0)
+INT2 = Width(2, -0x3F3F3F40, 2, 256, 1024, PRODUCTS=8, BLOCKS=4, ROWS=2, FACTOR=2.0**-6)
+INT3 = Width(3, -0x1F1F1F20, 3, 256, 1536, PRODUCTS=8, BLOCKS=4, ROWS=2, FACTOR=2.0**-5)
+INT4 = Width(4, -0x0F0F0F10, 2, 128, 1024, PRODUCTS=4, BLOCKS=2, ROWS=1, FACTOR=2.0**-4)
+INT8 = Width(8, -1, 2, 64, 1024, PRODUCTS=2, BLOCKS=1, ROWS=1, FACTOR=1.0)
 WIDTHS = {width.BITS: width for width in (INT2, INT3, INT4, INT8)}

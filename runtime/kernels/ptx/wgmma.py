@@ -16,12 +16,11 @@ def product_code(columns, bits, offset):
     """PTX of up to 128 k: unpack their words, multiply them with `columns` columns, wait.
 
     Outputs: columns / 2 words of sums, zero before. Inputs: words of a lane, of rows g, then of
-    rows g + 8 and of the lowest of 3 bits; and the matrix descriptor of the digits, which lie
-    `offset` times 16 bytes on.
+    rows g + 8, but of 3 bits those of both rows from each load; and the matrix descriptor of the
+    digits, which lie `offset` times 16 bytes on.
     """
     count = columns // 2
-    each, lowest = _product_words(bits)
-    words = [f"${count + i}" for i in range(2 * each + lowest)]
+    words = [f"${count + i}" for i in range(_product_words(bits))]
     sums = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
     lines = ["{", ".reg .b64 at;", ".reg .pred first, more;", ".reg .b32 a<16>;"]
     lines += ["setp.ne.b32 first, 0, 0;", "setp.ne.b32 more, 1, 0;"]
@@ -39,8 +38,12 @@ def product_code(columns, bits, offset):
     else:
         lines.append(".reg .b32 t;")
         for i in range(16):  # registers of A of four products, two to a word
-            slot = 2 * (i // 4 % 2) + i % 4 // 2
-            lines += _narrow_bytes(bits, words[i // 8 :: 2], slot, i % 2, f"a{i}")
+            if bits == 2:
+                slot = 2 * (i // 4 % 2) + i % 4 // 2
+                lines.append(f"shl.b32 t, {words[i // 8 + i % 2 * 2]}, {6 - 2 * slot};")
+                lines.append(f"and.b32 a{i}, t, 0xC0C0C0C0;")
+            else:
+                lines += _three_bits(words[i % 2 :: 2], i // 2, f"a{i}")
         products = [[f"a{4 * q + i}" for i in range(4)] for q in range(4)]
     lines.append("wgmma.fence.sync.aligned;")
     for q, codes in enumerate(products):
@@ -55,28 +58,27 @@ def product_code(columns, bits, offset):
 
 @gluon.constexpr_function
 def _product_words(bits):
-    """Words of a row that a product code is given, and those of lowest bits."""
-    return 4 if bits >= 4 else 2, 2 if bits == 3 else 0
+    """Words that a product code is given, of two rows."""
+    return {2: 4, 3: 6, 4: 8, 8: 8}[bits]
 
 
 @gluon.constexpr_function
-def _narrow_bytes(bits, words, slot, row, target):
-    """PTX of `unpack.product_codes` for 2 and 3 bits: the codes of a slot as bytes."""
-    lines = [f"shl.b32 {target}, {words[row]}, {6 - 2 * slot};"]
-    lines.append(f"and.b32 {target}, {target}, 0xC0C0C0C0;")
-    if bits == 3:
-        up = 5 - slot - 4 * row
-        move = "shl.b32" if up > 0 else "shr.u32"
-        lines.append(f"{move} t, {words[2]}, {abs(up)};")
-        lines.append(f"lop3.b32 {target}, t, 0x20202020, {target}, 0xea;")
+def _three_bits(words, n, target):
+    """PTX of `unpack.product_codes` for 3 bits: the n-th codes of the bytes of a row's words."""
+    if n < 3:
+        return [f"and.b32 {target}, {words[n]}, 0xE0E0E0E0;"]
+    if n < 6:
+        return [f"shl.b32 t, {words[n - 3]}, 3;", f"and.b32 {target}, t, 0xE0E0E0E0;"]
+    lines = [f"shl.b32 t, {words[n - 6]}, 6;", f"and.b32 {target}, t, 0xC0C0C0C0;"]
+    lines.append(f"shl.b32 t, {words[2]}, {11 - n};")
+    lines.append(f"lop3.b32 {target}, t, 0x20202020, {target}, 0xea;")
     return lines
 
 
 @gluon.constexpr_function
 def _constraints(columns, bits):
     """Constraints of `product_code`: sums must not lie where codes are still read."""
-    each, lowest = _product_words(bits)
-    return ",".join(["=&r"] * (columns // 2) + ["r"] * (2 * each + lowest) + ["l"])
+    return ",".join(["=&r"] * (columns // 2) + ["r"] * _product_words(bits) + ["l"])
 
 
 @gluon.constexpr_function
@@ -93,7 +95,7 @@ def multiply_step(
     loads: see `unpack`. digits: descriptor of the first step's digits. AT: bytes from there to
     these.
     """
-    EACH: gl.constexpr = _product_words(BITS)[0]
+    EACH: gl.constexpr = _product_words(BITS) // len(loads)
     words = ()
     for load in gl.static_range(len(loads)):
         for i in gl.static_range(EACH):
@@ -196,11 +198,11 @@ def wait_phase(barrier, parity, wanted=True):
 
 
 @gluon.constexpr_function
-def _widening(bits, words, scales, out):
+def _widening(bits, words, scales, out, second):
     """PTX that makes the A fragments of 64 k: BF16 of codes times scales.
 
-    words: names of the registers of rows g, of rows g + 8, and of the lowest of 3 bits; scales: of
-    each chunk, a word of both rows' scales; out: names of 16 registers.
+    words: names of the registers of rows g and of rows g + 8; scales: of each chunk, a word of both
+    rows' scales; out: names of 16 registers; second: 1 for the last 64 of 128 k, else 0.
     """
     lines = [".reg .b32 t, one, low, high, p<4>;", "mov.b32 one, 0x3f803f80;"]
     for chunk in range(2):
@@ -209,7 +211,7 @@ def _widening(bits, words, scales, out):
         for row in range(2):
             factor = ("low", "high")[row]
             if bits < 4:
-                lines += _narrow_pairs(bits, words, chunk, row)
+                lines += _narrow_pairs(bits, words[row], 4 * second + 2 * chunk)
                 lines += _scaled_pairs(chunk, row, factor, out)
                 continue
             own = words[row][chunk::2] if bits == 4 else words[row][2 * chunk : 2 * chunk + 2]
@@ -243,27 +245,24 @@ def _nibble_pairs(bits, word):
 
 
 @gluon.constexpr_function
-def _narrow_pairs(bits, words, chunk, row):
-    """PTX of `unpack.chunk_pairs` for 2 and 3 bits, into p0 to p3."""
+def _narrow_pairs(bits, words, first):
+    """PTX of `unpack.chunk_pairs` for 2 and 3 bits, into p0 to p3: bytes' codes from `first` on."""
     lines = []
     for i in range(4):
-        byte, slot = i // 2, 2 * chunk + i % 2
+        byte, n = i // 2, first + i % 2
         if bits == 2:
-            lines.append(f"shr.u32 t, {words[row][0]}, {8 * byte + 2 * slot};")
+            lines.append(f"shr.u32 t, {words[0]}, {8 * byte + 2 * (n % 4)};")
             lines.append(f"lop3.b32 p{i}, t, 0x00030003, 0x43024302, 0x6a;")
-            taken = "0xC302C302"
+        elif n < 6:
+            lines.append(f"shr.u32 t, {words[n % 3]}, {8 * byte + (5 if n < 3 else 2)};")
+            lines.append(f"lop3.b32 p{i}, t, 0x00070007, 0x43044304, 0x6a;")
         else:
-            up = 8 * byte + 2 * slot - 1
-            move = (
-                f"shr.u32 t, {words[row][0]}, {up};"
-                if up > 0
-                else f"shl.b32 t, {words[row][0]}, 1;"
-            )
-            lines.append(move)
+            move = "shl.b32" if byte == 0 else "shr.u32"
+            lines.append(f"{move} t, {words[n - 6]}, {1 if byte == 0 else 7};")
             lines.append(f"lop3.b32 p{i}, t, 0x00060006, 0x43044304, 0x6a;")
-            lines.append(f"shr.u32 t, {words[2][0]}, {8 * byte + slot + 4 * row};")
+            lines.append(f"shr.u32 t, {words[2]}, {8 * byte + n - 6};")
             lines.append(f"lop3.b32 p{i}, t, 0x00010001, p{i}, 0xea;")
-            taken = "0xC304C304"
+        taken = "0xC302C302" if bits == 2 else "0xC304C304"
         lines.append(f"{{.reg .b32 c; mov.b32 c, {taken}; fma.rn.bf16x2 p{i}, p{i}, one, c;}}")
     return lines
 
@@ -277,23 +276,22 @@ def _scaled_pairs(chunk, row, factor, out):
 
 @gluon.constexpr_function
 def _words_of(bits):
-    """Words of 64 k: of each row, and of the lowest bits."""
-    return max(bits // 2, 1), 1 if bits == 3 else 0
+    """Words of a row that hold its 64 k; of 3 bits all those of 128."""
+    return 3 if bits == 3 else max(bits // 2, 1)
 
 
 @gluon.constexpr_function
 def _given_words(bits):
     """Operands of 64 k, the words of two chunks' scales among them."""
-    each, lowest = _words_of(bits)
-    return 2 * each + lowest + 2
+    return 2 * _words_of(bits) + 2
 
 
 @gluon.constexpr_function
 def _named_words(bits, first):
-    """Operands from `first` on: words of both rows, the lowest bits, and scales of two chunks."""
-    each, _ = _words_of(bits)
+    """Operands from `first` on: words of both rows, and scales of two chunks."""
+    each = _words_of(bits)
     names = _operands(first, _given_words(bits))
-    return (names[:each], names[each : 2 * each], names[2 * each : -2]), names[-2:]
+    return (names[:each], names[each:-2]), names[-2:]
 
 
 @gluon.constexpr_function
@@ -302,9 +300,12 @@ def _operands(first, count):
 
 
 @gluon.constexpr_function
-def widened_code(bits):
-    """PTX of `widened`. Outputs: 16 words. Inputs: words of both rows, two words of scales."""
-    lines = _widening(bits, *_named_words(bits, 16), _operands(0, 16))
+def widened_code(bits, second=0):
+    """PTX of `widened`. Outputs: 16 words. Inputs: words of both rows, two words of scales.
+
+    second: 1 for the last 64 of 128 k.
+    """
+    lines = _widening(bits, *_named_words(bits, 16), _operands(0, 16), second)
     return "\n".join(["{", *lines, "}"])
 
 
@@ -333,7 +334,8 @@ def widened_product_code(columns, bits):
         lines.append("wgmma.commit_group.sync.aligned;")
         if half == 0:  # the product before is done, and its fragments may be overwritten
             lines.append("wgmma.wait_group.sync.aligned 1;")
-        lines += ["{", *_widening(bits, *_named_words(bits, given), fragments[half + 1]), "}"]
+        named = _named_words(bits, given)
+        lines += ["{", *_widening(bits, *named, fragments[half + 1], 1 - half), "}"]
         given += own
     lines += ["wgmma.wait_group.sync.aligned 1;", "}"]
     return "\n".join(lines)
@@ -359,15 +361,14 @@ def _floats_and_words(floats, words):
 @gluon.jit
 def _sources(step, HALF: gl.constexpr, BITS: gl.constexpr):
     """Words and scales of 64 of a step's 128 k."""
-    low, high, lowest, scales = step
-    EACH: gl.constexpr = _words_of(BITS)[0]
+    low, high, scales = step
+    EACH: gl.constexpr = _words_of(BITS)
+    FIRST: gl.constexpr = 0 if BITS == 3 else EACH * HALF
     out = ()
     for i in gl.static_range(EACH):
-        out = out + (low[EACH * HALF + i],)
+        out = out + (low[FIRST + i],)
     for i in gl.static_range(EACH):
-        out = out + (high[EACH * HALF + i],)
-    if BITS == 3:
-        out = out + (lowest[HALF],)
+        out = out + (high[FIRST + i],)
     return out + (scales[2 * HALF], scales[2 * HALF + 1])
 
 
@@ -375,8 +376,8 @@ def _sources(step, HALF: gl.constexpr, BITS: gl.constexpr):
 def widened(step, BITS: gl.constexpr):
     """A lane's fragments of a step's first 64 k: four times four words of wgmma's A operand, BF16.
 
-    step: of 128 k, the words of row g and those of row g + 8, of 3 bits those of the lowest ones,
-    and for each chunk of 8 k a word, the BF16 scales of both rows.
+    step: of 128 k, the words of row g and those of row g + 8, and for each chunk of 8 k a word, the
+    BF16 scales of both rows.
     """
     return gl.inline_asm_elementwise(
         widened_code(BITS), _widened_constraints(BITS), _sources(step, 0, BITS), dtype=_words(16),

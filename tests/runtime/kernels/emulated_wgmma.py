@@ -3,6 +3,7 @@
 A warpgroup's product is that of its warps, 16 rows each. Copies arrive at once.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,15 +21,20 @@ def codes_of(loads: Any, q: int, bits: int) -> list[Any]:
     if bits == 4:
         words = [loads[half][q] for half in range(2)]
         return [word << 4 & -0x0F0F0F10 for word in words] + [w & -0x0F0F0F10 for w in words]
+    if bits == 2:
+        return [
+            (loads[half][q // 2] >> 4 * (q % 2) + 2 * part & 0x03030303) << 6
+            for part in range(2)
+            for half in range(2)
+        ]
     found = []
-    for part in range(2):
-        slot = 2 * (q % 2) + part
-        for half in range(2):
-            code = loads[half][q // 2] >> 2 * slot & 0x03030303
-            code = code << 6
-            if bits == 3:
-                code = code | (loads[2][q // 2] >> (slot + 4 * half) & 0x01010101) << 5
-            found.append(code)
+    for n, half in itertools.product(range(2 * q % 8, 2 * q % 8 + 2), range(2)):
+        words = [load[q // 4 * 2 + half] for load in loads]
+        if n < 6:
+            code = words[n % 3] >> (5 if n < 3 else 2) & 0x07070707
+        else:
+            code = (words[n - 6] & 0x03030303) << 1 | words[2] >> n - 6 & 0x01010101
+        found.append(code << 5)
     return found
 
 

@@ -120,7 +120,7 @@ def test_warps_hold_the_fragments_of_wgmma(make_packed: MakePacked, bits: int, G
     for block, tile in itertools.product(range(10), range(2)):
         step = load(words, scales, zero + block // 2, t.constants)
         inputs = [torch.from_numpy(np.asarray(x)[0, tile]) for x in sources(step, block % 2, bits)]
-        registers, _ = run(widened_code(bits), 16, inputs)
+        registers, _ = run(widened_code(bits, block % 2), 16, inputs)
         for product, half, part in itertools.product(range(4), range(2), range(2)):
             found = halves(registers[f"${4 * product + 2 * part + half}"])
             k = 64 * block + 32 * (product // 2) + 8 * chunk + 4 * (product % 2) + 2 * part

@@ -98,18 +98,25 @@ def fragment_b(pairs: list[Tensor]) -> Tensor:
 
 
 def narrow(t: TiledLinear, step: int, q: int, half: int) -> list[Tensor]:
-    """Four pairs [..., 2] of a chunk's codes of 2 or 3 bits: a shift and a mask for each plane."""
-    loads = t.words.reshape(t.tiles, t.steps, -1, 32, 4)[:, step, :, :, q // 2]
+    """Four pairs [..., 2] of a chunk's codes of 2 or 3 bits: a shift and a mask, or two of each."""
     found = []
     for byte, slot in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        slot += 2 * (q % 2)
-        upper = (loads[:, half] >> (8 * byte + 2 * slot) & 0x00030003) ^ 0x00020002
-        codes = torch.stack([upper & 0xFFFF, upper >> 16], -1) - 2
-        if t.bits == 3:
-            lowest = loads[:, 2] >> (8 * byte + slot + 4 * half) & 0x00010001
-            codes = 2 * codes + torch.stack([lowest & 0xFFFF, lowest >> 16], -1)
-        found.append(codes.double())
+        code = codes_of_bytes(t, step, q, slot, half) >> 8 * byte & 0x00FF00FF
+        sign = 1 << (t.bits - 1)
+        pair = torch.stack([code & 0xFFFF, code >> 16], -1)
+        found.append(((pair ^ sign) - sign).double())
     return found
+
+
+def codes_of_bytes(t: TiledLinear, step: int, q: int, slot: int, half: int) -> Tensor:
+    """The codes of 2 or 3 bits in the four bytes of a word, [tiles, 32]: as fields of the bytes."""
+    loads = t.words.reshape(t.tiles, t.steps, -1, 32, 4)[:, step]
+    if t.bits == 2:
+        return loads[:, half, :, q // 2] >> (4 * (q % 2) + 2 * slot) & 0x03030303
+    n, words = 2 * (q % 4) + slot, loads[..., 2 * (q // 4) + half]
+    if n < 6:
+        return words[:, n % 3] >> (5, 2)[n // 3] & 0x07070707
+    return (words[:, n - 6] & 0x03030303) << 1 | words[:, 2] >> (n - 6) & 0x01010101
 
 
 def widened(word: Tensor, bits: int) -> list[Tensor]:
@@ -195,16 +202,13 @@ def integer_product(t: TiledLinear, x: Tensor) -> Tensor:
                 words = loads[:, step, ..., q]
                 halves = [words << 4 & -0x0F0F0F10, words & -0x0F0F0F10]
             elif t.bits < 4:
-                words = loads[:, step, ..., q // 2]
-                halves = [words << (6 - 4 * (q % 2) - 2 * i) & -0x3F3F3F40 for i in range(2)]
-                if t.bits == 3:
-                    both = t.words[:, step, 2, ..., q // 2]
-                    lowest = torch.stack([both & 0x0F0F0F0F, both >> 4 & 0x0F0F0F0F], 1)
-                    at = 2 * (q % 2)
-                    halves = [
-                        half | (lowest >> (at + i) & 0x01010101) << 5
-                        for i, half in enumerate(halves)
-                    ]
+                halves = [
+                    torch.stack(
+                        [codes_of_bytes(t, step, q, slot, half) for half in range(2)], 1
+                    ).view(t.tiles, 2, 8, 4)
+                    << 8 - t.bits
+                    for slot in range(2)
+                ]
             else:
                 halves = [loads[:, step, ..., 2 * q], loads[:, step, ..., 2 * q + 1]]
             a = torch.stack(
