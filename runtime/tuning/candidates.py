@@ -31,6 +31,7 @@ MOST_WHOLE = 8  # programs of a multiprocessor; of more the last ones do not mat
 REGISTER_FILE = 65536  # registers of a multiprocessor, of every card from 8.0 to 12.0
 REGISTERS = (None, 80, 96, 128, 168)
 SHARED = (16, 32, 48)  # KB
+RESERVED = 1 << 10  # bytes of a multiprocessor's shared memory that no program may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,5 +185,5 @@ def spread(launch: GemvLaunch, K: int, card: Multiprocessors) -> Iterator[GemvLa
         card: that it is for.
     """
     needed = staged_bytes(K, 1, normed=True) + launch.sums_bytes(1)
-    sizes = (kb for kb in SHARED if card.overlaps and kb << 10 > needed)
-    return (replace(launch, shared=kb) for kb in sizes)
+    wider = (replace(launch, shared=kb) for kb in SHARED if card.overlaps)
+    return (each for each in wider if each.spread_bytes(card.shared - RESERVED) > needed)

@@ -1,8 +1,8 @@
 """Launch sizes of linear layers: literal tables, by the size of the weight.
 
-Measured on an H200 (LOG.md); elsewhere the same but for the cap of registers (`register_cap`) and,
-before Hopper, for shared memory asked for beyond the need: no kernel needs more registers or shared
-memory than compute capability 8.0 to 12.0 all have.
+Measured on an H200 (LOG.md); elsewhere the same but for the cap of registers (`register_cap`) and
+for shared memory asked for beyond the need (`spread_bytes`; before Hopper none is): no kernel needs
+more registers or shared memory than compute capability 8.0 to 12.0 all have.
 """
 
 from dataclasses import dataclass, replace
@@ -23,8 +23,8 @@ class GemvLaunch:
         registers: most registers of a thread; None lets the compiler spill for occupancy's sake.
         abreast: groups of warps side by side. Each has tiles of its own, whose steps its warps
             share.
-        shared: KB of shared memory that a program takes at least. Programs that start early crowd
-            on the multiprocessors that have room first; so fewer of them fit on one.
+        shared: KB of shared memory that a program takes at least on Hopper. Programs that start
+            early crowd on the multiprocessors that have room first; so fewer of them fit on one.
         rounds: times that a group takes tiles, one after the other, with the same x.
         split: programs that share a tile, each with some of its parts. Of a lone token they share
             x too, and the last of them joins their sums; of 17 and more a kernel does.
@@ -62,12 +62,20 @@ class GemvLaunch:
         """Tiles of a program."""
         return self.tiles * self.abreast * self.rounds
 
+    def spread_bytes(self, limit: int) -> int:
+        """Shared memory that a program takes at least, of which as many fit as on Hopper.
+
+        limit: bytes that a program may take on the GPU, about what a multiprocessor has.
+        """
+        return (self.shared << 10) * limit // HOPPER_SHARED
+
     def sums_bytes(self, tokens: int) -> int:
         """Shared memory for the sums of each warp."""
         return self.warps * self.tiles * self.rounds * 64 * tokens
 
 
 UNIT_K = 256  # elements of x with one unit
+HOPPER_SHARED = 227 << 10  # bytes that a program may take
 MULTIPROCESSORS = 132  # of an H200, and of an H100 for SXM
 Tuned = tuple[tuple[int, GemvLaunch], ...]  # tokens, and their launch as measured on this card
 
@@ -345,7 +353,6 @@ class WgmmaLaunch:
 WGMMA_WARPS = 8
 MOST_OWN = 4  # parts of a program
 MOST_AHEAD = {16: 4, 32: 4, 64: 2}  # by tokens; more spill
-HOPPER_SHARED = 227 << 10
 LEAST_DEEP = (4096, 8 << 20)  # columns and bytes of codes from which 9 to 16 tokens gain
 
 

@@ -328,7 +328,7 @@ def _plan(
         ADDED_ROWS=fused.added_rows,
         ROWS=fused.rows,
         DENSE=rows_of(W.K, rows, launch.warps, whole, pdl, launch.early),
-        SHARED=max(launch.shared << 10 if pdl else 0, needed),
+        SHARED=max(launch.spread_bytes(limit) if pdl else 0, needed),
         SUMS=_staged_bytes(places, fused.normed) if staged else 0,
         JOINED=launch.parts,
         PDL=pdl,

@@ -86,6 +86,11 @@ def test_caps_and_spread_change_nothing_else() -> None:
     assert {replace(launch, shared=0) for launch in found} == {one}
     assert max(launch.shared for launch in found) << 10 <= STATIC_SHARED
     assert list(spread(one, 17408, H200)) == []
+    needed = staged_bytes(2048, 1, normed=True) + one.sums_bytes(1)
+    assert [each.shared for each in spread(one, 2048, H200)] == [16, 32, 48]
+    assert [each.shared for each in spread(one, 2048, RTX_5090)] == [
+        kb for kb in (16, 32, 48) if kb * 1024 * 99 // 227 > needed
+    ]
 
 
 def test_what_a_card_ignores_is_not_tried() -> None:

@@ -18,7 +18,8 @@ from lowbit.runtime.kernels.launch.linear import (
     gemv_launch,
     wgmma_launch,
 )
-from lowbit.runtime.kernels.linear.gemv import places_of, shared_bytes
+from lowbit.runtime.kernels.linear.gemv import Fused, _plan, places_of, shared_bytes
+from lowbit.runtime.kernels.linear.program import packed
 from lowbit.runtime.kernels.linear.width import WIDTHS
 
 KB = 1024
@@ -78,6 +79,26 @@ def test_more_shared_memory_is_more_than_needed() -> None:
         needed = shared_bytes(steps * 512 // bits, launch, 1, True)
         assert needed <= 99 * KB  # of every card; long rows need more than STATIC_SHARED
         assert launch.shared == 0 or launch.shared * KB > needed
+
+
+@pytest.mark.parametrize("kb", [16, 32, 48])
+def test_as_many_spread_programs_fit_where_shared_memory_is_small(kb: int) -> None:
+    """1 KB of each program is the driver's."""
+    launch = GemvLaunch(1, 4, 8, shared=kb)
+    assert launch.spread_bytes(227 * KB) == kb * KB
+    on_hopper = 228 // (kb + 1)
+    assert 100 // (kb + 1) < on_hopper - 1  # as the kernel would ask for without
+    assert 0 <= on_hopper - 100 * KB // (launch.spread_bytes(99 * KB) + KB) <= 1
+
+
+def test_programs_spread_only_where_kernels_overlap() -> None:
+    launch, W = GemvLaunch(1, 4, 8, shared=48), packed(2048, 128, 4, "bf16")
+    fused, needed = Fused(True, 0, False, 0), shared_bytes(2048, launch, 1, True)
+    taken = [
+        _plan(W, launch, 1, False, fused, pdl, kb * KB).SHARED
+        for pdl, kb in ((True, 227), (True, 99), (False, 99))
+    ]
+    assert taken == [48 * KB, 48 * KB * 99 // 227, needed]
 
 
 @pytest.mark.parametrize("paired", [False, True])
