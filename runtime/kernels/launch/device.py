@@ -15,6 +15,7 @@ from lowbit.runtime.kernels.launch.linear import MULTIPROCESSORS
 
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a kernel may declare on every GPU
 OLDER_REGISTERS = 168  # of a thread, where a launch names none
+TIGHT = 80  # registers of a thread
 
 
 def programmatic_launch(x: Tensor) -> bool:
@@ -32,11 +33,20 @@ def programmatic_launch(x: Tensor) -> bool:
 def register_cap(x: Tensor, measured: int | None) -> int | None:
     """Most registers of a thread, given the best on Hopper; None leaves them to the compiler.
 
-    Before Hopper the compiler spills more often without a cap, after Hopper with one.
+    After Hopper the compiler spills more often with a cap.
     """
     if capability(x) >= (10, 0):
         return None
-    return measured if capability(x) >= (9, 0) else measured or OLDER_REGISTERS
+    return measured if capability(x) >= (9, 0) else older_cap(measured)
+
+
+def older_cap(measured: int | None) -> int | None:
+    """Most registers of a thread before Hopper.
+
+    There the compiler spills more often without a cap, but where Hopper's is tight: it takes fewer
+    registers by itself then.
+    """
+    return None if measured is not None and measured <= TIGHT else measured or OLDER_REGISTERS
 
 
 def hopper_registers(x: Tensor, measured: int | None) -> int | None:

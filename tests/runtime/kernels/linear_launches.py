@@ -19,6 +19,16 @@ MODELS = {
 }
 LARGE = ("14B", "3.5-27B", "32B")
 VOCABULARY = 151936
+TIGHTEST = [(8, 5120, 5120), (4, 5120, 17408)]  # of 14B, on compute capability 8.6
+# Bits, rows and columns of other real linears, whose launches are those of no table.
+UNMEASURED = [
+    *((4, 3072, 8192), (4, 17408, 3072), (4, 20480, 3072)),  # 3.5-122B-A10B
+    *((8, 3072, 8192), (8, 17408, 3072), (8, 20480, 3072), (8, 248320, 3072)),
+    *((4, 4096, 14336), (8, 4096, 14336), (8, 128256, 4096)),  # Llama-3.1-8B
+    *((4, 28672, 4096), (8, 28672, 4096)),
+    *((8, 2048, 4096), (8, 9216, 2048), (8, 10240, 4096), (8, 12288, 4096)),  # 3.5-35B-A3B, 9B
+    *((8, 14336, 5120), (8, 248320, 5120)),  # 3.5-27B
+]
 
 
 def linears_of_models(full: bool) -> Iterator[str]:
@@ -74,6 +84,28 @@ def sizes(model: str, bits: int) -> set[tuple[int, int, int]]:
     hidden, inner, qkv, heads = MODELS[model]
     shapes = [(qkv, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner)]
     return {(bits, N // 16, K // WIDTHS[bits].STEP_K) for N, K in shapes}
+
+
+def lone(full: bool) -> Iterator[str]:
+    """Every launch of real linears for a token; else those that come closest to spilling."""
+    from lowbit.runtime.backends import cuda
+
+    if not full:
+        for bits, N, K in TIGHTEST:
+            cuda.product(zeros(1, K), weight(bits, N, K), added=zeros(1, N))
+            yield f"INT{bits} {N}x{K}"
+        return
+    models = [(model, bits) for model in MODELS for bits in (4, 8)]
+    models += [("8B", 2), ("8B", 3)]
+    for model, bits in models:
+        yield from linears(model, bits, 1)
+    yield from measured({size for model, bits in models for size in sizes(model, bits)})
+    for bits, N, K in UNMEASURED:
+        if N > K:
+            cuda.product(zeros(1, K), weight(bits, N, K), norm=zeros(K), eps=EPS)
+        else:
+            cuda.product(zeros(1, K), weight(bits, N, K), added=zeros(1, N))
+        yield f"INT{bits} {N}x{K}"
 
 
 def measured(known: set[tuple[int, int, int]]) -> Iterator[str]:

@@ -147,12 +147,12 @@ def test_prompts_share_kernels(tmp_path: Path) -> None:
     assert all(found.values()), found
 
 
-def outside(cache: Path, task: str) -> dict[str, Any]:
-    """What this file prints as a program; warnings are errors there too."""
+def outside(cache: Path, task: str, program: str = "test_compile") -> dict[str, Any]:
+    """What a file of this folder prints as a program; warnings are errors there too."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(cache)
     env["TRITON_DISABLE_LINE_INFO"] = "1"  # the machine code is the same, sooner
-    command = [sys.executable, "-W", "error", "-m", "tests.runtime.kernels.test_compile", task]
+    command = [sys.executable, "-W", "error", "-m", f"tests.runtime.kernels.{program}", task]
     root = Path(__file__).parents[3]
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, cwd=root)
     assert done.returncode == 0, done.stderr
@@ -180,8 +180,8 @@ class Launch:
         return f"{self.name} {kinds} {self.options}"
 
 
-def recorded(capability: int) -> Iterator[tuple[str, Launch]]:
-    """What the backend launches on such a card, once each, by name."""
+def recorded(capability: int, calls: Iterator[str]) -> Iterator[tuple[str, Launch]]:
+    """What calls of the backend launch on such a card, once each, by name."""
     from triton.runtime import JITFunction
 
     from lowbit.runtime.kernels.launch import device
@@ -199,7 +199,7 @@ def recorded(capability: int) -> Iterator[tuple[str, Launch]]:
     device.multiprocessors = lambda x: MULTIPROCESSORS
     seen = set()
     with torch.device("meta"):
-        for label in workload(full=capability == 90):
+        for label in calls:
             for launch in launches:
                 if launch.key not in seen:
                     seen.add(launch.key)
@@ -427,7 +427,7 @@ def machine_code(capability: int, part: int) -> dict[str, Usage | None]:
 
     What other parts compile is None.
     """
-    launches = dict(recorded(capability))
+    launches = dict(recorded(capability, workload(full=capability == 90)))
     found: dict[str, Usage | None] = dict.fromkeys(launches)
     for name in shares(list(launches), capability)[part]:
         usage = found[name] = compiled(launches[name], capability)

@@ -44,6 +44,26 @@ def test_callees_are_hashed_before_their_caller(monkeypatch: pytest.MonkeyPatch)
     assert hashed == ["leaf", "member", "inner", "kernel"]
 
 
+@pytest.mark.parametrize(
+    ("capability", "caps"),
+    [
+        ((8, 0), {None: 168, 80: None, 96: 96, 255: 255}),
+        ((8, 9), {None: 168, 80: None, 96: 96, 255: 255}),
+        ((9, 0), {None: None, 80: 80, 96: 96, 255: 255}),
+        ((12, 0), {None: None, 80: None, 96: None, 255: None}),
+    ],
+    ids=str,
+)
+def test_registers_are_capped_by_the_kind_of_card(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    caps: dict[int | None, int | None],
+) -> None:
+    monkeypatch.setattr(device, "capability", lambda x: capability)
+    x = torch.empty(0)
+    assert {measured: device.register_cap(x, measured) for measured in caps} == caps
+
+
 @pytest.mark.gpu
 def test_alignment_and_sizes_are_told_apart() -> None:
     """Vector loads of a kernel compiled for aligned rows would fault on these, or read others."""
