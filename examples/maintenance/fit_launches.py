@@ -5,7 +5,7 @@ The time of a launch is a sum of seven terms, each a count times a cost in micro
 squares of relative errors find the costs. Tables show how well a card is predicted from another,
 and a linear from the others; then the time that three ways to choose a launch lose: the model,
 fitted to other linears of another card, the launch tables, and the order of `lowbit-run tune`.
-`FILE`s are of `time_launches.py`; the default is that of an H100 and an H200 in `examples/data`.
+`FILE`s are like `examples/data/launches.json`, the default, which is of an H100 and an H200.
 """
 
 import json
