@@ -117,7 +117,7 @@ def trained(request: pytest.FixtureRequest, shorten: Shorten) -> dict[str, lowbi
     }
 
 
-def requests(model: lowbit.Model, count: int = 16) -> list[TokenRequest]:
+def requests(model: lowbit.Model, count: int = 12) -> list[TokenRequest]:
     text = (EXAMPLES / "data" / "stories-eval.txt").read_text()
     starts = ("Once upon a time, a little robot", text[:700], "Lily", text[2000:2100])
     return [
@@ -240,7 +240,7 @@ def test_a_draft_head_changes_nothing_and_is_right_nearly_as_often(small_draft: 
         for mode in ("off", "mtp")
     )
     tally = Tally()
-    for request in requests(plain):
+    for request in requests(plain, 16):
         handle = drafted.engine.submit(request)
         assert handle.result() == plain.engine.submit(request).result()
         tally.add(handle.tally)

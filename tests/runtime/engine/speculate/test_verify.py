@@ -34,10 +34,12 @@ CASES = [
     ("tiny-qwen3.5", "float32", "bf16"),
     ("tiny-qwen3.5", "bfloat16", "int8"),
 ]
+IDS = ["-".join(case) for case in CASES]
+DENSE, EXACT, ROUNDED = CASES
 COUNT = 26  # new tokens
 
 
-@pytest.fixture(scope="module", params=CASES, ids=["-".join(case) for case in CASES])
+@pytest.fixture(scope="module", params=CASES, ids=IDS)
 def model(request: pytest.FixtureRequest, shorten: Shorten) -> lowbit.Model:
     name, dtype, kv_cache = request.param
     return lowbit.load(
@@ -137,7 +139,15 @@ PATTERNS: tuple[Callable[[int], int], ...] = (
 )
 
 
-@pytest.mark.parametrize(("number", "drafts"), [(0, 1), (0, 15), (1, 3), (1, 15), (2, 1), (2, 8)])
+@pytest.mark.parametrize(
+    ("model", "number", "drafts"),
+    [
+        *((DENSE, *each) for each in ((0, 15), (1, 3), (2, 8))),
+        *((EXACT, *each) for each in ((0, 1), (1, 15), (2, 8))),
+        *((ROUNDED, *each) for each in ((0, 15), (1, 3), (2, 1))),
+    ],
+    indirect=["model"],
+)
 def test_drafts_change_no_bit(
     model: lowbit.Model, without_drafts: Callable[[int], Left], number: int, drafts: int
 ) -> None:
@@ -167,7 +177,15 @@ def limited(number: int, free: int = 5) -> TokenRequest:
 
 
 @pytest.mark.parametrize(
-    ("number", "by"), [(0, "constraint"), (1, "drafter"), (2, "constraint"), (2, "drafter")]
+    ("model", "number", "by"),
+    [
+        (DENSE, 0, "constraint"),
+        (DENSE, 2, "drafter"),
+        (EXACT, 1, "drafter"),
+        (EXACT, 2, "constraint"),
+        (ROUNDED, 2, "drafter"),
+    ],
+    indirect=["model"],
 )
 def test_drafts_under_masks_change_no_bit(model: lowbit.Model, number: int, by: str) -> None:
     """The constraint knows tokens, and is wrong at times, or a drafter does."""
@@ -184,6 +202,7 @@ def test_drafts_under_masks_change_no_bit(model: lowbit.Model, number: int, by: 
         assert constraint.tokens == list(plain.tokens[:-1])
 
 
+@pytest.mark.parametrize("model", [DENSE, ROUNDED], ids=[IDS[0], IDS[2]], indirect=True)
 def test_drafts_under_masks_beside_others_change_no_bit(model: lowbit.Model) -> None:
     """Some are constrained, some of these foreseen, and all have drafts."""
     requests = [
@@ -207,7 +226,9 @@ def test_drafts_under_masks_beside_others_change_no_bit(model: lowbit.Model) -> 
         left_by(model, again(watched, guess=watched == 3), others).assert_equals(plain[watched])
 
 
-@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize(
+    ("model", "stopped"), [(DENSE, True), (EXACT, True), (ROUNDED, False)], indirect=["model"]
+)
 def test_a_turn_after_drafts_goes_on_from_what_they_left(
     model: lowbit.Model, stopped: bool
 ) -> None:
