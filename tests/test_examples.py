@@ -155,9 +155,9 @@ def test_kills_leave_no_trace() -> None:
 
 @pytest.mark.slow
 def test_damaged_folders_end_in_a_message() -> None:
-    done = run(str(MAINTENANCE / "fuzz_folders.py"), "--runs", "8", "--jobs", "1", "--seed", "7")
+    done = run(str(MAINTENANCE / "fuzz_folders.py"), "--runs", "4", "--jobs", "1", "--seed", "7")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "8 runs" in done.stdout
+    assert "4 runs" in done.stdout
     assert ", 0 wrong" in done.stdout
 
 
@@ -206,7 +206,8 @@ def test_server_is_measured_beside_its_engine() -> None:
 
 
 @pytest.mark.slow
-def test_threads_are_compared() -> None:
+def test_threads_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # two would spin beside other tests
     bundled = str(EXAMPLES / "models" / "tiny-qwen3")
     options = ("--quantize", "int4", "--seconds", "0.05", "--rounds", "1", "--busy", "0")
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
