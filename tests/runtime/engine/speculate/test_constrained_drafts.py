@@ -122,6 +122,7 @@ def results(handles: Sequence[lowbit.Handle]) -> list[object]:
     ],
     ids=["schema-greedy", "schema-strict", "regex-hot", "choice-hot", "choice-strict"],
     indirect=["model"],
+    scope="module",
 )
 def test_an_answer_is_the_same_with_forced_tokens_as_drafts(
     model: lowbit.Model,
@@ -245,6 +246,7 @@ class Failing(Foreseen):
     ("model", "number", "by"),
     [(DENSE, 1, "mask"), (HYBRID, 2, "accept"), (HYBRID, 1, "nothing")],
     indirect=["model"],
+    scope="module",
 )
 def test_an_error_comes_where_it_comes_without_drafts(
     model: lowbit.Model, number: int, by: str

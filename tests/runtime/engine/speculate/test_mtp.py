@@ -113,7 +113,7 @@ def trained(request: pytest.FixtureRequest, shorten: Shorten) -> dict[str, lowbi
     dtype, folder = getattr(torch, request.param), shorten("tiny-qwen3.5")
     return {
         mode: lowbit.load(folder, device="cpu", dtype=dtype, context=400, speculate=mode)
-        for mode in ("off", "mtp", "ngram" if dtype == torch.float32 else "auto")
+        for mode in (("off", "mtp") if dtype == torch.float32 else ("off", "mtp", "auto"))
     }
 
 
@@ -131,9 +131,9 @@ def requests(model: lowbit.Model, count: int = 12) -> list[TokenRequest]:
 
 
 def test_drafts_of_a_trained_head_change_nothing(trained: dict[str, lowbit.Model]) -> None:
-    assert_same_answers(trained["off"], trained["mtp"])
-    other = "ngram" if trained["off"].dtype == torch.float32 else "auto"
-    assert_same_answers(trained["off"], trained[other])
+    for mode, model in trained.items():
+        if mode != "off":
+            assert_same_answers(trained["off"], model)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,9 @@ def always_drafting(model: lowbit.Model, monkeypatch: pytest.MonkeyPatch) -> low
     return model
 
 
+MOST = pytest.mark.parametrize("flying", [4], ids=["k4"], indirect=True)
+
+
 def asked(model: lowbit.Model, count: int = 14) -> list[TokenRequest]:
     text = (EXAMPLES / "data" / "stories-eval.txt").read_text()
     starts = ("Once upon a time, a little robot", text[:700], "Lily", text[2000:2100])
@@ -90,6 +93,7 @@ def test_rounds_that_follow_each_other_change_nothing(
     assert "head" in {key[0] for key in graphs._graphs}
 
 
+@MOST
 def test_sequences_that_come_and_go_change_nothing(
     plain: lowbit.Model, flying: lowbit.Model
 ) -> None:
@@ -154,6 +158,7 @@ def test_the_head_catches_up_with_steps_without_drafts(monkeypatch: pytest.Monke
     assert min(rights) > 0.6
 
 
+@MOST
 def test_the_head_keeps_up_beside_a_constrained_sequence(flying: lowbit.Model) -> None:
     """It drafts nothing then, and does not fall behind what the trail holds."""
     [request, *_] = asked(flying, 100)
@@ -169,6 +174,7 @@ def test_the_head_keeps_up_beside_a_constrained_sequence(flying: lowbit.Model) -
     assert sequence.drafts.tally.rounds > 5
 
 
+@MOST
 def test_the_head_drafts_up_to_the_first_mask(plain: lowbit.Model, flying: lowbit.Model) -> None:
     first = 71
     plain.engine.forget()

@@ -147,6 +147,7 @@ PATTERNS: tuple[Callable[[int], int], ...] = (
         *((ROUNDED, *each) for each in ((0, 15), (1, 3), (2, 1))),
     ],
     indirect=["model"],
+    scope="module",
 )
 def test_drafts_change_no_bit(
     model: lowbit.Model, without_drafts: Callable[[int], Left], number: int, drafts: int
@@ -186,6 +187,7 @@ def limited(number: int, free: int = 5) -> TokenRequest:
         (ROUNDED, 2, "drafter"),
     ],
     indirect=["model"],
+    scope="module",
 )
 def test_drafts_under_masks_change_no_bit(model: lowbit.Model, number: int, by: str) -> None:
     """The constraint knows tokens, and is wrong at times, or a drafter does."""
@@ -227,7 +229,10 @@ def test_drafts_under_masks_beside_others_change_no_bit(model: lowbit.Model) -> 
 
 
 @pytest.mark.parametrize(
-    ("model", "stopped"), [(DENSE, True), (EXACT, True), (ROUNDED, False)], indirect=["model"]
+    ("model", "stopped"),
+    [(DENSE, True), (EXACT, True), (ROUNDED, False)],
+    indirect=["model"],
+    scope="module",
 )
 def test_a_turn_after_drafts_goes_on_from_what_they_left(
     model: lowbit.Model, stopped: bool
