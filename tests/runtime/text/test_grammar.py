@@ -116,7 +116,6 @@ def answer(model: lowbit.Model, grammar: Grammar | None, seed: int, **more: Any)
     ("model", "schema"),
     list(zip(["tiny-qwen3", "tiny-qwen3.5"] * 2, SCHEMAS, strict=True)),
     indirect=["model"],
-    scope="module",
 )
 def test_json_fits_its_schema_at_any_temperature(
     model: lowbit.Model, schema: dict[str, Any]

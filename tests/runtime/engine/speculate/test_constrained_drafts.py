@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -44,19 +45,30 @@ TEXT = "Once upon a time, a little robot"
 DENSE, HYBRID = "tiny-qwen3", "tiny-qwen3.5"
 
 
-@pytest.fixture(scope="module", params=[DENSE, HYBRID])
-def model(request: pytest.FixtureRequest, shorten: Shorten) -> lowbit.Model:
-    return lowbit.load(
-        shorten(request.param),
-        device="cpu",
-        dtype=torch.float32,
-        context=320,
-        max_sequences=4,
-        speculate="ngram",
-    )
-
-
 @pytest.fixture(scope="module")
+def load(shorten: Shorten) -> Callable[[str], lowbit.Model]:
+    """`load(name)` is the same model for all tests."""
+
+    @cache
+    def loaded(name: str) -> lowbit.Model:
+        return lowbit.load(
+            shorten(name),
+            device="cpu",
+            dtype=torch.float32,
+            context=320,
+            max_sequences=4,
+            speculate="ngram",
+        )
+
+    return loaded
+
+
+@pytest.fixture(params=[DENSE, HYBRID])
+def model(request: pytest.FixtureRequest, load: Callable[[str], lowbit.Model]) -> lowbit.Model:
+    return load(request.param)
+
+
+@pytest.fixture
 def grammars(model: lowbit.Model) -> dict[str, Grammar]:
     made = model.grammars
     return {
@@ -122,7 +134,6 @@ def results(handles: Sequence[lowbit.Handle]) -> list[object]:
     ],
     ids=["schema-greedy", "schema-strict", "regex-hot", "choice-hot", "choice-strict"],
     indirect=["model"],
-    scope="module",
 )
 def test_an_answer_is_the_same_with_forced_tokens_as_drafts(
     model: lowbit.Model,
@@ -246,7 +257,6 @@ class Failing(Foreseen):
     ("model", "number", "by"),
     [(DENSE, 1, "mask"), (HYBRID, 2, "accept"), (HYBRID, 1, "nothing")],
     indirect=["model"],
-    scope="module",
 )
 def test_an_error_comes_where_it_comes_without_drafts(
     model: lowbit.Model, number: int, by: str
