@@ -14,6 +14,7 @@ from tests.hub_server import HubServer
 from tests.short_models import Shorten, shortened
 
 LONGEST = "test_compile.py"
+YOUNG = 10_000  # objects that are made before the collector looks for garbage; 700 in Python itself
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which conftest precedes
@@ -21,12 +22,16 @@ if not torch.cuda.is_available():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Nothing that collecting makes is garbage: the collector never looks through it."""
+    """Nothing that collecting makes is garbage: the collector never looks through it.
+
+    Through the libraries that tests import later it looks seldom: a tenth of the time was its.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(YOUNG)
         gc.enable()
 
 

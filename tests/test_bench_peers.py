@@ -148,11 +148,10 @@ def test_tables(script: ModuleType) -> None:
 def test_a_run_on_the_cpu(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     arguments = ("--device", "cpu", "--models", str(MODEL), "--runs", "1", "--json", str(file))
-    done = run(*arguments, "--peers", "lowbit,transformers,gemlite")
+    done = run(*arguments, "--peers", "lowbit,gemlite")
     assert done.returncode == 0, done.stderr
-    ours, theirs, failed = json.loads(file.read_text())["decode"]
+    ours, failed = json.loads(file.read_text())["decode"]
     assert ours["tokens_per_s"] == pytest.approx(ours["runs"][0])
-    assert theirs["tokens_per_s"] > 0
     assert "Error" in failed["error"]  # not installed, or no GPU
     assert f"- GemLite INT4, compiled, tiny-qwen3: {failed['error']}" in done.stdout
     shown = run("--models", "", "--json", str(file))

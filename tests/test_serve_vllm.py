@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from lowbit.runtime.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "serve_vllm.py"
@@ -63,8 +66,8 @@ def test_without_vllm_it_says_so() -> None:
 
 def test_tokens_are_compared(stand_in: Path) -> None:
     given = ("Once", "--raw", "--json", "--temperature", "0", "--max-new-tokens", "6")
-    command = [str(TOOL), str(MODEL), *given, "--device", "cpu"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = CliRunner().invoke(main, [str(MODEL), *given, "--device", "cpu"])
+    assert found.exit_code == 0, found.output
     answer = json.loads(found.stdout)
     ids = [*answer["token_ids"][:4], answer["token_ids"][4] + 1]
     (stand_in / "answer.json").write_text(json.dumps(ids))

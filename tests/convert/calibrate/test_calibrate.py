@@ -31,7 +31,7 @@ from lowbit.formats.layout.scheme import Scheme
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli, Hashes
 
-LENGTH, SAMPLES = 32, 20
+LENGTH, SAMPLES = 32, 16
 
 
 class _StopError(Exception):
@@ -42,7 +42,7 @@ class _StopError(Exception):
 def _few_steps() -> Iterator[None]:
     """Training long enough to help, short enough to wait for."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(learned, "AUTOROUND_STEPS", 12)
+        patch.setattr(learned, "AUTOROUND_STEPS", 8)
         patch.setattr(windows, "STEP_TOKENS", 4 * LENGTH)
         yield
 

@@ -90,6 +90,7 @@ def test_bits_that_are_lacking_are_added(readable: Path, settings: Settings) -> 
 def test_all_that_figures_depend_on_counts(
     readable: Path, settings: Settings, tmp_path: Path
 ) -> None:
+    settings = dataclasses.replace(settings, groups=(64,), bits=(4,))
     known = {find_or_estimate(open_original(readable), settings, ignore).file}
     other = tmp_path / "other.txt"
     other.write_text("The sea was blue and the robot was happy. " * 6)

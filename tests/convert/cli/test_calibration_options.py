@@ -57,22 +57,29 @@ def test_verifying_a_folder_that_was_not_calibrated(
 
 
 @pytest.mark.parametrize(
-    "content",
-    [STORY, json.dumps({"text": STORY}) + "\n", json.dumps({"messages": TURNS}) + "\n"],
+    ("model", "content"),
+    [
+        ("readable", STORY),
+        ("readable", json.dumps({"text": STORY}) + "\n"),
+        ("short", json.dumps({"messages": TURNS}) + "\n"),
+    ],
     ids=["text", "jsonl", "messages"],
 )
-def test_a_pipe_is_read_once(cli: "Cli", short: Path, tmp_path: Path, content: str) -> None:
+def test_a_pipe_is_read_once(
+    cli: "Cli", tmp_path: Path, request: pytest.FixtureRequest, model: str, content: str
+) -> None:
     """As a shell passes `<(zcat text.gz)`; the same text in a file gives the same weights."""
+    source: Path = request.getfixturevalue(model)
     name = "calib.jsonl" if content.startswith("{") else "calib.txt"
     (tmp_path / name).write_text(content)
     options = ("--method", "weighted", "--calib-samples", "2", "--calib-length", "16")
-    result = cli(short, tmp_path / "file", "--calib", tmp_path / name, *options)
+    result = cli(source, tmp_path / "file", "--calib", tmp_path / name, *options)
     assert result.exit_code == 0, result.output
     reading, writing = os.pipe()
     os.write(writing, content.encode())
     os.close(writing)
     try:
-        result = cli(short, tmp_path / "pipe", "--calib", f"/dev/fd/{reading}", *options)
+        result = cli(source, tmp_path / "pipe", "--calib", f"/dev/fd/{reading}", *options)
     finally:
         os.close(reading)
     assert result.exit_code == 0, result.output

@@ -13,6 +13,7 @@ from torch import Tensor
 from lowbit.convert import Recipe, convert
 from lowbit.convert.measure import logits as logits_module
 from lowbit.convert.measure.logits import scored_states
+from lowbit.convert.measure.record import LogitQuality
 from lowbit.convert.original import walk
 from lowbit.convert.original.evaluation_text import Text, tokenize
 from lowbit.convert.original.model import load_layered_model
@@ -37,6 +38,11 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def excerpt(stories: str) -> str:
     return stories[:CHARACTERS]
+
+
+@pytest.fixture(scope="module")
+def found(measure: "Measure", short: Path, packed: Path, excerpt: str) -> LogitQuality:
+    return measure(short, packed, stories=excerpt).logits
 
 
 def windows_of(folder: Path, text: str) -> Tensor:
@@ -72,7 +78,7 @@ def test_logits_equal_the_whole_model(
 
 @pytest.mark.filterwarnings("ignore")
 def test_figures_equal_those_of_whole_logits(
-    measure: "Measure", whole_logits: "WholeLogits", short: Path, packed: Path, excerpt: str
+    found: LogitQuality, whole_logits: "WholeLogits", short: Path, packed: Path, excerpt: str
 ) -> None:
     windows = windows_of(short, excerpt)
     a, b = (whole_logits(f, windows)[:, :-1].double() for f in (short, packed))
@@ -80,7 +86,6 @@ def test_figures_equal_those_of_whole_logits(
     kl = (p.exp() * (p - q)).sum(-1).flatten()
     labels = windows[:, 1:, None]
     cosine = torch.nn.functional.cosine_similarity(a, b, dim=-1)
-    found = measure(short, packed, stories=excerpt).logits
     assert found.windows == 2
     assert found.window == 512
     assert found.scored_tokens == 1022
@@ -101,17 +106,21 @@ def test_figures_equal_those_of_whole_logits(
 
 
 def test_block_sizes_do_not_matter(
-    measure: "Measure", short: Path, packed: Path, excerpt: str, monkeypatch: pytest.MonkeyPatch
+    found: LogitQuality,
+    measure: "Measure",
+    short: Path,
+    packed: Path,
+    excerpt: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = measure(short, packed, stories=excerpt).logits
     monkeypatch.setattr(logits_module, "HEAD_ROWS", 1000)
     monkeypatch.setattr(logits_module, "HEAD_TOKENS", {"cpu": 300})
     monkeypatch.setattr(logits_module, "SUM_TOKENS", {"cpu": 7})
     monkeypatch.setattr(walk, "BATCH_TOKENS", {"cpu": 1})
     cut = measure(short, packed, stories=excerpt).logits
-    assert cut.kl_mean == pytest.approx(whole.kl_mean, rel=1e-4)
-    assert cut.perplexity_packed == pytest.approx(whole.perplexity_packed, rel=1e-6)
-    assert cut.top1_agreement == whole.top1_agreement
+    assert cut.kl_mean == pytest.approx(found.kl_mean, rel=1e-4)
+    assert cut.perplexity_packed == pytest.approx(found.perplexity_packed, rel=1e-6)
+    assert cut.top1_agreement == found.top1_agreement
 
 
 def test_a_model_against_itself(measure: "Measure", short: Path, excerpt: str) -> None:

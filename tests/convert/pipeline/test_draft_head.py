@@ -43,8 +43,8 @@ def quiet(phase: str, done: int, total: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def hybrid() -> Path:
-    return Path(__file__).parents[3] / "examples/models/tiny-qwen3.5"
+def hybrid(short_hybrid: Path) -> Path:
+    return short_hybrid
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from lowbit.convert.plan.readers import transformers_verdict, vllm_verdict
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from tests.oracle import dequantized_weights
+from tests.short_models import Shorten
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli
@@ -39,8 +40,20 @@ def _foreign_warnings() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return convert(FUSED, tmp_path_factory.mktemp("packed") / "out", Recipe()).folder
+def single(shorten: Shorten) -> Path:
+    """Two layers whose experts are stored one by one."""
+    return shorten(SINGLE.name)
+
+
+@pytest.fixture(scope="module")
+def fused(shorten: Shorten) -> Path:
+    """A layer of each kind, with all its experts in two tensors."""
+    return shorten(FUSED.name)
+
+
+@pytest.fixture(scope="module")
+def packed(fused: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return convert(fused, tmp_path_factory.mktemp("packed") / "out", Recipe()).folder
 
 
 def changed(folder: Path, source: Path, edit: Edit) -> Path:
@@ -64,15 +77,17 @@ def unfuse(tensors: dict[str, Tensor]) -> None:
                 tensors[f"{before}.{number}.{part}.weight"] = weight.clone()
 
 
-def test_fused_and_single_experts_give_the_same_weights(tmp_path: Path, packed: Path) -> None:
-    source = changed(tmp_path / "source", FUSED, unfuse)
+def test_fused_and_single_experts_give_the_same_weights(
+    tmp_path: Path, fused: Path, packed: Path
+) -> None:
+    source = changed(tmp_path / "source", fused, unfuse)
     other = convert(source, tmp_path / "out", Recipe()).folder
     for name in ("model.safetensors", "config.json", "lowbit.json"):
         assert (other / name).read_bytes() == (packed / name).read_bytes()
 
 
-def test_every_expert_is_a_linear_and_routers_stay(packed: Path) -> None:
-    stored, source = (load_file(folder / "model.safetensors") for folder in (packed, FUSED))
+def test_every_expert_is_a_linear_and_routers_stay(fused: Path, packed: Path) -> None:
+    stored, source = (load_file(folder / "model.safetensors") for folder in (packed, fused))
     experts = {name for name in stored if ".experts." in name and name.startswith(LAYER)}
     suffixes = ("weight_packed", "weight_scale", "weight_shape")
     assert experts == {
@@ -89,19 +104,21 @@ def test_every_expert_is_a_linear_and_routers_stay(packed: Path) -> None:
     assert (found - gate_up[4, 128:]).norm() < 0.12 * gate_up[4, 128:].norm()
 
 
-def test_verified_against_the_fused_source(packed: Path) -> None:
-    result = verify_folder(packed, str(FUSED), lambda *_: None)
+def test_verified_against_the_fused_source(fused: Path, packed: Path) -> None:
+    result = verify_folder(packed, str(fused), lambda *_: None)
     assert result.derived
-    assert result.source_tensors == len(open_checkpoint(FUSED).tensors)
+    assert result.source_tensors == len(open_checkpoint(fused).tensors)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("source", "recipe"),
-    [(SINGLE, Recipe("int8", head="bf16")), (FUSED, Recipe())],
+    ("kind", "recipe"),
+    [("single", Recipe("int8", head="bf16")), ("fused", Recipe())],
     ids=["single-int8", "fused-int4"],
 )
-def test_transformers_computes_what_we_mean(tmp_path: Path, source: Path, recipe: Recipe) -> None:
+def test_transformers_computes_what_we_mean(
+    tmp_path: Path, request: pytest.FixtureRequest, kind: str, recipe: Recipe
+) -> None:
     """In BF16, to which transformers rounds the weights of experts whatever it is asked for."""
     from transformers import AutoModelForCausalLM
 
@@ -112,7 +129,7 @@ def test_transformers_computes_what_we_mean(tmp_path: Path, source: Path, recipe
         assert not any(report.values()), report
         return model
 
-    folder = convert(source, tmp_path / "out", recipe).folder
+    folder = convert(request.getfixturevalue(kind), tmp_path / "out", recipe).folder
     plain = tmp_path / "plain"
     plain.mkdir()
     config = json.loads((folder / "config.json").read_text())
@@ -135,21 +152,23 @@ def test_groups_with_experts_of_the_decoder_come_first(tmp_path: Path) -> None:
     assert len(groups[0]["targets"]) < 30
 
 
-def test_tables_have_a_row_for_all_experts_of_a_kind(cli: "Cli", tmp_path: Path) -> None:
-    shown = cli("plan", SINGLE, "--group-size", "64").stdout
+def test_tables_have_a_row_for_all_experts_of_a_kind(
+    cli: "Cli", single: Path, tmp_path: Path
+) -> None:
+    shown = cli("plan", single, "--group-size", "64").stdout
     assert shown.count("experts") == 3
     assert "mlp.experts.*.gate_proj" in shown
-    done = convert(SINGLE, tmp_path / "a", Recipe())
+    done = convert(single, tmp_path / "a", Recipe())
     rows = [row for row in done.weights if ".experts." in row.name]
-    assert len(rows) == 6 * 3
+    assert len(rows) == 2 * 3
     assert rows[0].name == "model.layers.0.mlp.experts.*.gate_proj"
     assert rows[0].weights == 6 * 128 * 256
     assert rows[0].worst_expert in range(6)
     assert rows[0].worst_expert_l2 is not None
     assert rows[0].relative_l2 < rows[0].worst_expert_l2 < 1.2 * rows[0].relative_l2
-    other = convert(SINGLE, tmp_path / "b", Recipe(rule="absmax")).folder
+    other = convert(single, tmp_path / "b", Recipe(rule="absmax")).folder
     found = difference(done.folder, other, lambda *_: None)
-    assert len(found.linears) == 6 * (4 + 3) + 1
+    assert len(found.linears) == 2 * (4 + 3) + 1
     assert {row.linears for row in found.linears} == {1, 6}
     assert cli("inspect", done.folder).stdout.count("experts") == 1
 
@@ -216,8 +235,8 @@ def add_nan(tensors: dict[str, Tensor]) -> None:
     ],
     ids=["missing-experts", "other-router", "mixed", "nan"],
 )
-def test_bad_input_is_named(tmp_path: Path, edit: Edit, words: str) -> None:
-    source = changed(tmp_path / "source", FUSED, edit)
+def test_bad_input_is_named(tmp_path: Path, fused: Path, edit: Edit, words: str) -> None:
+    source = changed(tmp_path / "source", fused, edit)
     with pytest.raises(LowbitError) as caught:
         convert(source, tmp_path / "out", Recipe())
     assert str(caught.value) == words
@@ -225,16 +244,16 @@ def test_bad_input_is_named(tmp_path: Path, edit: Edit, words: str) -> None:
     assert (tmp_path / "out.partial").exists() == (edit is add_nan)  # known only once it is read
 
 
-def test_experts_under_another_name_are_named(tmp_path: Path) -> None:
-    source = changed(tmp_path / "source", FUSED, rename)
+def test_experts_under_another_name_are_named(tmp_path: Path, fused: Path) -> None:
+    source = changed(tmp_path / "source", fused, rename)
     with pytest.raises(LowbitError, match=r"experts\.0\.down_proj\.weight` and 5 more") as caught:
         convert(source, tmp_path / "out", Recipe())
     assert caught.value.hint is not None
     assert f"it holds `{LAYER}.experts.down_proj.weight`; experts are read" in caught.value.hint
 
 
-def test_a_missing_single_expert_is_named(tmp_path: Path) -> None:
-    name = "model.layers.2.mlp.experts.1.up_proj.weight"
-    source = changed(tmp_path / "source", SINGLE, lambda tensors: tensors.pop(name))
+def test_a_missing_single_expert_is_named(tmp_path: Path, single: Path) -> None:
+    name = "model.layers.1.mlp.experts.1.up_proj.weight"
+    source = changed(tmp_path / "source", single, lambda tensors: tensors.pop(name))
     with pytest.raises(LowbitError, match=f"the checkpoint lacks `{name}`"):
         convert(source, tmp_path / "out", Recipe())

@@ -16,6 +16,11 @@ Cli = Callable[..., Result]
 FEW = ("--answers", "6", "--tokens", "12", "--device", "cpu")
 
 
+@pytest.fixture(scope="module")
+def tiny(short: Path) -> Path:
+    return short
+
+
 @pytest.fixture
 def model(tiny: Path, tmp_path: Path) -> Path:
     """The bundled model, to be spoiled."""

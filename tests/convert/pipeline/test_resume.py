@@ -34,7 +34,7 @@ def kill(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 def run(source, out, shard_bytes, phase, count, overwrite):
-    conversion.block_elements = lambda *_: 3000
+    conversion.block_elements = lambda *_: 6000
     left = count
     def progress(now, done, total):
         nonlocal left
@@ -72,8 +72,8 @@ for arguments in json.loads(sys.argv[1]):
 
 KILLS: dict[str, tuple[str, int, bool]] = {  # phase, how often it is reached, overwrite
     "first-block": ("convert", 1, False),
-    "early": ("convert", 40, False),
-    "late": ("convert", 150, False),
+    "early": ("convert", 20, False),
+    "late": ("convert", 75, False),
     "verifying": ("verify", 3, False),
     "before-rename": ("rename", 1, False),
     "between-renames": ("rename", 2, True),

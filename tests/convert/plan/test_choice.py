@@ -56,8 +56,8 @@ def test_a_choice_beats_every_uniform_one_of_its_size(hybrid: Path) -> None:
     weights = open_weights(folder)
     config, tensors = weights.checkpoint.config, weights.checkpoint.tensors
     windows = read_calibration(STORIES, folder, length=128, limit=1 << 30).samples
-    seen, unseen = windows[:4], windows[-4:]
-    choices = choices_of(fused_sets(config, tensors), (32, 64, 128), USUAL_BITS)
+    seen, unseen = windows[:3], windows[-3:]
+    choices = choices_of(fused_sets(config, tensors), (32, 128), USUAL_BITS)
     with torch.no_grad(), without_advice():
         model = load_layered_model(weights, 128, CPU)
         figures = estimate(model, choices, seen, CPU, silent)

@@ -322,7 +322,7 @@ def later(name: str) -> dict[str, Any]:
     ("name", "size", "bits"),
     [
         ("Qwen3.6-27B", "27B", 5.28),
-        ("Qwen3.6-35B-A3B", "35B-A3B", 4.54),
+        ("Qwen3.6-35B-A3B", "35B-A3B", 6.51),  # of 4 of its 40 layers
     ],
 )
 def test_later_releases(
@@ -334,6 +334,16 @@ def test_later_releases(
         for tensor, info in headers(size).items()
     }
     content = later(name)
+    if "A3B" in name:  # all layers have the same tensors
+        text = content["text_config"]
+        text = {**text, "num_hidden_layers": 4, "layer_types": text["layer_types"][:4]}
+        content = {**content, "text_config": text}
+        sources = {
+            tensor: info
+            for tensor, info in sources.items()
+            if (found := re.search(r"language_model\.layers\.(\d+)\.", tensor)) is None
+            or int(found[1]) < 4
+        }
     plan = make_plan(content, split_experts(sources), Recipe())
     assert sum(plan.parameters.values()) == sum(math.prod(i.shape) for i in sources.values())
     step = next(s for s in plan.steps if s.source.name.endswith("layers.0.linear_attn.A_log"))

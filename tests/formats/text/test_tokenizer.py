@@ -134,7 +134,7 @@ def added_token(draw: st.DrawFn) -> dict[str, Any]:
     extra=st.none() | st.lists(token_texts, max_size=2, unique=True),
 )
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_added_tokens_are_those_of_transformers(
     inside: list[dict[str, Any]],

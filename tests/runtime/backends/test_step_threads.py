@@ -1,7 +1,6 @@
 """The count of CPU threads follows the machine, and changes no answer."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,9 @@ from lowbit.runtime.backends.step_threads import StepThreads
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.runner import Runner, new_runner
 from tests.runtime.engine.small_engine import SMALL, new_engine
+from tests.short_models import Shorten
 
-BUNDLED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
+NAME = "tiny-qwen3"
 PROMPT = [10, 20, 30, 40, 50, 60]
 
 # Seconds of a step by the count of threads.
@@ -103,8 +103,10 @@ def counted(method: Callable[..., Any], seen: list[int]) -> Callable[..., Any]:
     return counting
 
 
-def test_every_count_gives_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = lowbit.load(BUNDLED, device="cpu", context=256)
+def test_every_count_gives_the_same_answer(
+    shorten: Shorten, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = lowbit.load(shorten(NAME), device="cpu", context=256)
     params = lowbit.SamplingParams(temperature=1.0, seed=3, logprobs=5)
     seen: list[int] = []
     monkeypatch.setattr(Runner, "decode", counted(Runner.decode, seen))
@@ -123,8 +125,10 @@ def test_every_count_gives_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> N
     assert answers[0] == answers[1]
 
 
-def test_the_count_is_restored_behind_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = new_engine(lowbit.load(BUNDLED, device="cpu", dtype=torch.float32, context=256))
+def test_the_count_is_restored_behind_a_step_that_fails(
+    shorten: Shorten, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = new_engine(lowbit.load(shorten(NAME), device="cpu", dtype=torch.float32, context=256))
     torch.set_num_threads(2)
 
     def fail(*_: Any) -> None:

@@ -21,7 +21,7 @@ from lowbit.runtime.engine.stats import Speculated
 from tests.runtime.engine.speculate.guesses import Guesser, drafting_by
 from tests.short_models import Shorten
 
-SHORT = ("--prompt-tokens", "9", "--new-tokens", "12", "--runs", "2", "--device", "cpu")
+SHORT = ("--prompt-tokens", "9", "--new-tokens", "9", "--runs", "2", "--device", "cpu")
 MTP = ("--speculate", "mtp", "--draft-tokens", "2")
 Run = Callable[..., Result]
 
@@ -48,7 +48,7 @@ def test_json_has_the_drafts_of_the_timed_runs(run: Run) -> None:
     result = run("--json", *SHORT, *MTP)
     assert result.exit_code == 0, result.stderr
     measured = json.loads(result.stdout)
-    check_counts(measured["speculation"], 2 * 11)
+    check_counts(measured["speculation"], 2 * 8)
     assert measured["prompt"] == "arbitrary tokens"
     plain = json.loads(run("--json", *SHORT).stdout)
     assert measured["speculation_factor"] > 0
@@ -81,14 +81,15 @@ def test_every_point_has_its_drafts(run: Run, sweep: tuple[str, str]) -> None:
     points = json.loads(run("--json", *options).stdout)["points"]
     for each in points:
         sequences = each["at"] if sweep[0] == "--batches" else 1
-        most = 11 + tokens_before(sequences, True)
+        most = 8 + tokens_before(sequences, True)
         check_counts(each["speculation"], 2 * sequences * most)
         assert each["speculation_factor"] > 0
         assert each["us_per_step"] == pytest.approx(sequences * 1e6 / each["tokens_per_s"])
-    table = run(*options).stdout
-    assert "tokens/round" in table
-    assert "us/token" in table
-    assert "against off" in table
+    if sweep[0] == "--contexts":
+        table = run(*options).stdout
+        assert "tokens/round" in table
+        assert "us/token" in table
+        assert "against off" in table
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -1,7 +1,6 @@
 """`lowbit-run` as a person or a script meets it: stdout, stderr, exit codes."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -262,24 +261,6 @@ def test_neither_a_folder_nor_a_hub_id(run: Run, name: str) -> None:
     assert result.exit_code == 1
     assert f"`{name}`" in result.stderr
     assert "hint: " in result.stderr
-
-
-def test_a_closed_pipe_is_quiet() -> None:
-    import subprocess
-
-    code = "from lowbit.runtime.cli.main import main; main()"
-    arguments = [BUNDLED, "Once", "--raw", *GREEDY]
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    stderr = process.stderr.read()
-    process.stderr.close()
-    process.wait()
-    assert b"Traceback" not in stderr
-    assert b"BrokenPipe" not in stderr
 
 
 def test_a_mistyped_command_is_pointed_out(run: Run) -> None:

@@ -1,6 +1,7 @@
 """Hostile tokenizers, templates and prompts through the commands: one sentence, exit code 1."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,7 +68,11 @@ def test_a_hostile_template_ends_with_a_sentence(
 @pytest.mark.parametrize(
     ("parts", "reason"),
     [
-        ({"normalizer": {"type": "Sequence", "normalizers": [GROW] * 12}}, "memory, or crashes"),
+        # On a busy machine its time is over first.
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [GROW] * 12}},
+            r"memory, or crashes|takes longer than",
+        ),
         ({"pre_tokenizer": {"type": "Split"}}, "is not a tokenizer"),
         ({"model": None}, "it has no vocabulary"),
         ({"added_tokens": [{"id": 2**40, "content": "a"}]}, "has the token id 1099511627776"),
@@ -80,7 +85,7 @@ def test_a_hostile_tokenizer_ends_with_a_sentence(
     change(folder, **parts)
     result = run(folder, "--raw")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert reason in result.stderr
+    assert re.search(reason, result.stderr)
     assert "tokenizer.json" in result.stderr
 
 

@@ -91,12 +91,12 @@ def test_turns_after_a_drop_reuse_what_is_left(shorten: Shorten, name: str) -> N
     )  # an answer may be other tokens when it is read again
     reused = []
     dropped = 0
-    for number in range(14):
+    for number in range(11):
         chat, shown = say(chat, f"Tell me story number {number}, please.")
         made = shown.finished[-1]
         if chat.conversation.dropped == dropped and number:
             reused.append(made.timings.reused_tokens > made.timings.prompt_tokens // 3)
         dropped = chat.conversation.dropped
     assert dropped > 2
-    assert len(reused) >= 7  # most questions dropped nothing
+    assert len(reused) >= 5  # most questions dropped nothing
     assert all(reused)

@@ -28,7 +28,14 @@ if TYPE_CHECKING:
 GREEDY = lowbit.SamplingParams()
 HOT = lowbit.SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=2)
 STRICT = lowbit.SamplingParams(1.0, repetition_penalty=1.3, presence_penalty=0.5, seed=3)
-EVERY = pytest.mark.parametrize("params", [GREEDY, HOT, STRICT], ids=["greedy", "hot", "strict"])
+# Graphs do not know which layers they record: each kind of model has some of the cases.
+EVERY = pytest.mark.parametrize(
+    ("load", "params"),
+    [("dense", GREEDY), ("hybrid", HOT), ("hybrid", STRICT)],
+    ids=["dense-greedy", "hybrid-hot", "hybrid-strict"],
+    indirect=["load"],
+)
+DENSE, HYBRID = (pytest.mark.parametrize("load", [k], indirect=True) for k in ("dense", "hybrid"))
 PROMPT = torch.randint(256, (40,), generator=torch.Generator().manual_seed(4)).tolist()
 CONTEXT = 128
 
@@ -103,13 +110,14 @@ def test_the_graph_gives_the_tokens_of_the_step(
 
 
 @pytest.mark.parametrize(
-    ("params", "first", "prompt", "expected"),
+    ("load", "params", "first", "prompt", "expected"),
     [
-        (HOT, 12, PROMPT, [48, 128]),
-        (GREEDY, 4, [9], [4, 16, 64, 128]),
-        (STRICT, 4, [9], [4, 16, 64, 128]),
+        ("hybrid", HOT, 12, PROMPT, [48, 128]),
+        ("dense", GREEDY, 4, [9], [4, 16, 64, 128]),
+        ("hybrid", STRICT, 4, [9], [4, 16, 64, 128]),
     ],
-    ids=["hot-12", "greedy-4", "strict-4"],
+    ids=["hybrid-hot-12", "dense-greedy-4", "hybrid-strict-4"],
+    indirect=["load"],
 )
 def test_a_request_that_outgrows_its_graph_records_another(
     graphs: lowbit.Model,
@@ -131,6 +139,7 @@ def test_a_request_that_outgrows_its_graph_records_another(
     assert recorded(graphs) == [(1, reach) for reach in expected]
 
 
+@HYBRID
 def test_requests_that_join_and_leave_take_graphs_of_their_number(
     graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], reaches: Callable[[int], None]
 ) -> None:
@@ -174,6 +183,7 @@ def test_a_request_that_was_left_leaves_a_step_behind(
     assert handle.reused == len(PROMPT) + 3
 
 
+@HYBRID
 def test_a_full_context_leaves_room_for_the_next_recording(
     graphs: lowbit.Model, fresh: Callable[[], lowbit.Model]
 ) -> None:
@@ -186,8 +196,16 @@ def test_a_full_context_leaves_room_for_the_next_recording(
     assert run(graphs, longest, HOT) == run(fresh(), longest, HOT)
 
 
-@pytest.mark.parametrize("first", [256, 48], ids=["at-first", "midway"])
-@pytest.mark.parametrize("at", ["step", "recording"])
+@pytest.mark.parametrize(
+    ("load", "at", "first"),
+    [
+        ("dense", "step", 256),
+        ("hybrid", "step", 48),
+        ("hybrid", "recording", 256),
+        ("dense", "recording", 48),
+    ],
+    indirect=["load"],
+)
 def test_an_interrupted_recording_is_forgotten(
     graphs: lowbit.Model,
     fresh: Callable[[], lowbit.Model],
@@ -220,6 +238,7 @@ def test_an_interrupted_recording_is_forgotten(
     assert (1, CONTEXT) in recorded(graphs)
 
 
+@DENSE
 def test_the_least_recently_used_recordings_are_dropped(
     graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], reaches: Callable[[int], None]
 ) -> None:
@@ -290,7 +309,7 @@ class Foreseen(Odd):
         return [id + 2 * (n % 4 == 3) for n, id in enumerate(self.truth[at : at + most], start=at)]
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(("load", "known"), [("dense", True), ("hybrid", False)], indirect=["load"])
 def test_drafts_of_constrained_requests_take_two_graphs_a_round(
     graphs: lowbit.Model,
     fresh: Callable[[], lowbit.Model],
@@ -340,6 +359,7 @@ class Blocks(Odd):
         self.unbound = 8 - place if place >= 3 else 0
 
 
+@DENSE
 def test_tokens_that_are_unbound_come_in_whole_steps(
     graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,6 +385,7 @@ def test_tokens_that_are_unbound_come_in_whole_steps(
     assert "".join(sent[:35]) == "fff" + 4 * "ddddffff"
 
 
+@HYBRID
 def test_drafts_are_checked_by_graphs_of_their_number(
     graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], reaches: Callable[[int], None]
 ) -> None:
@@ -385,6 +406,7 @@ def test_drafts_are_checked_by_graphs_of_their_number(
     assert all(M <= 16 for M, *_ in rounds)
 
 
+@DENSE
 def test_rounds_of_a_sequence_take_five_graphs(
     graphs: lowbit.Model, fresh: Callable[[], lowbit.Model]
 ) -> None:

@@ -112,7 +112,7 @@ def test_a_prompt_again_and_a_prompt_that_is_the_beginning_of_another(
     engine = new_engine(model)
     prompts = [[*SYSTEM, *FIRST, 1, 2], SYSTEM, [*SYSTEM, *FIRST], [*SYSTEM, *FIRST, 1, 2, 3, 4]]
     first = [watch.run(new_engine(model), prompt)[1] for prompt in prompts]
-    for number in (0, 0, 1, 2, 3, 2, 1, 0, 3):
+    for number in (0, 0, 1, 2, 3, 1):
         _, found = watch.run(engine, prompts[number])
         assert_same(found, first[number])
     assert watch.run(engine, prompts[3])[0] == 160
@@ -167,7 +167,7 @@ def test_conversations_in_turn_are_as_if_each_were_alone(model: lowbit.Model, wa
         ids = opening
         for question in questions:
             ids = [*ids, *question, 3]
-            reused, found = watch.run(engine, ids, 5)
+            reused, found = watch.run(engine, ids, 3)
             ids = [*ids, *found[1].tolist()]
             yield reused, found
 

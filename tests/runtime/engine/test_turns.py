@@ -39,7 +39,7 @@ def load(request: pytest.FixtureRequest, tmp_path: Path, shorten: Shorten) -> Lo
     return lambda: lowbit.load(folder, device="cpu", dtype=torch.float32, context=1024)
 
 
-@pytest.mark.parametrize(("thinking", "tokens"), [(True, 12), (False, 24)])
+@pytest.mark.parametrize(("thinking", "tokens"), [(True, 8), (False, 12)])
 def test_every_turn_is_what_a_fresh_model_answers(load: Load, thinking: bool, tokens: int) -> None:
     model, fresh, messages = load(), load(), list[lowbit.Message]()
     reused = []
@@ -60,7 +60,9 @@ def test_every_turn_is_what_a_fresh_model_answers(load: Load, thinking: bool, to
     assert reused == sorted(set(reused))
 
 
-@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize(
+    ("load", "thinking"), [("tiny-qwen3", True), ("tiny-qwen3.5", False)], indirect=["load"]
+)
 def test_a_turn_taken_back_or_repeated_or_redrawn_changes_nothing(
     load: Load, thinking: bool
 ) -> None:

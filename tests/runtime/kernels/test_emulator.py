@@ -51,13 +51,12 @@ def test_gemv(make_tiled: MakeTiled, randn: Randn, bits: int, B: int) -> None:
     assert relative_error(y, gemv_ref(x, w, norm=norm, eps=EPS)) < FP32_ERROR
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(
-    ("N", "K", "G", "scales"),
+    ("bits", "N", "K", "G", "scales"),
     [
-        (40, 512, 128, torch.bfloat16),
-        (300, 1056, 32, torch.float16),  # a last step that is not full
-        (33, 768, 768, torch.float32),
+        *((bits, 40, 512, 128, torch.bfloat16) for bits in (4, 8)),
+        *((bits, 300, 1056, 32, torch.float16) for bits in (3, 8)),  # a last step that is not full
+        *((bits, 33, 768, 768, torch.float32) for bits in (2, 4)),
     ],
 )
 def test_a_token_has_its_bits_in_any_company(
@@ -77,7 +76,7 @@ def test_a_token_has_its_bits_in_any_company(
 
     places = torch.tensor([0, 1, 2, 7, 8, 10, 15, 16, 32, 33])  # at the ends of tiles
     alone = torch.cat([compute(slice(i, i + 1)) for i in places.tolist()])
-    for count in (2, 3, 8, 11, 16, 33, 34):
+    for count in (2, 3, 11, 16, 34):
         inside = places < count
         assert torch.equal(compute(slice(0, count))[places[inside]], alone[inside]), count
 

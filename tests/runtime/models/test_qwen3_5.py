@@ -80,7 +80,7 @@ def test_fp32_logits_match_transformers_whatever_the_chunks(
     packed = make_qwen3_5(**MODELS[name])
     expected = hub_logits(reference(packed), IDS)
     model = exact(packed.folder)
-    for chunk in RAGGED if name != "27B-heads" else RAGGED[:3]:
+    for chunk in RAGGED if name != "27B-heads" else (512, 37):
         set_chunk(chunk)
         assert distance(model.logits(IDS), expected) < 1e-4
 

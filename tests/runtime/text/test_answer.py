@@ -3,6 +3,7 @@
 import json
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,6 +86,11 @@ def test_parts_of_an_output(
     assert split(tokenizer, text, begin) == expected
 
 
+@cache
+def bundled() -> Tokenizer:
+    return load_tokenizer(Path(__file__).parents[3] / "examples/models/tiny-qwen3")
+
+
 texts = st.text(
     st.characters(codec="utf-8", exclude_characters="<"), max_size=20
 )  # no tag of a special token
@@ -94,7 +100,7 @@ texts = st.text(
 @example(thought="\U0002f800", answer="")
 @settings(max_examples=100, deadline=None)
 def test_any_text_comes_through(thought: str, answer: str) -> None:
-    tokenizer = load_tokenizer(Path(__file__).parents[3] / "examples/models/tiny-qwen3")
+    tokenizer = bundled()
     thought = unicodedata.normalize("NFC", thought.strip())  # as the tokenizer does
     text = f"{thought}</think>{answer}"
     assert split(tokenizer, text, "reasoning")[0] == thought

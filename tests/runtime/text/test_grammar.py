@@ -112,7 +112,11 @@ def answer(model: lowbit.Model, grammar: Grammar | None, seed: int, **more: Any)
     return str(made.text)
 
 
-@pytest.mark.parametrize("schema", SCHEMAS)
+@pytest.mark.parametrize(
+    ("model", "schema"),
+    list(zip(["tiny-qwen3", "tiny-qwen3.5"] * 2, SCHEMAS, strict=True)),
+    indirect=["model"],
+)
 def test_json_fits_its_schema_at_any_temperature(
     model: lowbit.Model, schema: dict[str, Any]
 ) -> None:
@@ -129,6 +133,7 @@ def test_the_likeliest_answer_is_json_too(model: lowbit.Model) -> None:
     jsonschema.validate(json.loads(made.text), PERSON)
 
 
+@pytest.mark.parametrize("model", ["tiny-qwen3.5"], indirect=True)
 def test_requests_beside_each_other_follow_their_own_grammars(model: lowbit.Model) -> None:
     """Those without one have the tokens that they have alone."""
     grammars = [model.grammars.json_schema(schema) for schema in SCHEMAS]

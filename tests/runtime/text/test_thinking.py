@@ -186,12 +186,12 @@ def test_requests_with_a_budget(
     """The prompt opens the block, so that the model, which has not learnt to reason, does."""
     ids = [*model.encode("Why?"), OPEN, *model.tokenizer.encode("\n")]
     params = lowbit.SamplingParams(1.0, seed=3)
-    free = list(model.stream_ids(ids, sampling=params, max_new_tokens=60).pieces)
+    free = list(model.stream_ids(ids, sampling=params, max_new_tokens=40).pieces)
     assert all(piece.reasoning for piece in free)
     made = {}
     for grammar in (None, model.grammars.json_schema({"enum": [[1, 2], "ä"]})):
         stream = model.stream_ids(
-            ids, sampling=params, max_new_tokens=60, max_thinking_tokens=budget, grammar=grammar
+            ids, sampling=params, max_new_tokens=40, max_thinking_tokens=budget, grammar=grammar
         )
         assert "".join(stream) == stream.generation.text
         made[grammar is None] = stream.generation
@@ -219,14 +219,14 @@ def test_budgets_beside_others_change_nothing(model: lowbit.Model) -> None:
         request = model.request(
             [*ids, n],
             sampling=lowbit.SamplingParams(1.0, seed=n),
-            max_new_tokens=30,
+            max_new_tokens=16,
             max_thinking_tokens=budget,
         )
         return model.engine.submit(request.tokens)
 
-    alone = [submit(n).result() for n in range(8)]
+    alone = [submit(n).result() for n in range(7)]
     model.engine.forget()
-    handles = [submit(n) for n in range(8)]
+    handles = [submit(n) for n in range(7)]
     assert [handle.result() for handle in handles] == alone
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,6 +73,7 @@ def compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compilers:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: ABOUT)
+    monkeypatch.setattr(tuning, "_quick_collection", nullcontext)  # it thaws what conftest froze
     monkeypatch.setattr(tuning, "card_here", lambda: CARD)
     monkeypatch.setattr(tuning, "new_workers", workers)
     monkeypatch.setattr(tuning, "new_short_runner", on_meta)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -41,19 +42,33 @@ SCHEMA["required"] = list(SCHEMA["properties"])  # type: ignore[call-overload]
 TEXT = "Once upon a time, a little robot"
 
 
-@pytest.fixture(scope="module", params=["tiny-qwen3", "tiny-qwen3.5"])
-def model(request: pytest.FixtureRequest, shorten: Shorten) -> lowbit.Model:
-    return lowbit.load(
-        shorten(request.param),
-        device="cpu",
-        dtype=torch.float32,
-        context=320,
-        max_sequences=4,
-        speculate="ngram",
-    )
+DENSE, HYBRID = "tiny-qwen3", "tiny-qwen3.5"
 
 
 @pytest.fixture(scope="module")
+def load(shorten: Shorten) -> Callable[[str], lowbit.Model]:
+    """`load(name)` is the same model for all tests."""
+
+    @cache
+    def loaded(name: str) -> lowbit.Model:
+        return lowbit.load(
+            shorten(name),
+            device="cpu",
+            dtype=torch.float32,
+            context=320,
+            max_sequences=4,
+            speculate="ngram",
+        )
+
+    return loaded
+
+
+@pytest.fixture(params=[DENSE, HYBRID])
+def model(request: pytest.FixtureRequest, load: Callable[[str], lowbit.Model]) -> lowbit.Model:
+    return load(request.param)
+
+
+@pytest.fixture
 def grammars(model: lowbit.Model) -> dict[str, Grammar]:
     made = model.grammars
     return {
@@ -109,9 +124,16 @@ def results(handles: Sequence[lowbit.Handle]) -> list[object]:
 
 
 @pytest.mark.parametrize(
-    ("name", "params"),
-    [("schema", GREEDY), ("schema", STRICT), ("regex", HOT), ("choice", HOT), ("choice", STRICT)],
+    ("model", "name", "params"),
+    [
+        (DENSE, "schema", GREEDY),
+        (HYBRID, "schema", STRICT),
+        (HYBRID, "regex", HOT),
+        (DENSE, "choice", HOT),
+        (HYBRID, "choice", STRICT),
+    ],
     ids=["schema-greedy", "schema-strict", "regex-hot", "choice-hot", "choice-strict"],
+    indirect=["model"],
 )
 def test_an_answer_is_the_same_with_forced_tokens_as_drafts(
     model: lowbit.Model,
@@ -151,6 +173,7 @@ def test_long_keys_take_few_steps(model: lowbit.Model, steps: list[str]) -> None
     assert len(steps) <= 1.5 * without / most
 
 
+@pytest.mark.parametrize("model", [HYBRID], indirect=True)
 def test_answers_are_the_same_together_and_beside_free_ones(
     model: lowbit.Model, grammars: dict[str, Grammar]
 ) -> None:
@@ -230,7 +253,11 @@ class Failing(Foreseen):
         super().accept(token)
 
 
-@pytest.mark.parametrize(("number", "by"), [(1, "mask"), (2, "accept"), (1, "nothing")])
+@pytest.mark.parametrize(
+    ("model", "number", "by"),
+    [(DENSE, 1, "mask"), (HYBRID, 2, "accept"), (HYBRID, 1, "nothing")],
+    indirect=["model"],
+)
 def test_an_error_comes_where_it_comes_without_drafts(
     model: lowbit.Model, number: int, by: str
 ) -> None:

@@ -113,11 +113,11 @@ def trained(request: pytest.FixtureRequest, shorten: Shorten) -> dict[str, lowbi
     dtype, folder = getattr(torch, request.param), shorten("tiny-qwen3.5")
     return {
         mode: lowbit.load(folder, device="cpu", dtype=dtype, context=400, speculate=mode)
-        for mode in ("off", "mtp", "ngram" if dtype == torch.float32 else "auto")
+        for mode in (("off", "mtp") if dtype == torch.float32 else ("off", "mtp", "auto"))
     }
 
 
-def requests(model: lowbit.Model, count: int = 16) -> list[TokenRequest]:
+def requests(model: lowbit.Model, count: int = 12) -> list[TokenRequest]:
     text = (EXAMPLES / "data" / "stories-eval.txt").read_text()
     starts = ("Once upon a time, a little robot", text[:700], "Lily", text[2000:2100])
     return [
@@ -131,9 +131,9 @@ def requests(model: lowbit.Model, count: int = 16) -> list[TokenRequest]:
 
 
 def test_drafts_of_a_trained_head_change_nothing(trained: dict[str, lowbit.Model]) -> None:
-    assert_same_answers(trained["off"], trained["mtp"])
-    other = "ngram" if trained["off"].dtype == torch.float32 else "auto"
-    assert_same_answers(trained["off"], trained[other])
+    for mode, model in trained.items():
+        if mode != "off":
+            assert_same_answers(trained["off"], model)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_a_draft_head_changes_nothing_and_is_right_nearly_as_often(small_draft: 
         for mode in ("off", "mtp")
     )
     tally = Tally()
-    for request in requests(plain):
+    for request in requests(plain, 16):
         handle = drafted.engine.submit(request)
         assert handle.result() == plain.engine.submit(request).result()
         tally.add(handle.tally)

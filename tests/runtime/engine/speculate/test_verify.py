@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Literal
 
 import pytest
 import torch
@@ -29,28 +30,42 @@ STRICT = lowbit.SamplingParams(
 )
 KINDS = (GREEDY, HOT, STRICT)
 # Attention in FP32 is that of tiny-qwen3.5, whose layers are of both kinds.
-CASES = [
+Case = tuple[str, str, Literal["bf16", "int8"]]
+CASES: list[Case] = [
     ("tiny-qwen3", "bfloat16", "bf16"),
     ("tiny-qwen3.5", "float32", "bf16"),
     ("tiny-qwen3.5", "bfloat16", "int8"),
 ]
+IDS = ["-".join(case) for case in CASES]
+DENSE, EXACT, ROUNDED = CASES
 COUNT = 26  # new tokens
 
 
-@pytest.fixture(scope="module", params=CASES, ids=["-".join(case) for case in CASES])
-def model(request: pytest.FixtureRequest, shorten: Shorten) -> lowbit.Model:
-    name, dtype, kv_cache = request.param
-    return lowbit.load(
-        shorten(name),
-        device="cpu",
-        dtype=getattr(torch, dtype),
-        context=320,
-        max_sequences=8,
-        quantize="int4",
-        speculate="ngram",
-        draft_tokens=15,
-        kv_cache=kv_cache,
-    )
+@pytest.fixture(scope="module")
+def load(shorten: Shorten) -> Callable[[Case], lowbit.Model]:
+    """`load(case)` is the same model for all tests of a case."""
+
+    @cache
+    def loaded(case: Case) -> lowbit.Model:
+        name, dtype, kv_cache = case
+        return lowbit.load(
+            shorten(name),
+            device="cpu",
+            dtype=getattr(torch, dtype),
+            context=320,
+            max_sequences=8,
+            quantize="int4",
+            speculate="ngram",
+            draft_tokens=15,
+            kv_cache=kv_cache,
+        )
+
+    return loaded
+
+
+@pytest.fixture(params=CASES, ids=IDS)
+def model(request: pytest.FixtureRequest, load: Callable[[Case], lowbit.Model]) -> lowbit.Model:
+    return load(request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -112,13 +127,23 @@ def left_by(
 
 
 @pytest.fixture(scope="module")
-def without_drafts(model: lowbit.Model) -> Callable[[int], Left]:
+def known() -> dict[tuple[int, int], Left]:
+    """Results without drafts by model and number of the request."""
+    return {}
+
+
+@pytest.fixture
+def without_drafts(
+    model: lowbit.Model, known: dict[tuple[int, int], Left]
+) -> Callable[[int], Left]:
     """`without_drafts(n)` is what request n leaves; ask before somebody drafts."""
 
-    @cache
     def left(number: int) -> Left:
-        assert model.engine.drafting is None
-        return left_by(model, request_of(number))
+        key = id(model), number
+        if key not in known:
+            assert model.engine.drafting is None
+            known[key] = left_by(model, request_of(number))
+        return known[key]
 
     return left
 
@@ -137,7 +162,15 @@ PATTERNS: tuple[Callable[[int], int], ...] = (
 )
 
 
-@pytest.mark.parametrize(("number", "drafts"), [(0, 1), (0, 15), (1, 3), (1, 15), (2, 1), (2, 8)])
+@pytest.mark.parametrize(
+    ("model", "number", "drafts"),
+    [
+        *((DENSE, *each) for each in ((0, 15), (1, 3), (2, 8))),
+        *((EXACT, *each) for each in ((0, 1), (1, 15), (2, 8))),
+        *((ROUNDED, *each) for each in ((0, 15), (1, 3), (2, 1))),
+    ],
+    indirect=["model"],
+)
 def test_drafts_change_no_bit(
     model: lowbit.Model, without_drafts: Callable[[int], Left], number: int, drafts: int
 ) -> None:
@@ -167,7 +200,15 @@ def limited(number: int, free: int = 5) -> TokenRequest:
 
 
 @pytest.mark.parametrize(
-    ("number", "by"), [(0, "constraint"), (1, "drafter"), (2, "constraint"), (2, "drafter")]
+    ("model", "number", "by"),
+    [
+        (DENSE, 0, "constraint"),
+        (DENSE, 2, "drafter"),
+        (EXACT, 1, "drafter"),
+        (EXACT, 2, "constraint"),
+        (ROUNDED, 2, "drafter"),
+    ],
+    indirect=["model"],
 )
 def test_drafts_under_masks_change_no_bit(model: lowbit.Model, number: int, by: str) -> None:
     """The constraint knows tokens, and is wrong at times, or a drafter does."""
@@ -184,6 +225,7 @@ def test_drafts_under_masks_change_no_bit(model: lowbit.Model, number: int, by: 
         assert constraint.tokens == list(plain.tokens[:-1])
 
 
+@pytest.mark.parametrize("model", [DENSE, ROUNDED], ids=[IDS[0], IDS[2]], indirect=True)
 def test_drafts_under_masks_beside_others_change_no_bit(model: lowbit.Model) -> None:
     """Some are constrained, some of these foreseen, and all have drafts."""
     requests = [
@@ -207,7 +249,11 @@ def test_drafts_under_masks_beside_others_change_no_bit(model: lowbit.Model) -> 
         left_by(model, again(watched, guess=watched == 3), others).assert_equals(plain[watched])
 
 
-@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize(
+    ("model", "stopped"),
+    [(DENSE, True), (EXACT, True), (ROUNDED, False)],
+    indirect=["model"],
+)
 def test_a_turn_after_drafts_goes_on_from_what_they_left(
     model: lowbit.Model, stopped: bool
 ) -> None:
