@@ -69,14 +69,13 @@ def test_commands_say_what_they_do_in_sentences(name: str) -> None:
         assert command.short_help in shown(name.split()[0])
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_are_explained_in_sentences(name: str) -> None:
-    option = OPTIONS[name]
-    assert option.help is not None
-    assert option.help.endswith(".")
-    assert "[default" not in option.help  # click writes it, in one style
-    if isinstance(option.type, NUMBERS):
-        assert option.metavar, "its range says the rest"
+def test_options_are_explained_in_sentences() -> None:
+    for name, option in OPTIONS.items():
+        assert option.help is not None, name
+        assert option.help.endswith("."), name
+        assert "[default" not in option.help, name  # click writes it, in one style
+        if isinstance(option.type, NUMBERS):
+            assert option.metavar, f"{name}: its range says the rest"
 
 
 def test_one_device_option_everywhere() -> None:
@@ -164,16 +163,15 @@ def test_every_option_is_completed(name: str, shell: type[ShellComplete]) -> Non
     assert wanted <= completed(program, " ".join([*rest, "--"]), shell)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_values_are_completed(name: str) -> None:
-    option = OPTIONS[name]
-    program, *rest = name.split()
-    found = completed(program, " ".join([*rest, ""]))
-    if isinstance(option.type, click.Choice):
-        assert found == set(option.type.choices)
-        assert completed(program, f"{' '.join(rest)}={next(iter(option.type.choices))}")
-    elif isinstance(option.type, click.Path):
-        assert found in ({"file"}, {"dir"})
+def test_values_are_completed() -> None:
+    for name, option in OPTIONS.items():
+        program, *rest = name.split()
+        found = completed(program, " ".join([*rest, ""]))
+        if isinstance(option.type, click.Choice):
+            assert found == set(option.type.choices), name
+            assert completed(program, f"{' '.join(rest)}={next(iter(option.type.choices))}"), name
+        elif isinstance(option.type, click.Path):
+            assert found in ({"file"}, {"dir"}), name
 
 
 @pytest.mark.parametrize("name", [n for n, c in COMMANDS.items() if not isinstance(c, click.Group)])

@@ -25,7 +25,7 @@ from lowbit.formats.layout.packing import dequantize, unpack
 from tests.convert.naive_mtp import naive_head
 from tests.oracle import dequantized_weights
 
-T = 40
+T = 30
 CPU = torch.device("cpu")
 HYBRID = Path(__file__).parents[3] / "examples/models/tiny-qwen3.5"
 

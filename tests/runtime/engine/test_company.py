@@ -131,7 +131,9 @@ def test_a_sequence_leaves_the_same_bits_in_any_company(
     model: lowbit.Model, logits: Rows, watched: int, counts: tuple[int, ...]
 ) -> None:
     alone = left_by(model.engine, logits, watched)
-    everybody = [number for number in range(EXACT_TOKENS) if number != watched]
+    # Those in FP32 run the same operations.
+    most = EXACT_TOKENS if model.dtype == torch.bfloat16 or "moe" in model.folder.name else 24
+    everybody = [number for number in range(most) if number != watched]
     for count, turned in zip(counts, (False, True), strict=True):
         others = everybody[-count:] if turned else everybody[:count]
         left_by(model.engine, logits, watched, others, turned).assert_equals(alone)

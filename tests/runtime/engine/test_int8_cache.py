@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-MODELS = ("tiny-qwen3", "tiny-qwen3-moe", "tiny-qwen3.5", "tiny-qwen3.5-moe")
+MODELS = ("tiny-qwen3", "tiny-qwen3.5-moe")
 GREEDY = lowbit.SamplingParams(logprobs=2)
 HOT = lowbit.SamplingParams(0.9, top_k=40, seed=5, logprobs=1)
 CONTEXT = 320
@@ -89,7 +89,7 @@ def test_logits_are_those_of_transformers_with_rounded_keys_and_values(
     assert added > 1e-4 * float(exact.norm())
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3.5-moe"])
+@pytest.mark.parametrize("name", MODELS)
 def test_kl_that_int8_adds_to_held_out_text(name: str) -> None:
     """In FP32, so that nothing else is rounded."""
     text = (EXAMPLES / "data" / "stories-eval.txt").read_text()

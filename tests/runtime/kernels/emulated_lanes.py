@@ -103,7 +103,9 @@ def bytes_of(first: Lanes, second: Lanes, selector: int) -> Lanes:
     return lanes(np.ascontiguousarray(picked).view(INT)[..., 0])
 
 
-def product(c: Any, a: Any, b: Any, values: Callable[..., np.ndarray], each: int) -> Any:
+def product(
+    c: Any, a: Any, b: Any, values: Callable[..., np.ndarray], each: int, dtype: Any = np.float32
+) -> Any:
     """C + a @ b; a register holds `each` values of k.
 
     Lane 4 * g + t holds values of row g of a, and of column g of b, and results of row g.
@@ -115,7 +117,7 @@ def product(c: Any, a: Any, b: Any, values: Callable[..., np.ndarray], each: int
     before = tuple(range(n))
     A = rows.transpose(*before, n + 1, n + 2, n, n + 3, n + 4).reshape(*outer, 16, 8 * each)
     B = columns.transpose(*before, n, n + 2, n + 3, n + 1).reshape(*outer, 8 * each, 8)
-    D = (A @ B).reshape(*outer, 2, 8, 4, 2)
+    D = (A @ B).astype(dtype, copy=False).reshape(*outer, 2, 8, 4, 2)
     halves = [(half, i) for half in range(2) for i in range(2)]
     return tuple(
         lanes(c[at] + D[..., half, :, :, i].reshape(*outer, 32))
@@ -140,6 +142,6 @@ def mma(c: Any, a0: Any, a1: Any, a2: Any, a3: Any, b0: Any, b1: Any) -> Any:
 
 def integer_mma(c: Any, a0: Any, a1: Any, a2: Any, a3: Any, b0: Any, b1: Any) -> Any:
     def values(words: tuple[Any, ...], outer: tuple[int, ...]) -> np.ndarray:
-        return registers(words, outer).view(np.int8).astype(INT)
+        return registers(words, outer).view(np.int8).astype(np.float32)  # sums below 2^24 are exact
 
-    return product(c, (a0, a1, a2, a3), (b0, b1), values, 4)
+    return product(c, (a0, a1, a2, a3), (b0, b1), values, 4, INT)

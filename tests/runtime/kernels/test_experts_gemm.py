@@ -73,7 +73,7 @@ LAUNCHES = [
 @pytest.mark.parametrize(  # both widths read scales by the same function
     ("dtype", "bits"),
     [
-        (torch.bfloat16, 2),
+        pytest.param(torch.bfloat16, 2, marks=gpu),
         (torch.bfloat16, 3),
         (torch.float16, 8),
         (torch.float32, 4),
@@ -145,7 +145,7 @@ def test_weights_are_rounded_once(bits: int, dtype: torch.dtype, device: str, ra
 BLOCK_TOKENS = (1, 16, 17, 33, 48, 49, 64)  # of an expert: at and behind the ends of all loops
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=gpu)])
 def test_shorter_loops_have_the_same_bits(
     bits: int, device: str, randn: Randn, monkeypatch: pytest.MonkeyPatch
 ) -> None:

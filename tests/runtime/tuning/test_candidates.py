@@ -39,40 +39,36 @@ def test_most_of_the_measured_launches_are_among_the_first() -> None:
 
 
 @pytest.mark.parametrize("card", [H200, RTX_4060])
-@pytest.mark.parametrize(("size", "_launch"), MEASURED, ids=str)
-def test_launches_for_one_leave_nothing_idle(
-    size: tuple[int, int, int], _launch: GemvLaunch, card: Multiprocessors
-) -> None:
-    bits, tiles, steps = size
-    found = found_for(size, card)
-    assert 2 <= len(found) == len(set(found)) <= 20
-    for launch in found:
-        assert launch.steps * launch.tiles <= MOST_AHEAD
-        assert launch.parts <= max(steps, 16)
-        programs = -(-tiles // launch.program_tiles) * launch.split
-        assert launch.program_tiles == 1 or programs >= 0.8 * card.count
-        assert launch.staged
-        if launch.split > 1:
-            assert launch.shares(bits)
-            assert steps * WIDTHS[bits].STEP_K >= 16 * tiles  # not behind a norm
-    assert sum(launch.split > 1 for launch in found) <= 4
-    assert any(launch.split == 1 for launch in found)
+def test_launches_for_one_leave_nothing_idle(card: Multiprocessors) -> None:
+    for size, _ in MEASURED:
+        bits, tiles, steps = size
+        found = found_for(size, card)
+        assert 2 <= len(found) == len(set(found)) <= 20
+        for launch in found:
+            assert launch.steps * launch.tiles <= MOST_AHEAD
+            assert launch.parts <= max(steps, 16)
+            programs = -(-tiles // launch.program_tiles) * launch.split
+            assert launch.program_tiles == 1 or programs >= 0.8 * card.count
+            assert launch.staged
+            if launch.split > 1:
+                assert launch.shares(bits)
+                assert steps * WIDTHS[bits].STEP_K >= 16 * tiles  # not behind a norm
+        assert sum(launch.split > 1 for launch in found) <= 4
+        assert any(launch.split == 1 for launch in found)
 
 
 @pytest.mark.parametrize("tokens", [2, 4, 8, 16, 32])
-@pytest.mark.parametrize(("size", "one"), MEASURED, ids=str)
-def test_launches_for_several_have_the_parts_of_one(
-    size: tuple[int, int, int], one: GemvLaunch, tokens: int
-) -> None:
-    _, tiles, steps = size
-    found = several(tokens, tiles, steps, one, H200)
-    least = 0 if tokens == 32 and one.parts == 16 else 2  # which leaves only shared tiles
-    assert least <= len(found) == len(set(found))
-    for launch in found:
-        assert launch.parts == one.parts
-        assert launch.sums_bytes(tokens) <= MOST_SUMS
-        assert launch.registers is not None
-        assert launch.registers * 32 * launch.warps <= 65536
+def test_launches_for_several_have_the_parts_of_one(tokens: int) -> None:
+    for size, one in MEASURED:
+        _, tiles, steps = size
+        found = several(tokens, tiles, steps, one, H200)
+        least = 0 if tokens == 32 and one.parts == 16 else 2  # which leaves only shared tiles
+        assert least <= len(found) == len(set(found))
+        for launch in found:
+            assert launch.parts == one.parts
+            assert launch.sums_bytes(tokens) <= MOST_SUMS
+            assert launch.registers is not None
+            assert launch.registers * 32 * launch.warps <= 65536
 
 
 def test_caps_and_spread_change_nothing_else() -> None:

@@ -150,7 +150,7 @@ def models(request: pytest.FixtureRequest) -> dict[str, lowbit.Model]:
     return {"off": load(None, dtype=dtype, quantize=quantize, kv_cache=kv_cache), **drafted}
 
 
-def requests(model: lowbit.Model, count: int = 11) -> list[TokenRequest]:
+def requests(model: lowbit.Model, count: int = 9) -> list[TokenRequest]:
     starts = ("Once upon a time, a little robot", TEXT[:700], "Lily", TEXT[2000:2100])
     params = (GREEDY, HOT, STRICT, replace(HOT, seed=6))
     ids = [model.tokenizer.encode(start, framed=True, context=400) for start in starts]

@@ -27,7 +27,7 @@ GPU = pytest.mark.gpu
 ONE = pytest.param(1, marks=GPU)  # the kernel for few tokens is not interpreted
 LONG_ERROR = 1e-4  # of the memory after 8192 tokens, whose decays multiply up
 LENGTHS = [1, 2, 3, 4, 63, 64, 65, 130]
-PREFILL = [(SMALL[1], M) for M in (1, 3, 64, 130)] + [(sizes, 65) for sizes in (SMALL[0], SMALL[2])]
+PREFILL = [(SMALL[1], M) for M in (1, 64, 130)] + [(sizes, 65) for sizes in (SMALL[0], SMALL[2])]
 PREFILL_REAL = [(sizes, M) for sizes in REAL for M in LENGTHS]
 
 
@@ -43,7 +43,7 @@ def test_prefill(make_layer: MakeLayer, bf16_error: float, sizes: Sizes, M: int)
 def test_prefill_into_another_slot(
     make_layer: MakeLayer, bf16_error: float, sizes: Sizes, target: int
 ) -> None:
-    check_prefill(make_layer(sizes), bf16_error, 65, target)
+    check_prefill(make_layer(sizes), bf16_error, 5, target)
 
 
 def check_prefill(layer: Layer, bf16_error: float, M: int, target: int) -> None:
@@ -87,7 +87,7 @@ def test_prefill_in_pieces(
     ("M", "width", "target"),
     [
         (2, 32, HOME),
-        (65, 192, 3),
+        (65, 128, 3),
         *(pytest.param(257, 384, slot, marks=GPU) for slot in (HOME, 3)),
     ],
 )
@@ -111,7 +111,7 @@ def test_padding_changes_no_bit(
     assert torch.equal(layer.slots.conv, padded.slots.conv)
 
 
-@pytest.mark.parametrize("decay", [0.0, -20.0, -1e4])
+@pytest.mark.parametrize("decay", [0.0, pytest.param(-20.0, marks=GPU), -1e4])
 def test_extreme_decays(make_layer: MakeLayer, bf16_error: float, decay: float) -> None:
     """No forgetting, strong forgetting, and forgetting all at once between tokens that keep all."""
     layer = make_layer(SMALL[1], decay)

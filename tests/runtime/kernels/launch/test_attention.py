@@ -38,13 +38,9 @@ def test_key_splits_fit_what_kernels_take_for_granted(head_dim: int, coded: bool
 
 
 @pytest.mark.parametrize("coded", [False, True], ids=["bf16", "int8"])
-@pytest.mark.parametrize("tokens", [1, 4, 24, 64])
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
-@pytest.mark.parametrize("reach", REACHES)
-def test_attention_takes_every_key_and_column_once(
-    head_dim: int, reach: int, tokens: int, coded: bool
-) -> None:
-    for kv_heads, shared in SIZES:
+def test_attention_takes_every_key_and_column_once(head_dim: int, coded: bool) -> None:
+    for (kv_heads, shared), reach, tokens in itertools.product(SIZES, REACHES, (1, 4, 24, 64)):
         launch = attention_launch(kv_heads, shared, head_dim, reach, tokens, 1, coded)
         keys = launch.keys
         assert keys == key_split(kv_heads, shared, head_dim, coded)

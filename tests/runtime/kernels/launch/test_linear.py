@@ -102,26 +102,24 @@ def test_programs_spread_only_where_kernels_overlap() -> None:
 
 
 @pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("size", [*GEMV_MEASURED, *GEMV_SIZES], ids=str)
-def test_as_many_warps_share_a_tile_for_any_number_of_tokens(
-    size: tuple[int, int, int], paired: bool
-) -> None:
+def test_as_many_warps_share_a_tile_for_any_number_of_tokens(paired: bool) -> None:
     """Their sums are joined in order, so their number decides about the bits."""
-    launches = [gemv_launch(*size, tokens, paired) for tokens in COUNTS]
-    assert {launch.parts for launch in launches} == {launches[0].parts}
-    for launch in launches:
-        assert launch.warps & (launch.warps - 1) == 0
-        assert launch.warps <= 16
-        assert launch.parts * launch.abreast == launch.warps * launch.split
+    for size in (*GEMV_MEASURED, *GEMV_SIZES):
+        launches = [gemv_launch(*size, tokens, paired) for tokens in COUNTS]
+        assert {launch.parts for launch in launches} == {launches[0].parts}
+        for launch in launches:
+            assert launch.warps & (launch.warps - 1) == 0
+            assert launch.warps <= 16
+            assert launch.parts * launch.abreast == launch.warps * launch.split
 
 
 @pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("size", [*GEMV_MEASURED, *GEMV_SIZES], ids=str)
-def test_sums_of_several_tokens_fit_every_card(size: tuple[int, int, int], paired: bool) -> None:
+def test_sums_of_several_tokens_fit_every_card(paired: bool) -> None:
     """Digits that do not fit are made by a kernel before, but every program needs its sums."""
-    for tokens in COUNTS:
-        launch = gemv_launch(*size, tokens, paired)
-        assert launch.split > 1 or launch.sums_bytes(tokens) <= 99 * KB
+    for size in (*GEMV_MEASURED, *GEMV_SIZES):
+        for tokens in COUNTS:
+            launch = gemv_launch(*size, tokens, paired)
+            assert launch.split > 1 or launch.sums_bytes(tokens) <= 99 * KB
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -152,26 +150,24 @@ def test_launches_measured_for_several_tokens_are_taken(
 
 
 @pytest.mark.parametrize("tokens", [16, 32, 64])
-@pytest.mark.parametrize("size", [*GEMV_MEASURED, *GEMV_SIZES, (4, 40, 76)], ids=str)
-def test_programs_of_wgmma_have_whole_parts_of_all_steps_in_shared_memory(
-    size: tuple[int, int, int], tokens: int
-) -> None:
+def test_programs_of_wgmma_have_whole_parts_of_all_steps_in_shared_memory(tokens: int) -> None:
     """A slice that has a power of two of neighboring parts adds them as one program does it."""
-    bits, tiles, steps = size
-    parts = gemv_launch(*size, 1, False).parts
-    launch = wgmma_launch(bits, tiles, steps, 128, tokens, parts)
-    if launch is None:
-        step_k = WIDTHS[bits].STEP_K
-        deep = steps * step_k >= 4096 and tiles * steps >= 8192
-        part = -(-steps // parts) * tokens * 3 * step_k  # bytes of digits
-        assert (tokens == 16 and not deep) or part > 180 * KB
-        return
-    assert parts % launch.slices == 0
-    assert parts // launch.slices in (1, 2, 4)
-    assert launch.part_steps * parts >= steps
-    assert launch.part_steps % launch.ahead == 0
-    assert launch.columns * launch.slices <= 132
-    assert launch.shared_bytes(bits, parts, tokens) <= 226 * KB
+    for size in (*GEMV_MEASURED, *GEMV_SIZES, (4, 40, 76)):
+        bits, tiles, steps = size
+        parts = gemv_launch(*size, 1, False).parts
+        launch = wgmma_launch(bits, tiles, steps, 128, tokens, parts)
+        if launch is None:
+            step_k = WIDTHS[bits].STEP_K
+            deep = steps * step_k >= 4096 and tiles * steps >= 8192
+            part = -(-steps // parts) * tokens * 3 * step_k  # bytes of digits
+            assert (tokens == 16 and not deep) or part > 180 * KB
+            continue
+        assert parts % launch.slices == 0
+        assert parts // launch.slices in (1, 2, 4)
+        assert launch.part_steps * parts >= steps
+        assert launch.part_steps % launch.ahead == 0
+        assert launch.columns * launch.slices <= 132
+        assert launch.shared_bytes(bits, parts, tokens) <= 226 * KB
 
 
 def test_wgmma_takes_no_groups_that_end_inside_a_step() -> None:
@@ -216,19 +212,19 @@ def test_splits_of_gemm_have_as_many_steps_and_tokens(steps: int) -> None:
 
 
 @pytest.mark.parametrize("count", [24, 84, 170])
-@pytest.mark.parametrize("size", [*GEMV_MEASURED, *GEMV_SIZES], ids=str)
-def test_cards_of_another_size_share_no_less(size: tuple[int, int, int], count: int) -> None:
+def test_cards_of_another_size_share_no_less(count: int) -> None:
     """A token's bits do not depend on the card's multiprocessors; programs find room at once."""
-    bits, tiles, steps = size
-    one = gemv_launch(bits, tiles, steps, 1, False, count=count)
-    assert one.parts == gemv_launch(bits, tiles, steps, 1, False).parts
-    for tokens in COUNTS[1:]:
-        launch = gemv_launch(bits, tiles, steps, tokens, False, count=count)
-        assert launch.parts == one.parts
-        assert launch.split > 1 or launch.sums_bytes(tokens) <= 99 * KB
-        rule = (*size, tokens) not in SEVERAL_MEASURED
-        if rule and launch.split == 1 and launch.rounds < MOST_ROUNDS[tokens]:
-            assert -(-tiles // launch.program_tiles) <= count
+    for size in (*GEMV_MEASURED, *GEMV_SIZES):
+        bits, tiles, steps = size
+        one = gemv_launch(bits, tiles, steps, 1, False, count=count)
+        assert one.parts == gemv_launch(bits, tiles, steps, 1, False).parts
+        for tokens in COUNTS[1:]:
+            launch = gemv_launch(bits, tiles, steps, tokens, False, count=count)
+            assert launch.parts == one.parts
+            assert launch.split > 1 or launch.sums_bytes(tokens) <= 99 * KB
+            rule = (*size, tokens) not in SEVERAL_MEASURED
+            if rule and launch.split == 1 and launch.rounds < MOST_ROUNDS[tokens]:
+                assert -(-tiles // launch.program_tiles) <= count
 
 
 def test_programs_of_wgmma_are_at_most_as_many_as_multiprocessors() -> None:

@@ -173,6 +173,6 @@ def test_the_version_is_that_of_the_sources() -> None:
         assert all(name.startswith(rooms) for name in kernels), path
 
 
-@pytest.mark.parametrize("launch", [*GEMV_MEASURED.values(), *SEVERAL_MEASURED.values()], ids=str)
-def test_lines_read_as_the_launch(launch: GemvLaunch) -> None:
-    assert eval(line_of(launch)) == launch
+def test_lines_read_as_the_launch() -> None:
+    for launch in (*GEMV_MEASURED.values(), *SEVERAL_MEASURED.values()):
+        assert eval(line_of(launch)) == launch
