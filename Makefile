@@ -9,14 +9,14 @@ PACKED := demo-out/tiny-qwen3-int4
 export PYTHONDONTWRITEBYTECODE :=  # tests start Python many times: it need not compile all again
 marked = $(shell grep -rl --include='test_*.py' 'mark\.$(1)\>' tests)# files with tests of a mark: others need no import
 
-.PHONY: demo docs test test-scripts test-kernels test-every-kernel test-clients check install-check install-check-quick fix clean
+.PHONY: demo docs test test-scripts test-commands test-kernels test-every-kernel test-clients check install-check install-check-quick fix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lowbit-convert $(MODEL) $(PACKED) --method rtn --overwrite --report --eval-text examples/data/stories-eval.txt
 	$(BIN)/lowbit-run $(PACKED) --raw --max-new-tokens 200 --seed 1 "Once upon a time, a little robot"
 
 test: $(VENV)/.installed-dev  # a thread a process: those of several wait for each other's cores
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not gpu and not kernels and not clients and not scripts"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not gpu and not kernels and not clients and not scripts and not commands"
 
 test-kernels: $(VENV)/.installed-dev  # compiles every kernel for every kind of card, in a half to a sixth of its launches; one at a time, since they are few and long
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist load --maxschedchunk 1 -m "kernels and not every_kernel" $(call marked,kernels)
@@ -26,6 +26,9 @@ test-every-kernel: $(VENV)/.installed-dev  # before a release: every launch of e
 
 test-scripts: $(VENV)/.installed-dev  # those of examples/
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m scripts $(call marked,scripts)
+
+test-commands: $(VENV)/.installed-dev  # whole commands, at every extreme and by their peak of memory
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile -m commands $(call marked,commands)
 
 test-clients: $(VENV)/.installed-clients  # lm-evaluation-harness, and the chat page in Chromium
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m clients $(call marked,clients)

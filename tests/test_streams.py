@@ -19,6 +19,8 @@ from lowbit.runtime.bench import bench
 from lowbit.runtime.cli.main import main as run
 from tests.short_models import Shorten
 
+pytestmark = pytest.mark.commands
+
 NAME = "tiny-qwen3"
 TEXT = "Once upon a time there was a little robot who lived in a big house. " * 30
 SHORT = ("--device", "cpu", "--runs", "1", "--new-tokens", "3", "--prompt-tokens", "4")
