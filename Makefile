@@ -27,7 +27,7 @@ test-every-kernel: $(VENV)/.installed-dev  # before a release: every launch of e
 test-scripts: $(VENV)/.installed-dev  # those of examples/
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m scripts $(call marked,scripts)
 
-test-commands: $(VENV)/.installed-dev  # whole commands, at every extreme and by their peak of memory
+test-commands: $(VENV)/.installed-dev  # whole commands: chats, interruptions, extremes of every number, peaks of memory
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile -m commands $(call marked,commands)
 
 test-clients: $(VENV)/.installed-clients  # lm-evaluation-harness, and the chat page in Chromium

@@ -19,6 +19,8 @@ from lowbit.formats.safetensors.checkpoint import open_checkpoint
 if TYPE_CHECKING:
     from tests.convert.conftest import Hashes, MakeModel
 
+pytestmark = pytest.mark.commands
+
 SHARD_BYTES = 200_000
 STEPS = 2 * 11 + 3
 

@@ -22,6 +22,8 @@ from lowbit.formats.layout.manifest import read_manifest
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli
 
+pytestmark = pytest.mark.commands
+
 
 def parsed(result: Result) -> dict[str, Any]:
     assert result.exit_code == 0, result.output

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tests.convert.conftest import Cli
 
 pytestmark = [
+    pytest.mark.commands,
     pytest.mark.usefixtures("writer"),
     pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning"),  # the library's PUT
 ]

@@ -23,6 +23,8 @@ from lowbit.runtime.cli.answer import Wrapper
 from lowbit.runtime.cli.main import main
 from tests.short_models import Shorten
 
+pytestmark = pytest.mark.commands
+
 MODEL = str(Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3")
 GREEDY = ("--temperature", "0", "--device", "cpu", "--max-new-tokens", "6")
 LONG = (*GREEDY[:-1], "40")  # answers of two lines

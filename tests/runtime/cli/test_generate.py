@@ -15,6 +15,8 @@ from lowbit.runtime.cli.chat import chat
 from lowbit.runtime.cli.main import main
 from tests.hub_server import HubServer
 
+pytestmark = pytest.mark.commands
+
 BUNDLED = str(Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3")
 GREEDY = ["--temperature", "0", "--device", "cpu"]
 Run = Callable[..., Result]

@@ -15,6 +15,8 @@ from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine.load_options import MOST_DRAFTS
 from lowbit.runtime.thresholds import ROUND_TOKENS
 
+pytestmark = pytest.mark.commands
+
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 DENSE, HYBRID = str(MODELS / "tiny-qwen3"), str(MODELS / "tiny-qwen3.5")
 PROMPT = "One, two, three, four. " * 6 + "One"
