@@ -18,7 +18,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev  # a thread a process: those of several wait for each other's cores
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not gpu and not kernels and not clients and not scripts and not commands"
 
-test-kernels: $(VENV)/.installed-dev  # compiles every kernel for every kind of card, in a half to a sixth of its launches; one at a time, since they are few and long
+test-kernels: $(VENV)/.installed-dev  # compiles every kernel for every kind of card, in a quarter to a twenty-fourth of its launches; one at a time, since they are few and long
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist load --maxschedchunk 1 -m "kernels and not every_kernel" $(call marked,kernels)
 
 test-every-kernel: $(VENV)/.installed-dev  # before a release: every launch of every kernel
