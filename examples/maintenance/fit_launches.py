@@ -145,7 +145,7 @@ def joined(files: Iterable[Path]) -> tuple[list[Card], list[Trial]]:
 
 
 def terms_of(trial: Trial, card: Card) -> list[float]:
-    """What a launch takes of each of TERMS."""
+    """Counts of TERMS, as many as a launch takes of each."""
     launch, linear, parts = trial.launch, trial.linear, card.parts
     own = -(-linear.steps // launch.parts)  # steps of a warp
     depth = min(launch.steps, own)
@@ -214,7 +214,7 @@ def table_of(linear: Linear, programmatic: bool) -> GemvLaunch:
 
 
 def order_of(linear: Linear, card: Card) -> dict[tuple[int, ...], int]:
-    """Where `lowbit-run tune` has a launch among those that it tries."""
+    """The place of a launch among those that `lowbit-run tune` tries."""
     parts = replace(card.parts, overlaps=False)
     ordered = for_one(linear.bits, linear.tiles, linear.steps, linear.K, parts, MOST)
     return {share_of(launch): n for n, launch in enumerate(filter(is_simple, ordered))}
@@ -293,7 +293,7 @@ def without(trials: Sequence[Trial], group: Sequence[Trial]) -> list[Trial]:
 
 
 def show_choices(cards: Sequence[Card], trials: Sequence[Trial]) -> None:
-    """What ways to choose a launch lose on each card."""
+    """Losses of the ways to choose a launch, on each card."""
     print("\n| chosen for | by | slower than the fastest, mean | worst |\n|---|---|---|---|")
     for number, card in enumerate(cards):
         other = (number + 1) % len(cards)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from lowbit.runtime.kernels.launch.linear import MOST_ROUNDS, GemvLaunch
+from lowbit.runtime.kernels.launch.linear import MOST_PARTS, MOST_ROUNDS, GemvLaunch
 from lowbit.runtime.kernels.launch.tuned import MOST_SUMS
 from lowbit.runtime.kernels.linear.gemv import staged_bytes
 
@@ -18,7 +18,6 @@ WARPS = (4, 8)
 ABREAST = (1, 2, 4, 8)
 TILES = (1, 2, 4)
 SPLITS = (2, 4)
-MOST_PARTS = 16  # warps of a program that takes a tile of several tokens alone
 LEAST_BUSY = 0.9  # of the multiprocessors' time, with programs that share tiles
 MOST_SHARING = 2  # launches of a linear that are tried
 JOIN_STEPS = 33  # that a multiprocessor reads in the microsecond in which sums are handed on

@@ -48,11 +48,7 @@ from lowbit.runtime.kernels.linear.products import (
     zero_sums,
 )
 from lowbit.runtime.kernels.linear.program import BLOCK_K, Packed, staged_digits
-from lowbit.runtime.kernels.linear.sums import (
-    store_result,
-    store_sums,
-    sum_of_parts,
-)
+from lowbit.runtime.kernels.linear.sums import store_result, store_sums, sum_of_parts
 from lowbit.runtime.kernels.linear.tiles import TILE
 from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.kernels.ptx.memory import barrier, load4_l2, shared_memory

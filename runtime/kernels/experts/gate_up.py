@@ -45,9 +45,7 @@ from lowbit.runtime.kernels.linear.products import (
     unit_of,
 )
 from lowbit.runtime.kernels.linear.program import Packed, gain_turns, staged_digits
-from lowbit.runtime.kernels.linear.sums import (
-    sum_of_parts,
-)
+from lowbit.runtime.kernels.linear.sums import sum_of_parts
 from lowbit.runtime.kernels.linear.tiles import TILE
 from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.kernels.ptx.memory import barrier, shared_memory

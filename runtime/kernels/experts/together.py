@@ -52,10 +52,7 @@ from lowbit.runtime.kernels.linear.products import (
     zero_sums,
 )
 from lowbit.runtime.kernels.linear.program import Packed, staged_digits
-from lowbit.runtime.kernels.linear.sums import (
-    store_sums,
-    sum_of_parts,
-)
+from lowbit.runtime.kernels.linear.sums import store_sums, sum_of_parts
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
     commit_copies,

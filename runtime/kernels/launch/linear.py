@@ -75,6 +75,7 @@ class GemvLaunch:
 
 
 UNIT_K = 256  # elements of x with one unit
+MOST_PARTS = 16  # warps of a program that takes a tile of several tokens alone
 HOPPER_SHARED = 227 << 10  # bytes that a program may take
 MULTIPROCESSORS = 132  # of an H200, and of an H100 for SXM
 Tuned = tuple[tuple[int, GemvLaunch], ...]  # tokens, and their launch as measured on this card

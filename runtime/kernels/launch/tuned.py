@@ -20,7 +20,7 @@ from lowbit.formats.files.atomic import disk_errors, replace_file
 from lowbit.formats.files.reading import read_bytes
 from lowbit.formats.files.strict_json import object_of
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
-from lowbit.runtime.kernels.launch.linear import GemvLaunch, Tuned, gemv_launch
+from lowbit.runtime.kernels.launch.linear import MOST_PARTS, GemvLaunch, Tuned, gemv_launch
 from lowbit.runtime.thresholds import GEMV_TOKENS
 
 FOLDER = "lowbit-launches"  # in Triton's cache, whose other entries are named by hashes
@@ -232,7 +232,8 @@ def _row(row: Any, where: str) -> tuple[Size, int, GemvLaunch]:
     launch = GemvLaunch(**values)
     if tokens not in TOKENS:
         raise FormatError(f"{where}: `tokens` must be a power of two, got {tokens}")
-    alone = launch.staged and (launch.split == 1 or launch.shares(about["bits"]))
+    shared = launch.split == 1 or launch.shares(about["bits"])
+    alone = launch.staged and shared and launch.parts <= MOST_PARTS
     if launch.warps & (launch.warps - 1) or launch.warps % launch.abreast:
         raise FormatError(f"{where}: {launch.warps} warps, {launch.abreast} abreast")
     if launch.sums_bytes(tokens) > MOST_SUMS or (tokens == 1 and not alone):

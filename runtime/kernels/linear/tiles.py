@@ -179,8 +179,10 @@ def _words(codes: Tensor, bits: int, paired: bool) -> Tensor:
     for tile in range(0, tiles, block):
         part = slice(tile, min(tile + block, tiles))
         rows = _rows(codes, part, paired)
-        make = _words_of_three_bits if bits == 3 else _halves_of_words
-        out[part] = make(rows, bits, steps, paired)
+        if bits == 3:
+            out[part] = _words_of_three_bits(rows, steps, paired)
+        else:
+            out[part] = _halves_of_words(rows, bits, steps, paired)
     return out
 
 
@@ -200,7 +202,7 @@ def _halves_of_words(rows: Tensor, bits: int, steps: int, paired: bool) -> Tenso
     return words ^ zero  # two's complement
 
 
-def _words_of_three_bits(rows: Tensor, bits: int, steps: int, paired: bool) -> Tensor:
+def _words_of_three_bits(rows: Tensor, steps: int, paired: bool) -> Tensor:
     """Native words of 3 bits to [tiles, steps, 3, 8, 4, 4]."""
     three = rows.view(torch.uint8).view(len(rows), -1, 3).to(torch.int32)  # bytes of a chunk
     chunks = three[..., 0] | three[..., 1] << 8 | three[..., 2] << 16

@@ -148,7 +148,7 @@ def test_prompts_share_kernels(tmp_path: Path) -> None:
 
 
 def outside(cache: Path, task: str, program: str = "test_compile") -> dict[str, Any]:
-    """What a file of this folder prints as a program; warnings are errors there too."""
+    """The output of a file of this folder as a program; warnings are errors there too."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(cache)
     env["TRITON_DISABLE_LINE_INFO"] = "1"  # the machine code is the same, sooner
@@ -181,7 +181,7 @@ class Launch:
 
 
 def recorded(capability: int, calls: Iterator[str]) -> Iterator[tuple[str, Launch]]:
-    """What calls of the backend launch on such a card, once each, by name."""
+    """Launches that calls of the backend make on such a card, once each, by name."""
     from triton.runtime import JITFunction
 
     from lowbit.runtime.kernels.launch import device

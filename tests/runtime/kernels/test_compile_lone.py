@@ -39,7 +39,7 @@ def test_launches_of_a_lone_token_do_not_spill(tmp_path: Path, capability: int, 
 
 
 def machine_code(capability: int, full: bool) -> dict[str, Usage]:
-    """What the kernels of a lone token need, by name."""
+    """Registers, stack and shared memory of the kernels of a lone token, by name."""
     launches = recorded(capability, lone(full))
     return {
         name: compiled(launch, capability) for name, launch in launches if launch.name == "gemv_one"

@@ -126,6 +126,7 @@ def changed(**changes: Any) -> Any:
         (changed(shared=49), "`shared` must be an integer from 0 to 48"),
         (changed(rounds=16), "no kernel has such a launch for 4 tokens"),
         (changed(tokens=1, staged=False), "no kernel has such a launch for 1 tokens"),
+        (changed(tokens=1, split=16), "no kernel has such a launch for 1 tokens"),
         (changed(tokens=1, abreast=16, split=2), "no kernel has such a launch for 1 tokens"),
         (lambda it: it["linears"].append(it["linears"][1] | {"launch": it["linears"][0]["launch"]}),
          "two launches of"),
