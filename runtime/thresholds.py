@@ -29,4 +29,5 @@ EXPERTS_CHUNK = 1024  # grouped by expert in one launch
 PROMPT_TOKENS = 128  # of a chunk that small programs attend to; see `prompt_launch`
 
 # The CPU.
-CPU_PACKED_TOKENS = 80  # times planes of 4 bits: multiplied in codes; more by dequantized weights
+CPU_PACKED_TOKENS = 80  # times planes of 4 bits: multiplied in codes; more by widened weights
+CPU_WIDENED_TOKENS = 4  # or more: dense BF16 weights widen to FP32 where BF16 products are slow

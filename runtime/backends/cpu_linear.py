@@ -9,8 +9,11 @@ In BF16 a linear with BF16 scales keeps its codes:
   result is as close as that of INT4, and a weight takes one byte.
 - INT8 with one scale per row runs in PyTorch's INT8 product.
 
-The INT4 product decodes a weight again for every four tokens. For many tokens some rows at a time
-are dequantized to BF16 instead, and multiplied densely.
+The INT4 product decodes a weight again for every four tokens, and the INT8 product is no faster for
+many tokens than for few. For many tokens some rows at a time are widened instead and multiplied
+densely: to BF16 where the processor multiplies BF16 (AVX-512 BF16, AMX), to FP32 everywhere else,
+where PyTorch's BF16 products are 10 to 100 times slower than its FP32 products. Dense BF16 weights
+take the same way. So the last bits of many tokens differ between these two kinds of processors.
 
 Every other scheme, and every linear in FP32, runs as the dequantized weight; FP32 is the checked
 mode, its weights are exactly `code * scale`.
@@ -26,7 +29,7 @@ from torch.nn import functional
 
 from lowbit.formats.layout.packing import dequantize, unpack
 from lowbit.formats.layout.scheme import Scheme, fitting_group_size
-from lowbit.runtime.thresholds import CPU_PACKED_TOKENS, EXACT_TOKENS
+from lowbit.runtime.thresholds import CPU_PACKED_TOKENS, CPU_WIDENED_TOKENS, EXACT_TOKENS
 from lowbit.runtime.weights.linear import DenseLinear, Linear, PackedLinear
 
 PLANE_BITS = 4
@@ -36,7 +39,7 @@ INT8_COLUMNS = 32  # the INT8 product reads past the end of K where it is not a 
 CHUNK_ROWS = 256  # unpacked at a time at load: they stay in cache; a multiple of all BLOCK_ROWS
 BLOCK_ROWS = {"AVX512": 64, "AVX2": 32}  # rows in a block of the INT4 product, by CPU capability
 FEW_ROWS = 1024  # of a dense weight, up to which it stays in cache from one token to the next
-CHUNK_WEIGHTS = 1 << 19  # dequantized at a time for many tokens: 1 MB in BF16
+CHUNK_WEIGHTS = 1 << 19  # widened at a time for many tokens: 1 MB in BF16, 2 MB in FP32
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +136,14 @@ def linear(x: Tensor, w: CpuLinear) -> Tensor:
     """`x @ w.T`: [M, K] to [M, N]."""
     if isinstance(w, DenseLinear):
         return _dense(x, w.weight)
-    if isinstance(w, Int8Rows):
-        return torch._weight_int8pack_mm(x, w.codes, w.scales)
     if isinstance(w, WatchedLinear):
         if len(x) >= w.least:
             w.power.update(dict.fromkeys(w.modules, x.float().square().mean(0)))
-        return functional.linear(x, w.read())
+        return _together(x, w.read())
+    if isinstance(w, Int8Rows):
+        if len(x) > EXACT_TOKENS:
+            return _in_pieces(x, w.codes, w.scales)
+        return torch._weight_int8pack_mm(x, w.codes, w.scales)
     rows = _block_rows()
     many = len(x) > max(EXACT_TOKENS, CPU_PACKED_TOKENS // w.planes)
     if many and rows is not None and len(w.blocks) % rows == 0:
@@ -155,7 +160,7 @@ def _dense(x: Tensor, weight: Tensor) -> Tensor:
     alone = x.dtype == torch.float32 or len(weight) <= FEW_ROWS
     if alone and 1 < len(x) <= EXACT_TOKENS:
         return torch.cat([functional.linear(token, weight) for token in torch.split(x, 1)])
-    return functional.linear(x, weight)
+    return _together(x, weight)
 
 
 def _int8_rows_fit(K: int, bits: int, group_size: int) -> bool:
@@ -194,6 +199,15 @@ def _planes(w: PackedLinear, group_size: int) -> Planes:
 
 
 @lru_cache(maxsize=1)
+def multiplies_bf16() -> bool:
+    """True if PyTorch multiplies BF16 matrices in hardware here, faster than FP32 ones."""
+    with_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return with_onednn and (
+        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    )
+
+
+@lru_cache(maxsize=1)
 def _block_rows() -> int | None:
     """Rows R of a block [K, R / 2] in which a byte holds row r low and row r + R / 2 high.
 
@@ -208,25 +222,52 @@ def _block_rows() -> int | None:
     return rows if torch.equal(packed.flatten(), (low | high << 4).flatten()) else None
 
 
+def _together(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight.T` of a dense weight, all tokens at once; on a GPU too, see `input_power`."""
+    few = len(x) < CPU_WIDENED_TOKENS
+    if few or x.dtype == torch.float32 or not x.is_cpu or multiplies_bf16():
+        return functional.linear(x, weight)
+    return _in_pieces(x, weight)
+
+
+def _in_pieces(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
+    """`x @ weight.T` in FP32, widening some rows of the weight at a time.
+
+    Args:
+        x: [M, K] bfloat16.
+        weight: [N, K], of any dtype that FP32 holds exactly.
+        scales: [N], factors of the rows of weight; None for 1.
+    """
+    N, K = weight.shape
+    wide, y = x.float(), x.new_empty(len(x), N)
+    step = max(1, CHUNK_WEIGHTS // K)
+    for start in range(0, N, step):
+        rows = slice(start, start + step)
+        piece = functional.linear(wide, weight[rows].float())
+        y[:, rows] = piece if scales is None else piece.mul_(scales[rows])
+    return y
+
+
 def _linear_of_many_tokens(x: Tensor, w: Planes, block_rows: int) -> Tensor:
-    """`x @ w.T` in which the weight is dequantized to BF16, some blocks of rows at a time."""
+    """`x @ w.T` in which some blocks of rows of the weight are widened at a time."""
     N, K = len(w.blocks), x.shape[1]
     blocks = w.blocks.view(N // block_rows, w.planes, K, block_rows // 2)
     scales = w.scale_zero[-(K // w.group_size) :, :, 0]  # of the last plane: the linear's own
     scales = scales.view(len(scales), -1, block_rows).transpose(0, 1).float()  # [N / R, K / G, R]
     step = max(1, CHUNK_WEIGHTS // (K * block_rows))
     y = x.new_empty(len(x), N)
+    wide = x if multiplies_bf16() else x.float()
     for start in range(0, len(blocks), step):
         part = slice(start, start + step)
-        weight = _dequantized_blocks(blocks[part], scales[part], w.group_size)  # [K, rows]
+        weight = _widened_blocks(blocks[part], scales[part], w.group_size, wide.dtype)  # [K, rows]
         rows = slice(start * block_rows, start * block_rows + weight.shape[1])
-        y[:, rows] = x @ weight
+        y[:, rows] = wide @ weight
     return y
 
 
-def _dequantized_blocks(blocks: Tensor, scales: Tensor, group_size: int) -> Tensor:
-    """Blocks [B, P, K, R / 2] with scales [B, K / G, R] as a weight [K, B * R] bfloat16."""
-    B, planes, K, _ = blocks.shape
+def _widened_blocks(blocks: Tensor, scales: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
+    """Blocks [B, P, K, R / 2] with scales [B, K / G, R] as a weight [K, B * R] of a dtype."""
+    B, planes, K, half = blocks.shape
     top = blocks[:, 0]
     if planes == 1:
         codes = torch.cat((top & 15, top >> 4), dim=2).view(torch.int8).sub_(8)
@@ -235,8 +276,7 @@ def _dequantized_blocks(blocks: Tensor, scales: Tensor, group_size: int) -> Tens
         first = (top << 4).bitwise_or_(low & 15)
         second = (top & 0xF0).bitwise_or_(low >> 4)
         codes = torch.cat((first, second), dim=2).bitwise_xor_(0x80).view(torch.int8)
-    groups = codes.view(B, K // group_size, group_size, -1)
-    wide = groups * scales[:, :, None]  # [B, K / G, G, R] float32
-    weight = torch.empty(K, B, wide.shape[-1], dtype=torch.bfloat16)
-    weight.copy_(wide.flatten(1, 2).transpose(0, 1))
-    return weight.flatten(1)
+    groups = codes.view(B, K // group_size, group_size, 2 * half)
+    weight = torch.empty(K // group_size, group_size, B, 2 * half, dtype=dtype)
+    torch.mul(groups, scales[:, :, None], out=weight.permute(2, 0, 1, 3))
+    return weight.view(K, -1)
