@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ids
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property
 from threading import RLock
 
@@ -24,7 +25,7 @@ from lowbit.runtime.engine.constraints import first_unbound, restrict
 from lowbit.runtime.engine.request import CheckedRequest, Limits, TokenRequest
 from lowbit.runtime.engine.results import Sent
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.engine.scheduler import CHUNK, Scheduler, next_cut
+from lowbit.runtime.engine.scheduler import Scheduler, next_cut
 from lowbit.runtime.engine.scoring import score_chunk
 from lowbit.runtime.engine.sequence import Ended, Sequence
 from lowbit.runtime.engine.speculate.drafting import Drafting
@@ -33,6 +34,25 @@ from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.pages import EXTRA
 from lowbit.runtime.state.sampler import SamplingParams, random_seed
+
+CPU_TURN_S = 0.15  # of prompts in a step on a CPU beside sequences that decode; then a layer ends
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A chunk of a prompt that is on its way through the layers.
+
+    Attributes:
+        sequence: whose prompt it is.
+        stop: length of the sequence behind it.
+        layers: runs a layer for each output that is taken.
+        hidden: the last output; empty before the first.
+    """
+
+    sequence: Sequence
+    stop: int
+    layers: Iterator[Tensor]
+    hidden: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 class Engine:
@@ -71,6 +91,7 @@ class Engine:
         self.in_prompt = False
         self._lock = RLock()
         self._sent: deque[Sent] = deque()
+        self._paused: Chunk | None = None
         self._interrupted = False  # set while a step runs, and after one that was left halfway
 
     def submit(self, request: TokenRequest | CheckedRequest) -> Handle:
@@ -147,17 +168,20 @@ class Engine:
     def _step(self) -> bool:
         """Schedule, run, commit; returns False if there was nothing to do."""
         scheduler, on_gpu = self.scheduler, self.runner.on_gpu
+        if self._paused is not None and self._paused.sequence.ended:
+            self._paused = None
         # On a CPU a sequence decodes from the next step on, else its first token would wait.
         ready = scheduler.decoding if on_gpu else list(scheduler.decoding)
         running, under_way = bool(ready), len(self._sent)
-        budget = CHUNK
+        budget = chunk = scheduler.room.chunk
+        until = time.perf_counter() + CPU_TURN_S if running and not on_gpu else None
         while budget > 0 and (sequence := scheduler.next_prompt()) is not None:
-            budget -= self._run_chunk(sequence)
+            budget -= self._run_chunk(sequence, until)
         # First tokens are read a step later, so that running sequences do not wait for a prompt.
         begun = len(self._sent) - under_way if running else 0
         decoding = [each for each in ready if each.chosen < each.count]
         if not decoding:
-            worked = bool(self._sent) or budget < CHUNK
+            worked = bool(self._sent) or budget < chunk
             self._commit()
             return worked
         recorded, read = self._recorded, 0
@@ -171,7 +195,7 @@ class Engine:
         if self.threads is not None:
             self.threads.note((len(decoding), plain), seconds)
         if self.drafting is not None:
-            alone = budget == CHUNK and under_way < 2 and recorded == self._recorded
+            alone = budget == chunk and under_way < 2 and recorded == self._recorded
             tokens = _tokens_read(decoding) - read
             self.drafting.settle(len(decoding), plain, seconds if alone else None, tokens)
         return True
@@ -210,9 +234,10 @@ class Engine:
         try:
             while sequence.length < len(sequence.request.prompt):
                 first = sequence.length
-                hidden = self._send_chunk(sequence, last=False)
-                if first + len(hidden) > start:
-                    parts.append(self.decoder.logits(hidden[max(0, start - first) :]))
+                chunk = self._open_chunk(sequence, last=False)
+                self._run_layers(chunk)
+                if chunk.stop > start:
+                    parts.append(self.decoder.logits(chunk.hidden[max(0, start - first) :]))
         except Exception:  # of torch, such as too little memory: give the room back, whatever it is
             self.scheduler.end(sequence, "cancelled")
             self._interrupted = False
@@ -252,16 +277,25 @@ class Engine:
         """Inference mode on a CPU, where autograd's part of an operation is time of a step."""
         return nullcontext() if self.runner.on_gpu else torch.inference_mode()
 
-    def _run_chunk(self, sequence: Sequence) -> int:
+    def _run_chunk(self, sequence: Sequence, until: float | None) -> int:
         """Run the next chunk of a prompt; behind the last chunk choose the first new token.
 
+        Args:
+            sequence: whose prompt it is.
+            until: time after which the chunk pauses between two layers; None for no pause.
+
         Returns:
-            Tokens of the chunk.
+            Tokens of the chunk; most of a step where it pauses, since nothing else fits into one.
         """
         scheduler, request = self.scheduler, sequence.request
         first = sequence.length
         read = self.drafting is not None or request.prompt_logprobs is not None
-        hidden = self._send_chunk(sequence, last=not read)
+        if self._paused is None:
+            self._paused = self._open_chunk(sequence, last=not read)
+        chunk = self._paused
+        if not self._run_layers(chunk, until):
+            return scheduler.room.chunk
+        self._paused, hidden = None, chunk.hidden
         count = sequence.length - first
         if self.drafting is not None and sequence.count > 0:
             self.drafting.read_prompt(sequence, first, hidden)
@@ -280,20 +314,25 @@ class Engine:
             scheduler.begin_decoding(sequence)
         return count
 
-    def _send_chunk(self, sequence: Sequence, last: bool) -> Tensor:
-        """Hidden states of the tokens up to the next cut, which pass the layers: [M, h].
-
-        last: only that of the last token is wanted; see `Runner.chunk`.
-        """
+    def _open_chunk(self, sequence: Sequence, last: bool) -> Chunk:
+        """The chunk up to the next cut of a prompt; `last` as in `Runner.chunk`."""
         prompt = sequence.request.prompt
         stop = next_cut(sequence.cuts, sequence.length, len(prompt))
+        layers = self.runner.chunk(sequence, prompt[sequence.length : stop], last)
+        return Chunk(sequence, stop, layers)
+
+    def _run_layers(self, chunk: Chunk, until: float | None = None) -> bool:
+        """Run the layers of a chunk; False if it pauses, see `_run_chunk`."""
         self.in_prompt = True
         try:
-            hidden = self.runner.chunk(sequence, prompt[sequence.length : stop], last)
+            for hidden in chunk.layers:
+                chunk.hidden = hidden
+                if until is not None and time.perf_counter() > until:
+                    return False
         finally:
             self.in_prompt = False
-        self.scheduler.room.count_chunk(sequence, stop)
-        return hidden
+        self.scheduler.room.count_chunk(chunk.sequence, chunk.stop)
+        return True
 
     def _decode(self, sequences: list[Sequence]) -> bool:
         """Send a step of the sequences; False if it checks drafts.
@@ -372,6 +411,7 @@ class Engine:
         if self.runner.on_gpu:
             torch.cuda.synchronize()
         del running
+        self._paused = None
         self.scheduler.empty_room()
         self._interrupted = False
 

@@ -26,6 +26,7 @@ from lowbit.runtime.engine.memory import (
 )
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.runner import new_runner
+from lowbit.runtime.engine.scheduler import CHUNK
 from lowbit.runtime.engine.speculate.drafting import new_drafting
 from lowbit.runtime.models.input_power import calibration_ids, check_searched, input_power
 from lowbit.runtime.models.loader import (
@@ -43,6 +44,9 @@ from lowbit.runtime.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from lowbit.runtime.kernels.launch.tuned import Launches
+
+CPU_LAYER_OPERATIONS = 16 * 10**9  # of a chunk: 0.2 s on two cores with AVX2
+CPU_CHUNK_LEAST = 128  # tokens; for fewer, widening weights takes longer than products
 
 
 def load(
@@ -103,7 +107,8 @@ def load(
         power = input_power(original, calibration_ids(tokenizer, original), device, dtype)
         opened = replace(_open(folder, None, options, power), drafter=opened.drafter)
     decoder = load_decoder(opened, device, dtype, cache.context, launches)
-    runner = new_runner(decoder, vocabulary, cache, dtype, device, beside, chosen.cache_type)
+    chunk = None if device != "cpu" else cpu_chunk(opened.token_weights() // len(decoder.layers))
+    runner = new_runner(decoder, vocabulary, cache, dtype, device, beside, chosen.cache_type, chunk)
     engine = Engine(runner, options.max_waiting, new_drafting(runner, options, drafts, device))
     stop_ids = frozenset((*config_stops, *tokenizer.stop_ids()))
     if device != "cpu":
@@ -128,6 +133,19 @@ def load(
         kv_cache=chosen,
         launches=launches,
     )
+
+
+def cpu_chunk(layer_weights: int) -> int:
+    """Most tokens of a prompt that pass the layers together on a CPU, so that a layer is short.
+
+    Other sequences decode between two layers. The number depends on the model alone, since the bits
+    of a prompt depend on its chunks.
+
+    Args:
+        layer_weights: of a layer, that a token is multiplied by.
+    """
+    tokens = max(1, CPU_LAYER_OPERATIONS // (2 * max(1, layer_weights)))
+    return max(CPU_CHUNK_LEAST, 1 << min(tokens, CHUNK).bit_length() - 1)
 
 
 def _launches_here() -> "Launches | None":

@@ -5,7 +5,7 @@ writes the chosen tokens and the next positions there, so the next step needs no
 The host reads the tokens a step later from page-locked memory.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +21,7 @@ from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.engine.speculate.dflash import Blocks
 from lowbit.runtime.engine.speculate.handover import leave_rounds
 from lowbit.runtime.models.architectures import BlockDrafter
+from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.device_state import CacheSize, DeviceState, kv_pages, new_state
 from lowbit.runtime.state.host_rings import to_device, write_rows
@@ -61,6 +62,7 @@ class Runner:
         results: host memory that steps write to.
         graphs: recorded steps.
         chunks: runs chunks of prompts that may be replayed; None where all are launched.
+        chunk_tokens: most tokens of a chunk; None for as many as the scheduler gives.
     """
 
     decoder: Decoder
@@ -73,6 +75,7 @@ class Runner:
     batch: list[Sequence] = field(default_factory=list)
     trail: Tensor | None = None
     blocks: Blocks | None = None
+    chunk_tokens: int | None = None
     ids: Tensor = field(init=False)
     known: Tensor = field(init=False)
     firsts: Tensor = field(init=False)
@@ -143,19 +146,22 @@ class Runner:
         if self.blocks is not None:
             self.blocks.pages.copy(source, target)
 
-    def chunk(self, sequence: Sequence, ids: Numbers[int], last: bool = False) -> Tensor:
-        """Run the next tokens of a prompt through the layers.
+    def chunk(self, sequence: Sequence, ids: Numbers[int], last: bool = False) -> Iterator[Tensor]:
+        """Run the next tokens of a prompt through the layers; steps may be run between two.
 
         Args:
             sequence: whose prompt it is.
             ids: of the tokens.
             last: only the last token's hidden state is wanted.
 
-        Returns:
-            [M, h] hidden states, the last one of the last token; until the next chunk runs.
+        Yields:
+            [M, h] output of each layer, or of the last one alone where the chunk is replayed; the
+            last row is that of the last token. That of the last layer is valid until the next chunk
+            runs.
         """
         if self.chunks is not None and self.chunks.takes(len(ids)):
-            return self.chunks.run(sequence, ids, last)
+            yield self.chunks.run(sequence, ids, last)
+            return
         count, first, row = len(ids), sequence.length, sequence.row
         write = [NO_SLOT] * (count - 1) + [row]
         inputs = self.ints([ids, range(first, first + count), [row] * count, write])
@@ -172,7 +178,7 @@ class Runner:
         )
         if count > SEQUENCE_TOKENS:
             step = replace(step, prompt=True, ending="last" if last else "apart")
-        return self._hidden(inputs[0].long(), step)
+        yield from self._each_layer(inputs[0].long(), step)
 
     def begin(self, sequence: Sequence, hidden: Tensor) -> PlainStep:
         """Choose the first new token of a sequence, by its prompt's last hidden state [1, h]."""
@@ -260,19 +266,22 @@ class Runner:
 
     def logits_of(self, ids: Tensor, step: Step) -> Tensor:
         """Logits after every token of a decode step, [M, V or more]; leaves the trail."""
-        hidden = self._hidden(ids, step)
+        hidden = last_of(self._each_layer(ids, step))
         if self.trail is not None:
             self.decoder.ops.leave_rows(hidden, step.rows, step.positions, self.trail)
         return self.decoder.logits(hidden)
 
-    def _hidden(self, ids: Tensor, step: Step) -> Tensor:
+    def _each_layer(self, ids: Tensor, step: Step) -> Iterator[Tensor]:
         """Run tokens through the layers, and pass hidden states to the block drafter: [M, h]."""
+        layers = self.decoder.each_layer(ids, self.state, step)
         if self.blocks is None:
-            return self.decoder.hidden(ids, self.state, step)
+            yield from layers
+            return
         hidden_taps = self.blocks.hidden_taps(len(ids))
-        hidden = self.decoder.hidden(ids, self.state, step, hidden_taps)
+        for index, hidden in enumerate(layers):
+            hidden_taps.take(index, hidden)
+            yield hidden
         self.blocks.read(hidden_taps, step)
-        return hidden
 
     def choose_tokens(
         self,
@@ -377,6 +386,7 @@ def new_runner(
     device: str,
     drafter: BlockDrafter[CpuLinear] | None = None,
     cache_type: CacheType | None = None,
+    chunk_tokens: int | None = None,
 ) -> Runner:
     """A runner with empty pages and slots.
 
@@ -388,6 +398,7 @@ def new_runner(
         device: `cpu` or `cuda`.
         drafter: block drafter, on a CPU; None for none.
         cache_type: of keys and values; None for activations as they are.
+        chunk_tokens: see `Runner`.
     """
     cache_type = cache_type or plain_cache(dtype)
     rows, config, head = cache.rows, decoder.config, decoder.mtp is not None
@@ -409,4 +420,5 @@ def new_runner(
         tables=tables,
         trail=trail,
         blocks=blocks,
+        chunk_tokens=chunk_tokens,
     )

@@ -18,7 +18,7 @@ from lowbit.runtime.engine.stats import Reuse
 from lowbit.runtime.state.pool import Pool
 from lowbit.runtime.state.step import NO_SLOT
 
-CHUNK = 1024  # most tokens of a prompt that pass the layers together
+CHUNK = 1024  # most tokens of a prompt that pass the layers together; see `Runner.chunk_tokens`
 LEAST = 64  # fewest tokens between two cuts
 SNAPSHOT_EVERY = 2048  # tokens of a prompt, where no message ends
 
@@ -183,6 +183,11 @@ class Room:
         for row in range(1, rows):
             runner.sampler.clear_row(row)
 
+    @property
+    def chunk(self) -> int:
+        """Most tokens of a prompt that pass the layers together."""
+        return min(CHUNK, self._runner.chunk_tokens or CHUNK)
+
     def open(self, sequence: Sequence, scored: int | None = None) -> bool:
         """Give a sequence a row, pages and what the prefix cache has of its prompt.
 
@@ -197,7 +202,7 @@ class Room:
         if not self.rows.free or attempt == self._refused:
             return False
         prompt = sequence.request.prompt
-        cuts = prompt_cuts(prompt, sequence.request.message_ends)
+        cuts = prompt_cuts(prompt, sequence.request.message_ends, self.chunk)
         if scored is None:
             hit = self.prefixes.find(prompt, len(prompt) - 1, cuts)
         else:
@@ -240,7 +245,8 @@ class Room:
     def count_chunk(self, sequence: Sequence, stop: int) -> None:
         """Count the tokens up to `stop` as sent, and take a snapshot if one is due there."""
         sequence.length = stop
-        if stop in sequence.cuts and snapshot_due(stop, sequence.snapshots, sequence.reused):
+        due = snapshot_due(stop, sequence.snapshots, sequence.reused, self.chunk)
+        if stop in sequence.cuts and due:
             self.take_snapshot(sequence)
 
     def take_snapshot(self, sequence: Sequence) -> None:
@@ -288,15 +294,16 @@ class Room:
         self._runner.close(sequence)
 
 
-def prompt_cuts(ids: Ids[int], message_ends: Collection[int]) -> list[int]:
+def prompt_cuts(ids: Ids[int], message_ends: Collection[int], chunk: int) -> list[int]:
     """Lengths at which a prompt is cut into chunks, in ascending order.
 
-    There is a cut after CHUNK tokens, and after every message that ends LEAST tokens or more behind
-    the cut before.
+    There is a cut after `chunk` tokens, and after every message that ends LEAST tokens or more
+    behind the cut before.
 
     Args:
         ids: token ids of the prompt.
         message_ends: ids of the tokens that end a message.
+        chunk: most tokens between two cuts.
 
     Returns:
         Lengths up to `len(ids)`; that length itself only where it is a cut too.
@@ -305,10 +312,10 @@ def prompt_cuts(ids: Ids[int], message_ends: Collection[int]) -> list[int]:
     last = 0
     ends = [index + 1 for index, id in enumerate(ids) if id in message_ends] if message_ends else []
     for end in (*ends, len(ids)):
-        while end - last > CHUNK:
-            last += CHUNK
+        while end - last > chunk:
+            last += chunk
             cuts.append(last)
-        if end - last == CHUNK or (end - last >= LEAST and ends and end <= ends[-1]):
+        if end - last == chunk or (end - last >= LEAST and ends and end <= ends[-1]):
             last = end
             cuts.append(last)
     return cuts
@@ -319,13 +326,14 @@ def next_cut(cuts: Collection[int], length: int, stop: int) -> int:
     return min((cut for cut in cuts if cut > length), default=stop)
 
 
-def snapshot_due(cut: int, snapshots: Collection[int], reused: int) -> bool:
+def snapshot_due(cut: int, snapshots: Collection[int], reused: int, chunk: int) -> bool:
     """True if a cut gets a snapshot: behind a message, or SNAPSHOT_EVERY tokens after the last.
 
     Args:
         cut: length of the prompt so far.
         snapshots: lengths that have one.
         reused: length that came from the prefix cache.
+        chunk: most tokens between two cuts.
     """
     since = cut - max(snapshots, default=reused)
-    return bool(since % CHUNK) or since >= SNAPSHOT_EVERY
+    return bool(since % chunk) or since >= SNAPSHOT_EVERY

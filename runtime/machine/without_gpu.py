@@ -35,6 +35,7 @@ from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import Account, asked_cache, choose_cache_type
 from lowbit.runtime.engine.runner import Runner, new_kept, new_runner
 from lowbit.runtime.kernels.launch.linear import MULTIPROCESSORS
+from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.models.loader import OpenedModel, build_decoder, open_model
 from lowbit.runtime.state.sampler import SamplingParams, sampling_defaults
 from lowbit.runtime.text.tokenizer import load_tokenizer
@@ -161,8 +162,8 @@ def send_chunk(runner: Runner, count: int, first: int) -> None:
     """Send a chunk of a prompt whose tokens begin at position `first`."""
     pages = range(1, 1 + runner.tables.shape[1])
     sequence = SimpleNamespace(row=1, length=first, reused=0, pages=pages)
-    chunk = cast(Callable[[Any, list[int]], Tensor], runner.chunk)
-    chunk(sequence, [0] * count)
+    chunk = cast(Callable[[Any, list[int]], Iterator[Tensor]], runner.chunk)
+    last_of(chunk(sequence, [0] * count))
 
 
 def send_choices(runner: Runner, params: Iterable[SamplingParams], widths: Iterable[int]) -> None:

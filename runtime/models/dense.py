@@ -1,5 +1,6 @@
 """Qwen3, Qwen2.5 and Llama 3: attention, then an MLP or experts, over the ops of one backend."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.runtime.backends.ops import Ops
-from lowbit.runtime.models.layer_parts import HiddenTaps, Mlp, read_mlp, run_mlp
+from lowbit.runtime.models.layer_parts import Mlp, last_of, read_mlp, run_mlp
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.rope import Rope, rope_tables
 from lowbit.runtime.state.step import Step
@@ -45,19 +46,21 @@ class Dense(Generic[W]):
     ops: Ops[W]
     mtp: None = None  # no checkpoint of these families has a head that predicts several tokens
 
-    def hidden(
-        self, ids: Tensor, state: DeviceState, step: Step, hidden_taps: HiddenTaps | None = None
-    ) -> Tensor:
+    def hidden(self, ids: Tensor, state: DeviceState, step: Step) -> Tensor:
+        """Output of the last layer: see `each_layer`."""
+        return last_of(self.each_layer(ids, state, step))
+
+    def each_layer(self, ids: Tensor, state: DeviceState, step: Step) -> Iterator[Tensor]:
         """Run M tokens through the layers and append their keys and values.
 
         Args:
             ids: [M] int64 on the model's device.
             state: pages and slots, written where the step says.
             step: sequence and position of every token.
-            hidden_taps: take outputs of layers; None where nobody reads them.
 
-        Returns:
-            [M, h], or [1, h] of the last token where no other is wanted; before the final norm.
+        Yields:
+            Output of each layer [M, h]; of the last one, before the final norm, [1, h] of the last
+            token where no other is wanted.
         """
         ops, eps = self.ops, self.config.rms_norm_eps
         x = ops.embed(ids, self.embedding)  # [M, h]
@@ -68,9 +71,7 @@ class Dense(Generic[W]):
             )  # [M, Hq * D]
             finish = partial(self._finish, layer)
             x = step.end(finish, mixed, x) if layer is self.layers[-1] else finish(mixed, x)
-            if hidden_taps is not None:
-                hidden_taps.take(index, x)
-        return x
+            yield x
 
     def _finish(self, layer: Layer[W], mixed: Tensor, x: Tensor) -> Tensor:
         """What a layer makes of its heads [M, Hq * D] and of its input x [M, h]: [M, h]."""

@@ -1,5 +1,7 @@
-"""Parts of layers that families share: the MLP or experts, and taps of hidden states."""
+"""Parts that families share: the MLP or experts, taps of hidden states, all layers in a row."""
 
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,6 +15,11 @@ from lowbit.runtime.weights.weights import Weights
 
 W = TypeVar("W")  # what the backend keeps a linear as
 Mlp = MlpWeights[W] | ExpertWeights[W]
+
+
+def last_of(layers: Iterable[Tensor]) -> Tensor:
+    """Run all layers, each of which is computed as it is asked for: output of the last one."""
+    return deque(layers, maxlen=1)[0]
 
 
 def run_mlp(ops: Ops[W], x: Tensor, norm: Tensor, eps: float, mlp: Mlp[W]) -> Tensor:

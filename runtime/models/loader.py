@@ -73,6 +73,15 @@ class OpenedModel:
         size += 0 if self.drafter is None else self.drafter.weight_bytes(device, dtype)
         return size + sum(self._bytes_of(spec, device, dtype) for spec in self.specs)
 
+    def token_weights(self) -> int:
+        """Weights of the decoder's layers that a token is multiplied by."""
+        experts, total = self.config.experts, 0.0
+        for spec in self.specs:
+            if spec.quantizable and spec.role not in ("head", "mtp"):
+                share = experts.chosen / experts.count if experts and spec.role == "expert" else 1
+                total += share * torch.Size(spec.shape).numel()
+        return round(total)
+
     def expert_bytes(self, device: str, dtype: torch.dtype) -> int:
         """Memory that the experts of the decoder will take."""
         experts = (spec for spec in self.specs if spec.role == "expert")

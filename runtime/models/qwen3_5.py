@@ -1,5 +1,6 @@
 """Qwen3.5: layers of gated DeltaNet with gated full attention in between, over one backend."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -10,7 +11,7 @@ from torch import Tensor
 from lowbit.formats.architectures.decoder import FULL
 from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.runtime.backends.ops import Ops
-from lowbit.runtime.models.layer_parts import HiddenTaps, Mlp, read_mlp, run_mlp
+from lowbit.runtime.models.layer_parts import Mlp, last_of, read_mlp, run_mlp
 from lowbit.runtime.state.delta import DeltaWeights
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.rope import Rope, rope_tables
@@ -84,26 +85,26 @@ class Qwen35(Generic[W]):
     ops: Ops[W]
     mtp: "MtpHead[W] | None" = None
 
-    def hidden(
-        self, ids: Tensor, state: DeviceState, step: Step, hidden_taps: HiddenTaps | None = None
-    ) -> Tensor:
+    def hidden(self, ids: Tensor, state: DeviceState, step: Step) -> Tensor:
+        """Output of the last layer: see `each_layer`."""
+        return last_of(self.each_layer(ids, state, step))
+
+    def each_layer(self, ids: Tensor, state: DeviceState, step: Step) -> Iterator[Tensor]:
         """Run M tokens through the layers; keys, values and states are brought forward.
 
         Args:
             ids: [M] int64 on the model's device.
             state: pages and slots, written where the step says.
             step: sequence and position of every token.
-            hidden_taps: take outputs of layers; None where nobody reads them.
 
-        Returns:
-            [M, h], or [1, h] of the last token where no other is wanted; before the final norm.
+        Yields:
+            Output of each layer [M, h]; of the last one, before the final norm, [1, h] of the last
+            token where no other is wanted.
         """
         x = self.ops.embed(ids, self.embedding)  # [M, h]
-        for index, layer in enumerate(self.layers):
+        for layer in self.layers:
             x = self.run_layer(x, layer, state, step, ends=layer is self.layers[-1])
-            if hidden_taps is not None:
-                hidden_taps.take(index, x)
-        return x
+            yield x
 
     def run_layer(
         self, x: Tensor, layer: Layer[W], state: DeviceState, step: Step, ends: bool = False

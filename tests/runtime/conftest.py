@@ -18,7 +18,7 @@ from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, dequantize, pack
 from lowbit.formats.layout.quantization_config import write_quantization_config
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.backends import cpu
-from lowbit.runtime.engine import engine, scheduler
+from lowbit.runtime.engine import scheduler
 from lowbit.runtime.state.host_rings import RING
 
 BYTE_TOKENS = 256
@@ -257,8 +257,7 @@ def set_chunk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """`set_chunk(n)`: at most n tokens of a prompt pass the layers together."""
 
     def change(tokens: int) -> None:
-        for module in (scheduler, engine):
-            monkeypatch.setattr(module, "CHUNK", tokens)
+        monkeypatch.setattr(scheduler, "CHUNK", tokens)
 
     return change
 

@@ -14,6 +14,7 @@ from lowbit.runtime.engine import sequence as engine_sequence
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.state.pages import PAGE
 from lowbit.runtime.state.step import NO_SLOT, Span, Step
 from lowbit.runtime.thresholds import EXACT_TOKENS, SEQUENCE_TOKENS
@@ -181,7 +182,7 @@ def run_in_steps(runner: Runner, size: int) -> list[Tensor]:
     hidden = []
     for first in (0, *range(START, len(IDS), size)):
         stop = min(len(IDS), START if first == 0 else first + size)
-        hidden.append(runner.chunk(made, IDS[first:stop]))
+        hidden.append(last_of(runner.chunk(made, IDS[first:stop])))
         made.length = stop
     return [torch.cat(hidden), *rows_of(runner, made)]
 
@@ -209,7 +210,7 @@ def test_a_last_hidden_state_is_the_same_without_the_others(
     for last in (False, True):
         clean(runner)
         made = opened(runner, 1, IDS)
-        hidden = runner.chunk(made, IDS[:count], last)
+        hidden = last_of(runner.chunk(made, IDS[:count], last))
         assert len(hidden) == (1 if last and count > SEQUENCE_TOKENS else count)
         made.length = count
         found.append([hidden[-1], *rows_of(runner, made)])
@@ -256,7 +257,7 @@ def test_several_tokens_of_several_sequences(model: lowbit.Model) -> None:
         clean(runner)
         made = [opened(runner, row, ids) for row, ids in enumerate(texts, start=1)]
         for each, ids, length in zip(made, texts, (START, 3, 40), strict=True):
-            runner.chunk(each, ids[:length])
+            last_of(runner.chunk(each, ids[:length]))
             each.length = length
         outs: list[list[Tensor]] = [[], [], []]
         for _ in range(3):

@@ -1,11 +1,12 @@
 """Requests of one user through one engine: reuse, limits, stopping early."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
@@ -105,14 +106,14 @@ def test_every_pass_has_a_reach_that_depends_on_its_length_alone(
     """Decode graphs are recorded by reach: few sizes, and enough for the longest sequence."""
     monkeypatch.setattr("lowbit.runtime.engine.graphs.FIRST_REACH", 8)
     model, seen = load(), set()
-    hidden = Dense.hidden
+    each_layer = Dense.each_layer
 
-    def noted(decoder: Dense[Any], ids: torch.Tensor, state: Any, step: Any) -> torch.Tensor:
+    def noted(decoder: Dense[Any], ids: Tensor, state: Any, step: Any) -> Iterator[Tensor]:
         if len(ids) == 1:
             seen.add((int(step.positions), step.reach))
-        return hidden(decoder, ids, state, step)
+        return each_layer(decoder, ids, state, step)
 
-    monkeypatch.setattr(Dense, "hidden", noted)
+    monkeypatch.setattr(Dense, "each_layer", noted)
     for prompt, count in (([5], 200), (PROMPT, 50), ([5], 1), (PROMPT, 1), ([*PROMPT, 7], 1)):
         list(model.engine.generate(prompt, GREEDY, count))
     model.logits([6])

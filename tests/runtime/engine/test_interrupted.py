@@ -90,7 +90,7 @@ def test_logits_wait_for_who_runs(model: lowbit.Model) -> None:
     assert [*tokens, *first] == list(second)
 
 
-@pytest.mark.parametrize("place", ["logits", "hidden"])
+@pytest.mark.parametrize("place", ["logits", "each_layer"])
 def test_logits_that_fail_end_no_request(
     model: lowbit.Model, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:

@@ -10,6 +10,10 @@ END = 9
 ENDS = frozenset({END, 8})
 
 
+def cuts_of(ids: list[int], ends: frozenset[int] = ENDS) -> list[int]:
+    return prompt_cuts(ids, ends, CHUNK)
+
+
 def ids_of(lengths: list[int]) -> list[int]:
     """Messages of such lengths, and the beginning of another one at the end."""
     return [id for n in lengths for id in [1] * n + [END]][: sum(lengths)]
@@ -23,18 +27,18 @@ def test_the_cuts_of_a_prefix_are_those_of_the_whole_up_to_there(
     lengths: list[int], data: st.DataObject
 ) -> None:
     ids = ids_of(lengths)
-    cuts = prompt_cuts(ids, ENDS)
+    cuts = cuts_of(ids)
     near = [n for cut in cuts for n in (cut - 1, cut, cut + 1) if n <= len(ids)]
     stop = data.draw(st.integers(0, len(ids)) | st.sampled_from(near or [0]))
     other = [*ids[:stop], *data.draw(st.sampled_from([[], [1], [END], [1] * LEAST]))]
-    assert prompt_cuts(ids[:stop], ENDS) == [cut for cut in cuts if cut <= stop]
-    assert [c for c in prompt_cuts(other, ENDS) if c <= stop] == [c for c in cuts if c <= stop]
+    assert cuts_of(ids[:stop]) == [cut for cut in cuts if cut <= stop]
+    assert [c for c in cuts_of(other) if c <= stop] == [c for c in cuts if c <= stop]
 
 
 @given(MESSAGES)
 def test_chunks_have_the_right_lengths(lengths: list[int]) -> None:
     ids = ids_of(lengths)
-    cuts = prompt_cuts(ids, ENDS)
+    cuts = cuts_of(ids)
     assert cuts == sorted(set(cuts))
     for first, cut in zip([0, *cuts], cuts, strict=False):
         assert LEAST <= cut - first <= CHUNK
@@ -56,5 +60,5 @@ def test_chunks_have_the_right_lengths(lengths: list[int]) -> None:
     ],
 )
 def test_without_messages_every_chunk_is_full(tokens: int, cuts: list[int]) -> None:
-    assert prompt_cuts([1] * tokens, frozenset()) == cuts
-    assert prompt_cuts([1] * tokens, ENDS) == cuts
+    assert cuts_of([1] * tokens, frozenset()) == cuts
+    assert cuts_of([1] * tokens) == cuts

@@ -1,10 +1,11 @@
 """Log-likelihoods and continuations against transformers in FP32, without any harness."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
@@ -75,13 +76,13 @@ def test_a_context_runs_once_for_all_choices(
 ) -> None:
     model = exact(packed)
     kind = type(model.engine.decoder)
-    run, plain = [], kind.hidden
+    run, plain = [], kind.each_layer
 
-    def counted(self: Any, ids: torch.Tensor, state: Any, step: Any) -> torch.Tensor:
+    def counted(self: Any, ids: Tensor, state: Any, step: Any) -> Iterator[Tensor]:
         run.append(len(ids))
         return plain(self, ids, state, step)
 
-    monkeypatch.setattr(kind, "hidden", counted)
+    monkeypatch.setattr(kind, "each_layer", counted)
     totals = []
     for choice in CHOICES:
         run.clear()
