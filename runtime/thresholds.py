@@ -30,4 +30,3 @@ PROMPT_TOKENS = 128  # of a chunk that small programs attend to; see `prompt_lau
 
 # The CPU.
 CPU_PACKED_TOKENS = 80  # times planes of 4 bits: multiplied in codes; more by widened weights
-CPU_WIDENED_TOKENS = 4  # or more: dense BF16 weights widen to FP32 where BF16 products are slow

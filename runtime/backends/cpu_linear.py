@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from lowbit.formats.layout.packing import dequantize, unpack
 from lowbit.formats.layout.scheme import Scheme, fitting_group_size
-from lowbit.runtime.thresholds import CPU_PACKED_TOKENS, CPU_WIDENED_TOKENS, EXACT_TOKENS
+from lowbit.runtime.thresholds import CPU_PACKED_TOKENS, EXACT_TOKENS
 from lowbit.runtime.weights.linear import DenseLinear, Linear, PackedLinear
 
 PLANE_BITS = 4
@@ -224,7 +224,7 @@ def _block_rows() -> int | None:
 
 def _together(x: Tensor, weight: Tensor) -> Tensor:
     """`x @ weight.T` of a dense weight, all tokens at once; on a GPU too, see `input_power`."""
-    few = len(x) < CPU_WIDENED_TOKENS
+    few = len(x) <= EXACT_TOKENS
     if few or x.dtype == torch.float32 or not x.is_cpu or multiplies_bf16():
         return functional.linear(x, weight)
     return _in_pieces(x, weight)

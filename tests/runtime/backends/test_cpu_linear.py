@@ -22,7 +22,7 @@ from lowbit.runtime.backends.cpu_linear import (
     prepare,
     prepared_bytes,
 )
-from lowbit.runtime.thresholds import CPU_WIDENED_TOKENS, EXACT_TOKENS
+from lowbit.runtime.thresholds import EXACT_TOKENS
 from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
 
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
@@ -83,7 +83,7 @@ def test_many_tokens_are_the_dequantized_product(
     assert error(w, x) < bound
 
 
-@pytest.mark.parametrize("M", [1, CPU_WIDENED_TOKENS, 100])
+@pytest.mark.parametrize("M", [1, EXACT_TOKENS, 100])
 @pytest.mark.parametrize("N", [24, 2 * FEW_ROWS])
 def test_dense_weights(N: int, M: int, in_bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_linear, "CHUNK_WEIGHTS", 96 * 5)  # the last piece is smaller
