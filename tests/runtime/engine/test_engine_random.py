@@ -2,7 +2,7 @@
 
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import torch
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
+from lowbit.runtime.engine import engine as engines
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.text.constraint import Constraint
@@ -201,18 +202,21 @@ def test_answers_are_those_of_requests_alone(
     engine = new_engine(model, drafter=guessers(truths, seed=2, wrong=bad))
     world = World(engine, requests, seed=1)
     decoder = type(model.engine.decoder)
-    hidden: Any = decoder.hidden
+    each_layer: Any = decoder.each_layer
     left = [150]
 
-    def interrupted(*arguments: Any) -> torch.Tensor:
+    def interrupted(*arguments: Any) -> Iterator[torch.Tensor]:
         left[0] -= 1
-        found: torch.Tensor = hidden(*arguments)
-        if left[0] == 0:
+        last = left[0] == 0
+        if last:
             left[0] = world.draw.randrange(100, 400)
-            raise KeyboardInterrupt
-        return found
+        for number, hidden in enumerate(each_layer(*arguments)):
+            yield hidden
+            if last and number == left[0] % 2:
+                raise KeyboardInterrupt
 
-    monkeypatch.setattr(decoder, "hidden", interrupted)
+    monkeypatch.setattr(decoder, "each_layer", interrupted)
+    monkeypatch.setattr(engines, "CPU_TURN_S", -1.0)  # prompts pause behind every layer
     while world.begun < LIVES:
         world.submit()
         while len(world.lives) > world.draw.randrange(12):

@@ -102,7 +102,7 @@ def decoder(mtp: bool) -> Any:
     def nothing(*args: object) -> None: ...
 
     return SimpleNamespace(
-        hidden=hidden,
+        each_layer=lambda ids, *rest: iter([hidden(ids)]),
         logits=lambda rows: torch.empty(len(rows), VOCABULARY, device=META),
         config=SimpleNamespace(
             vocab_size=VOCABULARY,
