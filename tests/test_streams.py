@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from lowbit.convert.cli.main import main as convert
 from lowbit.formats.shell.options import MOST
-from lowbit.runtime.bench import bench
+from lowbit.runtime.bench import machine_speed
 from lowbit.runtime.cli.main import main as run
 from tests.short_models import Shorten
 
@@ -44,7 +44,7 @@ def place(shorten: Shorten, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(bench.BANDWIDTH_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(machine_speed.BANDWIDTH_BYTES, "cpu", 1 << 20)
 
 
 def invoke(program: click.Group, *line: str | Path) -> Result:

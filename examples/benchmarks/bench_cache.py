@@ -18,7 +18,7 @@ from bench_kernels import ROTATED_BYTES, graph_us
 from torch import Tensor
 
 from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE, CacheType
-from lowbit.runtime.bench.bench import read_bandwidth
+from lowbit.runtime.bench.machine_speed import read_bandwidth
 from lowbit.runtime.engine.graphs import reach_for
 from lowbit.runtime.kernels.attention.decode import attention_decode
 from lowbit.runtime.kernels.attention.prefill import attention_prefill

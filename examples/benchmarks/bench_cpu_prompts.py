@@ -12,13 +12,14 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 import torch
 from transformers import AutoModelForCausalLM
 
 import lowbit.runtime as lowbit
+from lowbit.formats.layout.recipes import Base
 from lowbit.runtime.backends.cpu_linear import multiplies_bf16
 
 
@@ -74,7 +75,7 @@ def main(
     print(f"{kind}, {torch.get_num_threads()} threads, weights of many tokens widen to {products}")
     peer: Any = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32)
     models = {
-        recipe: lowbit.load(original, device="cpu", quantize=recipe, threads=threads)
+        recipe: lowbit.load(original, device="cpu", quantize=cast(Base, recipe), threads=threads)
         for recipe in recipes.split(",")
     }
     vocabulary = peer.config.vocab_size

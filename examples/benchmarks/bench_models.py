@@ -21,7 +21,8 @@ from make_random_checkpoint import HYBRID_SIZES, SIZES, config_of
 from random_engine import GROUP, bits_of, random_engine, standing_sequences
 
 from lowbit.formats.architectures import read_config, tensor_table
-from lowbit.runtime.bench.bench import GREEDY, SAMPLED, read_bandwidth
+from lowbit.runtime.bench.bench import GREEDY, SAMPLED
+from lowbit.runtime.bench.machine_speed import read_bandwidth
 from lowbit.runtime.bench.settings import BenchSettings
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs

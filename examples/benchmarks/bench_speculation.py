@@ -37,7 +37,8 @@ from speculation_table import Row, show
 from lowbit.formats.architectures import read_config
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.output import print_json
-from lowbit.runtime.bench.bench import GREEDY, device_name, plain_steps, settle
+from lowbit.runtime.bench.bench import GREEDY, device_name, plain_steps
+from lowbit.runtime.bench.machine_speed import settle
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs, width_for
 from lowbit.runtime.engine.load import choose_device, load

@@ -10,7 +10,13 @@ import torch
 
 from lowbit.formats.architectures import part_of
 from lowbit.formats.errors import RequestError
-from lowbit.formats.machine.memory import free_bytes, peak_resident_bytes
+from lowbit.formats.machine.memory import peak_resident_bytes
+from lowbit.runtime.bench.machine_speed import (
+    expected_step_s,
+    read_bandwidth,
+    seconds_beside_read,
+    settle,
+)
 from lowbit.runtime.bench.settings import BenchSettings
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs
@@ -23,13 +29,6 @@ from lowbit.runtime.thresholds import ROUND_TOKENS
 
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=0.7, top_k=20, top_p=0.95, seed=0)
-BANDWIDTH_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}
-# Seconds of a layer beyond the read of its bytes, of dense models and of mixtures: what
-# measurements on one H200 leave (BENCHMARKS.md).
-LAYER_S = 7.5e-6
-EXPERTS_LAYER_S = 11.5e-6
-CPU_SHARE = 0.4  # of the bandwidth, with two cores that others used too; one core reached 0.36
-SUMS = 5  # timed together, so that the launch of one is not counted against the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +161,9 @@ def bench(model: Model, settings: BenchSettings) -> BenchResult:
     step = step_bytes(model, settings.middle).total
     peak = peak_bytes(model.device)  # before the buffer that measures the bandwidth
     bandwidth = read_bandwidth(model.device)
-    layers, mixture = opened.config.num_hidden_layers, opened.config.experts is not None
-    expected_s = expected_step_s(step, layers, mixture, model.device, bandwidth)
+    layer_s = seconds_beside_read(model.device, opened.config.experts is not None)
+    layers = opened.config.num_hidden_layers
+    expected_s = expected_step_s(step, layers, layer_s, model.device, bandwidth)
     return BenchResult(
         device=device_name(model.device),
         context=model.context,
@@ -259,44 +259,6 @@ def read_weights(opened: OpenedModel, device: str, dtype: torch.dtype, batch: in
     return trunk.weight_bytes(device, dtype) - unread
 
 
-def expected_step_s(
-    step_bytes: int, layers: int, mixture: bool, device: str, bandwidth: float
-) -> float:
-    """Seconds that a plain step of one sequence should take.
-
-    A GPU takes the time of the read and, for each layer, what an H200 takes beyond it. A CPU
-    reaches a share of the bandwidth.
-
-    Args:
-        step_bytes: that it moves.
-        layers: of the decoder.
-        mixture: of experts.
-        device: `cpu` or `cuda`.
-        bandwidth: bytes per second that a plain read of memory reaches.
-    """
-    read = step_bytes / bandwidth
-    if device == "cpu":
-        return read / CPU_SHARE
-    return read + layers * (EXPERTS_LAYER_S if mixture else LAYER_S)
-
-
-def read_bandwidth(device: str, repeats: int = 5) -> float:
-    """Bytes per second of the fastest of `repeats` reads of a buffer larger than any cache."""
-    size, free = BANDWIDTH_BYTES[device], free_bytes(device)
-    if free is not None:
-        size = min(size, free // 2)
-    buffer = torch.ones(size // 4, dtype=torch.float32, device=device)
-    best = float("inf")
-    for _ in range(repeats):
-        settle(device)
-        started = time.perf_counter()
-        for _ in range(SUMS):
-            buffer.sum()
-        settle(device)
-        best = min(best, time.perf_counter() - started)
-    return SUMS * buffer.nbytes / best
-
-
 def forget_peak(device: str) -> int:
     """Count a GPU's peak from here on; loading holds a linear twice while it is rearranged.
 
@@ -319,12 +281,6 @@ def peak_bytes(device: str) -> int:
 def device_name(device: str) -> str:
     """The name of the GPU, or `cpu`."""
     return torch.cuda.get_device_name() if device == "cuda" else "cpu"
-
-
-def settle(device: str) -> None:
-    """Wait until a GPU has nothing left to do."""
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def summed(found: Iterable[Speculated | None]) -> Speculated | None:

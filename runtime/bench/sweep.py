@@ -20,10 +20,10 @@ from lowbit.runtime.bench.bench import (
     device_name,
     in_turn,
     measure_speed,
-    read_bandwidth,
     step_bytes,
     summed,
 )
+from lowbit.runtime.bench.machine_speed import read_bandwidth
 from lowbit.runtime.bench.plot import NamedLine, line_plot
 from lowbit.runtime.bench.settings import BenchSettings
 from lowbit.runtime.engine.memory import ChosenType

@@ -1,7 +1,8 @@
 """Tokens per second to expect of a model, from the bytes that a token reads and the bandwidth.
 
 A GPU takes the time of the read and, for each layer, the time that our own measurements leave
-beyond it (BENCHMARKS.md, one H200). A CPU reaches a share of the bandwidth.
+beyond it (BENCHMARKS.md, one H200). A CPU reaches a share of the bandwidth and needs, for each
+layer, the time of PyTorch's calls; its prompts take the time of products. It measures both.
 """
 
 import math
@@ -30,16 +31,21 @@ from lowbit.formats.layout.scheme import SERVED_BITS
 from lowbit.formats.machine.memory import free_bytes
 from lowbit.formats.packed import check_packed
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, Checkpoint, TensorInfo, read_json
-from lowbit.runtime.bench.bench import (
-    device_name,
+from lowbit.runtime.bench.bench import device_name, read_weights
+from lowbit.runtime.bench.machine_speed import (
     expected_step_s,
+    products_per_s,
     read_bandwidth,
-    read_weights,
+    seconds_beside_read,
 )
 from lowbit.runtime.models.loader import OpenedModel, open_model, refuse_drafter
 from lowbit.runtime.weights.quantized import quantized
 
 SHORT = 128  # tokens in the cache, as in BENCHMARKS.md
+PROMPT = 512  # tokens
+PROMPT_SHARE = (
+    0.7  # of its time on a CPU that linear layers take: .5 in tiny models, .8 in Qwen3-0.6B
+)
 DTYPE = torch.bfloat16
 RECIPE: Base = "int4"  # of a model that is not quantized
 WORKSPACE = {"cpu": 1 << 30, "cuda": 1 << 30}  # libraries, activations, graphs
@@ -56,6 +62,7 @@ class Demand:
         sequence_bytes: of a sequence's keys, values and states, as long as `DEFAULT_CONTEXT` if
             the model takes so many tokens.
         layers: of its decoder.
+        token_weights: of its decoder's layers, that a token is multiplied by.
         experts: it is a mixture of experts.
         recipe: that the bytes are counted by; None where they are those of a packed folder.
     """
@@ -65,29 +72,31 @@ class Demand:
     token_bytes: int
     sequence_bytes: int
     layers: int
+    token_weights: int
     experts: bool = False
     recipe: Base | None = RECIPE
 
 
-def _usual(name: str, *megabytes: float, layers: int, experts: bool = False) -> Demand:
-    weights, token, sequence = (round(1e6 * size) for size in megabytes)
-    return Demand(name, weights, token, sequence, layers, experts)
+def _usual(name: str, *millions: float, layers: int, experts: bool = False) -> Demand:
+    weights, token, sequence, multiplied = (round(1e6 * size) for size in millions)
+    return Demand(name, weights, token, sequence, layers, multiplied, experts)
 
 
-# INT4 as lowbit-convert writes it by default, without vision towers and heads for drafts.
+# INT4 as lowbit-convert writes it by default, without vision towers and heads for drafts: millions
+# of bytes stored, read for a token, kept for a sequence, and of weights that multiply a token.
 USUAL = (
-    _usual("Qwen3-0.6B", 696, 400, 940, layers=28),
-    _usual("Qwen3-1.7B", 1665, 1058, 940, layers=28),
-    _usual("Qwen3-4B", 3047, 2288, 1208, layers=36),
-    _usual("Qwen3-8B", 5459, 4233, 1208, layers=36),
-    _usual("Qwen3-14B", 9159, 7624, 1342, layers=40),
-    _usual("Qwen3-30B-A3B", 16380, 1756, 805, layers=48, experts=True),
-    _usual("Qwen3.5-0.8B", 1045, 577, 120, layers=24),
-    _usual("Qwen3.5-2B", 2283, 1307, 120, layers=24),
-    _usual("Qwen3.5-4B", 3893, 2729, 320, layers=32),
-    _usual("Qwen3.5-9B", 6850, 4922, 320, layers=32),
-    _usual("Qwen3.5-27B", 17190, 14964, 691, layers=64),
-    _usual("Qwen3.5-35B-A3B", 19048, 2072, 232, layers=40, experts=True),
+    _usual("Qwen3-0.6B", 696, 400, 940, 440, layers=28),
+    _usual("Qwen3-1.7B", 1665, 1058, 940, 1409, layers=28),
+    _usual("Qwen3-4B", 3047, 2288, 1208, 3633, layers=36),
+    _usual("Qwen3-8B", 5459, 4233, 1208, 6946, layers=36),
+    _usual("Qwen3-14B", 9159, 7624, 1342, 13212, layers=40),
+    _usual("Qwen3-30B-A3B", 16380, 1756, 805, 2718, layers=48, experts=True),
+    _usual("Qwen3.5-0.8B", 1045, 577, 120, 497, layers=24),
+    _usual("Qwen3.5-2B", 2283, 1307, 120, 1372, layers=24),
+    _usual("Qwen3.5-4B", 3893, 2729, 320, 3565, layers=32),
+    _usual("Qwen3.5-9B", 6850, 4922, 320, 6912, layers=32),
+    _usual("Qwen3.5-27B", 17190, 14964, 691, 24327, layers=64),
+    _usual("Qwen3.5-35B-A3B", 19048, 2072, 232, 2412, layers=40, experts=True),
 )
 
 
@@ -104,6 +113,7 @@ class Expected:
         most_tokens_per_s: that the bandwidth allows.
         tokens_per_s: to expect.
         share: of the bandwidth, at that speed.
+        prompt_tokens_per_s: to expect of a prompt of PROMPT tokens on a CPU; None on a GPU.
     """
 
     name: str
@@ -114,6 +124,7 @@ class Expected:
     most_tokens_per_s: float
     tokens_per_s: float
     share: float
+    prompt_tokens_per_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,21 +157,39 @@ def measured_speed(name: str | None, device: str) -> Speed:
     demands = USUAL if name is None else (demand_of(name, device),)
     free = free_bytes(device)
     bandwidth = read_bandwidth(device)
-    models = tuple(expected(demand, device, bandwidth, free) for demand in demands)
+    products = products_per_s() if device == "cpu" else None
+    layer_s = {mixture: seconds_beside_read(device, mixture) for mixture in (False, True)}
+    models = tuple(
+        expected(demand, device, bandwidth, layer_s[demand.experts], products, free)
+        for demand in demands
+    )
     return Speed(device, device_name(device), bandwidth, models)
 
 
-def expected(demand: Demand, device: str, bandwidth: float, free: int | None) -> Expected:
+def expected(
+    demand: Demand,
+    device: str,
+    bandwidth: float,
+    layer_s: float,
+    products: float | None,
+    free: int | None,
+) -> Expected:
     """The speed of a model.
 
     Args:
         demand: of the model.
         device: `cpu` or `cuda`.
         bandwidth: bytes per second that a plain read of memory reaches.
+        layer_s: see `expected_step_s`.
+        products: see `products_per_s`; None on a GPU.
         free: bytes of memory; None if the system does not tell.
     """
     read = demand.token_bytes / bandwidth
-    seconds = expected_step_s(demand.token_bytes, demand.layers, demand.experts, device, bandwidth)
+    seconds = expected_step_s(demand.token_bytes, demand.layers, layer_s, device, bandwidth)
+    prompt_s = None
+    if products is not None:
+        multiplied_s = PROMPT * demand.token_weights / products
+        prompt_s = multiplied_s / PROMPT_SHARE + demand.layers * layer_s
     memory = demand.weights + demand.sequence_bytes + WORKSPACE[device]
     return Expected(
         name=demand.name,
@@ -171,6 +200,7 @@ def expected(demand: Demand, device: str, bandwidth: float, free: int | None) ->
         most_tokens_per_s=1 / read,
         tokens_per_s=1 / seconds,
         share=read / seconds,
+        prompt_tokens_per_s=None if prompt_s is None else PROMPT / prompt_s,
     )
 
 
@@ -197,6 +227,7 @@ def demand_of(name: str, device: str) -> Demand:
         token_bytes=read_weights(opened, device, DTYPE) + short + 2 * states,
         sequence_bytes=kv_bytes(config, tokens, DTYPE.itemsize) + states,
         layers=config.num_hidden_layers,
+        token_weights=opened.token_weights(),
         experts=config.experts is not None,
         recipe=recipe,
     )

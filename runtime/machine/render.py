@@ -21,7 +21,8 @@ EXPLAINED = {
     "cuda": "expected: the read, and the time a layer took beyond it on one H200 (BENCHMARKS.md); "
     "other GPUs may need more or less",
     "cpu": "expected: 40 % of the bandwidth, which two cores of an AMD EPYC reached beside other "
-    "work; lowbit-run bench MODEL measures",
+    "work, and the time of calls, measured now; prompt: of 512 tokens, by the speed of products, "
+    "measured now; lowbit-run bench MODEL measures both",
 }
 
 
@@ -40,16 +41,18 @@ def show_speed(speed: "Speed") -> None:
 
     name = "this processor" if speed.device == "cpu" else speed.name
     title = f"one answer at a time on {name}, which reads {gigabytes(int(speed.bandwidth))}/s"
-    columns = ("a token reads", "at most", "expected", "share", "memory")
+    prompts = ("prompt",) if speed.device == "cpu" else ()
+    columns = ("a token reads", "at most", "expected", "share", *prompts, "memory")
     table = plain_table(title, ("model",), columns)
     for each in speed.models:
-        memory = gigabytes(each.memory_bytes)
+        memory, prompt = gigabytes(each.memory_bytes), each.prompt_tokens_per_s
         table.add_row(
             each.name,
             gigabytes(each.token_bytes),
             f"{_speed(each.most_tokens_per_s)} tok/s",
             f"{_speed(each.tokens_per_s)} tok/s",
             f"{each.share:.0%}",
+            *(() if prompt is None else (f"{_speed(prompt)} tok/s",)),
             styled(memory, (" too much", "yellow")) if each.fits is False else memory,
         )
     console = results()

@@ -2,9 +2,9 @@
 
 import pytest
 
-from lowbit.runtime.bench import bench
+from lowbit.runtime.bench import machine_speed
 
 
 @pytest.fixture(autouse=True)
 def _small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bench.BANDWIDTH_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(machine_speed.BANDWIDTH_BYTES, "cpu", 1 << 20)

@@ -13,14 +13,12 @@ from lowbit.formats.errors import RequestError
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime import load
 from lowbit.runtime.bench import bench as bench_module
-from lowbit.runtime.bench.bench import (
+from lowbit.runtime.bench.bench import TimedRun, batched_run, bench, measure_speed, step_bytes
+from lowbit.runtime.bench.machine_speed import (
     CPU_SHARE,
-    TimedRun,
-    batched_run,
-    bench,
     expected_step_s,
-    measure_speed,
-    step_bytes,
+    products_per_s,
+    seconds_beside_read,
 )
 from lowbit.runtime.bench.render import show_result
 from lowbit.runtime.bench.settings import BenchSettings
@@ -223,10 +221,17 @@ def test_absurd_lengths_are_an_error_and_no_traceback(run: Run) -> None:
 def test_a_gpu_is_expected_to_read_and_to_take_its_time_for_each_layer(
     experts: bool, layer_us: float
 ) -> None:
-    assert expected_step_s(4_000_000, 10, experts, "cuda", 4e12) == pytest.approx(
+    layer_s = seconds_beside_read("cuda", experts)
+    assert expected_step_s(4_000_000, 10, layer_s, "cuda", 4e12) == pytest.approx(
         1e-6 + 10 * layer_us * 1e-6
     )
-    assert expected_step_s(4_000_000, 10, experts, "cpu", 1e10) == pytest.approx(4e-4 / CPU_SHARE)
+
+
+def test_a_cpu_is_expected_to_read_at_a_share_and_to_take_its_time_for_calls() -> None:
+    step_s = expected_step_s(4_000_000, 10, 2e-4, "cpu", 1e10)
+    assert step_s == pytest.approx(4e-4 / CPU_SHARE + 2e-3)
+    assert seconds_beside_read("cpu", mixture=False) > 0
+    assert products_per_s() > 0
 
 
 @pytest.mark.parametrize(("share", "advised"), [(0.79, True), (0.81, False)])

@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from lowbit.formats.kv_cache import BF16_CACHE
-from lowbit.runtime.bench import bench
+from lowbit.runtime.bench import machine_speed
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine import memory
 from lowbit.runtime.engine.load_options import LoadOptions
@@ -84,7 +84,7 @@ def test_what_is_refused(run: Run, arguments: tuple[str, ...], code: int, messag
 
 
 def test_bench_counts_the_bytes_of_the_type(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bench.BANDWIDTH_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(machine_speed.BANDWIDTH_BYTES, "cpu", 1 << 20)
     found = {}
     for kv_cache in ("bf16", "int8"):
         options = ("bench", FOLDER, *BENCH, "--kv-cache", kv_cache)

@@ -16,12 +16,13 @@ import torch
 from click.testing import CliRunner, Result
 
 from lowbit.formats.layout.scheme import Scheme
+from lowbit.runtime.bench.machine_speed import seconds_beside_read
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
 from lowbit.runtime.kernels.launch.tuned import Card, Launches, keep_launches, kernels_version
 from lowbit.runtime.machine import checks, expected
 from lowbit.runtime.machine.checks import Finding, look
-from lowbit.runtime.machine.expected import USUAL, demand_of
+from lowbit.runtime.machine.expected import PROMPT, PROMPT_SHARE, USUAL, demand_of
 from lowbit.runtime.machine.expected import expected as expect
 from lowbit.runtime.models.loader import open_model
 from tests.hub_server import HubServer
@@ -36,6 +37,8 @@ Run = Callable[..., Result]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(expected, "read_bandwidth", lambda device: 20e9)
+    monkeypatch.setattr(expected, "products_per_s", lambda: 50e9)
+    monkeypatch.setattr(expected, "seconds_beside_read", lambda device, mixture: 1e-3)
     return lambda *arguments: CliRunner().invoke(main, ("doctor", *arguments))
 
 
@@ -70,13 +73,24 @@ def test_a_machine_without_a_gpu_is_whole(run: Run, monkeypatch: pytest.MonkeyPa
     assert len(speed["models"]) == len(USUAL)
     for model in speed["models"]:
         assert model["most_tokens_per_s"] == pytest.approx(20e9 / model["token_bytes"])
-        assert model["tokens_per_s"] == pytest.approx(0.4 * model["most_tokens_per_s"])
+        [usual] = [each for each in USUAL if each.name == model["name"]]
+        step_s = usual.token_bytes / 20e9 / 0.4 + usual.layers * 1e-3
+        assert model["tokens_per_s"] == pytest.approx(1 / step_s)
+        assert model["share"] == pytest.approx(usual.token_bytes / 20e9 / step_s)
+        prompt_s = PROMPT * usual.token_weights / 50e9 / PROMPT_SHARE + usual.layers * 1e-3
+        assert model["prompt_tokens_per_s"] == pytest.approx(PROMPT / prompt_s)
 
 
 def test_the_table_goes_to_stdout(run: Run) -> None:
     done = run("--device", "cpu")
     assert (done.exit_code, done.stderr) == (0, "")
-    for words in ("PyTorch", "which reads 20.00 GB/s", "Qwen3-8B", "lowbit-run bench MODEL"):
+    for words in (
+        "PyTorch",
+        "which reads 20.00 GB/s",
+        "Qwen3-8B",
+        "lowbit-run bench MODEL",
+        "prompt",
+    ):
         assert words in done.stdout
     assert "GPU  " not in done.stdout, "it was not asked about"
 
@@ -247,7 +261,9 @@ def test_the_hub_is_asked_only_if_told(
 )
 def test_expects_what_was_measured(name: str, tokens_per_s: float) -> None:
     [demand] = [each for each in USUAL if each.name == name]
-    found = expect(demand, "cuda", H200, None)
+    layer_s = seconds_beside_read("cuda", demand.experts)
+    found = expect(demand, "cuda", H200, layer_s, None, None)
+    assert found.prompt_tokens_per_s is None
     assert found.tokens_per_s == pytest.approx(tokens_per_s, rel=0.12)
     assert found.share == pytest.approx(found.tokens_per_s / found.most_tokens_per_s)
     assert f"{tokens_per_s:,}" in (EXAMPLES.parent / "BENCHMARKS.md").read_text()
@@ -267,7 +283,7 @@ def test_usual_sizes_are_those_of_their_configs(tmp_path: Path, name: str, size:
     found = demand_of(str(tmp_path), "cuda")
     [usual] = [each for each in USUAL if each.name == name]
     assert found.layers == usual.layers
-    for field in ("weights", "token_bytes", "sequence_bytes"):
+    for field in ("weights", "token_bytes", "sequence_bytes", "token_weights"):
         assert getattr(found, field) == pytest.approx(getattr(usual, field), abs=1e6), field
 
 
