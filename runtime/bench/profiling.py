@@ -20,9 +20,9 @@ from lowbit.runtime.bench.bench import (
     arbitrary_prompt,
     check_fits,
     choice_of,
-    settle,
     step_bytes,
 )
+from lowbit.runtime.bench.machine_speed import settle
 from lowbit.runtime.bench.settings import BenchSettings
 from lowbit.runtime.engine.model import Model
 
