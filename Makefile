@@ -56,8 +56,10 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 
+# an installation by `pip install .` stays as it is, and is what the demo runs
+KEPT := from importlib.metadata import distribution; exit("editable" in (distribution("lowbit").read_text("direct_url.json") or ""))
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(INSTALL) .
+	$(BIN)/python -c '$(KEPT)' 2>/dev/null || $(INSTALL) .
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
