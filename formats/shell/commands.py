@@ -1,6 +1,8 @@
 """A group of commands with a default command."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -66,6 +68,16 @@ class _Misuse(click.UsageError):
         super().__init__(text.removeprefix(prefix), error.ctx)
 
 
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """End with 130 after an interrupt, where click would say `Aborted!` and end with 1."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        farewell(str(error), lambda text: folded(text, sys.stderr))
+        raise click.exceptions.Exit(INTERRUPTED) from None
+
+
 class Commands(DefaultGroup):  # type: ignore[misc]  # the library has no types
     """A group that exits with 130 after an interrupt, and quietly if its output is not read."""
 
@@ -74,13 +86,17 @@ class Commands(DefaultGroup):  # type: ignore[misc]  # the library has no types
         use_own_scripts()
         return super().main(*args, **options)
 
+    def make_context(self, *args: Any, **options: Any) -> click.Context:
+        """Read the command line with the exit codes of the class."""
+        with _interruptible():
+            found: click.Context = super().make_context(*args, **options)
+            return found
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command with the exit codes of the class."""
         try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt as error:
-            farewell(str(error), lambda text: folded(text, sys.stderr))
-            raise click.exceptions.Exit(INTERRUPTED) from None
+            with _interruptible():
+                return super().invoke(ctx)
         except click.UsageError as error:
             raise _Misuse(error) from None
         except BrokenPipeError:

@@ -9,16 +9,16 @@ import os
 import select
 import signal
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import IO, NoReturn
 
 INTERRUPTED = 128 + signal.SIGINT
 READER_LEFT = 128 + 13  # SIGPIPE, a name that Windows lacks
-# An import can swallow an interrupt: a C extension may report another error or none, and a library
-# may go on without the module. The interrupt is therefore raised again until it gets through.
-MASKS = (ImportError, SystemError)
-AGAIN_S = 0.05
+AGAIN_S = 0.02
+PATIENCE_S = 3.0  # that an import may still take after a signal
+FAREWELL = "interrupted"
 
 
 def run(module: str, program: str) -> NoReturn:
@@ -34,24 +34,28 @@ def run(module: str, program: str) -> NoReturn:
     _check_system()
     if hasattr(sys.stdout, "reconfigure"):  # escape characters that the encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
-    arrived: list[int] = []
-    _watch(arrived)
+    signals = Signals()
+    signals.watch()
     try:
-        importlib.import_module(module).main(prog_name=program)
+        main = importlib.import_module(module).main
+        signals.deliver()
+        main(prog_name=program)
     except KeyboardInterrupt:
-        arrived.append(signal.SIGINT)
-    except MASKS:
-        if not arrived:
+        signals.arrived.append(signal.SIGINT)
+    except BaseException:
+        if signals.waiting is None:
             raise
     else:
-        sys.exit(0)
+        if signals.waiting is None:
+            sys.exit(0)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))  # cleaned up already
-    if arrived[-1] == signal.SIGINT:
+        for number in (signal.SIGINT, signal.SIGTERM):  # all is cleaned up already
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, _: os._exit(128 + number))
+    if signals.arrived[-1] == signal.SIGINT:
         farewell()
-    sys.exit(128 + arrived[-1])
+    sys.exit(128 + signals.arrived[-1])
 
 
 def _check_system() -> None:
@@ -75,7 +79,7 @@ def farewell(left: str = "", fold: Callable[[str], str] = str) -> None:
         left: text on files that remain, if any.
         fold: puts line ends between words where they are due.
     """
-    print(f"\n{fold(f'interrupted; {left}' if left else 'interrupted')}", file=sys.stderr)
+    print(f"\n{fold(f'{FAREWELL}; {left}' if left else FAREWELL)}", file=sys.stderr)
 
 
 def leave(stream: IO[str]) -> None:
@@ -97,40 +101,71 @@ def leave_broken() -> bool:
     return bool(broken)
 
 
-def _watch(arrived: list[int]) -> None:
-    """Raise KeyboardInterrupt at SIGINT and SystemExit at SIGTERM, unless they are ignored.
+class Signals:
+    """SIGINT and SIGTERM as exceptions, which are never raised inside an import.
 
-    A second SIGINT does not disturb what cleans up after the first; a third one ends the process.
+    Half of an import is C and C++ code that calls Python: it may abort at an exception, replace it
+    by another one, or go on without what it was loading. A signal waits for the end of the import,
+    and ends the process where the import takes longer than PATIENCE_S.
 
-    Args:
-        arrived: list that every received signal's number is appended to.
+    Attributes:
+        arrived: numbers of all signals so far.
+        waiting: number of the signal that waits for the end of an import, or None.
     """
-    impatient: list[int] = []
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        arrived.append(signal.SIGINT)
-        if _is_on_its_way(sys.exception()):
-            impatient.append(number)
-            if len(impatient) > 1:
+    def __init__(self) -> None:
+        """Handle nothing yet."""
+        self.arrived: list[int] = []
+        self.waiting: int | None = None
+        self._deadline = 0.0  # for the import
+        self._impatient = 0  # interrupts that came while another one was under way
+
+    def watch(self) -> None:
+        """Handle SIGINT and SIGTERM from now on, unless they are ignored."""
+        usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+        for number, handler in usual.items():
+            if signal.getsignal(number) is handler:
+                signal.signal(number, self._take)
+                signal.signal(signal.SIGALRM, self._insist)
+
+    def deliver(self) -> None:
+        """Raise the signal that waits, if one does."""
+        number, self.waiting = self.waiting, None
+        if number is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            _raise(number)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal; a second SIGINT disturbs no clean-up, a third one ends the process."""
+        self.arrived.append(number)
+        waits = self.waiting is not None
+        if number == signal.SIGINT and (waits or _is_on_its_way(sys.exception())):
+            self._impatient += 1
+            if self._impatient > 1:
                 _stop_at_once()
             return
-        if _is_importing(frame):
-            signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+        if not _is_importing(frame):
+            _raise(number)
+        if not waits:
+            self._deadline = time.monotonic() + PATIENCE_S
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_S, AGAIN_S)
+        self.waiting = number
+
+    def _insist(self, _: int, frame: FrameType | None) -> None:
+        """Raise the signal that waits, once no import is under way."""
+        if not _is_importing(frame):
+            self.deliver()
+        elif self.waiting is not None and time.monotonic() > self._deadline:
+            if self.waiting == signal.SIGINT:
+                os.write(2, f"\n{FAREWELL}\n".encode())
+            os._exit(128 + self.waiting)
+
+
+def _raise(number: int) -> NoReturn:
+    """Unwind the stack for a signal."""
+    if number == signal.SIGINT:
         raise KeyboardInterrupt
-
-    def insist(number: int, frame: FrameType | None) -> None:
-        if arrived and not _is_on_its_way(sys.exception()):
-            interrupt(number, frame)
-
-    def terminate(number: int, frame: FrameType | None) -> None:
-        arrived.append(number)
-        sys.exit(128 + number)
-
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
-        signal.signal(signal.SIGALRM, insist)
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, terminate)
+    sys.exit(128 + number)
 
 
 def _stop_at_once() -> NoReturn:

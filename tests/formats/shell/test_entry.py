@@ -8,34 +8,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner
+
+from lowbit.formats.shell.commands import Commands
 
 ENTRY = "from lowbit.formats.shell.entry import run; run('stub', 'program')"
 SELF = "import os, signal\nkill = lambda number: os.kill(os.getpid(), number)\n"
 
-# How an interrupt can fare inside an import.
-IMPORTS = {
-    "raised": "kill(signal.SIGINT)",
-    "before the handlers": "raise KeyboardInterrupt",
-    "turned into an ImportError": (
-        "try: kill(signal.SIGINT)\nexcept KeyboardInterrupt: raise ImportError('numpy') from None"
-    ),
-    "turned into a SystemError": (
-        "try: kill(signal.SIGINT)\n"
-        "except KeyboardInterrupt as error: raise SystemError() from error"
-    ),
-    "swallowed": (
-        "try: kill(signal.SIGINT)\nexcept KeyboardInterrupt: pass\n"
-        "while True: pass  # until it is raised again"
-    ),
-    "swallowed with a fallback": (
-        "def attempt():\n"
-        "    try: kill(signal.SIGINT)\n"
-        "    except KeyboardInterrupt: return None\n"
-        "attempt()\n"
-        "main = lambda **_: [None for _ in iter(int, 1)]"
-    ),
-}
+# What C++ code does about an exception of Python code that it calls.
+FOREIGN = """\
+def call():
+    try: kill(signal.{})
+    except BaseException: os.abort()
+call()
+print('imported')
+"""
+ENDLESS = "def main(**_):\n    while True: pass\n"
+ENDS = {"SIGINT": (130, "\ninterrupted\n"), "SIGTERM": (143, "")}
 
 
 def start(code: str, folder: Path) -> "subprocess.CompletedProcess[str]":
@@ -55,12 +46,46 @@ def stub(folder: Path, body: str) -> None:
     (folder / "stub.py").write_text(SELF + body)
 
 
-@pytest.mark.parametrize("body", IMPORTS.values(), ids=IMPORTS)
-def test_an_interrupt_during_an_import_ends_with_130(tmp_path: Path, body: str) -> None:
-    stub(tmp_path, body)
+@pytest.mark.parametrize("name", ENDS)
+def test_signals_wait_for_the_end_of_an_import(tmp_path: Path, name: str) -> None:
+    stub(tmp_path, FOREIGN.format(name) + "main = lambda **_: print('begun')")
     done = start(ENTRY, tmp_path)
-    assert done.returncode == 130
-    assert (done.stdout, done.stderr) == ("", "\ninterrupted\n")
+    code, said = ENDS[name]
+    assert (done.returncode, done.stdout, done.stderr) == (code, "imported\n", said)
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_signals_wait_for_the_end_of_an_import_inside_a_command(tmp_path: Path, name: str) -> None:
+    (tmp_path / "slow.py").write_text(SELF + FOREIGN.format(name))
+    stub(tmp_path, ENDLESS.replace("while", "import slow\n    while"))
+    done = start(ENTRY, tmp_path)
+    code, said = ENDS[name]
+    assert (done.returncode, done.stdout, done.stderr) == (code, "imported\n", said)
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_an_import_that_does_not_end_is_given_up(tmp_path: Path, name: str) -> None:
+    stub(tmp_path, f"kill(signal.{name})\nwhile True: pass")
+    hasty = "import lowbit.formats.shell.entry as entry; entry.PATIENCE_S = 0.05\n"
+    done = start(hasty + ENTRY, tmp_path)
+    assert (done.returncode, done.stderr) == ENDS[name]
+
+
+def test_impatience_during_an_import(tmp_path: Path) -> None:
+    stub(tmp_path, "for _ in range(3): kill(signal.SIGINT)\nwhile True: pass")
+    assert start(ENTRY, tmp_path).returncode == 130
+
+
+def test_an_interrupt_wins_over_an_error_behind_it(tmp_path: Path) -> None:
+    stub(tmp_path, "kill(signal.SIGINT)\nraise ImportError('half a library')")
+    done = start(ENTRY, tmp_path)
+    assert (done.returncode, done.stderr) == (130, "\ninterrupted\n")
+
+
+def test_an_interrupt_before_the_handlers_ends_with_130(tmp_path: Path) -> None:
+    stub(tmp_path, "raise KeyboardInterrupt")
+    done = start(ENTRY, tmp_path)
+    assert (done.returncode, done.stderr) == (130, "\ninterrupted\n")
 
 
 def test_an_error_of_an_import_stays_an_error(tmp_path: Path) -> None:
@@ -79,10 +104,10 @@ def test_sigterm_unwinds_and_ends_with_143(tmp_path: Path) -> None:
 
 
 def test_cleaning_up_after_an_interrupt_is_not_interrupted(tmp_path: Path) -> None:
-    slow = "for number in range(4_000_000): last = number"  # longer than the time to insist
-    stub(tmp_path, f"try: kill(signal.SIGINT)\nfinally:\n    {slow}\n    print('closed', last)")
+    again = "kill(signal.SIGINT); import json; print('closed')"
+    stub(tmp_path, f"def main(**_):\n    try: kill(signal.SIGINT)\n    finally: {again}")
     done = start(ENTRY, tmp_path)
-    assert (done.returncode, done.stdout) == (130, "closed 3999999\n")
+    assert (done.returncode, done.stdout) == (130, "closed\n")
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -118,20 +143,40 @@ def test_characters_that_stdout_lacks_are_escaped(tmp_path: Path, encoding: str)
     assert "\\udc80" in done.stdout
 
 
+# torch begins to be imported, is interrupted, and goes on to its end.
+TORCH = SELF + FOREIGN.format("SIGINT") + "while True: pass  # until it is given up"
+
+
 @pytest.mark.parametrize(
     "command",
-    [("convert", "inspect", "x"), ("run", "org/x", "Hi"), ("convert", "x", "y", "--bits", "z")],
+    [
+        ("convert", "inspect", "x"),
+        ("convert", "x", "y", "--bits", "z"),
+        ("run", "org/x", "Hi"),
+        ("run", "chat", "org/x"),
+        ("run", "serve", "org/x"),
+        ("run", "bench", "org/x"),
+        ("run", "list"),
+    ],
+    ids=" ".join,
 )
-def test_both_programs_survive_an_interrupt_while_torch_is_imported(
-    tmp_path: Path, command: tuple[str, ...]
-) -> None:
-    (tmp_path / "torch.py").write_text(SELF + IMPORTS["raised"])
+def test_an_interrupt_while_torch_is_imported(tmp_path: Path, command: tuple[str, ...]) -> None:
+    (tmp_path / "torch.py").write_text(TORCH)
     room = {"convert": "convert", "run": "runtime"}[command[0]]
     code = (
+        "import lowbit.formats.shell.entry as entry; entry.PATIENCE_S = 0.05\n"
         f"import sys; sys.argv = {['program', *command[1:]]!r}\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
         f"from lowbit.{room}.__main__ import main; main()"
     )
     done = start(code, tmp_path)
-    assert done.returncode == 130
-    assert (done.stdout, done.stderr) == ("", "\ninterrupted\n")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "imported\n", "\ninterrupted\n")
+
+
+def test_an_interrupt_while_the_command_line_is_read() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    option = click.Option(["--now"], callback=interrupt)
+    found = CliRunner().invoke(Commands("group", params=[option]), ["--now", "x"])
+    assert (found.exit_code, found.stderr) == (130, "\ninterrupted\n")
