@@ -3,11 +3,9 @@
 import { Answer } from "./answer.js";
 import { ask, explained, readHealth, readModel, readReport } from "./client.js";
 import { action, copyButton, element } from "./elements.js";
+import { keepChat, keepKey, keepSettings, recallChat, recallKey, recallSettings } from "./memory.js";
 
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
-const SETTINGS = "lowbit.settings"; // in this browser
-const KEY = "lowbit.key"; // in this tab
-const CHAT = "lowbit.chat"; // in this tab
 const KEY_NOTE = "This server asks for one. It is forgotten when the tab closes.";
 const ALONE = "The page loads nothing from elsewhere.";
 const NEAR = 80; // pixels from the end at which the page follows a growing answer
@@ -15,28 +13,10 @@ const NEAR = 80; // pixels from the end at which the page follows a growing answ
 const $ = (id) => document.getElementById(id);
 const [chat, composer, field, send, scroll] = ["chat", "composer", "ask", "send", "scroll"].map($);
 
-let messages = recalled(sessionStorage, CHAT, []); // role, content; answers: reasoning, meta, error
+let messages = recallChat();
 let running = null; // the AbortController of the answer that is being made
 let model = null;
 let follows = true; // the page shows the end of the conversation
-
-// Storage, which a browser may refuse.
-
-function recalled(storage, name, otherwise) {
-  try {
-    return JSON.parse(storage.getItem(name)) ?? otherwise;
-  } catch {
-    return otherwise;
-  }
-}
-
-function remember(storage, name, value) {
-  try {
-    storage.setItem(name, JSON.stringify(value));
-  } catch {
-    // full, or refused: the page works without
-  }
-}
 
 // Settings
 
@@ -53,7 +33,7 @@ function readSettings() {
 function restoreSettings(values) {
   $("fields").reset();
   for (const [name, value] of Object.entries(values)) {
-    const input = $("fields").elements[name];
+    const input = $("fields").elements.namedItem(name);
     if (input && name !== "key") input.value = value;
   }
 }
@@ -64,10 +44,10 @@ function openSettings(focus = "system") {
 }
 
 $("fields").addEventListener("input", () => {
-  remember(localStorage, SETTINGS, Object.fromEntries(new FormData($("fields"))));
+  keepSettings(Object.fromEntries(new FormData($("fields"))));
 });
 $("key").addEventListener("change", () => {
-  remember(sessionStorage, KEY, $("key").value.trim());
+  keepKey($("key").value.trim());
   connect();
 });
 $("fields").addEventListener("submit", (event) => {
@@ -82,7 +62,7 @@ $("open-settings").addEventListener("click", () => openSettings());
 $("close-settings").addEventListener("click", () => $("settings").close());
 $("defaults").addEventListener("click", () => {
   restoreSettings({});
-  remember(localStorage, SETTINGS, {});
+  keepSettings({});
 });
 
 // The conversation on the page
@@ -91,7 +71,7 @@ function show() {
   chat.replaceChildren(...messages.map((message, index) => turn(message, index)));
   $("welcome").hidden = messages.length > 0;
   document.body.classList.toggle("empty", !messages.length);
-  remember(sessionStorage, CHAT, messages);
+  keepChat(messages);
   refresh();
 }
 
@@ -171,7 +151,7 @@ async function answer() {
   shown.draw();
   if (running !== mine) return; // a new chat has begun
   running = null;
-  remember(sessionStorage, CHAT, messages);
+  keepChat(messages);
   $("status").textContent = message.error ? message.error.title : "The answer is complete.";
   refresh();
   toEndIfFollowing();
@@ -182,7 +162,7 @@ async function follow(message, shown, body, signal) {
   const began = performance.now();
   const since = () => (performance.now() - began) / 1000;
   const meta = {};
-  const key = recalled(sessionStorage, KEY, "");
+  const key = recallKey();
   try {
     for await (const part of ask(body, key, signal)) {
       if (part.reasoning || part.content) {
@@ -325,7 +305,7 @@ async function connect() {
 
 // Learn the model's name; returns the key that was shown.
 async function identify() {
-  const key = recalled(sessionStorage, KEY, "");
+  const key = recallKey();
   model = await readModel(key);
   $("model").textContent = model?.id ?? "lowbit";
   document.title = model ? `${model.id} · lowbit` : "lowbit";
@@ -338,7 +318,7 @@ async function identify() {
 
 // A link shows no key, so behind one the report is fetched and saved.
 $("report").addEventListener("click", async (event) => {
-  const key = recalled(sessionStorage, KEY, "");
+  const key = recallKey();
   if (!key) return;
   event.preventDefault();
   const href = URL.createObjectURL(await readReport(key));
@@ -346,10 +326,7 @@ $("report").addEventListener("click", async (event) => {
   setTimeout(() => URL.revokeObjectURL(href), 10000);
 });
 
-restoreSettings(recalled(localStorage, SETTINGS, {}));
-$("key").value = recalled(sessionStorage, KEY, "");
-for (const message of messages) {
-  if (message.role === "assistant" && !message.error) message.meta ??= { note: "stopped" };
-}
+restoreSettings(recallSettings());
+$("key").value = recallKey();
 show();
 connect();

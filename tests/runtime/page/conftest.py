@@ -1,15 +1,48 @@
-"""Fixtures: a stub server, and the page in headless Chromium."""
+"""Fixtures: modules of the page in node, a stub server, and the page in headless Chromium."""
 
+import json
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.runtime.page.stub import Stub
+from tests.runtime.page.stub import PAGE, Stub
 
 VIEW = {"viewport": {"width": 1000, "height": 700}, "reduced_motion": "reduce"}
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+NODE = shutil.which("node")
+PATIENCE_S = 60  # for a script that hangs: one takes a second
+
+Node = Callable[..., Any]  # of the fixture `node`
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    """`node("x.mjs", given, *words)`: what a script here prints as JSON about the page's modules.
+
+    The script gets a folder with the modules and the words as arguments, and `given` on stdin.
+    """
+    if NODE is None:
+        pytest.skip("node is not installed")
+    for path in PAGE.glob("*.js"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+
+    def run(script: str, given: object, *words: str) -> Any:
+        done = subprocess.run(
+            [str(NODE), str(Path(__file__).with_name(script)), str(tmp_path), *words],
+            input=json.dumps(given),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
 
 
 @pytest.fixture(scope="package")

@@ -1,43 +1,25 @@
 """Markdown of the page, in node: what it shows, and texts made to keep it busy."""
 
-import json
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-PAGE = Path(__file__).parents[3] / "runtime" / "serve" / "page"
-NODE = shutil.which("node")
-PATIENCE_S = 60  # for a renderer that hangs: it takes a second
+from tests.runtime.page.conftest import Node
+
 LONGEST = 8000  # characters of a paragraph that marks are looked for in
 
 LINK = {"rel": "noopener noreferrer"}
 
 Render = Callable[..., dict[str, Any]]
-pytestmark = pytest.mark.skipif(NODE is None, reason="node is not installed")
 
 
 @pytest.fixture
-def render(tmp_path: Path) -> Render:
+def render(node: Node) -> Render:
     """`render({name: text}, "count")`: nodes of every text, as trees or counted."""
-    for path in PAGE.glob("*.js"):
-        shutil.copy(path, tmp_path)
-    (tmp_path / "package.json").write_text('{"type": "module"}')
-    script = Path(__file__).with_name("render.mjs")
 
     def run(texts: dict[str, str], *what: str) -> dict[str, Any]:
-        done = subprocess.run(
-            [str(NODE), str(script), str(tmp_path), *what],
-            input=json.dumps(texts),
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-        )
-        assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout)
+        found: dict[str, Any] = node("render.mjs", texts, *what)
         return found
 
     return run

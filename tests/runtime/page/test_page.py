@@ -92,7 +92,7 @@ def test_text_of_the_model_never_becomes_html(stub: Stub, open_page: Open) -> No
 
 PARTS = (
     *("page.css", "page.js", "answer.js", "client.js", "elements.js", "markdown.js", "marks.js"),
-    "icon.svg",
+    *("memory.js", "icon.svg"),
 )
 
 
@@ -145,6 +145,32 @@ def test_retry_edit_and_new_chat(stub: Stub, open_page: Open) -> None:
     page.click("#welcome button >> nth=2")
     page.wait_for_selector(FIGURES)
     assert asked(stub) == ["Compare TCP and UDP in a small table"]
+
+
+def test_a_broken_memory_is_forgotten(stub: Stub, open_page: Open) -> None:
+    page = open_page()
+    stub.answers = [Canned(spoken("ok"))]
+    kept: list[Any] = [
+        *(None, 5, [], {"role": "user", "content": 5}, {"role": "robot", "content": "no"}),
+        {"role": "user", "content": "kept"},
+        {"role": "assistant", "content": "half", "meta": [], "error": 5, "reasoning": {}},
+    ]
+    forge = """(kept) => {
+        sessionStorage.setItem("lowbit.chat", JSON.stringify(kept));
+        sessionStorage.setItem("lowbit.key", "[5]");
+        localStorage.setItem("lowbit.settings", '{"0": 5, "1": "x", "seed": {}, "system": "Be"}');
+    }"""
+    page.evaluate(forge, kept)
+    page.reload()
+    assert page.locator(".bubble").all_inner_texts() == ["kept"]
+    assert page.inner_text(f"{LAST} .text") == "half"
+    assert page.inner_text(f"{LAST} .meta") == "stopped"
+    assert said(page, "on") == "ok"
+    assert asked(stub) == ["Be", "kept", "half", "on"]
+    page.evaluate(forge, {"0": kept[-2]})
+    page.reload()
+    assert page.is_visible("#welcome")
+    assert said(page, "anew") == "ok"
 
 
 def test_settings_are_sent_and_kept(stub: Stub, open_page: Open) -> None:
