@@ -17,7 +17,7 @@ from typing import IO, NoReturn
 INTERRUPTED = 128 + signal.SIGINT
 READER_LEFT = 128 + 13  # SIGPIPE, a name that Windows lacks
 AGAIN_S = 0.02
-PATIENCE_S = 3.0  # that an import may still take after a signal
+PATIENCE_S = 1.0  # that an import may still take after a signal
 FAREWELL = "interrupted"
 
 
