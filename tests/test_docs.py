@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [*DOCS, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md"))]
 BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+ROOMS = [ROOT / name for name in ("formats", "convert", "runtime")]
 LINK = re.compile(r"(?<!`)!?\[[^]`]*\]\(([^)\s]+)\)")
 FIGURE = re.compile(r"(?<![\w.])(?:\d[\d,]*)?[.,]\d[\d,]*|\d{3,}")
 SPAN = re.compile(r"(`+)(.+?)\1(?!`)")
@@ -89,8 +90,8 @@ def test_figures_of_tables_are_measured_ones(page: str) -> None:
 def templates() -> str:
     """Texts of the code, a line each; … stands for what is filled in."""
     found = []
-    for room in ("formats", "convert", "runtime"):
-        for path in (ROOT / room).rglob("*.py"):
+    for room in ROOMS:
+        for path in room.rglob("*.py"):
             for node in ast.walk(ast.parse(text_of(path))):
                 parts = node.values if isinstance(node, ast.JoinedStr) else [node]
                 texts = [
@@ -195,3 +196,14 @@ def test_the_site_can_be_installed() -> None:
     names = {re.split(r"[>=\[<]", entry)[0] for entry in groups["docs"]}
     assert "mkdocs-material" in names
     assert names <= pinned
+def test_installations_have_the_versions_of_the_constraints() -> None:
+    """Wherever a text tells how to install lowbit from its clone."""
+    texts = [path.read_text(encoding="utf-8") for room in ROOMS for path in room.rglob("*.py")]
+    texts += [text_of(page) for page in PAGES]
+    told = [
+        found for text in texts for found in re.findall(r"pip install [^`\n]*?'?\.(?:\[| )", text)
+    ]
+    assert len(told) > 4
+    assert [each for each in told if "-c constraints.txt" not in each] == []
+
+

@@ -31,6 +31,16 @@ def check_system() -> None:
         )
 
 
+def install_hint(extra: str = "") -> str:
+    """Advice to install lowbit, with an extra, in the versions that it is tested with."""
+    return f"{install_command(extra)} in the clone of lowbit"
+
+
+def install_command(extra: str = "") -> str:
+    """The command of `install_hint`."""
+    return "pip install -c constraints.txt " + (f"'.[{extra}]'" if extra else ".")
+
+
 def explained(error: BaseException, gpu_hint: str | None = None) -> LowbitError | None:
     """The LowbitError for a failure caused by a file, an option or the machine; None for a bug.
 
@@ -52,8 +62,7 @@ def explained(error: BaseException, gpu_hint: str | None = None) -> LowbitError 
     if isinstance(error, ModuleNotFoundError) and _is_foreign(error.name):
         return ResourceError(
             f"`{error.name}` is not installed",
-            hint="pip install -c constraints.txt . in the clone of lowbit; lowbit-run doctor names "
-            "what is missing",
+            hint=f"{install_hint()}; lowbit-run doctor names what is missing",
         )
     if isinstance(error, RecursionError):
         return CheckpointError("a file is nested too deeply to be read", hint="--debug shows where")

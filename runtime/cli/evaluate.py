@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lowbit.formats.machine.system import install_command
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import folders, json_option
 from lowbit.formats.shell.output import note, print_json
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 @click.command(
     short_help="Score a model on tasks.",
-    epilog="""\b
-    Examples (pip install '.[evaluate]' in the clone first):
+    epilog=f"""\b
+    Examples ({install_command("evaluate")} in the clone first):
       lowbit-run evaluate qwen3-8b-int4 --tasks gsm8k --limit 100
       lowbit-run evaluate qwen3-8b-int4 --tasks hellaswag,arc_easy --json
     """,

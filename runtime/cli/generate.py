@@ -192,5 +192,6 @@ def _prompt(prompt: str | None) -> str:
         except UnicodeDecodeError as error:
             raise RequestError(f"the prompt on stdin is not UTF-8: {error}") from None
     if not prompt.strip():
-        raise RequestError("the prompt is empty")
+        hint = "give PROMPT, or pipe one in; without one, a chat begins in a terminal"
+        raise RequestError("the prompt is empty", hint=hint)
     return prompt

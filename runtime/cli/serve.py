@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lowbit.formats.errors import LowbitError, ResourceError
+from lowbit.formats.machine.system import install_command, install_hint
 from lowbit.formats.shell.config_file import config_option
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import finite
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from lowbit.runtime.engine.model import Model
     from lowbit.runtime.serve.settings import ServeSettings
 
-HINT = "pip install '.[serve]' in the clone of lowbit"
 PORT = 8000
 QUEUE = 64
 TIMEOUT_S = 600.0
@@ -46,8 +46,8 @@ MOST_QUEUE = 65_536
     cls=Sectioned,
     sections=SECTIONS,
     short_help="Serve the model over HTTP.",
-    epilog="""\b
-    Examples (pip install '.[serve]' in the clone first):
+    epilog=f"""\b
+    Examples ({install_command("serve")} in the clone first):
       lowbit-run serve qwen3-8b-int4
       LOWBIT_API_KEY=... lowbit-run serve qwen3-8b-int4 --host 0.0.0.0
       lowbit-run serve --config serve.toml
@@ -209,4 +209,4 @@ def _missing(error: ModuleNotFoundError) -> LowbitError:
     """The error for a server's library that is not installed; other modules are a bug."""
     if (error.name or "").split(".")[0] not in ("fastapi", "prometheus_client", "uvicorn"):
         raise error
-    return ResourceError(f"`{error.name}` is not installed", hint=HINT)
+    return ResourceError(f"`{error.name}` is not installed", hint=install_hint("serve"))

@@ -20,11 +20,11 @@ import numpy
 import torch
 
 from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.formats.machine.system import install_hint
 from lowbit.formats.tasks import TaskReport, TaskResult, manifest_sha256
 from lowbit.runtime.engine.model import Model
 
 Progress = Callable[[int, int], None]  # answered, in all
-HINT = "pip install '.[evaluate]' in the clone of lowbit"
 SEEDS = 0, 1234, 1234  # the harness's own: Python's random, numpy and torch, few-shot examples
 
 
@@ -73,7 +73,9 @@ def check_harness() -> str:
     try:
         import lm_eval.tasks  # noqa: F401
     except ImportError as error:
-        raise ResourceError(f"lm-evaluation-harness is missing: {error}", hint=HINT) from None
+        raise ResourceError(
+            f"lm-evaluation-harness is missing: {error}", hint=install_hint("evaluate")
+        ) from None
     return f"lm-eval {version('lm_eval')}"
 
 

@@ -16,6 +16,7 @@ from typing import Literal
 
 from lowbit.formats.errors import FormatError
 from lowbit.formats.machine.cores import core_count
+from lowbit.formats.machine.system import install_hint
 from lowbit.runtime.machine.architectures import COMPILED, LEAST_CAPABILITY
 
 State = Literal["ok", "note", "missing"]  # a note costs something, but no command
@@ -243,8 +244,8 @@ def _server() -> Finding:
     absent = [name for name in _of_extra("serve") if not _installed(name)]
     if not absent:
         return Finding("server", "ok", "its libraries are installed")
-    hint = "pip install '.[serve]' in the clone of lowbit"
-    return Finding("server", "note", f"not installed: {', '.join(absent)}", hint)
+    found = f"not installed: {', '.join(absent)}"
+    return Finding("server", "note", found, install_hint("serve"))
 
 
 def _of_extra(extra: str) -> list[str]:

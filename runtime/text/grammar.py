@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.formats.machine.system import install_hint
 from lowbit.formats.text.worker import Worker, WorkerError
 from lowbit.runtime.text.mask_time import MaskTime, Watch
 from lowbit.runtime.text.tokenizer import Tokenizer
 
-HINT = "pip install '.[serve]' in the clone of lowbit"
 MOST_BYTES = 256 << 10  # of a schema, a regular expression or a grammar
 MOST_WORD = 4096  # bytes of a text that an answer must have; the time for a mask grows with them
 MOST_LEVELS = 64  # of objects and lists inside each other in a schema
@@ -301,7 +301,9 @@ def _llguidance() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise ResourceError(f"grammars need llguidance: {error}", hint=HINT) from None
+        raise ResourceError(
+            f"grammars need llguidance: {error}", hint=install_hint("serve")
+        ) from None
     return llguidance
 
 

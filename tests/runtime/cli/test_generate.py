@@ -109,6 +109,7 @@ def test_values_out_of_range_are_usage_errors(run: Run, options: tuple[str, ...]
     [
         (("./nowhere", "Hi"), "Error: `./nowhere` is neither a folder nor a model on the Hub"),
         ((BUNDLED, "  "), "Error: the prompt is empty"),
+        ((BUNDLED,), "hint: give PROMPT, or pipe one in; without one, a chat begins in a terminal"),
         ((BUNDLED, "Hi", "--context", "9999"), "positions for 1 to 2048 tokens"),
         ((BUNDLED, "Hi there", "--context", "4"), "the context is 4"),
     ],

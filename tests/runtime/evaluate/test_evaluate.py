@@ -29,7 +29,7 @@ def test_a_missing_harness_is_one_message(monkeypatch: pytest.MonkeyPatch) -> No
     assert failed.exit_code == 1
     assert failed.stdout == ""
     assert "lm-evaluation-harness is missing" in failed.stderr
-    assert "hint: pip install '.[evaluate]'" in failed.stderr
+    assert "hint: pip install -c constraints.txt '.[evaluate]'" in failed.stderr
     assert "Traceback" not in failed.stderr
 
 

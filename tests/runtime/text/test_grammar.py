@@ -437,4 +437,4 @@ def test_without_llguidance(grammars: Grammars, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ResourceError, match="grammars need llguidance") as caught:
         grammars.json_object()
-    assert caught.value.hint == "pip install '.[serve]' in the clone of lowbit"
+    assert caught.value.hint == "pip install -c constraints.txt '.[serve]' in the clone of lowbit"
