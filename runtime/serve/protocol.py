@@ -3,12 +3,14 @@
 A client that has no request under way must send headers in time, and one whose send buffer is full
 must read in time. Bytes between and after the parts of a body are limited like a head. While a
 request is answered, at most one other is parsed; further bytes are kept unparsed, and the server
-goes on listening, so that it notices a client that leaves.
+goes on listening, so that it notices a client that leaves. A client that is answered while it is
+still sending may send on for a while, or it would see a broken connection and not the answer.
 """
 
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -16,13 +18,39 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from lowbit.runtime.serve.errors import ApiError
-from lowbit.runtime.serve.settings import MOST_HEAD_BYTES
+from lowbit.runtime.serve.settings import MOST_DROPPED_BYTES, MOST_HEAD_BYTES
 
 log = logging.getLogger("lowbit.serve")
 PART_BYTES = 16 << 10  # parsed at once, so that one read exceeds a limit by no more
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 FIRST_PROBE_S = 0.05
 LONGEST_PROBE_S = 5.0
+
+
+class LingeringTransport(asyncio.Transport):
+    """A connection as uvicorn writes an answer to it; it is closed by a function."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        """Wrap a transport.
+
+        Args:
+            transport: the connection.
+            close: closes it, at once or later.
+        """
+        super().__init__()
+        self._transport, self._close = transport, close
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Write to the connection."""
+        self._transport.write(data)
+
+    def is_closing(self) -> bool:
+        """True if the connection is about to end."""
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._close()
 
 
 class TimedProtocol(HttpToolsProtocol):
@@ -48,6 +76,7 @@ class TimedProtocol(HttpToolsProtocol):
         self._held = bytearray()  # behind a request that waits for its turn
         self._ended = False  # the client sends nothing more; it may still read
         self._given_up = False  # what the client sends now is no request
+        self._dropped = 0  # bytes of the client that nobody reads, behind an answer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first request."""
@@ -56,10 +85,7 @@ class TimedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all timers and tell all requests; uvicorn tells only the last one."""
-        for cycle in (self._running, *(cycle for cycle, _ in self.pipeline)):
-            if cycle is not None and not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.message_event.set()
+        self._end_requests()
         super().connection_lost(exc)
         self._held.clear()
         self._stop_head_timer()
@@ -68,12 +94,14 @@ class TimedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes; start the timer for headers where no request is under way."""
-        if not self._given_up:
-            self._held += data
-            self._parse()
+        if self._given_up:
+            self._drop(len(data))
+            return
+        self._held += data
+        self._parse()
         if self._answered:
             self._start_head_timer()
-        else:
+        elif not self._given_up:
             self._stop_head_timer()
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -101,9 +129,10 @@ class TimedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Start the request; one that asks for another protocol is parsed once more instead."""
-        self._place, self._head_bytes = "body", 0
+        self._place, self._head_bytes, self._dropped = "body", 0, 0
         if not self.parser.should_upgrade():
             super().on_headers_complete()
+            self.cycle.transport = LingeringTransport(self.transport, self._close)
         elif self.parser.get_method() == b"CONNECT":
             raise ValueError("the server is no proxy")
 
@@ -112,9 +141,11 @@ class TimedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
 
     def on_body(self, body: bytes) -> None:
-        """Restart the count at a part of the body."""
+        """Restart the count at a part of the body; drop one that comes behind the answer."""
         super().on_body(body)
         self._head_bytes = 0
+        if self.cycle.response_complete:
+            self._drop(len(body))
 
     def on_message_complete(self) -> None:
         """Note that a request ends."""
@@ -238,10 +269,9 @@ class TimedProtocol(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         """End the connection, with an answer if a part of a request has come."""
-        if self._place == "head":
+        if self._place == "head" and not self._given_up:
             self._refuse(408, "the headers of the request do not come")
-        else:
-            self.transport.close()
+        self.transport.close()
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer without the application, and end the connection after earlier answers."""
@@ -260,7 +290,43 @@ class TimedProtocol(HttpToolsProtocol):
             return
         if faulty is None or not faulty.response_started:
             self._answer(status, message)
-        self.transport.close()
+        self._linger()
+
+    def _close(self) -> None:
+        """Close the connection behind an answer, once the client has sent its request."""
+        if self._place == "between" and not (self._held or self._given_up):
+            self.transport.close()
+        else:
+            self._linger()
+
+    def _linger(self) -> None:
+        """Send nothing more, and close the connection when the client does, or soon.
+
+        Bytes that nobody has read at the end would make it a reset, which takes the answer away.
+        """
+        if self._ended or not self.transport.can_write_eof():
+            self.transport.close()
+            return
+        self._given_up = True
+        self._held.clear()
+        self._end_requests()
+        self.pipeline.clear()
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._start_head_timer()
+
+    def _end_requests(self) -> None:
+        """Tell all requests that the client gets nothing more."""
+        for cycle in (self._running, *(cycle for cycle, _ in self.pipeline)):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
+    def _drop(self, count: int) -> None:
+        """Count bytes that nobody reads, and close the connection when they are too many."""
+        self._dropped += count
+        if self._dropped > MOST_DROPPED_BYTES:
+            self.transport.abort()
 
     def _answer(self, status: int, message: str) -> None:
         body = json.dumps(ApiError(status, message).openai()).encode()

@@ -10,7 +10,7 @@ HEAD_TIMEOUT_S = 30.0
 
 # Limits of one request.
 MOST_BODY_BYTES = 8 << 20  # a prompt of a million tokens takes 5 MB
-MOST_READ_BYTES = 4 * MOST_BODY_BYTES  # are read of a body that is too long, before it is refused
+MOST_DROPPED_BYTES = 32 * MOST_BODY_BYTES  # that a client may still send when it has its answer
 THREAD_BODY_BYTES = 64 << 10  # longer bodies are parsed apart from the event loop
 MOST_MESSAGES = 4096
 MOST_PARTS = 4096  # of a message's content

@@ -30,7 +30,6 @@ from lowbit.runtime.serve.settings import (
     BODY_TIMEOUT_S,
     LEAST_BODY_RATE,
     MOST_BODY_BYTES,
-    MOST_READ_BYTES,
     THREAD_BODY_BYTES,
 )
 from lowbit.runtime.state.sampler import SamplingParams
@@ -232,7 +231,7 @@ def parse(raw: bytes, schema: type[Schema]) -> Schema:
 async def _read(request: Request, pending: PendingBodies) -> bytes:
     """The whole body; limits hold while it is read, whatever the headers say."""
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > MOST_READ_BYTES:
+    if declared.isdecimal() and int(declared[:20]) > MOST_BODY_BYTES:
         raise _too_large()
     parts: list[bytes] = []
     size, more, began = 0, True, time.perf_counter()
@@ -248,14 +247,9 @@ async def _read(request: Request, pending: PendingBodies) -> bytes:
         part = message.get("body", b"")
         size += len(part)
         more = message.get("more_body", False)
-        if size <= MOST_BODY_BYTES:
-            parts.append(part)
-        elif size > MOST_READ_BYTES:
+        if size > MOST_BODY_BYTES:
             raise _too_large()
-        else:  # read on, or the client sees a broken connection and not the answer
-            parts.clear()
-    if size > MOST_BODY_BYTES:
-        raise _too_large()
+        parts.append(part)
     return b"".join(parts)
 
 

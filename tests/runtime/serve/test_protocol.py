@@ -1,5 +1,6 @@
 """Connections at the edges of HTTP: slow clients, trailers, upgrades, requests in a row."""
 
+import itertools
 import json
 import socket
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lowbit.runtime.serve import protocol
 from lowbit.runtime.serve.settings import MOST_HEAD_BYTES
 from tests.runtime.serve.conftest import LONG, NAME, Running, busy, running, until
 
@@ -61,6 +63,72 @@ def test_trailers_are_bounded_behind_an_answer(server: Running, trailers: bytes)
         assert connection.recv(4096).startswith(b"HTTP/1.1 401")
         connection.sendall(trailers)
         assert b"HTTP/1.1" not in answer(connection)
+
+
+PART = bytes(1 << 20)
+COUNT = 40  # parts; more than the buffers of both ends hold
+LENGTH = f"Content-Length: {COUNT * len(PART)}"
+LOST = f"POST /nowhere HTTP/1.{{}}\r\nHost: localhost\r\n{LENGTH}\r\n{{}}\r\n"
+EARLY = {  # what is sent first, and then again and again; the answer
+    "a declared length": (head(Content_Length=str(COUNT * len(PART))), PART, 413),
+    "chunks": (CHUNKED, b"%x\r\n%s\r\n" % (len(PART), PART), 413),
+    "HTTP/1.0": (LOST.format(0, "").encode(), PART, 404),
+    "the last request": (LOST.format(1, "Connection: close\r\n").encode(), PART, 404),
+    "an endless head": (WHOLE[:-2] + b"a: ", PART.replace(b"\0", b"b"), 431),
+    "no HTTP": (b"\0", PART, 400),
+}
+
+
+@pytest.mark.parametrize(("begin", "part", "status"), EARLY.values(), ids=EARLY)
+def test_an_early_answer_reaches_a_client_that_sends_on(
+    server: Running, begin: bytes, part: bytes, status: int
+) -> None:
+    """It reads when it has sent all, as most clients do; then the connection ends in order."""
+    with connected(server) as connection:
+        connection.sendall(begin)
+        for _ in range(COUNT):
+            connection.sendall(part)
+        data = b""
+        while found := connection.recv(1 << 16):
+            data += found
+    first, _, content = data.partition(b"\r\n\r\n")
+    assert first.startswith(b"HTTP/1.1 %d " % status)
+    assert json.loads(content)["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/nowhere"])
+def test_what_comes_behind_an_answer_is_bounded(
+    server: Running, path: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "MOST_DROPPED_BYTES", 4 << 20)
+    request = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    with connected(server) as connection:
+        connection.sendall(request % (path, 1 << 60))
+        parts = map(connection.sendall, itertools.repeat(PART))
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            list(parts)
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (head(Content_Length=str(1 << 60)), 413),
+        (CHUNKED + b"1\r\n{\r\nno size\r\n", 400),
+        (CHUNKED + b"2\r\n{}\r\n0\r\n" + MANY, 431),
+        (b"\0", 400),
+    ],
+    ids=["body", "chunk", "trailers", "garbage"],
+)
+def test_a_client_that_keeps_its_answer_waiting_is_left(
+    hasty: Running, sent: bytes, status: int
+) -> None:
+    """By the server, in the time for headers; the request ends with its answer."""
+    connections = hasty.server.server_state.connections
+    with connected(hasty) as silent:
+        silent.sendall(sent)
+        assert answer(silent).startswith(b"HTTP/1.1 %d " % status)
+        until(lambda: not connections)
+        assert hasty.service.active == 0
 
 
 def test_few_trailers_are_taken_and_no_headers(server: Running) -> None:
