@@ -28,7 +28,7 @@ from lowbit.runtime.serve.apis import (
 )
 from lowbit.runtime.serve.apis.common import with_schemas
 from lowbit.runtime.serve.auth import check_access
-from lowbit.runtime.serve.errors import ApiError, ClientLeftError, internal, of_lowbit
+from lowbit.runtime.serve.errors import ApiError, ClientLeftError, cut, internal, of_lowbit
 from lowbit.runtime.serve.logs import Record
 from lowbit.runtime.serve.service import Service, record_of
 
@@ -109,14 +109,17 @@ def _shown(request: Request, error: Exception) -> ApiError:
     if isinstance(error, LowbitError):
         return of_lowbit(error)
     if isinstance(error, HTTPException):
-        method = f"{request.method} {request.scope['path']}"
+        method = f"{request.method} {cut(request.scope['path'])}"
         message = f"{method}: {error.detail}" if isinstance(error.detail, str) else method
         return ApiError(error.status_code, message, headers=error.headers or {})
     return ApiError(400, str(error))
 
 
 class Outermost:
-    """Outermost layer: checks the key, counts, logs, and answers 500 to a bug, without details."""
+    """Outermost layer: checks the key, counts, logs, and answers 500 to a bug, without details.
+
+    A HEAD is answered like a GET; the connection leaves its body out.
+    """
 
     def __init__(self, app: Callable[..., Awaitable[None]], service: Service) -> None:
         """Wrap an application.
@@ -136,6 +139,7 @@ class Outermost:
         record = scope["lowbit.record"] = Record()
         status = 0
         path = scope["path"]
+        asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
         async def noting(message: MutableMapping[str, Any]) -> None:
             nonlocal status
@@ -146,26 +150,28 @@ class Outermost:
         service.active += 1
         try:
             check_access(path, scope["headers"], scope["http_version"], service.settings)
+            if path.endswith("\n"):  # the end of a route's pattern matches before it
+                raise ApiError(404, f"{scope['method']} {cut(path)}: Not Found")
             if scope["method"] == "POST":
                 service.check_pending()
-            await self._app(scope, receive, noting)
+            await self._app(asked, receive, noting)
         except ApiError as error:
             record.error = error.message
             await error.response(path)(scope, receive, noting)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # those of libraries in Rust are no Exceptions
-            log.exception("%s %s failed", scope["method"], path)
+            log.exception("%s %s failed", scope["method"], cut(path))
             if status:
                 raise
             await internal().response(path)(scope, receive, noting)
         finally:
             service.active -= 1
-            self._count(scope, record, status or CLIENT_LEFT)
+            route = getattr(asked.get("route"), "path", "other")
+            self._count(scope, record, route, status or CLIENT_LEFT)
 
-    def _count(self, scope: Scope, record: Record, status: int) -> None:
+    def _count(self, scope: Scope, record: Record, route: str, status: int) -> None:
         metrics = self._service.metrics
-        route = getattr(scope.get("route"), "path", "other")
         metrics.responses[route, status] += 1
         metrics.finished.update(record.reasons)
         if record.prompt_tokens:

@@ -22,6 +22,13 @@ ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 ANTHROPIC_PATH = "/v1/messages"
+MOST_QUOTED = 200  # characters of what a client sent, in one error or line of the log
+MOST_MESSAGE = 2000  # characters
+
+
+def cut(text: str, most: int = MOST_QUOTED) -> str:
+    """The text, or its beginning where it is longer than `most` characters."""
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 class ClientLeftError(Exception):
@@ -34,9 +41,9 @@ class ApiError(Exception):
 
     Attributes:
         status: HTTP status.
-        message: description of the error, for the client.
+        message: description of the error, for the client; a long one is cut.
         type: OpenAI's type of error.
-        param: field that is wrong, such as `messages[0].role`.
+        param: field that is wrong, such as `messages[0].role`; a long one is cut.
         code: OpenAI's code, where it has one.
         headers: headers of the response.
     """
@@ -47,6 +54,11 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Cut what may quote the client at any length."""
+        self.message = cut(self.message, MOST_MESSAGE)
+        self.param = None if self.param is None else cut(self.param)
 
     def openai(self) -> dict[str, Any]:
         """OpenAI's error object."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from lowbit.formats.printable import printable
 from lowbit.runtime.engine.stats import Tally
+from lowbit.runtime.serve.errors import cut
 from lowbit.runtime.serve.job import End
 from lowbit.runtime.text.answer import Event, Piece, ToolCallStart
 
@@ -92,7 +93,7 @@ class Record:
     def line(self, method: str, path: str, status: int) -> str:
         """The line of the log for this request."""
         whole = self.seconds
-        parts = [f"{method} {path} {status} {whole * 1e3:.1f} ms"]
+        parts = [f"{method} {cut(path)} {status} {whole * 1e3:.1f} ms"]
         if self.prompt_tokens:
             cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
             parts.append(f"prompt {self.prompt_tokens}{cached}, new {self.new_tokens}")
@@ -110,7 +111,7 @@ class Record:
         if self.ignored:
             parts.append("ignored " + " ".join(self.ignored))
         if self.error is not None:
-            parts.append(self.error[:MOST_ERROR_CHARACTERS])
+            parts.append(cut(self.error, MOST_ERROR_CHARACTERS))
         return ", ".join(parts)
 
 

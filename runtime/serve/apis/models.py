@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from lowbit.formats.sampling_ranges import SETTINGS
-from lowbit.runtime.serve.errors import ApiError
+from lowbit.runtime.serve.errors import ApiError, cut
 from lowbit.runtime.serve.service import Service, service_of
 
 router = APIRouter(tags=["models"])
@@ -30,7 +30,7 @@ async def get_model(request: Request, name: str) -> dict[str, Any]:
     """The model, by one of its names."""
     service = service_of(request)
     if name not in service.settings.names:
-        raise ApiError(404, f"the model `{name}` does not exist", code="model_not_found")
+        raise ApiError(404, f"the model `{cut(name)}` does not exist", code="model_not_found")
     return _model(service, name)
 
 

@@ -1,0 +1,65 @@
+"""Routes: methods, paths that almost match, and paths of any length."""
+
+import logging
+
+import httpx2
+import pytest
+
+from lowbit.runtime.serve import app
+from lowbit.runtime.serve.errors import MOST_QUOTED
+from tests.runtime.serve.conftest import NAME, Running, until
+
+GETS = sorted(
+    route.path
+    for api in app.APIS
+    for route in api.router.routes
+    if "GET" in getattr(route, "methods", ())
+)
+
+
+@pytest.mark.parametrize("path", [*GETS, "/openapi.json"])
+def test_routes_of_get_answer_to_head(server: Running, path: str) -> None:
+    """By status and headers alone, as RFC 9110 has it."""
+    known = path.replace("{name:path}", NAME).replace("{name}", "page.js")
+    with httpx2.Client(base_url=server.url) as client:
+        whole, head = client.get(known), client.head(known)
+        assert head.status_code == whole.status_code
+        assert head.content == b""
+        for name in ("content-type", "content-security-policy"):
+            assert head.headers.get(name) == whole.headers.get(name)
+        if path != "/metrics":  # their figures change
+            assert head.headers["content-length"] == str(len(whole.content))
+        assert client.get("/health").status_code == 200  # on the same connection
+
+
+def test_other_methods_are_told_those_that_fit(server: Running) -> None:
+    with httpx2.Client(base_url=server.url) as client:
+        wrong = client.delete("/health")
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET")
+        head = client.head("/v1/chat/completions")
+        assert (head.status_code, head.headers["allow"], head.content) == (405, "POST", b"")
+
+
+def test_head_is_no_operation_of_the_document(server: Running) -> None:
+    document = httpx2.get(f"{server.url}/openapi.json").json()
+    methods = {method for path in document["paths"].values() for method in path}
+    assert methods == {"get", "post"}
+
+
+@pytest.mark.parametrize("path", [*GETS, "/openapi.json", "/v1/completions"])
+def test_a_path_with_a_line_end_is_another_one(server: Running, path: str) -> None:
+    known = path.replace("{name:path}", NAME).replace("{name}", "page.js")
+    send = httpx2.post if path == "/v1/completions" else httpx2.get
+    for end in ("%0A", "%0a%0A", "%0D%0A"):
+        found = send(f"{server.url}{known}{end}")
+        assert (found.status_code, "error" in found.json()) == (404, True)
+
+
+@pytest.mark.parametrize("path", ["/", "/v1/models/", "/page/"])
+def test_long_paths_are_cut(server: Running, path: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "lowbit.serve"):
+        found = httpx2.get(f"{server.url}{path}{'x' * 30_000}")
+        until(lambda: len(caplog.messages) == 1)
+    assert found.status_code == 404
+    assert len(found.content) < 2 * MOST_QUOTED
+    assert len(caplog.messages[0]) < 4 * MOST_QUOTED
