@@ -21,6 +21,7 @@ MOST_CHOICES = 8  # `n`
 MOST_PROMPTS = 128  # in one request for completions
 MOST_TOOLS = 128
 MOST_CALLS = 1024  # of tools, in one turn
+MOST_CHOICE_TEXTS = 4096  # that an answer may be one of
 MOST_GRAMMAR_CHARACTERS = 64 << 10  # of a grammar or a regular expression
 BODY_TIMEOUT_S = 30.0  # between two parts of a body
 LEAST_BODY_RATE = 16 << 10  # bytes a second that a body must keep after its first 30 s

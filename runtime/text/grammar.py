@@ -26,6 +26,7 @@ from lowbit.runtime.text.tokenizer import Tokenizer
 
 MOST_BYTES = 256 << 10  # of a schema, a regular expression or a grammar
 MOST_WORD = 4096  # bytes of a text that an answer must have; the time for a mask grows with them
+MOST_CHOICE = 64 << 10  # bytes of all texts of a choice
 MOST_LEVELS = 64  # of objects and lists inside each other in a schema
 # Between two parts of a JSON text: nothing, a space, or a line break with its indentation. Without
 # a bound a model may write nothing else.
@@ -39,10 +40,12 @@ LIMITS = {
 # The time for a mask may grow with the cube of a grammar's symbols, of which a schema has 4 for a
 # property that is required and 8 for another one. A schema can hardly be as ambiguous as a grammar
 # that somebody wrote.
-# The library searches for ever for the bytes that come next where a repeated terminal may be empty.
+# The library searches for ever for the bytes that come next where a repeated terminal may be empty,
+# and 5 ms a token where the next one of long texts is known.
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 SCHEMA_LIMITS = LIMITS | {"max_grammar_size": 8000}
 OWN_LIMITS = LIMITS | {"max_grammar_size": 2000}
+NOTHING_FITS = "NoExtensionBias"  # what the library says where no text fits
 FEW_SYMBOLS = 500  # a mask of so few cannot take long
 # In the child, less than the 2 MB that a thread has at least: what fits there fits here. Masks take
 # less than 128 KB.
@@ -184,6 +187,20 @@ class Grammars:
         what = "the regular expression"
         _check_size(pattern, what, MOST_WORD)
         return self._made(_llguidance().LLMatcher.grammar_from_regex(pattern), what, OWN_LIMITS)
+
+    def choice(self, texts: Sequence[str]) -> Grammar:
+        """One of several texts.
+
+        Raises:
+            RequestError: the texts are too long in all, or no Unicode.
+            ResourceError: llguidance is not installed.
+        """
+        what, joined = "the choice", "".join(texts)
+        _check_size(joined, what, MOST_CHOICE)
+        grammar = f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, texts))}"
+        if len(joined) > MOST_WORD:
+            grammar += NO_FORCING
+        return self._made(_llguidance().LLMatcher.grammar_from_lark(grammar), what, OWN_LIMITS)
 
     def lark(self, text: str, limits: Mapping[str, Any] = OWN_LIMITS) -> Grammar:
         """Text of a context-free grammar in llguidance's variant of Lark.
@@ -363,7 +380,11 @@ def _check_words(words: list[object]) -> None:
 
 
 def _first(message: str) -> str:
-    """The lines of a library's message that say what is wrong."""
-    lines = [line.strip() for line in message.splitlines()]
+    """The lines of a library's message that say what is wrong, without names of its own code."""
+    lines = [
+        line.strip() for line in message.replace("Expected f64", "Expected number").splitlines()
+    ]
+    if lines[:1] == [NOTHING_FITS]:
+        return "no text fits: a rule only leads back to itself, or a class of characters is empty"
     said = [line for line in lines[1:] if line.startswith("error:")]
     return " ".join([lines[0].rstrip(":") if lines else "no reason is known", *said])

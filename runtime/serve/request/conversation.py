@@ -29,7 +29,7 @@ from lowbit.runtime.text.tools import (
 )
 
 ChoiceMode = Literal["auto", "none", "required", "named"]
-FormatKind = Literal["json_object", "json_schema", "regex", "lark"]
+FormatKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
 NewConstraint = Callable[[], Constraint | None]  # makes that of one answer
 
 
@@ -41,12 +41,14 @@ class AnswerFormat:
         kind: kind of format.
         schema: JSON schema, for `json_schema`.
         text: expression or grammar, for `regex` and `lark`.
+        choices: texts of which one is the answer, for `choice`.
         param: field of the request that asks for it.
     """
 
     kind: FormatKind
     schema: Any = None
     text: str = ""
+    choices: tuple[str, ...] = ()
     param: str = "response_format"
 
 
@@ -229,6 +231,8 @@ def grammar_of_format(model: Model, format: AnswerFormat) -> Grammar:
                 return grammars.json_schema(format.schema)
             case "regex":
                 return grammars.regex(format.text)
+            case "choice":
+                return grammars.choice(format.choices)
             case _:
                 return grammars.lark(format.text)
     except RequestError as error:

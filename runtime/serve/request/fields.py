@@ -1,6 +1,5 @@
 """Bodies of requests: their schemas, the fields that several share, what those ask of an answer."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -11,6 +10,7 @@ from lowbit.runtime.serve.request.conversation import AnswerFormat, AnswerOption
 from lowbit.runtime.serve.settings import (
     MOST_CHOICES,
     MOST_GRAMMAR_CHARACTERS,
+    MOST_CHOICE_TEXTS,
     MOST_IDS,
     MOST_PARTS,
     MOST_STOP_CHARACTERS,
@@ -297,8 +297,7 @@ PLAIN: dict[str, tuple[object, ...]] = {
 
 
 GrammarText = Annotated[str, Field(min_length=1, max_length=MOST_GRAMMAR_CHARACTERS)]
-Choice = Annotated[str, Field(min_length=1)]
-Choices = Annotated[list[Choice], Field(fail_fast=True, min_length=1, max_length=256)]
+Choices = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_CHOICE_TEXTS)]
 JsonSchema = dict[str, Any]
 
 
@@ -408,8 +407,7 @@ def _guided(
     if regex is not None:
         found.append(AnswerFormat("regex", text=regex, param="guided_regex"))
     if choice is not None:
-        text = "|".join(re.escape(each) for each in choice)
-        found.append(AnswerFormat("regex", text=text, param="guided_choice"))
+        found.append(AnswerFormat("choice", choices=tuple(choice), param="guided_choice"))
     if grammar is not None:
         found.append(AnswerFormat("lark", text=grammar, param="guided_grammar"))
     return found
