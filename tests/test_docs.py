@@ -16,16 +16,19 @@ from lowbit.convert.measure.gate import HEADLINE, OF_LONG_TEXTS, SIZE
 from lowbit.convert.report.limits import EXPECTED, LIMITS, TAIL, TITLES
 from lowbit.formats.architectures import read_config
 from lowbit.formats.files.strict_json import loads
+from lowbit.formats.sampling_ranges import MOST_BIASES
 from lowbit.runtime.engine.load_options import MODES
 from lowbit.runtime.engine.stats import Load
-from lowbit.runtime.serve import app
+from lowbit.runtime.serve import app, settings
+from lowbit.runtime.serve.auth import OPEN_FOLDER, OPEN_PATHS
 from lowbit.runtime.serve.metrics import Metrics, new_registry
+from lowbit.runtime.text.grammar import MOST_CHOICE
 
 ROOT = Path(__file__).parents[1]
+ROOMS = [ROOT / name for name in ("formats", "convert", "runtime")]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [*DOCS, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md"))]
 BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-ROOMS = [ROOT / name for name in ("formats", "convert", "runtime")]
 LINK = re.compile(r"(?<!`)!?\[[^]`]*\]\(([^)\s]+)\)")
 FIGURE = re.compile(r"(?<![\w.])(?:\d[\d,]*)?[.,]\d[\d,]*|\d{3,}")
 SPAN = re.compile(r"(`+)(.+?)\1(?!`)")
@@ -154,6 +157,27 @@ def test_routes_are_those_of_the_server() -> None:
     assert shown == served - {"GET /page/{name}"} | {"GET /openapi.json"}
 
 
+def test_limits_are_those_of_the_server() -> None:
+    shown = {name: re.findall(r"\d[\d,]*", limit) for name, limit in rows_of("serving.md", "Limit")}
+    limits = {
+        "`n`": [settings.MOST_CHOICES],
+        "`prompt` of completions": [settings.MOST_PROMPTS],
+        "`messages`, `input`": [settings.MOST_MESSAGES],
+        "`tools`": [settings.MOST_TOOLS],
+        "`stop`": [settings.MOST_STOPS, settings.MOST_STOP_CHARACTERS],
+        "`logit_bias`": [MOST_BIASES],
+        "`guided_choice`": [settings.MOST_CHOICE_TEXTS, MOST_CHOICE],
+        "`guided_regex`, `guided_grammar`": [settings.MOST_GRAMMAR_CHARACTERS],
+        "the whole body": [settings.MOST_BODY_BYTES],
+    }
+    assert shown == {name: [f"{most:,}" for most in bounds] for name, bounds in limits.items()}
+
+
+def test_paths_without_a_key_are_those_of_the_server() -> None:
+    [line] = re.findall(r"KEY`\. (.*) need none", text_of(ROOT / "docs" / "serving.md"))
+    assert set(re.findall(r"`(.+?)`", line)) == OPEN_PATHS | {OPEN_FOLDER}
+
+
 def test_metrics_are_those_of_the_server() -> None:
     load = Load(1, 0, 1, 0, 2, 0, 0, 0)
     registry = new_registry(Metrics(), lambda: load, "m", positions=2)
@@ -190,12 +214,6 @@ def test_block_of_yarn_is_read() -> None:
     assert read_config(config).max_position_embeddings == 131072
 
 
-def test_the_site_can_be_installed() -> None:
-    groups = tomllib.loads(text_of(ROOT / "pyproject.toml"))["dependency-groups"]
-    pinned = {line.split("==")[0].lower() for line in text_of(ROOT / "constraints.txt").split()}
-    names = {re.split(r"[>=\[<]", entry)[0] for entry in groups["docs"]}
-    assert "mkdocs-material" in names
-    assert names <= pinned
 def test_installations_have_the_versions_of_the_constraints() -> None:
     """Wherever a text tells how to install lowbit from its clone."""
     texts = [path.read_text(encoding="utf-8") for room in ROOMS for path in room.rglob("*.py")]
@@ -207,3 +225,9 @@ def test_installations_have_the_versions_of_the_constraints() -> None:
     assert [each for each in told if "-c constraints.txt" not in each] == []
 
 
+def test_the_site_can_be_installed() -> None:
+    groups = tomllib.loads(text_of(ROOT / "pyproject.toml"))["dependency-groups"]
+    pinned = {line.split("==")[0].lower() for line in text_of(ROOT / "constraints.txt").split()}
+    names = {re.split(r"[>=\[<]", entry)[0] for entry in groups["docs"]}
+    assert "mkdocs-material" in names
+    assert names <= pinned

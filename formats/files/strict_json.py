@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain, compress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lowbit.formats.errors import CheckpointError, LowbitError
 
@@ -18,11 +18,12 @@ _CONTAINERS = frozenset((dict, list))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def loads(raw: bytes) -> Any:
+def loads(raw: bytes, nan: bool = True) -> Any:
     """Parse JSON.
 
     Args:
         raw: UTF-8.
+        nan: also take `NaN` and `Infinity`, which some files have and JSON lacks.
 
     Raises:
         ValueError: not JSON, a key that stands twice in an object, half a surrogate pair, objects
@@ -35,9 +36,16 @@ def loads(raw: bytes) -> Any:
         raise ValueError(f"{values} values, expected at most {MAX_VALUES}")
     try:
         with _without_collection():
-            content = json.loads(raw.decode(), object_pairs_hook=_no_duplicates)
+            constant = None if nan else _no_constant
+            content = json.loads(
+                raw.decode(), object_pairs_hook=_no_duplicates, parse_constant=constant
+            )
     except RecursionError:
         raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
+    except ValueError as error:
+        if "int_max_str_digits" in str(error):  # advice for programmers
+            raise ValueError("an integer has too many digits") from None
+        raise
     _check(content, unicode=_SURROGATE.search(raw) is not None)
     return content
 
@@ -72,6 +80,10 @@ def _without_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -91,6 +91,18 @@ def test_a_header_of_very_many_tensors_is_read() -> None:
     assert len(loads(raw)) == 200_000
 
 
+@pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity"])
+def test_words_for_numbers_that_json_lacks(word: str) -> None:
+    assert isinstance(loads(f"[{word}]".encode())[0], float)
+    with pytest.raises(ValueError, match=f"{word} is no number"):
+        loads(f"[{word}]".encode(), nan=False)
+
+
+def test_an_integer_of_too_many_digits_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^an integer has too many digits$"):
+        loads(b"[%s]" % (b"1" * 5000))
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("raw", [b"{}", b"{", b'{"a":1,"a":1}'])
 def test_the_garbage_collector_is_restored(raw: bytes, enabled: bool) -> None:

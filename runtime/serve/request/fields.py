@@ -5,13 +5,14 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from lowbit.formats.sampling_ranges import MOST_BIASES
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.conversation import AnswerFormat, AnswerOptions
+from lowbit.runtime.serve.request.explain import got
 from lowbit.runtime.serve.settings import (
+    MOST_CHOICE_TEXTS,
     MOST_CHOICES,
     MOST_GRAMMAR_CHARACTERS,
-    MOST_CHOICE_TEXTS,
-    MOST_IDS,
     MOST_PARTS,
     MOST_STOP_CHARACTERS,
     MOST_STOPS,
@@ -126,11 +127,11 @@ def _numbers(value: object) -> object:
     if isinstance(value, dict):
         for key, each in value.items():
             if isinstance(each, bool) or not isinstance(each, int | float):
-                raise ValueError(f"the bias of `{key[:40]}` is no number")
+                raise ValueError(f"the bias of {got(key)} must be a number, got {got(each)}")
     return value
 
 
-Biases = Annotated[dict[str, float], Field(max_length=MOST_IDS), BeforeValidator(_numbers)]
+Biases = Annotated[dict[str, float], Field(max_length=MOST_BIASES), BeforeValidator(_numbers)]
 
 
 class StreamOptions(Body):

@@ -5,18 +5,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from lowbit.formats.errors import SettingError
 from lowbit.formats.files.strict_json import loads
+from lowbit.formats.sampling_ranges import SEEDS, SETTINGS
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import CheckedRequest, TokenRequest
 from lowbit.runtime.engine.stream import TextRequest
 from lowbit.runtime.serve.answers import Answers
-from lowbit.runtime.serve.errors import ApiError, ClientLeftError, invalid, unsupported
+from lowbit.runtime.serve.errors import ApiError, ClientLeftError, invalid
 from lowbit.runtime.serve.request.conversation import (
     AnswerOptions,
     Conversation,
@@ -24,6 +25,7 @@ from lowbit.runtime.serve.request.conversation import (
     constraint_of,
     encode,
 )
+from lowbit.runtime.serve.request.explain import FEWER, WRONG, explained, got
 from lowbit.runtime.serve.request.fields import AnswerBody, ModelBody
 from lowbit.runtime.serve.service import PendingBodies, Service, record_of, service_of
 from lowbit.runtime.serve.settings import (
@@ -34,7 +36,6 @@ from lowbit.runtime.serve.settings import (
 )
 from lowbit.runtime.state.sampler import SamplingParams
 
-SEEDS = 2**63
 Schema = TypeVar("Schema", bound=BaseModel)
 OfModel = TypeVar("OfModel", bound=ModelBody)
 ForAnswers = TypeVar("ForAnswers", bound=AnswerBody)
@@ -149,6 +150,7 @@ def tokens_of(model: Model, prompt: Sequence[int], options: AnswerOptions) -> Ch
         RequestError, ApiError: the prompt cannot be run, or a value is out of range.
     """
     stop_ids = frozenset() if options.ignore_stops else model.stop_ids
+    _check_stop_ids(options.stop_ids, model.engine.limits.vocabulary)
     try:
         request = TokenRequest(
             prompt=tuple(prompt),
@@ -160,7 +162,15 @@ def tokens_of(model: Model, prompt: Sequence[int], options: AnswerOptions) -> Ch
         )
         return model.engine.limits.check(request)
     except SettingError as error:
-        raise invalid(str(error), error.setting, "invalid_value") from None
+        raise invalid(str(error), error.setting, WRONG) from None
+
+
+def _check_stop_ids(ids: Sequence[int], vocabulary: int) -> None:
+    for index, id in enumerate(ids):
+        if not 0 <= id < vocabulary:
+            where = f"stop_token_ids[{index}]"
+            expected = f"a token id from 0 to {vocabulary - 1}"
+            raise invalid(f"`{where}` must be {expected}, got {got(id)}", where, WRONG)
 
 
 def copies(one: TextRequest, count: int, new_constraint: NewConstraint) -> list[TextRequest]:
@@ -177,17 +187,35 @@ def _sampling(model: Model, options: AnswerOptions) -> SamplingParams:
     """The model's own parameters, replaced by those of the request."""
     given = {name: value for name, value in options.sampling.items() if value is not None}
     if "top_k" in given:
-        given["top_k"] = max(0, given["top_k"])  # other servers take -1 for off
+        given["top_k"] = _top_k(given["top_k"])
+    if "seed" in given:
+        given["seed"] = _seed(given["seed"])
     if "logit_bias" in given:
         given["logit_bias"] = _bias(given["logit_bias"])
     return replace(model.defaults, logprobs=options.logprobs, **given)
+
+
+def _top_k(value: int) -> int:
+    """The number of tokens; 0 is off, as -1 is for other servers. No vocabulary has the most."""
+    if value < -1:
+        raise invalid(
+            f"`top_k` must be at least 1, or 0 or -1 for all tokens, got {got(value)}",
+            "top_k",
+            WRONG,
+        )
+    return 0 if value == -1 else min(value, int(SETTINGS["top_k"].most))
+
+
+def _seed(value: int) -> int | None:
+    """A seed in range, since any integer may be one; -1 draws one, as with other servers."""
+    return None if value == -1 else value % SEEDS
 
 
 def _bias(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     pairs = []
     for key, value in given.items():
         if not (key.isascii() and key.isdecimal()) or len(key) > 9:
-            raise invalid(f"`logit_bias` names tokens by their ids, got `{key[:40]}`", "logit_bias")
+            raise invalid(f"`logit_bias` names tokens by their ids, got {got(key)}", "logit_bias")
         pairs.append((int(key), float(value)))
     return tuple(pairs)
 
@@ -217,15 +245,17 @@ async def read_body(
 def parse(raw: bytes, schema: type[Schema]) -> Schema:
     """Check the bytes of a body against a schema; errors as in `read_body`."""
     try:
-        content = loads(raw)
-    except ValueError as error:  # UnicodeDecodeError is one
+        content = loads(raw, nan=False)
+    except UnicodeDecodeError as error:
+        raise invalid(f"the body is not UTF-8: byte {error.start} cannot be read") from None
+    except ValueError as error:
         raise invalid(f"the body is not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        raise invalid("the body must be a JSON object")
+        raise invalid(f"the body must be an object, got {got(content)}")
     try:
         return schema.model_validate(content)
     except ValidationError as error:
-        raise _explained(_plainest(error), content) from None
+        raise explained(error, content) from None
 
 
 async def _read(request: Request, pending: PendingBodies) -> bytes:
@@ -260,50 +290,7 @@ def _too_slow() -> ApiError:
 def _too_large() -> ApiError:
     return ApiError(
         413,
-        f"the body has more than {MOST_BODY_BYTES} bytes",
+        f"the body has more than {MOST_BODY_BYTES} bytes; {FEWER}",
         code="request_too_large",
         headers={"Connection": "close"},
     )
-
-
-def _plainest(error: ValidationError) -> Any:
-    """Pick the clearest error: of several for one field the deepest, then ours, then the last."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    alike = [each for each in found if each["loc"][:1] == found[0]["loc"][:1]]
-    return max(alike, key=_weight)
-
-
-def _weight(error: Any) -> tuple[int, bool, list[int]]:
-    """Sort key of `_plainest`."""
-    place = error["loc"]
-    items = [step for step in place if isinstance(step, int)]
-    return len(place), error["type"] == "value_error", items
-
-
-def _explained(error: Any, content: Any) -> ApiError:
-    """The API's error for one of pydantic's, with the name of the field."""
-    param = param_of(error["loc"], content)
-    if error["type"] == "extra_forbidden":
-        return unsupported(param)
-    if error["type"] == "missing":
-        return invalid(f"`{param}` is missing", param, "missing_required_parameter")
-    message = error["msg"].removeprefix("Value error, ")
-    return invalid(f"`{param}`: {message}" if param else message, param or None, "invalid_value")
-
-
-def param_of(place: Sequence[int | str], content: Any) -> str:
-    """Write a place in a body as a path, such as `messages[0].content`.
-
-    Args:
-        place: steps; names of schemas among them are left out.
-        content: the body.
-    """
-    path = ""
-    for number, step in enumerate(place, start=1):
-        if isinstance(step, int) and isinstance(content, list):
-            path += f"[{step}]"
-            content = content[step] if step < len(content) else None
-        elif isinstance(content, dict) and (step in content or number == len(place)):
-            path += f".{step}" if path else str(step)
-            content = content.get(step)
-    return path

@@ -9,6 +9,7 @@ from fastapi import Request
 
 from lowbit.runtime.serve.errors import ApiError
 from lowbit.runtime.serve.request import prepare
+from lowbit.runtime.serve.request.conversation import AnswerOptions
 from lowbit.runtime.serve.service import PendingBodies
 from tests.runtime.serve.conftest import NAME, Running
 
@@ -42,9 +43,19 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stop": [""]}, "stop[0]", "at least 1"),
     ({"logit_bias": {"cat": 1}}, "logit_bias", "ids"),
     ({"logit_bias": {"9999999": 1}}, "logit_bias", "4095"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "from -100 to 100"),
+    ({"logit_bias": {str(id): 1 for id in range(301)}}, "logit_bias", "300 fields, got 301"),
+    ({"stop_token_ids": [5, -1]}, "stop_token_ids[1]", "from 0 to 4095, got -1"),
+    ({"stop_token_ids": [4096]}, "stop_token_ids[0]", "from 0 to 4095, got 4096"),
+    ({"top_k": -5}, "top_k", "at least 1, or 0 or -1 for all tokens, got -5"),
+    ({"min_p": -0.1}, "min_p", "from 0 to 1"),
+    ({"presence_penalty": 2.5}, "presence_penalty", "from -2 to 2"),
+    ({"frequency_penalty": -(10**300)}, "frequency_penalty", "from -2 to 2"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "from 0.01 to 100"),
+    ({"thinking_budget": -1}, "thinking_budget", "at least 0, got -1"),
     ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
     ({"messages": []}, "messages", "at least 1"),
-    ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages[0]", "robot"),
+    ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages[0].role", "robot"),
     ({"messages": [{"role": "user", "content": "Hi", "mood": 1}]}, "messages[0].mood", "not sup"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -56,9 +67,12 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tools": [{"type": "web"}]}, "tools[0].type", "function"),
     ({"tool_choice": "required"}, "tool_choice", "tools"),
     ({"tools": [STRICT]}, "tools", "not"),
-    ({"response_format": {"type": "xml"}}, "response_format", "xml"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
     ({"guided_regex": "(", "max_tokens": 4}, "guided_regex", "regular expression"),
     ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "exclude"),
+    ({"guided_regex": "[^\\s\\S]"}, "guided_regex", "no text fits"),
+    ({"guided_choice": []}, "guided_choice", "at least 1 item"),
+    ({"guided_choice": ["x" * 65537]}, "guided_choice", "65537 bytes, the most are 65536"),
     ({"chat_template_kwargs": {"mood": 1}}, None, "mood"),
     ({"guided_grammar": RULES}, "guided_grammar", "too deep"),
     ({"guided_json": DEEP}, "guided_json", "too deep"),
@@ -68,6 +82,27 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tools": [tool(HUGE, True)]}, "tools", ""),
     ({"tools": [tool(HUGE)], "tool_choice": "required"}, "tool_choice", ""),
 ]
+
+
+SAMPLING: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"top_k": -1}, {"top_k": 0}),
+    ({"top_k": 0}, {"top_k": 0}),
+    ({"top_k": 10**30}, {"top_k": 2**22}),
+    ({"seed": -1}, {"seed": None}),
+    ({"seed": 7}, {"seed": 7}),
+    ({"seed": -2}, {"seed": 2**63 - 2}),
+    ({"seed": 2**64 + 5}, {"seed": 5}),
+    ({"temperature": 1}, {"temperature": 1}),
+    ({"logit_bias": {"5": -100}}, {"logit_bias": ((5, -100.0),)}),
+]
+
+
+@pytest.mark.parametrize(("given", "used"), SAMPLING, ids=str)
+def test_numbers_with_a_sensible_reading_are_taken(
+    server: Running, given: dict[str, Any], used: dict[str, Any]
+) -> None:
+    tokens = prepare.tokens_of(server.model, [5], AnswerOptions(given, None))
+    assert {name: getattr(tokens.request.sampling, name) for name in used} == used
 
 
 @pytest.mark.parametrize(("change", "param", "word"), WRONG, ids=lambda value: str(value)[:40])
@@ -85,7 +120,8 @@ def test_a_wrong_field_is_named(
 def test_other_errors_are_objects_too(server: Running) -> None:
     with httpx2.Client(base_url=server.url) as client:
         url = "/v1/chat/completions"
-        for raw in (b"", b"{", b"[]", b'{"a": 1, "a": 2}', b"\xff", b'{"a":' * 5000):
+        digits = b'{"seed": ' + b"1" * 5000 + b"}"
+        for raw in (b"", b"{", b"[]", b'{"a": 1, "a": 2}', b"\xff", b'{"a":' * 5000, digits):
             found = client.post(url, content=raw)
             assert (found.status_code, "error" in found.json()) == (400, True)
         other = client.post(url, json={**CHAT, "model": "gpt-4"})
