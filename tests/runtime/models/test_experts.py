@@ -171,7 +171,7 @@ def test_commands(trained: Callable[[str, Base], Path]) -> None:
 
 
 def leaves(value: Any) -> Iterator[Tensor]:
-    """Every tensor of a loaded model but its tables of rotations."""
+    """Every tensor of a loaded model but tables of rotations and a GPU's counters of tiles."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):
@@ -179,7 +179,7 @@ def leaves(value: Any) -> Iterator[Tensor]:
             yield from leaves(item)
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            if field.name not in ("rope", "trunk"):
+            if field.name not in ("rope", "trunk", "arrived"):
                 yield from leaves(getattr(value, field.name))
 
 
