@@ -35,7 +35,7 @@ from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.pages import EXTRA
 from lowbit.runtime.state.sampler import SamplingParams, random_seed
 
-CPU_TURN_S = 0.15  # of prompts in a step on a CPU beside sequences that decode; then a layer ends
+CPU_TURN_S = 0.1  # of prompts in a step on a CPU beside sequences that decode; then a layer ends
 
 
 @dataclass(slots=True)
