@@ -285,8 +285,9 @@ def test_a_quantized_head_and_odd_recipes(calibrated: Make, short: Path) -> None
     )
     head = load_file(rtn.folder / "model.safetensors")["lm_head.weight_packed"]
     assert not torch.equal(tensors["lm_head.weight_packed"], head)
-    # The layer that stays as it is has nothing to lose but what its input has lost: nothing.
-    assert done.calibration[0].rtn == done.calibration[0].chosen == 0.0
+    # The layer that stays as it is has nothing to lose but what its input has lost: nothing. MKL
+    # rounds the same product otherwise where its operands are aligned otherwise: 3.2e-7 with AVX2.
+    assert done.calibration[0].rtn == done.calibration[0].chosen < 1e-6
 
 
 def test_a_rotated_file_is_a_plain_checkpoint(calibrated: Make, short: Path, cli: "Cli") -> None:
