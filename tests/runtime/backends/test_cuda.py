@@ -24,7 +24,7 @@ from lowbit.runtime.state.rope import rope_tables
 from lowbit.runtime.state.step import lone_step
 from lowbit.runtime.thresholds import DENSE_TOKENS, PACKED_TOKENS
 from lowbit.runtime.weights.linear import DenseLinear, MlpWeights, PackedLinear
-from tests.runtime.kernels.interpreter import repeat_nothing
+from tests.runtime.kernels.interpreter import quick_interpreter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GPU = pytest.mark.gpu
@@ -39,8 +39,7 @@ PACKED = [pytest.param(kind, marks=GPU) for kind in ("int2", "int3", "int4", "in
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_interpreter() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        repeat_nothing(patch)
+    with quick_interpreter():
         yield
 
 

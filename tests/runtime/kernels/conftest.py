@@ -21,7 +21,7 @@ from lowbit.runtime.weights.linear import PackedLinear
 from tests.runtime.kernels.delta.layers import Layer
 from tests.runtime.kernels.delta.layers import make_layer as make_delta_layer
 from tests.runtime.kernels.emulator import run_kernel
-from tests.runtime.kernels.interpreter import repeat_nothing
+from tests.runtime.kernels.interpreter import quick_interpreter
 
 MakePacked = Callable[[int, int, int, int], PackedLinear]
 MakeTiled = Callable[..., TiledLinear]
@@ -29,8 +29,7 @@ MakeTiled = Callable[..., TiledLinear]
 
 @pytest.fixture(scope="package", autouse=True)
 def _quick_interpreter() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        repeat_nothing(patch)
+    with quick_interpreter():
         yield
 
 

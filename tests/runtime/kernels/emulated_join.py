@@ -1,11 +1,13 @@
 """The kernel that joins splits as a formula: it works on blocks, which are not emulated."""
 
-import numpy as np
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from lowbit.runtime.kernels.launch.attention import KeySplit
+from tests.runtime.kernels.arithmetic import Array, exp, exp2
 
 
 def running(position: int, keys: KeySplit) -> int:
@@ -38,15 +40,15 @@ def join_splits(
         count = running(int(positions[row // heads]), keys)
         missing = keys.most - count
         tops, totals = state[row, :count].unbind(1)
-        weights = exp2(tops - tops.amax())
+        weights = of_numpy(exp2, tops - tops.amax())
         whole = added(pad(weights * totals, (0, missing)))
         found = added(pad(weights[:, None] * sums[row, :count], (0, 0, 0, missing))) * (1.0 / whole)
         if gated:
             gate = qkv.view(M, -1, D)[row // heads, 2 * (row % heads) + 1].float()
-            found = found / (1.0 + torch.from_numpy(np.exp(-gate.numpy())))
+            found = found / (1.0 + of_numpy(exp, -gate))
         y.copy_(found)
 
 
-def exp2(x: Tensor) -> Tensor:
-    """As the emulator computes it."""
-    return torch.from_numpy(np.exp2(x.numpy()))
+def of_numpy(function: Callable[[Array], Array], x: Tensor) -> Tensor:
+    """The function of emulated kernels."""
+    return torch.from_numpy(function(x.numpy()))

@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.runtime.kernels.arithmetic import bf16_bits, halved
+
 FLOAT, INT, LONG = np.float32, np.int32, np.int64
+WARPS = 256  # whose products stay in the cache
 
 
 class BranchApartError(Exception):
@@ -44,8 +47,7 @@ class Lanes(np.ndarray):
     def to(self, dtype: Any, bitcast: bool = False) -> Any:
         if isinstance(dtype, torch.dtype):
             assert dtype == torch.bfloat16
-            rounded = torch.from_numpy(np.ascontiguousarray(self, FLOAT)).bfloat16()
-            return lanes(rounded.view(torch.int16).numpy())
+            return lanes(bf16_bits(self))
         if hasattr(dtype, "at"):
             return dtype.at(self)
         return lanes(self.view(dtype) if bitcast else self.astype(dtype))
@@ -76,8 +78,9 @@ def halves(word: Lanes) -> tuple[Lanes, Lanes]:
 
 def packed(low: Any, high: Any) -> Lanes:
     """Two FP32 as BF16 in a word."""
-    a, b = (lanes(x).to(torch.bfloat16).astype(INT) for x in (low, high))
-    return lanes((a & 0xFFFF) | (b << 16))
+    both = np.empty((*np.broadcast_shapes(np.shape(low), np.shape(high)), 2), FLOAT)
+    both[..., 0], both[..., 1] = low, high
+    return lanes(bf16_bits(both).view(INT)[..., 0])
 
 
 def pairs(word: Lanes, bits: int) -> tuple[Lanes, ...]:
@@ -103,28 +106,6 @@ def bytes_of(first: Lanes, second: Lanes, selector: int) -> Lanes:
     return lanes(np.ascontiguousarray(picked).view(INT)[..., 0])
 
 
-def product(
-    c: Any, a: Any, b: Any, values: Callable[..., np.ndarray], each: int, dtype: Any = np.float32
-) -> Any:
-    """C + a @ b; a register holds `each` values of k.
-
-    Lane 4 * g + t holds values of row g of a, and of column g of b, and results of row g.
-    """
-    outer = np.shape(c[0])[:-1]
-    rows = values(a, outer).reshape(*outer, 2, 2, 8, 4, each)  # half of k, half of m, g, t
-    columns = values(b, outer).reshape(*outer, 2, 8, 4, each)
-    n = len(outer)
-    before = tuple(range(n))
-    A = rows.transpose(*before, n + 1, n + 2, n, n + 3, n + 4).reshape(*outer, 16, 8 * each)
-    B = columns.transpose(*before, n, n + 2, n + 3, n + 1).reshape(*outer, 8 * each, 8)
-    D = (A @ B).astype(dtype, copy=False).reshape(*outer, 2, 8, 4, 2)
-    halves = [(half, i) for half in range(2) for i in range(2)]
-    return tuple(
-        lanes(c[at] + D[..., half, :, :, i].reshape(*outer, 32))
-        for at, (half, i) in enumerate(halves)
-    )
-
-
 def registers(words: tuple[Any, ...], outer: tuple[int, ...]) -> np.ndarray:
     """Registers of the same kind beside each other, in front of the lanes."""
     found = np.empty((*outer, len(words), 32), INT)
@@ -134,14 +115,47 @@ def registers(words: tuple[Any, ...], outer: tuple[int, ...]) -> np.ndarray:
 
 
 def mma(c: Any, a0: Any, a1: Any, a2: Any, a3: Any, b0: Any, b1: Any) -> Any:
-    def values(words: tuple[Any, ...], outer: tuple[int, ...]) -> np.ndarray:
-        return np.stack(halves(lanes(registers(words, outer))), -1)
+    """C + a @ b of BF16.
 
-    return product(c, (a0, a1, a2, a3), (b0, b1), values, 2)
+    Lane 4 * g + t holds values of row g of a, and of column g of b, and results of row g.
+    """
+    outer = np.shape(c[0])[:-1]
+    words = registers((a0, a1, a2, a3, b0, b1), outer).reshape(-1, 6, 8, 4)
+    parts = [mma_sums(words[i : i + WARPS]) for i in range(0, len(words), WARPS)]
+    D = np.concatenate(parts, axis=-1)
+    return tuple(
+        lanes(c[2 * half + i] + D[half, :, i::2].reshape(32, -1).T.reshape(*outer, 32))
+        for half in range(2)
+        for i in range(2)
+    )
+
+
+def mma_sums(words: np.ndarray) -> np.ndarray:
+    """Products of [warps, register, g, t]: of a lane in the order of registers, lanes `halved`.
+
+    Returns:
+        [half of the rows, row, column, warps], rows that are long, unlike those of a tile.
+    """
+    words = np.ascontiguousarray(words.transpose(3, 1, 2, 0))
+    low_high = (words << 16).view(FLOAT), (words & -65536).view(FLOAT)
+    sums, term = np.zeros((2, 4, 2, 8, 8, words.shape[-1]), FLOAT)
+    for k in range(2):
+        for values in low_high:
+            rows, columns = values[:, 2 * k : 2 * k + 2, :, None], values[:, 4 + k, None, None]
+            sums += np.multiply(rows, columns, out=term)
+    return halved(sums)
 
 
 def integer_mma(c: Any, a0: Any, a1: Any, a2: Any, a3: Any, b0: Any, b1: Any) -> Any:
-    def values(words: tuple[Any, ...], outer: tuple[int, ...]) -> np.ndarray:
-        return registers(words, outer).view(np.int8).astype(np.float32)  # sums below 2^24 are exact
-
-    return product(c, (a0, a1, a2, a3), (b0, b1), values, 4, INT)
+    """C + a @ b of signed bytes, four in a register; lanes as in `mma`."""
+    outer = np.shape(c[0])[:-1]
+    codes = registers((a0, a1, a2, a3, b0, b1), outer).view(np.int8).astype(FLOAT)
+    codes = codes.reshape(-1, 3, 2, 8, 16)  # halves of k and b, half of m or k, g, t and place
+    A = codes[:, :2].transpose(0, 2, 3, 1, 4).reshape(*outer, 16, 32)
+    B = codes[:, 2].transpose(0, 1, 3, 2).reshape(*outer, 32, 8)
+    D = (A @ B).astype(INT).reshape(*outer, 2, 8, 4, 2)  # below 2^24 sums are exact in any order
+    return tuple(
+        lanes(c[2 * half + i] + D[..., half, :, :, i].reshape(*outer, 32))
+        for half in range(2)
+        for i in range(2)
+    )

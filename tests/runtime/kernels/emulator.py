@@ -4,9 +4,9 @@ A kernel's Python code runs as it is written, on arrays [programs, warps, 32] of
 holds. Where programs that run together branch apart, those of each branch run again from their
 beginning. Only what stands for one PTX instruction is done here by hand (the functions of `ptx`
 wrap no more than that). All lanes do one operation before any does the next, so barriers have
-nothing to do, and races between lanes are not seen; rounding is that of NumPy. Memory is checked:
-an address that no tensor given to the kernel holds is an error. Shared memory begins as NaN, and
-the target of a copy is NaN until the kernel has waited for the copy.
+nothing to do, and races between lanes are not seen; numbers are rounded as `arithmetic` says.
+Memory is checked: an address that no tensor given to the kernel holds is an error. Shared memory
+begins as NaN, and the target of a copy is NaN until the kernel has waited for the copy.
 """
 
 import re
@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.runtime.kernels.arithmetic import exp, exp2, nearest
 from tests.runtime.kernels.emulated_lanes import (
     FLOAT,
     INT,
@@ -302,8 +303,8 @@ def language(memory: Memory, programs: np.ndarray, grid: tuple[int, ...]) -> Any
         where=where,
         minimum=lambda a, b: lanes(np.minimum(a, b)),
         maximum=lambda a, b: lanes(np.maximum(a, b)),
-        exp=lambda x: lanes(np.exp(x)),
-        exp2=lambda x: lanes(np.exp2(x)),
+        exp=lambda x: lanes(exp(x)),
+        exp2=lambda x: lanes(exp2(x)),
         rsqrt=lambda x: lanes(FLOAT(1) / np.sqrt(x)),
         fma=lambda a, b, c: lanes(a * b + c),
         load=load,
@@ -423,7 +424,7 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         "store_shared2": store_shared2,
         "code_pairs": code_pairs,
         "quotient": lambda x, y: lanes((x / y).astype(FLOAT)),
-        "nearest": lambda x: lanes(np.nan_to_num(np.rint(x), nan=0).astype(INT)),
+        "nearest": lambda x: lanes(nearest(x)),
         "largest": lambda x: over_warp(x.view(np.uint32), np.max).view(INT),
         "largest_signed": lambda x: over_warp(x, np.max),
         "least": lambda x: over_warp(x, np.min),

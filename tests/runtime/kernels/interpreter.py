@@ -1,8 +1,9 @@
-"""Triton's interpreter without the work that it repeats at every call inside of a kernel."""
+"""Triton's interpreter with the same bits on every processor, and without work that it repeats."""
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -11,6 +12,100 @@ import pytest
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+from tests.runtime.kernels.arithmetic import (
+    Array,
+    exp,
+    exp2,
+    halved,
+    larger,
+    log,
+    product,
+    smaller,
+)
+
+UNKNOWN = ("clampf", "cos", "dot_scaled", "erf", "log2", "sin")
+
+
+@contextmanager
+def quick_interpreter() -> Iterator[None]:
+    """Kernels are interpreted fast, and with `arithmetic`."""
+    with pytest.MonkeyPatch.context() as patch:
+        repeat_nothing(patch)
+        scan_at_once(patch)
+        compute_alike(patch)
+        yield
+
+
+def compute_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace what the interpreter leaves to BLAS, vector code and the C library."""
+    builder, standard, reduce = (
+        interpreter.InterpreterBuilder,
+        tl.standard,
+        interpreter.ReduceOps.apply_impl,
+    )
+    joins = (
+        (standard._sum_combine, np.add),
+        (standard._elementwise_max, larger),
+        (standard._elementwise_min, smaller),
+    )
+
+    def unary(function: Callable[[Array], Array]) -> Callable[..., Any]:
+        return lambda self, x: self.unary_op(x, function)
+
+    def binary(function: Callable[[Array, Array], Array]) -> Callable[..., Any]:
+        return lambda self, a, b: self.binary_op(a, b, function)
+
+    def dot(self: Any, a: Any, b: Any, c: Any, *precision: Any) -> Any:
+        assert a.data.dtype == b.data.dtype == c.data.dtype == np.float32
+        return interpreter.TensorHandle(product(a.data, b.data) + c.data, c.dtype.scalar)
+
+    def reduced(self: Any, given: Any) -> Any:
+        join = next((join for fn, join in joins if fn is self.combine_fn), None)
+        x = given[0].handle.data
+        if join is None or x.dtype.kind != "f":
+            return reduce(self, given)
+        found = halved(x.reshape(-1) if self.axis is None else np.moveaxis(x, self.axis, 0), join)
+        if self.keep_dims:
+            found = np.expand_dims(found, range(x.ndim) if self.axis is None else self.axis)
+        return self.to_tensor(found, given[0].dtype)
+
+    def unknown(name: str) -> Callable[..., Any]:
+        return lambda *given: pytest.fail(f"{name} depends on the processor: add it to arithmetic")
+
+    monkeypatch.setattr(builder, "create_dot", dot)
+    for name, function in (("exp", exp), ("exp2", exp2), ("log", log)):
+        monkeypatch.setattr(builder, f"create_{name}", unary(function))
+    for name, choose in (("maxnumf", larger), ("minnumf", smaller)):
+        monkeypatch.setattr(builder, f"create_{name}", binary(choose))
+    for name in UNKNOWN:
+        monkeypatch.setattr(builder, f"create_{name}", unknown(name), raising=False)
+    monkeypatch.setattr(interpreter.ReduceOps, "apply_impl", reduced)
+
+
+def scan_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scan integers by steps of 1, 2, 4: the interpreter joins them one after the other."""
+    scan = interpreter.ScanOps.generic_scan
+
+    def scanned(self: Any, given: Any) -> Any:
+        if any(x.handle.data.dtype.kind not in "iu" for x in given):
+            return scan(self, given)
+        shape = given[0].handle.data.shape
+        place, step = np.indices(shape)[self.axis], 1
+        while step < shape[self.axis]:
+            before = [
+                self.to_tensor(np.roll(x.handle.data, step, self.axis), x.dtype) for x in given
+            ]
+            joined = self.combine_fn.fn(*before, *given)
+            joined = joined if isinstance(joined, tuple) else (joined,)
+            given = [
+                self.to_tensor(np.where(place < step, x.handle.data, y.handle.data), x.dtype)
+                for x, y in zip(given, joined, strict=True)
+            ]
+            step *= 2
+        return given
+
+    monkeypatch.setattr(interpreter.ScanOps, "generic_scan", scanned)
 
 
 def repeat_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
