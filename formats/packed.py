@@ -27,6 +27,7 @@ from lowbit.formats.layout.rtn import SCALE_DTYPE
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.machine.time_limit import time_limit
 from lowbit.formats.safetensors.checkpoint import Checkpoint, TensorInfo
+from lowbit.formats.safetensors.leftovers import leftovers
 
 PACKED_DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {
     PACKED: (torch.int32,),
@@ -183,7 +184,7 @@ def _check_tensors(
 def _unknown(checkpoint: Checkpoint, expected: Collection[str]) -> list[str]:
     """Names of tensors that are not in the table; tensors of unsupported schemes are refused."""
     ignorable = {"lm_head.weight"} if checkpoint.tied else set()  # a stale copy
-    known = ignorable.union(expected)
+    known = ignorable.union(expected, leftovers(checkpoint.tensors))
     unknown = [
         name
         for name in checkpoint.tensors

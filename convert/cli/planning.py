@@ -86,6 +86,9 @@ def plan_ahead(
         LowbitError: a source or a recipe that cannot be converted, a target that cannot be met, and
             whatever stops `find_or_estimate`.
     """
+    if note is not None:
+        for text in source.notes:
+            note(text)
     if request.target is None:
         plan = make_plan(source.config, source.tensors, request.recipe, request.max_shard_bytes)
     else:

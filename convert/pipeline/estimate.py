@@ -171,7 +171,7 @@ def open_headers(source: str, revision: str | None) -> tuple[Checkpoint, int]:
     if on_hub is not None:
         remote = remote_headers(*on_hub)
         sizes = remote.other_files
-        checkpoint = Checkpoint(remote.folder, remote.config, remote.tensors)
+        checkpoint = Checkpoint(remote.folder, remote.config, remote.tensors, notes=remote.notes)
         return checkpoint, sum(sizes[name] for name in passed_through(sizes))
     folder = locate(source, revision).folder
     checkpoint = open_checkpoint(folder)

@@ -43,6 +43,7 @@ from lowbit.formats.layout.quantization_config import (
 from lowbit.formats.layout.scheme import Scheme, fitting_group_size
 from lowbit.formats.packed import FLOATS, OUTPUT_DTYPES
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, MAX_CONFIG_BYTES, TensorInfo
+from lowbit.formats.safetensors.leftovers import leftovers
 from lowbit.formats.safetensors.shards import Shard, lay_out
 from lowbit.formats.weight_bits import bits_per_weight, count_parameters
 
@@ -174,18 +175,25 @@ def make_plan(
     table = tensor_table(config, tensors)
     tied = is_tied(config)
     carried = {name: info for name, info in tensors.items() if is_carried(config, name)}
-    check_tensors(table, {n: info for n, info in tensors.items() if n not in carried}, tied)
+    left_out = dropped_mtp(config, tensors, recipe)
+    unneeded = leftovers(tensors)
+    aside = {*carried, *left_out, *unneeded}
+    table = [spec for spec in table if not left_out or part_of(config, spec.name) != "mtp"]
+    check_tensors(table, {n: info for n, info in tensors.items() if n not in aside}, tied)
     if recipe.drop_vision and not carried:
         raise QuantizationError(
             "the checkpoint has no vision tower to drop", hint="leave out --drop-vision"
         )
-    left_out = dropped_mtp(config, tensors, recipe)
-    table = [spec for spec in table if spec.name not in left_out]
     schemes = recipe.schemes(table)
     if tied and schemes["lm_head"] is None:
         del schemes["lm_head"]  # it stays the embedding
     steps = _steps(table, tensors, tied, schemes)
     steps += [_drop(info, "multi-token prediction") for info in left_out.values()]
+    steps += [
+        Step(tensors[name], "dropped", reason, None, None, ())
+        for name, reason in unneeded.items()
+        if name not in left_out and name not in carried
+    ]
     steps += [_carry(carried[name], recipe.drop_vision) for name in sorted(carried)]
     outputs = [output for step in steps for output in step.outputs]
     _check_records([name for name, _, _ in outputs] + [step.source.name for step in steps])

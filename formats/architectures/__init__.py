@@ -24,6 +24,7 @@ __all__ = [
     "architecture_of",
     "is_carried",
     "is_drafter",
+    "is_known",
     "is_tied",
     "kind_of",
     "never_quantized",
@@ -31,6 +32,8 @@ __all__ = [
     "prefix_of",
     "read_config",
     "tensor_table",
+    "tie_flags",
+    "tied_as",
     "untied",
     "without_mtp",
 ]
@@ -86,6 +89,11 @@ def _find(config: Mapping[str, Any]) -> Architecture[Any] | None:
     """Family of a `config.json` that nobody has checked; None for an unknown one."""
     kind = kind_of(config)
     return DRAFTERS.get(kind) or ARCHITECTURES.get(kind)
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Tell if the family of a `config.json` that nobody has checked is implemented."""
+    return _find(config) is not None
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
@@ -179,13 +187,30 @@ def is_tied(config: Mapping[str, Any]) -> bool:
     return plain_tied(config) if found is None else found.is_tied(config)
 
 
-def untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the config with `tie_word_embeddings` false wherever an engine may look."""
-    changed = {**config, TIED: False}
+def tie_flags(config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Every `tie_word_embeddings` of an unchecked config, in both places where engines look.
+
+    One that is absent counts as false beside another that is not.
+    """
+    nested = config.get(TEXT)
+    places = (config, nested) if isinstance(nested, dict) else (config,)
+    if len(places) > 1 and config.get(TIED) is True and TIED not in places[1]:
+        places = (config,)  # the nested one follows the outer one
+    return tuple(place.get(TIED, False) for place in places)
+
+
+def tied_as(config: Mapping[str, Any], tied: bool) -> dict[str, Any]:
+    """A copy of the config with one `tie_word_embeddings` wherever an engine may look."""
+    changed = {**config, TIED: tied}
     nested = config.get(TEXT)
     if isinstance(nested, dict) and TIED in nested:
-        changed[TEXT] = {**nested, TIED: False}
+        changed[TEXT] = {**nested, TIED: tied}
     return changed
+
+
+def untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the config that ties no head."""
+    return tied_as(config, False)
 
 
 def without_mtp(config: Mapping[str, Any]) -> dict[str, Any]:

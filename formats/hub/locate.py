@@ -29,6 +29,7 @@ from lowbit.formats.safetensors.checkpoint import (
     weight_map,
 )
 from lowbit.formats.safetensors.hashing import hash_file
+from lowbit.formats.safetensors.normalize import normalize
 from lowbit.formats.safetensors.other_engines import refuse_gguf_file
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class RemoteHeaders(NamedTuple):
         commit: sha of the revision that was read.
         other_files: size in bytes of every other file that `locate` would fetch.
         folder: holds config.json and the other files that were asked for.
+        notes: sentences on what is read in another way than the repository says.
     """
 
     config: Mapping[str, Any]
@@ -77,6 +79,7 @@ class RemoteHeaders(NamedTuple):
     commit: str
     other_files: dict[str, int]
     folder: Path
+    notes: tuple[str, ...]
 
 
 def locate(source: str, revision: str | None = None) -> Location:
@@ -155,12 +158,14 @@ def remote_headers(
     _require_shards(repo, shards, sizes)
     with explained(repo, revision), ThreadPoolExecutor(max_workers=8) as pool:
         headers = list(pool.map(lambda file: _read_header(repo, commit, file, sizes[file]), shards))
+    found = normalize(read_json(folder / CONFIG_FILE), join_headers(headers, index), None)
     return RemoteHeaders(
-        config=read_json(folder / CONFIG_FILE),
-        tensors=join_headers(headers, index),
+        config=found.config,
+        tensors=dict(found.tensors),
         commit=commit,
         other_files={name: size for name, size in sizes.items() if _is_wanted(name)},
         folder=folder,
+        notes=found.notes,
     )
 
 
@@ -281,9 +286,10 @@ def _list_files(repo: str, revision: str | None) -> tuple[str, dict[str, int]] |
 
 def _cached_headers(location: Location) -> RemoteHeaders:
     folder = location.folder
+    found = normalize(read_json(folder / CONFIG_FILE), read_headers(folder), None)
     return RemoteHeaders(
-        config=read_json(folder / CONFIG_FILE),
-        tensors=read_headers(folder),
+        config=found.config,
+        tensors=dict(found.tensors),
         commit=folder.name,
         other_files={
             path.name: path.stat().st_size
@@ -291,6 +297,7 @@ def _cached_headers(location: Location) -> RemoteHeaders:
             if path.is_file() and _is_wanted(path.name)
         },
         folder=folder,
+        notes=found.notes,
     )
 
 

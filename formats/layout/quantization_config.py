@@ -119,10 +119,9 @@ def read_quantization_config(config: Mapping[str, Any]) -> QuantizationConfig | 
             hint=f"read: {METHOD} ({FORMAT}), gptq, awq (gemm); for others convert from the BF16 "
             "checkpoint with lowbit-convert",
         )
-    if section.get("sparsity_config"):
+    sparsity = section.get("sparsity_config") or {}
+    if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):
         raise FormatError("config.json: sparse checkpoints (`sparsity_config`) are not supported")
-    if section.get("kv_cache_scheme"):
-        raise FormatError("config.json: a quantized KV cache (`kv_cache_scheme`) is not supported")
     if section.get("transform_config"):
         raise FormatError("config.json: rotated weights (`transform_config`) are not supported")
     groups = section.get("config_groups")

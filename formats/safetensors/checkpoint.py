@@ -7,8 +7,9 @@ JSON header, data).
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from lowbit.formats.errors import CheckpointError
 from lowbit.formats.files.reading import MAX_TEXT_BYTES, open_file, read_bytes, reopen
 from lowbit.formats.files.strict_json import loads, object_of
 from lowbit.formats.safetensors.fused import split_experts
+from lowbit.formats.safetensors.normalize import normalize
 from lowbit.formats.safetensors.other_engines import refuse_gguf_folder, refuse_mlx
 from lowbit.formats.safetensors.tensor_info import DTYPE_NAMES as DTYPE_NAMES
 from lowbit.formats.safetensors.tensor_info import DTYPES as DTYPES
 from lowbit.formats.safetensors.tensor_info import TensorInfo as TensorInfo
 
 CONFIG_FILE = "config.json"
+SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 METADATA_KEY = "__metadata__"  # key of a header that is no tensor
 MAX_CONFIG_BYTES = 5_000_000  # bound of config.json, which may list 50,000 dense modules
@@ -34,6 +37,7 @@ MAX_SIZE = 2**63 - 1  # bound of a dimension or an offset
 MAX_DIMENSIONS = 64
 LFS_POINTER = b"version "  # first 8 bytes of the text that stands for a file in a clone
 PARTIAL = ".partial"  # ending of the folder that an unfinished conversion works in
+COMPARED_BYTES = 64 << 20  # of a tensor at a time
 MOST_AT_ONCE = 1 << 30  # bytes of a read; macOS refuses those of 2 GB and more
 
 
@@ -49,12 +53,14 @@ class Checkpoint:
         config: content of config.json.
         tensors: headers by name.
         derived: functions that make rows of tensors stored in another tool's layout.
+        notes: sentences on what is read in another way than the folder says.
     """
 
     folder: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
     derived: Mapping[str, DerivedRows] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def sizes(self) -> Config:
@@ -151,7 +157,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """
     config = _read_config(folder)
     refuse_mlx(folder, config)
-    return Checkpoint(folder=folder, config=config, tensors=read_headers(folder))
+    stored, notes = _read_headers(folder)
+    found = normalize(config, stored, partial(same_values, folder))
+    return Checkpoint(folder, found.config, found.tensors, notes=(*notes, *found.notes))
 
 
 def open_any_layout(folder: Path) -> Checkpoint:
@@ -179,24 +187,71 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     Raises:
         CheckpointError: see `open_checkpoint`.
     """
+    return _read_headers(folder)[0]
+
+
+def _read_headers(folder: Path) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
+    """Headers by name, and sentences on files that are not read."""
     index = weight_map(folder)
     present = sorted(path.name for path in folder.glob("*.safetensors") if not path.is_dir())
-    if index is None:
-        files = present
-        if not files:
+    notes: tuple[str, ...] = ()
+    files = present if index is None else sorted(set(index.values()))
+    missing = [file for file in files if file not in present]
+    if index is not None and SINGLE_FILE in present and SINGLE_FILE not in files:
+        if missing:
+            text = f"`{SINGLE_FILE}` is read: `{missing[0]}`, which the index names, is missing"
+            index, files, missing, notes = None, [SINGLE_FILE], [], (text,)
+        else:
+            _require_same_model(folder, files)
+            notes = (f"`{SINGLE_FILE}` holds the same bytes as the shards of the index",)
+    if not files:
+        raise CheckpointError(
+            f"`{folder}` is not a checkpoint: it holds no .safetensors file",
+            hint="only safetensors checkpoints are read; convert .bin files first",
+        )
+    for file in missing:
+        raise CheckpointError(
+            f"the index names shard `{file}`, which is missing from `{folder}`",
+            hint="download the missing shard",
+        )
+    return join_headers((read_header(folder / file) for file in files), index), notes
+
+
+def _require_same_model(folder: Path, shards: Sequence[str]) -> None:
+    """Refuse a single file beside shards of another model: engines do not agree which to read.
+
+    Raises:
+        CheckpointError: naming both and the first tensor that differs.
+    """
+    single = read_header(folder / SINGLE_FILE)
+    others = {name: info for file in shards for name, info in read_header(folder / file).items()}
+    for name in sorted(single.keys() | others.keys(), key=lambda name: (name in single, name)):
+        one, other = single.get(name), others.get(name)
+        if one is None or other is None or not same_values(folder, one, other):
             raise CheckpointError(
-                f"`{folder}` is not a checkpoint: it holds no .safetensors file",
-                hint="only safetensors checkpoints are read; convert .bin files first",
+                f"`{folder}` holds two models: `{SINGLE_FILE}`, and the shards of its index from "
+                f"`{shards[0]}` on; `{name}` differs",
+                hint=f"remove the older one: `{SINGLE_FILE}`, which transformers reads, or the "
+                "index with its shards",
             )
-    else:
-        files = sorted(set(index.values()))
-    for file in files:
-        if file not in present:
-            raise CheckpointError(
-                f"the index names shard `{file}`, which is missing from `{folder}`",
-                hint="download the missing shard",
-            )
-    return join_headers((read_header(folder / file) for file in files), index)
+
+
+def same_values(folder: Path, one: TensorInfo, other: TensorInfo) -> bool:
+    """Tell if two tensors of a folder have the same shape, dtype and bytes.
+
+    Raises:
+        CheckpointError: a file is cut short.
+    """
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    for start in range(0, one.nbytes, COMPARED_BYTES):
+        size = min(COMPARED_BYTES, one.nbytes - start)
+        parts = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
+        for info, part in zip((one, other), parts, strict=True):
+            read_at(folder / info.file, info.offset + start, part)
+        if not torch.equal(*parts):
+            return False
+    return True
 
 
 def join_headers(

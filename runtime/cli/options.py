@@ -317,6 +317,8 @@ def load_model(name: str, options: LoadOptions) -> "Model":
     if options.measures_inputs:
         note("weighted: measuring the inputs of every linear on a bundled text")
     model = load(name, options)
+    for text in model.opened.checkpoint.notes:
+        note(text)
     if options.speculate == "auto" and options.drafter is None and not model.opened.head:
         note("--speculate auto: the model has no MTP head, so that drafts come from n-grams alone")
     if model.kv_cache.reason is not None:

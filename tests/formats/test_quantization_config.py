@@ -279,6 +279,8 @@ def foreign(*groups: Any, **keys: Any) -> dict[str, Any]:
         (foreign(group(symmetric=False)), Scheme(4, 128, symmetric=False)),
         (foreign({**group(), "format": "pack-quantized"}, format="mixed-precision"), INT4),
         (foreign(sparsity_config={}), INT4),
+        (foreign(sparsity_config={"format": "dense"}), INT4),
+        (foreign(kv_cache_scheme={"num_bits": 8, "type": "float"}), INT4),
         (foreign(transform_config={}, version="0.12.2"), INT4),
     ],
 )
@@ -346,7 +348,8 @@ ACTIVATIONS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": Tru
         ({"quant_method": "fp8"}, "quantization method `fp8`"),
         ({}, "quantization method `None`"),
         (foreign(sparsity_config={"format": "sparse-24"}), "`sparsity_config`"),
-        (foreign(kv_cache_scheme={"num_bits": 8, "type": "float"}), "`kv_cache_scheme`"),
+        (foreign(sparsity_config={"targets": []}), "`sparsity_config`"),
+        (foreign(sparsity_config=["dense"]), "`sparsity_config`"),
         (foreign(config_groups={}), "`config_groups` is missing or empty"),
         (foreign(config_groups=None), "`config_groups` is missing or empty"),
         (foreign(config_groups=[group()]), "`config_groups` is missing or empty"),
