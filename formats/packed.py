@@ -18,8 +18,8 @@ from lowbit.formats.layout.packing import (
     PACKED,
     SCALE,
     SHAPE,
-    WORD_BITS,
     ZERO_POINT,
+    fills_words,
     packed_shapes,
 )
 from lowbit.formats.layout.quantization_config import read_quantization_config, unserved
@@ -127,7 +127,7 @@ def _check_served(spec: TensorSpec, scheme: Scheme | None, served_bits: Collecti
     if scheme is None:
         return
     reason = unserved(scheme, served_bits)
-    if reason is None and spec.shape[1] * scheme.bits % WORD_BITS:
+    if reason is None and not fills_words(spec.shape[1], scheme.bits):
         reason = f"rows of {spec.shape[1]} weights that do not fill whole 32-bit words"
     if reason is not None:
         raise FormatError(

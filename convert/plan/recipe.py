@@ -11,11 +11,18 @@ from lowbit.convert.plan.sets import joined, without_experts
 from lowbit.formats.architectures.names import split_layer
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import QuantizationError
+from lowbit.formats.layout.packing import fills_words
 from lowbit.formats.layout.recipes import AS_STORED as AS_STORED
 from lowbit.formats.layout.recipes import BITS_BY_ROLE, GROUP_SIZE
 from lowbit.formats.layout.recipes import Base as Base
 from lowbit.formats.layout.rtn import ScaleRule
-from lowbit.formats.layout.scheme import BITS, GROUP_SIZES, Scheme, fitting_group_size
+from lowbit.formats.layout.scheme import (
+    BITS,
+    GROUP_SIZES,
+    Scheme,
+    fitting_group_size,
+    stored_option,
+)
 
 Head = Literal["int4", "int8", "bf16"]
 Mtp = Literal["int4", "int8", "bf16", "drop"]
@@ -195,17 +202,18 @@ class Recipe:
 
         Raises:
             QuantizationError: a pattern matches nothing, no group size divides K, or not the one
-                that an override names, a fused set would get two schemes, or nothing is left to
-                quantize.
+                that an override names, rows do not fill whole words, a fused set would get two
+                schemes, or nothing is left to quantize.
         """
         linears = [spec for spec in table if spec.quantizable]
         self._check_patterns(linears)
         schemes: dict[str, Scheme | None] = {}
         for spec in linears:
             scheme = self.scheme_of(spec)
-            if scheme is not None:
+            if scheme is not None and spec.shape[1] % min(GROUP_SIZES) == 0:
                 scheme.groups(spec.module, spec.shape[1])
             schemes[spec.module] = scheme
+        _check_widths(linears, schemes)
         self._check_fused_sets(linears, schemes)
         if not any(schemes.values()):
             raise QuantizationError(
@@ -260,3 +268,31 @@ class Recipe:
         if parts[-1].pattern.startswith("*."):  # all layers are meant
             names = [f"*.{split_layer(name).rest}" for name in names]
         return replace(parts[-1], pattern=joined(names))
+
+
+def _check_widths(linears: Sequence[TensorSpec], schemes: Mapping[str, Scheme | None]) -> None:
+    """Refuse rows that no group size divides, or that lowbit-run cannot read in whole words."""
+    odd = {
+        spec.module: scheme
+        for spec in linears
+        if (scheme := schemes[spec.module]) is not None
+        and (
+            spec.shape[1] % (scheme.group_size or spec.shape[1])
+            or not fills_words(spec.shape[1], scheme.bits)
+        )
+    }
+    if not odd:
+        return
+    module, scheme = next(iter(odd.items()))
+    K = next(spec.shape[1] for spec in linears if spec.module == module)
+    if scheme.group_size:
+        reason = f"group size {scheme.group_size} does not divide K = {K}"
+    else:
+        reason = f"rows of {K} weights of {scheme.bits} bits do not fill whole 32-bit words"
+    left = any(scheme is not None for name, scheme in schemes.items() if name not in odd)
+    raise QuantizationError(
+        f"`{module}`: {reason}",
+        hint=f"leave it as stored: {stored_option(odd)}"
+        if left
+        else "no linear of this model has rows of a multiple of 32 weights: nothing can be packed",
+    )

@@ -27,6 +27,11 @@ def packed_words(K: int, bits: int) -> int:
     return math.ceil(K * bits / WORD_BITS)
 
 
+def fills_words(K: int, bits: int) -> bool:
+    """Tell if a row of K codes ends where a word does, as kernels need it."""
+    return K * bits % WORD_BITS == 0
+
+
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack signed codes along the last dimension.
 

@@ -5,11 +5,11 @@ from typing import Literal
 
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import QuantizationError
-from lowbit.formats.layout.scheme import Scheme, fitting_group_size
+from lowbit.formats.layout.scheme import AS_STORED as AS_STORED
+from lowbit.formats.layout.scheme import Scheme, fitting_group_size, stored_option
 
 Base = Literal["int4", "int8", "int3", "int2"]
 
-AS_STORED = 16  # stands for a linear that is not quantized
 GROUP_SIZE = 128  # default
 
 # Bits by recipe and role. By published sensitivities the output of a gated DeltaNet suffers most,
@@ -51,7 +51,7 @@ def base_schemes(
         if bits != AS_STORED and K % fitting:
             raise QuantizationError(
                 f"`{spec.module}`: groups of {group_size} or less do not divide K = {K}",
-                hint="convert with --group-size row and run the result",
+                hint=f"convert with {stored_option([spec.module])} and run the result",
             )
         schemes[spec.module] = None if bits == AS_STORED else Scheme(bits, fitting)
     return schemes

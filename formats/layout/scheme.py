@@ -9,6 +9,7 @@ from lowbit.formats.errors import FormatError, QuantizationError
 
 GROUP_SIZES = (32, 64, 128, 256, 512)
 BITS = range(2, 9)
+AS_STORED = 16  # bits that stand for a weight that is not quantized
 SERVED_BITS = (2, 3, 4, 8)  # by lowbit-run
 COMMON_BITS = (4, 8)  # by vLLM, and in the containers of other engines
 
@@ -60,7 +61,7 @@ class Scheme:
                 f"`{name}`: group size {self.group_size} does not divide K = {K}",
                 hint=f"use --group-size with one of {fitting} or `row`"
                 if fitting
-                else "use --group-size row",
+                else f"leave it as stored: {stored_option([name])}",
             )
         return K // self.group_size
 
@@ -68,6 +69,16 @@ class Scheme:
         """Short form for tables: `INT4 g128`, `INT8 row`."""
         group = "row" if self.group_size is None else f"g{self.group_size}"
         return f"INT{self.bits} {group}" + ("" if self.symmetric else " asym")
+
+
+def stored_option(modules: Iterable[str]) -> str:
+    """Options of lowbit-convert that leave linears as they are, in every layer.
+
+    >>> stored_option(["model.layers.0.mlp.down_proj", "lm_head"])
+    "--bits '*.down_proj=16' --bits 'lm_head=16'"
+    """
+    kinds = (("*." if "." in name else "") + name.rpartition(".")[2] for name in modules)
+    return " ".join(f"--bits '{kind}={AS_STORED}'" for kind in dict.fromkeys(kinds))
 
 
 def fitting_group_size(K: int, wanted: int | None) -> int | None:

@@ -39,7 +39,7 @@ def test_group_size_that_does_not_divide_names_the_ones_that_do() -> None:
     assert error.value.hint == "use --group-size with one of [32, 64] or `row`"
     with pytest.raises(QuantizationError) as error:
         Scheme(4, 128).groups("x", 1001)
-    assert error.value.hint == "use --group-size row"
+    assert error.value.hint == "leave it as stored: --bits 'x=16'"
 
 
 @pytest.mark.parametrize(

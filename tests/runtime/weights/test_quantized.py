@@ -109,9 +109,12 @@ def test_other_dtypes_in_small_blocks(
 
 
 @pytest.mark.slow
-def test_stale_copy_of_a_tied_head_is_not_used(tmp_path: Path, plain: "PackedModel") -> None:
+@pytest.mark.parametrize("offset", [0, 1])
+def test_head_beside_the_embedding_that_it_is_tied_to(
+    tmp_path: Path, plain: "PackedModel", offset: int
+) -> None:
+    plain.rewrite(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + offset}))
     folder = convert(plain.folder, tmp_path / "packed", Recipe("int8")).folder
-    plain.rewrite(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
     assert_like_the_folder(plain.folder, folder, "int8")
 
 
