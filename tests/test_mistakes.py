@@ -94,16 +94,25 @@ def test_clone_without_its_large_files() -> None:
         said(done, message, hint)
 
 
-def test_packed_folder_to_convert() -> None:
+@pytest.mark.parametrize(
+    ("method", "runs"),
+    [("gptq", True), ("awq", True), ("compressed-tensors", False)]
+    + [(method, False) for method in ("bitsandbytes", "torchao", "fp8", "hqq", "mxfp4")],
+)
+def test_quantized_folder_to_convert(method: str, runs: bool) -> None:
+    """lowbit-run is named only where it would not send back."""
     shutil.copytree(MODEL, "model")
     config = json.loads(Path("model/config.json").read_text())
-    config["quantization_config"] = {"quant_method": "compressed-tensors"}
+    config["quantization_config"] = {"quant_method": method}  # without groups of its own
     Path("model/config.json").write_text(json.dumps(config))
     said(
         convert("model", "out"),
-        "the source is already quantized (`compressed-tensors`)",
-        "lowbit-run may run it as it is; convert from the BF16 checkpoint",
+        f"the source is already quantized (`{method}`)",
+        "convert from the BF16 checkpoint; lowbit-run "
+        + ("may run it as it is" if runs else "does not run it either"),
     )
+    if not runs and method != "compressed-tensors":
+        assert f"quantization method `{method}` is not supported" in run("model").stderr
 
 
 def test_output_on_the_original(tmp_path: Path) -> None:

@@ -9,12 +9,11 @@ from lowbit.formats.architectures import kind_of, read_config
 from lowbit.formats.architectures.names import spans
 from lowbit.formats.draft_head import BITS, DRAFT_FILE
 from lowbit.formats.errors import FormatError
-from lowbit.formats.foreign.reader import TRANSLATED
 from lowbit.formats.hub.ids import hub_id
 from lowbit.formats.hub.locate import remote_headers
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest, read_manifest
 from lowbit.formats.layout.packing import SCALE
-from lowbit.formats.layout.quantization_config import KEY
+from lowbit.formats.layout.quantization_config import KEY, TRANSLATED
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.packed import PackedCheckpoint, check_packed, open_packed
 from lowbit.formats.safetensors.checkpoint import Checkpoint

@@ -38,6 +38,7 @@ from lowbit.formats.layout.packing import packed_shapes
 from lowbit.formats.layout.quantization_config import (
     KEY,
     method_of,
+    runs_as_stored,
     write_quantization_config,
 )
 from lowbit.formats.layout.scheme import Scheme, fitting_group_size
@@ -168,7 +169,8 @@ def make_plan(
     if method is not None:
         raise QuantizationError(
             f"the source is already quantized (`{method}`)",
-            hint="lowbit-run may run it as it is; convert from the BF16 checkpoint",
+            hint="convert from the BF16 checkpoint; lowbit-run "
+            + ("may run it as it is" if runs_as_stored(config) else "does not run it either"),
         )
     check_method(recipe.method, read_config(config).experts is not None, is_drafter(config))
     check_drafter(config, recipe)

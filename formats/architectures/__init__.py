@@ -34,6 +34,7 @@ __all__ = [
     "tensor_table",
     "tie_flags",
     "tied_as",
+    "unpacked_modules",
     "untied",
     "without_mtp",
 ]
@@ -175,6 +176,13 @@ def never_quantized(config: Mapping[str, Any], names: Collection[str]) -> tuple[
     present = {"decoder", *(part_of(config, name) for name in names)}
     patterns = (listed for part, listed in found.unquantized.items() if part in present)
     return tuple(chain.from_iterable(patterns))
+
+
+def unpacked_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Regular expressions for the decoder's linears that no engine here reads packed."""
+    found = _find(config)
+    patterns = () if found is None else found.unquantized.get("decoder", ())
+    return tuple(pattern.removeprefix("re:") for pattern in patterns)
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:

@@ -6,11 +6,10 @@ from typing import Any
 
 from lowbit.formats.errors import FormatError
 from lowbit.formats.foreign.awq import read_awq
+from lowbit.formats.foreign.gates import with_wide_gates
 from lowbit.formats.foreign.gptq import read_gptq
 from lowbit.formats.layout.quantization_config import KEY
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
-
-TRANSLATED = ("gptq", "awq", "auto-round")  # methods whose tensors get native names and layout
 
 # AutoRound's own files: `quant_method` of each `packing_format` and, for GPTQ, the version
 AUTO_ROUND: Mapping[str, Mapping[str, str]] = {
@@ -27,7 +26,7 @@ def open_native(folder: Path) -> Checkpoint:
 
     GPTQ and AWQ files appear under native names, in the native layout and with a native
     `quantization_config`; their tensors are translated exactly when they are read. Every other
-    checkpoint is opened by `open_checkpoint`.
+    checkpoint is opened by `open_checkpoint`. Gates that are packed appear as wide weights.
 
     Raises:
         CheckpointError: no checkpoint, or a damaged one.
@@ -42,11 +41,10 @@ def open_native(folder: Path) -> Checkpoint:
         section = _plain_section(section)
     match section.get("quant_method"):
         case "gptq":
-            return read_gptq(checkpoint, section)
+            checkpoint = read_gptq(checkpoint, section)
         case "awq":
-            return read_awq(checkpoint, section)
-        case _:
-            return checkpoint
+            checkpoint = read_awq(checkpoint, section)
+    return with_wide_gates(checkpoint)
 
 
 def _plain_section(section: Mapping[str, Any]) -> dict[str, Any]:

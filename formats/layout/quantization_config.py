@@ -7,10 +7,11 @@ from typing import Any, Generic, TypeVar
 
 from lowbit.formats.architectures.names import MTP_PREFIX, any_expert, expert_of, split_layer
 from lowbit.formats.errors import FormatError
-from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.layout.scheme import SERVED_BITS, Scheme
 
 KEY = "quantization_config"
 METHOD = "compressed-tensors"
+TRANSLATED = ("gptq", "awq", "auto-round")  # methods whose tensors get native names and layout
 FORMAT = "pack-quantized"
 VERSION = "0.20.0"  # of the compressed-tensors whose reader the output was tested with
 
@@ -95,6 +96,17 @@ def method_of(config: Mapping[str, Any]) -> str | None:
     return str(section.get("quant_method") if isinstance(section, dict) else section)
 
 
+def runs_as_stored(config: Mapping[str, Any]) -> bool:
+    """Tell if lowbit-run reads the quantization of a config.json, whatever its tensors are."""
+    if method_of(config) in TRANSLATED:
+        return True
+    try:
+        read = read_quantization_config(config)
+    except FormatError:
+        return False
+    return read is None or not any(unserved(scheme, SERVED_BITS) for _, scheme in read.groups)
+
+
 def read_quantization_config(config: Mapping[str, Any]) -> QuantizationConfig | None:
     """Parse the `quantization_config` of a config.json, from any tool.
 
@@ -116,8 +128,8 @@ def read_quantization_config(config: Mapping[str, Any]) -> QuantizationConfig | 
     if method != METHOD:
         raise FormatError(
             f"config.json: quantization method `{method}` is not supported",
-            hint=f"read: {METHOD} ({FORMAT}), gptq, awq (gemm); for others convert from the BF16 "
-            "checkpoint with lowbit-convert",
+            hint=f"read: {METHOD} ({FORMAT}), {', '.join(TRANSLATED)}; for others convert from the "
+            "BF16 checkpoint with lowbit-convert",
         )
     sparsity = section.get("sparsity_config") or {}
     if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):

@@ -15,7 +15,12 @@ from torch import Tensor
 from lowbit.formats.architectures import is_tied, never_quantized, tensor_table, untied
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, pack, packed_shapes
-from lowbit.formats.layout.quantization_config import KEY, method_of, write_quantization_config
+from lowbit.formats.layout.quantization_config import (
+    KEY,
+    method_of,
+    runs_as_stored,
+    write_quantization_config,
+)
 from lowbit.formats.layout.recipes import GROUP_SIZE, Base, base_schemes
 from lowbit.formats.layout.rtn import (
     SCALE_DTYPE,
@@ -89,7 +94,9 @@ def _check_plain(source: Checkpoint) -> None:
     if stored is not None:
         raise QuantizationError(
             f"`{source.folder}` is already quantized (`{stored}`)",
-            hint="leave out --quantize to run it as it is, or give the BF16 checkpoint",
+            hint="leave out --quantize to run it as it is, or give the BF16 checkpoint"
+            if runs_as_stored(source.config)
+            else "give the BF16 checkpoint: it is not run as it is either",
         )
     check_packed(source, None)
 
