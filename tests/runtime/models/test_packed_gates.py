@@ -88,7 +88,7 @@ def make_folders(
         module = name.removesuffix(".weight")
         del stored[name]
         if layout == "gptq":
-            drawn = draw(*tensor.shape, 32, seed=number)
+            drawn = draw(tensor.shape[0], tensor.shape[1], 32, seed=number)
             stored |= gptq(module, drawn)
             wide[name] = drawn.weight
         else:
@@ -115,7 +115,8 @@ def expected_logits(folder: Path) -> Tensor:
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        return model(torch.tensor([IDS])).logits[0]
+        logits: Tensor = model(torch.tensor([IDS])).logits[0]
+    return logits
 
 
 def agree(packed: Path, plain: Path) -> None:
