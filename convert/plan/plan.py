@@ -181,7 +181,16 @@ def make_plan(
     unneeded = leftovers(tensors)
     aside = {*carried, *left_out, *unneeded}
     table = [spec for spec in table if not left_out or part_of(config, spec.name) != "mtp"]
-    check_tensors(table, {n: info for n, info in tensors.items() if n not in aside}, tied)
+    expected = {n: info for n, info in tensors.items() if n not in aside}
+    try:
+        check_tensors(table, expected, tied)
+    except CheckpointError as error:
+        if not _fits_without_mtp(config, table, expected, tied):
+            raise
+        raise CheckpointError(
+            str(error),
+            hint="the draft head alone does not fit config.json: --mtp drop leaves it out",
+        ) from None
     if recipe.drop_vision and not carried:
         raise QuantizationError(
             "the checkpoint has no vision tower to drop", hint="leave out --drop-vision"
@@ -200,14 +209,30 @@ def make_plan(
     outputs = [output for step in steps for output in step.outputs]
     _check_records([name for name, _, _ in outputs] + [step.source.name for step in steps])
     out_config = untied(config) if schemes.get("lm_head") else config
-    out_config = _published(without_mtp(out_config) if left_out else out_config)
     kept = [step.source.name for step in steps if step.fate != "dropped"]
+    drafts = any(part_of(config, name) == "mtp" for name in kept)
+    out_config = _published(out_config if drafts else without_mtp(out_config))
     out_config[KEY] = write_quantization_config(schemes, never_quantized(config, kept))
     _check_length(out_config)
     shards = lay_out(outputs, max_shard_bytes)
-    drafts = draft_rows(config, recipe, any(part_of(config, name) == "mtp" for name in kept))
-    plan = Plan(out_config, recipe, tuple(steps), tuple(shards), schemes, {}, drafts)
+    rows = draft_rows(config, recipe, drafts)
+    plan = Plan(out_config, recipe, tuple(steps), tuple(shards), schemes, {}, rows)
     return with_method(plan, config, recipe.method)
+
+
+def _fits_without_mtp(
+    config: Mapping[str, Any],
+    table: Sequence[TensorSpec],
+    tensors: Mapping[str, TensorInfo],
+    tied: bool,
+) -> bool:
+    """Tell if a checkpoint with a head for multi-token prediction would be right without it."""
+    rest = {name: info for name, info in tensors.items() if part_of(config, name) != "mtp"}
+    try:
+        check_tensors([s for s in table if part_of(config, s.name) != "mtp"], rest, tied)
+    except CheckpointError:
+        return False
+    return len(rest) < len(tensors)
 
 
 def with_method(plan: Plan, config: Mapping[str, Any], method: Method) -> Plan:

@@ -224,10 +224,8 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
 def without_mtp(config: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the config that counts no layers of an MTP head wherever an engine may look."""
     key = architecture_of(config).mtp_layers
-    if key is None:
-        return dict(config)
+    changed = dict(config)
     nested = config.get(TEXT)
-    if not isinstance(nested, dict):
-        return {**config, key: 0}
-    changed = {**config, TEXT: {**nested, key: 0}}
-    return {**changed, key: 0} if key in config else changed
+    if key is not None and isinstance(nested, dict) and nested.get(key):
+        changed[TEXT] = {**nested, key: 0}
+    return {**changed, key: 0} if key is not None and config.get(key) else changed

@@ -22,7 +22,11 @@ from lowbit.formats.files.reading import MAX_TEXT_BYTES, open_file, read_bytes, 
 from lowbit.formats.files.strict_json import loads, object_of
 from lowbit.formats.safetensors.fused import split_experts
 from lowbit.formats.safetensors.normalize import normalize
-from lowbit.formats.safetensors.other_engines import refuse_gguf_folder, refuse_mlx
+from lowbit.formats.safetensors.other_engines import (
+    refuse_adapter,
+    refuse_gguf_folder,
+    refuse_mlx,
+)
 from lowbit.formats.safetensors.tensor_info import DTYPE_NAMES as DTYPE_NAMES
 from lowbit.formats.safetensors.tensor_info import DTYPES as DTYPES
 from lowbit.formats.safetensors.tensor_info import TensorInfo as TensorInfo
@@ -178,6 +182,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise CheckpointError(f"`{folder}` is not a folder", hint="give the folder of the model")
     refuse_gguf_folder(folder)
+    refuse_adapter(folder)
     return read_json(folder / CONFIG_FILE)
 
 

@@ -1,4 +1,4 @@
-"""Folders and files that other engines run, such as the exports of lowbit-convert."""
+"""Folders that are no checkpoints: what other engines run, such as exports, and adapters."""
 
 import shlex
 from collections.abc import Mapping
@@ -6,8 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.formats.errors import CheckpointError
+from lowbit.formats.fields import MAX_SHOWN
+from lowbit.formats.files.reading import read_bytes
+from lowbit.formats.files.strict_json import object_of
 
 GGUF = ".gguf"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAX_ADAPTER_BYTES = 5_000_000
 
 
 def refuse_gguf_file(path: Path) -> None:
@@ -29,6 +34,24 @@ def refuse_gguf_folder(folder: Path) -> None:
     files = sorted(path for path in folder.iterdir() if path.suffix.lower() == GGUF)
     if files and not any(folder.glob("*.safetensors")):
         raise _is_gguf(folder, files[0])
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Refuse a folder that holds changes to another model, such as LoRA weights of PEFT.
+
+    Raises:
+        CheckpointError: naming the model that it belongs to.
+    """
+    path = folder / ADAPTER_CONFIG
+    weights = {file.name for file in folder.glob("*.safetensors")}
+    if not path.is_file() or weights - {ADAPTER_WEIGHTS}:
+        return
+    base = object_of(read_bytes(path, MAX_ADAPTER_BYTES), path).get("base_model_name_or_path")
+    named = f"`{base[:MAX_SHOWN]}`" if isinstance(base, str) and base else "its base model"
+    raise CheckpointError(
+        f"`{folder}` is an adapter of {named}, not a model",
+        hint=f"merge it into {named} with PEFT (`merge_and_unload`), save the result, and give that",
+    )
 
 
 def refuse_mlx(folder: Path, config: Mapping[str, Any]) -> None:

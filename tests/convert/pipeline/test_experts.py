@@ -257,3 +257,28 @@ def test_a_missing_single_expert_is_named(tmp_path: Path, single: Path) -> None:
     source = changed(tmp_path / "source", single, lambda tensors: tensors.pop(name))
     with pytest.raises(LowbitError, match=f"the checkpoint lacks `{name}`"):
         convert(source, tmp_path / "out", Recipe())
+
+
+def test_pruned_mixture_with_an_unpruned_draft_head(fused: Path, tmp_path: Path) -> None:
+    """Pruning leaves experts of the decoder out, and none of the draft head."""
+
+    def prune(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if not name.startswith("mtp.")]:
+            if ".experts." in name or name.endswith(".mlp.gate.weight"):
+                tensors[name] = tensors[name][: len(tensors[name]) // 2].clone()
+
+    folder = changed(tmp_path / "pruned", fused, prune)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["num_experts"] //= 2
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LowbitError) as caught:
+        convert(folder, tmp_path / "out", Recipe())
+    assert "mtp." in str(caught.value)
+    assert "--mtp drop" in (caught.value.hint or "")
+    convert(folder, tmp_path / "out", Recipe(mtp="drop"))
+    weights = dequantized_weights(tmp_path / "out")
+    original = load_file(folder / "model.safetensors")
+    gates = [name for name in weights if name.endswith(".mlp.gate.weight")]
+    assert gates
+    assert all(torch.equal(weights[name], original[name].float()) for name in gates)
+    assert not any(name.startswith("mtp.") for name in weights)

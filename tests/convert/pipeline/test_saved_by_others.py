@@ -248,3 +248,45 @@ def test_folder_that_transformers_saved_after_a_forward(small: Path, tmp_path: P
     plan = make_plan(checkpoint.config, checkpoint.tensors, Recipe())
     dropped = {step.source.name for step in plan.steps if step.fate == "dropped"}
     assert dropped == {name for name in weights if "weight_" in name}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_qwen3_5_that_transformers_saved_counts_no_draft_head(
+    short_hybrid: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(short_hybrid, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "saved")
+    config = json.loads((tmp_path / "saved/config.json").read_text())
+    assert config["text_config"]["mtp_num_hidden_layers"] == 1
+    assert not any("mtp" in name for name in load_file(tmp_path / "saved" / FILE))
+    convert(tmp_path / "saved", tmp_path / "out", Recipe())
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["text_config"]["mtp_num_hidden_layers"] == 0
+    assert open_packed(tmp_path / "out").checkpoint.sizes.mtp_layers == 0  # type: ignore[attr-defined]
+
+
+def test_names_of_a_language_model_without_model(short_hybrid: Path, tmp_path: Path) -> None:
+    """AutoModel saves a Qwen3.5 without `model.` before `language_model.` and `visual.`."""
+    shutil.copytree(short_hybrid, tmp_path / "m")
+    before = load_file(tmp_path / "m" / FILE)
+    rewrite(tmp_path / "m", lambda t: {n.removeprefix("model."): w for n, w in t.items()})
+    assert set(open_checkpoint(tmp_path / "m").tensors) == set(before)
+
+
+@pytest.mark.parametrize(("base", "words"), [("Qwen/Qwen3-0.6B", "`Qwen/Qwen3-0.6B`"), (7, "its")])
+@pytest.mark.parametrize("with_config", [False, True])
+def test_adapter_names_its_base(small: Path, base: object, words: str, with_config: bool) -> None:
+    (small / FILE).rename(small / "adapter_model.safetensors")
+    (small / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    if not with_config:
+        (small / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=f"is an adapter of {words}") as caught:
+        open_checkpoint(small)
+    assert "merge_and_unload" in (caught.value.hint or "")
+
+
+def test_adapter_config_beside_a_model(small: Path) -> None:
+    (small / "adapter_config.json").write_text("{}")
+    assert open_checkpoint(small).tensors
