@@ -50,7 +50,7 @@ def refuse_adapter(folder: Path) -> None:
     named = f"`{base[:MAX_SHOWN]}`" if isinstance(base, str) and base else "its base model"
     raise CheckpointError(
         f"`{folder}` is an adapter of {named}, not a model",
-        hint=f"merge it into {named} with PEFT (`merge_and_unload`), save the result, and give that",
+        hint=f"merge it into {named} with PEFT (`merge_and_unload`), and give the saved result",
     )
 
 

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from lowbit.convert import Recipe, convert, cut_vocabulary
 from lowbit.convert.original.evaluation_text import Text
 from lowbit.convert.pipeline.verification import verify_folder
-from lowbit.convert.vocabulary.cut import CutModel
+from lowbit.convert.vocabulary.cut import CutModel, plan_cut
 from lowbit.formats.draft_head import open_draft_head
 from lowbit.formats.errors import FormatError, LowbitError
+from lowbit.formats.hub.locate import locate
 from lowbit.formats.kept_vocabulary import read_kept_vocabulary
 from tests.short_models import Shorten
 
@@ -48,6 +49,38 @@ def test_rows_are_those_of_the_kept_tokens(short_hybrid: Path, small_cut: CutMod
     assert torch.equal(after.pop(EMBEDDING), before.pop(EMBEDDING)[ids])
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_a_users_text_comes_before_all_languages(tmp_path: Path, share: float) -> None:
+    """Of a text that needs more than there is room for, no other token takes the place.
+
+    By the merges of tokenizer.json as the tokenizers library applies them.
+    """
+    from tokenizers import Tokenizer
+
+    stories = (MODELS.parent / "data/stories-eval.txt").read_text(encoding="utf-8")
+    text = tmp_path / "own.txt"
+    text.write_text(stories[: int(len(stories) * share)], encoding="utf-8")
+    path = MODELS / "tiny-qwen3" / "tokenizer.json"
+    kept = set(plan_cut(locate(str(path.parent)), 2048, text).kept.ids)
+    content, library = json.loads(path.read_text()), Tokenizer.from_file(str(path))
+    vocabulary: dict[str, int] = content["model"]["vocab"]
+    parts: dict[int, set[int]] = {}  # of every way to make a token
+    for left, right in content["model"]["merges"]:
+        made = parts.setdefault(vocabulary[left + right], set())
+        made |= {vocabulary[left], vocabulary[right]}
+    used = set(library.encode(text.read_text(encoding="utf-8")).ids)
+    added = {token["id"] for token in content["added_tokens"]}
+    alphabet = {id for id in vocabulary.values() if id not in parts}
+    needed = used | added | alphabet
+    while more := {part for id in needed & kept for part in parts.get(id, ())} - needed:
+        needed |= more
+    assert len(used) < 2048
+    if used <= kept:
+        assert len(kept - needed) > 0  # languages get what is left
+    else:
+        assert kept <= needed
 
 
 def test_files_name_the_same_tokens(short_hybrid: Path, small_cut: CutModel) -> None:
