@@ -9,7 +9,7 @@ import fnmatch
 import glob
 import hashlib
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from lowbit.formats.hub.errors import explained, not_cached, not_found
 from lowbit.formats.hub.ids import HUB_ID, hub_id
 from lowbit.formats.safetensors.checkpoint import (
     CONFIG_FILE,
+    SINGLE_FILE,
     TensorInfo,
     header_length,
     join_headers,
@@ -153,7 +154,11 @@ def remote_headers(
     folder = _download(repo, commit, allow=small)
     _require_config(repo, folder)
     index = weight_map(folder)
-    named = fnmatch.filter(sizes, SHARDS) if index is None else index.values()
+    if index is not None and SINGLE_FILE in sizes and not sizes.keys() >= set(index.values()):
+        named: Iterable[str] = [SINGLE_FILE]  # as `read_headers` takes it
+        index = None
+    else:
+        named = fnmatch.filter(sizes, SHARDS) if index is None else index.values()
     shards = sorted(set(named))
     _require_shards(repo, shards, sizes)
     with explained(repo, revision), ThreadPoolExecutor(max_workers=8) as pool:
@@ -182,11 +187,14 @@ def _fetch(repo: str, revision: str | None, local_only: bool = False) -> Locatio
         return location
     shards = sorted(set(index.values()))
     missing = [file for file in shards if not (folder / file).is_file()]
-    if missing:
+    if missing and not (folder / SINGLE_FILE).is_file():
         listing = None if local_only else _list_files(repo, folder.name)
         if listing is None:
             raise not_cached(repo, f"`{missing[0]}` is missing")
-        _require_shards(repo, shards, listing[1])
+        if SINGLE_FILE in listing[1] and SINGLE_FILE not in shards:  # transformers reads it
+            missing = [file for file in missing if file in listing[1]] + [SINGLE_FILE]
+        else:
+            _require_shards(repo, shards, listing[1])
         _download(repo, folder.name, allow=[glob.escape(file) for file in missing])
     return location
 

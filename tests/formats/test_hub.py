@@ -364,3 +364,24 @@ def test_nothing_is_printed_into_a_pipe(
     locate(REPO)
     remote_headers(REPO)
     assert capfd.readouterr() == ("", "")
+
+
+def test_single_file_beside_other_shards_is_fetched_and_refused(
+    hub: HubServer, model: Path
+) -> None:
+    save_file({f"layer.{n}": torch.zeros(256, 256) for n in range(2)}, model / "model.safetensors")
+    hub.add(REPO, model)
+    with pytest.raises(CheckpointError, match=r"holds two models: `model\.safetensors`"):
+        open_checkpoint(locate(REPO).folder)
+
+
+def test_single_file_beside_an_index_without_shards(hub: HubServer, model: Path) -> None:
+    tensors = {f"layer.{n}": torch.zeros(256, 256) for n in range(2)}
+    save_file(tensors, model / "model.safetensors")
+    for shard in SHARDS:
+        (model / shard).unlink()
+    hub.add(REPO, model)
+    assert set(remote_headers(REPO).tensors) == set(tensors)
+    for _ in range(2):  # fetched, then from the cache
+        found = open_checkpoint(locate(REPO).folder)
+        assert torch.equal(found.read("layer.1"), tensors["layer.1"])
