@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,10 +16,15 @@ from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.errors import CheckpointError
 from lowbit.formats.layout.manifest import read_manifest
+from lowbit.formats.layout.scheme import SERVED_BITS
 from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 from tests.oracle import dequantized_weights
 
+if TYPE_CHECKING:
+    from tests.convert.conftest import Cli
+
+MODELS = Path(__file__).parents[3] / "examples/models"
 MakeModel = Callable[..., Path]
 Edit = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -128,6 +133,46 @@ def test_tie_in_text_config_alone(short_hybrid: Path, tmp_path: Path, outer: obj
     assert "in one of two places" in checkpoint.notes[0]
     ours, theirs = read(checkpoint), loaded(folder)
     assert torch.equal(ours[HEAD], theirs[HEAD])
+
+
+def test_commands_say_what_is_read_in_another_way(tied: Path, tmp_path: Path, cli: "Cli") -> None:
+    from click.testing import CliRunner
+
+    from lowbit.runtime.cli.main import main
+
+    rewrite(tied, lambda tensors: tensors | {HEAD: tensors[EMBEDDING].flip(0).contiguous()})
+    words = "`lm_head.weight` holds other values"
+    assert words in cli("plan", tied).stderr
+    done = cli(tied, tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert words in done.stderr
+    shutil.copy(MODELS / "tiny-qwen3/tokenizer.json", tied)
+    ran = CliRunner().invoke(main, ["generate", str(tied), "--raw", "--device", "cpu", "once"])
+    assert words in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("kv_cache_scheme", {"num_bits": 8, "type": "float"}, "`kv_cache_scheme`"),
+        ("sparsity_config", {"format": "dense"}, None),
+    ],
+)
+def test_w4a16_of_llm_compressor_with_more_keys(
+    small: Path, tmp_path: Path, key: str, value: object, words: str | None
+) -> None:
+    packed = convert(small, tmp_path / "out", Recipe()).folder
+    before = dequantized_weights(packed)
+    (packed / "lowbit.json").unlink()
+    section = json.loads((packed / "config.json").read_text())["quantization_config"]
+    set_config(packed, quantization_config=section | {key: value})
+    scales = {f"model.layers.0.self_attn.{x}_scale": torch.ones(1) for x in "kv"}
+    rewrite(packed, lambda tensors: tensors | scales)
+    notes = open_packed(packed, SERVED_BITS).checkpoint.notes
+    assert [words in note for note in notes if words] == ([True] if words else [])
+    after = dequantized_weights(packed)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
 
 
 class TestSingleFileBesideShards:
