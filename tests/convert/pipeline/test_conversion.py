@@ -140,7 +140,7 @@ def test_tied_model_with_a_stored_head(
     tmp_path: Path, make_model: "MakeModel", small_config: "Config"
 ) -> None:
     def add_head(tensors: dict[str, Tensor]) -> None:
-        tensors["lm_head.weight"] = torch.zeros_like(tensors["model.embed_tokens.weight"])
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
     source = make_model(tmp_path / "source", edit=add_head, tie_word_embeddings=True)
     tied = convert(source, tmp_path / "tied", Recipe(head="bf16"))
