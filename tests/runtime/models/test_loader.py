@@ -231,13 +231,22 @@ def test_float16_scales_that_survive_are_served(packed: "PackedModel") -> None:
     assert torch.equal(load(packed.folder, device="cpu", dtype=torch.float32).logits(ids), before)
 
 
-def test_a_stale_copy_of_a_tied_head_is_ignored(
-    make_model: "Callable[..., PackedModel]",
+@pytest.mark.parametrize("equal", [True, False])
+def test_head_beside_the_embedding_that_it_is_tied_to(
+    make_model: "Callable[..., PackedModel]", equal: bool
 ) -> None:
     packed = make_model(lambda role: None, tie_word_embeddings=True)
+
+    def add_head(tensors: Tensors) -> None:
+        embedding = tensors["model.embed_tokens.weight"]
+        tensors["lm_head.weight"] = embedding.clone() if equal else embedding.flip(0).contiguous()
+
     before = load(packed.folder, device="cpu").logits([1, 2])
-    packed.rewrite(put("lm_head.weight", torch.ones(272, 64, dtype=torch.bfloat16)))
-    assert torch.equal(load(packed.folder, device="cpu").logits([1, 2]), before)
+    packed.rewrite(add_head)
+    found = load(packed.folder, device="cpu").logits([1, 2])
+    assert torch.equal(found, before) == equal
+    packed.reconfigure(lambda config: config.update(tie_word_embeddings=False))
+    assert torch.equal(load(packed.folder, device="cpu").logits([1, 2]), found)
 
 
 def test_a_tied_head_shares_the_embedding(make_model: "Callable[..., PackedModel]") -> None:
