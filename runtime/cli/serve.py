@@ -115,6 +115,12 @@ MOST_QUEUE = 65_536
     metavar="O",
     help="Web page, such as https://example.org, that may use the server (repeatable).",
 )
+@click.option(
+    "--refuse-late-system",
+    is_flag=True,
+    help="Refuse system messages that the chat template refuses; otherwise those at the beginning "
+    "are joined, and later ones become marked text.",
+)
 @control_option
 @machine_options
 @quantize_options

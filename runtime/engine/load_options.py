@@ -64,6 +64,8 @@ class LoadOptions:
         allow_control_tokens: control tokens that a message, a tool or an argument of the template
             spells, such as `<|im_end|>`, are these tokens, so that a message may end its turn and
             begin another. By default they are plain text. Raw prompts are taken as they are.
+        refuse_late_system: refuse system messages that the chat template refuses; by default, those
+            at the beginning become one, and later ones become marked text of the user's.
     """
 
     device: str | None = None
@@ -81,6 +83,7 @@ class LoadOptions:
     draft_tokens: int | None = None
     drafter: str | Path | None = None
     allow_control_tokens: bool = False
+    refuse_late_system: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values out of range.
@@ -147,6 +150,7 @@ class LoadKeywords(TypedDict, total=False):
     draft_tokens: int | None
     drafter: str | Path | None
     allow_control_tokens: bool
+    refuse_late_system: bool
 
 
 def _check_least(name: str, value: int | None, least: int) -> None:

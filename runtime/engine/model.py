@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast, overload
 
@@ -22,7 +23,13 @@ from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.sampler import SamplingParams
 from lowbit.runtime.text.answer import OutputStart
-from lowbit.runtime.text.chat import Message, output_start, render_prompt
+from lowbit.runtime.text.chat import (
+    Message,
+    has_late_system,
+    one_system_message,
+    output_start,
+    render_prompt,
+)
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammar, Grammars
 from lowbit.runtime.text.tokenizer import ControlTokens, Tokenizer
@@ -154,15 +161,25 @@ class Model:
             raise RequestError(
                 f"`{self.folder}` has no chat template", hint="use --raw (raw=True in Python)"
             )
-        return render_prompt(
+        render = partial(
+            render_prompt,
             self.template,
-            [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt,
-            thinking,
-            self.tokenizer.max_bytes(self.context),
+            thinking=thinking,
+            max_bytes=self.tokenizer.max_bytes(self.context),
             control=self.control,
             tools=tools,
             template_arguments=template_arguments,
         )
+        if isinstance(prompt, str):
+            return render([Message(role="user", content=prompt)])
+        try:
+            return render(prompt)
+        except TooLongError:
+            raise
+        except RequestError:
+            if self.options.refuse_late_system or not has_late_system(prompt):
+                raise
+        return render(one_system_message(prompt))
 
     def stream(
         self,

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, dropwhile
 from typing import Any, TypedDict
 
 from lowbit.formats.errors import RequestError
@@ -15,6 +15,7 @@ from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, Tool, is_plain, rea
 
 # Markers that a model writes in its answers, and that templates look for in them.
 OF_ANSWERS = frozenset((OPEN, CLOSE, OPEN_CALL, CLOSE_CALL))
+SYSTEM_ROLES = ("system", "developer")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("name", "tool_call_id", *REASONING)  # keys whose values are text or null
 MAX_DEPTH = 16  # of a template's argument
@@ -106,6 +107,31 @@ def _marked(
         if given["role"] == "assistant":
             message["content"] = control.marked(given["content"], mark, OF_ANSWERS)
     return marked, control.marked(tools, mark), control.marked(arguments, mark)
+
+
+def has_late_system(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """True if a system message stands behind another message; some templates refuse that."""
+    return any(message.get("role") in SYSTEM_ROLES for message in messages[1:])
+
+
+def one_system_message(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with at most one system message, at the beginning.
+
+    The first ones are joined by a blank line. Later ones stay at their place, as a turn of the
+    user's between `<system>` and `</system>`.
+
+    Raises:
+        RequestError: a bad message.
+    """
+    plain = plain_messages(messages)
+    rest = list(dropwhile(lambda message: message["role"] == "system", plain))
+    leading = [message["content"] for message in plain[: len(plain) - len(rest)]]
+    found = [{"role": "system", "content": "\n\n".join(leading)}] if leading else []
+    for message in rest:
+        late = message["role"] == "system"
+        text = f"<system>\n{message['content']}\n</system>"
+        found.append({"role": "user", "content": text} if late else message)
+    return found
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
