@@ -263,6 +263,7 @@ class Answer:
             request.form,
             request.parallel,
             request.calls_in_pieces,
+            cut_calls=True,
         )
 
     @property

@@ -118,11 +118,12 @@ class Answers:
 
 @dataclass(slots=True)
 class CollectedCall:
-    """A call of a tool."""
+    """A call of a tool; `complete` unless the answer ended inside it."""
 
     id: str
     name: str
     arguments: str = ""
+    complete: bool = False
 
 
 @dataclass(slots=True)
@@ -152,6 +153,7 @@ class Collected:
                 self.calls.append(CollectedCall(event.id, event.name))
             elif isinstance(event, ToolArguments):
                 self.calls[event.index].arguments += event.fragment
+                self.calls[event.index].complete |= event.last
             elif event.reasoning:
                 self.reasoning += event.text
             else:

@@ -145,6 +145,7 @@ class Outermost:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), *record.headers]}
             await send(message)
 
         service.active += 1

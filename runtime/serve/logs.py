@@ -2,11 +2,12 @@
 
 import logging
 import os
+import re
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lowbit.formats.printable import printable
@@ -16,6 +17,9 @@ from lowbit.runtime.serve.job import End
 from lowbit.runtime.text.answer import Event, Piece, ToolCallStart
 
 MOST_ERROR_CHARACTERS = 300
+LEFT_OUT = b"x-lowbit-left-out"
+MOST_NAMES = 16  # in this header
+MOST_NAME = 80  # characters of one
 
 
 @dataclass(slots=True)
@@ -35,6 +39,7 @@ class Record:
         reasons: why the answers ended.
         error: why the request was refused or failed.
         ignored: fields that were accepted and changed nothing.
+        left_out: parts of the request that are skipped or not enforced; a header names them, too.
         stream: true if the answer was streamed.
         prompts: texts of all prompts, where the log shall have them.
         answers: text and calls of each answer, by its number, where the log shall have them.
@@ -51,6 +56,7 @@ class Record:
     reasons: list[str] = field(default_factory=list)
     error: str | None = None
     ignored: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
     stream: bool = False
     prompts: list[str] = field(default_factory=list)
     answers: dict[int, str] = field(default_factory=dict)
@@ -67,6 +73,20 @@ class Record:
             self.first_token_s = min(first_s, self.first_token_s or first_s)
             self.last_token_s = max(end.last_at - self.started, self.last_token_s)
             self.later_tokens += end.new_tokens - end.first_tokens
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Note parts of the request that are skipped or not enforced, each name once."""
+        for name in dict.fromkeys(cut(name, MOST_NAME) for name in names):
+            if name not in self.left_out and len(self.left_out) < MOST_NAMES:
+                self.left_out.append(name)
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers of the response: what was left out."""
+        if not self.left_out:
+            return []
+        value = re.sub(r"[^\x20-\x7e]", "?", ", ".join(self.left_out))
+        return [(LEFT_OUT, value.encode())]
 
     def add_text(self, index: int, events: Sequence[Event]) -> None:
         """Append the text of events to an answer."""
@@ -110,6 +130,8 @@ class Record:
             parts.append("streamed")
         if self.ignored:
             parts.append("ignored " + " ".join(self.ignored))
+        if self.left_out:
+            parts.append("left out " + " and ".join(self.left_out))
         if self.error is not None:
             parts.append(cut(self.error, MOST_ERROR_CHARACTERS))
         return ", ".join(parts)

@@ -231,6 +231,7 @@ class AnswerSplitter:
         form: form of calls.
         parallel: an answer may have several calls; else it ends with the first.
         in_pieces: calls are begun before they are complete.
+        cut_calls: a call that the end of the answer cuts off is begun, too.
     """
 
     tokenizer: Tokenizer
@@ -240,6 +241,7 @@ class AnswerSplitter:
     form: CallForm | None = None
     parallel: bool = True
     in_pieces: bool = False
+    cut_calls: bool = False
     new_id: Callable[[], str] = new_call_id
     _text: Splitter = field(init=False)
     _calls: "CallReader | None" = None
@@ -253,7 +255,7 @@ class AnswerSplitter:
         self._content = Content(StopStrings(self.stops))
         if self.tools and self.form is not None and self.begin != "raw":
             tools = {tool.name: tool for tool in self.tools}
-            self._calls = CallReader(self.form, tools, self.in_pieces)
+            self._calls = CallReader(self.form, tools, self.in_pieces, self.cut_calls)
         self._text = Splitter(self.tokenizer, self.begin, self.stops if not self._calls else ())
 
     @property

@@ -264,11 +264,18 @@ class CallReader:
 
     So that a stream has the calls of the whole answer, calls are looked for in a begun call that
     breaks, too, and one whose pieces turn out to be another call is given once more as a whole.
+
+    Attributes:
+        form: form of calls.
+        tools: tools that may be called, by name.
+        in_pieces: calls are begun before they are complete.
+        cut_calls: a call that the end cuts off is begun, too; else it is text without `in_pieces`.
     """
 
     form: CallForm
     tools: Mapping[str, Tool]
     in_pieces: bool = False
+    cut_calls: bool = False
     _partial: PartialCall | None = None  # the call that may be begun
     _held: str = ""  # text that is not certain; behind the opening tag while inside a call
     _given: int = 0  # length of the held text that a broken call has given
@@ -291,16 +298,19 @@ class CallReader:
             else:
                 yield from self._pieces()
                 found = self._call(final)
-                if found is None:
+                if found is None and final:
+                    yield from self._cut()
+                elif found is None:
                     return
-                yield found
+                else:
+                    yield found
 
     def _text_before_tag(self, final: bool) -> str:
         before, tag, _ = self._held.partition(OPEN_CALL)
         if tag:
             text, self._tag = self._take(len(before)), self._take(len(tag))
             self._inside, self._searched = True, 0
-            self._partial = PIECES[self.form](self.tools) if self.in_pieces else None
+            self._partial = self._new_partial() if self.in_pieces else None
             return text
         if final and self._behind and OPEN_CALL.startswith(before.strip()):
             self._held = ""  # another call, cut within its tag
@@ -329,8 +339,28 @@ class CallReader:
         if piece:
             yield CallPiece(piece)
 
+    def _new_partial(self) -> PartialCall:
+        partial: PartialCall = PIECES[self.form](self.tools)
+        return partial
+
+    def _cut(self) -> Iterator[Part]:
+        """What is held at the end inside a call: the beginning of that call, or text."""
+        partial = self._partial
+        if self.cut_calls:
+            partial = self._partial = partial or self._new_partial()
+            begun = partial.name is not None
+            piece = partial.advance(
+                self._held[: -longest_overlap(self._held, (CLOSE_CALL,)) or None]
+            )
+            if partial.name is not None:
+                yield from () if begun else (CallBegin(partial.name),)
+                yield CallPiece(piece)
+                self._held, self._given, self._inside = "", 0, False
+                return
+        yield self._tag_as_text() if self._searched else self._all_as_text()
+
     def _call(self, final: bool) -> Part | None:
-        """The call behind an opening tag or its end, text if it is none, or None for not yet."""
+        """The call behind an opening tag or its end, text if it is none, or None without an end."""
         if not may_become_call(self.form, self._held, self.tools):
             return self._tag_as_text()
         while (at := self._held.find(CLOSE_CALL, self._searched)) >= 0:
@@ -341,9 +371,8 @@ class CallReader:
             if call != UNFINISHED or self._failures >= MOST_FAILURES:
                 return self._tag_as_text()
             self._searched = at + len(CLOSE_CALL)
-        if final:
-            return self._tag_as_text() if self._searched else self._all_as_text()
-        self._searched = max(self._searched, len(self._held) - len(CLOSE_CALL) + 1)
+        if not final:
+            self._searched = max(self._searched, len(self._held) - len(CLOSE_CALL) + 1)
         return None
 
     def _complete(self, call: Call, end: int) -> Part:

@@ -1,11 +1,12 @@
 """POST /v1/chat/completions: OpenAI's chats."""
 
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import Field
+from pydantic import Field, Tag
 
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.answers import Collected, collect
@@ -33,10 +34,10 @@ from lowbit.runtime.serve.request.fields import (
     FormatFields,
     Ignored,
     SamplingBody,
-    Text,
     answer_options,
     format_of,
 )
+from lowbit.runtime.serve.request.parts import SkippedPart, Text, by_type, left_out_media, text_of
 from lowbit.runtime.serve.request.prepare import open_conversation
 from lowbit.runtime.serve.settings import MOST_CALLS, MOST_MESSAGES, MOST_TOOLS
 from lowbit.runtime.serve.sse import EventStream
@@ -61,7 +62,11 @@ class ChatTool(Body):
     cache_control: Ignored[Any] = None
 
 
-ChatTools = Annotated[list[ChatTool], Field(fail_fast=True, max_length=MOST_TOOLS)]
+AnyTool = Annotated[
+    Annotated[ChatTool, Tag("function")] | Annotated[SkippedPart, Tag("skipped")],
+    by_type("function", default="function"),
+]
+ChatTools = Annotated[list[AnyTool], Field(fail_fast=True, max_length=MOST_TOOLS)]
 
 
 class FunctionName(Body):
@@ -208,15 +213,36 @@ def conversation_of(model: Model, body: ChatBody) -> Conversation:
     """
     budgets = [body.thinking_budget, body.thinking_token_budget]
     return Conversation(
-        messages=[each.plain() for each in body.messages],
-        tools=[each.plain() for each in body.tools or ()],
+        messages=turns_of(body.messages),
+        tools=functions_of(body.tools),
         choice=_choice_of_tools(body),
         parallel=body.parallel_tool_calls is not False,
         format=format_of(body),
         thinking=_thinking(model, body),
         template_arguments=body.chat_template_kwargs or {},
         budget=next((each for each in budgets if each is not None), None),
+        left_out=_left_out(body),
     )
+
+
+def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them."""
+    return [each.plain() | _content(each) for each in messages]
+
+
+def _content(message: Message) -> dict[str, Any]:
+    return {"content": text_of(message.content)} if isinstance(message.content, list) else {}
+
+
+def functions_of(tools: Sequence[ChatTool | SkippedPart] | None) -> list[dict[str, Any]]:
+    """The tools that are functions; others are left out."""
+    return [tool.plain() for tool in tools or () if isinstance(tool, ChatTool)]
+
+
+def _left_out(body: ChatBody) -> list[str]:
+    """Names of tools and images that the prompt lacks; errors as in `left_out_media`."""
+    tools = [f"tool {tool.type}" for tool in body.tools or () if isinstance(tool, SkippedPart)]
+    return tools + left_out_media([each.content for each in body.messages], "messages")
 
 
 def _choice_of_tools(body: ChatBody) -> ToolChoice:

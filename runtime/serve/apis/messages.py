@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BeforeValidator, Field
+from pydantic import Field, Tag, TypeAdapter
 
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.answers import Collected, collect
@@ -29,10 +29,17 @@ from lowbit.runtime.serve.request.fields import (
     Ignored,
     RequestBody,
     StopList,
+    schema_format,
+)
+from lowbit.runtime.serve.request.parts import (
+    MediaPart,
+    SkippedPart,
     TextPart,
     TextParts,
+    by_type,
+    joined_text,
+    left_out_media,
     named_types,
-    schema_format,
     text_of,
 )
 from lowbit.runtime.serve.request.prepare import open_conversation, read_request
@@ -42,6 +49,8 @@ from lowbit.runtime.serve.sse import EventStream, event
 from lowbit.runtime.text.answer import Event, Piece, ToolCallStart
 
 CONTENT_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+PICTURES = ("image", "document")
+Picture = Annotated[MediaPart, Tag("image")] | Annotated[MediaPart, Tag("document")]
 
 
 class ToolUse(Body):
@@ -50,9 +59,16 @@ class ToolUse(Body):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] | str
     cache_control: Ignored[Any] = None
     caller: Ignored[Any] = None
+
+
+ResultPart = Annotated[
+    Annotated[TextPart, Tag("text")] | Picture | Annotated[SkippedPart, Tag("skipped")],
+    by_type("text", *PICTURES, default="text"),
+]
+ResultParts = Annotated[list[ResultPart], Field(fail_fast=True, max_length=MOST_PARTS)]
 
 
 class ToolResult(Body):
@@ -60,7 +76,7 @@ class ToolResult(Body):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Annotated[TextParts, named_types("text")] | None = None
+    content: str | ResultParts | None = None
     is_error: Ignored[bool | None] = None
     cache_control: Ignored[Any] = None
 
@@ -81,10 +97,16 @@ class RedactedThinking(Body):
 
 
 Block = Annotated[
-    TextPart | ToolUse | ToolResult | Thinking | RedactedThinking, Field(discriminator="type")
+    Annotated[TextPart, Tag("text")]
+    | Annotated[ToolUse, Tag("tool_use")]
+    | Annotated[ToolResult, Tag("tool_result")]
+    | Annotated[Thinking, Tag("thinking")]
+    | Annotated[RedactedThinking, Tag("redacted_thinking")]
+    | Picture
+    | Annotated[SkippedPart, Tag("skipped")],
+    by_type(*CONTENT_TYPES, *PICTURES, default="text"),
 ]
-BlockList = Annotated[list[Block], Field(fail_fast=True, max_length=MOST_PARTS)]
-Blocks = Annotated[BlockList, named_types(*CONTENT_TYPES)]
+Blocks = Annotated[list[Block], Field(fail_fast=True, max_length=MOST_PARTS)]
 TextBlocks = Annotated[TextParts, named_types("text")]
 
 
@@ -140,17 +162,11 @@ class OutputConfig(Body):
     format: SchemaFormat | None = None
 
 
-def _custom_only(value: object) -> object:
-    """Name the type of a tool that runs on Anthropic's servers."""
-    for tool in value[:MOST_TOOLS] if isinstance(value, list) else []:
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind != "custom":
-            raise ValueError(f"tools of type `{kind[:40]}` are not supported, only `custom`")
-    return value
-
-
-ToolList = Annotated[list[CustomTool], Field(fail_fast=True, max_length=MOST_TOOLS)]
-Tools = Annotated[ToolList, BeforeValidator(_custom_only)]
+AnyTool = Annotated[
+    Annotated[CustomTool, Tag("custom")] | Annotated[SkippedPart, Tag("skipped")],
+    by_type("custom", default="custom"),
+]
+Tools = Annotated[list[AnyTool], Field(fail_fast=True, max_length=MOST_TOOLS)]
 
 
 class CountBody(RequestBody):
@@ -251,6 +267,7 @@ def conversation_of(model: Model, body: CountBody) -> Conversation:
                 },
             }
             for tool in body.tools or ()
+            if isinstance(tool, CustomTool)
         ],
         choice=_choice_of(choice),
         parallel=not (choice is not None and choice.disable_parallel_tool_use),
@@ -259,7 +276,26 @@ def conversation_of(model: Model, body: CountBody) -> Conversation:
         else schema_format(config.json_schema, "output_config.format"),
         thinking=on if can_switch_thinking(model) else None,
         budget=None if thinking is None else thinking.budget_tokens,
+        left_out=_left_out(body),
     )
+
+
+def _left_out(body: CountBody) -> list[str]:
+    """Names of tools, blocks and images that the prompt lacks; errors as in `left_out_media`."""
+    tools = [f"tool {tool.type}" for tool in body.tools or () if isinstance(tool, SkippedPart)]
+    inner = [
+        [*_flat(turn.content)] if isinstance(turn.content, list) else [] for turn in body.messages
+    ]
+    blocks = [f"{part.type}" for parts in inner for part in parts if isinstance(part, SkippedPart)]
+    return [*tools, *blocks, *left_out_media(inner, "messages")]
+
+
+def _flat(blocks: Sequence[Block]) -> Iterator[Block | ResultPart]:
+    """Blocks, and the parts of results of tools among them."""
+    for block in blocks:
+        yield block
+        if isinstance(block, ToolResult) and isinstance(block.content, list):
+            yield from block.content
 
 
 def _choice_of(given: Choice | None) -> ToolChoice:
@@ -274,18 +310,22 @@ def _choice_of(given: Choice | None) -> ToolChoice:
 
 def _messages_of(role: str, blocks: Sequence[Block]) -> Iterator[dict[str, Any]]:
     """A turn as OpenAI's chats have it; results of tools become turns of their own before it."""
-    text, reasoning, calls = "", "", []
+    said: list[str | MediaPart] = []
+    reasoning, calls = "", []
     for block in blocks:
         if isinstance(block, TextPart):
-            text += block.text
+            said.append(block.text)
+        elif isinstance(block, MediaPart):
+            said.append(block)
         elif isinstance(block, Thinking):
             reasoning += block.thinking
         elif isinstance(block, ToolUse):
-            function = {"name": block.name, "arguments": json.dumps(block.input)}
+            function = {"name": block.name, "arguments": _arguments_of(block)}
             calls.append({"id": block.id, "type": "function", "function": function})
         elif isinstance(block, ToolResult):
-            content = text_of(block.content)
+            content = _result_of(block)
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+    text = joined_text(said)
     if role == "assistant":
         found: dict[str, Any] = {"role": role, "content": text}
         if reasoning:
@@ -295,6 +335,16 @@ def _messages_of(role: str, blocks: Sequence[Block]) -> Iterator[dict[str, Any]]
         yield found
     elif text or all(not isinstance(block, ToolResult) for block in blocks):
         yield {"role": role, "content": text}
+
+
+def _arguments_of(block: ToolUse) -> str:
+    return block.input if isinstance(block.input, str) else json.dumps(block.input)
+
+
+def _result_of(block: ToolResult) -> str:
+    if not isinstance(block.content, list):
+        return block.content or ""
+    return text_of([part for part in block.content if not isinstance(part, SkippedPart)])
 
 
 def _options(body: MessagesBody) -> AnswerOptions:
@@ -313,9 +363,17 @@ def _content(one: Collected) -> Iterator[dict[str, Any]]:
             "type": "tool_use",
             "id": call.id,
             "name": call.name,
-            "input": json.loads(call.arguments or "{}"),
+            "input": _input_of(call.arguments),
             "caller": DIRECT,
         }
+
+
+def _input_of(arguments: str) -> Any:
+    """The arguments of a call; of one that was cut, those that are whole, as clients read them."""
+    try:
+        return json.loads(arguments or "{}")
+    except ValueError:
+        return TypeAdapter(Any).validate_json(arguments, experimental_allow_partial=True)
 
 
 BlockKind = Literal["text", "thinking", "tool_use"]

@@ -1,12 +1,13 @@
 """The object of /v1/responses, and the events of a streamed one."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lowbit.runtime.serve.answers import Collected
 from lowbit.runtime.serve.apis.common import chat_logprobs, joined, new_id, usage_of
+from lowbit.runtime.serve.apis.response_tools import OfferedTool, custom_input
 from lowbit.runtime.serve.errors import ApiError
 from lowbit.runtime.serve.job import AnswerToken, End, Update
 from lowbit.runtime.serve.sse import event
@@ -21,10 +22,12 @@ class ResponseObject:
     Attributes:
         begun: the object while the answer is generated.
         prompt_tokens: length of the prompt.
+        tools: tools that may be called, by the name that the model knows.
     """
 
     begun: dict[str, Any]
     prompt_tokens: int
+    tools: Mapping[str, OfferedTool] = field(default_factory=dict)
 
     def ended(self, output: list[dict[str, Any]], end: End) -> dict[str, Any]:
         """The object with its answer."""
@@ -43,16 +46,21 @@ class ResponseObject:
         return self.begun | {"status": "failed", "error": error}
 
 
-def output_of(one: Collected, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """Output items of an answer."""
+def output_of(
+    one: Collected, tokenizer: Tokenizer, tools: Mapping[str, OfferedTool]
+) -> Iterator[dict[str, Any]]:
+    """Output items of an answer; see `ResponseObject` for `tools`."""
     if one.reasoning:
         yield reasoning_item(new_id("rs_"), one.reasoning)
     if one.content or not one.calls:
-        status = "incomplete" if one.end.reason == "length" else "completed"
+        cut = one.end.reason == "length" and not one.calls
+        status = "incomplete" if cut else "completed"
         part = text_part(one.content, tokenizer, one.tokens)
         yield message_item(new_id("msg_"), [part], status)
     for call in one.calls:
-        yield call_item(new_id("fc_"), call.id, call.name, call.arguments, "completed")
+        tool = tools.get(call.name, OfferedTool({}, call.name))
+        status = "completed" if call.complete else "incomplete"
+        yield call_item(call_item_id(tool), call.id, tool, call.arguments, status)
 
 
 def reasoning_item(id: str, text: str) -> dict[str, Any]:
@@ -84,19 +92,24 @@ def text_part(
     }
 
 
-def call_item(id: str, call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
+def call_item_id(tool: OfferedTool) -> str:
+    """A random id for a call of a tool."""
+    return new_id("ctc_" if tool.custom else "fc_")
+
+
+def call_item(
+    id: str, call_id: str, tool: OfferedTool, arguments: str, status: str
+) -> dict[str, Any]:
     """An item with a call."""
-    return {
-        "type": "function_call",
-        "id": id,
-        "call_id": call_id,
-        "name": name,
-        "arguments": arguments,
-        "status": status,
-    }
+    item = {"id": id, "call_id": call_id, "name": tool.name, "status": status}
+    if tool.namespace is not None:
+        item["namespace"] = tool.namespace
+    if tool.custom:
+        return {"type": "custom_tool_call", **item, "input": custom_input(arguments)}
+    return {"type": "function_call", **item, "arguments": arguments}
 
 
-ItemKind = Literal["reasoning", "message", "function_call"]
+ItemKind = Literal["reasoning", "message", "call"]
 
 
 @dataclass(slots=True)
@@ -108,8 +121,8 @@ class OpenItem:
         id: id of the item.
         text: text so far, or arguments of a call so far.
         call_id: id of the call, for a call.
-        name: function to call, for a call.
-        complete: false for a call whose arguments are not all there.
+        tool: tool to call, for a call.
+        complete: false for a call whose arguments are not all there, and for a text that was cut.
         tokens: tokens of the text, where the request asks for log-probabilities.
     """
 
@@ -117,7 +130,7 @@ class OpenItem:
     id: str
     text: str = ""
     call_id: str = ""
-    name: str = ""
+    tool: OfferedTool = field(default_factory=lambda: OfferedTool({}, ""))
     complete: bool = True
     tokens: list[AnswerToken] = field(default_factory=list)
 
@@ -161,6 +174,8 @@ class ResponseEvents:
         data = b""
         if self._item is None and not self._output:
             data += self._open(OpenItem("message", new_id("msg_")))
+        if self._item is not None and self._item.kind == "message":
+            self._item.complete = self._end.reason != "length"
         data += self._close_item()
         made = self._made.ended(self._output, self._end)
         return data + self._event(f"response.{made['status']}", response=made)
@@ -175,7 +190,8 @@ class ResponseEvents:
             data = self._switch(kind)
             return data + self._text(found.text, [] if found.reasoning else tokens)
         if isinstance(found, ToolCallStart):
-            item = OpenItem("function_call", new_id("fc_"), call_id=found.id, name=found.name)
+            tool = self._made.tools.get(found.name, OfferedTool({}, found.name))
+            item = OpenItem("call", call_item_id(tool), call_id=found.id, tool=tool)
             item.complete = False
             return self._close_item() + self._open(item)
         if self._item is not None:
@@ -192,7 +208,7 @@ class ResponseEvents:
     def _open(self, item: OpenItem) -> bytes:
         self._item = item
         data = self._event("response.output_item.added", item=self._rendered(item, "in_progress"))
-        if item.kind == "function_call":
+        if item.kind == "call":
             return data
         part = self._part(OpenItem(item.kind, item.id))
         return data + self._event("response.content_part.added", content_index=0, part=part)
@@ -203,7 +219,9 @@ class ResponseEvents:
             return b""
         item.text += text
         item.tokens += tokens
-        if item.kind == "function_call":
+        if item.kind == "call":
+            if item.tool.custom:  # its text is known at the end of the arguments
+                return b""
             return self._event("response.function_call_arguments.delta", delta=text)
         if item.kind == "reasoning":
             return self._event("response.reasoning_text.delta", content_index=0, delta=text)
@@ -217,9 +235,13 @@ class ResponseEvents:
         item = self._item
         if item is None:
             return b""
-        if item.kind == "function_call":
+        if item.kind == "call" and item.tool.custom:
+            text = custom_input(item.text)
+            data = self._event("response.custom_tool_call_input.delta", delta=text)
+            data += self._event("response.custom_tool_call_input.done", input=text)
+        elif item.kind == "call":
             data = self._event(
-                "response.function_call_arguments.done", arguments=item.text, name=item.name
+                "response.function_call_arguments.done", arguments=item.text, name=item.tool.name
             )
         elif item.kind == "reasoning":
             data = self._event("response.reasoning_text.done", content_index=0, text=item.text)
@@ -228,7 +250,7 @@ class ResponseEvents:
             data = self._event(
                 "response.output_text.done", content_index=0, text=item.text, logprobs=logprobs
             )
-        if item.kind != "function_call":
+        if item.kind != "call":
             part = self._part(item)
             data += self._event("response.content_part.done", content_index=0, part=part)
         rendered = self._rendered(item, "completed" if item.complete else "incomplete")
@@ -245,9 +267,9 @@ class ResponseEvents:
     def _rendered(self, item: OpenItem, status: str) -> dict[str, Any]:
         if item.kind == "reasoning":
             return reasoning_item(item.id, item.text)
-        if item.kind == "function_call":
-            return call_item(item.id, item.call_id, item.name, item.text, status)
-        parts = [self._part(item)] if status == "completed" else []
+        if item.kind == "call":
+            return call_item(item.id, item.call_id, item.tool, item.text, status)
+        parts = [self._part(item)] if status != "in_progress" else []
         return message_item(item.id, parts, status)
 
     def _event(self, kind: str, **fields: Any) -> bytes:

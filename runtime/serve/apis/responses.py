@@ -1,23 +1,29 @@
 """POST /v1/responses: OpenAI's responses, without anything that would have to be stored."""
 
 import time
-from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.answers import collect
 from lowbit.runtime.serve.apis.common import DirectRoute, documented, new_id
 from lowbit.runtime.serve.apis.response_events import ResponseEvents, ResponseObject, output_of
+from lowbit.runtime.serve.apis.response_items import Items, left_out_items, turns_of
+from lowbit.runtime.serve.apis.response_tools import (
+    ChosenTool,
+    Tools,
+    choice_of,
+    offered_tools,
+    skipped_tools,
+)
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.conversation import (
     AnswerFormat,
     AnswerOptions,
     Conversation,
-    ToolChoice,
     can_switch_thinking,
 )
 from lowbit.runtime.serve.request.fields import (
@@ -29,139 +35,11 @@ from lowbit.runtime.serve.request.fields import (
     Ignored,
     JsonObjectFormat,
     TextFormat,
-    named_types,
     schema_format,
 )
 from lowbit.runtime.serve.request.prepare import open_conversation
-from lowbit.runtime.serve.settings import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from lowbit.runtime.serve.sse import EventStream
 from lowbit.runtime.state.sampler import SamplingParams
-
-PARTS = ("input_text", "output_text", "text", "refusal")
-
-
-class Part(Body):
-    """Text of a message."""
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-    annotations: Ignored[Any] = None
-    logprobs: Ignored[Any] = None
-    prompt_cache_breakpoint: Ignored[Any] = None
-
-
-class Refusal(Body):
-    """A refusal in place of an answer."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-
-AnyPart = Annotated[Part | Refusal, Field(discriminator="type")]
-PartList = Annotated[list[AnyPart], Field(fail_fast=True, max_length=MOST_PARTS)]
-Content = str | Annotated[PartList, named_types(*PARTS)]
-
-
-class MessageItem(Body):
-    """A turn; `type` may be left out."""
-
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: Content
-    id: Ignored[Any] = None
-    status: Ignored[Any] = None
-    phase: Ignored[Any] = None
-
-
-class CallItem(Body):
-    """A call of an earlier turn."""
-
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-    id: Ignored[Any] = None
-    status: Ignored[Any] = None
-    namespace: Ignored[Any] = None
-    caller: Ignored[Any] = None
-
-
-class CallOutputItem(Body):
-    """The result of a tool."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: Content
-    id: Ignored[Any] = None
-    status: Ignored[Any] = None
-    caller: Ignored[Any] = None
-
-
-class ReasoningText(Body):
-    """Text of a reasoning item."""
-
-    type: Literal["reasoning_text", "summary_text"]
-    text: str
-
-
-ReasoningTexts = Annotated[list[ReasoningText], Field(fail_fast=True, max_length=MOST_PARTS)]
-
-
-class ReasoningItem(Body):
-    """Reasoning of an earlier turn."""
-
-    type: Literal["reasoning"]
-    summary: Ignored[ReasoningTexts | None] = None
-    content: ReasoningTexts | None = None
-    id: Ignored[Any] = None
-    status: Ignored[Any] = None
-    encrypted_content: Ignored[Any] = None
-
-
-ITEMS = ("message", "function_call", "function_call_output", "reasoning")
-Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
-
-
-def _type_of(item: object) -> str:
-    """The type of an item, which messages may leave out."""
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return kind if isinstance(kind, str) else "message"
-
-
-TaggedItem = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[CallOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(_type_of),
-]
-ItemList = Annotated[
-    list[TaggedItem], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)
-]
-Items = Annotated[ItemList, named_types(*ITEMS)]
-
-
-class FunctionTool(Body):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    defer_loading: Ignored[Any] = None
-    allowed_callers: Ignored[Any] = None
-    output_schema: Ignored[Any] = None
-
-
-FunctionTools = Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MOST_TOOLS)]
-
-
-class FunctionChoice(Body):
-    """`tool_choice` that names a function."""
-
-    type: Literal["function"]
-    name: str
 
 
 class NamedSchemaFormat(Body):
@@ -199,7 +77,8 @@ class ResponsesStreamOptions(Body):
     include_obfuscation: Ignored[bool | None] = None
 
 
-Includes = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
+LOGPROBS = "message.output_text.logprobs"
+INCLUDES = ("reasoning.encrypted_content", LOGPROBS)
 
 
 class ResponsesBody(AnswerBody):
@@ -214,14 +93,14 @@ class ResponsesBody(AnswerBody):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    include: Annotated[list[Includes], Field(fail_fast=True, max_length=16)] | None = None
-    tools: Annotated[FunctionTools, named_types("function")] | None = None
-    tool_choice: Literal["auto", "none", "required"] | FunctionChoice | None = None
+    include: Annotated[list[str], Field(fail_fast=True, max_length=16)] | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["auto", "none", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     stream_options: Ignored[ResponsesStreamOptions | None] = None
-    truncation: Ignored[Literal["disabled"] | None] = None
+    truncation: Ignored[Literal["disabled", "auto"] | None] = None
     background: Ignored[Literal[False] | None] = None
     metadata: Ignored[dict[str, Any] | None] = None
     max_tool_calls: Ignored[int | None] = None
@@ -244,11 +123,11 @@ async def create(request: Request) -> Response:
     opened = await open_conversation(request, ResponsesBody, conversation_of, _options)
     body, model, answers = opened.body, opened.model, opened.answers
     begun = _begun(body, opened.wanted[0].tokens.request.sampling)
-    made = ResponseObject(begun, opened.prompt_tokens)
+    made = ResponseObject(begun, opened.prompt_tokens, offered_tools(body.tools))
     if body.stream:
         return EventStream(answers, ResponseEvents(made, model.tokenizer))
     [one] = await collect(answers)
-    output = list(output_of(one, model.tokenizer))
+    output = list(output_of(one, model.tokenizer, made.tools))
     return JSONResponse(made.ended(output, one.end))
 
 
@@ -276,7 +155,9 @@ def _begun(body: ResponsesBody, sampling: SamplingParams) -> dict[str, Any]:
         "instructions": body.instructions,
         "output": [],
         "error": None,
-        "tools": [tool | each for each in given.get("tools", ())],
+        "tools": [
+            tool | each if each["type"] == "function" else each for each in given.get("tools", ())
+        ],
         "tool_choice": given.get("tool_choice", "auto"),
         "truncation": "disabled",
         "parallel_tool_calls": body.parallel_tool_calls is not False,
@@ -303,79 +184,34 @@ def _begun(body: ResponsesBody, sampling: SamplingParams) -> dict[str, Any]:
 
 
 def conversation_of(model: Model, body: ResponsesBody) -> Conversation:
-    """The conversation of a body."""
+    """The conversation of a body.
+
+    Raises:
+        ApiError: tools of the same name, or an image in the newest message.
+    """
+    choice, tools, left_out = choice_of(body.tool_choice, offered_tools(body.tools))
+    left_out += skipped_tools(body.tools)
+    left_out += [f"include {name}" for name in body.include or () if name not in INCLUDES]
+    if not isinstance(body.input, str):
+        left_out += left_out_items(body.input)
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
         messages.append({"role": "user", "content": body.input})
     else:
-        messages += _messages_of(body.input)
+        messages += turns_of(body.input) if body.input else [{"role": "user", "content": ""}]
     effort = None if body.reasoning is None else body.reasoning.effort
     known = effort is not None and can_switch_thinking(model)
     return Conversation(
         messages=messages,
-        tools=[
-            {"type": "function", "function": tool.model_dump(include=FUNCTION, exclude_none=True)}
-            for tool in body.tools or ()
-        ],
-        choice=_choice_of(body),
+        tools=[{"type": "function", "function": tool.function} for tool in tools],
+        choice=choice,
         parallel=body.parallel_tool_calls is not False,
         format=_format_of(body),
         thinking=effort != "none" if known else None,
+        left_out=left_out,
     )
-
-
-FUNCTION = {"name", "description", "parameters", "strict"}
-
-
-def _messages_of(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
-    """Turns as OpenAI's chats have them; reasoning, text and calls in a row are one turn."""
-    turn: dict[str, Any] = {}
-    for item in items:
-        if isinstance(item, MessageItem) and item.role != "assistant":
-            yield from _whole(turn)
-            turn = {}
-            role = "system" if item.role == "developer" else item.role
-            yield {"role": role, "content": _text_of(item.content)}
-        elif isinstance(item, CallOutputItem):
-            yield from _whole(turn)
-            turn = {}
-            content = _text_of(item.output)
-            yield {"role": "tool", "tool_call_id": item.call_id, "content": content}
-        elif isinstance(item, ReasoningItem):
-            yield from _whole(turn)
-            text = "".join(part.text for part in item.content or item.summary or ())
-            turn = {"reasoning_content": text} if text else {}
-        elif isinstance(item, CallItem):
-            function = {"name": item.name, "arguments": item.arguments}
-            call = {"id": item.call_id, "type": "function", "function": function}
-            turn.setdefault("tool_calls", []).append(call)
-        else:
-            if "content" in turn or "tool_calls" in turn:
-                yield from _whole(turn)
-                turn = {}
-            turn["content"] = _text_of(item.content)
-    yield from _whole(turn)
-
-
-def _whole(turn: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The assistant's turn; none if it is empty."""
-    if turn:
-        yield {"role": "assistant", "content": "", **turn}
-
-
-def _text_of(content: Content) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(part.text if isinstance(part, Part) else part.refusal for part in content)
-
-
-def _choice_of(body: ResponsesBody) -> ToolChoice:
-    given = body.tool_choice
-    if isinstance(given, FunctionChoice):
-        return ToolChoice("named", given.name)
-    return ToolChoice(given or "auto")
 
 
 def _format_of(body: ResponsesBody) -> AnswerFormat | None:
@@ -388,11 +224,9 @@ def _format_of(body: ResponsesBody) -> AnswerFormat | None:
 
 
 def _options(body: ResponsesBody) -> AnswerOptions:
-    asked = "message.output_text.logprobs" in (body.include or ())
+    asked = LOGPROBS in (body.include or ())
     if body.top_logprobs and not asked:
-        raise invalid(
-            "`top_logprobs` needs `message.output_text.logprobs` in `include`", "top_logprobs"
-        )
+        raise invalid(f"`top_logprobs` needs `{LOGPROBS}` in `include`", "top_logprobs")
     return AnswerOptions(
         sampling={
             "temperature": body.temperature,

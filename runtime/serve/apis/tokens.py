@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from lowbit.formats.text.settings import read_settings
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.serve.apis.chat import ChatTools, Messages
+from lowbit.runtime.serve.apis.chat import ChatTools, Messages, functions_of, turns_of
 from lowbit.runtime.serve.apis.common import documented, token_text
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.conversation import Conversation, encode
@@ -64,8 +64,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
 
 def _encode(model: Model, body: TokenizeBody) -> list[int]:
     if body.messages is not None:
-        messages = [each.plain() for each in body.messages]
-        tools = [each.plain() for each in body.tools or ()]
+        messages, tools = turns_of(body.messages), functions_of(body.tools)
         arguments = body.chat_template_kwargs or {}
         return encode(model, Conversation(messages, tools, template_arguments=arguments)).ids
     framed = body.add_special_tokens is not False

@@ -9,6 +9,7 @@ from lowbit.formats.errors import RequestError, TooLongError
 from lowbit.formats.text.template import THINKING
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.errors import invalid
+from lowbit.runtime.serve.request.history import with_cut_calls_as_text
 from lowbit.runtime.text.answer import OutputStart
 from lowbit.runtime.text.call_grammar import (
     StrictCalls,
@@ -79,6 +80,7 @@ class Conversation:
         thinking: `enable_thinking` of the chat template; None leaves it to the template.
         template_arguments: other arguments of the chat template.
         budget: most tokens of reasoning; None for the server's own limit.
+        left_out: names of what the request has and the answer does not heed.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -89,6 +91,7 @@ class Conversation:
     thinking: bool | None = None
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     budget: int | None = None
+    left_out: Sequence[str] = ()
 
     @property
     def offered(self) -> Sequence[Mapping[str, Any]]:
@@ -156,7 +159,7 @@ def encode(model: Model, conversation: Conversation) -> Prompt:
     tools = read_tools(conversation.offered)
     try:
         ids = model.encode(
-            conversation.messages,
+            with_cut_calls_as_text(conversation.messages),
             thinking=conversation.thinking,
             tools=tools,
             template_arguments=conversation.template_arguments,

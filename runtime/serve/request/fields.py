@@ -3,7 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
 from lowbit.formats.sampling_ranges import MOST_BIASES
 from lowbit.runtime.serve.errors import invalid
@@ -13,7 +19,6 @@ from lowbit.runtime.serve.settings import (
     MOST_CHOICE_TEXTS,
     MOST_CHOICES,
     MOST_GRAMMAR_CHARACTERS,
-    MOST_PARTS,
     MOST_STOP_CHARACTERS,
     MOST_STOPS,
 )
@@ -191,40 +196,6 @@ def answer_options(
         ignore_stops=bool(body.ignore_eos),
         logprobs=logprobs,
     )
-
-
-class TextPart(Body):
-    """A part of a message; a model of text reads no other."""
-
-    type: Literal["text"]
-    text: str
-    cache_control: Ignored[Any] = None
-    annotations: Ignored[Any] = None
-
-
-def named_types(*known: str) -> BeforeValidator:
-    """Validator that refuses parts of other types by their type, not by the fields they lack."""
-
-    def check(value: object) -> object:
-        for part in value[:MOST_PARTS] if isinstance(value, list) else []:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind not in known:
-                names = ", ".join(f"`{name}`" for name in known)
-                raise ValueError(f"type `{kind[:40]}` is not supported, only {names}")
-        return value
-
-    return BeforeValidator(check)
-
-
-TextParts = Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_PARTS)]
-Text = Annotated[str | TextParts, named_types("text")]
-
-
-def text_of(content: "str | list[TextPart] | None") -> str:
-    """Content of a message as one string."""
-    if isinstance(content, list):
-        return "".join(part.text for part in content)
-    return content or ""
 
 
 # Values that other clients send for fields that they do not use, and that change nothing here; any

@@ -120,6 +120,7 @@ async def open_conversation(
     service, body = await read_answer_request(request, schema)
     model, settings = service.model, service.settings
     conversation = await service.in_thread(lambda: conversation_of(model, body))
+    record_of(request).leave_out(conversation.left_out)
 
     def prepare() -> list[TextRequest]:
         options = options_of(body)

@@ -11,7 +11,7 @@ import pytest
 
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.load import load
-from tests.runtime.serve.conftest import NAME, TESTS, Running, running
+from tests.runtime.serve.conftest import NAME, TESTS, Running, running, until
 from tests.short_models import Shorten
 
 PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
@@ -43,11 +43,13 @@ def prompt_of(
     server: Running, caplog: pytest.LogCaptureFixture, path: str, **fields: Any
 ) -> tuple[str, httpx2.Response]:
     """The prompt of a request, as the log has it, and the answer."""
+    until(lambda: not server.service.active)  # the log has all requests before
     caplog.clear()
     with caplog.at_level("INFO", "lowbit.serve"):
         found = post(server, path, **fields)
-    assert found.status_code == 200, found.text
-    [prompt] = [r.getMessage() for r in caplog.records if r.getMessage().startswith("prompt: ")]
+        assert found.status_code == 200, found.text
+        until(lambda: any(each.startswith("prompt: ") for each in caplog.messages))
+    [prompt] = [each for each in caplog.messages if each.startswith("prompt: ")]
     return prompt.removeprefix("prompt: "), found
 
 
@@ -98,3 +100,267 @@ def test_system_messages_are_refused_where_that_is_asked_for(agents: Running) ->
         strict.encode(LATER)
     with pytest.raises(RequestError, match="No user query found"):
         model.encode(turns(("system", "a")))
+
+
+LEFT_OUT = "x-lowbit-left-out"
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+HOSTED = ("web_search", "image_generation", "local_shell", "tool_search")
+PATCH = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}
+CODEX_TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "name": "weather", "parameters": CITY, "strict": False},
+    {"type": "custom", "name": "patch", "description": "Edits.", "format": PATCH},
+    {
+        "type": "namespace",
+        "name": "mcp__git__",
+        "tools": [{"type": "function", "name": "log", "parameters": CITY}],
+    },
+    *({"type": kind, "x": 1} for kind in HOSTED),
+]
+
+
+def test_tools_that_cannot_be_run_are_skipped_and_named(
+    agents: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields = {"input": "Hi", "tools": CODEX_TOOLS, "truncation": "auto"}
+    prompt, found = prompt_of(agents, caplog, "/v1/responses", **fields)
+    names = [f"tool {kind}" for kind in HOSTED]
+    assert found.headers[LEFT_OUT] == ", ".join(["grammar of patch", *names])
+    [line] = [each for each in caplog.messages if each.startswith("POST")]
+    assert line.count("tool web_search") == 1
+    assert "ignored truncation" in line
+    for offered in (
+        '"name": "weather"',
+        '"name": "patch"',
+        '"name": "mcp__git__log"',
+        'start: \\"x',
+    ):
+        assert prompt.count(offered) == 1
+    assert not any(f'"{kind}"' in prompt for kind in HOSTED)
+    assert [each["type"] for each in found.json()["tools"]] == [
+        each["type"] for each in CODEX_TOOLS
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "choice", "item"),
+    [
+        ("patch", {"type": "custom", "name": "patch"}, "custom_tool_call"),
+        (
+            "log",
+            {"type": "function", "name": "log", "namespace": "mcp__git__"},
+            "function_call",
+        ),
+    ],
+)
+def test_calls_have_the_names_of_the_request(
+    agents: Running, name: str, choice: dict[str, Any], item: str
+) -> None:
+    """And are the same streamed; an item of the answer goes into the next request as it is."""
+    fields: dict[str, Any] = {
+        "input": turns(("user", "Hi")),
+        "tools": CODEX_TOOLS,
+        "tool_choice": choice,
+        "max_output_tokens": 40,
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "none"},
+    }
+    [call] = post(agents, "/v1/responses", **fields).json()["output"]
+    assert (call["type"], call["name"]) == (item, name)
+    assert call.get("namespace") == choice.get("namespace")
+    events = streamed(post(agents, "/v1/responses", stream=True, **fields))
+    last = events[-1]["response"]["output"][0]
+    changing = {"id": "", "call_id": ""}
+    assert last | changing == call | changing
+    if item == "custom_tool_call":
+        deltas = [
+            e["delta"] for e in events if e["type"] == "response.custom_tool_call_input.delta"
+        ]
+        assert "".join(deltas) == call["input"]
+    output = {"type": f"{item}_output", "call_id": call["call_id"], "output": "done"}
+    fields["input"] += [call, output]
+    assert post(agents, "/v1/responses", **fields).status_code == 200
+
+
+def streamed(found: httpx2.Response) -> list[dict[str, Any]]:
+    assert found.status_code == 200, found.text
+    lines = [line[6:] for line in found.text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+def test_history_of_codex(agents: Running, caplog: pytest.LogCaptureFixture) -> None:
+    picture = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+    history: list[dict[str, Any]] = [
+        *turns(("user", "Go")),
+        {"type": "reasoning", "summary": [], "encrypted_content": "x"},
+        {"type": "web_search_call", "status": "completed", "action": {"query": "a"}},
+        {"type": "custom_tool_call", "call_id": "1", "name": "patch", "input": "*** A\n"},
+        {"type": "custom_tool_call_output", "call_id": "1", "output": "patched"},
+        {"type": "local_shell_call", "call_id": "2", "action": {"command": ["ls"]}},
+        {"type": "local_shell_call_output", "id": "2", "output": '{"a": 1}'},
+        {"type": "function_call", "call_id": "3", "name": "log", "arguments": "{}"}
+        | {"namespace": "mcp__git__"},
+        {
+            "type": "function_call_output",
+            "call_id": "3",
+            "output": [{"type": "input_text", "text": "seen"}, picture, {"odd": 1}],
+        },
+        {"type": "compaction", "encrypted_content": "x"},
+        *turns(("user", "On")),
+    ]
+    prompt, found = prompt_of(agents, caplog, "/v1/responses", input=history, tools=CODEX_TOOLS[:1])
+    assert found.headers[LEFT_OUT] == "item web_search_call, item compaction, image"
+    for part in (
+        "<function=patch>\n<parameter=input>\n*** A\n",
+        "<tool_response>\npatched\n</tool_response>",
+        '<function=local_shell>\n<parameter=command>\n["ls"]',
+        '<tool_response>\n{"a": 1}\n</tool_response>',
+        "<function=mcp__git__log>",
+        '<tool_response>\nseen\n[image left out]\n{"odd": 1}\n</tool_response>',
+    ):
+        assert prompt.count(part) == 1, part
+
+
+@pytest.mark.parametrize("given", ["", []])
+def test_empty_input_is_answered(agents: Running, given: object) -> None:
+    assert post(agents, "/v1/responses", instructions="Hi", input=given).status_code == 200
+
+
+PICTURES: list[tuple[str, str, dict[str, Any]]] = [
+    ("/v1/chat/completions", "messages", {"type": "image_url", "image_url": {"url": "data:,"}}),
+    ("/v1/responses", "input", {"type": "input_image", "image_url": "data:,"}),
+    ("/v1/messages", "messages", {"type": "image", "source": {"type": "base64", "data": ""}}),
+]
+
+
+@pytest.mark.parametrize(("path", "field", "picture"), PICTURES)
+def test_images_become_a_line_of_text_before_the_newest_message(
+    agents: Running,
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+    field: str,
+    picture: dict[str, Any],
+) -> None:
+    kind = "input_text" if path == "/v1/responses" else "text"
+    old = {"role": "user", "content": [{"type": kind, "text": "See:"}, picture]}
+    rest = turns(("assistant", "Yes."), ("user", "Well?"))
+    prompt, found = prompt_of(agents, caplog, path, **{field: [old, *rest]})
+    assert "<|im_start|>user\nSee:\n[image left out]<|im_end|>" in prompt
+    assert found.headers[LEFT_OUT] == "image"
+    refused = post(agents, path, **{field: [*rest, old]})
+    assert refused.status_code == 400
+    assert f"type `{picture['type']}` is not supported in the newest message" in refused.text
+
+
+def test_images_in_results_of_tools(agents: Running, caplog: pytest.LogCaptureFixture) -> None:
+    picture = PICTURES[2][2]
+    call = {"type": "tool_use", "id": "1", "name": "shot", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [picture]}
+    before: list[Any] = [*turns(("user", "Go")), {"role": "assistant", "content": [call]}]
+    shown = [*before, {"role": "user", "content": [result]}]
+    assert "newest message" in post(agents, "/v1/messages", messages=shown).text
+    later = [*shown, *turns(("assistant", "Seen."), ("user", "And?"))]
+    prompt, _ = prompt_of(agents, caplog, "/v1/messages", messages=later)
+    assert "<tool_response>\n[image left out]\n</tool_response>" in prompt
+
+
+def test_text_that_was_cut_is_incomplete_in_both_modes(agents: Running) -> None:
+    """A text that a call follows is not."""
+    fields = {"input": "Hi", "reasoning": {"effort": "none"}}
+    whole = post(agents, "/v1/responses", **fields).json()
+    events = streamed(post(agents, "/v1/responses", stream=True, **fields))
+    assert [item["status"] for item in whole["output"]] == ["incomplete"]
+    assert [item["status"] for item in events[-1]["response"]["output"]] == ["incomplete"]
+    [done] = [event for event in events if event["type"] == "response.output_item.done"]
+    assert done["item"]["status"] == "incomplete"
+    assert done["item"]["content"][0]["text"] == whole["output"][0]["content"][0]["text"]
+
+
+CUT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"text": {"type": "string", "minLength": 200}},
+}
+CUT["required"] = ["text"]
+FUNCTION = {"name": "write", "parameters": CUT}
+CUT_CALLS: list[tuple[str, dict[str, Any]]] = [
+    (
+        "/v1/chat/completions",
+        {
+            "tools": [{"type": "function", "function": FUNCTION}],
+            "tool_choice": "required",
+            "enable_thinking": False,
+            "messages": turns(("user", "Hi")),
+            "max_tokens": 50,
+        },
+    ),
+    (
+        "/v1/responses",
+        {
+            "tools": [{"type": "function", **FUNCTION}],
+            "tool_choice": "required",
+            "reasoning": {"effort": "none"},
+            "input": turns(("user", "Hi")),
+            "max_output_tokens": 50,
+        },
+    ),
+    (
+        "/v1/messages",
+        {
+            "tools": [{"name": "write", "input_schema": CUT}],
+            "tool_choice": {"type": "any"},
+            "thinking": {"type": "disabled"},
+            "messages": turns(("user", "Hi")),
+            "max_tokens": 50,
+        },
+    ),
+]
+
+
+def cut_call_of(path: str, found: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Arguments of the only call of an answer, and the turn to send back; no text beside it."""
+    if path == "/v1/responses":
+        [item] = found["output"]
+        assert item["status"] == "incomplete"
+        return item["arguments"], item
+    if path == "/v1/messages":
+        [block] = found["content"]
+        assert found["stop_reason"] == "max_tokens"
+        return block["input"], {"role": "assistant", "content": [block]}
+    [choice] = found["choices"]
+    assert choice["finish_reason"] == "length"
+    assert not choice["message"]["content"]
+    [call] = choice["message"]["tool_calls"]
+    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+    return call["function"]["arguments"], turn
+
+
+def streamed_arguments(path: str, events: list[dict[str, Any]]) -> str:
+    if path == "/v1/responses":
+        kind = "response.function_call_arguments.delta"
+        return "".join(each["delta"] for each in events if each["type"] == kind)
+    if path == "/v1/messages":
+        deltas = [each["delta"] for each in events if each["type"] == "content_block_delta"]
+        return "".join(each.get("partial_json", "") for each in deltas)
+    deltas = [each["choices"][0]["delta"] for each in events]
+    calls = [each["tool_calls"][0] for each in deltas if "tool_calls" in each]
+    assert not any(each.get("content") for each in deltas)
+    return "".join(each["function"]["arguments"] for each in calls)
+
+
+@pytest.mark.parametrize(("path", "fields"), CUT_CALLS)
+def test_a_cut_call_is_the_same_in_both_modes_and_is_taken_back(
+    agents: Running, caplog: pytest.LogCaptureFixture, path: str, fields: dict[str, Any]
+) -> None:
+    given, turn = cut_call_of(path, post(agents, path, **fields).json())
+    sent = streamed_arguments(path, streamed(post(agents, path, stream=True, **fields)))
+    with pytest.raises(ValueError, match="Unterminated string"):
+        json.loads(sent)
+    if path == "/v1/messages":
+        assert given == {}  # as the library of Anthropic's reads the pieces
+        turn["content"][0]["input"] = sent  # as others send them back
+    else:
+        assert given == sent
+    field = "input" if path == "/v1/responses" else "messages"
+    later = {**fields, field: [*fields[field], turn, *turns(("user", "Go on"))]}
+    later |= {"tool_choice": {"type": "auto"} if path == "/v1/messages" else "auto"}
+    prompt, _ = prompt_of(agents, caplog, path, **later)
+    assert prompt.count(f"[call of write that was cut: {sent}]") == 1

@@ -69,5 +69,5 @@ def test_format_and_calls(client: openai.OpenAI) -> None:
 def test_what_would_be_stored_is_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
         client.responses.create(model=NAME, input="Hi", previous_response_id="resp_1")
-    with pytest.raises(openai.BadRequestError, match="web_search"):
-        client.responses.create(model=NAME, input="Hi", tools=[{"type": "web_search"}])
+    with pytest.raises(openai.BadRequestError, match="item_reference"):
+        client.responses.create(model=NAME, input=[{"type": "item_reference", "id": "msg_1"}])

@@ -64,7 +64,6 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ),
     ({"messages": [{"role": "user", "content": "Hi " * 3000}]}, None, "context"),
     ({"modalities": ["audio"]}, "modalities[0]", "text"),
-    ({"tools": [{"type": "web"}]}, "tools[0].type", "function"),
     ({"tool_choice": "required"}, "tool_choice", "tools"),
     ({"tools": [STRICT]}, "tools", "not"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
