@@ -172,7 +172,8 @@ def _texts(values: Iterable[Any]) -> Iterable[str]:
 def _as_transformers(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as transformers passes it to templates: no None, reasoning under every key."""
     given = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((given[name] for name in REASONING if name in given), None)
+    found = [given[name] for name in REASONING if name in given]
+    reasoning = next(filter(None, found), found[0] if found else None)  # "" beside a filled one
     if reasoning is None:
         return given
     return {"thinking": reasoning, **given, "reasoning_content": reasoning}

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lowbit.runtime.serve.settings import ServeSettings
 
 PORT = 8000
+ANY = "*"  # a name for every name
 QUEUE = 64
 TIMEOUT_S = 600.0
 DAY_S = 86_400.0
@@ -100,7 +101,7 @@ MOST_QUEUE = 65_536
     multiple=True,
     metavar="NAME",
     show_default="the folder's",
-    help="Name of the model in requests and answers; repeat it for others.",
+    help="Name of the model in requests and answers; repeat it for others, * for any.",
 )
 @count_option(
     "--max-thinking-tokens",
@@ -154,7 +155,9 @@ def serve(
         raise _missing(error) from None
     check_exposure(host, api_key, no_auth)
     settings = ServeSettings(
-        names=tuple(served_name) or (Path(name).resolve().name if Path(name).exists() else name,),
+        names=tuple(each for each in served_name if each != ANY)
+        or (Path(name).resolve().name if Path(name).exists() else name,),
+        any_name=ANY in served_name,
         host=host,
         port=port,
         api_key=api_key,

@@ -53,6 +53,23 @@ class LingeringTransport(asyncio.Transport):
         self._close()
 
 
+def send_unchunked(cycle: RequestResponseCycle) -> None:
+    """Let an answer without a length end with its connection: HTTP/1.0 knows no chunks."""
+    send, sized = cycle.send, False
+
+    async def plain(message: Any) -> None:
+        nonlocal sized
+        if message["type"] == "http.response.start":
+            sized = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            if not sized:
+                cycle.chunked_encoding, cycle.keep_alive = False, False
+        elif not sized:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = plain  # type: ignore[method-assign]
+
+
 class TimedProtocol(HttpToolsProtocol):
     """Uvicorn's protocol, with limits of the time and size of requests."""
 
@@ -132,6 +149,8 @@ class TimedProtocol(HttpToolsProtocol):
         self._place, self._head_bytes, self._dropped = "body", 0, 0
         if not self.parser.should_upgrade():
             super().on_headers_complete()
+            if self.scope["http_version"] == "1.0":
+                send_unchunked(self.cycle)
             self.cycle.transport = LingeringTransport(self.transport, self._close)
         elif self.parser.get_method() == b"CONNECT":
             raise ValueError("the server is no proxy")

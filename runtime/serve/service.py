@@ -151,7 +151,7 @@ class Service:
         Raises:
             ApiError: 404.
         """
-        if name is not None and name not in self.settings.names:
+        if name is not None and not self.settings.has_name(name):
             raise ApiError(
                 404,
                 f"the model `{name}` does not exist; this server has `{self.name}`",

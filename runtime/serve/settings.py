@@ -44,6 +44,7 @@ class ServeSettings:
         max_thinking_tokens: limit of the reasoning where a request names none; None sets no limit.
         log_prompts: write prompts and answers to the log.
         cors_origins: origins of web pages that may read answers; `*` is all.
+        any_name: requests may use any name for the model.
     """
 
     names: tuple[str, ...]
@@ -57,6 +58,11 @@ class ServeSettings:
     max_thinking_tokens: int | None = None
     log_prompts: bool = False
     cors_origins: tuple[str, ...] = ()
+    any_name: bool = False
+
+    def has_name(self, name: str) -> bool:
+        """True if requests may call the model so."""
+        return self.any_name or name in self.names
 
 
 def check_exposure(host: str, api_key: str | None, no_auth: bool) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.text.grammar import MOST_BYTES, Grammar, GrammarConstraint
+from lowbit.runtime.text.loose_schema import loosened
 from lowbit.runtime.text.tokenizer import Tokenizer
 from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, ArgumentTypes, CallForm, Tool, resolve
 from lowbit.runtime.text.xml_values import END, Leaf, Steps, UnheldError, terminal_of
@@ -232,7 +233,9 @@ def _json(schema: Mapping[str, Any], tool: Tool) -> str:
     """JSON that a part of a tool's schema allows."""
     definitions = referenced(schema, tool.schema)
     options = {**NOTATION, "lenient": not tool.strict}
-    return f"%json {json.dumps({**definitions, **schema, 'x-guidance': options})}"
+    whole = {**definitions, **schema}
+    held = whole if tool.strict else loosened(whole)[0]
+    return f"%json {json.dumps({**held, 'x-guidance': options})}"
 
 
 def referenced(schema: Any, root: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

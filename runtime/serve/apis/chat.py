@@ -1,12 +1,12 @@
 """POST /v1/chat/completions: OpenAI's chats."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import Field, Tag
+from pydantic import BaseModel, ConfigDict, Field, Tag
 
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.answers import Collected, collect
@@ -122,6 +122,16 @@ class UserMessage(Body):
 Calls = Annotated[list[ToolCall], Field(fail_fast=True, max_length=MOST_CALLS)]
 
 
+class ThinkingBlock(BaseModel):
+    """Reasoning as Anthropic's API has it, which LiteLLM sends in chats."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    thinking: str = ""
+
+
+ThinkingBlocks = Annotated[list[ThinkingBlock], Field(fail_fast=True, max_length=MOST_CALLS)]
+
+
 class AssistantMessage(Body):
     """A turn of the model, as responses hold it."""
 
@@ -130,6 +140,7 @@ class AssistantMessage(Body):
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    thinking_blocks: ThinkingBlocks | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -154,6 +165,27 @@ Message = Annotated[
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
 
 
+PRESERVE = "preserve_thinking"
+
+
+class ThinkingSwitch(BaseModel):
+    """`thinking`, as Anthropic's API and others have it."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    type: str
+    budget_tokens: Tokens | None = None
+
+
+class ReasoningSwitch(BaseModel):
+    """`reasoning`, as OpenRouter and OpenAI's responses have it."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    effort: str | None = None
+    enabled: bool | None = None
+    max_tokens: Tokens | None = None
+    exclude: bool | None = None
+
+
 class ChatBody(SamplingBody, FormatFields):
     """The whole body."""
 
@@ -170,6 +202,9 @@ class ChatBody(SamplingBody, FormatFields):
     thinking_budget: Tokens | None = None
     thinking_token_budget: Tokens | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    include_reasoning: bool | None = None
+    thinking: ThinkingSwitch | bool | None = None
+    reasoning: ReasoningSwitch | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=8)] | None = None
     metadata: Ignored[Any] = None
     store: Ignored[Any] = None
@@ -212,6 +247,10 @@ def conversation_of(model: Model, body: ChatBody) -> Conversation:
         ApiError: fields that exclude each other.
     """
     budgets = [body.thinking_budget, body.thinking_token_budget]
+    if isinstance(body.thinking, ThinkingSwitch):
+        budgets.append(body.thinking.budget_tokens)
+    if body.reasoning is not None:
+        budgets.append(body.reasoning.max_tokens)
     return Conversation(
         messages=turns_of(body.messages),
         tools=functions_of(body.tools),
@@ -219,7 +258,7 @@ def conversation_of(model: Model, body: ChatBody) -> Conversation:
         parallel=body.parallel_tool_calls is not False,
         format=format_of(body),
         thinking=_thinking(model, body),
-        template_arguments=body.chat_template_kwargs or {},
+        template_arguments=_arguments(model, body),
         budget=next((each for each in budgets if each is not None), None),
         left_out=_left_out(body),
     )
@@ -227,11 +266,18 @@ def conversation_of(model: Model, body: ChatBody) -> Conversation:
 
 def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as chat templates take them."""
-    return [each.plain() | _content(each) for each in messages]
+    return [_turn_of(each) for each in messages]
 
 
-def _content(message: Message) -> dict[str, Any]:
-    return {"content": text_of(message.content)} if isinstance(message.content, list) else {}
+def _turn_of(message: Message) -> dict[str, Any]:
+    turn = message.plain()
+    if isinstance(message.content, list):
+        turn["content"] = text_of(message.content)
+    if turn.pop("thinking_blocks", None) and isinstance(message, AssistantMessage):
+        thought = "".join(block.thinking for block in message.thinking_blocks or ())
+        if thought and not (message.reasoning_content or message.reasoning):
+            turn["reasoning_content"] = thought
+    return turn
 
 
 def functions_of(tools: Sequence[ChatTool | SkippedPart] | None) -> list[dict[str, Any]]:
@@ -245,6 +291,15 @@ def _left_out(body: ChatBody) -> list[str]:
     return tools + left_out_media([each.content for each in body.messages], "messages")
 
 
+def _arguments(model: Model, body: ChatBody) -> dict[str, Any]:
+    """Arguments of the chat template; `preserve_thinking` is one where the template knows it."""
+    given = dict(body.chat_template_kwargs or {})
+    known = model.template is not None and PRESERVE in model.template.source
+    if known and body.preserve_thinking is not None:
+        given.setdefault(PRESERVE, body.preserve_thinking)
+    return given
+
+
 def _choice_of_tools(body: ChatBody) -> ToolChoice:
     given = body.tool_choice
     if isinstance(given, NamedChoice):
@@ -256,11 +311,27 @@ def _thinking(model: Model, body: ChatBody) -> bool | None:
     """`enable_thinking` of the template; None leaves it to the template or to its arguments."""
     if body.enable_thinking is not None:
         return body.enable_thinking
-    if body.reasoning_effort is None or not can_switch_thinking(model):
+    if not can_switch_thinking(model) or "enable_thinking" in (body.chat_template_kwargs or {}):
         return None
-    if "enable_thinking" in (body.chat_template_kwargs or {}):
-        return None
-    return body.reasoning_effort != "none"
+    return next((switch for switch in _switches(body) if switch is not None), None)
+
+
+def _switches(body: ChatBody) -> Iterator[bool | None]:
+    """What each of the other fields says about thinking."""
+    yield None if body.reasoning_effort is None else body.reasoning_effort != "none"
+    thinking, reasoning = body.thinking, body.reasoning
+    if isinstance(thinking, ThinkingSwitch):
+        yield {"enabled": True, "disabled": False}.get(thinking.type)
+    else:
+        yield thinking
+    if reasoning is not None:
+        yield reasoning.enabled
+        yield None if reasoning.effort is None else reasoning.effort != "none"
+
+
+def _shows_reasoning(body: ChatBody) -> bool:
+    """False if the answer shall leave its reasoning out."""
+    return body.include_reasoning is not False and not (body.reasoning and body.reasoning.exclude)
 
 
 def _options(body: ChatBody) -> AnswerOptions:
@@ -279,7 +350,7 @@ def _choice(one: Collected, index: int, body: ChatBody, tokenizer: Tokenizer) ->
         "refusal": None,
         "annotations": [],
     }
-    if one.reasoning:
+    if one.reasoning and _shows_reasoning(body):
         message |= {"reasoning": one.reasoning, "reasoning_content": one.reasoning}
     if one.calls:
         message["tool_calls"] = [
@@ -309,6 +380,7 @@ class ChatEvents(ChunkWriter):
         super().__init__({**head, "object": "chat.completion.chunk"}, body, prompt_tokens)
         self._tokenizer, self._choices = tokenizer, body.count
         self._logprobs = bool(body.logprobs)
+        self._reasoning = _shows_reasoning(body)
 
     def open(self) -> bytes:
         """A chunk with the role for every choice."""
@@ -320,6 +392,8 @@ class ChatEvents(ChunkWriter):
         data = b""
         tokens = chat_logprobs(self._tokenizer, update.tokens) if self._logprobs else []
         for found in joined(update.events):
+            if isinstance(found, Piece) and found.reasoning and not self._reasoning:
+                continue
             delta = _delta(found)
             if "content" in delta and tokens:
                 data += self._chunk(update.index, delta, logprobs=tokens)

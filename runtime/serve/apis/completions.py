@@ -34,6 +34,7 @@ from lowbit.runtime.serve.request.fields import (
     format_of,
 )
 from lowbit.runtime.serve.request.prepare import begin, copies, read_answer_request, tokens_of
+from lowbit.runtime.serve.service import record_of
 from lowbit.runtime.serve.settings import MOST_IDS, MOST_PROMPTS
 from lowbit.runtime.serve.sse import EventStream
 from lowbit.runtime.text.answer import Piece
@@ -66,6 +67,8 @@ async def create(request: Request) -> Response:
     model = service.model
     limited = any(getattr(body, name) is not None for name in FormatFields.model_fields)
     wanted = await service.in_thread(lambda: requests_of(model, body), limited)
+    form = format_of(body)
+    record_of(request).leave_out(() if form is None else form.left_out)
     opened = begin(request, service, body, wanted)
     prompts = [list(each.tokens.request.prompt) for each in wanted]
     head = {

@@ -29,7 +29,7 @@ async def list_models(request: Request) -> dict[str, Any]:
 async def get_model(request: Request, name: str) -> dict[str, Any]:
     """The model, by one of its names."""
     service = service_of(request)
-    if name not in service.settings.names:
+    if not service.settings.has_name(name):
         raise ApiError(404, f"the model `{cut(name)}` does not exist", code="model_not_found")
     return _model(service, name)
 

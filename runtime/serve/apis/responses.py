@@ -49,7 +49,7 @@ class NamedSchemaFormat(Body):
     name: Ignored[str | None] = None
     description: Ignored[str | None] = None
     json_schema: dict[str, Any] = Field(alias="schema")
-    strict: Ignored[bool | None] = None
+    strict: bool | None = None
 
 
 class TextConfig(Body):
@@ -217,7 +217,7 @@ def conversation_of(model: Model, body: ResponsesBody) -> Conversation:
 def _format_of(body: ResponsesBody) -> AnswerFormat | None:
     given = None if body.text is None else body.text.format
     if isinstance(given, NamedSchemaFormat):
-        return schema_format(given.json_schema, "text.format.schema")
+        return schema_format(given.json_schema, "text.format.schema", given.strict)
     if isinstance(given, JsonObjectFormat):
         return AnswerFormat("json_object", param="text.format")
     return None

@@ -44,6 +44,7 @@ class AnswerFormat:
         text: expression or grammar, for `regex` and `lark`.
         choices: texts of which one is the answer, for `choice`.
         param: field of the request that asks for it.
+        left_out: keywords that the schema had, and that are not enforced.
     """
 
     kind: FormatKind
@@ -51,6 +52,7 @@ class AnswerFormat:
     text: str = ""
     choices: tuple[str, ...] = ()
     param: str = "response_format"
+    left_out: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

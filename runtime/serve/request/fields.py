@@ -1,7 +1,7 @@
 """Bodies of requests: their schemas, the fields that several share, what those ask of an answer."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -22,8 +22,10 @@ from lowbit.runtime.serve.settings import (
     MOST_STOP_CHARACTERS,
     MOST_STOPS,
 )
+from lowbit.runtime.text.loose_schema import loosened
 
 IGNORED = "ignored"
+EXACT = 1 << 53  # below it a float holds every integer
 Value = TypeVar("Value")
 Ignored = Annotated[Value, IGNORED]  # type of a field that is accepted and changes nothing
 
@@ -38,18 +40,23 @@ class Body(BaseModel):
         NEUTRAL: for a field, the values that mean the same as leaving it out, as null always does.
         KNOWN: names of all fields in JSON.
         IGNORED: fields that are accepted and change nothing; the log names them.
+        INTEGERS: fields of integers, in which 100.0 is 100.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     NEUTRAL: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     KNOWN: ClassVar[frozenset[str]] = frozenset()
     IGNORED: ClassVar[frozenset[str]] = frozenset()
+    INTEGERS: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         """Collect the names of the fields."""
         fields = cls.model_fields.items()
         cls.KNOWN = frozenset(each.alias or name for name, each in fields)
+        cls.INTEGERS = frozenset(
+            each.alias or name for name, each in fields if _has_integer(each.annotation)
+        )
         cls.IGNORED = frozenset(name for name, each in fields if IGNORED in each.metadata)
 
     @model_validator(mode="before")
@@ -58,6 +65,8 @@ class Body(BaseModel):
         """Drop neutral fields, and all unknown ones except the first, which is refused."""
         if not isinstance(value, dict):
             return value
+        if cls.INTEGERS:
+            value = {name: cls._whole(name, each) for name, each in value.items()}
         keys = value.keys()
         if keys <= cls.KNOWN and cls.NEUTRAL.keys().isdisjoint(keys):
             return value
@@ -72,6 +81,12 @@ class Body(BaseModel):
             unknown |= not known
         return kept
 
+    @classmethod
+    def _whole(cls, name: object, value: object) -> object:
+        """The integer that a number such as 100.0 stands for; else the value itself."""
+        whole = isinstance(value, float) and value.is_integer() and abs(value) < EXACT
+        return int(value) if whole and name in cls.INTEGERS else value  # type: ignore[call-overload]
+
     def ignored(self) -> list[str]:
         """Ignored fields that were given a value."""
         given = self.model_fields_set & self.IGNORED
@@ -80,6 +95,14 @@ class Body(BaseModel):
     def plain(self) -> dict[str, Any]:
         """Fields that were given, without ignored ones, as JSON has them."""
         return self.model_dump(exclude_none=True, exclude=set(self.IGNORED), by_alias=True)
+
+
+def _has_integer(annotation: Any) -> bool:
+    """True if a field's type is an integer, maybe within bounds, or null."""
+    parts = get_args(annotation)
+    return annotation is int or (
+        float not in parts and any(_has_integer(part) for part in parts if part is not annotation)
+    )
 
 
 def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
@@ -100,8 +123,18 @@ class RequestBody(ModelBody):
 
     model: str
     cache_prompt: Ignored[bool | None] = None
+    include_reasoning: Ignored[Any] = None
     keep_alive: Ignored[Any] = None
+    num_ctx: Ignored[Any] = None
+    preserve_thinking: Ignored[Any] = None
+    reasoning: Ignored[Any] = None
+    reasoning_format: Ignored[Any] = None
+    repeat_penalty: Ignored[Any] = None
     request_id: Ignored[Any] = None
+    return_progress: Ignored[Any] = None
+    session_id: Ignored[Any] = None
+    thinking: Ignored[Any] = None
+    timings_per_token: Ignored[Any] = None
     ttl: Ignored[Any] = None
 
 
@@ -159,6 +192,7 @@ class SamplingBody(AnswerBody):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    repeat_penalty: float | None = None
     seed: int | None = None
     logit_bias: Biases | None = None
     ignore_eos: bool | None = None
@@ -188,8 +222,11 @@ def answer_options(
         max_new_tokens: None for as many as the context holds.
         logprobs: number of likeliest tokens to report for each token; None reports none.
     """
+    sampling = {name: getattr(body, name) for name in SAMPLING}
+    if body.repetition_penalty is None:
+        sampling["repetition_penalty"] = body.repeat_penalty  # llama.cpp's and Ollama's name
     return AnswerOptions(
-        sampling={name: getattr(body, name) for name in SAMPLING},
+        sampling=sampling,
         max_new_tokens=max_new_tokens,
         stops=tuple(body.stop or ()),
         stop_ids=tuple(body.stop_token_ids or ()),
@@ -228,8 +265,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
         (
             *("early_stopping", "enable_search", "include_stop_str_in_output", "penalize_nl"),
             *("post_sampling_probs", "raw", "return_full_text", "return_hidden_states"),
-            *("return_progress", "return_token_ids", "return_tokens"),
-            *("return_tokens_as_token_ids", "safe_prompt", "timings_per_token"),
+            *("return_token_ids", "return_tokens"),
+            *("return_tokens_as_token_ids", "safe_prompt"),
             *("use_beam_search", "watermark"),
         ),
         (False,),
@@ -252,7 +289,6 @@ TURNS: dict[str, tuple[object, ...]] = {
     "continue_final_message": (False,),
     "deferred": (False,),
     "echo": (False,),
-    "include_reasoning": (True,),
     "separate_reasoning": (True,),
     "stream_reasoning": (True,),
 }
@@ -279,7 +315,7 @@ class NamedSchema(Body):
     name: Ignored[str | None] = None
     description: Ignored[str | None] = None
     json_schema: JsonSchema | None = Field(default=None, alias="schema")
-    strict: Ignored[bool | None] = None
+    strict: bool | None = None
 
 
 class TextFormat(Body):
@@ -346,9 +382,13 @@ def format_of(fields: FormatFields) -> AnswerFormat | None:
     return given[0] if given else None
 
 
-def schema_format(schema: Any, param: str) -> AnswerFormat:
-    """The format of JSON under a schema."""
-    return AnswerFormat("json_schema", schema, param=param)
+def schema_format(schema: Any, param: str, strict: bool | None = None) -> AnswerFormat:
+    """The format of JSON under a schema; `strict` refuses keywords that cannot be enforced."""
+    if strict:
+        return AnswerFormat("json_schema", schema, param=param)
+    held, keywords = loosened(schema)
+    names = [f"keyword {name}" for name in keywords]
+    return AnswerFormat("json_schema", held, param=param, left_out=names)
 
 
 def _of_response_format(given: ResponseFormat | None) -> list[AnswerFormat]:
@@ -358,7 +398,8 @@ def _of_response_format(given: ResponseFormat | None) -> list[AnswerFormat]:
         schema = given.json_schema.json_schema
         if schema is None:
             return [AnswerFormat("json_object")]
-        return [schema_format(schema, "response_format.json_schema.schema")]
+        strict = given.json_schema.strict
+        return [schema_format(schema, "response_format.json_schema.schema", strict)]
     return []
 
 

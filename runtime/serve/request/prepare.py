@@ -121,6 +121,8 @@ async def open_conversation(
     model, settings = service.model, service.settings
     conversation = await service.in_thread(lambda: conversation_of(model, body))
     record_of(request).leave_out(conversation.left_out)
+    if conversation.format is not None:
+        record_of(request).leave_out(conversation.format.left_out)
 
     def prepare() -> list[TextRequest]:
         options = options_of(body)
@@ -187,6 +189,9 @@ def copies(one: TextRequest, count: int, new_constraint: NewConstraint) -> list[
 def _sampling(model: Model, options: AnswerOptions) -> SamplingParams:
     """The model's own parameters, replaced by those of the request."""
     given = {name: value for name, value in options.sampling.items() if value is not None}
+    if given.get("top_p") == 0:  # the likeliest token alone
+        del given["top_p"]
+        given["top_k"] = 1
     if "top_k" in given:
         given["top_k"] = _top_k(given["top_k"])
     if "seed" in given:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -364,3 +365,118 @@ def test_a_cut_call_is_the_same_in_both_modes_and_is_taken_back(
     later |= {"tool_choice": {"type": "auto"} if path == "/v1/messages" else "auto"}
     prompt, _ = prompt_of(agents, caplog, path, **later)
     assert prompt.count(f"[call of write that was cut: {sent}]") == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinks"),
+    [
+        ({}, True),
+        ({"thinking": {"type": "disabled"}}, False),
+        ({"thinking": False}, False),
+        ({"reasoning": {"enabled": False}}, False),
+        ({"reasoning": {"effort": "none"}}, False),
+        ({"reasoning": {"effort": "high"}}, True),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, True),
+        ({"enable_thinking": True, "thinking": False}, True),
+    ],
+)
+def test_thinking_is_switched_by_each_of_its_fields(
+    agents: Running, caplog: pytest.LogCaptureFixture, fields: dict[str, Any], thinks: bool
+) -> None:
+    path = "/v1/chat/completions"
+    prompt, _ = prompt_of(agents, caplog, path, messages=turns(("user", "Hi")), **fields)
+    assert prompt.endswith("<think>\n") == thinks
+
+
+@pytest.mark.parametrize("hidden", [{"include_reasoning": False}, {"reasoning": {"exclude": True}}])
+def test_reasoning_is_left_out_where_that_is_asked_for(
+    agents: Running, hidden: dict[str, Any]
+) -> None:
+    path, fields = "/v1/chat/completions", {"messages": turns(("user", "Hi"))}
+    assert post(agents, path, **fields).json()["choices"][0]["message"]["reasoning"]
+    whole = post(agents, path, **fields, **hidden).json()
+    assert "reasoning" not in whole["choices"][0]["message"]
+    assert whole["usage"]["completion_tokens"] == 4
+    events = streamed(post(agents, path, stream=True, **fields, **hidden))
+    assert not any("reasoning" in each["choices"][0]["delta"] for each in events)
+
+
+@pytest.mark.parametrize(
+    "thought",
+    [
+        {"reasoning_content": "", "reasoning": "I think."},
+        {"reasoning_content": "I think."},
+        {"thinking_blocks": [{"type": "thinking", "thinking": "I think.", "signature": "x"}]},
+    ],
+)
+def test_reasoning_of_history_is_found_under_each_name(
+    agents: Running, caplog: pytest.LogCaptureFixture, thought: dict[str, Any]
+) -> None:
+    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": "{}"}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call], **thought}
+    result = {"role": "tool", "tool_call_id": "1", "content": "done"}
+    messages = [*turns(("user", "Hi")), turn, result]
+    prompt, _ = prompt_of(agents, caplog, "/v1/chat/completions", messages=messages)
+    assert "<think>\nI think.\n</think>" in prompt
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_integers_may_be_written_as_floats_and_top_p_may_be_0(agents: Running, path: str) -> None:
+    most = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    field = "input" if path == "/v1/responses" else "messages"
+    fields: dict[str, Any] = {most: 3.0, "top_p": 0, "temperature": 2, field: turns(("user", "Hi"))}
+    found = {post(agents, path, **fields).text.count("reasoning") for _ in range(2)}
+    assert len(found) == 1
+    usage = post(agents, path, **fields).json()["usage"]
+    assert usage.get("output_tokens", usage.get("completion_tokens")) == 3
+    assert post(agents, path, **{**fields, most: 3.5}).status_code == 400
+
+
+def test_a_name_that_is_any(agents: Running) -> None:
+    fields = {"messages": turns(("user", "Hi")), "model": "claude-haiku-4-5"}
+    assert post(agents, "/v1/messages", **fields).status_code == 404
+    with running(agents.model, any_name=True) as server:
+        assert post(server, "/v1/messages", **fields).json()["model"] == "claude-haiku-4-5"
+        [only, other] = httpx2.get(f"{server.url}/v1/models").json()["data"]
+        assert {only["id"], other["id"]} == {NAME, "other-name"}
+        assert httpx2.get(f"{server.url}/v1/models/claude-x").status_code == 200
+
+
+def test_keywords_that_cannot_be_held_are_named(agents: Running) -> None:
+    path = "/v1/chat/completions"
+    inner = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 2}
+    schema = {"type": "object", "properties": {"not": inner}, "required": ["not"]}
+    schema["additionalProperties"] = False
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    fields: dict[str, Any] = {
+        "messages": turns(("user", "Hi")),
+        "enable_thinking": False,
+        "max_tokens": 300,
+    }
+    found = post(agents, path, response_format=form, **fields)
+    assert found.headers[LEFT_OUT] == "keyword uniqueItems"
+    content = json.loads(found.json()["choices"][0]["message"]["content"])
+    assert set(content["not"]) <= {1, 2}
+    form["json_schema"] |= {"strict": True}  # type: ignore[operator]
+    refused = post(agents, path, response_format=form, **fields)
+    assert refused.status_code == 400
+    assert "uniqueItems" in refused.text
+
+
+@pytest.mark.parametrize(("version", "chunked"), [("1.0", False), ("1.1", True)])
+def test_a_stream_to_http_1_0_ends_with_the_connection(
+    agents: Running, version: str, chunked: bool
+) -> None:
+    body = json.dumps(
+        SHORT["/v1/messages"] | {"messages": turns(("user", "Hi")), "stream": True}
+    ).encode()
+    head = f"POST /v1/messages HTTP/{version}\r\nHost: localhost\r\nConnection: close\r\n"
+    with socket.create_connection(("127.0.0.1", agents.port), timeout=30) as it:
+        it.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        answer = b"".join(iter(lambda: it.recv(65536), b""))
+    headers, _, content = answer.partition(b"\r\n\r\n")
+    assert (b"transfer-encoding: chunked" in headers.lower()) == chunked
+    assert b"connection: close" in headers.lower()
+    assert content.startswith(b"event: message_start") != chunked
+    if not chunked:
+        assert content.endswith(b'data: {"type":"message_stop"}\n\n')
