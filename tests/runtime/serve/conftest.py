@@ -117,3 +117,17 @@ def model(shorten: Shorten, tmp_path_factory: pytest.TempPathFactory) -> Model:
 def server(model: Model) -> Iterator[Running]:
     with running(model) as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def agents(shorten: Shorten, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server whose template is Qwen3.5's, and whose log has the prompts."""
+    folder = tmp_path_factory.mktemp("agents") / "tiny"
+    shutil.copytree(shorten("tiny-qwen3"), folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    template = TESTS / "data" / "chat_templates" / "qwen3.5.jinja"
+    shutil.copy(template, folder / "chat_template.jinja")
+    with running(load(folder, device="cpu", max_sequences=2, context=2048), log_prompts=True) as it:
+        yield it

@@ -1,9 +1,7 @@
 """Requests in the shape of agents', on a model with Qwen3.5's template, over all three APIs."""
 
 import json
-import shutil
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +9,7 @@ import httpx2
 import pytest
 
 from lowbit.formats.errors import RequestError
-from lowbit.runtime.engine.load import load
-from tests.runtime.serve.conftest import NAME, TESTS, Running, running, until
-from tests.short_models import Shorten
+from tests.runtime.serve.conftest import NAME, Running, running, until
 
 PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 SHORT: dict[str, dict[str, Any]] = {
@@ -21,19 +17,6 @@ SHORT: dict[str, dict[str, Any]] = {
     "/v1/responses": {"model": NAME, "max_output_tokens": 4, "temperature": 0},
     "/v1/messages": {"model": NAME, "max_tokens": 4, "temperature": 0},
 }
-
-
-@pytest.fixture(scope="module")
-def agents(shorten: Shorten, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("agents") / "tiny"
-    shutil.copytree(shorten("tiny-qwen3"), folder)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    del settings["chat_template"]
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    template = TESTS / "data" / "chat_templates" / "qwen3.5.jinja"
-    shutil.copy(template, folder / "chat_template.jinja")
-    with running(load(folder, device="cpu", max_sequences=2, context=2048), log_prompts=True) as it:
-        yield it
 
 
 def post(server: Running, path: str, **fields: Any) -> httpx2.Response:
@@ -445,9 +428,9 @@ def test_a_name_that_is_any(agents: Running) -> None:
 def test_keywords_that_cannot_be_held_are_named(agents: Running) -> None:
     path = "/v1/chat/completions"
     inner = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 2}
-    schema = {"type": "object", "properties": {"not": inner}, "required": ["not"]}
+    schema: dict[str, Any] = {"type": "object", "properties": {"not": inner}, "required": ["not"]}
     schema["additionalProperties"] = False
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    form: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     fields: dict[str, Any] = {
         "messages": turns(("user", "Hi")),
         "enable_thinking": False,
@@ -457,7 +440,7 @@ def test_keywords_that_cannot_be_held_are_named(agents: Running) -> None:
     assert found.headers[LEFT_OUT] == "keyword uniqueItems"
     content = json.loads(found.json()["choices"][0]["message"]["content"])
     assert set(content["not"]) <= {1, 2}
-    form["json_schema"] |= {"strict": True}  # type: ignore[operator]
+    form["json_schema"] |= {"strict": True}
     refused = post(agents, path, response_format=form, **fields)
     assert refused.status_code == 400
     assert "uniqueItems" in refused.text
