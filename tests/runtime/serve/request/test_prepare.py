@@ -37,7 +37,7 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"max_tokens": "9"}, "max_tokens", "integer"),
     ({"max_tokens": 0}, "max_tokens", "at least 1"),
     ({"temperature": -1}, "temperature", "from 0"),
-    ({"top_p": 0}, "top_p", "above 0"),
+    ({"top_p": -0.5}, "top_p", "above 0"),
     ({"n": 9}, "n", "8"),
     ({"stop": ["x"] * 17}, "stop", "16"),
     ({"stop": [""]}, "stop[0]", "at least 1"),
