@@ -21,8 +21,8 @@ from lowbit.runtime.engine.load_options import MODES
 from lowbit.runtime.engine.stats import Load
 from lowbit.runtime.serve import app, settings
 from lowbit.runtime.serve.auth import OPEN_FOLDER, OPEN_PATHS
-from lowbit.runtime.serve.metrics import Metrics, new_registry
-from lowbit.runtime.text.grammar import MOST_CHOICE
+from lowbit.runtime.serve.metrics import Collector, Metrics, new_registry
+from lowbit.runtime.text.grammar_source import MOST_CHOICE
 
 ROOT = Path(__file__).parents[1]
 ROOMS = [ROOT / name for name in ("formats", "convert", "runtime")]
@@ -180,7 +180,7 @@ def test_paths_without_a_key_are_those_of_the_server() -> None:
 
 def test_metrics_are_those_of_the_server() -> None:
     load = Load(1, 0, 1, 0, 2, 0, 0, 0)
-    registry = new_registry(Metrics(), lambda: load, "m", positions=2)
+    registry = new_registry(Collector(Metrics(), lambda: load, "m", positions=2))
     given = set(re.findall(r"^# TYPE (\S+)", generate_latest(registry).decode(), re.MULTILINE))
     shown = {
         name for row in rows_of("serving.md", "Metric") for name in re.findall(r"`(\S+)`", row[0])

@@ -250,6 +250,22 @@ def test_a_server_is_soaked() -> None:
 
 
 @pytest.mark.slow
+def test_a_server_is_loaded_with_grammars() -> None:
+    done = started(
+        "load_grammars",
+        ("--requests", "6", "--clients", "2"),
+        ROUNDS=1,
+        HEAVY=2,
+        SETTLE_S=0.0,
+        MOST_WAIT_S=60.0,
+        MOST_MB=5000.0,
+    )
+    assert done.exit_code == 0, done.output
+    assert "6 requests of 2 clients" in done.output
+    assert "all well" in done.output
+
+
+@pytest.mark.slow
 def test_a_drafter_is_trained(tmp_path: Path) -> None:
     options = (str(EXAMPLES / "models" / "tiny-qwen3"), str(tmp_path / "out"))
     done = started(

@@ -21,6 +21,7 @@ from lowbit.formats.shell.options import (
     device_choice,
     folders,
     model_name,
+    parse_size,
     with_options,
 )
 
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from lowbit.convert.plan.recipe import Override, Recipe
     from lowbit.convert.publish.parcel import Statement
 
-SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?)b?", re.ASCII | re.IGNORECASE)
-MOST_BYTES = 10**18  # beyond any disk
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}", re.ASCII)  # as the Hub's identifiers are
 
 
@@ -60,22 +59,6 @@ def file_option(
 ) -> Callable[[Command], Command]:
     """An option that names a file or a folder, as click's otherwise."""
     return click.option(*names, type=click.Path(path_type=Path), metavar=metavar, **settings)
-
-
-def parse_size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
-    """Bytes, given as `2GB`, `500MB`, `1.5GiB` or a plain number; None where left out."""
-    if text is None:
-        return None
-    match = SIZE.fullmatch(text.strip())
-    if match is None:
-        raise click.BadParameter(f"{text!r} is not a size; write it like 2GB or 500MB.")
-    base = 1024 if match[3] else 1000
-    size = int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
-    if size < 1:
-        raise click.BadParameter(f"{text!r} must be positive.")
-    if size > MOST_BYTES:
-        raise click.BadParameter(f"{text!r} is more than any disk holds.")
-    return size
 
 
 def new_folder(ctx: click.Context, param: click.Parameter, value: Path) -> Path:

@@ -14,7 +14,13 @@ from lowbit.convert.cli import options
 from lowbit.convert.cli.target_options import target_options
 from lowbit.convert.cli.vocabulary_options import make_cut_request, vocabulary_options
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import AUTO, check_command, json_option, model_name
+from lowbit.formats.shell.options import (
+    AUTO,
+    check_command,
+    json_option,
+    model_name,
+    parse_size,
+)
 from lowbit.formats.shell.output import note, print_json
 
 if TYPE_CHECKING:
@@ -47,7 +53,7 @@ CALIBRATION = ("calib_samples", "calib_length", "calib_chat")  # options that no
 @options.device
 @click.option(
     "--max-ram",
-    callback=options.parse_size,
+    callback=parse_size,
     metavar="SIZE",
     show_default="2GB, or 0.5GB beyond what CUDA and a rotation take",
     help="Resident memory not to exceed, whatever the model's size. Calibration, before that, "

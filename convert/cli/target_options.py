@@ -11,6 +11,7 @@ from click.core import ParameterSource
 from lowbit.convert.cli import options
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.shell.failure import Failure
+from lowbit.formats.shell.options import parse_size
 
 if TYPE_CHECKING:
     from lowbit.convert.cli.planning import TargetRequest
@@ -83,7 +84,7 @@ target_options = options.gathered(
     ),
     click.option(
         "--target-size",
-        callback=options.parse_size,
+        callback=parse_size,
         metavar="SIZE",
         help="Choose in the same way, with weight files of at most this size.",
     ),

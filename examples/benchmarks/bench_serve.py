@@ -185,7 +185,9 @@ def serve(size: str, clients: Sequence[int], prompt: int, new: int) -> None:
         print(json.dumps({"clients": count, **alone}), flush=True)
     gc.collect()
     gc.freeze()  # as the command does
-    service = Service(model, ServeSettings((size,), queue=2 * max(clients)))
+    service = Service(
+        model, ServeSettings((size,), queue=2 * max(clients), client_sequences=max(clients))
+    )
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         ready = {"port": port, "text": model.tokenizer.decode(ids_of(prompt, 1))}

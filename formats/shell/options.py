@@ -3,6 +3,7 @@
 import difflib
 import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ AUTO = "auto"  # of --device
 HELP = "help"  # a word that prints help, as --help does
 SHORTEST = 3  # letters that a command is guessed from
 MOST = 2**31 - 1  # largest count: torch's indices overflow above it
+SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?)b?", re.ASCII | re.IGNORECASE)
+MOST_BYTES = 10**18  # beyond any disk
 
 
 def with_options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -54,6 +57,22 @@ def finite(context: click.Context, parameter: click.Parameter, value: float | No
     if value is not None and not math.isfinite(value):
         raise click.BadParameter(f"{value} is not a finite number.")
     return value
+
+
+def parse_size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
+    """Bytes, given as `2GB`, `500MB`, `1.5GiB` or a plain number; None where left out."""
+    if text is None:
+        return None
+    match = SIZE.fullmatch(text.strip())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is not a size; write it like 2GB or 500MB.")
+    base = 1024 if match[3] else 1000
+    size = int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
+    if size < 1:
+        raise click.BadParameter(f"{text!r} must be positive.")
+    if size > MOST_BYTES:
+        raise click.BadParameter(f"{text!r} is more than any disk holds.")
+    return size
 
 
 def at_most_cores(

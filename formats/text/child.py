@@ -7,7 +7,9 @@ with `path` (sys.path), `library` (a key of LIBRARIES) and `memory_bytes`.
 """
 
 import contextlib
+import ctypes
 import json
+import os
 import signal
 import sys
 import threading
@@ -23,14 +25,16 @@ LIBRARIES = {  # modules to import; jinja2 imports some of its own late
     "llguidance": ("llguidance",),
 }
 MAX_MESSAGE = 300  # characters of an error's message
+TIMERS = ("SIGALRM", "SIGPROF")  # signals of all time, and of a process's own
+GRACE_S = 2.0  # for a copy of the process whose time is up to end
 
 
 class JobError(Exception):
     """A job that failed.
 
     Attributes:
-        kind: `syntax`, `memory`, `output` or `failed`, as in `worker.WorkerError`; `start` for a
-            process that cannot do any job.
+        kind: `syntax`, `memory`, `output`, `time`, `died` or `failed`, as in `worker.WorkerError`;
+            `start` for a process that cannot do any job.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -57,7 +61,7 @@ def prepare(options: dict[str, Any]) -> None:
     import resource  # not above, where the parent would need it: Windows has none
 
     sys.path[:] = options["path"]
-    timers = {signal.SIGALRM, signal.SIGPROF}  # of all time, and of this process's own
+    timers = {signal.Signals[name] for name in TIMERS}
     for timer in timers:  # the parent may ignore or block them
         signal.signal(timer, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, timers)
@@ -177,19 +181,42 @@ class Handler:
         self.tokenizer.no_padding()
 
     def try_grammar(self, job: Job) -> dict[str, Any]:
-        """Compile a grammar and make its first mask, on a stack of limited size; see `tried`."""
-        found: list[dict[str, Any]] = []
-        signal.setitimer(signal.ITIMER_PROF, job["cpu_seconds"])
-        try:
-            threading.stack_size(job["stack_bytes"])
-            work = threading.Thread(target=lambda: found.append(tried(self.vocabulary, job)))
-            work.start()
-            work.join()
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        if not found:
-            raise JobError("failed", "the library failed")
-        return found[0]
+        """Compile a grammar and make its first mask in a copy of this process; see `tried`.
+
+        The end of the copy gives back all memory, and costs this process nothing where a limit of
+        time or a full stack ends it.
+        """
+        signal.setitimer(signal.ITIMER_REAL, job["seconds"] + GRACE_S)
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if not pid:
+            try:
+                os.write(writing, reply_of_copy(self.vocabulary, job))
+            finally:
+                os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            data = pipe.read()
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        name = signal.Signals(-status).name if status < 0 else ""
+        if name in TIMERS:
+            raise JobError("time", "out of time")
+        if name or not data:
+            raise JobError("died", name or "no result")
+        result: dict[str, Any] = json.loads(data)
+        return result
+
+
+def reply_of_copy(vocabulary: Any, job: Job) -> bytes:
+    """Result of `tried` as JSON, on a stack of limited size and in limited time."""
+    found: list[dict[str, Any]] = []
+    signal.setitimer(signal.ITIMER_REAL, job["seconds"])
+    signal.setitimer(signal.ITIMER_PROF, job["cpu_seconds"])
+    threading.stack_size(job["stack_bytes"])
+    work = threading.Thread(target=lambda: found.append(tried(vocabulary, job)))
+    work.start()
+    work.join()
+    return json.dumps(found[0]).encode() if found else b""
 
 
 def vocabulary_of(count: int, special: dict[str, str], stops: list[int]) -> Any:
@@ -223,22 +250,51 @@ def vocabulary_of(count: int, special: dict[str, str], stops: list[int]) -> Any:
 
 
 def tried(vocabulary: Any, job: Job) -> dict[str, Any]:
-    """The error of a grammar, empty if it can be used, and whether it has more symbols than few."""
+    """What a grammar takes: its error, empty if it can be used, its size, and its bytes.
+
+    `large` says that it has more symbols than few. `bytes` is None where the system does not tell.
+    """
     limits = job["limits"]
-    small = grammar_error(vocabulary, job["grammar"], limits | {"max_grammar_size": job["few"]})
-    large = bool(small)
-    error = grammar_error(vocabulary, job["grammar"], limits) if large else ""
-    return {"error": error, "large": large}
+    few = job["few"]
+    found = compiled(vocabulary, job["grammar"], limits | {"max_grammar_size": few})
+    large = bool(found["error"])
+    return (compiled(vocabulary, job["grammar"], limits) if large else found) | {"large": large}
 
 
-def grammar_error(vocabulary: Any, grammar: str, limits: dict[str, Any]) -> str:
-    """Reason why a grammar cannot be used; empty if it can."""
+def compiled(vocabulary: Any, grammar: str, limits: dict[str, Any]) -> dict[str, Any]:
+    """Error and bytes of a grammar behind its first mask."""
     from llguidance import LLMatcher, LLParserLimits
 
+    before = allocated_bytes()
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LLParserLimits(**limits))
     matcher.compute_bitmask()  # finds what only shows when it is used
+    after = allocated_bytes()
     error: str = matcher.get_error() if matcher.is_error() else ""
-    return error
+    taken = None if before is None or after is None else max(0, after - before)
+    return {"error": error, "bytes": taken}
+
+
+class MallInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks"),
+            *("fordblks", "keepcost"),
+        )
+    )
+
+
+def allocated_bytes() -> int | None:
+    """Bytes that this process has allocated; None without glibc 2.33."""
+    try:
+        count = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError, TypeError):
+        return None
+    count.restype = MallInfo
+    found = count()
+    return int(found.uordblks + found.hblkhd)
 
 
 def ids_of_marked(tokenizer: Any, text: str, framed: bool, mark: str) -> list[int]:

@@ -14,7 +14,7 @@ from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.machine.system import install_command, install_hint
 from lowbit.formats.shell.config_file import config_option
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import finite
+from lowbit.formats.shell.options import finite, parse_size
 from lowbit.formats.shell.output import note
 from lowbit.formats.shell.sections import Sectioned
 from lowbit.runtime.cli.options import (
@@ -28,7 +28,7 @@ from lowbit.runtime.cli.options import (
     speculate_options,
     with_load_options,
 )
-from lowbit.runtime.engine.load_options import MOST_SEQUENCES, SEQUENCES
+from lowbit.runtime.engine.load_options import FEW_SEQUENCES, MOST_SEQUENCES, SEQUENCES, SHORT
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.load_options import LoadOptions
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 PORT = 8000
 ANY = "*"  # a name for every name
 QUEUE = 64
+GRAMMAR_MEMORY = "1GB"
 TIMEOUT_S = 600.0
 DAY_S = 86_400.0
 MOST_QUEUE = 65_536
@@ -87,6 +88,13 @@ MOST_QUEUE = 65_536
     least=0,
     most=MOST_QUEUE,
 )
+@count_option(
+    "--client-sequences",
+    shown=f"all but one, of {FEW_SEQUENCES} or more",
+    help=f"Answers of one client that are made together; those of up to {SHORT} tokens may be "
+    "more.",
+    most=MOST_SEQUENCES,
+)
 @click.option(
     "--request-timeout",
     type=click.FloatRange(0, DAY_S, min_open=True),
@@ -108,6 +116,14 @@ MOST_QUEUE = 65_536
     shown="no limit",
     help="Tokens of reasoning before the answer must begin, where a request names none.",
     least=0,
+)
+@click.option(
+    "--grammar-memory",
+    callback=parse_size,
+    metavar="SIZE",
+    default=GRAMMAR_MEMORY,
+    show_default=True,
+    help="Memory of the grammars of all requests; one that does not fit waits.",
 )
 @click.option("--log-prompts", is_flag=True, help="Write prompts and answers to the log.")
 @click.option(
@@ -136,9 +152,11 @@ def serve(
     api_key: str | None,
     no_auth: bool,
     queue: int,
+    client_sequences: int | None,
     request_timeout: float,
     served_name: Sequence[str],
     max_thinking_tokens: int | None,
+    grammar_memory: int,
     log_prompts: bool,
     cors_origin: Sequence[str],
     options: "LoadOptions",
@@ -163,8 +181,10 @@ def serve(
         api_key=api_key,
         no_auth=no_auth,
         queue=queue,
+        client_sequences=client_sequences,
         request_timeout_s=request_timeout,
         max_thinking_tokens=max_thinking_tokens,
+        grammar_bytes=grammar_memory,
         log_prompts=log_prompts,
         cors_origins=tuple(cors_origin),
     )

@@ -183,6 +183,8 @@ class Engine:
         if not decoding:
             worked = bool(self._sent) or budget < chunk
             self._commit()
+            if not scheduler.running:
+                self.runner.batch = []  # holds sequences that have ended, with their constraints
             return worked
         recorded, read = self._recorded, 0
         if self.drafting is not None:

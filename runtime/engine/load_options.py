@@ -16,6 +16,8 @@ METHODS: tuple[Method, ...] = get_args(Method)
 DEVICES = (None, "auto", "cpu", "cuda")
 MOST_SEQUENCES = 64  # decoded together, from the command line
 SEQUENCES = 16  # decoded together, for a file of prompts
+FEW_SEQUENCES = 4  # of fewer, one client of a server may have all
+SHORT = 128  # new tokens of an answer that no client's share holds back
 
 Mode = Literal["off", "ngram", "mtp", "dflash", "auto"]  # who drafts
 MODES: tuple[Mode, ...] = get_args(Mode)

@@ -24,6 +24,7 @@ class TokenRequest:
         constraint: restricts its tokens, and belongs to this request alone; None allows all.
         prompt_logprobs: report the log-probabilities of the prompt's tokens and of this many
             likeliest tokens in their places; None reports none.
+        client: who asks; those who wait are served in turn.
     """
 
     prompt: tuple[int, ...]
@@ -33,6 +34,7 @@ class TokenRequest:
     message_ends: frozenset[int] = frozenset()
     constraint: Constraint | None = None
     prompt_logprobs: int | None = None
+    client: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,9 @@ class CheckedRequest:
     request: TokenRequest
     count: int
 
-    def answer(self, constraint: Constraint | None, seed: int | None = None) -> "CheckedRequest":
+    def answer(
+        self, constraint: Constraint | None, seed: int | None = None, client: str = ""
+    ) -> "CheckedRequest":
         """Copy of the request with a constraint and a seed of its own, for one of several answers.
 
         seed: None keeps that of the request.
@@ -55,9 +59,8 @@ class CheckedRequest:
         sampling = self.request.sampling
         if seed is not None:
             sampling = replace(sampling, seed=seed)
-        return replace(
-            self, request=replace(self.request, sampling=sampling, constraint=constraint)
-        )
+        own = replace(self.request, sampling=sampling, constraint=constraint, client=client)
+        return replace(self, request=own)
 
 
 @dataclass(frozen=True, slots=True)

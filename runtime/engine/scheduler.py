@@ -5,12 +5,13 @@ of a chunk: two prompts with a common prefix are cut at the same places inside i
 them leaves in the cache has the bytes that the other would compute.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection
 from collections.abc import Sequence as Ids
 from threading import Lock
 
 from lowbit.formats.errors import LowbitError, QueueFullError
+from lowbit.runtime.engine.load_options import SHORT
 from lowbit.runtime.engine.prefix_cache import Hit, PrefixCache, new_prefix, shared_pages
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Finish, Sequence
@@ -28,6 +29,7 @@ class Scheduler:
 
     Attributes:
         most_waiting: sequences beside those that run together; None for any number.
+        share: rows that longer answers of one client may have; None for all of them.
         room: rows, pages and snapshots.
         waiting: sequences without room.
         prompt: the sequence whose prompt runs; None without one.
@@ -43,6 +45,7 @@ class Scheduler:
             most_waiting: see `Scheduler`.
         """
         self._runner, self.most_waiting = runner, most_waiting
+        self.share: int | None = None
         self.room = Room(runner)
         self.waiting: deque[Sequence] = deque()
         self.prompt: Sequence | None = None
@@ -50,6 +53,7 @@ class Scheduler:
         self.reuse = Reuse()
         self._arriving = Lock()  # never held for longer than it takes to count
         self._arrived: deque[Sequence] = deque()  # since the last step
+        self._held_back = False  # all that wait, by their clients' shares
 
     @property
     def running(self) -> tuple[Sequence, ...]:
@@ -85,25 +89,50 @@ class Scheduler:
             if self._arrived[0] not in self.waiting:
                 self.waiting.append(self._arrived[0])
             self._arrived.popleft()
+            self._held_back = False
         for sequence in (*self.waiting, *self.decoding, self.prompt):
             if sequence is not None and sequence.cancelled:
                 self.end(sequence, "cancelled")
 
     def next_prompt(self) -> Sequence | None:
         """Sequence whose prompt runs next, given room if there is some; None without one."""
-        if self.prompt is None and self.waiting:
-            first = self.waiting[0]
-            scored = None if first.request.prompt_logprobs is None else 0
-            try:
-                opened = self.room.open(first, scored)
-            except Exception:  # of any kind: it must end with the step, or it fails for ever
-                self.prompt = self.waiting.popleft()
-                raise
-            if opened:
-                self.prompt = first
-                self.waiting.popleft()
-                self.reuse.count(first.reused)
+        if self.prompt is not None or not self.waiting or not self.room.rows.free:
+            return self.prompt
+        first = self._next_waiting()
+        if first is None:
+            return None
+        scored = None if first.request.prompt_logprobs is None else 0
+        try:
+            opened = self.room.open(first, scored)
+        except Exception:  # of any kind: it must end with the step, or it fails for ever
+            self.prompt = first
+            self.waiting.remove(first)
+            raise
+        if opened:
+            self.prompt = first
+            self.waiting.remove(first)
+            self.reuse.count(first.reused)
         return self.prompt
+
+    def _next_waiting(self) -> Sequence | None:
+        """The first sequence of the client that has the fewest rows; None if shares hold all back.
+
+        An answer that runs is never interrupted, so a client could take every row for long.
+        """
+        if self._held_back:
+            return None
+        rows = Counter(each.request.client for each in self.running)
+        found: Sequence | None = None
+        for each in self.waiting:
+            own = rows[each.request.client]
+            if self.share is not None and own >= self.share and each.count > SHORT:
+                continue
+            if found is None or own < rows[found.request.client]:
+                found = each
+            if not own:
+                break
+        self._held_back = found is None
+        return found
 
     def keep_prompt(self, sequence: Sequence) -> None:
         """Put the whole chunks of a finished prompt into the prefix cache."""
@@ -119,6 +148,7 @@ class Scheduler:
     def end(self, sequence: Sequence, why: Finish | LowbitError) -> None:
         """End a sequence in any phase; unless it failed, its tokens stay in the prefix cache."""
         phase = sequence.phase
+        self._held_back = False
         if isinstance(why, LowbitError):
             sequence.error = why
         else:
@@ -148,6 +178,7 @@ class Scheduler:
             sequence.phase = "waiting"
         self.prompt = None
         self.decoding.clear()
+        self._held_back = False
 
     def lose_queued(self, error: LowbitError) -> None:
         """End all sequences without room."""

@@ -53,6 +53,7 @@ class Answers:
         """Cancel the answers that are not complete."""
         if self._watcher is not None:
             self._watcher.cancel()
+            self._watcher = None  # it holds these answers, and with them their grammar
         if self._timer is not None:
             self._timer.cancel()
         if self._unfinished:
@@ -95,8 +96,7 @@ class Answers:
 
     async def _watch(self) -> None:
         """Cancel everything when the client leaves."""
-        while (await self.request.receive())["type"] != "http.disconnect":
-            pass
+        await leaving(self.request)
         self._left = True
         for job in self.jobs:
             job.cancel()
@@ -114,6 +114,12 @@ class Answers:
         if update.end is not None:
             self._unfinished -= 1
             record.add_end(update.end)
+
+
+async def leaving(request: Request) -> None:
+    """Wait until the client of a request whose body has been read leaves."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from lowbit.runtime.serve.apis import (
     tokens,
 )
 from lowbit.runtime.serve.apis.common import with_schemas
-from lowbit.runtime.serve.auth import check_access
+from lowbit.runtime.serve.auth import check_access, client_of
 from lowbit.runtime.serve.errors import ApiError, ClientLeftError, cut, internal, of_lowbit
 from lowbit.runtime.serve.logs import Record
 from lowbit.runtime.serve.service import Service, record_of
@@ -136,7 +136,8 @@ class Outermost:
             await self._app(scope, receive, send)
             return
         service = self._service
-        record = scope["lowbit.record"] = Record()
+        client = client_of(scope)
+        record = scope["lowbit.record"] = Record(client)
         status = 0
         path = scope["path"]
         asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
@@ -149,12 +150,13 @@ class Outermost:
             await send(message)
 
         service.active += 1
+        service.clients[client] += 1
         try:
             check_access(path, scope["headers"], scope["http_version"], service.settings)
             if path.endswith("\n"):  # the end of a route's pattern matches before it
                 raise ApiError(404, f"{scope['method']} {cut(path)}: Not Found")
             if scope["method"] == "POST":
-                service.check_pending()
+                service.check_pending(client)
             await self._app(asked, receive, noting)
         except ApiError as error:
             record.error = error.message
@@ -168,6 +170,9 @@ class Outermost:
             await internal().response(path)(scope, receive, noting)
         finally:
             service.active -= 1
+            service.clients[client] -= 1
+            if not service.clients[client]:
+                del service.clients[client]
             route = getattr(asked.get("route"), "path", "other")
             self._count(scope, record, route, status or CLIENT_LEFT)
 

@@ -27,6 +27,7 @@ class Record:
     """Facts of one request for its line of the log and for the metrics.
 
     Attributes:
+        client: who asks, by `auth.client_of`; not logged.
         started: time of its first byte, by `time.perf_counter`.
         prompt_tokens: tokens of all prompts.
         cached_tokens: prompt tokens that the cache held.
@@ -45,6 +46,7 @@ class Record:
         answers: text and calls of each answer, by its number, where the log shall have them.
     """
 
+    client: str = ""
     started: float = field(default_factory=time.perf_counter)
     prompt_tokens: int = 0
     cached_tokens: int = 0

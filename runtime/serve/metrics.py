@@ -127,12 +127,14 @@ class Collector:
         load: gives the engine's current load.
         model: value of the label `model_name`.
         positions: most drafts of a round; 0 without speculation, which then has no metrics.
+        grammars: gives the bytes of all grammars, and the number of those that wait for memory.
     """
 
     metrics: Metrics
     load: Callable[[], Load]
     model: str
     positions: int = 0
+    grammars: Callable[[], tuple[int, int]] = lambda: (0, 0)
 
     def collect(self) -> Iterator[Metric]:
         """All metrics."""
@@ -167,6 +169,11 @@ class Collector:
         for (path, status), count in sorted(found.responses.items()):
             responses.add_metric((path, str(status)), count)
         yield responses
+        size, waiting = self.grammars()
+        text = "Memory of the grammars of answers."
+        yield GaugeMetricFamily("lowbit:grammar_memory_bytes", text, value=size)
+        text = "Grammars that wait for memory."
+        yield GaugeMetricFamily("lowbit:num_grammars_waiting", text, value=waiting)
         if self.positions:
             yield from self._speculation(found.drafts.speculated)
 
@@ -201,10 +208,8 @@ class Collector:
         return found
 
 
-def new_registry(
-    metrics: Metrics, load: Callable[[], Load], model: str, positions: int = 0
-) -> CollectorRegistry:
-    """A registry with these metrics alone; arguments as in `Collector`."""
+def new_registry(collector: Collector) -> CollectorRegistry:
+    """A registry with the metrics of a collector alone."""
     registry = CollectorRegistry()
-    registry.register(Collector(metrics, load, model, positions))
+    registry.register(collector)
     return registry

@@ -2,19 +2,29 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 
 from lowbit.formats.errors import LowbitError
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.stream import TextRequest
-from lowbit.runtime.serve.answers import Answers
-from lowbit.runtime.serve.errors import ApiError, busy, failing, of_lowbit, shutting_down
+from lowbit.runtime.serve.answers import Answers, leaving
+from lowbit.runtime.serve.errors import (
+    ApiError,
+    ClientLeftError,
+    busy,
+    failing,
+    of_lowbit,
+    shutting_down,
+    timed_out,
+)
+from lowbit.runtime.serve.grammars import GrammarQueue
 from lowbit.runtime.serve.job import Job
 from lowbit.runtime.serve.logs import Record
 from lowbit.runtime.serve.metrics import Metrics
@@ -22,7 +32,7 @@ from lowbit.runtime.serve.settings import ServeSettings
 from lowbit.runtime.serve.worker import Mailbox, Worker
 
 THREADS = 4  # parse bodies, render templates and encode prompts
-LIMITING_THREADS = 2  # do the same for requests with a grammar, which may take seconds
+NEWCOMERS = 16  # requests beyond a full queue, of clients that have no other
 READING = 32  # requests whose bodies may be waited for, or read while the queue is full
 STALLED_S = 120.0  # longest time of one step, with the first use of its kernels
 STALLED_IN_PROMPT_S = 600.0  # the same while it runs a chunk of a prompt: large models on a CPU
@@ -87,9 +97,9 @@ class Service:
         created: time at which the server was started, seconds since 1970.
         draining: running requests may end, new ones are refused.
         active: number of requests that have not been answered.
+        clients: the same by client.
         executor: threads for work that would hold up the event loop.
-        limiting: threads for the same work of requests with a grammar, so that a costly one holds
-            up none without.
+        grammars: makes the grammars of requests, in threads of its own.
         pending: requests whose bodies have not come.
     """
 
@@ -99,16 +109,17 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     active: int = 0
+    clients: Counter[str] = field(default_factory=Counter)
     _worker: Worker | None = None
     executor: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="lowbit-text")
     )
-    limiting: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(
-            LIMITING_THREADS, thread_name_prefix="lowbit-grammar"
-        )
-    )
+    grammars: GrammarQueue = field(init=False)
     pending: PendingBodies = field(default_factory=lambda: PendingBodies(READING))
+
+    def __post_init__(self) -> None:
+        """Begin without a grammar."""
+        self.grammars = GrammarQueue(self.model.grammars, self.settings.grammar_bytes)
 
     @property
     def worker(self) -> Worker:
@@ -121,13 +132,15 @@ class Service:
         """Start the worker, on the event loop."""
         loop = asyncio.get_running_loop()
         self._worker = Worker(self.model.engine, loop, self.metrics)
+        rows = self.model.cache.sequences
+        self.model.engine.scheduler.share = self.settings.client_share(rows)
         self._worker.start()
 
     def stop(self) -> None:
         """End the worker and the threads."""
         self.worker.stop()
         self.executor.shutdown(wait=False, cancel_futures=True)
-        self.limiting.shutdown(wait=False, cancel_futures=True)
+        self.grammars.stop()
 
     @property
     def stalled(self) -> bool:
@@ -159,21 +172,40 @@ class Service:
                 code="model_not_found",
             )
 
-    async def in_thread(self, work: Callable[[], Result], limited: bool = False) -> Result:
+    async def in_thread(self, work: Callable[[], Result]) -> Result:
         """Run work in a thread, as it would hold up the event loop.
-
-        Args:
-            work: function to call.
-            limited: it prepares a grammar.
 
         Raises:
             ApiError: for a LowbitError.
         """
-        executor = self.limiting if limited else self.executor
         try:
-            return await asyncio.get_running_loop().run_in_executor(executor, work)
+            return await asyncio.get_running_loop().run_in_executor(self.executor, work)
         except LowbitError as error:
             raise of_lowbit(error) from None
+
+    async def unless_left(self, request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of what may take long, before the request begins to be answered.
+
+        Args:
+            request: its body has been read.
+            work: cancelled when the client leaves, and at the time limit of the request.
+
+        Raises:
+            ClientLeftError: the client left.
+            ApiError: 504.
+        """
+        limit = self.settings.request_timeout_s
+        task, watch = asyncio.create_task(work), asyncio.create_task(leaving(request))
+        try:
+            left_s = record_of(request).started + limit - time.perf_counter()
+            both = (task, watch)
+            await asyncio.wait(both, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise ClientLeftError if watch.done() else timed_out(limit)
+        finally:
+            task.cancel()
+            watch.cancel()
 
     def begin(self, request: Request, wanted: Sequence[TextRequest], record: Record) -> Answers:
         """Ask the engine for answers.
@@ -186,7 +218,7 @@ class Service:
         Raises:
             ApiError: 429 where the queue is full, 503 while the server ends or the engine is gone.
         """
-        self.check_open(len(wanted))
+        self.check_open(len(wanted), record.client)
         mailbox = Mailbox()
         jobs = [
             Job(index, each, mailbox, self.model.tokenizer, record.started)
@@ -200,11 +232,12 @@ class Service:
             self.worker.begin(job)
         return Answers(request, jobs, mailbox, record, self.settings.request_timeout_s, logs)
 
-    def check_open(self, answers: int) -> None:
+    def check_open(self, answers: int, client: str) -> None:
         """Refuse new answers where the server cannot generate them; errors as in `begin`.
 
         Args:
             answers: number of new answers.
+            client: who asks; the queue that others fill is not full for one that has nothing in it.
         """
         if self.draining:
             raise shutting_down()
@@ -212,7 +245,7 @@ class Service:
             raise failing()
         rows = self.model.cache.sequences
         waiting = self.worker.open + answers - rows
-        if waiting > self.settings.queue and self.worker.open:
+        if waiting > self.settings.queue + self._more_for(client) and self.worker.open:
             raise busy(self._retry_after(waiting))
         if answers > rows + self.settings.queue:
             raise ApiError(
@@ -221,7 +254,7 @@ class Service:
                 f"{rows + self.settings.queue}",
             )
 
-    def check_pending(self) -> None:
+    def check_pending(self, client: str) -> None:
         """Refuse a request before its body is read where too many are not answered.
 
         Those whose bodies have not come do not count: they give way, see `PendingBodies`.
@@ -229,11 +262,14 @@ class Service:
         Raises:
             ApiError: 429.
         """
-        if (
-            self.active - len(self.pending)
-            > self.model.cache.sequences + self.settings.queue + READING
-        ):
+        if self.active - len(
+            self.pending
+        ) > self.model.cache.sequences + self.settings.queue + READING + self._more_for(client):
             raise busy(1)
+
+    def _more_for(self, client: str) -> int:
+        """Places behind the queue for a client whose only request this is."""
+        return NEWCOMERS if self.clients[client] <= 1 else 0
 
     def _retry_after(self, waiting: int) -> int:
         """Seconds until there may be room: the mean time of answers so far, for all that wait."""

@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 
 from lowbit.formats.errors import RequestError
+from lowbit.runtime.engine.load_options import FEW_SEQUENCES
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 REQUEST_TIMEOUT_S = 600.0
 HEAD_TIMEOUT_S = 30.0
+GRAMMAR_BYTES = 1_000_000_000
 
 # Limits of one request.
 MOST_BODY_BYTES = 8 << 20  # a prompt of a million tokens takes 5 MB
@@ -39,9 +41,12 @@ class ServeSettings:
         api_key: key that requests must show; None asks for none.
         no_auth: requests need no key wherever they come from.
         queue: answers that may wait while others are generated.
+        client_sequences: longer answers of one client that are generated together; None for all
+            but one, of FEW_SEQUENCES or more.
         head_timeout_s: longest time for the headers of a request to come.
         request_timeout_s: longest time from a request to the end of its answer.
         max_thinking_tokens: limit of the reasoning where a request names none; None sets no limit.
+        grammar_bytes: memory that the grammars of all requests may take.
         log_prompts: write prompts and answers to the log.
         cors_origins: origins of web pages that may read answers; `*` is all.
         any_name: requests may use any name for the model.
@@ -53,9 +58,11 @@ class ServeSettings:
     api_key: str | None = None
     no_auth: bool = False
     queue: int = 64
+    client_sequences: int | None = None
     head_timeout_s: float = HEAD_TIMEOUT_S
     request_timeout_s: float = REQUEST_TIMEOUT_S
     max_thinking_tokens: int | None = None
+    grammar_bytes: int = GRAMMAR_BYTES
     log_prompts: bool = False
     cors_origins: tuple[str, ...] = ()
     any_name: bool = False
@@ -63,6 +70,12 @@ class ServeSettings:
     def has_name(self, name: str) -> bool:
         """True if requests may call the model so."""
         return self.any_name or name in self.names
+
+    def client_share(self, sequences: int) -> int:
+        """Rows that longer answers of one client may have, of so many."""
+        if self.client_sequences is not None:
+            return self.client_sequences
+        return sequences - 1 if sequences >= FEW_SEQUENCES else sequences
 
 
 def check_exposure(host: str, api_key: str | None, no_auth: bool) -> None:

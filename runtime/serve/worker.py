@@ -157,6 +157,7 @@ class Worker:
             if job is None:
                 return False
             self._submit(job)
+            del job  # not kept while nobody asks
 
     def _submit(self, job: Job) -> None:
         if job.cancelled:
@@ -231,6 +232,8 @@ class Worker:
         cause = None if update.error is None else update.error.__cause__
         if cause is not None and explained(cause) is None:  # a bug, such as in a mask
             log.error("an answer failed", exc_info=cause)
+        if update.error is not None:  # its tracebacks hold the sequence, and that the error
+            update.error.__traceback__ = update.error.__cause__ = update.error.__context__ = None
         if update.last:
             job.answer = None
         self._outbox.append((job, update))

@@ -14,7 +14,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lowbit.formats.errors import RequestError
-from lowbit.runtime.text.grammar import MOST_BYTES, Grammar, GrammarConstraint
+from lowbit.runtime.text.grammar import Grammar, GrammarConstraint
+from lowbit.runtime.text.grammar_source import MOST_BYTES
 from lowbit.runtime.text.loose_schema import loosened
 from lowbit.runtime.text.tokenizer import Tokenizer
 from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, ArgumentTypes, CallForm, Tool, resolve

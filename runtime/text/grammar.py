@@ -6,52 +6,41 @@ process first, its size is limited, and so is the time that the masks of an answ
 this module needs no llguidance.
 """
 
-import json
-import math
-import re
+import hashlib
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowbit.formats.errors import RequestError, ResourceError
-from lowbit.formats.machine.system import install_hint
+from lowbit.formats.errors import RequestError
 from lowbit.formats.text.worker import Worker, WorkerError
-from lowbit.runtime.text.mask_time import MaskTime, Watch
+from lowbit.runtime.text.grammar_source import (
+    OWN_LIMITS,
+    GrammarSource,
+    choice_source,
+    lark_source,
+    llguidance,
+    reason_of,
+    regex_source,
+    schema_source,
+)
+from lowbit.runtime.text.mask_time import GrammarSize, MaskTime, Watch
 from lowbit.runtime.text.tokenizer import Tokenizer
 
-MOST_BYTES = 256 << 10  # of a schema, a regular expression or a grammar
-MOST_WORD = 4096  # bytes of a text that an answer must have; the time for a mask grows with them
-MOST_CHOICE = 64 << 10  # bytes of all texts of a choice
-MOST_LEVELS = 64  # of objects and lists inside each other in a schema
-# Between two parts of a JSON text: nothing, a space, or a line break with its indentation. Without
-# a bound a model may write nothing else.
-BLANK = r"( |\n[ \t]{0,32})?"
-JSON_NOTATION: Final = {"whitespace_pattern": BLANK, "whitespace_flexible": True}
-WORDS = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\]|\\.)*/')  # literals of a Lark grammar
-LIMITS = {
-    "max_lexer_states": 50_000,  # of 1 to 2 kB
-    "verbose_errors": False,  # they would quote the answer
-}
-# The time for a mask may grow with the cube of a grammar's symbols, of which a schema has 4 for a
-# property that is required and 8 for another one. A schema can hardly be as ambiguous as a grammar
-# that somebody wrote.
-# The library searches for ever for the bytes that come next where a repeated terminal may be empty,
-# and 5 ms a token where the next one of long texts is known.
-NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
-SCHEMA_LIMITS = LIMITS | {"max_grammar_size": 8000}
-OWN_LIMITS = LIMITS | {"max_grammar_size": 2000}
-NOTHING_FITS = "NoExtensionBias"  # what the library says where no text fits
 FEW_SYMBOLS = 500  # a mask of so few cannot take long
 # In the child, less than the 2 MB that a thread has at least: what fits there fits here. Masks take
 # less than 128 KB.
 STACK_BYTES = 3 << 19
-CPU_S = 1.0  # to compile; large schemas take 0.03
-WALL_S = 10.0  # the same on a busy machine
+CPU_S = 1.0  # to compile; large schemas take 0.3
+QUICK_S = 0.02  # the same for one that shall hold up no other; most schemas of one page take half
+WALL_S = 10.0  # to compile on a busy machine
+BYTES_A_LETTER = 100  # of a compiled grammar, where the system does not tell
+MOST_TRIED = 1024  # results of trials that are kept, of 200 bytes
 
 
 class GrammarConstraint:
@@ -114,21 +103,43 @@ class GrammarConstraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            reason = _first(self._matcher.get_error())
+            reason = reason_of(self._matcher.get_error())
             raise RequestError(f"the grammar cannot be followed any further: {reason}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grammar:
-    """A grammar that is ready for any number of answers."""
+    """A grammar that is ready for any number of answers.
+
+    They share the states of its lexer, whose number is limited. A server keeps no grammar for other
+    requests: one could fail for what another has written.
+
+    Attributes:
+        size: memory of the grammar.
+    """
 
     _matcher: Any
     _words: int
     _watch: Watch | None  # for masks that may take long
+    size: GrammarSize = field(default_factory=GrammarSize)
 
     def constraint(self) -> GrammarConstraint:
         """The constraint of one answer."""
-        return GrammarConstraint(self._matcher.deep_copy(), self._words, MaskTime(self._watch))
+        time = MaskTime(self._watch, self.size)
+        return GrammarConstraint(self._matcher.deep_copy(), self._words, time)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What is known of a grammar that can be used.
+
+    Attributes:
+        bytes: memory that it takes once it is compiled.
+        large: one of its masks may take long.
+    """
+
+    bytes: int
+    large: bool
 
 
 class Grammars:
@@ -146,116 +157,129 @@ class Grammars:
         self._stop_ids = sorted(id for id in stop_ids if id < vocab_size)
         self._lock = Lock()
         self._watch = Watch()
+        self._trials: OrderedDict[bytes, Trial] = OrderedDict()
 
     def json_schema(self, schema: Mapping[str, Any]) -> Grammar:
-        """JSON that a schema allows, its properties in the order of the schema.
-
-        Raises:
-            RequestError: no schema, one with keywords that are not implemented, or too large, too
-                deep or too costly.
-            ResourceError: llguidance is not installed.
-        """
-        what = "the JSON schema"
-        if not isinstance(schema, Mapping):
-            raise RequestError(f"{what} must be an object, got {type(schema).__name__}")
-        _check_schema(schema)
-        try:
-            text = json.dumps(schema, allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise RequestError(f"{what} is not plain JSON: {error}") from None
-        _check_size(text, what)
-        library = _llguidance().LLMatcher
-        try:
-            grammar = library.grammar_from_json_schema(
-                text, None, JSON_NOTATION | {"lenient": False}
-            )
-        except ValueError as error:
-            raise RequestError(f"{what} cannot be used: {_first(str(error))}") from None
-        return self._made(grammar, what, SCHEMA_LIMITS)
+        """JSON that a schema allows; see `schema_source`, and `compile` for errors."""
+        return self.made(schema_source(schema))
 
     def json_object(self) -> Grammar:
         """Any JSON object."""
         return self.json_schema({"type": "object"})
 
     def regex(self, pattern: str) -> Grammar:
-        """Text that a regular expression matches from its first character to its last.
-
-        Raises:
-            RequestError: no such expression, or too large or too costly a one.
-            ResourceError: llguidance is not installed.
-        """
-        what = "the regular expression"
-        _check_size(pattern, what, MOST_WORD)
-        return self._made(_llguidance().LLMatcher.grammar_from_regex(pattern), what, OWN_LIMITS)
+        """Text of a regular expression; see `regex_source`, and `compile` for errors."""
+        return self.made(regex_source(pattern))
 
     def choice(self, texts: Sequence[str]) -> Grammar:
-        """One of several texts.
-
-        Raises:
-            RequestError: the texts are too long in all, or no Unicode.
-            ResourceError: llguidance is not installed.
-        """
-        what, joined = "the choice", "".join(texts)
-        _check_size(joined, what, MOST_CHOICE)
-        grammar = f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, texts))}"
-        if len(joined) > MOST_WORD:
-            grammar += NO_FORCING
-        return self._made(_llguidance().LLMatcher.grammar_from_lark(grammar), what, OWN_LIMITS)
+        """One of several texts; see `choice_source`, and `compile` for errors."""
+        return self.made(choice_source(texts))
 
     def lark(self, text: str, limits: Mapping[str, Any] = OWN_LIMITS) -> Grammar:
-        """Text of a context-free grammar in llguidance's variant of Lark.
+        """Text of a context-free grammar; see `lark_source`, and `compile` for errors."""
+        return self.made(lark_source(text, limits))
 
-        There `<name>` is the added token of that name, such as `<think>`.
+    def made(self, source: GrammarSource) -> Grammar:
+        """The grammar of a source, tried before; errors as in `tried` and `compile`."""
+        trial = self.tried(source)
+        return self.compile(source, trial)
 
-        Args:
-            text: text of the grammar.
-            limits: limits of the library; `SCHEMA_LIMITS` where lowbit wrote the rules itself.
+    def tried(self, source: GrammarSource) -> Trial:
+        """Compile a source in a child process, where it can do no harm.
 
         Raises:
-            RequestError: no such grammar, or one that is too large, too deep or too costly.
-            ResourceError: llguidance is not installed.
+            RequestError: it cannot be used, or needs too much time, memory or stack.
+            ResourceError: llguidance is not installed, or the process cannot be started.
         """
-        what = "the grammar"
-        _check_size(text, what)
-        for word in WORDS.findall(text):
-            _check_size(word, f"a text in {what}", MOST_WORD)
-        if limits is OWN_LIMITS:
-            text += NO_FORCING
-        return self._made(_llguidance().LLMatcher.grammar_from_lark(text), what, limits)
+        try:
+            return self._tried(source, quick=False)
+        except WorkerError as failure:
+            match failure.kind:
+                case "time":
+                    reason = f"takes more than {CPU_S:g} s to prepare"
+                case "memory":
+                    reason = "takes too much memory to prepare"
+                case _:
+                    reason = f"is too deep or too large to be prepared ({failure})"
+            raise RequestError(f"{source.what} {reason}") from None
 
-    def _made(self, grammar: str, what: str, limits: Mapping[str, Any]) -> Grammar:
-        library = _llguidance()
+    def tried_quickly(self, source: GrammarSource) -> Trial | None:
+        """The same in QUICK_S, and beside trials that take longer.
+
+        Returns:
+            None where it fails for want of time, memory or stack: `tried` says for which.
+        """
+        try:
+            return self._tried(source, quick=True)
+        except WorkerError:
+            return None
+
+    def _tried(self, source: GrammarSource, quick: bool) -> Trial:
+        """Result of a trial, from before or from a child; raises WorkerError, too."""
+        key = hashlib.sha256(repr((source.text, source.limits)).encode()).digest()
         with self._lock:
-            tokens, child = self._tokens, self._child
-        large = _is_large(child, grammar, what, limits)
-        matcher = library.LLMatcher(
-            tokens, grammar, log_level=0, limits=library.LLParserLimits(**limits)
+            child = self._children[quick]
+            known = self._trials.get(key)
+        if known is not None:
+            return known
+        found = child.ask(
+            {
+                "do": "grammar",
+                "grammar": source.text,
+                "limits": dict(source.limits),
+                "few": FEW_SYMBOLS,
+                "cpu_seconds": QUICK_S if quick else CPU_S,
+                "stack_bytes": STACK_BYTES,
+            }
         )
-        made = Grammar(matcher, -(-self._vocab_size // 32), self._watch if large else None)
+        if found["error"]:
+            raise RequestError(f"{source.what} cannot be used: {reason_of(found['error'])}")
+        size = found["bytes"]
+        trial = Trial(len(source.text) * BYTES_A_LETTER if size is None else size, found["large"])
+        with self._lock:
+            self._trials[key] = trial
+            while len(self._trials) > MOST_TRIED:
+                self._trials.popitem(last=False)
+        return trial
+
+    def compile(self, source: GrammarSource, trial: Trial) -> Grammar:
+        """The grammar of a source that has been tried.
+
+        Raises:
+            RequestError: it cannot be used with the tokens of the model.
+        """
+        library = llguidance()
+        with self._lock:
+            tokens = self._tokens
+        limits = library.LLParserLimits(**source.limits)
+        matcher = library.LLMatcher(tokens, source.text, log_level=0, limits=limits)
+        watch = self._watch if trial.large else None
+        made = Grammar(matcher, -(-self._vocab_size // 32), watch, GrammarSize(trial.bytes))
         if not matcher.is_error():
             matcher = made.constraint().begun()  # finds what only shows when it is used
         if matcher.is_error():
-            raise RequestError(f"{what} cannot be used: {_first(matcher.get_error())}")
+            raise RequestError(f"{source.what} cannot be used: {reason_of(matcher.get_error())}")
         return made
 
     @cached_property
     def _tokens(self) -> Any:
         """The library's view of the tokenizer."""
-        if not self._stop_ids:
-            raise RequestError("the model has no stop token, so no grammar can end its answers")
         view = _Tokens(self._tokenizer, self._vocab_size, self._stop_ids[0])
-        return _llguidance().LLTokenizer(view, n_vocab=self._vocab_size, eos_token=self._stop_ids)
+        return llguidance().LLTokenizer(view, n_vocab=self._vocab_size, eos_token=self._stop_ids)
 
     @cached_property
-    def _child(self) -> Worker:
-        """The process that tries grammars."""
+    def _children(self) -> tuple[Worker, Worker]:
+        """The processes that try grammars: any, and quick ones."""
+        if not self._stop_ids:
+            raise RequestError("the model has no stop token, so no grammar can end its answers")
         vocabulary = {
             "do": "vocabulary",
             "count": self._vocab_size,
             "special": _special(self._tokenizer, self._vocab_size),
             "stops": self._stop_ids,
         }
-        return Worker(WALL_S, library="llguidance", prelude=vocabulary)
+        slow, quick = (Worker(WALL_S, library="llguidance", prelude=vocabulary) for _ in range(2))
+        return slow, quick
 
 
 class _Tokens:
@@ -283,108 +307,3 @@ def _special(tokenizer: Tokenizer, count: int) -> dict[int, str]:
     """Names of the added tokens with an id below `count`."""
     added = tokenizer.text.hub.get_added_tokens_decoder()
     return {id: token.content for id, token in added.items() if id < count}
-
-
-def _is_large(child: Worker, grammar: str, what: str, limits: Mapping[str, Any]) -> bool:
-    """Compile a grammar in a child process; true if its masks have to be watched.
-
-    Raises:
-        RequestError: it cannot be used, or needs too much time, memory or stack.
-        ResourceError: the process cannot be started.
-    """
-    job = {"do": "grammar", "grammar": grammar, "limits": dict(limits), "few": FEW_SYMBOLS}
-    try:
-        found = child.ask(job | {"cpu_seconds": CPU_S, "stack_bytes": STACK_BYTES})
-    except WorkerError as failure:
-        match failure.kind:
-            case "time":
-                reason = f"takes more than {CPU_S:g} s to prepare"
-            case "memory":
-                reason = "takes too much memory to prepare"
-            case _:
-                reason = f"is too deep or too large to be prepared ({failure})"
-        raise RequestError(f"{what} {reason}") from None
-    if found["error"]:
-        raise RequestError(f"{what} cannot be used: {_first(found['error'])}")
-    return bool(found["large"])
-
-
-def _llguidance() -> Any:
-    """The library.
-
-    Raises:
-        ResourceError: it is not installed.
-    """
-    try:
-        import llguidance
-    except ImportError as error:
-        raise ResourceError(
-            f"grammars need llguidance: {error}", hint=install_hint("serve")
-        ) from None
-    return llguidance
-
-
-def _check_size(text: str, what: str, most: int = MOST_BYTES) -> None:
-    if not isinstance(text, str):
-        raise RequestError(f"{what} must be text, got {type(text).__name__}")
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError as error:
-        raise RequestError(f"{what} is not valid Unicode: {error}") from None
-    if size > most:
-        raise RequestError(f"{what} has {size} bytes, the most are {most}")
-
-
-def _check_schema(schema: Mapping[str, Any]) -> None:
-    """Refuse what is nested too deeply, forces too long a text, or has a number out of range."""
-    level: list[object] = [schema]
-    for _ in range(MOST_LEVELS):
-        inner: list[object] = []
-        for each in level:
-            if isinstance(each, Mapping):
-                inner.extend(each.values())
-                _check_numbers(each)
-                _check_words([*each, each.get("const"), each.get("pattern"), *_listed(each)])
-            elif isinstance(each, list | tuple):
-                inner.extend(each)
-        if not inner:
-            return
-        level = inner
-    raise RequestError(f"the JSON schema has more than {MOST_LEVELS} levels")
-
-
-def _check_numbers(schema: Mapping[str, Any]) -> None:
-    """Refuse numbers that no JSON reader takes: those beyond 1.8e308, and NaN."""
-    for name, value in schema.items():
-        for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, int | float) and not _is_finite(number):
-                raise RequestError(f"`{name}` in the JSON schema is not a number below 1.8e308")
-
-
-def _is_finite(number: float) -> bool:
-    try:
-        return math.isfinite(number)
-    except OverflowError:  # of an integer
-        return False
-
-
-def _listed(schema: Mapping[str, Any]) -> list[object]:
-    values = schema.get("enum")
-    return values if isinstance(values, list) else []
-
-
-def _check_words(words: list[object]) -> None:
-    for word in words:
-        if isinstance(word, str):
-            _check_size(word, "a text in the JSON schema", MOST_WORD)
-
-
-def _first(message: str) -> str:
-    """The lines of a library's message that say what is wrong, without names of its own code."""
-    lines = [
-        line.strip() for line in message.replace("Expected f64", "Expected number").splitlines()
-    ]
-    if lines[:1] == [NOTHING_FITS]:
-        return "no text fits: a rule only leads back to itself, or a class of characters is empty"
-    said = [line for line in lines[1:] if line.startswith("error:")]
-    return " ".join([lines[0].rstrip(":") if lines else "no reason is known", *said])

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from lowbit.runtime.text.grammar import MOST_LEVELS
+from lowbit.runtime.text.grammar_source import MOST_LEVELS
 
 # What llguidance does not implement, whatever the values.
 UNHELD = frozenset(

@@ -1,8 +1,8 @@
-"""Limits of the time that the masks of an answer take, though none can be interrupted."""
+"""Time and memory that the masks of an answer take, though none can be interrupted."""
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from time import thread_time
@@ -15,10 +15,39 @@ BURST_S = 0.5
 MASK_S = 0.005
 WAIT_S = 0.5  # for a mask of a large grammar, on a busy machine
 MOST_LATE = 2  # masks that nobody waits for any more
+IDLE_S = 1.0  # until a thread without work ends
+# A mask that takes longer than usual does so for new states of the lexer. Of all grammars that were
+# tried with 151,936 tokens, none grew by more than 125 MB a second, nor by more than 48 MB.
+USUAL_S = 0.0002
+GROWTH_BYTES_A_S = 125e6
+MOST_GROWTH_BYTES = 48e6
 HINT = "give every text one derivation, and prefer long terminals to single letters"
 
 Work = Callable[[], object]
 Answer = SimpleQueue[BaseException | None]
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class GrammarSize:
+    """Memory of a grammar, which lives as long as anybody can follow it.
+
+    Attributes:
+        compiled: bytes of the grammar before its first answer.
+        grown: bytes that masks have added since, estimated by their time.
+    """
+
+    compiled: int = 0
+    grown: float = 0.0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in all."""
+        return self.compiled + int(self.grown)
+
+    def note(self, seconds: float) -> None:
+        """Count what masks have added that took so many seconds of the processor."""
+        more = GROWTH_BYTES_A_S * max(0.0, seconds - USUAL_S)
+        self.grown = min(MOST_GROWTH_BYTES, self.grown + more)
 
 
 @dataclass(slots=True)
@@ -28,10 +57,12 @@ class MaskTime:
     Attributes:
         watch: runs the masks of a grammar so large that one alone may take too long; None for
             others.
+        size: memory of the grammar.
         left_s: seconds that they may still take.
     """
 
     watch: "Watch | None"
+    size: GrammarSize = field(default_factory=GrammarSize)
     left_s: float = BURST_S
 
     def check(self) -> None:
@@ -48,7 +79,9 @@ class MaskTime:
         self.check()
         started = thread_time()
         work()
-        self.left_s -= thread_time() - started
+        spent = thread_time() - started
+        self.left_s -= spent
+        self.size.note(spent)
 
     def mask(self, work: Work) -> None:
         """Make a mask and count its time; errors as in `measure`, where it takes too long, too."""
@@ -101,8 +134,27 @@ class Watch:
 
     def _started(self) -> SimpleQueue[tuple[Work, Answer]]:
         inbox: SimpleQueue[tuple[Work, Answer]] = SimpleQueue()
-        Thread(target=_serve, args=(inbox,), name="lowbit-mask", daemon=True).start()
+        Thread(target=self._serve, args=(inbox,), name="lowbit-mask", daemon=True).start()
         return inbox
+
+    def _serve(self, inbox: SimpleQueue[tuple[Work, Answer]]) -> None:
+        """Do one piece of work after another; end where none comes."""
+        while True:
+            try:
+                work, answer = inbox.get(timeout=IDLE_S)
+            except Empty:
+                with self._lock:
+                    if inbox not in self._idle:
+                        continue  # somebody has taken it, and its work comes
+                    self._idle.remove(inbox)
+                return
+            try:
+                work()
+            except BaseException as error:  # for the thread that waits
+                answer.put(error)
+            else:
+                answer.put(None)
+            del work, answer  # a matcher may be large
 
     def _await(self, inbox: SimpleQueue[tuple[Work, Answer]], answer: Answer) -> None:
         """Wait for the end of late work."""
@@ -114,16 +166,3 @@ class Watch:
     def _free(self, inbox: SimpleQueue[tuple[Work, Answer]]) -> None:
         with self._lock:
             self._idle.append(inbox)
-
-
-def _serve(inbox: SimpleQueue[tuple[Work, Answer]]) -> None:
-    """Do one piece of work after another."""
-    while True:
-        work, answer = inbox.get()
-        try:
-            work()
-        except BaseException as error:  # for the thread that waits
-            answer.put(error)
-        else:
-            answer.put(None)
-        del work, answer  # a matcher may be large

@@ -1,5 +1,6 @@
 """Free memory as the system reports it."""
 
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -21,3 +22,9 @@ def test_the_smaller_of_system_and_container_is_reported(
     assert memory.free_bytes("cpu") == 3_000_000 - 2_500_000 + 1_000_500
     (tmp_path / "memory.max").write_text("max\n")
     assert memory.free_bytes("cpu") == 5000 * 1024
+
+
+def test_freed_memory_goes_back_to_the_system_or_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory.give_back()
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())  # without glibc
+    memory.give_back()

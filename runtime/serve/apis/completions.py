@@ -24,7 +24,7 @@ from lowbit.runtime.serve.apis.common import (
 )
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.job import AnswerToken, Update
-from lowbit.runtime.serve.request.conversation import constraint_of_text
+from lowbit.runtime.serve.request.conversation import grammar_of_format
 from lowbit.runtime.serve.request.fields import (
     NEUTRAL,
     FormatFields,
@@ -33,11 +33,18 @@ from lowbit.runtime.serve.request.fields import (
     answer_options,
     format_of,
 )
-from lowbit.runtime.serve.request.prepare import begin, copies, read_answer_request, tokens_of
+from lowbit.runtime.serve.request.prepare import (
+    Limit,
+    Plan,
+    open_answers,
+    read_answer_request,
+    tokens_of,
+)
 from lowbit.runtime.serve.service import record_of
 from lowbit.runtime.serve.settings import MOST_IDS, MOST_PROMPTS
 from lowbit.runtime.serve.sse import EventStream
 from lowbit.runtime.text.answer import Piece
+from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.tokenizer import Tokenizer
 
 Ids = Annotated[list[int], Field(fail_fast=True, min_length=1, max_length=MOST_IDS)]
@@ -65,12 +72,10 @@ async def create(request: Request) -> Response:
     """Continue texts, or token ids, as they are."""
     service, body = await read_answer_request(request, CompletionBody)
     model = service.model
-    limited = any(getattr(body, name) is not None for name in FormatFields.model_fields)
-    wanted = await service.in_thread(lambda: requests_of(model, body), limited)
     form = format_of(body)
     record_of(request).leave_out(() if form is None else form.left_out)
-    opened = begin(request, service, body, wanted)
-    prompts = [list(each.tokens.request.prompt) for each in wanted]
+    opened = await open_answers(request, service, body, lambda: plan_of(model, body))
+    prompts = [list(each.tokens.request.prompt) for each in opened.wanted]
     head = {
         "id": new_id("cmpl-"),
         "object": "text_completion",
@@ -106,8 +111,8 @@ def prompts_of(model: Model, body: CompletionBody) -> list[list[int]]:
     return given
 
 
-def requests_of(model: Model, body: CompletionBody) -> list[TextRequest]:
-    """A request for every answer, those to one prompt next to each other.
+def plan_of(model: Model, body: CompletionBody) -> Plan:
+    """Requests to the engine for every prompt.
 
     Raises:
         RequestError, ApiError: the body cannot be served.
@@ -118,12 +123,17 @@ def requests_of(model: Model, body: CompletionBody) -> list[TextRequest]:
     options = answer_options(body, most, body.logprobs)
     if body.echo and (body.logprobs is not None or most == 0):
         options = replace(options, prompt_logprobs=body.logprobs or 0)
-    new_constraint = constraint_of_text(model, format_of(body))
+    format = format_of(body)
+    asked = None if format is None else grammar_of_format(format)
     wanted = [
         TextRequest(tokens_of(model, ids, options), options.stops, "raw")
         for ids in prompts_of(model, body)
     ]
-    return [one for each in wanted for one in copies(each, body.count, new_constraint)]
+    return Plan(wanted, body.count, asked, _constraint_of)
+
+
+def _constraint_of(limit: Limit) -> Constraint | None:
+    return None if limit is None else limit.constraint()
 
 
 def _choice(

@@ -6,7 +6,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from lowbit.formats.file_names import HTML_FILE
 from lowbit.runtime.engine.stats import load_of
-from lowbit.runtime.serve.metrics import new_registry
+from lowbit.runtime.serve.metrics import Collector, new_registry
 from lowbit.runtime.serve.service import service_of
 
 router = APIRouter(tags=["server"])
@@ -31,6 +31,12 @@ async def metrics(request: Request) -> Response:
     """Metrics for Prometheus."""
     service = service_of(request)
     engine = service.model.engine
-    positions = 0 if engine.drafting is None else engine.drafting.most
-    registry = new_registry(service.metrics, lambda: load_of(engine), service.name, positions)
-    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    memory = service.grammars.memory
+    collector = Collector(
+        service.metrics,
+        lambda: load_of(engine),
+        service.name,
+        positions=0 if engine.drafting is None else engine.drafting.most,
+        grammars=lambda: (memory.used, memory.waiting),
+    )
+    return Response(generate_latest(new_registry(collector)), media_type=CONTENT_TYPE_LATEST)

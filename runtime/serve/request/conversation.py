@@ -1,7 +1,7 @@
-"""A conversation to be answered, the same for every API: its prompt, options and constraint."""
+"""A conversation to be answered, the same for every API: its prompt, options and grammar."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,8 +18,16 @@ from lowbit.runtime.text.call_grammar import (
     grammar_of_text,
 )
 from lowbit.runtime.text.chat import output_start
-from lowbit.runtime.text.constraint import Constraint
-from lowbit.runtime.text.grammar import JSON_NOTATION, SCHEMA_LIMITS, Grammar
+from lowbit.runtime.text.grammar import Grammar
+from lowbit.runtime.text.grammar_source import (
+    JSON_NOTATION,
+    SCHEMA_LIMITS,
+    GrammarSource,
+    choice_source,
+    lark_source,
+    regex_source,
+    schema_source,
+)
 from lowbit.runtime.text.tools import (
     CLOSE_CALL,
     OPEN_CALL,
@@ -31,7 +39,6 @@ from lowbit.runtime.text.tools import (
 
 ChoiceMode = Literal["auto", "none", "required", "named"]
 FormatKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
-NewConstraint = Callable[[], Constraint | None]  # makes that of one answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +107,6 @@ class Conversation:
         """Tools that the prompt tells the model of."""
         return () if self.choice.mode == "none" else self.tools
 
-    @property
-    def limited(self) -> bool:
-        """True if a grammar limits the answer: its content or its calls."""
-        if self.format is not None:
-            return True
-        strict = any(tool.get("function", tool).get("strict") for tool in self.offered)
-        return self.choice.mode in ("required", "named") or strict
-
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
@@ -149,6 +148,27 @@ class Prompt:
     form: CallForm | None
 
 
+@dataclass(frozen=True, slots=True)
+class AskedGrammar:
+    """A grammar that a request asks for, and that has not been compiled.
+
+    Attributes:
+        source: text of the grammar.
+        param: field of the request that asks for it.
+        alone: a part of it that says more clearly what is wrong, where the whole cannot be used.
+        calls: ids of the tokens around the calls that alone follow it; None if all text does.
+    """
+
+    source: GrammarSource
+    param: str
+    alone: GrammarSource | None = None
+    calls: tuple[int, int] | None = None
+
+    def limit(self, grammar: Grammar) -> Grammar | StrictCalls:
+        """The limit of an answer that the compiled grammar is."""
+        return grammar if self.calls is None else StrictCalls(*self.calls, grammar)
+
+
 def encode(model: Model, conversation: Conversation) -> Prompt:
     """Encode the prompt of a conversation.
 
@@ -177,92 +197,72 @@ def can_switch_thinking(model: Model) -> bool:
     return model.template is not None and THINKING in model.template.source
 
 
-def no_constraint() -> None:
-    """The constraint of an answer in which any token may come: None."""
-
-
-def constraint_of_text(model: Model, format: AnswerFormat | None) -> NewConstraint:
-    """Constraint for text that continues a prompt.
-
-    Raises:
-        ApiError: the schema, expression or grammar cannot be used.
-    """
-    if format is None:
-        return no_constraint
-    return grammar_of_format(model, format).constraint
-
-
-def constraint_of(
-    model: Model,
-    conversation: Conversation,
-    prompt: Prompt,
-    budget: int | None,
-) -> NewConstraint:
-    """Constraint for the answer to a conversation.
+def asked_grammar(model: Model, conversation: Conversation, prompt: Prompt) -> AskedGrammar | None:
+    """The grammar of the answer to a conversation; None if any text may come.
 
     Args:
         model: model that answers.
         conversation: conversation to be answered.
         prompt: its prompt.
-        budget: most tokens of reasoning; None sets no limit.
 
     Raises:
         ApiError: a schema or grammar cannot be used, or two exclude each other.
     """
-    grammar: Grammar | StrictCalls | None = None
     if conversation.choice.mode in ("required", "named"):
         if conversation.format is not None:
             raise invalid(f"`tool_choice` excludes `{conversation.format.param}`", "tool_choice")
-        grammar = _grammar_of_calls(model, conversation, prompt)
-    elif conversation.format is not None and prompt.tools:
-        grammar = _grammar_of_either(model, conversation.format, conversation.parallel, prompt)
-    elif conversation.format is not None:
-        grammar = grammar_of_format(model, conversation.format)
-    elif any(tool.strict for tool in prompt.tools):
-        grammar = _grammar_of_strict(model, prompt)
-    if grammar is None and budget is None:
-        return no_constraint
-    return lambda: model.bounds.constraint(prompt.ids, prompt.begin, budget, grammar)
+        return _grammar_of_calls(model, conversation, prompt)
+    if conversation.format is not None and prompt.tools:
+        return _grammar_of_either(model, conversation.format, conversation.parallel, prompt)
+    if conversation.format is not None:
+        return grammar_of_format(conversation.format)
+    if any(tool.strict for tool in prompt.tools):
+        return _grammar_of_strict(model, prompt)
+    return None
 
 
-def grammar_of_format(model: Model, format: AnswerFormat) -> Grammar:
-    """The grammar of a format; errors as in `constraint_of_text`."""
-    grammars = model.grammars
+def grammar_of_format(format: AnswerFormat) -> AskedGrammar:
+    """The grammar of a format.
+
+    Raises:
+        ApiError: the schema, expression or grammar cannot be used.
+    """
     try:
         match format.kind:
             case "json_object":
-                return grammars.json_object()
+                source = schema_source({"type": "object"})
             case "json_schema":
-                return grammars.json_schema(format.schema)
+                source = schema_source(format.schema)
             case "regex":
-                return grammars.regex(format.text)
+                source = regex_source(format.text)
             case "choice":
-                return grammars.choice(format.choices)
+                source = choice_source(format.choices)
             case _:
-                return grammars.lark(format.text)
+                source = lark_source(format.text)
     except RequestError as error:
         raise invalid(str(error), format.param, "invalid_value") from None
+    return AskedGrammar(source, format.param)
 
 
 def _grammar_of_either(
     model: Model, format: AnswerFormat, parallel: bool, prompt: Prompt
-) -> Grammar:
+) -> AskedGrammar:
     """The grammar of an answer that has either calls or a format."""
     if format.kind not in ("json_object", "json_schema") or prompt.form is None:
         raise invalid(f"`{format.param}` excludes `tools`", format.param)
-    grammar_of_format(model, format)  # names what is wrong with the schema alone
+    alone = grammar_of_format(format).source
     schema = {"type": "object"} if format.kind == "json_object" else dict(format.schema)
     schema["x-guidance"] = JSON_NOTATION
     text = grammar_of(prompt.form, prompt.tools, "required", model.tokenizer, parallel)
     start, _, rest = text.partition("\n")
     try:
         whole = f"{start} | form\nform: %json {json.dumps(schema)}\n{rest}"
-        return model.grammars.lark(whole, SCHEMA_LIMITS)
+        return AskedGrammar(lark_source(whole, SCHEMA_LIMITS), format.param, alone)
     except RequestError as error:
         raise invalid(str(error), format.param, "invalid_value") from None
 
 
-def _grammar_of_calls(model: Model, conversation: Conversation, prompt: Prompt) -> Grammar:
+def _grammar_of_calls(model: Model, conversation: Conversation, prompt: Prompt) -> AskedGrammar:
     """The grammar of an answer that must have calls."""
     if prompt.form is None or not prompt.tools:
         raise invalid(
@@ -272,12 +272,12 @@ def _grammar_of_calls(model: Model, conversation: Conversation, prompt: Prompt) 
     named = choice.name if choice.mode == "named" and choice.name is not None else "required"
     try:
         text = grammar_of(prompt.form, prompt.tools, named, model.tokenizer, conversation.parallel)
-        return model.grammars.lark(text, SCHEMA_LIMITS)
+        return AskedGrammar(lark_source(text, SCHEMA_LIMITS), "tool_choice")
     except RequestError as error:
         raise invalid(str(error), "tool_choice", "invalid_value") from None
 
 
-def _grammar_of_strict(model: Model, prompt: Prompt) -> Grammar | StrictCalls | None:
+def _grammar_of_strict(model: Model, prompt: Prompt) -> AskedGrammar | None:
     """The grammar of an answer that may have calls; strict tools follow their schema.
 
     None where the template teaches no calls.
@@ -288,8 +288,8 @@ def _grammar_of_strict(model: Model, prompt: Prompt) -> Grammar | StrictCalls | 
     opening, closing = map(tokenizer.token_id, (OPEN_CALL, CLOSE_CALL))
     try:
         if opening is None or closing is None:
-            return model.grammars.lark(grammar_of_text(form, tools), SCHEMA_LIMITS)
-        rest = model.grammars.lark(grammar_of_rest(form, tools, tokenizer), SCHEMA_LIMITS)
+            return AskedGrammar(lark_source(grammar_of_text(form, tools), SCHEMA_LIMITS), "tools")
+        rest = lark_source(grammar_of_rest(form, tools, tokenizer), SCHEMA_LIMITS)
     except RequestError as error:
         raise invalid(str(error), "tools", "invalid_value") from None
-    return StrictCalls(opening, closing, rest)
+    return AskedGrammar(rest, "tools", calls=(opening, closing))

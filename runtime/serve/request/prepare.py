@@ -10,19 +10,19 @@ from typing import Generic, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
-from lowbit.formats.errors import SettingError
+from lowbit.formats.errors import LowbitError, RequestError, SettingError
 from lowbit.formats.files.strict_json import loads
 from lowbit.formats.sampling_ranges import SEEDS, SETTINGS
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import CheckedRequest, TokenRequest
 from lowbit.runtime.engine.stream import TextRequest
 from lowbit.runtime.serve.answers import Answers
-from lowbit.runtime.serve.errors import ApiError, ClientLeftError, invalid
+from lowbit.runtime.serve.errors import ApiError, ClientLeftError, invalid, of_lowbit
 from lowbit.runtime.serve.request.conversation import (
     AnswerOptions,
+    AskedGrammar,
     Conversation,
-    NewConstraint,
-    constraint_of,
+    asked_grammar,
     encode,
 )
 from lowbit.runtime.serve.request.explain import FEWER, WRONG, explained, got
@@ -35,10 +35,42 @@ from lowbit.runtime.serve.settings import (
     THREAD_BODY_BYTES,
 )
 from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.text.call_grammar import StrictCalls
+from lowbit.runtime.text.constraint import Constraint
+from lowbit.runtime.text.grammar import Grammar
 
 Schema = TypeVar("Schema", bound=BaseModel)
 OfModel = TypeVar("OfModel", bound=ModelBody)
 ForAnswers = TypeVar("ForAnswers", bound=AnswerBody)
+Limit = Grammar | StrictCalls | None  # of an answer
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a request asks of the engine, but for the grammar.
+
+    Attributes:
+        wanted: request to the engine for each prompt.
+        count: answers to each prompt.
+        asked: grammar that limits the answers; None for none.
+        constrain: gives the constraint of one answer under a limit.
+    """
+
+    wanted: Sequence[TextRequest]
+    count: int
+    asked: AskedGrammar | None
+    constrain: Callable[[Limit], Constraint | None]
+
+    def requests(self, client: str, limit: Limit = None) -> list[TextRequest]:
+        """The request of a client for each answer, with a constraint and a seed of its own."""
+        found = []
+        for one in self.wanted:
+            first = one.tokens.request.sampling.seed
+            for index in range(self.count):
+                seed = None if first is None else (first + index) % SEEDS
+                tokens = one.tokens.answer(self.constrain(limit), seed, client)
+                found.append(replace(one, tokens=tokens))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +117,57 @@ async def read_answer_request(
     service, body = await read_request(request, schema)
     record = record_of(request)
     record.ignored, record.stream = body.ignored(), bool(body.stream)
-    service.check_open(body.count)
+    service.check_open(body.count, record.client)
     return service, body
 
 
-def begin(
-    request: Request, service: Service, body: ForAnswers, wanted: Sequence[TextRequest]
+async def open_answers(
+    request: Request, service: Service, body: ForAnswers, new_plan: Callable[[], Plan]
 ) -> Opened[ForAnswers]:
-    """Ask the engine for all answers to a request; errors as in `Service.begin`."""
+    """Ask the engine for all answers to a request.
+
+    Args:
+        request: its body has been read.
+        service: see `Service`.
+        body: of the request.
+        new_plan: makes the plan of the request, in a thread.
+
+    Raises:
+        ApiError: the request cannot be served, or not now.
+        ClientLeftError: the client left while the grammar was made.
+    """
+
+    def prepare() -> tuple[Plan, list[TextRequest]]:
+        plan = new_plan()
+        return plan, plan.requests(client) if plan.asked is None else []
+
     record = record_of(request)
+    client = record.client
+    plan, wanted = await service.in_thread(prepare)
+    if plan.asked is not None:
+        limit = plan.asked.limit(await _grammar_of(request, service, plan.asked))
+        wanted = await service.in_thread(lambda: plan.requests(client, limit))
     record.prompt_tokens = sum(len(each.tokens.request.prompt) for each in wanted[:: body.count])
     answers = service.begin(request, wanted, record)
     return Opened(body, service.model, wanted, record.prompt_tokens, answers)
+
+
+async def _grammar_of(request: Request, service: Service, asked: AskedGrammar) -> Grammar:
+    """The grammar that a request asks for.
+
+    Raises:
+        ApiError: it cannot be used, or is not there in time.
+        ClientLeftError: the client left meanwhile.
+    """
+    try:
+        return await service.unless_left(request, service.grammars.make(asked.source))
+    except RequestError as error:
+        if asked.alone is not None:
+            await _grammar_of(request, service, AskedGrammar(asked.alone, asked.param))
+        message = f"{error}; {error.hint}" if error.hint else str(error)
+        raise invalid(message, asked.param, WRONG) from None
+    except LowbitError as error:
+        raise of_lowbit(error) from None
 
 
 async def open_conversation(
@@ -115,7 +186,7 @@ async def open_conversation(
 
     Raises:
         ApiError: the request cannot be served, or not now.
-        ClientLeftError: see `read_body`.
+        ClientLeftError: see `read_body` and `open_answers`.
     """
     service, body = await read_answer_request(request, schema)
     model, settings = service.model, service.settings
@@ -124,13 +195,13 @@ async def open_conversation(
     if conversation.format is not None:
         record_of(request).leave_out(conversation.format.left_out)
 
-    def prepare() -> list[TextRequest]:
+    def new_plan() -> Plan:
         options = options_of(body)
         prompt = encode(model, conversation)
         budget = conversation.budget
         if budget is None:
             budget = settings.max_thinking_tokens
-        new_constraint = constraint_of(model, conversation, prompt, budget)
+        asked = asked_grammar(model, conversation, prompt)
         one = TextRequest(
             tokens_of(model, prompt.ids, options),
             options.stops,
@@ -140,10 +211,13 @@ async def open_conversation(
             conversation.parallel,
             calls_in_pieces=bool(body.stream),
         )
-        return copies(one, body.count, new_constraint)
 
-    wanted = await service.in_thread(prepare, conversation.limited)
-    return begin(request, service, body, wanted)
+        def constrain(limit: Limit) -> Constraint | None:
+            return model.bounds.constraint(prompt.ids, prompt.begin, budget, limit)
+
+        return Plan([one], body.count, asked, constrain)
+
+    return await open_answers(request, service, body, new_plan)
 
 
 def tokens_of(model: Model, prompt: Sequence[int], options: AnswerOptions) -> CheckedRequest:
@@ -174,16 +248,6 @@ def _check_stop_ids(ids: Sequence[int], vocabulary: int) -> None:
             where = f"stop_token_ids[{index}]"
             expected = f"a token id from 0 to {vocabulary - 1}"
             raise invalid(f"`{where}` must be {expected}, got {got(id)}", where, WRONG)
-
-
-def copies(one: TextRequest, count: int, new_constraint: NewConstraint) -> list[TextRequest]:
-    """The request `count` times, each with a constraint and a seed of its own."""
-    first = one.tokens.request.sampling.seed
-    found = []
-    for index in range(count):
-        seed = None if first is None else (first + index) % SEEDS
-        found.append(replace(one, tokens=one.tokens.answer(new_constraint(), seed)))
-    return found
 
 
 def _sampling(model: Model, options: AnswerOptions) -> SamplingParams:

@@ -12,8 +12,8 @@ from click.testing import Result
 from safetensors.torch import load_file
 
 from lowbit.convert.cli.main import main
-from lowbit.convert.cli.options import parse_size
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
+from lowbit.formats.shell.options import parse_size
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli, Hashes, MakeModel

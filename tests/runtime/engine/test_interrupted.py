@@ -152,17 +152,22 @@ def test_what_was_cancelled_is_forgotten_too(
 
 
 class Interrupted(deque[Sequence]):
-    """A queue with Ctrl-C as its first one leaves, or when it has left."""
+    """A queue with Ctrl-C as one leaves, or when it has left."""
 
     at: str
 
     def popleft(self) -> Sequence:
-        if self.at == "leaves":
-            raise KeyboardInterrupt
-        left = super().popleft()
-        if self.at == "left":
-            raise KeyboardInterrupt
+        left = self[0]
+        self._take(super().popleft)
         return left
+
+    def remove(self, sequence: Sequence) -> None:
+        self._take(lambda: super(Interrupted, self).remove(sequence))
+
+    def _take(self, take: Callable[[], object]) -> None:
+        if self.at == "left":
+            take()
+        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("queue", ["_arrived", "waiting"])

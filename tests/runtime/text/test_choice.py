@@ -7,7 +7,8 @@ import pytest
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
-from lowbit.runtime.text.grammar import MOST_CHOICE, Grammar, Grammars
+from lowbit.runtime.text.grammar import Grammar, Grammars
+from lowbit.runtime.text.grammar_source import MOST_CHOICE
 from tests.runtime.text.test_grammar import ids_of
 from tests.short_models import Shorten
 

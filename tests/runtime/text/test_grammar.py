@@ -5,8 +5,9 @@ import json
 import random
 import re
 import sys
-from collections.abc import Callable
+from functools import partial
 from threading import Event
+from threading import enumerate as enumerate_threads
 from typing import Any
 
 import jsonschema
@@ -15,16 +16,14 @@ import torch
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError, ResourceError
-from lowbit.runtime.text import grammar as grammar_module
 from lowbit.runtime.text import mask_time
-from lowbit.runtime.text.grammar import (
+from lowbit.runtime.text.grammar import Grammar, Grammars
+from lowbit.runtime.text.grammar_source import (
     JSON_NOTATION,
     MOST_BYTES,
     MOST_LEVELS,
     MOST_WORD,
     SCHEMA_LIMITS,
-    Grammar,
-    Grammars,
 )
 from tests.runtime.serve.conftest import until
 from tests.short_models import Shorten
@@ -259,55 +258,6 @@ def test_a_token_that_the_grammar_forbids(grammars: Grammars) -> None:
         constraint.accept(65)
 
 
-def chained(levels: int, between: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-    """A schema in which `levels` definitions refer each to the next one."""
-    parts = {f"a{n}": between({"$ref": f"#/$defs/a{n + 1}"}) for n in range(levels)}
-    return {"$ref": "#/$defs/a0", "$defs": {**parts, f"a{levels}": {"type": "integer"}}}
-
-
-DEEP: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "reference": lambda inner: dict(inner),
-    "array": lambda inner: {"type": "array", "items": inner},
-    "object": lambda inner: {"type": "object", "properties": {"a": inner}},
-    "allOf": lambda inner: {"allOf": [inner]},
-    "anyOf": lambda inner: {"anyOf": [inner, {"type": "null"}]},
-}
-RULES = "start: r0\n" + "".join(f'r{n}: r{n + 1} "x"\n' for n in range(4000)) + 'r4000: "y"\n'
-TERMINALS = RULES.upper().replace("START", "start")
-
-
-@pytest.mark.parametrize("kind", DEEP)
-def test_a_deep_schema_is_refused_where_it_would_end_the_process(
-    grammars: Grammars, kind: str
-) -> None:
-    grammars.json_schema(chained(60, DEEP[kind]))
-    with pytest.raises(RequestError, match="the JSON schema is too deep or too large"):
-        grammars.json_schema(chained(3000, DEEP[kind]))
-    with pytest.raises(RequestError, match="the grammar is too deep or too large"):
-        grammars.lark(f"start: %json {json.dumps(chained(3000, DEEP[kind]))}", SCHEMA_LIMITS)
-    grammars.json_schema(SCHEMAS[0])
-
-
-@pytest.mark.parametrize("text", [RULES, TERMINALS], ids=["rules", "terminals"])
-def test_a_deep_grammar_is_refused_where_it_would_end_the_process(
-    grammars: Grammars, text: str
-) -> None:
-    with pytest.raises(RequestError, match="the grammar is too deep or too large"):
-        grammars.lark(text)
-
-
-def test_a_grammar_that_takes_long_to_prepare_is_refused(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And the next one is not."""
-    monkeypatch.setattr(grammar_module, "CPU_S", 0.1)
-    costly = {f"p{n}": {"type": "integer", "multipleOf": 99_991 - 2 * n} for n in range(30)}
-    with pytest.raises(RequestError, match=r"the JSON schema takes more than 0\.1 s to prepare"):
-        grammars.json_schema({"type": "object", "properties": costly})
-    monkeypatch.undo()
-    grammars.json_schema(PERSON)
-
-
 def test_rules_are_limited(grammars: Grammars) -> None:
     rules = "start: " + " | ".join(f'"a" r{n}' for n in range(800)) + "\n"
     rules += "".join(f'r{n}: "{n}" start?\n' for n in range(800))
@@ -376,6 +326,16 @@ def test_a_mask_of_a_large_grammar_is_not_waited_for(
     assert done == [1]
     with pytest.raises(ZeroDivisionError):
         third.mask(lambda: done.append(1 // 0))
+
+
+def test_threads_for_masks_end_without_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mask_time, "IDLE_S", 0.0)
+    watch, done = mask_time.Watch(), list[int]()
+    for number in range(30):
+        mask_time.MaskTime(watch).mask(partial(done.append, number))
+    assert done == [*range(30)]
+    until(lambda: not any(each.name == "lowbit-mask" for each in enumerate_threads()))
+    assert watch._idle == []
 
 
 def test_large_schemas_are_watched(grammars: Grammars) -> None:

@@ -16,7 +16,7 @@ from lowbit.runtime.serve.request.conversation import (
     AnswerFormat,
     Conversation,
     Prompt,
-    constraint_of,
+    asked_grammar,
     encode,
 )
 from lowbit.runtime.serve.request.fields import schema_format
@@ -245,9 +245,9 @@ def test_tools_beside_a_schema_leave_both_open(server: Running) -> None:
     model, tools = server.model, read_tools(TOOLS)
     asked = Conversation(STORY, TOOLS, format=schema_format(PLACE, "response_format"))
     prompt = Prompt(model.encode("Hi", thinking=False), "answer", tools, "json")
-    constraint = constraint_of(model, asked, prompt, None)()
-    assert constraint is not None
-    mask = constraint.mask()
+    found = asked_grammar(model, asked, prompt)
+    assert found is not None
+    mask = found.limit(model.grammars.made(found.source)).constraint().mask()
     assert mask is not None
     allowed = []
     for text in ("{", "<", "A"):
@@ -256,4 +256,4 @@ def test_tools_beside_a_schema_leave_both_open(server: Running) -> None:
     assert allowed == [True, True, False]
     other = replace(asked, format=AnswerFormat("regex", text="a"))
     with pytest.raises(ApiError, match="excludes"):
-        constraint_of(model, other, prompt, None)
+        asked_grammar(model, other, prompt)
