@@ -14,18 +14,17 @@ from torch import Tensor
 
 from lowbit.formats.architectures import read_config
 from lowbit.formats.errors import CheckpointError, FormatError
-from lowbit.formats.files.reading import check_regular, reopen
-from lowbit.formats.files.strict_json import loads
+from lowbit.formats.files.reading import check_regular
 from lowbit.formats.layout.packing import PACKED, SCALE, packed_words
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.safetensors.checkpoint import (
-    METADATA_KEY,
     Checkpoint,
     TensorInfo,
-    header_length,
     read_header,
+    read_metadata,
 )
 from lowbit.formats.safetensors.shards import METADATA, Shard, lay_out
+from lowbit.formats.safetensors.tensor_info import raw_bytes
 
 DRAFT_FOLDER = "draft"
 DRAFT_NAME = "head.safetensors"
@@ -93,11 +92,7 @@ def draft_head_bytes(head: DraftHead) -> bytes:
     """Content of the file."""
     parts = {IDS: head.ids, PACKED: head.packed, SCALE: head.scale}
     shard = _layout(len(head.ids), head.packed.shape[1], head.scale.shape[1])
-    data = [
-        parts[info.name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        for info in shard.tensors
-    ]
-    return b"".join([shard.header, *data])
+    return b"".join([shard.header, *(raw_bytes(parts[info.name]) for info in shard.tensors)])
 
 
 def _layout(rows: int, words: int, groups: int) -> Shard:
@@ -136,15 +131,7 @@ def _refused(what: str) -> FormatError:
 
 
 def _check_version(path: Path) -> None:
-    with reopen(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        raw = file.read(header_length(file.read(8), path.name, size))
-    try:
-        header = loads(raw)
-    except ValueError as error:
-        raise _refused(f"the header is not valid JSON: {error}") from None
-    metadata = header.get(METADATA_KEY) if isinstance(header, dict) else None
-    found = metadata.get(VERSION_KEY) if isinstance(metadata, dict) else None
+    found = read_metadata(path).get(VERSION_KEY)
     if found != VERSION:
         raise _refused(f"`{VERSION_KEY}` of its metadata is {found!r}, expected {VERSION!r}")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from lowbit.formats.errors import FormatError
 from lowbit.formats.file_names import QUALITY_FILE
-from lowbit.formats.layout.records import load_object
+from lowbit.formats.layout.records import broken_seal, load_object, take_seal
 from lowbit.formats.tasks import manifest_sha256
 
 SCHEMA = 3  # of quality.json
@@ -41,13 +41,14 @@ def read_judgement(folder: Path) -> Judgement | None:
 
     Raises:
         CheckpointError: not a regular file, or a link out of the folder or to nothing.
-        FormatError: malformed, or of a schema this release does not know.
+        FormatError: malformed, of a schema this release does not know, or changed since.
     """
     path = folder / QUALITY_FILE
     try:
         content = load_object(path, "schema", SCHEMA, REPORT_AGAIN)
     except FileNotFoundError:
         return None
+    intact = take_seal(content)
     verdict = _get(content, VERDICT, dict, path) or {}
     measured = _get(content, "manifest_sha256", str, path)
     logits = _get(content, "logits", dict, path)
@@ -55,6 +56,8 @@ def read_judgement(folder: Path) -> Judgement | None:
     title = _get(verdict, "title", str, path)
     if title is None or bits is None:
         raise FormatError(f"`{path}` has no title of a verdict, or no size", hint=REPORT_AGAIN)
+    if not intact:
+        raise broken_seal(path, REPORT_AGAIN)
     return Judgement(
         grade=_get(verdict, "grade", str, path),
         title=title,

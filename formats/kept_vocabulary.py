@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.formats.files.reading import read_bytes
-from lowbit.formats.layout.records import parse_object, record
+from lowbit.formats.layout.records import broken_seal, parse_object, record, sealed, take_seal
 
 KEPT_FILE = "kept_vocabulary.json"
 SCHEMA = 1
+AGAIN = "cut the vocabulary again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +102,8 @@ class KeptVocabulary:
         return {**content, "lengths": [{**row, **more} for row, more in rows]}
 
     def to_bytes(self) -> bytes:
-        """The file's content."""
-        return (json.dumps({"schema": SCHEMA, **asdict(self)}) + "\n").encode()
+        """The file's content, sealed."""
+        return (json.dumps({"schema": SCHEMA, **sealed(asdict(self))}) + "\n").encode()
 
 
 def read_kept_vocabulary(folder: Path) -> KeptVocabulary | None:
@@ -110,7 +111,7 @@ def read_kept_vocabulary(folder: Path) -> KeptVocabulary | None:
 
     Raises:
         CheckpointError: not a regular file, or a link out of the folder or to nothing.
-        FormatError: malformed, or of a schema this release does not know.
+        FormatError: malformed, of a schema this release does not know, or changed since.
     """
     path = folder / KEPT_FILE
     try:
@@ -124,7 +125,11 @@ def parse_kept_vocabulary(raw: bytes, path: Path) -> KeptVocabulary:
     """Read the file's content; `path` names it in messages.
 
     Raises:
-        FormatError: malformed, or of a schema this release does not know.
+        FormatError: malformed, of a schema this release does not know, or changed since.
     """
-    content = parse_object(raw, path, "schema", SCHEMA, hint="cut the vocabulary again")
-    return record(KeptVocabulary, content, str(path))
+    content = parse_object(raw, path, "schema", SCHEMA, AGAIN)
+    intact = take_seal(content)
+    found = record(KeptVocabulary, content, str(path))
+    if not intact:
+        raise broken_seal(path, AGAIN)
+    return found

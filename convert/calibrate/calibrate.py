@@ -6,7 +6,7 @@ that is being read, their activations and statistics, whatever the model's size.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -14,7 +14,14 @@ from torch import Tensor
 
 from lowbit.convert.calibrate.choose import choose_layer
 from lowbit.convert.calibrate.linear import Chosen, LinearQuantizer
-from lowbit.convert.calibrate.store import HEAD, Calibrated, LayerError, Store, layer_name
+from lowbit.convert.calibrate.store import (
+    HEAD,
+    Calibrated,
+    LayerError,
+    Store,
+    extended,
+    layer_name,
+)
 from lowbit.convert.calibrate.windows import Windows, begin
 from lowbit.convert.original.device import tensor_cores
 from lowbit.convert.original.layer import Layer, run
@@ -32,16 +39,19 @@ def calibrate(
     recipe: Recipe,
     schemes: Mapping[str, Scheme],
     store: Store,
+    identity: str,
     device: torch.device,
     progress: Progress,
 ) -> Calibrated:
     """Choose codes and scales of every linear of the decoder and of the head.
 
-    Layers that the store holds already are only passed through.
+    Layers that the store holds already are only passed through. A layer's identity there covers the
+    bytes of all weights up to it: they are hashed as they are read.
 
     Args:
         samples: [windows, T] int64 token ids; model's arguments are for sequences of T.
         schemes: of the linears to quantize, by module name; others stay as they are.
+        identity: names everything else that codes follow from.
 
     Raises:
         QuantizationError: activations are not finite.
@@ -51,14 +61,24 @@ def calibrate(
         method = recipe.method
         quantizer = LinearQuantizer(method, recipe.rule, device, pool)
         windows = begin(model, samples, device, method.from_original)
-        _choose_layers(model, windows, schemes, quantizer, store, progress)
+        identity = extended(identity, model.weights.checkpoint, _sources(model, [model.embedding]))
+        identity = _choose_layers(model, windows, schemes, quantizer, store, identity, progress)
         norm = load_norm(model, device)
         for states in windows.sets():
             run(norm, states, device, pool)
-        if "lm_head" in schemes and store.load(HEAD, schemes) is None:
-            head = quantizer.head(model, schemes["lm_head"], windows)
-            store.save(HEAD, {"lm_head": head}, schemes, None)
-    return store.finished([*map(layer_name, range(len(model.layers))), HEAD])
+        if "lm_head" in schemes:
+            ends = _sources(model, [f"{model.prefix}norm.weight", model.head])
+            identity = extended(identity, model.weights.checkpoint, ends)
+            if store.load(HEAD, identity, schemes) is None:
+                head = quantizer.head(model, schemes["lm_head"], windows)
+                store.save(HEAD, identity, {"lm_head": head}, schemes, None)
+    return store.finished()
+
+
+def _sources(model: LayeredModel, names: Iterable[str]) -> set[str]:
+    """Tensors of the checkpoint that some weights are made of."""
+    rotation = model.weights.rotation
+    return {name if rotation is None else rotation.source(name) for name in names}
 
 
 def _choose_layers(
@@ -67,23 +87,31 @@ def _choose_layers(
     schemes: Mapping[str, Scheme],
     quantizer: LinearQuantizer,
     store: Store,
+    identity: str,
     progress: Progress,
-) -> None:
-    """Choose all layers, one being read and one written while another is chosen."""
+) -> str:
+    """Choose all layers, one being read and one written while another is chosen.
+
+    Returns:
+        The identity of the last.
+    """
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
     with ThreadPoolExecutor(1) as later:  # a finished layer is written, come what may
         saved: Future[None] | None = None
-        for number, original in enumerate(_layers(model, quantizer.device, later)):
+        layers = _layers(model, identity, quantizer.device, later)
+        for number, (original, identity) in enumerate(layers):
             progress("calibrate", sum(sizes[:number]), sum(sizes))
-            chosen, error = _layer(model, number, original, windows, schemes, quantizer, store)
+            kept = store.load(layer_name(number), identity, schemes)
+            chosen, error = _layer(model, number, original, windows, schemes, quantizer, kept)
             if saved is not None:
                 saved.result()  # its error, if it has one; and one layer waits at a time
             if error is not None:
                 name = layer_name(number)
-                saved = later.submit(store.save, name, chosen, schemes, error)
+                saved = later.submit(store.save, name, identity, chosen, schemes, error)
         if saved is not None:
             saved.result()
         progress("calibrate", sum(sizes), sum(sizes))
+    return identity
 
 
 def _layer(
@@ -93,16 +121,16 @@ def _layer(
     windows: Windows,
     schemes: Mapping[str, Scheme],
     quantizer: LinearQuantizer,
-    store: Store,
+    kept: dict[str, Chosen] | None,
 ) -> tuple[dict[str, Chosen], LayerError | None]:
-    """Choose a layer's linears, or take those of the store, and pass all windows through it.
+    """Choose a layer's linears, or take those that are kept, and pass all windows through it.
 
     Returns:
-        The linears by module name, and their error; None where the store has them.
+        The linears by module name, and their error; None where they were kept.
     """
     prefix = f"{model.prefix}layers.{number}."
     layer = Layer(copy.deepcopy(original.module), original.arguments)
-    chosen, error = store.load(layer_name(number), schemes), None
+    chosen, error = kept, None
     if chosen is None:
         own = {m.removeprefix(prefix): s for m, s in schemes.items() if m.startswith(prefix)}
         found, error = choose_layer(quantizer, number, layer, original, own, windows)
@@ -117,12 +145,19 @@ def _layer(
 
 
 def _layers(
-    model: LayeredModel, device: torch.device, later: ThreadPoolExecutor
-) -> Iterator[Layer]:
-    """Decoder layers with their weights, each read while the one before it is used."""
-    ahead = later.submit(load_layer, model, 0, device)
+    model: LayeredModel, identity: str, device: torch.device, later: ThreadPoolExecutor
+) -> Iterator[tuple[Layer, str]]:
+    """Decoder layers with their weights and identities, each read while the one before is used."""
+    source = model.weights.checkpoint
+
+    def load(number: int, before: str) -> tuple[Layer, str]:
+        prefix = f"{model.prefix}layers.{number}."
+        names = [name for name in source.tensors if name.startswith(prefix)]
+        return load_layer(model, number, device), extended(before, source, names)
+
+    ahead = later.submit(load, 0, identity)
     for number in range(1, len(model.layers) + 1):
-        layer = ahead.result()
+        layer, identity = ahead.result()
         if number < len(model.layers):
-            ahead = later.submit(load_layer, model, number, device)
-        yield layer
+            ahead = later.submit(load, number, identity)
+        yield layer, identity

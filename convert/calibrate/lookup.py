@@ -7,7 +7,7 @@ experts and of what a CPU would take long for estimated (`sensitivity`).
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -23,7 +23,7 @@ from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.model import load_layered_model
-from lowbit.convert.original.progress import Meter, Progress
+from lowbit.convert.original.progress import Meter, Note, Progress
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
 from lowbit.convert.plan.memory import check_windows
@@ -41,7 +41,7 @@ from lowbit.convert.plan.sets import (
 )
 from lowbit.formats.architectures import read_config, tensor_table
 from lowbit.formats.architectures.names import any_expert, split_layer
-from lowbit.formats.errors import FormatError, QuantizationError, ResourceError
+from lowbit.formats.errors import FormatError, LowbitError, QuantizationError, ResourceError
 from lowbit.formats.files.atomic import attempt, check_place, disk_errors, replace_files
 from lowbit.formats.files.user_folders import user_folder
 from lowbit.formats.layout.manifest import SourceTensor, weights_digest
@@ -100,7 +100,7 @@ def find_or_estimate(
     weights: Weights,
     settings: Settings,
     progress: Progress,
-    note: Callable[[str], None] | None = None,
+    note: Note | None = None,
 ) -> Found:
     """Look up, or compute, the cost of each precision of each fused set of an original.
 
@@ -110,7 +110,7 @@ def find_or_estimate(
 
     Args:
         weights: of the original, not rotated.
-        note: told before the computation that it begins.
+        note: told before the computation that it begins, and of a damaged file in the cache.
 
     Raises:
         LowbitError: for anything that a file, an option or the machine causes.
@@ -127,10 +127,11 @@ def find_or_estimate(
         windows = _split(text.samples, count, LEARNED[device.type])
     identity = _identity(weights, text, windows, settings, progress)
     path = cache_file({**identity, "schema": SCHEMA, "groups": sorted(settings.groups)})
-    known = read_sensitivities(path).rows if path.exists() else ()
+    kept = _kept(path, identity, note)
+    known = () if kept is None else kept.rows
     bits = {RANKED_BITS, *settings.bits} - {row.bits for row in known}
-    if not bits:
-        return Found(read_sensitivities(path), path, is_new=False)
+    if kept is not None and not bits:
+        return Found(kept, path, is_new=False)
     choices = choices_of(sets, settings.groups, sorted(bits))
     try:
         check_file(path)
@@ -158,6 +159,23 @@ def find_or_estimate(
     found = Sensitivities(**identity, device=device.type, rows=_joined(sets, known, rows))
     failure = attempt(lambda: write_file(path, found.to_bytes()))
     return Found(found, path, is_new=True, failure=failure)
+
+
+def _kept(path: Path, identity: Mapping[str, Any], note: Note | None) -> Sensitivities | None:
+    """Sensitivities of the cache; None where it has none of this identity, or damaged ones."""
+    if not path.exists():
+        return None
+    try:
+        found = read_sensitivities(path)
+    except LowbitError as error:
+        if note is not None:
+            note(f"! {error}: computed again")
+        return None
+    if any(getattr(found, name) != value for name, value in identity.items()):
+        if note is not None:
+            note(f"! `{path}` is of other figures than its name says: computed again")
+        return None
+    return found
 
 
 def _passing_work(config: Mapping[str, Any]) -> float:

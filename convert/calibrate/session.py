@@ -15,7 +15,7 @@ from lowbit.convert.calibrate.store import Calibrated, Store
 from lowbit.convert.calibrate.windows import shuffled
 from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
 from lowbit.convert.original.model import load_layered_model
-from lowbit.convert.original.progress import Progress
+from lowbit.convert.original.progress import Note, Progress, unsaid
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
 from lowbit.convert.plan.calibration_cost import (
@@ -90,8 +90,9 @@ class Session:
 
     @property
     def digest(self) -> str:
-        """Identifies the plan, the text and the machine: equal in a resumed run."""
-        content = [self.plan.digest(), asdict(self.record)]
+        """Identifies the plan, the tokens and the machine: equal in a resumed run."""
+        tokens = hashlib.sha256(self.text.samples.contiguous().numpy().data).hexdigest()
+        content = [self.plan.digest(), asdict(self.record), tokens]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def check_memory(self) -> None:
@@ -106,13 +107,18 @@ class Session:
         need = calibration_memory(shapes, method, windows, place, torch.get_num_threads())
         check_memory(need, windows, place)
 
-    def run(self, folder: Path, progress: Progress) -> Calibrated:
+    def run(self, folder: Path, progress: Progress, note: Note = unsaid) -> Calibrated:
         """Choose all codes, keeping finished layers in `folder`.
+
+        Args:
+            folder: where the conversion is built.
+            progress: called with ("calibrate", done, in all).
+            note: told of layers that an earlier run kept and that are not used.
 
         Raises:
             LowbitError: the source cannot be read or calibrated.
         """
-        store = Store(folder, self.digest)
+        store = Store(folder, note)
         weights = Weights(self.source, None)
         if self.plan.recipe.method.rotate:
             weights = weights.rotated()
@@ -121,7 +127,9 @@ class Session:
             schemes = {module: scheme for module, scheme in self.plan.schemes.items() if scheme}
             samples = shuffled(self.text.samples)
             recipe = self.plan.recipe
-            return calibrate(model, samples, recipe, schemes, store, self.device, progress)
+            return calibrate(
+                model, samples, recipe, schemes, store, self.digest, self.device, progress
+            )
 
 
 def check_can_run(folder: Path, config: Mapping[str, Any]) -> None:

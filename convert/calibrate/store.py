@@ -1,23 +1,28 @@
 """Finished layers of a calibration: a file for each, beside the half-made shards.
 
 A file is there whole or not at all, so that an interrupted calibration goes on after the last
-finished layer. Codes are kept packed.
+finished layer, and is sealed: a layer whose file is damaged, or follows from other weights, is
+calibrated again. Codes are kept packed.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as serialize
 from torch import Tensor
 
 from lowbit.convert.calibrate.linear import Chosen
-from lowbit.formats.files.atomic import replace_file
+from lowbit.convert.original.progress import Note
+from lowbit.formats.errors import ResourceError
 from lowbit.formats.layout.packing import pack, unpack
 from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.machine.cores import core_count
+from lowbit.formats.safetensors.checkpoint import Checkpoint
+from lowbit.formats.safetensors.hashing import hash_tensor
+from lowbit.formats.safetensors.sealed import Sealed, open_sealed, write_sealed
 
 PREFIX = ".calibrated-"  # hidden, as the journal is
 HEAD = "head"
@@ -49,29 +54,33 @@ class LayerError:
 class Calibrated:
     """Codes and scales that are already chosen."""
 
-    files: Mapping[str, Path]  # where each linear's are, by module name
+    files: Mapping[str, Checkpoint]  # holding each linear's, by module name
     errors: tuple[LayerError, ...]  # of every layer
 
     def rows(
         self, module: str, scheme: Scheme, K: int, start: int, stop: int
     ) -> tuple[Tensor, Tensor]:
         """Codes [rows, K] int8 and scales [rows, K/G] bfloat16 of some rows of a linear."""
-        with safe_open(self.files[module], "pt") as file:
-            words = file.get_slice(f"{module}.codes")[start:stop]
-            scale = file.get_slice(f"{module}.scale")[start:stop]
+        words = self.files[module].read_rows(f"{module}.codes", start, stop)
+        scale = self.files[module].read_rows(f"{module}.scale", start, stop)
         return unpack(words, scheme.bits, K), scale
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Store:
-    """Calibrated linears in a folder."""
+    """Calibrated linears in a folder.
+
+    Identities name all that a layer's codes follow from; a file of another is as good as absent.
+    """
 
     folder: Path  # where the conversion is built
-    digest: str  # identifies plan, text and method; files of another are as good as absent
+    note: Note  # told of files that are there and are not used
+    _identities: dict[str, str] = field(default_factory=dict)  # of the files of this run, by name
 
     def save(
         self,
         name: str,
+        identity: str,
         chosen: Mapping[str, Chosen],
         schemes: Mapping[str, Scheme],
         error: LayerError | None,
@@ -84,51 +93,62 @@ class Store:
             tensors[f"{module}.scale"] = linear.scale.cpu()
             columns[module] = linear.codes.shape[1]
         facts = {"columns": columns, "error": error and asdict(error)}
-        metadata = {"digest": self.digest, "facts": json.dumps(facts)}
-        content = {key: value.contiguous() for key, value in tensors.items()}
-        replace_file(self._path(name), serialize(content, metadata))
+        write_sealed(self._path(name), tensors, facts, f"{identity} {name}")
+        self._identities[name] = identity
 
-    def load(self, name: str, schemes: Mapping[str, Scheme]) -> dict[str, Chosen] | None:
+    def load(
+        self, name: str, identity: str, schemes: Mapping[str, Scheme]
+    ) -> dict[str, Chosen] | None:
         """The linears of a layer by module name, None where it is not finished."""
         path = self._path(name)
-        facts = self._facts(path)
-        if facts is None:
+        if not path.exists():
             return None
+        file = open_sealed(path, f"{identity} {name}")
+        if file is None:
+            self.note(f"! `{path}` is damaged or of other weights: {name} is calibrated again")
+            return None
+        self._identities[name] = identity
         found = {}
-        with safe_open(path, "pt") as file:
-            for module, K in facts["columns"].items():
-                words = file.get_tensor(f"{module}.codes")
-                codes = unpack(words, schemes[module].bits, K)
-                found[module] = Chosen(codes, file.get_tensor(f"{module}.scale"))
+        for module, K in file.facts["columns"].items():
+            codes = unpack(file.content.read(f"{module}.codes"), schemes[module].bits, K)
+            found[module] = Chosen(codes, file.content.read(f"{module}.scale"))
         return found
 
-    def finished(self, names: Iterable[str]) -> Calibrated:
-        """All linears of finished layers, for the conversion to write."""
-        files: dict[str, Path] = {}
+    def finished(self) -> Calibrated:
+        """All linears of finished layers, for the conversion to write.
+
+        Raises:
+            ResourceError: the disk returns other bytes than this run has written or read.
+        """
+        files: dict[str, Checkpoint] = {}
         errors: list[LayerError] = []
-        for name in names:
-            path = self._path(name)
-            facts = self._facts(path) or {"columns": {}, "error": None}
-            files |= dict.fromkeys(facts["columns"], path)
-            if facts["error"] is not None:
-                error = facts["error"]
-                tokens = tuple(error["expert_tokens"])
-                errors.append(LayerError(**{**error, "expert_tokens": tokens}))
-        return Calibrated(files, tuple(errors))
+        names = sorted(self._identities)
+        with ThreadPoolExecutor(core_count()) as pool:
+            for file in pool.map(self._read_back, names):
+                files |= dict.fromkeys(file.facts["columns"], file.content)
+                if (error := file.facts["error"]) is not None:
+                    tokens = tuple(error["expert_tokens"])
+                    errors.append(LayerError(**{**error, "expert_tokens": tokens}))
+        return Calibrated(files, tuple(sorted(errors, key=lambda row: row.layer)))
+
+    def _read_back(self, name: str) -> Sealed:
+        path = self._path(name)
+        file = open_sealed(path, f"{self._identities[name]} {name}") if path.exists() else None
+        if file is None:
+            raise ResourceError(
+                f"`{path}` reads back with other bytes than were written",
+                hint="check the disk, then run the same command again",
+            )
+        return file
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{PREFIX}{name}.safetensors"
 
-    def _facts(self, path: Path) -> dict[str, Any] | None:
-        """Facts of a file besides its tensors; None where this calibration has no such file."""
-        if not path.exists():
-            return None
-        try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-        except SafetensorError:
-            return None
-        if metadata.get("digest") != self.digest:
-            return None
-        facts: dict[str, Any] = json.loads(metadata["facts"])
-        return facts
+
+def extended(identity: str, source: Checkpoint, names: Iterable[str]) -> str:
+    """Identity of what follows from another one, and from the bytes of some tensors."""
+    rows = [
+        [name, info.dtype_name, list(info.shape), hash_tensor(source.folder / info.file, info)]
+        for name, info in ((name, source.tensors[name]) for name in sorted(names))
+    ]
+    return hashlib.sha256(json.dumps([identity, rows]).encode()).hexdigest()

@@ -1,6 +1,6 @@
 """From the options of a command to the plan of a conversion, and its time and memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from lowbit.convert.calibrate.lookup import (
 )
 from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.cli.tables import target as render
-from lowbit.convert.original.progress import Progress
+from lowbit.convert.original.progress import Note, Progress
 from lowbit.convert.pipeline.estimate import Estimate, automatic_plan, estimate
 from lowbit.convert.plan.allocate import Allocation, Target, allocate
 from lowbit.convert.plan.method import RTN, Method
@@ -25,8 +25,6 @@ from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.sensitivities import Row
 from lowbit.convert.plan.sets import choices_of, fused_sets
 from lowbit.formats.safetensors.checkpoint import Checkpoint
-
-Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)

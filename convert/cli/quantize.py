@@ -114,6 +114,7 @@ def quantize(
     from lowbit.convert.measure.gate import gate_json, hold
     from lowbit.convert.original.answers import check_answers
     from lowbit.convert.original.device import open_device
+    from lowbit.convert.original.progress import unsaid
     from lowbit.convert.pipeline.conversion import Job, carry_out
     from lowbit.convert.pipeline.existing import can_continue, find_existing
     from lowbit.convert.pipeline.origin import remember
@@ -157,7 +158,9 @@ def quantize(
         if not ahead.method.calibrated:
             _check_calibration(calibration.file, target)
         job = Job(location, checkpoint, ahead.plan, place, calibration, draft_text)
-        conversion = find_existing(job, out, overwrite, progress) if continues else None
+        conversion = None
+        if continues:
+            conversion = find_existing(job, out, overwrite, progress, told or unsaid)
         if conversion is None:
             conversion = carry_out(
                 job,
@@ -165,6 +168,7 @@ def quantize(
                 max_ram=max_ram,
                 overwrite=overwrite,
                 progress=announced(progress, partial(announce, ahead, told)),
+                note=told,
             )
         if conversion.source.repo is None:
             remember(conversion.manifest.source, conversion.source.folder)

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from lowbit.convert.export.source import BLOCK_WEIGHTS, Linear, PackedSource
 from lowbit.convert.original.progress import Advance
-from lowbit.convert.pipeline.stream import raw_bytes
 from lowbit.formats.architectures.names import any_expert, expert_of
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.manifest import json_bytes
 from lowbit.formats.layout.packing import SCALE
 from lowbit.formats.safetensors.checkpoint import INDEX_FILE, Checkpoint
 from lowbit.formats.safetensors.shards import index_json, lay_out
-from lowbit.formats.safetensors.tensor_info import DTYPE_NAMES, TensorInfo
+from lowbit.formats.safetensors.tensor_info import DTYPE_NAMES, TensorInfo, raw_bytes
 
 Blocks = Callable[[], Iterable[Tensor]]
 Item = TypeVar("Item")

@@ -1,6 +1,6 @@
 """Long contexts: what packing costs at every distance, and what an INT8 cache adds to it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from lowbit.convert.original.device import open_device
 from lowbit.convert.original.evaluation_text import Text
 from lowbit.convert.original.long_text import LongText, long_text
 from lowbit.convert.original.model import LayeredModel, load_layered_model
-from lowbit.convert.original.progress import Meter, Progress, silent
+from lowbit.convert.original.progress import Meter, Note, Progress, silent
 from lowbit.convert.original.quiet import without_advice
 from lowbit.formats.architectures import read_config
 from lowbit.formats.errors import QuantizationError
@@ -34,7 +34,7 @@ def measure_long(
     text: Text,
     device: str = "cpu",
     progress: Progress = silent,
-    note: Callable[[str], None] | None = None,
+    note: Note | None = None,
 ) -> LongQuality:
     """Compare a packed model with its original, and its INT8 cache with a BF16 one, far back.
 

@@ -1,6 +1,6 @@
 """A packed checkpoint against its original on texts: the logit figures of a quality report."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +19,7 @@ from lowbit.convert.measure.record import Drafting, Flip, LogitQuality, Position
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.evaluation_text import EvalText, Text, tokenize
 from lowbit.convert.original.model import load_layered_model
-from lowbit.convert.original.progress import Meter, Progress, silent
+from lowbit.convert.original.progress import Meter, Note, Progress, silent
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.threads import alone_on_threads
 from lowbit.formats.architectures import read_config
@@ -32,8 +32,6 @@ NOISY = 32  # windows of the first text that also pass through the original in B
 WATCHED = 4  # windows on which outputs of linears are compared
 MOST_FLIPS = 12
 FLIP_CHARACTERS = 80  # of the text before one
-
-Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,14 @@ from lowbit.convert.measure.routing import Routing
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.formats.file_names import QUALITY_FILE
 from lowbit.formats.judgement import REPORT_AGAIN, SCHEMA, VERDICT
-from lowbit.formats.layout.records import finite, load_object, record
+from lowbit.formats.layout.records import (
+    broken_seal,
+    finite,
+    load_object,
+    record,
+    sealed,
+    take_seal,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,11 +344,11 @@ class QualityReport:
     long: LongQuality | None = None
 
     def to_json(self, verdict: Mapping[str, str | None] | None = None) -> dict[str, Any]:
-        """The object that quality.json holds; `verdict` has its grade and title."""
-        content: dict[str, Any] = finite({"schema": SCHEMA, **asdict(self)})
+        """The object that quality.json holds, sealed; `verdict` has its grade and title."""
+        content: dict[str, Any] = finite(asdict(self))
         if verdict is not None:
             content[VERDICT] = dict(verdict)
-        return content
+        return {"schema": SCHEMA, **sealed(content)}
 
     def to_bytes(self, verdict: Mapping[str, str | None] | None = None) -> bytes:
         """The file's content; see `to_json`."""
@@ -353,15 +360,18 @@ def read_quality(folder: Path) -> QualityReport | None:
 
     Raises:
         CheckpointError: not a regular file, or a link out of the folder or to nothing.
-        FormatError: malformed, of a schema this release does not know, or with figures that
-            cannot be.
+        FormatError: malformed, of a schema this release does not know, changed since it was
+            written, or with figures that cannot be.
     """
     path = folder / QUALITY_FILE
     try:
         content = load_object(path, "schema", SCHEMA, REPORT_AGAIN)
     except FileNotFoundError:
         return None
+    intact = take_seal(content)
     content.pop(VERDICT, None)  # it follows from the figures
     found = record(QualityReport, content, str(path))
     check_ranges(found, str(path))
+    if not intact:
+        raise broken_seal(path, REPORT_AGAIN)
     return found

@@ -8,10 +8,15 @@ from threading import Lock
 # "states"; of the others some measure of work.
 Progress = Callable[[str, int, int], None]
 Advance = Callable[[int], None]  # work done since the last call
+Note = Callable[[str], None]  # a line for whoever started the work
 
 
 def silent(phase: str, done: int, total: int) -> None:
     """Tell nobody."""
+
+
+def unsaid(text: str) -> None:
+    """Note nothing."""
 
 
 class Meter:

@@ -1,6 +1,7 @@
 """The conversion from start to finish; `lowbit.convert.convert` in Python."""
 
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,7 @@ from lowbit.convert.calibrate.store import LayerError
 from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.measure.weights import WeightQuality, quality_rows
 from lowbit.convert.original.device import open_device
-from lowbit.convert.original.progress import Meter, Progress, silent
+from lowbit.convert.original.progress import Meter, Note, Progress, silent, unsaid
 from lowbit.convert.original.rotation import held_bytes
 from lowbit.convert.original.token_counts import Vocabulary
 from lowbit.convert.pipeline.draft_head import (
@@ -37,7 +38,7 @@ from lowbit.convert.pipeline.journal import CompletedStep, Journal, open_journal
 from lowbit.convert.pipeline.place import partial_of, place_of
 from lowbit.convert.pipeline.stream import stream
 from lowbit.convert.plan.memory import block_elements
-from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
+from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, Step, make_plan
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.draft_head import DRAFT_FILE, draft_head_bytes
 from lowbit.formats.errors import CheckpointError, ResourceError
@@ -55,7 +56,13 @@ from lowbit.formats.layout.manifest import (
     weights_digest,
 )
 from lowbit.formats.machine.cores import core_count
-from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, Checkpoint, open_checkpoint
+from lowbit.formats.safetensors.checkpoint import (
+    CONFIG_FILE,
+    DTYPE_NAMES,
+    Checkpoint,
+    TensorInfo,
+    open_checkpoint,
+)
 from lowbit.formats.safetensors.hashing import hash_file, hash_shard, hash_tensor
 
 AGAIN = "free some space and run the same command again: finished tensors are kept"
@@ -144,6 +151,7 @@ def convert(
     calibration: CalibrationRequest | None = None,
     draft_text: Path | None = None,
     progress: Progress | None = None,
+    note: Note | None = None,
 ) -> Conversion:
     """Quantize a checkpoint into a packed one at `out`.
 
@@ -170,6 +178,7 @@ def convert(
             the bundled one where left out.
         progress: called with (phase, done, in all): layers and steps of a calibration, bytes of
             everything else.
+        note: told, a line each, what an earlier run left and this one makes again.
 
     Raises:
         LowbitError: for anything that a file, an option or the machine causes.
@@ -183,7 +192,9 @@ def convert(
     if recipe is None:
         plan = automatic_plan(checkpoint, plan, target, request)
     job = Job(location, checkpoint, plan, target, request, draft_text)
-    return carry_out(job, Path(out), max_ram=max_ram, overwrite=overwrite, progress=progress)
+    return carry_out(
+        job, Path(out), max_ram=max_ram, overwrite=overwrite, progress=progress, note=note
+    )
 
 
 @disk_errors(AGAIN)
@@ -194,10 +205,11 @@ def carry_out(
     max_ram: int | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
+    note: Note | None = None,
 ) -> Conversion:
     """Do a job into the folder `out`; arguments, result and errors are those of `convert`."""
     started = time.monotonic()
-    report = progress or silent
+    report, tell = progress or silent, note or unsaid
     plan, checkpoint, target = job.plan, job.source, job.device
     place = place_of(out)  # a link, or `..`, cannot be renamed to
     check_output(place, overwrite)
@@ -214,8 +226,10 @@ def carry_out(
     digest = plan.digest() if session is None else session.digest
     with open_journal(partial, digest, overwrite, files, OTHER_WORK) as journal:
         prepare_shards(plan, partial)
-        calibrated = None if session is None else session.run(partial, report)
-        kept = _still_valid(journal, plan, checkpoint, partial, report)
+        if journal.damaged:
+            tell(f"! the journal in `{partial}` is damaged: what it lost is made again")
+        calibrated = None if session is None else session.run(partial, report, tell)
+        kept = _still_valid(journal, plan, checkpoint, partial, report, tell)
         todo = [number for number in range(len(plan.steps)) if number not in kept]
         total = sum(step.source.nbytes for step in plan.steps)
         done = sum(plan.steps[number].source.nbytes for number in kept)
@@ -256,26 +270,48 @@ def _weight_rows(plan: Plan, finished: list[CompletedStep]) -> tuple[WeightQuali
 
 
 def _still_valid(
-    journal: Journal, plan: Plan, source: Checkpoint, folder: Path, report: Progress
+    journal: Journal, plan: Plan, source: Checkpoint, folder: Path, report: Progress, tell: Note
 ) -> set[int]:
     """Steps whose source and result still have the hashes an earlier run recorded.
 
     The journal forgets the others, which are then done again.
     """
     places = {info.name: info for shard in plan.shards for info in shard.tensors}
-    total = sum(plan.steps[row.step].source.nbytes for row in journal.finished)
+    known = [row for row in journal.finished if row.step in range(len(plan.steps))]
+    total = sum(plan.steps[row.step].source.nbytes for row in known)
     meter = Meter(report, "check", total)
     kept: dict[int, CompletedStep] = {}
-    for row in journal.finished:
-        info = plan.steps[row.step].source
-        if hash_tensor(source.folder / info.file, info) == row.source_sha256 and all(
-            hash_tensor(folder / tensor.file, places[tensor.name]) == tensor.sha256
-            for tensor in row.tensors
+    lost: list[str] = []
+    for row in known:
+        step = plan.steps[row.step]
+        info = step.source
+        if (
+            _is_of(row, step, places)
+            and hash_tensor(source.folder / info.file, info) == row.source_sha256
+            and all(
+                hash_tensor(folder / tensor.file, places[tensor.name]) == tensor.sha256
+                for tensor in row.tensors
+            )
         ):
             kept[row.step] = row
+        else:
+            lost.append(info.name)
         meter.add(info.nbytes)
+    if lost:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        tell(
+            f"! `{lost[0]}`{more} in `{folder}` or in the source has changed since: quantized again"
+        )
     journal.finished[:] = kept.values()
     return set(kept)
+
+
+def _is_of(row: CompletedStep, step: Step, places: Mapping[str, TensorInfo]) -> bool:
+    """Tell whether a record of the journal lists the tensors that a step writes."""
+    written = [(tensor.name, tensor.dtype, tensor.shape, tensor.file) for tensor in row.tensors]
+    return written == [
+        (name, DTYPE_NAMES[dtype], shape, places[name].file) for name, dtype, shape in step.outputs
+    ]
 
 
 def _finish(job: Job, folder: Path, finished: list[CompletedStep], report: Progress) -> Manifest:
@@ -337,28 +373,29 @@ def _hash_shards(
     return hashes
 
 
+def source_rows(plan: Plan, hashes: Mapping[int, str]) -> tuple[SourceTensor, ...]:
+    """The source's tensors as lowbit.json lists them; hashes by the numbers of their steps."""
+    return tuple(
+        SourceTensor(
+            name=step.source.name,
+            dtype=step.source.dtype_name,
+            shape=step.source.shape,
+            fate=step.fate,
+            reason=step.reason,
+            sha256=hashes[number],
+            bits=step.scheme.bits if step.scheme else None,
+            group_size=step.scheme.group_size if step.scheme else None,
+        )
+        for number, step in enumerate(plan.steps)
+        if not step.rereads
+    )
+
+
 def _source_tensors(
     plan: Plan, source: Checkpoint, finished: list[CompletedStep]
 ) -> tuple[SourceTensor, ...]:
-    hashes = {row.step: row.source_sha256 for row in finished}
-    rows = []
-    for number, step in enumerate(plan.steps):
-        if step.rereads:
-            continue
-        info = step.source
-        rows.append(
-            SourceTensor(
-                name=info.name,
-                dtype=info.dtype_name,
-                shape=info.shape,
-                fate=step.fate,
-                reason=step.reason,
-                sha256=hashes[number],
-                bits=step.scheme.bits if step.scheme else None,
-                group_size=step.scheme.group_size if step.scheme else None,
-            )
-        )
+    rows = source_rows(plan, {row.step: row.source_sha256 for row in finished})
     unread = set(source.tensors) - {row.name for row in rows}
     if unread:
         raise CheckpointError(f"`{min(unread)}` has no fate in the plan")
-    return tuple(rows)
+    return rows

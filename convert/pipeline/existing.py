@@ -4,15 +4,17 @@ Killed while it measures, `convert --report` leaves a whole packed folder withou
 """
 
 import time
+from collections import defaultdict
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 from lowbit.convert.measure.pair import pair_of
 from lowbit.convert.measure.record import QualityReport, read_quality
 from lowbit.convert.measure.weights import measure_weights
-from lowbit.convert.original.progress import Progress
-from lowbit.convert.pipeline.conversion import Conversion, Job
+from lowbit.convert.original.progress import Note, Progress, unsaid
+from lowbit.convert.pipeline.conversion import Conversion, Job, source_rows
 from lowbit.convert.pipeline.folder import check_output, expected_files, finish
 from lowbit.convert.pipeline.origin import check_origin
 from lowbit.convert.pipeline.owned import remove_unfinished_reports
@@ -48,20 +50,36 @@ def can_continue(out: Path, overwrite: bool, logits: bool, publish: bool) -> boo
     return False
 
 
-def quality_of(folder: Path, digest: str | None) -> QualityReport | None:
-    """The report in a packed folder, if it can be read and is about lowbit.json of this hash."""
+def quality_of(folder: Path, digest: str | None, note: Note = unsaid) -> QualityReport | None:
+    """The report in a packed folder, if it can be read and is about lowbit.json of this hash.
+
+    Args:
+        folder: the packed folder.
+        digest: of its lowbit.json.
+        note: told of a report that cannot be read.
+    """
     try:
         found = read_quality(folder)
-    except LowbitError:
+    except LowbitError as error:
+        note(f"! {error}: measured again")
         return None
     return found if found is not None and found.manifest_sha256 == digest else None
 
 
 @disk_errors()
-def find_existing(job: Job, out: Path, overwrite: bool, progress: Progress) -> Conversion | None:
+def find_existing(
+    job: Job, out: Path, overwrite: bool, progress: Progress, note: Note = unsaid
+) -> Conversion | None:
     """The folder at `out`, if it is byte for byte the one that `carry_out` would make.
 
     Source and result are both hashed. Layer errors of a calibration are not known any more.
+
+    Args:
+        job: the conversion.
+        out: where it would go.
+        overwrite: something else there may be replaced.
+        progress: called with (phase, done, in all).
+        note: told of a report there that cannot be read.
 
     Raises:
         ResourceError: source or result have changed since an earlier run of this job, and the
@@ -89,7 +107,7 @@ def find_existing(job: Job, out: Path, overwrite: bool, progress: Progress) -> C
         ) from error
     finish(place)
     remove_unfinished_reports(place)
-    quality = quality_of(place, packed.manifest_sha256)
+    quality = quality_of(place, packed.manifest_sha256, note)
     if quality is None:
         weights = measure_weights(pair_of(job.source, packed), job.device.type, progress)
     else:
@@ -117,6 +135,9 @@ def _is_of(manifest: Manifest, job: Job) -> bool:
         or (location.repo, location.commit) != (manifest.source.repo, manifest.source.commit)
         or manifest.mtp_training is not None
     ):
+        return False
+    unhashed = tuple(replace(row, sha256="") for row in manifest.source_tensors)
+    if unhashed != source_rows(plan, defaultdict(str)):
         return False
     weights = {DRAFT_FILE, *(row.file for row in manifest.tensors)}  # made alike, if records are
     listed = {row.name: row.sha256 for row in manifest.files if row.name not in weights}

@@ -8,11 +8,11 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lowbit.convert.calibrate.mtp_training import (
@@ -33,7 +33,7 @@ from lowbit.convert.original.calibration_text import CalibrationText, read_calib
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.model import LayeredModel, load_layered_model
 from lowbit.convert.original.mtp import LAYER, NORMS, MtpHead, greedy_tokens, load_mtp_head
-from lowbit.convert.original.progress import Meter, Progress, silent
+from lowbit.convert.original.progress import Meter, Note, Progress, silent, unsaid
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.threads import Pool, alone_on_threads
 from lowbit.convert.original.walk import HEAD_ROWS, embed, pass_through_all
@@ -41,7 +41,8 @@ from lowbit.convert.original.weights import open_weights
 from lowbit.convert.pipeline.folder import check_output, put_in_place
 from lowbit.convert.pipeline.journal import JOURNAL_FILE, open_journal
 from lowbit.convert.pipeline.place import partial_of, place_of
-from lowbit.convert.pipeline.stream import raw_bytes, write_at
+from lowbit.convert.pipeline.stream import write_at
+from lowbit.convert.pipeline.verification import check_recorded
 from lowbit.convert.plan.calibration_cost import BASE_BYTES, Memory
 from lowbit.convert.plan.memory import check_windows
 from lowbit.formats.architectures import tensor_table
@@ -54,6 +55,8 @@ from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest, MtpTraining
 from lowbit.formats.layout.packing import PACKED, SCALE, pack, unpack
 from lowbit.formats.packed import PackedCheckpoint, open_packed
 from lowbit.formats.safetensors.hashing import hash_file
+from lowbit.formats.safetensors.sealed import open_sealed, write_sealed
+from lowbit.formats.safetensors.tensor_info import raw_bytes
 from lowbit.formats.tasks import manifest_sha256
 
 WINDOWS = {"cpu": 64, "cuda": 1024}  # of the text, by kind of device
@@ -103,19 +106,24 @@ def finetune_mtp(
     windows: int | None = None,
     length: int = LENGTH,
     progress: Progress | None = None,
+    note: Note | None = None,
 ) -> Finetuned:
     """Train the head for multi-token prediction on what the packed trunk says next on a text.
 
-    The folder is exchanged as a whole, and only for one whose head makes more tokens a round on
-    windows held out. Interrupted, it is as it was, and the same call continues.
+    The folder is compared with its lowbit.json first, and exchanged as a whole, only for one whose
+    head makes more tokens a round on windows held out. Interrupted, it is as it was, and the same
+    call continues.
 
     Args:
         text: `.txt` or `.jsonl`; the bundled calibration text where left out.
         steps: windows to learn from, one a step.
         windows: of the text at most.
+        progress: called with ("verify", "states" or "train", done, in all).
+        note: told if the training cannot be taken up where an earlier run left it.
 
     Raises:
-        FormatError: the folder has no lowbit.json, or no such head of one layer.
+        FormatError: the folder has no lowbit.json or differs from it, or has no such head of one
+            layer.
         RequestError: a text of fewer than two windows.
         LowbitError: a folder or a text that cannot be read, or too little disk.
     """
@@ -137,6 +145,7 @@ def finetune_mtp(
     shape = (read.samples.shape[0], read.samples.shape[1])
     need = training_memory(packed.checkpoint.config, shape, MOST_ROWS, target.type)
     check_windows("training", need, shape[0], target.type, "give --windows {} or fewer")
+    check_recorded(packed, packed.manifest, report)
     partial = partial_of(place)
     partial.mkdir(exist_ok=True)
     digest = _digest(place, read, steps, target)
@@ -149,7 +158,7 @@ def finetune_mtp(
         learned, rows = _training_windows(trunk, target)
         file, parameters = partial / STATE_FILE, trained.parameters()
         adam = optimizer(trained, steps)
-        begun = _load_state(file, digest, parameters, adam)
+        begun = _load_state(file, digest, parameters, adam, note or unsaid)
         for done in train(trained, adam, learned, rows, steps, begun):
             if done % SAVED == 0 or done == steps:
                 _save_state(file, digest, done, parameters, adam)
@@ -186,7 +195,10 @@ def finetune_mtp(
 
 def _digest(place: Path, text: CalibrationText, steps: int, device: torch.device) -> str:
     shape = list(text.samples.shape)
-    content = [manifest_sha256(place), text.sha256, shape, steps, device.type]
+    on_cpu = device.type == "cpu"
+    machine = torch.get_num_threads() if on_cpu else torch.cuda.get_device_name(device)
+    versions = [version("lowbit"), torch.__version__]
+    content = [manifest_sha256(place), text.sha256, shape, steps, device.type, machine, versions]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -330,22 +342,27 @@ def _clear(partial: Path, keep: Sequence[str]) -> None:
 
 
 def _load_state(
-    file: Path, digest: str, parameters: Mapping[str, Tensor], adam: torch.optim.Adam
+    file: Path,
+    digest: str,
+    parameters: Mapping[str, Tensor],
+    adam: torch.optim.Adam,
+    tell: Note,
 ) -> int:
     """Take up what an earlier run of the same command left; the number of its steps."""
     if not file.exists():
         return 0
-    kept = load_file(file)
-    if bytes(kept["digest"].tolist()).decode() != digest:
+    kept = open_sealed(file, digest)
+    if kept is None:
+        tell(f"! `{file}` is damaged or of another command: training begins again")
         return 0
-    step = int(kept["step"])
+    step, read = int(kept.facts["step"]), kept.content.read
     with torch.no_grad():
         for name, value in parameters.items():
-            value.copy_(kept[name])
+            value.copy_(read(name))
             adam.state[value] = {
                 "step": torch.tensor(float(step)),
-                "exp_avg": kept[f"{name}:first"].to(value.device),
-                "exp_avg_sq": kept[f"{name}:second"].to(value.device),
+                "exp_avg": read(f"{name}:first").to(value.device),
+                "exp_avg_sq": read(f"{name}:second").to(value.device),
             }
     return step
 
@@ -354,14 +371,12 @@ def _save_state(
     file: Path, digest: str, step: int, parameters: Mapping[str, Tensor], adam: torch.optim.Adam
 ) -> None:
     """Keep parameters and their moments after a step."""
-    found = {"step": torch.tensor(step), "digest": torch.tensor(list(digest.encode()))}
+    found: dict[str, Tensor] = {}
     for name, value in parameters.items():
-        found[name] = value.detach().cpu().contiguous()
-        found[f"{name}:first"] = adam.state[value]["exp_avg"].cpu().contiguous()
-        found[f"{name}:second"] = adam.state[value]["exp_avg_sq"].cpu().contiguous()
-    beside = file.with_name(f"{file.name}.new")
-    save_file(found, beside)
-    beside.replace(file)
+        found[name] = value.detach().cpu()
+        found[f"{name}:first"] = adam.state[value]["exp_avg"].cpu()
+        found[f"{name}:second"] = adam.state[value]["exp_avg_sq"].cpu()
+    write_sealed(file, found, {"step": step}, digest)
 
 
 def training_memory(

@@ -42,10 +42,13 @@ class CompletedStep:
 class Journal:
     """Appends finished steps; a line is a step, the first line names the plan."""
 
-    def __init__(self, file: BinaryIO, finished: list[CompletedStep]) -> None:
+    def __init__(
+        self, file: BinaryIO, finished: list[CompletedStep], damaged: bool = False
+    ) -> None:
         """Wrap an open, locked file positioned at its end."""
         self._file = file
         self.finished = finished
+        self.damaged = damaged  # lines were dropped that no crash cuts short
 
     def append(self, finished: CompletedStep) -> None:
         """Record a step whose bytes have all been handed to the file system."""
@@ -87,6 +90,8 @@ def open_journal(
             ) from None
         file.seek(0)
         plan, named, finished, good = _read(file)
+        file.seek(good)
+        damaged = b"\n" in file.read()
         _check_owned(folder, named.union(files))
         if plan != digest:
             calibrated = list(folder.glob(f"{CALIBRATED}*"))
@@ -108,7 +113,7 @@ def open_journal(
         elif not named.issuperset(files):
             file.write(_line({"files": sorted(files)}))
         file.flush()
-        yield Journal(file, finished)
+        yield Journal(file, finished, damaged)
 
 
 def _line(content: dict[str, Any]) -> bytes:

@@ -34,6 +34,7 @@ from lowbit.formats.layout.rtn import ScaleRule, quantize
 from lowbit.formats.machine.cores import core_count
 from lowbit.formats.packed import FLOATS
 from lowbit.formats.safetensors.checkpoint import DTYPE_NAMES, Checkpoint, TensorInfo
+from lowbit.formats.safetensors.tensor_info import raw_bytes
 
 READ_AHEAD = 2  # blocks a stage may be ahead of the next
 
@@ -287,11 +288,6 @@ def _finished(work: _Work, places: dict[str, TensorInfo]) -> CompletedStep:
         )
     sums = work.sums if step.scheme else None
     return CompletedStep(work.number, work.source_hash.hexdigest(), tuple(tensors), sums)
-
-
-def raw_bytes(tensor: Tensor) -> memoryview:
-    """Bytes of a tensor on the CPU as a file stores them."""
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def write_at(descriptor: int, offset: int, view: memoryview) -> None:

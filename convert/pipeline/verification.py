@@ -14,12 +14,19 @@ from lowbit.formats.draft_head import DRAFT_FILE, entries, name_in, open_draft_h
 from lowbit.formats.errors import FormatError, RequestError
 from lowbit.formats.files.reading import check_regular
 from lowbit.formats.hub.locate import locate
-from lowbit.formats.layout.manifest import MANIFEST_FILE, Calibration, Manifest
-from lowbit.formats.layout.packing import SHAPE
+from lowbit.formats.layout.manifest import (
+    MANIFEST_FILE,
+    Calibration,
+    Manifest,
+    weights_digest,
+)
+from lowbit.formats.layout.packing import SCALE, SHAPE
 from lowbit.formats.machine.cores import core_count
 from lowbit.formats.packed import PackedCheckpoint, open_packed
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, INDEX_FILE, TensorInfo
 from lowbit.formats.safetensors.hashing import hash_file, hash_shard
+
+DAMAGED = "the file was changed or damaged; convert or download it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +110,16 @@ def check_recorded(packed: PackedCheckpoint, manifest: Manifest, progress: Progr
         FormatError: naming the first file or tensor that differs.
         CheckpointError: a file that cannot be read, or lies outside the folder.
     """
+    if weights_digest(manifest.source_tensors) != manifest.source.weights_sha256:
+        raise FormatError(
+            f"`{MANIFEST_FILE}`: `weights_sha256` is not that of its `source_tensors`",
+            hint=DAMAGED,
+        )
     _check_layout(packed, manifest)
     _check_shapes(packed)
     open_draft_head(packed.checkpoint.folder, packed.checkpoint.config)
     _check_files(packed, manifest, progress)
+    _check_scales(packed, manifest)
 
 
 def _check_layout(packed: PackedCheckpoint, manifest: Manifest) -> None:
@@ -133,6 +146,21 @@ def _check_shapes(packed: PackedCheckpoint) -> None:
         found = packed.checkpoint.read(name).tolist()
         if found != list(spec.shape):
             raise FormatError(f"`{name}` holds {found}, expected {list(spec.shape)}")
+
+
+def _check_scales(packed: PackedCheckpoint, manifest: Manifest) -> None:
+    """Compare the range of every linear's scales with the recorded one."""
+    for row in manifest.tensors:
+        found: tuple[float | None, float | None] = None, None
+        if row.name.endswith(f".{SCALE}"):
+            scale = packed.checkpoint.read(row.name)
+            found = float(scale.min()), float(scale.max())
+        if found != (row.scale_min, row.scale_max):
+            raise FormatError(
+                f"`{row.name}` has scales of {found[0]} to {found[1]}, {MANIFEST_FILE} says "
+                f"{row.scale_min} to {row.scale_max}",
+                hint=DAMAGED,
+            )
 
 
 def _check_files(packed: PackedCheckpoint, manifest: Manifest, progress: Progress) -> None:
@@ -182,5 +210,5 @@ def _require(name: str, found: str, expected: str, where: str = "") -> None:
         raise FormatError(
             f"`{name}`{where} is not what {MANIFEST_FILE} says (sha256 {found[:12]}…, expected "
             f"{expected[:12]}…)",
-            hint="the file was changed or damaged; convert or download it again",
+            hint=DAMAGED,
         )

@@ -10,7 +10,7 @@ from typing import Any
 from lowbit.convert.plan.sets import BITS
 from lowbit.formats.errors import FormatError
 from lowbit.formats.files.user_file import read_user_file
-from lowbit.formats.layout.records import parse_object, record
+from lowbit.formats.layout.records import broken_seal, parse_object, record, sealed, take_seal
 from lowbit.formats.layout.scheme import GROUP_SIZES, Scheme
 
 SCHEMA = 5  # of the file
@@ -66,11 +66,11 @@ class Sensitivities:
         return f"{self.method}{turned}, {self.scale_rule} scales"
 
     def to_json(self) -> dict[str, Any]:
-        """Content of the file; infinity becomes null."""
+        """Content of the file, sealed; infinity becomes null."""
         content = asdict(self)
         for row in content["rows"]:
             row["kl"] = row["kl"] if math.isfinite(row["kl"]) else None
-        return {"schema": SCHEMA, **content}
+        return {"schema": SCHEMA, **sealed(content)}
 
     def to_bytes(self) -> bytes:
         """Bytes of the file."""
@@ -89,12 +89,15 @@ def read_sensitivities(path: Path) -> Sensitivities:
     """Read a file that `lowbit-convert sensitivity` wrote.
 
     Raises:
-        FormatError: malformed, or of a schema this release does not know.
+        FormatError: malformed, of a schema this release does not know, or changed since it was
+            written.
         RequestError: the file cannot be read.
     """
     hint = "compute them again with `lowbit-convert sensitivity`"
     raw = read_user_file(path, "sensitivities")
-    found = record(Sensitivities, parse_object(raw, path, "schema", SCHEMA, hint), str(path))
+    content = parse_object(raw, path, "schema", SCHEMA, hint)
+    intact = take_seal(content)
+    found = record(Sensitivities, content, str(path))
     for row in found.rows:
         if row.bits not in BITS or row.group_size not in GROUP_SIZES:
             raise FormatError(
@@ -102,4 +105,6 @@ def read_sensitivities(path: Path) -> Sensitivities:
                 "which are not to choose from",
                 hint=hint,
             )
+    if not intact:
+        raise broken_seal(path, hint)
     return found

@@ -10,13 +10,13 @@ from lowbit.convert.calibrate.store import LayerError
 from lowbit.convert.measure.build import build_report
 from lowbit.convert.measure.coverage import Coverage, coverage_of
 from lowbit.convert.measure.long import measure_long
-from lowbit.convert.measure.measure import Note, measure_logits
+from lowbit.convert.measure.measure import measure_logits
 from lowbit.convert.measure.pair import pair_of
 from lowbit.convert.measure.record import LogitQuality, QualityReport
 from lowbit.convert.measure.weights import WeightQuality, measure_weights
 from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.evaluation_text import Text, check_names, default_texts
-from lowbit.convert.original.progress import Progress, silent
+from lowbit.convert.original.progress import Note, Progress, silent, unsaid
 from lowbit.convert.pipeline.conversion import Conversion
 from lowbit.convert.pipeline.existing import quality_of
 from lowbit.convert.pipeline.origin import Ask, Origin, find_origin
@@ -201,7 +201,7 @@ def write_full_report(
     if request.long:
         far = measure_long(pair, request.texts[0], request.device, progress, request.note)
     weights = _with_outputs(weights, found.output_errors)
-    known = _known(quality_of(folder, packed.manifest_sha256))
+    known = _known(quality_of(folder, packed.manifest_sha256, request.note or unsaid))
     report = build_report(packed, weights, found.logits, original, origin.repo, *known)
     return _save(packed, replace(report, long=far), place)
 

@@ -3,7 +3,7 @@
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -70,12 +70,29 @@ def replace_file(path: Path, content: bytes, mode: int = 0o666) -> None:
     replace_files({path: content}, mode)
 
 
-def write_synced(path: Path, content: bytes, mode: int = 0o666) -> None:
+def replace_file_by_parts(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    """Give one file new content that is never whole in memory; see `replace_files`.
+
+    Raises:
+        ResourceError: it cannot be written.
+    """
+    partial = _partial_of(path)
+    try:
+        with disk_errors(path=path):
+            write_synced(partial, parts)
+            partial.replace(path)
+    finally:
+        _remove(partial)
+
+
+def write_synced(
+    path: Path, content: bytes | Iterable[bytes | memoryview], mode: int = 0o666
+) -> None:
     """Write a new file and flush it to the disk; a file or link of that name is replaced."""
     path.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, mode), "wb") as file:
-        file.write(content)
+        file.writelines([content] if isinstance(content, bytes) else content)
         file.flush()
         os.fsync(file.fileno())
 

@@ -8,14 +8,18 @@ imported when needed.
 import fnmatch
 import glob
 import hashlib
+import os
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lowbit.formats.errors import CheckpointError
+from lowbit.formats.errors import CheckpointError, ResourceError
+from lowbit.formats.files.atomic import replace_file
+from lowbit.formats.files.user_folders import user_folder
 from lowbit.formats.hub.errors import explained, not_cached, not_found
 from lowbit.formats.hub.ids import HUB_ID, hub_id
 from lowbit.formats.safetensors.checkpoint import (
@@ -118,9 +122,9 @@ def locate(source: str, revision: str | None = None) -> Location:
     found = hub_id(source, revision)
     if found is None:
         raise not_found(source)
-    before = _blobs(found[0])
-    location = _fetch(*found)
-    _check_arrived(found[0], location.folder, before)
+    with _unchecked(found[0]) as before:
+        location = _fetch(*found)
+        _check_arrived(found[0], location.folder, before)
     return location
 
 
@@ -151,8 +155,10 @@ def remote_headers(
         if _is_wanted(name)
         and (name == CONFIG_FILE or name in also or name.endswith(".index.json"))
     ]
-    folder = _download(repo, commit, allow=small)
-    _require_config(repo, folder)
+    with _unchecked(repo) as before:
+        folder = _download(repo, commit, allow=small)
+        _require_config(repo, folder)
+        _check_arrived(repo, folder, before)
     index = weight_map(folder)
     if index is not None and SINGLE_FILE in sizes and not sizes.keys() >= set(index.values()):
         named: Iterable[str] = [SINGLE_FILE]  # as `read_headers` takes it
@@ -221,12 +227,35 @@ def _download(
     return Path(folder)
 
 
-def _blobs(repo: str) -> set[str]:
-    """Names of a repository's blobs in the cache."""
+@contextmanager
+def _unchecked(repo: str) -> Iterator[Collection[str]]:
+    """Names of the blobs that a repository has in the cache before the block fetches and checks.
+
+    They are noted in the user's state folder until the block is done: after a run that was killed
+    in between, the next one checks what that one had fetched.
+    """
+    blobs = _blob_folder(repo)
+    name = hashlib.sha256(os.fsencode(blobs)).hexdigest()[:32]
+    note: Path | None = None
+    before = {path.name for path in blobs.iterdir()} if blobs.is_dir() else set()
+    with suppress(OSError, RuntimeError, ResourceError):  # none can be kept
+        note = user_folder("XDG_STATE_HOME", ".local/state") / "fetching" / name
+        if note.exists():
+            before &= set(note.read_text(errors="replace").split())
+        else:
+            note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            replace_file(note, "\n".join(sorted(before)).encode())
+    yield before
+    if note is not None:
+        with suppress(OSError):
+            note.unlink(missing_ok=True)
+
+
+def _blob_folder(repo: str) -> Path:
+    """The folder of a repository's blobs in the cache."""
     from huggingface_hub import constants
 
-    folder = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "blobs"
-    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "blobs"
 
 
 def _check_arrived(repo: str, folder: Path, before: Collection[str]) -> None:

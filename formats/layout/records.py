@@ -1,5 +1,6 @@
 """Frozen dataclasses read from JSON objects with exactly their fields and types."""
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from lowbit.formats.files.reading import read_bytes
 
 Record = TypeVar("Record")
 
+SEAL = "sha256"  # key of an object's hash of all else in it, its version aside
 _LARGEST_INT = 2**63 - 1
 _UNIONS = (UnionType, Union)  # `Literal[...] | None` is of the second
 
@@ -43,6 +45,29 @@ def parse_object(
         what = version_key.replace("_", " ")
         raise FormatError(f"`{path}`: {what} {found}, this release reads {version}", hint=hint)
     return content
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """An object, without its version, and a hash that tells whether it was changed since."""
+    return {**content, SEAL: _digest(content)}
+
+
+def take_seal(content: dict[str, Any]) -> bool:
+    """Remove an object's seal; False if it does not hold, True if it does or there is none.
+
+    Readers look at everything else first, which says more of what is wrong.
+    """
+    seal = content.pop(SEAL, None)
+    return seal is None or seal == _digest(content)
+
+
+def broken_seal(path: Path, hint: str) -> FormatError:
+    """The error of a file whose seal does not hold."""
+    return FormatError(f"`{path}` was changed or damaged after it was written", hint=hint)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def record(kind: type[Record], content: Any, where: str) -> Record:

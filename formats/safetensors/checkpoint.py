@@ -330,10 +330,28 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         CheckpointError: the header is malformed, the data is cut short, or `open_file` refuses the
             file.
     """
+    return parse_header(*_raw_header(path))
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Read the metadata of one safetensors file; empty where it has none that are text.
+
+    Raises:
+        CheckpointError: the header is malformed, or `open_file` refuses the file.
+    """
+    raw, file, _ = _raw_header(path)
+    header = _parse_json(raw, file)
+    found = header.get(METADATA_KEY) if isinstance(header, dict) else None
+    if isinstance(found, dict) and all(isinstance(value, str) for value in found.values()):
+        return found
+    return {}
+
+
+def _raw_header(path: Path) -> tuple[bytes, str, int]:
+    """The JSON header of a file, its name, and its size in bytes."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-        raw = file.read(header_length(file.read(8), path.name, size))
-    return parse_header(raw, path.name, size)
+        return file.read(header_length(file.read(8), path.name, size)), path.name, size
 
 
 def header_length(prefix: bytes, file: str, size: int) -> int:
@@ -367,10 +385,7 @@ def parse_header(raw: bytes, file: str, size: int) -> dict[str, TensorInfo]:
     Raises:
         CheckpointError: not JSON, an unknown dtype, offsets that do not match, or missing data.
     """
-    try:
-        header = loads(raw)
-    except ValueError as error:
-        raise CheckpointError(f"`{file}`: the header is not valid JSON: {error}") from None
+    header = _parse_json(raw, file)
     if not isinstance(header, dict):
         raise CheckpointError(f"`{file}`: the header is not a JSON object")
     start = 8 + len(raw)
@@ -388,6 +403,13 @@ def parse_header(raw: bytes, file: str, size: int) -> dict[str, TensorInfo]:
         tensors[name] = info
     _check_layout(tensors.values(), file, start, size)
     return tensors
+
+
+def _parse_json(raw: bytes, file: str) -> Any:
+    try:
+        return loads(raw)
+    except ValueError as error:
+        raise CheckpointError(f"`{file}`: the header is not valid JSON: {error}") from None
 
 
 def _parse_entry(name: str, entry: object, file: str, start: int) -> TensorInfo:

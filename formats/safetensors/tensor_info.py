@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -52,3 +53,8 @@ class TensorInfo:
     def row_bytes(self) -> int:
         """Bytes of one row, which is everything below the first dimension."""
         return self.dtype.itemsize * math.prod(self.shape[1:])
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """Bytes of a tensor on the CPU as a file stores them."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data

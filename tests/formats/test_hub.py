@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import time
 from pathlib import Path
 
@@ -116,6 +117,56 @@ def test_nothing_is_fetched_twice(hub: HubServer, model: Path) -> None:
     hub.forget()
     assert locate(REPO) == first
     assert hub.files() == []
+
+
+class Killed(BaseException):
+    """A process that ends."""
+
+
+def flip(folder: Path, name: str) -> None:
+    path = (folder / name).resolve()
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_what_a_killed_run_fetched_is_checked_by_the_next(
+    hub: HubServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add(REPO, model)
+    fetched: list[Path] = []
+
+    def die(repo: str, folder: Path, before: object) -> None:
+        fetched.append(folder)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lowbit.formats.hub.locate._check_arrived", die)
+        with pytest.raises(Killed):
+            locate(REPO)
+    flip(fetched[0], SHARDS[1])
+    hub.forget()
+    with pytest.raises(CheckpointError, match=f"`{SHARDS[1]}` of .* has arrived with other bytes"):
+        locate(REPO)
+    location = locate(REPO)
+    assert hub.files() == [SHARDS[1]]
+    assert (location.folder / SHARDS[1]).read_bytes() == (model / SHARDS[1]).read_bytes()
+
+
+def test_small_files_of_headers_are_checked(hub: HubServer, model: Path) -> None:
+    hub.add(REPO, model)
+    hub.garbled.add("config.json")
+    with pytest.raises(CheckpointError, match=r"`config\.json` of .* has arrived with other bytes"):
+        remote_headers(REPO)
+    hub.garbled.clear()
+    assert remote_headers(REPO).config == {"model_type": "qwen3"}
+
+
+def test_nothing_is_left_of_a_checked_fetch(hub: HubServer, model: Path) -> None:
+    hub.add(REPO, model)
+    locate(REPO)
+    state = Path(os.environ["XDG_STATE_HOME"])
+    assert [path for path in state.rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.parametrize("by", ["name", "commit"])

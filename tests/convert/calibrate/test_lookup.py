@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,44 @@ def test_bits_that_are_lacking_are_added(readable: Path, settings: Settings) -> 
     assert not find(2, 4, 8).is_new
     more.file.unlink()
     assert find(2, 4, 8).sensitivities == more.sensitivities
+
+
+def flip_a_digit(path: Path) -> None:
+    content = path.read_bytes()
+    place = content.rindex(b'"kl": 0.') + len(b'"kl": 0.')
+    digit = b"3" if content[place : place + 1] != b"3" else b"4"
+    path.write_bytes(content[:place] + digit + content[place + 1 :])
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def exchange(path: Path) -> None:
+    """A file of other figures, whole."""
+    path.write_bytes(RECORD.to_bytes())
+
+
+@pytest.mark.parametrize("damage", [flip_a_digit, cut, exchange])
+def test_a_damaged_file_of_the_cache_is_computed_again(
+    readable: Path, settings: Settings, damage: Callable[[Path], None]
+) -> None:
+    settings = dataclasses.replace(settings, groups=(64,), bits=(4,))
+    first = find_or_estimate(open_original(readable), settings, ignore)
+    damage(first.file)
+    notes: list[str] = []
+    again = find_or_estimate(open_original(readable), settings, ignore, notes.append)
+    assert again.is_new
+    assert again.sensitivities == first.sensitivities == read_sensitivities(first.file)
+    assert notes[0].endswith("computed again")
+    assert not find_or_estimate(open_original(readable), settings, ignore).is_new
+
+
+def test_a_named_file_that_was_changed(readable: Path, tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    path.write_bytes(RECORD.to_bytes().replace(b'"kl": 0.125', b'"kl": 0.175'))
+    with pytest.raises(FormatError, match="was changed or damaged after it was written"):
+        read_checked(path, open_original(readable), (4,), ignore)
 
 
 def test_all_that_figures_depend_on_counts(

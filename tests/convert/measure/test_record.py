@@ -24,6 +24,8 @@ from lowbit.convert.measure.record import (
 )
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.formats.errors import FormatError
+from lowbit.formats.file_names import QUALITY_FILE
+from lowbit.formats.judgement import read_judgement
 
 
 @pytest.fixture
@@ -99,7 +101,7 @@ def test_every_key_is_required(
     place: Any = whole
     for key in part:
         place = place[key]
-    for key in list(place):
+    for key in place.keys() - {"sha256"}:
         value = place.pop(key)
         save(tmp_path, whole)
         with pytest.raises(FormatError, match=rf"missing keys \['{key}'\]|schema None"):
@@ -153,11 +155,42 @@ def test_figures_that_cannot_be(
 
 
 def test_without_logits(report: QualityReport, tmp_path: Path) -> None:
-    content = report.to_json() | {"logits": None}
-    save(tmp_path, content)
+    save(tmp_path, replace(report, logits=None).to_json())
     found = read_quality(tmp_path)
     assert found is not None
     assert found.logits is None
+
+
+def test_any_changed_figure_is_told(report: QualityReport, tmp_path: Path) -> None:
+    raw = report.to_bytes({"grade": "usable", "title": "Usable"})
+    path = tmp_path / QUALITY_FILE
+    seal = raw.rindex(b'"sha256"')  # without which nothing else is changed
+    places = [place for place in range(seal) if raw[place : place + 1].isdigit()]
+    for place in places[:: max(1, len(places) // 60)]:
+        digit = b"5" if raw[place : place + 1] == b"4" else b"4"
+        changed = raw[:place] + digit + raw[place + 1 :]
+        path.write_bytes(changed)
+        if json.loads(changed) == json.loads(raw):  # a digit that a double does not hold
+            assert read_quality(tmp_path) == report
+            continue
+        with pytest.raises(FormatError):
+            read_quality(tmp_path)
+        with pytest.raises(FormatError):
+            read_judgement(tmp_path)
+    path.write_bytes(raw.replace(b'"Usable"', b'"Unable"'))
+    for read in (read_quality, read_judgement):
+        with pytest.raises(FormatError, match="was changed or damaged after it was written") as e:
+            read(tmp_path)
+        assert e.value.hint == "make the report again with `lowbit-convert report`"
+    path.write_bytes(raw)
+    assert read_quality(tmp_path) == report
+
+
+def test_a_report_of_before_has_no_seal(report: QualityReport, tmp_path: Path) -> None:
+    content = report.to_json()
+    del content["sha256"]
+    save(tmp_path, content)
+    assert read_quality(tmp_path) == report
 
 
 def test_infinity_is_null(report: QualityReport) -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from click.testing import Result
 
 from lowbit.convert.measure.measure import Measured, measure_logits
 from lowbit.convert.measure.pair import Pair
+from lowbit.convert.measure.record import read_quality
 from lowbit.convert.pipeline import folder
 from lowbit.convert.report import reporting
 from lowbit.formats.files import atomic
@@ -126,9 +128,9 @@ def killed(here: Path, arguments: list[str], tmp_path: Path, whole: Path) -> Pat
     """A packed folder whose report was interrupted."""
     out = tmp_path / "out"
     shutil.copytree(whole, out)
-    report = json.loads((out / "quality.json").read_text())
-    report["logits"] = None
-    (out / "quality.json").write_text(json.dumps(report))
+    report = read_quality(out)
+    assert report is not None
+    (out / "quality.json").write_bytes(replace(report, logits=None).to_bytes())
     return out
 
 
@@ -237,6 +239,11 @@ def other_release(source: Path, out: Path) -> None:
     path.write_text(path.read_text().replace('"lowbit_version": "', '"lowbit_version": "9'))
 
 
+def other_fate(source: Path, out: Path) -> None:
+    path = out / "lowbit.json"
+    path.write_text(path.read_text().replace('"norm: never', '"norm: ever', 1))
+
+
 def no_manifest(source: Path, out: Path) -> None:
     (out / "lowbit.json").unlink()
 
@@ -252,6 +259,7 @@ def complete(source: Path, out: Path) -> None:
 OTHERS: list[tuple[Callable[[Path, Path], None], tuple[str, ...]]] = [
     *((edit, ()) for edit in (edit_source, edit_small_file, add_small_file, edit_config)),
     *((edit, ()) for edit in (damage_weights, damage_small_file, other_release, no_manifest)),
+    (other_fate, ()),
     (nothing, ("--recipe", "int8")),
     (nothing, ("--group-size", "32")),
     (nothing, ("--max-shard-size", "300kB")),
@@ -292,13 +300,32 @@ def test_what_is_not_the_same_is_not_touched(
     assert content(killed) == before
 
 
-def test_an_unreadable_report_is_made_again(
-    here: Path, arguments: list[str], killed: Path, whole: Path, monkeypatch: Patch
+def truncate(content: str) -> str:
+    return content[:-40]
+
+
+def change_a_figure(content: str) -> str:
+    place = content.index('"relative_l2": 0.') + len('"relative_l2": 0.')
+    return content[:place] + ("3" if content[place] != "3" else "4") + content[place + 1 :]
+
+
+@pytest.mark.parametrize("damage", [truncate, change_a_figure])
+def test_a_damaged_report_is_made_again(
+    here: Path,
+    arguments: list[str],
+    killed: Path,
+    whole: Path,
+    monkeypatch: Patch,
+    damage: Callable[[str], str],
 ) -> None:
-    (killed / "quality.json").write_text("{")
+    good = content(killed)["quality.json"]
+    (killed / "quality.json").write_text(damage((killed / "quality.json").read_text()))
     with only_a_report(monkeypatch):
-        assert run(here / "source", killed, *arguments).exit_code == 0
+        done = run(here / "source", killed, *arguments)
+    assert done.exit_code == 0
+    assert "measured again" in done.stderr
     assert content(killed).keys() == content(whole).keys()
+    assert content(killed)["quality.json"] == content(whole)["quality.json"] != good
 
 
 def test_a_file_of_somebody_else_is_no_reason_to_stop(

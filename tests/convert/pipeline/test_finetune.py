@@ -183,6 +183,49 @@ def test_interrupted_it_continues_to_the_same_bytes(
     assert hashes(folder) == hashes(whole.folder) != untouched
 
 
+@pytest.mark.parametrize("damage", ["byte", "cut", "other command", "none"])
+def test_a_state_is_taken_up_whole_or_not_at_all(tmp_path: Path, damage: str) -> None:
+    file = tmp_path / finetune.STATE_FILE
+
+    def begun() -> tuple[dict[str, Tensor], torch.optim.Adam]:
+        weights = {"a": torch.ones(64, 3).requires_grad_(True), "b": torch.zeros(5, 1)}
+        return weights, torch.optim.Adam(list(weights.values()))
+
+    weights, adam = begun()
+    for value in weights.values():
+        value.grad = torch.full_like(value, 0.5)
+    adam.step()
+    finetune._save_state(file, "digest", 1, weights, adam)
+    content = bytearray(file.read_bytes())
+    if damage == "byte":
+        content[-40] ^= 4
+    file.write_bytes(content[:-8] if damage == "cut" else content)
+    said: list[str] = []
+    fresh, other = begun()
+    digest = "another" if damage == "other command" else "digest"
+    taken = finetune._load_state(file, digest, fresh, other, said.append)
+    if damage == "none":
+        assert (taken, said) == (1, [])
+        assert all(torch.equal(fresh[name], weights[name]) for name in weights)
+        assert torch.equal(other.state[fresh["a"]]["exp_avg"], adam.state[weights["a"]]["exp_avg"])
+        return
+    assert taken == 0
+    assert all(torch.equal(fresh[name], start) for name, start in begun()[0].items())
+    assert not other.state
+    [line] = said
+    assert "training begins again" in line
+
+
+def test_a_damaged_folder_is_not_trained_on(folder: Path, text: Path) -> None:
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1000] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(FormatError, match=r"is not what lowbit\.json says"):
+        run(folder, text)
+    assert {path.name for path in folder.parent.iterdir()} == {"packed"}
+
+
 def test_a_head_that_is_no_better_is_not(
     folder: Path, text: Path, hashes: "Hashes", monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,6 +159,36 @@ def test_changed_value_of_the_same_length(packed: Path) -> None:
     assert failure(packed).startswith("`config.json` is not what lowbit.json says")
 
 
+def change_a_scale(content: dict[str, Any]) -> None:
+    row = next(row for row in content["tensors"] if row["name"].endswith("up_proj.weight_scale"))
+    row["scale_max"] *= 2
+
+
+def forget_a_scale(content: dict[str, Any]) -> None:
+    row = next(row for row in content["tensors"] if row["name"].endswith("up_proj.weight_scale"))
+    row["scale_min"] = row["scale_max"] = None
+
+
+def change_a_source_hash(content: dict[str, Any]) -> None:
+    row = content["source_tensors"][3]
+    row["sha256"] = row["sha256"][::-1]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (change_a_scale, "up_proj.weight_scale` has scales of "),
+        (forget_a_scale, "lowbit.json says None to None"),
+        (change_a_source_hash, "`weights_sha256` is not that of its `source_tensors`"),
+    ],
+)
+def test_a_changed_manifest(
+    packed: Path, edit: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    edit_json(packed / "lowbit.json", edit)
+    assert message in failure(packed)
+
+
 @pytest.mark.parametrize("cut", [1, 10_000])
 def test_truncated_shard(packed: Path, cut: int) -> None:
     path = packed / SHARDS[1]
