@@ -43,6 +43,11 @@ if TYPE_CHECKING:
 )
 @options.eval_text
 @options.gate
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace a report that is judged even by one that is not.",
+)
 @options.device
 @json_option
 @reported
@@ -53,6 +58,7 @@ def report(
     long: bool,
     eval_texts: tuple[Path, ...],
     gate: tuple["Condition", ...],
+    overwrite: bool,
     device: str,
     as_json: bool,
 ) -> None:
@@ -71,7 +77,7 @@ def report(
     asks = not as_json and sys.stdin.isatty() and sys.stderr.isatty()
     packed = open_packed(folder)
     origin = reporting.prepare_report(packed, source, _ask if asks else None, out)
-    request = reporting.LogitRequest(texts, device, None if as_json else note, long)
+    request = reporting.LogitRequest(texts, device, None if as_json else note, long, overwrite)
     with progress_bars(quiet=as_json) as progress:
         found = reporting.write_full_report(packed, origin, request, progress, out)
     outcomes = hold(gate, found.quality)

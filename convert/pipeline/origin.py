@@ -1,8 +1,8 @@
 """Finding the original of a packed folder again, and making sure that it is the original.
 
-lowbit.json is published, so it names a local original by hashes alone. Where such an original lies
-is kept in the user's state folder; nothing found there, or beside the packed folder, is trusted
-before its hashes are those of lowbit.json.
+lowbit.json is published, so it names a local original by hashes alone. Where such an original and
+copies of it lie is kept in the user's state folder; nothing found there, or beside the packed
+folder, is trusted before its hashes are those of lowbit.json.
 """
 
 import hashlib
@@ -31,6 +31,8 @@ from lowbit.formats.safetensors.checkpoint import (
 from lowbit.formats.safetensors.hashing import hash_file, hash_tensor
 
 TOKENIZER_FILE = "tokenizer.json"
+PLACES = 8  # of an original that are remembered
+MAX_NOTE_BYTES = 100_000
 NAME_IT = "name it with --source, a folder or a Hub id"
 NAME_ANOTHER = "this is another model; name the folder or Hub id that was converted"
 
@@ -54,21 +56,22 @@ class Origin:
 
         Raises:
             FormatError: no candidate is the original, naming what differs in the first.
+            CheckpointError: the first cannot be read any more.
         """
         if self.manifest is None:
             return self.candidates[0]
-        refused: list[FormatError] = []
+        refused: list[FormatError | CheckpointError] = []
         for source in self.candidates:
             try:
                 check_origin(self.manifest, source, progress)
-            except FormatError as error:
+            except (FormatError, CheckpointError) as error:
                 refused.append(error)
             else:
                 if self.manifest.source.repo is None:
                     remember(self.manifest.source, source.folder)
                 return source
         more = f" (and {len(refused) - 1} more like it)" if len(refused) > 1 else ""
-        raise FormatError(f"{refused[0]}{more}", hint=self.hint)
+        raise type(refused[0])(f"{refused[0]}{more}", hint=refused[0].hint or self.hint)
 
 
 def find_origin(
@@ -76,7 +79,7 @@ def find_origin(
 ) -> Origin:
     """Find, and open, what may be the original of a packed folder.
 
-    The user's word comes first, then the Hub id in lowbit.json, then the remembered folder and
+    The user's word comes first, then the Hub id in lowbit.json, then the remembered folders and
     those beside the packed one, and at last the user's answer to a question.
 
     Args:
@@ -91,7 +94,7 @@ def find_origin(
         return _located(given, None, manifest, NAME_ANOTHER)
     if manifest is not None and manifest.source.repo is not None:
         return _located(manifest.source.repo, manifest.source.commit, manifest)
-    known = None if manifest is None else recall(manifest.source)
+    known = () if manifest is None else recall(manifest.source)
     if manifest is not None:
         found = tuple(_look_around(folder, manifest, known))
         if found:
@@ -99,7 +102,8 @@ def find_origin(
     if ask is not None:
         answer = ask(f"Where is the original of {folder}? A folder or a Hub id").strip()
         return _located(answer, None, manifest, NAME_ANOTHER)
-    lost = "" if known is None else f"; it was `{known}`, which is not there any more, or changed"
+    places = " or ".join(f"`{place}`" for place in known)
+    lost = f"; it was {places}, which is not there any more, or changed" if known else ""
     raise CheckpointError(f"`{folder}` does not say where its original is{lost}", hint=NAME_IT)
 
 
@@ -114,14 +118,14 @@ def _located(
     return Origin((opened,), manifest, repo=found.repo, hint=hint)
 
 
-def _look_around(folder: Path, manifest: Manifest, known: Path | None) -> Iterator[Checkpoint]:
-    """The remembered folder and those beside the packed one, if config and headers fit."""
+def _look_around(folder: Path, manifest: Manifest, known: Sequence[Path]) -> Iterator[Checkpoint]:
+    """The remembered folders and those beside the packed one, if config and headers fit."""
     here = folder.resolve()
     beside: Sequence[Path] = ()
     with suppress(OSError):
         beside = sorted(here.parent.iterdir())
     tried = {here}
-    for path in (*([] if known is None else [known]), *beside):
+    for path in (*known, *beside):
         with suppress(LowbitError, OSError, RuntimeError):  # the last of a loop of links
             if path.resolve() not in tried and (path / CONFIG_FILE).exists():
                 tried.add(path.resolve())
@@ -205,23 +209,26 @@ def _check_headers(manifest: Manifest, source: Checkpoint) -> list[TensorInfo]:
 
 
 def remember(source: Source, folder: Path) -> None:
-    """Note for later commands of this user where an original lies.
+    """Note for later commands of this user where an original lies, beside its other places.
 
-    A state folder that cannot be written to only means that somebody is asked later.
+    A copy may be gone by then. A state folder that cannot be written to only means that somebody is
+    asked later.
     """
     with suppress(OSError, RuntimeError, ResourceError):
-        note = _note_of(source)
+        note, here = _note_of(source), folder.resolve()
+        places = [here, *(place for place in recall(source) if place != here)][:PLACES]
         note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        replace_files({note: os.fsencode(folder.resolve()) + b"\n"})
+        replace_files({note: b"".join(os.fsencode(place) + b"\0" for place in places)})
 
 
-def recall(source: Source) -> Path | None:
-    """The folder that `remember` noted, which may hold anything by now; None without a note."""
+def recall(source: Source) -> tuple[Path, ...]:
+    """The folders that `remember` noted, the latest first; they may hold anything by now."""
     with suppress(OSError, RuntimeError, CheckpointError):
-        found = os.fsdecode(read_bytes(_note_of(source), max_bytes=10_000).removesuffix(b"\n"))
-        if Path(found).is_absolute() and "\0" not in found:
-            return Path(found)
-    return None
+        raw = read_bytes(_note_of(source), max_bytes=MAX_NOTE_BYTES)
+        *whole, rest = raw.split(b"\0")  # each place ends with one
+        places = (Path(os.fsdecode(part)) for part in whole if not rest)
+        return tuple(place for place in places if place.is_absolute())[:PLACES]
+    return ()
 
 
 def _note_of(source: Source) -> Path:

@@ -197,7 +197,7 @@ def _card(
 
 def _local_paths(items: Iterable[Item], manifest: Manifest) -> list[str]:
     """Notes on files of the original that name a folder of this machine."""
-    places = [] if (known := recall(manifest.source)) is None else [known]
+    places = list(recall(manifest.source))
     with suppress(RuntimeError):
         places.append(Path.home())
     wanted = [os.fsencode(path) for path in places if len(path.parts) > 1]

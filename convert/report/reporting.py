@@ -22,8 +22,9 @@ from lowbit.convert.pipeline.existing import quality_of
 from lowbit.convert.pipeline.origin import Ask, Origin, find_origin
 from lowbit.convert.pipeline.verification import check_recorded
 from lowbit.convert.report.files import check_reports, left_out, write_reports
+from lowbit.convert.report.verdict import judge
 from lowbit.formats.errors import LowbitError, ResourceError
-from lowbit.formats.file_names import HTML_FILE
+from lowbit.formats.file_names import HTML_FILE, QUALITY_FILE
 from lowbit.formats.files.atomic import disk_errors
 from lowbit.formats.files.user_file import read_text_file
 from lowbit.formats.packed import PackedCheckpoint, open_packed
@@ -39,12 +40,14 @@ class LogitRequest:
         device: `cpu` or `cuda`.
         note: told, before the work, how much memory it takes, and which original was found.
         long: also on long texts, made of the first one.
+        overwrite: a report that is judged may be replaced by one that is not.
     """
 
     texts: Sequence[Text]
     device: str = "cpu"
     note: Note | None = None
     long: bool = False
+    overwrite: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ def write_report(
         errors = conversion.calibration
         excess, coverage = held_out_excess(errors), coverage_of(errors)
     report = build_report(packed, weights, logits, conversion.original, None, excess, coverage)
-    return _save(packed, report)
+    return save_report(packed, report, None, request is not None and request.overwrite)
 
 
 def held_out_excess(errors: Sequence[LayerError]) -> float | None:
@@ -203,20 +206,48 @@ def write_full_report(
     weights = _with_outputs(weights, found.output_errors)
     known = _known(quality_of(folder, packed.manifest_sha256, request.note or unsaid))
     report = build_report(packed, weights, found.logits, original, origin.repo, *known)
-    return _save(packed, replace(report, long=far), place)
+    return save_report(packed, replace(report, long=far), place, request.overwrite)
 
 
-def _save(packed: PackedCheckpoint, report: QualityReport, place: Path | None = None) -> Reported:
-    """Write the files of a report whose figures must not be lost with them."""
+def save_report(
+    packed: PackedCheckpoint, report: QualityReport, place: Path | None, overwrite: bool
+) -> Reported:
+    """Write the files of a report whose figures must not be lost with them.
+
+    Args:
+        packed: the folder, which the report is about.
+        report: its figures.
+        place: folder for the files; the packed one when None.
+        overwrite: replace a report on the same weights that is judged by one that is not.
+    """
     folder = packed.checkpoint.folder
+    there = quality_of(place or folder, packed.manifest_sha256)
     try:
         with _explained(folder):
+            if there is not None and not overwrite:
+                _check_judged(report, there, place or folder)
             notes = left_out(folder, place)
             files = write_reports(packed, report, place)
     except LowbitError as error:
         return Reported(report, None, error)
     page = next(file for file in files if file.name == HTML_FILE)
     return Reported(report, page, None, tuple(notes))
+
+
+def _check_judged(report: QualityReport, there: QualityReport, place: Path) -> None:
+    """Refuse to replace a report that is judged by one that is not.
+
+    Raises:
+        ResourceError: naming what would be lost.
+    """
+    before, now = judge(there), judge(report)
+    if there.logits is None or before.grade is None or now.grade is not None:
+        return
+    raise ResourceError(
+        f"`{place / QUALITY_FILE}` and its page are kept: they are judged ({before.title}, on "
+        f"{there.logits.scored_tokens:,} scored tokens), and this report is not: {now.reason}",
+        hint="--overwrite replaces them",
+    )
 
 
 @contextmanager

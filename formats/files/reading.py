@@ -4,6 +4,7 @@ A model folder comes from strangers. A pipe in it would block a reader, a device
 link out of the folder would carry a private file into the result and onto the Hub.
 """
 
+import errno
 import io
 import os
 import re
@@ -11,7 +12,7 @@ import stat
 from pathlib import Path
 
 from lowbit.formats.errors import CheckpointError
-from lowbit.formats.machine.system import check_system
+from lowbit.formats.machine.system import GONE, check_system
 
 MAX_TEXT_BYTES = 64_000_000  # bound of JSON, templates and cards; tokenizers reach 35 MB
 BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # a file's name in a Hub cache is its hash
@@ -178,4 +179,5 @@ def kind_of(mode: int) -> str:
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"`{path}` cannot be read: {error.strerror or error}")
+    hint = GONE if error.errno == errno.ENOENT else None
+    return CheckpointError(f"`{path}` cannot be read: {error.strerror or error}", hint=hint)

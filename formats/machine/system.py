@@ -8,6 +8,7 @@ from pathlib import Path
 from lowbit.formats.errors import CheckpointError, LowbitError, RequestError, ResourceError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+GONE = "it was there when the command began: put it back, then run the same command again"
 FREE_SPACE = "free some space and run the same command again"
 NO_MEMORY = (
     "can't allocate memory",
@@ -93,4 +94,5 @@ def of_system(
         reason = f"`{path}` cannot be written: {reason}"
     elif isinstance(error.filename, str | bytes) and not full:  # an int is a file descriptor
         reason = f"`{os.fsdecode(error.filename)}`: {reason}"
-    return ResourceError(reason, hint=full_hint if full else None)
+    hint = GONE if path is None and error.errno == errno.ENOENT else None
+    return ResourceError(reason, hint=full_hint if full else hint)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lowbit.formats.files.reading import open_file
+from lowbit.formats.files.reading import open_file, reopen
 from lowbit.formats.safetensors.checkpoint import TensorInfo
 
 CHUNK_BYTES = 1 << 20
@@ -23,9 +23,17 @@ def hash_file(path: Path) -> str:
 
 
 def hash_tensor(path: Path, info: TensorInfo) -> str:
-    """Hash one tensor's bytes with SHA-256, as far as the file has them."""
+    """Hash one tensor's bytes with SHA-256, as far as the file has them.
+
+    Args:
+        path: file whose header has been read.
+        info: the tensor's place in it.
+
+    Raises:
+        CheckpointError: see `reopen`.
+    """
     digest = hashlib.sha256()
-    with open_file(path) as file:
+    with reopen(path) as file:
         file.seek(info.offset)
         left = info.nbytes
         while left and (chunk := file.read(min(CHUNK_BYTES, left))):

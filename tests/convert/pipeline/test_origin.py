@@ -117,6 +117,25 @@ def test_the_latest_place_is_remembered(packed: Path, source: Path, tmp_path: Pa
     assert found(packed) == second
 
 
+@pytest.mark.parametrize("change", [shutil.rmtree, flip, edit_config])
+def test_a_copy_that_is_gone_hides_no_other_place(
+    packed: Path, source: Path, tmp_path: Path, change: Change
+) -> None:
+    remembered(packed, source)
+    second = Path(shutil.copytree(source, tmp_path / "second"))
+    assert found(packed, given=str(second)) == second
+    change(second)
+    assert found(packed) == source
+    assert recall(manifest_of(packed).source) == (source, second)
+
+
+def test_the_last_eight_places_are_remembered(packed: Path, source: Path, tmp_path: Path) -> None:
+    for number in (*range(12), 7):
+        remembered(packed, tmp_path / str(number))
+    kept = [place.name for place in recall(manifest_of(packed).source)]
+    assert kept == ["7", "11", "10", "9", "8", "6", "5", "4"]
+
+
 def test_a_relative_path_is_remembered_in_full(
     packed: Path, source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -157,7 +176,7 @@ def test_a_moved_folder_is_found_beside(packed: Path, source: Path) -> None:
     remembered(packed, source)
     moved = source.rename(packed.parent / "renamed")
     assert found(packed) == moved
-    assert recall(manifest_of(packed).source) == moved  # from now on
+    assert recall(manifest_of(packed).source) == (moved, source)  # from now on
 
 
 def test_it_is_found_beside_without_a_memory(made: Path) -> None:
@@ -209,7 +228,7 @@ def test_what_the_user_names_is_checked_too(
     with pytest.raises((CheckpointError, FormatError)) as caught:
         found(packed, **{"given" if how == "given" else "answer": str(source)})
     assert "--source" not in (caught.value.hint or "")
-    assert recall(manifest_of(packed).source) is None
+    assert recall(manifest_of(packed).source) == ()
 
 
 def test_it_is_asked_for_once(packed: Path, source: Path) -> None:
@@ -261,8 +280,16 @@ def test_a_state_folder_that_cannot_be_written_stops_nothing(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file" / "state"))
     remembered(packed, source)
-    assert recall(manifest_of(packed).source) is None
+    assert recall(manifest_of(packed).source) == ()
     assert found(packed, given=str(source)) == source
+
+
+def test_a_candidate_that_vanishes_meanwhile_is_passed_over(packed: Path, source: Path) -> None:
+    beside = Path(shutil.copytree(source, packed.parent / "another"))
+    remembered(packed, source)
+    origin = find_origin(packed, manifest_of(packed), None, None)
+    shutil.rmtree(source)
+    assert origin.confirmed(lambda *_: None).folder == beside
 
 
 def test_a_conversion_remembers_and_publishes_nothing_of_it(
@@ -270,7 +297,7 @@ def test_a_conversion_remembers_and_publishes_nothing_of_it(
 ) -> None:
     assert cli(small, tmp_path / "far" / "out").exit_code == 0
     out = tmp_path / "far" / "out"
-    assert recall(manifest_of(out).source) == small
+    assert recall(manifest_of(out).source) == (small,)
     for path in out.iterdir():
         assert os.fsencode(small) not in path.read_bytes(), path
     again = cli("report", out, "--eval-text", small / "config.json", "--json")

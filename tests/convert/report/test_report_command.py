@@ -5,15 +5,20 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from lowbit.convert import Recipe, convert
-from lowbit.convert.measure.record import read_quality
+from lowbit.convert.measure.record import QualityReport, read_quality
 from lowbit.convert.report import reporting
+from lowbit.convert.report.files import write_reports
+from lowbit.convert.report.verdict import judge
+from lowbit.formats.errors import CheckpointError
 from lowbit.formats.files import atomic
+from lowbit.formats.packed import open_packed
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli
@@ -200,6 +205,70 @@ def test_a_report_elsewhere(
     found = read_quality(place)
     assert found is not None
     assert found.logits is not None
+
+
+@pytest.mark.parametrize("phase", ["verify", "source", "weights", "logits"])
+def test_an_original_that_vanishes_meanwhile(
+    packed: Path, short: Path, texts: list[Path], tmp_path: Path, phase: str
+) -> None:
+    source = Path(shutil.copytree(short, tmp_path / "source"))
+    out = convert(source, tmp_path / "out", Recipe()).folder
+    opened = open_packed(out)
+    origin = reporting.prepare_report(opened, str(source), None)
+
+    def vanish(now: str, done: int, total: int) -> None:
+        if now == phase and source.exists():
+            shutil.rmtree(source)
+
+    request = reporting.LogitRequest(reporting.read_texts(texts[:1]))
+    with pytest.raises(CheckpointError, match=str(source)) as caught:
+        reporting.write_full_report(opened, origin, request, vanish)
+    assert caught.value.hint
+
+
+@pytest.fixture
+def judged(packed: Path, make_report: Callable[..., QualityReport]) -> QualityReport:
+    """A report with a verdict, whose files are in the packed folder."""
+    opened = open_packed(packed)
+    report = replace(make_report(), manifest_sha256=opened.manifest_sha256)
+    assert judge(report).grade is not None
+    write_reports(opened, report)
+    return report
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in ("quality.json", "quality.html")}
+
+
+def test_a_report_without_a_verdict_replaces_none_that_has_one(
+    cli: "Cli", packed: Path, tiny: Path, tmp_path: Path, texts: list[Path], judged: QualityReport
+) -> None:
+    before = files_of(packed)
+    command = ("report", packed, "--source", tiny, "--eval-text", texts[0])
+    kept = cli(*command)
+    assert kept.exit_code == 1
+    assert "Not judged" in kept.stdout  # the figures are shown
+    said = kept.stderr.replace("\n", " ")
+    assert f"`{packed}/quality.json` and its page are kept: they are judged (" in said
+    assert "--overwrite replaces them; or `lowbit-convert report" in said
+    assert files_of(packed) == before
+    assert cli(*command, "--out", tmp_path / "elsewhere").exit_code == 0
+    assert cli(*command, "--overwrite").exit_code == 0
+    replaced = read_quality(packed)
+    assert replaced is not None
+    assert judge(replaced).grade is None
+
+
+def test_what_is_about_other_weights_or_damaged_is_replaced(
+    packed: Path, judged: QualityReport
+) -> None:
+    opened = open_packed(packed)
+    weights_alone = replace(judged, logits=None)
+    assert reporting.save_report(opened, weights_alone, None, overwrite=False).failure is not None
+    for stale in (replace(judged, manifest_sha256="ab" * 32).to_bytes(), b"{"):
+        (packed / "quality.json").write_bytes(stale)
+        assert reporting.save_report(opened, weights_alone, None, overwrite=False).failure is None
+        assert read_quality(packed) == weights_alone
 
 
 @pytest.mark.parametrize(("after", "measured"), [(0, False), (1, True)])
