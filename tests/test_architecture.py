@@ -42,7 +42,7 @@ ORDER = {
         "files",
         "sampling_ranges",
         *("layout", "safetensors", "hub", "shell", "text", "foreign", "generation", "tasks"),
-        *("kept_vocabulary", "draft_head", "file_names", "judgement", "weight_bits"),
+        *("kept_vocabulary", "draft_head", "file_names", "folder_size", "judgement", "weight_bits"),
         "packed",
     ],
     "runtime": [

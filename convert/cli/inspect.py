@@ -21,7 +21,9 @@ from lowbit.formats.shell.output import print_json
 def inspect(source: str, as_json: bool) -> None:
     """Show what a packed checkpoint holds.
 
-    It is a folder, or OWNER/NAME[@REVISION] on the Hub, of which only headers are read.
+    It is a folder, of which headers and scales are read, or OWNER/NAME[@REVISION] on the Hub, of
+    which headers alone are: ranges of scales are then those of its lowbit.json. Scales that are NaN
+    or infinite are named.
     """
     from lowbit.convert.cli.tables import inspection as render_inspection
     from lowbit.convert.measure import inspection

@@ -51,18 +51,20 @@ def plan(
     from lowbit.convert.cli.tables import plan as render
     from lowbit.convert.original.device import open_device
     from lowbit.convert.pipeline.estimate import open_headers
+    from lowbit.convert.pipeline.predicted_size import predict
     from lowbit.formats.hub.locate import locate
     from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
     made, automatic = options.make_recipe(**recipe), recipe["method"] == AUTO
     place = open_device(device)
     request = PlanRequest(made, automatic, target, calibration, place, max_shard_bytes)
-    checkpoint, other_bytes = open_headers(source, revision)
+    checkpoint, files = open_headers(source, revision)
     with progress_bars(quiet=as_json) as progress:
         if target is not None:  # it reads weights
             checkpoint = open_checkpoint(locate(source, revision).folder)
-        ahead = plan_ahead(checkpoint, request, progress, None if as_json else note)
+        ahead = plan_ahead(checkpoint, files, request, progress, None if as_json else note)
+    sizes = predict(ahead.plan, files, request.texts, place)
     if as_json:
-        print_json(render.plan_json(source, ahead, other_bytes))
+        print_json(render.plan_json(source, ahead, sizes))
     else:
-        render.plan(source, ahead, other_bytes)
+        render.plan(source, ahead, sizes)

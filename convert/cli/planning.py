@@ -18,6 +18,12 @@ from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.cli.tables import target as render
 from lowbit.convert.original.progress import Note, Progress
 from lowbit.convert.pipeline.estimate import Estimate, automatic_plan, estimate
+from lowbit.convert.pipeline.predicted_size import (
+    PlannedTexts,
+    SourceFiles,
+    predicted_bytes,
+    report_room,
+)
 from lowbit.convert.plan.allocate import Allocation, Target, allocate
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.plan.plan import Plan, make_plan
@@ -53,6 +59,7 @@ class PlanRequest:
         calibration: the text, for methods other than round-to-nearest and for sensitivities.
         device: where to compute.
         max_shard_bytes: limit of a weight file.
+        draft_text: text for the tokens of a draft head; the bundled one when None.
     """
 
     recipe: Recipe
@@ -61,6 +68,12 @@ class PlanRequest:
     calibration: CalibrationRequest
     device: torch.device
     max_shard_bytes: int
+    draft_text: Path | None = None
+
+    @property
+    def texts(self) -> PlannedTexts:
+        """The texts that the conversion reads."""
+        return PlannedTexts(self.calibration, self.draft_text)
 
     def settled(self, source: Checkpoint, plan: Plan) -> Plan:
         """A plan with the method that will be used."""
@@ -70,12 +83,17 @@ class PlanRequest:
 
 
 def plan_ahead(
-    source: Checkpoint, request: PlanRequest, progress: Progress, note: Note | None
+    source: Checkpoint,
+    files: SourceFiles,
+    request: PlanRequest,
+    progress: Progress,
+    note: Note | None,
 ) -> Estimate:
     """Plan a conversion, and estimate it.
 
     Args:
         source: headers of the original; with a target its weights are read, too.
+        files: of the original, beside its weights.
         request: what to plan.
         progress: called with (phase, done, in all).
         note: called with lines for stderr; None for silence.
@@ -90,13 +108,14 @@ def plan_ahead(
     if request.target is None:
         plan = make_plan(source.config, source.tensors, request.recipe, request.max_shard_bytes)
     else:
-        plan = _meet_target(source, request, request.target, progress, note)
+        plan = _meet_target(source, files, request, request.target, progress, note)
     plan = request.settled(source, plan)
     return estimate(source, plan, request.device, request.calibration)
 
 
 def _meet_target(
     source: Checkpoint,
+    files: SourceFiles,
     request: PlanRequest,
     target: TargetRequest,
     progress: Progress,
@@ -115,9 +134,17 @@ def _meet_target(
         request.calibration.file, bits=target.bits, device=request.device.type, rule=recipe.rule
     )
 
+    def folder_bytes(plan: Plan) -> int:
+        made = request.settled(source, plan)
+        return predicted_bytes(made, files, request.texts, request.device, at_most=True)
+
+    def beside(plan: Plan) -> int:
+        return folder_bytes(plan) + report_room(plan) - plan.output_bytes
+
     def allocated(rows: Sequence[Row]) -> Allocation:
         given = [row for row in rows if row.bits in target.bits]
-        return allocate(config, tensors, recipe, given, target.target, request.max_shard_bytes)
+        limit = request.max_shard_bytes
+        return allocate(config, tensors, recipe, given, target.target, limit, beside)
 
     def by(method: Method) -> tuple[Found, Allocation]:
         found = find_or_estimate(weights, replace(settings, method=method), progress, note)
@@ -141,7 +168,7 @@ def _meet_target(
         found = read_checked(target.sensitivities, weights, target.bits, progress)
         chosen = allocated(found.sensitivities.rows)
     if note is not None:
-        render.allocation(chosen, found)
+        render.allocation(chosen, found, folder_bytes(chosen.plan))
         used = method_of(chosen.plan)
         known = found.sensitivities
         # Costs that another machine has measured count where this one would estimate them.

@@ -118,6 +118,7 @@ def quantize(
     from lowbit.convert.pipeline.conversion import Job, carry_out
     from lowbit.convert.pipeline.existing import can_continue, find_existing
     from lowbit.convert.pipeline.origin import remember
+    from lowbit.convert.pipeline.predicted_size import files_of
     from lowbit.convert.publish.push import open_hub
     from lowbit.convert.report import reporting
     from lowbit.convert.vocabulary.beside import cut_beside
@@ -143,7 +144,7 @@ def quantize(
     place = open_device(device)
     told = None if as_json else note
     request = reporting.LogitRequest(texts, device, told) if report else None
-    planned = PlanRequest(made, automatic, target, calibration, place, max_shard_bytes)
+    planned = PlanRequest(made, automatic, target, calibration, place, max_shard_bytes, draft_text)
     wanted = make_cut_request(
         *(keep_vocabulary, vocabulary_text, texts if eval_texts else ()),
         *(device if report else None, max_shard_bytes),
@@ -152,7 +153,7 @@ def quantize(
         cut = None if wanted is None else cut_beside(source, revision, out, wanted, progress)
         location = locate(source, revision) if cut is None else cut.location
         checkpoint = open_checkpoint(location.folder)
-        ahead = plan_ahead(checkpoint, planned, progress, told)
+        ahead = plan_ahead(checkpoint, files_of(location), planned, progress, told)
         if report:
             check_answers(ahead.plan.config, source)
         if not ahead.method.calibrated:

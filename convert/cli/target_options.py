@@ -86,7 +86,7 @@ target_options = options.gathered(
         "--target-size",
         callback=parse_size,
         metavar="SIZE",
-        help="Choose in the same way, with weight files of at most this size.",
+        help="Choose in the same way, for a folder of at most this size, its report included.",
     ),
     click.option(
         "--target-bits",

@@ -12,8 +12,8 @@ from lowbit.convert.measure.record import LogitQuality, QualityReport, Sizes
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.original.calibration_text import BUNDLED_NAME
 from lowbit.formats.architectures import is_tied, kind_of, part_of, tensor_table
-from lowbit.formats.draft_head import DRAFT_FILE, entries, name_in
-from lowbit.formats.file_names import REPORT_FILES
+from lowbit.formats.draft_head import DRAFT_FILE
+from lowbit.formats.folder_size import folder_bytes
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest
 from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.printable import printable
@@ -94,10 +94,7 @@ def measure_sizes(packed: PackedCheckpoint, source: Checkpoint | None = None) ->
     """
     folder = packed.checkpoint.folder
     bits = weight_bits(packed.checkpoint, packed.manifest)
-    files = {
-        name_in(folder, path): path.stat().st_size for path in entries(folder) if path.is_file()
-    }
-    total = sum(size for name, size in files.items() if name not in REPORT_FILES)
+    total = folder_bytes(folder)
     if source is not None:
         original = _bytes_of(source)
     elif packed.manifest is not None:
@@ -107,7 +104,11 @@ def measure_sizes(packed: PackedCheckpoint, source: Checkpoint | None = None) ->
         )
     else:
         return Sizes(total, None, bits)
-    ours = files.get(MANIFEST_FILE, 0) + files.get(DRAFT_FILE, 0)
+    ours = sum(
+        (folder / name).stat().st_size
+        for name in (MANIFEST_FILE, DRAFT_FILE)
+        if (folder / name).exists()
+    )
     return Sizes(total, total - ours - _bytes_of(packed.checkpoint) + original, bits)
 
 

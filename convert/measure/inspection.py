@@ -1,6 +1,11 @@
-"""Contents of a packed checkpoint as a tree of modules; headers suffice for one on the Hub."""
+"""Contents of a packed checkpoint as a tree of modules.
+
+Headers and scales of a folder are read; of a checkpoint on the Hub headers alone, so that ranges of
+scales are those that its lowbit.json states.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +14,14 @@ from lowbit.formats.architectures import kind_of, read_config
 from lowbit.formats.architectures.names import spans
 from lowbit.formats.draft_head import BITS, DRAFT_FILE
 from lowbit.formats.errors import FormatError
+from lowbit.formats.folder_size import counted_bytes, folder_bytes
 from lowbit.formats.hub.ids import hub_id
-from lowbit.formats.hub.locate import remote_headers
+from lowbit.formats.hub.locate import RemoteHeaders, remote_headers
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest, read_manifest
 from lowbit.formats.layout.packing import SCALE
 from lowbit.formats.layout.quantization_config import KEY, TRANSLATED
 from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.machine.cores import core_count
 from lowbit.formats.packed import PackedCheckpoint, check_packed, open_packed
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 from lowbit.formats.weight_bits import weight_bits
@@ -34,8 +41,10 @@ class Entry:
         stored: `INT4 g128`, or a dtype.
         bits: of its codes; None where it is not packed.
         group_size: weights that share a scale; None for a whole row, or where it is not packed.
-        scale_min: smallest scale; None where lowbit.json does not say.
-        scale_max: largest.
+        scale_min: smallest finite scale; None where there is none, or it is not known.
+        scale_max: largest finite one.
+        nan_scales: scales that are NaN; 0 where they are not read.
+        infinite_scales: scales that are infinite; 0 where they are not read.
         nbytes: of all its tensors.
         tensors: how many those are.
     """
@@ -49,6 +58,8 @@ class Entry:
     scale_max: float | None
     nbytes: int
     tensors: int
+    nan_scales: int = 0
+    infinite_scales: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +92,9 @@ class Inspection:
         entries: everything in it, in the order of the architecture.
         manifest: its lowbit.json; None where another tool wrote it.
         bits_per_weight: of all weight files, over the parameters.
+        size_bytes: of the folder, reports aside.
+        scales_read: the ranges are of the stored scales; else those of lowbit.json.
+        damage: sentences on scales that are not finite, or not those of lowbit.json.
     """
 
     source: str
@@ -89,6 +103,9 @@ class Inspection:
     entries: tuple[Entry, ...]
     manifest: Manifest | None
     bits_per_weight: float
+    size_bytes: int
+    scales_read: bool
+    damage: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -102,14 +119,16 @@ class Inspection:
 
 
 def inspect(source: str) -> Inspection:
-    """Look at a folder, or at `org/name[@revision]` by range requests; no weight is read.
+    """Look at a folder, or at `org/name[@revision]` by range requests; no code is read.
 
     Raises:
         LowbitError: a checkpoint that is missing, damaged or of an unknown kind.
     """
     on_hub = None if Path(source).exists() else hub_id(source)
     if on_hub is None:
-        return _inspection(open_packed(Path(source)), source, None)
+        folder = Path(source)
+        packed = open_packed(folder)
+        return _inspection(packed, source, None, folder_bytes(folder), _read_scales(packed))
     repo, revision = on_hub
     remote = remote_headers(repo, revision, also=(MANIFEST_FILE,))
     method = _method(remote.config)
@@ -119,7 +138,8 @@ def inspect(source: str) -> Inspection:
             hint="download it, then inspect the folder",
         )
     checkpoint = Checkpoint(Path(repo), remote.config, remote.tensors)
-    return _inspection(check_packed(checkpoint, read_manifest(remote.folder)), repo, remote.commit)
+    packed = check_packed(checkpoint, read_manifest(remote.folder))
+    return _inspection(packed, repo, remote.commit, _remote_bytes(packed, remote), None)
 
 
 def _method(config: Mapping[str, Any]) -> str:
@@ -127,15 +147,77 @@ def _method(config: Mapping[str, Any]) -> str:
     return str(section.get("quant_method")) if isinstance(section, dict) else ""
 
 
-def _inspection(packed: PackedCheckpoint, source: str, commit: str | None) -> Inspection:
+def _remote_bytes(packed: PackedCheckpoint, remote: RemoteHeaders) -> int:
+    """Bytes of a folder on the Hub."""
+    sizes = dict(remote.other_files)
+    if packed.manifest is not None:
+        sizes |= {file.name: file.size_bytes for file in packed.manifest.files}
+    for info in packed.checkpoint.tensors.values():  # the last tensor ends its file
+        sizes[info.file] = max(sizes.get(info.file, 0), info.offset + info.nbytes)
+    return counted_bytes(sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scales:
+    """Scales of a linear: the range of the finite ones, and how many are not."""
+
+    low: float | None
+    high: float | None
+    nan: int = 0
+    infinite: int = 0
+
+
+def _read_scales(packed: PackedCheckpoint) -> dict[str, _Scales]:
+    """Scales of every packed linear, by the name of their tensor."""
+    names = [f"{module}.{SCALE}" for module, scheme in packed.schemes.items() if scheme is not None]
+
+    def read(name: str) -> _Scales:
+        scale = packed.checkpoint.read(name)
+        finite = scale[scale.isfinite()]
+        nan, infinite = int(scale.isnan().sum()), int(scale.isinf().sum())
+        if not len(finite):
+            return _Scales(None, None, nan, infinite)
+        return _Scales(float(finite.min()), float(finite.max()), nan, infinite)
+
+    with ThreadPoolExecutor(core_count()) as pool:
+        return dict(zip(names, pool.map(read, names), strict=True))
+
+
+def _damage(stored: Mapping[str, _Scales], manifest: Manifest | None) -> list[str]:
+    """Sentences on scales that are not finite, or of another range than lowbit.json says."""
+    listed = {} if manifest is None else {tensor.name: tensor for tensor in manifest.tensors}
+    found = []
+    for name, scales in stored.items():
+        counts = ((scales.nan, "NaN"), (scales.infinite, "infinite"))
+        parts = [f"{count:,} {kind}" for count, kind in counts if count]
+        row = listed.get(name)
+        if parts:
+            found.append(f"`{name}` holds {' and '.join(parts)} scales")
+        elif row is not None and (row.scale_min, row.scale_max) != (scales.low, scales.high):
+            found.append(
+                f"`{name}` holds {scales.low} to {scales.high}, {MANIFEST_FILE} says "
+                f"{row.scale_min} to {row.scale_max}"
+            )
+    return found
+
+
+def _inspection(
+    packed: PackedCheckpoint,
+    source: str,
+    commit: str | None,
+    size_bytes: int,
+    stored: Mapping[str, _Scales] | None,
+) -> Inspection:
+    """An inspection; `stored` are the scales as they were read, None where they were not."""
     config = packed.checkpoint.config
     listed = () if packed.manifest is None else packed.manifest.tensors
-    ranges = {tensor.name: (tensor.scale_min, tensor.scale_max) for tensor in listed}
+    stated = {row.name: _Scales(row.scale_min, row.scale_max) for row in listed}
+    known = stated if stored is None else stored
     entries = []
     for spec in packed.specs:
         scheme = packed.schemes.get(spec.module)
         tensors = packed.tensors_of(spec)
-        low, high = ranges.get(f"{spec.module}.{SCALE}", (None, None))
+        scales = known.get(f"{spec.module}.{SCALE}", _Scales(None, None))
         entries.append(
             Entry(
                 name=spec.module,
@@ -143,10 +225,12 @@ def _inspection(packed: PackedCheckpoint, source: str, commit: str | None) -> In
                 stored=str(scheme or tensors[0].dtype_name),
                 bits=None if scheme is None else scheme.bits,
                 group_size=None if scheme is None else scheme.group_size,
-                scale_min=low,
-                scale_max=high,
+                scale_min=scales.low,
+                scale_max=scales.high,
                 nbytes=sum(info.nbytes for info in tensors),
                 tensors=len(tensors),
+                nan_scales=scales.nan,
+                infinite_scales=scales.infinite,
             )
         )
     if packed.carried:
@@ -156,7 +240,17 @@ def _inspection(packed: PackedCheckpoint, source: str, commit: str | None) -> In
         entries.append(Entry(VISION, (), " ".join(dtypes), None, None, None, None, size, count))
     entries += _draft_head(packed.manifest, read_config(config).hidden_size)
     bits = weight_bits(packed.checkpoint, packed.manifest)
-    return Inspection(source, commit, kind_of(config), tuple(entries), packed.manifest, bits)
+    return Inspection(
+        source=source,
+        commit=commit,
+        model_type=kind_of(config),
+        entries=tuple(entries),
+        manifest=packed.manifest,
+        bits_per_weight=bits,
+        size_bytes=size_bytes,
+        scales_read=stored is not None,
+        damage=tuple(_damage(stored or {}, packed.manifest)),
+    )
 
 
 def _draft_head(manifest: Manifest | None, hidden: int) -> list[Entry]:
@@ -239,6 +333,8 @@ def _sum(entries: list[Entry]) -> Entry | None:
         scale_max=max(highs, default=None),
         nbytes=sum(entry.nbytes for entry in entries),
         tensors=sum(entry.tensors for entry in entries),
+        nan_scales=sum(entry.nan_scales for entry in entries),
+        infinite_scales=sum(entry.infinite_scales for entry in entries),
     )
 
 

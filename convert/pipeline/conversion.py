@@ -38,7 +38,7 @@ from lowbit.convert.pipeline.journal import CompletedStep, Journal, open_journal
 from lowbit.convert.pipeline.place import partial_of, place_of
 from lowbit.convert.pipeline.stream import stream
 from lowbit.convert.plan.memory import block_elements
-from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, Step, make_plan
+from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, Step, make_plan, source_rows
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.draft_head import DRAFT_FILE, draft_head_bytes
 from lowbit.formats.errors import CheckpointError, ResourceError
@@ -371,24 +371,6 @@ def _hash_shards(
                     )
             hashes[shard.file] = whole
     return hashes
-
-
-def source_rows(plan: Plan, hashes: Mapping[int, str]) -> tuple[SourceTensor, ...]:
-    """The source's tensors as lowbit.json lists them; hashes by the numbers of their steps."""
-    return tuple(
-        SourceTensor(
-            name=step.source.name,
-            dtype=step.source.dtype_name,
-            shape=step.source.shape,
-            fate=step.fate,
-            reason=step.reason,
-            sha256=hashes[number],
-            bits=step.scheme.bits if step.scheme else None,
-            group_size=step.scheme.group_size if step.scheme else None,
-        )
-        for number, step in enumerate(plan.steps)
-        if not step.rereads
-    )
 
 
 def _source_tensors(

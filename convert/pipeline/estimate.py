@@ -9,7 +9,8 @@ import torch
 from lowbit.convert.calibrate.session import SAMPLES, CalibrationRequest
 from lowbit.convert.original.calibration_text import bundled_texts
 from lowbit.convert.original.rotation import held_bytes, why_not_rotated
-from lowbit.convert.pipeline.folder import check_small_files, passed_through
+from lowbit.convert.pipeline.folder import check_small_files, name_of_copy, passed_through
+from lowbit.convert.pipeline.predicted_size import SourceFiles, files_of
 from lowbit.convert.plan.calibration_cost import (
     Memory,
     Windows,
@@ -161,8 +162,8 @@ def _obstacle(source: Checkpoint, plan: Plan) -> str | None:
     return obstacle or unmeasured_rotation(source.config["model_type"])
 
 
-def open_headers(source: str, revision: str | None) -> tuple[Checkpoint, int]:
-    """Headers of a folder, or of a Hub id by range requests, and bytes of files passed through.
+def open_headers(source: str, revision: str | None) -> tuple[Checkpoint, SourceFiles]:
+    """Headers of a folder, or of a Hub id by range requests, and the files passed through.
 
     Raises:
         LowbitError: no checkpoint, or a file that would stop a conversion.
@@ -172,12 +173,14 @@ def open_headers(source: str, revision: str | None) -> tuple[Checkpoint, int]:
         remote = remote_headers(*on_hub)
         sizes = remote.other_files
         checkpoint = Checkpoint(remote.folder, remote.config, remote.tensors, notes=remote.notes)
-        return checkpoint, sum(sizes[name] for name in passed_through(sizes))
-    folder = locate(source, revision).folder
+        passed = {name_of_copy(name): sizes[name] for name in passed_through(sizes)}
+        return checkpoint, SourceFiles(passed, on_hub[0], remote.commit)
+    location = locate(source, revision)
+    folder = location.folder
     checkpoint = open_checkpoint(folder)
-    names = check_small_files(folder)
+    check_small_files(folder)
     load_generation_config(folder, checkpoint.sizes.vocab_size)  # checks it
-    return checkpoint, sum((folder / name).stat().st_size for name in names)
+    return checkpoint, files_of(location)
 
 
 def peak_ram(plan: Plan, device: torch.device) -> int:

@@ -14,12 +14,13 @@ from lowbit.convert.measure.pair import pair_of
 from lowbit.convert.measure.record import QualityReport, read_quality
 from lowbit.convert.measure.weights import measure_weights
 from lowbit.convert.original.progress import Note, Progress, unsaid
-from lowbit.convert.pipeline.conversion import Conversion, Job, source_rows
+from lowbit.convert.pipeline.conversion import Conversion, Job
 from lowbit.convert.pipeline.folder import check_output, expected_files, finish
 from lowbit.convert.pipeline.origin import check_origin
 from lowbit.convert.pipeline.owned import remove_unfinished_reports
 from lowbit.convert.pipeline.place import place_of
 from lowbit.convert.pipeline.verification import check_recorded
+from lowbit.convert.plan.plan import source_rows
 from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.files.atomic import disk_errors

@@ -232,7 +232,12 @@ def copies(source: Path) -> dict[str, str]:
     Raises:
         CheckpointError: see `small_files`.
     """
-    return {name: SOURCE_README if name == README else name for name in small_files(source)}
+    return {name: name_of_copy(name) for name in small_files(source)}
+
+
+def name_of_copy(name: str) -> str:
+    """Name in the result of a file of the source that is passed through."""
+    return SOURCE_README if name == README else name
 
 
 def generated_files(plan: Plan) -> dict[str, bytes]:

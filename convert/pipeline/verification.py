@@ -13,6 +13,7 @@ from lowbit.convert.pipeline.origin import check_origin, open_origin
 from lowbit.formats.draft_head import DRAFT_FILE, entries, name_in, open_draft_head
 from lowbit.formats.errors import FormatError, RequestError
 from lowbit.formats.files.reading import check_regular
+from lowbit.formats.folder_size import folder_bytes
 from lowbit.formats.hub.locate import locate
 from lowbit.formats.layout.manifest import (
     MANIFEST_FILE,
@@ -36,7 +37,7 @@ class Verification:
     folder: Path
     files: int  # hashed and equal to the manifest
     tensors: int  # likewise
-    size_bytes: int  # of the files
+    size_bytes: int  # of the folder, reports aside
     source_tensors: int | None  # hashed in the original and equal; None where it was not given
     derived: bool  # True where all tensors were made again from the source, and are equal
     not_derived: str | None  # why they were not; None where they were, or no source was given
@@ -89,7 +90,7 @@ def verify_folder(
         folder=folder,
         files=len(manifest.files),
         tensors=len(manifest.tensors),
-        size_bytes=sum(file.size_bytes for file in manifest.files),
+        size_bytes=folder_bytes(folder),
         source_tensors=compared,
         derived=source is not None and reason is None,
         not_derived=reason,

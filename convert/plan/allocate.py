@@ -22,13 +22,13 @@ Schemes = Mapping[str, Scheme | None]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A budget for the weight files, headers included; exactly one of the two is given."""
+    """A budget; exactly one of the two is given."""
 
-    bits_per_weight: Fraction | None = None  # limit of `Plan.bits_per_weight`
-    size_bytes: int | None = None  # limit of `Plan.output_bytes` and the draft head's together
+    bits_per_weight: Fraction | None = None  # of the weight files, `Plan.bits_per_weight`
+    size_bytes: int | None = None  # of the whole folder
 
     def limit(self, parameters: int) -> int:
-        """Bytes that the weight files of a model with so many parameters may have."""
+        """Bytes that the folder, or the weight files alone, of so many parameters may have."""
         if self.size_bytes is not None:
             return self.size_bytes
         return math.floor((self.bits_per_weight or Fraction(0)) * parameters / 8)
@@ -77,11 +77,22 @@ def allocate(
     rows: Sequence[Row],
     target: Target,
     max_shard_bytes: int,
+    beside: Callable[[Plan], int] | None = None,
 ) -> Allocation:
     """Choose the schemes with the least sum of KL that the budget allows.
 
     Sets that the recipe's overrides or its head option name keep the scheme given there; so do
     linears of multi-token prediction. The budget counts the headers of the files of that choice.
+
+    Args:
+        config: of the original.
+        tensors: its headers.
+        recipe: what is fixed.
+        rows: the cost of each scheme of each set.
+        target: the budget.
+        max_shard_bytes: limit of a weight file.
+        beside: bytes that the folder of a plan has at most beside its weight files, for a target
+            of its size; those of a draft head alone when None.
 
     Raises:
         QuantizationError: no choice fits, or the model as stored fits.
@@ -97,10 +108,18 @@ def allocate(
         return make_plan(config, tensors, chosen, max_shard_bytes)
 
     stored = sum(fused.file_bytes(None) for fused in sets)
-    plan, picks = _under_bytes(candidates, target, plan_of, stored)
+    counted: Callable[[Plan], int] = beside or (lambda plan: plan.draft_bytes)
+    if target.size_bytes is None:
+        counted = _nothing
+    plan, picks = _under_bytes(candidates, target, plan_of, stored, counted)
     schemes = {name: one.scheme for name, one in picks.items()}
     kl = sum(one.option.loss for one in picks.values())
     return Allocation(plan.recipe, plan, schemes, kl)
+
+
+def _nothing(plan: Plan) -> int:
+    """No bytes: bits per weight are of the weight files alone."""
+    return 0
 
 
 def _candidates(
@@ -159,9 +178,13 @@ def _one_scheme(recipe: Recipe, members: Sequence[TensorSpec]) -> Scheme | None:
 
 
 def _under_bytes(
-    candidates: Candidates, target: Target, plan_of: Callable[[Picks], Plan], stored: int
+    candidates: Candidates,
+    target: Target,
+    plan_of: Callable[[Picks], Plan],
+    stored: int,
+    beside: Callable[[Plan], int],
 ) -> tuple[Plan, Picks]:
-    """Best choice whose files, headers included, keep to the budget.
+    """Best choice whose files, headers and those beside the weights included, keep to the budget.
 
     Raises:
         QuantizationError: no choice fits, or the model as stored fits.
@@ -170,10 +193,9 @@ def _under_bytes(
         name: min(given, key=lambda one: one.option.size) for name, given in candidates.items()
     }
     least = plan_of(smallest)
-    # Bytes of all other tensors.
-    rest = least.output_bytes - sum(one.option.size for one in smallest.values())
-    beside = 0 if target.size_bytes is None else least.draft_bytes
-    limit = target.limit(least.written_parameters) - beside
+    # Bytes of all other tensors and files.
+    rest = least.output_bytes + beside(least) - sum(one.option.size for one in smallest.values())
+    limit = target.limit(least.written_parameters)
     options = [[one.option for one in given] for given in candidates.values()]
     room = limit - rest
     while (numbers := choose(options, room)) is not None:
@@ -182,15 +204,13 @@ def _under_bytes(
         if not any(one.scheme for one in picks.values()):
             break
         plan = plan_of(picks)
-        excess = plan.output_bytes - limit
+        excess = plan.output_bytes + beside(plan) - limit
         if excess <= 0:
             return plan, picks
-        # Headers longer than the smallest choice's: the next best with as much less.
+        # Records longer than the smallest choice's: the next best with as much less.
         room = sum(one.option.size for one in picks.values()) - excess
     raise QuantizationError(
-        target.refusal(
-            least.output_bytes + beside, rest + stored + beside, least.written_parameters
-        ),
+        target.refusal(least.output_bytes + beside(least), rest + stored, least.written_parameters),
         hint="give a target between the two"
         + ("" if target.size_bytes is None else "; units can be named, as in 5GB"),
     )

@@ -33,7 +33,7 @@ from lowbit.formats.draft_head import draft_head_size
 from lowbit.formats.errors import CheckpointError, QuantizationError
 from lowbit.formats.files.reading import MAX_TEXT_BYTES
 from lowbit.formats.hub.ids import HUB_ID
-from lowbit.formats.layout.manifest import MANIFEST_FILE, Fate, json_bytes
+from lowbit.formats.layout.manifest import MANIFEST_FILE, Fate, SourceTensor, json_bytes
 from lowbit.formats.layout.packing import packed_shapes
 from lowbit.formats.layout.quantization_config import (
     KEY,
@@ -149,6 +149,24 @@ class Plan:
             "shards": [hashlib.sha256(shard.header).hexdigest() for shard in self.shards],
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def source_rows(plan: Plan, hashes: Mapping[int, str]) -> tuple[SourceTensor, ...]:
+    """The source's tensors as lowbit.json lists them; hashes by the numbers of their steps."""
+    return tuple(
+        SourceTensor(
+            name=step.source.name,
+            dtype=step.source.dtype_name,
+            shape=step.source.shape,
+            fate=step.fate,
+            reason=step.reason,
+            sha256=hashes[number],
+            bits=step.scheme.bits if step.scheme else None,
+            group_size=step.scheme.group_size if step.scheme else None,
+        )
+        for number, step in enumerate(plan.steps)
+        if not step.rereads
+    )
 
 
 def make_plan(

@@ -4,18 +4,11 @@ import math
 
 from lowbit.convert.measure.record import Drafting, LogitQuality, QualityReport
 from lowbit.convert.measure.routing import Routing
+from lowbit.formats.folder_size import size as size
 from lowbit.formats.printable import printable
 
 MISSING = "\N{EN DASH}"  # stands for a missing figure
 HUGE = 1e9  # figures from here on are written as powers of ten
-
-
-def size(count: int) -> str:
-    """Bytes for people: `5.62 MB`."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count} B"
 
 
 def percent(share: float, digits: int = 2) -> str:

@@ -1,7 +1,6 @@
 """Models on this machine: in folders, and in the cache of the Hub; only headers are read."""
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Literal
 
 from lowbit.formats.errors import CheckpointError, LowbitError, UnsupportedModelError
 from lowbit.formats.file_names import QUALITY_FILE
+from lowbit.formats.folder_size import folder_bytes
 from lowbit.formats.judgement import Judgement, read_judgement
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest
 from lowbit.formats.layout.quantization_config import method_of
@@ -32,7 +32,7 @@ class Listed:
         folder: that holds its files.
         in_cache: it is in the cache of the Hub.
         kind: packed, original (to be converted), or broken.
-        size_bytes: of its files.
+        size_bytes: of its files, reports and cards aside.
         date: of its config, `2026-05-31`; None if that is missing.
         recipe: by which it was packed, or the dtype of an original; None if broken.
         bits_per_weight: of its weight files; None if broken.
@@ -150,7 +150,7 @@ def _whole(packed: PackedCheckpoint, name: str, cached: bool) -> Listed:
         folder=str(folder),
         in_cache=cached,
         kind="packed" if is_packed else "original",
-        size_bytes=_size(folder),
+        size_bytes=folder_bytes(folder),
         date=_date(folder),
         recipe=_recipe(packed.manifest) or method if is_packed else largest.dtype_name,
         bits_per_weight=weight_bits(checkpoint, packed.manifest),
@@ -161,7 +161,7 @@ def _whole(packed: PackedCheckpoint, name: str, cached: bool) -> Listed:
 
 def _broken(folder: Path, name: str, cached: bool, error: LowbitError) -> Listed:
     facts = name, str(folder), cached
-    return Listed(*facts, "broken", _size(folder), _date(folder), problem=str(error))
+    return Listed(*facts, "broken", folder_bytes(folder), _date(folder), problem=str(error))
 
 
 def _recipe(manifest: Manifest | None) -> str | None:
@@ -180,29 +180,6 @@ def _is_meant(folder: Path) -> bool:
 
 def _has(folder: Path, name: str) -> bool:
     return os.path.lexists(folder / name)
-
-
-def _files(folder: Path) -> Iterator[os.stat_result]:
-    """Files of a folder and one level below, links followed; those that cannot be seen left out."""
-    pending = [(folder, 0)]
-    while pending:
-        place, depth = pending.pop()
-        try:
-            entries = list(os.scandir(place))
-        except OSError:
-            continue
-        for entry in entries:
-            try:
-                if entry.is_file():
-                    yield entry.stat()
-                elif depth == 0 and entry.is_dir(follow_symlinks=False):
-                    pending.append((Path(entry.path), 1))
-            except OSError:
-                continue
-
-
-def _size(folder: Path) -> int:
-    return sum(about.st_size for about in _files(folder))
 
 
 def _date(folder: Path) -> str | None:

@@ -80,7 +80,7 @@ def show_models(models: "Sequence[Listed]", cache: "Cache | None") -> None:
 
 
 def _models_table(title: str, models: "Sequence[Listed]") -> Table:
-    from lowbit.runtime.engine.memory import gigabytes
+    from lowbit.formats.folder_size import size
 
     columns = ("model", "weights", "verdict")
     table = plain_table(title, columns, ("KL", "bits", "size", "date"))
@@ -96,7 +96,7 @@ def _models_table(title: str, models: "Sequence[Listed]") -> Table:
             verdict,
             f"{judged.kl_mean:#.3g}" if known and judged is not None else "",
             "" if bits is None else f"{bits:.2f}",
-            gigabytes(each.size_bytes),
+            size(each.size_bytes),
             each.date or "",
         )
     return table

@@ -6,13 +6,14 @@ from typing import Any
 
 from rich.text import Text
 
-from lowbit.convert.cli.tables.lines import aside
+from lowbit.convert.cli.tables.lines import aside, warn
 from lowbit.convert.measure.inspection import Entry, Inspection, Node, tree
 from lowbit.convert.report.formatting import size
 from lowbit.formats.shell.tables import plain_table, results, styled
 
 PREFIXES = ("model", "model.language_model", "language_model.model")
 MANY = 3  # runs of layers that are named
+MOST_DAMAGE = 5  # sentences on damaged scales
 
 
 def inspection(found: Inspection) -> None:
@@ -26,13 +27,19 @@ def inspection(found: Inspection) -> None:
         table.add_row(*row)
     console.print(table)
     console.print(
-        f"{size(found.nbytes)}, {found.bits_per_weight:.2f} bits per weight, "
-        f"{found.tensors} tensors, {found.model_type}"
+        f"{size(found.size_bytes)}, {found.bits_per_weight:.2f} bits per weight, "
+        f"{found.tensors} tensors of {size(found.nbytes)}, {found.model_type}"
     )
+    for sentence in found.damage[:MOST_DAMAGE]:
+        warn(f"damaged: {sentence}")
+    if (more := len(found.damage) - MOST_DAMAGE) > 0:
+        warn(f"damaged: {more} more")
     manifest = found.manifest
     if manifest is None:
         aside("no lowbit.json: written by another tool")
         return
+    if not found.scales_read:
+        aside("ranges of scales as lowbit.json states them; those of a folder are read")
     source = manifest.source
     origin = f"{source.repo} at {source.commit}" if source.repo else "a local folder"
     given = (
@@ -76,10 +83,14 @@ def _short(name: str) -> str:
     return name if len(parts) <= MANY else f"{parts[0]}, {parts[1]}, …, {parts[-1]}"
 
 
-def _scales(entry: Entry) -> str:
-    if entry.scale_min is None or entry.scale_max is None:
-        return ""
-    return f"{entry.scale_min:.2g}…{entry.scale_max:.2g}"
+def _scales(entry: Entry) -> str | Text:
+    """The range of the finite scales, and how many are not."""
+    parts = []
+    if entry.scale_min is not None and entry.scale_max is not None:
+        parts.append(f"{entry.scale_min:.2g}…{entry.scale_max:.2g}")
+    counts = ((entry.nan_scales, "NaN"), (entry.infinite_scales, "infinite"))
+    lost = [f"{count:,} {kind}" for count, kind in counts if count]
+    return styled((", ".join(parts + lost), "bold red")) if lost else "".join(parts)
 
 
 def inspection_json(found: Inspection) -> dict[str, Any]:
@@ -91,6 +102,9 @@ def inspection_json(found: Inspection) -> dict[str, Any]:
         "model_type": found.model_type,
         "tensors": found.tensors,
         "bytes": found.nbytes,
+        "folder_bytes": found.size_bytes,
+        "scales_read": found.scales_read,
+        "damage": list(found.damage),
         "bits_per_weight": found.bits_per_weight,
         "modules": [_row(entry) for entry in found.entries],
         "lowbit_version": manifest.lowbit_version if manifest else None,

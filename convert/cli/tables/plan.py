@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowbit.convert.pipeline.estimate import Estimate, peak_ram, run_memory
+from lowbit.convert.pipeline.predicted_size import PredictedSizes
 from lowbit.convert.plan.plan import Plan, Step
 from lowbit.convert.plan.readers import (
     VllmUse,
@@ -35,7 +36,7 @@ PARTS: dict[Part, str] = {
 }
 
 
-def plan(source: str, ahead: Estimate, other_bytes: int) -> None:
+def plan(source: str, ahead: Estimate, sizes: PredictedSizes) -> None:
     """Show the fate of every kind of tensor, sizes, memory and the vLLM verdict."""
     console = results()
     made = ahead.plan
@@ -59,10 +60,10 @@ def plan(source: str, ahead: Estimate, other_bytes: int) -> None:
     if len(parts) > 1:
         counts = (f"{part} {count / 1e6:,.1f} M" for part, count in parts.items())
         console.print(f"{sum(parts.values()):,} parameters: {', '.join(counts)}")
+    shards = f"{len(made.shards)} file{'s' if len(made.shards) > 1 else ''}"
     console.print(
-        f"{size(made.source_bytes)} → {size(made.output_bytes)} in "
-        f"{len(made.shards)} file{'s' if len(made.shards) > 1 else ''}, "
-        f"{made.bits_per_weight:.2f} bits per weight; other files {size(other_bytes)}"
+        f"{size(sizes.source)} → {size(sizes.folder)}, "
+        f"{made.bits_per_weight:.2f} bits per weight; weights {size(made.output_bytes)} in {shards}"
     )
     if made.draft_rows:
         console.print(
@@ -112,7 +113,7 @@ def refusals(made: Plan) -> dict[str, list[str]]:
     return {"vLLM": vllm_verdict(made), **found}
 
 
-def plan_json(source: str, ahead: Estimate, other_bytes: int) -> dict[str, Any]:
+def plan_json(source: str, ahead: Estimate, sizes: PredictedSizes) -> dict[str, Any]:
     """The object of `plan --json`."""
     made = ahead.plan
     reasons = vllm_verdict(made)
@@ -123,7 +124,8 @@ def plan_json(source: str, ahead: Estimate, other_bytes: int) -> dict[str, Any]:
         "recipe": made.recipe.to_json(),
         "source_bytes": made.source_bytes,
         "output_bytes": made.output_bytes,
-        "other_bytes": other_bytes,
+        "other_bytes": sizes.passed,
+        "folder_bytes": sizes.folder,
         "bits_per_weight": made.bits_per_weight,
         "parameters": dict(made.parameters),
         "draft_rows": made.draft_rows,

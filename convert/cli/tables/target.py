@@ -69,14 +69,14 @@ def sensitivities_json(found: Found) -> dict[str, Any]:
     return {**found.sensitivities.to_json(), "file": str(found.file), "computed": found.is_new}
 
 
-def allocation(chosen: Allocation, found: Found) -> None:
-    """Note the schemes chosen and the file of the sensitivities."""
+def allocation(chosen: Allocation, found: Found, folder_bytes: int) -> None:
+    """Note the schemes chosen, the folder's size and the file of the sensitivities."""
     origin = "computed now, kept in" if found.is_new else "from"
     note(f"sensitivities {origin} {found.file}")
     counts = Counter(str(scheme or "as stored") for scheme in chosen.schemes.values())
     parts = ", ".join(f"{count} {scheme}" for scheme, count in sorted(counts.items()))
     note(
         f"chosen for {len(chosen.schemes)} sets: {parts}; "
-        f"{chosen.plan.bits_per_weight:.3f} bits per weight, weight files "
-        f"{formatting.size(chosen.plan.output_bytes)}, their KL {formatting.kl(chosen.kl)}"
+        f"{chosen.plan.bits_per_weight:.3f} bits per weight, a folder of "
+        f"{formatting.size(folder_bytes)}, their KL {formatting.kl(chosen.kl)}"
     )

@@ -132,12 +132,14 @@ def test_plan_for_people(cli: "Cli", model: Path, tiny: Path) -> None:
 
 
 def test_plan_of_a_hub_id_is_that_of_the_folder(cli: "Cli", model: Path, hub: "HubServer") -> None:
-    hub.add("org/model", model)
+    commit = hub.add("org/model", model)
     local, remote = (parsed(cli("plan", name, "--json")) for name in (model, "org/model"))
     assert remote.pop("source") == "org/model"
     assert local.pop("source") == str(model)
     for content in (local, remote):
         content.pop("peak_ram_bytes")
+    named = len(f'"org/model""{commit}"') - len("nullnull")  # in lowbit.json
+    assert remote.pop("folder_bytes") - local.pop("folder_bytes") == named
     assert remote == local
 
 

@@ -2,10 +2,14 @@
 
 import json
 import math
+import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from lowbit.convert.cli.tables.inspection import inspection
 from lowbit.convert.measure.build import measure_sizes
@@ -81,14 +85,10 @@ def test_a_repository_looks_like_its_folder(hub: "HubServer", packed: Path) -> N
     commit = hub.add(REPO, packed)
     hub.add(REPO, packed.parent / "source", "bf16")
     found = inspect(REPO)
-    assert found == Inspection(
-        REPO, commit, *[getattr(inspect(str(packed)), name) for name in REST]
-    )
+    here = inspect(str(packed))
+    assert found == replace(here, source=REPO, commit=commit, scales_read=False)
     assert {entry.stored for entry in inspect(f"{REPO}@bf16").entries} == {"BF16"}
     assert inspect(f"{REPO}@{commit}") == found
-
-
-REST = ("model_type", "entries", "manifest", "bits_per_weight")
 
 
 def test_no_weight_is_fetched(hub: "HubServer", packed: Path) -> None:
@@ -112,6 +112,60 @@ def test_scales_are_unknown_without_a_manifest(
     assert found.manifest is None
     assert {entry.scale_min for entry in found.entries} == {None}
     assert any(entry.bits == 4 for entry in found.entries)
+
+
+def damage_scales(folder: Path, name: str, values: dict[int, float]) -> None:
+    info = open_checkpoint(folder).tensors[name]
+    scale = open_checkpoint(folder).read(name).flatten()
+    for place, value in values.items():
+        scale[place] = value
+    with (folder / info.file).open("r+b") as file:
+        file.seek(info.offset)
+        file.write(scale.view(torch.uint8).numpy().tobytes())
+
+
+def test_scales_that_are_not_finite_are_shown_as_such(
+    cli: "Cli", packed: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(packed, tmp_path / "packed"))
+    gate, up = (f"model.layers.1.mlp.{kind}_proj.weight_scale" for kind in ("gate", "up"))
+    rows = open_checkpoint(folder).tensors[up].shape[0]
+    damage_scales(folder, gate, {3: math.nan, 5: math.inf, 9: -math.inf})
+    damage_scales(folder, up, dict.fromkeys(range(rows), math.nan))
+    found = inspect(str(folder))
+    entries = {entry.name: entry for entry in found.entries}
+    one, all_of_them = (entries[name.removesuffix(".weight_scale")] for name in (gate, up))
+    assert (one.nan_scales, one.infinite_scales) == (1, 2)
+    before = {entry.name: entry for entry in inspect(str(packed)).entries}[one.name]
+    assert before.scale_min is not None
+    assert before.scale_max is not None
+    assert one.scale_min is not None
+    assert one.scale_max is not None
+    assert before.scale_min <= one.scale_min <= one.scale_max <= before.scale_max
+    assert (all_of_them.scale_min, all_of_them.scale_max) == (None, None)
+    assert all_of_them.nan_scales == rows
+    assert found.damage == (
+        f"`{gate}` holds 1 NaN and 2 infinite scales",
+        f"`{up}` holds {rows} NaN scales",
+    )
+    said = cli("inspect", folder).stdout
+    assert "1 NaN, 2 infinite" in said
+    assert f"damaged: `{gate}` holds 1 NaN and 2 infinite scales" in " ".join(said.split())
+    content = json.loads(cli("inspect", folder, "--json").stdout)
+    assert content["damage"] == list(found.damage)
+
+
+def test_scales_of_another_range_than_recorded_are_named(packed: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(packed, tmp_path / "packed"))
+    name = "model.layers.0.mlp.up_proj.weight_scale"
+    damage_scales(folder, name, {0: 64.0})
+    [sentence] = inspect(str(folder)).damage
+    assert re.fullmatch(f"`{name}` holds .* to 64.0, lowbit.json says .*", sentence)
+    (folder / "lowbit.json").unlink()
+    found = inspect(str(folder))
+    assert found.damage == ()
+    [entry] = [entry for entry in found.entries if f"{entry.name}.weight_scale" == name]
+    assert entry.scale_max == 64.0  # known without a manifest, too
 
 
 def test_what_cannot_be_inspected(hub: "HubServer", packed: Path, tmp_path: Path) -> None:
@@ -167,7 +221,7 @@ def test_many_runs_of_layers_are_abridged(capsys: pytest.CaptureFixture[str]) ->
         for kind in ("a", "b")
     )
     assert [node.count for node in tree(entries)[0].children] == [24, 8]
-    inspection(Inspection("folder", None, "qwen3", entries, None, 4.5))
+    inspection(Inspection("folder", None, "qwen3", entries, None, 4.5, 99, True))
     said = capsys.readouterr().out
     assert "layers 0-2, 4-6, …, 28-30 (24)" in said
     assert "layers 3, 7, …, 31 (8)" in said

@@ -15,6 +15,7 @@ import torch
 
 from lowbit.convert.cli.tables import plan as render
 from lowbit.convert.pipeline.estimate import Estimate, MethodCost
+from lowbit.convert.pipeline.predicted_size import PredictedSizes
 from lowbit.convert.plan.calibration_cost import Windows
 from lowbit.convert.plan.method import RTN
 from lowbit.convert.plan.plan import Plan, make_plan
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 DATA = Path(__file__).parents[2] / "data/qwen3.5.json.gz"
 MODELS: dict[str, Any] = json.loads(gzip.decompress(DATA.read_bytes()))
+PREDICTED = PredictedSizes(3, 2, 1)
 SIZES = ("0.8B", "2B", "4B", "9B", "27B")
 TOTALS = (873_438_784, 2_274_069_824, 4_659_865_088, 9_653_104_368, 27_781_427_952)
 
@@ -355,7 +357,9 @@ def test_later_releases(
     kept = {k: v for k, v in plan.config.items() if k != "quantization_config"}
     assert kept == content
     costs = (MethodCost(RTN, 40.0, None),)
-    render.plan(name, Estimate(plan, torch.device("cpu"), Windows(160, 512), costs, None), 0)
+    render.plan(
+        name, Estimate(plan, torch.device("cpu"), Windows(160, 512), costs, None), PREDICTED
+    )
     assert "vLLM: can load the result" in capsys.readouterr().out
 
 
@@ -417,7 +421,9 @@ def test_mixture_of_experts_has_a_row_for_all_experts(capsys: pytest.CaptureFixt
     assert plan.written_parameters == 35_951_822_704
     assert (round(plan.output_bytes / 1e9, 1), round(plan.bits_per_weight, 2)) == (20.4, 4.54)
     costs = (MethodCost(RTN, 40.0, None),)
-    render.plan("35B", Estimate(plan, torch.device("cpu"), Windows(160, 512), costs, None), 0)
+    render.plan(
+        "35B", Estimate(plan, torch.device("cpu"), Windows(160, 512), costs, None), PREDICTED
+    )
     said = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in said.splitlines() if len(line.split()) > 1}
     row = ["512x2048", "INT4", "g128", str(40 * 256), "21.47", "GB", "5.54", "GB"]
@@ -448,7 +454,7 @@ def test_plan_of_the_largest_fits_a_terminal(capsys: pytest.CaptureFixture[str])
     ahead = Estimate(
         plan, torch.device("cpu"), Windows(160, 512), (MethodCost(RTN, 40.0, None),), None
     )
-    render.plan("Qwen/Qwen3.5-27B", ahead, 0)
+    render.plan("Qwen/Qwen3.5-27B", ahead, PREDICTED)
     said = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in said.splitlines() if len(line.split()) > 1}
     assert rows["post_attention_layernorm"][1:] == [

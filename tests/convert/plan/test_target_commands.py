@@ -65,9 +65,30 @@ def test_sensitivity_then_targets(
     for name in ("model.safetensors", "lowbit.json", "config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "packed" / name).read_bytes()
 
-    limit = planned["output_bytes"]
-    options = ("--target-size", f"{limit}", "--sensitivities", out)
-    assert parsed(cli("plan", readable, *options, "--json"))["output_bytes"] <= limit
+
+def test_a_target_of_size_bounds_the_whole_folder(
+    cli: "Cli", readable: Path, short_text: Path, tmp_path: Path
+) -> None:
+    """By the bytes of every file that is there afterwards, the report's too."""
+    out = tmp_path / "record.json"
+    parsed(cli("sensitivity", readable, "--calib", short_text, "--out", out, "--json"))
+    least = cli("plan", readable, "--target-size", "300kB", "--sensitivities", out)
+    said = re.search(r"the smallest choice takes ([\d,]+), the model as stored", least.stderr)
+    assert said is not None, least.output
+    first = int(said[1].replace(",", ""))
+    for limit in (first, first + 61_000):
+        folder = tmp_path / str(limit)
+        options = ("--target-size", f"{limit}", "--sensitivities", out)
+        planned = parsed(cli("plan", readable, *options, "--method", "rtn", "--json"))
+        done = cli(readable, folder, *options)
+        assert done.exit_code == 0, done.output
+        files = {path.name: path.stat().st_size for path in folder.iterdir()}
+        assert {"quality.json", "quality.html", "README.md"} < files.keys()
+        assert limit - 250_000 < sum(files.values()) <= limit
+        assert planned["recipe"] == parsed(cli("inspect", folder, "--json"))["recipe"]
+    refused = cli("plan", readable, "--target-size", f"{first - 1}", "--sensitivities", out)
+    assert refused.exit_code == 1
+    assert f"{first - 1:,} bytes cannot be met" in refused.stderr
 
 
 def test_targets_take_sensitivities_of_what_is_quantized(
