@@ -10,6 +10,7 @@ from lowbit.formats.architectures.config import Experts
 from lowbit.formats.architectures.names import MTP_PREFIX, split_layer
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import ResourceError
+from lowbit.formats.folder_size import size
 from lowbit.formats.machine.memory import free_bytes, resident_bytes
 
 DEFAULT_MAX_RAM = 2_000_000_000
@@ -73,11 +74,11 @@ def check_windows(what: str, need: Memory, windows: int, device: str, less: str)
         ResourceError: it takes more memory than is free.
     """
     hint = "use a machine with more memory"
-    for place, size in (("cpu", need.ram), ("cuda", need.gpu)):
+    for place, taken in (("cpu", need.ram), ("cuda", need.gpu)):
         if place == "cuda" and device == "cpu":
             return
-        fitting = windows - math.ceil((size - (free_bytes(place) or 0)) / need.window)
-        check_free(what, size, place, less.format(fitting) if fitting > 0 else hint)
+        fitting = windows - math.ceil((taken - (free_bytes(place) or 0)) / need.window)
+        check_free(what, taken, place, less.format(fitting) if fitting > 0 else hint)
         hint = "--device cpu takes the machine's memory"
 
 
@@ -101,13 +102,19 @@ def block_elements(max_ram: int | None, workers: int, device: torch.device, held
     elements = min(most, (limit - base) // each)
     if elements < LEAST_ELEMENTS:
         least = base + LEAST_ELEMENTS * each
+        advised, unrotated = _rounded_up(least), _rounded_up(least - held)
         raise ResourceError(
-            f"--max-ram {limit / 1e9:.2f} GB is too little: the process needs "
-            f"{least / 1e9:.2f} GB before it holds a weight",
-            hint=f"give at least {math.ceil(least / 1e8 + 0.2) / 10}GB"
-            + (f"; --method gptq, not rotated, takes {held / 1e9:.1f} GB less" if held else ""),
+            f"--max-ram {size(limit)} is too little: the process needs {size(least)} before it "
+            "holds a weight",
+            hint=f"give at least {advised}"
+            + (f"; {unrotated} is enough with --method gptq" if unrotated != advised else ""),
         )
     return elements
+
+
+def _rounded_up(least: int) -> str:
+    """A size for the option, above what the process takes by 20 MB or more: `0.5GB`."""
+    return f"{math.ceil(least / 1e8 + 0.2) / 10}GB"
 
 
 def peak_estimate(elements: int, workers: int, held: int = 0, device: str = "cpu") -> int:

@@ -73,8 +73,9 @@ def _about(report: QualityReport, logits: LogitQuality) -> dict[str, Any]:
     expected = verdict.expected_loss(report)
     charts = {
         "kl": plots.kl_distribution(logits, None if expected is None else expected.kl),
-        "windows": plots.kl_along(logits),
     }
+    if len(logits.window_series) > 1:  # one is a dot
+        charts["windows"] = plots.kl_along(logits)
     if logits.positions:
         charts["positions"] = plots.kl_by_position(logits.positions, logits.kl_mean)
     return {

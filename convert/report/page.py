@@ -13,13 +13,32 @@ from lowbit.convert.report import formatting
 from lowbit.convert.report.linears import scheme_text
 from lowbit.formats.printable import printable
 
+# Words that no line may end in, although browsers end lines at hyphens: options and commands.
+WHOLE = re.compile(r"(?<![\w-])(?:--[a-z][a-z0-9-]{0,38}[a-z0-9]|lowbit-(?:convert|run))(?![\w-])")
+TAG = re.compile(r"(<[^>]*>)")
+NO_PROSE = ("style", "svg", "title")  # elements whose text takes no tags
+
 
 def render_page(template: str, **values: Any) -> str:
     """Render a page; values are escaped, except charts, which are `Markup`.
 
-    Control characters and lone surrogates, which no page may hold, are shown as escapes.
+    Control characters and lone surrogates, which no page may hold, are shown as escapes. Options
+    and the names of commands are never broken over two lines.
     """
-    return environment().get_template(template).render(**values).lstrip()
+    return _unbroken(environment().get_template(template).render(**values).lstrip())
+
+
+def _unbroken(page: str) -> str:
+    """A page with every option and command of its text in an element that is not broken."""
+    parts, inside = TAG.split(page), 0
+    for number, part in enumerate(parts):
+        if number % 2:  # a tag
+            name = part.strip("</>").partition(" ")[0]
+            if name in NO_PROSE and not part.endswith("/>"):
+                inside += -1 if part.startswith("</") else 1
+        elif not inside:
+            parts[number] = WHOLE.sub(r'<span class="w">\g<0></span>', part)
+    return "".join(parts)
 
 
 @cache

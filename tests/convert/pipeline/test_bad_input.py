@@ -239,7 +239,7 @@ def test_large_finite_weights_are_no_infinities(
             "cover the whole set",
         ),
         (("--bits", "*=16"), "the recipe quantizes nothing", "leave out"),
-        (("--max-ram", "10MB"), "--max-ram 0.01 GB is too little: .*", "give at least"),
+        (("--max-ram", "10MB"), r"--max-ram 10\.00 MB is too little: .*", "give at least"),
         (("--revision", "main"), ".*small` is a folder, a revision .* needs a Hub id", "leave"),
     ],
 )

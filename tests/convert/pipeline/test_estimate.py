@@ -9,10 +9,11 @@ import torch
 
 from lowbit.convert import Override, Recipe, convert
 from lowbit.convert.pipeline.estimate import open_headers, peak_ram
+from lowbit.convert.plan.memory import block_elements
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.plan import Plan, make_plan
 from lowbit.convert.plan.readers import runtime_verdict, vllm_verdict
-from lowbit.formats.errors import LowbitError
+from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.machine.memory import resident_bytes
 
 if TYPE_CHECKING:
@@ -72,6 +73,31 @@ def test_the_peak_is_that_of_the_device(source: Path, monkeypatch: pytest.Monkey
     slack = 96 << 20, (96 << 20) + (500 << 20)
     expected = [300_000_000 + slack[n] + asked[n][1] + room[n] for n in (0, 1)]
     assert peaks == expected
+
+
+@pytest.mark.parametrize(
+    ("limit", "held", "message", "hint"),
+    [
+        (1_000_000, 0, "--max-ram 1.00 MB is too", "give at least 0.5GB"),
+        (1_000, 30_000, "--max-ram 1.00 kB is too", "give at least 0.5GB"),
+        (
+            *(450_000_000, 900_000_000, "--max-ram 450.00 MB is too"),
+            "give at least 1.4GB; 0.5GB is enough with --method gptq",
+        ),
+    ],
+)
+def test_too_little_memory_is_named_with_the_least(
+    monkeypatch: pytest.MonkeyPatch, limit: int, held: int, message: str, hint: str
+) -> None:
+    monkeypatch.setattr("lowbit.convert.plan.memory.resident_bytes", lambda: 300_000_000)
+    needs = (300_000_000 + (96 << 20) + held + (1 << 16) * (4 * 12 + 2 * 36)) / 1e6
+    size = f"{needs / 1e3:.2f} GB" if needs >= 1000 else f"{needs:.2f} MB"
+    with pytest.raises(ResourceError) as caught:
+        block_elements(limit, 2, CPU, held)
+    assert str(caught.value) == (
+        f"{message} little: the process needs {size} before it holds a weight"
+    )
+    assert caught.value.hint == hint
 
 
 def test_verdicts(source: Path) -> None:
