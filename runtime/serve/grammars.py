@@ -10,6 +10,7 @@ from time import monotonic
 from typing import TypeVar
 
 from lowbit.formats.errors import RequestError
+from lowbit.formats.machine.cores import core_count
 from lowbit.formats.machine.memory import give_back
 from lowbit.runtime.serve.grammar_memory import GrammarMemory
 from lowbit.runtime.text.grammar import Grammar, Grammars
@@ -17,7 +18,7 @@ from lowbit.runtime.text.grammar_source import GrammarSource
 
 SHORT = 8 << 10  # characters of a grammar that is tried and compiled beside longer ones
 COSTLY = 64 << 10  # characters that a short one counts as which takes long
-SLOW_THREADS = 2
+MANY_CORES = 4  # on fewer, one slow grammar at a time leaves a core to the engine
 # Of those that wait for a thread the shortest goes first, but a longer one that came a second
 # earlier for every so many characters more. One that has been tried is compiled in its old place.
 OVERTAKEN_A_S = 32 << 10
@@ -89,7 +90,7 @@ class GrammarQueue:
         self.memory = GrammarMemory(total)
         self._grammars = grammars
         self._quick = Turns(1, "lowbit-grammar")
-        self._slow = Turns(SLOW_THREADS, "lowbit-grammar")
+        self._slow = Turns(2 if core_count() >= MANY_CORES else 1, "lowbit-grammar")
         self._giving: asyncio.Task[None] | None = None  # memory back to the system, now or soon
 
     async def make(self, source: GrammarSource) -> Grammar:

@@ -117,7 +117,7 @@ def test_a_long_grammar_is_not_overtaken_for_ever(monkeypatch: pytest.MonkeyPatc
     """The clock goes on a second with each; the first three shorter ones pass."""
     clock = itertools.count()
     monkeypatch.setattr(grammars, "monotonic", lambda: float(next(clock)))
-    monkeypatch.setattr(grammars, "SLOW_THREADS", 1)
+    monkeypatch.setattr(grammars, "core_count", lambda: 2)
 
     async def test() -> None:
         found = StandIns(held=("first",))
@@ -155,7 +155,11 @@ def test_work_that_fails_or_is_left_gives_its_thread_back() -> None:
     run(test)
 
 
-def test_a_short_grammar_is_made_beside_long_and_costly_ones() -> None:
+def test_a_short_grammar_is_made_beside_long_and_costly_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammars, "core_count", lambda: 4)
+
     async def test() -> None:
         found = StandIns(held=("long", "costly"), slow=("costly",))
         queue = queue_of(found)
