@@ -42,7 +42,7 @@ def test_nothing_of_a_local_source_is_published(
     measured = ("--report", "--eval-text", home / "text.txt") if report else ()
     assert cli(source, out, *measured).exit_code == 0
     note = home / ".local" / "state" / "lowbit" / "originals"
-    assert [path.read_bytes() for path in note.iterdir()] == [os.fsencode(source) + b"\n"]
+    assert [path.read_bytes() for path in note.iterdir()] == [os.fsencode(source) + b"\0"]
     if report:  # of a source that is remembered
         again = cli("report", out, "--eval-text", home / "text.txt")
         assert again.exit_code == 0, again.output
