@@ -21,7 +21,7 @@ from lowbit.formats.safetensors.tensor_info import TensorInfo
 
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
-# What is put before every name: by torch.compile, DataParallel, and PEFT around a merged model.
+# Prefixes put before every name: by torch.compile, DataParallel, and PEFT around a merged model.
 WRAPPERS = ("_orig_mod.", "module.", "base_model.model.")
 OUTER = "language_model."  # of a decoder in a larger model: before `model.` and `lm_head.`
 BARE = ("embed_tokens.", "layers.", "norm.", "language_model.", "visual.")  # names in `model.`

@@ -250,7 +250,7 @@ def vocabulary_of(count: int, special: dict[str, str], stops: list[int]) -> Any:
 
 
 def tried(vocabulary: Any, job: Job) -> dict[str, Any]:
-    """What a grammar takes: its error, empty if it can be used, its size, and its bytes.
+    """Result of trying a grammar: its error (empty if usable), its size, and its bytes.
 
     `large` says that it has more symbols than few. `bytes` is None where the system does not tell.
     """

@@ -131,7 +131,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What is known of a grammar that can be used.
+    """Measured facts of a usable grammar.
 
     Attributes:
         bytes: memory that it takes once it is compiled.
@@ -204,7 +204,7 @@ class Grammars:
             raise RequestError(f"{source.what} {reason}") from None
 
     def tried_quickly(self, source: GrammarSource) -> Trial | None:
-        """The same in QUICK_S, and beside trials that take longer.
+        """Try a grammar within QUICK_S, beside trials that take longer.
 
         Returns:
             None where it fails for want of time, memory or stack: `tried` says for which.

@@ -9,7 +9,7 @@ from typing import Any
 
 from lowbit.runtime.text.grammar_source import MOST_LEVELS
 
-# What llguidance does not implement, whatever the values.
+# Keywords that llguidance does not implement, whatever the values.
 UNHELD = frozenset(
     (
         *("uniqueItems", "propertyNames", "not", "contains", "minContains", "maxContains"),

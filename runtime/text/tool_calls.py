@@ -344,7 +344,7 @@ class CallReader:
         return partial
 
     def _cut(self) -> Iterator[Part]:
-        """What is held at the end inside a call: the beginning of that call, or text."""
+        """Text held back when the answer ends inside a call: that call's beginning, or text."""
         partial = self._partial
         if self.cut_calls:
             partial = self._partial = partial or self._new_partial()

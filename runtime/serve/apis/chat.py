@@ -317,7 +317,7 @@ def _thinking(model: Model, body: ChatBody) -> bool | None:
 
 
 def _switches(body: ChatBody) -> Iterator[bool | None]:
-    """What each of the other fields says about thinking."""
+    """Thinking on or off, as each of the other fields asks."""
     yield None if body.reasoning_effort is None else body.reasoning_effort != "none"
     thinking, reasoning = body.thinking, body.reasoning
     if isinstance(thinking, ThinkingSwitch):

@@ -47,7 +47,7 @@ Limit = Grammar | StrictCalls | None  # of an answer
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a request asks of the engine, but for the grammar.
+    """A request to the engine before its grammar is made.
 
     Attributes:
         wanted: request to the engine for each prompt.

@@ -1,4 +1,4 @@
-"""What an interrupted run kept is damaged, exchanged or out of date: the same bytes, or an error.
+"""Damaged, exchanged or outdated files of an interrupted run end in the same bytes, or an error.
 
 Journals and half-made shards of round-to-nearest are in test_resume.py, the cache of sensitivities
 in test_lookup.py, the state of a training in test_finetune.py, downloads in test_hub.py.
@@ -52,7 +52,7 @@ def run(source: Path, out: Path, text: Path, said: list[str] | None = None) -> P
 
 
 def interrupt(source: Path, out: Path, text: Path) -> Path:
-    """What a conversion leaves that is stopped while it writes tensors."""
+    """Files left by a conversion that is stopped while it writes tensors."""
 
     def stop(phase: str, done: int, total: int) -> None:
         if phase == "convert" and done > total / 2:
