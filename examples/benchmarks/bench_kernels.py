@@ -19,7 +19,7 @@ from lowbit.runtime.kernels.linear.gemm import gemm
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_ref
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.kernels.linear.widen import widened_gemm
-from lowbit.runtime.state.step import lone_step
+from lowbit.runtime.state.step_buffers import lone_step
 
 GEMVS = [
     (4, 6144, 4096),

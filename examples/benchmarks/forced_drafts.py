@@ -113,7 +113,7 @@ class ForcedRounds(MtpRounds):
         """The head drafts, for the time that it takes."""
         MtpRounds.draft(self, B, k, reach)
         places = torch.arange(k, device=self.truth.device)
-        first = self.round_inputs.positions[: B * (k + 1)].view(B, k + 1)[:, :1].long()
+        first = self.inputs.step.positions[: B * (k + 1)].view(B, k + 1)[:, :1].long()
         drafts = self.truth[first + 1 + places]
         turn = first * 40_503 // 256 % 2  # as good as random
         right = {"none": 0 * first, "half": (k + turn) // 2, "all": 0 * first + k}

@@ -19,6 +19,7 @@ from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.memory import snapshots_for
+from lowbit.runtime.engine.plan import OpenRow
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.sequence import Sequence as TokenSequence
@@ -201,7 +202,7 @@ def standing_sequences(
         sequence.row, sequence.length = row, tokens
         sequence.pages = list(range(free, free + sequence.page_count))
         free += sequence.page_count
-        engine.runner.open(sequence, None)
+        engine.runner.apply([OpenRow(sequence, None, None)])
         sequences.append(sequence)
     return sequences
 

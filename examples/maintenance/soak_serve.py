@@ -32,7 +32,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from serve_client import Answer, Connection
 
 from lowbit.runtime.engine.load import load
-from lowbit.runtime.engine.scheduler import CHUNK
+from lowbit.runtime.engine.plan import CHUNK
 
 BUNDLED = Path(__file__).parents[1] / "models" / "tiny-qwen3"
 TEMPLATE = Path(__file__).parents[2] / "tests" / "data" / "chat_templates" / "qwen3.jinja"

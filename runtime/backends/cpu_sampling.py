@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.sampling_ranges import MOST_LOGPROBS
+from lowbit.runtime.state.decode_inputs import TRAIL, DecodeInputs
 from lowbit.runtime.state.host_rings import RING, LogProbabilities
-from lowbit.runtime.state.round_inputs import TRAIL, RoundInputs
 from lowbit.runtime.state.sampler import (
     BIASES,
     FREQUENCY,
@@ -203,12 +203,12 @@ def log_probabilities(
         out.values[position % RING, row].fill_(-torch.inf)[:count] = values[m]
 
 
-def accept(inputs: RoundInputs, B: int, k: int) -> None:
+def accept(inputs: DecodeInputs, B: int, k: int) -> None:
     """Find the drafts that were right and begin the next round behind them; see `Ops.accept`."""
-    count = B * (k + 1)
-    ids, chosen = (each[:count].view(B, k + 1) for each in (inputs.ids, inputs.chosen))
-    rows, writes = (each[:count].view(B, k + 1) for each in (inputs.rows, inputs.writes))
-    positions, places = inputs.positions[:count].view(B, k + 1), torch.arange(k + 1)
+    count, step = B * (k + 1), inputs.step
+    ids, chosen = (each[:count].view(B, k + 1) for each in (step.ids, inputs.chosen))
+    rows, writes = (each[:count].view(B, k + 1) for each in (step.rows, step.writes))
+    positions, places = step.positions[:count].view(B, k + 1), torch.arange(k + 1)
     right = (ids[:, 1:] == chosen[:, :-1]).long().cumprod(dim=1).sum(dim=1)
     here = torch.arange(B), right
     first = positions[:, 0] - (rows[:, 0] != SCRATCH).int()  # choosing has moved them on
@@ -217,7 +217,7 @@ def accept(inputs: RoundInputs, B: int, k: int) -> None:
     inputs.trails[:count] = rows.flatten().long() * TRAIL + inputs.seen[:count] % TRAIL
     inputs.ends[:B] = torch.arange(B) * (k + 1) + right
     inputs.wrong[:count] = torch.where(places > right[:, None], rows, SCRATCH).flatten()
-    inputs.reads[:B] = writes[here]
+    step.reads[:B] = writes[here]
     ids[:, 0] = chosen[here]
     positions.copy_(first[:, None] + (1 + right[:, None] + places) * (rows != SCRATCH))
 

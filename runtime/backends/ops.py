@@ -9,11 +9,11 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from lowbit.runtime.state.decode_inputs import DecodeInputs
 from lowbit.runtime.state.delta import DeltaWeights, LayerStates
 from lowbit.runtime.state.host_rings import LogProbabilities
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
-from lowbit.runtime.state.round_inputs import RoundInputs
 from lowbit.runtime.state.sampler import SamplerRows
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.linear import ExpertWeights
@@ -192,7 +192,7 @@ class Ops(Protocol[W]):
             out: written; before temperature, penalties, bias and mask.
         """
 
-    def accept(self, inputs: RoundInputs, B: int, k: int) -> None:
+    def accept(self, inputs: DecodeInputs, B: int, k: int) -> None:
         """Find the drafts of a round that were right, and begin the next round behind them.
 
         Drafts before the first one that differs from what was chosen in its place are right.

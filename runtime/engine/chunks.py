@@ -21,14 +21,13 @@ from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.device_state import DeviceState
-from lowbit.runtime.state.host_rings import write
 from lowbit.runtime.state.pages import PAGE, SCRATCH
-from lowbit.runtime.state.step import NO_SLOT, Span, Step
+from lowbit.runtime.state.step import Span, StepPlan
+from lowbit.runtime.state.step_buffers import StepBuffers, new_step_buffers
 from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 
 WIDTHS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)  # tokens
 LAUNCHED = 1  # prompts with such a chunk before one is recorded, which takes two launches' time
-INPUTS = 4  # ids, positions, rows, writes
 
 
 @dataclass(slots=True)
@@ -40,8 +39,7 @@ class Chunks:
         state: pages and slots of its sequences.
         tables: [R, T / PAGE] int32 block tables by row.
         graphs: recorded chunks, by width and by whether only the last hidden state is wanted.
-        inputs: [INPUTS * W + 2] int32; for a width M ids, positions, rows and slots to write, M of
-            each, then 0 and the number of tokens.
+        buffers: inputs of a chunk.
         hidden: [W, h], hidden states of the last chunk.
     """
 
@@ -49,7 +47,7 @@ class Chunks:
     state: DeviceState
     tables: Tensor
     graphs: Graphs
-    inputs: Tensor = field(init=False)
+    buffers: StepBuffers = field(init=False)
     hidden: Tensor = field(init=False)
     _prompts: int = 0  # that have begun
     # see `_is_common`
@@ -58,7 +56,7 @@ class Chunks:
     def __post_init__(self) -> None:
         """Allocate what the widest chunk needs."""
         table, widest = self.decoder.embedding, WIDTHS[-1]
-        self.inputs = torch.zeros(INPUTS * widest + 2, dtype=torch.int32, device=table.device)
+        self.buffers = new_step_buffers(widest, table.device)
         self.hidden = table.new_zeros((widest, table.shape[1]))
 
     def takes(self, tokens: int) -> bool:
@@ -71,32 +69,27 @@ class Chunks:
         Returns:
             [len(ids), h] hidden states, or [1, h], until the next chunk runs.
         """
-        count, first = len(ids), sequence.length
-        M = width_of(count)
-        write(self.inputs[: INPUTS * M + 2], _numbers(sequence.row, first, ids, M))
-        if self._is_common((M, last), first == sequence.reused):
+        count, M = len(ids), width_of(len(ids))
+        self.buffers.write([sequence.next_span(count)], ids, M)
+        if self._is_common((M, last), sequence.length == sequence.reused):
             self.graphs.replay((M, last), lambda: self.forward(M, last))
         else:
             self.forward(M, last)
         return self.hidden[: 1 if last else count]
 
     def forward(self, M: int, last: bool = False) -> None:
-        """Run the tokens in `inputs`, all that is known of them on the host being their width."""
-        ids, positions, rows, writes = self.inputs[: INPUTS * M].view(INPUTS, M)
-        step = Step(
-            positions=positions,
-            rows=rows,
-            starts=self.inputs[INPUTS * M : INPUTS * M + 2],
-            tables=self.tables,
-            read=rows[:1],
-            write=writes,
+        """Run the tokens in `buffers`, all that is known of them on the host being their width."""
+        plan = StepPlan(
+            tokens=M,
+            sequences=1,
             reach=self.tables.shape[1] * PAGE,
             longest=M,
             spans=(Span(SCRATCH, 0, M),),
             prompt=True,
             ending="last" if last else "apart",
         )
-        hidden = self.decoder.hidden(ids.long(), self.state, step)
+        ids, step = self.buffers.ids[:M], self.buffers.step(plan, self.tables)
+        hidden = self.decoder.hidden(ids, self.state, step)
         self.hidden[: len(hidden)] = hidden
 
     def _is_common(self, kind: tuple[int, bool], begins: bool) -> bool:
@@ -136,15 +129,3 @@ def new_chunks(
 def width_of(tokens: int) -> int:
     """Tokens that a chunk of so many, at most the last of WIDTHS, is padded to."""
     return next(width for width in WIDTHS if width >= tokens)
-
-
-def _numbers(row: int, first: int, ids: Numbers[int], M: int) -> list[int]:
-    """The numbers of `Chunks.inputs` for tokens of a sequence, padded to M."""
-    count, padding = len(ids), M - len(ids)
-    return [
-        *(*ids, *[SCRATCH] * padding),
-        *(*range(first, first + count), *[SCRATCH] * padding),
-        *([row] * count + [SCRATCH] * padding),
-        *([NO_SLOT] * (count - 1) + [row] + [NO_SLOT] * padding),
-        *(0, count),
-    ]

@@ -79,7 +79,7 @@ class Engine:
             drafting: see `Engine`.
         """
         self.runner, self.drafting = runner, drafting
-        self.scheduler = Scheduler(runner, most_waiting)
+        self.scheduler = Scheduler(runner.capacity, most_waiting)
         self.limits = Limits(
             context=runner.context,
             positions=runner.decoder.config.max_position_embeddings,
@@ -173,9 +173,9 @@ class Engine:
         # On a CPU a sequence decodes from the next step on, else its first token would wait.
         ready = scheduler.decoding if on_gpu else list(scheduler.decoding)
         running, under_way = bool(ready), len(self._sent)
-        budget = chunk = scheduler.room.chunk
+        budget = chunk = scheduler.capacity.chunk
         until = time.perf_counter() + CPU_TURN_S if running and not on_gpu else None
-        while budget > 0 and (sequence := scheduler.next_prompt()) is not None:
+        while budget > 0 and (sequence := self._next_prompt()) is not None:
             budget -= self._run_chunk(sequence, until)
         # First tokens are read a step later, so that running sequences do not wait for a prompt.
         begun = len(self._sent) - under_way if running else 0
@@ -223,7 +223,8 @@ class Engine:
         with self._lock:
             while True:
                 with self._untraced(), self._working():
-                    opened = self.scheduler.room.open(sequence, scored=start)
+                    opened = self.scheduler.blocks.open(sequence, scored=start)
+                    self._apply_changes()
                     parts = self._logits(sequence, start) if opened else []
                 if opened:
                     return torch.cat(parts)  # outside of inference mode: callers may change it
@@ -241,10 +242,10 @@ class Engine:
                 if chunk.stop > start:
                     parts.append(self.decoder.logits(chunk.hidden[max(0, start - first) :]))
         except Exception:  # of torch, such as too little memory: give the room back, whatever it is
-            self.scheduler.end(sequence, "cancelled")
+            self._end([(sequence, "cancelled")])
             self._interrupted = False
             raise
-        self.scheduler.end(sequence, "cancelled")
+        self._end([(sequence, "cancelled")])
         return parts
 
     @property
@@ -260,7 +261,7 @@ class Engine:
     def forget(self) -> None:
         """Empty the prefix cache."""
         with self._lock, self._working():
-            self.scheduler.room.forget()
+            self.scheduler.blocks.forget()
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -272,6 +273,7 @@ class Engine:
             self._recover()
         self._interrupted = True
         self.scheduler.admit()
+        self._apply_changes()
         yield
         self._interrupted = False
 
@@ -296,7 +298,7 @@ class Engine:
             self._paused = self._open_chunk(sequence, last=not read)
         chunk = self._paused
         if not self._run_layers(chunk, until):
-            return scheduler.room.chunk
+            return scheduler.capacity.chunk
         self._paused, hidden = None, chunk.hidden
         count = sequence.length - first
         if self.drafting is not None and sequence.count > 0:
@@ -333,7 +335,8 @@ class Engine:
                     return False
         finally:
             self.in_prompt = False
-        self.scheduler.room.count_chunk(chunk.sequence, chunk.stop)
+        self.scheduler.blocks.count_chunk(chunk.sequence, chunk.stop)
+        self._apply_changes()
         return True
 
     def _decode(self, sequences: list[Sequence]) -> bool:
@@ -393,6 +396,22 @@ class Engine:
     def _end(self, ended: Ended) -> None:
         for sequence, why in ended:
             self.scheduler.end(sequence, why)
+        self._apply_changes()
+
+    def _next_prompt(self) -> Sequence | None:
+        """Sequence whose prompt runs next; None without one."""
+        found = self.scheduler.next_prompt()
+        try:
+            self._apply_changes()
+        except Exception:  # of any kind: it must end with the step, or it fails for ever
+            self.scheduler.take_up(found)
+            raise
+        self.scheduler.take_up(found)
+        return found
+
+    def _apply_changes(self) -> None:
+        """Let the runner make what the scheduler has decided."""
+        self.runner.apply(self.scheduler.take_changes())
 
     def _fail(self, error: BaseException) -> None:
         """End the requests of a step that raised; all requests if the device cannot recover."""
@@ -414,7 +433,8 @@ class Engine:
             torch.cuda.synchronize()
         del running
         self._paused = None
-        self.scheduler.empty_room()
+        self.runner.reset()
+        self.scheduler.restart()
         self._interrupted = False
 
 

@@ -25,8 +25,8 @@ from lowbit.runtime.engine.memory import (
     choose_cache_type,
 )
 from lowbit.runtime.engine.model import Model
+from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.engine.runner import new_runner
-from lowbit.runtime.engine.scheduler import CHUNK
 from lowbit.runtime.engine.speculate.drafting import new_drafting
 from lowbit.runtime.models.input_power import calibration_ids, check_searched, input_power
 from lowbit.runtime.models.loader import (
@@ -107,7 +107,7 @@ def load(
         power = input_power(original, calibration_ids(tokenizer, original), device, dtype)
         opened = replace(_open(folder, None, options, power), drafter=opened.drafter)
     decoder = load_decoder(opened, device, dtype, cache.context, launches)
-    chunk = None if device != "cpu" else cpu_chunk(opened.token_weights() // len(decoder.layers))
+    chunk = CHUNK if device != "cpu" else cpu_chunk(opened.token_weights() // len(decoder.layers))
     runner = new_runner(decoder, vocabulary, cache, dtype, device, beside, chosen.cache_type, chunk)
     engine = Engine(runner, options.max_waiting, new_drafting(runner, options, drafts, device))
     stop_ids = frozenset((*config_stops, *tokenizer.stop_ids()))

@@ -12,9 +12,9 @@ from lowbit.runtime.engine.graphs import drafts_together
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.runner import new_kept
 from lowbit.runtime.models.loader import OpenedModel
+from lowbit.runtime.state.decode_inputs import new_trail
 from lowbit.runtime.state.device_state import CacheSize, kv_pages, new_state
 from lowbit.runtime.state.pages import EXTRA, PAGE, pages_for
-from lowbit.runtime.state.round_inputs import new_trail
 from lowbit.runtime.state.sampler import new_sampler_rows
 from lowbit.runtime.state.snapshots import Snapshots
 

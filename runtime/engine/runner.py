@@ -5,9 +5,10 @@ writes the chosen tokens and the next positions there, so the next step needs no
 The host reads the tokens a step later from page-locked memory.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from lowbit.formats.kv_cache import CacheType, plain_cache
 from lowbit.runtime.backends.cpu_linear import CpuLinear
 from lowbit.runtime.engine.chunks import Chunks, new_chunks
 from lowbit.runtime.engine.graphs import Graphs, reach_for, width_for
+from lowbit.runtime.engine.plan import CHUNK, Capacity, Change, CloseRow, OpenRow, SaveSnapshot
 from lowbit.runtime.engine.results import PlainStep, Results
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.engine.speculate.dflash import Blocks
@@ -23,17 +25,17 @@ from lowbit.runtime.engine.speculate.handover import leave_rounds
 from lowbit.runtime.models.architectures import BlockDrafter
 from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.models.loader import Decoder
+from lowbit.runtime.state.decode_inputs import DecodeInputs, new_decode_inputs, new_trail
 from lowbit.runtime.state.device_state import CacheSize, DeviceState, kv_pages, new_state
-from lowbit.runtime.state.host_rings import to_device, write_rows
+from lowbit.runtime.state.host_rings import to_device
 from lowbit.runtime.state.pages import pages_for
-from lowbit.runtime.state.round_inputs import new_trail
 from lowbit.runtime.state.sampler import SamplerRows, new_sampler_rows
 from lowbit.runtime.state.snapshots import Snapshots
-from lowbit.runtime.state.step import NO_SLOT, Span, Step
+from lowbit.runtime.state.step import Step, StepPlan
+from lowbit.runtime.state.step_buffers import new_step_buffers
 from lowbit.runtime.thresholds import ROUND_TOKENS, SEQUENCE_TOKENS
 
 ALIGNED = 16  # kept logits: their rows are a multiple of so many
-POSITIONS, ROWS, READ, WRITE, ORIGINS, TOKENS = range(6)  # rows of `Runner.numbers`
 
 
 @dataclass(slots=True)
@@ -50,19 +52,14 @@ class Runner:
         spare: slots for states after drafts; None without linear layers.
         tables: [R, T / PAGE] int32 block tables by row.
         batch: sequences of the last plain step, in the order of its tokens.
-        trail: [R, TRAIL, h] hidden states of the last positions, see `round_inputs`; None without
-            an MTP head.
+        trail: [R, TRAIL, h] hidden states of the last positions, see `decode_inputs`; None
+            without an MTP head.
         blocks: block drafter; None without one.
-        ids: [W] int64, tokens of the next plain step, W >= R - 1.
-        known: [W] int64, those that the host knows.
-        firsts: [R] int64 by row, token of a sequence that was not in the last plain step.
-        tokens: [2 W + R] int64, these three, where a step finds its tokens.
-        inputs: [4, W] int32, their POSITIONS, ROWS, READ, WRITE.
-        numbers: [6, W] int32, `inputs`, then where each token is found in `tokens`, and `known`.
+        inputs: of the next decode step.
         results: host memory that steps write to.
         graphs: recorded steps.
         chunks: runs chunks of prompts that may be replayed; None where all are launched.
-        chunk_tokens: most tokens of a chunk; None for as many as the scheduler gives.
+        chunk_tokens: most tokens of a chunk.
     """
 
     decoder: Decoder
@@ -75,29 +72,17 @@ class Runner:
     batch: list[Sequence] = field(default_factory=list)
     trail: Tensor | None = None
     blocks: Blocks | None = None
-    chunk_tokens: int | None = None
-    ids: Tensor = field(init=False)
-    known: Tensor = field(init=False)
-    firsts: Tensor = field(init=False)
-    tokens: Tensor = field(init=False)
-    inputs: Tensor = field(init=False)
-    numbers: Tensor = field(init=False)
+    chunk_tokens: int = CHUNK
+    inputs: DecodeInputs = field(init=False)
     results: Results = field(init=False)
     graphs: Graphs = field(default_factory=Graphs)
     chunks: Chunks | None = field(init=False)
-    _starts: Tensor = field(init=False)  # [W + 1] int32, 0, 1, 2...: a token a sequence
     _kept: Tensor = field(init=False)  # [W or ROUND_TOKENS, V] float32 of `keep`, empty before
 
     def __post_init__(self) -> None:
         """Allocate the inputs of the largest step."""
-        rows, device = self.tables.shape[0], self.state.device
-        widest = width_for(rows - 1)
-        self.tokens = torch.zeros(2 * widest + rows, dtype=torch.int64, device=device)
-        self.ids, self.known = self.tokens[: 2 * widest].view(2, widest)
-        self.firsts = self.tokens[2 * widest :]
-        self.numbers = torch.zeros(6, widest, dtype=torch.int32, device=device)
-        self.inputs = self.numbers[:ORIGINS]
-        self._starts = torch.arange(widest + 1, dtype=torch.int32, device=device)
+        rows = self.tables.shape[0]
+        self.inputs = new_decode_inputs(width_for(self.rows), rows, self.state.device)
         self.results = Results(rows, self.on_gpu)
         self._kept = torch.empty(0)
         self.chunks = new_chunks(self.decoder, self.state, self.tables, self.graphs)
@@ -118,13 +103,40 @@ class Runner:
         """Most sequences that are decoded together."""
         return self.tables.shape[0] - 1
 
-    def open(self, sequence: Sequence, snapshot: int | None) -> None:
-        """Write the block table, the sampler row and the first recurrent state of a sequence.
+    @property
+    def capacity(self) -> Capacity:
+        """Sizes that the scheduler divides among sequences."""
+        return Capacity(
+            rows=self.rows,
+            pages=self.state.pages.count,
+            snapshots=self.snapshots.count,
+            recurrent=self.state.recurrent,
+            chunk=self.chunk_tokens,
+        )
 
-        Args:
-            sequence: with its row and pages.
-            snapshot: of the state after the tokens that it reuses; None if it reuses none.
-        """
+    def apply(self, changes: Iterable[Change]) -> None:
+        """Make what the scheduler has decided, behind the steps under way."""
+        for change in changes:
+            match change:
+                case OpenRow():
+                    self._open(change)
+                case SaveSnapshot(slot, number):
+                    self.snapshots.save(slot, number)
+                case CloseRow(row, scores):
+                    self.sampler.clear_row(row)
+                    if scores is not None:
+                        self.results.hold(scores)
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+        self.batch = []
+        for row in range(1, 1 + self.rows):
+            self.sampler.clear_row(row)
+
+    def _open(self, change: OpenRow) -> None:
+        sequence, snapshot = change.sequence, change.snapshot
+        if change.copied is not None:
+            self._copy_page(*change.copied)
         row, pages = sequence.row, sequence.pages
         self.tables[row, : len(pages)] = self.ints(pages)
         if self.state.recurrent:
@@ -136,11 +148,7 @@ class Runner:
         masked = sequence.request.constraint is not None
         self.sampler.configure_row(row, params, sequence.request.prompt, masked)
 
-    def close(self, sequence: Sequence) -> None:
-        """Clear the sampler row of a sequence."""
-        self.sampler.clear_row(sequence.row)
-
-    def copy_page(self, source: int, target: int) -> None:
+    def _copy_page(self, source: int, target: int) -> None:
         """Copy a page to another, in the drafter's pages too."""
         self.state.pages.copy(source, target)
         if self.blocks is not None:
@@ -162,80 +170,92 @@ class Runner:
         if self.chunks is not None and self.chunks.takes(len(ids)):
             yield self.chunks.run(sequence, ids, last)
             return
-        count, first, row = len(ids), sequence.length, sequence.row
-        write = [NO_SLOT] * (count - 1) + [row]
-        inputs = self.ints([ids, range(first, first + count), [row] * count, write])
-        step = Step(
-            positions=inputs[1],
-            rows=inputs[2],
-            starts=self.ints([0, count]),
-            tables=self.tables,
-            read=inputs[2, :1],
-            write=inputs[3],
-            reach=reach_for(first + count, self.context),
+        count = len(ids)
+        span = sequence.next_span(count)
+        buffers = new_step_buffers(count, self.state.device)
+        buffers.write([span], ids, count)
+        prompt = count > SEQUENCE_TOKENS
+        plan = StepPlan(
+            tokens=count,
+            sequences=1,
+            reach=reach_for(span.first + count, self.context),
             longest=count,
-            spans=(Span(row, first, count, tuple(sequence.pages), row, tuple(write)),),
+            spans=(span,),
+            prompt=prompt,
+            ending="together" if not prompt else "last" if last else "apart",
         )
-        if count > SEQUENCE_TOKENS:
-            step = replace(step, prompt=True, ending="last" if last else "apart")
-        yield from self._each_layer(inputs[0].long(), step)
+        yield from self._each_layer(buffers.ids[:count], buffers.step(plan, self.tables))
 
     def begin(self, sequence: Sequence, hidden: Tensor) -> PlainStep:
         """Choose the first new token of a sequence, by its prompt's last hidden state [1, h]."""
         row, logits = sequence.row, self.decoder.logits(hidden)
         rows, positions = self.ints([row]), self.ints([sequence.length - 1])
-        self.choose_tokens(logits, rows, positions, self.firsts[row : row + 1])
+        self.choose_tokens(logits, rows, positions, self.inputs.firsts[row : row + 1])
         return PlainStep([sequence], self.results, self.results.record())
 
     def decode(self, sequences: list[Sequence]) -> PlainStep:
         """Send a plain step: run the last token of every sequence and choose the next ones."""
-        M, reach, spans = self._prepare(sequences)
-        self._run((M, reach, self.sampler.shape), M, lambda: self._decode(M, reach, spans))
+        plan = self._prepare(sequences)
+        self._run(("decode", plan, self.sampler.shape), plan, self._decode)
         _count_sent(sequences)
         return PlainStep(sequences, self.results, self.results.record())
 
     def forward(self, sequences: list[Sequence]) -> None:
         """Send the first half of `decode`, up to the logits."""
-        M, reach, spans = self._prepare(sequences)
+        plan = self._prepare(sequences)
         self.make_room_to_keep()
-        self._run((M, reach), M, lambda: self._forward(M, reach, spans))
+        self._run(("forward", plan), plan, self._forward)
         _count_sent(sequences)
 
     def choose(self, sequences: list[Sequence]) -> PlainStep:
         """Send the second half of `decode`, under the masks that the sequences have now."""
         M = self.width(len(sequences))
-        self._run((M, self.sampler.shape), M, lambda: self._choose_next(M))
+        plan = StepPlan(tokens=M, sequences=M, reach=0, longest=1)
+        self._run(("choose", M, self.sampler.shape), plan, self._choose_next)
         return PlainStep(sequences, self.results, self.results.record())
 
     def width(self, tokens: int) -> int:
         """Tokens of a step, with padding on a GPU, so that few steps are recorded."""
         return width_for(tokens) if self.on_gpu else tokens
 
-    def _prepare(self, sequences: list[Sequence]) -> tuple[int, int, tuple[Span, ...]]:
-        """Write the inputs of a plain step; returns width, reach and, on a CPU, the spans."""
-        if sequences != self.batch:
-            self._compose(sequences)
-        reach = reach_for(max(each.length for each in sequences) + 1, self.context)
-        spans = () if self.on_gpu else plain_spans(sequences)
-        return self.width(len(sequences)), reach, spans
+    def _prepare(self, sequences: list[Sequence]) -> StepPlan:
+        """Write the inputs of a plain step whose sequences differ from those of the last one."""
+        M = self.width(len(sequences))
+        recomposed = sequences != self.batch
+        spans = () if self.on_gpu and not recomposed else [each.next_span(1) for each in sequences]
+        if recomposed:
+            known = leave_rounds(self, sequences)
+            places = {id(each): place for place, each in enumerate(self.batch)}
+            before = [places.get(id(each)) for each in sequences]
+            self.inputs.write_plain(spans, known, before, M)
+            self.batch = list(sequences)
+        return StepPlan(
+            tokens=M,
+            sequences=M,
+            reach=reach_for(max(each.length for each in sequences) + 1, self.context),
+            longest=1,
+            spans=() if self.on_gpu else tuple(spans),
+        )
 
-    def _decode(self, M: int, reach: int, spans: tuple[Span, ...]) -> None:
-        inputs = self.inputs[:, :M]
-        logits = self._logits_of(M, reach, spans)
-        self.choose_tokens(logits, inputs[ROWS], inputs[POSITIONS], self.ids[:M])
+    def _decode(self, plan: StepPlan) -> None:
+        self._choose_by(self._logits_of(plan), plan)
 
-    def _forward(self, M: int, reach: int, spans: tuple[Span, ...]) -> None:
-        self.keep(self._logits_of(M, reach, spans))
+    def _forward(self, plan: StepPlan) -> None:
+        self.keep(self._logits_of(plan))
 
-    def _choose_next(self, M: int) -> None:
-        inputs = self.inputs[:, :M]
-        self.choose_tokens(self.kept(M), inputs[ROWS], inputs[POSITIONS], self.ids[:M])
+    def _choose_next(self, plan: StepPlan) -> None:
+        self._choose_by(self.kept(plan.tokens), plan)
+
+    def _choose_by(self, logits: Tensor, plan: StepPlan) -> None:
+        M, inputs = plan.tokens, self.inputs
+        rows, positions = inputs.step.rows[:M], inputs.step.positions[:M]
+        self.choose_tokens(logits, rows, positions, inputs.chosen[:M])
 
     def make_room_to_keep(self) -> None:
         """Allocate the tensor that keeps logits on a GPU, before half a step is recorded."""
         if self.on_gpu and not len(self._kept):
             padded = self.decoder.config.vocab_size
-            self._kept = new_kept(self.rows, self.sampler.vocabulary, padded, self.ids.device)
+            self._kept = new_kept(self.rows, self.sampler.vocabulary, padded, self.state.device)
 
     def keep(self, logits: Tensor) -> None:
         """Keep the logits [M, V or more] of the first half of a step for the second half."""
@@ -248,21 +268,10 @@ class Runner:
         """Logits [M, V] that `keep` was given."""
         return self._kept[:M]
 
-    def _logits_of(self, M: int, reach: int, spans: tuple[Span, ...]) -> Tensor:
+    def _logits_of(self, plan: StepPlan) -> Tensor:
         """Logits after the token of each sequence: [M, V or more]."""
-        inputs = self.inputs[:, :M]
-        step = Step(
-            positions=inputs[POSITIONS],
-            rows=inputs[ROWS],
-            starts=self._starts[: M + 1],
-            tables=self.tables,
-            read=inputs[READ],
-            write=inputs[WRITE],
-            reach=reach,
-            longest=1,
-            spans=spans,
-        )
-        return self.logits_of(self.ids[:M], step)
+        step = self.inputs.step.step(plan, self.tables)
+        return self.logits_of(self.inputs.chosen[: plan.tokens], step)
 
     def logits_of(self, ids: Tensor, step: Step) -> Tensor:
         """Logits after every token of a decode step, [M, V or more]; leaves the trail."""
@@ -305,9 +314,10 @@ class Runner:
                 results.log_probabilities,
             )
 
-    def _run(self, key: Hashable, M: int, step: Callable[[], None]) -> None:
-        """Run a part of a plain step of M sequences."""
-        self.launch(self.graphs, key, step, (self.ids[:M], self.inputs[:, :M]))
+    def _run(self, key: Hashable, plan: StepPlan, part: Callable[[StepPlan], None]) -> None:
+        """Run a part of a plain step."""
+        inputs = self.inputs
+        self.launch(self.graphs, key, partial(part, plan), (inputs.chosen, inputs.step.block[1:5]))
 
     def launch(
         self,
@@ -323,27 +333,6 @@ class Runner:
         else:
             step()
 
-    def _compose(self, sequences: list[Sequence]) -> None:
-        """Write the inputs of a step whose sequences differ from those of the last one.
-
-        The token of a sequence comes from the last step, from `firsts`, or from the host.
-        """
-        known = leave_rounds(self, sequences)
-        wide, firsts = len(self.ids), len(self.ids) + len(self.known)
-        before = {id(each): index for index, each in enumerate(self.batch)}
-        origins = [
-            before.get(id(each), firsts + each.row) if token is None else wide + index
-            for index, (each, token) in enumerate(zip(sequences, known, strict=True))
-        ]
-        rows = [each.row for each in sequences]
-        tokens = [token or 0 for token in known]
-        columns = ([each.length for each in sequences], rows, rows, rows, origins, tokens)
-        write_rows(self.numbers, columns)  # tokens beyond these have row 0, SCRATCH: nobody's
-        if any(token is not None for token in known):
-            self.known.copy_(self.numbers[TOKENS])
-        self.ids.copy_(self.tokens.index_select(0, self.numbers[ORIGINS]))
-        self.batch = list(sequences)
-
     def ints(self, values: object) -> Tensor:
         """Copy numbers to the device as int32; see `to_device`."""
         return to_device(values, torch.int32, self.state.device)
@@ -354,14 +343,6 @@ def _count_sent(sequences: list[Sequence]) -> None:
     for each in sequences:
         each.length += 1
         each.chosen += 1
-
-
-def plain_spans(sequences: list[Sequence]) -> tuple[Span, ...]:
-    """Spans of a plain step."""
-    return tuple(
-        Span(each.row, each.length, 1, tuple(each.pages), each.row, (each.row,))
-        for each in sequences
-    )
 
 
 def new_kept(sequences: int, vocabulary: int, padded: int, device: str | torch.device) -> Tensor:
@@ -386,7 +367,7 @@ def new_runner(
     device: str,
     drafter: BlockDrafter[CpuLinear] | None = None,
     cache_type: CacheType | None = None,
-    chunk_tokens: int | None = None,
+    chunk_tokens: int = CHUNK,
 ) -> Runner:
     """A runner with empty pages and slots.
 

@@ -1,5 +1,7 @@
 """The scheduler: admits sequences, cuts prompts into chunks, gives out rows, pages and snapshots.
 
+It touches no device: what is to change there it leaves as `Change`s for the runner.
+
 The cuts of a prompt depend on the tokens before them alone, because rounding depends on the length
 of a chunk: two prompts with a common prefix are cut at the same places inside it, so what one of
 them leaves in the cache has the bytes that the other would compute.
@@ -9,17 +11,17 @@ from collections import Counter, deque
 from collections.abc import Collection
 from collections.abc import Sequence as Ids
 from threading import Lock
+from typing import Literal
 
 from lowbit.formats.errors import LowbitError, QueueFullError
 from lowbit.runtime.engine.load_options import SHORT
+from lowbit.runtime.engine.plan import Capacity, Change, CloseRow, OpenRow, SaveSnapshot
 from lowbit.runtime.engine.prefix_cache import Hit, PrefixCache, new_prefix, shared_pages
-from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Finish, Sequence
 from lowbit.runtime.engine.stats import Reuse
 from lowbit.runtime.state.pool import Pool
 from lowbit.runtime.state.step import NO_SLOT
 
-CHUNK = 1024  # most tokens of a prompt that pass the layers together; see `Runner.chunk_tokens`
 LEAST = 64  # fewest tokens between two cuts
 SNAPSHOT_EVERY = 2048  # tokens of a prompt, where no message ends
 
@@ -30,23 +32,19 @@ class Scheduler:
     Attributes:
         most_waiting: sequences beside those that run together; None for any number.
         share: rows that longer answers of one client may have; None for all of them.
-        room: rows, pages and snapshots.
+        capacity: sizes of what sequences share.
+        blocks: rows, pages and snapshots.
         waiting: sequences without room.
         prompt: the sequence whose prompt runs; None without one.
         decoding: sequences behind their prompts.
         reuse: counts of prompts that began with a cached prefix.
     """
 
-    def __init__(self, runner: Runner, most_waiting: int | None) -> None:
-        """Begin without sequences.
-
-        Args:
-            runner: with the state that they share.
-            most_waiting: see `Scheduler`.
-        """
-        self._runner, self.most_waiting = runner, most_waiting
+    def __init__(self, capacity: Capacity, most_waiting: int | None) -> None:
+        """Begin without sequences; arguments as in `Scheduler`."""
+        self.capacity, self.most_waiting = capacity, most_waiting
         self.share: int | None = None
-        self.room = Room(runner)
+        self.blocks = BlockManager(capacity)
         self.waiting: deque[Sequence] = deque()
         self.prompt: Sequence | None = None
         self.decoding: list[Sequence] = []
@@ -75,7 +73,7 @@ class Scheduler:
         with self._arriving:
             asked = {*self.queued, *self.running}  # a step may move one from these to those
             ahead = sum(not each.cancelled for each in asked)  # the next step ends the others
-            rows = self._runner.rows
+            rows = self.capacity.rows
             if self.most_waiting is not None and ahead >= rows + self.most_waiting:
                 raise QueueFullError(
                     f"{ahead} requests run or wait, and no more than {rows} run together",
@@ -96,23 +94,27 @@ class Scheduler:
 
     def next_prompt(self) -> Sequence | None:
         """Sequence whose prompt runs next, given room if there is some; None without one."""
-        if self.prompt is not None or not self.waiting or not self.room.rows.free:
+        if self.prompt is not None or not self.waiting or not self.blocks.rows.free:
             return self.prompt
         first = self._next_waiting()
         if first is None:
             return None
         scored = None if first.request.prompt_logprobs is None else 0
         try:
-            opened = self.room.open(first, scored)
+            opened = self.blocks.open(first, scored)
         except Exception:  # of any kind: it must end with the step, or it fails for ever
             self.prompt = first
             self.waiting.remove(first)
             raise
         if opened:
             self.prompt = first
-            self.waiting.remove(first)
             self.reuse.count(first.reused)
         return self.prompt
+
+    def take_up(self, sequence: Sequence | None) -> None:
+        """Take a sequence out of those that wait, once its row has been opened on the device."""
+        if sequence is not None and sequence in self.waiting:
+            self.waiting.remove(sequence)
 
     def _next_waiting(self) -> Sequence | None:
         """The first sequence of the client that has the fewest rows; None if shares hold all back.
@@ -136,7 +138,9 @@ class Scheduler:
 
     def keep_prompt(self, sequence: Sequence) -> None:
         """Put the whole chunks of a finished prompt into the prefix cache."""
-        self.room.keep(sequence, max((c for c in sequence.cuts if c <= sequence.length), default=0))
+        self.blocks.keep(
+            sequence, max((c for c in sequence.cuts if c <= sequence.length), default=0)
+        )
 
     def begin_decoding(self, sequence: Sequence) -> None:
         """Let a sequence take part in decode steps, once its first token is being chosen."""
@@ -159,11 +163,9 @@ class Scheduler:
             return
         if sequence.error is None:
             if phase == "decoding":
-                self.room.take_snapshot(sequence)
-            self.room.keep(sequence, sequence.length)
-        if sequence.scores is not None:
-            self._runner.results.hold(sequence.scores)
-        self.room.close(sequence)
+                self.blocks.take_snapshot(sequence)
+            self.blocks.keep(sequence, sequence.length)
+        self.blocks.close(sequence)
         if sequence in self.decoding:
             self.decoding.remove(sequence)
         if self.prompt is sequence:
@@ -186,12 +188,17 @@ class Scheduler:
             while queue:
                 queue.popleft().lose(error)
 
-    def empty_room(self) -> None:
-        """Start over with empty room."""
-        self.room = Room(self._runner)
+    def take_changes(self) -> list[Change]:
+        """What the runner has to change before the next step; each is given out once."""
+        changes, self.blocks.changes = self.blocks.changes, []
+        return changes
+
+    def restart(self) -> None:
+        """Free all rows, pages and snapshots, the prefix cache's too."""
+        self.blocks = BlockManager(self.capacity)
 
 
-class Room:
+class BlockManager:
     """Rows, pages and snapshots of running sequences and of the prefix cache.
 
     Attributes:
@@ -199,25 +206,18 @@ class Room:
         rows: pool of rows of block tables and sampler, each with the slot of its number.
         snapshots: pool of the numbers of snapshots.
         prefixes: prefix cache.
+        changes: that the runner has not been given.
     """
 
-    def __init__(self, runner: Runner) -> None:
-        """Free all rows, pages and snapshots of a runner."""
-        state, rows = runner.state, runner.rows + 1
-        self._runner = runner
-        self.pages, self.rows = Pool(state.pages.count), Pool(rows)
-        self.snapshots = Pool(runner.snapshots.count, first=0)
-        self.prefixes = PrefixCache(self.pages, self.snapshots, state.recurrent)
-        self._changes = 0  # of free pages: only then is it worth trying a refused sequence again
-        self._refused: tuple[Sequence, int | None, int] | None = None  # with the changes by then
-        runner.batch = []
-        for row in range(1, rows):
-            runner.sampler.clear_row(row)
-
-    @property
-    def chunk(self) -> int:
-        """Most tokens of a prompt that pass the layers together."""
-        return min(CHUNK, self._runner.chunk_tokens or CHUNK)
+    def __init__(self, capacity: Capacity) -> None:
+        """Free all rows, pages and snapshots."""
+        self._capacity = capacity
+        self.pages, self.rows = Pool(capacity.pages), Pool(capacity.rows + 1)
+        self.snapshots = Pool(capacity.snapshots, first=0)
+        self.prefixes = PrefixCache(self.pages, self.snapshots, capacity.recurrent)
+        self.changes: list[Change] = []
+        self._freed = 0  # times: only then is it worth trying a refused sequence again
+        self._refused: tuple[Sequence, int | None, int] | None = None  # with `_freed` by then
 
     def open(self, sequence: Sequence, scored: int | None = None) -> bool:
         """Give a sequence a row, pages and what the prefix cache has of its prompt.
@@ -229,17 +229,18 @@ class Room:
         Returns:
             False if no row or too few pages are free.
         """
-        attempt = sequence, scored, self._changes
+        attempt = sequence, scored, self._freed
         if not self.rows.free or attempt == self._refused:
             return False
         prompt = sequence.request.prompt
-        cuts = prompt_cuts(prompt, sequence.request.message_ends, self.chunk)
+        cuts = prompt_cuts(prompt, sequence.request.message_ends, self._capacity.chunk)
         if scored is None:
             hit = self.prefixes.find(prompt, len(prompt) - 1, cuts)
         else:
             hit = self.prefixes.find(prompt, scored)
             cuts.append(scored)
-        if not self._take_pages(sequence, hit):
+        copied = self._take_pages(sequence, hit)
+        if copied is False:
             self._refused = attempt
             return False
         [sequence.row] = self.rows.take(1)
@@ -254,11 +255,17 @@ class Room:
         sequence.cuts = sorted({*cuts} - {0})
         sequence.phase = "prompt"
         snapshot = hit.prefix.snapshots.get(hit.length) if hit else None
-        self._runner.open(sequence, snapshot)
+        self.changes.append(OpenRow(sequence, snapshot, copied))
         return True
 
-    def _take_pages(self, sequence: Sequence, hit: Hit | None) -> bool:
-        """Give a sequence the pages shared with a prefix, and free ones; False if too few."""
+    def _take_pages(
+        self, sequence: Sequence, hit: Hit | None
+    ) -> tuple[int, int] | Literal[False] | None:
+        """Give a sequence the pages shared with a prefix, and free ones.
+
+        Returns:
+            `OpenRow.copied`; False if too few pages are free.
+        """
         shared, partial = shared_pages(hit) if hit else ([], None)
         used = shared if partial is None else [*shared, partial]
         self.pages.share(used)  # so that making room does not free them
@@ -268,15 +275,14 @@ class Room:
             return False
         fresh = self.pages.take(needed)
         if partial is not None:
-            self._runner.copy_page(partial, fresh[0])
             self.pages.drop([partial])
         sequence.pages = [*shared, *fresh]
-        return True
+        return None if partial is None else (partial, fresh[0])
 
     def count_chunk(self, sequence: Sequence, stop: int) -> None:
         """Count the tokens up to `stop` as sent, and take a snapshot if one is due there."""
         sequence.length = stop
-        due = snapshot_due(stop, sequence.snapshots, sequence.reused, self.chunk)
+        due = snapshot_due(stop, sequence.snapshots, sequence.reused, self._capacity.chunk)
         if stop in sequence.cuts and due:
             self.take_snapshot(sequence)
 
@@ -285,20 +291,20 @@ class Room:
 
         Where all snapshots belong to running sequences, it gives up its own first one.
         """
-        if not self._runner.state.recurrent or sequence.slot == NO_SLOT:
+        if not self._capacity.recurrent or sequence.slot == NO_SLOT:
             return
         number = self.prefixes.take_snapshot()
         if number is None and sequence.snapshots:
             number = sequence.snapshots.pop(min(sequence.snapshots))
         if number is not None:
-            self._runner.snapshots.save(sequence.slot, number)
+            self.changes.append(SaveSnapshot(sequence.slot, number))
             sequence.snapshots[sequence.length] = number
 
     def keep(self, sequence: Sequence, length: int) -> None:
         """Put the first `length` tokens of a sequence into the prefix cache."""
         if length == 0:
             return
-        self._changes += 1
+        self._freed += 1
         decoded = len(sequence.request.prompt)
         prefix = new_prefix(
             sequence.ids[:length], sequence.pages, sequence.cuts, decoded, sequence.fresh
@@ -310,7 +316,7 @@ class Room:
 
     def forget(self) -> None:
         """Empty the prefix cache."""
-        self._changes += 1
+        self._freed += 1
         self.prefixes.clear()
 
     def close(self, sequence: Sequence) -> None:
@@ -318,11 +324,11 @@ class Room:
 
         Steps under way still write to them; the next owner's steps run later.
         """
-        self._changes += 1
+        self._freed += 1
         self.snapshots.drop(sequence.snapshots.values())
         self.pages.drop(sequence.pages)
         self.rows.drop([sequence.row])
-        self._runner.close(sequence)
+        self.changes.append(CloseRow(sequence.row, sequence.scores))
 
 
 def prompt_cuts(ids: Ids[int], message_ends: Collection[int], chunk: int) -> list[int]:

@@ -9,6 +9,7 @@ from lowbit.runtime.engine.request import TokenRequest, pages_needed
 from lowbit.runtime.engine.speculate.proposals import Drafter, PlacedPace
 from lowbit.runtime.engine.stats import Tally
 from lowbit.runtime.state.host_rings import LogProbabilities
+from lowbit.runtime.state.step import NO_SLOT, Span
 from lowbit.runtime.text.constraint import Constraint
 
 Phase = Literal["waiting", "prompt", "decoding", "ended"]
@@ -129,6 +130,11 @@ class Sequence:
     def under_way(self) -> int:
         """Tokens that the device has been told to choose and that the host has not read."""
         return self.chosen - len(self.output)
+
+    def next_span(self, count: int) -> Span:
+        """Span of its next tokens in a chunk of its prompt or a plain step, by its row's slot."""
+        writes = [NO_SLOT] * (count - 1) + [self.row]
+        return Span(self.row, self.length, count, tuple(self.pages), self.row, tuple(writes))
 
     def id_at(self, position: int) -> int:
         """Token at a position that the host has read."""

@@ -45,7 +45,7 @@ def load_of(engine: "Engine") -> Load:
         running=len(running),
         waiting=len(engine.scheduler.queued),
         pages_used=used,
-        pages_kept=max(0, pages + EXTRA - 1 - engine.scheduler.room.pages.free - used),
+        pages_kept=max(0, pages + EXTRA - 1 - engine.scheduler.blocks.pages.free - used),
         pages=pages,
         prompts=reuse.prompts,
         hits=reuse.hits,

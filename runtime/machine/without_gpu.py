@@ -11,11 +11,11 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import triton
@@ -30,14 +30,17 @@ from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.engine.chunks import WIDTHS as CHUNK_WIDTHS
 from lowbit.runtime.engine.chunks import Chunks
-from lowbit.runtime.engine.graphs import WIDTHS, Graphs, reach_for
+from lowbit.runtime.engine.graphs import WIDTHS, Graphs, reach_for, width_for
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import Account, asked_cache, choose_cache_type
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner, new_kept, new_runner
+from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.kernels.launch.linear import MULTIPROCESSORS
 from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.models.loader import OpenedModel, build_decoder, open_model
 from lowbit.runtime.state.sampler import SamplingParams, sampling_defaults
+from lowbit.runtime.state.step import StepPlan
 from lowbit.runtime.text.tokenizer import load_tokenizer
 from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 from lowbit.runtime.weights.weights import WIDE_BITS, Weights
@@ -143,10 +146,10 @@ def send_steps(runner: Runner, params: Iterable[SamplingParams], hopper: bool) -
         for reach in reaches:
             if count <= reach:
                 send_chunk(runner, count, reach - count)
-    widths = [width for width in WIDTHS if width <= len(runner.ids)]
+    widths = [width for width in WIDTHS if width <= width_for(runner.rows)]
     for width in widths:
         for reach in reaches:
-            runner._forward(width, reach, ())
+            runner._forward(StepPlan(width, width, reach, 1))
     send_choices(runner, params, widths)
 
 
@@ -160,10 +163,9 @@ def reaches_of(context: int) -> Iterator[int]:
 
 def send_chunk(runner: Runner, count: int, first: int) -> None:
     """Send a chunk of a prompt whose tokens begin at position `first`."""
-    pages = range(1, 1 + runner.tables.shape[1])
-    sequence = SimpleNamespace(row=1, length=first, reused=0, pages=pages)
-    chunk = cast(Callable[[Any, list[int]], Iterator[Tensor]], runner.chunk)
-    last_of(chunk(sequence, [0] * count))
+    sequence = Sequence(TokenRequest(()), count=1, seed=0, row=1, length=first)
+    sequence.pages = list(range(1, 1 + runner.tables.shape[1]))
+    last_of(runner.chunk(sequence, [0] * count))
 
 
 def send_choices(runner: Runner, params: Iterable[SamplingParams], widths: Iterable[int]) -> None:
@@ -176,10 +178,11 @@ def send_choices(runner: Runner, params: Iterable[SamplingParams], widths: Itera
             runner.sampler.configure_row(1, each, [0], masked)
             for row in range(1, 1 + rows):  # of either alignment
                 logits, one = runner.decoder.logits(hidden), runner.ints([0])
-                runner.choose_tokens(logits, one, one, runner.firsts[row : row + 1])
+                runner.choose_tokens(logits, one, one, runner.inputs.firsts[row : row + 1])
             for width in widths:
-                runner._decode(width, reach_for(1, runner.context), ())
-                runner._choose_next(width)
+                plan = StepPlan(width, width, reach_for(1, runner.context), 1)
+                runner._decode(plan)
+                runner._choose_next(plan)
             runner.sampler.clear_row(1)
 
 

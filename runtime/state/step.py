@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from lowbit.runtime.state.pages import PAGE, SCRATCH, pages_for
-
 NO_SLOT = -1  # in `Step.write`: the state after this token is lost
+
+Ending = Literal["together", "apart", "last"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +31,33 @@ class Span:
     pages: tuple[int, ...] = ()
     read: int = NO_SLOT
     writes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A step as the host knows it, beside the numbers in its `StepBuffers`.
+
+    On a GPU steps of one plan are one CUDA graph, so sizes are rounded up to few.
+
+    Attributes:
+        tokens: M, padding included.
+        sequences: B, padding included.
+        reach: see `Step`.
+        longest: see `Step`.
+        spans: see `Step`; empty where kernels find all on the device.
+        prompt: see `Step`.
+        ending: see `Step`.
+        ordered: tokens are chosen place by place, since penalties count those chosen before.
+    """
+
+    tokens: int
+    sequences: int
+    reach: int
+    longest: int
+    spans: tuple[Span, ...] = ()
+    prompt: bool = False
+    ending: Ending = "together"
+    ordered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +97,7 @@ class Step:
     longest: int
     spans: tuple[Span, ...]
     prompt: bool = False
-    ending: Literal["together", "apart", "last"] = "together"
+    ending: Ending = "together"
 
     def end(self, finish: Callable[..., Tensor], *rows: Tensor) -> Tensor:
         """What `finish` makes of the tokens' rows in the last layer; see `ending`.
@@ -88,31 +114,6 @@ class Step:
         at = (self.starts[1:] - 1).long()
         last = finish(*(each.index_select(0, at) for each in rows))
         return last if self.ending == "last" else finish(*rows).index_copy(0, at, last)
-
-
-def lone_step(count: int, device: str | torch.device, first: int = 0, prompt: bool = True) -> Step:
-    """Step of `count` tokens of one sequence from position `first` on.
-
-    Its pages are 1, 2, 3 and so on, its recurrent state is in slot 1.
-    """
-    pages = tuple(range(1, 1 + pages_for(first + count)))
-    writes = (*([NO_SLOT] * (count - 1)), 1)
-
-    def ints(values: object) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    return Step(
-        positions=torch.arange(first, first + count, dtype=torch.int32, device=device),
-        rows=torch.ones(count, dtype=torch.int32, device=device),
-        starts=ints([0, count]),
-        tables=ints([[SCRATCH] * len(pages), pages]),
-        read=ints([1]),
-        write=ints(writes),
-        reach=len(pages) * PAGE,
-        longest=count,
-        spans=(Span(1, first, count, pages, 1, writes),),
-        prompt=prompt,
-    )
 
 
 def rows_and_positions(spans: Sequence[Span]) -> tuple[list[int], list[int]]:

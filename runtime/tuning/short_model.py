@@ -16,7 +16,7 @@ from lowbit.formats.architectures import prefix_of, read_config
 from lowbit.formats.architectures.decoder import TEXT, text_part
 from lowbit.formats.kv_cache import BF16_CACHE
 from lowbit.runtime.backends import cuda
-from lowbit.runtime.engine.runner import POSITIONS, READ, ROWS, WRITE, Runner, new_runner
+from lowbit.runtime.engine.runner import Runner, new_runner
 from lowbit.runtime.kernels.launch.linear import Tuned
 from lowbit.runtime.kernels.launch.tuned import Size
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
@@ -149,13 +149,13 @@ def new_short_runner(opened: OpenedModel, device: str, tokens: int) -> Runner:
     cache = CacheSize(CONTEXT, tokens, tokens * pages_for(CONTEXT), snapshots=0)
     vocabulary = opened.config.vocab_size
     runner = new_runner(decoder, vocabulary, cache, DTYPE, device, cache_type=BF16_CACHE)
-    each = runner.tables.shape[1]
+    each, step = runner.tables.shape[1], runner.inputs.step
     for row in range(1, tokens + 1):
         runner.sampler.configure_row(row, SamplingParams(), [0], False)
         runner.tables[row] = 1 + (row - 1) * each + torch.arange(each, device=device)
-        for which in (ROWS, READ, WRITE):
-            runner.inputs[which, row - 1] = row
-    runner.inputs[POSITIONS].fill_(POSITION)
+        for numbers in (step.rows, step.reads, step.writes):
+            numbers[row - 1] = row
+    step.positions.fill_(POSITION)
     return runner
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.engine.graphs import aside
-from lowbit.runtime.engine.runner import POSITIONS, READ, ROWS, WRITE, Runner
+from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.kernels.launch.linear import Tuned
 from lowbit.runtime.kernels.launch.tuned import Size
 from lowbit.runtime.models.loader import Decoder
-from lowbit.runtime.state.step import Step
+from lowbit.runtime.state.step import Step, StepPlan
 from lowbit.runtime.tuning.short_model import CONTEXT, POSITION, with_launches
 
 BURST = 6  # steps in a row
@@ -57,11 +57,12 @@ class ShortSteps:
         return self._timed(lambda: self._hidden(decoder))
 
     def _hidden(self, decoder: Decoder) -> Tensor:
-        return decoder.hidden(self.runner.ids[: self.tokens], self.runner.state, self.step)
+        ids = self.runner.inputs.chosen[: self.tokens]
+        return decoder.hidden(ids, self.runner.state, self.step)
 
     def _whole(self, decoder: Decoder) -> None:
         logits = decoder.logits(self._hidden(decoder))
-        ids = self.runner.ids[: self.tokens]
+        ids = self.runner.inputs.chosen[: self.tokens]
         self.runner.choose_tokens(logits, self.step.rows, self.step.positions, ids)
 
     def _timed(self, body: Callable[[], object]) -> float:
@@ -92,16 +93,6 @@ def short_steps(runner: Runner, tokens: int) -> ShortSteps:
         runner: of `new_short_runner`, with room for as many sequences.
         tokens: a power of two.
     """
-    inputs = runner.inputs[:, :tokens]
-    step = Step(
-        positions=inputs[POSITIONS],
-        rows=inputs[ROWS],
-        starts=torch.arange(tokens + 1, dtype=torch.int32, device=runner.state.device),
-        tables=runner.tables,
-        read=inputs[READ],
-        write=inputs[WRITE],
-        reach=CONTEXT,
-        longest=1,
-        spans=(),
-    )
-    return ShortSteps(runner, step)
+    step = runner.inputs.step
+    step.starts.copy_(torch.arange(len(step.starts)))
+    return ShortSteps(runner, step.step(StepPlan(tokens, tokens, CONTEXT, 1), runner.tables))

@@ -18,7 +18,7 @@ from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, dequantize, pack
 from lowbit.formats.layout.quantization_config import write_quantization_config
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.backends import cpu
-from lowbit.runtime.engine import scheduler
+from lowbit.runtime.engine.plan import Capacity
 from lowbit.runtime.state.host_rings import RING
 
 BYTE_TOKENS = 256
@@ -257,7 +257,8 @@ def set_chunk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """`set_chunk(n)`: at most n tokens of a prompt pass the layers together."""
 
     def change(tokens: int) -> None:
-        monkeypatch.setattr(scheduler, "CHUNK", tokens)
+        chunk = property(lambda _: tokens, lambda *_: None)
+        monkeypatch.setattr(Capacity, "chunk", chunk)
 
     return change
 

@@ -2,7 +2,7 @@
 
 A round brings the head up to the last token, drafts k tokens of every sequence, runs them through
 the trunk and accepts the right ones; the next round starts from the inputs that it leaves
-(`RoundInputs`). On a GPU a round is one CUDA graph, and the host reads its tokens while the next
+(`DecodeInputs`). On a GPU a round is one CUDA graph, and the host reads its tokens while the next
 one runs.
 
 The head needs the trunk's hidden state of every position. Steps leave the last states of each row
@@ -25,13 +25,14 @@ from lowbit.runtime.engine.sequence import Ended, Sequence
 from lowbit.runtime.engine.speculate.handover import advance, leave_rounds
 from lowbit.runtime.engine.speculate.verify import Part, Verifier, count_right
 from lowbit.runtime.models.qwen3_5_mtp import MtpHead
+from lowbit.runtime.state.decode_inputs import TRAIL, DecodeInputs, trail_of
 from lowbit.runtime.state.host_rings import RING, new_ring, write_rows
-from lowbit.runtime.state.round_inputs import TRAIL, RoundInputs, trail_of
 from lowbit.runtime.state.sampler import SCRATCH
 from lowbit.runtime.state.step import (
     NO_SLOT,
     Span,
     Step,
+    StepPlan,
     rows_and_positions,
     starts_of,
 )
@@ -230,7 +231,7 @@ class MtpRound:
     def _accepted(self, sequence: Sequence) -> list[int]:
         """Tokens that the round adds to a sequence's output."""
         first, ring = sequence.last, self.rounds.runner.results.tokens
-        count = 1 + int(self.rounds.round_inputs.right[first % RING, sequence.row])
+        count = 1 + int(self.rounds.inputs.right[first % RING, sequence.row])
         found = ring[[(first + 1 + place) % RING for place in range(count)], sequence.row]
         return [int(token) for token in found]
 
@@ -261,7 +262,7 @@ class MtpRounds:
 
     def __post_init__(self) -> None:
         """Allocate the head's own inputs."""
-        rows = self.round_inputs.rows
+        rows = self.inputs.step.rows
         self._singles = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
         self._ring = new_ring(self.runner.sampler.rows, self.runner.on_gpu)
 
@@ -271,9 +272,9 @@ class MtpRounds:
         return self.cache.runner
 
     @property
-    def round_inputs(self) -> RoundInputs:
+    def inputs(self) -> DecodeInputs:
         """Inputs of a round, left by the one before."""
-        return self.verifier.round_inputs
+        return self.verifier.inputs
 
     def follows(self, sequences: list[Sequence], drafts: int) -> bool:
         """True if the last round has left the inputs of a round of these sequences."""
@@ -309,9 +310,9 @@ class MtpRounds:
         reach = reach_for(stop, runner.context)
         ordered = any(part.ordered for part in self.parts)
         key = ("head", M, B, k, reach, runner.sampler.shape, ordered)
-        inputs, run = self.round_inputs, partial(self.round, M, B, k, reach, ordered)
-        kept = (inputs.seen, inputs.behind)
-        runner.launch(self.verifier.graphs, key, run, (inputs.block[:5],), kept)
+        inputs, run = self.inputs, partial(self.round, M, B, k, reach, ordered)
+        kept = (inputs.seen, inputs.longs[:3])
+        runner.launch(self.verifier.graphs, key, run, (inputs.step.block[:5],), kept)
         for each in self.batch:
             if each.drafts.due == 0:
                 advance(each, each.row)
@@ -319,15 +320,17 @@ class MtpRounds:
 
     def round(self, M: int, B: int, k: int, reach: int, ordered: bool) -> None:
         """Draft, run through the trunk, accept: M tokens, padding included, of B sequences."""
-        runner, inputs = self.runner, self.round_inputs
+        runner, inputs, step = self.runner, self.inputs, self.inputs.step
         drafts = self.draft(B, k, reach)
-        inputs.ids[: B * (k + 1)].view(B, k + 1)[:, 1:] = drafts
+        step.ids[: B * (k + 1)].view(B, k + 1)[:, 1:] = drafts
         adjusted = runner.sampler.shape.adjusted
         if adjusted:  # penalties count a token once, when it is chosen
-            rows = inputs.rows[: B * (k + 1)].view(B, k + 1)[:, 1:]
+            rows = step.rows[: B * (k + 1)].view(B, k + 1)[:, 1:]
             runner.sampler.uncount(rows.flatten(), drafts.flatten())
         spans = () if runner.on_gpu else tuple(part.span for part in self.parts)
-        self.verifier.check_tokens(M, reach, B + (B * (k + 1) < M), k + 1, ordered, spans)
+        sequences = B + (B * (k + 1) < M)
+        plan = StepPlan(M, sequences, reach, longest=k + 1, spans=spans, ordered=ordered)
+        self.verifier.check_tokens(plan)
         runner.decoder.ops.accept(inputs, B, k)
         if adjusted:
             count = B * (k + 1)
@@ -339,7 +342,7 @@ class MtpRounds:
         A draft is drawn with the random number of its position, as the token itself will be, so the
         two agree more often than independent draws.
         """
-        runner, head, inputs = self.runner, self.cache.head, self.round_inputs
+        runner, head, inputs = self.runner, self.cache.head, self.inputs.step
         hidden = self._first(B, k, reach)
         firsts = (
             each[: B * (k + 1)].view(B, k + 1)[:, 0] for each in (inputs.rows, inputs.positions)
@@ -361,7 +364,7 @@ class MtpRounds:
 
     def _first(self, B: int, k: int, reach: int) -> Tensor:
         """Bring the head up to the last token of each sequence: its output there, [B, h]."""
-        inputs, runner, embed = self.round_inputs, self.runner, self.runner.decoder.ops.embed
+        inputs, runner, embed = self.inputs, self.runner, self.runner.decoder.ops.embed
         count = B * (k + 1) if runner.on_gpu else sum(span.count for span in self._seen)
         rows, seen = inputs.seen_rows[:count], inputs.seen[:count]
         step = self.cache.step(rows, seen, inputs.seen_starts[: B + 1], reach, self._seen)

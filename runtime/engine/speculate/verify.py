@@ -20,16 +20,10 @@ from lowbit.runtime.engine.graphs import Graphs, longest_for, reach_for, width_f
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Ended, Sequence
 from lowbit.runtime.engine.speculate.handover import advance, enter_rounds
-from lowbit.runtime.state.host_rings import RING, write_rows
-from lowbit.runtime.state.round_inputs import RoundInputs, new_round_inputs
+from lowbit.runtime.state.decode_inputs import DecodeInputs
+from lowbit.runtime.state.host_rings import RING
 from lowbit.runtime.state.sampler import SCRATCH, SamplerRows
-from lowbit.runtime.state.step import (
-    NO_SLOT,
-    Span,
-    Step,
-    rows_and_positions,
-    starts_of,
-)
+from lowbit.runtime.state.step import Span, StepPlan
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.thresholds import ROUND_TOKENS
 
@@ -103,9 +97,9 @@ class VerifiedRound:
         self.started = self.started or time.perf_counter()
         self._drafts = [part.drafts for part in parts]
         if any(part.sequence.limited for part in parts):
-            launch = verifier.send_layers(parts)
+            plan = verifier.send_layers(parts)
             self._failed, self._drafts = restrict_round(parts, verifier.runner.sampler)
-            verifier.send_choice(*launch)
+            verifier.send_choice(plan)
         else:
             verifier.send(parts)
         self._done = verifier.runner.results.record()
@@ -172,15 +166,14 @@ class Verifier:
 
     Attributes:
         runner: of the model.
-        round_inputs: inputs of a round.
+        inputs: of the next decode step, the runner's.
         graphs: recorded rounds.
         masks: [ROUND_TOKENS] int32, row of the sampler's mask for each token of a round.
-        linked: the last round, by the head, has left `round_inputs` such that the next one needs
-            nothing from the host.
+        linked: the last round, by the head, has left `inputs` such that the next one needs nothing
+            from the host.
     """
 
     runner: Runner
-    round_inputs: RoundInputs = field(init=False)
     graphs: Graphs = field(init=False)
     masks: Tensor = field(init=False)
     linked: bool = False
@@ -188,41 +181,38 @@ class Verifier:
     def __post_init__(self) -> None:
         """Allocate the inputs."""
         rows = self.runner.sampler.rows
-        self.round_inputs = new_round_inputs(rows, self.runner.state.device)
         self.masks = self.runner.ints(range(rows, rows + ROUND_TOKENS))
         self.graphs = Graphs(self.runner.graphs)
 
+    @property
+    def inputs(self) -> DecodeInputs:
+        """Inputs of a round."""
+        return self.runner.inputs
+
     def send(self, parts: list[Part]) -> None:
         """Run the last token and the drafts of every sequence, and choose behind each."""
-        M, reach, B, longest, ordered, spans = self._prepare(parts)
-        key = (M, B, longest, reach, self.runner.sampler.shape, ordered)
-        self._run(key, partial(self.check_tokens, M, reach, B, longest, ordered, spans))
+        plan = self._prepare(parts)
+        self._run(("round", plan, self.runner.sampler.shape), partial(self.check_tokens, plan))
 
-    def send_layers(self, parts: list[Part]) -> tuple[int, int, bool]:
-        """Send the first half of `send`: up to the logits; returns arguments of `send_choice`."""
-        M, reach, B, longest, ordered, spans = self._prepare(parts)
+    def send_layers(self, parts: list[Part]) -> StepPlan:
+        """Send the first half of `send`, up to the logits; returns what `send_choice` takes."""
+        plan = self._prepare(parts)
         self.runner.make_room_to_keep()
-        key = ("layers", M, reach, B, longest)
-        self._run(key, partial(self.keep_logits, M, reach, B, longest, spans))
-        return M, longest, ordered
+        self._run(("layers", plan), partial(self.keep_logits, plan))
+        return plan
 
-    def send_choice(self, M: int, longest: int, ordered: bool) -> None:
+    def send_choice(self, plan: StepPlan) -> None:
         """Send the second half of `send`: choose under a mask for each token."""
-        places = longest if ordered else 1
-        key = ("choice", M, places, self.runner.sampler.shape, ordered)
-        self._run(key, partial(self.choose_restricted, M, places, ordered))
+        places = plan.longest if plan.ordered else 1
+        key = ("choice", plan.tokens, places, self.runner.sampler.shape, plan.ordered)
+        self._run(key, partial(self.choose_restricted, plan))
 
-    def _run(self, key: Hashable, step: Callable[[], None]) -> None:
+    def _run(self, key: Hashable, part: Callable[[], None]) -> None:
         """Run a part of a round."""
-        self.runner.launch(self.graphs, key, step, (self.round_inputs.block[:5],))
+        self.runner.launch(self.graphs, key, part, (self.inputs.step.block[:5],))
 
-    def _prepare(self, parts: list[Part]) -> tuple[int, int, int, int, bool, tuple[Span, ...]]:
-        """Write the inputs of a round.
-
-        Returns:
-            M, the tokens with padding; the reach; B, the sequences with padding; most tokens of a
-            sequence; true to choose place by place; on a CPU the sequences as the host knows them.
-        """
+    def _prepare(self, parts: list[Part]) -> StepPlan:
+        """Write the inputs of a round."""
         spans = tuple(part.span for part in parts)
         M, B = sum(span.count for span in spans), len(spans)
         reach = reach_for(max(span.first + span.count for span in spans), self.runner.context)
@@ -231,79 +221,43 @@ class Verifier:
             M, longest = width_for(M), longest_for(longest)
             B, spans = B + 1, ()  # padding, if any
         self.compose(parts, M)
-        return M, reach, B, longest, any(part.ordered for part in parts), spans
+        ordered = any(part.ordered for part in parts)
+        return StepPlan(M, B, reach, longest, spans, ordered=ordered)
 
     def compose(self, parts: list[Part], M: int, head: Numbers[Numbers[int]] = ()) -> None:
-        """Write the inputs of a round, padded to M tokens, without waiting.
-
-        head: for a round whose drafts the head makes, the rows of `RoundInputs.numbers` behind
-        those of `block`.
-        """
-        inputs = self.round_inputs
-        if head:
-            write_rows(inputs.numbers, (*columns_of(parts, M), *head))
-            inputs.behind.copy_(inputs.numbers[-len(inputs.behind) :])
-        else:
-            write_rows(inputs.block, columns_of(parts, M))
+        """Write the inputs of a round, padded to M tokens; see `DecodeInputs.write_round`."""
+        ids = [id for part in parts for id in part.ids]
+        self.inputs.write_round([part.span for part in parts], ids, M, head)
         enter_rounds(self.runner)
         self.linked = False
 
-    def check_tokens(
-        self,
-        M: int,
-        reach: int,
-        B: int,
-        longest: int,
-        ordered: bool,
-        spans: tuple[Span, ...] = (),
-    ) -> None:
-        """Run a round of M tokens of B sequences.
+    def check_tokens(self, plan: StepPlan) -> None:
+        """Run a round."""
+        self._choose(self._logits_of(plan), plan, None)
 
-        ordered: choose position by position, since penalties count the tokens chosen before.
-        """
-        logits = self._logits_of(M, reach, B, longest, spans)
-        self._choose(logits, M, longest, ordered, None)
-
-    def keep_logits(
-        self, M: int, reach: int, B: int, longest: int, spans: tuple[Span, ...] = ()
-    ) -> None:
+    def keep_logits(self, plan: StepPlan) -> None:
         """Run the first half of `check_tokens`, up to the logits."""
-        self.runner.keep(self._logits_of(M, reach, B, longest, spans))
+        self.runner.keep(self._logits_of(plan))
 
-    def choose_restricted(self, M: int, longest: int, ordered: bool) -> None:
+    def choose_restricted(self, plan: StepPlan) -> None:
         """Run the second half of `check_tokens`, under a mask for each token."""
-        self._choose(self.runner.kept(M), M, longest, ordered, self.masks[:M])
+        self._choose(self.runner.kept(plan.tokens), plan, self.masks[: plan.tokens])
 
-    def _logits_of(
-        self, M: int, reach: int, B: int, longest: int, spans: tuple[Span, ...]
-    ) -> Tensor:
-        """Logits after each of M tokens of B sequences."""
-        runner, inputs = self.runner, self.round_inputs
-        step = Step(
-            positions=inputs.positions[:M],
-            rows=inputs.rows[:M],
-            starts=inputs.starts[: B + 1],
-            tables=runner.tables,
-            read=inputs.reads[:B],
-            write=inputs.writes[:M],
-            reach=reach,
-            longest=longest,
-            spans=spans,
-        )
-        return runner.logits_of(inputs.ids[:M], step)
+    def _logits_of(self, plan: StepPlan) -> Tensor:
+        """Logits after each token of a round."""
+        step = self.inputs.step.step(plan, self.runner.tables)
+        return self.runner.logits_of(self.inputs.step.ids[: plan.tokens], step)
 
-    def _choose(
-        self, logits: Tensor, M: int, longest: int, ordered: bool, masks: Tensor | None
-    ) -> None:
+    def _choose(self, logits: Tensor, plan: StepPlan, masks: Tensor | None) -> None:
         """Choose a token behind each token of a round; see `check_tokens`."""
-        runner, inputs = self.runner, self.round_inputs
-        rows, positions, chosen = inputs.rows[:M], inputs.positions[:M], inputs.chosen[:M]
-        if not ordered:
+        runner, M, step = self.runner, plan.tokens, self.inputs.step
+        rows, positions, chosen = step.rows[:M], step.positions[:M], self.inputs.chosen[:M]
+        if not plan.ordered:
             runner.choose_tokens(logits, rows, positions, chosen, masks)
             return
         tokens = torch.empty_like(chosen)
-        for place in range(longest):
-            now = inputs.places[:M] == place
+        for place in range(plan.longest):
+            now = step.places[:M] == place
             if runner.on_gpu:  # of one size, whatever the drafts
                 these = rows.masked_fill(~now, SCRATCH)
                 runner.choose_tokens(logits, these, positions, tokens, masks)
@@ -326,23 +280,8 @@ class Verifier:
                 wrong += range(first + right + 1, first + len(part.ids))
             first += len(part.ids)
         if wrong:
-            columns, inputs = self.runner.ints(wrong).long(), self.round_inputs
-            self.runner.sampler.uncount(inputs.rows[columns], inputs.chosen[columns])
-
-
-def columns_of(parts: Numbers[Part], M: int) -> tuple[list[int], ...]:
-    """Rows of `RoundInputs.block` for a round of M tokens, without the zeros behind.
-
-    Padding is a last sequence of row SCRATCH, which is 0, and may be empty.
-    """
-    spans = [part.span for part in parts]
-    ids = [id for part in parts for id in part.ids]
-    rows, positions = rows_and_positions(spans)
-    reads = [span.read for span in spans]
-    writes = [slot for span in spans for slot in span.writes]
-    places = [place for span in spans for place in range(span.count)]
-    writes += [NO_SLOT] * (M - len(writes))
-    return ids, positions, rows, reads, writes, places, [*starts_of(spans), M]
+            columns, inputs = self.runner.ints(wrong).long(), self.inputs
+            self.runner.sampler.uncount(inputs.step.rows[columns], inputs.chosen[columns])
 
 
 def restrict_round(

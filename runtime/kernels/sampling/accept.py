@@ -1,6 +1,6 @@
 """accept: count the right drafts of a round, and write the inputs of the next round.
 
-Layout  see `RoundInputs`
+Layout  see `DecodeInputs`
 Bytes   B * (k + 1) numbers of each tensor: next to nothing
 Plan    A program per sequence, a lane per token. Drafts before the first that differs from the
         token chosen in its place are right. The next round begins with the token chosen behind the
@@ -14,10 +14,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.launch.device import power_of_two, programmatic_launch, run
 from lowbit.runtime.kernels.sampling.row import RING, SCRATCH
-from lowbit.runtime.state import round_inputs
-from lowbit.runtime.state.round_inputs import RoundInputs
+from lowbit.runtime.state import decode_inputs
+from lowbit.runtime.state.decode_inputs import DecodeInputs
 
-TRAIL = tl.constexpr(round_inputs.TRAIL)
+TRAIL = tl.constexpr(decode_inputs.TRAIL)
 
 
 @triton.jit
@@ -55,13 +55,14 @@ def _accept_kernel(
     tl.store(positions_ptr + at, next_first + ahead, mask=place <= k)
 
 
-def accept(inputs: RoundInputs, B: int, k: int) -> None:
+def accept(inputs: DecodeInputs, B: int, k: int) -> None:
     """Find the drafts that were right and begin the next round behind them; see `Ops.accept`."""
-    pdl = programmatic_launch(inputs.ids)
+    step = inputs.step
+    pdl = programmatic_launch(step.ids)
     run(
         _accept_kernel,
         (B,),
-        *(inputs.ids, inputs.positions, inputs.rows, inputs.reads, inputs.writes, inputs.chosen),
+        *(step.ids, step.positions, step.rows, step.reads, step.writes, inputs.chosen),
         *(inputs.seen, inputs.trails, inputs.ends, inputs.wrong, inputs.right),
         *(k, inputs.right.shape[1]),
         LANES=max(2, power_of_two(k + 1)),

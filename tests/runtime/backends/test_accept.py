@@ -8,14 +8,15 @@ from torch import Tensor
 
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.kernels.sampling.accept import accept as accept_on_gpu
+from lowbit.runtime.state.decode_inputs import TRAIL, DecodeInputs, new_decode_inputs
 from lowbit.runtime.state.host_rings import RING
-from lowbit.runtime.state.round_inputs import PADDING, TRAIL, RoundInputs, new_round_inputs
+from lowbit.runtime.state.step_buffers import PADDING
 
-ROWS, WIDE = 20, 16
-SIZES = [(B, k) for B in range(1, 9) for k in range(1, 16) if B * (k + 1) <= WIDE]
+ROWS, WIDE = 20, 64
+SIZES = [(B, k) for B in range(1, 9) for k in range(1, 16) if B * (k + 1) <= 16]
 
 
-def round_of(B: int, k: int, draw: random.Random) -> RoundInputs:
+def round_of(B: int, k: int, draw: random.Random) -> DecodeInputs:
     """A round whose tokens have been chosen among three, so that drafts often meet them."""
 
     def ints(values: list[int]) -> Tensor:
@@ -29,23 +30,23 @@ def round_of(B: int, k: int, draw: random.Random) -> RoundInputs:
         rows[1] = 0  # a row of nobody stays where it is
     moved = [first + place + (row > 0) for row, first in zip(rows, firsts, strict=True)
              for place in range(k + 1)]  # fmt: skip
-    inputs = new_round_inputs(ROWS, torch.device("cpu"))
-    inputs.ids[:] = ints(ids)
-    inputs.positions[:] = ints(moved)
-    inputs.rows[:] = ints([row for row in rows for _ in range(k + 1)])
-    inputs.reads[:] = ints([-1] * B)
-    inputs.writes[:] = ints([100 + at for at in range(B * (k + 1))])
+    inputs = new_decode_inputs(WIDE, ROWS, torch.device("cpu"))
+    inputs.step.ids[:] = ints(ids)
+    inputs.step.positions[:] = ints(moved)
+    inputs.step.rows[:] = ints([row for row in rows for _ in range(k + 1)])
+    inputs.step.reads[:] = ints([-1] * B)
+    inputs.step.writes[:] = ints([100 + at for at in range(B * (k + 1))])
     inputs.chosen[:] = ints(chosen)
     inputs.right.fill_(-1)
     return inputs
 
 
-def check(before: RoundInputs, after: RoundInputs, B: int, k: int) -> None:
+def check(before: DecodeInputs, after: DecodeInputs, B: int, k: int) -> None:
     for b in range(B):
         start = b * (k + 1)
-        row = int(before.rows[start])
-        first = int(before.positions[start]) - (row > 0)
-        drafts = before.ids[start + 1 : start + k + 1].tolist()
+        row = int(before.step.rows[start])
+        first = int(before.step.positions[start]) - (row > 0)
+        drafts = before.step.ids[start + 1 : start + k + 1].tolist()
         chosen = before.chosen[start : start + k + 1].tolist()
         right = 0
         while right < k and drafts[right] == chosen[right]:
@@ -57,20 +58,24 @@ def check(before: RoundInputs, after: RoundInputs, B: int, k: int) -> None:
         assert after.trails[part].tolist() == trails
         assert after.ends[b] == start + right
         assert after.wrong[part].tolist() == [0] * (right + 1) + [row] * (k - right)
-        assert after.reads[b] == 100 + start + right
-        assert after.ids[start] == chosen[right]
+        assert after.step.reads[b] == 100 + start + right
+        assert after.step.ids[start] == chosen[right]
         following = first + 1 + right if row else first
         places = range(k + 1) if row else [0] * (k + 1)
-        assert after.positions[part].tolist() == [following + place for place in places]
+        assert after.step.positions[part].tolist() == [following + place for place in places]
     assert (after.right >= 0).sum() == B
     rest = slice(B * (k + 1), WIDE)
-    for name in ("ids", "positions", "seen", "wrong"):
-        assert torch.equal(getattr(after, name)[rest], getattr(before, name)[rest])
+    for was, now in zip(read_by_rounds(before), read_by_rounds(after), strict=True):
+        assert torch.equal(now[rest], was[rest])
 
 
-def moved_to(inputs: RoundInputs, device: str) -> RoundInputs:
-    moved = new_round_inputs(ROWS, torch.device(device))
-    for name in ("numbers", "behind", "wrong", "right"):
+def read_by_rounds(inputs: DecodeInputs) -> tuple[Tensor, ...]:
+    return inputs.step.ids, inputs.step.positions, inputs.seen, inputs.wrong
+
+
+def moved_to(inputs: DecodeInputs, device: str) -> DecodeInputs:
+    moved = new_decode_inputs(WIDE, ROWS, torch.device(device))
+    for name in ("numbers", "longs", "wrong", "right"):
         getattr(moved, name).copy_(getattr(inputs, name))
     return moved
 

@@ -21,7 +21,7 @@ from lowbit.runtime.models.dense import Dense, Layer
 from lowbit.runtime.state.device_state import DeviceState, new_state
 from lowbit.runtime.state.pages import pages_for
 from lowbit.runtime.state.rope import rope_tables
-from lowbit.runtime.state.step import lone_step
+from lowbit.runtime.state.step_buffers import lone_step
 from lowbit.runtime.thresholds import DENSE_TOKENS, PACKED_TOKENS
 from lowbit.runtime.weights.linear import DenseLinear, MlpWeights, PackedLinear
 from tests.runtime.kernels.interpreter import quick_interpreter

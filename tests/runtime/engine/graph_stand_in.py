@@ -13,13 +13,13 @@ from torch import Tensor
 from lowbit.runtime.engine.chunks import WIDTHS, Chunks
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.engine.runner import POSITIONS, READ, ROWS, WRITE, Runner
+from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.speculate.mtp import MtpCache, MtpRounds
 from lowbit.runtime.engine.speculate.verify import Verifier
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.pages import PAGE, SCRATCH, pages_for
-from lowbit.runtime.state.step import NO_SLOT, Span, Step
+from lowbit.runtime.state.step import NO_SLOT, Span, Step, StepPlan
 
 
 class Graph:
@@ -61,36 +61,22 @@ class Event:
         return self.recorded
 
 
-def spans_of(runner: Runner, M: int, reach: int) -> tuple[Span, ...]:
-    """The sequences of a step without drafts as kernels find them on the device."""
-    inputs = runner.inputs[:, :M].tolist()
-    return _spans(runner, reach, 1, list(range(M + 1)), inputs)
-
-
-def spans_of_round(
-    checks: Verifier, M: int, reach: int, B: int, longest: int, *ordered: bool
-) -> tuple[Span, ...]:
-    """The sequences of a round as kernels find them on the device."""
-    _, *inputs, _, starts = checks.round_inputs.block.tolist()
-    assert starts[B] == M
-    return _spans(checks.runner, reach, longest, starts[: B + 1], inputs)
-
-
-def _spans(
-    runner: Runner, reach: int, longest: int, starts: list[int], inputs: list[list[int]]
-) -> tuple[Span, ...]:
-    spans = []
-    for b, (m, end) in enumerate(pairwise(starts)):
-        row, first = inputs[ROWS][m], inputs[POSITIONS][m]
+def spans_of(runner: Runner, plan: StepPlan) -> tuple[Span, ...]:
+    """The sequences of a step as kernels find them on the device."""
+    _, positions, rows, reads, writes, _, starts = runner.inputs.step.block.tolist()
+    M, reach, spans = plan.tokens, plan.reach, []
+    assert starts[plan.sequences] == M
+    for b, (m, end) in enumerate(pairwise(starts[: plan.sequences + 1])):
+        row, first = rows[m], positions[m]
         if m == end:  # no padding
             continue
         assert 0 <= first <= first + end - m - 1 < reach
-        assert 1 <= end - m <= longest or row == SCRATCH
-        assert inputs[ROWS][m:end] == [row] * (end - m)
+        assert 1 <= end - m <= plan.longest or row == SCRATCH
+        assert rows[m:end] == [row] * (end - m)
         places = [first + place * (row != SCRATCH) for place in range(end - m)]
-        assert inputs[POSITIONS][m:end] == places
+        assert positions[m:end] == places
         pages = tuple(runner.tables[row, : pages_for(min(reach, first + PAGE))].tolist())
-        spans.append(Span(row, first, end - m, pages, inputs[READ][b], tuple(inputs[WRITE][m:end])))
+        spans.append(Span(row, first, end - m, pages, reads[b], tuple(writes[m:end])))
     return tuple(spans)
 
 
@@ -99,17 +85,16 @@ def run_through_graphs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     recording: list[Graph] = []
     first = [True]
 
-    def on_graphs(part: Callable[..., None], spans: Callable[..., Any]) -> Callable[..., None]:
-        """A part of a step as it runs in a recording, and without one."""
+    def on_graphs(part: Callable[..., None], layers: bool) -> Callable[..., None]:
+        """A part of a step, with its layers or without, as it runs in a recording or at once."""
 
-        def run(owner: Any, *sizes: Any) -> None:
-            if getattr(owner, "runner", owner) is not model.engine.runner:
-                return part(owner, *sizes)
-
-            on_gpu = [size for size in sizes if size != ()]  # no sequences that the host knows
+        def run(owner: Any, plan: StepPlan) -> None:
+            runner = getattr(owner, "runner", owner)
+            if runner is not model.engine.runner:
+                return part(owner, plan)
 
             def step() -> None:
-                part(owner, *on_gpu, *spans(owner, *on_gpu))
+                part(owner, replace(plan, spans=spans_of(runner, plan) if layers else ()))
 
             if not recording:
                 return step()
@@ -141,15 +126,15 @@ def run_through_graphs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    for owner, name, spans in (
-        (Runner, "_decode", lambda *sizes: (spans_of(*sizes),)),
-        (Runner, "_forward", lambda *sizes: (spans_of(*sizes),)),
-        (Runner, "_choose_next", lambda *sizes: ()),
-        (Verifier, "check_tokens", lambda *sizes: (spans_of_round(*sizes),)),
-        (Verifier, "keep_logits", lambda *sizes: (spans_of_round(*sizes),)),
-        (Verifier, "choose_restricted", lambda *sizes: ()),
+    for owner, name, layers in (
+        (Runner, "_decode", True),
+        (Runner, "_forward", True),
+        (Runner, "_choose_next", False),
+        (Verifier, "check_tokens", True),
+        (Verifier, "keep_logits", True),
+        (Verifier, "choose_restricted", False),
     ):
-        monkeypatch.setattr(owner, name, on_graphs(getattr(owner, name), spans))
+        monkeypatch.setattr(owner, name, on_graphs(getattr(owner, name), layers))
     _rounds_through_graphs(model, recording, monkeypatch)
     _chunks_through_graphs(model, recording, monkeypatch)
     monkeypatch.setattr(Runner, "on_gpu", property(lambda runner: runner is model.engine.runner))

@@ -27,7 +27,7 @@ def assert_all_free(engine: Engine) -> None:
     while engine.step():
         pass
     engine.forget()
-    room = engine.scheduler.room
+    room = engine.scheduler.blocks
     pools = (room.pages, room.rows, room.snapshots)
     for pool, first in zip(pools, (1, 1, 0), strict=True):
         assert not any(pool._owners)

@@ -14,8 +14,8 @@ import lowbit.runtime as lowbit
 from lowbit.runtime import thresholds
 from lowbit.runtime.engine.chunks import WIDTHS, Chunks, width_of
 from lowbit.runtime.engine.graphs import Graphs
+from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.engine.request import TokenRequest
-from lowbit.runtime.engine.scheduler import CHUNK
 from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 from tests.runtime.engine.graph_stand_in import run_through_graphs
 

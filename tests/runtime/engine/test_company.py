@@ -12,6 +12,7 @@ import lowbit.runtime as lowbit
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.engine import sequence as engine_sequence
 from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.plan import OpenRow
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.models.layer_parts import last_of
@@ -154,7 +155,7 @@ def opened(runner: Runner, row: int, ids: Sequence[int]) -> engine_sequence.Sequ
     made = engine_sequence.Sequence(TokenRequest(tuple(ids)), count=1, seed=0)
     made.row, made.pages = row, list(range(2 + 4 * row, 4 * row, -1))
     assert made.page_count <= len(made.pages)
-    runner.open(made, None)
+    runner.apply([OpenRow(made, None, None)])
     return made
 
 

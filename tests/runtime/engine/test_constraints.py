@@ -83,7 +83,7 @@ def test_requests_beside_each_other_have_the_tokens_that_they_have_alone(
         assert handle.finish_reason in ("length", "cancelled")
     assert not engine.step()
     engine.forget()
-    assert (engine.scheduler.room.rows.free, engine.scheduler.room.pages.free) == (3, 10)
+    assert (engine.scheduler.blocks.rows.free, engine.scheduler.blocks.pages.free) == (3, 10)
 
 
 def test_a_constraint_that_is_done_is_asked_no_more(model: lowbit.Model) -> None:
@@ -204,4 +204,4 @@ def test_an_error_ends_that_request_alone(
     assert bad.finish_reason is None
     assert [handle.result() for handle in handles] == expected
     engine.forget()
-    assert (engine.scheduler.room.rows.free, engine.scheduler.room.pages.free) == (3, 10)
+    assert (engine.scheduler.blocks.rows.free, engine.scheduler.blocks.pages.free) == (3, 10)

@@ -13,9 +13,9 @@ from lowbit.formats.errors import RequestError
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.engine import scoring
 from lowbit.runtime.engine.graphs import Graphs
+from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.engine.scheduler import CHUNK
 from lowbit.runtime.engine.speculate.verify import VerifiedRound
 from lowbit.runtime.text.constraint import Constraint
 from tests.runtime.conftest import PackedModel
@@ -105,7 +105,7 @@ def test_masked_rows_in_graphs_choose_as_without(
     assert [len(tokens) for tokens in captured] == [40, 41, 43]
     assert all(map(follows, captured))
     keys: Any = model.engine.runner.graphs._graphs
-    assert {len(key) for key in keys} == {2}  # halves of steps alone
+    assert {name for name, *_ in keys} == {"forward", "choose"}
     assert run(1) == captured[1]
 
     def directly(graphs: Graphs, key: Hashable, run: Callable[[], None], *tensors: object) -> None:
@@ -246,7 +246,7 @@ def test_a_released_request_goes_on_in_whole_steps(model: lowbit.Model) -> None:
     assert follows(tokens[:4])
     assert not follows(tokens)
     keys: Any = model.engine.runner.graphs._graphs
-    assert {len(key) for key in keys} == {2, 3}
+    assert {name for name, *_ in keys} == {"forward", "choose", "decode"}
 
 
 def test_scores_are_those_of_the_logits(

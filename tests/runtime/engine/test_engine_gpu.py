@@ -22,6 +22,7 @@ from lowbit.runtime.engine.load_options import KVCache
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized
+from lowbit.runtime.state.step import StepPlan
 from lowbit.runtime.thresholds import EXACT_TOKENS
 from tests.runtime.conftest import PackedModel
 
@@ -86,7 +87,7 @@ def without_graphs(model: lowbit.Model, monkeypatch: pytest.MonkeyPatch) -> None
 def recorded(model: lowbit.Model) -> list[tuple[int, int]]:
     """Tokens and reach of the recorded steps."""
     keys: Any = model.engine.runner.graphs._graphs
-    return [(M, reach) for M, reach, _ in keys]
+    return [(plan.tokens, plan.reach) for name, plan, *_ in keys if name == "decode"]
 
 
 def run(
@@ -197,9 +198,9 @@ def test_an_interrupted_capture_is_forgotten(
     long_model.engine.runner.graphs = Graphs()
     decode, calls = Runner._decode, [0]
 
-    def interrupted(runner: Runner, M: int, reach: int, *rest: Any) -> None:
-        decode(runner, M, reach, *rest)
-        calls[0] += (M, reach) == last
+    def interrupted(runner: Runner, plan: StepPlan) -> None:
+        decode(runner, plan)
+        calls[0] += (plan.tokens, plan.reach) == last
         if calls[0] == at:
             raise KeyboardInterrupt
 

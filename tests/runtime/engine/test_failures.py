@@ -14,7 +14,7 @@ import lowbit.runtime as lowbit
 from lowbit.formats.errors import LowbitError
 from lowbit.runtime.engine.results import PlainStep
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.engine.scheduler import Room
+from lowbit.runtime.engine.scheduler import BlockManager
 from lowbit.runtime.engine.stream import Answer
 from lowbit.runtime.state.device_state import CacheSize
 from tests.runtime.engine.small_engine import CONTEXT, assert_all_free, new_engine
@@ -70,7 +70,7 @@ def test_a_request_that_cannot_be_given_room_does_not_fail_for_ever(
     engine = new_engine(model, ONE)
     expected = list(engine.generate(PROMPT, GREEDY, 8))
     engine.forget()
-    monkeypatch.setattr(Room, "open", failing(Room.open))
+    monkeypatch.setattr(BlockManager, "open", failing(BlockManager.open))
     first, second = (engine.generate(PROMPT, GREEDY, 8) for _ in range(2))
     with pytest.raises(IndexError, match="a bug"):
         engine.step()
@@ -88,7 +88,7 @@ def test_all_end_where_nothing_can_be_begun_anew(
     handles = [engine.generate(PROMPT, GREEDY, 8) for _ in range(3)]
     with monkeypatch.context() as patch:
         patch.setattr(Runner, "chunk", failing(Runner.chunk))
-        patch.setattr(Room, "__init__", failing(Room.__init__, 3))
+        patch.setattr(Runner, "reset", failing(Runner.reset, 3))
         with pytest.raises(IndexError, match="a bug"):
             handles[0].result()
         for handle in handles:
@@ -126,11 +126,13 @@ def test_threads_and_tasks_hear_of_a_bug_in_the_step_of_another(
 
     monkeypatch.setattr(Runner, "decode", failing(Runner.decode))
 
-    async def tokens() -> list[int]:
-        return [token async for token in engine.generate(PROMPT, GREEDY, 8)]
+    handles = [engine.generate(PROMPT, GREEDY, 8) for _ in range(3)]
+
+    async def tokens(handle: lowbit.Handle) -> list[int]:
+        return [token async for token in handle]
 
     async def everybody() -> list[Any]:
-        return await asyncio.gather(*(tokens() for _ in range(3)), return_exceptions=True)
+        return await asyncio.gather(*map(tokens, handles), return_exceptions=True)
 
     found = asyncio.run(everybody())
     assert sorted(type(each).__name__ for each in found) == ["IndexError", *["LowbitError"] * 2]

@@ -18,6 +18,7 @@ from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.state.step import StepPlan
 from lowbit.runtime.text.constraint import Constraint
 from tests.runtime.engine.graph_stand_in import run_through_graphs
 from tests.runtime.engine.speculate.guesses import Guesser, drafting_by, guessers
@@ -95,7 +96,7 @@ def run(
 def recorded(model: lowbit.Model) -> list[tuple[int, int]]:
     """Tokens and reach of the recorded steps."""
     keys: Any = model.engine.runner.graphs._graphs
-    return [(key[0], key[1]) for key in keys if len(key) == 3]
+    return [(plan.tokens, plan.reach) for name, plan, *_ in keys if name == "decode"]
 
 
 @EVERY
@@ -218,9 +219,9 @@ def test_an_interrupted_recording_is_forgotten(
     reaches(first)
     decode, calls = Runner._decode, [0]
 
-    def interrupted(runner: Runner, M: int, reach: int, *rest: Any) -> None:
-        decode(runner, M, reach, *rest)
-        calls[0] += reach == CONTEXT
+    def interrupted(runner: Runner, plan: StepPlan) -> None:
+        decode(runner, plan)
+        calls[0] += plan.reach == CONTEXT
         if calls[0] == {"step": 1, "recording": 2}[at]:
             raise KeyboardInterrupt
 
@@ -291,8 +292,8 @@ def test_constrained_requests_take_two_graphs_a_step_and_others_go_on_as_they_we
         assert [handle.result() for handle in handles] == [expected[n] for n in (1, 2, 0, 3)]
         assert begun == [expected[1][0]]
     keys: Any = graphs.engine.runner.graphs._graphs
-    assert {len(key) for key in keys} == {2, 3}  # halves, and whole steps
-    assert {key[0] for key in keys if len(key) == 2} == {2, 4}
+    assert {name for name, *_ in keys} == {"forward", "choose", "decode"}
+    assert {key[1].tokens for key in keys if key[0] == "forward"} == {2, 4}
 
 
 @dataclass
@@ -339,8 +340,7 @@ def test_drafts_of_constrained_requests_take_two_graphs_a_round(
         tallies = {n: handle.tally for n, handle in zip(numbers, handles, strict=True)}
         assert all(sum(each.accepted) or (known and n == 3) for n, each in tallies.items())
     rounds: Any = graphs.engine.drafting.verifier.graphs._graphs
-    kinds = {key[0] for key in rounds if isinstance(key[0], str)}
-    assert kinds == {"layers", "choice"}
+    assert {"layers", "choice"} <= {name for name, *_ in rounds} <= {"layers", "choice", "round"}
 
 
 @dataclass
@@ -403,7 +403,7 @@ def test_drafts_are_checked_by_graphs_of_their_number(
         assert [handle.tally.rounds > 0 for handle in handles] == [True] * 4
     rounds: Any = graphs.engine.drafting.verifier.graphs._graphs
     assert len(rounds) > 5
-    assert all(M <= 16 for M, *_ in rounds)
+    assert all(plan.tokens <= 16 for _, plan, _ in rounds)
 
 
 @DENSE
@@ -425,7 +425,7 @@ def test_rounds_of_a_sequence_take_five_graphs(
     assert handle.result() == tuple(expected)
     assert handle.tally.rounds >= 15
     rounds: Any = graphs.engine.drafting.verifier.graphs._graphs
-    assert sorted((M, longest) for M, _, longest, *_ in rounds) == [
+    assert sorted((plan.tokens, plan.longest) for _, plan, _ in rounds) == [
         (2, 2),
         (4, 4),
         (8, 8),

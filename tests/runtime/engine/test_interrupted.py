@@ -141,14 +141,14 @@ def test_what_was_cancelled_is_forgotten_too(
     begun = [next(handle), next(handle)]
     del handle
     engine.forget()
-    assert engine.scheduler.room.pages.free == SMALL.pages + 1
-    assert engine.scheduler.room.rows.free == SMALL.sequences
+    assert engine.scheduler.blocks.pages.free == SMALL.pages + 1
+    assert engine.scheduler.blocks.rows.free == SMALL.sequences
     again = engine.generate([*PROMPT, *begun], lowbit.SamplingParams(), 2)
     list(again)
     assert again.reused == 0
     interrupt(monkeypatch, engine.generate(PROMPT, lowbit.SamplingParams(), 8))
     engine.forget()
-    assert engine.scheduler.room.pages.free == SMALL.pages + 1
+    assert engine.scheduler.blocks.pages.free == SMALL.pages + 1
 
 
 class Interrupted(deque[Sequence]):
@@ -205,7 +205,7 @@ def test_a_request_interrupted_as_it_is_given_room_still_runs(
 
     handles = [engine.generate(PROMPT, lowbit.SamplingParams(), 8) for _ in range(2)]
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "open", interrupted)
+        patch.setattr(Runner, "_open", interrupted)
         with pytest.raises(KeyboardInterrupt):
             next(handles[0])
     handles[1].cancel()
@@ -214,7 +214,7 @@ def test_a_request_interrupted_as_it_is_given_room_still_runs(
     assert_all_free(engine)
     handle = engine.generate(PROMPT, lowbit.SamplingParams(), 8)
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "open", interrupted)
+        patch.setattr(Runner, "_open", interrupted)
         with pytest.raises(KeyboardInterrupt):
             next(handle)
     handle.cancel()

@@ -77,7 +77,7 @@ def test_a_step_that_goes_wrong_ends_the_request_there(make: Make, value: float)
         for id in model.engine.generate(GOOD, PARAMS["greedy"], 20):
             given.append(id)
             if len(given) == 3:
-                model.engine.runner.ids.fill_(POISON)  # as if it had been chosen
+                model.engine.runner.inputs.chosen.fill_(POISON)  # as if it had been chosen
 
     with pytest.raises(CheckpointError, match="NaN or infinite"):
         generate()

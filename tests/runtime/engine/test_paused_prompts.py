@@ -10,7 +10,7 @@ import lowbit.runtime as lowbit
 from lowbit.runtime.engine import engine as engines
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load import CPU_CHUNK_LEAST, CPU_LAYER_OPERATIONS, cpu_chunk
-from lowbit.runtime.engine.scheduler import CHUNK
+from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.engine.stream import Handle
 from tests.runtime.engine.small_engine import assert_all_free, new_engine
 

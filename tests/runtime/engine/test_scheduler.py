@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowbit.runtime.engine.scheduler import CHUNK, LEAST, prompt_cuts
+from lowbit.runtime.engine.plan import CHUNK
+from lowbit.runtime.engine.scheduler import LEAST, prompt_cuts
 
 END = 9
 ENDS = frozenset({END, 8})

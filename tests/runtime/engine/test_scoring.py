@@ -144,7 +144,7 @@ def test_scores_beside_requests_change_neither(
         assert len(scored) == len(texts[n])
         assert all(one is not None and len(one.top) == n for one in scored[1:])
     small.forget()
-    assert (small.scheduler.room.rows.free, small.scheduler.room.pages.free) == (3, 22)
+    assert (small.scheduler.blocks.rows.free, small.scheduler.blocks.pages.free) == (3, 22)
 
 
 def test_a_scored_prompt_is_kept_for_the_next(model: lowbit.Model, small: Engine) -> None:
@@ -172,7 +172,7 @@ def test_a_cancelled_score_gives_its_room_back(
     assert handle.finish_reason == "cancelled"
     assert handle.prompt_log_probabilities == ()
     small.forget()
-    assert small.scheduler.room.rows.free == 3
+    assert small.scheduler.blocks.rows.free == 3
 
 
 def test_logits_that_are_not_finite(model: lowbit.Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,7 @@ def test_a_thread_that_dies_leaves_the_others_alone(model: lowbit.Model) -> None
     assert (first, *handle) == expected
     model.engine.step()
     assert died[0].phase == "ended"
-    assert model.engine.scheduler.room.rows.free == 4
+    assert model.engine.scheduler.blocks.rows.free == 4
 
 
 def test_tasks_share_an_event_loop(model: lowbit.Model) -> None:
@@ -251,18 +251,18 @@ def test_a_cancelled_request_ends_and_gives_its_room_back(model: lowbit.Model) -
     assert len(first.result()) < 100
     assert waiting.result() == ()
     engine.forget()
-    assert (engine.scheduler.room.rows.free, engine.scheduler.room.pages.free) == (2, 9)
+    assert (engine.scheduler.blocks.rows.free, engine.scheduler.blocks.pages.free) == (2, 9)
 
 
 def test_an_abandoned_stream_gives_its_room_back(model: lowbit.Model) -> None:
     streams = [model.stream(p, raw=True, sampling=GREEDY) for p in PROMPTS[:4]]
     for stream in streams:
         next(stream)
-    assert model.engine.scheduler.room.rows.free == 0
+    assert model.engine.scheduler.blocks.rows.free == 0
     streams[0].close()
     del streams, stream
     model.engine.step()
-    assert model.engine.scheduler.room.rows.free == 4
+    assert model.engine.scheduler.blocks.rows.free == 4
     assert len(model.generate("Hi", raw=True, max_new_tokens=4).token_ids) == 4
 
 
@@ -274,7 +274,7 @@ def test_an_abandoned_task_gives_its_room_back(model: lowbit.Model) -> None:
 
     assert asyncio.run(some()) >= 0
     model.engine.step()
-    assert model.engine.scheduler.room.rows.free == 4
+    assert model.engine.scheduler.blocks.rows.free == 4
 
 
 def test_too_small_a_cache_makes_requests_wait_in_order(model: lowbit.Model) -> None:

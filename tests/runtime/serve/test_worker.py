@@ -21,7 +21,7 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.results import PlainStep
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.engine.scheduler import Room
+from lowbit.runtime.engine.scheduler import BlockManager
 from lowbit.runtime.engine.stream import Answer, Handle
 from lowbit.runtime.serve import service
 from lowbit.runtime.serve.apis.chat import ChatEvents
@@ -80,7 +80,7 @@ def healthy(server: Running) -> bool:
     [
         (Engine, "submit"),
         (Engine, "step"),
-        (Room, "open"),
+        (BlockManager, "open"),
         (Runner, "chunk"),
         (Runner, "decode"),
         (PlainStep, "commit"),

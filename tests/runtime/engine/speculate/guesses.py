@@ -80,7 +80,7 @@ class KnownRounds(MtpRounds):
 
     def draft(self, B: int, k: int, reach: int) -> Tensor:
         MtpRounds.draft(self, B, k, reach)
-        first = int(self.round_inputs.positions[0])
+        first = int(self.inputs.step.positions[0])
         return (self.text[first + 1 : first + 1 + k] + (not self.right))[None] % VOCABULARY
 
 

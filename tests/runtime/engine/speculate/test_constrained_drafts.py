@@ -283,7 +283,7 @@ def test_an_error_comes_where_it_comes_without_drafts(
         assert constraint.tokens == list(truth[:9])
         assert beside.result() == expected
         engine.forget()
-        assert (engine.scheduler.room.rows.free, engine.scheduler.room.pages.free) == (3, 10)
+        assert (engine.scheduler.blocks.rows.free, engine.scheduler.blocks.pages.free) == (3, 10)
 
 
 def test_a_copy_that_fails_drafts_nothing_and_one_that_is_none_ends_the_request(
@@ -401,4 +401,4 @@ def test_an_interrupted_round_ends_its_requests_and_no_others(
         with pytest.raises(RequestError, match="a step was interrupted"):
             handle.result()
     engine.forget()
-    assert (engine.scheduler.room.rows.free, engine.scheduler.room.pages.free) == (3, 10)
+    assert (engine.scheduler.blocks.rows.free, engine.scheduler.blocks.pages.free) == (3, 10)

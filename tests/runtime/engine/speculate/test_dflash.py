@@ -23,7 +23,7 @@ from lowbit.runtime.engine.speculate.dflash import Blocks
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.models.loader import check_device, load_drafter, open_drafter, open_model
 from lowbit.runtime.state.device_state import kv_pages
-from lowbit.runtime.state.step import lone_step
+from lowbit.runtime.state.step_buffers import lone_step
 from tests.drafters import CONFIG, hidden_by_torch, write_drafter
 from tests.oracle import dequantized_weights
 

@@ -21,7 +21,7 @@ from lowbit.runtime.models.loader import load_decoder, open_model
 from lowbit.runtime.state.device_state import new_state
 from lowbit.runtime.state.host_rings import new_ring
 from lowbit.runtime.state.sampler import new_sampler_rows
-from lowbit.runtime.state.step import lone_step
+from lowbit.runtime.state.step_buffers import lone_step
 from tests.short_models import Shorten
 
 if TYPE_CHECKING:

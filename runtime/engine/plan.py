@@ -1,0 +1,70 @@
+"""What the scheduler decides and the runner makes on the device: changes of rows, in order.
+
+They are data, so whoever runs the steps may be elsewhere than the scheduler.
+"""
+
+from dataclasses import dataclass
+
+from lowbit.runtime.engine.sequence import Sequence
+from lowbit.runtime.state.host_rings import LogProbabilities
+
+CHUNK = 1024  # most tokens of a prompt that pass the layers together
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Sizes of what sequences share.
+
+    Attributes:
+        rows: sequences that run together.
+        pages: of the cache, those included that hold no tokens (EXTRA).
+        snapshots: most recurrent states that are kept.
+        recurrent: true if the model has linear layers.
+        chunk: most tokens of a prompt that pass the layers together.
+    """
+
+    rows: int
+    pages: int
+    snapshots: int
+    recurrent: bool
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRow:
+    """Begin a sequence: write its block table, sampler row and first recurrent state.
+
+    Attributes:
+        sequence: with its row and pages.
+        snapshot: of the state after the tokens that it reuses; None if it reuses none.
+        copied: page that is copied first, and its copy, behind which the sequence goes on; None
+            where it shares whole pages alone.
+    """
+
+    sequence: Sequence
+    snapshot: int | None
+    copied: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSnapshot:
+    """Snapshot the recurrent state in a slot, behind the steps under way."""
+
+    slot: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseRow:
+    """Clear the sampler row of a sequence that has ended.
+
+    Attributes:
+        row: of the sampler.
+        scores: host memory that steps under way may still write to; None without.
+    """
+
+    row: int
+    scores: LogProbabilities | None
+
+
+Change = OpenRow | SaveSnapshot | CloseRow

@@ -1,0 +1,125 @@
+"""Inputs of a step on its device: what the host writes in one copy, and the step that reads it.
+
+Decode steps keep their buffers, which a step updates for the next one; see `decode_inputs`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit.runtime.state.host_rings import write_rows
+from lowbit.runtime.state.pages import PAGE, SCRATCH, pages_for
+from lowbit.runtime.state.step import (
+    NO_SLOT,
+    Span,
+    Step,
+    StepPlan,
+    rows_and_positions,
+    starts_of,
+)
+
+COLUMNS = 7  # of `StepBuffers.block`
+# At least a number more than tokens, for the end of the last sequence; so many, since Triton
+# specializes kernels for tensors that begin at multiples of 16 bytes: here all rows do.
+PADDING = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StepBuffers:
+    """Inputs of a step of W - PADDING tokens at most.
+
+    Attributes:
+        block: [COLUMNS, W] int32, the others.
+        ids: [W] int32, the tokens.
+        positions: [W] int32 of them.
+        rows: [W] int32 of their sequences.
+        reads: [W] int32, slot with the recurrent state before the first token, by sequence.
+        writes: [W] int32, slot that takes the state after the token.
+        places: [W] int32 of the tokens, counted from the first of each sequence.
+        starts: [W] int32, the first token of each sequence, then of padding, then the number of
+            all tokens.
+    """
+
+    block: Tensor
+    ids: Tensor
+    positions: Tensor
+    rows: Tensor
+    reads: Tensor
+    writes: Tensor
+    places: Tensor
+    starts: Tensor
+
+    def write(self, spans: Sequence[Span], ids: Sequence[int], M: int) -> None:
+        """Write the inputs of a step, padded to M tokens, without waiting; see `columns_of`."""
+        write_rows(self.block, columns_of(spans, ids, M))
+
+    def step(self, plan: StepPlan, tables: Tensor) -> Step:
+        """The step that finds its numbers here.
+
+        Args:
+            plan: of the step.
+            tables: [R, T / PAGE] int32 block tables by row.
+        """
+        M, B = plan.tokens, plan.sequences
+        return Step(
+            positions=self.positions[:M],
+            rows=self.rows[:M],
+            starts=self.starts[: B + 1],
+            tables=tables,
+            read=self.reads[:B],
+            write=self.writes[:M],
+            reach=plan.reach,
+            longest=plan.longest,
+            spans=plan.spans,
+            prompt=plan.prompt,
+            ending=plan.ending,
+        )
+
+
+def buffers_in(block: Tensor) -> StepBuffers:
+    """Buffers in a tensor [COLUMNS, W] int32."""
+    return StepBuffers(block, *block)
+
+
+def new_step_buffers(tokens: int, device: torch.device) -> StepBuffers:
+    """Zeros for steps of so many tokens."""
+    width = -(-tokens // PADDING) * PADDING + PADDING
+    return buffers_in(torch.zeros(COLUMNS, width, dtype=torch.int32, device=device))
+
+
+def columns_of(
+    spans: Sequence[Span], ids: Sequence[int], M: int, plain: bool = False
+) -> tuple[Sequence[int], ...]:
+    """Rows of `StepBuffers.block` for a step of M tokens, without the zeros behind.
+
+    Padding is a last sequence of row SCRATCH, which is 0, and may be empty.
+
+    Args:
+        spans: of the sequences.
+        ids: of their tokens.
+        M: tokens, padding included.
+        plain: each sequence has one token, padding too.
+    """
+    rows, positions = rows_and_positions(spans)
+    reads = [span.read for span in spans]
+    writes = [slot for span in spans for slot in span.writes]
+    writes += [NO_SLOT] * (M - len(writes))
+    places = [place for span in spans for place in range(span.count)]
+    starts = range(M + 1) if plain else [*starts_of(spans), M]
+    return ids, positions, rows, reads, writes, places, starts
+
+
+def lone_step(count: int, device: str | torch.device, first: int = 0, prompt: bool = True) -> Step:
+    """Step of `count` tokens of one sequence from position `first` on.
+
+    Its pages are 1, 2, 3 and so on, its recurrent state is in slot 1.
+    """
+    pages = tuple(range(1, 1 + pages_for(first + count)))
+    span = Span(1, first, count, pages, 1, (*([NO_SLOT] * (count - 1)), 1))
+    buffers = new_step_buffers(count, torch.device(device))
+    buffers.write([span], [0] * count, count)
+    tables = torch.tensor([[SCRATCH] * len(pages), pages], dtype=torch.int32, device=device)
+    reach = len(pages) * PAGE
+    return buffers.step(StepPlan(count, 1, reach, count, (span,), prompt=prompt), tables)
