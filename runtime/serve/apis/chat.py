@@ -34,6 +34,7 @@ from lowbit.runtime.serve.request.fields import (
     FormatFields,
     Ignored,
     SamplingBody,
+    TolerantBody,
     answer_options,
     format_of,
 )
@@ -45,7 +46,7 @@ from lowbit.runtime.text.answer import Event, Piece, ToolCallStart
 from lowbit.runtime.text.tokenizer import Tokenizer
 
 
-class Function(Body):
+class Function(TolerantBody):
     """`tools[].function`."""
 
     name: str
@@ -54,12 +55,11 @@ class Function(Body):
     strict: bool | None = None
 
 
-class ChatTool(Body):
+class ChatTool(TolerantBody):
     """One of `tools`."""
 
     type: Literal["function"]
     function: Function
-    cache_control: Ignored[Any] = None
 
 
 AnyTool = Annotated[
@@ -82,28 +82,25 @@ class NamedChoice(Body):
     function: FunctionName
 
 
-class CalledFunction(Body):
+class CalledFunction(TolerantBody):
     """`tool_calls[].function` of an earlier turn."""
 
     name: str
     arguments: str
 
 
-class ToolCall(Body):
+class ToolCall(TolerantBody):
     """A call of an earlier turn."""
 
-    id: Ignored[str | None] = None
+    id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Ignored[int | None] = None
-    provider_specific_fields: Ignored[Any] = None
-    cache_control: Ignored[Any] = None
 
 
 Tokens = Annotated[int, Field(ge=0)]
 
 
-class SystemMessage(Body):
+class SystemMessage(TolerantBody):
     """Instructions."""
 
     role: Literal["system", "developer"]
@@ -111,7 +108,7 @@ class SystemMessage(Body):
     name: str | None = None
 
 
-class UserMessage(Body):
+class UserMessage(TolerantBody):
     """A turn of the user."""
 
     role: Literal["user"]
@@ -132,7 +129,7 @@ class ThinkingBlock(BaseModel):
 ThinkingBlocks = Annotated[list[ThinkingBlock], Field(fail_fast=True, max_length=MOST_CALLS)]
 
 
-class AssistantMessage(Body):
+class AssistantMessage(TolerantBody):
     """A turn of the model, as responses hold it."""
 
     role: Literal["assistant"]
@@ -145,11 +142,9 @@ class AssistantMessage(Body):
     audio: None = None
     function_call: None = None
     tool_calls: Calls | None = None
-    annotations: Ignored[Any] = None
-    provider_specific_fields: Ignored[Any] = None
 
 
-class ToolMessage(Body):
+class ToolMessage(TolerantBody):
     """The result of a tool."""
 
     role: Literal["tool"]

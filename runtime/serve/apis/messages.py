@@ -29,6 +29,7 @@ from lowbit.runtime.serve.request.fields import (
     Ignored,
     RequestBody,
     StopList,
+    TolerantBody,
     schema_format,
 )
 from lowbit.runtime.serve.request.parts import (
@@ -53,15 +54,13 @@ PICTURES = ("image", "document")
 Picture = Annotated[MediaPart, Tag("image")] | Annotated[MediaPart, Tag("document")]
 
 
-class ToolUse(Body):
+class ToolUse(TolerantBody):
     """A call of an earlier turn."""
 
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any] | str
-    cache_control: Ignored[Any] = None
-    caller: Ignored[Any] = None
 
 
 ResultPart = Annotated[
@@ -71,29 +70,25 @@ ResultPart = Annotated[
 ResultParts = Annotated[list[ResultPart], Field(fail_fast=True, max_length=MOST_PARTS)]
 
 
-class ToolResult(Body):
+class ToolResult(TolerantBody):
     """The result of a tool."""
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | ResultParts | None = None
-    is_error: Ignored[bool | None] = None
-    cache_control: Ignored[Any] = None
 
 
-class Thinking(Body):
+class Thinking(TolerantBody):
     """Reasoning of an earlier turn."""
 
     type: Literal["thinking"]
     thinking: str
-    signature: Ignored[Any] = None
 
 
-class RedactedThinking(Body):
+class RedactedThinking(TolerantBody):
     """Reasoning that nobody can read."""
 
     type: Literal["redacted_thinking"]
-    data: Ignored[Any] = None
 
 
 Block = Annotated[
@@ -110,26 +105,21 @@ Blocks = Annotated[list[Block], Field(fail_fast=True, max_length=MOST_PARTS)]
 TextBlocks = Annotated[TextParts, named_types("text")]
 
 
-class Turn(Body):
+class Turn(TolerantBody):
     """A turn of the conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Blocks
 
 
-class CustomTool(Body):
+class CustomTool(TolerantBody):
     """A tool of the client's."""
 
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
-    cache_control: Ignored[Any] = None
     strict: bool | None = None
-    defer_loading: Ignored[Any] = None
-    allowed_callers: Ignored[Any] = None
-    input_examples: Ignored[Any] = None
-    eager_input_streaming: Ignored[Any] = None
 
 
 class Choice(Body):

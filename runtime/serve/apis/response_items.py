@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from lowbit.runtime.serve.apis.response_tools import CUSTOM_INPUT, offered_name
-from lowbit.runtime.serve.request.fields import Body, Ignored
+from lowbit.runtime.serve.request.fields import TolerantBody
 from lowbit.runtime.serve.request.parts import (
     MEDIA,
     MediaPart,
@@ -21,17 +21,14 @@ from lowbit.runtime.serve.settings import MOST_MESSAGES, MOST_PARTS
 PARTS = ("input_text", "output_text", "text", "refusal")
 
 
-class Part(Body):
+class Part(TolerantBody):
     """Text of a message."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: Ignored[Any] = None
-    logprobs: Ignored[Any] = None
-    prompt_cache_breakpoint: Ignored[Any] = None
 
 
-class Refusal(Body):
+class Refusal(TolerantBody):
     """A refusal in place of an answer."""
 
     type: Literal["refusal"]
@@ -60,66 +57,54 @@ OutputPart = Annotated[
 OutputParts = Annotated[list[OutputPart], Field(fail_fast=True, max_length=MOST_PARTS)]
 
 
-class MessageItem(Body):
+class MessageItem(TolerantBody):
     """A turn; `type` may be left out."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
-    id: Ignored[Any] = None
-    status: Ignored[Any] = None
-    phase: Ignored[Any] = None
 
 
-class CallItem(Body):
+class CallItem(TolerantBody):
     """A call of an earlier turn."""
 
-    type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
     namespace: str | None = None
-    id: Ignored[Any] = None
-    status: Ignored[Any] = None
-    caller: Ignored[Any] = None
 
 
-class CustomCallItem(Body):
+class FunctionCallItem(CallItem):
+    """A call of a function."""
+
+    type: Literal["function_call"]
+    arguments: str
+
+
+class CustomCallItem(CallItem):
     """A call of a custom tool, whose input is one text."""
 
     type: Literal["custom_tool_call"]
-    call_id: str
-    name: str
     input: str
-    namespace: str | None = None
-    id: Ignored[Any] = None
-    status: Ignored[Any] = None
-    caller: Ignored[Any] = None
 
 
-class ShellCallItem(Body):
+class ShellCallItem(TolerantBody):
     """A command that an earlier turn ran by the tool `local_shell`, which is not offered here."""
 
     type: Literal["local_shell_call"]
     call_id: str | None = None
     action: dict[str, Any]
-    id: Ignored[Any] = None
-    status: Ignored[Any] = None
 
 
-class CallOutputItem(Body):
+class CallOutputItem(TolerantBody):
     """The result of a tool: a text, parts of a message, or anything else as JSON."""
 
     type: Literal["function_call_output", "custom_tool_call_output", "local_shell_call_output"]
     call_id: str | None = None
     output: str | OutputParts | dict[str, Any]
     id: str | None = None
-    name: Ignored[Any] = None
-    status: Ignored[Any] = None
-    caller: Ignored[Any] = None
 
 
-class ReasoningText(Body):
+class ReasoningText(TolerantBody):
     """Text of a reasoning item."""
 
     type: Literal["reasoning_text", "summary_text", "text"]
@@ -129,26 +114,15 @@ class ReasoningText(Body):
 ReasoningTexts = Annotated[list[ReasoningText], Field(fail_fast=True, max_length=MOST_PARTS)]
 
 
-class ReasoningItem(Body):
+class ReasoningItem(TolerantBody):
     """Reasoning of an earlier turn."""
 
     type: Literal["reasoning"]
-    summary: Ignored[ReasoningTexts | None] = None
+    summary: ReasoningTexts | None = None
     content: ReasoningTexts | None = None
-    id: Ignored[Any] = None
-    status: Ignored[Any] = None
-    encrypted_content: Ignored[Any] = None
 
 
-Item = (
-    MessageItem
-    | CallItem
-    | CustomCallItem
-    | ShellCallItem
-    | CallOutputItem
-    | ReasoningItem
-    | SkippedPart
-)
+Item = MessageItem | CallItem | ShellCallItem | CallOutputItem | ReasoningItem | SkippedPart
 OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 STORED = "item_reference"  # names an item that a server would have kept
@@ -173,7 +147,7 @@ def _refuse_stored(items: object) -> object:
 
 TaggedItem = Annotated[
     Annotated[MessageItem, Tag("message")]
-    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[CustomCallItem, Tag("custom_tool_call")]
     | Annotated[ShellCallItem, Tag("local_shell_call")]
     | Annotated[CallOutputItem, Tag("output")]
@@ -203,7 +177,7 @@ def turns_of(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
             yield from _whole(turn)
             text = "".join(part.text for part in item.content or item.summary or ())
             turn = {"reasoning_content": text} if text else {}
-        elif isinstance(item, CallItem | CustomCallItem | ShellCallItem):
+        elif isinstance(item, CallItem | ShellCallItem):
             turn.setdefault("tool_calls", []).append(_call_of(item))
         elif isinstance(item, MessageItem):
             if "content" in turn or "tool_calls" in turn:
@@ -227,15 +201,15 @@ def left_out_items(items: Sequence[Item]) -> list[str]:
     return skipped + left_out_media(contents, "input")
 
 
-def _call_of(item: CallItem | CustomCallItem | ShellCallItem) -> dict[str, Any]:
+def _call_of(item: CallItem | ShellCallItem) -> dict[str, Any]:
     if isinstance(item, ShellCallItem):
         function = {"name": "local_shell", "arguments": json.dumps(item.action)}
-    elif isinstance(item, CustomCallItem):
-        arguments = json.dumps({CUSTOM_INPUT: item.input})
-        function = {"name": offered_name(item.name, item.namespace), "arguments": arguments}
     else:
-        name = offered_name(item.name, item.namespace)
-        function = {"name": name, "arguments": item.arguments}
+        function = {"name": offered_name(item.name, item.namespace), "arguments": ""}
+    if isinstance(item, FunctionCallItem):
+        function["arguments"] = item.arguments
+    elif isinstance(item, CustomCallItem):
+        function["arguments"] = json.dumps({CUSTOM_INPUT: item.input})
     return {"id": item.call_id or "", "type": "function", "function": function}
 
 

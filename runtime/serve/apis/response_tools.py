@@ -13,14 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field, Tag, TypeAdapter
 
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.conversation import ToolChoice
-from lowbit.runtime.serve.request.fields import Body, Ignored
+from lowbit.runtime.serve.request.fields import TolerantBody
 from lowbit.runtime.serve.request.parts import SkippedPart, by_type
 from lowbit.runtime.serve.settings import MOST_TOOLS
 
 CUSTOM_INPUT = "input"  # name of a custom tool's string
 
 
-class FunctionTool(Body):
+class FunctionTool(TolerantBody):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -28,12 +28,9 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    defer_loading: Ignored[Any] = None
-    allowed_callers: Ignored[Any] = None
-    output_schema: Ignored[Any] = None
 
 
-class CustomFormat(Body):
+class CustomFormat(TolerantBody):
     """Form of a custom tool's input; a grammar is told to the model, and not enforced."""
 
     type: Literal["text", "grammar"]
@@ -41,15 +38,13 @@ class CustomFormat(Body):
     definition: str | None = None
 
 
-class CustomTool(Body):
+class CustomTool(TolerantBody):
     """A tool whose input is one text."""
 
     type: Literal["custom"]
     name: str
     description: str | None = None
     format: CustomFormat | None = None
-    defer_loading: Ignored[Any] = None
-    allowed_callers: Ignored[Any] = None
 
 
 OneTool = Annotated[
@@ -60,12 +55,12 @@ OneTool = Annotated[
 ]
 
 
-class NamespaceTool(Body):
+class NamespaceTool(TolerantBody):
     """Functions under a common name."""
 
     type: Literal["namespace"]
     name: str
-    description: Ignored[str | None] = None
+    description: str | None = None
     tools: Annotated[list[OneTool], Field(fail_fast=True, max_length=MOST_TOOLS)]
 
 

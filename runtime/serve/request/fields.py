@@ -1,7 +1,7 @@
 """Bodies of requests: their schemas, the fields that several share, what those ask of an answer."""
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from collections.abc import Mapping, Sequence, Set
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -12,7 +12,7 @@ from pydantic import (
 )
 
 from lowbit.formats.sampling_ranges import MOST_BIASES
-from lowbit.runtime.serve.errors import invalid
+from lowbit.runtime.serve.errors import cut, invalid
 from lowbit.runtime.serve.request.conversation import AnswerFormat, AnswerOptions
 from lowbit.runtime.serve.request.explain import got
 from lowbit.runtime.serve.settings import (
@@ -25,6 +25,16 @@ from lowbit.runtime.serve.settings import (
 from lowbit.runtime.text.loose_schema import loosened
 
 IGNORED = "ignored"
+MOST_UNKNOWN = 16  # names of unknown fields in one line of the log
+# Fields of messages, items and tools that clients always send and that change no answer.
+QUIET = frozenset(
+    (
+        *("allowed_callers", "annotations", "cache_control", "caller", "citations", "data"),
+        *("defer_loading", "eager_input_streaming", "encrypted_content", "end_turn", "id"),
+        *("index", "input_examples", "is_error", "logprobs", "output_schema", "phase"),
+        *("prompt_cache_breakpoint", "provider_specific_fields", "signature", "status"),
+    )
+)
 EXACT = 1 << 53  # below it a float holds every integer
 Value = TypeVar("Value")
 Ignored = Annotated[Value, IGNORED]  # type of a field that is accepted and changes nothing
@@ -44,6 +54,7 @@ class Body(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    _unknown: Set[str] = frozenset()
     NEUTRAL: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     KNOWN: ClassVar[frozenset[str]] = frozenset()
     IGNORED: ClassVar[frozenset[str]] = frozenset()
@@ -76,10 +87,22 @@ class Body(BaseModel):
             known = name in cls.KNOWN
             if (each is None and not known) or _is_one_of(each, cls.NEUTRAL.get(name, ())):
                 continue
-            if known or not unknown:
+            if known or not unknown or cls.model_config["extra"] == "allow":
                 kept[name] = each
             unknown |= not known
         return kept
+
+    @classmethod
+    def read(cls, content: dict[str, Any]) -> Self:
+        """The body with this content.
+
+        Raises:
+            ValidationError: the content breaks the schema.
+        """
+        names: set[str] = set()
+        body = cls.model_validate(content, context=names)
+        body._unknown = names
+        return body
 
     @classmethod
     def _whole(cls, name: object, value: object) -> object:
@@ -88,13 +111,27 @@ class Body(BaseModel):
         return int(value) if whole and name in cls.INTEGERS else value  # type: ignore[call-overload]
 
     def ignored(self) -> list[str]:
-        """Ignored fields that were given a value."""
+        """Ignored fields that were given a value, and unknown ones of messages and tools."""
         given = self.model_fields_set & self.IGNORED
-        return sorted(name for name in given if getattr(self, name) is not None)
+        names = sorted(name for name in given if getattr(self, name) is not None)
+        return [*names, *(f"*.{cut(name)}" for name in sorted(self._unknown)[:MOST_UNKNOWN])]
 
     def plain(self) -> dict[str, Any]:
         """Fields that were given, without ignored ones, as JSON has them."""
         return self.model_dump(exclude_none=True, exclude=set(self.IGNORED), by_alias=True)
+
+
+class TolerantBody(Body):
+    """A message, an item of history or a tool; its unknown fields are ignored and named."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    def model_post_init(self, names: set[str] | None) -> None:
+        """Drop unknown fields, and add their names to the context of the validation."""
+        if self.__pydantic_extra__:
+            if names is not None:
+                names.update(self.__pydantic_extra__.keys() - QUIET)
+            self.__pydantic_extra__.clear()
 
 
 def _has_integer(annotation: Any) -> bool:

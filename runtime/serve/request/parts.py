@@ -7,17 +7,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.explain import WRONG
-from lowbit.runtime.serve.request.fields import Body, Ignored
+from lowbit.runtime.serve.request.fields import TolerantBody
 from lowbit.runtime.serve.settings import MOST_PARTS
 
 
-class TextPart(Body):
+class TextPart(TolerantBody):
     """A part of a message; a model of text reads no other."""
 
     type: Literal["text"]
     text: str
-    cache_control: Ignored[Any] = None
-    annotations: Ignored[Any] = None
 
 
 # Types of parts that a model of text cannot read; a line of text stands for an earlier one.

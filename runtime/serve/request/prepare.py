@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from lowbit.formats.errors import LowbitError, RequestError, SettingError
 from lowbit.formats.files.strict_json import loads
@@ -26,7 +26,7 @@ from lowbit.runtime.serve.request.conversation import (
     encode,
 )
 from lowbit.runtime.serve.request.explain import FEWER, WRONG, explained, got
-from lowbit.runtime.serve.request.fields import AnswerBody, ModelBody
+from lowbit.runtime.serve.request.fields import AnswerBody, Body, ModelBody
 from lowbit.runtime.serve.service import PendingBodies, Service, record_of, service_of
 from lowbit.runtime.serve.settings import (
     BODY_TIMEOUT_S,
@@ -39,7 +39,7 @@ from lowbit.runtime.text.call_grammar import StrictCalls
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammar
 
-Schema = TypeVar("Schema", bound=BaseModel)
+Schema = TypeVar("Schema", bound=Body)
 OfModel = TypeVar("OfModel", bound=ModelBody)
 ForAnswers = TypeVar("ForAnswers", bound=AnswerBody)
 Limit = Grammar | StrictCalls | None  # of an answer
@@ -323,7 +323,7 @@ def parse(raw: bytes, schema: type[Schema]) -> Schema:
     if not isinstance(content, dict):
         raise invalid(f"the body must be an object, got {got(content)}")
     try:
-        return schema.model_validate(content)
+        return schema.read(content)
     except ValidationError as error:
         raise explained(error, content) from None
 

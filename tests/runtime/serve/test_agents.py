@@ -204,6 +204,60 @@ def test_history_of_codex(agents: Running, caplog: pytest.LogCaptureFixture) -> 
         assert prompt.count(part) == 1, part
 
 
+UNKNOWN: list[tuple[str, dict[str, Any]]] = [
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                {**turns(("user", "Hi"))[0], "x": {"a": 1}},
+                {"role": "assistant", "content": [{"type": "text", "text": "Hello", "y": 1}]},
+                {**turns(("user", "Bye"))[0], "x": 2, "index": 1},
+            ],
+            "tools": [{"type": "function", "function": {"name": "f", "z": 1}}],
+        },
+    ),
+    (
+        "/v1/responses",
+        {
+            "input": [
+                {"type": "message", **turns(("user", "Hi"))[0], "x": 1, "end_turn": True},
+                {"type": "custom_tool_call", "call_id": "1", "name": "f", "input": "", "y": 1},
+                {"type": "custom_tool_call_output", "call_id": "1", "output": "", "x": 1},
+            ],
+            "tools": [{"type": "namespace", "name": "n", "tools": [], "z": 1}],
+        },
+    ),
+    (
+        "/v1/messages",
+        {
+            "messages": [
+                {**turns(("user", "Hi"))[0], "x": 1},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "thinking", "thinking": "", "signature": "s", "y": 1}],
+                },
+                *turns(("user", "Bye")),
+            ],
+            "tools": [{"name": "f", "input_schema": {"type": "object"}, "z": 1}],
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), UNKNOWN)
+def test_unknown_fields_of_history_and_tools_are_ignored_and_named_once(
+    agents: Running,
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+    fields: dict[str, Any],
+) -> None:
+    prompt, _ = prompt_of(agents, caplog, path, **fields)
+    [line] = [each for each in caplog.messages if each.startswith("POST")]
+    assert "ignored *.x *.y *.z" in line
+    assert '"z"' not in prompt
+    assert "top" in post(agents, path, **fields, top=1).text
+
+
 @pytest.mark.parametrize("given", ["", []])
 def test_empty_input_is_answered(agents: Running, given: object) -> None:
     assert post(agents, "/v1/responses", instructions="Hi", input=given).status_code == 200

@@ -63,7 +63,7 @@ def test_lists_are_bounded_and_end_at_their_first_error(schema: type[Body]) -> N
         (ChatBody, {"logit_bias": {str(id): "x" for id in range(3000)}}),
         (ChatBody, {"stop": [1] * 3000}),
         (ChatBody, {f"unknown{number}": 1 for number in range(3000)}),
-        (ChatBody, {"messages": [{**TURN, **{f"u{number}": 1 for number in range(3000)}}]}),
+        (ChatBody, {"stream_options": {f"u{number}": 1 for number in range(3000)}}),
         (CompletionBody, {"prompt": [None] * 3000}),
         (CompletionBody, {"prompt": [[1] * 3000 + ["x"]]}),
         (ResponsesBody, {"input": [{}] * 3000}),
@@ -84,6 +84,11 @@ def test_few_errors_are_collected(
     with pytest.raises(ApiError):
         parsed(schema, **change)
     assert counts[0] < 10
+
+
+def test_few_unknown_fields_of_a_message_are_named() -> None:
+    body = parsed(ChatBody, messages=[{**TURN, **{f"u{number}" * 99: 1 for number in range(3000)}}])
+    assert len(" ".join(body.ignored())) < 4000
 
 
 SILENT: list[tuple[str, object, object]] = [

@@ -56,7 +56,7 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
     ({"messages": []}, "messages", "at least 1"),
     ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages[0].role", "robot"),
-    ({"messages": [{"role": "user", "content": "Hi", "mood": 1}]}, "messages[0].mood", "not sup"),
+    ({"stream_options": {"mood": 1}}, "stream_options.mood", "not sup"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "messages[0].content",
