@@ -116,6 +116,7 @@ class Model:
         raw: bool = False,
         tools: Sequence[Tool] = (),
         template_arguments: Mapping[str, Any] | None = None,
+        left_out: list[str] | None = None,
     ) -> list[int]:
         """Token ids of a prompt: one user message, or a conversation, through the chat template.
 
@@ -128,6 +129,7 @@ class Model:
             raw: take the text as it is, without the template; the output is not split either.
             tools: functions that the model may call.
             template_arguments: further arguments of the template, plain JSON.
+            left_out: gets the name of what the template refuses and the prompt has in another form.
 
         Raises:
             RequestError: a bad message, a prompt much longer than the context, or no template to
@@ -137,7 +139,7 @@ class Model:
         try:
             text: str | MarkedText
             if not raw:
-                text = self._rendered(prompt, thinking, tools, template_arguments)
+                text = self._rendered(prompt, thinking, tools, template_arguments, left_out)
             elif isinstance(prompt, str):
                 text = prompt
             else:
@@ -155,6 +157,7 @@ class Model:
         thinking: bool | None,
         tools: Sequence[Tool],
         template_arguments: Mapping[str, Any] | None,
+        left_out: list[str] | None,
     ) -> MarkedText:
         """The text of a prompt by the chat template; arguments and errors as in `encode`."""
         if self.template is None:
@@ -179,7 +182,10 @@ class Model:
         except RequestError:
             if self.options.refuse_late_system or not has_late_system(prompt):
                 raise
-        return render(one_system_message(prompt))
+        text = render(one_system_message(prompt))
+        if left_out is not None:
+            left_out.append("place of system messages")
+        return text
 
     def stream(
         self,

@@ -34,12 +34,26 @@ INNER = ("#/$defs/", "#/definitions/")  # references that stand without the rest
 NOTATION = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Work of one grammar.
+
+    Attributes:
+        steps: steps that are left.
+        left_out: keywords of tools that are not strict which the grammar does not enforce.
+    """
+
+    steps: Steps
+    left_out: set[str]
+
+
 def grammar_of(
     form: CallForm,
     tools: Sequence[Tool],
     choice: str | Literal["required"],
     tokenizer: Tokenizer,
     parallel: bool = True,
+    left_out: set[str] | None = None,
 ) -> str:
     """Lark text of an answer that is one call or several, without other content.
 
@@ -49,6 +63,7 @@ def grammar_of(
         choice: `required` for any of the tools, or the name of the only one.
         tokenizer: tokenizer of the model.
         parallel: several calls are allowed.
+        left_out: gets the keywords of tools that are not strict which the grammar does not enforce.
 
     Raises:
         RequestError: no tool has the name.
@@ -61,7 +76,7 @@ def grammar_of(
     start = "start: BLANK call" + (r' ("\n" call)*' if parallel else "")
     rules = chain(
         (start, rf'call: {opening} "\n" any_call "\n" {closing}'),
-        _rules_of_calls(form, allowed),
+        _rules_of_calls(form, allowed, set() if left_out is None else left_out),
     )
     return _joined(rules)
 
@@ -72,7 +87,7 @@ def grammar_of_rest(form: CallForm, tools: Sequence[Tool], tokenizer: Tokenizer)
     Arguments of tools that are not strict are any.
     """
     head = f"start: BLANK any_call BLANK {_mark(CLOSE_CALL, tokenizer)}"
-    return _joined(chain((head,), _rules_of_calls(form, _loosened(tools))))
+    return _joined(chain((head,), _rules_of_calls(form, _loosened(tools), set())))
 
 
 def grammar_of_text(form: CallForm, tools: Sequence[Tool]) -> str:
@@ -87,7 +102,7 @@ def grammar_of_text(form: CallForm, tools: Sequence[Tool]) -> str:
         f"WITHOUT_TAG: {anything} & ~{tag}",
         f"call: BLANK any_call BLANK {json.dumps(CLOSE_CALL)}",
     )
-    return _joined(chain(rules, _rules_of_calls(form, _loosened(tools))))
+    return _joined(chain(rules, _rules_of_calls(form, _loosened(tools), set())))
 
 
 def _joined(rules: Iterable[str]) -> str:
@@ -113,13 +128,13 @@ def _loosened(tools: Sequence[Tool]) -> list[Tool]:
     return [tool if tool.strict else Tool(tool.name) for tool in tools]
 
 
-def _rules_of_calls(form: CallForm, tools: Sequence[Tool]) -> Iterator[str]:
-    """The rule `any_call`, and those that it needs."""
+def _rules_of_calls(form: CallForm, tools: Sequence[Tool], left_out: set[str]) -> Iterator[str]:
+    """The rule `any_call`, and those that it needs; `left_out` as in `grammar_of`."""
     yield r"BLANK: /[ \n]{0,4}/"
     yield "any_call: " + " | ".join(f"call_{index}" for index in range(len(tools)))
-    steps = Steps()
+    work = Work(Steps(), left_out)
     for index, tool in enumerate(tools):
-        yield from _json_call(index, tool) if form == "json" else _xml_call(index, tool, steps)
+        yield from (_json_call if form == "json" else _xml_call)(index, tool, work)
 
 
 def _mark(tag: str, tokenizer: Tokenizer) -> str:
@@ -127,18 +142,19 @@ def _mark(tag: str, tokenizer: Tokenizer) -> str:
     return json.dumps(tag) if tokenizer.token_id(tag) is None else tag
 
 
-def _json_call(index: int, tool: Tool) -> Iterator[str]:
+def _json_call(index: int, tool: Tool, work: Work) -> Iterator[str]:
     begin = f'"name": {json.dumps(tool.name)}, "arguments": '
     schema = {"type": "object", **tool.schema}
     yield f'call_{index}: "{{" BLANK {json.dumps(begin)} arguments_{index} "}}"'
-    yield f"arguments_{index}: {_json(schema, tool)}"
+    yield f"arguments_{index}: {_json(schema, tool, work)}"
 
 
-def _xml_call(index: int, tool: Tool, steps: Steps) -> Iterator[str]:
+def _xml_call(index: int, tool: Tool, work: Work) -> Iterator[str]:
     """Tags of the parameters in the order of the schema; those that are not required may lack."""
     schema = _resolved(tool.schema)
     if tool.strict:
         _check_strict(schema, tool)
+    work.left_out.update(keyword for keyword in OF_WHOLE if keyword in schema)
     properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, Mapping):
         properties, required = {}, []
@@ -154,18 +170,14 @@ def _xml_call(index: int, tool: Tool, steps: Steps) -> Iterator[str]:
     yield f"call_{index}: {' '.join((begin, *parts, end))}"
     if is_free:
         more = schema.get("additionalProperties", True)
-        yield from _value(
-            f"any_{index}", r'"<parameter=" /[^>\n]+/ ">\n"', "any", more, tool, steps
-        )
+        yield from _value(f"any_{index}", r'"<parameter=" /[^>\n]+/ ">\n"', "any", more, tool, work)
     for number, name in enumerate(names):
         begin = json.dumps(f"<parameter={name}>\n")
         rule = f"value_{index}_{number}"
-        yield from _value(rule, begin, name, properties[name], tool, steps)
+        yield from _value(rule, begin, name, properties[name], tool, work)
 
 
-def _value(
-    rule: str, begin: str, name: str, schema: Any, tool: Tool, steps: Steps
-) -> Iterator[str]:
+def _value(rule: str, begin: str, name: str, schema: Any, tool: Tool, work: Work) -> Iterator[str]:
     """A parameter: text if it may be a string, else JSON.
 
     Raises:
@@ -175,24 +187,25 @@ def _value(
     held: tuple[str, list[Leaf]] | None = None
     try:
         if not types or "string" in types:
-            held = terminal_of(schema, tool.types, steps)
+            held = terminal_of(schema, tool.types, work.steps)
     except UnheldError as error:
         if tool.strict:
             raise _unheld(tool, f"`{name}`", error.keyword) from None
+        work.left_out.add(error.keyword.partition(":")[0])
         held = f"/(?s:.*){END}/", []
     if held is None:
         yield f"{rule}: {begin} {rule}_json {json.dumps(CLOSE_VALUE)}"
-        yield f"{rule}_json: {_json(_within(schema, name, tool), tool)}"
+        yield f"{rule}_json: {_json(_within(schema, name, tool, work), tool, work)}"
         return
     text, inner = held
     kinds = f"({rule}_text | {rule}_json {json.dumps(CLOSE_TAG)})" if inner else f"{rule}_text"
     yield rf'{rule}: {begin} {kinds} "\n"'
     yield f"{rule}_text[lazy]: ({text}) & {NO_TAG}"
     if inner:
-        yield f"{rule}_json: {_json(_within({'anyOf': inner}, name, tool), tool)}"
+        yield f"{rule}_json: {_json(_within({'anyOf': inner}, name, tool, work), tool, work)}"
 
 
-def _within(schema: Any, name: str, tool: Tool) -> Any:
+def _within(schema: Any, name: str, tool: Tool, work: Work) -> Any:
     """A part of a tool's schema that stands without the rest; else one of its types alone.
 
     Raises:
@@ -203,6 +216,7 @@ def _within(schema: Any, name: str, tool: Tool) -> Any:
         return schema
     if tool.strict:
         raise _unheld(tool, f"`{name}`", "$ref")
+    work.left_out.add("$ref")
     return {"type": sorted(ArgumentTypes(tool.schema).of(schema))}
 
 
@@ -230,13 +244,15 @@ def _unheld(tool: Tool, where: str, keyword: str) -> RequestError:
     )
 
 
-def _json(schema: Mapping[str, Any], tool: Tool) -> str:
+def _json(schema: Mapping[str, Any], tool: Tool, work: Work) -> str:
     """JSON that a part of a tool's schema allows."""
     definitions = referenced(schema, tool.schema)
     options = {**NOTATION, "lenient": not tool.strict}
     whole = {**definitions, **schema}
-    held = whole if tool.strict else loosened(whole)[0]
-    return f"%json {json.dumps({**held, 'x-guidance': options})}"
+    if not tool.strict:
+        whole, keywords = loosened(whole)
+        work.left_out.update(keywords)
+    return f"%json {json.dumps({**whole, 'x-guidance': options})}"
 
 
 def referenced(schema: Any, root: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

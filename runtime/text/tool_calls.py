@@ -193,6 +193,7 @@ class XmlPieces:
                 return ""
             self.name, self.sent = head[1], head.end()
         before = len(self._json)
+        self._json = self._json or "{"  # also of a call that is cut before its first value
         while self._open is not None or self._begin_value(body):
             if not self._continue_value(body, end_of_value):
                 break
@@ -205,7 +206,7 @@ class XmlPieces:
             return False
         tool = self.tools[self.name]
         schema = schema_of(parameter[1], tool.schema)
-        key = f"{', ' if self._json else '{'}{write_json(parameter[1])}: "
+        key = f"{', ' if len(self._json) > 1 else ''}{write_json(parameter[1])}: "
         is_text = tool.types.of(schema) == {"string"}
         self._open = OpenValue(key, parameter.end(), schema, is_text)
         if is_text:

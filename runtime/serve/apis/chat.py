@@ -200,6 +200,7 @@ class ChatBody(SamplingBody, FormatFields):
     include_reasoning: bool | None = None
     thinking: ThinkingSwitch | bool | None = None
     reasoning: ReasoningSwitch | None = None
+    preserve_thinking: bool | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=8)] | None = None
     metadata: Ignored[Any] = None
     store: Ignored[Any] = None
@@ -255,7 +256,7 @@ def conversation_of(model: Model, body: ChatBody) -> Conversation:
         thinking=_thinking(model, body),
         template_arguments=_arguments(model, body),
         budget=next((each for each in budgets if each is not None), None),
-        left_out=_left_out(body),
+        left_out=_left_out(model, body),
     )
 
 
@@ -280,19 +281,24 @@ def functions_of(tools: Sequence[ChatTool | SkippedPart] | None) -> list[dict[st
     return [tool.plain() for tool in tools or () if isinstance(tool, ChatTool)]
 
 
-def _left_out(body: ChatBody) -> list[str]:
+def _left_out(model: Model, body: ChatBody) -> list[str]:
     """Names of tools and images that the prompt lacks; errors as in `left_out_media`."""
     tools = [f"tool {tool.type}" for tool in body.tools or () if isinstance(tool, SkippedPart)]
+    if body.preserve_thinking is not None and not _knows_preserve(model):
+        tools.append(PRESERVE)
     return tools + left_out_media([each.content for each in body.messages], "messages")
 
 
 def _arguments(model: Model, body: ChatBody) -> dict[str, Any]:
     """Arguments of the chat template; `preserve_thinking` is one where the template knows it."""
     given = dict(body.chat_template_kwargs or {})
-    known = model.template is not None and PRESERVE in model.template.source
-    if known and body.preserve_thinking is not None:
+    if body.preserve_thinking is not None and _knows_preserve(model):
         given.setdefault(PRESERVE, body.preserve_thinking)
     return given
+
+
+def _knows_preserve(model: Model) -> bool:
+    return model.template is not None and PRESERVE in model.template.source
 
 
 def _choice_of_tools(body: ChatBody) -> ToolChoice:

@@ -1,7 +1,7 @@
 """A conversation to be answered, the same for every API: its prompt, options and grammar."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -140,12 +140,14 @@ class Prompt:
         begin: beginning of the output, see `OutputStart`.
         tools: tools that the prompt tells the model of.
         form: form of their calls; None without tools, and where the template teaches none.
+        left_out: names of what the template refuses and the prompt has in another form.
     """
 
     ids: list[int]
     begin: OutputStart
     tools: tuple[Tool, ...]
     form: CallForm | None
+    left_out: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +159,14 @@ class AskedGrammar:
         param: field of the request that asks for it.
         alone: a part of it that says more clearly what is wrong, where the whole cannot be used.
         calls: ids of the tokens around the calls that alone follow it; None if all text does.
+        left_out: keywords of tools that it does not enforce.
     """
 
     source: GrammarSource
     param: str
     alone: GrammarSource | None = None
     calls: tuple[int, int] | None = None
+    left_out: Collection[str] = ()
 
     def limit(self, grammar: Grammar) -> Grammar | StrictCalls:
         """The limit of an answer that the compiled grammar is."""
@@ -179,17 +183,19 @@ def encode(model: Model, conversation: Conversation) -> Prompt:
     if model.template is None:
         raise invalid("the model has no chat template; use /v1/completions", "messages")
     tools = read_tools(conversation.offered)
+    left_out: list[str] = []
     try:
         ids = model.encode(
             with_cut_calls_as_text(conversation.messages),
             thinking=conversation.thinking,
             tools=tools,
             template_arguments=conversation.template_arguments,
+            left_out=left_out,
         )
     except TooLongError as error:
         raise TooLongError(str(error), hint=f"the context is {model.context} tokens") from None
     form = form_of(model.template) if tools else None
-    return Prompt(ids, output_start(ids, model.tokenizer), tools, form)
+    return Prompt(ids, output_start(ids, model.tokenizer), tools, form, left_out)
 
 
 def can_switch_thinking(model: Model) -> bool:
@@ -253,11 +259,13 @@ def _grammar_of_either(
     alone = grammar_of_format(format).source
     schema = {"type": "object"} if format.kind == "json_object" else dict(format.schema)
     schema["x-guidance"] = JSON_NOTATION
-    text = grammar_of(prompt.form, prompt.tools, "required", model.tokenizer, parallel)
+    left_out: set[str] = set()
+    text = grammar_of(prompt.form, prompt.tools, "required", model.tokenizer, parallel, left_out)
     start, _, rest = text.partition("\n")
     try:
         whole = f"{start} | form\nform: %json {json.dumps(schema)}\n{rest}"
-        return AskedGrammar(lark_source(whole, SCHEMA_LIMITS), format.param, alone)
+        source = lark_source(whole, SCHEMA_LIMITS)
+        return AskedGrammar(source, format.param, alone, left_out=left_out)
     except RequestError as error:
         raise invalid(str(error), format.param, "invalid_value") from None
 
@@ -271,8 +279,11 @@ def _grammar_of_calls(model: Model, conversation: Conversation, prompt: Prompt) 
     choice = conversation.choice
     named = choice.name if choice.mode == "named" and choice.name is not None else "required"
     try:
-        text = grammar_of(prompt.form, prompt.tools, named, model.tokenizer, conversation.parallel)
-        return AskedGrammar(lark_source(text, SCHEMA_LIMITS), "tool_choice")
+        left_out: set[str] = set()
+        parallel, tokenizer = conversation.parallel, model.tokenizer
+        text = grammar_of(prompt.form, prompt.tools, named, tokenizer, parallel, left_out)
+        source = lark_source(text, SCHEMA_LIMITS)
+        return AskedGrammar(source, "tool_choice", left_out=left_out)
     except RequestError as error:
         raise invalid(str(error), "tool_choice", "invalid_value") from None
 

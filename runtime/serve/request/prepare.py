@@ -145,6 +145,7 @@ async def open_answers(
     client = record.client
     plan, wanted = await service.in_thread(prepare)
     if plan.asked is not None:
+        record.leave_out(f"keyword {name}" for name in sorted(plan.asked.left_out))
         limit = plan.asked.limit(await _grammar_of(request, service, plan.asked))
         wanted = await service.in_thread(lambda: plan.requests(client, limit))
     record.prompt_tokens = sum(len(each.tokens.request.prompt) for each in wanted[:: body.count])
@@ -198,6 +199,7 @@ async def open_conversation(
     def new_plan() -> Plan:
         options = options_of(body)
         prompt = encode(model, conversation)
+        record_of(request).leave_out(prompt.left_out)
         budget = conversation.budget
         if budget is None:
             budget = settings.max_thinking_tokens

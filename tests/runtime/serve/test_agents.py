@@ -73,7 +73,9 @@ LATER = turns(("user", "Hi"), ("assistant", "Hello"), ("system", "It is late."),
 def test_system_messages_that_the_template_refuses(
     agents: Running, caplog: pytest.LogCaptureFixture, path: str, fields: dict[str, Any]
 ) -> None:
-    assert prompt_of(agents, caplog, path, **fields)[0] == SYSTEM
+    prompt, found = prompt_of(agents, caplog, path, **fields)
+    assert prompt == SYSTEM
+    assert found.headers[LEFT_OUT] == "place of system messages"
 
 
 def test_system_messages_are_refused_where_that_is_asked_for(agents: Running) -> None:
@@ -425,6 +427,21 @@ def test_thinking_is_switched_by_each_of_its_fields(
     assert prompt.endswith("<think>\n") == thinks
 
 
+def test_thinking_is_not_preserved_by_a_template_that_does_not_know_it(
+    agents: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields = {"messages": turns(("user", "Hi")), "preserve_thinking": True}
+    _, found = prompt_of(agents, caplog, "/v1/chat/completions", **fields)
+    assert found.headers[LEFT_OUT] == "preserve_thinking"
+    template = replace(
+        agents.model.template, source="{# preserve_thinking #}{{ messages[0].content }}"
+    )
+    with running(replace(agents.model, template=template), log_prompts=True) as server:
+        _, found = prompt_of(server, caplog, "/v1/chat/completions", **fields)
+    assert LEFT_OUT not in found.headers
+    assert not any("ignored" in line for line in caplog.messages)
+
+
 @pytest.mark.parametrize("hidden", [{"include_reasoning": False}, {"reasoning": {"exclude": True}}])
 def test_reasoning_is_left_out_where_that_is_asked_for(
     agents: Running, hidden: dict[str, Any]
@@ -498,6 +515,23 @@ def test_keywords_that_cannot_be_held_are_named(agents: Running) -> None:
     refused = post(agents, path, response_format=form, **fields)
     assert refused.status_code == 400
     assert "uniqueItems" in refused.text
+
+
+def test_keywords_of_tools_that_cannot_be_held_are_named(agents: Running) -> None:
+    """Where a call is required; any other call is not held to a schema."""
+    tags = {"type": "array", "items": {"enum": ["a"]}, "uniqueItems": True, "maxItems": 1}
+    code = {"type": "string", "pattern": "^(?=a)", "maxLength": 3}
+    schema = {"type": "object", "properties": {"code": code, "tags": tags}, "minProperties": 1}
+    fields: dict[str, Any] = {
+        "input": "Hi",
+        "reasoning": {"effort": "none"},
+        "tools": [{"type": "function", "name": "f", "parameters": schema}],
+    }
+    found = post(agents, "/v1/responses", **fields)
+    assert LEFT_OUT not in found.headers
+    found = post(agents, "/v1/responses", **fields, tool_choice="required")
+    names = "keyword minProperties, keyword pattern, keyword uniqueItems"
+    assert found.headers[LEFT_OUT] == names
 
 
 @pytest.mark.parametrize(("version", "chunked"), [("1.0", False), ("1.1", True)])

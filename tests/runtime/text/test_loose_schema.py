@@ -24,6 +24,22 @@ UNHELD: list[tuple[dict[str, Any], list[str]]] = [
     ({"anyOf": [{"type": "string", "format": "byte"}, {"type": "null"}]}, ["format"]),
     ({"$ref": "#/$defs/x", "$defs": {"x": {"type": "string", "format": "iri"}}}, ["format"]),
 ]
+
+
+def tagged(tag: str) -> dict[str, Any]:
+    properties = {"kind": {"const": tag}, "x": {"type": "integer"}}
+    return {"type": "object", "properties": properties, "required": ["x", "kind"]}
+
+
+OVERLAPPING: list[tuple[list[Any], bool]] = [
+    ([{"type": "integer"}, {"type": "number"}], True),
+    ([{"type": "string", "pattern": "^a"}, {"type": "string", "maxLength": 2}], True),
+    ([{"enum": [1, 2]}, {"enum": [2, 3]}], True),
+    ([{"enum": [1, 2]}, {"const": 3}], False),
+    ([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], False),
+    ([{"$ref": "#/$defs/a"}, tagged("a")], True),
+    ([{"$ref": "#/$defs/a"}, {"type": "object", "required": ["kind"]}], True),
+]
 HELD: list[dict[str, Any]] = [
     {"type": "object", "properties": {"not": {"type": "string"}, "format": {"type": "null"}}},
     {"type": "string", "format": "date-time"},
@@ -50,6 +66,21 @@ def test_what_cannot_be_held_is_left_out_and_named(
     assert left_out == names
     assert not refusal(found)
     assert loosened(found) == (found, [])
+
+
+@pytest.mark.parametrize(("branches", "overlap"), OVERLAPPING)
+def test_one_of_becomes_any_of(branches: list[Any], overlap: bool) -> None:
+    """It is named where a value may match two branches."""
+    schema = {"oneOf": branches, "$defs": {name: tagged(name) for name in "ab"}}
+    assert refusal(schema)
+    found, left_out = loosened(schema)
+    assert (found["anyOf"], left_out) == (branches, ["oneOf"] if overlap else [])
+    assert not refusal(found)
+
+
+def test_branches_that_are_no_schemas_are_left_to_the_compiler() -> None:
+    broken = [1, {"required": [["kind"]], "properties": 2}, {"required": "x"}, {"$ref": ["#"]}]
+    assert loosened({"oneOf": broken}) == ({"anyOf": broken}, ["oneOf"])
 
 
 @pytest.mark.parametrize("schema", HELD)
