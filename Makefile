@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 INSTALL := PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet -c constraints.txt -e
 MODEL := examples/models/tiny-qwen3
 PACKED := demo-out/tiny-qwen3-int4
+PINNED := $(VENV)/compressed-tensors-0.17
 export PYTHONDONTWRITEBYTECODE :=  # tests start Python many times: it need not compile all again
 marked = $(shell grep -rl --include='test_*.py' 'mark\.$(1)\>' tests)# files with tests of a mark: others need no import
 
@@ -30,7 +31,7 @@ test-scripts: $(VENV)/.installed-dev  # those of examples/
 test-commands: $(VENV)/.installed-dev  # whole commands: chats, interruptions, extremes of every number, peaks of memory
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile -m commands $(call marked,commands)
 
-test-clients: $(VENV)/.installed-clients  # lm-evaluation-harness, and the chat page in Chromium
+test-clients: $(VENV)/.installed-clients $(PINNED)  # lm-evaluation-harness, the compressed-tensors that vLLM pins, and the chat page in Chromium
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m clients $(call marked,clients)
 
 docs: $(VENV)/.installed-docs  # the site of docs/, into site/; a broken link is an error
@@ -69,6 +70,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 $(VENV)/.installed-clients: $(VENV)/.installed-dev
 	$(INSTALL) '.[evaluate]' --group clients
 	touch $@
+
+$(PINNED): | $(BIN)/python  # beside the environment's own, which stays as it is
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ compressed-tensors==0.17.0
 
 $(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group docs
