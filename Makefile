@@ -41,6 +41,7 @@ check: $(VENV)/.installed-dev  # never rewrites
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	for script in image/start image/steps .ci/run .ci/install-check; do bash -n $$script || exit; done
 
 install-check: $(VENV)/.installed-dev  # the wheel in an empty environment, away from the clone
 	.ci/install-check $(BIN)/python

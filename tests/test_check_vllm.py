@@ -1,6 +1,5 @@
 """The script that compares with vLLM, against a stand-in for vLLM that is lowbit itself."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -52,13 +51,6 @@ def run(folder: Path, path: Path) -> subprocess.CompletedProcess[str]:
     options = ("--tokens", "40", "--new-tokens", "4")
     command = [sys.executable, str(SCRIPT), str(folder), *options]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
-def test_without_vllm_it_says_so(tmp_path: Path) -> None:
-    done = run(MODEL, tmp_path)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("check_vllm needs vLLM (pip install vllm): ")
 
 
 def test_an_equal_engine_agrees(tmp_path: Path) -> None:

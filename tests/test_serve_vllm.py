@@ -81,20 +81,3 @@ def test_tokens_are_compared(stand_in: Path) -> None:
     assert asked == [{"prompt_token_ids": answer["prompt_token_ids"]}]
     engine = json.loads((stand_in / "options.json").read_text())
     assert (engine["model"], engine["tensor_parallel_size"]) == (str(MODEL), 2)
-
-
-def test_vllm_alone(stand_in: Path) -> None:
-    done = run("--lowbit-device", "none", "--prompt", "Hi", path=stand_in)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((stand_in / "prompts.json").read_text()) == ["Hi"]
-    assert done.stdout == "'Hi' -> '...'\n"
-
-
-def test_failures_of_lowbit_end_it(stand_in: Path) -> None:
-    none = str(stand_in / "none")
-    done = run("--lowbit-run", none, path=stand_in)
-    assert (done.returncode, done.stderr) == (1, f"{none}: No such file or directory\n")
-    tool = ("--lowbit-run", str(TOOL), "--lowbit-device", "cpu")
-    done = run(*tool, "--prompt", " ", path=stand_in)
-    assert done.returncode == 1
-    assert done.stderr.startswith("Error: the prompt is empty\n")
