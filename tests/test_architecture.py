@@ -47,7 +47,7 @@ ORDER = {
     ],
     "runtime": [
         *("text", "thresholds", "state", "weights", "kernels", "backends", "models", "engine"),
-        *("bench", "machine", "tuning", "evaluate", "serve", "conversation", "cli"),
+        *("evaluate", "serve", "conversation", "lab", "cli"),
     ],
 }
 FAMILY_FOLDERS = ("formats/architectures", "runtime/models", "convert/export/architectures")
@@ -243,7 +243,7 @@ def test_importing_loads_little() -> None:
         ),
         # Where Triton is not to be had, the CPU runs all the same.
         (
-            ["lowbit.runtime.engine.load", "lowbit.runtime.bench.bench"],
+            ["lowbit.runtime.engine.load", "lowbit.runtime.lab.bench"],
             {"lowbit.convert", "transformers", "triton"},
         ),
         (["lowbit.convert"], {"matplotlib", "transformers", "triton"}),

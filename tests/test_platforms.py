@@ -21,7 +21,7 @@ from lowbit.formats.machine.cores import core_count
 from lowbit.formats.safetensors import checkpoint
 from lowbit.formats.shell import entry
 from lowbit.runtime.cli.main import main as run_main
-from lowbit.runtime.machine import checks
+from lowbit.runtime.lab import checks
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples" / "models" / "tiny-qwen3"

@@ -15,8 +15,8 @@ from click.testing import CliRunner, Result
 
 from lowbit.convert.cli.main import main as convert
 from lowbit.formats.shell.options import MOST
-from lowbit.runtime.bench import machine_speed
 from lowbit.runtime.cli.main import main as run
+from lowbit.runtime.lab import machine_speed
 from tests.short_models import Shorten
 
 pytestmark = pytest.mark.commands
@@ -94,12 +94,6 @@ RESULTS: dict[str, tuple[click.Group, Callable[[Path], Line], str, str]] = {
         "4 tokens",
     ),
     "bench": (run, lambda p: ("bench", p / "a", *SHORT), "share of the roofline", ""),
-    "sweep": (
-        run,
-        lambda p: ("bench", p / "a", *SHORT[:-2], "--contexts", "4", "--plot", "x.svg"),
-        "per step",
-        "written to x.svg",
-    ),
 }
 
 
@@ -240,13 +234,6 @@ EARLY: tuple[tuple[click.Group, str, int, str], ...] = (
     (run, "PACKED Hi --raw --system x", 2, "--raw takes no --system"),
     (run, "PACKED Hi --device cuda", 1, "no CUDA device was found"),
     (run, "PACKED Hi --threads 100000", 2, "cores of this machine"),
-    (run, "bench PACKED --plot x.svg", 2, "--plot draws a sweep"),
-    (run, "bench PACKED --contexts 3 --plot x.png", 2, "does not end in .svg"),
-    (run, "bench PACKED --contexts 3 --plot none/x.svg", 2, "there is no folder"),
-    (run, "bench PACKED --contexts 3 --plot /proc/x.svg", 2, "cannot be written"),
-    (run, "bench PACKED --contexts 3 --batches 2", 2, "give one of them"),
-    (run, "bench PACKED --contexts 3 --profile", 2, "--profile looks at one run"),
-    (run, "bench PACKED --group-sizes 48", 2, "is none of"),
     (run, "bench PACKED --prompt-tokens 99999", 1, "positions for 1 to 2048 tokens"),
     (run, "evaluate PACKED --tasks ,", 2, "names no task"),
     (run, "evaluate PACKED --tasks x --think", 2, "need --chat"),

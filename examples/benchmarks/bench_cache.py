@@ -18,11 +18,11 @@ from bench_kernels import ROTATED_BYTES, graph_us
 from torch import Tensor
 
 from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE, CacheType
-from lowbit.runtime.bench.machine_speed import read_bandwidth
 from lowbit.runtime.engine.graphs import reach_for
 from lowbit.runtime.kernels.attention.decode import attention_decode
 from lowbit.runtime.kernels.attention.prefill import attention_prefill
 from lowbit.runtime.kernels.attention.reference import attention_ref
+from lowbit.runtime.lab.machine_speed import read_bandwidth
 from lowbit.runtime.state.pages import PAGE, KVPages, new_pages, pages_for
 from lowbit.runtime.state.rope import Rope, rope_tables
 from lowbit.runtime.state.step import Span, Step

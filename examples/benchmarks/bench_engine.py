@@ -23,9 +23,9 @@ import torch
 from bench_kernels import elapsed_us
 from random_engine import random_engine
 
-from lowbit.runtime.bench.bench import GREEDY
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.lab.bench import GREEDY
 from lowbit.runtime.state.pages import pages_for
 from lowbit.runtime.state.step import NO_SLOT, Step
 

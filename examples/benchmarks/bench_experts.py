@@ -24,13 +24,13 @@ from torch import Tensor
 
 from lowbit.formats.architectures.config import Experts
 from lowbit.runtime.backends import cuda
-from lowbit.runtime.bench.bench import GREEDY
 from lowbit.runtime.kernels.experts.down import experts_down
 from lowbit.runtime.kernels.experts.gate_up import experts_gate_up
 from lowbit.runtime.kernels.experts.route import Routes, experts_route
 from lowbit.runtime.kernels.experts.tiled import stacked
 from lowbit.runtime.kernels.linear.dense import dense_gemv
 from lowbit.runtime.kernels.linear.tiles import GpuLinear
+from lowbit.runtime.lab.bench import GREEDY
 from lowbit.runtime.weights.linear import ExpertWeights
 
 H = 2048

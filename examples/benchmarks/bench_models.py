@@ -21,11 +21,11 @@ from make_random_checkpoint import HYBRID_SIZES, SIZES, config_of
 from random_engine import GROUP, bits_of, random_engine, standing_sequences
 
 from lowbit.formats.architectures import read_config, tensor_table
-from lowbit.runtime.bench.bench import GREEDY, SAMPLED
-from lowbit.runtime.bench.machine_speed import read_bandwidth
-from lowbit.runtime.bench.settings import BenchSettings
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs
+from lowbit.runtime.lab.bench import GREEDY, SAMPLED
+from lowbit.runtime.lab.bench_settings import BenchSettings
+from lowbit.runtime.lab.machine_speed import read_bandwidth
 from lowbit.runtime.state.sampler import SamplingParams
 
 LARGE = ("14B", "32B", "3.5-27B", "30B-A3B", "3.5-35B-A3B")  # measured where they are asked for

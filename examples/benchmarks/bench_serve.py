@@ -28,7 +28,6 @@ from serve_client import Connection
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from lowbit.formats.kv_cache import BF16_CACHE
-from lowbit.runtime.bench.bench import GREEDY
 from lowbit.runtime.engine.constraints import Bounds
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load import load
@@ -37,6 +36,7 @@ from lowbit.runtime.engine.memory import ChosenType
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.stream import Handle
+from lowbit.runtime.lab.bench import GREEDY
 from lowbit.runtime.text.tokenizer import load_tokenizer
 
 BUNDLED = Path(__file__).parents[1] / "models" / "tiny-qwen3"

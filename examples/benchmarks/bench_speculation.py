@@ -37,8 +37,6 @@ from speculation_table import Row, show
 from lowbit.formats.architectures import read_config
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.output import print_json
-from lowbit.runtime.bench.bench import GREEDY, device_name, plain_steps
-from lowbit.runtime.bench.machine_speed import settle
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs, width_for
 from lowbit.runtime.engine.load import choose_device, load
@@ -55,6 +53,8 @@ from lowbit.runtime.engine.speculate.proposals import (
     new_costs,
 )
 from lowbit.runtime.engine.speculate.verify import Verifier
+from lowbit.runtime.lab.bench import GREEDY, device_name, plain_steps
+from lowbit.runtime.lab.machine_speed import settle
 
 EXAMPLES = Path(__file__).parents[1]
 MODELS = EXAMPLES / "models"

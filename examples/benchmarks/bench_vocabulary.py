@@ -33,7 +33,7 @@ from lowbit.convert.vocabulary.tokenizer import cut_tokenizer, open_tokenizer
 from lowbit.formats.architectures import tensor_table
 from lowbit.formats.shell.tables import plain_table, results
 from lowbit.formats.text.tokenizer import TOKENIZER_FILE, load_text_tokenizer
-from lowbit.runtime.bench.bench import GREEDY
+from lowbit.runtime.lab.bench import GREEDY
 
 BITS = 4
 ROUNDS = 3

@@ -23,7 +23,7 @@ from lowbit.runtime.kernels.launch.linear import GEMV_MEASURED, GemvLaunch, gemv
 from lowbit.runtime.kernels.linear.gemv import shared_bytes
 from lowbit.runtime.kernels.linear.program import blocks_of
 from lowbit.runtime.kernels.linear.width import WIDTHS
-from lowbit.runtime.tuning.candidates import (
+from lowbit.runtime.lab.tuning.candidates import (
     MOST_AHEAD,
     OWN_REGISTERS,
     REGISTER_FILE,

@@ -9,17 +9,17 @@ import click
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import json_option
 from lowbit.formats.shell.output import note, print_json
-from lowbit.runtime.cli.bench import numbers
 from lowbit.runtime.cli.options import (
     cache_options,
     count_option,
     model_argument,
+    numbers,
     quantize_options,
     with_load_options,
 )
 from lowbit.runtime.engine.load_options import MOST_SEQUENCES, SEQUENCES
 from lowbit.runtime.kernels.launch.linear import MULTIPROCESSORS
-from lowbit.runtime.machine.architectures import COMPILED
+from lowbit.runtime.lab.architectures import COMPILED
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.load_options import LoadOptions
@@ -98,7 +98,7 @@ def compile_kernels(
     """
     if options.kv_cache == "auto":
         raise click.UsageError("--kv-cache auto looks at the GPU's memory; name bf16 or int8.")
-    from lowbit.runtime.machine.compile import cache_folder, compile_for
+    from lowbit.runtime.lab.compile import cache_folder, compile_for
 
     targets, folder = [], cache_folder()
     for each in compile_for(name, capabilities, sequences, options, multiprocessors):

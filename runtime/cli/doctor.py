@@ -11,7 +11,7 @@ from lowbit.formats.shell.output import print_json
 from lowbit.runtime.cli.options import named_device
 
 if TYPE_CHECKING:
-    from lowbit.runtime.machine.expected import Speed
+    from lowbit.runtime.lab.expected import Speed
 
 LACKING = 1  # exit code
 
@@ -39,8 +39,8 @@ def doctor(*, name: str | None, device: str | None, ask_hub: bool, as_json: bool
     comes from the bytes that a token reads and from the memory's bandwidth, measured now. The exit
     code is 1 where something is missing that is needed.
     """
-    from lowbit.runtime.machine.checks import look
-    from lowbit.runtime.machine.render import show_findings, show_speed
+    from lowbit.runtime.lab.checks import look
+    from lowbit.runtime.lab.tables import show_findings, show_speed
 
     findings = look(device, ask_hub)
     if not as_json:
@@ -60,7 +60,7 @@ def _speed(name: str | None, device: str | None) -> "Speed | None":
     """The speed to expect; None on a GPU that was asked for and is not there."""
     import torch
 
-    from lowbit.runtime.machine.expected import measured_speed
+    from lowbit.runtime.lab.expected import measured_speed
 
     there = torch.cuda.is_available()
     if device == "cuda" and not there:

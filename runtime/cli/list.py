@@ -36,8 +36,8 @@ def list_models(*, places: tuple[Path, ...], cache: bool, as_json: bool) -> None
     Looked for in every FOLDER (here, if none is named), in the folders below it, and in the cache
     of the Hub. Headers are read, weights are not; what is broken is shown as such.
     """
-    from lowbit.runtime.machine.models import in_cache, in_folder
-    from lowbit.runtime.machine.render import show_models
+    from lowbit.runtime.lab.listing import in_cache, in_folder
+    from lowbit.runtime.lab.tables import show_models
 
     models = [model for place in places or (Path(),) for model in in_folder(place)]
     cached = in_cache() if cache else None

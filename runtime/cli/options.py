@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 Decorator = Callable[[Command], Command]
 SCHEMA = "JSON schema"
+MOST_DIGITS = 9  # of a number in a list
 ONE_THREAD_BYTES = 32 << 20  # weights below this are read faster by one core than handed around
 
 
@@ -73,6 +74,29 @@ def count_option(
     return click.option(
         *names, type=kind, metavar="N", default=default, show_default=shown, help=help
     )
+
+
+def numbers(among: tuple[int, ...] = ()) -> Callable[..., tuple[int, ...] | None]:
+    """A callback that reads whole numbers from 1 on, separated by commas, as rising values.
+
+    among: numbers that may be given; any where it is empty.
+    """
+
+    def read(
+        context: click.Context, parameter: click.Parameter, value: str | None
+    ) -> tuple[int, ...] | None:
+        return None if value is None else tuple(sorted({number(text) for text in value.split(",")}))
+
+    def number(text: str) -> int:
+        digits = text.strip()
+        fits = digits.isascii() and digits.isdigit() and len(digits) <= MOST_DIGITS
+        if not fits or int(digits) < 1:
+            raise click.BadParameter(f"`{text}` is not a whole number from 1 on.")
+        if among and int(digits) not in among:
+            raise click.BadParameter(f"{text} is none of {', '.join(map(str, among))}.")
+        return int(digits)
+
+    return read
 
 
 cache_options = with_options(
@@ -243,8 +267,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Sampling": tuple(SETTINGS),
     "Many at a time": ("prompts", "out", "max_sequences", "queue", "request_timeout"),
-    "Measurement": ("prompt_tokens", "new_tokens", "runs", "sampled", "profile"),
-    "Sweeps": ("contexts", "group_sizes", "batches", "plot"),
+    "Measurement": ("prompt_tokens", "new_tokens", "runs", "sampled"),
     "Model and machine": ("served_name", "context", "kv_cache", "device", "threads"),
     "Quantization at load": ("quantize", "group_size", "method"),
     "Speculative decoding": ("speculate", "draft_tokens", "drafter"),
@@ -272,7 +295,7 @@ def with_load_options(command: Command) -> Command:
     def run(**parameters: Any) -> None:
         loading = {name: parameters.pop(name) for name in names & parameters.keys()}
         given = {name: value for name, value in loading.items() if value is not None}
-        _check_quantization(given, recipe="quantize" in given or parameters.get("group_sizes"))
+        _check_quantization(given)
         _check_speculation(given)
         command(options=LoadOptions(**{"max_sequences": 1, **given}), **parameters)
 
@@ -338,10 +361,10 @@ def note_plain(model: "Model") -> None:
         note("the weights are not quantized: --quantize int4 makes them smaller and faster")
 
 
-def _check_quantization(given: dict[str, Any], recipe: object) -> None:
+def _check_quantization(given: dict[str, Any]) -> None:
     """Refuse options that have no effect without a recipe."""
     for name in ("group_size", "method"):
-        if name in given and not recipe:
+        if name in given and "quantize" not in given:
             raise click.UsageError(f"--{name.replace('_', '-')} needs --quantize.")
 
 

@@ -10,8 +10,7 @@ from lowbit.formats.layout.scheme import GROUP_SIZES
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import finite, json_option
 from lowbit.formats.shell.output import note, print_json
-from lowbit.runtime.cli.bench import numbers
-from lowbit.runtime.cli.options import count_option, model_argument, whole_number
+from lowbit.runtime.cli.options import count_option, model_argument, numbers, whole_number
 
 if TYPE_CHECKING:
     from lowbit.formats.layout.recipes import Base
@@ -106,7 +105,7 @@ def tune(
     import torch
 
     from lowbit.formats.shell.tables import progress_bars
-    from lowbit.runtime.machine.expected import open_headers
+    from lowbit.runtime.lab.expected import open_headers
 
     if not torch.cuda.is_available():
         raise ResourceError(
@@ -114,8 +113,8 @@ def tune(
             hint="`lowbit-run doctor` shows what PyTorch sees",
         )
     opened, _ = open_headers(name, quantize, group_size or GROUP_SIZE)
-    from lowbit.runtime.tuning.render import content_of, show_tuning
-    from lowbit.runtime.tuning.tune import tune as search
+    from lowbit.runtime.lab.tuning.tables import content_of, show_tuning
+    from lowbit.runtime.lab.tuning.tune import tune as search
 
     with progress_bars(PHASES) as show:
         found = search(opened, tokens, 60 * minutes, workers, keep, missing, show)

@@ -51,7 +51,7 @@ def test_the_command_s_object_is_read(tmp_path: Path) -> None:
 
 
 def test_the_runtime_prints_what_is_read() -> None:
-    from lowbit.runtime.bench.bench import BenchResult
+    from lowbit.runtime.lab.bench import BenchResult
 
     printed = {name for name in PRINTED if name not in ("schema", "quantized_at_load")}
     assert set(BenchResult.__dataclass_fields__) == printed

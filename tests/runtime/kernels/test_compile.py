@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lowbit.runtime.kernels.attention.heads import Plan as AttentionPlan
 from lowbit.runtime.kernels.delta.program import DeltaPlan
-from lowbit.runtime.machine.architectures import COMPILED
+from lowbit.runtime.lab.architectures import COMPILED
 from tests.runtime.kernels.choice_launches import CHOICE, choices_of_rows
 from tests.runtime.kernels.expert_launches import EXPERTS_DECODE, EXPERTS_PREFILL, mixtures
 from tests.runtime.kernels.linear_launches import VOCABULARY, linears_of_models

@@ -21,8 +21,8 @@ from lowbit.formats.errors import FormatError, UnsupportedModelError
 from lowbit.formats.layout.recipes import Base
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.backends import cpu
-from lowbit.runtime.bench.bench import step_bytes
 from lowbit.runtime.cli.main import main
+from lowbit.runtime.lab.bench import step_bytes
 from lowbit.runtime.models.input_power import FEWEST_TOKENS, input_power
 from lowbit.runtime.models.loader import (
     check_shared_experts,

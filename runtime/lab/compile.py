@@ -1,0 +1,115 @@
+"""Triton's cache of kernels, filled for GPUs that this machine need not have."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowbit.formats.errors import ResourceError
+from lowbit.formats.hub.locate import locate
+from lowbit.formats.kv_cache import plain_cache
+from lowbit.formats.machine.cores import core_count
+from lowbit.runtime.engine.load_options import LoadOptions
+from lowbit.runtime.engine.memory import Account, asked_cache
+from lowbit.runtime.kernels.launch.linear import MULTIPROCESSORS
+from lowbit.runtime.models.loader import open_model
+from lowbit.runtime.text.tokenizer import load_tokenizer
+
+PROGRAM = "lowbit.runtime.lab.fake_gpu"
+INTERPRET = "TRITON_INTERPRET"  # variable under which nothing is compiled
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """Kernels for one kind of GPU.
+
+    Attributes:
+        arch: `sm_90`.
+        compiled: numbers of kernels by name.
+        found: numbers of those that were in the cache, by name.
+        seconds: that it took.
+    """
+
+    arch: str
+    compiled: Mapping[str, int]
+    found: Mapping[str, int]
+    seconds: float
+
+
+def compile_for(
+    name: str,
+    capabilities: Sequence[int],
+    sequences: Sequence[int],
+    options: LoadOptions,
+    multiprocessors: int = MULTIPROCESSORS,
+) -> Iterator[Compiled]:
+    """Compile what a model needs, for several kinds of GPUs beside each other.
+
+    Args:
+        name: folder or Hub id, which is fetched.
+        capabilities: 90 for compute capability 9.0.
+        sequences: numbers of sequences that the model will be loaded for.
+        options: context, type of the cache, and quantization at load.
+        multiprocessors: of the GPUs.
+
+    Raises:
+        LowbitError: as `load`, or a compiler that failed.
+    """
+    folder = locate(name).folder
+    opened = open_model(folder, options.quantize, options.group_size)
+    vocabulary = load_tokenizer(folder).vocabulary
+    dtype = torch.bfloat16
+    asked_cache(Account(opened, "cuda", dtype, plain_cache(dtype), vocabulary), options, 0)
+    task = {
+        "folder": str(folder.resolve()),
+        "sequences": list(sequences),
+        "multiprocessors": multiprocessors,
+        "options": {
+            "context": options.context,
+            "kv_cache": options.kv_cache,
+            "quantize": options.quantize,
+            "group_size": options.group_size,
+        },
+    }
+    workers = min(core_count(), len(capabilities))
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        found = [pool.submit(_compile, {**task, "capability": each}) for each in capabilities]
+        for each in as_completed(found):
+            yield each.result()
+
+
+def cache_folder() -> Path:
+    """The folder that Triton keeps compiled kernels in."""
+    from triton import knobs
+
+    return Path(knobs.cache.dir)
+
+
+def _compile(task: Mapping[str, Any]) -> Compiled:
+    """Run the program for one kind of GPU."""
+    arch, started = f"sm_{task['capability']}", time.perf_counter()
+    env = {name: value for name, value in os.environ.items() if name != INTERPRET}
+    done = subprocess.run(
+        [sys.executable, "-m", PROGRAM],
+        input=json.dumps(task),
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
+    )
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+        raise ResourceError(
+            f"the kernels for {arch} cannot be compiled: {lines[-1][:500]}",
+            hint="`lowbit-run doctor` shows what Triton lacks here",
+        )
+    counts = json.loads(done.stdout)
+    return Compiled(arch, counts["compiled"], counts["found"], time.perf_counter() - started)

@@ -1,0 +1,297 @@
+"""Tokens per second to expect of a model, from the bytes that a token reads and the bandwidth.
+
+A GPU takes the time of the read and, for each layer, the time that our own measurements leave
+beyond it (BENCHMARKS.md, one H200). A CPU reaches a share of the bandwidth and needs, for each
+layer, the time of PyTorch's calls; its prompts take the time of products. It measures both.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowbit.formats.architectures import (
+    is_drafter,
+    is_tied,
+    part_of,
+    read_config,
+    tensor_table,
+)
+from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, kv_bytes, state_bytes
+from lowbit.formats.errors import CheckpointError
+from lowbit.formats.hub.errors import not_found
+from lowbit.formats.hub.ids import hub_id
+from lowbit.formats.hub.locate import remote_headers
+from lowbit.formats.layout.quantization_config import method_of
+from lowbit.formats.layout.recipes import GROUP_SIZE, Base
+from lowbit.formats.layout.scheme import SERVED_BITS
+from lowbit.formats.machine.memory import free_bytes
+from lowbit.formats.packed import check_packed
+from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, Checkpoint, TensorInfo, read_json
+from lowbit.runtime.lab.bench import device_name, read_weights
+from lowbit.runtime.lab.machine_speed import (
+    expected_step_s,
+    products_per_s,
+    read_bandwidth,
+    seconds_beside_read,
+)
+from lowbit.runtime.models.loader import OpenedModel, open_model, refuse_drafter
+from lowbit.runtime.weights.quantized import quantized
+
+SHORT = 128  # tokens in the cache, as in BENCHMARKS.md
+PROMPT = 512  # tokens
+PROMPT_SHARE = (
+    0.7  # of its time on a CPU that linear layers take: .5 in tiny models, .8 in Qwen3-0.6B
+)
+DTYPE = torch.bfloat16
+RECIPE: Base = "int4"  # of a model that is not quantized
+WORKSPACE = {"cpu": 1 << 30, "cuda": 1 << 30}  # libraries, activations, graphs
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Bytes of a model: stored, read for a token, kept for a sequence.
+
+    Attributes:
+        name: of the model.
+        weights: bytes of its weights.
+        token_bytes: read for a token, with few tokens in the cache.
+        sequence_bytes: of a sequence's keys, values and states, as long as `DEFAULT_CONTEXT` if
+            the model takes so many tokens.
+        layers: of its decoder.
+        token_weights: of its decoder's layers, that a token is multiplied by.
+        experts: it is a mixture of experts.
+        recipe: that the bytes are counted by; None where they are those of a packed folder.
+    """
+
+    name: str
+    weights: int
+    token_bytes: int
+    sequence_bytes: int
+    layers: int
+    token_weights: int
+    experts: bool = False
+    recipe: Base | None = RECIPE
+
+
+def _usual(name: str, *millions: float, layers: int, experts: bool = False) -> Demand:
+    weights, token, sequence, multiplied = (round(1e6 * size) for size in millions)
+    return Demand(name, weights, token, sequence, layers, multiplied, experts)
+
+
+# INT4 as lowbit-convert writes it by default, without vision towers and heads for drafts: millions
+# of bytes stored, read for a token, kept for a sequence, and of weights that multiply a token.
+USUAL = (
+    _usual("Qwen3-0.6B", 696, 400, 940, 440, layers=28),
+    _usual("Qwen3-1.7B", 1665, 1058, 940, 1409, layers=28),
+    _usual("Qwen3-4B", 3047, 2288, 1208, 3633, layers=36),
+    _usual("Qwen3-8B", 5459, 4233, 1208, 6946, layers=36),
+    _usual("Qwen3-14B", 9159, 7624, 1342, 13212, layers=40),
+    _usual("Qwen3-30B-A3B", 16380, 1756, 805, 2718, layers=48, experts=True),
+    _usual("Qwen3.5-0.8B", 1045, 577, 120, 497, layers=24),
+    _usual("Qwen3.5-2B", 2283, 1307, 120, 1372, layers=24),
+    _usual("Qwen3.5-4B", 3893, 2729, 320, 3565, layers=32),
+    _usual("Qwen3.5-9B", 6850, 4922, 320, 6912, layers=32),
+    _usual("Qwen3.5-27B", 17190, 14964, 691, 24327, layers=64),
+    _usual("Qwen3.5-35B-A3B", 19048, 2072, 232, 2412, layers=40, experts=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The speed to expect of one sequence.
+
+    Attributes:
+        name: of the model.
+        recipe: see `Demand`.
+        token_bytes: read for a token.
+        memory_bytes: of weights, one sequence and what comes with them.
+        fits: that is free; None if the system does not tell.
+        most_tokens_per_s: that the bandwidth allows.
+        tokens_per_s: to expect.
+        share: of the bandwidth, at that speed.
+        prompt_tokens_per_s: to expect of a prompt of PROMPT tokens on a CPU; None on a GPU.
+    """
+
+    name: str
+    recipe: Base | None
+    token_bytes: int
+    memory_bytes: int
+    fits: bool | None
+    most_tokens_per_s: float
+    tokens_per_s: float
+    share: float
+    prompt_tokens_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """The speeds to expect of models on one device.
+
+    Attributes:
+        device: `cpu` or `cuda`.
+        name: the GPU's, or `cpu`.
+        bandwidth: bytes per second that a plain read of memory reaches.
+        models: one or more.
+    """
+
+    device: str
+    name: str
+    bandwidth: float
+    models: tuple[Expected, ...]
+
+
+def measured_speed(name: str | None, device: str) -> Speed:
+    """Measure the bandwidth of a device, and say what it means for a model.
+
+    Args:
+        name: as in `demand_of`; None for the usual sizes.
+        device: `cpu` or `cuda`.
+
+    Raises:
+        LowbitError: as `demand_of`.
+    """
+    demands = USUAL if name is None else (demand_of(name, device),)
+    free = free_bytes(device)
+    bandwidth = read_bandwidth(device)
+    products = products_per_s() if device == "cpu" else None
+    layer_s = {mixture: seconds_beside_read(device, mixture) for mixture in (False, True)}
+    models = tuple(
+        expected(demand, device, bandwidth, layer_s[demand.experts], products, free)
+        for demand in demands
+    )
+    return Speed(device, device_name(device), bandwidth, models)
+
+
+def expected(
+    demand: Demand,
+    device: str,
+    bandwidth: float,
+    layer_s: float,
+    products: float | None,
+    free: int | None,
+) -> Expected:
+    """The speed of a model.
+
+    Args:
+        demand: of the model.
+        device: `cpu` or `cuda`.
+        bandwidth: bytes per second that a plain read of memory reaches.
+        layer_s: see `expected_step_s`.
+        products: see `products_per_s`; None on a GPU.
+        free: bytes of memory; None if the system does not tell.
+    """
+    read = demand.token_bytes / bandwidth
+    seconds = expected_step_s(demand.token_bytes, demand.layers, layer_s, device, bandwidth)
+    prompt_s = None
+    if products is not None:
+        multiplied_s = PROMPT * demand.token_weights / products
+        prompt_s = multiplied_s / PROMPT_SHARE + demand.layers * layer_s
+    memory = demand.weights + demand.sequence_bytes + WORKSPACE[device]
+    return Expected(
+        name=demand.name,
+        recipe=demand.recipe,
+        token_bytes=demand.token_bytes,
+        memory_bytes=memory,
+        fits=None if free is None else memory <= free,
+        most_tokens_per_s=1 / read,
+        tokens_per_s=1 / seconds,
+        share=read / seconds,
+        prompt_tokens_per_s=None if prompt_s is None else PROMPT / prompt_s,
+    )
+
+
+def demand_of(name: str, device: str) -> Demand:
+    """Demand of a model, by its headers or by config.json alone.
+
+    A model that is not quantized counts as `--quantize int4` would load it.
+
+    Args:
+        name: folder, config.json, or Hub id, whose headers are fetched.
+        device: `cpu` or `cuda`.
+
+    Raises:
+        LowbitError: no model, a damaged one, or one that cannot be served.
+    """
+    opened, recipe = open_headers(name)
+    config = opened.config
+    tokens = min(DEFAULT_CONTEXT, config.max_position_embeddings)
+    states = state_bytes(config, DTYPE.itemsize)
+    short = kv_bytes(config, min(SHORT, tokens), DTYPE.itemsize)
+    return Demand(
+        name=name,
+        weights=opened.weight_bytes(device, DTYPE),
+        token_bytes=read_weights(opened, device, DTYPE) + short + 2 * states,
+        sequence_bytes=kv_bytes(config, tokens, DTYPE.itemsize) + states,
+        layers=config.num_hidden_layers,
+        token_weights=opened.token_weights(),
+        experts=config.experts is not None,
+        recipe=recipe,
+    )
+
+
+def open_headers(
+    name: str, quantize: Base | None = None, group_size: int = GROUP_SIZE
+) -> tuple[OpenedModel, Base | None]:
+    """The decoder of a model whose weights need not be there, and the recipe it is counted by.
+
+    Args:
+        name: folder, config.json, or Hub id, whose headers are fetched.
+        quantize: recipe of a model that is not quantized; None for RECIPE.
+        group_size: weights that share a scale, likewise.
+
+    Raises:
+        LowbitError: no model, a damaged one, one that cannot be served, or a recipe for one that is
+            quantized.
+    """
+    path = Path(name)
+    if path.is_dir() and any(path.glob("*.safetensors")):
+        recipe = _recipe(read_json(path / CONFIG_FILE), quantize)
+        return open_model(path, recipe, group_size), recipe
+    checkpoint = _headers(path, name)
+    refuse_drafter(name, checkpoint.config)
+    recipe = _recipe(checkpoint.config, quantize)
+    if recipe is not None:
+        checkpoint = quantized(checkpoint, recipe, group_size)
+    packed = check_packed(checkpoint, None, SERVED_BITS)
+    content = packed.checkpoint.config
+    specs = [spec for spec in packed.specs if part_of(content, spec.name) == "decoder"]
+    opened = OpenedModel(packed.checkpoint, read_config(content), tuple(specs), packed.schemes)
+    return opened, recipe
+
+
+def _recipe(config: Mapping[str, Any], quantize: Base | None) -> Base | None:
+    """The recipe by which a model is quantized; None for one that is."""
+    return quantize or (RECIPE if method_of(config) is None else None)
+
+
+def _headers(path: Path, name: str) -> Checkpoint:
+    """Config and tensors of a config.json, or of a Hub id."""
+    if path.exists():
+        file = path / CONFIG_FILE if path.is_dir() else path
+        config = read_json(file)
+        if method_of(config) is not None:
+            raise CheckpointError(
+                f"`{file}` is of a quantized model, whose weights are not beside it",
+                hint="name the folder of the model, or the config.json of the original",
+            )
+        return _of_config(file.parent, config)
+    found = hub_id(name)
+    if found is None:
+        raise not_found(name)
+    remote = remote_headers(*found)
+    return Checkpoint(Path(found[0]), remote.config, remote.tensors)
+
+
+def _of_config(folder: Path, config: Mapping[str, Any]) -> Checkpoint:
+    """Headers of a BF16 checkpoint, as its config.json has them to be."""
+    tied = is_drafter(config) or is_tied(config)
+    tensors = {}
+    for spec in tensor_table(config):
+        if not (tied and spec.role == "head"):
+            size = math.prod(spec.shape) * DTYPE.itemsize
+            tensors[spec.name] = TensorInfo(spec.name, DTYPE, spec.shape, "", 0, size)
+    return Checkpoint(folder, config, tensors)

@@ -1,0 +1,214 @@
+"""A program that compiles the kernels of a model for one kind of GPU, on a machine without one.
+
+The model is built of tensors without data, and its steps are sent as on such a GPU: so shapes,
+alignment, constants and launch options are those of real launches, and Triton itself makes the keys
+that it will look for. Only the driver is a stand-in, and nothing is launched.
+
+It is a process of its own, since Triton knows one driver and PyTorch one kind of GPU.
+"""
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+from lowbit.formats.generation import load_generation_config
+from lowbit.formats.kv_cache import plain_cache
+from lowbit.formats.layout.packing import PACKED, SCALE, WORD_BITS, packed_words
+from lowbit.formats.layout.scheme import Scheme
+from lowbit.runtime.backends import cuda
+from lowbit.runtime.engine.chunks import WIDTHS as CHUNK_WIDTHS
+from lowbit.runtime.engine.chunks import Chunks
+from lowbit.runtime.engine.graphs import WIDTHS, Graphs, reach_for, width_for
+from lowbit.runtime.engine.load_options import LoadOptions
+from lowbit.runtime.engine.memory import Account, asked_cache, choose_cache_type
+from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.runner import Runner, new_kept, new_runner
+from lowbit.runtime.engine.sequence import Sequence
+from lowbit.runtime.kernels.launch.linear import MULTIPROCESSORS
+from lowbit.runtime.models.layer_parts import last_of
+from lowbit.runtime.models.loader import OpenedModel, build_decoder, open_model
+from lowbit.runtime.state.sampler import SamplingParams, sampling_defaults
+from lowbit.runtime.state.step import StepPlan
+from lowbit.runtime.text.tokenizer import load_tokenizer
+from lowbit.runtime.thresholds import SEQUENCE_TOKENS
+from lowbit.runtime.weights.weights import WIDE_BITS, Weights
+
+WARP = 32
+DTYPE = torch.bfloat16
+HOPPER = 9
+# First of four lengths of prompts in a row, one of each alignment, for every way of computing.
+LENGTHS = (17, 33, 49, 65, 129, 300, 1021)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Kernels by name: how many were compiled, and how many were there already."""
+
+    compiled: Counter[str] = field(default_factory=Counter)
+    found: Counter[str] = field(default_factory=Counter)
+
+    def note(self, *, src: Any, cache_hit: bool, **_: Any) -> None:
+        """Count a kernel; Triton calls this for each."""
+        name = src.name.removeprefix("_").removesuffix("_kernel")
+        (self.found if cache_hit else self.compiled)[name] += 1
+
+
+class StandIn:
+    """A driver for a GPU that is not there."""
+
+    def __init__(self, capability: int) -> None:
+        """Take the compute capability, 90 for 9.0."""
+        self.target = GPUTarget("cuda", capability, WARP)
+
+    def get_current_target(self) -> GPUTarget:
+        """The kind of GPU that kernels are compiled for."""
+        return self.target
+
+    def get_current_device(self) -> int:
+        """Number of the only GPU."""
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        """Number of a stream that nothing is sent to."""
+        return 0
+
+
+class MetaWeights(Weights[Any]):
+    """Weights of the right shapes, without numbers and without reading a file."""
+
+    def _fill(self, name: str, out: Tensor) -> None:
+        pass
+
+    def _scales(self, module: str) -> Tensor:
+        info = self.checkpoint.tensors[f"{module}.{SCALE}"]
+        return torch.empty(info.shape, dtype=info.dtype, device=self.device)
+
+    def _widened(self, modules: Iterable[str], scheme: Scheme) -> Tensor:
+        shapes = [self.checkpoint.tensors[f"{module}.{PACKED}"].shape for module in modules]
+        words = packed_words(shapes[0][1] * WORD_BITS // scheme.bits, WIDE_BITS)
+        rows = sum(shape[0] for shape in shapes)
+        return torch.empty(rows, words, dtype=torch.int32, device=self.device)
+
+
+def fake_gpu(capability: int, multiprocessors: int = MULTIPROCESSORS) -> Tally:
+    """Let Triton and the kernels' tables see such a GPU, on which nothing is ever launched.
+
+    Args:
+        capability: 90 for compute capability 9.0.
+        multiprocessors: of the card.
+    """
+    tally, run = Tally(), JITFunction.run
+    driver.set_active(StandIn(capability))
+    about: Any = SimpleNamespace(multi_processor_count=multiprocessors)
+    torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
+    torch.cuda.get_device_properties = lambda device=None: about
+    triton.knobs.compilation.listener = tally.note
+
+    def only_compile(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        run(self, *arguments, grid=grid, warmup=True, **options)
+
+    JITFunction.run = only_compile
+    return tally
+
+
+def meta_runner(opened: OpenedModel, options: LoadOptions, vocabulary: int) -> Runner:
+    """The runner that `load` would make, of tensors without data."""
+    account = Account(opened, "cuda", DTYPE, plain_cache(DTYPE), vocabulary)
+    size = asked_cache(account, options, 0)
+    weights = MetaWeights(
+        opened.checkpoint, opened.schemes, "meta", DTYPE, cuda.prepare, cuda.gathered
+    )
+    decoder = build_decoder(opened, weights, cuda, size.context)
+    kind = choose_cache_type(account, options).cache_type
+    return new_runner(decoder, vocabulary, size, DTYPE, "meta", None, kind)
+
+
+def send_steps(runner: Runner, params: Iterable[SamplingParams], hopper: bool) -> None:
+    """Send every kind of step that answers are made of, without drafts."""
+    replayed = hopper and runner.decoder.config.experts is None
+    if replayed:
+        chunks = Chunks(runner.decoder, runner.state, runner.tables, Graphs())
+        for width in CHUNK_WIDTHS:
+            chunks.forward(width)
+    longer = () if replayed else [first + n for first in LENGTHS for n in range(4)]
+    reaches = list(reaches_of(runner.context))
+    for count in (*range(1, SEQUENCE_TOKENS + 1), *longer):
+        for reach in reaches:
+            if count <= reach:
+                send_chunk(runner, count, reach - count)
+    widths = [width for width in WIDTHS if width <= width_for(runner.rows)]
+    for width in widths:
+        for reach in reaches:
+            runner._forward(StepPlan(width, width, reach, 1))
+    send_choices(runner, params, widths)
+
+
+def reaches_of(context: int) -> Iterator[int]:
+    """Every length that decode steps are recorded for."""
+    reach = 0
+    while reach < (found := reach_for(reach + 1, context)):
+        reach = found
+        yield reach
+
+
+def send_chunk(runner: Runner, count: int, first: int) -> None:
+    """Send a chunk of a prompt whose tokens begin at position `first`."""
+    sequence = Sequence(TokenRequest(()), count=1, seed=0, row=1, length=first)
+    sequence.pages = list(range(1, 1 + runner.tables.shape[1]))
+    last_of(runner.chunk(sequence, [0] * count))
+
+
+def send_choices(runner: Runner, params: Iterable[SamplingParams], widths: Iterable[int]) -> None:
+    """Choose tokens by each of the parameters: the first of a prompt, and those of steps."""
+    config, rows = runner.decoder.config, min(2, runner.rows)
+    runner._kept = new_kept(runner.rows, runner.sampler.vocabulary, config.vocab_size, "meta")
+    hidden = torch.empty(1, config.hidden_size, dtype=DTYPE, device="meta")
+    for each in params:
+        for masked in (False, True):
+            runner.sampler.configure_row(1, each, [0], masked)
+            for row in range(1, 1 + rows):  # of either alignment
+                logits, one = runner.decoder.logits(hidden), runner.ints([0])
+                runner.choose_tokens(logits, one, one, runner.inputs.firsts[row : row + 1])
+            for width in widths:
+                plan = StepPlan(width, width, reach_for(1, runner.context), 1)
+                runner._decode(plan)
+                runner._choose_next(plan)
+            runner.sampler.clear_row(1)
+
+
+def work(task: dict[str, Any]) -> dict[str, Any]:
+    """Compile what a task asks for.
+
+    Returns:
+        Numbers of kernels by name, `compiled` and `found`.
+    """
+    folder, capability = Path(task["folder"]), int(task["capability"])
+    tally = fake_gpu(capability, int(task["multiprocessors"]))
+    vocabulary = load_tokenizer(folder).vocabulary
+    for sequences in task["sequences"]:
+        options = LoadOptions(device="cuda", max_sequences=sequences, **task["options"])
+        opened = open_model(folder, options.quantize, options.group_size)
+        runner = meta_runner(opened, options, min(vocabulary, opened.config.vocab_size))
+        generation = load_generation_config(folder, opened.config.vocab_size)
+        likeliest = SamplingParams()
+        params = [likeliest, sampling_defaults(generation), replace(likeliest, logprobs=0)]
+        send_steps(runner, params, hopper=capability // 10 == HOPPER)
+    return {"compiled": dict(tally.compiled), "found": dict(tally.found)}
+
+
+if __name__ == "__main__":
+    json.dump(work(json.load(sys.stdin)), sys.stdout)
+    sys.stdout.flush()
+    os._exit(0)  # Triton's bindings would list what they still hold

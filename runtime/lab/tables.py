@@ -1,0 +1,181 @@
+"""Tables on stdout: findings on this machine, expected and measured speeds, models."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from lowbit.formats.shell.tables import plain_table, results, styled
+from lowbit.runtime.lab.checks import Finding, State
+
+if TYPE_CHECKING:  # what needs torch, which may be missing
+    from lowbit.runtime.engine.stats import Speculated
+    from lowbit.runtime.lab.bench import BenchResult
+    from lowbit.runtime.lab.expected import Speed
+    from lowbit.runtime.lab.listing import Cache, Listed
+
+MARKS: Mapping[State, tuple[str, str]] = {
+    "ok": ("✓", "green"),
+    "note": ("!", "yellow"),
+    "missing": ("✗", "bold red"),
+}
+SLOW = 0.8  # of the expected speed: no model of BENCHMARKS.md is as slow on an H100 or H200
+ARBITRARY = "drafts follow a prompt of arbitrary tokens; with real text more or fewer are accepted"
+EXPLAINED = {
+    "cuda": "expected: the read, and the time a layer took beyond it on one H200 (BENCHMARKS.md); "
+    "other GPUs may need more or less",
+    "cpu": "expected: 40 % of the bandwidth, which two cores of an AMD EPYC reached beside other "
+    "work, and the time of calls, measured now; prompt: of 512 tokens, by the speed of products, "
+    "measured now; lowbit-run bench MODEL measures both",
+}
+
+
+def show_findings(findings: Sequence[Finding]) -> None:
+    """A row for each thing that was looked at."""
+    table = plain_table("this machine", ("", "what", "found"))
+    for each in findings:
+        words = f"{each.found} ({each.hint})" if each.hint else each.found
+        table.add_row(styled(MARKS[each.state]), each.what, words)
+    results().print(table)
+
+
+def show_speed(speed: "Speed") -> None:
+    """A row for each model."""
+    from lowbit.runtime.engine.memory import gigabytes
+
+    name = "this processor" if speed.device == "cpu" else speed.name
+    title = f"one answer at a time on {name}, which reads {gigabytes(int(speed.bandwidth))}/s"
+    prompts = ("prompt",) if speed.device == "cpu" else ()
+    columns = ("a token reads", "at most", "expected", "share", *prompts, "memory")
+    table = plain_table(title, ("model",), columns)
+    for each in speed.models:
+        memory, prompt = gigabytes(each.memory_bytes), each.prompt_tokens_per_s
+        table.add_row(
+            each.name,
+            gigabytes(each.token_bytes),
+            f"{_speed(each.most_tokens_per_s)} tok/s",
+            f"{_speed(each.tokens_per_s)} tok/s",
+            f"{each.share:.0%}",
+            *(() if prompt is None else (f"{_speed(prompt)} tok/s",)),
+            styled(memory, (" too much", "yellow")) if each.fits is False else memory,
+        )
+    console = results()
+    console.print(table)
+    console.print(EXPLAINED[speed.device])
+    if any(each.recipe is not None for each in speed.models):
+        console.print("weights: INT4, as lowbit-convert makes them and --quantize int4 loads them")
+
+
+def show_models(models: "Sequence[Listed]", cache: "Cache | None") -> None:
+    """A row for each model, and a line for each that is broken."""
+    console, cached = results(), () if cache is None else cache.models
+    sections = {"folders": models, "cache of the Hub": cached}
+    for title, found in sections.items():
+        if whole := [each for each in found if each.kind != "broken"]:
+            console.print(_models_table(title, whole))
+    for each in (*models, *cached):
+        if each.problem:
+            mark = MARKS["missing" if each.kind == "broken" else "note"]
+            console.print(styled(mark, f" {each.name}: {each.problem}"))
+    if not any(sections.values()):
+        console.print("no models here")
+    if cache is not None and cache.others:
+        console.print(f"{cache.others} more in {cache.folder}, which lowbit does not run")
+
+
+def show_bench(name: str, result: "BenchResult") -> None:
+    """Show the figures of one model's runs."""
+    from lowbit.runtime.engine.memory import gigabytes
+
+    how = "sampled" if result.sampled else "greedy"
+    speed = result.decode_tokens_per_s
+    rows = [
+        ("load", f"{result.load_s:.2f} s"),
+        ("load to the first token", f"{result.start_s:.2f} s"),
+        (
+            f"first token after {result.prompt_tokens} tokens",
+            f"{result.first_token_s * 1e3:.1f} ms",
+        ),
+        (
+            f"decode, {result.new_tokens} tokens, {how}",
+            f"{speed:.1f} tok/s, {1e6 / speed:.0f} us each",
+        ),
+        ("weights", gigabytes(result.weight_bytes)),
+        (f"{result.kv_cache} cache for {result.context} tokens", gigabytes(result.cache_bytes)),
+        ("peak memory", gigabytes(result.peak_bytes)),
+    ]
+    if result.extra_bytes is not None:
+        rows.append(("beyond weights and cache", gigabytes(result.extra_bytes)))
+    if result.speculation is not None:
+        rows += [
+            ("tokens a round", _rounds(result.speculation)),
+            ("drafts accepted by position", _accepted(result.speculation)),
+        ]
+    if result.speculation_factor is not None:
+        rows.append(("against off, in turn", f"x {result.speculation_factor:.2f}"))
+    each = "token" if result.speculation is None else "plain step"
+    rows += [
+        (f"read per {each}", gigabytes(result.step_bytes)),
+        ("read bandwidth", f"{gigabytes(int(result.bandwidth))}/s"),
+        (
+            "share of the roofline",
+            f"{_percent(result.roofline_share)} of read bandwidth / bytes per {each}",
+        ),
+    ]
+    if result.device != "cpu":
+        rows.append(("expected of this GPU", f"{result.expected_tokens_per_s:.0f} tok/s"))
+    table = plain_table(f"{name} on {result.device}", ("what", "measured"))
+    for row in rows:
+        table.add_row(*row)
+    results().print(table)
+    if result.speculation is not None:
+        results().print(ARBITRARY)
+    elif result.device != "cpu" and speed < SLOW * result.expected_tokens_per_s:
+        results().print(f"slower than expected: `lowbit-run tune {name}` may find better launches")
+
+
+def _models_table(title: str, models: "Sequence[Listed]") -> Table:
+    from lowbit.formats.folder_size import size
+
+    columns = ("model", "weights", "verdict")
+    table = plain_table(title, columns, ("KL", "bits", "size", "date"))
+    for each in models:
+        judged, bits = each.judgement, each.bits_per_weight
+        verdict = "" if judged is None else judged.title
+        if judged is not None and not judged.current:
+            verdict = "of an earlier conversion"
+        known = judged is not None and judged.current and judged.kl_mean is not None
+        table.add_row(
+            each.name,
+            each.recipe or "",
+            verdict,
+            f"{judged.kl_mean:#.3g}" if known and judged is not None else "",
+            "" if bits is None else f"{bits:.2f}",
+            size(each.size_bytes),
+            each.date or "",
+        )
+    return table
+
+
+def _speed(tokens_per_s: float) -> str:
+    """Two digits: more are not known."""
+    digits = 1 if tokens_per_s < 10 else 0
+    rounded = float(f"{tokens_per_s:.2g}")
+    return f"{rounded:,.{digits}f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _rounds(found: "Speculated") -> str:
+    """Tokens a round, and the number of rounds."""
+    if found.tokens_a_round is None:
+        return "no rounds"
+    return f"{found.tokens_a_round:.2f} in {found.rounds:,} round{'s' if found.rounds > 1 else ''}"
+
+
+def _accepted(found: "Speculated") -> str:
+    """Accepted share of the drafts of each position."""
+    counts = zip(found.accepted, found.drafted, strict=True)
+    return " ".join(_percent(right / drafted) for right, drafted in counts) or "no drafts"

@@ -1,0 +1,251 @@
+"""`lowbit-run compile`: the kernels that a GPU looks for, made where there is none.
+
+This file is also a program, since the tests around it have Triton interpret the kernels.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import Tensor
+
+from lowbit.runtime.cli.main import main
+from lowbit.runtime.lab import compile as compiling
+from tests.short_models import Shorten
+
+ROOT = Path(__file__).parents[3]
+TINY = ROOT / "examples" / "models" / "tiny-qwen3"
+PROMPT = "Once upon a time, a little robot"
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run() -> Run:
+    return lambda *arguments: CliRunner().invoke(main, ("compile", *map(str, arguments)))
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Tasks that compilers were given; they compile nothing."""
+    tasks: list[dict[str, Any]] = []
+
+    def start(command: list[str], input: str, **_: Any) -> "subprocess.CompletedProcess[str]":
+        tasks.append(json.loads(input))
+        counts = {"compiled": {"embed": 1, "gemv_one": 4}, "found": {"digits": 2}}
+        return subprocess.CompletedProcess(command, 0, json.dumps(counts), "")
+
+    monkeypatch.setattr("subprocess.run", start)
+    return tasks
+
+
+def test_says_what_was_compiled_and_for_what(run: Run, sent: list[dict[str, Any]]) -> None:
+    done = run(TINY, "--arch", "sm_90, sm_86", "--context", "512", "--kv-cache", "int8")
+    assert done.exit_code == 0, done.output
+    assert sorted(task["capability"] for task in sent) == [86, 90]
+    assert {tuple(task["sequences"]) for task in sent} == {(1, 16)}
+    assert sent[0]["options"]["context"] == 512
+    assert sent[0]["options"]["kv_cache"] == "int8"
+    for arch in ("sm_86", "sm_90"):
+        assert f"{arch}: 5 kernels compiled, 2 found, 0 s" in done.stderr
+    content = json.loads(run(TINY, "--arch", "sm_120", "--max-sequences", "3,8", "--json").stdout)
+    assert sent[-1]["sequences"] == [3, 8]
+    assert sent[-1]["multiprocessors"] == 132
+    run(TINY, "--arch", "sm_89", "--multiprocessors", "58")
+    assert sent[-1]["multiprocessors"] == 58
+    [target] = content["targets"]
+    assert (target["arch"], target["compiled"]) == ("sm_120", {"embed": 1, "gemv_one": 4})
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        ((), 2, "Missing option '--arch'"),
+        (("--arch", "sm_75"), 2, "expected names among sm_80"),
+        (("--arch", "sm_90,90"), 2, "expected names among sm_80"),
+        (("--arch", ""), 2, "expected names among sm_80"),
+        (("--arch", "sm_" + "9" * 5000), 2, "expected names among"),
+        (("--arch", "sm_90", "--max-sequences", "65"), 2, "is none of"),
+        (("--arch", "sm_90", "--multiprocessors", "1001"), 2, "is more than 1000"),
+        (("--arch", "sm_90", "--kv-cache", "auto"), 2, "name bf16 or int8"),
+        (("--arch", "sm_90", "--context", "99999"), 1, "positions for 1 to"),
+    ],
+)
+def test_what_is_refused(
+    run: Run, sent: list[dict[str, Any]], options: tuple[str, ...], code: int, words: str
+) -> None:
+    done = run(TINY, *options)
+    assert (done.exit_code, words in done.stderr) == (code, True), done.stderr
+    assert sent == []
+
+
+def test_a_compiler_that_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "PROGRAM", "tests.no_such_program")
+    done = run(TINY, "--arch", "sm_90")
+    assert done.exit_code == 1
+    assert "the kernels for sm_90 cannot be compiled: " in done.stderr
+    assert "no_such_program" in done.stderr
+
+
+def test_keys_are_those_of_tensors_with_data(shorten: Shorten) -> None:
+    """What Triton is asked for is the same where tensors lie in real memory."""
+    folders = [str(shorten(name)) for name in ("tiny-qwen3", "tiny-qwen3.5")]
+    for found in outside(*folders):
+        assert found["launches"] > 300
+        assert found["keys"] > 40
+        assert found["aligned"] > 40
+        assert found["others"] == []
+
+
+def outside(*arguments: str) -> list[dict[str, Any]]:
+    """What this file prints as a program."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.runtime.lab.test_compile", *arguments],
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.kernels
+def test_a_second_call_finds_all(
+    shorten: Shorten, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    command = [sys.executable, "-m", "lowbit.runtime", "compile", str(shorten("tiny-qwen3"))]
+    options = ["--arch", "sm_86", "--max-sequences", "1", "--context", "256", "--json"]
+    command += ["--quantize", "int4"]
+    targets = []
+    for _ in range(2):
+        done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
+        targets += json.loads(done.stdout)["targets"]
+    first, second = targets
+    assert sum(first["compiled"].values()) > 20
+    assert {"gemv_one", "embed", "attention_whole"} <= first["compiled"].keys()
+    assert second["compiled"] == {}
+    everything = {
+        name: first["compiled"].get(name, 0) + first["found"].get(name, 0)
+        for name in first["compiled"] | first["found"]
+    }
+    assert second["found"] == everything
+    about = [json.loads(path.read_text()) for path in tmp_path.glob("*/[!_]*.json")]
+    assert {each["target"]["arch"] for each in about} == {86}
+    assert len(list(tmp_path.glob("*/*.cubin"))) == sum(first["compiled"].values())
+
+
+@pytest.mark.gpu
+def test_a_gpu_compiles_nothing_more(
+    shorten: Shorten, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels made while no GPU is seen serve an answer and several together."""
+    major, minor = torch.cuda.get_device_capability()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    folder = str(shorten("tiny-qwen3"))
+    program = [sys.executable, "-m", "lowbit.runtime"]
+    blind = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    arch = ["--arch", f"sm_{major}{minor}"]
+    subprocess.run(
+        [*program, "compile", folder, *arch, "--quantize", "int4"], check=True, env=blind
+    )
+    made = {path.parent.name for path in tmp_path.glob("*/*.cubin")}
+    assert made
+    long = " ".join([PROMPT] * 40)
+    several = tmp_path / "prompts.jsonl"
+    lines = (json.dumps({"id": n, "prompt": f"{PROMPT} {n}"}) + "\n" for n in range(20))
+    several.write_text("".join(lines))
+    for arguments in (
+        ("generate", folder, PROMPT, "--raw", "-n", "40"),
+        ("generate", folder, long, "--raw", "-n", "40", "--temperature", "0"),
+        ("generate", folder, "--raw", "-n", "40", "--prompts", str(several)),
+    ):
+        subprocess.run([*program, *arguments, "--quantize", "int4"], check=True)
+        new = [path for path in tmp_path.glob("*/*.cubin") if path.parent.name not in made]
+        assert [path.name for path in new] == [], arguments
+
+
+def launches_of(folder: Path) -> tuple[int, list[tuple[Any, str, str]]]:
+    """Number of launches; of each that differs its kernel, and what Triton is asked to compile.
+
+    The latter for tensors without data, and for tensors with data.
+    """
+    from triton.runtime import JITFunction
+
+    from lowbit.runtime.engine.load_options import LoadOptions
+    from lowbit.runtime.lab import fake_gpu
+    from lowbit.runtime.models.loader import open_model
+    from lowbit.runtime.state.sampler import SamplingParams
+
+    kept = JITFunction.run, JITFunction._do_compile
+    fake_gpu.fake_gpu(90)
+    asked: list[str] = []
+
+    def look(self: Any, key: Any, signature: Any, *others: Any) -> None:
+        _, constants, options, attributes, _ = others
+        asked.append(f"{signature} {constants} {options} {attributes}")
+
+    JITFunction._do_compile = look
+    count, run = 0, JITFunction.run
+    seen: dict[tuple[Any, str], tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+    def record(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        nonlocal count
+        count += 1
+        run(self, *arguments, grid=grid, warmup=warmup, **options)
+        seen.setdefault((self, asked[-1]), (arguments, options))
+
+    JITFunction.run = record
+    options = LoadOptions(max_sequences=2, context=300)
+    runner = fake_gpu.meta_runner(open_model(folder, "int4"), options, 4000)
+    params = (SamplingParams(), SamplingParams(temperature=1.0, top_k=20))
+    for hopper in (False, True):
+        fake_gpu.send_steps(runner, params, hopper)
+    found = []
+    for (kernel, without), (arguments, given) in seen.items():
+        named = {name: with_data(each) for name, each in given.items()}
+        run(kernel, *map(with_data, arguments), grid=(1,), warmup=True, **named)
+        found.append((kernel, without, asked[-1]))
+    JITFunction.run, JITFunction._do_compile = kept
+    return count, found
+
+
+def with_data(value: Any) -> Any:
+    """A tensor in memory in the place of one without; of other values themselves."""
+    if isinstance(value, tuple):
+        made = [with_data(each) for each in value]
+        return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+    if not isinstance(value, Tensor):
+        return value
+    last = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+    offset = value.storage_offset()
+    memory = torch.empty(offset + last + 1, dtype=value.dtype)
+    assert memory.data_ptr() % 64 == 0
+    return memory.as_strided(value.shape, value.stride(), offset)
+
+
+if __name__ == "__main__":
+    results = []
+    for model in sys.argv[1:]:
+        total, differing = launches_of(Path(model))
+        results.append(
+            {
+                "launches": total,
+                "keys": len(differing),
+                "aligned": sum("tt.divisibility" in without for _, without, _ in differing),
+                "others": [str(kernel) for kernel, without, real in differing if without != real],
+            }
+        )
+    json.dump(results, sys.stdout)
+    sys.stdout.flush()
+    os._exit(0)
