@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from lowbit.runtime.engine.load import load
@@ -34,6 +35,13 @@ LONG: dict[str, Any] = {
     "ignore_eos": True,
     "stream": True,
 }
+PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
+SHORT: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"model": NAME, "max_tokens": 4, "temperature": 0},
+    "/v1/responses": {"model": NAME, "max_output_tokens": 4, "temperature": 0},
+    "/v1/messages": {"model": NAME, "max_tokens": 4, "temperature": 0},
+}
+LEFT_OUT = "x-lowbit-left-out"
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,28 @@ def raw_request(
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     found.sendall(head.encode() + data)
     return found
+
+
+def post(server: Running, path: str, **fields: Any) -> httpx2.Response:
+    return httpx2.post(server.url + path, json=SHORT[path] | fields, timeout=60)
+
+
+def prompt_of(
+    server: Running, caplog: pytest.LogCaptureFixture, path: str, **fields: Any
+) -> tuple[str, httpx2.Response]:
+    """The prompt of a request, as the log has it, and the answer."""
+    until(lambda: not server.service.active)  # the log has all requests before
+    caplog.clear()
+    with caplog.at_level("INFO", "lowbit.serve"):
+        found = post(server, path, **fields)
+        assert found.status_code == 200, found.text
+        until(lambda: any(each.startswith("prompt: ") for each in caplog.messages))
+    [prompt] = [each for each in caplog.messages if each.startswith("prompt: ")]
+    return prompt.removeprefix("prompt: "), found
+
+
+def turns(*pairs: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in pairs]
 
 
 def tool_model(source: Path, folder: Path) -> Path:

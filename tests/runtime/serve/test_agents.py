@@ -9,37 +9,17 @@ import httpx2
 import pytest
 
 from lowbit.formats.errors import RequestError
-from tests.runtime.serve.conftest import NAME, Running, running, until
-
-PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
-SHORT: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"model": NAME, "max_tokens": 4, "temperature": 0},
-    "/v1/responses": {"model": NAME, "max_output_tokens": 4, "temperature": 0},
-    "/v1/messages": {"model": NAME, "max_tokens": 4, "temperature": 0},
-}
-
-
-def post(server: Running, path: str, **fields: Any) -> httpx2.Response:
-    return httpx2.post(server.url + path, json=SHORT[path] | fields, timeout=60)
-
-
-def prompt_of(
-    server: Running, caplog: pytest.LogCaptureFixture, path: str, **fields: Any
-) -> tuple[str, httpx2.Response]:
-    """The prompt of a request, as the log has it, and the answer."""
-    until(lambda: not server.service.active)  # the log has all requests before
-    caplog.clear()
-    with caplog.at_level("INFO", "lowbit.serve"):
-        found = post(server, path, **fields)
-        assert found.status_code == 200, found.text
-        until(lambda: any(each.startswith("prompt: ") for each in caplog.messages))
-    [prompt] = [each for each in caplog.messages if each.startswith("prompt: ")]
-    return prompt.removeprefix("prompt: "), found
-
-
-def turns(*pairs: tuple[str, str]) -> list[dict[str, str]]:
-    return [{"role": role, "content": content} for role, content in pairs]
-
+from tests.runtime.serve.conftest import (
+    LEFT_OUT,
+    NAME,
+    PATHS,
+    SHORT,
+    Running,
+    post,
+    prompt_of,
+    running,
+    turns,
+)
 
 SYSTEM = (
     "<|im_start|>system\nBe brief.\n\nUse tools.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
@@ -88,7 +68,6 @@ def test_system_messages_are_refused_where_that_is_asked_for(agents: Running) ->
         model.encode(turns(("system", "a")))
 
 
-LEFT_OUT = "x-lowbit-left-out"
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 HOSTED = ("web_search", "image_generation", "local_shell", "tool_search")
 PATCH = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}
@@ -206,101 +185,9 @@ def test_history_of_codex(agents: Running, caplog: pytest.LogCaptureFixture) -> 
         assert prompt.count(part) == 1, part
 
 
-UNKNOWN: list[tuple[str, dict[str, Any]]] = [
-    (
-        "/v1/chat/completions",
-        {
-            "messages": [
-                {**turns(("user", "Hi"))[0], "x": {"a": 1}},
-                {"role": "assistant", "content": [{"type": "text", "text": "Hello", "y": 1}]},
-                {**turns(("user", "Bye"))[0], "x": 2, "index": 1},
-            ],
-            "tools": [{"type": "function", "function": {"name": "f", "z": 1}}],
-        },
-    ),
-    (
-        "/v1/responses",
-        {
-            "input": [
-                {"type": "message", **turns(("user", "Hi"))[0], "x": 1, "end_turn": True},
-                {"type": "custom_tool_call", "call_id": "1", "name": "f", "input": "", "y": 1},
-                {"type": "custom_tool_call_output", "call_id": "1", "output": "", "x": 1},
-            ],
-            "tools": [{"type": "namespace", "name": "n", "tools": [], "z": 1}],
-        },
-    ),
-    (
-        "/v1/messages",
-        {
-            "messages": [
-                {**turns(("user", "Hi"))[0], "x": 1},
-                {
-                    "role": "assistant",
-                    "content": [{"type": "thinking", "thinking": "", "signature": "s", "y": 1}],
-                },
-                *turns(("user", "Bye")),
-            ],
-            "tools": [{"name": "f", "input_schema": {"type": "object"}, "z": 1}],
-        },
-    ),
-]
-
-
-@pytest.mark.parametrize(("path", "fields"), UNKNOWN)
-def test_unknown_fields_of_history_and_tools_are_ignored_and_named_once(
-    agents: Running,
-    caplog: pytest.LogCaptureFixture,
-    path: str,
-    fields: dict[str, Any],
-) -> None:
-    prompt, _ = prompt_of(agents, caplog, path, **fields)
-    [line] = [each for each in caplog.messages if each.startswith("POST")]
-    assert "ignored *.x *.y *.z" in line
-    assert '"z"' not in prompt
-    assert "top" in post(agents, path, **fields, top=1).text
-
-
 @pytest.mark.parametrize("given", ["", []])
 def test_empty_input_is_answered(agents: Running, given: object) -> None:
     assert post(agents, "/v1/responses", instructions="Hi", input=given).status_code == 200
-
-
-PICTURES: list[tuple[str, str, dict[str, Any]]] = [
-    ("/v1/chat/completions", "messages", {"type": "image_url", "image_url": {"url": "data:,"}}),
-    ("/v1/responses", "input", {"type": "input_image", "image_url": "data:,"}),
-    ("/v1/messages", "messages", {"type": "image", "source": {"type": "base64", "data": ""}}),
-]
-
-
-@pytest.mark.parametrize(("path", "field", "picture"), PICTURES)
-def test_images_become_a_line_of_text_before_the_newest_message(
-    agents: Running,
-    caplog: pytest.LogCaptureFixture,
-    path: str,
-    field: str,
-    picture: dict[str, Any],
-) -> None:
-    kind = "input_text" if path == "/v1/responses" else "text"
-    old = {"role": "user", "content": [{"type": kind, "text": "See:"}, picture]}
-    rest = turns(("assistant", "Yes."), ("user", "Well?"))
-    prompt, found = prompt_of(agents, caplog, path, **{field: [old, *rest]})
-    assert "<|im_start|>user\nSee:\n[image left out]<|im_end|>" in prompt
-    assert found.headers[LEFT_OUT] == "image"
-    refused = post(agents, path, **{field: [*rest, old]})
-    assert refused.status_code == 400
-    assert f"type `{picture['type']}` is not supported in the newest message" in refused.text
-
-
-def test_images_in_results_of_tools(agents: Running, caplog: pytest.LogCaptureFixture) -> None:
-    picture = PICTURES[2][2]
-    call = {"type": "tool_use", "id": "1", "name": "shot", "input": {}}
-    result = {"type": "tool_result", "tool_use_id": "1", "content": [picture]}
-    before: list[Any] = [*turns(("user", "Go")), {"role": "assistant", "content": [call]}]
-    shown = [*before, {"role": "user", "content": [result]}]
-    assert "newest message" in post(agents, "/v1/messages", messages=shown).text
-    later = [*shown, *turns(("assistant", "Seen."), ("user", "And?"))]
-    prompt, _ = prompt_of(agents, caplog, "/v1/messages", messages=later)
-    assert "<tool_response>\n[image left out]\n</tool_response>" in prompt
 
 
 def test_text_that_was_cut_is_incomplete_in_both_modes(agents: Running) -> None:
@@ -427,21 +314,6 @@ def test_thinking_is_switched_by_each_of_its_fields(
     assert prompt.endswith("<think>\n") == thinks
 
 
-def test_thinking_is_not_preserved_by_a_template_that_does_not_know_it(
-    agents: Running, caplog: pytest.LogCaptureFixture
-) -> None:
-    fields = {"messages": turns(("user", "Hi")), "preserve_thinking": True}
-    _, found = prompt_of(agents, caplog, "/v1/chat/completions", **fields)
-    assert found.headers[LEFT_OUT] == "preserve_thinking"
-    template = replace(
-        agents.model.template, source="{# preserve_thinking #}{{ messages[0].content }}"
-    )
-    with running(replace(agents.model, template=template), log_prompts=True) as server:
-        _, found = prompt_of(server, caplog, "/v1/chat/completions", **fields)
-    assert LEFT_OUT not in found.headers
-    assert not any("ignored" in line for line in caplog.messages)
-
-
 @pytest.mark.parametrize("hidden", [{"include_reasoning": False}, {"reasoning": {"exclude": True}}])
 def test_reasoning_is_left_out_where_that_is_asked_for(
     agents: Running, hidden: dict[str, Any]
@@ -494,44 +366,6 @@ def test_a_name_that_is_any(agents: Running) -> None:
         [only, other] = httpx2.get(f"{server.url}/v1/models").json()["data"]
         assert {only["id"], other["id"]} == {NAME, "other-name"}
         assert httpx2.get(f"{server.url}/v1/models/claude-x").status_code == 200
-
-
-def test_keywords_that_cannot_be_held_are_named(agents: Running) -> None:
-    path = "/v1/chat/completions"
-    inner = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 2}
-    schema: dict[str, Any] = {"type": "object", "properties": {"not": inner}, "required": ["not"]}
-    schema["additionalProperties"] = False
-    form: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    fields: dict[str, Any] = {
-        "messages": turns(("user", "Hi")),
-        "enable_thinking": False,
-        "max_tokens": 300,
-    }
-    found = post(agents, path, response_format=form, **fields)
-    assert found.headers[LEFT_OUT] == "keyword uniqueItems"
-    content = json.loads(found.json()["choices"][0]["message"]["content"])
-    assert set(content["not"]) <= {1, 2}
-    form["json_schema"] |= {"strict": True}
-    refused = post(agents, path, response_format=form, **fields)
-    assert refused.status_code == 400
-    assert "uniqueItems" in refused.text
-
-
-def test_keywords_of_tools_that_cannot_be_held_are_named(agents: Running) -> None:
-    """Where a call is required; any other call is not held to a schema."""
-    tags = {"type": "array", "items": {"enum": ["a"]}, "uniqueItems": True, "maxItems": 1}
-    code = {"type": "string", "pattern": "^(?=a)", "maxLength": 3}
-    schema = {"type": "object", "properties": {"code": code, "tags": tags}, "minProperties": 1}
-    fields: dict[str, Any] = {
-        "input": "Hi",
-        "reasoning": {"effort": "none"},
-        "tools": [{"type": "function", "name": "f", "parameters": schema}],
-    }
-    found = post(agents, "/v1/responses", **fields)
-    assert LEFT_OUT not in found.headers
-    found = post(agents, "/v1/responses", **fields, tool_choice="required")
-    names = "keyword minProperties, keyword pattern, keyword uniqueItems"
-    assert found.headers[LEFT_OUT] == names
 
 
 @pytest.mark.parametrize(("version", "chunked"), [("1.0", False), ("1.1", True)])
