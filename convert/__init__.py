@@ -9,17 +9,31 @@ from typing import TYPE_CHECKING, Any
 from lowbit.formats.errors import LowbitError
 
 if TYPE_CHECKING:
-    from lowbit.convert.pipeline.conversion import Conversion, convert
+    from lowbit.convert.api import ReportRequest, Request, Result, convert
+    from lowbit.convert.pipeline.conversion import Conversion
     from lowbit.convert.plan.recipe import Override, Recipe
     from lowbit.convert.vocabulary.cut import cut_vocabulary
 
-__all__ = ["Conversion", "LowbitError", "Override", "Recipe", "convert", "cut_vocabulary"]
+__all__ = [
+    "Conversion",
+    "LowbitError",
+    "Override",
+    "Recipe",
+    "ReportRequest",
+    "Request",
+    "Result",
+    "convert",
+    "cut_vocabulary",
+]
 
 _HOMES = {
     "Conversion": "pipeline.conversion",
     "Override": "plan.recipe",
     "Recipe": "plan.recipe",
-    "convert": "pipeline.conversion",
+    "ReportRequest": "api",
+    "Request": "api",
+    "Result": "api",
+    "convert": "api",
     "cut_vocabulary": "vocabulary.cut",
 }
 

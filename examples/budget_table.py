@@ -29,6 +29,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lowbit.convert import Request, convert
 from lowbit.convert.calibrate.lookup import Settings, find_or_estimate, open_original
 from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.cli.progress import progress_bars
@@ -38,7 +39,6 @@ from lowbit.convert.original.calibration_text import cut_samples
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.quiet import without_advice
-from lowbit.convert.pipeline.conversion import convert
 from lowbit.convert.plan.allocate import Target, allocate
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, make_plan
@@ -165,10 +165,9 @@ def main() -> int:
         table = plain_table(model.name, ("bits",), ("weight files", "promised", *texts))
         for number, (name, recipe, promised) in enumerate(recipes(options, model, calib)):
             out = (options.keep or Path(temporary)) / f"{model.name}-{number}"
-            request = CalibrationRequest(calib, options.calib_samples)
-            given = request if recipe.method.calibrated else None
-            made = convert(model, out, recipe, device=options.device, calibration=given)
-            size = made.plan.output_bytes
+            text = CalibrationRequest(calib, options.calib_samples)
+            request = Request(recipe, calibration=text, device=options.device)
+            size = convert(model, out, request).conversion.plan.output_bytes
             kl = {text: mean_kl(model, out, ids, options.device) for text, ids in texts.items()}
             if options.keep is None:
                 shutil.rmtree(out)

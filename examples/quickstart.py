@@ -16,10 +16,12 @@ SOURCE = Path(__file__).parent / "models" / "tiny-qwen3"
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         packed = Path(folder) / "tiny-qwen3-int4"
-        done = convert(SOURCE, packed)  # INT4, by the method that suits model and machine
+        done = convert(
+            SOURCE, packed
+        ).conversion  # INT4, by the method that suits model and machine
         worst = max(done.weights, key=lambda row: row.relative_l2)
         print(f"{done.plan.bits_per_weight:.2f} bits per weight in {done.seconds:.1f} s, ", end="")
-        print(f"by {done.plan.recipe.method}")
+        print(f"by {done.plan.method}")
         print(f"largest relative error {worst.relative_l2:.3f}, in {worst.name}\n")
 
         model = lowbit.runtime.load(packed, device="cpu")

@@ -34,8 +34,8 @@ NEVER_IMPORTS = {
 # Packages, and the modules beside them, that may import those before them only.
 ORDER = {
     "convert": [
-        *("original", "plan", "calibrate", "measure", "pipeline", "report", "export", "vocabulary"),
-        *("publish", "cli"),
+        *("original", "plan", "calibrate", "budget", "measure", "pipeline", "report", "export"),
+        *("vocabulary", "publish", "api", "cli"),
     ],
     "formats": [
         *("printable", "charts", "errors", "fields", "machine", "kv_cache", "architectures"),

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
+from tests.conversions import convert
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "check_vllm.py"

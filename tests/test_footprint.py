@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.convert.pipeline.estimate import open_headers, run_memory
 from lowbit.convert.plan.plan import make_plan
 from lowbit.runtime.engine.load import load
@@ -13,6 +13,7 @@ from lowbit.runtime.engine.load_options import KVCache
 from lowbit.runtime.models.loader import open_model
 from lowbit.runtime.state.pages import PAGE
 from lowbit.runtime.state.snapshots import Snapshots
+from tests.conversions import convert
 
 MODELS = Path(__file__).parents[1] / "examples" / "models"
 SHAPE_BYTES = 16  # a packed linear's weight_shape stays in the file

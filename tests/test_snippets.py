@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.runtime.engine.load import load
 from lowbit.runtime.state.sampler import SamplingParams
+from tests.conversions import convert
 from tests.runtime.serve.conftest import BUNDLED, Running, running, tool_model
 
 pytestmark = pytest.mark.scripts

@@ -29,15 +29,14 @@ from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.progress import Progress
 from lowbit.convert.original.threads import alone_on_threads
 from lowbit.convert.original.walk import load_layer, load_norm
-from lowbit.convert.plan.recipe import Recipe
+from lowbit.convert.plan.plan import Plan
 from lowbit.formats.layout.scheme import Scheme
 
 
 def calibrate(
     model: LayeredModel,
     samples: Tensor,
-    recipe: Recipe,
-    schemes: Mapping[str, Scheme],
+    plan: Plan,
     store: Store,
     identity: str,
     device: torch.device,
@@ -50,7 +49,7 @@ def calibrate(
 
     Args:
         samples: [windows, T] int64 token ids; model's arguments are for sequences of T.
-        schemes: of the linears to quantize, by module name; others stay as they are.
+        plan: names the method and the linears to quantize; others stay as they are.
         identity: names everything else that codes follow from.
 
     Raises:
@@ -58,9 +57,9 @@ def calibrate(
         CheckpointError: the source cannot be read.
     """
     with alone_on_threads(device) as pool, tensor_cores(device):
-        method = recipe.method
-        quantizer = LinearQuantizer(method, recipe.rule, device, pool)
-        windows = begin(model, samples, device, method.from_original)
+        schemes = {module: scheme for module, scheme in plan.schemes.items() if scheme}
+        quantizer = LinearQuantizer(plan.method, plan.recipe.rule, device, pool)
+        windows = begin(model, samples, device, plan.method.from_original)
         identity = extended(identity, model.weights.checkpoint, _sources(model, [model.embedding]))
         identity = _choose_layers(model, windows, schemes, quantizer, store, identity, progress)
         norm = load_norm(model, device)

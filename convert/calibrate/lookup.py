@@ -86,7 +86,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CachedSensitivities:
     """Sensitivities and where they are."""
 
     sensitivities: Sensitivities  # figures of the checkpoint
@@ -101,7 +101,7 @@ def find_or_estimate(
     settings: Settings,
     progress: Progress,
     note: Note | None = None,
-) -> Found:
+) -> CachedSensitivities:
     """Look up, or compute, the cost of each precision of each fused set of an original.
 
     The cache knows them by all that they depend on: weights, configuration, text, group sizes,
@@ -131,7 +131,7 @@ def find_or_estimate(
     known = () if kept is None else kept.rows
     bits = {RANKED_BITS, *settings.bits} - {row.bits for row in known}
     if kept is not None and not bits:
-        return Found(kept, path, is_new=False)
+        return CachedSensitivities(kept, path, is_new=False)
     choices = choices_of(sets, settings.groups, sorted(bits))
     try:
         check_file(path)
@@ -158,7 +158,7 @@ def find_or_estimate(
     rows = rows_of(choices, _compute(read, choices, windows, settings, progress))
     found = Sensitivities(**identity, device=device.type, rows=_joined(sets, known, rows))
     failure = attempt(lambda: write_file(path, found.to_bytes()))
-    return Found(found, path, is_new=True, failure=failure)
+    return CachedSensitivities(found, path, is_new=True, failure=failure)
 
 
 def _kept(path: Path, identity: Mapping[str, Any], note: Note | None) -> Sensitivities | None:
@@ -233,7 +233,9 @@ def rows_of(choices: Sequence[Choice], figures: Sequence[float]) -> tuple[Row, .
     )
 
 
-def read_checked(path: Path, weights: Weights, bits: Sequence[int], progress: Progress) -> Found:
+def read_checked(
+    path: Path, weights: Weights, bits: Sequence[int], progress: Progress
+) -> CachedSensitivities:
     """Sensitivities from a file, checked to be of this checkpoint and to have some bits.
 
     Raises:
@@ -253,7 +255,7 @@ def read_checked(path: Path, weights: Weights, bits: Sequence[int], progress: Pr
             f"`{weights.checkpoint.folder}` has {digest[:12]}",
             hint="compute them again with `lowbit-convert sensitivity`",
         )
-    return Found(found, path, is_new=False)
+    return CachedSensitivities(found, path, is_new=False)
 
 
 def _split(samples: Tensor, count: int, learned: int) -> tuple[Tensor, Tensor]:

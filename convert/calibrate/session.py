@@ -103,7 +103,7 @@ class Session:
         """
         windows = Windows(*self.text.samples.shape)
         shapes = shapes_of(self.source.config, self.plan.schemes, self.source.tensors)
-        method, place = self.plan.recipe.method, self.device.type
+        method, place = self.plan.method, self.device.type
         need = calibration_memory(shapes, method, windows, place, torch.get_num_threads())
         check_memory(need, windows, place)
 
@@ -120,16 +120,12 @@ class Session:
         """
         store = Store(folder, note)
         weights = Weights(self.source, None)
-        if self.plan.recipe.method.rotate:
+        if self.plan.method.rotate:
             weights = weights.rotated()
         with without_advice():
             model = load_layered_model(weights, self.text.samples.shape[1], self.device)
-            schemes = {module: scheme for module, scheme in self.plan.schemes.items() if scheme}
             samples = shuffled(self.text.samples)
-            recipe = self.plan.recipe
-            return calibrate(
-                model, samples, recipe, schemes, store, self.digest, self.device, progress
-            )
+            return calibrate(model, samples, self.plan, store, self.digest, self.device, progress)
 
 
 def check_can_run(folder: Path, config: Mapping[str, Any]) -> None:

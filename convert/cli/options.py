@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from lowbit.formats.errors import QuantizationError, RequestError, ResourceError
+from lowbit.formats.errors import LowbitError, QuantizationError, RequestError, ResourceError
 from lowbit.formats.layout.recipes import BITS_BY_ROLE
 from lowbit.formats.layout.scheme import GROUP_SIZES
 from lowbit.formats.printable import printable
@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from lowbit.convert.calibrate.session import CalibrationRequest
     from lowbit.convert.measure.gate import Condition, Outcome
     from lowbit.convert.original.evaluation_text import Text
+    from lowbit.convert.plan.method import Method
     from lowbit.convert.plan.recipe import Override, Recipe
     from lowbit.convert.publish.parcel import Statement
+    from lowbit.formats.layout.rtn import ScaleRule
 
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}", re.ASCII)  # as the Hub's identifiers are
 
@@ -40,14 +42,18 @@ def gathered(
 ) -> Callable[[Command], Command]:
     """Options that a command gets as one object: `make` of their values, under this name.
 
-    Their names are those of the parameters of `make`.
+    Their names are those of the parameters of `make`. Its errors are shown as those of a command.
     """
 
     def add(command: Command) -> Command:
         @functools.wraps(command)
         def run(**values: Any) -> None:
             own = {key: values.pop(key) for key in inspect.signature(make).parameters}
-            command(**{name: make(**own)}, **values)
+            try:
+                made = make(**own)
+            except LowbitError as error:
+                raise Failure(error) from None
+            command(**{name: made}, **values)
 
         return with_options(*options)(run)
 
@@ -170,7 +176,7 @@ def shard_option(more: str = "") -> Callable[[Command], Command]:
 
 
 revision = click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub id.")
-recipe = with_options(
+recipe_options = (
     click.option(
         "--recipe",
         "base",
@@ -242,8 +248,6 @@ recipe = with_options(
         is_flag=True,
         help="Leave the vision tower out; the result then loads as a text model only.",
     ),
-    shard_option(),
-    revision,
 )
 
 
@@ -290,22 +294,37 @@ def make_recipe(
     positive_scales: bool,
     drop_vision: bool,
 ) -> "Recipe":
-    """The recipe that the options describe; its method is still to be chosen for `auto`."""
-    from lowbit.convert.plan.method import Method
+    """The recipe that the options describe; without a method for `auto`."""
     from lowbit.convert.plan.recipe import Recipe
 
-    searched = "positive" if positive_scales else "signed"
     return Recipe(
         base=base,  # type: ignore[arg-type]  # click checked the choice
         group_size=None if group_size == "row" else int(group_size),
-        rule="absmax" if method == "absmax" else searched,  # type: ignore[arg-type]
+        rule=rule_of(method, positive_scales),
         head=head,  # type: ignore[arg-type]
         mtp=mtp,  # type: ignore[arg-type]
         overrides=overrides,
         drop_vision=drop_vision,
         draft_vocabulary=draft_vocabulary,
-        method=Method() if method in (AUTO, "absmax") else Method.parse(method),
+        method=None if method == AUTO else method_of(method),
     )
+
+
+def method_of(text: str) -> "Method":
+    """The method of a name; `absmax` is round-to-nearest with a scale rule of its own."""
+    from lowbit.convert.plan.method import RTN, Method
+
+    return RTN if text == "absmax" else Method.parse(text)
+
+
+def rule_of(method: str, positive_scales: bool) -> "ScaleRule":
+    """The scale rule that the options name."""
+    if method == "absmax":
+        return "absmax"
+    return "positive" if positive_scales else "signed"
+
+
+recipe = gathered("recipe", make_recipe, *recipe_options)
 
 
 def text_option(

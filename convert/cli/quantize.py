@@ -1,9 +1,6 @@
 """`lowbit-convert quantize`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,23 +11,31 @@ from lowbit.convert.cli import options
 from lowbit.convert.cli.target_options import target_options
 from lowbit.convert.cli.vocabulary_options import make_cut_request, vocabulary_options
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import (
-    AUTO,
-    check_command,
-    json_option,
-    model_name,
-    parse_size,
-)
+from lowbit.formats.shell.options import check_command, json_option, model_name, parse_size
 from lowbit.formats.shell.output import note, print_json
 
 if TYPE_CHECKING:
+    from lowbit.convert.budget.target import TargetRequest
     from lowbit.convert.calibrate.session import CalibrationRequest
-    from lowbit.convert.cli.planning import TargetRequest
     from lowbit.convert.measure.gate import Condition
+    from lowbit.convert.pipeline.estimate import Estimate
+    from lowbit.convert.plan.method import Method
+    from lowbit.convert.plan.recipe import Recipe
     from lowbit.convert.publish.parcel import Statement
 
 
 CALIBRATION = ("calib_samples", "calib_length", "calib_chat")  # options that no target takes
+
+
+def make_publication(
+    repo: str | None, private: bool | None, stated: "Statement"
+) -> "tuple[str, bool | None, Statement] | None":
+    """Repository, who sees it, and what the card states; None to publish nothing."""
+    if repo is None and (private, stated.base_model, stated.license) != (None, None, None):
+        raise click.UsageError(
+            "--private, --public, --base-model and --license are for --push-to-hub."
+        )
+    return None if repo is None else (repo, private, stated)
 
 
 @click.command(
@@ -46,6 +51,8 @@ CALIBRATION = ("calib_samples", "calib_length", "calib_chat")  # options that no
 @options.source
 @options.out
 @options.recipe
+@options.shard_option()
+@options.revision
 @target_options
 @options.calibration
 @options.draft_text
@@ -67,164 +74,103 @@ CALIBRATION = ("calib_samples", "calib_length", "calib_chat")  # options that no
 @click.option("--report", is_flag=True, help="Compare logits with the original, too.")
 @options.eval_text
 @options.gate
-@click.option(
-    "--push-to-hub",
-    "repo",
-    callback=model_name,
-    metavar="REPO",
-    help="Publish OUT as OWNER/NAME afterwards.",
+@options.gathered(
+    "publication",
+    make_publication,
+    click.option(
+        "--push-to-hub",
+        "repo",
+        callback=model_name,
+        metavar="REPO",
+        help="Publish OUT as OWNER/NAME afterwards.",
+    ),
+    options.private,
+    options.statement,
 )
-@options.private
-@options.statement
 @json_option
 @reported
 def quantize(
     source: str,
     out: Path,
+    recipe: "Recipe",
     target: "TargetRequest | None",
+    calibration: "CalibrationRequest",
+    keep_vocabulary: int | Path | None,
+    vocabulary_text: Path | None,
     device: str,
-    max_ram: int | None,
-    max_shard_bytes: int,
-    revision: str | None,
-    overwrite: bool,
     report: bool,
     eval_texts: tuple[Path, ...],
     gate: tuple["Condition", ...],
-    calibration: "CalibrationRequest",
-    draft_text: Path | None,
-    keep_vocabulary: int | Path | None,
-    vocabulary_text: Path | None,
-    repo: str | None,
-    private: bool | None,
-    stated: "Statement",
+    publication: "tuple[str, bool | None, Statement] | None",
     as_json: bool,
-    **recipe: Any,
+    **settings: Any,
 ) -> None:
     """Quantize the checkpoint SRC, a folder or a Hub id, into the new folder OUT.
 
     Interrupted, the same command continues after the last finished tensor or layer.
     """
-    from lowbit.convert.cli.planning import PlanRequest, plan_ahead
-    from lowbit.convert.cli.progress import announced, progress_bars
-    from lowbit.convert.cli.push import publish_folder
-    from lowbit.convert.cli.tables import conversion as render
-    from lowbit.convert.cli.tables import published as render_published
-    from lowbit.convert.cli.tables import vocabulary as render_vocabulary
-    from lowbit.convert.cli.tables.plan import announce
-    from lowbit.convert.measure.gate import gate_json, hold
-    from lowbit.convert.original.answers import check_answers
-    from lowbit.convert.original.device import open_device
-    from lowbit.convert.original.progress import unsaid
-    from lowbit.convert.pipeline.conversion import Job, carry_out
-    from lowbit.convert.pipeline.existing import can_continue, find_existing
-    from lowbit.convert.pipeline.origin import remember
-    from lowbit.convert.pipeline.predicted_size import files_of
-    from lowbit.convert.publish.push import open_hub
-    from lowbit.convert.report import reporting
-    from lowbit.convert.vocabulary.beside import cut_beside
-    from lowbit.formats.hub.locate import locate
-    from lowbit.formats.packed import open_packed
-    from lowbit.formats.safetensors.checkpoint import open_checkpoint
-
     for option, given in (("--eval-text", eval_texts), ("--gate", gate)):
         if given and not report:
             raise click.UsageError(f"{option} is for the comparison that --report asks for.")
-    if repo is None and (private, stated.base_model, stated.license) != (None, None, None):
-        raise click.UsageError(
-            "--private, --public, --base-model and --license are for --push-to-hub."
-        )
     check_command(source)
-    made, automatic = options.make_recipe(**recipe), recipe["method"] == AUTO
-    if not (automatic or made.method.calibrated):
-        _check_calibration(calibration.file, target)
-    texts = reporting.read_texts(eval_texts) if report else ()
-    options.check_gate(gate, texts)
-    continues = can_continue(out, overwrite, report, repo is not None)
-    api = None if repo is None else open_hub(repo)  # before the long work
-    place = open_device(device)
-    told = None if as_json else note
-    request = reporting.LogitRequest(texts, device, told) if report else None
-    planned = PlanRequest(made, automatic, target, calibration, place, max_shard_bytes, draft_text)
-    wanted = make_cut_request(
-        *(keep_vocabulary, vocabulary_text, texts if eval_texts else ()),
-        *(device if report else None, max_shard_bytes),
-    )
-    with progress_bars(quiet=as_json) as progress, explained_interrupt(out):
-        cut = None if wanted is None else cut_beside(source, revision, out, wanted, progress)
-        location = locate(source, revision) if cut is None else cut.location
-        checkpoint = open_checkpoint(location.folder)
-        ahead = plan_ahead(checkpoint, files_of(location), planned, progress, told)
-        if report:
-            check_answers(ahead.plan.config, source)
-        if not ahead.method.calibrated:
+    from lowbit.convert.api import ReportRequest, Request, convert
+    from lowbit.convert.cli.progress import progress_bars
+    from lowbit.convert.cli.push import publish_folder
+    from lowbit.convert.cli.tables import conversion as render
+    from lowbit.convert.cli.tables import published as render_published
+    from lowbit.convert.cli.tables.plan import announce
+    from lowbit.convert.original.progress import unsaid
+    from lowbit.convert.publish.push import open_hub
+    from lowbit.convert.report.reporting import read_texts
+    from lowbit.formats.packed import open_packed
+
+    def check_text(method: "Method") -> None:
+        if not method.calibrated:
             _check_calibration(calibration.file, target)
-        job = Job(location, checkpoint, ahead.plan, place, calibration, draft_text)
-        conversion = None
-        if continues:
-            conversion = find_existing(job, out, overwrite, progress, told or unsaid)
-        if conversion is None:
-            conversion = carry_out(
-                job,
-                out,
-                max_ram=max_ram,
-                overwrite=overwrite,
-                progress=announced(progress, partial(announce, ahead, told)),
-                note=told,
-            )
-        if conversion.source.repo is None:
-            remember(conversion.manifest.source, conversion.source.folder)
-        with _explained_measuring(out):
-            found = reporting.complete_report(conversion, request, progress)
-    judged = gate if found.quality.logits is not None else ()
-    outcomes = hold(judged, found.quality)
+
+    def begin(ahead: "Estimate") -> None:
+        check_text(ahead.method)
+        if not as_json:
+            announce(ahead)
+
+    if recipe.method is not None:
+        check_text(recipe.method)
+    texts = read_texts(eval_texts) if report else ()
+    options.check_gate(gate, texts)
+    cut = make_cut_request(
+        *(keep_vocabulary, vocabulary_text, texts if eval_texts else ()),
+        *(device if report else None, settings["max_shard_bytes"]),
+    )
+    request = Request(
+        recipe=recipe,
+        target=target,
+        calibration=calibration,
+        vocabulary=cut,
+        report=ReportRequest(texts, gate),
+        device=device,
+        reuse=publication is not None,
+        **settings,
+    )
+    api = None if publication is None else open_hub(publication[0])  # before the long work
+    with progress_bars(quiet=as_json) as progress:
+        told = unsaid if as_json else note
+        done = convert(source, out, request, on_plan=begin, on_progress=progress, note=told)
     if not as_json:
-        render.conversion(conversion, found)
-        if cut is not None:
-            render_vocabulary.cut_original(cut, report)
+        render.conversion(done)
     published = None
-    passed = found.failure is None and all(outcome.met for outcome in outcomes)
-    if api is not None and repo is not None and passed:
+    if api is not None and publication is not None and done.passed:
+        repo, private, stated = publication
         packed = open_packed(out)
         published = publish_folder(api, packed, repo, private, None, as_json, stated)
     if as_json:
-        content = render.conversion_json(conversion, found)
-        content["gate"] = gate_json(outcomes) if judged else None
-        content["vocabulary"] = None if cut is None else cut.record.summary()
-        content["published"] = None if published is None else asdict(published)
-        print_json(content)
+        sent = None if published is None else asdict(published)
+        print_json({**render.conversion_json(done), "published": sent})
     elif published is not None:
         render_published.published(published)
     try:
-        options.close_gate(outcomes)
+        options.close_gate(done.gate)
     finally:
-        found.raise_failure()
-
-
-@contextmanager
-def explained_interrupt(out: Path) -> Iterator[None]:
-    """Tell on Ctrl-C which work is kept."""
-    from lowbit.convert.pipeline.place import partial_of
-
-    try:
-        yield
-    except KeyboardInterrupt:
-        partial = partial_of(out)
-        if not partial.exists():
-            raise
-        raise KeyboardInterrupt(
-            f"finished tensors are kept in `{partial}`, and the same command continues there"
-        ) from None
-
-
-@contextmanager
-def _explained_measuring(out: Path) -> Iterator[None]:
-    """Tell on Ctrl-C that the packed folder is whole."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"`{out}` is whole, and the same command goes on with its report"
-        ) from None
+        done.report.raise_failure()
 
 
 def _check_calibration(calib: Path | None, target: "TargetRequest | None") -> None:

@@ -68,7 +68,7 @@ def report(
     """
     from lowbit.convert.cli.progress import progress_bars
     from lowbit.convert.cli.tables import conversion as render
-    from lowbit.convert.measure.gate import gate_json, hold
+    from lowbit.convert.measure.gate import evaluate, gate_json
     from lowbit.convert.report import reporting
     from lowbit.formats.packed import open_packed
 
@@ -80,7 +80,7 @@ def report(
     request = reporting.LogitRequest(texts, device, None if as_json else note, long, overwrite)
     with progress_bars(quiet=as_json) as progress:
         found = reporting.write_full_report(packed, origin, request, progress, out)
-    outcomes = hold(gate, found.quality)
+    outcomes = evaluate(gate, found.quality)
     if as_json:
         content = render.quality_json(folder, found)
         print_json({**content, "gate": gate_json(outcomes) if gate else None})

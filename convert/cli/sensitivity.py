@@ -101,11 +101,12 @@ def sensitivity(
         write_file,
     )
     from lowbit.convert.calibrate.session import CalibrationRequest
-    from lowbit.convert.cli.planning import method_by_default
     from lowbit.convert.cli.progress import progress_bars
     from lowbit.convert.cli.tables import target as render
     from lowbit.convert.original.device import open_device
-    from lowbit.convert.plan.method import Method
+    from lowbit.convert.pipeline.estimate import method_chooser
+    from lowbit.convert.plan.plan import make_plan
+    from lowbit.convert.plan.recipe import Recipe
     from lowbit.convert.report.sensitivity_plot import heat_map
     from lowbit.formats.files.atomic import attempt
     from lowbit.formats.hub.locate import locate
@@ -113,19 +114,20 @@ def sensitivity(
     if out is not None:
         check_file(out)
     original = open_original(locate(source, revision).folder)
-    searched = "positive" if positive_scales else "signed"
     if method == AUTO:
-        request = CalibrationRequest(calib)
-        used = method_by_default(original.checkpoint, request, open_device(device))
+        headers = original.checkpoint
+        choose = method_chooser(headers, open_device(device), CalibrationRequest(calib))
+        recipe = Recipe(method=None)
+        used = make_plan(headers.config, headers.tensors, recipe, choose=choose).method
     else:
-        used = Method() if method == "absmax" else Method.parse(method)
+        used = options.method_of(method)
     settings = Settings(
         calib=calib,
         windows=windows,
         groups=group_sizes,
         bits=bits,
         device=device,
-        rule="absmax" if method == "absmax" else searched,  # type: ignore[arg-type]
+        rule=options.rule_of(method, positive_scales),
         method=used,
     )
     with progress_bars(quiet=as_json) as progress:

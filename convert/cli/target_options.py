@@ -9,12 +9,10 @@ import click
 from click.core import ParameterSource
 
 from lowbit.convert.cli import options
-from lowbit.formats.errors import LowbitError
-from lowbit.formats.shell.failure import Failure
 from lowbit.formats.shell.options import parse_size
 
 if TYPE_CHECKING:
-    from lowbit.convert.cli.planning import TargetRequest
+    from lowbit.convert.budget.target import TargetRequest
 
 CHOSEN = (  # by a target: parameters, options, and what they would choose
     ("base", "--recipe", "bits; use --target-bits or --bits"),
@@ -45,7 +43,7 @@ def make_target(
 
     Raises:
         click.UsageError: options that contradict each other.
-        Failure: the file holds no sensitivities; raised before anything is fetched.
+        LowbitError: the file holds no sensitivities; raised before anything is fetched.
     """
     if target_bpw is not None and target_size is not None:
         raise click.UsageError("--target-bpw and --target-size are two ways to give one target.")
@@ -59,15 +57,12 @@ def make_target(
     for name, option, chosen in CHOSEN:
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
             raise click.UsageError(f"{option} has no effect with a target, which chooses {chosen}.")
-    from lowbit.convert.cli.planning import TargetRequest
+    from lowbit.convert.budget.target import TargetRequest
     from lowbit.convert.plan.allocate import Target
     from lowbit.convert.plan.sensitivities import read_sensitivities
 
     if sensitivities is not None:
-        try:
-            read_sensitivities(sensitivities)
-        except LowbitError as error:
-            raise Failure(error) from None
+        read_sensitivities(sensitivities)
     return TargetRequest(Target(target_bpw, target_size), sensitivities, target_bits or (4, 8))
 
 

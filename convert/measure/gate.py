@@ -128,7 +128,7 @@ def check_measured(conditions: Sequence[Condition], names: Collection[str], long
             )
 
 
-def hold(conditions: Sequence[Condition], report: QualityReport) -> tuple[Outcome, ...]:
+def evaluate(conditions: Sequence[Condition], report: QualityReport) -> tuple[Outcome, ...]:
     """The outcome of every condition on a report's figures; one on an unknown figure is missed."""
     return tuple(_outcome(condition, report) for condition in conditions)
 

@@ -1,10 +1,9 @@
-"""The conversion from start to finish; `lowbit.convert.convert` in Python."""
+"""A planned conversion, carried out: from the original to a packed folder in its place."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from lowbit.convert.calibrate.session import CalibrationRequest, Session, check_
 from lowbit.convert.calibrate.store import LayerError
 from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.measure.weights import WeightQuality, quality_rows
-from lowbit.convert.original.device import open_device
 from lowbit.convert.original.progress import Meter, Note, Progress, silent, unsaid
 from lowbit.convert.original.rotation import held_bytes
 from lowbit.convert.original.token_counts import Vocabulary
@@ -23,7 +21,6 @@ from lowbit.convert.pipeline.draft_head import (
     make_draft_head,
     record_of,
 )
-from lowbit.convert.pipeline.estimate import automatic_plan
 from lowbit.convert.pipeline.folder import (
     check_apart,
     check_output,
@@ -38,13 +35,12 @@ from lowbit.convert.pipeline.journal import CompletedStep, Journal, open_journal
 from lowbit.convert.pipeline.place import partial_of, place_of
 from lowbit.convert.pipeline.stream import stream
 from lowbit.convert.plan.memory import block_elements
-from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, Step, make_plan, source_rows
-from lowbit.convert.plan.recipe import Recipe
+from lowbit.convert.plan.plan import Plan, Step, source_rows
 from lowbit.formats.draft_head import DRAFT_FILE, draft_head_bytes
 from lowbit.formats.errors import CheckpointError, ResourceError
 from lowbit.formats.files.atomic import disk_errors
 from lowbit.formats.generation import load_generation_config
-from lowbit.formats.hub.locate import Location, locate
+from lowbit.formats.hub.locate import Location
 from lowbit.formats.layout.manifest import (
     MANIFEST_FILE,
     Calibration,
@@ -61,7 +57,6 @@ from lowbit.formats.safetensors.checkpoint import (
     DTYPE_NAMES,
     Checkpoint,
     TensorInfo,
-    open_checkpoint,
 )
 from lowbit.formats.safetensors.hashing import hash_file, hash_shard, hash_tensor
 
@@ -100,7 +95,7 @@ class Conversion:
     report: QualityReport | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Job:
     """A conversion in which everything is decided: to be carried out, or found done already."""
 
@@ -108,23 +103,10 @@ class Job:
     source: Checkpoint  # its headers
     plan: Plan  # made of them
     device: torch.device
-    calibration: CalibrationRequest  # the text, for methods other than round-to-nearest
-    # To count the tokens of a draft head on; the bundled one where left out.
-    draft_text: Path | None = None
-
-    @cached_property
-    def vocabulary(self) -> Vocabulary | None:
-        """Tokens of the draft head; None without one."""
-        return choose_draft_rows(self.plan, self.source, self.draft_text)
-
-    @cached_property
-    def session(self) -> Session | None:
-        """The calibration, its text read; None for round-to-nearest."""
-        if not self.plan.recipe.method.calibrated:
-            return None
-        check_can_run(self.source.folder, self.source.config)
-        text = self.calibration.read(self.source.folder, self.device)
-        return Session(self.plan, self.source, text, self.device)
+    block_elements: int  # weights that are quantized at a time
+    small_files: Sequence[str]  # names of the files that are passed through
+    vocabulary: Vocabulary | None  # tokens of the draft head; None without one
+    session: Session | None  # the calibration, its text read; None for round-to-nearest
 
     @property
     def draft_record(self) -> DraftVocabulary | None:
@@ -137,64 +119,40 @@ class Job:
         return None if self.session is None else self.session.record
 
 
-@disk_errors(AGAIN)
-def convert(
-    source: str | Path,
-    out: str | Path,
-    recipe: Recipe | None = None,
-    *,
-    revision: str | None = None,
-    device: str = "cpu",
-    max_ram: int | None = None,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    overwrite: bool = False,
-    calibration: CalibrationRequest | None = None,
+def prepare(
+    location: Location,
+    source: Checkpoint,
+    plan: Plan,
+    device: torch.device,
+    calibration: CalibrationRequest,
     draft_text: Path | None = None,
-    progress: Progress | None = None,
-    note: Note | None = None,
-) -> Conversion:
-    """Quantize a checkpoint into a packed one at `out`.
-
-    Interrupted at any moment, nothing is at `out`; the same call again continues after the last
-    finished tensor and gives the same bytes.
+    max_ram: int | None = None,
+) -> Job:
+    """Read the texts of a conversion and check all that the original can spoil.
 
     Args:
-        source: folder, or Hub id.
-        out: folder to create.
-        recipe: INT4 g128 with an INT8 head, by the method that the command chooses, where left
-            out; `automatic_plan` chooses it for other recipes, which round to nearest unless
-            they name a method.
-        revision: branch, tag or commit of a Hub id.
-        device: `cpu` or `cuda`; round-to-nearest gives the same bytes on both.
-        max_ram: resident memory not to exceed, in bytes; by default 2 GB, or 0.5 GB beyond what
-            the process, CUDA and a rotation take.
-        max_shard_bytes: limit of a weight file.
-        overwrite: replace an existing packed checkpoint, unless there is a file in it that was not
-            written here or was changed since; and forget an interrupted conversion that began with
-            another recipe or source.
-        calibration: the text, for methods other than round-to-nearest; the bundled one where left
-            out.
-        draft_text: `.txt` or `.jsonl` text, the tokens it uses most are the rows of a draft head;
-            the bundled one where left out.
-        progress: called with (phase, done, in all): layers and steps of a calibration, bytes of
-            everything else.
-        note: told, a line each, what an earlier run left and this one makes again.
+        location: where the original is.
+        source: its headers.
+        plan: made of them.
+        device: where to compute.
+        calibration: the text, for methods other than round-to-nearest.
+        draft_text: its most frequent tokens are the rows of a draft head; the bundled one when
+            None.
+        max_ram: resident memory not to exceed, in bytes; see `block_elements`.
 
     Raises:
         LowbitError: for anything that a file, an option or the machine causes.
     """
-    target = open_device(device)
-    check_output(place_of(Path(out)), overwrite)
-    location = locate(str(source), revision)
-    checkpoint = open_checkpoint(location.folder)
-    plan = make_plan(checkpoint.config, checkpoint.tensors, recipe or Recipe(), max_shard_bytes)
-    request = calibration or CalibrationRequest()
-    if recipe is None:
-        plan = automatic_plan(checkpoint, plan, target, request)
-    job = Job(location, checkpoint, plan, target, request, draft_text)
-    return carry_out(
-        job, Path(out), max_ram=max_ram, overwrite=overwrite, progress=progress, note=note
-    )
+    load_generation_config(source.folder, source.sizes.vocab_size)  # checks
+    small_files = check_small_files(source.folder)
+    held = held_bytes(plan.rotated, source.tensors, device.type)
+    elements = block_elements(max_ram, core_count(), device, held)
+    vocabulary = choose_draft_rows(plan, source, draft_text)
+    session = None
+    if plan.method.calibrated:
+        check_can_run(source.folder, source.config)
+        session = Session(plan, source, calibration.read(source.folder, device), device)
+    return Job(location, source, plan, device, elements, small_files, vocabulary, session)
 
 
 @disk_errors(AGAIN)
@@ -202,47 +160,58 @@ def carry_out(
     job: Job,
     out: Path,
     *,
-    max_ram: int | None = None,
     overwrite: bool = False,
-    progress: Progress | None = None,
-    note: Note | None = None,
+    on_progress: Progress = silent,
+    note: Note = unsaid,
 ) -> Conversion:
-    """Do a job into the folder `out`; arguments, result and errors are those of `convert`."""
+    """Quantize into the folder `out`.
+
+    Interrupted at any moment, nothing is at `out`; the same job again continues after the last
+    finished tensor and gives the same bytes.
+
+    Args:
+        job: of `prepare`.
+        out: folder to create.
+        overwrite: replace an existing packed checkpoint, unless there is a file in it that was not
+            written here or was changed since; and forget an interrupted conversion that began with
+            another recipe or source.
+        on_progress: called with (phase, done, in all): layers and steps of a calibration, bytes of
+            everything else.
+        note: told, a line each, what an earlier run left and this one makes again.
+
+    Raises:
+        LowbitError: for anything that a file, an option or the machine causes.
+    """
     started = time.monotonic()
-    report, tell = progress or silent, note or unsaid
-    plan, checkpoint, target = job.plan, job.source, job.device
+    plan, checkpoint, target, session = job.plan, job.source, job.device, job.session
     place = place_of(out)  # a link, or `..`, cannot be renamed to
     check_output(place, overwrite)
     check_apart(checkpoint.folder, place)
-    load_generation_config(checkpoint.folder, checkpoint.sizes.vocab_size)  # checks
-    files = check_small_files(checkpoint.folder)
-    held = held_bytes(plan.rotated, checkpoint.tensors, target.type)
-    elements = block_elements(max_ram, core_count(), target, held)
-    chosen, session = job.vocabulary, job.session
     if session is not None:
         session.check_memory()
     partial = partial_of(place)
     partial.mkdir(parents=True, exist_ok=True)
     digest = plan.digest() if session is None else session.digest
-    with open_journal(partial, digest, overwrite, files, OTHER_WORK) as journal:
+    with open_journal(partial, digest, overwrite, job.small_files, OTHER_WORK) as journal:
         prepare_shards(plan, partial)
         if journal.damaged:
-            tell(f"! the journal in `{partial}` is damaged: what it lost is made again")
-        calibrated = None if session is None else session.run(partial, report, tell)
-        kept = _still_valid(journal, plan, checkpoint, partial, report, tell)
+            note(f"! the journal in `{partial}` is damaged: what it lost is made again")
+        calibrated = None if session is None else session.run(partial, on_progress, note)
+        kept = _still_valid(journal, plan, checkpoint, partial, on_progress, note)
         todo = [number for number in range(len(plan.steps)) if number not in kept]
         total = sum(step.source.nbytes for step in plan.steps)
         done = sum(plan.steps[number].source.nbytes for number in kept)
-        advance = Meter(report, "convert", total, done).add
+        advance = Meter(on_progress, "convert", total, done).add
         stream(
-            plan, checkpoint, partial, journal.append, todo, elements, target, advance, calibrated
+            *(plan, checkpoint, partial, journal.append, todo),
+            *(job.block_elements, target, advance, calibrated),
         )
         finished = sorted(journal.finished, key=lambda row: row.step)
-        if chosen is not None:
-            head = make_draft_head(plan, checkpoint, chosen.ids, target)
+        if job.vocabulary is not None:
+            head = make_draft_head(plan, checkpoint, job.vocabulary.ids, target)
             (partial / DRAFT_FILE).parent.mkdir(exist_ok=True)
             (partial / DRAFT_FILE).write_bytes(draft_head_bytes(head))
-        manifest = _finish(job, partial, finished, report)
+        manifest = _finish(job, partial, finished, on_progress)
         (partial / MANIFEST_FILE).write_bytes(manifest.to_bytes())
         put_in_place(place, overwrite)
     return Conversion(
@@ -270,7 +239,12 @@ def _weight_rows(plan: Plan, finished: list[CompletedStep]) -> tuple[WeightQuali
 
 
 def _still_valid(
-    journal: Journal, plan: Plan, source: Checkpoint, folder: Path, report: Progress, tell: Note
+    journal: Journal,
+    plan: Plan,
+    source: Checkpoint,
+    folder: Path,
+    on_progress: Progress,
+    note: Note,
 ) -> set[int]:
     """Steps whose source and result still have the hashes an earlier run recorded.
 
@@ -279,7 +253,7 @@ def _still_valid(
     places = {info.name: info for shard in plan.shards for info in shard.tensors}
     known = [row for row in journal.finished if row.step in range(len(plan.steps))]
     total = sum(plan.steps[row.step].source.nbytes for row in known)
-    meter = Meter(report, "check", total)
+    meter = Meter(on_progress, "check", total)
     kept: dict[int, CompletedStep] = {}
     lost: list[str] = []
     for row in known:
@@ -299,7 +273,7 @@ def _still_valid(
         meter.add(info.nbytes)
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        tell(
+        note(
             f"! `{lost[0]}`{more} in `{folder}` or in the source has changed since: quantized again"
         )
     journal.finished[:] = kept.values()
@@ -314,7 +288,9 @@ def _is_of(row: CompletedStep, step: Step, places: Mapping[str, TensorInfo]) -> 
     ]
 
 
-def _finish(job: Job, folder: Path, finished: list[CompletedStep], report: Progress) -> Manifest:
+def _finish(
+    job: Job, folder: Path, finished: list[CompletedStep], on_progress: Progress
+) -> Manifest:
     """Write everything beside the weights, and make a manifest of what the disk gives back."""
     plan, source = job.plan, job.source
     small = copies(source.folder)
@@ -323,7 +299,7 @@ def _finish(job: Job, folder: Path, finished: list[CompletedStep], report: Progr
     made = generated_files(plan)
     for name, content in made.items():
         (folder / name).write_bytes(content)
-    hashes = _hash_shards(plan, folder, finished, report)
+    hashes = _hash_shards(plan, folder, finished, on_progress)
     others = [*small.values(), *made, *([DRAFT_FILE] if plan.draft_rows else [])]
     hashes |= {name: hash_file(folder / name) for name in others}
     source_tensors = _source_tensors(plan, source, finished)
@@ -348,7 +324,7 @@ def _finish(job: Job, folder: Path, finished: list[CompletedStep], report: Progr
 
 
 def _hash_shards(
-    plan: Plan, folder: Path, finished: list[CompletedStep], report: Progress
+    plan: Plan, folder: Path, finished: list[CompletedStep], on_progress: Progress
 ) -> dict[str, str]:
     """SHA-256 of every shard, each tensor compared with what was written.
 
@@ -356,7 +332,7 @@ def _hash_shards(
         ResourceError: the disk returns other bytes.
     """
     written = {tensor.name: tensor.sha256 for row in finished for tensor in row.tensors}
-    advance = Meter(report, "verify", plan.output_bytes).add
+    advance = Meter(on_progress, "verify", plan.output_bytes).add
     with ThreadPoolExecutor(core_count()) as pool:
         results = pool.map(
             lambda shard: hash_shard(folder / shard.file, shard.tensors, advance), plan.shards

@@ -68,7 +68,7 @@ def check_derived(
 
     with tempfile.TemporaryDirectory(prefix="lowbit-") as work:
         calibrated: Calibrated | None = None
-        if plan.recipe.method.calibrated:
+        if plan.method.calibrated:
             reason = _elsewhere(manifest.calibration, calibration)
             if reason is not None:
                 return reason

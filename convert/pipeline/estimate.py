@@ -1,11 +1,13 @@
 """Time and memory of a planned conversion before it begins, and the method that `auto` becomes."""
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from lowbit.convert.budget.target import TargetChoice
 from lowbit.convert.calibrate.session import SAMPLES, CalibrationRequest
 from lowbit.convert.original.calibration_text import bundled_texts
 from lowbit.convert.original.rotation import held_bytes, why_not_rotated
@@ -30,8 +32,8 @@ from lowbit.convert.plan.choice_of_method import (
     unmeasured_rotation,
 )
 from lowbit.convert.plan.memory import block_elements, peak_estimate
-from lowbit.convert.plan.method import Method
-from lowbit.convert.plan.plan import Plan, with_method
+from lowbit.convert.plan.method import RTN, Method
+from lowbit.convert.plan.plan import MethodChooser, Plan
 from lowbit.formats.architectures import part_of, read_config
 from lowbit.formats.architectures.footprint import (
     DEFAULT_CONTEXT,
@@ -43,6 +45,7 @@ from lowbit.formats.generation import load_generation_config
 from lowbit.formats.hub.ids import hub_id
 from lowbit.formats.hub.locate import locate, remote_headers
 from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE
+from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.machine.cores import core_count
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 
@@ -65,16 +68,17 @@ class MethodCost:
 class Estimate:
     """A conversion that can begin."""
 
-    plan: Plan  # with the method settled
+    plan: Plan
     device: torch.device  # where it will compute
     windows: Windows  # of the calibration text, estimated from its size
     costs: tuple[MethodCost, ...]  # of `methods`, and of the plan's own where it is none of them
     obstacle: str | None  # reason why `auto` does not rotate the checkpoint; None where it does
+    choice: TargetChoice | None = None  # bits chosen for a target; None where the recipe gives them
 
     @property
     def method(self) -> Method:
         """The method that will be used."""
-        return self.plan.recipe.method
+        return self.plan.method
 
     @property
     def gain(self) -> Gain | None:
@@ -104,17 +108,21 @@ class RunMemory:
 
 
 def estimate(
-    source: Checkpoint, plan: Plan, device: torch.device, request: CalibrationRequest
+    source: Checkpoint,
+    plan: Plan,
+    device: torch.device,
+    request: CalibrationRequest,
+    choice: TargetChoice | None = None,
 ) -> Estimate:
-    """Estimate a planned conversion."""
-    sizes, used = source.sizes, plan.recipe.method
+    """Time and memory of a planned conversion."""
+    sizes, used = source.sizes, plan.method
     windows = expected_windows(request, sizes.max_position_embeddings, device.type)
     if sizes.block_drafts is not None:  # it is rounded to nearest
         seconds = _rounding_seconds(sum(plan.parameters.values()), device.type)
         rounded = MethodCost(used, seconds, None)
-        return Estimate(plan, device, windows, (rounded,), "it is a drafter")
+        return Estimate(plan, device, windows, (rounded,), "it is a drafter", choice)
     shapes = shapes_of(source.config, plan.schemes, source.tensors)
-    obstacle = _obstacle(source, plan)
+    obstacle = _obstacle(source, plan.schemes, plan.written)
     rate = matmul_rate(device, *shapes.largest)
     weights = shapes.weights + shapes.vocabulary * shapes.hidden
     rounding = _rounding_seconds(weights, device.type)
@@ -130,35 +138,37 @@ def estimate(
     shown = methods(obstacle is None, sizes.experts is not None)
     others = () if used in shown else (used,)
     costs = tuple(cost(method) for method in (*shown, *others))
-    return Estimate(plan, device, windows, costs, obstacle)
+    return Estimate(plan, device, windows, costs, obstacle, choice)
 
 
-def automatic_plan(
-    source: Checkpoint, plan: Plan, device: torch.device, request: CalibrationRequest
-) -> Plan:
-    """A plan with the method that `auto` stands for; a drafter's is left as it is.
-
-    Args:
-        plan: its method, which does not rotate, is not looked at.
-    """
+def method_chooser(
+    source: Checkpoint, device: torch.device, request: CalibrationRequest
+) -> MethodChooser:
+    """A function that chooses the method where none is named: `--method auto`."""
     sizes = source.sizes
-    if sizes.block_drafts is not None:
-        return plan
-    windows = expected_windows(request, sizes.max_position_embeddings, device.type)
-    method = automatic_method(
-        plan.schemes,
-        device.type,
-        calibration_flops(shapes_of(source.config, plan.schemes, source.tensors), GPTQ, windows),
-        core_count(),
-        _obstacle(source, plan) is None,
-        sizes.experts is not None,
-    )
-    return with_method(plan, source.config, method)
+
+    def choose(schemes: Mapping[str, Scheme | None], written: Collection[str]) -> Method:
+        if sizes.block_drafts is not None:
+            return RTN
+        windows = expected_windows(request, sizes.max_position_embeddings, device.type)
+        shapes = shapes_of(source.config, schemes, source.tensors)
+        return automatic_method(
+            schemes,
+            device.type,
+            calibration_flops(shapes, GPTQ, windows),
+            core_count(),
+            _obstacle(source, schemes, written) is None,
+            sizes.experts is not None,
+        )
+
+    return choose
 
 
-def _obstacle(source: Checkpoint, plan: Plan) -> str | None:
+def _obstacle(
+    source: Checkpoint, schemes: Mapping[str, Scheme | None], written: Collection[str]
+) -> str | None:
     """Reason why `auto` does not rotate; None where it does."""
-    obstacle = why_not_rotated(source.config, plan.schemes, plan.written)
+    obstacle = why_not_rotated(source.config, schemes, written)
     return obstacle or unmeasured_rotation(source.config["model_type"])
 
 

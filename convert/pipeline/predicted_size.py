@@ -106,7 +106,7 @@ def predicted_bytes(
     sizes = {**files.sizes, **made, **{shard.file: shard.size for shard in plan.shards}}
     if plan.draft_rows:
         sizes[DRAFT_FILE] = plan.draft_bytes
-    method = plan.recipe.method
+    method = plan.method
     scale, share = (LONGEST_SCALE, LONGEST_SHARE) if at_most else (USUAL_SCALE, USUAL_SHARE)
     manifest = Manifest(
         lowbit_version=version("lowbit"),

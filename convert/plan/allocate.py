@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from lowbit.convert.plan.knapsack import Option, choose
-from lowbit.convert.plan.plan import Plan, make_plan
+from lowbit.convert.plan.plan import MethodChooser, Plan, make_plan
 from lowbit.convert.plan.recipe import Override, Recipe
 from lowbit.convert.plan.sensitivities import Row, by_set
 from lowbit.convert.plan.sets import FusedSet, fused_sets, patterns_for
@@ -78,6 +78,7 @@ def allocate(
     target: Target,
     max_shard_bytes: int,
     beside: Callable[[Plan], int] | None = None,
+    choose: MethodChooser | None = None,
 ) -> Allocation:
     """Choose the schemes with the least sum of KL that the budget allows.
 
@@ -93,6 +94,7 @@ def allocate(
         max_shard_bytes: limit of a weight file.
         beside: bytes that the folder of a plan has at most beside its weight files, for a target
             of its size; those of a draft head alone when None.
+        choose: chooses a method that the recipe leaves open.
 
     Raises:
         QuantizationError: no choice fits, or the model as stored fits.
@@ -105,7 +107,7 @@ def allocate(
         schemes = {name: one.scheme for name, one in picks.items()}
         given = (Override.of(*pair) for pair in patterns_for(sets, schemes))
         chosen = replace(recipe, overrides=(*recipe.overrides, *given))
-        return make_plan(config, tensors, chosen, max_shard_bytes)
+        return make_plan(config, tensors, chosen, max_shard_bytes, choose)
 
     stored = sum(fused.file_bytes(None) for fused in sets)
     counted: Callable[[Plan], int] = beside or (lambda plan: plan.draft_bytes)
@@ -149,7 +151,7 @@ def _candidates(
             )
         else:
             # A head that stays the embedding cannot be rotated.
-            stays = fused.shared and recipe.method.rotate
+            stays = fused.shared and recipe.method is not None and recipe.method.rotate
             losses = {} if stays else {None: 0.0}
             given = measured[fused.name]
             losses |= {row.scheme: row.kl for row in given if math.isfinite(row.kl)}

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
@@ -57,6 +57,8 @@ LARGE_VOCABULARY = 100_000  # from which on a draft head pays, unless the recipe
 DRAFT_ROWS = 32_768
 
 Output = tuple[str, torch.dtype, tuple[int, ...]]
+# Chooses a method by the scheme of every linear and the names of the tensors that are written.
+MethodChooser = Callable[[Mapping[str, Scheme | None], Collection[str]], Method]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,8 @@ class Plan:
     """The whole conversion."""
 
     config: Mapping[str, Any]  # config.json of the result
-    recipe: Recipe  # rules that decided the schemes
+    recipe: Recipe  # rules that decided the schemes; it names the method
+    method: Method  # of the recipe, chosen where the request named none
     # Decoder in the order of the forward pass, head, multi-token prediction, vision; a tied head
     # that is quantized reads the embedding a second time.
     steps: tuple[Step, ...]
@@ -174,8 +177,16 @@ def make_plan(
     tensors: Mapping[str, TensorInfo],
     recipe: Recipe,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    choose: MethodChooser | None = None,
 ) -> Plan:
     """Decide the fate of every tensor of a source.
+
+    Args:
+        config: of the source.
+        tensors: its headers.
+        recipe: rules for the bits; its method may be left open.
+        max_shard_bytes: limit of a weight file.
+        choose: chooses a method that the recipe leaves open.
 
     Raises:
         UnsupportedModelError: the architecture is not implemented.
@@ -183,14 +194,15 @@ def make_plan(
             result's config.json would be longer than readers allow.
         QuantizationError: the source is quantized already, or the recipe does not fit.
     """
-    method = method_of(config)
-    if method is not None:
+    packed_by = method_of(config)
+    if packed_by is not None:
         raise QuantizationError(
-            f"the source is already quantized (`{method}`)",
+            f"the source is already quantized (`{packed_by}`)",
             hint="convert from the BF16 checkpoint; lowbit-run "
             + ("may run it as it is" if runs_as_stored(config) else "does not run it either"),
         )
-    check_method(recipe.method, read_config(config).experts is not None, is_drafter(config))
+    if recipe.method is not None:
+        check_method(recipe.method, read_config(config).experts is not None, is_drafter(config))
     check_drafter(config, recipe)
     table = tensor_table(config, tensors)
     tied = is_tied(config)
@@ -216,14 +228,22 @@ def make_plan(
     schemes = recipe.schemes(table)
     if tied and schemes["lm_head"] is None:
         del schemes["lm_head"]  # it stays the embedding
-    steps = _steps(table, tensors, tied, schemes)
+    dropped = {*left_out, *unneeded, *(carried if recipe.drop_vision else ())}
+    written = {name for name in tensors if name not in dropped and not (tied and name == HEAD)}
+    method = recipe.method
+    if method is None:
+        if choose is None:
+            raise QuantizationError("the recipe names no method", hint="name one, as `rtn`")
+        method = choose(schemes, written)
+    rotated = _rotated(config, schemes, written, method)
+    steps = _steps(table, tensors, tied, schemes, rotated)
     steps += [_drop(info, "multi-token prediction") for info in left_out.values()]
     steps += [
         Step(tensors[name], "dropped", reason, None, None, ())
         for name, reason in unneeded.items()
         if name not in left_out and name not in carried
     ]
-    steps += [_carry(carried[name], recipe.drop_vision) for name in sorted(carried)]
+    steps += [_carry(carried[name], recipe.drop_vision, rotated) for name in sorted(carried)]
     outputs = [output for step in steps for output in step.outputs]
     _check_records([name for name, _, _ in outputs] + [step.source.name for step in steps])
     out_config = untied(config) if schemes.get("lm_head") else config
@@ -234,8 +254,8 @@ def make_plan(
     _check_length(out_config)
     shards = lay_out(outputs, max_shard_bytes)
     rows = draft_rows(config, recipe, drafts)
-    plan = Plan(out_config, recipe, tuple(steps), tuple(shards), schemes, {}, rows)
-    return with_method(plan, config, recipe.method)
+    final = replace(recipe, method=method)
+    return Plan(out_config, final, method, tuple(steps), tuple(shards), schemes, rotated, rows)
 
 
 def _fits_without_mtp(
@@ -253,29 +273,26 @@ def _fits_without_mtp(
     return len(rest) < len(tensors)
 
 
-def with_method(plan: Plan, config: Mapping[str, Any], method: Method) -> Plan:
-    """A plan that is not rotated, with another method; a rotation changes fates.
+def _rotated(
+    config: Mapping[str, Any],
+    schemes: Mapping[str, Scheme | None],
+    written: Collection[str],
+    method: Method,
+) -> dict[str, Role]:
+    """Parts of the tensors that a method rotates, by name; empty where it rotates none.
 
     Raises:
         QuantizationError: the method rotates, and the model cannot be rotated.
     """
-    recipe = replace(plan.recipe, method=method)
     if not method.rotate:
-        return replace(plan, recipe=recipe)
-    obstacle = why_not_rotated(config, plan.schemes, plan.written)
+        return {}
+    obstacle = why_not_rotated(config, schemes, written)
     if obstacle is not None:
         raise QuantizationError(
             f"method `{method}`: this model cannot be rotated: {obstacle}",
             hint="leave out +rotate",
         )
-    rotated = rotation_roles(config, plan.written)
-    steps = tuple(
-        replace(step, fate="rotated")
-        if step.fate == "copied" and step.source.name in rotated
-        else step
-        for step in plan.steps
-    )
-    return replace(plan, recipe=recipe, steps=steps, rotated=rotated)
+    return rotation_roles(config, written)
 
 
 def _check_length(config: Mapping[str, Any]) -> None:
@@ -367,12 +384,13 @@ def _steps(
     tensors: Mapping[str, TensorInfo],
     tied: bool,
     schemes: Mapping[str, Scheme | None],
+    rotated: Collection[str],
 ) -> list[Step]:
     embedding = next((spec.name for spec in table if spec.role == "embedding"), None)
     steps = []
     for spec in table:
         if spec.role != "head" or not tied:
-            step = _step(tensors[spec.name], spec, schemes.get(spec.module))
+            step = _step(tensors[spec.name], spec, schemes.get(spec.module), rotated)
             if spec.name == embedding and tied and "lm_head" not in schemes:
                 step = replace(step, module="lm_head", reason="embedding and tied head")
             steps.append(step)
@@ -381,18 +399,20 @@ def _steps(
             reason = "tied: the embedding is used"
             steps.append(Step(tensors[spec.name], "dropped", reason, spec.module, None, ()))
         if embedding is not None and spec.module in schemes:
-            step = _step(tensors[embedding], spec, schemes[spec.module])
+            step = _step(tensors[embedding], spec, schemes[spec.module], rotated)
             reason = "tied to the embedding, untied to be quantized"
             steps.append(replace(step, reason=reason, rereads=True))
     return steps
 
 
-def _step(source: TensorInfo, spec: TensorSpec, scheme: Scheme | None) -> Step:
+def _step(
+    source: TensorInfo, spec: TensorSpec, scheme: Scheme | None, rotated: Collection[str]
+) -> Step:
     if scheme is None:
         reason = "as the recipe says" if spec.quantizable else f"{spec.role}: never quantized"
         outputs: tuple[Output, ...] = ((spec.name, source.dtype, source.shape),)
         module = spec.module if spec.quantizable else None
-        return Step(source, "copied", reason, module, None, outputs)
+        return Step(source, _stored(source, rotated), reason, module, None, outputs)
     N, K = source.shape
     outputs = tuple(
         (f"{spec.module}.{suffix}", OUTPUT_DTYPES[suffix], shape)
@@ -401,12 +421,18 @@ def _step(source: TensorInfo, spec: TensorSpec, scheme: Scheme | None) -> Step:
     return Step(source, "quantized", "", spec.module, scheme, outputs)
 
 
-def _carry(source: TensorInfo, dropped: bool) -> Step:
+def _stored(source: TensorInfo, rotated: Collection[str]) -> Fate:
+    """Fate of a tensor that is not quantized."""
+    return "rotated" if source.name in rotated else "copied"
+
+
+def _carry(source: TensorInfo, dropped: bool, rotated: Collection[str]) -> Step:
     """A tensor of the vision tower, whatever it is."""
     if dropped:
         return _drop(source, "vision tower")
     outputs = ((source.name, source.dtype, source.shape),)
-    return Step(source, "copied", "vision tower: carried unchecked", None, None, outputs)
+    reason = "vision tower: carried unchecked"
+    return Step(source, _stored(source, rotated), reason, None, None, outputs)
 
 
 def _drop(source: TensorInfo, part: str) -> Step:

@@ -110,7 +110,7 @@ class Recipe:
             or `drop` to leave it out; only None and `bf16` suit a model without one.
         overrides: applied in order, the last match wins.
         drop_vision: leave the vision tower out instead of taking it along.
-        method: how codes are chosen; rounded to nearest unless named.
+        method: how codes are chosen; None to let the plan choose by model, text and machine.
         draft_vocabulary: rows of the draft head, 0 for none; None for as many as suit the model.
     """
 
@@ -120,7 +120,7 @@ class Recipe:
     head: Head | None = None
     overrides: tuple[Override, ...] = ()
     drop_vision: bool = False
-    method: Method = RTN
+    method: Method | None = RTN
     mtp: Mtp | None = None
     draft_vocabulary: int | None = None
 
@@ -142,7 +142,7 @@ class Recipe:
                 f"group size {self.group_size} is not supported",
                 hint=f"use one of {', '.join(map(str, GROUP_SIZES))} or a whole row",
             )
-        if self.method.calibrated and self.rule == "absmax":
+        if self.rule == "absmax" and (self.method is None or self.method.calibrated):
             raise QuantizationError(f"method `{self.method}` searches scales; `absmax` does not")
         if self.draft_vocabulary is not None and self.draft_vocabulary < 0:
             raise QuantizationError(

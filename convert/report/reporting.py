@@ -88,6 +88,12 @@ def read_texts(paths: Sequence[Path]) -> tuple[Text, ...]:
     return texts
 
 
+def figures_of(done: Conversion) -> Reported:
+    """The figures of a finished conversion's weights, without files."""
+    packed = open_packed(done.folder)
+    return Reported(build_report(packed, done.weights, None, done.original), None, None)
+
+
 def write_report(
     conversion: Conversion,
     packed: PackedCheckpoint,

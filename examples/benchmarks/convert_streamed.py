@@ -25,7 +25,7 @@ import torch
 from make_random_checkpoint import EXPERTS, HYBRID_SIZES, SIZES, config_of
 from torch import Tensor
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe, Request, convert
 from lowbit.formats.architectures import is_tied, read_config, tensor_table
 from lowbit.formats.architectures.decoder import text_part
 from lowbit.formats.architectures.names import split_layer
@@ -197,7 +197,8 @@ def main(size: str, out: Path, count: int | None, recipe: Base, device: str, kee
             if phase == "convert":
                 source.reach(done)
 
-        done = convert(place, out, Recipe(recipe), device=device, progress=progress)
+        request = Request(Recipe(recipe), device=device)
+        done = convert(place, out, request, on_progress=progress).conversion
         seconds = time.monotonic() - begun - (source.seconds - unread)
     tensors = len(done.manifest.tensors)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -21,7 +21,7 @@ from pathlib import Path
 import click
 import torch
 
-from lowbit.convert import convert
+from lowbit.convert import Request, convert
 from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Recipe
@@ -42,7 +42,8 @@ def started(source: Path, out: Path, method: str) -> int:
         try:
             torch.set_num_threads(1)
             recipe = Recipe(method=Method.parse(method))
-            convert(source, out, recipe, calibration=CalibrationRequest(samples=4, length=64))
+            text = CalibrationRequest(samples=4, length=64)
+            convert(source, out, Request(recipe, calibration=text))
             status = 0
         except BaseException:
             traceback.print_exc()

@@ -9,8 +9,11 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from lowbit.convert.api import Result
 from lowbit.convert.cli.tables.lines import aside, ok, warn
 from lowbit.convert.cli.tables.plan import refusals
+from lowbit.convert.cli.tables.vocabulary import cut_original
+from lowbit.convert.measure.gate import gate_json
 from lowbit.convert.pipeline.conversion import Conversion
 from lowbit.convert.pipeline.finetune import Finetuned
 from lowbit.convert.pipeline.own_text import OwnText
@@ -29,9 +32,9 @@ from lowbit.formats.shell.tables import plain_table, results
 from lowbit.formats.text.tokenizer import TOKENIZER_FILE
 
 
-def conversion(done: Conversion, found: Reported) -> None:
+def conversion(result: Result) -> None:
     """Print the folder, its quality, and where the report is, if its files were written."""
-    console = results()
+    console, done, found = results(), result.conversion, result.report
     quality = found.quality
     if done.existed:
         words = f"was there already, checked in {done.seconds:.1f} s"
@@ -54,6 +57,8 @@ def conversion(done: Conversion, found: Reported) -> None:
     _files(found)
     for command in next_commands(done, found):
         note(f"next: {shlex.join(command)}", fold=False)
+    if result.cut is not None:
+        cut_original(result.cut, quality.logits is not None)
 
 
 def without_tokenizer(done: Conversion) -> str | None:
@@ -102,7 +107,7 @@ def _files(found: Reported) -> None:
 
 def _calibration(done: Conversion) -> Table:
     """Errors of each calibrated layer beside those of rounding to nearest."""
-    method = done.plan.recipe.method
+    method = done.plan.method
     title = f"layer errors, {method} against round-to-nearest"
     table = plain_table(title, ("layer",), ("rtn", "chosen", "change"))
     for row in done.calibration:
@@ -111,12 +116,13 @@ def _calibration(done: Conversion) -> Table:
     return table
 
 
-def conversion_json(done: Conversion, found: Reported) -> dict[str, Any]:
-    """The object of `quantize --json`."""
+def conversion_json(result: Result) -> dict[str, Any]:
+    """The object of `quantize --json`, but for what was published."""
+    done, found = result.conversion, result.report
     quality, made = found.quality, done.manifest.draft_head
     return {
         "folder": str(done.folder),
-        "method": str(done.plan.recipe.method),
+        "method": str(done.plan.method),
         "source_bytes": done.plan.source_bytes,
         "output_bytes": done.plan.output_bytes,
         "bits_per_weight": done.plan.bits_per_weight,
@@ -127,6 +133,8 @@ def conversion_json(done: Conversion, found: Reported) -> dict[str, Any]:
         "verdict": asdict(judge(quality)),
         "quality": quality.to_json(stated_verdict(quality)),
         "notes": [*filter(None, [without_tokenizer(done)]), *found.notes],
+        "gate": gate_json(result.gate) if result.gate else None,
+        "vocabulary": None if result.cut is None else result.cut.record.summary(),
     }
 
 

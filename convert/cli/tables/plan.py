@@ -1,7 +1,7 @@
 """Plan, time and memory of a conversion that has not begun, as lines, tables and JSON objects."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -9,6 +9,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
+from lowbit.convert.cli.tables import target
 from lowbit.convert.pipeline.estimate import Estimate, peak_ram, run_memory
 from lowbit.convert.pipeline.predicted_size import PredictedSizes
 from lowbit.convert.plan.plan import Plan, Step
@@ -26,6 +27,7 @@ from lowbit.convert.report.formatting import size
 from lowbit.formats.architectures import Part, part_of
 from lowbit.formats.architectures.names import MTP_PREFIX, any_expert, split_layer, without_model
 from lowbit.formats.shell.duration import about
+from lowbit.formats.shell.output import note
 from lowbit.formats.shell.tables import plain_table, results, styled
 
 FEW_TOKENS = 10_000  # of a calibration text, below which codes follow chance
@@ -204,10 +206,10 @@ def _fate(step: Step) -> Text:
     return styled(("dropped", "yellow") if step.fate == "dropped" else step.source.dtype_name)
 
 
-def announce(ahead: Estimate, note: Callable[[str], None] | None) -> None:
-    """Say by which method, where and how long; None for silence."""
-    if note is None:
-        return
+def announce(ahead: Estimate) -> None:
+    """Note the bits chosen for a target, the method, where it computes and how long."""
+    if ahead.choice is not None:
+        target.choice(ahead.choice)
     note(method_line(ahead))
     if ahead.obstacle is not None and ahead.method.codes == "gptq" and not ahead.method.rotate:
         note(f"not rotated: {ahead.obstacle}")

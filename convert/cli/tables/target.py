@@ -3,9 +3,9 @@
 from collections import Counter
 from typing import Any
 
-from lowbit.convert.calibrate.lookup import Found
+from lowbit.convert.budget.target import TargetChoice
+from lowbit.convert.calibrate.lookup import CachedSensitivities
 from lowbit.convert.cli.tables.lines import aside
-from lowbit.convert.plan.allocate import Allocation
 from lowbit.convert.plan.sensitivities import Row, Sensitivities, by_set
 from lowbit.convert.plan.sets import RANKED_BITS
 from lowbit.convert.report import formatting
@@ -17,7 +17,7 @@ WORST, LEAST = 10, 5
 SHOWN = (2, 4, 8)  # 3 bits lie between; a terminal has no room for them
 
 
-def sensitivities(found: Found) -> None:
+def sensitivities(found: CachedSensitivities) -> None:
     """Show the most and the least sensitive sets, and the file with the rest."""
     record = found.sensitivities
     ranked = _ranked(record)
@@ -64,19 +64,23 @@ def _figures(rows: list[Row], columns: list[str]) -> list[str]:
     return [f"{rows[0].weights:,}", *(by_scheme.get(column, "") for column in columns)]
 
 
-def sensitivities_json(found: Found) -> dict[str, Any]:
+def sensitivities_json(found: CachedSensitivities) -> dict[str, Any]:
     """Object of `sensitivity --json`."""
     return {**found.sensitivities.to_json(), "file": str(found.file), "computed": found.is_new}
 
 
-def allocation(chosen: Allocation, found: Found, folder_bytes: int) -> None:
-    """Note the schemes chosen, the folder's size and the file of the sensitivities."""
-    origin = "computed now, kept in" if found.is_new else "from"
-    note(f"sensitivities {origin} {found.file}")
+def choice(made: TargetChoice) -> None:
+    """Note the schemes chosen for a target, the folder's size and the file of the sensitivities."""
+    costs, chosen = made.costs, made.allocation
+    origin = "computed now, kept in" if costs.is_new else "from"
+    note(f"sensitivities {origin} {costs.file}")
     counts = Counter(str(scheme or "as stored") for scheme in chosen.schemes.values())
     parts = ", ".join(f"{count} {scheme}" for scheme, count in sorted(counts.items()))
     note(
         f"chosen for {len(chosen.schemes)} sets: {parts}; "
         f"{chosen.plan.bits_per_weight:.3f} bits per weight, a folder of "
-        f"{formatting.size(folder_bytes)}, their KL {formatting.kl(chosen.kl)}"
+        f"{formatting.size(made.folder_bytes)}, their KL {formatting.kl(chosen.kl)}"
     )
+    if made.unlike is not None:
+        known = costs.sensitivities.conditions
+        note(f"! the sensitivities are of {known}; quantized: {made.unlike}")

@@ -20,13 +20,14 @@ from lowbit.convert.original.layer import stages
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.walk import load_layer
 from lowbit.convert.original.weights import open_weights
-from lowbit.convert.pipeline.conversion import Conversion, convert
+from lowbit.convert.pipeline.conversion import Conversion
 from lowbit.convert.pipeline.place import partial_of
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Override, Recipe
 from lowbit.formats.errors import QuantizationError, RequestError, ResourceError
 from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.layout.scheme import Scheme
+from tests.conversions import convert
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli, Hashes

@@ -13,7 +13,7 @@ from lowbit.convert.calibrate.moments import paired
 from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.measure.coverage import Coverage, coverage_of, few_tokens
 from lowbit.convert.measure.record import read_quality
-from lowbit.convert.pipeline.conversion import Conversion, convert
+from lowbit.convert.pipeline.conversion import Conversion
 from lowbit.convert.plan.calibration_cost import Windows, calibration_flops, shapes_of
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Recipe
@@ -22,6 +22,7 @@ from lowbit.formats.architectures import tensor_table
 from lowbit.formats.architectures.names import expert_of, split_layer
 from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
+from tests.conversions import convert
 from tests.short_models import Shorten
 
 ROOT = Path(__file__).parents[3]

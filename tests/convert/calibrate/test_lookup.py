@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from lowbit.convert.calibrate import lookup
 from lowbit.convert.calibrate.lookup import (
-    Found,
+    CachedSensitivities,
     Settings,
     cache_file,
     find_or_estimate,
@@ -23,7 +23,6 @@ from lowbit.convert.calibrate.lookup import (
     read_checked,
     write_file,
 )
-from lowbit.convert.pipeline.conversion import convert
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.sensitivities import Row, Sensitivities, read_sensitivities
@@ -31,6 +30,7 @@ from lowbit.convert.plan.sets import Choice
 from lowbit.formats.errors import FormatError, QuantizationError, RequestError
 from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
+from tests.conversions import convert
 
 ROW = Row("a.qkv", ("a.q", "a.k"), 64, 4, 32, 100, 0.125)
 RECORD = Sensitivities(
@@ -75,7 +75,7 @@ def test_computed_once(readable: Path, settings: Settings, cache: Path) -> None:
 def test_bits_that_are_lacking_are_added(readable: Path, settings: Settings) -> None:
     notes: list[str] = []
 
-    def find(*bits: int) -> Found:
+    def find(*bits: int) -> CachedSensitivities:
         asked = dataclasses.replace(settings, bits=bits)
         return find_or_estimate(open_original(readable), asked, ignore, notes.append)
 

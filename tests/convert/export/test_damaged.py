@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.convert.export.export import export
 from lowbit.convert.report.reporting import LogitRequest, prepare_report, write_full_report
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.packed import open_packed
+from tests.conversions import convert
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Hashes, MakeModel

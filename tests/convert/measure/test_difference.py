@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import pytest
 from safetensors.torch import load_file, save_file
 
-from lowbit.convert import convert
 from lowbit.convert.measure.difference import Difference, difference
 from lowbit.convert.plan.recipe import Override, Recipe
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.layout.packing import dequantize, unpack
+from tests.conversions import convert
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli, MakeModel

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.convert.measure.drafting import (
     WINDOWS,
     count_drafts,
@@ -22,6 +22,7 @@ from lowbit.convert.original.threads import alone_on_threads
 from lowbit.convert.original.weights import open_weights
 from lowbit.formats.draft_head import open_draft_head
 from lowbit.formats.layout.packing import dequantize, unpack
+from tests.conversions import convert
 from tests.convert.naive_mtp import naive_head
 from tests.oracle import dequantized_weights
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lowbit.convert.measure.gate import check_measured, gate_json, hold, parse_gate
+from lowbit.convert.measure.gate import check_measured, evaluate, gate_json, parse_gate
 from lowbit.convert.measure.record import LongQuality, QualityReport, Sizes, TextKind
 from lowbit.formats.errors import RequestError
 from tests.convert.report.samples import LOGITS
@@ -54,7 +54,7 @@ def report() -> QualityReport:
     ],
 )
 def test_every_figure(report: QualityReport, text: str, found: float) -> None:
-    (outcome,) = hold(parse_gate(text), report)
+    (outcome,) = evaluate(parse_gate(text), report)
     assert outcome.met
     assert outcome.found == pytest.approx(found)
 
@@ -63,11 +63,13 @@ def test_every_figure(report: QualityReport, text: str, found: float) -> None:
     "text", ["kl_mean<0.02", "kl_mean>0.02", "top1>=0.97", "kl_max<=1.4", "bits_per_weight>4.5"]
 )
 def test_missed(report: QualityReport, text: str) -> None:
-    assert [outcome.met for outcome in hold(parse_gate(text), report)] == [False]
+    assert [outcome.met for outcome in evaluate(parse_gate(text), report)] == [False]
 
 
 def test_every_condition_counts_and_is_told(report: QualityReport) -> None:
-    result = hold(parse_gate(" kl_mean < 0.03 , notes.txt.top1>0.95,bits_per_weight<=4.5"), report)
+    result = evaluate(
+        parse_gate(" kl_mean < 0.03 , notes.txt.top1>0.95,bits_per_weight<=4.5"), report
+    )
     assert gate_json(result) == {
         "passed": False,
         "conditions": [
@@ -76,13 +78,13 @@ def test_every_condition_counts_and_is_told(report: QualityReport) -> None:
             {"condition": "bits_per_weight<=4.5", "found": 4.5, "met": True},
         ],
     }
-    assert gate_json(hold((), report)) == {"passed": True, "conditions": []}
+    assert gate_json(evaluate((), report)) == {"passed": True, "conditions": []}
 
 
 def test_an_infinite_figure_misses_and_is_null(report: QualityReport) -> None:
     assert report.logits is not None
     endless = replace(report, logits=replace(report.logits, kl_max=float("inf")))
-    result = hold(parse_gate("kl_max<100"), endless)
+    result = evaluate(parse_gate("kl_max<100"), endless)
     assert gate_json(result)["conditions"] == [
         {"condition": "kl_max<100", "found": None, "met": False}
     ]
@@ -117,7 +119,7 @@ def test_texts_that_are_not_evaluated(report: QualityReport) -> None:
     check_measured(conditions, ["prose", "maths"], long=False)
     with pytest.raises(RequestError, match="no evaluation text is named `maths`; there is prose"):
         check_measured(conditions, ["prose"], long=False)
-    (outcome,) = hold(conditions, report)
+    (outcome,) = evaluate(conditions, report)
     assert not outcome.met
     assert outcome.reason == "no text of that name was evaluated"
 
@@ -133,7 +135,7 @@ def test_long_texts_that_are_not_measured() -> None:
 def test_a_single_text_has_the_headline_figures(report: QualityReport) -> None:
     assert report.logits is not None
     single = replace(report, logits=replace(report.logits, kinds=(), text_name="notes.txt"))
-    result = hold(parse_gate("notes.txt.kl_mean<0.03"), single)
+    result = evaluate(parse_gate("notes.txt.kl_mean<0.03"), single)
     assert result[0].found == 0.02
 
 
@@ -141,7 +143,7 @@ def test_a_figure_that_is_not_known_is_no_figure(report: QualityReport) -> None:
     assert report.logits is not None
     few = replace(report, logits=replace(report.logits, kl_error=None))
     for condition in ("kl_stderr<1", "notes.txt.kl_stderr<1"):
-        result = hold(parse_gate(condition), few)
+        result = evaluate(parse_gate(condition), few)
         (row,) = gate_json(result)["conditions"]
         assert (row["found"], row["met"]) == (None, False)
         assert "was not measured, or on too few windows" in row["reason"]
@@ -149,18 +151,18 @@ def test_a_figure_that_is_not_known_is_no_figure(report: QualityReport) -> None:
 
 def test_without_logits_only_the_size_is_known(report: QualityReport) -> None:
     bare = replace(report, logits=None)
-    assert hold(parse_gate("bits_per_weight<5"), bare)[0].met
-    (outcome,) = hold(parse_gate("kl_mean<1"), bare)
+    assert evaluate(parse_gate("bits_per_weight<5"), bare)[0].met
+    (outcome,) = evaluate(parse_gate("kl_mean<1"), bare)
     assert (outcome.met, outcome.reason) == (False, "the logits were not measured")
 
 
 def test_figures_of_long_texts(report: QualityReport) -> None:
     gate = parse_gate("long_kl<0.04,cache_kl<0.0003")
-    for outcome in hold(gate, report):
+    for outcome in evaluate(gate, report):
         assert (outcome.met, outcome.found) == (False, None)
         assert outcome.reason == "which `report --long` measures"
     long = LongQuality(2048, 1, 0.03, 0.0004, (), (), ())
-    outcomes = hold(gate, replace(report, long=long))
+    outcomes = evaluate(gate, replace(report, long=long))
     assert [(outcome.met, outcome.found) for outcome in outcomes] == [(True, 0.03), (False, 0.0004)]
     with pytest.raises(RequestError, match="`cache_kl` is no figure of the text `prose`"):
         parse_gate("prose.cache_kl<1")

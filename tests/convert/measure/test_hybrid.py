@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.convert.measure.build import measure_sizes
 from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.measure.weights import measure_weights
@@ -14,6 +14,7 @@ from lowbit.convert.original.evaluation_text import Text, tokenize
 from lowbit.convert.original.quiet import without_advice
 from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
+from tests.conversions import convert
 
 if TYPE_CHECKING:
     from tests.convert.measure.conftest import Measure, WholeLogits

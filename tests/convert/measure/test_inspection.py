@@ -14,12 +14,12 @@ import torch
 from lowbit.convert.cli.tables.inspection import inspection
 from lowbit.convert.measure.build import measure_sizes
 from lowbit.convert.measure.inspection import Entry, Inspection, Node, inspect, tree
-from lowbit.convert.pipeline.conversion import convert
 from lowbit.convert.plan.recipe import Override, Recipe
 from lowbit.formats.errors import CheckpointError, FormatError
 from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
+from tests.conversions import convert
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli, MakeModel

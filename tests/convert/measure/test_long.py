@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.convert.measure import long as long_module
 from lowbit.convert.measure.long import measure_long
 from lowbit.convert.measure.metrics import TokenFigures
@@ -21,6 +21,7 @@ from lowbit.convert.original.long_text import LEAST, long_text
 from lowbit.convert.plan import memory
 from lowbit.formats.errors import QuantizationError, ResourceError
 from lowbit.formats.kv_cache import quantize_vectors, widen_vectors
+from tests.conversions import convert
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.convert.measure import measure as measure_module
 from lowbit.convert.measure.measure import Measured
 from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.original.evaluation_text import Text, default_texts, tokenize
 from lowbit.convert.original.weights import open_weights
 from lowbit.formats.errors import ResourceError
+from tests.conversions import convert
 from tests.short_models import Shorten
 
 if TYPE_CHECKING:

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.convert.measure.measure import measure_logits
 from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.measure.routing import RoutingSums, shares
 from lowbit.convert.original.evaluation_text import Text
+from tests.conversions import convert
 from tests.short_models import Shorten
 
 CONFIG = {

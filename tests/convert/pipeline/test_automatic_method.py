@@ -11,7 +11,6 @@ import torch
 from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.cli.tables.plan import announce
 from lowbit.convert.pipeline import estimate
-from lowbit.convert.pipeline.conversion import convert
 from lowbit.convert.pipeline.estimate import expected_windows
 from lowbit.convert.plan import calibration_cost, choice_of_method
 from lowbit.convert.plan.method import Method
@@ -19,6 +18,7 @@ from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.machine.memory import free_bytes
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
+from tests.conversions import convert
 
 if TYPE_CHECKING:
     from click.testing import Result
@@ -94,15 +94,16 @@ def test_a_head_that_stays_the_embedding_is_not_rotated(
 
 
 def test_a_model_that_is_rotated_because_asked_for_is_not_called_unrotated(
-    hybrid: Path, monkeypatch: pytest.MonkeyPatch
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(estimate, "matmul_rate", lambda *_: 1e12)
     source, cpu, request = open_checkpoint(hybrid), torch.device("cpu"), CalibrationRequest()
-    told: dict[str, list[str]] = {"gptq": [], "gptq+rotate": []}
-    for method, lines in told.items():
+    told = {}
+    for method in ("gptq", "gptq+rotate"):
         recipe = Recipe(method=Method.parse(method), drop_vision=True)
         plan = make_plan(source.config, source.tensors, recipe)
-        announce(estimate.estimate(source, plan, cpu, request), lines.append)
+        announce(estimate.estimate(source, plan, cpu, request))
+        told[method] = capsys.readouterr().err.splitlines()
     assert told["gptq"][1:] == [
         "not rotated: the gain is not measured for qwen3_5; --method gptq+rotate does it"
     ]
@@ -133,7 +134,7 @@ def test_python_chooses_what_the_command_does(
     succeeded(cli_as_typed(source, tmp_path / "command", *text, *CPU))
     request = CalibrationRequest(source.with_name("story.txt"), samples=2, length=32)
     done = convert(source, tmp_path / "python", calibration=request)
-    assert str(done.plan.recipe.method) == "gptq+rotate"
+    assert str(done.plan.method) == "gptq+rotate"
     here, there = (
         {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.safetensors")}
         for name in ("command", "python")

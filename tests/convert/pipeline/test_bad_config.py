@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
+from tests.conversions import convert
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli, Hashes, MakeModel

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lowbit.convert import Conversion, Override, Recipe, convert
+from lowbit.convert import Conversion, Override, Recipe
 from lowbit.convert.pipeline import stream
 from lowbit.convert.plan.memory import block_elements, peak_estimate
 from lowbit.formats.architectures import is_tied, tensor_table
@@ -24,6 +24,7 @@ from lowbit.formats.layout.packing import pack
 from lowbit.formats.machine.cores import core_count
 from lowbit.formats.machine.memory import resident_bytes
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
+from tests.conversions import convert
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Config, Hashes, MakeModel

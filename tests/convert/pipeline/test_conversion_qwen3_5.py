@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lowbit.convert import Override, Recipe, convert
+from lowbit.convert import Override, Recipe
 from lowbit.convert.pipeline.verification import verify_folder
 from lowbit.formats.errors import FormatError, QuantizationError
 from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.packed import open_packed
+from tests.conversions import convert
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Hashes

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.measure.build import measure_sizes
 from lowbit.convert.measure.difference import difference
 from lowbit.convert.measure.inspection import inspect
-from lowbit.convert.pipeline.conversion import Job
+from lowbit.convert.pipeline.conversion import prepare
 from lowbit.convert.pipeline.existing import find_existing
 from lowbit.convert.pipeline.folder import check_output
 from lowbit.convert.pipeline.verification import verify_folder
@@ -30,6 +30,7 @@ from lowbit.formats.layout.rtn import quantize
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import TensorInfo, open_checkpoint
+from tests.conversions import convert
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Hashes
@@ -139,7 +140,7 @@ def test_the_same_command_again(hybrid: Path, made: Path, tmp_path: Path, hashes
     def found(text: Path | None = None) -> bool:
         source, plan = open_checkpoint(hybrid), make_plan(*_headers(hybrid), RECIPE)
         location, cpu = Location(hybrid, None, None), torch.device("cpu")
-        job = Job(location, source, plan, cpu, CalibrationRequest(), text)
+        job = prepare(location, source, plan, cpu, CalibrationRequest(), text)
         result = find_existing(job, again, overwrite=False, progress=quiet)
         return result is not None
 

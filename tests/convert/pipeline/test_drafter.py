@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from lowbit.convert import convert
 from lowbit.convert.plan.choice_of_method import check_method
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.packing import PACKED, SCALE, dequantize, unpack
 from lowbit.formats.packed import open_packed
+from tests.conversions import convert
 from tests.drafters import write_drafter
 
 Cli = Callable[..., Result]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from lowbit.convert import Override, Recipe, convert
+from lowbit.convert import Override, Recipe
 from lowbit.convert.pipeline.estimate import open_headers, peak_ram
 from lowbit.convert.plan.memory import block_elements
 from lowbit.convert.plan.method import Method
@@ -15,6 +15,7 @@ from lowbit.convert.plan.plan import Plan, make_plan
 from lowbit.convert.plan.readers import runtime_verdict, vllm_verdict
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.machine.memory import resident_bytes
+from tests.conversions import convert
 
 if TYPE_CHECKING:
     from tests.convert.conftest import MakeModel

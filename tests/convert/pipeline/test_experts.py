@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lowbit.convert import Override, Recipe, convert
+from lowbit.convert import Override, Recipe
 from lowbit.convert.measure.difference import difference
 from lowbit.convert.pipeline.verification import verify_folder
 from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.plan.readers import transformers_verdict, vllm_verdict
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
+from tests.conversions import convert
 from tests.oracle import dequantized_weights
 from tests.short_models import Shorten
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.convert.calibrate.mtp_training import WEIGHTS, Grid, Trained, TrainingWindow, loss_of
 from lowbit.convert.measure.build import command_of
 from lowbit.convert.original.model import load_layered_model
@@ -25,6 +25,7 @@ from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.layout.packing import dequantize
 from lowbit.formats.layout.rtn import quantize
 from lowbit.formats.layout.scheme import Scheme
+from tests.conversions import convert
 from tests.convert.naive_mtp import naive_head
 
 if TYPE_CHECKING:

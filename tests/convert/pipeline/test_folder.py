@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.convert.pipeline.folder import passed_through
 from lowbit.formats.errors import ResourceError
+from tests.conversions import convert
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Hashes

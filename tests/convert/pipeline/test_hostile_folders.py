@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 from click.testing import Result
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.convert.publish.parcel import make_parcel
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
+from tests.conversions import convert
 from tests.hostile_files import (
     SECRET,
     folder,

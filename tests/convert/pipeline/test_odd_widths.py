@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.convert.plan.recipe import Override
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.scheme import SERVED_BITS
 from lowbit.formats.packed import open_packed
+from tests.conversions import convert
 from tests.oracle import dequantized_weights
 
 MakeModel = Callable[..., Path]

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.convert.pipeline.origin import find_origin, recall, remember
 from lowbit.formats.errors import CheckpointError, FormatError
 from lowbit.formats.layout.manifest import Manifest, read_manifest
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
+from tests.conversions import convert
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli, MakeModel

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.convert.pipeline.owned import foreign_entries, remove_owned
 from lowbit.convert.report.reporting import write_report
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.packed import open_packed
 from lowbit.formats.tasks import TaskReport, write_tasks
+from tests.conversions import convert
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Hashes, MakeModel

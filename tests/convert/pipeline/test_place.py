@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.convert.export.export import export
 from lowbit.convert.pipeline.place import place_of
 from lowbit.formats.errors import ResourceError
+from tests.conversions import convert
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from safetensors import safe_open
 
-from lowbit.convert import Conversion, Recipe, convert
+from lowbit.convert import Conversion, Recipe
 from lowbit.convert.pipeline.journal import JOURNAL_FILE
 from lowbit.formats.errors import QuantizationError, ResourceError
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
+from tests.conversions import convert
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Hashes, MakeModel
@@ -29,8 +30,8 @@ STEPS = 2 * 11 + 3
 KILLER = """
 import json, os, signal, sys
 from pathlib import Path
+from lowbit.convert import Recipe, Request, convert
 from lowbit.convert.pipeline import conversion
-from lowbit.convert.plan.recipe import Recipe
 
 def kill(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -53,14 +54,8 @@ def run(source, out, shard_bytes, phase, count, overwrite):
         Path.rename = rename_or_die
     if phase == "unlink":
         Path.unlink = kill
-    conversion.convert(
-        source,
-        Path(out),
-        Recipe(),
-        max_shard_bytes=shard_bytes,
-        progress=progress,
-        overwrite=overwrite,
-    )
+    request = Request(Recipe(), max_shard_bytes=shard_bytes, overwrite=overwrite)
+    convert(source, out, request, on_progress=progress)
 
 for arguments in json.loads(sys.argv[1]):
     child = os.fork()

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor
 
-from lowbit.convert import convert
 from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.errors import CheckpointError
@@ -19,6 +18,7 @@ from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.layout.scheme import SERVED_BITS
 from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
+from tests.conversions import convert
 from tests.oracle import dequantized_weights
 
 if TYPE_CHECKING:

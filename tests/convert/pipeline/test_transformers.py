@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.convert import Override, Recipe, convert
+from lowbit.convert import Override, Recipe
+from tests.conversions import convert
 from tests.oracle import dequantized_weights
 
 if TYPE_CHECKING:

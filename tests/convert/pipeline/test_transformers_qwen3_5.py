@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lowbit.convert import Override, Recipe, convert
+from lowbit.convert import Override, Recipe
+from tests.conversions import convert
 from tests.oracle import dequantized_weights
 
 MTP = (Override("mtp.*", 8),)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lowbit.convert import convert
 from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.pipeline.verification import Verification, verify_folder
 from lowbit.convert.plan.method import Method
@@ -23,6 +22,7 @@ from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.safetensors import hashing
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from lowbit.formats.safetensors.hashing import hash_file, hash_tensor
+from tests.conversions import convert
 
 if TYPE_CHECKING:
     from tests.convert.conftest import MakeModel

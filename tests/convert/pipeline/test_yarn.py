@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.measure.measure import measure_logits
 from lowbit.convert.measure.pair import open_pair
@@ -22,6 +22,7 @@ from lowbit.convert.original.walk import pass_through_all
 from lowbit.convert.original.weights import open_weights
 from lowbit.convert.pipeline.verification import verify_folder
 from lowbit.convert.plan.method import RTN, Method
+from tests.conversions import convert
 
 CPU = torch.device("cpu")
 ORIGINAL = 64  # positions of the models as stated here; windows are of 256

@@ -21,7 +21,7 @@ MEASURE = """
 import os, re, sys
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
 from pathlib import Path
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe, Request, convert
 from lowbit.convert.plan.memory import peak_estimate
 from lowbit.formats.machine.cores import core_count
 
@@ -29,7 +29,8 @@ def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 before, limit = peak(), peak_estimate(1 << 17, core_count())
-convert(sys.argv[1], Path(sys.argv[2]), Recipe(rule=sys.argv[3], head=sys.argv[4]), max_ram=limit)
+recipe = Recipe(rule=sys.argv[3], head=sys.argv[4])
+convert(sys.argv[1], Path(sys.argv[2]), Request(recipe, max_ram=limit))
 print(before, limit, peak())
 """
 # A rotated conversion without the calibration before it, which has an account of its own.

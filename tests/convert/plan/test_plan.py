@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from lowbit.convert.plan.method import Method
-from lowbit.convert.plan.plan import Plan, make_plan, with_method
+from lowbit.convert.plan.method import RTN, Method
+from lowbit.convert.plan.plan import Plan, make_plan
 from lowbit.convert.plan.readers import (
     few_bits,
     one_scheme_misfits,
@@ -428,7 +428,8 @@ def test_another_method_changes_what_a_rotation_touches_and_nothing_else(
     config = {**small_config, "tie_word_embeddings": False}
     tensors = headers(config)
     plan = make_plan(config, tensors, Recipe())
-    rotated = with_method(plan, config, Method.parse("gptq+rotate"))
+    method = Method.parse("gptq+rotate")
+    rotated = make_plan(config, tensors, Recipe(method=method))
     changed = {
         before.source.name: after.fate
         for before, after in zip(plan.steps, rotated.steps, strict=True)
@@ -437,10 +438,23 @@ def test_another_method_changes_what_a_rotation_touches_and_nothing_else(
     norms = (f"model.layers.{n}.{kind}_layernorm.weight" for n in (0, 1) for kind in NORMS)
     assert changed == dict.fromkeys((EMBEDDING, "model.norm.weight", *norms), "rotated")
     assert (rotated.shards, rotated.schemes) == (plan.shards, plan.schemes)
-    assert rotated == make_plan(config, tensors, Recipe(method=Method.parse("gptq+rotate")))
-    weighted = with_method(plan, config, Method("weighted"))
-    assert weighted == replace(plan, recipe=Recipe(method=Method("weighted")))
+    assert rotated == make_plan(config, tensors, Recipe(method=None), choose=lambda *_: method)
+    weighted = make_plan(config, tensors, Recipe(method=Method("weighted")))
+    assert weighted == replace(plan, recipe=weighted.recipe, method=Method("weighted"))
     tied = {**config, "tie_word_embeddings": True}
-    stored = make_plan(tied, tensors, Recipe(head="bf16"))
     with pytest.raises(QuantizationError, match=r"gptq\+rotate`: this model cannot be rotated: a"):
-        with_method(stored, tied, Method.parse("gptq+rotate"))
+        make_plan(tied, tensors, Recipe(head="bf16", method=method))
+
+
+def test_the_chooser_of_a_method_sees_what_is_written(small_config: "Config") -> None:
+    seen: list[set[str]] = []
+
+    def choose(schemes: Any, written: Any) -> Method:
+        seen.append(set(written))
+        return RTN
+
+    plan = make_plan(small_config, headers(small_config), Recipe(method=None), choose=choose)
+    assert plan.recipe == Recipe()
+    assert seen == [plan.written]
+    with pytest.raises(QuantizationError, match="names no method"):
+        make_plan(small_config, headers(small_config), Recipe(method=None))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.convert.calibrate.costs import costs_memory
 from lowbit.convert.calibrate.lookup import Settings, find_or_estimate, open_original
 from lowbit.convert.pipeline.finetune import finetune_mtp, training_memory
@@ -21,6 +21,7 @@ from lowbit.convert.plan.sensitivity import sensitivity_memory
 from lowbit.convert.plan.sets import fused_sets
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
+from tests.conversions import convert
 
 if TYPE_CHECKING:
     from tests.convert.conftest import MakeModel

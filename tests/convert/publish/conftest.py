@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lowbit.convert.pipeline.conversion import convert
 from lowbit.convert.plan.recipe import Recipe
+from tests.conversions import convert
 
 if TYPE_CHECKING:
     from tests.convert.conftest import MakeModel

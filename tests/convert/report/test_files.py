@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.convert.measure.record import QualityReport, read_quality
 from lowbit.convert.report.files import check_reports, left_out, write_reports
 from lowbit.convert.report.verdict import judge
@@ -20,6 +20,7 @@ from lowbit.formats.files.atomic import replace_files
 from lowbit.formats.judgement import read_judgement
 from lowbit.formats.packed import open_packed
 from lowbit.formats.tasks import TaskReport, TaskResult, manifest_sha256, write_tasks
+from tests.conversions import convert
 
 if TYPE_CHECKING:
     from tests.convert.conftest import MakeModel

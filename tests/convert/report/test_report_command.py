@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.convert.measure.record import QualityReport, read_quality
 from lowbit.convert.report import reporting
 from lowbit.convert.report.files import write_reports
@@ -19,6 +19,7 @@ from lowbit.convert.report.verdict import judge
 from lowbit.formats.errors import CheckpointError
 from lowbit.formats.files import atomic
 from lowbit.formats.packed import open_packed
+from tests.conversions import convert
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli

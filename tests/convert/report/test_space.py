@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.convert import Conversion, Recipe, convert
+from lowbit.convert import Conversion, Recipe
 from lowbit.convert.measure.build import measure_sizes
 from lowbit.convert.report.space import Room, where_bytes_went
 from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
+from tests.conversions import convert
 
 
 def rooms_of(folder: Path) -> tuple[list[Room], int]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.convert.measure import speed
 from lowbit.convert.measure.record import QualityReport, Sizes
 from lowbit.convert.measure.speed import Speed, read_speed
@@ -29,6 +29,7 @@ from lowbit.convert.report.verdict import Verdict
 from lowbit.formats.errors import CheckpointError, FormatError, LowbitError, RequestError
 from lowbit.formats.packed import open_packed
 from lowbit.formats.tasks import TaskReport, TaskResult, manifest_sha256, write_tasks
+from tests.conversions import convert
 from tests.convert.report.pages import Page
 from tests.convert.report.samples import LOGITS
 

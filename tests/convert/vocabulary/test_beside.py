@@ -11,12 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lowbit.convert import Recipe, convert, cut_vocabulary
+from lowbit.convert import Recipe, cut_vocabulary
 from lowbit.convert.pipeline.verification import verify_folder
 from lowbit.convert.report.files import source_card
 from lowbit.convert.vocabulary.beside import CutRequest, cut_beside
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.kept_vocabulary import read_kept_vocabulary
+from tests.conversions import convert
 from tests.short_models import Shorten
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lowbit.convert import Recipe, convert, cut_vocabulary
+from lowbit.convert import Recipe, cut_vocabulary
 from lowbit.convert.original.evaluation_text import Text
 from lowbit.convert.pipeline.verification import verify_folder
 from lowbit.convert.vocabulary.cut import CutModel, plan_cut
@@ -19,6 +19,7 @@ from lowbit.formats.draft_head import open_draft_head
 from lowbit.formats.errors import FormatError, LowbitError
 from lowbit.formats.hub.locate import locate
 from lowbit.formats.kept_vocabulary import read_kept_vocabulary
+from tests.conversions import convert
 from tests.short_models import Shorten
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import lowbit.runtime as lowbit
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, dequantize, unpack
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.engine.graphs import Graphs
@@ -24,6 +24,7 @@ from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized
 from lowbit.runtime.state.step import StepPlan
 from lowbit.runtime.thresholds import EXACT_TOKENS
+from tests.conversions import convert
 from tests.runtime.conftest import PackedModel
 
 pytestmark = pytest.mark.gpu

@@ -54,7 +54,8 @@ def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from lowbit.convert import Recipe, convert
+    from lowbit.convert import Recipe
+    from tests.conversions import convert
 
     out = tmp_path_factory.mktemp("packed") / "tiny-qwen3-int4"
     convert(BUNDLED, out, Recipe("int4"))

@@ -118,7 +118,8 @@ def test_scaled_frequencies_are_those_of_transformers(parameters: dict[str, Any]
 def test_a_converted_checkpoint_runs(
     name: str, make_model: Make, reference: Reference, tmp_path: Any
 ) -> None:
-    from lowbit.convert import Recipe, convert
+    from lowbit.convert import Recipe
+    from tests.conversions import convert
 
     source = make_model(lambda role: None, **MODELS[name], hidden_size=128)
     convert(source.folder, tmp_path / "out", Recipe("int4", group_size=32))

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from torch import Tensor
 
 import lowbit.runtime as lowbit
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.convert.measure.measure import measure_logits
 from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.original.evaluation_text import Text, tokenize
@@ -29,6 +29,7 @@ from lowbit.runtime.models.loader import (
     load_decoder,
     open_model,
 )
+from tests.conversions import convert
 from tests.oracle import dequantized_weights
 from tests.short_models import Shorten
 

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 import lowbit.runtime as lowbit
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.layout.recipes import Base
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.kernels.experts.tiled import TiledExperts
 from lowbit.runtime.models.loader import load_decoder, open_model
+from tests.conversions import convert
 from tests.runtime.models.test_experts import leaves
 
 pytestmark = pytest.mark.gpu

@@ -192,7 +192,8 @@ def bundled_reference(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from lowbit.convert import Recipe, convert
+    from lowbit.convert import Recipe
+    from tests.conversions import convert
 
     out = tmp_path_factory.mktemp("packed") / "tiny-qwen3.5"
     convert(EXAMPLES / "models" / "tiny-qwen3.5", out, Recipe("int4"))

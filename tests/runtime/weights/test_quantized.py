@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.formats.errors import CheckpointError, FormatError, QuantizationError
 from lowbit.formats.layout.recipes import Base
 from lowbit.formats.layout.scheme import fitting_group_size
@@ -22,6 +22,7 @@ from lowbit.runtime.cli.main import main
 from lowbit.runtime.models.loader import load_decoder, open_model
 from lowbit.runtime.weights import weights
 from lowbit.runtime.weights.quantized import quantized
+from tests.conversions import convert
 from tests.short_models import Shorten
 
 if TYPE_CHECKING:

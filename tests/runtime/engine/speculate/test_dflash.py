@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from torch import Tensor
 
 import lowbit.runtime as lowbit
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.formats.errors import CheckpointError, FormatError, LowbitError, UnsupportedModelError
 from lowbit.formats.kv_cache import FP32_CACHE
 from lowbit.runtime.cli.main import main
@@ -24,6 +24,7 @@ from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.models.loader import check_device, load_drafter, open_drafter, open_model
 from lowbit.runtime.state.device_state import kv_pages
 from lowbit.runtime.state.step_buffers import lone_step
+from tests.conversions import convert
 from tests.drafters import CONFIG, hidden_by_torch, write_drafter
 from tests.oracle import dequantized_weights
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import lowbit.runtime as lowbit
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.formats.errors import FormatError, UnsupportedModelError
 from lowbit.formats.layout.packing import dequantize, unpack
 from lowbit.runtime.engine.load_options import Mode
@@ -22,6 +22,7 @@ from lowbit.runtime.state.device_state import new_state
 from lowbit.runtime.state.host_rings import new_ring
 from lowbit.runtime.state.sampler import new_sampler_rows
 from lowbit.runtime.state.step_buffers import lone_step
+from tests.conversions import convert
 from tests.short_models import Shorten
 
 if TYPE_CHECKING:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 import lowbit.runtime as lowbit
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.load_options import Mode
 from lowbit.runtime.engine.request import TokenRequest
+from tests.conversions import convert
 from tests.runtime.engine.speculate.guesses import Guesser, drafting_by, guessers
 
 pytestmark = pytest.mark.gpu

@@ -1,0 +1,240 @@
+"""A conversion in Python: a request in, a packed checkpoint and its report out.
+
+The commands `quantize` and `plan` parse their options into a `Request`, call `convert` or
+`plan_conversion`, and show what comes back.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from lowbit.convert.budget.target import TargetRequest, meet_target
+from lowbit.convert.calibrate.lookup import Settings
+from lowbit.convert.calibrate.session import CalibrationRequest
+from lowbit.convert.measure.gate import Condition, Outcome, check_measured, evaluate
+from lowbit.convert.original.answers import check_answers
+from lowbit.convert.original.device import open_device
+from lowbit.convert.original.evaluation_text import Text
+from lowbit.convert.original.progress import Note, Progress, silent, unsaid
+from lowbit.convert.pipeline.conversion import Conversion, carry_out, prepare
+from lowbit.convert.pipeline.estimate import Estimate, estimate, method_chooser
+from lowbit.convert.pipeline.existing import can_continue, find_existing
+from lowbit.convert.pipeline.folder import check_output
+from lowbit.convert.pipeline.origin import remember
+from lowbit.convert.pipeline.place import partial_of, place_of
+from lowbit.convert.pipeline.predicted_size import (
+    PlannedTexts,
+    SourceFiles,
+    files_of,
+    predicted_bytes,
+    report_room,
+)
+from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, make_plan
+from lowbit.convert.plan.recipe import Recipe
+from lowbit.convert.report.reporting import LogitRequest, Reported, complete_report, figures_of
+from lowbit.convert.vocabulary.beside import CutOriginal, CutRequest, cut_beside
+from lowbit.formats.hub.locate import locate
+from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class ReportRequest:
+    """The files of a report, and the gate that its figures have to pass."""
+
+    texts: tuple[Text, ...] = ()  # to compare logits on; without any, weights alone are compared
+    gate: tuple[Condition, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """All that decides a conversion, its report included.
+
+    Attributes:
+        recipe: rules for the bits; INT4 g128 with an INT8 head, by the method that suits model and
+            machine, where left out.
+        target: a budget that decides the bits in place of the recipe.
+        calibration: the text, for methods other than round-to-nearest and for sensitivities.
+        draft_text: `.txt` or `.jsonl`; the tokens it uses most are the rows of a draft head. The
+            bundled one where left out.
+        vocabulary: a smaller vocabulary to cut first.
+        report: files that compare the result with the original; None for no files.
+        revision: branch, tag or commit of a Hub id.
+        device: `cpu` or `cuda`; round-to-nearest gives the same bytes on both.
+        max_ram: resident memory not to exceed, in bytes; by default 2 GB, or 0.5 GB beyond what
+            the process, CUDA and a rotation take.
+        max_shard_bytes: limit of a weight file.
+        overwrite: replace an existing packed checkpoint, unless there is a file in it that was not
+            written here or was changed since; and forget an interrupted conversion that began with
+            another recipe or source.
+        reuse: a finished result of this request at the output is checked and taken, even with its
+            report; without it that is an error unless its report lacks something.
+    """
+
+    recipe: Recipe = Recipe(method=None)  # noqa: RUF009 - frozen
+    target: TargetRequest | None = None
+    calibration: CalibrationRequest = CalibrationRequest()  # noqa: RUF009 - frozen
+    draft_text: Path | None = None
+    vocabulary: CutRequest | None = None
+    report: ReportRequest | None = None
+    revision: str | None = None
+    device: str = "cpu"
+    max_ram: int | None = None
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    overwrite: bool = False
+    reuse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished conversion."""
+
+    conversion: Conversion  # the packed checkpoint
+    report: Reported  # figures, and what became of the files
+    gate: tuple[Outcome, ...]  # of every condition, where logits were compared
+    cut: CutOriginal | None  # the original with a smaller vocabulary that was packed
+
+    @property
+    def passed(self) -> bool:
+        """True where no condition was missed and all files of the report were written."""
+        return self.report.failure is None and all(outcome.met for outcome in self.gate)
+
+
+def convert(
+    source: str | Path,
+    out: str | Path,
+    request: Request = Request(),
+    *,
+    on_plan: Callable[[Estimate], None] | None = None,
+    on_progress: Progress = silent,
+    note: Note = unsaid,
+) -> Result:
+    """Quantize a checkpoint into a packed one at `out`, and compare it with the original.
+
+    Interrupted at any moment, nothing is at `out`; the same call again continues after the last
+    finished tensor and gives the same bytes.
+
+    Args:
+        source: folder, or Hub id.
+        out: folder to create.
+        request: what to make.
+        on_plan: called with the plan before anything is quantized; not where the result is there.
+        on_progress: called with (phase, done, in all): layers and steps of a calibration, bytes of
+            everything else.
+        note: told, a line each, what is computed, and what an earlier run left and this one makes
+            again.
+
+    Raises:
+        LowbitError: for anything that a file, an option or the machine causes. A report that could
+            not be written is `failure` of the result's report instead.
+    """
+    out, device, report = Path(out), open_device(request.device), request.report
+    if report is None:
+        continues = False
+        check_output(place_of(out), request.overwrite)
+    else:
+        check_measured(report.gate, [text.name for text in report.texts], long=False)
+        continues = can_continue(out, request.overwrite, bool(report.texts), request.reuse)
+    cut = None
+    with _explained_interrupt(out):
+        if request.vocabulary is not None:
+            name = str(source)
+            cut = cut_beside(name, request.revision, out, request.vocabulary, on_progress)
+        location = locate(str(source), request.revision) if cut is None else cut.location
+        checkpoint = open_checkpoint(location.folder)
+        ahead = plan_conversion(checkpoint, files_of(location), request, on_progress, note)
+        if report is not None and report.texts:
+            check_answers(ahead.plan.config, str(source))
+        job = prepare(
+            *(location, checkpoint, ahead.plan, device),
+            *(request.calibration, request.draft_text, request.max_ram),
+        )
+        done = None
+        if continues:
+            done = find_existing(job, out, request.overwrite, on_progress, note)
+        if done is None:
+            if on_plan is not None:
+                on_plan(ahead)
+            overwrite = request.overwrite
+            done = carry_out(job, out, overwrite=overwrite, on_progress=on_progress, note=note)
+    if report is None:
+        return Result(done, figures_of(done), (), cut)
+    if done.source.repo is None:
+        remember(done.manifest.source, done.source.folder)
+    compared = LogitRequest(report.texts, request.device, note) if report.texts else None
+    with _explained_measuring(out):
+        found = complete_report(done, compared, on_progress)
+    gate = () if found.quality.logits is None else evaluate(report.gate, found.quality)
+    return Result(done, found, gate, cut)
+
+
+def plan_conversion(
+    source: Checkpoint,
+    files: SourceFiles,
+    request: Request,
+    on_progress: Progress = silent,
+    note: Note = unsaid,
+) -> Estimate:
+    """The plan of a conversion, with the time and memory that it will take.
+
+    Args:
+        source: headers of the original; with a target its weights are read, too.
+        files: of the original, beside its weights.
+        request: what to plan.
+        on_progress: called with (phase, done, in all).
+        note: told what stands out in the headers, and what is computed.
+
+    Raises:
+        LowbitError: a source or a recipe that cannot be converted, a target that cannot be met, and
+            whatever stops `find_or_estimate`.
+    """
+    for text in source.notes:
+        note(text)
+    device, calibration, recipe = open_device(request.device), request.calibration, request.recipe
+    choose = method_chooser(source, device, calibration)
+    limit, choice = request.max_shard_bytes, None
+    if request.target is None:
+        plan = make_plan(source.config, source.tensors, recipe, limit, choose)
+    else:
+        bits, rule = request.target.bits, recipe.rule
+        texts = PlannedTexts(calibration, request.draft_text)
+        choice = meet_target(
+            source,
+            recipe,
+            request.target,
+            Settings(calibration.file, bits=bits, device=device.type, rule=rule),
+            limit,
+            choose,
+            partial(predicted_bytes, files=files, texts=texts, device=device, at_most=True),
+            report_room,
+            on_progress,
+            note,
+        )
+        plan = choice.allocation.plan
+    return estimate(source, plan, device, calibration, choice)
+
+
+@contextmanager
+def _explained_interrupt(out: Path) -> Iterator[None]:
+    """Tell on Ctrl-C which work is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = partial_of(out)
+        if not kept.exists():
+            raise
+        raise KeyboardInterrupt(
+            f"finished tensors are kept in `{kept}`, and the same command continues there"
+        ) from None
+
+
+@contextmanager
+def _explained_measuring(out: Path) -> Iterator[None]:
+    """Tell on Ctrl-C that the packed folder is whole."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"`{out}` is whole, and the same command goes on with its report"
+        ) from None

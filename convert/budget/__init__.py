@@ -1,0 +1,1 @@
+"""Bits under a budget: costs of every fused set, and the choice that loses least."""

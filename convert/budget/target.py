@@ -1,0 +1,115 @@
+"""Bits for a target: sensitivities looked up or computed, and the schemes chosen by them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lowbit.convert.calibrate.lookup import (
+    CachedSensitivities,
+    Settings,
+    dense_weights,
+    find_or_estimate,
+    read_checked,
+    rows_of,
+)
+from lowbit.convert.original.progress import Note, Progress
+from lowbit.convert.plan.allocate import Allocation, Target, allocate
+from lowbit.convert.plan.method import RTN, Method
+from lowbit.convert.plan.plan import MethodChooser, Plan
+from lowbit.convert.plan.recipe import Recipe
+from lowbit.convert.plan.sensitivities import Row
+from lowbit.convert.plan.sets import USUAL_BITS, choices_of, fused_sets
+from lowbit.formats.safetensors.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRequest:
+    """A budget, and the sensitivities to meet it by."""
+
+    target: Target
+    sensitivities: Path | None = None  # file of them; None for the cache, computed if it has none
+    bits: tuple[int, ...] = USUAL_BITS  # to choose from
+
+
+@dataclass(frozen=True, slots=True)
+class TargetChoice:
+    """Schemes chosen for a target."""
+
+    allocation: Allocation
+    costs: CachedSensitivities  # by which they are chosen
+    folder_bytes: int  # size of the folder at most, its report aside
+    # Conditions of the conversion where the costs were measured under others; None where not.
+    unlike: str | None
+
+
+def meet_target(
+    source: Checkpoint,
+    recipe: Recipe,
+    request: TargetRequest,
+    settings: Settings,
+    max_shard_bytes: int,
+    choose: MethodChooser,
+    folder_bytes: Callable[[Plan], int],
+    room: Callable[[Plan], int],
+    on_progress: Progress,
+    note: Note,
+) -> TargetChoice:
+    """Choose the schemes that meet a target with the least loss.
+
+    The sensitivities are those of the method that is then used, with the recipe's scale rule.
+
+    Args:
+        source: the original; its weights are read.
+        recipe: what is fixed.
+        request: the budget.
+        settings: of the sensitivities; the method there is replaced.
+        max_shard_bytes: limit of a weight file.
+        choose: chooses a method that the recipe leaves open.
+        folder_bytes: size of the folder of a plan at most.
+        room: bytes that a target of size leaves for the report.
+        on_progress: called with (phase, done, in all).
+        note: told what is computed, and what cannot be kept.
+
+    Raises:
+        QuantizationError: the target cannot be met.
+        LowbitError: whatever stops `find_or_estimate`.
+    """
+    weights, config, tensors = dense_weights(source), source.config, source.tensors
+
+    def beside(plan: Plan) -> int:
+        return folder_bytes(plan) + room(plan) - plan.output_bytes
+
+    def allocated(rows: Sequence[Row]) -> Allocation:
+        given = [row for row in rows if row.bits in request.bits]
+        budget = request.target
+        return allocate(config, tensors, recipe, given, budget, max_shard_bytes, beside, choose)
+
+    def by(method: Method) -> tuple[CachedSensitivities, Allocation]:
+        costs = find_or_estimate(weights, replace(settings, method=method), on_progress, note)
+        if costs.failure is not None:
+            note(f"the sensitivities are not kept for another time: {costs.failure}")
+        return costs, allocated(costs.sensitivities.rows)
+
+    if request.sensitivities is None:
+        choices = choices_of(fused_sets(config, tensors), settings.groups, request.bits)
+        guesses = [fused.weights * 4.0**-scheme.bits for fused, scheme in choices]
+        # A target out of reach is known now, and mostly the method: auto rotates neither 8 bits nor
+        # a head that stays the embedding.
+        method = allocated(rows_of(choices, guesses)).plan.method
+        costs, chosen = by(method)
+        if chosen.plan.method != method:
+            costs, chosen = by(chosen.plan.method)
+    else:
+        costs = read_checked(request.sensitivities, weights, request.bits, on_progress)
+        chosen = allocated(costs.sensitivities.rows)
+    known, used = costs.sensitivities, chosen.plan.method
+    # Costs that another machine has measured count where this one would estimate them.
+    measured = known.learned > 0 or replace(settings, method=used).measures(config)
+    done = replace(
+        known,
+        scale_rule=recipe.rule,
+        rotated=used.rotate,
+        method=str(replace(used, autoround=False) if measured else RTN),
+    ).conditions
+    unlike = None if done == known.conditions else done
+    return TargetChoice(chosen, costs, folder_bytes(chosen.plan), unlike)
