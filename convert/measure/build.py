@@ -8,11 +8,13 @@ from importlib.metadata import version
 from typing import Any
 
 from lowbit.convert.measure.coverage import Coverage
-from lowbit.convert.measure.record import LogitQuality, QualityReport, Sizes
+from lowbit.convert.measure.record import LogitQuality, QualityReport, Sizes, UsedRecipe
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.original.calibration_text import BUNDLED_NAME
+from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.architectures import is_tied, kind_of, part_of, tensor_table
 from lowbit.formats.draft_head import DRAFT_FILE
+from lowbit.formats.errors import QuantizationError
 from lowbit.formats.folder_size import folder_bytes
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest
 from lowbit.formats.packed import PackedCheckpoint
@@ -62,6 +64,7 @@ def build_report(
         weights=tuple(weights),
         logits=logits,
         command=None if manifest is None else command_of(manifest, name),
+        recipe=None if manifest is None else used_recipe(manifest),
         measured_on=datetime.now(UTC).date().isoformat(),
         original=original or (None if manifest is None else manifest.source.repo),
         model_type=kind_of(config),
@@ -116,6 +119,21 @@ def _bytes_of(checkpoint: Checkpoint) -> int:
     return sum(info.nbytes for info in checkpoint.tensors.values())
 
 
+def used_recipe(manifest: Manifest) -> UsedRecipe | None:
+    """The parts of a folder's recipe that advice depends on; None for one of another release."""
+    try:
+        recipe = Recipe.from_json(manifest.recipe)
+    except QuantizationError:
+        return None
+    method, overrides = method_name(manifest.recipe), len(recipe.overrides)
+    return UsedRecipe(recipe.base, method, recipe.group_size, overrides)
+
+
+def method_name(recipe: Mapping[str, Any]) -> str:
+    """The method of a recipe in lowbit.json as --method names it."""
+    return "absmax" if recipe.get("scales") == "absmax" else str(recipe.get("method", "rtn"))
+
+
 def command_of(manifest: Manifest, name: str) -> str | None:
     """A line for a shell; `SRC` stands for an original that came from a local folder.
 
@@ -131,8 +149,7 @@ def command_of(manifest: Manifest, name: str) -> str | None:
     words += ["--recipe", recipe["recipe"]]
     if recipe["group_size"] != 128:
         words += ["--group-size", recipe["group_size"] or "row"]
-    method = "absmax" if recipe["scales"] == "absmax" else recipe["method"]
-    words += ["--method", method]
+    words += ["--method", method_name(recipe)]
     if manifest.calibration is not None:
         made = manifest.calibration
         if made.text != BUNDLED_NAME:

@@ -309,6 +309,16 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
+class UsedRecipe:
+    """Parts of the recipe of lowbit.json that decide which other options are worth a try."""
+
+    base: str  # `int4`, as --recipe takes it
+    method: str  # `gptq+rotate`, as --method takes it
+    group_size: int | None  # None for a scale a row
+    overrides: int  # patterns that give bits to some linears
+
+
+@dataclass(frozen=True, slots=True)
 class QualityReport:
     """The whole of quality.json.
 
@@ -327,6 +337,7 @@ class QualityReport:
             above those on windows it learned from; None where that is not known.
         coverage: tokens that experts were calibrated on, by layer; empty where they were not.
         long: on long texts; None where they were not asked for.
+        recipe: by which the folder was made; None where lowbit.json does not say.
     """
 
     lowbit_version: str
@@ -342,6 +353,7 @@ class QualityReport:
     held_out_excess: float | None = None
     coverage: tuple[Coverage, ...] = ()
     long: LongQuality | None = None
+    recipe: UsedRecipe | None = None
 
     def to_json(self, verdict: Mapping[str, str | None] | None = None) -> dict[str, Any]:
         """The object that quality.json holds, sealed; `verdict` has its grade and title."""

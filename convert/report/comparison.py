@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lowbit.convert.measure.build import method_name
 from lowbit.convert.measure.record import LogitQuality, QualityReport, read_quality
 from lowbit.convert.measure.speed import Speed, known_speed
 from lowbit.convert.measure.uncertainty import PairedDifference, paired_difference
@@ -234,10 +235,9 @@ def method_text(manifest: Manifest | None) -> str:
     """The method that chose the codes, `gptq`, with the scale rule if that has another name."""
     if manifest is None:
         return "another tool"
-    method, rule = manifest.recipe.get("method", "rtn"), manifest.recipe.get("scales", "signed")
-    if rule == "absmax":
-        return "absmax"
-    return f"{method}, positive scales" if rule == "positive" else str(method)
+    method = method_name(manifest.recipe)
+    positive = manifest.recipe.get("scales") == "positive"
+    return f"{method}, positive scales" if positive else method
 
 
 def mean_cosine(rows: Sequence[WeightQuality]) -> float | None:

@@ -12,7 +12,7 @@ from lowbit.convert.report.card import render_card
 from lowbit.convert.report.html import render_html
 from lowbit.convert.report.source_card import SourceCard, read_source_card
 from lowbit.convert.report.space import where_bytes_went
-from lowbit.convert.report.verdict import stated_verdict
+from lowbit.convert.report.verdict import judge, stated_verdict
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.file_names import DRAFT, HTML_FILE, QUALITY_FILE, README, SOURCE_README
 from lowbit.formats.files.atomic import check_place, disk_errors, replace_files
@@ -79,7 +79,7 @@ def write_reports(
     rooms = where_bytes_went(packed, report.sizes.folder_bytes)
     kept = read_kept_vocabulary(folder)
     page = render_html(report, packed.manifest, name, rooms, tasks, known_speed(folder), kept)
-    figures = report.to_bytes(stated_verdict(report))
+    figures = report.to_bytes(stated_verdict(judge(report)))
     contents = {place / QUALITY_FILE: figures, place / HTML_FILE: page.encode()}
     card = _card_file(place)
     if card is not None:

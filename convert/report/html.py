@@ -11,10 +11,11 @@ from markupsafe import Markup
 
 from lowbit.convert.measure.record import Draft, Drafting, LogitQuality, QualityReport
 from lowbit.convert.measure.speed import Speed
-from lowbit.convert.report import formatting, limits, linears, plots, verdict, warnings
+from lowbit.convert.report import formatting, limits, linears, plots, warnings
 from lowbit.convert.report.heat import heat_maps
 from lowbit.convert.report.page import render_page, share
 from lowbit.convert.report.space import Room
+from lowbit.convert.report.verdict import expected_loss, judge
 from lowbit.formats.kept_vocabulary import KeptVocabulary
 from lowbit.formats.layout.manifest import Manifest
 from lowbit.formats.tasks import TaskReport
@@ -34,20 +35,20 @@ def render_html(
     kept: KeptVocabulary | None = None,
 ) -> str:
     """The page as HTML, with the model's name and all that is known of it."""
-    logits = report.logits
+    logits, verdict, expected = report.logits, judge(report), expected_loss(report)
     outputs = any(row.output_error is not None for row in report.weights)
     return render_page(
         "quality.html.jinja",
         name=name,
         report=report,
         logits=logits,
-        verdict=verdict.judge(report),
-        gauge=_gauge(report),
-        expected=verdict.expected_loss(report),
+        verdict=verdict,
+        gauge=None if logits is None or verdict.grade is None else _gauge(logits, expected),
+        expected=expected,
         limits=limits,
         warnings=warnings.warnings_of(report),
-        traded=warnings.traded(report),
-        **({} if logits is None else _about(report, logits)),
+        traded=warnings.tradeoff_note(report),
+        **({} if logits is None else _about(logits, expected)),
         outputs=outputs,
         maps=heat_maps(report.weights),
         kinds=linears.kinds(report.weights),
@@ -66,14 +67,11 @@ def render_html(
     )
 
 
-def _about(report: QualityReport, logits: LogitQuality) -> dict[str, Any]:
+def _about(logits: LogitQuality, expected: limits.Expectation | None) -> dict[str, Any]:
     """Values of the template that come from measured logits."""
     kl_text = formatting.kl_with_error(logits.kl_mean, logits.kl_error)
     change = formatting.perplexity_change(logits)
-    expected = verdict.expected_loss(report)
-    charts = {
-        "kl": plots.kl_distribution(logits, None if expected is None else expected.kl),
-    }
+    charts = {"kl": plots.kl_distribution(logits, None if expected is None else expected.kl)}
     if len(logits.window_series) > 1:  # one is a dot
         charts["windows"] = plots.kl_along(logits)
     if logits.positions:
@@ -118,11 +116,9 @@ class Gauge(NamedTuple):
     expected: float | None  # loss to expect of this size and these bits
 
 
-def _gauge(report: QualityReport) -> Gauge | None:
-    """The gauge of a report; None where nothing is judged."""
-    if report.logits is None or verdict.judge(report).grade is None:
-        return None
-    noise, expected = report.logits.noise, verdict.expected_loss(report)
+def _gauge(logits: LogitQuality, expected: limits.Expectation | None) -> Gauge:
+    """The gauge of a report that is judged."""
+    noise = logits.noise
     low, high = SCALE
 
     def place(value: float) -> float:
@@ -131,7 +127,7 @@ def _gauge(report: QualityReport) -> Gauge | None:
     ends = [place(limit.kl) for limit in limits.LIMITS] + [100.0]
     widths = [round(b - a, 2) for a, b in zip([0.0, *ends], ends, strict=False)]
     names = [f"{limit.kl:g}" for limit in limits.LIMITS] + [""]
-    value = place(report.logits.kl_mean)
+    value = place(logits.kl_mean)
     return Gauge(
         value=value,
         side="from-left" if value < 20 else "from-right" if value > 80 else "",

@@ -10,7 +10,7 @@ from lowbit.convert.report import formatting
 from lowbit.convert.report.formatting import MISSING, cosine, kl, kl_with_error, percent, perplexity
 from lowbit.convert.report.linears import kinds, scheme_text, worst
 from lowbit.convert.report.verdict import judge
-from lowbit.convert.report.warnings import traded, warnings_of
+from lowbit.convert.report.warnings import tradeoff_note, warnings_of
 from lowbit.formats.architectures.names import without_model
 from lowbit.formats.printable import printable
 from lowbit.formats.shell.tables import plain_table
@@ -28,7 +28,7 @@ def render_terminal(console: Console, report: QualityReport, worst_rows: int = W
         console.print(_needles(report.long))
     if report.weights:
         console.print(_kinds(report))
-        if sentence := traded(report):
+        if sentence := tradeoff_note(report):
             console.print(Text(sentence))
         if worst_rows and len(report.weights) > worst_rows:
             console.print(_worst(report, worst_rows))

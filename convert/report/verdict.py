@@ -1,10 +1,8 @@
 """The verdict on a packed file: its grade, the loss expected of its bits, and what to try next."""
 
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from lowbit.convert.measure.record import LogitQuality, QualityReport
@@ -26,6 +24,7 @@ from lowbit.convert.report.limits import GRADES, LEAST_BITS, SMALLEST, Expectati
 from lowbit.convert.report.linears import main_bits
 from lowbit.formats.architectures import DRAFTERS, MIXTURES
 from lowbit.formats.errors import QuantizationError
+from lowbit.formats.layout.recipes import AS_STORED
 from lowbit.formats.printable import printable
 
 Level = Literal["good", "caution", "bad", "unknown"]
@@ -45,8 +44,6 @@ BESIDE_EXPECTED: tuple[tuple[float, Level, str], ...] = (
 )
 MORE_BITS = 1.0  # of the budget that is proposed
 MOST_BITS = 8.0
-# Options that decide, and their values where a recorded command leaves them out.
-UNSAID = {"--method": "rtn", "--recipe": "int4", "--group-size": "128"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +86,8 @@ def judge(report: QualityReport) -> Verdict:
         return refused
     found = graded_figures(logits)
     worst = max(found, key=lambda figure: GRADES.index(figure.grade))
-    expected, level = _beside_others(report, found[0])
+    loss = expected_loss(report)
+    expected, level = _beside_others(report, found[0], loss)
     growing = drift(logits)
     others = [a for a in found[1:] if a is not worst and a.grade == worst.grade != found[0].grade]
     color = _level(worst.grade, level, growing is not None)
@@ -105,15 +103,14 @@ def judge(report: QualityReport) -> Verdict:
             *_close_call(found, worst.grade),
             *filter(None, [growing]),
             *texts_left_out(logits),
-            *_too_small(report),
+            *(_too_small(report) if loss is None else ()),
         ),
         next_steps=() if color == "good" else next_steps(report),
     )
 
 
-def stated_verdict(report: QualityReport) -> dict[str, str | None]:
+def stated_verdict(verdict: Verdict) -> dict[str, str | None]:
     """The verdict as quality.json states it, for readers that do not judge."""
-    verdict = judge(report)
     return {"grade": verdict.grade, "title": verdict.title}
 
 
@@ -183,17 +180,19 @@ def expected_loss(report: QualityReport) -> Expectation | None:
     return limits.expectation(main_bits(report.weights), report.parameters)
 
 
-def _beside_others(report: QualityReport, mean: GradedFigure) -> tuple[str, Level]:
+def _beside_others(
+    report: QualityReport, mean: GradedFigure, loss: Expectation | None
+) -> tuple[str, Level]:
     """The loss beside that of good files of the same bits and size: a sentence and its level."""
-    found, bits = expected_loss(report), main_bits(report.weights)
-    if found is None or bits is None:
+    bits = main_bits(report.weights)
+    if loss is None or bits is None:
         return "", "good"
-    ratio = mean.judged / found.kl
+    ratio = mean.judged / loss.kl
     level, start = next(row[1:] for row in BESIDE_EXPECTED if ratio <= row[0])
     few = f" (held to the measure of {LEAST_BITS} bits)" if bits < LEAST_BITS else ""
     return (
         f"{start} of {bits}-bit weights{few} in a model of {count(report.parameters)} parameters: "
-        f"good files stay below {found.kl:g}.",
+        f"good files stay below {loss.kl:g}.",
         level,
     )
 
@@ -201,7 +200,7 @@ def _beside_others(report: QualityReport, mean: GradedFigure) -> tuple[str, Leve
 def _too_small(report: QualityReport) -> list[str]:
     """A sentence about a model that only its size leaves without an expectation."""
     known = limits.expectation(main_bits(report.weights), math.inf)  # of larger models
-    if expected_loss(report) is not None or known is None:
+    if known is None:
         return []
     return [
         f"The loss to expect is only known of models from {count(SMALLEST)} parameters on; "
@@ -232,17 +231,18 @@ def next_steps(report: QualityReport) -> tuple[str, ...]:
 
     Linears of 8 bits gain nothing from calibration or from a budget.
     """
-    used = used_options(report.command)
-    if used is None:
+    recipe = report.recipe
+    if recipe is None:
         return ()
+    used = {"--recipe": recipe.base, "--group-size": str(recipe.group_size or "row")}
     bits = main_bits(report.weights)
     few = bits is None or bits < MOST_BITS
     found = []
-    if few and (gain := _better_method(used["--method"], report.model_type)) is not None:
+    if few and (gain := _better_method(recipe.method, report.model_type)) is not None:
         found.append(f"--method {gain.method} (same size, {gain.words})")
     # Experts in several schemes load in lowbit-run alone, and what they gain is not measured.
-    uniform = "--bits" not in str(report.command) and report.model_type not in MIXTURES
-    if few and uniform:
+    uniform = not recipe.overrides and report.model_type not in MIXTURES
+    if few and uniform and report.sizes.bits_per_weight <= AS_STORED:
         same = math.ceil(100 * report.sizes.bits_per_weight) / 100
         found.append(f"--target-bpw {same:g} (same size, {choice.TO_CHOSEN_BITS})")
     found += [
@@ -270,15 +270,3 @@ def _better_method(used: str, model_type: str) -> choice.Gain | None:
     if experts and best not in choice.WITH_EXPERTS:
         return None
     return choice.Gain(best, choice.RTN_TO_GPTQ)
-
-
-def used_options(command: str | None) -> Mapping[str, str] | None:
-    """Values of the deciding options in the command of a report; None where there is none."""
-    if command is None:
-        return None
-    try:
-        words = shlex.split(command)
-    except ValueError:  # a report may come from anybody
-        return None
-    given = {option: value for option, value in pairwise(words) if option in UNSAID}
-    return {**UNSAID, **given}

@@ -11,7 +11,6 @@ from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.original.evaluation_text import bundled_hashes
 from lowbit.convert.report.formatting import kl, percent
 from lowbit.convert.report.linears import worst
-from lowbit.convert.report.verdict import used_options
 from lowbit.formats.architectures.names import MTP_PREFIX
 
 OUTLIER = 1.5  # times the median error of the same bits
@@ -101,10 +100,9 @@ def rounded_head(rows: Sequence[WeightQuality]) -> str:
     )
 
 
-def traded(report: QualityReport) -> str:
-    """Why weight errors are larger than those of rounding; empty where nothing was traded."""
-    used = used_options(report.command) or {}
-    if not report.weights or not used.get("--method", "").startswith("gptq"):
+def tradeoff_note(report: QualityReport) -> str:
+    """Reason why weight errors are larger than those of rounding; empty where they are not."""
+    if not report.weights or report.recipe is None or not report.recipe.method.startswith("gptq"):
         return ""
     return (
         "Weight errors are larger than those of round-to-nearest: gptq trades them for smaller "

@@ -120,6 +120,7 @@ def conversion_json(result: Result) -> dict[str, Any]:
     """The object of `quantize --json`, but for what was published."""
     done, found = result.conversion, result.report
     quality, made = found.quality, done.manifest.draft_head
+    verdict = judge(quality)
     return {
         "folder": str(done.folder),
         "method": str(done.plan.method),
@@ -130,8 +131,8 @@ def conversion_json(result: Result) -> dict[str, Any]:
         "seconds": done.seconds,
         "calibration": [asdict(row) for row in done.calibration],
         "draft_head": made and asdict(made),
-        "verdict": asdict(judge(quality)),
-        "quality": quality.to_json(stated_verdict(quality)),
+        "verdict": asdict(verdict),
+        "quality": quality.to_json(stated_verdict(verdict)),
         "notes": [*filter(None, [without_tokenizer(done)]), *found.notes],
         "gate": gate_json(result.gate) if result.gate else None,
         "vocabulary": None if result.cut is None else result.cut.record.summary(),
@@ -162,10 +163,11 @@ def quality(found: Reported) -> None:
 
 def quality_json(folder: Path, found: Reported) -> dict[str, Any]:
     """The object of `report --json`."""
+    verdict = judge(found.quality)
     return {
         "folder": str(folder),
-        "verdict": asdict(judge(found.quality)),
-        "quality": found.quality.to_json(stated_verdict(found.quality)),
+        "verdict": asdict(verdict),
+        "quality": found.quality.to_json(stated_verdict(verdict)),
         "notes": list(found.notes),
     }
 

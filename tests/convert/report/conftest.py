@@ -18,6 +18,7 @@ from lowbit.convert.measure.record import (
     QualityReport,
     Sizes,
     TextKind,
+    UsedRecipe,
 )
 from lowbit.convert.measure.weights import WeightQuality
 from tests.convert.report import samples
@@ -119,6 +120,7 @@ def make_report(logits: LogitQuality) -> MakeReport:
         sizes = Sizes(5_953_483, 11_828_625, 4.853)
         found = replace(logits, **figures) if measured else None
         facts = ("2026-05-31", "qwen3", 5_801_216, "lowbit-convert a b")
-        return QualityReport("0.1.0", "cd" * 32, sizes, rows, found, *facts)
+        recipe = UsedRecipe("int4", "rtn", 128, 0)
+        return QualityReport("0.1.0", "cd" * 32, sizes, rows, found, *facts, recipe=recipe)
 
     return make

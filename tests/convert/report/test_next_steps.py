@@ -1,12 +1,13 @@
 """Options that a report proposes, by those the file was made with."""
 
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 
 import pytest
 
-from lowbit.convert.measure.record import QualityReport
+from lowbit.convert.measure.record import QualityReport, UsedRecipe
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.html import render_html
 from lowbit.convert.report.terminal import render_terminal
@@ -16,29 +17,31 @@ from lowbit.formats.shell.tables import Screen
 MakeReport = Callable[..., QualityReport]
 MakeRow = Callable[..., WeightQuality]
 
-BEST = "lowbit-convert SRC a --method gptq+rotate+autoround"
+BEST = UsedRecipe("int4", "gptq+rotate+autoround", 128, 1)
 
 
 @pytest.mark.parametrize(
-    ("model_type", "command", "first"),
+    ("model_type", "recipe", "first"),
     [
-        ("qwen3", "lowbit-convert SRC a", "--method gptq+rotate (same"),
-        ("qwen3", "lowbit-convert SRC a --method absmax", "--method gptq+rotate (same"),
-        ("qwen3_5", "lowbit-convert SRC a", "--method gptq (same"),
-        ("qwen3_5", "lowbit-convert SRC a --method weighted", "--method gptq (same"),
-        ("qwen3", "lowbit-convert SRC a --method gptq", "--method gptq+rotate (same"),
-        ("qwen3_5", "lowbit-convert SRC a --method gptq", "--method gptq+autoround (same"),
-        ("qwen3", "lowbit-convert SRC a --method gptq+rotate", "--target-bpw 4.86 (same"),
-        ("qwen3", "lowbit-convert SRC a --method nonsense", "--target-bpw 4.86 (same"),
-        ("qwen3", f"{BEST} --bits a=4", "--recipe int8 ("),
-        ("qwen3", f"{BEST} --bits a=4 --recipe int3", "--recipe int4 ("),
-        ("qwen3", f"{BEST} --bits a=4 --recipe int2", "--recipe int3 ("),
+        ("qwen3", "rtn", "--method gptq+rotate (same"),
+        ("qwen3", "absmax", "--method gptq+rotate (same"),
+        ("qwen3_5", "rtn", "--method gptq (same"),
+        ("qwen3_5", "weighted", "--method gptq (same"),
+        ("qwen3", "gptq", "--method gptq+rotate (same"),
+        ("qwen3_5", "gptq", "--method gptq+autoround (same"),
+        ("qwen3", "gptq+rotate", "--target-bpw 4.86 (same"),
+        ("qwen3", "nonsense", "--target-bpw 4.86 (same"),
+        ("qwen3", BEST, "--recipe int8 ("),
+        ("qwen3", replace(BEST, base="int3"), "--recipe int4 ("),
+        ("qwen3", replace(BEST, base="int2"), "--recipe int3 ("),
     ],
 )
 def test_the_first_step_depends_on_what_was_used(
-    make_report: MakeReport, model_type: str, command: str, first: str
+    make_report: MakeReport, model_type: str, recipe: UsedRecipe | str, first: str
 ) -> None:
-    steps = next_steps(replace(make_report(), model_type=model_type, command=command))
+    if isinstance(recipe, str):
+        recipe = UsedRecipe("int4", recipe, 128, 0)
+    steps = next_steps(replace(make_report(), model_type=model_type, recipe=recipe))
     assert steps[0].startswith(first)
     assert "--group-size 64 (up to 0.25 bits per weight more)" in steps
     assert steps[-1].startswith("--target-bpw 5.9 (")
@@ -46,16 +49,16 @@ def test_the_first_step_depends_on_what_was_used(
 
 def test_experts_are_not_promised_what_was_measured_without(make_report: MakeReport) -> None:
     """Experts of several schemes load nowhere else."""
-    made = replace(make_report(), command="lowbit-convert SRC a --method gptq")
+    made = replace(make_report(), recipe=UsedRecipe("int4", "gptq", 128, 0))
     for model_type, told in (("qwen3", True), ("qwen3_moe", False), ("qwen3_5_moe", False)):
         steps = next_steps(replace(made, model_type=model_type))
         assert any("--target-bpw 4.86 (same size" in step for step in steps) == told
 
 
 def test_smaller_groups_end(make_report: MakeReport) -> None:
-    made = replace(make_report(), command="lowbit-convert SRC a --group-size 64")
+    made = replace(make_report(), recipe=UsedRecipe("int4", "rtn", 64, 0))
     assert any(step.startswith("--group-size 32") for step in next_steps(made))
-    made = replace(made, command="lowbit-convert SRC a --group-size 32")
+    made = replace(made, recipe=UsedRecipe("int4", "rtn", 32, 0))
     assert not any(step.startswith("--group-size") for step in next_steps(made))
 
 
@@ -63,13 +66,19 @@ def test_eight_bits_gain_from_smaller_groups_only(
     make_report: MakeReport, make_row: MakeRow
 ) -> None:
     rows = (make_row("model.layers.0.mlp.up_proj", 8),)
-    made = replace(make_report(rows), command="lowbit-convert SRC a --recipe int8")
+    made = replace(make_report(rows), recipe=UsedRecipe("int8", "rtn", 128, 0))
     assert [step.split(" (")[0] for step in next_steps(made)] == ["--group-size 64"]
 
 
-@pytest.mark.parametrize("command", [None, "lowbit-convert 'unfinished"])
-def test_files_of_others_have_none(make_report: MakeReport, command: str | None) -> None:
-    assert next_steps(replace(make_report(), command=command)) == ()
+def test_files_of_others_have_none(make_report: MakeReport) -> None:
+    assert next_steps(replace(make_report(), recipe=None)) == ()
+
+
+@pytest.mark.parametrize("name", ["x--bits", "--method", "a --bits b", "--recipe int8"])
+def test_the_name_of_a_folder_changes_no_advice(make_report: MakeReport, name: str) -> None:
+    plain = make_report()
+    named = replace(plain, command=shlex.join(["lowbit-convert", "SRC", name]))
+    assert next_steps(named) == next_steps(plain) != ()
 
 
 def test_only_a_file_that_loses_too_much_has_steps(make_report: MakeReport) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lowbit.convert.measure.record import QualityReport, Sizes
+from lowbit.convert.measure.record import QualityReport, Sizes, UsedRecipe
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.html import render_html
 from lowbit.convert.report.terminal import render_terminal
@@ -44,7 +44,7 @@ def test_headline(make_report: MakeReport) -> None:
 
 @pytest.mark.parametrize(("method", "told"), [("gptq+rotate", True), ("rtn", False)])
 def test_gptq_says_why_weights_err_more(make_report: MakeReport, method: str, told: bool) -> None:
-    report = replace(make_report(), command=f"lowbit-convert a b --method {method}")
+    report = replace(make_report(), recipe=UsedRecipe("int4", method, 128, 0))
     for text in (rendered(report), render_html(report, None, "m")):
         assert ("gptq trades them for smaller" in " ".join(text.split())) == told
 
