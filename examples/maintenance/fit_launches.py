@@ -18,20 +18,18 @@ from pathlib import Path
 import click
 import numpy as np
 
-from lowbit.runtime.kernels.launch.device import OLDER_REGISTERS
-from lowbit.runtime.kernels.launch.linear import GEMV_MEASURED, GemvLaunch, gemv_launch
+from lowbit.runtime.kernels.launch.card import OLDER_REGISTERS, REGISTERS, RESERVED
+from lowbit.runtime.kernels.launch.card import Card as LaunchCard
+from lowbit.runtime.kernels.launch.linear import GemvLaunch, gemv_launch, measured
 from lowbit.runtime.kernels.linear.gemv import shared_bytes
 from lowbit.runtime.kernels.linear.program import blocks_of
 from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.lab.tuning.candidates import (
     MOST_AHEAD,
     OWN_REGISTERS,
-    REGISTER_FILE,
-    RESERVED,
     STEP_REGISTERS,
     TILES,
     WARPS,
-    Multiprocessors,
     for_one,
 )
 
@@ -56,6 +54,18 @@ OTHERS = {
     "L4": (58, 1536, 100, 300),
     "L40S": (142, 1536, 100, 864),
 }
+
+
+CAPABILITY = {228: (9, 0), 164: (8, 0), 100: (8, 9)}  # by KB of shared memory
+
+
+@dataclass(frozen=True)
+class Multiprocessors:
+    """Multiprocessors of a card, and what one has room for: threads, and bytes of shared memory."""
+
+    count: int
+    threads: int
+    shared: int
 
 
 @dataclass(frozen=True)
@@ -157,7 +167,7 @@ def terms_of(trial: Trial, card: Card) -> list[float]:
     threads = 32 * launch.warps
     room = min(
         parts.threads // threads,
-        REGISTER_FILE // (threads * (-(-trial.registers // 8) * 8)),
+        REGISTERS // (threads * (-(-trial.registers // 8) * 8)),
         parts.shared // (needed + RESERVED),
     )
     together = max(1, min(each, room))
@@ -215,8 +225,10 @@ def table_of(linear: Linear, programmatic: bool) -> GemvLaunch:
 
 def order_of(linear: Linear, card: Card) -> dict[tuple[int, ...], int]:
     """The place of a launch among those that `lowbit-run tune` tries."""
-    parts = replace(card.parts, overlaps=False)
-    ordered = for_one(linear.bits, linear.tiles, linear.steps, linear.K, parts, MOST)
+    kind = LaunchCard(CAPABILITY[card.parts.shared >> 10], card.parts.count)
+    count = MOST * (2 if kind.overlaps else 1)
+    found = for_one(linear.bits, linear.tiles, linear.steps, linear.K, kind, count)
+    ordered = [launch for launch in found if not launch.early]
     return {share_of(launch): n for n, launch in enumerate(filter(is_simple, ordered))}
 
 
@@ -331,7 +343,7 @@ def possible(linear: Linear, launch: GemvLaunch) -> Trial:
 def outlook(card: Card, costs: np.ndarray) -> tuple[list[float], list[float]]:
     """Gains of the model's launches over the tables': of all, and of those with as many parts."""
     gains: tuple[list[float], list[float]] = [], []
-    for bits, tiles, steps in GEMV_MEASURED:
+    for bits, tiles, steps in measured("one"):
         K = steps * WIDTHS[bits].STEP_K
         linear = Linear(bits, 16 * tiles, K, False, 16 * tiles > K)
         table = table_of(linear, False)

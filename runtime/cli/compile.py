@@ -18,8 +18,7 @@ from lowbit.runtime.cli.options import (
     with_load_options,
 )
 from lowbit.runtime.engine.load_options import MOST_SEQUENCES, SEQUENCES
-from lowbit.runtime.kernels.launch.linear import MULTIPROCESSORS
-from lowbit.runtime.lab.architectures import COMPILED
+from lowbit.runtime.kernels.launch.card import COMPILED, MULTIPROCESSORS
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.load_options import LoadOptions

@@ -251,6 +251,22 @@ class Runner:
         rows, positions = inputs.step.rows[:M], inputs.step.positions[:M]
         self.choose_tokens(logits, rows, positions, inputs.chosen[:M])
 
+    def warm_up(self, widths: Numbers[int], lengths: Numbers[int]) -> None:
+        """Send plain steps, whole and in halves, so that all their kernels are compiled.
+
+        Args:
+            widths: tokens of a step.
+            lengths: each that steps are recorded for, in tokens of the longest sequence.
+        """
+        padded = self.decoder.config.vocab_size
+        self._kept = new_kept(self.rows, self.sampler.vocabulary, padded, self.state.device)
+        for M in widths:
+            plans = [StepPlan(M, M, reach, longest=1) for reach in lengths]
+            for plan in plans:
+                self._logits_of(plan)
+            self._decode(plans[0])
+            self._choose_next(plans[0])
+
     def make_room_to_keep(self) -> None:
         """Allocate the tensor that keeps logits on a GPU, before half a step is recorded."""
         if self.on_gpu and not len(self._kept):

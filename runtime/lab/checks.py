@@ -17,7 +17,7 @@ from typing import Literal
 from lowbit.formats.errors import FormatError
 from lowbit.formats.machine.cores import core_count
 from lowbit.formats.machine.system import install_hint
-from lowbit.runtime.lab.architectures import COMPILED, LEAST_CAPABILITY
+from lowbit.runtime.kernels.launch.card import COMPILED, LEAST_CAPABILITY
 
 State = Literal["ok", "note", "missing"]  # a note costs something, but no command
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -172,7 +172,7 @@ def _launches(about: "object") -> Iterator[Finding]:
     except (ImportError, OSError):
         return
     name, _, (major, minor) = _facts(about)
-    card = tuned.Card(name, 10 * major + minor, tuned.kernels_version())
+    card = tuned.MeasuredCard(name, 10 * major + minor, tuned.kernels_version())
     try:
         found = tuned.read_launches(card)
     except FormatError as error:

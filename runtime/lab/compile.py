@@ -19,7 +19,7 @@ from lowbit.formats.kv_cache import plain_cache
 from lowbit.formats.machine.cores import core_count
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import Account, asked_cache
-from lowbit.runtime.kernels.launch.linear import MULTIPROCESSORS
+from lowbit.runtime.kernels.launch.card import MULTIPROCESSORS
 from lowbit.runtime.models.loader import open_model
 from lowbit.runtime.text.tokenizer import load_tokenizer
 

@@ -2,26 +2,26 @@
 
 The model is built of tensors without data, and its steps are sent as on such a GPU: so shapes,
 alignment, constants and launch options are those of real launches, and Triton itself makes the keys
-that it will look for. Only the driver is a stand-in, and nothing is launched.
+that it will look for. Only Triton's driver is a stand-in, and nothing is launched.
 
-It is a process of its own, since Triton knows one driver and PyTorch one kind of GPU.
+It is a process of its own, since Triton knows one driver.
 """
 
 import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.runtime import JITFunction, driver
+from triton.runtime import driver
 
 from lowbit.formats.generation import load_generation_config
 from lowbit.formats.kv_cache import plain_cache
@@ -34,20 +34,18 @@ from lowbit.runtime.engine.graphs import WIDTHS, Graphs, reach_for, width_for
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import Account, asked_cache, choose_cache_type
 from lowbit.runtime.engine.request import TokenRequest
-from lowbit.runtime.engine.runner import Runner, new_kept, new_runner
+from lowbit.runtime.engine.runner import Runner, new_runner
 from lowbit.runtime.engine.sequence import Sequence
-from lowbit.runtime.kernels.launch.linear import MULTIPROCESSORS
+from lowbit.runtime.kernels.launch.card import Card
 from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.models.loader import OpenedModel, build_decoder, open_model
 from lowbit.runtime.state.sampler import SamplingParams, sampling_defaults
-from lowbit.runtime.state.step import StepPlan
 from lowbit.runtime.text.tokenizer import load_tokenizer
 from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 from lowbit.runtime.weights.weights import WIDE_BITS, Weights
 
 WARP = 32
 DTYPE = torch.bfloat16
-HOPPER = 9
 # First of four lengths of prompts in a row, one of each alignment, for every way of computing.
 LENGTHS = (17, 33, 49, 65, 129, 300, 1021)
 
@@ -65,16 +63,32 @@ class Tally:
         (self.found if cache_hit else self.compiled)[name] += 1
 
 
-class StandIn:
-    """A driver for a GPU that is not there."""
+Compile = Callable[[Any, tuple[int, ...], Numbers[Any], Mapping[str, Any]], object]
 
-    def __init__(self, capability: int) -> None:
-        """Take the compute capability, 90 for 9.0."""
-        self.target = GPUTarget("cuda", capability, WARP)
+
+def compile_only(
+    kernel: Any, grid: tuple[int, ...], arguments: Numbers[Any], named: Mapping[str, Any]
+) -> None:
+    """Compile a kernel as `kernel[grid](*arguments, **named)` would, or find it in the cache."""
+    kernel.warmup(*arguments, grid=grid, **named)
+
+
+@dataclass(frozen=True, slots=True)
+class FakeGpu:
+    """Triton's driver for a card that is not there.
+
+    Attributes:
+        card: that kernels are chosen and compiled for.
+        compile: takes the place of every launch for tensors on `meta` (`launch.device.run`).
+    """
+
+    card: Card
+    compile: Compile = compile_only
 
     def get_current_target(self) -> GPUTarget:
         """The kind of GPU that kernels are compiled for."""
-        return self.target
+        major, minor = self.card.capability
+        return GPUTarget("cuda", 10 * major + minor, WARP)
 
     def get_current_device(self) -> int:
         """Number of the only GPU."""
@@ -102,24 +116,11 @@ class MetaWeights(Weights[Any]):
         return torch.empty(rows, words, dtype=torch.int32, device=self.device)
 
 
-def fake_gpu(capability: int, multiprocessors: int = MULTIPROCESSORS) -> Tally:
-    """Let Triton and the kernels' tables see such a GPU, on which nothing is ever launched.
-
-    Args:
-        capability: 90 for compute capability 9.0.
-        multiprocessors: of the card.
-    """
-    tally, run = Tally(), JITFunction.run
-    driver.set_active(StandIn(capability))
-    about: Any = SimpleNamespace(multi_processor_count=multiprocessors)
-    torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
-    torch.cuda.get_device_properties = lambda device=None: about
+def fake_gpu(card: Card, compile: Compile = compile_only) -> Tally:
+    """Make Triton compile for a card that need not be there; see `FakeGpu`."""
+    tally = Tally()
+    driver.set_active(FakeGpu(card, compile))
     triton.knobs.compilation.listener = tally.note
-
-    def only_compile(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        run(self, *arguments, grid=grid, warmup=True, **options)
-
-    JITFunction.run = only_compile
     return tally
 
 
@@ -143,16 +144,19 @@ def send_steps(runner: Runner, params: Iterable[SamplingParams], hopper: bool) -
         for width in CHUNK_WIDTHS:
             chunks.forward(width)
     longer = () if replayed else [first + n for first in LENGTHS for n in range(4)]
-    reaches = list(reaches_of(runner.context))
+    lengths = list(reaches_of(runner.context))
     for count in (*range(1, SEQUENCE_TOKENS + 1), *longer):
-        for reach in reaches:
+        for reach in lengths:
             if count <= reach:
                 send_chunk(runner, count, reach - count)
     widths = [width for width in WIDTHS if width <= width_for(runner.rows)]
-    for width in widths:
-        for reach in reaches:
-            runner._forward(StepPlan(width, width, reach, 1))
-    send_choices(runner, params, widths)
+    runner.warm_up(widths, lengths)
+    for each in params:
+        for masked in (False, True):
+            runner.sampler.configure_row(1, each, [0], masked)
+            send_first_tokens(runner)
+            runner.warm_up(widths, lengths[:1])
+            runner.sampler.clear_row(1)
 
 
 def reaches_of(context: int) -> Iterator[int]:
@@ -170,22 +174,12 @@ def send_chunk(runner: Runner, count: int, first: int) -> None:
     last_of(runner.chunk(sequence, [0] * count))
 
 
-def send_choices(runner: Runner, params: Iterable[SamplingParams], widths: Iterable[int]) -> None:
-    """Choose tokens by each of the parameters: the first of a prompt, and those of steps."""
-    config, rows = runner.decoder.config, min(2, runner.rows)
-    runner._kept = new_kept(runner.rows, runner.sampler.vocabulary, config.vocab_size, "meta")
-    hidden = torch.empty(1, config.hidden_size, dtype=DTYPE, device="meta")
-    for each in params:
-        for masked in (False, True):
-            runner.sampler.configure_row(1, each, [0], masked)
-            for row in range(1, 1 + rows):  # of either alignment
-                logits, one = runner.decoder.logits(hidden), runner.ints([0])
-                runner.choose_tokens(logits, one, one, runner.inputs.firsts[row : row + 1])
-            for width in widths:
-                plan = StepPlan(width, width, reach_for(1, runner.context), 1)
-                runner._decode(plan)
-                runner._choose_next(plan)
-            runner.sampler.clear_row(1)
+def send_first_tokens(runner: Runner) -> None:
+    """Choose the first token after a prompt, at places of either alignment."""
+    hidden = torch.empty(1, runner.decoder.config.hidden_size, dtype=DTYPE, device="meta")
+    for row in range(1, 1 + min(2, runner.rows)):
+        logits, one = runner.decoder.logits(hidden), runner.ints([0])
+        runner.choose_tokens(logits, one, one, runner.inputs.firsts[row : row + 1])
 
 
 def work(task: dict[str, Any]) -> dict[str, Any]:
@@ -194,8 +188,9 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     Returns:
         Numbers of kernels by name, `compiled` and `found`.
     """
-    folder, capability = Path(task["folder"]), int(task["capability"])
-    tally = fake_gpu(capability, int(task["multiprocessors"]))
+    folder = Path(task["folder"])
+    card = Card(divmod(int(task["capability"]), 10), int(task["multiprocessors"]))
+    tally = fake_gpu(card)
     vocabulary = load_tokenizer(folder).vocabulary
     for sequences in task["sequences"]:
         options = LoadOptions(device="cuda", max_sequences=sequences, **task["options"])
@@ -204,7 +199,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
         generation = load_generation_config(folder, opened.config.vocab_size)
         likeliest = SamplingParams()
         params = [likeliest, sampling_defaults(generation), replace(likeliest, logprobs=0)]
-        send_steps(runner, params, hopper=capability // 10 == HOPPER)
+        send_steps(runner, params, hopper=card.is_hopper)
     return {"compiled": dict(tally.compiled), "found": dict(tally.found)}
 
 

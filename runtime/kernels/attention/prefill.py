@@ -34,7 +34,7 @@ from lowbit.runtime.kernels.attention.prefill_hopper import (
 )
 from lowbit.runtime.kernels.attention.widen_pages import widen_pages
 from lowbit.runtime.kernels.launch.attention import prompt_launch
-from lowbit.runtime.kernels.launch.device import capability, run
+from lowbit.runtime.kernels.launch.device import card_of, run
 from lowbit.runtime.state.pages import PAGE, KVPages, pages_for
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span, Step
@@ -279,7 +279,7 @@ def attention_prefill(
         enable_fp_fusion=True,
     )
     scale = D**-0.5 * LOG2E
-    hopper = capability(qkv)[0] == 9
+    hopper = card_of(qkv).is_hopper
     if hopper and M > PROMPT_TOKENS and D in HEAD_DIMS:
         k, v = widen_pages(stored, where, step.tables.shape[1]) if pages.scaled else stored[:2]
         plan = prompt_plan(heads, in_order=pages.scaled)

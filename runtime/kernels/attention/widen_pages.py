@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowbit.runtime.kernels.launch.device import multiprocessors, run
+from lowbit.runtime.kernels.launch.device import card_of, run
 from lowbit.runtime.state.pages import PAGE
 
 EACH = 4  # programs of a multiprocessor
@@ -60,7 +60,7 @@ def widen_pages(
     k, v = stored[0].new_empty((2, pages, rows, heads, D), dtype=torch.bfloat16)
     run(
         _widen_pages_kernel,
-        (EACH * multiprocessors(stored[0]),),
+        (EACH * card_of(stored[0]).multiprocessors,),
         *stored,
         k,
         v,

@@ -27,7 +27,7 @@ from lowbit.runtime.kernels.experts.multiply import (
     tile_of,
 )
 from lowbit.runtime.kernels.experts.tiled import TiledExperts
-from lowbit.runtime.kernels.launch.device import run, shared_limit
+from lowbit.runtime.kernels.launch.device import card_of, run
 from lowbit.runtime.kernels.launch.experts import GemmLaunch, GemmTiles
 from lowbit.runtime.kernels.ptx.memory import large_shared_buffer, recomputed
 from lowbit.runtime.kernels.ptx.mma import threads
@@ -222,4 +222,4 @@ def _options(block: Block) -> dict[str, Any]:
 
 
 def _block_for(w: TiledExperts, launch: GemmTiles, rows: int) -> Block:
-    return block_of(w.constants, launch, w.tiles, rows, shared_limit(w.words))
+    return block_of(w.constants, launch, w.tiles, rows, card_of(w.words).shared_bytes)

@@ -1,4 +1,4 @@
-"""Limits of a tensor's device, and launches of kernels, quick from the second on.
+"""The card of a tensor, and launches of kernels, quick from the second on.
 
 Nothing is queried at import.
 """
@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
-from lowbit.runtime.kernels.launch.linear import MULTIPROCESSORS
+from lowbit.runtime.kernels.launch.card import CPU, Card
 
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a kernel may declare on every GPU
-OLDER_REGISTERS = 168  # of a thread, where a launch names none
-TIGHT = 80  # registers of a thread
 
 
 def programmatic_launch(x: Tensor) -> bool:
@@ -27,49 +25,24 @@ def programmatic_launch(x: Tensor) -> bool:
     positions, block tables, states of linear layers. So two steps of one layer need a kernel
     between them, as every model has.
     """
-    return capability(x) >= (9, 0)
+    return card_of(x).overlaps
 
 
 def register_cap(x: Tensor, measured: int | None) -> int | None:
-    """Most registers of a thread, given the best on Hopper; None leaves them to the compiler.
-
-    After Hopper the compiler spills more often with a cap.
-    """
-    if capability(x) >= (10, 0):
-        return None
-    return measured if capability(x) >= (9, 0) else older_cap(measured)
-
-
-def older_cap(measured: int | None) -> int | None:
-    """Most registers of a thread before Hopper.
-
-    There the compiler spills more often without a cap, but where Hopper's is tight: it takes fewer
-    registers by itself then.
-    """
-    return None if measured is not None and measured <= TIGHT else measured or OLDER_REGISTERS
+    """Most registers of a thread on the tensor's GPU; see `Card.register_cap`."""
+    return card_of(x).register_cap(measured)
 
 
 def hopper_registers(x: Tensor, measured: int | None) -> int | None:
     """Most registers of a thread on Hopper, where they were measured; elsewhere None."""
-    return measured if capability(x)[0] == 9 else None
+    return measured if card_of(x).is_hopper else None
 
 
-def capability(x: Tensor) -> tuple[int, int]:
-    """Compute capability of the tensor's GPU, or of the one that it stands for; (0, 0) on a CPU."""
-    return (0, 0) if x.is_cpu else _capability(x.device)
-
-
-def shared_limit(x: Tensor) -> int:
-    """Bytes of shared memory that a program may take on the tensor's GPU."""
-    found = capability(x)
-    if found in ((8, 6), (8, 9)) or found >= (12, 0):
-        return 99 << 10
-    return (163 if found < (9, 0) else 227) << 10
-
-
-def multiprocessors(x: Tensor) -> int:
-    """Multiprocessors of the tensor's GPU, or of the one that it stands for; H200's on a CPU."""
-    return MULTIPROCESSORS if x.is_cpu else _multiprocessors(x.device)
+def card_of(x: Tensor) -> Card:
+    """The tensor's GPU; for a tensor without data the one that Triton's driver stands in for."""
+    if x.is_cpu:
+        return CPU
+    return _card(x.device) if x.is_cuda else driver.active.card
 
 
 def power_of_two(n: int) -> int:
@@ -78,13 +51,9 @@ def power_of_two(n: int) -> int:
 
 
 @cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _card(device: torch.device) -> Card:
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return Card(torch.cuda.get_device_capability(device), count)
 
 
 # By all that Triton specializes for: what starts the compiled code, its function and metadata, its
@@ -97,7 +66,8 @@ def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> No
     """`kernel[grid](*arguments, **named)`, 20 us sooner on the host when it is not the first.
 
     A prompt launches some hundred kernels one by one, and the GPU waits for them. So what has been
-    compiled is started as Triton starts it itself, without what it does for hooks of launches.
+    compiled is started as Triton starts it itself, without what it does for hooks of launches. For
+    tensors without data a stand-in for a GPU (`lab.fake_gpu`) compiles the kernel.
 
     Args:
         kernel: a function of `triton.jit` or `gluon.jit`.
@@ -118,6 +88,9 @@ def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> No
     found = _compiled.get(key)
     if found is None:
         hash_callees_first(kernel)
+        if arguments[0].is_meta:
+            driver.active.compile(kernel, grid, arguments, named)
+            return
         code = kernel[grid](*arguments, **named)
         if hasattr(code, "packed_metadata"):  # not where a kernel is interpreted
             values = tuple(named[name] for name in kernel.arg_names[len(arguments) :])

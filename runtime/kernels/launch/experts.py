@@ -1,4 +1,4 @@
-"""Launch sizes of mixtures of experts: literal tables, by the size of one expert's linear.
+"""Launch sizes of mixtures of experts: tables (`tables`), by the size of one expert's linear.
 
 A token's bits do not depend on them, but for the warps that share a tile of gate and up, which are
 as many for a lone token as for several. Rounds grow with the tokens, so that all programs of a step
@@ -10,6 +10,7 @@ from functools import cache
 
 from lowbit.runtime.kernels.launch.device import power_of_two
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
+from lowbit.runtime.kernels.launch.tables import rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,52 +36,15 @@ class ExpertsDownLaunch:
     shared: int = 0
 
 
-# (bits, tiles, steps): for a lone token, and for several, with as many warps to a tile.
-EXPERTS_GATE_UP: dict[tuple[int, int, int], tuple[GemvLaunch, GemvLaunch]] = {
-    # Qwen3.5-35B-A3B
-    (4, 64, 16): (
-        GemvLaunch(2, 4, 4, registers=128),
-        GemvLaunch(2, 4, 4, registers=128, rounds=8),
-    ),
-    (8, 64, 32): (
-        GemvLaunch(1, 8, 4, registers=128),
-        GemvLaunch(1, 8, 4, registers=128, rounds=8),
-    ),
-    # Qwen3-30B-A3B
-    (4, 96, 16): (
-        GemvLaunch(1, 4, 4, registers=128),
-        GemvLaunch(2, 4, 4, registers=128, rounds=8),
-    ),
-    (8, 96, 32): (
-        GemvLaunch(1, 8, 4, registers=128),
-        GemvLaunch(1, 8, 4, registers=128, rounds=8),
-    ),
-}
-EXPERTS_GATE_UP_DEFAULT = GemvLaunch(1, 4, 4, registers=128)
-EXPERTS_DOWN: dict[tuple[int, int, int], tuple[ExpertsDownLaunch, ExpertsDownLaunch]] = {
-    (4, 128, 4): (
-        ExpertsDownLaunch(2, registers=168),
-        ExpertsDownLaunch(2, rounds=4, registers=168),
-    ),
-    (4, 128, 6): (
-        ExpertsDownLaunch(2, registers=168),
-        ExpertsDownLaunch(2, rounds=4, registers=168),
-    ),
-    (8, 128, 8): (
-        ExpertsDownLaunch(registers=168),
-        ExpertsDownLaunch(rounds=4, registers=168),
-    ),
-    (8, 128, 12): (  # rounds would not leave registers enough for 12 units of a warp
-        ExpertsDownLaunch(registers=168),
-        ExpertsDownLaunch(registers=168),
-    ),
-}
-EXPERTS_DOWN_DEFAULT = ExpertsDownLaunch(registers=168)
+GATE_UP_DEFAULT = {"tiles": 1, "steps": 4, "warps": 4, "registers": 128}
+DOWN_DEFAULT = {"registers": 168}
 
 
+@cache
 def experts_gate_up_launches(bits: int, tiles: int, steps: int) -> tuple[GemvLaunch, GemvLaunch]:
     """Shares of a program of `experts_gate_up`: of a lone token, and of as many as there may be."""
-    return EXPERTS_GATE_UP.get((bits, tiles, steps), (EXPERTS_GATE_UP_DEFAULT,) * 2)
+    found = rows("gate_up").get((bits, tiles, steps), (GATE_UP_DEFAULT,) * 2)
+    return GemvLaunch(**found[0]), GemvLaunch(**found[1])
 
 
 def experts_gate_up_launch(bits: int, tiles: int, steps: int, tokens: int) -> GemvLaunch:
@@ -91,11 +55,13 @@ def experts_gate_up_launch(bits: int, tiles: int, steps: int, tokens: int) -> Ge
     return replace(several, rounds=min(several.rounds, power_of_two(tokens)))
 
 
+@cache
 def experts_down_launches(
     bits: int, tiles: int, steps: int
 ) -> tuple[ExpertsDownLaunch, ExpertsDownLaunch]:
     """Shares of a program of `experts_down`: of a lone token, and of as many as there may be."""
-    return EXPERTS_DOWN.get((bits, tiles, steps), (EXPERTS_DOWN_DEFAULT,) * 2)
+    found = rows("down").get((bits, tiles, steps), (DOWN_DEFAULT,) * 2)
+    return ExpertsDownLaunch(**found[0]), ExpertsDownLaunch(**found[1])
 
 
 def experts_down_launch(bits: int, tiles: int, steps: int, tokens: int) -> ExpertsDownLaunch:

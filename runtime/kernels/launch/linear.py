@@ -1,4 +1,4 @@
-"""Launch sizes of linear layers: literal tables, by the size of the weight.
+"""Launch sizes of linear layers: tables (`tables`) and rules, by the size of the weight.
 
 Measured on an H200 (LOG.md); elsewhere the same but for the cap of registers (`register_cap`) and
 for shared memory asked for beyond the need (`spread_bytes`; before Hopper none is): no kernel needs
@@ -7,7 +7,10 @@ more registers or shared memory than compute capability 8.0 to 12.0 all have.
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Literal
 
+from lowbit.runtime.kernels.launch.card import MULTIPROCESSORS
+from lowbit.runtime.kernels.launch.tables import rows
 from lowbit.runtime.kernels.linear.width import WIDTHS
 
 
@@ -77,113 +80,27 @@ class GemvLaunch:
 UNIT_K = 256  # elements of x with one unit
 MOST_PARTS = 16  # warps of a program that takes a tile of several tokens alone
 HOPPER_SHARED = 227 << 10  # bytes that a program may take
-MULTIPROCESSORS = 132  # of an H200, and of an H100 for SXM
 Tuned = tuple[tuple[int, GemvLaunch], ...]  # tokens, and their launch as measured on this card
 
-# (bits, tiles, steps): the linears of real models, as measured in whole decode steps.
-GEMV_MEASURED = {
-    # Qwen3-0.6B: q, k, v; o; gate and up; down; head
-    (4, 256, 8): GemvLaunch(2, 2, 4, registers=128),
-    (4, 64, 16): GemvLaunch(1, 4, 4, early=True, registers=168),
-    (4, 384, 8): GemvLaunch(2, 2, 4, early=True, registers=168),
-    (4, 64, 24): GemvLaunch(1, 6, 4, registers=168),
-    (8, 256, 16): GemvLaunch(1, 8, 4, early=True, registers=168, abreast=2),
-    (8, 64, 32): GemvLaunch(1, 4, 8, early=True, registers=96, shared=16),
-    (8, 384, 16): GemvLaunch(2, 4, 4),
-    (8, 64, 48): GemvLaunch(1, 6, 8, early=True, registers=168),
-    (8, 9496, 16): GemvLaunch(1, 2, 8, abreast=2),
-    # 1.7B
-    (4, 256, 16): GemvLaunch(2, 2, 8, early=True, registers=128),
-    (4, 128, 16): GemvLaunch(1, 4, 4, early=True, registers=80, shared=48),
-    (4, 768, 16): GemvLaunch(4, 2, 8, registers=128, shared=48),
-    (4, 128, 48): GemvLaunch(1, 6, 8, registers=168, shared=48),
-    (8, 256, 32): GemvLaunch(2, 4, 8, registers=128),
-    (8, 128, 32): GemvLaunch(1, 8, 4, early=True, registers=168),
-    (8, 768, 32): GemvLaunch(1, 4, 8, early=True, registers=80, abreast=2),
-    (8, 128, 96): GemvLaunch(1, 6, 8, early=True, registers=128),
-    (8, 9496, 32): GemvLaunch(2, 4, 4, registers=168, shared=48),
-    # 4B
-    (4, 384, 20): GemvLaunch(1, 5, 8, registers=128, abreast=2),
-    (4, 160, 32): GemvLaunch(1, 4, 8, early=True, registers=128, shared=32),
-    (4, 1216, 20): GemvLaunch(1, 3, 8, registers=80, abreast=2, shared=16),
-    (4, 160, 76): GemvLaunch(1, 5, 8, early=True, registers=128, shared=32),
-    (8, 384, 40): GemvLaunch(2, 4, 8),
-    (8, 160, 64): GemvLaunch(1, 8, 8, shared=32),
-    (8, 1216, 40): GemvLaunch(1, 3, 8, registers=80),
-    (8, 160, 152): GemvLaunch(1, 5, 8, early=True, registers=128),
-    (8, 9496, 40): GemvLaunch(1, 5, 4, early=True, registers=168),
-    # 8B
-    (4, 384, 32): GemvLaunch(1, 2, 8, early=True, registers=128, shared=32),
-    (4, 256, 32): GemvLaunch(1, 2, 8, registers=80),
-    (4, 1536, 32): GemvLaunch(1, 4, 4, early=True, registers=128),
-    (4, 256, 96): GemvLaunch(1, 6, 8, early=True, registers=128),
-    (8, 384, 64): GemvLaunch(1, 3, 8),
-    (8, 1536, 64): GemvLaunch(1, 8, 4, registers=168),
-    (8, 256, 192): GemvLaunch(1, 6, 8, early=True, registers=128),
-    (8, 9496, 64): GemvLaunch(1, 8, 4),
-    # Qwen3.5-0.8B: q, k, v, z; q, k, v; gate and up; down; head
-    (4, 512, 8): GemvLaunch(2, 2, 4, early=True),
-    (4, 320, 8): GemvLaunch(2, 2, 4, early=True, registers=168),
-    (4, 448, 8): GemvLaunch(1, 4, 4, registers=128, abreast=2),
-    (4, 64, 28): GemvLaunch(1, 7, 4, early=True, registers=128),
-    (8, 512, 16): GemvLaunch(2, 4, 4, early=True, registers=128),
-    (8, 320, 16): GemvLaunch(1, 4, 4, early=True, registers=128),
-    (8, 448, 16): GemvLaunch(2, 4, 4, registers=128),
-    (8, 64, 56): GemvLaunch(1, 7, 8, early=True, registers=128),
-    (8, 15520, 16): GemvLaunch(1, 4, 4, abreast=2, shared=48),
-    # 2B
-    (4, 512, 16): GemvLaunch(2, 2, 8, early=True, registers=128, shared=48),
-    (4, 320, 16): GemvLaunch(1, 8, 4, registers=168, abreast=2),
-    (8, 512, 32): GemvLaunch(1, 4, 4, early=True, registers=128),
-    (8, 320, 32): GemvLaunch(1, 2, 8, registers=168),
-    (8, 15520, 32): GemvLaunch(2, 4, 8),
-    # 4B
-    (4, 768, 20): GemvLaunch(2, 4, 4, registers=168, shared=32),
-    (4, 640, 20): GemvLaunch(2, 3, 4, shared=32),
-    (4, 1152, 20): GemvLaunch(1, 5, 4, registers=168, rounds=3),
-    (4, 160, 72): GemvLaunch(1, 5, 8, registers=128, shared=48),
-    (8, 768, 40): GemvLaunch(2, 3, 8, registers=168),
-    (8, 640, 40): GemvLaunch(1, 5, 4, registers=128, shared=32),
-    (8, 1152, 40): GemvLaunch(2, 5, 4, registers=168),
-    (8, 160, 144): GemvLaunch(1, 5, 8, early=True, registers=128),
-    (8, 15520, 40): GemvLaunch(1, 7, 4, early=True, registers=128, abreast=2),
-    # 9B
-    (4, 768, 32): GemvLaunch(1, 4, 4),
-    (4, 640, 32): GemvLaunch(2, 3, 4, early=True),
-    (8, 256, 64): GemvLaunch(1, 8, 4, early=True, registers=168),
-    (8, 15520, 64): GemvLaunch(1, 8, 4, registers=168),
-    # 35B-A3B: q, k, v; o
-    (4, 576, 16): GemvLaunch(1, 2, 8, registers=128, abreast=2),
-    (4, 128, 32): GemvLaunch(1, 4, 8, early=True, registers=80),
-    # 14B: q, k, v; o; with 27B gate and up, down; q, k, v of 27B
-    (4, 448, 40): GemvLaunch(2, 2, 8, early=True, registers=128),
-    (4, 320, 40): GemvLaunch(1, 3, 8, early=True, registers=80),
-    (4, 2176, 40): GemvLaunch(1, 5, 4, registers=128),
-    (4, 320, 136): GemvLaunch(1, 5, 8, early=True, registers=255, rounds=5, split=2),
-    (4, 896, 40): GemvLaunch(4, 2, 8),
-    (8, 448, 80): GemvLaunch(2, 3, 8, registers=128, shared=48),
-    (8, 320, 80): GemvLaunch(1, 3, 8, early=True, registers=80, shared=32),
-    (8, 2176, 80): GemvLaunch(1, 4, 4, early=True, registers=128),
-    (8, 320, 272): GemvLaunch(1, 6, 8, early=True, registers=255, rounds=5, split=2),
-    # 27B: q, k, v, z
-    (4, 1024, 40): GemvLaunch(1, 4, 8, registers=128, abreast=2, rounds=2),
-    # 32B: o; gate and up; down; down in INT8
-    (4, 320, 64): GemvLaunch(1, 4, 8, early=True, registers=255, rounds=5, split=2),
-    (4, 3200, 40): GemvLaunch(1, 5, 4, registers=128, shared=32),
-    (4, 320, 200): GemvLaunch(1, 7, 8, early=True, registers=255, rounds=5, split=2),
-    (8, 320, 400): GemvLaunch(1, 7, 8, registers=255, rounds=5, split=2),
-    # 8B in 3 bits: q, k, v; o; gate and up; down
-    (3, 384, 16): GemvLaunch(2, 1, 8, registers=168, shared=32),
-    (3, 256, 16): GemvLaunch(2, 2, 8, registers=96, shared=32),
-    (3, 1536, 16): GemvLaunch(2, 2, 4, registers=168, shared=16),
-    (3, 256, 48): GemvLaunch(1, 3, 8, registers=112),  # 96 spill
-}
-# Unpaired linears as large as a paired one above: looked up first.
-GEMV_UNPAIRED = {
-    # 35B-A3B: q, k, v, z
-    (4, 768, 16): GemvLaunch(1, 4, 4, abreast=2, shared=16),
-}
-# Of others: at least this many KB of codes, at least this many steps; the first that fits counts.
+
+@cache
+def measured(section: Literal["one", "unpaired"]) -> dict[tuple[int, int, int], GemvLaunch]:
+    """Launches of a lone token as measured in whole decode steps, by bits, tiles and steps.
+
+    `unpaired` has those of linears as large as a paired one of `one`.
+    """
+    found = rows(section).items()
+    return {(bits, t, s): GemvLaunch(**launch) for (bits, t, s), (launch,) in found}
+
+
+@cache
+def several_measured() -> dict[tuple[int, int, int, int], GemvLaunch]:
+    """Launches for several tokens where the rule below is not the best, by tokens too."""
+    found = rows("several").items()
+    return {(bits, t, s, n): GemvLaunch(**launch) for (bits, t, s, n), (launch,) in found}
+
+
+# Other linears: at least this many KB of codes, at least this many steps; the first that fits.
 GEMV_SHARES = (
     (200_000, 48, GemvLaunch(1, 4, 4, registers=128)),
     (40_000, 128, GemvLaunch(1, 4, 8, early=True)),
@@ -224,9 +141,9 @@ def gemv_launch(
     one = own.get(1) or _for_one(bits, tiles, steps, paired)
     if tokens == 1:
         return one if 1 in own else _rounds_on(count, one, tiles)
-    for measured in (own.get(tokens), SEVERAL_MEASURED.get((bits, tiles, steps, tokens))):
-        if measured is not None and measured.parts == one.parts:
-            return measured
+    for found in (own.get(tokens), several_measured().get((bits, tiles, steps, tokens))):
+        if found is not None and found.parts == one.parts:
+            return found
     return _for_several(one, tiles, steps, tokens, bits, count)
 
 
@@ -241,10 +158,10 @@ def _rounds_on(count: int, launch: GemvLaunch, tiles: int) -> GemvLaunch:
 
 def _for_one(bits: int, tiles: int, steps: int, paired: bool) -> GemvLaunch:
     size = bits, tiles, steps
-    if bits < 4 and size not in GEMV_MEASURED:
+    if bits < 4 and size not in measured("one"):
         # As 4 bits for as many columns, of which a step has half as many.
         size = 4, tiles, 2 * steps
-    one = (None if paired else GEMV_UNPAIRED.get(size)) or GEMV_MEASURED.get(size)
+    one = (None if paired else measured("unpaired").get(size)) or measured("one").get(size)
     if one is None:
         one = next(
             launch
@@ -256,37 +173,6 @@ def _for_one(bits: int, tiles: int, steps: int, paired: bool) -> GemvLaunch:
     return one
 
 
-# For several tokens, as measured in whole decode steps on an H200 (LOG.md).
-# (bits, tiles, steps, tokens): where the rule below is not the best.
-SEVERAL_MEASURED: dict[tuple[int, int, int, int], GemvLaunch] = {
-    # 1.7B
-    (4, 256, 16, 2): GemvLaunch(2, 2, 16, early=True, registers=128, abreast=2),
-    (4, 256, 16, 4): GemvLaunch(2, 2, 16, early=True, registers=128, abreast=2),
-    (4, 256, 16, 8): GemvLaunch(2, 1, 16, early=True, registers=128, abreast=2),
-    (4, 256, 16, 16): GemvLaunch(2, 2, 8, early=True, registers=255),
-    (4, 128, 16, 4): GemvLaunch(1, 4, 16, early=True, registers=128, abreast=4),
-    (4, 128, 16, 8): GemvLaunch(1, 4, 16, early=True, registers=128, abreast=4),
-    (4, 128, 16, 16): GemvLaunch(2, 1, 8, early=True, registers=255, abreast=2),
-    (4, 768, 16, 2): GemvLaunch(4, 2, 8, registers=128),
-    (4, 768, 16, 4): GemvLaunch(2, 2, 8, early=True, registers=255, rounds=3),
-    (4, 768, 16, 8): GemvLaunch(2, 2, 8, early=True, registers=255, rounds=3),
-    (4, 128, 48, 2): GemvLaunch(1, 6, 8, registers=168),
-    (4, 128, 48, 8): GemvLaunch(1, 2, 8, early=True, registers=128),
-    (4, 128, 48, 16): GemvLaunch(1, 1, 8, early=True, registers=128),
-    # 8B
-    (4, 384, 32, 2): GemvLaunch(2, 2, 16, early=True, registers=128, abreast=2),
-    (4, 384, 32, 4): GemvLaunch(2, 1, 8, early=True, registers=128),
-    (4, 256, 32, 2): GemvLaunch(1, 2, 16, early=True, registers=128, abreast=2),
-    (4, 256, 32, 4): GemvLaunch(1, 4, 16, registers=128, abreast=2),
-    (4, 256, 32, 8): GemvLaunch(1, 4, 16, early=True, registers=128, abreast=2),
-    (4, 256, 32, 16): GemvLaunch(2, 1, 8, early=True, registers=255),
-    (4, 1536, 32, 2): GemvLaunch(2, 2, 8, early=True, registers=255, abreast=2, rounds=3),
-    (4, 1536, 32, 16): GemvLaunch(2, 2, 8, early=True, registers=255, abreast=2, rounds=3),
-    (4, 256, 96, 8): GemvLaunch(1, 2, 8, early=True, registers=128),
-    (4, 256, 96, 16): GemvLaunch(1, 1, 8, early=True, registers=128),
-    # 35B-A3B
-    (4, 128, 32, 8): GemvLaunch(1, 4, 16, early=True, registers=128, abreast=2),
-}
 LARGE = 4000  # tiles: heads
 MOST_ROUNDS = {2: 9, 4: 9, 8: 9, 16: 4, 32: 4}  # whose sums wait in shared memory
 MOST_STEPS = {2: 4, 4: 2, 8: 2, 16: 1, 32: 1}

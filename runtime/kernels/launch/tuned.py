@@ -35,7 +35,7 @@ Size = tuple[int, int, int, bool]  # bits, tiles, steps, paired: the arguments o
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class MeasuredCard:
     """A GPU and the kernels that run on it.
 
     Attributes:
@@ -59,7 +59,7 @@ class Launches:
         linears: launches by the size of a linear.
     """
 
-    card: Card
+    card: MeasuredCard
     date: str
     linears: Mapping[Size, Tuned]
 
@@ -68,12 +68,12 @@ class Launches:
         return self.linears.get(size, ())
 
 
-def card_here() -> Card:
+def card_here() -> MeasuredCard:
     """The current GPU, with the kernels of this version."""
     import torch
 
     major, minor = torch.cuda.get_device_capability()
-    return Card(torch.cuda.get_device_name(), 10 * major + minor, kernels_version())
+    return MeasuredCard(torch.cuda.get_device_name(), 10 * major + minor, kernels_version())
 
 
 @cache
@@ -93,18 +93,18 @@ def folder() -> Path:
     return Path(knobs.cache.dir) / FOLDER
 
 
-def path_for(card: Card) -> Path:
+def path_for(card: MeasuredCard) -> Path:
     """The file that keeps the launches of a card."""
     return folder() / f"{_stem(card)}{card.kernels}.json"
 
 
-def of_other_kernels(card: Card) -> list[Path]:
+def of_other_kernels(card: MeasuredCard) -> list[Path]:
     """Files of the card that were measured with other kernels, which nothing reads."""
     found = folder().glob(f"{_stem(card)}*.json")
     return sorted(path for path in found if path != path_for(card))
 
 
-def read_launches(card: Card) -> Launches | None:
+def read_launches(card: MeasuredCard) -> Launches | None:
     """The launches of a card; None where none were measured.
 
     Raises:
@@ -195,14 +195,14 @@ _HEAD = (
 )
 
 
-def _stem(card: Card) -> str:
+def _stem(card: MeasuredCard) -> str:
     name = re.sub(r"[^A-Za-z0-9]+", "-", card.name).strip("-")[:60]
     return f"{name}-sm_{card.capability}-"
 
 
-def _parsed(content: dict[str, Any], card: Card, where: str) -> Launches:
+def _parsed(content: dict[str, Any], card: MeasuredCard, where: str) -> Launches:
     head = _exactly(content, _HEAD, where, beside={"linears"})
-    found = Card(head["name"], head["capability"], head["kernels"])
+    found = MeasuredCard(head["name"], head["capability"], head["kernels"])
     if found != card:
         raise FormatError(
             f"{where} is for `{found.name}`, compute capability {found.capability / 10:.1f} and "

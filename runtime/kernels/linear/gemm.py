@@ -29,7 +29,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.launch.device import capability, multiprocessors, run
+from lowbit.runtime.kernels.launch.device import card_of, run
 from lowbit.runtime.kernels.launch.linear import gemm_share
 from lowbit.runtime.kernels.linear.gemm_store import WARPS, joined, store_block
 from lowbit.runtime.kernels.linear.program import Packed
@@ -375,7 +375,7 @@ def _load_word(address):
 def on_hopper(x: Tensor, w: TiledLinear) -> bool:
     """True if `gemm` multiplies x by such a weight."""
     whole = w.N % TILE == 0 and STEP_K.value < w.K and w.scales.dtype == torch.bfloat16
-    return whole and capability(x)[0] == 9
+    return whole and card_of(x).is_hopper
 
 
 def gemm(
@@ -400,7 +400,7 @@ def gemm(
     """
     M = x.shape[0]
     row_blocks = -(-w.tiles * TILE // ROWS)
-    count = multiprocessors(x)
+    count = card_of(x).multiprocessors
     share = gemm_share(row_blocks, M, steps_of(w.K), count)
     plan = gemm_plan(w.constants, share.tokens, share.splits, w.paired)
     token_blocks = -(-M // share.tokens)

@@ -22,13 +22,11 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.kernels.launch.device import (
-    capability,
-    multiprocessors,
+    card_of,
     power_of_two,
     programmatic_launch,
     register_cap,
     run,
-    shared_limit,
 )
 from lowbit.runtime.kernels.launch.linear import (
     DenseLaunch,
@@ -207,8 +205,8 @@ def _launch(
             0 if dense is None else dense.shape[0],
         ),
         pdl,
-        shared_limit(x),
-        multiprocessors(x),
+        card_of(x).shared_bytes,
+        card_of(x).multiprocessors,
     )
     launch = plan.LAUNCH
     planes = sums = arrived = None
@@ -276,10 +274,10 @@ def most_tokens(x: Tensor, w: TiledLinear) -> int:
 
 def launch_on_hopper(x: Tensor, w: TiledLinear, tokens: int) -> WgmmaLaunch | None:
     """The share of a program of `wgmma` where it multiplies so many tokens."""
-    if tokens < 16 or capability(x)[0] != 9 or w.scales.dtype == torch.float32:
+    if tokens < 16 or not card_of(x).is_hopper or w.scales.dtype == torch.float32:
         return None
     parts = gemv_launch(w.bits, w.tiles, w.steps, 1, w.paired, w.tuned).parts
-    count = multiprocessors(x)
+    count = card_of(x).multiprocessors
     return wgmma_launch(w.bits, w.tiles, w.steps, w.group_size, tokens, parts, count)
 
 

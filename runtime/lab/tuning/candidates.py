@@ -8,8 +8,9 @@ all. Of the launches that trials found for 65 linears on an H200, 56 are among i
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from lowbit.runtime.kernels.launch.card import REGISTERS, RESERVED, Card
 from lowbit.runtime.kernels.launch.linear import MOST_PARTS, MOST_ROUNDS, GemvLaunch
 from lowbit.runtime.kernels.launch.tuned import MOST_SUMS
 from lowbit.runtime.kernels.linear.gemv import staged_bytes
@@ -27,29 +28,8 @@ STEP_REGISTERS = 9  # of a thread, for words and scales
 OWN_REGISTERS = 44  # beside steps in flight
 IN_FLIGHT = 64 << 10  # bytes on their way to a multiprocessor, with which the memory is busy
 MOST_WHOLE = 8  # programs of a multiprocessor; of more the last ones do not matter
-REGISTER_FILE = 65536  # registers of a multiprocessor, of every card from 8.0 to 12.0
-REGISTERS = (None, 80, 96, 128, 168)
+CAPS = (None, 80, 96, 128, 168)
 SHARED = (16, 32, 48)  # KB
-RESERVED = 1 << 10  # bytes of a multiprocessor's shared memory that no program may take
-
-
-@dataclass(frozen=True, slots=True)
-class Multiprocessors:
-    """Multiprocessors of a card, on which programs find room.
-
-    Attributes:
-        count: of the card.
-        threads: of one.
-        shared: bytes of one.
-        overlaps: a kernel may start before the one ahead ends (`programmatic_launch`).
-        caps: launches may cap registers (`register_cap`).
-    """
-
-    count: int
-    threads: int
-    shared: int
-    overlaps: bool = True
-    caps: bool = True
 
 
 def for_one(
@@ -57,7 +37,7 @@ def for_one(
     tiles: int,
     steps: int,
     K: int,
-    card: Multiprocessors,
+    card: Card,
     most: int,
     fits: Callable[[GemvLaunch], bool] = lambda launch: True,
 ) -> list[GemvLaunch]:
@@ -84,13 +64,13 @@ def for_one(
     return [replace(it, early=early) for it in found[: most // len(times)] for early in times]
 
 
-def _late(tiles: int, steps: int, card: Multiprocessors) -> Iterator[GemvLaunch]:
+def _late(tiles: int, steps: int, card: Card) -> Iterator[GemvLaunch]:
     """Launches that leave few multiprocessors and few steps idle."""
     for warps in WARPS:
         for abreast in (each for each in ABREAST if each <= warps):
             share = -(-steps // (warps // abreast))  # steps of a warp
             for rows in TILES:
-                if rows * abreast > 1 and tiles / (rows * abreast) < 0.9 * card.count:
+                if rows * abreast > 1 and tiles / (rows * abreast) < 0.9 * card.multiprocessors:
                     continue
                 depths = {share, -(-share // 2), -(-share // 3), -(-share // 4), 3, 4}
                 fitting = [d for d in depths if d <= share and d * rows <= MOST_AHEAD]
@@ -99,7 +79,7 @@ def _late(tiles: int, steps: int, card: Multiprocessors) -> Iterator[GemvLaunch]
                     yield GemvLaunch(rows, depth, warps, abreast=abreast)
 
 
-def _sharing(bits: int, tiles: int, steps: int, card: Multiprocessors) -> Iterator[GemvLaunch]:
+def _sharing(bits: int, tiles: int, steps: int, card: Card) -> Iterator[GemvLaunch]:
     """Launches whose programs share tiles, in rounds: as many programs as have room at once."""
     for warps, abreast, split in itertools.product(WARPS, (1, 2), SPLITS):
         plain = GemvLaunch(1, 1, warps, abreast=abreast, split=split)
@@ -108,24 +88,24 @@ def _sharing(bits: int, tiles: int, steps: int, card: Multiprocessors) -> Iterat
         if plain.parts > MOST_PARTS or not plain.shares(bits):
             continue
         for together in range(max(1, 8 // warps), 16 // warps + 1):  # programs
-            room = together * card.count
+            room = together * card.multiprocessors
             rounds = -(-tiles * split // (abreast * room))
-            registers = min(255, REGISTER_FILE // (32 * warps * together) // 8 * 8)
+            registers = min(255, REGISTERS // (32 * warps * together) // 8 * 8)
             if tiles * split / (abreast * room * rounds) >= LEAST_BUSY:
                 yield replace(plain, steps=depth, rounds=rounds, registers=registers)
 
 
-def _cost(launch: GemvLaunch, tiles: int, steps: int, K: int, card: Multiprocessors) -> float:
+def _cost(launch: GemvLaunch, tiles: int, steps: int, K: int, card: Card) -> float:
     """Steps of tiles that the busiest multiprocessor reads, more where few are in flight."""
     programs = tiles / launch.program_tiles * launch.split
-    each = programs / card.count  # programs of a multiprocessor
+    each = programs / card.multiprocessors  # programs of a multiprocessor
     if each <= MOST_WHOLE:
-        each = math.ceil(math.ceil(programs) / card.count)
+        each = math.ceil(math.ceil(programs) / card.multiprocessors)
     depth = min(launch.steps, steps) * launch.tiles
     room = min(
         card.threads // (32 * launch.warps),
-        REGISTER_FILE // (32 * launch.warps * (OWN_REGISTERS + STEP_REGISTERS * depth)),
-        card.shared // (3 * K // launch.split + launch.sums_bytes(1)),
+        REGISTERS // (32 * launch.warps * (OWN_REGISTERS + STEP_REGISTERS * depth)),
+        (card.shared_bytes + RESERVED) // (3 * K // launch.split + launch.sums_bytes(1)),
     )
     together = max(1, min(math.ceil(each), room))
     flight = together * launch.warps * depth * STEP_BYTES
@@ -133,9 +113,7 @@ def _cost(launch: GemvLaunch, tiles: int, steps: int, K: int, card: Multiprocess
     return read + (JOIN_STEPS if launch.split > 1 else 0)
 
 
-def several(
-    tokens: int, tiles: int, steps: int, one: GemvLaunch, card: Multiprocessors
-) -> list[GemvLaunch]:
+def several(tokens: int, tiles: int, steps: int, one: GemvLaunch, card: Card) -> list[GemvLaunch]:
     """Launches for several tokens, of as many parts as the one of a lone token.
 
     Args:
@@ -151,7 +129,7 @@ def several(
     def add(depths: tuple[int, ...], programs: int, launch: GemvLaunch) -> None:
         if not launch.abreast:
             return
-        most = launch.abreast * launch.tiles * card.count * programs
+        most = launch.abreast * launch.tiles * card.multiprocessors * programs
         rounds = min(MOST_ROUNDS[tokens], -(-tiles // most))
         for depth in depths:
             candidate = replace(launch, steps=depth, rounds=rounds, early=True)
@@ -170,12 +148,13 @@ def several(
     return list(found)
 
 
-def capped(launch: GemvLaunch, card: Multiprocessors) -> Iterator[GemvLaunch]:
-    """Variants of a launch with registers capped."""
-    return (replace(launch, registers=registers) for registers in REGISTERS if card.caps)
+def capped(launch: GemvLaunch, card: Card) -> Iterator[GemvLaunch]:
+    """Variants of a launch with registers capped, which they are up to Hopper."""
+    caps = CAPS if card.capability < (10, 0) else ()
+    return (replace(launch, registers=registers) for registers in caps)
 
 
-def spread(launch: GemvLaunch, K: int, card: Multiprocessors) -> Iterator[GemvLaunch]:
+def spread(launch: GemvLaunch, K: int, card: Card) -> Iterator[GemvLaunch]:
     """Variants of a launch with fewer programs at a time on a multiprocessor, if kernels overlap.
 
     Args:
@@ -185,4 +164,4 @@ def spread(launch: GemvLaunch, K: int, card: Multiprocessors) -> Iterator[GemvLa
     """
     needed = staged_bytes(K, 1, normed=True) + launch.sums_bytes(1)
     wider = (replace(launch, shared=kb) for kb in SHARED if card.overlaps)
-    return (each for each in wider if each.spread_bytes(card.shared - RESERVED) > needed)
+    return (each for each in wider if each.spread_bytes(card.shared_bytes) > needed)

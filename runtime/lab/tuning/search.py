@@ -11,9 +11,10 @@ from functools import partial
 from itertools import zip_longest
 from typing import Protocol
 
+from lowbit.runtime.kernels.launch.card import Card
 from lowbit.runtime.kernels.launch.linear import GemvLaunch, Tuned, gemv_launch
 from lowbit.runtime.kernels.launch.tuned import Size
-from lowbit.runtime.lab.tuning.candidates import Multiprocessors, capped, for_one, several, spread
+from lowbit.runtime.lab.tuning.candidates import capped, for_one, several, spread
 from lowbit.runtime.lab.tuning.short_model import Linear
 
 FIRST = 20  # launches of a lone token that are tried for a linear
@@ -104,7 +105,7 @@ class Search:
     """
 
     bench: Bench
-    card: Multiprocessors
+    card: Card
     chosen: dict[Size, dict[int, GemvLaunch]] = field(default_factory=dict)
     times: dict[tuple[Size, int], dict[GemvLaunch, float]] = field(default_factory=dict)
 
@@ -134,7 +135,7 @@ class Search:
     def _now(self, linear: Linear, tokens: int) -> GemvLaunch:
         bits, tiles, steps, paired = linear.size
         own = tuple(self.chosen.get(linear.size, {}).items())
-        return gemv_launch(bits, tiles, steps, tokens, paired, own, self.card.count)
+        return gemv_launch(bits, tiles, steps, tokens, paired, own, self.card.multiprocessors)
 
     def _candidates(self, linear: Linear, tokens: int) -> list[GemvLaunch]:
         bits, tiles, steps, _ = linear.size

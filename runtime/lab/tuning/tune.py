@@ -14,18 +14,18 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from lowbit.formats.errors import UnsupportedModelError
+from lowbit.runtime.kernels.launch.device import card_of
 from lowbit.runtime.kernels.launch.linear import GemvLaunch, Tuned, gemv_launch
+from lowbit.runtime.kernels.launch.tables import row_text
 from lowbit.runtime.kernels.launch.tuned import (
-    Card,
     Launches,
+    MeasuredCard,
     Size,
     card_here,
     keep_launches,
-    line_of,
     read_launches,
 )
 from lowbit.runtime.kernels.linear.gemv import launch_on_hopper
-from lowbit.runtime.lab.tuning.candidates import Multiprocessors
 from lowbit.runtime.lab.tuning.search import TURNS, Choice, Search, Trial, with_trial
 from lowbit.runtime.lab.tuning.short_model import Linear, linears_of, new_short_runner, shortened
 from lowbit.runtime.lab.tuning.step import ShortSteps, short_steps
@@ -75,7 +75,7 @@ class Tuning:
         path: of the file that keeps the launches; None where they were not kept.
     """
 
-    card: Card
+    card: MeasuredCard
     layers: int
     whole_layers: int
     choices: tuple[Choice, ...]
@@ -87,12 +87,12 @@ class Tuning:
 
     @property
     def lines(self) -> list[str]:
-        """What was found, as lines of GEMV_MEASURED and SEVERAL_MEASURED in `launch.linear`."""
+        """What was found, as rows of the sections `one` and `several` of `launch.tables`."""
         found = []
         for each in self.choices:
             if each.after != each.before:
                 several = () if each.tokens == 1 else (each.tokens,)
-                found.append(f"{(*each.linear.size[:3], *several)}: {line_of(each.after)},")
+                found.append(row_text((*each.linear.size[:3], *several), each.after))
         return found
 
 
@@ -208,14 +208,14 @@ def tune(
             "the model has no packed linears to tune", hint="add --quantize int4"
         )
     choices, steps = list[Choice](), list[StepTimes]()
-    about = _multiprocessors(card)
+    kind = card_of(runner.tables)
     timers = {count: short_steps(runner, count) for count in tokens}
     with (
         _quick_collection(),
-        new_workers(short, card.capability, about.count, max(tokens), workers) as pool,
+        new_workers(short, kind, max(tokens), workers) as pool,
     ):
         bench = GpuBench(pool, timers, started + COMPARED * seconds, show)
-        search = Search(bench, about)
+        search = Search(bench, kind)
         if missing or 1 not in tokens:
             search.chosen.update({size: dict(own) for size, own in there.items()})
         repeats = opened.config.num_hidden_layers / short.config.num_hidden_layers
@@ -275,14 +275,3 @@ def _with_lone(size: Size, tuned: Tuned) -> Tuned:
     bits, tiles, steps, paired = size
     lone = gemv_launch(bits, tiles, steps, 1, paired, tuned)
     return tuple(sorted({**dict(tuned), 1: lone}.items()))
-
-
-def _multiprocessors(card: Card) -> Multiprocessors:
-    about = torch.cuda.get_device_properties()
-    return Multiprocessors(
-        count=about.multi_processor_count,
-        threads=about.max_threads_per_multi_processor,
-        shared=about.shared_memory_per_multiprocessor,
-        overlaps=card.capability >= 90,
-        caps=card.capability < 100,
-    )

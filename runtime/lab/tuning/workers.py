@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.machine.cores import core_count
+from lowbit.runtime.kernels.launch.card import Card
 from lowbit.runtime.kernels.launch.linear import GemvLaunch, Tuned
 from lowbit.runtime.lab.compile import INTERPRET
 from lowbit.runtime.models.loader import OpenedModel
@@ -89,14 +90,13 @@ class Workers:
 
 @contextmanager
 def new_workers(
-    opened: OpenedModel, capability: int, multiprocessors: int, tokens: int, count: int | None
+    opened: OpenedModel, card: Card, tokens: int, count: int | None
 ) -> Iterator[Workers]:
     """Start the processes.
 
     Args:
         opened: the short model, without functions that read weights.
-        capability: 90 for compute capability 9.0.
-        multiprocessors: of the card.
+        card: that they compile for.
         tokens: of the largest step.
         count: of processes; None for as many as there are cores and there is memory for.
     """
@@ -105,7 +105,7 @@ def new_workers(
         count,
         get_context("spawn"),
         initializer=_begin,
-        initargs=(opened, capability, multiprocessors, tokens),
+        initargs=(opened, card, tokens),
     )
     try:
         yield Workers(pool, count)
@@ -147,7 +147,7 @@ class _Filter:
         return number % self.job.shares == self.job.share
 
 
-_given: list[Any] = []  # model, compute capability, multiprocessors and tokens of the process
+_given: list[Any] = []  # model, card and tokens of the process
 
 
 def _begin(*given: Any) -> None:
@@ -171,25 +171,23 @@ def _steps(tokens: int) -> "tuple[ShortSteps, list[_Filter]]":
 @cache
 def _runner() -> tuple[Any, list[_Filter]]:
     import torch
-    from triton.runtime import JITFunction
 
-    from lowbit.runtime.lab.fake_gpu import fake_gpu
+    from lowbit.runtime.lab.fake_gpu import compile_only, fake_gpu
     from lowbit.runtime.lab.tuning.short_model import new_short_runner
 
     torch.set_num_threads(1)
-    opened, capability, multiprocessors, tokens = _given
-    fake_gpu(capability, multiprocessors)
-    only_compile, filters = JITFunction.run, list[_Filter]()
+    opened, card, tokens = _given
+    filters = list[_Filter]()
 
-    def filtered(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        if not filters[0].takes(self, arguments, options):
+    def compile_some(kernel: Any, grid: Any, arguments: Any, named: Mapping[str, Any]) -> None:
+        if not filters[0].takes(kernel, arguments, named):
             return
         try:
-            only_compile(self, *arguments, grid=grid, warmup=warmup, **options)
+            compile_only(kernel, grid, arguments, named)
         except Exception:  # whatever a compiler raises
             filters[0].failed = True
 
-    JITFunction.run = filtered
+    fake_gpu(card, compile_some)
     return new_short_runner(opened, "meta", tokens), filters
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe
 from lowbit.convert.plan.recipe import Override
+from tests.conversions import convert
 from tests.oracle import dequantized_weights
 from tests.short_models import Shorten
 

@@ -111,9 +111,11 @@ def lone(full: bool) -> Iterator[str]:
 def measured(known: set[tuple[int, int, int]]) -> Iterator[str]:
     """Every other launch of the table, in front of attention or MLP or after them."""
     from lowbit.runtime.backends import cuda
-    from lowbit.runtime.kernels.launch.linear import GEMV_MEASURED, GEMV_UNPAIRED
+    from lowbit.runtime.kernels.launch.linear import measured
 
-    for bits, tiles, steps in sorted((GEMV_MEASURED.keys() - known) | GEMV_UNPAIRED.keys()):
+    for bits, tiles, steps in sorted(
+        (measured("one").keys() - known) | measured("unpaired").keys()
+    ):
         N, K = 16 * tiles, steps * WIDTHS[bits].STEP_K
         if N > K:
             cuda.product(zeros(1, K), weight(bits, N, K), norm=zeros(K), eps=EPS)

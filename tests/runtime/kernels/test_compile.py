@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lowbit.runtime.kernels.attention.heads import Plan as AttentionPlan
 from lowbit.runtime.kernels.delta.program import DeltaPlan
-from lowbit.runtime.lab.architectures import COMPILED
+from lowbit.runtime.kernels.launch.card import COMPILED
 from tests.runtime.kernels.choice_launches import CHOICE, choices_of_rows
 from tests.runtime.kernels.expert_launches import EXPERTS_DECODE, EXPERTS_PREFILL, mixtures
 from tests.runtime.kernels.linear_launches import VOCABULARY, linears_of_models
@@ -182,21 +182,17 @@ class Launch:
 
 def recorded(capability: int, calls: Iterator[str]) -> Iterator[tuple[str, Launch]]:
     """Launches that calls of the backend make on such a card, once each, by name."""
-    from triton.runtime import JITFunction
-
-    from lowbit.runtime.kernels.launch import device
-    from lowbit.runtime.kernels.launch.linear import MULTIPROCESSORS
+    from lowbit.runtime.kernels.launch.card import Card
+    from lowbit.runtime.lab.fake_gpu import fake_gpu
 
     launches: list[Launch] = []
 
-    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        arguments = dict(zip(kernel.arg_names, args, strict=False))
+    def record(kernel: Any, grid: Any, given: Sequence[Any], named: Mapping[str, Any]) -> None:
+        options, arguments = dict(named), dict(zip(kernel.arg_names, given, strict=False))
         arguments |= {name: options.pop(name) for name in kernel.arg_names if name in options}
         launches.append(Launch(kernel, arguments, options))
 
-    JITFunction.run = record
-    device.capability = lambda x: divmod(capability, 10)
-    device.multiprocessors = lambda x: MULTIPROCESSORS
+    fake_gpu(Card(divmod(capability, 10)), record)
     seen = set()
     with torch.device("meta"):
         for label in calls:

@@ -183,12 +183,12 @@ def launches_of(folder: Path) -> tuple[int, list[tuple[Any, str, str]]]:
     from triton.runtime import JITFunction
 
     from lowbit.runtime.engine.load_options import LoadOptions
+    from lowbit.runtime.kernels.launch.card import H200
     from lowbit.runtime.lab import fake_gpu
     from lowbit.runtime.models.loader import open_model
     from lowbit.runtime.state.sampler import SamplingParams
 
-    kept = JITFunction.run, JITFunction._do_compile
-    fake_gpu.fake_gpu(90)
+    kept = JITFunction._do_compile
     asked: list[str] = []
 
     def look(self: Any, key: Any, signature: Any, *others: Any) -> None:
@@ -196,16 +196,16 @@ def launches_of(folder: Path) -> tuple[int, list[tuple[Any, str, str]]]:
         asked.append(f"{signature} {constants} {options} {attributes}")
 
     JITFunction._do_compile = look
-    count, run = 0, JITFunction.run
+    count = 0
     seen: dict[tuple[Any, str], tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
-    def record(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    def record(kernel: Any, grid: Any, arguments: Any, named: Any) -> None:
         nonlocal count
         count += 1
-        run(self, *arguments, grid=grid, warmup=warmup, **options)
-        seen.setdefault((self, asked[-1]), (arguments, options))
+        fake_gpu.compile_only(kernel, grid, arguments, named)
+        seen.setdefault((kernel, asked[-1]), (arguments, named))
 
-    JITFunction.run = record
+    fake_gpu.fake_gpu(H200, record)
     options = LoadOptions(max_sequences=2, context=300)
     runner = fake_gpu.meta_runner(open_model(folder, "int4"), options, 4000)
     params = (SamplingParams(), SamplingParams(temperature=1.0, top_k=20))
@@ -214,9 +214,9 @@ def launches_of(folder: Path) -> tuple[int, list[tuple[Any, str, str]]]:
     found = []
     for (kernel, without), (arguments, given) in seen.items():
         named = {name: with_data(each) for name, each in given.items()}
-        run(kernel, *map(with_data, arguments), grid=(1,), warmup=True, **named)
+        fake_gpu.compile_only(kernel, (1,), list(map(with_data, arguments)), named)
         found.append((kernel, without, asked[-1]))
-    JITFunction.run, JITFunction._do_compile = kept
+    JITFunction._do_compile = kept
     return count, found
 
 

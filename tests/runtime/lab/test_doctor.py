@@ -18,7 +18,12 @@ from click.testing import CliRunner, Result
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
-from lowbit.runtime.kernels.launch.tuned import Card, Launches, keep_launches, kernels_version
+from lowbit.runtime.kernels.launch.tuned import (
+    Launches,
+    MeasuredCard,
+    keep_launches,
+    kernels_version,
+)
 from lowbit.runtime.lab import checks, expected
 from lowbit.runtime.lab.checks import Finding, look
 from lowbit.runtime.lab.expected import PROMPT, PROMPT_SHARE, USUAL, demand_of
@@ -152,7 +157,7 @@ def test_launches_that_models_load_with(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "of the bundled tables, measured on an H200" in bundled.found
     other = launches_of(monkeypatch, 8, 9)
     assert (other.state, other.hint) == ("note", "lowbit-run tune MODEL measures on this GPU")
-    card = Card("NVIDIA X", 90, kernels_version())
+    card = MeasuredCard("NVIDIA X", 90, kernels_version())
     one = {(4, 64, 8, False): ((1, GemvLaunch(1, 2, 4)),)}
     older = keep_launches(Launches(replace(card, kernels="0" * 12), "2026-01-01", one))
     stale = launches_of(monkeypatch, 9, 0)

@@ -13,12 +13,12 @@ from click.testing import CliRunner
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.kernels.launch import tuned
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
-from lowbit.runtime.kernels.launch.tuned import Card, Launches, keep_launches
+from lowbit.runtime.kernels.launch.tuned import Launches, MeasuredCard, keep_launches
 from lowbit.runtime.lab import checks
 from lowbit.runtime.lab.facts import Clocks, machine_facts
 
 TINY = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
-CARD = Card("NVIDIA X", 120, "0123456789ab")
+CARD = MeasuredCard("NVIDIA X", 120, "0123456789ab")
 UUID = "12345678-1234-1234-1234-123456789abc"
 
 

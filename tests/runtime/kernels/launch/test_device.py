@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lowbit.runtime.kernels.launch import device
+from lowbit.runtime.kernels.launch.card import Card
 from lowbit.runtime.kernels.rows import embed, rms_norm, rms_norm_ref, swiglu, swiglu_ref
 
 
@@ -55,13 +56,20 @@ def test_callees_are_hashed_before_their_caller(monkeypatch: pytest.MonkeyPatch)
     ids=str,
 )
 def test_registers_are_capped_by_the_kind_of_card(
-    monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int],
-    caps: dict[int | None, int | None],
+    capability: tuple[int, int], caps: dict[int | None, int | None]
 ) -> None:
-    monkeypatch.setattr(device, "capability", lambda x: capability)
-    x = torch.empty(0)
-    assert {measured: device.register_cap(x, measured) for measured in caps} == caps
+    card = Card(capability)
+    assert {measured: card.register_cap(measured) for measured in caps} == caps
+
+
+@pytest.mark.parametrize(
+    ("capability", "kb", "threads"),
+    [((8, 0), 163, 2048), ((8, 6), 99, 1536), ((9, 0), 227, 2048), ((12, 0), 99, 1536)],
+    ids=str,
+)
+def test_sizes_of_multiprocessors(capability: tuple[int, int], kb: int, threads: int) -> None:
+    """As the CUDA programming guide's table of compute capabilities has them."""
+    assert (Card(capability).shared_bytes, Card(capability).threads) == (kb << 10, threads)
 
 
 @pytest.mark.gpu

@@ -3,20 +3,20 @@
 import pytest
 
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
-from lowbit.runtime.kernels.launch.experts import EXPERTS_GATE_UP, together_launches
-from lowbit.runtime.kernels.launch.linear import GemvLaunch
+from lowbit.runtime.kernels.launch.experts import experts_gate_up_launches, together_launches
+from lowbit.runtime.kernels.launch.tables import rows
 from lowbit.runtime.kernels.linear.gemv import shared_bytes
 
 KB = 1024
 
 
-@pytest.mark.parametrize(("size", "launches"), EXPERTS_GATE_UP.items(), ids=str)
+@pytest.mark.parametrize("size", rows("gate_up"), ids=str)
 def test_launches_of_experts_fit_what_kernels_take_for_granted(
-    size: tuple[int, int, int], launches: tuple[GemvLaunch, GemvLaunch]
+    size: tuple[int, int, int],
 ) -> None:
     """As many warps share a tile for any number of tokens: that decides about the bits."""
     bits, _, steps = size
-    lone, several = launches
+    launches = lone, several = experts_gate_up_launches(*size)
     assert lone.parts == several.parts == together_launches(*size)[0].parts
     for launch in launches:
         assert launch.warps & (launch.warps - 1) == 0

@@ -7,15 +7,14 @@ import pytest
 
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
 from lowbit.runtime.kernels.launch.linear import (
-    GEMV_MEASURED,
     GEMV_SHARES,
-    GEMV_UNPAIRED,
     MOST_ROUNDS,
-    SEVERAL_MEASURED,
     GemmShare,
     GemvLaunch,
     gemm_share,
     gemv_launch,
+    measured,
+    several_measured,
     wgmma_launch,
 )
 from lowbit.runtime.kernels.linear.gemv import Fused, _plan, places_of, shared_bytes
@@ -23,7 +22,7 @@ from lowbit.runtime.kernels.linear.program import packed
 from lowbit.runtime.kernels.linear.width import WIDTHS
 
 KB = 1024
-ONE = [*GEMV_MEASURED.values(), *(launch for _, _, launch in GEMV_SHARES)]
+ONE = [*measured("one").values(), *(launch for _, _, launch in GEMV_SHARES)]
 COUNTS = (1, 2, 4, 8, 16, 32)
 GEMV_SIZES = [
     (2, 384, 16),
@@ -47,7 +46,7 @@ def test_gemv_programs_ask_for_what_a_kernel_may_declare() -> None:
 
 
 def test_programs_that_share_a_token_take_whole_blocks_of_it() -> None:
-    sharing = {size: launch for size, launch in GEMV_MEASURED.items() if launch.split > 1}
+    sharing = {size: launch for size, launch in measured("one").items() if launch.split > 1}
     assert sharing
     for (bits, _, steps), launch in sharing.items():
         assert launch.shares(bits)
@@ -61,7 +60,7 @@ def test_programs_that_share_a_token_take_whole_blocks_of_it() -> None:
 @pytest.mark.parametrize("count", [20, 58, 84, 108, 132, 170])
 def test_rounds_fit_the_multiprocessors(count: int) -> None:
     """As many programs for each as on an H200, or fewer: none waits for another to end."""
-    rounds = {size: launch for size, launch in GEMV_MEASURED.items() if launch.rounds > 1}
+    rounds = {size: launch for size, launch in measured("one").items() if launch.rounds > 1}
     assert rounds
     for size, launch in rounds.items():
         found = gemv_launch(*size, 1, True, count=count)
@@ -75,7 +74,7 @@ def test_rounds_fit_the_multiprocessors(count: int) -> None:
 
 
 def test_more_shared_memory_is_more_than_needed() -> None:
-    for (bits, _, steps), launch in (*GEMV_MEASURED.items(), *GEMV_UNPAIRED.items()):
+    for (bits, _, steps), launch in (*measured("one").items(), *measured("unpaired").items()):
         needed = shared_bytes(steps * 512 // bits, launch, 1, True)
         assert needed <= 99 * KB  # of every card; long rows need more than STATIC_SHARED
         assert launch.shared == 0 or launch.shared * KB > needed
@@ -104,7 +103,7 @@ def test_programs_spread_only_where_kernels_overlap() -> None:
 @pytest.mark.parametrize("paired", [False, True])
 def test_as_many_warps_share_a_tile_for_any_number_of_tokens(paired: bool) -> None:
     """Their sums are joined in order, so their number decides about the bits."""
-    for size in (*GEMV_MEASURED, *GEMV_SIZES):
+    for size in (*measured("one"), *GEMV_SIZES):
         launches = [gemv_launch(*size, tokens, paired) for tokens in COUNTS]
         assert {launch.parts for launch in launches} == {launches[0].parts}
         for launch in launches:
@@ -116,7 +115,7 @@ def test_as_many_warps_share_a_tile_for_any_number_of_tokens(paired: bool) -> No
 @pytest.mark.parametrize("paired", [False, True])
 def test_sums_of_several_tokens_fit_every_card(paired: bool) -> None:
     """Digits that do not fit are made by a kernel before, but every program needs its sums."""
-    for size in (*GEMV_MEASURED, *GEMV_SIZES):
+    for size in (*measured("one"), *GEMV_SIZES):
         for tokens in COUNTS:
             launch = gemv_launch(*size, tokens, paired)
             assert launch.split > 1 or launch.sums_bytes(tokens) <= 99 * KB
@@ -124,7 +123,7 @@ def test_sums_of_several_tokens_fit_every_card(paired: bool) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_measured_launches_leave_no_warp_without_steps(bits: int) -> None:
-    for table, paired in ((GEMV_MEASURED, True), (GEMV_UNPAIRED, False)):
+    for table, paired in ((measured("one"), True), (measured("unpaired"), False)):
         for _, tiles, steps in (key for key in table if key[0] == bits):
             launch = gemv_launch(bits, tiles, steps, 1, paired)
             assert launch is table[bits, tiles, steps]
@@ -134,25 +133,25 @@ def test_measured_launches_leave_no_warp_without_steps(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [2, 3])
 def test_fewer_bits_have_as_many_parts_as_the_same_columns_in_4_bits(bits: int) -> None:
-    for _, tiles, steps in (key for key in GEMV_MEASURED if key[0] == 4 and key[2] % 2 == 0):
+    for _, tiles, steps in (key for key in measured("one") if key[0] == 4 and key[2] % 2 == 0):
         for tokens in COUNTS:
             launch = gemv_launch(bits, tiles, steps // 2, tokens, True)
             assert launch.parts == gemv_launch(4, tiles, steps, 1, True).parts <= steps // 2
             assert launch.registers is None or launch.registers >= (96 if bits == 3 else 80)
 
 
-@pytest.mark.parametrize(("size", "measured"), SEVERAL_MEASURED.items(), ids=str)
+@pytest.mark.parametrize(("size", "launch"), several_measured().items(), ids=str)
 def test_launches_measured_for_several_tokens_are_taken(
-    size: tuple[int, int, int, int], measured: GemvLaunch
+    size: tuple[int, int, int, int], launch: GemvLaunch
 ) -> None:
     """`gemv_launch` passes over a row with other parts than the launch of a lone token."""
-    assert any(gemv_launch(*size, paired) is measured for paired in (False, True))
+    assert any(gemv_launch(*size, paired) is launch for paired in (False, True))
 
 
 @pytest.mark.parametrize("tokens", [16, 32, 64])
 def test_programs_of_wgmma_have_whole_parts_of_all_steps_in_shared_memory(tokens: int) -> None:
     """A slice that has a power of two of neighboring parts adds them as one program does it."""
-    for size in (*GEMV_MEASURED, *GEMV_SIZES, (4, 40, 76)):
+    for size in (*measured("one"), *GEMV_SIZES, (4, 40, 76)):
         bits, tiles, steps = size
         parts = gemv_launch(*size, 1, False).parts
         launch = wgmma_launch(bits, tiles, steps, 128, tokens, parts)
@@ -214,7 +213,7 @@ def test_splits_of_gemm_have_as_many_steps_and_tokens(steps: int) -> None:
 @pytest.mark.parametrize("count", [24, 84, 170])
 def test_cards_of_another_size_share_no_less(count: int) -> None:
     """A token's bits do not depend on the card's multiprocessors; programs find room at once."""
-    for size in (*GEMV_MEASURED, *GEMV_SIZES):
+    for size in (*measured("one"), *GEMV_SIZES):
         bits, tiles, steps = size
         one = gemv_launch(bits, tiles, steps, 1, False, count=count)
         assert one.parts == gemv_launch(bits, tiles, steps, 1, False).parts
@@ -222,7 +221,7 @@ def test_cards_of_another_size_share_no_less(count: int) -> None:
             launch = gemv_launch(bits, tiles, steps, tokens, False, count=count)
             assert launch.parts == one.parts
             assert launch.split > 1 or launch.sums_bytes(tokens) <= 99 * KB
-            rule = (*size, tokens) not in SEVERAL_MEASURED
+            rule = (*size, tokens) not in several_measured()
             if rule and launch.split == 1 and launch.rounds < MOST_ROUNDS[tokens]:
                 assert -(-tiles // launch.program_tiles) <= count
 

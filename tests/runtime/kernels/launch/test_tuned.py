@@ -14,10 +14,10 @@ from lowbit.runtime.backends import cuda
 from lowbit.runtime.cli import options
 from lowbit.runtime.kernels import linear
 from lowbit.runtime.kernels.launch import tuned
-from lowbit.runtime.kernels.launch.linear import GEMV_MEASURED, SEVERAL_MEASURED, GemvLaunch
+from lowbit.runtime.kernels.launch.linear import GemvLaunch, measured, several_measured
 from lowbit.runtime.kernels.launch.tuned import (
-    Card,
     Launches,
+    MeasuredCard,
     content_of,
     keep_launches,
     kernels_version,
@@ -28,7 +28,7 @@ from lowbit.runtime.kernels.launch.tuned import (
 )
 from lowbit.runtime.weights.linear import PackedLinear
 
-CARD = Card("NVIDIA GeForce RTX 4090", 89, "0123456789ab")
+CARD = MeasuredCard("NVIDIA GeForce RTX 4090", 89, "0123456789ab")
 QKV = (4, 384, 32, False)
 ONE = GemvLaunch(2, 2, 8, early=True, registers=128, shared=32)
 SEVERAL = GemvLaunch(2, 2, 16, early=True, registers=128, abreast=2)
@@ -175,5 +175,5 @@ def test_the_version_is_that_of_the_sources() -> None:
 
 
 def test_lines_read_as_the_launch() -> None:
-    for launch in (*GEMV_MEASURED.values(), *SEVERAL_MEASURED.values()):
+    for launch in (*measured("one").values(), *several_measured().values()):
         assert eval(line_of(launch)) == launch

@@ -4,31 +4,29 @@ from dataclasses import replace
 
 import pytest
 
+from lowbit.runtime.kernels.launch.card import H200, Card
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
-from lowbit.runtime.kernels.launch.linear import GEMV_MEASURED, GEMV_UNPAIRED, GemvLaunch
+from lowbit.runtime.kernels.launch.linear import GemvLaunch, measured
 from lowbit.runtime.kernels.launch.tuned import MOST_SUMS
 from lowbit.runtime.kernels.linear.gemv import staged_bytes
 from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.lab.tuning.candidates import (
     MOST_AHEAD,
-    Multiprocessors,
     capped,
     for_one,
     several,
     spread,
 )
 
-H200 = Multiprocessors(132, 2048, 228 << 10)
-RTX_4060 = Multiprocessors(24, 1536, 100 << 10, overlaps=False)
-RTX_5090 = Multiprocessors(170, 1536, 100 << 10, caps=False)
-MEASURED = [*GEMV_MEASURED.items(), *GEMV_UNPAIRED.items()]
+RTX_4060, RTX_5090 = Card((8, 9), 24), Card((12, 0), 170)
+MEASURED = [*measured("one").items(), *measured("unpaired").items()]
 
 
 def shape(launch: GemvLaunch) -> GemvLaunch:
     return replace(launch, registers=None, shared=0)
 
 
-def found_for(size: tuple[int, int, int], card: Multiprocessors = H200) -> list[GemvLaunch]:
+def found_for(size: tuple[int, int, int], card: Card = H200) -> list[GemvLaunch]:
     bits, tiles, steps = size
     return for_one(bits, tiles, steps, steps * WIDTHS[bits].STEP_K, card, 20)
 
@@ -39,7 +37,7 @@ def test_most_of_the_measured_launches_are_among_the_first() -> None:
 
 
 @pytest.mark.parametrize("card", [H200, RTX_4060])
-def test_launches_for_one_leave_nothing_idle(card: Multiprocessors) -> None:
+def test_launches_for_one_leave_nothing_idle(card: Card) -> None:
     for size, _ in MEASURED:
         bits, tiles, steps = size
         found = found_for(size, card)
@@ -48,7 +46,7 @@ def test_launches_for_one_leave_nothing_idle(card: Multiprocessors) -> None:
             assert launch.steps * launch.tiles <= MOST_AHEAD
             assert launch.parts <= max(steps, 16)
             programs = -(-tiles // launch.program_tiles) * launch.split
-            assert launch.program_tiles == 1 or programs >= 0.8 * card.count
+            assert launch.program_tiles == 1 or programs >= 0.8 * card.multiprocessors
             assert launch.staged
             if launch.split > 1:
                 assert launch.shares(bits)

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
+from lowbit.runtime.kernels.launch.card import H200
 from lowbit.runtime.kernels.launch.linear import GemvLaunch, gemv_launch
-from lowbit.runtime.lab.tuning.candidates import Multiprocessors
 from lowbit.runtime.lab.tuning.search import LEAST_GAIN, Launches, Search, Trial
 from lowbit.runtime.lab.tuning.short_model import Linear
 
-H200 = Multiprocessors(132, 2048, 228 << 10)
 EXAMPLE: Any = None
 QKV = Linear((4, 448, 40, False), 5120, 4, 40.0, 100, EXAMPLE)
 DOWN = Linear((4, 320, 136, False), 17408, 4, 40.0, 300, EXAMPLE)
