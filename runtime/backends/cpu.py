@@ -283,12 +283,12 @@ def leave_rows(x: Tensor, rows: Tensor, positions: Tensor, trail: Tensor) -> Non
 
 
 def _rotate(x: Tensor, rope: Rope, step: Step) -> Tensor:
-    """Rotate the first r dimensions of [H, M, D] by the tokens' positions, in FP32."""
-    if len(step.spans) == 1:
+    """Rotate the first r dimensions of [H, M, D] by the tokens' angles, in FP32."""
+    if len(step.spans) == 1 and step.own_angles is None:
         first, count = step.spans[0].first, step.spans[0].count
         cos, sin = rope.cos[first : first + count], rope.sin[first : first + count]  # [M, r / 2]
     else:
-        cos, sin = rope.cos[step.positions], rope.sin[step.positions]
+        cos, sin = rope.cos[step.angles], rope.sin[step.angles]
     half = cos.shape[-1]
     wide = x.float()
     a, b, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]

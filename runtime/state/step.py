@@ -82,6 +82,8 @@ class Step:
         prompt: whether the tokens are a chunk of one sequence's prompt (B = 1) that takes the
             kernels for many tokens; else they take those that give each token the same bits in
             any company.
+        own_angles: [M] int32, rows of the rotary tables for the tokens, ascending by one in a
+            sequence of a decode step; None where they are the positions.
         ending: of a prompt, how its tokens pass the last layer behind its keys, values and states:
             all together; the last one apart, so that it has the same bits whether or not the others
             pass, too; or only that one.
@@ -98,6 +100,12 @@ class Step:
     spans: tuple[Span, ...]
     prompt: bool = False
     ending: Ending = "together"
+    own_angles: Tensor | None = None
+
+    @property
+    def angles(self) -> Tensor:
+        """[M] int32, row of the rotary tables for each token."""
+        return self.positions if self.own_angles is None else self.own_angles
 
     def end(self, finish: Callable[..., Tensor], *rows: Tensor) -> Tensor:
         """What `finish` makes of the tokens' rows in the last layer; see `ending`.

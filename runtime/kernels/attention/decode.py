@@ -79,7 +79,7 @@ def attention_decode(
     scales = pages.layer_scales(layer) or (None, None)
     given = (
         *(qkv, q_norm, k_norm, rope.cos, rope.sin, *pages.layer(layer), *scales),
-        *(step.positions, step.rows, step.tables),
+        *(step.positions, step.angles, step.rows, step.tables),
     )
     numbers = step.tables.shape[1], eps, D**-0.5 * LOG2_E
     options = {

@@ -46,22 +46,22 @@ BLOCK_H = 8  # heads of a program that rotates
 
 @triton.jit
 def _rotated(
-    x_ptr, gain_ptr, cos_ptr, sin_ptr, starts, inside, position, eps, HEADS: tl.constexpr
+    x_ptr, gain_ptr, cos_ptr, sin_ptr, starts, inside, turn, eps, HEADS: tl.constexpr
 ):  # fmt: skip
-    """Heads of x at one position, normed and rotated: [BLOCK_H, D] float32.
+    """Heads of one token, normed and rotated: [BLOCK_H, D] float32.
 
     n = x * rsqrt(mean(x^2) + eps) * gain                                (x itself without a gain)
     out[d] = n[d] * cos - n[d + R/2] * sin,  out[d + R/2] = n[d + R/2] * cos + n[d] * sin
     for d < R/2, R the rotated elements; the other D - R of n pass through.
 
-    starts [BLOCK_H] is each head's first element.
+    starts [BLOCK_H] is each head's first element, turn the row of the rotary tables.
     """
     D: tl.constexpr = HEADS.dim
     R: tl.constexpr = HEADS.rotated
     offs_d = tl.arange(0, D)
     turns = offs_d < R
     partner = tl.where(turns, (offs_d + R // 2) % R, offs_d)
-    angle = position * (R // 2) + offs_d % (R // 2)
+    angle = turn * (R // 2) + offs_d % (R // 2)
     cos = tl.where(turns, tl.load(cos_ptr + angle), 1.0)
     sin = tl.load(sin_ptr + angle) * tl.where(offs_d < R // 2, -1.0, tl.where(turns, 1.0, 0.0))
     mask = inside[:, None]
@@ -97,7 +97,7 @@ def _append_codes(x, codes_ptr, scales_ptr, heads, inside, D: tl.constexpr):
 @triton.jit(do_not_specialize=["table_stride"])  # or it compiles again
 def _rotate_append_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, k_scales_ptr,
-    v_scales_ptr, tables_ptr, rows_ptr, positions_ptr, starts_ptr, table_stride, eps,
+    v_scales_ptr, tables_ptr, rows_ptr, positions_ptr, starts_ptr, table_stride, angles_ptr, eps,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A program takes BLOCK_H heads of q, or of k, or of v. HEADS: see `Heads`; ROWS: of a page."""
@@ -112,19 +112,19 @@ def _rotate_append_kernel(
         return
     offs_d, offs_h = tl.arange(0, D), tl.arange(0, BLOCK_H)
     x_ptr = qkv_ptr + token * (Hq * QUERY + 2 * Hkv * D)
-    row = tl.load(positions_ptr) + token
+    row, turn = tl.load(positions_ptr) + token, tl.load(angles_ptr + token)
     table_ptr = tables_ptr + tl.load(rows_ptr) * table_stride
     page = tl.load(table_ptr + row // ROWS).to(tl.int64)
     stored = (page * ROWS + row % ROWS) * Hkv  # heads of k or v before this row
     if block < Q_BLOCKS:
         head = block * BLOCK_H + offs_h
-        q = _rotated(x_ptr, q_norm_ptr, cos_ptr, sin_ptr, head * QUERY, head < Hq, row, eps, HEADS)
+        q = _rotated(x_ptr, q_norm_ptr, cos_ptr, sin_ptr, head * QUERY, head < Hq, turn, eps, HEADS)
         out = q_ptr + (token * Hq + head)[:, None] * D + offs_d[None, :]
         tl.store(out, q.to(q_ptr.dtype.element_ty), mask=(head < Hq)[:, None])
     elif block < Q_BLOCKS + KV_BLOCKS:
         head = (block - Q_BLOCKS) * BLOCK_H + offs_h
         start = Hq * QUERY + head * D
-        k = _rotated(x_ptr, k_norm_ptr, cos_ptr, sin_ptr, start, head < Hkv, row, eps, HEADS)
+        k = _rotated(x_ptr, k_norm_ptr, cos_ptr, sin_ptr, start, head < Hkv, turn, eps, HEADS)
         if k_scales_ptr is None:
             out = k_ptr + (stored + head)[:, None] * D + offs_d[None, :]
             tl.store(out, k.to(k_ptr.dtype.element_ty), mask=(head < Hkv)[:, None])
@@ -271,6 +271,7 @@ def attention_prefill(
         q,
         *stored,
         *where,
+        step.angles,
         eps,
         HEADS=heads,
         BLOCK_H=BLOCK_H,

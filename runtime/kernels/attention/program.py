@@ -80,9 +80,9 @@ def bases_of(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, head, column, PLAN: gl.co
 
 @gluon.jit
 def load_rotations(
-    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, position, warp, lane, zero, PLAN: gl.constexpr
+    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, angle, warp, lane, zero, PLAN: gl.constexpr
 ):  # fmt: skip
-    """Angles and gains of the heads that a warp stages, in its turns."""
+    """Angles and gains of the heads that a warp stages, in its turns; angle: of the token."""
     SHARED: gl.constexpr = PLAN.heads.shared
     HELD: gl.constexpr = PLAN.held
     WARPS: gl.constexpr = PLAN.running
@@ -98,7 +98,7 @@ def load_rotations(
     for i in gl.static_range(0, HELD, WARPS):
         back = gl.maximum(i + warp - SHARED, 0)
         if i == 0 or PLAN.together > 1:
-            at = gl.maximum(position - back, 0)
+            at = gl.maximum(angle - back, 0)
             angles = angles + (load_angles(cos, sin, at, lane, PLAN),)
         gain = gl.where(i + warp < SHARED, q_gain, k_gain)
         gains = gains + (load_head_gains(gain, lane, PLAN),)

@@ -35,8 +35,9 @@ def attention_ref(
     if gated:
         q, gate = q[:, 0::2], q[:, 1::2].sigmoid()
     positions, rows = step.positions.tolist(), step.rows.tolist()
-    q = torch.stack([_rotated(q[m], q_norm, eps, rope, p) for m, p in enumerate(positions)])
-    k = torch.stack([_rotated(k[m], k_norm, eps, rope, p) for m, p in enumerate(positions)])
+    angles = step.angles.tolist()
+    q = torch.stack([_rotated(q[m], q_norm, eps, rope, p) for m, p in enumerate(angles)])
+    k = torch.stack([_rotated(k[m], k_norm, eps, rope, p) for m, p in enumerate(angles)])
     if pages.scaled:
         stored, stored_v, rounded = _through_codes(k), _through_codes(v), q
     else:
@@ -54,12 +55,12 @@ def attention_ref(
     return (out * gate).view(M, -1), k, v
 
 
-def _rotated(x: Tensor, gain: Tensor | None, eps: float, rope: Rope, position: int) -> Tensor:
-    """Heads x [..., D] at a position, normed and rotated, in float64."""
+def _rotated(x: Tensor, gain: Tensor | None, eps: float, rope: Rope, angle: int) -> Tensor:
+    """Heads x [..., D], normed and rotated by a row of the tables, in float64."""
     x = x.double()
     if gain is not None:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain.double()
-    cos, sin = rope.cos[position].double(), rope.sin[position].double()
+    cos, sin = rope.cos[angle].double(), rope.sin[angle].double()
     half = cos.shape[0]
     low, high, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)

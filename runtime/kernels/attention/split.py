@@ -31,8 +31,8 @@ from lowbit.runtime.kernels.ptx.mma import threads
 @gluon.jit(do_not_specialize=["table_stride"])
 def attention_split_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
-    positions_ptr, rows_ptr, tables_ptr, part_ptr, state_ptr, table_stride, eps, score_scale,
-    PLAN: gl.constexpr,
+    positions_ptr, angles_ptr, rows_ptr, tables_ptr, part_ptr, state_ptr, table_stride, eps,
+    score_scale, PLAN: gl.constexpr,
 ):  # fmt: skip
     """PLAN: see `Plan`; all columns of the values. As many splits are stored as are launched."""
     RULE: gl.constexpr = PLAN.keys
@@ -48,6 +48,7 @@ def attention_split_kernel(
     t = lane % 4
     head, token, split = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     position = gl.load(positions_ptr + token)  # of an earlier step, like pages: before the wait
+    angle = gl.load(angles_ptr + token)
     sequence = gl.load(rows_ptr + token)
     running = running_splits(position, TURN, RULE)
     if split >= running:
@@ -63,7 +64,7 @@ def attention_split_kernel(
     keys = load_keys(bases, page, row + g, end, g, t, row < end, PLAN)
     values = load_values(bases, page, row + 2 * t, end, g, row < end, PLAN)
     rotations = load_rotations(
-        cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, position, warp, lane, zero, PLAN
+        cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, angle, warp, lane, zero, PLAN
     )
     if PLAN.pdl:
         gdc_wait()

@@ -31,7 +31,7 @@ from lowbit.runtime.kernels.ptx.mma import high_half, low_half, threads
 @gluon.jit(do_not_specialize=["table_stride"])
 def attention_whole_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
-    positions_ptr, rows_ptr, tables_ptr, out_ptr, table_stride, eps, score_scale,
+    positions_ptr, angles_ptr, rows_ptr, tables_ptr, out_ptr, table_stride, eps, score_scale,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """PLAN: see `Plan`; its columns are a part of the values', all keys are those of `whole`."""
@@ -41,7 +41,7 @@ def attention_whole_kernel(
     position = gl.load(positions_ptr + gl.program_id(1))  # of an earlier step: before the wait
     attend_whole(
         qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr,
-        v_scales_ptr, position, rows_ptr, tables_ptr, out_ptr, shared_buffer(BUFFER),
+        v_scales_ptr, position, angles_ptr, rows_ptr, tables_ptr, out_ptr, shared_buffer(BUFFER),
         table_stride, eps, score_scale, PLAN,
     )  # fmt: skip
 
@@ -49,7 +49,7 @@ def attention_whole_kernel(
 @gluon.jit
 def attend_whole(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
-    position, rows_ptr, tables_ptr, out_ptr, buffer, table_stride, eps, score_scale,
+    position, angles_ptr, rows_ptr, tables_ptr, out_ptr, buffer, table_stride, eps, score_scale,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """A program's columns of one kv head of the token at `position`; buffer: shared memory."""
@@ -66,6 +66,7 @@ def attend_whole(
     t = lane % 4
     head, token = gl.program_id(0), gl.program_id(1)
     column = gl.program_id(2) * PLAN.columns
+    angle = gl.load(angles_ptr + token)
     sequence = gl.load(rows_ptr + token)
     first = first_fresh(rows_ptr, token, sequence, position, PLAN)
     table = tables_ptr.to(gl.int64, bitcast=True) + sequence.to(gl.int64) * table_stride * 4
@@ -87,7 +88,7 @@ def attend_whole(
             load_values(bases, pages[i], at + 2 * t, position, g, at < position, PLAN),
         )
     rotations = load_rotations(
-        cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, position, warp, lane, zero, PLAN
+        cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, angle, warp, lane, zero, PLAN
     )
     if PLAN.pdl:
         gdc_wait()

@@ -56,7 +56,7 @@ from lowbit.runtime.kernels.ptx.mma import (
 @gluon.jit(do_not_specialize=["table_stride"])
 def attention_whole_splits_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
-    positions_ptr, rows_ptr, tables_ptr, out_ptr, table_stride, eps, score_scale,
+    positions_ptr, angles_ptr, rows_ptr, tables_ptr, out_ptr, table_stride, eps, score_scale,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """PLAN: see `Plan`; its columns are a part of the values'.
@@ -69,21 +69,21 @@ def attention_whole_splits_kernel(
     if position <= PLAN.keys.whole:
         attend_whole(
             qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr,
-            v_scales_ptr, position, rows_ptr, tables_ptr, out_ptr, buffer, table_stride, eps,
-            score_scale, PLAN,
+            v_scales_ptr, position, angles_ptr, rows_ptr, tables_ptr, out_ptr, buffer,
+            table_stride, eps, score_scale, PLAN,
         )  # fmt: skip
     else:
         _attend_splits(
             qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr,
-            v_scales_ptr, position, rows_ptr, tables_ptr, out_ptr, buffer, table_stride, eps,
-            score_scale, PLAN,
+            v_scales_ptr, position, angles_ptr, rows_ptr, tables_ptr, out_ptr, buffer,
+            table_stride, eps, score_scale, PLAN,
         )  # fmt: skip
 
 
 @gluon.jit
 def _attend_splits(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
-    position, rows_ptr, tables_ptr, out_ptr, buffer, table_stride, eps, score_scale,
+    position, angles_ptr, rows_ptr, tables_ptr, out_ptr, buffer, table_stride, eps, score_scale,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """More keys than `whole`, and at most a turn for each split."""
@@ -98,13 +98,14 @@ def _attend_splits(
     t = lane % 4
     head, token = gl.program_id(0), gl.program_id(1)
     column = gl.program_id(2) * PLAN.columns
+    angle = gl.load(angles_ptr + token)
     sequence = gl.load(rows_ptr + token)
     table = tables_ptr.to(gl.int64, bitcast=True) + sequence.to(gl.int64) * table_stride * 4
     bases = bases_of(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, head, column, PLAN)
     new_page = page_of(table, position + zero, position + 1)
     loaded = _load_block(bases, table, warp * TURN, position, 0, g, t, PLAN)
     rotations = load_rotations(
-        cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, position, warp, lane, zero, PLAN
+        cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, angle, warp, lane, zero, PLAN
     )
     if PLAN.pdl:
         gdc_wait()

@@ -56,6 +56,8 @@ def step_of(
 ) -> Step:
     """The step of some tokens; a reach of 0 is all that the tables hold.
 
+    Angles are other numbers than positions, as behind an image.
+
     padding: tokens behind those of a prompt, of a row and a position that nobody may look at.
     """
     counts = [span.count for span in spans]
@@ -76,4 +78,8 @@ def step_of(
         longest=max(counts),
         spans=tuple(spans),
         prompt=prompt,
+        own_angles=numbers(
+            [span.first + 1 + span.row % 4 + i for span in spans for i in range(span.count)]
+            + [1 << 30] * padding
+        ),
     )

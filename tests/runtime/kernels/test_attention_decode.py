@@ -302,7 +302,10 @@ def test_a_recorded_step_follows_its_sequences(make_model: MakeModel, name: str)
     with torch.cuda.graph(graph):
         out = model.attend(given, step)
         step.positions.add_(1)
-    step.positions.copy_(torch.tensor(lengths))
+        step.angles.add_(1)
+    firsts = step_of(model.tables, spans)
+    step.positions.copy_(firsts.positions)
+    step.angles.copy_(firsts.angles)
     again = replace(model, pages=clone(model.pages))
     for i in range(10):
         expected = again.attend(given, step_of(model.tables, [
