@@ -8,7 +8,7 @@ import click
 from click.core import ParameterSource
 
 from lowbit.convert.cli import options
-from lowbit.convert.cli.vocabulary_options import KEEP_HELP, parse_kept
+from lowbit.convert.cli.vocabulary_options import KEEP_HELP, languages_option, parse_kept
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import check_command, json_option
 from lowbit.formats.shell.output import note, print_json
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     "Text whose tokens are kept first, .txt or .jsonl; best one in the languages and on the "
     "subjects that the model will be used for.",
 )
+@languages_option("--languages", "")
 @options.shard_option()
 @options.eval_texts_option(
     "Text whose tokens are counted before and after (repeatable).",
@@ -69,10 +70,10 @@ def cut_vocabulary(
     Embedding and head keep the rows of N tokens, all else stays as it is. OUT is an original like
     SRC, to be quantized, planned or measured next; `quantize --keep-vocabulary` does both steps at
     once. Decoding then reads fewer bytes a token. Kept are the 256 bytes, the added tokens and what
-    the model's files name, then the tokens that the text uses most, then single characters of all
-    scripts, then those that languages and code need most, each with the parts that it is merged
-    from. Any text still encodes. Words whose tokens are left out come in more pieces, which the
-    model has seldom seen: --measure tells what that costs.
+    the model's files name, then the tokens that the text uses most, then those of --languages, then
+    single characters of all scripts, then those that languages and code need most, each with the
+    parts that it is merged from. Any text still encodes. Words whose tokens are left out come in
+    more pieces, which the model has seldom seen: --measure tells what that costs.
     """
     from lowbit.convert.cli.progress import progress_bars
     from lowbit.convert.original.evaluation_text import vocabulary_texts

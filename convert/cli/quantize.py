@@ -97,6 +97,7 @@ def quantize(
     calibration: "CalibrationRequest",
     keep_vocabulary: int | Path | None,
     vocabulary_text: Path | None,
+    languages: tuple[str, ...],
     device: str,
     report: bool,
     eval_texts: tuple[Path, ...],
@@ -138,7 +139,7 @@ def quantize(
     texts = read_texts(eval_texts) if report else ()
     options.check_gate(gate, texts)
     cut = make_cut_request(
-        *(keep_vocabulary, vocabulary_text, texts if eval_texts else ()),
+        *(keep_vocabulary, vocabulary_text, languages, texts if eval_texts else ()),
         *(device if report else None, settings["max_shard_bytes"]),
     )
     request = Request(

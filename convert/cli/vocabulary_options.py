@@ -1,12 +1,13 @@
 """Options of a smaller vocabulary."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from lowbit.convert.cli import options
+from lowbit.formats.shell.failure import Command
 from lowbit.formats.shell.options import Count, with_options
 
 if TYPE_CHECKING:
@@ -17,6 +18,30 @@ KEEP_HELP = (
     "Tokens to keep, rounded up to a multiple of 128; or a file that lists them: a JSON array of "
     "ids, or the kept_vocabulary.json of another cut."
 )
+
+
+LANGUAGES_HELP = (
+    "Languages whose most used words are kept next, by code: de,fr,zh. In the room that is left "
+    "otherwise are the bundled text, then 26 languages at fixed shares."
+)
+
+
+def parse_languages(
+    ctx: click.Context, param: click.Parameter, text: str | None
+) -> tuple[str, ...]:
+    """Codes that commas separate."""
+    return tuple(filter(None, map(str.strip, (text or "").split(","))))
+
+
+def languages_option(name: str, before: str) -> Callable[[Command], Command]:
+    """Option of languages that a vocabulary keeps; `before` begins its help."""
+    return click.option(
+        name,
+        "languages",
+        callback=parse_languages,
+        metavar="CODES",
+        help=f"{before}{LANGUAGES_HELP}",
+    )
 
 
 def parse_kept(ctx: click.Context, param: click.Parameter, text: str | None) -> int | Path | None:
@@ -45,12 +70,14 @@ vocabulary_options = with_options(
         "For --keep-vocabulary: text whose tokens are kept first, .txt or .jsonl; best one in the "
         "languages and on the subjects that the model will be used for.",
     ),
+    languages_option("--vocabulary-languages", "For --keep-vocabulary: "),
 )
 
 
 def make_cut_request(
     keep: int | Path | None,
     text: Path | None,
+    languages: Sequence[str],
     texts: Sequence["Text"],
     measure_on: str | None,
     max_shard_bytes: int,
@@ -60,18 +87,22 @@ def make_cut_request(
     Args:
         keep: of --keep-vocabulary.
         text: of --vocabulary-text.
+        languages: of --vocabulary-languages.
         texts: of --eval-text; empty for the bundled ones.
         measure_on: `cpu` or `cuda` where bits a byte are to be measured.
         max_shard_bytes: limit of a weight file.
 
     Raises:
-        click.UsageError: a text without --keep-vocabulary.
+        click.UsageError: a text or languages without --keep-vocabulary.
     """
     if keep is None:
         if text is not None:
             raise click.UsageError("--vocabulary-text is for --keep-vocabulary.")
+        if languages:
+            raise click.UsageError("--vocabulary-languages is for --keep-vocabulary.")
         return None
     from lowbit.convert.original.evaluation_text import vocabulary_texts
     from lowbit.convert.vocabulary.beside import CutRequest
 
-    return CutRequest(keep, text, tuple(texts) or vocabulary_texts(), measure_on, max_shard_bytes)
+    compared = tuple(texts) or vocabulary_texts()
+    return CutRequest(keep, text, languages, compared, measure_on, max_shard_bytes)

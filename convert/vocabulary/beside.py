@@ -35,6 +35,7 @@ class CutRequest:
     Attributes:
         keep: number of tokens to keep, or a file that lists them.
         text: to count tokens on; the bundled one where left out.
+        languages: codes of languages whose most used words come next.
         texts: whose tokens are counted before and after.
         measure_on: where both models run to tell the bits that they need for a byte of the texts;
             None to leave that out.
@@ -43,6 +44,7 @@ class CutRequest:
 
     keep: int | Path
     text: Path | None
+    languages: Sequence[str]
     texts: Sequence[Text]
     measure_on: str | None
     max_shard_bytes: int
@@ -92,6 +94,7 @@ def cut_beside(
         folder,
         request.keep,
         text=request.text,
+        languages=request.languages,
         texts=request.texts,
         measure_on=request.measure_on,
         revision=revision,
@@ -111,7 +114,7 @@ def _check_same(
 ) -> None:
     """Refuse a folder that is not what a cut would write; the measurements in its record aside."""
     location = locate(source, revision)
-    work = plan_cut(location, request.keep, request.text)
+    work = plan_cut(location, request.keep, request.text, request.languages)
     origin = (work.kept.ids, location.repo, location.commit)
     different = None if origin == (record.ids, record.repo, record.commit) else "the tokens kept"
     if different is None:

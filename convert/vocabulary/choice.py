@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from lowbit.convert.original.token_counts import CountedText, coverage
@@ -46,8 +47,13 @@ def choose_tokens(
     keep: int | Path,
     named: AbstractSet[int],
     common: Sequence[int],
+    asked: Sequence[int] = (),
 ) -> KeptTokens:
-    """Choose tokens: bytes, added, named and listed ones, by use, characters, then common ones.
+    """Choose tokens: bytes, added, named and listed ones, those of the text by use, then others.
+
+    The others are those of the languages asked for, those of the bundled text, characters, and
+    common ones: a user's text gives up none of its tokens but for the parts that tokens are merged
+    from, which need places too.
 
     Characters are a sixteenth of all tokens at most: a language that neither the text nor the
     common tokens know then costs a token a character, not one a byte, which the model has hardly
@@ -60,6 +66,7 @@ def choose_tokens(
             multiple of ROWS by keeping more.
         named: tokens that config.json or generation_config.json names.
         common: all ids but those of added tokens, see `common_tokens`.
+        asked: ids that languages need, see `tokens_of_languages`.
 
     Raises:
         QuantizationError: as many tokens as there are, or fewer than must be kept.
@@ -79,9 +86,9 @@ def choose_tokens(
             f"`{source.path}` are {len(first):,}",
             hint=f"keep {-(-len(first) // ROWS) * ROWS:,} or more",
         )
-    chosen = _fill(source, first, _wanted(source, text, first, common, rows), rows)
+    chosen = _fill(source, first, _wanted(source, text, first, asked, common, rows), rows)
     seen, unseen = text.halves()
-    from_half = _fill(source, first, _wanted(source, seen, first, common, rows), rows)
+    from_half = _fill(source, first, _wanted(source, seen, first, asked, common, rows), rows)
     return KeptTokens(
         ids=tuple(sorted(chosen)),
         text=text.name,
@@ -139,14 +146,16 @@ def _wanted(
     source: ByteLevelBpe,
     text: CountedText,
     first: Collection[int],
+    asked: Sequence[int],
     common: Sequence[int],
     rows: int,
 ) -> list[int]:
-    """All ids: those of `first` and of the text by use, then characters, then those of `common`."""
-    used = {*first, *text.ids, *text.rest}
+    """All ids: of `first`, of the text by use, `asked`, of the bundled text, characters, common."""
+    own, rest = {*first, *text.ids}, set(text.rest)
     by_use = text.by_use(sorted(first), max(source.ids) + 1)
     characters = source.characters[: int(CHARACTERS * rows)]
-    return list(dict.fromkeys([*(id for id in by_use if id in used), *characters, *common]))
+    order = [id for id in by_use if id in own], asked, [id for id in by_use if id in rest]
+    return list(dict.fromkeys(chain(*order, characters, common)))
 
 
 def _fill(

@@ -29,7 +29,7 @@ from lowbit.convert.pipeline.folder import (
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES
 from lowbit.convert.vocabulary.bits import check_measurable, text_bits
 from lowbit.convert.vocabulary.choice import KeptTokens, choose_tokens
-from lowbit.convert.vocabulary.languages import common_tokens
+from lowbit.convert.vocabulary.languages import common_tokens, tokens_of_languages
 from lowbit.convert.vocabulary.token_ids import named_ids, renumbered
 from lowbit.convert.vocabulary.tokenizer import ByteLevelBpe, cut_tokenizer, open_tokenizer
 from lowbit.formats.architectures import is_carried, is_drafter, is_tied, read_config, tensor_table
@@ -106,6 +106,7 @@ def cut_vocabulary(
     keep: int | Path,
     *,
     text: Path | None = None,
+    languages: Sequence[str] = (),
     texts: Sequence[Text] | None = None,
     measure_on: str | None = None,
     revision: str | None = None,
@@ -115,8 +116,8 @@ def cut_vocabulary(
     """Write an original whose vocabulary has fewer tokens; memory holds a block of rows.
 
     Kept are the bytes, added tokens and those that the model's files name, then the tokens that a
-    text uses most, then single characters, then those that languages and code need most (see
-    `common_tokens`); and what their merges need.
+    text uses most, then those of languages asked for, then single characters, then those that
+    languages and code need most (see `common_tokens`); and what their merges need.
 
     Args:
         source: folder, or Hub id, of a model that is not quantized.
@@ -124,6 +125,7 @@ def cut_vocabulary(
         keep: number of tokens, rounded up to a multiple of 128; or a file that lists tokens, see
             `listed_tokens`, beside which the same tokens are kept as ever.
         text: `.txt` or `.jsonl` text to count tokens on; the bundled one where left out.
+        languages: codes, such as `de`, of languages whose most used words come next.
         texts: whose tokens are counted before and after; the bundled ones where left out.
         measure_on: `cpu` or `cuda`, where both models run to tell the bits that they need for a
             byte of the texts; None to leave that out.
@@ -144,7 +146,7 @@ def cut_vocabulary(
     check_apart(location.folder, place)
     if device is not None:
         check_measurable(location.folder, compared)
-    work = plan_cut(location, keep, text)
+    work = plan_cut(location, keep, text, languages)
     with new_folder(place, "cut vocabulary", [*work.names, KEPT_FILE], OTHER_WORK) as partial:
         left_out = write_small_files(work, partial)
         size = _write_weights(work, partial, max_shard_bytes, report)
@@ -190,7 +192,9 @@ class PlannedCut:
     content: Mapping[str, Any]
 
 
-def plan_cut(location: Location, keep: int | Path, text: Path | None) -> PlannedCut:
+def plan_cut(
+    location: Location, keep: int | Path, text: Path | None, languages: Sequence[str] = ()
+) -> PlannedCut:
     """Read the original and choose the tokens, before anything is written.
 
     Raises:
@@ -206,7 +210,8 @@ def plan_cut(location: Location, keep: int | Path, text: Path | None) -> Planned
     tokenizer.check_ids(sorted(bpe.ids), rows)
     named = _named(folder, names, checkpoint.config, bpe)
     common = common_tokens(bpe, tokenizer)
-    kept = choose_tokens(bpe, count_text(tokenizer, rows, text), keep, named, common)
+    asked = tokens_of_languages(languages, tokenizer)
+    kept = choose_tokens(bpe, count_text(tokenizer, rows, text), keep, named, common, asked)
     return PlannedCut(
         location=location,
         checkpoint=checkpoint,

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lowbit.convert.vocabulary.tokenizer import ByteLevelBpe
+from lowbit.formats.errors import RequestError
 from lowbit.formats.text.tokenizer import TextTokenizer
 
 LATIN = "Latin"  # and code, digits, punctuation, symbols, and parts of characters
@@ -76,6 +77,25 @@ def common_tokens(source: ByteLevelBpe, tokenizer: TextTokenizer) -> list[int]:
         *((LANGUAGE_SHARES[name], ids) for name, ids in zip(words, encoded, strict=True)),
     ]
     return [id for id in merged(orders) if id in source.written]
+
+
+def tokens_of_languages(languages: Sequence[str], tokenizer: TextTokenizer) -> list[int]:
+    """Ids that the most used words of languages need, most wanted first, each language as often.
+
+    Args:
+        languages: codes of LANGUAGE_SHARES; empty for none.
+        tokenizer: to encode words.
+
+    Raises:
+        RequestError: a language whose words are not bundled.
+    """
+    words = bundled_words()
+    if unknown := sorted({*languages} - words.keys()):
+        raise RequestError(
+            f"language `{unknown[0]}` is not known", hint=f"known: {', '.join(sorted(words))}"
+        )
+    encoded = tokenizer.encode_all([words[language] for language in languages])
+    return merged([(1.0, ids) for ids in encoded])
 
 
 def by_script(source: ByteLevelBpe) -> Mapping[str, Sequence[int]]:

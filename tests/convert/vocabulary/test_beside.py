@@ -122,7 +122,7 @@ def test_something_else_beside_is_refused(
 
 
 def _again(source: Path, out: Path, keep: int) -> None:
-    request = CutRequest(keep, None, (), None, 10**9)
+    request = CutRequest(keep, None, (), (), None, 10**9)
     cut_beside(str(source), None, out, request, lambda phase, done, total: None)
 
 
@@ -165,6 +165,7 @@ def test_report_measures_bits(short_hybrid: Path, tmp_path: Path, cli: "Cli") ->
     ("options", "named"),
     [
         (("--vocabulary-text", str(STORIES)), "--vocabulary-text is for --keep-vocabulary"),
+        (("--vocabulary-languages", "de"), "--vocabulary-languages is for --keep-vocabulary"),
         (("--keep-vocabulary", "nowhere.json"), "neither a number of tokens nor a file"),
         (("--keep-vocabulary", "0"), "--keep-vocabulary"),
     ],

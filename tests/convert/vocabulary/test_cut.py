@@ -52,26 +52,32 @@ def test_rows_are_those_of_the_kept_tokens(short_hybrid: Path, small_cut: CutMod
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
+@pytest.mark.parametrize("languages", [(), ("de", "fr")])
 @pytest.mark.parametrize("share", [0.1, 0.5])
-def test_a_users_text_comes_before_all_languages(tmp_path: Path, share: float) -> None:
+def test_a_users_text_comes_before_all_languages(
+    tmp_path: Path, share: float, languages: tuple[str, ...]
+) -> None:
     """Of a text that needs more than there is room for, no other token takes the place.
 
-    By the merges of tokenizer.json as the tokenizers library applies them.
+    By the merges of tokenizer.json and transformers' tokenizer. Languages that are asked for get
+    what the text leaves, before all others.
     """
-    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    from lowbit.convert.vocabulary.languages import bundled_words  # fewer of them by a fixture
 
     stories = (MODELS.parent / "data/stories-eval.txt").read_text(encoding="utf-8")
     text = tmp_path / "own.txt"
     text.write_text(stories[: int(len(stories) * share)], encoding="utf-8")
     path = MODELS / "tiny-qwen3" / "tokenizer.json"
-    kept = set(plan_cut(locate(str(path.parent)), 2048, text).kept.ids)
-    content, library = json.loads(path.read_text()), Tokenizer.from_file(str(path))
+    kept = set(plan_cut(locate(str(path.parent)), 2048, text, languages).kept.ids)
+    content, library = json.loads(path.read_text()), AutoTokenizer.from_pretrained(path.parent)
     vocabulary: dict[str, int] = content["model"]["vocab"]
     parts: dict[int, set[int]] = {}  # of every way to make a token
     for left, right in content["model"]["merges"]:
         made = parts.setdefault(vocabulary[left + right], set())
         made |= {vocabulary[left], vocabulary[right]}
-    used = set(library.encode(text.read_text(encoding="utf-8")).ids)
+    used = set(library(text.read_text(encoding="utf-8"))["input_ids"])
     added = {token["id"] for token in content["added_tokens"]}
     alphabet = {id for id in vocabulary.values() if id not in parts}
     needed = used | added | alphabet
@@ -80,6 +86,9 @@ def test_a_users_text_comes_before_all_languages(tmp_path: Path, share: float) -
     assert len(used) < 2048
     if used <= kept:
         assert len(kept - needed) > 0  # languages get what is left
+        words = bundled_words()
+        asked = {id for name in ("de", "fr") for id in library(words[name])["input_ids"]}
+        assert (asked <= kept) == (languages == ("de", "fr"))
     else:
         assert kept <= needed
 

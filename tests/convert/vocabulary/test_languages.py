@@ -18,8 +18,10 @@ from lowbit.convert.vocabulary.languages import (
     common_tokens,
     merged,
     script_of,
+    tokens_of_languages,
 )
 from lowbit.convert.vocabulary.tokenizer import open_tokenizer
+from lowbit.formats.errors import RequestError
 from lowbit.formats.text.tokenizer import load_text_tokenizer
 
 MODEL = Path(__file__).parents[3] / "examples/models/tiny-qwen3.5"
@@ -112,3 +114,9 @@ def test_words_bring_their_tokens_forward(monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(map(place.__getitem__, needed)) / len(needed) < 0.9 * (
         sum(map(place.__getitem__, others)) / len(others)
     )
+
+
+def test_unknown_language() -> None:
+    with pytest.raises(RequestError, match="language `xx` is not known") as caught:
+        tokens_of_languages(["de", "xx"], load_text_tokenizer(MODEL))
+    assert "de, el" in str(caught.value.hint)
