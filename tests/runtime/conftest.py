@@ -47,7 +47,7 @@ CONFIG: dict[str, Any] = {
 
 QWEN3_5: dict[str, Any] = {
     "model_type": "qwen3_5_text",
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,  # the number of a layer is not that of its pages or states
     "head_dim": 64,
     "rope_theta": None,
     "rope_parameters": {
@@ -62,7 +62,7 @@ QWEN3_5: dict[str, Any] = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
     "linear_conv_kernel_dim": 4,
-    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "mtp_num_hidden_layers": 0,
 }
 

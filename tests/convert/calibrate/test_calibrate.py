@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -85,12 +85,11 @@ def of_all_steps(
     return hashes(convert(readable, out, recipe, calibration=request).folder)
 
 
-@pytest.mark.parametrize("other", ["recipe", "calibration", "export"])
 def test_another_command_leaves_finished_layers_alone(
-    readable: Path, tmp_path: Path, text: Path, other: str
+    readable: Path, tmp_path: Path, text: Path
 ) -> None:
     out = tmp_path / "out"
-    gptq = Recipe(method=Method.parse("gptq"))
+    weighted = Recipe(method=Method("weighted"))
     request = CalibrationRequest(text, 2, LENGTH)
 
     def stop(phase: str, done: int, total: int) -> None:
@@ -98,26 +97,28 @@ def test_another_command_leaves_finished_layers_alone(
             raise _StopError
 
     with pytest.raises(_StopError):
-        convert(readable, out, gptq, calibration=request, progress=stop)
+        convert(readable, out, weighted, calibration=request, progress=stop)
     layers = {path.name: path.read_bytes() for path in partial_of(out).glob(f"{PREFIX}*")}
     assert layers
-    if other == "export":
-        convert(readable, tmp_path / "packed", Recipe(head="bf16"))
-    commands: dict[str, Callable[[], object]] = {
-        "recipe": lambda: convert(readable, out, Recipe()),
-        "calibration": lambda: convert(
-            readable, out, gptq, calibration=CalibrationRequest(text, 3, LENGTH)
+    packed = convert(readable, tmp_path / "packed", Recipe(head="bf16")).folder
+    others: list[tuple[Callable[[], object], bool]] = [
+        (lambda: convert(readable, out, Recipe()), True),
+        (
+            lambda: convert(
+                readable, out, weighted, calibration=CalibrationRequest(text, 3, LENGTH)
+            ),
+            True,
         ),
-        "export": lambda: export(tmp_path / "packed", out, "mlx"),
-    }
-    with pytest.raises(ResourceError, match="holds an interrupted conversion") as caught:
-        commands[other]()
-    assert caught.value.hint is not None
-    assert ("--overwrite" in caught.value.hint) == (other != "export")
-    assert layers.items() <= {p.name: p.read_bytes() for p in partial_of(out).iterdir()}.items()
-    if other == "recipe":
-        done = convert(readable, out, Recipe(), overwrite=True)
-        assert not list(done.folder.glob(f"{PREFIX}*"))
+        (lambda: export(packed, out, "mlx"), False),
+    ]
+    for command, may_overwrite in others:
+        with pytest.raises(ResourceError, match="holds an interrupted conversion") as caught:
+            command()
+        assert caught.value.hint is not None
+        assert ("--overwrite" in caught.value.hint) == may_overwrite
+        assert layers.items() <= {p.name: p.read_bytes() for p in partial_of(out).iterdir()}.items()
+    done = convert(readable, out, Recipe(), overwrite=True)
+    assert not list(done.folder.glob(f"{PREFIX}*"))
 
 
 @pytest.mark.slow
@@ -126,7 +127,6 @@ def test_another_command_leaves_finished_layers_alone(
     [
         ("short", "weighted"),
         ("short", "gptq"),
-        ("short", "autoround"),
         ("short_hybrid", "gptq+autoround"),
     ],
 )
@@ -136,9 +136,10 @@ def test_layers_get_closer_to_the_original(
     source: Path = request.getfixturevalue(model)
     done = calibrated(source, method, head="bf16", group_size=32)
     assert [row.layer for row in done.calibration] == [0, 1]
-    better = [row.chosen < row.rtn for row in done.calibration]
-    if method != "weighted":  # which wins little, and not everywhere
-        assert all(better)
+    if method == "weighted":  # which wins little, and not everywhere
+        assert sum(row.chosen - row.rtn for row in done.calibration) < 0
+    else:
+        assert all(row.chosen < row.rtn for row in done.calibration)
     manifest = read_manifest(done.folder)
     assert manifest is not None
     assert manifest.recipe["method"] == method
@@ -154,13 +155,6 @@ def test_layers_get_closer_to_the_original(
     assert changed
     assert all(name.endswith(("weight_packed", "weight_scale")) for name in changed)
     assert (done.folder / "config.json").read_bytes() == (plain.folder / "config.json").read_bytes()
-
-
-def test_same_bytes_again(
-    calibrated: Make, readable: Path, hashes: "Hashes", of_all_steps: dict[str, str]
-) -> None:
-    """Of all steps together; test_verification.py derives the bytes of GPTQ alone again."""
-    assert hashes(calibrated(readable, "gptq+rotate+autoround").folder) == of_all_steps
 
 
 @pytest.mark.gpu
@@ -210,11 +204,7 @@ def test_resumes_after_any_layer(
         assert not out.exists()
     kept = [path.name for path in partial_of(out).iterdir() if path.name.startswith(PREFIX)]
     assert len(kept) == 2 + 1  # layers, head
-    seen: list[str] = []
-    done = convert(
-        readable, out, recipe, calibration=request, progress=lambda phase, *_: seen.append(phase)
-    )
-    assert "distill" not in seen
+    done = convert(readable, out, recipe, calibration=request)
     assert hashes(out) == of_all_steps
     assert len(done.calibration) == 2
 
@@ -247,24 +237,23 @@ def test_goes_on_where_a_layer_was_being_written(
 
 
 def test_another_text_does_not_take_up_what_is_there(
-    calibrated: Make, readable: Path, hashes: "Hashes", tmp_path: Path, text: Path
+    readable: Path, hashes: "Hashes", tmp_path: Path, text: Path
 ) -> None:
-    fresh = hashes(calibrated(readable, "gptq", head="bf16").folder)
     other = tmp_path / "other.txt"
     other.write_text("The quick brown fox jumps over the lazy dog. " * 200)
-    recipe = Recipe(method=Method("gptq"), head="bf16")
-    out = tmp_path / "next"
+    recipe = Recipe(method=Method("weighted"))
+
+    def made(name: str, text: Path, **options: Any) -> Path:
+        request = CalibrationRequest(text, 2, LENGTH)
+        return convert(readable, tmp_path / name, recipe, calibration=request, **options).folder
 
     def crash(phase: str, done: int, total: int) -> None:
         if phase == "convert":
             raise _StopError
 
     with pytest.raises(_StopError):
-        convert(readable, out, recipe, calibration=CalibrationRequest(other, 8, 32), progress=crash)
-    convert(
-        readable, out, recipe, calibration=CalibrationRequest(text, SAMPLES, LENGTH), overwrite=True
-    )
-    assert hashes(out) == fresh
+        made("next", other, progress=crash)
+    assert hashes(made("next", text, overwrite=True)) == hashes(made("fresh", text))
 
 
 def test_a_quantized_head_and_odd_recipes(calibrated: Make, short: Path) -> None:

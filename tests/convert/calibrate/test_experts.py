@@ -27,7 +27,7 @@ from tests.short_models import Shorten
 
 ROOT = Path(__file__).parents[3]
 SINGLE, FUSED = (ROOT / "examples/models" / name for name in ("tiny-qwen3-moe", "tiny-qwen3.5-moe"))
-SAMPLES, LENGTH = 16, 64
+SAMPLES, LENGTH = 16, 48
 HELD = 1  # windows, one of sixteen
 
 Make = Callable[..., Conversion]
@@ -73,7 +73,7 @@ def test_every_expert_learns_from_its_own_tokens(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["weighted", "gptq"])
+@pytest.mark.parametrize("method", ["gptq"])
 def test_experts_with_few_tokens_are_rounded_to_nearest(
     calibrated: Make, method: str, monkeypatch: pytest.MonkeyPatch, shorten: Shorten
 ) -> None:

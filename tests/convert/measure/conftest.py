@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,12 @@ from lowbit.formats.layout.quantization_config import write_quantization_config
 from lowbit.formats.layout.rtn import quantize
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
+from tests.short_models import Shorten
 
 PackModel = Callable[[str, int, int | None], Path]
 WholeLogits = Callable[..., Tensor]
 Measure = Callable[..., Measured]
+Narrow = Callable[[str], Path]
 
 
 @pytest.fixture(scope="session")
@@ -52,6 +55,34 @@ def measure() -> Measure:
         return measure_logits(open_pair(source, packed), named, progress=progress)
 
     return run
+
+
+WINDOW = 128  # tokens, a quarter of what reports take
+
+
+@pytest.fixture(scope="session")
+def narrow(shorten: Shorten, tmp_path_factory: pytest.TempPathFactory) -> Narrow:
+    """`narrow(name)` is two layers of a bundled model, whose context is one window."""
+
+    @cache
+    def make(name: str) -> Path:
+        folder = Path(shutil.copytree(shorten(name), tmp_path_factory.mktemp("narrow") / name))
+        config = json.loads((folder / "config.json").read_text())
+        config.get("text_config", config)["max_position_embeddings"] = WINDOW
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def short(narrow: Narrow) -> Path:
+    return narrow("tiny-qwen3")
+
+
+@pytest.fixture(scope="session")
+def short_hybrid(narrow: Narrow) -> Path:
+    return narrow("tiny-qwen3.5")
 
 
 @pytest.fixture(scope="session")

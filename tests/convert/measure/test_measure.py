@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from tests.convert.measure.conftest import Measure, WholeLogits
 
 CPU = torch.device("cpu")
-NAMES = ("tiny-qwen3", "tiny-qwen3.5")
 pytestmark = pytest.mark.filterwarnings("ignore")  # other libraries' own
 
 
@@ -31,12 +30,10 @@ def texts(stories: str) -> dict[str, str]:
     return {"stories": stories[:4500], "maths": default_texts()[1].content[:1500]}
 
 
-@pytest.fixture(scope="module", params=NAMES)
-def pair(
-    request: pytest.FixtureRequest, shorten: Shorten, tmp_path_factory: pytest.TempPathFactory
-) -> list[Path]:
-    """An original and its INT4 form."""
-    source = shorten(request.param)
+@pytest.fixture(scope="module")
+def pair(shorten: Shorten, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """An original and its INT4 form; a dense one is in test_logits.py."""
+    source = shorten("tiny-qwen3.5")
     return [source, convert(source, tmp_path_factory.mktemp("pair") / "packed", Recipe()).folder]
 
 
@@ -165,8 +162,8 @@ def test_output_errors_equal_fp64(found: Measured, pair: list[Path], texts: dict
 
     model = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float32).eval()
     packed = open_weights(pair[1])
-    prefix = "model.language_model." if "3.5" in pair[0].name else "model."
-    inside = [name for name in packed.packed_schemes() if name.startswith(f"{prefix}layers.")]
+    prefix = "model.language_model.layers."
+    inside = [name for name in packed.packed_schemes() if name.startswith(prefix)]
     assert sorted(found.output_errors) == sorted(inside)
     seen: dict[str, Tensor] = {}
     for name in (inside[0], inside[-1], inside[len(inside) // 2]):

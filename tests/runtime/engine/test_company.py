@@ -25,11 +25,8 @@ NEW = 4  # tokens until which a sequence is watched
 LENGTHS = (60, 5, 70, 1, 130, 64, 16, 9, 200, 17, 3, 90, 48, 2, 33, 128)
 CASES = [
     ("tiny-qwen3", torch.float32, None, "bf16"),
-    ("tiny-qwen3", torch.bfloat16, None, "bf16"),
     ("tiny-qwen3", torch.bfloat16, "int4", "int8"),
     ("tiny-qwen3.5", torch.float32, None, "bf16"),
-    ("tiny-qwen3.5", torch.bfloat16, "int4", "bf16"),
-    ("tiny-qwen3-moe", torch.float32, None, "bf16"),
     ("tiny-qwen3.5-moe", torch.bfloat16, "int4", "int8"),
 ]
 Rows = dict[int, list[Tensor]]
@@ -193,7 +190,7 @@ def one_by_one(model: lowbit.Model) -> list[Tensor]:
     return run_in_steps(model.engine.runner, 1)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, SEQUENCE_TOKENS])
+@pytest.mark.parametrize("size", [2, 5, SEQUENCE_TOKENS])
 def test_tokens_of_one_step_are_those_of_steps_of_one(
     model: lowbit.Model, one_by_one: list[Tensor], size: int
 ) -> None:

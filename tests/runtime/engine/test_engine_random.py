@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
 
 ENDS = frozenset({250})
-LIVES = 100  # of requests, for each kind of model
-KINDS = 40  # of requests
+LIVES = 60  # of requests, for each kind of model
+KINDS = 30  # of requests
 FAILED = "the constraint ends here"
 LIMITED = 5  # every request of so many has a constraint
 Outcome = tuple[tuple[int, ...], bool]  # tokens, and whether logits that are not finite followed
@@ -203,7 +203,7 @@ def test_answers_are_those_of_requests_alone(
     world = World(engine, requests, seed=1)
     decoder = type(model.engine.decoder)
     each_layer: Any = decoder.each_layer
-    left = [150]
+    left = [100]
 
     def interrupted(*arguments: Any) -> Iterator[torch.Tensor]:
         left[0] -= 1

@@ -195,7 +195,7 @@ def assert_same(model: lowbit.Model, mode: str, alone: list[Handle], turns: list
 def test_a_trained_drafter_gives_several_tokens_a_round(models: dict[str, lowbit.Model]) -> None:
     model = models["dflash"]
     ids = model.tokenizer.encode("Once upon a time", framed=True, context=400)
-    handle = model.engine.submit(TokenRequest(tuple(ids), GREEDY, 100))
+    handle = model.engine.submit(TokenRequest(tuple(ids), GREEDY, 50))
     handle.result()
     assert handle.speculation is not None
     assert handle.speculation.tokens_a_round is not None

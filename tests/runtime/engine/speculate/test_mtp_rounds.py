@@ -81,11 +81,11 @@ def test_rounds_that_follow_each_other_change_nothing(
 ) -> None:
     """Alone, and in the turn after, which begins with the states that the rounds have left."""
     plain.engine.forget()
-    for request in asked(plain):
+    for request in asked(plain)[:3]:  # greedy, hot, with penalties
         expected, found = plain.engine.submit(request), flying.engine.submit(request)
         assert_same(found, expected)
         assert found.tally.rounds > 3
-        turn = replace(request, prompt=(*request.prompt, *found.result(), 9, 8), max_new_tokens=10)
+        turn = replace(request, prompt=(*request.prompt, *found.result(), 9, 8), max_new_tokens=6)
         expected, found = plain.engine.submit(turn), flying.engine.submit(turn)
         assert_same(found, expected)
     assert flying.engine.drafting is not None
@@ -120,7 +120,7 @@ def test_a_stop_token_ends_a_sequence_in_the_middle_of_a_round(
     plain.engine.forget()
     [request, *_] = asked(plain, 18)
     tokens = plain.engine.submit(request).result()
-    for place in range(4, 16):
+    for place in range(4, 16, 3):
         if tokens[place] in tokens[:place]:
             continue
         ending = replace(request, stop_ids=frozenset({tokens[place]}))
@@ -138,12 +138,12 @@ def test_the_head_catches_up_with_steps_without_drafts(monkeypatch: pytest.Monke
     folder = EXAMPLES / "models" / "tiny-qwen3.5"
     plain = load(folder, "off")
     flying = always_drafting(load(folder, "mtp", 4), monkeypatch)
-    [request, *_] = asked(plain, 144)
+    [request, *_] = asked(plain, 94)
     drafting: Any = flying.engine.drafting
     costs = drafting.costs
     expected = plain.engine.submit(request).result()
     rights = []
-    for pause in (0, 110):
+    for pause in (0, 60):
         flying.engine.forget()
         handle = flying.engine.submit(request)
         begun = [next(handle)]
@@ -151,7 +151,7 @@ def test_the_head_catches_up_with_steps_without_drafts(monkeypatch: pytest.Monke
         begun += [next(handle) for _ in range(pause)]
         drafting.costs = costs
         before = handle.tally.speculated
-        begun += [next(handle) for _ in range(130 - pause)]
+        begun += [next(handle) for _ in range(80 - pause)]
         assert (*begun, *handle) == expected
         rounds = handle.tally.rounds - before.rounds
         rights.append((handle.tally.accepted[0] - sum(before.accepted[:1])) / rounds)
@@ -161,24 +161,24 @@ def test_the_head_catches_up_with_steps_without_drafts(monkeypatch: pytest.Monke
 @MOST
 def test_the_head_keeps_up_beside_a_constrained_sequence(flying: lowbit.Model) -> None:
     """It drafts nothing then, and does not fall behind what the trail holds."""
-    [request, *_] = asked(flying, 100)
+    [request, *_] = asked(flying, 70)
     free = flying.engine.submit(request)
-    limited = flying.engine.submit(TokenRequest(request.prompt, HOT, 80, constraint=Residues()))
-    for _ in range(70):
+    limited = flying.engine.submit(TokenRequest(request.prompt, HOT, 50, constraint=Residues()))
+    for _ in range(40):
         next(limited)
     [sequence] = (each for each in flying.engine.scheduler.running if each.request is request)
     assert sequence.drafts.tally.rounds == 0
     assert behind(sequence) <= MOST_BEHIND
     limited.cancel()
-    assert len(free.result()) == 100
+    assert len(free.result()) == 70
     assert sequence.drafts.tally.rounds > 5
 
 
 @MOST
 def test_the_head_drafts_up_to_the_first_mask(plain: lowbit.Model, flying: lowbit.Model) -> None:
-    first = 71
+    first = 31
     plain.engine.forget()
-    requests = asked(plain, first + 20)[:2]
+    requests = asked(plain, first + 12)[:2]
     found = []
     for model in (plain, flying):
         handles = [model.engine.submit(replace(each, constraint=Later(first))) for each in requests]
@@ -188,4 +188,4 @@ def test_the_head_drafts_up_to_the_first_mask(plain: lowbit.Model, flying: lowbi
     for expected, drafted in zip(*found, strict=True):
         assert_same(drafted, expected)
         assert follows(drafted.result()[first:])
-        assert drafted.tally.rounds > 10
+        assert drafted.tally.rounds > 5

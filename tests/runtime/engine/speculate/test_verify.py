@@ -38,7 +38,7 @@ CASES: list[Case] = [
 ]
 IDS = ["-".join(case) for case in CASES]
 DENSE, EXACT, ROUNDED = CASES
-COUNT = 26  # new tokens
+COUNT = 20  # new tokens
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +165,9 @@ PATTERNS: tuple[Callable[[int], int], ...] = (
 @pytest.mark.parametrize(
     ("model", "number", "drafts"),
     [
-        *((DENSE, *each) for each in ((0, 15), (1, 3), (2, 8))),
+        *((DENSE, *each) for each in ((0, 15), (2, 8))),
         *((EXACT, *each) for each in ((0, 1), (1, 15), (2, 8))),
-        *((ROUNDED, *each) for each in ((0, 15), (1, 3), (2, 1))),
+        *((ROUNDED, *each) for each in ((1, 15), (2, 1))),
     ],
     indirect=["model"],
 )
@@ -202,11 +202,9 @@ def limited(number: int, free: int = 5) -> TokenRequest:
 @pytest.mark.parametrize(
     ("model", "number", "by"),
     [
-        (DENSE, 0, "constraint"),
         (DENSE, 2, "drafter"),
         (EXACT, 1, "drafter"),
         (EXACT, 2, "constraint"),
-        (ROUNDED, 2, "drafter"),
     ],
     indirect=["model"],
 )
@@ -225,7 +223,7 @@ def test_drafts_under_masks_change_no_bit(model: lowbit.Model, number: int, by: 
         assert constraint.tokens == list(plain.tokens[:-1])
 
 
-@pytest.mark.parametrize("model", [DENSE, ROUNDED], ids=[IDS[0], IDS[2]], indirect=True)
+@pytest.mark.parametrize("model", [ROUNDED], ids=[IDS[2]], indirect=True)
 def test_drafts_under_masks_beside_others_change_no_bit(model: lowbit.Model) -> None:
     """Some are constrained, some of these foreseen, and all have drafts."""
     requests = [
