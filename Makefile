@@ -8,16 +8,23 @@ MODEL := examples/models/tiny-qwen3
 PACKED := demo-out/tiny-qwen3-int4
 PINNED := $(VENV)/compressed-tensors-0.17
 export PYTHONDONTWRITEBYTECODE :=  # tests start Python many times: it need not compile all again
+USUAL := not gpu and not kernels and not clients and not scripts and not commands
 marked = $(shell grep -rl --include='test_*.py' 'mark\.$(1)\>' tests)# files with tests of a mark: others need no import
 
-.PHONY: demo docs test test-scripts test-commands test-kernels test-every-kernel test-clients check install-check install-check-quick fix clean
+.PHONY: demo docs test quick test-nightly test-scripts test-commands test-kernels test-every-kernel test-clients check install-check install-check-quick fix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lowbit-convert $(MODEL) $(PACKED) --method rtn --overwrite --report --eval-text examples/data/stories-eval.txt
 	$(BIN)/lowbit-run $(PACKED) --raw --max-new-tokens 200 --seed 1 "Once upon a time, a little robot"
 
 test: $(VENV)/.installed-dev  # a thread a process: those of several wait for each other's cores
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not gpu and not kernels and not clients and not scripts and not commands"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "$(USUAL)"
+
+quick: $(VENV)/.installed-dev  # about a minute: what mirrors the files that differ from main, the rooms' order, the docs
+	OMP_NUM_THREADS=1 $(BIN)/python examples/maintenance/mirrored_tests.py | xargs $(BIN)/pytest -n auto --dist worksteal -x -m "$(USUAL)"
+
+test-nightly: $(VENV)/.installed-dev  # 400 examples of each property in place of 40
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal --hypothesis-profile nightly -m "hypothesis and $(USUAL)"
 
 test-kernels: $(VENV)/.installed-dev  # compiles every kernel for every kind of card, in a quarter to a twenty-fourth of its launches; one at a time, since they are few and long
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist load --maxschedchunk 1 -m "kernels and not every_kernel" $(call marked,kernels)

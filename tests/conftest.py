@@ -6,7 +6,9 @@ from collections.abc import Generator, Iterator
 from functools import cache
 from itertools import count
 from pathlib import Path
+from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -15,6 +17,14 @@ from tests.short_models import Shorten, shortened
 
 LONGEST = "test_compile.py"
 YOUNG = 10_000  # objects that are made before the collector looks for garbage; 700 in Python itself
+
+CALM: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [hypothesis.HealthCheck.function_scoped_fixture],
+}
+hypothesis.settings.register_profile("test", max_examples=40, **CALM)
+hypothesis.settings.register_profile("nightly", max_examples=400, **CALM)
+hypothesis.settings.load_profile("test")  # `--hypothesis-profile nightly` comes later
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which conftest precedes

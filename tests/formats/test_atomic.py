@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.formats.errors import ResourceError
@@ -14,7 +14,6 @@ from lowbit.formats.files import atomic
 OLD, NEW = b"old", b"new content"
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     count=st.integers(1, 5),
     fails=st.integers(0, 5),

@@ -11,7 +11,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.formats.errors import CheckpointError
@@ -243,7 +243,6 @@ def valid_file() -> bytes:
     return safetensors.torch.save(tensors, metadata={"format": "pt"})
 
 
-@settings(max_examples=400, deadline=None)
 @given(data=st.data())
 def test_mutated_files_are_read_alike_or_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -278,7 +277,6 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     header=JSON
     | st.dictionaries(

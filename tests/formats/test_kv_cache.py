@@ -5,7 +5,7 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -46,7 +46,6 @@ def vectors(seed: int, shape: tuple[int, ...], spread: float) -> Tensor:
     return torch.randn(*shape, generator=generator) * torch.exp2(size)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     D=st.integers(1, 70),

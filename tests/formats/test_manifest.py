@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.formats.errors import FormatError
@@ -247,7 +247,6 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_value_anywhere_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -8,7 +8,7 @@ import torch
 from compressed_tensors.compressors import PackedQuantizationCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -39,7 +39,6 @@ def hex_bytes(words: Tensor) -> str:
     return bytes(words.contiguous().view(torch.uint8).flatten().tolist()).hex()
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     bits=st.sampled_from(BITS),
     N=st.integers(1, 6),

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -141,7 +141,6 @@ def test_equals_a_slow_search_in_fp64(bits: int, rule: ScaleRule) -> None:
         assert np.array_equal(found[s], q)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     bits=st.integers(2, 7),
     values=st.lists(st.floats(-1000, 1000, width=32), min_size=32, max_size=32),

@@ -7,7 +7,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -104,7 +104,6 @@ SPECS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(tensors=SPECS, limit=st.integers(1, 5000))
 def test_layout_is_sound(tensors: list[Spec], limit: int) -> None:
     shards = lay_out(tensors, limit)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.formats.errors import CheckpointError, FormatError, LowbitError
@@ -21,13 +21,11 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(content=JSON, plain=st.booleans())
 def test_valid_json_is_read_as_by_the_json_module(content: Any, plain: bool) -> None:
     assert loads(json.dumps(content, ensure_ascii=plain).encode()) == content
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     raw=st.binary(max_size=40) | st.text('{}[]",:\\ud8001eE+-. ntf', max_size=40).map(str.encode)
 )

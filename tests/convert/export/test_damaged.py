@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.convert import Recipe
@@ -40,7 +40,6 @@ def flip(path: Path, bit: int) -> None:
         file.write(bytes([byte ^ (1 << bit % 8)]))
 
 
-@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_one_flipped_bit(made: Path, hashes: "Hashes", data: st.DataObject) -> None:
     files = sorted(path.name for path in (made / FOLDER).iterdir())

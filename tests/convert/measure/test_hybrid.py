@@ -37,7 +37,7 @@ def test_figures_equal_those_of_the_whole_model(
 ) -> None:
     done = convert(short_hybrid, tmp_path / "out", Recipe())
     text = stories[:CHARACTERS]
-    windows = tokenize(short_hybrid, [Text("test", "test", text)], 4096)[0].windows
+    windows = tokenize(short_hybrid, [Text("test", "test", text)], 128)[0].windows
     assert windows.shape == (2, 128)
     p, q = (
         whole_logits(folder, windows)[:, :-1].double().log_softmax(-1)

@@ -45,7 +45,7 @@ def found(measure: "Measure", short: Path, packed: Path, excerpt: str) -> LogitQ
 
 
 def windows_of(folder: Path, text: str) -> Tensor:
-    return tokenize(folder, [Text("test", "test", text)], 2048)[0].windows
+    return tokenize(folder, [Text("test", "test", text)], 128)[0].windows
 
 
 def block_logits(folder: Path, windows: Tensor) -> Tensor:
@@ -90,7 +90,8 @@ def test_figures_equal_those_of_whole_logits(
     assert found.scored_tokens == 254
     assert found.kl_mean == pytest.approx(float(kl.mean()), rel=1e-4)
     assert found.kl_max == pytest.approx(float(kl.max()), rel=1e-3)
-    assert found.kl_p99 == pytest.approx(float(kl.quantile(0.99)), rel=0.05)
+    least, most = (float(kl.quantile(share)) for share in (0.985, 0.996))
+    assert least < found.kl_p99 < most
     assert found.cosine_mean == pytest.approx(float(cosine.mean()), abs=1e-6)
     assert found.top1_agreement == pytest.approx(
         float((a.argmax(-1) == b.argmax(-1)).double().mean()), abs=0.002
@@ -132,15 +133,15 @@ def test_a_model_against_itself(measure: "Measure", short: Path, excerpt: str) -
     assert found.perplexity_change == 0.0
 
 
-def test_nine_windows_have_a_spread(
+def test_eight_windows_have_a_spread(
     measure: "Measure", short: Path, packed: Path, stories: str
 ) -> None:
     found = measure(short, packed, stories=stories[:4300]).logits
-    assert found.windows == 9
+    assert found.windows == 8
     assert found.log_ratio_error is not None
     ratios = [window.nll_packed - window.nll_original for window in found.window_series]
     spread = torch.tensor(ratios).std()
-    assert found.log_ratio_error == pytest.approx(float(spread) / 3, rel=0.3)
+    assert found.log_ratio_error == pytest.approx(float(spread) / 8**0.5, rel=1e-3)
 
 
 def test_progress_ends_at_the_total(

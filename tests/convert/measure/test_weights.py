@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -39,7 +39,6 @@ def weights(N: int, K: int, seed: int, dtype: torch.dtype = torch.float32) -> Te
     return (w * torch.rand(N, 1, generator=generator)).to(dtype)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     bits=st.integers(2, 8),
     group=st.sampled_from([32, 64, None]),

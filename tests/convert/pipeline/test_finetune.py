@@ -131,6 +131,7 @@ def whole(made: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> F
     return run(folder, text)
 
 
+@pytest.mark.commands
 def test_a_better_head_is_put_in_place(blurred: Path, made: Path, whole: Finetuned) -> None:
     before, old = load_file(made / "model.safetensors"), read_manifest(made)
     done, folder = whole, whole.folder
@@ -160,6 +161,7 @@ def test_a_better_head_is_put_in_place(blurred: Path, made: Path, whole: Finetun
     assert command.endswith("&& lowbit-convert finetune-mtp out --steps 40 --text stories.txt")
 
 
+@pytest.mark.commands
 def test_interrupted_it_continues_to_the_same_bytes(
     whole: Finetuned, folder: Path, text: Path, hashes: "Hashes", monkeypatch: pytest.MonkeyPatch
 ) -> None:

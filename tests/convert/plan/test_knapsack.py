@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.convert.plan.knapsack import UNITS, Option, choose
@@ -27,7 +27,6 @@ def brute_force(sets: Sequence[Sequence[Option]], limit: int) -> int | None:
     return min(losses, default=None)
 
 
-@settings(deadline=None)
 @given(sets=SETS, limit=st.integers(-5, 260))
 def test_best_of_all(sets: list[list[Option]], limit: int) -> None:
     picks, best = choose(sets, limit), brute_force(sets, limit)

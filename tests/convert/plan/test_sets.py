@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.convert.plan.recipe import Override, Recipe
@@ -33,9 +33,6 @@ def mixture() -> Path:
 
 
 @pytest.mark.parametrize("name", ["tiny", "hybrid", "mixture"])
-@settings(
-    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 @given(data=st.data())
 def test_any_choice_comes_back(
     name: str, request: pytest.FixtureRequest, data: st.DataObject

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import EvalResult, ModelCard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.convert.measure.record import Noise, QualityReport, TextKind
@@ -370,7 +370,6 @@ def test_no_source_card(tmp_path: Path) -> None:
 
 
 @given(st.text(st.sampled_from("---\nab:[]{},&*!|>'\"\\%@`#?~ \t0xU<=\x00\u2028é"), max_size=60))
-@settings(max_examples=200, deadline=None)
 def test_any_front_matter_is_read_or_nothing(
     tmp_path_factory: pytest.TempPathFactory, text: str
 ) -> None:

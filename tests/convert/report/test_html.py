@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.convert.measure.record import (
@@ -419,9 +419,6 @@ def test_a_deeply_nested_recipe(depth: int) -> None:
     assert value
 
 
-CALM = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 WILD = st.floats(min_value=0, allow_nan=False) | st.sampled_from([0.0, 5e-324, 1e308, math.inf])
 SHARE = st.floats(0, 1)
 COUNT = st.integers(1, 2**63 - 1)
@@ -436,7 +433,6 @@ LOGITS: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-@CALM
 @given(data=st.data())
 def test_any_figures_that_are_read_make_a_page(
     full: QualityReport, tmp_path: Path, data: st.DataObject
@@ -477,7 +473,6 @@ JUNK: st.SearchStrategy[Any] = (
 )
 
 
-@CALM
 @given(data=st.data())
 def test_any_value_anywhere_is_read_or_refused_and_never_breaks_the_page(
     full: QualityReport, tmp_path: Path, data: st.DataObject

@@ -93,6 +93,7 @@ def test_tables_on_the_page(report: QualityReport) -> None:
     assert "Long texts" not in Page(render_html(replace(report, long=None), None, "m")).text
 
 
+@pytest.mark.commands
 def test_by_the_command(
     cli: "Cli", short: Path, tmp_path: Path, stories: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

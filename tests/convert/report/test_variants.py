@@ -216,6 +216,7 @@ def test_results_of_an_earlier_conversion_are_left_out(
 
 
 @pytest.mark.slow
+@pytest.mark.commands
 def test_speed_is_measured_by_the_runtime(cli: "Cli", packed: Path, tmp_path: Path) -> None:
     path = tmp_path / "choices.json"
     done = cli("compare", packed, "--bench", "--device", "cpu", "--record", path, "--json")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.formats.errors import CheckpointError
@@ -95,9 +95,6 @@ def test_wrong_types_are_named(file: int, content: Any, reason: str, tmp_path: P
         any_json,
     ),
     file=st.sampled_from(FILES),
-)
-@settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_any_settings_are_read_or_refused(
     content: dict[str, Any], file: str, tmp_path: Path

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
@@ -133,9 +133,6 @@ def added_token(draw: st.DrawFn) -> dict[str, Any]:
     ),
     extra=st.none() | st.lists(token_texts, max_size=2, unique=True),
 )
-@settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 def test_added_tokens_are_those_of_transformers(
     inside: list[dict[str, Any]],
     listed: list[dict[str, Any]] | None,
@@ -253,9 +250,6 @@ VALUES: list[Any] = [
     value=st.sampled_from(VALUES),
 )
 @example(where=("post_processor",), value=FRAME | {"special_tokens": {}})  # a panic of the library
-@settings(
-    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 def test_any_file_is_read_or_refused(
     where: tuple[Any, ...],
     value: Any,
@@ -347,7 +341,6 @@ def test_long_texts_are_refused_by_their_beginning(
 
 
 @given(text=st.text(max_size=300), most=st.integers(1, 400))
-@settings(max_examples=50, deadline=None)
 def test_no_text_that_fits_is_longer_than_the_bound(
     text: str, most: int, bundled_tokenizer: TextTokenizer
 ) -> None:

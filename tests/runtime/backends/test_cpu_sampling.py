@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -75,7 +75,6 @@ def hub_scores(logits: Tensor, asked: Asked, output: list[int]) -> Tensor:
     output=st.lists(st.integers(0, V - 1), max_size=5),
     allowed=st.none() | st.sets(st.integers(0, V - 1), min_size=1, max_size=50),
 )
-@settings(max_examples=200, deadline=None)
 def test_tokens_that_pass_and_their_odds_match_transformers(
     seed: int,
     params: SamplingParams,
@@ -110,7 +109,6 @@ def test_tokens_that_pass_and_their_odds_match_transformers(
 
 
 @given(seed=st.integers(0, 1000), asked=some_requests(V))
-@settings(max_examples=60, deadline=None)
 def test_company_and_order_do_not_matter(seed: int, asked: list[Asked]) -> None:
     logits = some_logits(seed, len(asked), steps=3)
     together = run(cpu, logits, asked, V)

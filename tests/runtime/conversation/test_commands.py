@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.formats.errors import RequestError
@@ -114,7 +114,6 @@ def test_errors_name_what_is_wrong(new_chat: NewChat, text: str, expected: str) 
     assert not model.asked
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from([*COMMANDS, *ALIASES]), st.text(max_size=30))
 def test_any_argument_ends_in_a_result_or_an_error(
     new_chat: NewChat, name: str, argument: str

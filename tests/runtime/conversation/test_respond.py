@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.formats.errors import CheckpointError, RequestError, ResourceError
@@ -214,7 +214,6 @@ ANSWERS = st.lists(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.lists(st.tuples(ENTRIES, ANSWERS), max_size=12), st.integers(20, 120))
 def test_any_sequence_keeps_the_conversation_whole(
     new_chat: NewChat, steps: list[tuple[Slash | str, Answer]], context: int

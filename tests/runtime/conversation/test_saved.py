@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.formats.errors import LowbitError, RequestError, ResourceError
@@ -44,7 +44,6 @@ def message(role: Any = "user", content: Any = "q") -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(talk=TALKS, model=TEXT)
 def test_a_saved_conversation_is_loaded_as_it_was(
     tmp_path: Path, talk: Conversation, model: str
@@ -124,7 +123,6 @@ def test_anything_else_is_refused_in_one_sentence(tmp_path: Path, content: bytes
 @given(
     st.recursive(st.none() | st.integers() | TEXT, lambda x: st.lists(x) | st.dictionaries(TEXT, x))
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_json_in_place_of_the_messages_is_refused_or_a_conversation(
     tmp_path: Path, content: Any
 ) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HubTokenizer
 
@@ -98,7 +98,6 @@ texts = st.text(
 
 @given(thought=texts, answer=texts)
 @example(thought="\U0002f800", answer="")
-@settings(max_examples=100, deadline=None)
 def test_any_text_comes_through(thought: str, answer: str) -> None:
     tokenizer = bundled()
     thought = unicodedata.normalize("NFC", thought.strip())  # as the tokenizer does
@@ -230,7 +229,6 @@ def first_cut(text: str, stops: list[str]) -> str:
     pieces=st.lists(st.text(alphabet="abE\nN", max_size=6), max_size=8),
     stops=st.lists(st.text(alphabet="abEN\n", min_size=1, max_size=4), min_size=1, max_size=3),
 )
-@settings(max_examples=300, deadline=None)
 def test_text_ends_before_the_first_stop_string(pieces: list[str], stops: list[str]) -> None:
     text = StopStrings(tuple(stops))
     shown = "".join(map(text.push, pieces)) + text.finish()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HubTokenizer
 
@@ -220,7 +220,6 @@ def by_form() -> dict[str, Matcher]:
 
 @pytest.mark.parametrize("form", FORMS)
 @given(calls=st.lists(moves | says, min_size=1, max_size=2))
-@settings(max_examples=50, deadline=None)
 def test_what_templates_write_is_accepted(
     by_form: dict[str, Matcher], form: CallForm, calls: list[Any]
 ) -> None:

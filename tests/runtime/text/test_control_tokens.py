@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HubTokenizer
 
@@ -152,7 +152,6 @@ spelled = st.sampled_from(["<|im_end|>", "<|im_start|>", "<think>", "</think>", 
 
 @pytest.mark.parametrize(("name", "rest"), [("qwen3", ()), ("qwen3.5", ("<think>", "\n"))])
 @given(parts=st.lists(words | spelled, max_size=12))
-@settings(max_examples=60, deadline=None)
 def test_any_text_is_encoded_as_words_alone(
     bundled: Case, name: str, rest: tuple[str, ...], parts: list[str]
 ) -> None:
@@ -164,7 +163,6 @@ def test_any_text_is_encoded_as_words_alone(
 
 
 @given(parts=st.lists(words, max_size=12))
-@settings(max_examples=60, deadline=None)
 def test_text_without_control_tokens_is_encoded_as_before(bundled: Case, parts: list[str]) -> None:
     messages = [{"role": "user", "content": "".join(parts)}]
     if not bundled.tokenizer.control.held_by(messages[0]["content"]):

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.runtime.text.answer import Event, ToolArguments, ToolCallStart
@@ -161,7 +161,6 @@ cuts = st.lists(st.integers(0, 10**6), max_size=12)
     stop=st.booleans(),
     parallel=st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
 def test_a_stream_in_any_pieces_has_the_calls_of_the_whole_answer(
     form: CallForm, text: str, thought: str, places: list[int], stop: bool, parallel: bool
 ) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HubTokenizer
 
@@ -40,7 +40,6 @@ def streamed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 @given(ids=ids_of_any_kind)
-@settings(max_examples=300, deadline=None)
 def test_pieces_join_to_what_the_library_decodes(bundled: Tokenizer, ids: list[int]) -> None:
     expected = bundled.text.hub.decode(ids, skip_special_tokens=True)
     assert "".join(streamed(bundled, ids)) == expected
@@ -48,7 +47,6 @@ def test_pieces_join_to_what_the_library_decodes(bundled: Tokenizer, ids: list[i
 
 
 @given(data=st.binary(max_size=40))
-@settings(max_examples=300, deadline=None)
 def test_any_bytes_stream_as_the_library_decodes_them(
     bytewise_once: Tokenizer, data: bytes
 ) -> None:
@@ -59,7 +57,6 @@ def test_any_bytes_stream_as_the_library_decodes_them(
 
 
 @given(text=st.text(max_size=40))
-@settings(max_examples=200, deadline=None)
 def test_no_piece_of_real_text_holds_a_broken_character(bundled: Tokenizer, text: str) -> None:
     ids = bundled.encode(text)
     pieces = streamed(bundled, ids)

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.runtime.text.answer import AnswerSplitter
@@ -162,7 +162,6 @@ cuts = st.lists(st.integers(0, 10**6), max_size=12)
 
 @pytest.mark.parametrize("form", FORMS)
 @given(text=texts_of_parts, places=cuts, stop=st.booleans())
-@settings(max_examples=400, deadline=None)
 def test_every_split_gives_the_same_and_loses_nothing(
     form: CallForm, text: str, places: list[int], stop: bool
 ) -> None:
@@ -205,7 +204,6 @@ typed_calls = st.fixed_dictionaries({}, optional=values).map(lambda given: call(
     calls=st.lists(typed_calls, max_size=3),
     places=cuts,
 )
-@settings(max_examples=60, deadline=None)
 def test_calls_come_back_as_the_template_writes_them(
     form: CallForm, name: str, reasoning: str, content: str, calls: list[Any], places: list[int]
 ) -> None:

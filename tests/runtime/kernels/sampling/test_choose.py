@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -25,9 +25,6 @@ PARAMS = (
     SamplingParams(1.0, 100, seed=5),
     SamplingParams(1.0, 0, 0.9, seed=6),
     SamplingParams(1.0, 2000, seed=7),
-)
-ANYWHERE = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 NAMES = ["greedy", "top 20", "top 1", "top 5", "top 64", "top 100", "top p", "top 2000"]
 on_gpu = pytest.mark.gpu
@@ -104,7 +101,6 @@ def test_signs_of_zero_and_small_numbers(device: str) -> None:
 
 @on_gpu
 @given(seed=st.integers(0, 1000), asked=some_requests(VOCABULARY))
-@ANYWHERE
 def test_choose_in_company_matches_cpu(device: str, seed: int, asked: list[Asked]) -> None:
     logits = some_logits(seed, len(asked), steps=2)
     together = run(cuda, [each.to(device) for each in logits], asked, VOCABULARY)
