@@ -5,9 +5,9 @@
 A module is a file or a folder of the tree; left out, those that decide what runs when, and what a
 conversion does and says. Each mutant is one change: a swapped sign or comparison, a number that is
 one too large, a condition turned around, a call whose result nobody takes left out. Its tests are
-those of `mirrored_tests.py`. Survivors are printed with their line: some change nothing that can be
-seen, each other one is a test that is missing. The exit code is 3 if less than `--bound` percent
-are caught.
+those of `mirrored_tests.py`, then all of their folder. Survivors are printed with their line: some
+change nothing that can be seen, each other one is a test that is missing. The exit code is 3 if
+less than `--bound` percent are caught.
 """
 
 import ast
@@ -140,14 +140,14 @@ def copied(folder: Path) -> Path:
     return folder
 
 
-def run_tests(tree: Path, path: Path, limit: float) -> int | None:
-    """pytest's exit code on the tests of a file in a copy; None if they take too long."""
-    tests = [str(test.relative_to(ROOT)) for test in mirrored(path)]
+def run_tests(tree: Path, tests: list[Path], limit: float) -> int | None:
+    """pytest's exit code on some tests in a copy; None if they take too long."""
+    names = [str(test.relative_to(ROOT)) for test in tests]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", USUAL]
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(
-            [*command, *tests], cwd=tree, env=environment, capture_output=True, timeout=limit
+            [*command, *names], cwd=tree, env=environment, capture_output=True, timeout=limit
         )
     except subprocess.TimeoutExpired:
         return None
@@ -160,10 +160,13 @@ def is_caught(tree: Path, mutant: Mutant, limit: float) -> bool | None:
     before = file.read_text(encoding="utf-8")
     file.write_text(mutant.text, encoding="utf-8")
     try:
-        code = run_tests(tree, mutant.path, limit)
+        beside = [ROOT / "tests" / mutant.path.parent]
+        codes = [run_tests(tree, mirrored(mutant.path), limit)]
+        if codes[0] in (0, NO_TESTS):
+            codes.append(run_tests(tree, beside, limit))
     finally:
         file.write_text(before, encoding="utf-8")
-    return None if code == NO_TESTS else code != 0
+    return None if set(codes) == {NO_TESTS} else any(code not in (0, NO_TESTS) for code in codes)
 
 
 @click.command(help=__doc__)

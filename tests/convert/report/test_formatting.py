@@ -42,3 +42,22 @@ def test_cosines_have_five_decimals(value: float) -> None:
 
 def test_nan_cosine() -> None:
     assert formatting.cosine(math.nan) == "not finite"
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "shown"),
+    [
+        (0.018, 0.0003, "0.0180 ± 0.0003"),
+        (0.018, None, "0.0180"),
+        (0.018, 0.0, "0.0180"),
+        (math.inf, 0.1, "∞"),
+        (0.00009, 0.00001, "9.00e-05"),
+    ],
+)
+def test_divergences(value: float, error: float | None, shown: str) -> None:
+    assert formatting.kl_with_error(value, error) == shown
+
+
+def test_counts() -> None:
+    counts = [8_200_000_000, 596_000_000, 99_500_000, 99_400_000, 1000, 999]
+    assert list(map(formatting.count, counts)) == ["8.2 B", "596 M", "100 M", "99 M", "1 k", "999"]
