@@ -65,7 +65,7 @@ def test_states_of_linear_layers_count_by_sequence(
     opened = open_model(folder)
     weights = opened.weight_bytes("cpu", torch.bfloat16)
     channels, elements = 2 * 2 * 32 + 4 * 32, 4 * 32 * 32
-    snapshot = 3 * (channels * 3 * 2 + elements * 4)  # layers, BF16 and FP32
+    snapshot = 2 * (channels * 3 * 2 + elements * 4)  # layers, BF16 and FP32
     state = snapshot + 2 * 4  # key heads
     page = 2 * 1 * 2 * 64 * 2 * PAGE  # k and v, one layer with keys, kv heads, head_dim, bytes
     for sequences in (1, 4):

@@ -59,7 +59,7 @@ CHAINED = {"arrange", "gemm"}  # of prompts: they begin before what feeds them e
 
 STARVED = "starved gemv"
 # The usual run compiles each so-many-th launch of every kernel.
-USUAL = {90: 4, 80: 12, 120: 12, 86: 24, 89: 24}
+USUAL = {90: 8, 80: 24, 120: 24, 86: 48, 89: 48}
 TWINS = (86, 89)  # they have the same launches: the usual run compiles half of the kernels for each
 PROCESSES = {90: 2}  # its whole workload is as long as those of three others
 
