@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from lowbit.convert.budget.lookup import Settings
 from lowbit.convert.budget.target import TargetRequest, meet_target
-from lowbit.convert.calibrate.lookup import Settings
-from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.measure.gate import Condition, Outcome, check_measured, evaluate
 from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.device import open_device
@@ -33,6 +32,7 @@ from lowbit.convert.pipeline.predicted_size import (
 )
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, make_plan
 from lowbit.convert.plan.recipe import Recipe
+from lowbit.convert.quantize.session import CalibrationRequest
 from lowbit.convert.report.reporting import LogitRequest, Reported, complete_report, figures_of
 from lowbit.convert.vocabulary.beside import CutOriginal, CutRequest, cut_beside
 from lowbit.formats.hub.locate import locate

@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 
 from lowbit.convert import Request, convert
-from lowbit.convert.calibrate.lookup import Settings, find_or_estimate, open_original
-from lowbit.convert.calibrate.session import CalibrationRequest
+from lowbit.convert.budget.allocate import Target, allocate
+from lowbit.convert.budget.lookup import Settings, find_or_estimate, open_original
+from lowbit.convert.budget.sensitivities import Row, by_set
 from lowbit.convert.cli.progress import progress_bars
 from lowbit.convert.measure.logits import compare
 from lowbit.convert.measure.pair import open_pair
@@ -39,11 +40,10 @@ from lowbit.convert.original.calibration_text import cut_samples
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.quiet import without_advice
-from lowbit.convert.plan.allocate import Target, allocate
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, make_plan
 from lowbit.convert.plan.recipe import Override, Recipe
-from lowbit.convert.plan.sensitivities import Row, by_set
+from lowbit.convert.quantize.session import CalibrationRequest
 from lowbit.formats.architectures.names import split_layer
 from lowbit.formats.shell.tables import plain_table, results
 from lowbit.formats.text.tokenizer import load_text_tokenizer

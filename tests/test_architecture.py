@@ -34,7 +34,7 @@ NEVER_IMPORTS = {
 # Packages, and the modules beside them, that may import those before them only.
 ORDER = {
     "convert": [
-        *("original", "plan", "calibrate", "budget", "measure", "pipeline", "report", "export"),
+        *("original", "plan", "quantize", "budget", "measure", "pipeline", "report", "export"),
         *("vocabulary", "publish", "api", "cli"),
     ],
     "formats": [

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lowbit.convert.calibrate import session
+from lowbit.convert.quantize import session
 from lowbit.formats.safetensors import checkpoint
 
 pytestmark = pytest.mark.scripts

@@ -269,9 +269,8 @@ def test_errors_come_before_long_work(
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for work in (
-        "convert.pipeline.conversion.make_plan",
-        "convert.cli.planning.make_plan",
-        "convert.calibrate.lookup.load_layered_model",
+        "convert.api.make_plan",
+        "convert.budget.lookup.load_layered_model",
         "convert.pipeline.own_text.build",
         "convert.report.reporting.pair_of",
         "convert.pipeline.verification._check_files",

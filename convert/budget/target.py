@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lowbit.convert.calibrate.lookup import (
+from lowbit.convert.budget.allocate import Allocation, Target, allocate
+from lowbit.convert.budget.lookup import (
     CachedSensitivities,
     Settings,
     dense_weights,
@@ -12,12 +13,11 @@ from lowbit.convert.calibrate.lookup import (
     read_checked,
     rows_of,
 )
+from lowbit.convert.budget.sensitivities import Row
 from lowbit.convert.original.progress import Note, Progress
-from lowbit.convert.plan.allocate import Allocation, Target, allocate
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.plan.plan import MethodChooser, Plan
 from lowbit.convert.plan.recipe import Recipe
-from lowbit.convert.plan.sensitivities import Row
 from lowbit.convert.plan.sets import USUAL_BITS, choices_of, fused_sets
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 

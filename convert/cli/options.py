@@ -26,12 +26,12 @@ from lowbit.formats.shell.options import (
 )
 
 if TYPE_CHECKING:
-    from lowbit.convert.calibrate.session import CalibrationRequest
     from lowbit.convert.measure.gate import Condition, Outcome
     from lowbit.convert.original.evaluation_text import Text
     from lowbit.convert.plan.method import Method
     from lowbit.convert.plan.recipe import Override, Recipe
     from lowbit.convert.publish.parcel import Statement
+    from lowbit.convert.quantize.session import CalibrationRequest
     from lowbit.formats.layout.rtn import ScaleRule
 
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}", re.ASCII)  # as the Hub's identifiers are
@@ -338,7 +338,7 @@ def make_calibration(
     calib: Path | None, calib_samples: int | None, calib_length: int, calib_chat: bool
 ) -> "CalibrationRequest":
     """The calibration that the options describe."""
-    from lowbit.convert.calibrate.session import CalibrationRequest
+    from lowbit.convert.quantize.session import CalibrationRequest
 
     return CalibrationRequest(calib, calib_samples, calib_length, calib_chat)
 

@@ -12,8 +12,8 @@ from lowbit.formats.shell.output import note, print_json
 
 if TYPE_CHECKING:
     from lowbit.convert.budget.target import TargetRequest
-    from lowbit.convert.calibrate.session import CalibrationRequest
     from lowbit.convert.plan.recipe import Recipe
+    from lowbit.convert.quantize.session import CalibrationRequest
 
 
 @click.command(

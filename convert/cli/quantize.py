@@ -16,12 +16,12 @@ from lowbit.formats.shell.output import note, print_json
 
 if TYPE_CHECKING:
     from lowbit.convert.budget.target import TargetRequest
-    from lowbit.convert.calibrate.session import CalibrationRequest
     from lowbit.convert.measure.gate import Condition
     from lowbit.convert.pipeline.estimate import Estimate
     from lowbit.convert.plan.method import Method
     from lowbit.convert.plan.recipe import Recipe
     from lowbit.convert.publish.parcel import Statement
+    from lowbit.convert.quantize.session import CalibrationRequest
 
 
 CALIBRATION = ("calib_samples", "calib_length", "calib_chat")  # options that no target takes

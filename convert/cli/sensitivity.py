@@ -93,20 +93,20 @@ def sensitivity(
     the cache (below XDG_CACHE_HOME or ~/.cache), where --target-bpw and --target-size look for
     them; bits that are not there yet are added.
     """
-    from lowbit.convert.calibrate.lookup import (
+    from lowbit.convert.budget.lookup import (
         Settings,
         check_file,
         find_or_estimate,
         open_original,
         write_file,
     )
-    from lowbit.convert.calibrate.session import CalibrationRequest
     from lowbit.convert.cli.progress import progress_bars
     from lowbit.convert.cli.tables import target as render
     from lowbit.convert.original.device import open_device
     from lowbit.convert.pipeline.estimate import method_chooser
     from lowbit.convert.plan.plan import make_plan
     from lowbit.convert.plan.recipe import Recipe
+    from lowbit.convert.quantize.session import CalibrationRequest
     from lowbit.convert.report.sensitivity_plot import heat_map
     from lowbit.formats.files.atomic import attempt
     from lowbit.formats.hub.locate import locate

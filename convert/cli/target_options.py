@@ -57,9 +57,9 @@ def make_target(
     for name, option, chosen in CHOSEN:
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
             raise click.UsageError(f"{option} has no effect with a target, which chooses {chosen}.")
+    from lowbit.convert.budget.allocate import Target
+    from lowbit.convert.budget.sensitivities import read_sensitivities
     from lowbit.convert.budget.target import TargetRequest
-    from lowbit.convert.plan.allocate import Target
-    from lowbit.convert.plan.sensitivities import read_sensitivities
 
     if sensitivities is not None:
         read_sensitivities(sensitivities)

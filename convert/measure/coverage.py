@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
-from lowbit.convert.calibrate.experts import FEWEST_TOKENS
-from lowbit.convert.calibrate.store import LayerError
+from lowbit.convert.quantize.experts import FEWEST_TOKENS
+from lowbit.convert.quantize.store import LayerError
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch
 
-from lowbit.convert.calibrate.session import CalibrationRequest, Session, check_can_run
-from lowbit.convert.calibrate.store import LayerError
 from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.measure.weights import WeightQuality, quality_rows
 from lowbit.convert.original.progress import Meter, Note, Progress, silent, unsaid
@@ -36,6 +34,8 @@ from lowbit.convert.pipeline.place import partial_of, place_of
 from lowbit.convert.pipeline.stream import stream
 from lowbit.convert.plan.memory import block_elements
 from lowbit.convert.plan.plan import Plan, Step, source_rows
+from lowbit.convert.quantize.session import CalibrationRequest, Session, check_can_run
+from lowbit.convert.quantize.store import LayerError
 from lowbit.formats.draft_head import DRAFT_FILE, draft_head_bytes
 from lowbit.formats.errors import CheckpointError, ResourceError
 from lowbit.formats.files.atomic import disk_errors

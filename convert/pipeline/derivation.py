@@ -6,8 +6,6 @@ from pathlib import Path
 
 import torch
 
-from lowbit.convert.calibrate.session import CalibrationRequest, Session
-from lowbit.convert.calibrate.store import Calibrated
 from lowbit.convert.original.calibration_text import BUNDLED_NAME
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.progress import Meter, Progress
@@ -19,6 +17,8 @@ from lowbit.convert.pipeline.stream import stream
 from lowbit.convert.plan.memory import block_elements
 from lowbit.convert.plan.plan import Plan, make_plan
 from lowbit.convert.plan.recipe import Recipe
+from lowbit.convert.quantize.session import CalibrationRequest, Session
+from lowbit.convert.quantize.store import Calibrated
 from lowbit.formats.architectures.names import MTP_PREFIX
 from lowbit.formats.draft_head import DRAFT_FILE, draft_head_bytes, open_draft_head
 from lowbit.formats.errors import FormatError

@@ -9,7 +9,7 @@ from lowbit.convert.original.rotation import Rotation
 from lowbit.convert.original.token_counts import Vocabulary, choose_vocabulary
 from lowbit.convert.original.weights import Weights
 from lowbit.convert.plan.plan import HEAD, Plan, draft_scheme
-from lowbit.convert.plan.rounding import search_on
+from lowbit.convert.quantize.rounding import search_on
 from lowbit.formats.draft_head import DraftHead
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.generation import load_generation_config

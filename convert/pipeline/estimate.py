@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from lowbit.convert.budget.target import TargetChoice
-from lowbit.convert.calibrate.session import SAMPLES, CalibrationRequest
 from lowbit.convert.original.calibration_text import bundled_texts
 from lowbit.convert.original.rotation import held_bytes, why_not_rotated
 from lowbit.convert.pipeline.folder import check_small_files, name_of_copy, passed_through
@@ -34,6 +33,7 @@ from lowbit.convert.plan.choice_of_method import (
 from lowbit.convert.plan.memory import block_elements, peak_estimate
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.plan.plan import MethodChooser, Plan
+from lowbit.convert.quantize.session import SAMPLES, CalibrationRequest
 from lowbit.formats.architectures import part_of, read_config
 from lowbit.formats.architectures.footprint import (
     DEFAULT_CONTEXT,

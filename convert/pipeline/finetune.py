@@ -15,16 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.convert.calibrate.mtp_training import (
-    ROUNDS,
-    WEIGHTS,
-    Grid,
-    Trained,
-    TrainingWindow,
-    optimizer,
-    train,
-)
-from lowbit.convert.calibrate.store import PREFIX as CALIBRATED
 from lowbit.convert.measure.drafting import count_drafts
 from lowbit.convert.measure.logits import scored_states
 from lowbit.convert.measure.peak import logits_peak_bytes
@@ -45,6 +35,16 @@ from lowbit.convert.pipeline.stream import write_at
 from lowbit.convert.pipeline.verification import check_recorded
 from lowbit.convert.plan.calibration_cost import BASE_BYTES, Memory
 from lowbit.convert.plan.memory import check_windows
+from lowbit.convert.quantize.mtp_training import (
+    ROUNDS,
+    WEIGHTS,
+    Grid,
+    Trained,
+    TrainingWindow,
+    optimizer,
+    train,
+)
+from lowbit.convert.quantize.store import PREFIX as CALIBRATED
 from lowbit.formats.architectures import tensor_table
 from lowbit.formats.architectures.names import MTP_FC, MTP_PREFIX
 from lowbit.formats.draft_head import draft_folders, entries, name_in

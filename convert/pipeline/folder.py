@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from lowbit.convert.calibrate.store import PREFIX as CALIBRATED
 from lowbit.convert.pipeline.journal import JOURNAL_FILE, open_journal
 from lowbit.convert.pipeline.owned import foreign_entries, remove_owned
 from lowbit.convert.pipeline.place import partial_of, place_of, replaced_of
 from lowbit.convert.pipeline.stream import write_at
 from lowbit.convert.plan.plan import Plan
+from lowbit.convert.quantize.store import PREFIX as CALIBRATED
 from lowbit.formats.draft_head import draft_folders, entries
 from lowbit.formats.errors import CheckpointError, LowbitError, ResourceError
 from lowbit.formats.file_names import NEVER_PASSED, README, SOURCE_README

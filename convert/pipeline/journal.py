@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lowbit.convert.calibrate.store import PREFIX as CALIBRATED
 from lowbit.convert.measure.weights import WeightSums
+from lowbit.convert.quantize.store import PREFIX as CALIBRATED
 from lowbit.formats.draft_head import DRAFT_FILE, entries, name_in
 from lowbit.formats.errors import FormatError, ResourceError
 from lowbit.formats.file_names import SOURCE_README

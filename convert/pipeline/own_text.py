@@ -4,8 +4,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowbit.convert.calibrate.lookup import open_original
-from lowbit.convert.calibrate.session import check_can_run
+from lowbit.convert.budget.lookup import open_original
 from lowbit.convert.original.calibration_text import bundled_texts
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.own_words import (
@@ -23,6 +22,7 @@ from lowbit.convert.original.prompts import prompts
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.plan.recipe import Recipe
+from lowbit.convert.quantize.session import check_can_run
 from lowbit.formats.errors import CheckpointError, ResourceError
 from lowbit.formats.files.atomic import check_place, replace_file
 from lowbit.formats.generation import load_generation_config

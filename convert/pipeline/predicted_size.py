@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from lowbit.convert.calibrate.session import SAMPLES, CalibrationRequest
 from lowbit.convert.original.calibration_text import BUNDLED_NAME
 from lowbit.convert.pipeline.folder import copies, generated_files
 from lowbit.convert.plan.plan import Plan, draft_scheme, source_rows
+from lowbit.convert.quantize.session import SAMPLES, CalibrationRequest
 from lowbit.formats.architectures.names import any_expert
 from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.folder_size import counted_bytes

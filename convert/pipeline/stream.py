@@ -19,14 +19,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lowbit.convert.calibrate.store import Calibrated
 from lowbit.convert.measure.weights import WeightSums
 from lowbit.convert.original.progress import Advance
 from lowbit.convert.original.rotation import Rotation
 from lowbit.convert.original.threads import ordered
 from lowbit.convert.pipeline.journal import CompletedStep
 from lowbit.convert.plan.plan import Plan, Step
-from lowbit.convert.plan.rounding import search_on
+from lowbit.convert.quantize.rounding import search_on
+from lowbit.convert.quantize.store import Calibrated
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.manifest import OutputTensor
 from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, dequantize, pack, unpack

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.original.progress import Meter, Progress
 from lowbit.convert.pipeline.derivation import check_derived
 from lowbit.convert.pipeline.origin import check_origin, open_origin
+from lowbit.convert.quantize.session import CalibrationRequest
 from lowbit.formats.draft_head import DRAFT_FILE, entries, name_in, open_draft_head
 from lowbit.formats.errors import FormatError, RequestError
 from lowbit.formats.files.reading import check_regular

@@ -1,1 +1,1 @@
-"""The fate of every tensor, and the choice of bits under a budget."""
+"""The fate of every tensor, decided by headers and a recipe."""

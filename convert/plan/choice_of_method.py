@@ -31,7 +31,7 @@ class Gain:
 
 
 # Mean KL on WikiText at INT4 of SmolLM2-135M in groups of 64, Qwen2.5-Coder-0.5B and -1.5B in
-# groups of 128 (calibrate/LOG.md):
+# groups of 128 (quantize/LOG.md):
 #     rtn .427 .219 .145, weighted .243 .161 .097, gptq .114 .064 .058,
 #     gptq+autoround .105 .053 .050, gptq after a random rotation .110 .042 .049
 # After a rotation autoround is measured on SmolLM2-135M alone: .103 to .095, with an INT8 head.

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lowbit.convert.calibrate.store import LayerError
 from lowbit.convert.measure.build import build_report
 from lowbit.convert.measure.coverage import Coverage, coverage_of
 from lowbit.convert.measure.long import measure_long
@@ -21,6 +20,7 @@ from lowbit.convert.pipeline.conversion import Conversion
 from lowbit.convert.pipeline.existing import quality_of
 from lowbit.convert.pipeline.origin import Ask, Origin, find_origin
 from lowbit.convert.pipeline.verification import check_recorded
+from lowbit.convert.quantize.store import LayerError
 from lowbit.convert.report.files import check_reports, left_out, write_reports
 from lowbit.convert.report.verdict import judge
 from lowbit.formats.errors import LowbitError, ResourceError

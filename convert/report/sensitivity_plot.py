@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from lowbit.convert.plan.sensitivities import Row, Sensitivities
+from lowbit.convert.budget.sensitivities import Row, Sensitivities
 from lowbit.convert.plan.sets import RANKED_BITS
 from lowbit.convert.report import formatting
 from lowbit.formats.architectures.names import split_layer

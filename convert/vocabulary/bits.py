@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lowbit.convert.budget.head import log_partition
 from lowbit.convert.measure.logits import scored_states
 from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.evaluation_text import Text, tokenize
@@ -15,7 +16,6 @@ from lowbit.convert.original.progress import Advance
 from lowbit.convert.original.threads import alone_on_threads
 from lowbit.convert.original.walk import HEAD_ROWS, HEAD_TOKENS, blocks, pass_through_all
 from lowbit.convert.original.weights import open_weights
-from lowbit.convert.plan.head import log_partition
 from lowbit.formats.architectures import read_config
 from lowbit.formats.text.tokenizer import load_text_tokenizer
 

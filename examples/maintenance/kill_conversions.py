@@ -22,9 +22,9 @@ import click
 import torch
 
 from lowbit.convert import Request, convert
-from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Recipe
+from lowbit.convert.quantize.session import CalibrationRequest
 
 MODEL = Path(__file__).parents[1] / "models" / "tiny-qwen3"
 

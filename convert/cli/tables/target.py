@@ -3,10 +3,10 @@
 from collections import Counter
 from typing import Any
 
+from lowbit.convert.budget.lookup import CachedSensitivities
+from lowbit.convert.budget.sensitivities import Row, Sensitivities, by_set
 from lowbit.convert.budget.target import TargetChoice
-from lowbit.convert.calibrate.lookup import CachedSensitivities
 from lowbit.convert.cli.tables.lines import aside
-from lowbit.convert.plan.sensitivities import Row, Sensitivities, by_set
 from lowbit.convert.plan.sets import RANKED_BITS
 from lowbit.convert.report import formatting
 from lowbit.formats.architectures.names import split_layer

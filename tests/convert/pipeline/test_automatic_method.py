@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.cli.tables.plan import announce
 from lowbit.convert.pipeline import estimate
 from lowbit.convert.pipeline.estimate import expected_windows
@@ -16,6 +15,7 @@ from lowbit.convert.plan import calibration_cost, choice_of_method
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.plan.recipe import Recipe
+from lowbit.convert.quantize.session import CalibrationRequest
 from lowbit.formats.machine.memory import free_bytes
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from tests.conversions import convert

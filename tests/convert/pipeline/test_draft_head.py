@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lowbit.convert import Recipe
-from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.measure.build import measure_sizes
 from lowbit.convert.measure.difference import difference
 from lowbit.convert.measure.inspection import inspect
@@ -21,6 +20,7 @@ from lowbit.convert.pipeline.folder import check_output
 from lowbit.convert.pipeline.verification import verify_folder
 from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.publish.parcel import make_parcel
+from lowbit.convert.quantize.session import CalibrationRequest
 from lowbit.formats.draft_head import DRAFT_FILE, open_draft_head
 from lowbit.formats.errors import FormatError, QuantizationError, ResourceError
 from lowbit.formats.hub.locate import Location

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lowbit.convert import Recipe
-from lowbit.convert.calibrate.mtp_training import WEIGHTS, Grid, Trained, TrainingWindow, loss_of
 from lowbit.convert.measure.build import command_of
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.mtp import load_mtp_head
@@ -20,6 +19,7 @@ from lowbit.convert.original.weights import open_weights
 from lowbit.convert.pipeline import finetune
 from lowbit.convert.pipeline.finetune import Finetuned, finetune_mtp
 from lowbit.convert.pipeline.verification import verify_folder
+from lowbit.convert.quantize.mtp_training import WEIGHTS, Grid, Trained, TrainingWindow, loss_of
 from lowbit.formats.errors import FormatError, RequestError
 from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.layout.packing import dequantize

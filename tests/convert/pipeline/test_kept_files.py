@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lowbit.convert.calibrate.session import CalibrationRequest
-from lowbit.convert.calibrate.store import Store
 from lowbit.convert.original.progress import unsaid
 from lowbit.convert.pipeline.journal import JOURNAL_FILE
 from lowbit.convert.pipeline.place import partial_of
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Recipe
+from lowbit.convert.quantize.session import CalibrationRequest
+from lowbit.convert.quantize.store import Store
 from lowbit.formats.errors import ResourceError
 from tests.conversions import convert
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.pipeline.verification import Verification, verify_folder
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Override, Recipe
+from lowbit.convert.quantize.session import CalibrationRequest
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.files.reading import open_file
 from lowbit.formats.layout.manifest import read_manifest

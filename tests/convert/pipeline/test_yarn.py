@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lowbit.convert import Recipe
-from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.measure.measure import measure_logits
 from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.original.evaluation_text import Text, tokenize
@@ -22,6 +21,7 @@ from lowbit.convert.original.walk import pass_through_all
 from lowbit.convert.original.weights import open_weights
 from lowbit.convert.pipeline.verification import verify_folder
 from lowbit.convert.plan.method import RTN, Method
+from lowbit.convert.quantize.session import CalibrationRequest
 from tests.conversions import convert
 
 CPU = torch.device("cpu")

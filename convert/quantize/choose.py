@@ -1,0 +1,132 @@
+"""The codes and scales of one layer's linears."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.original.layer import Layer, run, stages
+from lowbit.convert.quantize.experts import (
+    FEWEST_TOKENS,
+    choose_experts,
+    split,
+    tokens_of_experts,
+)
+from lowbit.convert.quantize.learned import learn_rounding
+from lowbit.convert.quantize.linear import Chosen, LinearQuantizer, nearest, weighted
+from lowbit.convert.quantize.moments import input_power, measure
+from lowbit.convert.quantize.store import LayerError
+from lowbit.convert.quantize.windows import Windows, output_error
+from lowbit.formats.architectures.names import expert_of
+from lowbit.formats.errors import QuantizationError
+from lowbit.formats.layout.scheme import Scheme
+
+
+def choose_layer(
+    quantizer: LinearQuantizer,
+    number: int,
+    layer: Layer,
+    original: Layer,
+    schemes: Mapping[str, Scheme],
+    windows: Windows,
+) -> tuple[dict[str, Chosen], LayerError]:
+    """Choose a layer's linears and put them in place; passes the original's states on.
+
+    Args:
+        schemes: of the linears to quantize, by name within the layer.
+
+    Raises:
+        QuantizationError: activations are not finite.
+    """
+    before = windows.original[windows.held].clone()
+    alone = quantizer.method.from_original
+    if alone:
+        found, tokens = _from_original(quantizer, original, schemes, windows)
+    else:
+        found, tokens = _sequential(quantizer, layer, original, schemes, windows)
+        run(original, windows.original, quantizer.device, quantizer.pool)
+    after = windows.original[windows.held]
+    added = _finite_power(number, before, after)
+    given = before if alone else windows.hidden[windows.held]
+
+    def error(linears: Mapping[str, Chosen], x: Tensor = given, y: Tensor = after) -> float:
+        layer.put({name: linear.weight for name, linear in linears.items()})
+        square = output_error(layer, x, y, quantizer.device)
+        return math.sqrt(square / added) if added else 0.0
+
+    plain = {n: nearest(original.weight(n).data, s, quantizer.rule) for n, s in schemes.items()}
+    rtn, chosen = error(plain), error(found)
+    del plain
+    if not math.isfinite(chosen):
+        raise QuantizationError(
+            f"layer {number} gives values that are not finite once it is quantized",
+            hint="try another --calib text, or --method rtn",
+        )
+    if quantizer.method.autoround and schemes:
+        place = quantizer.device, quantizer.pool
+        better = learn_rounding(layer, original, found, schemes, windows, *place)
+        if (learned := error(better)) < chosen:
+            found, chosen = better, learned
+    seen = None
+    if not alone and windows.holds_out:
+        count = len(after)
+        seen = error(found, windows.hidden[:count], windows.original[:count])
+    layer.put({name: linear.weight for name, linear in found.items()})
+    return found, LayerError(number, rtn, chosen, seen, tokens)
+
+
+def _from_original(
+    quantizer: LinearQuantizer, original: Layer, schemes: Mapping[str, Scheme], windows: Windows
+) -> tuple[dict[str, Chosen], tuple[int, ...]]:
+    """Scales weighted by the inputs' power in the original, whose states are passed on."""
+    power = input_power(original, list(schemes), windows.original, quantizer.device, quantizer.pool)
+    found = {}
+    for name, scheme in schemes.items():
+        w, seen = original.weight(name).data, power[name]
+        if expert_of(name) is not None and seen.tokens < FEWEST_TOKENS:
+            found[name] = nearest(w, scheme, quantizer.rule)
+        else:
+            found[name] = weighted(w, scheme, quantizer.rule, seen.mean)
+    return found, tokens_of_experts({name: seen.tokens for name, seen in power.items()})
+
+
+def _sequential(
+    quantizer: LinearQuantizer,
+    layer: Layer,
+    original: Layer,
+    schemes: Mapping[str, Scheme],
+    windows: Windows,
+) -> tuple[dict[str, Chosen], tuple[int, ...]]:
+    """All linears of a layer, each put in place before those that read its output."""
+    found: dict[str, Chosen] = {}
+    if quantizer.method.codes == "rtn":
+        found = {n: nearest(layer.weight(n).data, s, quantizer.rule) for n, s in schemes.items()}
+        return found, ()
+    window = windows.hidden[:1].to(quantizer.device)
+    common, experts = split(list(schemes))
+    for names in stages(layer, window, common):
+        moments = measure(layer, original, names[0], windows, quantizer.device, quantizer.pool)
+        weights = {name: layer.weight(name).data for name in names}
+        found |= quantizer.linears(weights, schemes, *moments)
+        layer.put({name: found[name].weight for name in names})
+    if not experts:
+        return found, ()
+    own = {name: schemes[name] for name in experts}
+    chosen, tokens = choose_experts(quantizer, layer, original, own, windows)
+    return found | chosen, tokens
+
+
+def _finite_power(number: int, before: Tensor, after: Tensor) -> float:
+    """Mean square of what a layer of the original adds to its input.
+
+    Raises:
+        QuantizationError: it is not finite.
+    """
+    added = float((after - before).square().mean(dtype=torch.float64))
+    if not math.isfinite(added):
+        raise QuantizationError(
+            f"layer {number} gives values that are not finite on the calibration text",
+            hint="try another --calib text; the checkpoint may be damaged",
+        )
+    return added

@@ -1,0 +1,150 @@
+"""A calibration as part of a conversion: what a user asks for, what identifies it, and its run."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
+from lowbit.convert.original.model import load_layered_model
+from lowbit.convert.original.progress import Note, Progress, unsaid
+from lowbit.convert.original.quiet import without_advice
+from lowbit.convert.original.weights import Weights
+from lowbit.convert.plan.calibration_cost import (
+    Windows,
+    calibration_memory,
+    check_memory,
+    shapes_of,
+)
+from lowbit.convert.plan.plan import Plan
+from lowbit.convert.quantize.calibrate import calibrate
+from lowbit.convert.quantize.store import Calibrated, Store
+from lowbit.convert.quantize.windows import shuffled
+from lowbit.formats.errors import CheckpointError, UnsupportedModelError
+from lowbit.formats.layout.manifest import Calibration
+from lowbit.formats.safetensors.checkpoint import Checkpoint
+from lowbit.formats.text.tokenizer import TOKENIZER_FILE
+
+SAMPLES = {"cpu": 64, "cuda": 256}  # windows where nothing is said, by kind of device
+LENGTH = 512
+WITHOUT = "--method rtn converts without running the original"
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationRequest:
+    """The text to calibrate on."""
+
+    file: Path | None = None  # .txt or .jsonl; the bundled mix where left out
+    # Windows at most; as many as the device handles in minutes where left out.
+    samples: int | None = None
+    length: int = LENGTH  # tokens of a window at most
+    chat: bool = False  # whether to apply the model's chat template
+
+    def read(self, source: Path, device: torch.device) -> CalibrationText:
+        """The text as windows of token ids.
+
+        Raises:
+            LowbitError: a text that cannot be read, or is too short.
+        """
+        return read_calibration(
+            self.file,
+            source,
+            length=self.length,
+            limit=self.samples or SAMPLES[device.type],
+            chat=self.chat,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A calibration that can be begun, or taken up again."""
+
+    plan: Plan
+    source: Checkpoint  # the original
+    text: CalibrationText  # what to calibrate on
+    device: torch.device
+
+    @property
+    def record(self) -> Calibration:
+        """The record of the calibration in lowbit.json."""
+        import transformers
+
+        on_cpu = self.device.type == "cpu"
+        samples, length = self.text.samples.shape
+        return Calibration(
+            text=self.text.name,
+            text_sha256=self.text.sha256,
+            samples=samples,
+            length=length,
+            chat=self.text.chat,
+            device="cpu" if on_cpu else torch.cuda.get_device_name(self.device),
+            threads=torch.get_num_threads() if on_cpu else 0,
+            torch_version=torch.__version__,
+            transformers_version=str(transformers.__version__),
+        )
+
+    @property
+    def digest(self) -> str:
+        """Identifies the plan, the tokens and the machine: equal in a resumed run."""
+        tokens = hashlib.sha256(self.text.samples.contiguous().numpy().data).hexdigest()
+        content = [self.plan.digest(), asdict(self.record), tokens]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def check_memory(self) -> None:
+        """Refuse a calibration that does not fit.
+
+        Raises:
+            ResourceError: it takes more memory than is free.
+        """
+        windows = Windows(*self.text.samples.shape)
+        shapes = shapes_of(self.source.config, self.plan.schemes, self.source.tensors)
+        method, place = self.plan.method, self.device.type
+        need = calibration_memory(shapes, method, windows, place, torch.get_num_threads())
+        check_memory(need, windows, place)
+
+    def run(self, folder: Path, progress: Progress, note: Note = unsaid) -> Calibrated:
+        """Choose all codes, keeping finished layers in `folder`.
+
+        Args:
+            folder: where the conversion is built.
+            progress: called with ("calibrate", done, in all).
+            note: told of layers that an earlier run kept and that are not used.
+
+        Raises:
+            LowbitError: the source cannot be read or calibrated.
+        """
+        store = Store(folder, note)
+        weights = Weights(self.source, None)
+        if self.plan.method.rotate:
+            weights = weights.rotated()
+        with without_advice():
+            model = load_layered_model(weights, self.text.samples.shape[1], self.device)
+            samples = shuffled(self.text.samples)
+            return calibrate(model, samples, self.plan, store, self.digest, self.device, progress)
+
+
+def check_can_run(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse an original that cannot be run here on a text.
+
+    Raises:
+        UnsupportedModelError: transformers does not know its architecture.
+        CheckpointError: the folder has no tokenizer.
+    """
+    from transformers import CONFIG_MAPPING
+
+    model_type = str(config.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"`{folder}` cannot be calibrated: transformers {version('transformers')} does not "
+            f"know model_type `{model_type}`",
+            hint=WITHOUT,
+        )
+    if not (folder / TOKENIZER_FILE).exists():
+        raise CheckpointError(
+            f"`{folder}` has no {TOKENIZER_FILE}, which calibration needs", hint=WITHOUT
+        )

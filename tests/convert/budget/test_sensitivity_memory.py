@@ -1,0 +1,162 @@
+"""Memory that sensitivities and the training of a draft head announce, against what they take."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from lowbit.convert import Recipe
+from lowbit.convert.budget.costs import costs_memory
+from lowbit.convert.budget.lookup import Settings, find_or_estimate, open_original
+from lowbit.convert.budget.sensitivity import sensitivity_memory
+from lowbit.convert.pipeline.finetune import finetune_mtp, training_memory
+from lowbit.convert.plan import memory
+from lowbit.convert.plan.calibration_cost import BASE_BYTES, Memory
+from lowbit.convert.plan.memory import check_windows
+from lowbit.convert.plan.method import Method
+from lowbit.convert.plan.sets import fused_sets
+from lowbit.formats.errors import ResourceError
+from lowbit.formats.safetensors.checkpoint import open_checkpoint
+from tests.conversions import convert
+
+if TYPE_CHECKING:
+    from tests.convert.conftest import MakeModel
+
+pytestmark = pytest.mark.commands
+
+HYBRID = Path(__file__).parents[3] / "examples/models/tiny-qwen3.5"
+GB = 1_000_000_000
+# A process of two threads that does the work; prints its peak before it and after it, in bytes.
+# Blocks from 128 KiB are mapped, and given back when freed, as those above 32 MiB always are: of
+# less, glibc keeps more or less for each thread, as threads happen to take turns.
+PEAK = """
+import ctypes, re, sys
+M_MMAP_THRESHOLD = -3
+assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 << 10)
+import torch
+from pathlib import Path
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+torch.set_num_threads(2)
+torch.ones(8, requires_grad=True).sum().backward()
+"""
+ESTIMATE = (
+    PEAK
+    + """
+import transformers.models.qwen3.modeling_qwen3
+from lowbit.convert.budget.lookup import Settings, find_or_estimate, open_original
+from lowbit.convert.plan.method import Method
+before = peak()
+settings = Settings(Path(sys.argv[2]), windows=3, method=Method.parse(sys.argv[3]))
+find_or_estimate(open_original(Path(sys.argv[1])), settings, lambda *_: None)
+print(before, peak())
+"""
+)
+TRAIN = (
+    PEAK
+    + """
+from lowbit.convert.pipeline.finetune import finetune_mtp
+folder, text = Path(sys.argv[1]), Path(sys.argv[2])
+finetune_mtp(folder, text, steps=1, windows=2, length=16)  # loads libraries
+before = peak()
+finetune_mtp(folder, text, steps=2, windows=24, length=512)
+print(before, peak())
+"""
+)
+
+
+def grown(script: str, *arguments: Path | str) -> int:
+    """Bytes by which the peak of a process grows beyond what its libraries take."""
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    env = {**os.environ, "OMP_WAIT_POLICY": "passive"}  # two would spin
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    before, after = map(int, done.stdout.split())
+    return after - before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "hidden"), [("rtn", 1024), ("gptq", 512)])
+def test_sensitivities_stay_below_what_is_announced(
+    tmp_path: Path,
+    make_model: "MakeModel",
+    tiny: Path,
+    stories: str,
+    cache: Path,
+    method: str,
+    hidden: int,
+) -> None:
+    wide = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "vocab_size": 4096}
+    model = make_model(tmp_path / "model", num_hidden_layers=1, **wide)
+    shutil.copy(tiny / "tokenizer.json", model)
+    text = tmp_path / "text.txt"
+    text.write_text(stories[:20_000])
+    checkpoint = open_checkpoint(model)
+    need = sensitivity_memory(checkpoint.config, (3, 512), 6, 2, "cpu", 2)
+    if method == "gptq":
+        sets = fused_sets(checkpoint.config, checkpoint.tensors)
+        used = Method.parse(method)
+        need = costs_memory(checkpoint.config, sets, used, (9, 3, 512), "cpu", 2)
+    room = need.ram - BASE_BYTES
+    assert room / 5 < grown(ESTIMATE, model, text, method) < room
+
+
+@pytest.mark.slow
+def test_training_stays_below_what_is_announced(tmp_path: Path, stories: str) -> None:
+    packed = convert(HYBRID, tmp_path / "packed", Recipe()).folder
+    text = tmp_path / "text.txt"
+    text.write_text(stories[:60_000])
+    need = (
+        training_memory(open_checkpoint(packed).config, (24, 512), 32_768, "cpu").ram - BASE_BYTES
+    )
+    assert need / 8 < grown(TRAIN, packed, text) < need
+
+
+def test_training_of_a_wide_head_takes_more_than_17_gb() -> None:
+    wide = dict(open_checkpoint(HYBRID).config)
+    wide["text_config"] = {**wide["text_config"], "hidden_size": 4096, "intermediate_size": 12_288}
+    wide["text_config"]["vocab_size"] = 248_320
+    on_gpu = training_memory(wide, (1024, 512), 32_768, "cuda")
+    assert on_gpu.gpu > 17 * GB
+    assert on_gpu.window == 7 * 2 * 512 * 4096
+    fewer = training_memory(wide, (512, 512), 32_768, "cuda")
+    assert on_gpu.gpu - fewer.gpu >= 512 * on_gpu.window
+    assert training_memory(wide, (64, 512), 32_768, "cpu").gpu == 0
+
+
+def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    free: dict[str, int | None] = {"cpu": 3 * GB, "cuda": 10 * GB}
+    monkeypatch.setattr(memory, "free_bytes", free.__getitem__)
+    less = "give --windows {} or fewer"
+    check_windows("training", Memory(3 * GB, 10 * GB, GB), 8, "cuda", less)
+    check_windows("training", Memory(3 * GB, 99 * GB, GB), 8, "cpu", less)
+    with pytest.raises(ResourceError, match=r"^training takes up to 5\.5 GB.*cpu: 3\.0 GB$") as e:
+        check_windows("training", Memory(5 * GB + GB // 2, 0, GB), 8, "cpu", less)
+    assert e.value.hint == "give --windows 5 or fewer"
+    with pytest.raises(ResourceError, match=r"up to 19\.0 GB.*cuda: 10\.0 GB$") as e:
+        check_windows("training", Memory(GB, 19 * GB, GB), 8, "cuda", less)
+    assert e.value.hint == "--device cpu takes the machine's memory"
+    free["cpu"] = None
+    check_windows("training", Memory(10**15, 0, GB), 8, "cpu", less)
+
+
+def test_commands_ask_before_they_compute(
+    readable: Path,
+    short_text: Path,
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed = convert(HYBRID, tmp_path / "packed", Recipe()).folder
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 100_000_000)
+    with pytest.raises(ResourceError, match=r"^estimating sensitivities takes up to 0\.\d GB"):
+        find_or_estimate(open_original(readable), Settings(short_text), lambda *_: None)
+    with pytest.raises(ResourceError, match=r"^training takes up to \d\.\d GB"):
+        finetune_mtp(packed, steps=1)
+    assert not list(tmp_path.glob("*.partial"))
+    assert not list(cache.rglob("*.json"))
