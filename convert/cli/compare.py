@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Examples:
       lowbit-convert compare qwen3-8b-int4 qwen3-8b-int8 --out compare.html
       lowbit-convert compare qwen3-8b-int4 qwen3-8b-int4-gptq --diff
-      lowbit-convert compare qwen3-8b-* --bench --tasks gsm8k --record all.json
+      lowbit-convert compare qwen3-8b-* --record all.json
     """,
 )
 @click.argument(
@@ -44,11 +44,6 @@ if TYPE_CHECKING:
     help="Add quality, size, speed, tasks, recipe and command of each DIR to FILE, and to a page "
     "beside it; what was measured of the same conversion before gives way.",
 )
-@click.option("--bench", is_flag=True, help="Measure the speed of each DIR on this machine first.")
-@click.option(
-    "--tasks", metavar="NAMES", help="Score each DIR on tasks first, with commas between them."
-)
-@options.device
 @click.option(
     "--diff",
     is_flag=True,
@@ -60,39 +55,29 @@ def compare(
     places: tuple[Path, ...],
     out: Path | None,
     kept: Path | None,
-    bench: bool,
-    tasks: str | None,
-    device: str,
     diff: bool,
     as_json: bool,
 ) -> None:
     """Put packed checkpoints of one original side by side.
 
-    Reads the reports that `lowbit-convert report` left in each DIR. The others are compared with
-    the first. --device is where --bench and --tasks run.
+    Reads the reports that `lowbit-convert report` left in each DIR, with the speed that
+    `lowbit-run bench DIR --json` printed into its bench.json and the scores that `lowbit-run
+    evaluate` left. The others are compared with the first.
     """
     if diff:
-        if len(places) != 2 or (out, kept, tasks) != (None, None, None) or bench:
-            raise click.UsageError("--diff takes two folders, measures nothing and writes nothing.")
+        if len(places) != 2 or (out, kept) != (None, None):
+            raise click.UsageError("--diff takes two folders and writes nothing.")
         _show_difference(*places, as_json)
         return
-    from lowbit.convert.measure.speed import measure_speed, score_tasks
     from lowbit.convert.report.comparison import compare as compare_folders
     from lowbit.convert.report.comparison_page import render_comparison, write_comparison
     from lowbit.convert.report.variants import check_record
     from lowbit.formats.files.atomic import attempt
     from lowbit.formats.shell.tables import results
 
-    found = compare_folders(places)  # before the long work, too
+    found = compare_folders(places)
     if kept is not None:
         check_record(kept)
-    for place in places:
-        if bench:
-            measure_speed(place, device)
-        if tasks is not None:
-            score_tasks(place, tasks, device)
-    if bench or tasks is not None:
-        found = compare_folders(places)
     failure = None if out is None else attempt(lambda: write_comparison(out, found))
     if as_json:
         print_json(found.to_json())

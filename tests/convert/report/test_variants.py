@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lowbit.convert import Recipe
-from lowbit.convert.measure import speed
 from lowbit.convert.measure.record import QualityReport, Sizes
-from lowbit.convert.measure.speed import Speed, read_speed
+from lowbit.convert.measure.speed import Speed
 from lowbit.convert.plan.method import Method
 from lowbit.convert.report.comparison import FolderRow
 from lowbit.convert.report.files import write_reports
@@ -215,35 +214,10 @@ def test_results_of_an_earlier_conversion_are_left_out(
     assert (row["tasks"], row["speed"]) == ([], None)
 
 
-@pytest.mark.slow
-@pytest.mark.commands
-def test_speed_is_measured_by_the_runtime(cli: "Cli", packed: Path, tmp_path: Path) -> None:
-    path = tmp_path / "choices.json"
-    done = cli("compare", packed, "--bench", "--device", "cpu", "--record", path, "--json")
-    assert done.exit_code == 0, done.output
-    speed = read_speed(packed)
-    assert speed is not None
-    assert (speed.device, speed.new_tokens) == ("cpu", 128)
-    [variant] = read_variants(path)
-    assert variant.row.speed == speed
-    assert json.loads(done.stdout)["rows"][0]["speed"]["device"] == "cpu"
-
-
-def test_a_task_that_fails_is_said(
-    cli: "Cli", packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(speed, "PROGRAM", "tests.no_such_program")
-    path = tmp_path / "choices.json"
-    done = cli("compare", packed, "--tasks", "gsm8k", "--device", "cpu", "--record", path)
-    assert done.exit_code == 1
-    assert "`lowbit-run evaluate " in done.stderr
-    assert not path.exists()
-
-
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
-        (("--diff", "--bench"), 2, "measures nothing"),
+        (("--diff", "--record", "choices.json"), 2, "writes nothing"),
         (("--record", "choices.txt"), 1, "does not end in"),
         (("--record", "no/such/choices.json"), 2, "there is no folder"),
     ],
@@ -257,7 +231,7 @@ def test_what_is_refused(
 
 def test_a_folder_without_a_report(cli: "Cli", tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    done = cli("compare", tmp_path / "a", "--bench", "--record", tmp_path / "choices.json")
+    done = cli("compare", tmp_path / "a", "--record", tmp_path / "choices.json")
     assert done.exit_code == 1
     assert "has no quality.json" in done.stderr
 
