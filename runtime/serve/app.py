@@ -26,6 +26,7 @@ from lowbit.runtime.serve.apis import (
     responses,
     tokens,
 )
+from lowbit.runtime.serve.apis.chat_body import ChatBody
 from lowbit.runtime.serve.apis.common import with_schemas
 from lowbit.runtime.serve.auth import check_access, client_of
 from lowbit.runtime.serve.errors import ApiError, ClientLeftError, cut, internal, of_lowbit
@@ -38,7 +39,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 APIS = (chat, completions, responses, messages, models, tokens, health, page, docs)
 BODIES = (
-    *(chat.ChatBody, completions.CompletionBody, responses.ResponsesBody),
+    *(ChatBody, completions.CompletionBody, responses.ResponsesBody),
     *(messages.MessagesBody, messages.CountBody),
     *(tokens.TokenizeBody, tokens.DetokenizeBody),
 )

@@ -1,15 +1,25 @@
 """POST /v1/chat/completions: OpenAI's chats."""
 
 import time
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, Tag
 
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.serve.answers import Collected, collect
+from lowbit.runtime.serve.answers import Collected, CollectedCall, collect
+from lowbit.runtime.serve.apis.chat_body import (
+    PRESERVE,
+    ChatBody,
+    ChatCustomTool,
+    CustomChoice,
+    NamedChoice,
+    ThinkingSwitch,
+    custom_names,
+    functions_of,
+    turns_of,
+)
 from lowbit.runtime.serve.apis.common import (
     ChunkWriter,
     DirectRoute,
@@ -18,6 +28,9 @@ from lowbit.runtime.serve.apis.common import (
     joined,
     new_id,
     usage_of,
+)
+from lowbit.runtime.serve.apis.custom_tools import (
+    custom_input,
 )
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.job import Update
@@ -28,191 +41,14 @@ from lowbit.runtime.serve.request.conversation import (
     can_switch_thinking,
 )
 from lowbit.runtime.serve.request.fields import (
-    NEUTRAL,
-    TURNS,
-    Body,
-    FormatFields,
-    Ignored,
-    SamplingBody,
-    TolerantBody,
     answer_options,
     format_of,
 )
-from lowbit.runtime.serve.request.parts import SkippedPart, Text, by_type, left_out_media, text_of
+from lowbit.runtime.serve.request.parts import SkippedPart, left_out_media
 from lowbit.runtime.serve.request.prepare import open_conversation
-from lowbit.runtime.serve.settings import MOST_CALLS, MOST_MESSAGES, MOST_TOOLS
 from lowbit.runtime.serve.sse import EventStream
 from lowbit.runtime.text.answer import Event, Piece, ToolCallStart
 from lowbit.runtime.text.tokenizer import Tokenizer
-
-
-class Function(TolerantBody):
-    """`tools[].function`."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ChatTool(TolerantBody):
-    """One of `tools`."""
-
-    type: Literal["function"]
-    function: Function
-
-
-AnyTool = Annotated[
-    Annotated[ChatTool, Tag("function")] | Annotated[SkippedPart, Tag("skipped")],
-    by_type("function", default="function"),
-]
-ChatTools = Annotated[list[AnyTool], Field(fail_fast=True, max_length=MOST_TOOLS)]
-
-
-class FunctionName(Body):
-    """The function of a named choice."""
-
-    name: str
-
-
-class NamedChoice(Body):
-    """`tool_choice` that names a function."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
-class CalledFunction(TolerantBody):
-    """`tool_calls[].function` of an earlier turn."""
-
-    name: str
-    arguments: str
-
-
-class ToolCall(TolerantBody):
-    """A call of an earlier turn."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-Tokens = Annotated[int, Field(ge=0)]
-
-
-class SystemMessage(TolerantBody):
-    """Instructions."""
-
-    role: Literal["system", "developer"]
-    content: Text
-    name: str | None = None
-
-
-class UserMessage(TolerantBody):
-    """A turn of the user."""
-
-    role: Literal["user"]
-    content: Text
-    name: str | None = None
-
-
-Calls = Annotated[list[ToolCall], Field(fail_fast=True, max_length=MOST_CALLS)]
-
-
-class ThinkingBlock(BaseModel):
-    """Reasoning as Anthropic's API has it, which LiteLLM sends in chats."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-    thinking: str = ""
-
-
-ThinkingBlocks = Annotated[list[ThinkingBlock], Field(fail_fast=True, max_length=MOST_CALLS)]
-
-
-class AssistantMessage(TolerantBody):
-    """A turn of the model, as responses hold it."""
-
-    role: Literal["assistant"]
-    content: Text | None = None
-    name: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    thinking_blocks: ThinkingBlocks | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Calls | None = None
-
-
-class ToolMessage(TolerantBody):
-    """The result of a tool."""
-
-    role: Literal["tool"]
-    content: Text
-    tool_call_id: str | None = None
-    name: str | None = None
-
-
-Message = Annotated[
-    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
-]
-
-Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
-
-
-PRESERVE = "preserve_thinking"
-
-
-class ThinkingSwitch(BaseModel):
-    """`thinking`, as Anthropic's API and others have it."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-    type: str
-    budget_tokens: Tokens | None = None
-
-
-class ReasoningSwitch(BaseModel):
-    """`reasoning`, as OpenRouter and OpenAI's responses have it."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-    effort: str | None = None
-    enabled: bool | None = None
-    max_tokens: Tokens | None = None
-    exclude: bool | None = None
-
-
-class ChatBody(SamplingBody, FormatFields):
-    """The whole body."""
-
-    NEUTRAL = NEUTRAL | TURNS | {"max_tokens": (-1,)}
-    messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: ChatTools | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedChoice | None = None
-    parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    enable_thinking: bool | None = None
-    thinking_budget: Tokens | None = None
-    thinking_token_budget: Tokens | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    include_reasoning: bool | None = None
-    thinking: ThinkingSwitch | bool | None = None
-    reasoning: ReasoningSwitch | None = None
-    preserve_thinking: bool | None = None
-    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=8)] | None = None
-    metadata: Ignored[Any] = None
-    store: Ignored[Any] = None
-    service_tier: Ignored[Any] = None
-    safety_identifier: Ignored[Any] = None
-    prompt_cache_key: Ignored[Any] = None
-    prompt_cache_retention: Ignored[Any] = None
-    prompt_cache_options: Ignored[Any] = None
-    prediction: Ignored[Any] = None
-    cache_salt: Ignored[Any] = None
-    verbosity: Ignored[Literal["low", "medium", "high"] | None] = None
-
 
 router = APIRouter(route_class=DirectRoute)
 
@@ -260,30 +96,14 @@ def conversation_of(model: Model, body: ChatBody) -> Conversation:
     )
 
 
-def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them."""
-    return [_turn_of(each) for each in messages]
-
-
-def _turn_of(message: Message) -> dict[str, Any]:
-    turn = message.plain()
-    if isinstance(message.content, list):
-        turn["content"] = text_of(message.content)
-    if turn.pop("thinking_blocks", None) and isinstance(message, AssistantMessage):
-        thought = "".join(block.thinking for block in message.thinking_blocks or ())
-        if thought and not (message.reasoning_content or message.reasoning):
-            turn["reasoning_content"] = thought
-    return turn
-
-
-def functions_of(tools: Sequence[ChatTool | SkippedPart] | None) -> list[dict[str, Any]]:
-    """The tools that are functions; others are left out."""
-    return [tool.plain() for tool in tools or () if isinstance(tool, ChatTool)]
-
-
 def _left_out(model: Model, body: ChatBody) -> list[str]:
     """Names of tools and images that the prompt lacks; errors as in `left_out_media`."""
     tools = [f"tool {tool.type}" for tool in body.tools or () if isinstance(tool, SkippedPart)]
+    tools += [
+        f"grammar of {tool.custom.name}"
+        for tool in body.tools or ()
+        if isinstance(tool, ChatCustomTool) and tool.grammar is not None
+    ]
     if body.preserve_thinking is not None and not _knows_preserve(model):
         tools.append(PRESERVE)
     return tools + left_out_media([each.content for each in body.messages], "messages")
@@ -305,6 +125,8 @@ def _choice_of_tools(body: ChatBody) -> ToolChoice:
     given = body.tool_choice
     if isinstance(given, NamedChoice):
         return ToolChoice("named", given.function.name)
+    if isinstance(given, CustomChoice):
+        return ToolChoice("named", given.custom.name)
     return ToolChoice(given or "auto")
 
 
@@ -354,14 +176,8 @@ def _choice(one: Collected, index: int, body: ChatBody, tokenizer: Tokenizer) ->
     if one.reasoning and _shows_reasoning(body):
         message |= {"reasoning": one.reasoning, "reasoning_content": one.reasoning}
     if one.calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in one.calls
-        ]
+        names = custom_names(body)
+        message["tool_calls"] = [_call(call, call.name in names) for call in one.calls]
     content = chat_logprobs(tokenizer, one.tokens) if body.logprobs else None
     return {
         "index": index,
@@ -369,6 +185,14 @@ def _choice(one: Collected, index: int, body: ChatBody, tokenizer: Tokenizer) ->
         "logprobs": None if content is None else {"content": content, "refusal": None},
         "finish_reason": one.end.chat_reason,
     }
+
+
+def _call(call: CollectedCall, custom: bool) -> dict[str, Any]:
+    if custom:
+        found = {"name": call.name, "input": custom_input(call.arguments)}
+        return {"id": call.id, "type": "custom", "custom": found}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 class ChatEvents(ChunkWriter):
@@ -382,6 +206,8 @@ class ChatEvents(ChunkWriter):
         self._tokenizer, self._choices = tokenizer, body.count
         self._logprobs = bool(body.logprobs)
         self._reasoning = _shows_reasoning(body)
+        self.custom_names = custom_names(body)
+        self._custom: dict[tuple[int, int], str] = {}  # arguments, by answer and call
 
     def open(self) -> bytes:
         """A chunk with the role for every choice."""
@@ -395,7 +221,9 @@ class ChatEvents(ChunkWriter):
         for found in joined(update.events):
             if isinstance(found, Piece) and found.reasoning and not self._reasoning:
                 continue
-            delta = _delta(found)
+            delta = self._delta(update.index, found)
+            if delta is None:
+                continue
             if "content" in delta and tokens:
                 data += self._chunk(update.index, delta, logprobs=tokens)
                 tokens = []
@@ -405,8 +233,30 @@ class ChatEvents(ChunkWriter):
             data += self._chunk(update.index, {"content": ""}, logprobs=tokens)
         if update.end is not None:
             self.count(update.end)
+            for (answer, call), arguments in self._custom.items():  # known at the end of a call
+                if answer == update.index:
+                    custom = {"index": call, "custom": {"input": custom_input(arguments)}}
+                    data += self._chunk(answer, {"tool_calls": [custom]})
             data += self._chunk(update.index, {}, update.end.chat_reason)
         return data
+
+    def _delta(self, index: int, found: Event) -> dict[str, Any] | None:
+        """The delta of an event of an answer; None for arguments of a custom tool."""
+        if isinstance(found, Piece):
+            if found.reasoning:
+                return {"reasoning": found.text, "reasoning_content": found.text}
+            return {"content": found.text}
+        if isinstance(found, ToolCallStart):
+            custom = found.name in self.custom_names
+            if custom:
+                self._custom[index, found.index] = ""
+            call = _call(CollectedCall(found.id, found.name), custom)
+            return {"tool_calls": [{"index": found.index, **call}]}
+        if (index, found.index) in self._custom:
+            self._custom[index, found.index] += found.fragment
+            return None
+        call = {"index": found.index, "function": {"arguments": found.fragment}}
+        return {"tool_calls": [call]}
 
     def _chunk(
         self,
@@ -423,17 +273,3 @@ class ChatEvents(ChunkWriter):
                 "finish_reason": finish,
             }
         )
-
-
-def _delta(found: Event) -> dict[str, Any]:
-    if isinstance(found, Piece):
-        if found.reasoning:
-            return {"reasoning": found.text, "reasoning_content": found.text}
-        return {"content": found.text}
-    call: dict[str, Any] = {"index": found.index}
-    if isinstance(found, ToolCallStart):
-        function = {"name": found.name, "arguments": ""}
-        call |= {"id": found.id, "type": "function", "function": function}
-    else:
-        call["function"] = {"arguments": found.fragment}
-    return {"tool_calls": [call]}

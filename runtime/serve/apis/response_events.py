@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from lowbit.runtime.serve.answers import Collected
 from lowbit.runtime.serve.apis.common import chat_logprobs, joined, new_id, usage_of
-from lowbit.runtime.serve.apis.response_tools import OfferedTool, custom_input
+from lowbit.runtime.serve.apis.custom_tools import custom_input
+from lowbit.runtime.serve.apis.response_tools import OfferedTool
 from lowbit.runtime.serve.errors import ApiError
 from lowbit.runtime.serve.job import AnswerToken, End, Update
 from lowbit.runtime.serve.sse import event

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from lowbit.runtime.serve.apis.response_tools import CUSTOM_INPUT, offered_name
+from lowbit.runtime.serve.apis.custom_tools import custom_arguments
+from lowbit.runtime.serve.apis.response_tools import offered_name
 from lowbit.runtime.serve.request.fields import TolerantBody
 from lowbit.runtime.serve.request.parts import (
     MEDIA,
@@ -209,7 +210,7 @@ def _call_of(item: CallItem | ShellCallItem) -> dict[str, Any]:
     if isinstance(item, FunctionCallItem):
         function["arguments"] = item.arguments
     elif isinstance(item, CustomCallItem):
-        function["arguments"] = json.dumps({CUSTOM_INPUT: item.input})
+        function["arguments"] = custom_arguments(item.input)
     return {"id": item.call_id or "", "type": "function", "function": function}
 
 

@@ -4,20 +4,18 @@ A custom tool, whose input is one text, is offered as a function with one string
 namespace are offered under both names. Tools that OpenAI's servers run are left out.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Tag, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, Tag
 
+from lowbit.runtime.serve.apis.custom_tools import CustomFormat, custom_function
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.conversation import ToolChoice
 from lowbit.runtime.serve.request.fields import TolerantBody
 from lowbit.runtime.serve.request.parts import SkippedPart, by_type
 from lowbit.runtime.serve.settings import MOST_TOOLS
-
-CUSTOM_INPUT = "input"  # name of a custom tool's string
 
 
 class FunctionTool(TolerantBody):
@@ -28,14 +26,6 @@ class FunctionTool(TolerantBody):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-
-
-class CustomFormat(TolerantBody):
-    """Form of a custom tool's input; a grammar is told to the model, and not enforced."""
-
-    type: Literal["text", "grammar"]
-    syntax: str | None = None
-    definition: str | None = None
 
 
 class CustomTool(TolerantBody):
@@ -123,7 +113,12 @@ def offered_tools(tools: Sequence[Any] | None) -> dict[str, OfferedTool]:
         if name in found:
             raise invalid(f"`tools`: the name `{name}` stands twice", "tools")
         custom = isinstance(tool, CustomTool)
-        fields = _function_of(tool) if custom else tool.model_dump(include=FUNCTION)
+        form = tool.format if custom else None
+        fields = (
+            custom_function(tool.name, tool.description, form)
+            if custom
+            else tool.model_dump(include=FUNCTION)
+        )
         given = {key: value for key, value in fields.items() if value is not None}
         found[name] = OfferedTool({**given, "name": name}, tool.name, namespace, custom)
     return found
@@ -172,18 +167,6 @@ def choice_of(
     return ToolChoice(), tools, [f"tool_choice {given.type}"]
 
 
-def custom_input(arguments: str) -> str:
-    """The text of a custom tool's call, or its beginning where the call was cut."""
-    try:
-        found = TypeAdapter(Any).validate_json(
-            arguments or "{}", experimental_allow_partial="trailing-strings"
-        )
-    except ValueError:
-        return arguments
-    text = found.get(CUSTOM_INPUT, "") if isinstance(found, dict) else arguments
-    return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
-
-
 def _flat(tools: Sequence[Any] | None) -> Iterator[tuple[Any, str | None]]:
     """Tools, and those of namespaces with the name of theirs."""
     for tool in tools or ():
@@ -191,19 +174,3 @@ def _flat(tools: Sequence[Any] | None) -> Iterator[tuple[Any, str | None]]:
             yield from ((each, tool.name) for each in tool.tools)
         else:
             yield tool, None
-
-
-def _function_of(tool: CustomTool) -> dict[str, Any]:
-    description = tool.description or ""
-    if tool.format is not None and tool.format.definition:
-        kind = f"{tool.format.syntax or ''} grammar".strip()
-        description += f"\n\nThe input follows this {kind}:\n{tool.format.definition}"
-    return {
-        "description": description.strip() or None,
-        "parameters": {
-            "type": "object",
-            "properties": {CUSTOM_INPUT: {"type": "string"}},
-            "required": [CUSTOM_INPUT],
-            "additionalProperties": False,
-        },
-    }

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from lowbit.formats.text.settings import read_settings
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.serve.apis.chat import ChatTools, Messages, functions_of, turns_of
+from lowbit.runtime.serve.apis.chat_body import ChatTools, Messages, functions_of, turns_of
 from lowbit.runtime.serve.apis.common import documented, token_text
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.conversation import Conversation, encode

@@ -185,6 +185,38 @@ def test_history_of_codex(agents: Running, caplog: pytest.LogCaptureFixture) -> 
         assert prompt.count(part) == 1, part
 
 
+def test_custom_tools_of_chats(agents: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """They are called with one text, whole or cut, streamed or not, and taken back."""
+    path = "/v1/chat/completions"
+    grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "x"'}}
+    custom = {"name": "patch", "description": "Edits.", "format": grammar}
+    fields: dict[str, Any] = {
+        "messages": turns(("user", "Hi")),
+        "tools": [{"type": "custom", "custom": custom}],
+        "tool_choice": {"type": "custom", "custom": {"name": "patch"}},
+        "enable_thinking": False,
+        "max_tokens": 60,
+    }
+    prompt, found = prompt_of(agents, caplog, path, **fields)
+    assert 'start: \\"x' in prompt
+    assert found.headers[LEFT_OUT] == "grammar of patch"
+    [call] = found.json()["choices"][0]["message"]["tool_calls"]
+    assert (call["type"], call["custom"]["name"]) == ("custom", "patch")
+    deltas = [
+        part
+        for event in streamed(post(agents, path, stream=True, **fields))
+        for choice in event["choices"]
+        for part in choice["delta"].get("tool_calls", ())
+    ]
+    assert deltas[0]["custom"] == {"name": "patch", "input": ""}
+    assert "".join(part["custom"]["input"] for part in deltas) == call["custom"]["input"] != ""
+    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "done"}
+    later = {**fields, "messages": [*fields["messages"], turn, result], "tool_choice": "none"}
+    prompt, _ = prompt_of(agents, caplog, path, **later)
+    assert f"<parameter=input>\n{call['custom']['input']}" in prompt
+
+
 @pytest.mark.parametrize("given", ["", []])
 def test_empty_input_is_answered(agents: Running, given: object) -> None:
     assert post(agents, "/v1/responses", instructions="Hi", input=given).status_code == 200

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lowbit.runtime.serve.apis.chat import ChatBody
+from lowbit.runtime.serve.apis.chat_body import ChatBody
 from lowbit.runtime.serve.apis.completions import CompletionBody
 from lowbit.runtime.serve.apis.messages import MessagesBody
 from lowbit.runtime.serve.apis.responses import ResponsesBody
