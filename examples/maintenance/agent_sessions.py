@@ -16,7 +16,13 @@ import httpx2
 
 PICTURE = "data:image/png;base64,AA=="
 PATCH = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch" /(?s:.*)/'}
-SCHEMAS = {
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "wait": {
+        "type": "object",
+        "properties": {"seconds": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["seconds"],
+        "additionalProperties": False,
+    },
     "exec_command": {
         "type": "object",
         "properties": {
