@@ -21,7 +21,7 @@ from lowbit.runtime.cli.prompt_file import DIGEST, MOST_NAMED, PromptLine, keep_
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.model import Model
-    from lowbit.runtime.engine.stream import TextRequest
+    from lowbit.runtime.engine.request import TokenRequest
 
 Write = Callable[[dict[str, Any]], None]
 
@@ -92,7 +92,7 @@ def _note_failure(line: PromptLine, error: LowbitError) -> None:
     note(f"! line {line.number}, {line.id}: {error}{hint}")
 
 
-def _request(model: "Model", line: PromptLine) -> "TextRequest | LowbitError":
+def _request(model: "Model", line: PromptLine) -> "TokenRequest | LowbitError":
     """A request, or the reason why it cannot be made."""
     settings, prompt = line.settings, line.prompt
     asked = settings.prompt(prompt) if isinstance(prompt, str) else prompt

@@ -22,7 +22,7 @@ from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.formats.machine.system import explained
 from lowbit.runtime.backends.step_threads import StepThreads
 from lowbit.runtime.engine.constraints import first_unbound, restrict
-from lowbit.runtime.engine.request import CheckedRequest, Limits, TokenRequest
+from lowbit.runtime.engine.request import Limits, TokenRequest
 from lowbit.runtime.engine.results import Sent
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.scheduler import Scheduler, next_cut
@@ -94,21 +94,20 @@ class Engine:
         self._paused: Chunk | None = None
         self._interrupted = False  # set while a step runs, and after one that was left halfway
 
-    def submit(self, request: TokenRequest | CheckedRequest) -> Handle:
+    def submit(self, request: TokenRequest) -> Handle:
         """Queue a request without waiting for the running step; its handle gives the tokens.
 
         Raises:
-            RequestError: one that has not been checked and does not fit, see `Limits.check`.
+            RequestError: it does not fit, see `Limits.check`.
             LowbitError: its constraint failed.
             QueueFullError: as many wait as may.
         """
-        checked = request if isinstance(request, CheckedRequest) else self.limits.check(request)
-        seed, constraint = checked.request.sampling.seed, checked.request.constraint
+        seed = request.sampling.seed
         sequence = Sequence(
-            request=checked.request,
-            count=checked.count,
+            request=request,
+            count=self.limits.check(request),
             seed=random_seed() if seed is None else seed,
-            unbound=first_unbound(constraint),
+            unbound=first_unbound(request.constraint),
         )
         self.scheduler.add(sequence)
         return Handle(self, sequence)

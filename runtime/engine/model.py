@@ -1,7 +1,7 @@
 """The Python API: a loaded model generates text, streams it and returns logits."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast, overload
@@ -18,11 +18,10 @@ from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import ChosenType
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
-from lowbit.runtime.engine.stream import Generation, Stream, TextRequest, answer_all
+from lowbit.runtime.engine.stream import Generation, Stream, answer_all
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.sampler import SamplingParams
-from lowbit.runtime.text.answer import OutputStart
 from lowbit.runtime.text.chat import (
     Message,
     has_late_system,
@@ -227,7 +226,7 @@ class Model:
         max_thinking_tokens: int | None = None,
         grammar: Grammar | None = None,
         constraint: Constraint | None = None,
-    ) -> TextRequest:
+    ) -> TokenRequest:
         """A checked request; arguments and errors as in `stream_ids`.
 
         constraint: limits the whole output, in place of a grammar and a limit of the reasoning;
@@ -237,19 +236,19 @@ class Model:
             raise RequestError("`constraint` excludes `grammar` and `max_thinking_tokens`")
         if not all(stop):
             raise RequestError("a stop string is empty")
-        tokens = self.engine.limits.check(
-            TokenRequest(
-                prompt=tuple(ids),
-                sampling=sampling or self.defaults,
-                max_new_tokens=max_new_tokens,
-                stop_ids=self.stop_ids,
-                message_ends=self.stop_ids,
-            )
+        request = TokenRequest(
+            prompt=tuple(ids),
+            sampling=sampling or self.defaults,
+            max_new_tokens=max_new_tokens,
+            stop_ids=self.stop_ids,
+            message_ends=self.stop_ids,
+            stops=tuple(stop),
+            begin="raw" if raw else output_start(ids, self.tokenizer),
         )
-        begin: OutputStart = "raw" if raw else output_start(ids, self.tokenizer)
+        self.engine.limits.check(request)
         if constraint is None:
-            constraint = self.bounds.constraint(ids, begin, max_thinking_tokens, grammar)
-        return TextRequest(tokens.answer(constraint), tuple(stop), begin)
+            constraint = self.bounds.constraint(ids, request.begin, max_thinking_tokens, grammar)
+        return replace(request, constraint=constraint)
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # text is a sequence of texts, too

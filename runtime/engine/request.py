@@ -1,18 +1,20 @@
-"""Requests to continue token ids, unchecked and checked against the limits of an engine."""
+"""A request to continue token ids and to read the output as text, and the limits of an engine."""
 
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from lowbit.formats.errors import RequestError, SettingError, TooLongError
 from lowbit.formats.sampling_ranges import LOGPROBS
 from lowbit.runtime.state.pages import PAGE, pages_for
 from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.text.answer import OutputStart
 from lowbit.runtime.text.constraint import Constraint
+from lowbit.runtime.text.tools import CallForm, Tool
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRequest:
-    """An unchecked request to continue token ids.
+    """A request to continue token ids; the engine looks at nothing below `client`.
 
     Attributes:
         prompt: token ids, at least one.
@@ -25,6 +27,12 @@ class TokenRequest:
         prompt_logprobs: report the log-probabilities of the prompt's tokens and of this many
             likeliest tokens in their places; None reports none.
         client: who asks; those who wait are served in turn.
+        stops: strings that end the text and are left out of it.
+        begin: start of the output, see `OutputStart`.
+        tools: tools that may be called; without any, nothing is taken for a call.
+        form: form of calls.
+        parallel: an answer may have several calls.
+        calls_in_pieces: calls are given before they are complete.
     """
 
     prompt: tuple[int, ...]
@@ -35,32 +43,12 @@ class TokenRequest:
     constraint: Constraint | None = None
     prompt_logprobs: int | None = None
     client: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedRequest:
-    """A request that an engine can run, made by `Limits.check`.
-
-    Attributes:
-        request: as the user made it.
-        count: most new tokens: as many as asked for, or as the context holds.
-    """
-
-    request: TokenRequest
-    count: int
-
-    def answer(
-        self, constraint: Constraint | None, seed: int | None = None, client: str = ""
-    ) -> "CheckedRequest":
-        """Copy of the request with a constraint and a seed of its own, for one of several answers.
-
-        seed: None keeps that of the request.
-        """
-        sampling = self.request.sampling
-        if seed is not None:
-            sampling = replace(sampling, seed=seed)
-        own = replace(self.request, sampling=sampling, constraint=constraint, client=client)
-        return replace(self, request=own)
+    stops: tuple[str, ...] = ()
+    begin: OutputStart = "raw"
+    tools: tuple[Tool, ...] = ()
+    form: CallForm | None = None
+    parallel: bool = True
+    calls_in_pieces: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +69,8 @@ class Limits:
     vocabulary: int
     pages: int
 
-    def check(self, request: TokenRequest) -> CheckedRequest:
-        """Check a request.
+    def check(self, request: TokenRequest) -> int:
+        """Most new tokens of a request: as many as it asks for, or as the context holds.
 
         Raises:
             TooLongError: a prompt longer than the context.
@@ -112,7 +100,7 @@ class Limits:
                 f"{self.pages * PAGE}",
                 hint="ask for fewer new tokens or a larger cache",
             )
-        return CheckedRequest(request, count)
+        return count
 
     def check_prompt(self, ids: Ids[int], start: int = 0) -> None:
         """Check the token ids of a prompt, and that `start` is the index of one.

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from lowbit.formats.errors import LowbitError, RequestError
-from lowbit.runtime.engine.request import CheckedRequest
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.sequence import Finish, TokenLogProbabilities
 from lowbit.runtime.engine.sequence import Sequence as TokenSequence
 from lowbit.runtime.engine.stats import Speculated, Tally
-from lowbit.runtime.text.answer import CLOSE, AnswerSplitter, Event, OutputStart, Piece
+from lowbit.runtime.text.answer import CLOSE, AnswerSplitter, Event, Piece
 from lowbit.runtime.text.tokenizer import Tokenizer
-from lowbit.runtime.text.tools import CallForm, Tool
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.engine import Engine
@@ -195,29 +194,6 @@ class Generation:
     speculation: Speculated | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TextRequest:
-    """A checked request whose tokens become text.
-
-    Attributes:
-        tokens: request to the engine.
-        stops: strings that end the text and are left out of it.
-        begin: start of the output, see `OutputStart`.
-        tools: tools that may be called; without any, nothing is taken for a call.
-        form: form of calls.
-        parallel: an answer may have several calls.
-        calls_in_pieces: calls are given before they are complete.
-    """
-
-    tokens: CheckedRequest
-    stops: tuple[str, ...]
-    begin: OutputStart
-    tools: tuple[Tool, ...] = ()
-    form: CallForm | None = None
-    parallel: bool = True
-    calls_in_pieces: bool = False
-
-
 @dataclass(slots=True)
 class Answer:
     """The answer to one request while its tokens become text, which the caller keeps.
@@ -236,7 +212,7 @@ class Answer:
         last_at: time of the last token.
     """
 
-    request: TextRequest
+    request: TokenRequest
     tokenizer: Tokenizer
     handle: Handle
     count: int = 0
@@ -282,7 +258,7 @@ class Answer:
         if not self.count:
             self.first_at = self.last_at
         self.count += 1
-        if id in self.request.tokens.request.stop_ids:
+        if id in self.request.stop_ids:
             return self._finish("stop")
         events = self._splitter.push(id)
         self._note_reasoning(id, events)
@@ -312,7 +288,7 @@ def generation_of(answer: Answer, events: Iterable[Event]) -> Generation:
     """The result of an answer that has ended without calls, from its text."""
     pieces = _pieces_of(events)
     handle, decode_s = answer.handle, answer.last_at - answer.first_at
-    prompt = answer.request.tokens.request.prompt
+    prompt = answer.request.prompt
     return Generation(
         prompt_token_ids=prompt,
         token_ids=handle.output[: answer.count],
@@ -339,7 +315,7 @@ class Stream(Iterator[str]):
         pieces: the same with the reasoning before it; iterate one of the two.
     """
 
-    def __init__(self, engine: "Engine", tokenizer: Tokenizer, request: TextRequest) -> None:
+    def __init__(self, engine: "Engine", tokenizer: Tokenizer, request: TokenRequest) -> None:
         """Prepare the request, which is submitted at the first `next`."""
         self._made: list[Generation] = []  # empty until the end
         self.pieces = _pieces(engine, tokenizer, request, self._made)
@@ -367,14 +343,14 @@ class Stream(Iterator[str]):
 
 
 def _pieces(
-    engine: "Engine", tokenizer: Tokenizer, request: TextRequest, made: list[Generation]
+    engine: "Engine", tokenizer: Tokenizer, request: TokenRequest, made: list[Generation]
 ) -> Generator[Piece, None, None]:
     """Pieces of an answer, whose result is put into `made` behind the last one.
 
     No method of the stream: a reference back to it would keep one that nobody holds any more from
     being cancelled at once.
     """
-    answer = Answer(request, tokenizer, engine.submit(request.tokens))
+    answer = Answer(request, tokenizer, engine.submit(request))
     events: list[Event] = []
     try:
         for id in answer.handle:
@@ -397,7 +373,7 @@ def _pieces_of(events: Iterable[Event]) -> list[Piece]:
 
 
 def answer_all(
-    engine: "Engine", tokenizer: Tokenizer, requests: Iterable[TextRequest | LowbitError]
+    engine: "Engine", tokenizer: Tokenizer, requests: Iterable[TokenRequest | LowbitError]
 ) -> Iterator[tuple[int, Generation | LowbitError]]:
     """Run requests together, as many as there is room for.
 
@@ -421,9 +397,9 @@ def answer_all(
         while more and len(running) < engine.runner.rows + beside:
             number, request = next(waiting, (-1, None))
             more = request is not None
-            if isinstance(request, TextRequest):
+            if isinstance(request, TokenRequest):
                 try:
-                    answer = Answer(request, tokenizer, engine.submit(request.tokens))
+                    answer = Answer(request, tokenizer, engine.submit(request))
                     running[number] = answer, []
                 except LowbitError as error:
                     yield number, error

@@ -12,7 +12,7 @@ from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.results import nonfinite_error
-from lowbit.runtime.engine.stream import Stream, TextRequest
+from lowbit.runtime.engine.stream import Stream
 from lowbit.runtime.state.sampler import SamplingParams
 from lowbit.runtime.text.chat import output_start
 
@@ -173,13 +173,14 @@ def carry_on(
     tokenizer = model.tokenizer
     kept = tuple(prompt[-room:])
     special = {tokenizer.token_id(stop) for stop in continuation.stops} & tokenizer.special_ids
-    tokens = TokenRequest(
+    request = TokenRequest(
         prompt=kept,
         sampling=continuation.sampling,
         max_new_tokens=continuation.count,
         stop_ids=model.stop_ids | {id for id in special if id is not None},
         message_ends=model.stop_ids,
+        stops=continuation.stops,
+        begin=output_start(kept, tokenizer) if chat else "raw",
     )
-    begin = output_start(kept, tokenizer) if chat else "raw"
-    request = TextRequest(model.engine.limits.check(tokens), continuation.stops, begin)
+    model.engine.limits.check(request)
     return "".join(Stream(model.engine, tokenizer, request)), len(kept) < len(prompt)

@@ -4,9 +4,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lowbit.formats.errors import LowbitError
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.stats import Speculated
-from lowbit.runtime.engine.stream import Answer, FinishReason, TextRequest
+from lowbit.runtime.engine.stream import Answer, FinishReason
 from lowbit.runtime.text.answer import Event
 from lowbit.runtime.text.tokenizer import Tokenizer
 
@@ -116,7 +117,7 @@ class Job:
     """
 
     index: int
-    request: TextRequest
+    request: TokenRequest
     mailbox: "Mailbox"
     tokenizer: Tokenizer
     asked_at: float
@@ -162,7 +163,7 @@ class Job:
         """Read a token; what is certain with it is appended to the update."""
         in_reasoning = answer.in_reasoning
         update.events.extend(answer.push(id))
-        request = self.request.tokens.request
+        request = self.request
         if request.sampling.logprobs is not None and id not in request.stop_ids:
             found = answer.handle.log_probabilities[answer.count - 1]
             update.tokens.append(AnswerToken(id, found, in_reasoning))

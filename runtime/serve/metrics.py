@@ -110,7 +110,7 @@ class Metrics:
             self.between_tokens.observe((answer.last_at - last_at) / new, new)
             return
         self.first_token.observe(answer.last_at - asked_at)
-        self.prompt_tokens += len(answer.request.tokens.request.prompt)
+        self.prompt_tokens += len(answer.request.prompt)
         self.cached_tokens += answer.handle.reused
 
     def count_drafts(self, found: Speculated) -> None:

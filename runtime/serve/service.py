@@ -13,7 +13,7 @@ from fastapi import Request
 
 from lowbit.formats.errors import LowbitError
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.engine.stream import TextRequest
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.serve.answers import Answers, leaving
 from lowbit.runtime.serve.errors import (
     ApiError,
@@ -207,7 +207,7 @@ class Service:
             task.cancel()
             watch.cancel()
 
-    def begin(self, request: Request, wanted: Sequence[TextRequest], record: Record) -> Answers:
+    def begin(self, request: Request, wanted: Sequence[TokenRequest], record: Record) -> Answers:
         """Ask the engine for answers.
 
         Args:
@@ -226,7 +226,7 @@ class Service:
         ]
         logs = self.settings.log_prompts
         if logs:
-            prompts = dict.fromkeys(each.tokens.request.prompt for each in wanted)
+            prompts = dict.fromkeys(each.prompt for each in wanted)
             record.prompts = [self.model.tokenizer.text.decode(ids) for ids in prompts]
         for job in jobs:  # last: what fails before leaves nothing running
             self.worker.begin(job)

@@ -164,7 +164,7 @@ class Worker:
             self._queue(job, Update(job.index, error=_left()))
             return
         try:
-            handle = self._engine.submit(job.request.tokens)
+            handle = self._engine.submit(job.request)
             job.answer = Answer(job.request, job.tokenizer, handle)
         except LowbitError as error:
             self._queue(job, Update(job.index, error=error))

@@ -11,7 +11,6 @@ from pydantic import Field
 
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
-from lowbit.runtime.engine.stream import TextRequest
 from lowbit.runtime.serve.answers import Collected, collect
 from lowbit.runtime.serve.apis.common import (
     ChunkWriter,
@@ -38,7 +37,7 @@ from lowbit.runtime.serve.request.prepare import (
     Plan,
     open_answers,
     read_answer_request,
-    tokens_of,
+    request_of,
 )
 from lowbit.runtime.serve.service import record_of
 from lowbit.runtime.serve.settings import MOST_IDS, MOST_PROMPTS
@@ -75,7 +74,7 @@ async def create(request: Request) -> Response:
     form = format_of(body)
     record_of(request).leave_out(() if form is None else form.left_out)
     opened = await open_answers(request, service, body, lambda: plan_of(model, body))
-    prompts = [list(each.tokens.request.prompt) for each in opened.wanted]
+    prompts = [list(each.prompt) for each in opened.wanted]
     head = {
         "id": new_id("cmpl-"),
         "object": "text_completion",
@@ -125,10 +124,7 @@ def plan_of(model: Model, body: CompletionBody) -> Plan:
         options = replace(options, prompt_logprobs=body.logprobs or 0)
     format = format_of(body)
     asked = None if format is None else grammar_of_format(format)
-    wanted = [
-        TextRequest(tokens_of(model, ids, options), options.stops, "raw")
-        for ids in prompts_of(model, body)
-    ]
+    wanted = [request_of(model, ids, options) for ids in prompts_of(model, body)]
     return Plan(wanted, body.count, asked, _constraint_of)
 
 

@@ -122,7 +122,7 @@ async def create(request: Request) -> Response:
     """Answer a conversation."""
     opened = await open_conversation(request, ResponsesBody, conversation_of, _options)
     body, model, answers = opened.body, opened.model, opened.answers
-    begun = _begun(body, opened.wanted[0].tokens.request.sampling)
+    begun = _begun(body, opened.wanted[0].sampling)
     made = ResponseObject(begun, opened.prompt_tokens, offered_tools(body.tools))
     if body.stream:
         return EventStream(answers, ResponseEvents(made, model.tokenizer))

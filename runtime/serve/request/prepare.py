@@ -14,8 +14,7 @@ from lowbit.formats.errors import LowbitError, RequestError, SettingError
 from lowbit.formats.files.strict_json import loads
 from lowbit.formats.sampling_ranges import SEEDS, SETTINGS
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.engine.request import CheckedRequest, TokenRequest
-from lowbit.runtime.engine.stream import TextRequest
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.serve.answers import Answers
 from lowbit.runtime.serve.errors import ApiError, ClientLeftError, invalid, of_lowbit
 from lowbit.runtime.serve.request.conversation import (
@@ -56,20 +55,22 @@ class Plan:
         constrain: gives the constraint of one answer under a limit.
     """
 
-    wanted: Sequence[TextRequest]
+    wanted: Sequence[TokenRequest]
     count: int
     asked: AskedGrammar | None
     constrain: Callable[[Limit], Constraint | None]
 
-    def requests(self, client: str, limit: Limit = None) -> list[TextRequest]:
+    def requests(self, client: str, limit: Limit = None) -> list[TokenRequest]:
         """The request of a client for each answer, with a constraint and a seed of its own."""
         found = []
         for one in self.wanted:
-            first = one.tokens.request.sampling.seed
+            first = one.sampling.seed
             for index in range(self.count):
                 seed = None if first is None else (first + index) % SEEDS
-                tokens = one.tokens.answer(self.constrain(limit), seed, client)
-                found.append(replace(one, tokens=tokens))
+                sampling = replace(one.sampling, seed=seed)
+                constraint = self.constrain(limit)
+                own = replace(one, sampling=sampling, constraint=constraint, client=client)
+                found.append(own)
         return found
 
 
@@ -87,7 +88,7 @@ class Opened(Generic[ForAnswers]):
 
     body: ForAnswers
     model: Model
-    wanted: Sequence[TextRequest]
+    wanted: Sequence[TokenRequest]
     prompt_tokens: int
     answers: Answers
 
@@ -137,7 +138,7 @@ async def open_answers(
         ClientLeftError: the client left while the grammar was made.
     """
 
-    def prepare() -> tuple[Plan, list[TextRequest]]:
+    def prepare() -> tuple[Plan, list[TokenRequest]]:
         plan = new_plan()
         return plan, plan.requests(client) if plan.asked is None else []
 
@@ -148,7 +149,7 @@ async def open_answers(
         record.leave_out(f"keyword {name}" for name in sorted(plan.asked.left_out))
         limit = plan.asked.limit(await _grammar_of(request, service, plan.asked))
         wanted = await service.in_thread(lambda: plan.requests(client, limit))
-    record.prompt_tokens = sum(len(each.tokens.request.prompt) for each in wanted[:: body.count])
+    record.prompt_tokens = sum(len(each.prompt) for each in wanted[:: body.count])
     answers = service.begin(request, wanted, record)
     return Opened(body, service.model, wanted, record.prompt_tokens, answers)
 
@@ -204,13 +205,12 @@ async def open_conversation(
         if budget is None:
             budget = settings.max_thinking_tokens
         asked = asked_grammar(model, conversation, prompt)
-        one = TextRequest(
-            tokens_of(model, prompt.ids, options),
-            options.stops,
-            prompt.begin,
-            prompt.tools,
-            prompt.form,
-            conversation.parallel,
+        one = replace(
+            request_of(model, prompt.ids, options),
+            begin=prompt.begin,
+            tools=prompt.tools,
+            form=prompt.form,
+            parallel=conversation.parallel,
             calls_in_pieces=bool(body.stream),
         )
 
@@ -222,8 +222,8 @@ async def open_conversation(
     return await open_answers(request, service, body, new_plan)
 
 
-def tokens_of(model: Model, prompt: Sequence[int], options: AnswerOptions) -> CheckedRequest:
-    """The checked request to the engine, without a constraint.
+def request_of(model: Model, prompt: Sequence[int], options: AnswerOptions) -> TokenRequest:
+    """The checked request to the engine, without a constraint and calls.
 
     Raises:
         RequestError, ApiError: the prompt cannot be run, or a value is out of range.
@@ -238,8 +238,10 @@ def tokens_of(model: Model, prompt: Sequence[int], options: AnswerOptions) -> Ch
             stop_ids=stop_ids | frozenset(options.stop_ids),
             message_ends=model.stop_ids,
             prompt_logprobs=options.prompt_logprobs,
+            stops=options.stops,
         )
-        return model.engine.limits.check(request)
+        model.engine.limits.check(request)
+        return request
     except SettingError as error:
         raise invalid(str(error), error.setting, WRONG) from None
 

@@ -7,7 +7,6 @@ import pytest
 from lowbit.formats.errors import RequestError, SettingError, TooLongError
 from lowbit.runtime.engine.request import Limits, TokenRequest
 from lowbit.runtime.state.sampler import SamplingParams
-from tests.runtime.engine.residues import Residues
 
 LIMITS = Limits(context=256, positions=512, embedded=4096, vocabulary=4000, pages=3)  # of 64 tokens
 
@@ -18,8 +17,7 @@ LIMITS = Limits(context=256, positions=512, embedded=4096, vocabulary=4000, page
 )
 def test_new_tokens_that_fit(prompt: int, asked: int | None, count: int) -> None:
     limits = Limits(context=256, positions=512, embedded=4096, vocabulary=4000, pages=4)
-    checked = limits.check(TokenRequest((4095,) * prompt, max_new_tokens=asked))
-    assert checked.count == count
+    assert limits.check(TokenRequest((4095,) * prompt, max_new_tokens=asked)) == count
 
 
 @pytest.mark.parametrize(
@@ -84,14 +82,3 @@ def test_first_token_of_a_part_to_score() -> None:
     LIMITS.check_prompt([1, 2], start=1)
     with pytest.raises(RequestError, match="the sequence has 2 tokens, none is number 2"):
         LIMITS.check_prompt([1, 2], start=2)
-
-
-def test_answers_to_one_request_have_a_seed_and_a_constraint_each() -> None:
-    sampling = SamplingParams(0.8, seed=7)
-    checked = LIMITS.check(TokenRequest((1, 2), sampling, 5))
-    constraint = Residues()
-    made = checked.answer(constraint, seed=8)
-    assert made.count == 5
-    assert made.request.constraint is constraint
-    assert made.request.sampling == SamplingParams(0.8, seed=8)
-    assert checked.answer(None) == checked

@@ -14,7 +14,7 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.prefix_cache import PrefixCache
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import new_runner
-from lowbit.runtime.engine.stream import TextRequest, answer_all
+from lowbit.runtime.engine.stream import answer_all
 from lowbit.runtime.state.device_state import CacheSize
 from tests.short_models import Shorten
 
@@ -202,7 +202,7 @@ def poisoned(ops: Any, token: int) -> Callable[..., Any]:
 def test_a_list_with_a_failing_request_ends_the_others_first(
     model: lowbit.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requests: list[TextRequest | lowbit.LowbitError] = [
+    requests: list[TokenRequest | lowbit.LowbitError] = [
         model.request(prompt(1), sampling=GREEDY, max_new_tokens=5),
         RequestError("no request"),
         model.request((3999,), sampling=GREEDY, max_new_tokens=5),

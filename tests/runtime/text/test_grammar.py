@@ -144,12 +144,12 @@ def test_requests_beside_each_other_follow_their_own_grammars(model: lowbit.Mode
         return model.request(ids[n], sampling=params, grammar=grammar, max_new_tokens=30)
 
     async def tokens(n: int) -> list[int]:
-        return [id async for id in model.engine.submit(request(n).tokens)]
+        return [id async for id in model.engine.submit(request(n))]
 
     async def everybody() -> list[list[int]]:
         return await asyncio.gather(*map(tokens, range(9)))
 
-    alone = [model.engine.submit(request(n).tokens).result() for n in range(9)]
+    alone = [model.engine.submit(request(n)).result() for n in range(9)]
     model.engine.forget()
     found = asyncio.run(everybody())
     assert found == [list(each) for each in alone]
@@ -273,12 +273,12 @@ def test_masks_that_take_too_long_end_their_request_alone(
     model: lowbit.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = model.encode("Hi", raw=True)
-    free = model.request(ids, sampling=HOT, max_new_tokens=8).tokens
+    free = model.request(ids, sampling=HOT, max_new_tokens=8)
     alone = model.engine.submit(free).result()
     monkeypatch.setattr(mask_time, "MASK_S", 0.0)
     constraint = model.grammars.lark(AMBIGUOUS).constraint()
     constraint._time.left_s = -1.0
-    slow = model.request(ids, constraint=constraint, max_new_tokens=300).tokens
+    slow = model.request(ids, constraint=constraint, max_new_tokens=300)
     handles = [model.engine.submit(each) for each in (slow, free)]
     with pytest.raises(RequestError, match="the grammar is too ambiguous: its masks take too long"):
         handles[0].result()

@@ -222,7 +222,7 @@ def test_budgets_beside_others_change_nothing(model: lowbit.Model) -> None:
             max_new_tokens=16,
             max_thinking_tokens=budget,
         )
-        return model.engine.submit(request.tokens)
+        return model.engine.submit(request)
 
     alone = [submit(n).result() for n in range(7)]
     model.engine.forget()
@@ -235,7 +235,7 @@ def test_without_thinking_the_grammar_holds_from_the_first_token(model: lowbit.M
     for thinking, raw in ((False, False), (None, True)):
         ids = model.encode("Hi", thinking=thinking, raw=raw)
         request = model.request(ids, grammar=grammar, max_thinking_tokens=4, raw=raw)
-        constraint = request.tokens.request.constraint
+        constraint = request.constraint
         mask = constraint.mask() if constraint else None
         assert mask is not None
         assert not (int(mask[OPEN // 32]) >> OPEN % 32) & 1

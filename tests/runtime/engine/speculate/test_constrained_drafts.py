@@ -211,7 +211,7 @@ def test_reasoning_with_a_limit_and_a_grammar_is_drafted_too(
                 grammar=grammars["schema"],
             )
             model.engine.forget()
-            found.append(model.engine.submit(request.tokens))
+            found.append(model.engine.submit(request))
             assert len(found[-1].result()) == budget + 30
         assert results(found[:1]) == results(found[1:])
         assert sum(found[1].tally.accepted) > 10

@@ -100,8 +100,8 @@ SAMPLING: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_numbers_with_a_sensible_reading_are_taken(
     server: Running, given: dict[str, Any], used: dict[str, Any]
 ) -> None:
-    tokens = prepare.tokens_of(server.model, [5], AnswerOptions(given, None))
-    assert {name: getattr(tokens.request.sampling, name) for name in used} == used
+    tokens = prepare.request_of(server.model, [5], AnswerOptions(given, None))
+    assert {name: getattr(tokens.sampling, name) for name in used} == used
 
 
 @pytest.mark.parametrize(("change", "param", "word"), WRONG, ids=lambda value: str(value)[:40])
