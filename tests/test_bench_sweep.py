@@ -20,7 +20,7 @@ from lowbit.runtime.lab import machine_speed
 from lowbit.runtime.lab.bench import GREEDY, Speed, TimedRun, arbitrary_prompt
 from lowbit.runtime.lab.bench_settings import BenchSettings
 from tests.load_script import load_script
-from tests.runtime.engine.speculate.guesses import Guesser, drafting_by
+from tests.runtime.engine.draft.guesses import Guesser, drafting_by
 from tests.short_models import Shorten
 
 pytestmark = pytest.mark.scripts

@@ -37,22 +37,16 @@ from speculation_table import Row, show
 from lowbit.formats.architectures import read_config
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.output import print_json
+from lowbit.runtime.engine.draft.mtp import MtpRounds, new_mtp_rounds
+from lowbit.runtime.engine.draft.ngram import NewDrafter, NgramDrafter
+from lowbit.runtime.engine.draft.policy import BURST, Policy, new_costs
+from lowbit.runtime.engine.draft.source import Drafts
+from lowbit.runtime.engine.draft.verify import Verifier
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs, width_for
 from lowbit.runtime.engine.load import choose_device, load
 from lowbit.runtime.engine.load_options import MOST_DRAFTS, RECURRENT_DRAFTS
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.engine.speculate.budget import Budget
-from lowbit.runtime.engine.speculate.drafting import Drafting
-from lowbit.runtime.engine.speculate.mtp import MtpRounds, new_mtp_rounds
-from lowbit.runtime.engine.speculate.proposals import (
-    Costs,
-    Line,
-    NewDrafter,
-    NgramDrafter,
-    new_costs,
-)
-from lowbit.runtime.engine.speculate.verify import Verifier
 from lowbit.runtime.lab.bench import GREEDY, device_name, plain_steps
 from lowbit.runtime.lab.machine_speed import settle
 
@@ -126,7 +120,7 @@ class Bench:
 
     @property
     def width(self) -> Callable[[int], int] | None:
-        """Of a step, see `Costs`."""
+        """Of a step, see `StepCosts`."""
         return width_for if self.device == "cuda" else None
 
     @property
@@ -142,14 +136,15 @@ class Bench:
 
     def drafting(
         self, k: int, new_drafter: NewDrafter | None, head: MtpRounds | None = None
-    ) -> Drafting:
+    ) -> Drafts:
         """Drafts of a drafter, whose number is chosen as in `ngram`, or k of the head each time."""
         costs = new_costs(self.device, False, self.width)
         if head is not None:
-            costs = Costs(Line(0.0, 0.0), Line(-0.1, -0.05))  # as many as there may be
-        return Drafting(head.verifier if head else self.verifier, k, new_drafter, head, costs)
+            costs.start["made"], costs.each["made"] = 0.5, -0.01  # as many as there may be
+        verifier = head.verifier if head else self.verifier
+        return Drafts(verifier, k, new_drafter, head, Policy(costs))
 
-    def run(self, drafting: Drafting | None, prompt: Sequence[int], tokens: int) -> Timed:
+    def run(self, drafting: Drafts | None, prompt: Sequence[int], tokens: int) -> Timed:
         """One run; its first step is not timed, and no round is cut short at its end."""
         engine = self.engine
         if drafting is None and engine.runner.trail is not None:
@@ -176,7 +171,7 @@ class Bench:
         return Timed(seconds, tokens, rounds, accepted, tuple(output))
 
     def median(
-        self, drafting: Callable[[], Drafting | None], prompt: Sequence[int], tokens: int
+        self, drafting: Callable[[], Drafts | None], prompt: Sequence[int], tokens: int
     ) -> Timed:
         """The run of median speed, after one that warms up."""
         runs = [self.run(drafting(), prompt, tokens) for _ in range(1 + self.runs)][1:]
@@ -218,7 +213,7 @@ def known_rows(bench: Bench, plain: Timed, truth: Sequence[int]) -> list[Row]:
         runs = {}
         for accepted in ACCEPTED:
 
-            def drafting(k: int = k, accepted: str = accepted) -> Drafting:
+            def drafting(k: int = k, accepted: str = accepted) -> Drafts:
                 return bench.drafting(k, lambda _: Known(truth, k, accepted, bench.vocabulary))
 
             runs[accepted] = bench.median(drafting, bench.prompt, bench.tokens)
@@ -234,7 +229,7 @@ def head_rows(bench: Bench, plain: Timed, truth: Sequence[int]) -> list[Row]:
         for accepted in (*ACCEPTED, "own"):
             head = bench.new_head(truth, accepted)
 
-            def drafting(k: int = k, head: MtpRounds | None = head) -> Drafting:
+            def drafting(k: int = k, head: MtpRounds | None = head) -> Drafts:
                 return bench.drafting(k, None, head)
 
             runs[accepted] = bench.median(drafting, bench.prompt, bench.tokens)
@@ -259,9 +254,9 @@ def auto_row(bench: Bench, name: str, accepted: str, tokens: int, kept: bool) ->
     head = bench.new_head(truth, accepted)
     verifier = head.verifier if head else bench.verifier
 
-    def new() -> Drafting:
+    def new() -> Drafts:
         costs = new_costs(bench.device, True, bench.width)
-        return Drafting(verifier, most, None, head, costs, budget=Budget())
+        return Drafts(verifier, most, None, head, Policy(costs, BURST))
 
     drafting = new()
     runs: dict[str, list[Timed]] = {"plain": [], "auto": []}
@@ -283,7 +278,7 @@ def copied_row(bench: Bench) -> Row:
     truth = known_output(bench, lines, tokens)
     plain = bench.median(lambda: None, lines, tokens)
 
-    def drafting() -> Drafting:
+    def drafting() -> Drafts:
         return bench.drafting(
             MOST_DRAFTS, lambda ids: Copied(truth, lines, NgramDrafter(ids), bench.vocabulary)
         )

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lowbit.runtime.engine.speculate.mtp import MtpRounds
-from lowbit.runtime.engine.speculate.proposals import Cost, NgramDrafter
+from lowbit.runtime.engine.draft.mtp import MtpRounds
+from lowbit.runtime.engine.draft.ngram import NgramDrafter
 
 ACCEPTED = ("none", "half", "all")
 
@@ -38,14 +38,14 @@ class Known:
     def append(self, id: int) -> None:
         self.at += 1
 
-    def propose(self, most: int, cost: Cost | None = None, least_gain: float = 1.0) -> list[int]:
+    def propose(self, most: int) -> tuple[list[int], float]:
         drafts = list(self.truth[self.at : self.at + min(self.k, most)])
         half = (self.k + self.turn % 2) // 2
         right = {"none": 0, "half": half, "all": self.k}[self.accepted]
         if right < len(drafts):
             drafts[right] = (drafts[right] + 1) % self.vocabulary
         self.turn += 1
-        return drafts
+        return drafts, 1.0
 
     def note(self, drafted: int, right: int) -> None:
         pass
@@ -79,14 +79,15 @@ class Copied:
         self.ngram.append(self.lines[self.at % len(self.lines)])
         self.at += 1
 
-    def propose(self, most: int, cost: Cost, least_gain: float) -> list[int]:
-        found = self.ngram.propose(most, cost, least_gain)
+    def propose(self, most: int) -> tuple[list[int], float]:
+        found, rate = self.ngram.propose(most)
         text = [self.lines[(self.at + place) % len(self.lines)] for place in range(len(found))]
         truth = self.truth[self.at : self.at + len(found)]
-        return [
+        drafts = [
             right if copied == said else (right + 1) % self.vocabulary
             for right, copied, said in zip(truth, found, text, strict=False)
         ]
+        return drafts, rate
 
     def note(self, drafted: int, right: int) -> None:
         self.ngram.note(drafted, right)

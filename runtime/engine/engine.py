@@ -7,7 +7,7 @@ tasks still share their steps.
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Ids
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,14 +22,13 @@ from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.formats.machine.system import explained
 from lowbit.runtime.backends.step_threads import StepThreads
 from lowbit.runtime.engine.constraints import first_unbound, restrict
+from lowbit.runtime.engine.draft_source import DraftSource
 from lowbit.runtime.engine.request import Limits, TokenRequest
-from lowbit.runtime.engine.results import Sent
+from lowbit.runtime.engine.results import PendingStep
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.scheduler import Scheduler, next_cut
 from lowbit.runtime.engine.scoring import score_chunk
 from lowbit.runtime.engine.sequence import Ended, Sequence
-from lowbit.runtime.engine.speculate.drafting import Drafting
-from lowbit.runtime.engine.speculate.verify import VerifiedRound
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.pages import EXTRA
@@ -69,7 +68,7 @@ class Engine:
     """
 
     def __init__(
-        self, runner: Runner, most_waiting: int | None = None, drafting: Drafting | None = None
+        self, runner: Runner, most_waiting: int | None = None, drafting: DraftSource | None = None
     ) -> None:
         """Begin without requests.
 
@@ -90,7 +89,7 @@ class Engine:
         self.threads = None if runner.on_gpu else StepThreads()
         self.in_prompt = False
         self._lock = RLock()
-        self._sent: deque[Sent] = deque()
+        self._sent: deque[PendingStep] = deque()
         self._paused: Chunk | None = None
         self._interrupted = False  # set while a step runs, and after one that was left halfway
 
@@ -185,9 +184,6 @@ class Engine:
             if not scheduler.running:
                 self.runner.batch = []  # holds sequences that have ended, with their constraints
             return worked
-        recorded, read = self._recorded, 0
-        if self.drafting is not None:
-            read = _tokens_read(decoding)
         started = time.perf_counter()
         with nullcontext() if self.threads is None else self.threads.limit():
             plain = self._decode(decoding)
@@ -195,18 +191,7 @@ class Engine:
         seconds = time.perf_counter() - started
         if self.threads is not None:
             self.threads.note((len(decoding), plain), seconds)
-        if self.drafting is not None:
-            alone = budget == chunk and under_way < 2 and recorded == self._recorded
-            tokens = _tokens_read(decoding) - read
-            self.drafting.settle(len(decoding), plain, seconds if alone else None, tokens)
         return True
-
-    @property
-    def _recorded(self) -> int:
-        """CUDA graphs that are there, where drafts are: a step that records one takes long."""
-        if self.drafting is None:
-            return 0
-        return len(self.runner.graphs) + len(self.drafting.verifier.graphs)
 
     def logits(self, ids: Ids[int], start: int = 0) -> Tensor:
         """Logits after every token from `start` on: [T - start, V] float32, on the device.
@@ -309,7 +294,7 @@ class Engine:
         scheduler.keep_prompt(sequence)
         if request.constraint is not None:
             self._end(restrict([sequence], self.runner.sampler))
-            self._foresee([sequence])
+            self._compute_forced_tokens([sequence])
         if not sequence.ended:
             if self.drafting is not None:
                 self.drafting.begin(sequence)
@@ -358,14 +343,14 @@ class Engine:
         self._end(restrict(bound, runner.sampler))
         if not all(each.ended for each in sequences):
             self._sent.append(runner.choose(sequences))
-        self._foresee(bound)
+        self._compute_forced_tokens(bound)
         return True
 
-    def _choose(self, sequences: list[Sequence], drafting: Drafting) -> list[Sequence]:
+    def _choose(self, sequences: list[Sequence], drafting: DraftSource) -> list[Sequence]:
         """Send a round with drafts where one pays; returns the sequences that take a plain step."""
         while sequences:
             if not self._sent:
-                self._foresee(sequences)
+                self._compute_forced_tokens(sequences)
                 sequences = [each for each in sequences if not each.ended]
             choice = drafting.choose(sequences, self._sent) if sequences else "plain"
             if choice == "plain":
@@ -376,15 +361,15 @@ class Engine:
                 continue
             choice.run()
             self._sent.append(choice)
-            if isinstance(choice, VerifiedRound):  # the next drafts follow its last tokens
+            if not choice.ahead:
                 self._commit()
             return []
         return []
 
-    def _foresee(self, sequences: list[Sequence]) -> None:
+    def _compute_forced_tokens(self, sequences: list[Sequence]) -> None:
         """Ask constraints for the tokens that they force next, if drafts are made."""
         if self.drafting is not None:
-            self._end(self.drafting.foresee(sequences))
+            self._end(self.drafting.compute_forced_tokens(sequences))
 
     def _commit(self, ahead: int = 0) -> None:
         """Wait for all steps but the last `ahead` ones, and append their tokens."""
@@ -435,8 +420,3 @@ class Engine:
         self.runner.reset()
         self.scheduler.restart()
         self._interrupted = False
-
-
-def _tokens_read(sequences: Iterable[Sequence]) -> int:
-    """Tokens of the sequences that the host has read, without the first, which the prompt gives."""
-    return sum(max(0, len(each.output) - 1) for each in sequences)

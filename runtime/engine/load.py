@@ -16,6 +16,8 @@ from lowbit.formats.kv_cache import plain_cache
 from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.text.template import load_chat_template
 from lowbit.runtime.engine.constraints import Bounds
+from lowbit.runtime.engine.draft.block import Blocks
+from lowbit.runtime.engine.draft.source import new_drafts
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load_options import LoadKeywords, LoadOptions, Mode
 from lowbit.runtime.engine.memory import (
@@ -27,7 +29,6 @@ from lowbit.runtime.engine.memory import (
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.engine.runner import new_runner
-from lowbit.runtime.engine.speculate.drafting import new_drafting
 from lowbit.runtime.models.input_power import calibration_ids, check_searched, input_power
 from lowbit.runtime.models.loader import (
     OpenedModel,
@@ -38,7 +39,7 @@ from lowbit.runtime.models.loader import (
     open_model,
     without_head,
 )
-from lowbit.runtime.state.device_state import CacheSize
+from lowbit.runtime.state.device_state import CacheSize, kv_pages
 from lowbit.runtime.state.sampler import sampling_defaults
 from lowbit.runtime.text.tokenizer import load_tokenizer
 
@@ -108,8 +109,11 @@ def load(
         opened = replace(_open(folder, None, options, power), drafter=opened.drafter)
     decoder = load_decoder(opened, device, dtype, cache.context, launches)
     chunk = CHUNK if device != "cpu" else cpu_chunk(opened.token_weights() // len(decoder.layers))
-    runner = new_runner(decoder, vocabulary, cache, dtype, device, beside, chosen.cache_type, chunk)
-    engine = Engine(runner, options.max_waiting, new_drafting(runner, options, drafts, device))
+    runner = new_runner(decoder, vocabulary, cache, dtype, device, chosen.cache_type, chunk)
+    if beside is not None:
+        pages = kv_pages(beside.config, cache.all_pages, chosen.cache_type, device)
+        runner.blocks = Blocks(beside, pages, runner.tables, runner.sampler)
+    engine = Engine(runner, options.max_waiting, new_drafts(runner, options, drafts, device))
     stop_ids = frozenset((*config_stops, *tokenizer.stop_ids()))
     if device != "cpu":
         torch.cuda.synchronize()

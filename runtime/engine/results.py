@@ -12,12 +12,16 @@ from lowbit.runtime.engine.sequence import Ended, Finish, Sequence, TokenLogProb
 from lowbit.runtime.state.host_rings import RING, LogProbabilities, new_log_probabilities, new_ring
 
 
-class Sent(Protocol):
+class PendingStep(Protocol):
     """A step under way."""
 
     @property
     def sequences(self) -> list[Sequence]:
         """Sequences that get tokens from it."""
+
+    @property
+    def finished(self) -> bool:
+        """True if a GPU has finished it, so that nobody has to wait for it."""
 
     def commit(self) -> Ended:
         """Wait for the step and append its tokens; returns the sequences that end."""

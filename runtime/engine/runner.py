@@ -14,19 +14,16 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.kv_cache import CacheType, plain_cache
-from lowbit.runtime.backends.cpu_linear import CpuLinear
 from lowbit.runtime.engine.chunks import Chunks, new_chunks
+from lowbit.runtime.engine.draft_source import ContextReader
 from lowbit.runtime.engine.graphs import Graphs, reach_for, width_for
 from lowbit.runtime.engine.plan import CHUNK, Capacity, Change, CloseRow, OpenRow, SaveSnapshot
 from lowbit.runtime.engine.results import PlainStep, Results
 from lowbit.runtime.engine.sequence import Sequence
-from lowbit.runtime.engine.speculate.dflash import Blocks
-from lowbit.runtime.engine.speculate.handover import leave_rounds
-from lowbit.runtime.models.architectures import BlockDrafter
 from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.decode_inputs import DecodeInputs, new_decode_inputs, new_trail
-from lowbit.runtime.state.device_state import CacheSize, DeviceState, kv_pages, new_state
+from lowbit.runtime.state.device_state import CacheSize, DeviceState, new_state
 from lowbit.runtime.state.host_rings import to_device
 from lowbit.runtime.state.pages import pages_for
 from lowbit.runtime.state.sampler import SamplerRows, new_sampler_rows
@@ -54,7 +51,7 @@ class Runner:
         batch: sequences of the last plain step, in the order of its tokens.
         trail: [R, TRAIL, h] hidden states of the last positions, see `decode_inputs`; None
             without an MTP head.
-        blocks: block drafter; None without one.
+        blocks: block drafter that reads every step; None without one.
         inputs: of the next decode step.
         results: host memory that steps write to.
         graphs: recorded steps.
@@ -71,7 +68,7 @@ class Runner:
     tables: Tensor
     batch: list[Sequence] = field(default_factory=list)
     trail: Tensor | None = None
-    blocks: Blocks | None = None
+    blocks: ContextReader | None = None
     chunk_tokens: int = CHUNK
     inputs: DecodeInputs = field(init=False)
     results: Results = field(init=False)
@@ -224,7 +221,7 @@ class Runner:
         recomposed = sequences != self.batch
         spans = () if self.on_gpu and not recomposed else [each.next_span(1) for each in sequences]
         if recomposed:
-            known = leave_rounds(self, sequences)
+            known = self.leave_rounds(sequences)
             places = {id(each): place for place, each in enumerate(self.batch)}
             before = [places.get(id(each)) for each in sequences]
             self.inputs.write_plain(spans, known, before, M)
@@ -349,6 +346,21 @@ class Runner:
         else:
             step()
 
+    def leave_rounds(self, sequences: Numbers[Sequence]) -> list[int | None]:
+        """Bring the states of sequences that were in a round to where a plain step looks.
+
+        Returns:
+            The last token of each sequence that was in a round; None where it is on the device.
+        """
+        tokens: list[int | None] = []
+        for each in sequences:
+            if each.verified and each.slot != each.row:
+                self.state.slots.copy(each.slot, each.row)
+                each.slot = each.row
+            tokens.append(each.output[-1] if each.verified else None)
+            each.verified = False
+        return tokens
+
     def ints(self, values: object) -> Tensor:
         """Copy numbers to the device as int32; see `to_device`."""
         return to_device(values, torch.int32, self.state.device)
@@ -381,7 +393,6 @@ def new_runner(
     cache: CacheSize,
     dtype: torch.dtype,
     device: str,
-    drafter: BlockDrafter[CpuLinear] | None = None,
     cache_type: CacheType | None = None,
     chunk_tokens: int = CHUNK,
 ) -> Runner:
@@ -393,7 +404,6 @@ def new_runner(
         cache: size of the cache.
         dtype: of activations and recurrent states.
         device: `cpu` or `cuda`.
-        drafter: block drafter, on a CPU; None for none.
         cache_type: of keys and values; None for activations as they are.
         chunk_tokens: see `Runner`.
     """
@@ -403,10 +413,6 @@ def new_runner(
     trail = new_trail(rows, config.hidden_size, dtype, device) if head else None
     tables = torch.zeros(rows, pages_for(cache.context), dtype=torch.int32, device=device)
     sampler = new_sampler_rows(rows, vocabulary, device)
-    blocks = None
-    if drafter is not None:
-        beside = kv_pages(drafter.config, cache.all_pages, cache_type, device)
-        blocks = Blocks(drafter, beside, tables, sampler)
     return Runner(
         decoder=decoder,
         state=state,
@@ -416,6 +422,5 @@ def new_runner(
         spare=range(cache.slots - cache.drafts, cache.slots) if state.recurrent else None,
         tables=tables,
         trail=trail,
-        blocks=blocks,
         chunk_tokens=chunk_tokens,
     )

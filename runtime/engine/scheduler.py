@@ -245,7 +245,7 @@ class BlockManager:
             return False
         [sequence.row] = self.rows.take(1)
         sequence.slot = sequence.row
-        sequence.length = sequence.reused = sequence.drafts.seen = hit.length if hit else 0
+        sequence.length = sequence.reused = hit.length if hit else 0
         sequence.fresh = len(prompt)
         if hit is not None:
             if hit.length > hit.prefix.fresh:

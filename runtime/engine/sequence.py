@@ -6,11 +6,9 @@ from typing import Literal
 
 from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.runtime.engine.request import TokenRequest, pages_needed
-from lowbit.runtime.engine.speculate.proposals import Drafter, PlacedPace
 from lowbit.runtime.engine.stats import Tally
 from lowbit.runtime.state.host_rings import LogProbabilities
 from lowbit.runtime.state.step import NO_SLOT, Span
-from lowbit.runtime.text.constraint import Constraint
 
 Phase = Literal["waiting", "prompt", "decoding", "ended"]
 Finish = Literal["stop", "length", "cancelled"]
@@ -27,34 +25,6 @@ class TokenLogProbabilities:
 
     chosen: float
     top: tuple[tuple[int, float], ...]
-
-
-@dataclass(slots=True)
-class DraftState:
-    """Drafts of a sequence; unused without speculation.
-
-    Attributes:
-        drafter: proposes copies of earlier tokens; None without n-gram drafts.
-        told: tokens of the output that the drafter knows.
-        pace: number of drafts to take from the MTP head or the block drafter; None without both.
-        ahead: copy of the constraint that has accepted all tokens on the host; None if nothing can
-            be drafted under it.
-        forced: tokens that the constraint forces next, found when `ahead` was made.
-        seen: positions that the MTP head has processed.
-        verified: the last step checked drafts.
-        due: most tokens that the MTP rounds under way may still append to the output.
-        tally: counts of checked drafts.
-    """
-
-    drafter: Drafter | None = None
-    told: int = 0
-    pace: PlacedPace | None = None
-    ahead: Constraint | None = None
-    forced: tuple[int, ...] = ()
-    seen: int = 0
-    verified: bool = False
-    due: int = 0
-    tally: Tally = field(default_factory=Tally)
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +57,10 @@ class Sequence:
         released: its constraint is done.
         unbound: number of tokens behind the output that need no mask.
         masked: its sampler row has a mask that does not allow every token.
-        drafts: see `DraftState`.
+        verified: its last step checked drafts, so that the host alone has its last token, and its
+            recurrent state is in `slot`.
+        tally: counts of checked drafts.
+        drafts: what a source of drafts keeps of it.
     """
 
     request: TokenRequest
@@ -114,7 +87,9 @@ class Sequence:
     released: bool = False
     unbound: int = 0
     masked: bool = False
-    drafts: DraftState = field(default_factory=DraftState)
+    verified: bool = False
+    tally: Tally = field(default_factory=Tally)
+    drafts: object = None
 
     @property
     def bound(self) -> bool:
@@ -167,6 +142,17 @@ class Sequence:
             "a step was interrupted while this request ran", hint="ask again"
         )
         self.phase = "ended"
+
+    def advance(self, slot: int, next_sent: bool = False) -> None:
+        """Advance past the newest token of the output, which a round with drafts has verified.
+
+        Args:
+            slot: with the recurrent state after the token; NO_SLOT if it is lost.
+            next_sent: the next round has sent the token behind it as well.
+        """
+        self.length = self.last + 1 + next_sent
+        self.chosen = self.length - len(self.request.prompt) + 1
+        self.slot, self.verified = slot, True
 
     @property
     def page_count(self) -> int:

@@ -136,12 +136,12 @@ class Handle(Iterator[int], AsyncIterator[int]):
     @property
     def tally(self) -> Tally:
         """Counts of checked drafts."""
-        return self._sequence.drafts.tally
+        return self._sequence.tally
 
     @property
     def speculation(self) -> Speculated | None:
         """Results of speculation so far; None without speculation."""
-        return None if self._engine.drafting is None else self._sequence.drafts.tally.speculated
+        return None if self._engine.drafting is None else self._sequence.tally.speculated
 
     @property
     def reused(self) -> int:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.engine.chunks import WIDTHS, Chunks
+from lowbit.runtime.engine.draft.mtp import MtpCache, MtpRounds
+from lowbit.runtime.engine.draft.verify import Verifier
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.engine.speculate.mtp import MtpCache, MtpRounds
-from lowbit.runtime.engine.speculate.verify import Verifier
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.pages import PAGE, SCRATCH, pages_for

@@ -3,11 +3,11 @@
 import torch
 
 import lowbit.runtime as lowbit
+from lowbit.runtime.engine.draft.ngram import NewDrafter
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.runner import new_runner
-from lowbit.runtime.engine.speculate.proposals import NewDrafter
 from lowbit.runtime.state.device_state import CacheSize
-from tests.runtime.engine.speculate.guesses import drafting_by
+from tests.runtime.engine.draft.guesses import drafting_by
 
 CONTEXT = 200
 SMALL = CacheSize(context=CONTEXT, sequences=3, pages=9, snapshots=4, drafts=5)

@@ -12,14 +12,14 @@ import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.engine import scoring
+from lowbit.runtime.engine.draft.verify import VerifiedRound
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.engine.speculate.verify import VerifiedRound
 from lowbit.runtime.text.constraint import Constraint
 from tests.runtime.conftest import PackedModel
-from tests.runtime.engine.speculate.guesses import drafting_by, guessers
+from tests.runtime.engine.draft.guesses import drafting_by, guessers
 
 pytestmark = pytest.mark.gpu
 

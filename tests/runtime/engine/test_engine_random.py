@@ -15,12 +15,12 @@ from lowbit.runtime.engine import engine as engines
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.text.constraint import Constraint
+from tests.runtime.engine.draft.guesses import guessers
 from tests.runtime.engine.small_engine import (
     INTERRUPTED,
     assert_all_free,
     new_engine,
 )
-from tests.runtime.engine.speculate.guesses import guessers
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel

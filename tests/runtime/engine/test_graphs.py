@@ -20,8 +20,8 @@ from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.state.step import StepPlan
 from lowbit.runtime.text.constraint import Constraint
+from tests.runtime.engine.draft.guesses import Guesser, drafting_by, guessers
 from tests.runtime.engine.graph_stand_in import run_through_graphs
-from tests.runtime.engine.speculate.guesses import Guesser, drafting_by, guessers
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel

@@ -23,8 +23,8 @@ from lowbit.runtime.engine.runner import Runner, new_runner
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.host_rings import to_device, write
 from lowbit.runtime.state.sampler import SamplingParams
+from tests.runtime.engine.draft.guesses import drafting_by, guessers
 from tests.runtime.engine.graph_stand_in import Event, Stream
-from tests.runtime.engine.speculate.guesses import drafting_by, guessers
 
 META = torch.device("meta")
 H, VOCABULARY, CONTEXT = 8, 300, 3000

@@ -9,7 +9,6 @@ The head needs the trunk's hidden state of every position. Steps leave the last 
 in a trail, from which the head catches up now and then, so plain steps cost it little.
 """
 
-import time
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,11 +18,12 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.backends.cpu_linear import CpuLinear
+from lowbit.runtime.engine.draft.policy import Stake
+from lowbit.runtime.engine.draft.state import drafts_of
+from lowbit.runtime.engine.draft.verify import Part, Verifier, count_accepted
 from lowbit.runtime.engine.graphs import Graphs, reach_for
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Ended, Sequence
-from lowbit.runtime.engine.speculate.handover import advance, leave_rounds
-from lowbit.runtime.engine.speculate.verify import Part, Verifier, count_right
 from lowbit.runtime.models.qwen3_5_mtp import MtpHead
 from lowbit.runtime.state.decode_inputs import TRAIL, DecodeInputs, trail_of
 from lowbit.runtime.state.host_rings import RING, new_ring, write_rows
@@ -83,7 +83,7 @@ class MtpCache:
             step = self.step(rows, positions, ints([0, span.count]), reach, [span])
             ids = ints(prompt[first + 1 : stop + 1])
             self.head.hidden(ids, hidden[: span.count], self.runner.state, step)
-        sequence.drafts.seen = stop
+        drafts_of(sequence).seen = stop
 
     def skip_prompt(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
         """Leave the end of a part of a prompt in the trail, for a later `catch_up`.
@@ -97,32 +97,32 @@ class MtpCache:
         start = max(first, stop - TRIAL_BEHIND)
         places = self.runner.ints([trail_of(sequence.row, at) for at in range(start, stop)])
         self.trail.flatten(0, 1)[places.long()] = hidden[start - first :]
-        sequence.drafts.seen = start
+        drafts_of(sequence).seen = start
 
     def catch_up(self, sequence: Sequence, most: int) -> None:
         """Bring the head up to `most` positions before the last token on the host.
 
         On a GPU by graphs of W positions, the last of which may be padding.
         """
-        wide = self.block.shape[1]
+        wide, state = self.block.shape[1], drafts_of(sequence)
         # Positions that the trail has lost are skipped. Two rounds may be under way.
-        sequence.drafts.seen = max(sequence.drafts.seen, sequence.last + 2 * ROUND_TOKENS - TRAIL)
-        while (count := min(wide, sequence.last - most - sequence.drafts.seen)) > 0:
-            first = sequence.drafts.seen
-            span = Span(sequence.row, first, count, tuple(sequence.pages))
+        state.seen = max(state.seen, sequence.last + 2 * ROUND_TOKENS - TRAIL)
+        while (count := min(wide, sequence.last - most - state.seen)) > 0:
+            span = Span(sequence.row, state.seen, count, tuple(sequence.pages))
             rows, positions = rows_and_positions([span])
             trails = [trail_of(sequence.row, position) for position in positions]
             ids = [sequence.id_at(position + 1) for position in positions]
             write_rows(self.block, (rows, positions, trails, ids))  # padding has row 0, SCRATCH
-            reach = reach_for(first + count, self.runner.context)
+            reach = reach_for(state.seen + count, self.runner.context)
             part = partial(self.part, reach, None if self.runner.on_gpu else span)
             self.runner.launch(self.graphs, ("catch up", reach), part, (self.block,))
-            sequence.drafts.seen += count
+            state.seen += count
 
     def skip(self, sequences: Numbers[Sequence]) -> None:
         """Give up positions that are further behind than TRIAL_BEHIND: reading them costs time."""
         for each in sequences:
-            each.drafts.seen = max(each.drafts.seen, each.last - TRIAL_BEHIND)
+            state = drafts_of(each)
+            state.seen = max(state.seen, each.last - TRIAL_BEHIND)
 
     def part(self, reach: int, span: Span | None = None) -> None:
         """Run the positions in `block` through the head: all W, or `span.count` on a CPU."""
@@ -156,38 +156,38 @@ class MtpCache:
 
 @dataclass(slots=True)
 class MtpRound:
-    """A round with drafts of the MTP head; another may be sent before it is read.
+    """A round with drafts of the MTP head.
 
     Attributes:
         rounds: sends it.
         sequences: that get tokens from it.
         drafts: number for each sequence.
         first: its inputs come from the host, not from the round before.
-        seconds: from the end of the round before to its own; None if that is not its cost.
-        right: most drafts of a sequence that were right; 0 before it has been read.
+        stake: what it may lose.
+        ahead: true, since the next round starts from what it leaves on the device.
     """
 
     rounds: "MtpRounds"
     sequences: list[Sequence]
     drafts: int
     first: bool
-    seconds: float | None = None
-    right: int = 0
+    stake: Stake
+    ahead: bool = field(default=True, init=False)
     _writes: list[tuple[int, ...]] = field(default_factory=list)  # by sequence, see `Part`
     _done: "torch.cuda.Event | None" = None
 
+    @property
+    def finished(self) -> bool:
+        """True if a GPU has finished it; see `PlainStep.finished`."""
+        return self._done is not None and self._done.query()  # type: ignore[no-untyped-call]
+
     def run(self) -> None:
         """Send the round, before earlier ones are read unless it is the first."""
-        rounds = self.rounds
-        recorded = len(rounds.verifier.graphs)
         if self.first:
-            rounds.enter(self.sequences, self.drafts)
-            rounds.read_at = None if rounds.runner.on_gpu else time.perf_counter()
-        self._writes = [part.writes for part in rounds.parts]
-        rounds.send()
-        if len(rounds.verifier.graphs) != recorded:  # recording held up the host
-            rounds.read_at = None
-        self._done = rounds.runner.results.record()
+            self.rounds.enter(self.sequences, self.drafts)
+        self._writes = [part.writes for part in self.rounds.parts]
+        self.rounds.send()
+        self._done = self.rounds.runner.results.record()
 
     def commit(self) -> Ended:
         """Wait for the round and append its tokens; returns the sequences that end.
@@ -195,33 +195,28 @@ class MtpRound:
         A later round under way has already sent the last token and overwritten the recurrent states
         after the others.
         """
-        seen = self._done is None or not self._done.query()  # type: ignore[no-untyped-call]
         if self._done is not None:
             self._done.synchronize()
-        now, before = time.perf_counter() if seen else None, self.rounds.read_at
-        self.rounds.read_at = now
-        self.seconds = None if now is None or before is None else now - before
         ended: Ended = []
         results = self.rounds.runner.results
         for sequence, writes in zip(self.sequences, self._writes, strict=True):
-            drafts = sequence.drafts
-            drafts.due -= 1 + self.drafts
+            state = drafts_of(sequence)
+            state.due -= 1 + self.drafts
             if sequence.ended:
                 continue
             tokens = self._accepted(sequence)
-            drafts.seen = sequence.last
-            right = count_right(tokens, sequence.request.stop_ids)
-            self.right = max(self.right, right)
-            drafts.tally.count(self.drafts, right)
-            if drafts.pace is not None:
-                drafts.pace.note(self.drafts, right)
+            state.seen = sequence.last
+            accepted = count_accepted(tokens, sequence.request.stop_ids)
+            sequence.tally.count(self.drafts, accepted)
+            if state.rates is not None:
+                state.rates.note(self.drafts, accepted)
             for place, token in enumerate(tokens):
-                if drafts.due == 0:
-                    advance(sequence, writes[place])
+                if state.due == 0:
+                    sequence.advance(writes[place])
                 elif place + 1 == len(tokens):
-                    advance(sequence, sequence.row, next_sent=True)
+                    sequence.advance(sequence.row, next_sent=True)
                 else:
-                    advance(sequence, NO_SLOT)
+                    sequence.advance(NO_SLOT)
                 end = results.append(sequence, token)
                 if end is not None:
                     ended.append((sequence, end))
@@ -246,8 +241,6 @@ class MtpRounds:
         batch: sequences of the last round.
         drafts: number for each of them.
         parts: of these sequences.
-        read_at: time at which the last round ended; None if the next one is not timed, or if the
-            host did not wait for it.
     """
 
     cache: MtpCache
@@ -255,7 +248,6 @@ class MtpRounds:
     batch: list[Sequence] = field(default_factory=list)
     drafts: int = 0
     parts: list[Part] = field(default_factory=list)
-    read_at: float | None = None
     _seen: list[Span] = field(default_factory=list)  # positions that the head processes first
     _singles: Tensor = field(init=False)  # [W + 1] int32, 0, 1, 2...: a token a sequence
     _ring: Tensor = field(init=False)  # takes drafts; never read
@@ -279,16 +271,14 @@ class MtpRounds:
     def follows(self, sequences: list[Sequence], drafts: int) -> bool:
         """True if the last round has left the inputs of a round of these sequences."""
         here = (
-            self.runner.on_gpu
-            and self.verifier.linked
-            and all(each.drafts.verified for each in sequences)
+            self.runner.on_gpu and self.verifier.linked and all(each.verified for each in sequences)
         )
         return here and sequences == self.batch and drafts == self.drafts
 
     def enter(self, sequences: list[Sequence], drafts: int) -> None:
         """Write the inputs of a first round; no steps are under way."""
         runner = self.runner
-        leave_rounds(runner, sequences)
+        runner.leave_rounds(sequences)
         each_has = len(runner.spare) // len(sequences) if runner.spare is not None else 0
         self.batch, self.drafts, self.parts = list(sequences), drafts, []
         for index, each in enumerate(sequences):
@@ -306,7 +296,7 @@ class MtpRounds:
         """Queue a round before the last one is read."""
         runner, k, B = self.runner, self.drafts, len(self.batch)
         M = runner.width(B * (k + 1))
-        stop = max(each.last + each.drafts.due for each in self.batch) + k + 1
+        stop = max(each.last + drafts_of(each).due for each in self.batch) + k + 1
         reach = reach_for(stop, runner.context)
         ordered = any(part.ordered for part in self.parts)
         key = ("head", M, B, k, reach, runner.sampler.shape, ordered)
@@ -314,9 +304,10 @@ class MtpRounds:
         kept = (inputs.seen, inputs.longs[:3])
         runner.launch(self.verifier.graphs, key, run, (inputs.step.block[:5],), kept)
         for each in self.batch:
-            if each.drafts.due == 0:
-                advance(each, each.row)
-            each.drafts.due += 1 + k
+            state = drafts_of(each)
+            if state.due == 0:
+                each.advance(each.row)
+            state.due += 1 + k
 
     def round(self, M: int, B: int, k: int, reach: int, ordered: bool) -> None:
         """Draft, run through the trunk, accept: M tokens, padding included, of B sequences."""
@@ -382,19 +373,20 @@ class MtpRounds:
         ids: list[int] = []
         ends: list[int] = []
         for each in sequences:
-            count = 1 + drafts if self.runner.on_gpu else behind(each)
-            known = [each.id_at(each.drafts.seen + 1 + place) for place in range(behind(each))]
-            ends.append(len(ids) + behind(each) - 1)
-            ids += known + [0] * (count - behind(each))
-            self._seen.append(Span(each.row, each.drafts.seen, count, tuple(each.pages)))
-        rows, seen = rows_and_positions(self._seen)
-        trails = [trail_of(*each) for each in zip(rows, seen, strict=True)]
-        return [seen, rows, starts_of(self._seen), ids, trails, ends]
+            seen, left = drafts_of(each).seen, behind(each)
+            count = 1 + drafts if self.runner.on_gpu else left
+            known = [each.id_at(seen + 1 + place) for place in range(left)]
+            ends.append(len(ids) + left - 1)
+            ids += known + [0] * (count - left)
+            self._seen.append(Span(each.row, seen, count, tuple(each.pages)))
+        rows, positions = rows_and_positions(self._seen)
+        trails = [trail_of(*each) for each in zip(rows, positions, strict=True)]
+        return [positions, rows, starts_of(self._seen), ids, trails, ends]
 
 
 def behind(sequence: Sequence) -> int:
     """Positions before the last token that the head has not processed."""
-    return sequence.last - sequence.drafts.seen
+    return sequence.last - drafts_of(sequence).seen
 
 
 def new_mtp_rounds(verifier: Verifier) -> MtpRounds | None:

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from lowbit.runtime.engine.draft.mtp import MtpRounds, new_mtp_rounds
+from lowbit.runtime.engine.draft.ngram import NewDrafter
+from lowbit.runtime.engine.draft.policy import Policy, StepCosts
+from lowbit.runtime.engine.draft.source import Drafts
+from lowbit.runtime.engine.draft.verify import Verifier
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.engine.speculate.drafting import Drafting
-from lowbit.runtime.engine.speculate.mtp import MtpRounds, new_mtp_rounds
-from lowbit.runtime.engine.speculate.proposals import Cost, Costs, Line, NewDrafter
-from lowbit.runtime.engine.speculate.verify import Verifier
 
 VOCABULARY = 4096  # of the bundled models
 
@@ -37,13 +38,13 @@ class Guesser:
         assert id == self.truth[self.at]
         self.at += 1
 
-    def propose(self, most: int, cost: Cost, least_gain: float) -> list[int]:
+    def propose(self, most: int) -> tuple[list[int], float]:
         count, right = self.counts(most)
         drafts = [*self.truth[self.at : self.at + count]]
         drafts += [self.wrong] * (count - len(drafts))
         if right < count:
             drafts[right] = self.wrong + (drafts[right] == self.wrong)
-        return drafts
+        return drafts, 1.0
 
     def skip(self) -> None:
         pass
@@ -84,9 +85,17 @@ class KnownRounds(MtpRounds):
         return (self.text[first + 1 : first + 1 + k] + (not self.right))[None] % VOCABULARY
 
 
-def drafting_by(new_drafter: NewDrafter | None, runner: Runner, most: int) -> Drafting:
+def costs_by_tokens(given: float, made: float, change: float = 0.0) -> StepCosts:
+    """Costs that are not measured: what each further token takes, and each draft of a head."""
+    return StepCosts(
+        start={"plain": 1.0, "given": 1.0, "made": 1.0},
+        each={"plain": given, "given": given, "made": made},
+        change=change,
+    )
+
+
+def drafting_by(new_drafter: NewDrafter | None, runner: Runner, most: int) -> Drafts:
     """Drafts of these drafters, and of the model's head where it has one."""
     checks = Verifier(runner)
-    return Drafting(
-        checks, most, new_drafter, new_mtp_rounds(checks), Costs(Line(0.0, 0.1), Line(0.0, 0.2))
-    )
+    policy = Policy(costs_by_tokens(0.1, 0.2))
+    return Drafts(checks, most, new_drafter, new_mtp_rounds(checks), policy)

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 import lowbit.runtime as lowbit
+from lowbit.runtime.engine.draft.mtp import TRIAL_BEHIND, MtpCache, MtpRounds, new_mtp_rounds
+from lowbit.runtime.engine.draft.policy import BURST, SHARE, Policy
+from lowbit.runtime.engine.draft.source import Drafts, new_drafts
+from lowbit.runtime.engine.draft.state import drafts_of
+from lowbit.runtime.engine.draft.verify import Verifier
 from lowbit.runtime.engine.results import PlainStep
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Sequence
-from lowbit.runtime.engine.speculate.budget import BURST, SHARE, Budget
-from lowbit.runtime.engine.speculate.drafting import QUIET, Drafting, new_drafting
-from lowbit.runtime.engine.speculate.mtp import TRIAL_BEHIND, MtpCache, MtpRounds, new_mtp_rounds
-from lowbit.runtime.engine.speculate.proposals import Cost, Plan
-from lowbit.runtime.engine.speculate.verify import Verifier
-from tests.runtime.engine.speculate.guesses import Guesser, KnownRounds
+from tests.runtime.engine.draft.guesses import Guesser, KnownRounds
 from tests.short_models import Shorten
 
 GREEDY = lowbit.SamplingParams()
@@ -72,12 +72,12 @@ def truth(model: lowbit.Model) -> list[int]:
     return list(model.engine.generate(PROMPT, GREEDY, TOKENS + 60).result())
 
 
-def auto(model: lowbit.Model, truth: Numbers[int], right: bool) -> Drafting:
+def auto(model: lowbit.Model, truth: Numbers[int], right: bool) -> Drafts:
     """As `--speculate auto` makes it for a head whose drafts are all right or wrong, no copies."""
     runner = model.engine.runner
-    drafting = new_drafting(runner, model.options, 3, "cpu")
+    drafting = new_drafts(runner, model.options, 3, "cpu")
     assert drafting is not None
-    assert drafting.budget == Budget()
+    assert drafting.policy.credit == BURST
     rounds = new_mtp_rounds(Verifier(runner))
     assert rounds is not None
     text = torch.tensor([*PROMPT, *truth])
@@ -109,7 +109,7 @@ def test_wrong_drafts_cost_two_percent_at_most(
     steps = 5 * (TOKENS - 1)
     overrun = max(ROUND.values()) + CAUGHT_UP
     assert lost <= (steps + BURST + overrun) / (1 - SHARE) - steps
-    assert drafting.costs.step_s == pytest.approx(STEP)
+    assert drafting.policy.costs.time("plain", 1, 1) == pytest.approx(STEP)
 
 
 def test_right_drafts_are_as_fast_as_always_drafting(
@@ -140,13 +140,13 @@ def test_a_head_reads_whole_prompts_once_its_drafts_pay(
     monkeypatch.setattr(MtpCache, "read_prompt", noted)
     timed(model, clock, truth)
     assert read == []
-    assert drafting.resting == (not right)
+    assert drafting.suspended == (not right)
     model.engine.forget()
     handle = model.engine.generate(PROMPT, GREEDY, 9)
     next(handle)
     [sequence] = model.engine.scheduler.running
     assert read == [0] * right
-    assert sequence.drafts.seen == (len(PROMPT) - 1 if right else len(PROMPT) - TRIAL_BEHIND)
+    assert drafts_of(sequence).seen == (len(PROMPT) - 1 if right else len(PROMPT) - TRIAL_BEHIND)
     handle.result()
 
 
@@ -162,36 +162,38 @@ class Event:
     def synchronize(self) -> None: ...
 
 
-def test_a_step_lasts_from_the_end_of_the_one_before(
+def test_step_times_on_a_gpu_are_from_end_to_end(
     model: lowbit.Model, clock: list[float], truth: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, which goes on by itself. If one has ended before anybody asks, nothing is known."""
+    """A GPU goes on by itself: where a step has ended before anybody asks, nothing is known."""
     drafting, results = auto(model, truth, right=False), model.engine.runner.results
+    drafting._graphs = len(model.engine.runner.graphs) + len(drafting.verifier.graphs)
     monkeypatch.setattr(Runner, "on_gpu", True)
-    ends = [(0.0, False, 0), (1.5, False, 1), (5.0, True, 1), (6.0, False, 1), (7.5, False, 2)]
-    for at, over, steps in [*ends, (8.0, True, 2)]:
+    times: list[float | None] = []
+    monkeypatch.setattr(Policy, "read_plain", lambda policy, count, took: times.append(took))
+    ends = [(0.0, False), (1.5, False), (5.0, True), (6.0, False), (7.5, False), (8.0, True)]
+    for at, over in ends:
         clock[0] = at
         drafting.commit(PlainStep([], results, Event(over)))  # type: ignore[arg-type]
-        drafting.settle(sequences=1, plain=True, seconds=0.01, tokens=1)
-        assert drafting.costs.steps == steps
-        assert drafting.costs.step_s == (1.5 if steps else None)
-    drafting.commit(PlainStep([], results, Event(False)))  # type: ignore[arg-type]
-    drafting.settle(sequences=1, plain=True, seconds=None, tokens=1)  # a prompt was beside it
-    drafting.commit(PlainStep([], results, Event(False)))  # type: ignore[arg-type]
-    drafting.settle(sequences=1, plain=True, seconds=0.01, tokens=1)
-    assert drafting.costs.steps == 2
+    assert times == [None, 1.5, None, None, 1.5, None]
+    drafting._untimed = 2  # a prompt was beside them
+    for at in range(9, 13):
+        clock[0] = at
+        drafting.commit(PlainStep([], results, Event(False)))  # type: ignore[arg-type]
+    assert times[6:] == [None, None, 1.0, 1.0]
 
 
-def test_a_resting_head_does_not_keep_up(
-    model: lowbit.Model, clock: list[float], truth: list[int]
+def test_a_suspended_head_does_not_keep_up(
+    model: lowbit.Model, clock: list[float], truth: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafting = auto(model, truth, right=False)
     timed(model, clock, truth)
-    drafting.budget = Budget(level=-100.0)
+    monkeypatch.setattr(Policy, "affordable", lambda *given: 0)
     before = clock[0]
     handle = model.engine.generate(PROMPT, GREEDY, 200)
     next(handle)
     handle.result()
+    assert drafting.suspended
     assert clock[0] - before == 199 * STEP  # nothing but plain steps
 
 
@@ -200,49 +202,26 @@ def test_drafts_wait_for_the_time_of_a_step(
 ) -> None:
     drafting = auto(model, truth, right=True)
     handle = model.engine.generate(PROMPT, GREEDY, 60)
-    begun = [next(handle) for _ in range(4)]
+    begun = [next(handle) for _ in range(6)]  # two behind the prompt are not timed
     assert handle.tally.rounds == 0
-    assert drafting.costs.ready
+    assert drafting.policy.costs.ready
     begun += handle
     assert handle.tally.rounds > 0
     assert begun == truth[:60]
 
 
-def test_nothing_is_planned_in_quiet_steps(
-    model: lowbit.Model, clock: list[float], truth: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drafting = auto(model, truth, right=False)
-    timed(model, clock, truth)
-    drafting.budget = Budget(level=-100.0)
-    planned = []
-    plan = Drafting._plan
-
-    def noted(drafting: Drafting, sequences: Numbers[Sequence]) -> Plan | None:
-        planned.append(clock[0])
-        return plan(drafting, sequences)
-
-    monkeypatch.setattr(Drafting, "_plan", noted)
-    model.engine.generate(PROMPT, GREEDY, 100).result()
-    assert len(planned) <= 99 // (1 + QUIET) + 2
-
-
-def test_copies_are_found_in_quiet_steps(
+def test_copies_are_found_at_once(
     model: lowbit.Model, clock: list[float], truth: list[int]
 ) -> None:
-    """Each token of an answer is followed by copies as soon as there are some."""
-    for place in (23,):
-        drafting = auto(model, truth, right=False)
-        timed(model, clock, truth)
-        drafting.budget = Budget(pause=1000)  # enough for copies, and no trial of the head
-        late = Late(truth, lambda most: (min(2, most),) * 2, place=place)
-        drafting.new_drafter = lambda ids, late=late: late
-        model.engine.forget()
-        handle = model.engine.generate(PROMPT, GREEDY, 40)
-        begun = [next(handle)]
-        drafting.budget = Budget(pause=1000)
-        begun += handle
-        assert begun == truth[:40]
-        assert late.found[0] == place
+    """An answer is followed by copies as soon as there are some, though the head is suspended."""
+    drafting = auto(model, truth, right=False)
+    timed(model, clock, truth)
+    late = Late(truth, lambda most: (min(2, most),) * 2, place=23)
+    drafting.new_drafter = lambda ids: late
+    drafting.mtp = None
+    model.engine.forget()
+    assert model.engine.generate(PROMPT, GREEDY, 40).result() == tuple(truth[:40])
+    assert late.found[0] == 23
 
 
 @dataclass
@@ -252,25 +231,16 @@ class Late(Guesser):
     place: int = 0
     found: list[int] = field(default_factory=list)
 
-    def propose(self, most: int, cost: Cost, least_gain: float) -> list[int]:
+    def propose(self, most: int) -> tuple[list[int], float]:
         if self.at < self.place:
-            return []
+            return [], 0.0
         self.found.append(self.at)
-        return Guesser.propose(self, most, cost, least_gain)
-
-
-def test_another_request_is_planned_at_once(
-    model: lowbit.Model, clock: list[float], truth: list[int]
-) -> None:
-    drafting = auto(model, truth, right=True)
-    drafting._quiet = 5
-    model.engine.generate(PROMPT, GREEDY, 2).result()
-    assert drafting._quiet < 5
+        return Guesser.propose(self, most)
 
 
 @pytest.mark.parametrize("mode", ["mtp", "ngram"])
 def test_a_source_that_was_asked_for_has_no_limit(model: lowbit.Model, mode: str) -> None:
     options = lowbit.LoadOptions(speculate=mode)  # type: ignore[arg-type]
-    drafting = new_drafting(model.engine.runner, options, 3, "cpu")
+    drafting = new_drafts(model.engine.runner, options, 3, "cpu")
     assert drafting is not None
-    assert not drafting.budget.limited
+    assert not drafting.policy.limited

@@ -12,7 +12,7 @@ from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.load_options import Mode
 from lowbit.runtime.engine.request import TokenRequest
 from tests.conversions import convert
-from tests.runtime.engine.speculate.guesses import Guesser, drafting_by, guessers
+from tests.runtime.engine.draft.guesses import Guesser, drafting_by, guessers
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,6 @@ round chooses behind every draft the token that a plain step would choose there;
 up to the first one that differs from the chosen token.
 """
 
-import time
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field
@@ -16,10 +15,11 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.engine.constraints import mask_of, restrict
+from lowbit.runtime.engine.draft.policy import Stake
+from lowbit.runtime.engine.draft.state import drafts_of
 from lowbit.runtime.engine.graphs import Graphs, longest_for, reach_for, width_for
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Ended, Sequence
-from lowbit.runtime.engine.speculate.handover import advance, enter_rounds
 from lowbit.runtime.state.decode_inputs import DecodeInputs
 from lowbit.runtime.state.host_rings import RING
 from lowbit.runtime.state.sampler import SCRATCH, SamplerRows
@@ -71,16 +71,14 @@ class VerifiedRound:
     Attributes:
         verifier: runs it.
         parts: one for each sequence, ROUND_TOKENS tokens at most.
-        started: time at which drafting began, or at which it was sent.
-        seconds: from then until it was done; None if a graph was recorded meanwhile.
-        right: most drafts of a block that were right; 0 before it has been read.
+        stake: what it may lose.
+        ahead: false, since the next drafts follow its last tokens.
     """
 
     verifier: "Verifier"
     parts: list[Part]
-    started: float | None = None
-    seconds: float | None = None
-    right: int = 0
+    stake: Stake
+    ahead: bool = field(default=False, init=False)
     _drafts: list[tuple[int, ...]] = field(default_factory=list)  # by part, checked ones
     _failed: Ended = field(default_factory=list)
     _done: "torch.cuda.Event | None" = None
@@ -90,11 +88,14 @@ class VerifiedRound:
         """Sequences that get tokens from it."""
         return [part.sequence for part in self.parts]
 
+    @property
+    def finished(self) -> bool:
+        """True if a GPU has finished it; see `PlainStep.finished`."""
+        return self._done is not None and self._done.query()  # type: ignore[no-untyped-call]
+
     def run(self) -> None:
         """Send the round; masks are computed while the layers run."""
         verifier, parts = self.verifier, self.parts
-        recorded = len(verifier.graphs)
-        self.started = self.started or time.perf_counter()
         self._drafts = [part.drafts for part in parts]
         if any(part.sequence.limited for part in parts):
             plan = verifier.send_layers(parts)
@@ -103,14 +104,11 @@ class VerifiedRound:
         else:
             verifier.send(parts)
         self._done = verifier.runner.results.record()
-        self.seconds = None if len(verifier.graphs) != recorded else 0.0
 
     def commit(self) -> Ended:
         """Wait for the round and append its tokens; the sequences that end with them."""
         if self._done is not None:
             self._done.synchronize()
-        if self.seconds is not None and self.started is not None:
-            self.seconds = time.perf_counter() - self.started
         results, ended = self.verifier.runner.results, list(self._failed)
         failed = {sequence for sequence, _ in self._failed}
         chosen = [
@@ -122,12 +120,9 @@ class VerifiedRound:
             sequence = part.sequence
             if sequence in failed:
                 continue
-            right = count_right(tokens, sequence.request.stop_ids)
-            _note(part, right)
-            if part.source == "block":
-                self.right = max(self.right, right)
+            _note(part, count_accepted(tokens, sequence.request.stop_ids))
             for slot, token in zip(part.writes, tokens, strict=False):
-                advance(sequence, slot)
+                sequence.advance(slot)
                 end = results.append(sequence, token)
                 if end is not None:
                     ended.append((sequence, end))
@@ -144,20 +139,20 @@ class VerifiedRound:
         return tokens
 
 
-def count_right(tokens: Numbers[int], stop_ids: frozenset[int]) -> int:
+def count_accepted(tokens: Numbers[int], stop_ids: frozenset[int]) -> int:
     """Number of accepted drafts: all tokens but the last, or up to the first stop token."""
     ends = (place for place, token in enumerate(tokens) if token in stop_ids)
     return min(next(ends, len(tokens)) + 1, len(tokens) - 1)
 
 
-def _note(part: Part, right: int) -> None:
+def _note(part: Part, accepted: int) -> None:
     """Count the drafts of a part, and tell their source how many were accepted."""
-    drafts, drafted = part.sequence.drafts, len(part.drafts)
-    drafts.tally.count(drafted, right)
-    if part.source == "copied" and drafts.drafter is not None:
-        drafts.drafter.note(drafted, right)
-    elif part.source == "block" and drafts.pace is not None:
-        drafts.pace.note(drafted, right)
+    state, drafted = drafts_of(part.sequence), len(part.drafts)
+    part.sequence.tally.count(drafted, accepted)
+    if part.source == "copied" and state.drafter is not None:
+        state.drafter.note(drafted, accepted)
+    elif part.source == "block" and state.rates is not None:
+        state.rates.note(drafted, accepted)
 
 
 @dataclass(slots=True)
@@ -228,7 +223,7 @@ class Verifier:
         """Write the inputs of a round, padded to M tokens; see `DecodeInputs.write_round`."""
         ids = [id for part in parts for id in part.ids]
         self.inputs.write_round([part.span for part in parts], ids, M, head)
-        enter_rounds(self.runner)
+        self.runner.batch = []  # the inputs of the last plain step are no longer those of the next
         self.linked = False
 
     def check_tokens(self, plan: StepPlan) -> None:
@@ -268,20 +263,46 @@ class Verifier:
             runner.choose_tokens(logits[now], rows[now], moved, token, used)
             positions[now], chosen[now] = moved, token
 
-    def uncount(self, parts: list[Part], rights: Numbers[int]) -> None:
+    def uncount(self, parts: list[Part], accepted: Numbers[int]) -> None:
         """Take tokens chosen behind wrong drafts back from the counts of penalties.
 
-        rights: number of accepted drafts of each part.
+        accepted: number of accepted drafts of each part.
         """
         wrong: list[int] = []
         first = 0
-        for part, right in zip(parts, rights, strict=True):
+        for part, count in zip(parts, accepted, strict=True):
             if part.ordered:
-                wrong += range(first + right + 1, first + len(part.ids))
+                wrong += range(first + count + 1, first + len(part.ids))
             first += len(part.ids)
         if wrong:
             columns, inputs = self.runner.ints(wrong).long(), self.inputs
             self.runner.sampler.uncount(inputs.step.rows[columns], inputs.chosen[columns])
+
+
+def slots_after(
+    spare: range | None, sequences: Numbers[Sequence], drafts: Numbers[int]
+) -> list[tuple[int, ...]]:
+    """Slots for the recurrent states after the last token of each sequence and after its drafts.
+
+    The state after the last token goes to the slot of the row, those after drafts to spare slots in
+    which no other sequence has its state. If these run short, a sequence gets fewer slots.
+
+    Args:
+        spare: slots; None for a model without recurrent states.
+        sequences: all that are being decoded.
+        drafts: number for each sequence.
+    """
+    if spare is None:
+        return [(each.row,) * (1 + count) for each, count in zip(sequences, drafts, strict=True)]
+    taken = {each.slot for each in sequences}
+    free = [slot for slot in spare if slot not in taken]
+    slots = []
+    for each, count in zip(sequences, drafts, strict=True):
+        own = [each.slot] if each.slot in spare else []
+        usable = (own + free)[:count]
+        free = [slot for slot in free if slot not in usable]
+        slots.append((each.row, *usable))
+    return slots
 
 
 def restrict_round(
@@ -302,7 +323,7 @@ def restrict_round(
         if part.sequence.limited:
             failed += restrict([part.sequence], sampler)
             masks[0] = sampler.mask[part.sequence.row]
-            drafts = drafts[: _set_masks(part.sequence.drafts.ahead, drafts, masks[1:])]
+            drafts = drafts[: _set_masks(drafts_of(part.sequence).ahead, drafts, masks[1:])]
         elif part.sequence.request.constraint is not None:  # done; its masks are still read
             masks.fill_(-1)
         checked.append(drafts)

@@ -13,16 +13,16 @@ from torch import Tensor
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.backends import cpu
+from lowbit.runtime.engine.draft.ngram import NewDrafter
+from lowbit.runtime.engine.draft.verify import VerifiedRound, Verifier
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner, new_runner
-from lowbit.runtime.engine.speculate.proposals import NewDrafter
-from lowbit.runtime.engine.speculate.verify import VerifiedRound, Verifier
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammar
+from tests.runtime.engine.draft.guesses import drafting_by, guessers
 from tests.runtime.engine.residues import Foreseen, Residues, V, guessing
-from tests.runtime.engine.speculate.guesses import drafting_by, guessers
 from tests.short_models import Shorten
 
 GREEDY = lowbit.SamplingParams(logprobs=1)

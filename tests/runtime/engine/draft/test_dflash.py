@@ -15,11 +15,11 @@ from lowbit.convert import Recipe
 from lowbit.formats.errors import CheckpointError, FormatError, LowbitError, UnsupportedModelError
 from lowbit.formats.kv_cache import FP32_CACHE
 from lowbit.runtime.cli.main import main
+from lowbit.runtime.engine.draft.block import Blocks
 from lowbit.runtime.engine.load_options import Mode
 from lowbit.runtime.engine.memory import Account
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.sequence import Sequence
-from lowbit.runtime.engine.speculate.dflash import Blocks
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.models.loader import check_device, load_drafter, open_drafter, open_model
 from lowbit.runtime.state.device_state import kv_pages

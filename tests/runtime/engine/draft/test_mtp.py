@@ -14,6 +14,7 @@ import lowbit.runtime as lowbit
 from lowbit.convert import Recipe
 from lowbit.formats.errors import FormatError, UnsupportedModelError
 from lowbit.formats.layout.packing import dequantize, unpack
+from lowbit.runtime.engine.draft.source import Drafts
 from lowbit.runtime.engine.load_options import Mode
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.stats import Tally
@@ -189,7 +190,7 @@ def test_a_model_without_the_head_is_refused_by_name(
         with pytest.raises(UnsupportedModelError, match="no head for multi-token prediction"):
             lowbit.load(packed.folder, device="cpu", speculate="mtp")
         model = lowbit.load(packed.folder, device="cpu", speculate="auto")
-        assert model.engine.drafting is not None
+        assert isinstance(model.engine.drafting, Drafts)
         assert model.engine.drafting.mtp is None
 
 

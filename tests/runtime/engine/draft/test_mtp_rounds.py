@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import lowbit.runtime as lowbit
+from lowbit.runtime.engine.draft.mtp import MOST_BEHIND, behind
+from lowbit.runtime.engine.draft.source import Drafts
 from lowbit.runtime.engine.request import TokenRequest
-from lowbit.runtime.engine.speculate.mtp import MOST_BEHIND, behind
-from lowbit.runtime.engine.speculate.proposals import Costs, Line
 from lowbit.runtime.engine.stream import Handle
+from tests.runtime.engine.draft.guesses import costs_by_tokens
 from tests.runtime.engine.graph_stand_in import run_through_graphs
 from tests.runtime.engine.residues import Later, Residues, follows
 from tests.short_models import Shorten
@@ -54,8 +55,8 @@ def flying(
 def always_drafting(model: lowbit.Model, monkeypatch: pytest.MonkeyPatch) -> lowbit.Model:
     """A model whose rounds go through graphs, always with as many drafts as it may make."""
     run_through_graphs(model, monkeypatch)
-    assert model.engine.drafting is not None
-    model.engine.drafting.costs = Costs(Line(0.0, 0.0), Line(0.0, 0.0))
+    assert isinstance(model.engine.drafting, Drafts)
+    model.engine.drafting.policy.costs = costs_by_tokens(0.0, 0.0)
     return model
 
 
@@ -88,8 +89,8 @@ def test_rounds_that_follow_each_other_change_nothing(
         turn = replace(request, prompt=(*request.prompt, *found.result(), 9, 8), max_new_tokens=6)
         expected, found = plain.engine.submit(turn), flying.engine.submit(turn)
         assert_same(found, expected)
-    assert flying.engine.drafting is not None
-    graphs: Any = flying.engine.drafting.verifier.graphs
+    drafting: Any = flying.engine.drafting
+    graphs = drafting.verifier.graphs
     assert "head" in {key[0] for key in graphs._graphs}
 
 
@@ -140,16 +141,16 @@ def test_the_head_catches_up_with_steps_without_drafts(monkeypatch: pytest.Monke
     flying = always_drafting(load(folder, "mtp", 4), monkeypatch)
     [request, *_] = asked(plain, 94)
     drafting: Any = flying.engine.drafting
-    costs = drafting.costs
+    costs = drafting.policy.costs
     expected = plain.engine.submit(request).result()
     rights = []
     for pause in (0, 60):
         flying.engine.forget()
         handle = flying.engine.submit(request)
         begun = [next(handle)]
-        drafting.costs = Costs(Line(9.0, 9.0), Line(9.0, 9.0))  # nothing is worth it
+        drafting.policy.costs = costs_by_tokens(9.0, 9.0)  # nothing is worth it
         begun += [next(handle) for _ in range(pause)]
-        drafting.costs = costs
+        drafting.policy.costs = costs
         before = handle.tally.speculated
         begun += [next(handle) for _ in range(80 - pause)]
         assert (*begun, *handle) == expected
@@ -167,11 +168,11 @@ def test_the_head_keeps_up_beside_a_constrained_sequence(flying: lowbit.Model) -
     for _ in range(40):
         next(limited)
     [sequence] = (each for each in flying.engine.scheduler.running if each.request is request)
-    assert sequence.drafts.tally.rounds == 0
+    assert sequence.tally.rounds == 0
     assert behind(sequence) <= MOST_BEHIND
     limited.cancel()
     assert len(free.result()) == 70
-    assert sequence.drafts.tally.rounds > 5
+    assert sequence.tally.rounds > 5
 
 
 @MOST

@@ -12,8 +12,8 @@ from torch import Tensor
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
+from tests.runtime.engine.draft.guesses import Guesser, drafting_by, guessers
 from tests.runtime.engine.residues import Foreseen, follows, guessing
-from tests.runtime.engine.speculate.guesses import Guesser, drafting_by, guessers
 from tests.short_models import Shorten
 
 GREEDY = lowbit.SamplingParams(logprobs=2)

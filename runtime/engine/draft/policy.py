@@ -1,0 +1,342 @@
+"""Number of drafts to check in a step: the most expected tokens for the measured time.
+
+`AcceptanceRates` average how often a draft was accepted, by its place; `StepCosts` is a table of
+how long steps took, by their tokens. Neither changes a token of an answer.
+
+**Bound.** The credit of `auto` is the time, in plain steps, that drafts may still lose. A round
+that takes t steps and gives each sequence n tokens adds n - t; every step adds SHARE of its time,
+up to BURST. A round is sent only if the credit covers it with all drafts wrong, beside the rounds
+that have not been read. Let N tokens of every sequence take the time T. At the end the credit is at
+most BURST + SHARE T - (T - N), and at least -e, where e is what rounds took beyond their estimates:
+
+    T <= (N + BURST + e) / (1 - SHARE)
+
+for every request, since each begins with BURST at most: 256 tokens take 259.8 steps, 0.985 of the
+speed of plain decoding. Recording a CUDA graph, once for each size, is not counted.
+
+**Probes.** Where drafts do not pay by what was learned, one is checked now and then. After a wrong
+one the pause doubles, from FIRST_PAUSE to LONGEST_PAUSE steps; after a right one there is none.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+BURST = 2.5  # steps that a request may lose beside SHARE
+FRESH = 1.0  # steps of them that every request has, whatever others lost
+SHARE = 0.005  # of all time
+MOST_CREDIT = 12.0  # steps; beyond BURST they were saved in the same request
+MARGIN = 1.05  # least gain of drafts without a credit, which covers wrong guesses of their cost
+STAY = 0.97  # least gain within rounds, since leaving and coming back costs a change
+KEEP = 1.03  # gain of the last number of drafts, since another one waits for the host
+RECENT = 0.1  # least weight of the newest draft in an acceptance rate
+PRIOR = 7  # drafts that the first guess of a rate counts for
+FIRST_STEPS = 3  # of which the fastest counts; the first ones are slower than later ones
+FASTER, SLOWER = 0.15, 0.05  # weights of a step below and above the average of its size
+OUTLIER = 2.0  # a step counts for at most so many times its estimate
+FURTHER = 0.7  # part of what a token adds to steps up to the widest known one, beyond it
+CHANGE = 0.5  # steps: a GPU waits for the host at a change to rounds, the head catches up
+LEARN_CHANGE = 0.3  # weight of the newest change, which is rare
+FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # plain steps behind a wrong probe
+
+Kind = Literal["plain", "given", "made"]  # without drafts; with the host's, a head's or a drafter's
+Cost = Callable[[int], float]  # of checking so many drafts of every sequence, in plain steps
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A number of drafts for every sequence, and the tokens that come in a plain step's time."""
+
+    drafts: int = 0
+    gain: float = 1.0
+
+
+@dataclass(slots=True)
+class AcceptanceRates:
+    """How often drafts of a sequence are accepted where all before them were.
+
+    Attributes:
+        guesses: rates by place, before any draft has been checked.
+        rates: the same, learned from checked drafts.
+    """
+
+    guesses: Sequence[float]
+    rates: list[float] = field(default_factory=list)
+    _checked: list[int] = field(init=False)  # drafts, by place
+
+    def __post_init__(self) -> None:
+        """Begin with the guesses unless rates are given."""
+        self.rates = self.rates or list(self.guesses)
+        self._checked = [0] * len(self.rates)
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """Learn how many drafts were accepted; those behind the first wrong one say nothing.
+
+        Where all were, the next place becomes likelier, so that it is tried some time.
+        """
+        for place in range(min(accepted + 1, drafted, len(self.rates))):
+            self._checked[place] += 1
+            weight = max(RECENT, 1 / (PRIOR + self._checked[place]))
+            self.rates[place] += weight * ((place < accepted) - self.rates[place])
+        if accepted == drafted < len(self.rates):
+            self.rates[drafted] += RECENT / 2 * (1 - self.rates[drafted])
+
+    def inherit(self) -> "AcceptanceRates":
+        """Rates for another sequence: halfway between the guesses and what was learned here."""
+        pairs = zip(self.guesses, self.rates, strict=True)
+        return AcceptanceRates(self.guesses, [(guess + rate) / 2 for guess, rate in pairs])
+
+
+@dataclass(slots=True)
+class StepCosts:
+    """Times of steps by kind, sequences and tokens, estimated where none has been measured.
+
+    Attributes:
+        start: first guess of a step of one sequence, by kind, in plain steps.
+        each: what a further token adds to it, or a draft to one that is "made".
+        measured: steps correct the guess.
+        width: tokens of a step with its padding.
+        change: cost of the change to rounds and back, beyond the rounds.
+    """
+
+    start: dict[Kind, float]
+    each: dict[Kind, float]
+    measured: bool = False
+    width: Callable[[int], int] = field(default=lambda tokens: tokens)
+    change: float = 0.0
+    _table: dict[tuple[Kind, int, int], tuple[float, int]] = field(default_factory=dict)
+
+    @property
+    def ready(self) -> bool:
+        """True if the time of a plain step is known, or nothing is measured."""
+        steps = (count for (kind, *_), (_, count) in self._table.items() if kind == "plain")
+        return not self.measured or max(steps, default=0) >= FIRST_STEPS
+
+    def time(self, kind: Kind, sequences: int, tokens: int) -> float:
+        """Seconds of a step of so many tokens in all; in plain steps where none was measured."""
+        M = self.width(tokens)
+        known = self._table.get((kind, sequences, M))
+        return known[0] if known else self._estimate(kind, sequences, M)
+
+    def in_steps(self, sequences: int, seconds: float) -> float:
+        """A time in plain steps of so many sequences."""
+        return seconds / self.time("plain", sequences, sequences)
+
+    def cost(self, kind: Kind, sequences: int) -> Cost:
+        """Cost of a step by its drafts of every sequence, in plain steps of these sequences."""
+        plain = self.time("plain", sequences, sequences)
+        return lambda drafts: self.time(kind, sequences, sequences * (1 + drafts)) / plain
+
+    def note(self, kind: Kind, sequences: int, tokens: int, seconds: float) -> None:
+        """Learn the time of a step; one far off counts for little, since it may have been held."""
+        if not self.measured:
+            return
+        key = kind, sequences, self.width(tokens)
+        known, count = self._table.get(key, (0.0, 0))
+        if kind == "plain" and count < FIRST_STEPS:
+            known = min(seconds, known) if count else seconds
+        else:
+            known = known if count else self._estimate(*key)
+            found = min(seconds, OUTLIER * known)
+            weight = max(FASTER if found < known else SLOWER, 1 / (2 + count))
+            known += weight * (found - known)
+        self._table[key] = known, count + 1
+
+    def note_change(self, cost: float) -> None:
+        """Learn the cost of a change from plain steps to rounds and back."""
+        if self.measured:
+            most = OUTLIER * max(self.change, CHANGE)
+            self.change += LEARN_CHANGE * (min(max(cost, 0.0), most) - self.change)
+
+    def _guess(self, kind: Kind, sequences: int, M: int) -> float:
+        return self.start[kind] + self.each[kind] * (M - (sequences if kind == "made" else 1))
+
+    def _estimate(self, kind: Kind, sequences: int, M: int) -> float:
+        """Time of a step that was not measured.
+
+        On the line through those of other widths, the plain one included. If there are none, the
+        first guess, times what the nearest step took against its own.
+        """
+        known = sorted(
+            (width, time)
+            for (other, B, width), (time, _) in self._table.items()
+            if (other, B) == (kind, sequences)
+        )
+        if known and kind != "plain":
+            points = [(self.width(sequences), self.time("plain", sequences, sequences)), *known]
+            end = next((at for at, (width, _) in enumerate(points) if width > M), len(points) - 1)
+            (low, shorter), (high, longer) = points[end - 1], points[end]
+            slope = max(0.0, longer - shorter) / max(1, high - low)
+            return longer + slope * (M - high) * (FURTHER if high < M else 1.0)
+        keys = [key for key in self._table if key[0] == kind]
+        keys = keys or [key for key in self._table if key[0] == "plain"]
+        guess = self._guess(kind, sequences, M)
+        if not keys:
+            return guess
+        nearest = min(keys, key=lambda key: abs(key[1] - sequences) + abs(key[2] - M))
+        return guess * self._table[nearest][0] / self._guess(*nearest)
+
+
+def new_costs(
+    device: str,
+    measured: bool,
+    width: Callable[[int], int] | None = None,
+    drafter: bool = False,
+) -> StepCosts:
+    """First guess of the costs on `cpu` or `cuda`.
+
+    Where nothing is measured, and on a GPU: costs on an H200 with models of 4B to 9B. Small models
+    have dearer rounds there, and a CPU takes tokens one by one.
+
+    Args:
+        device: of the model.
+        measured: correct the guess by the steps.
+        width: see `StepCosts`; None for steps without padding.
+        drafter: makes a block of drafts in one pass, where a head takes a pass for each.
+    """
+    if measured and device == "cpu":
+        each, given, made = 0.4, 1.0, (1.3, 0.35) if drafter else (1.0, 0.8)
+    else:
+        each, given, made = 0.08, 1.15, (1.35, 0.08) if drafter else (1.05, 0.18)
+    return StepCosts(
+        start={"plain": 1.0, "given": given, "made": made[0]},
+        each={"plain": each, "given": each, "made": made[1]},
+        measured=measured,
+        width=width or (lambda tokens: tokens),
+        change=CHANGE if measured else 0.0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Stake:
+    """A round under way.
+
+    Attributes:
+        kind: of the step.
+        sequences: in it.
+        tokens: in all.
+        loss: plain steps that it may lose.
+        change: that the change from plain steps may lose beside it; None behind a round.
+        steady: its time is its own, since nothing waited for the host.
+    """
+
+    kind: Kind
+    sequences: int
+    tokens: int
+    loss: float
+    change: float | None
+    steady: bool
+
+
+@dataclass(slots=True)
+class Policy:
+    """Chooses numbers of drafts, and keeps account of what they lose.
+
+    Attributes:
+        costs: of steps.
+        credit: plain steps that drafts may still lose; infinite where they are not limited.
+        in_rounds: the last step that was sent checks drafts.
+    """
+
+    costs: StepCosts
+    credit: float = math.inf
+    in_rounds: bool = False
+    _drafts: int = 0  # in the last round
+    _pause: int = 0  # plain steps before the next probe
+    _waited: int = 0  # plain steps since the last round of made drafts
+    _excess: float | None = None  # cost of a change to rounds; None before they have been left
+
+    @property
+    def limited(self) -> bool:
+        """True if drafts may not lose more than the credit."""
+        return self.credit < math.inf
+
+    def begin_request(self) -> None:
+        """Limit the credit for another text, which may differ: a probe comes soon."""
+        if self.limited:
+            self.credit = min(max(self.credit, FRESH), BURST)
+        self._pause = min(self._pause, FIRST_PAUSE)
+
+    def affordable(self, kind: Kind, sequences: int, most: int) -> int:
+        """Most drafts, up to `most`, whose failure the credit covers; 0 before costs are known."""
+        if most == 0 or not self.costs.ready:
+            return 0
+        left = self.credit + 1 - (0.0 if self.in_rounds else self.costs.change)
+        cost = self.costs.cost(kind, sequences)
+        if cost(1) > left:  # often, so that it must be quick
+            return 0
+        return next(k for k in range(most, 0, -1) if cost(k) <= left)
+
+    def plan(
+        self, cost: Cost, rates: Sequence[Sequence[float]], most: int, probe: bool = False
+    ) -> Plan:
+        """Number of drafts, the same for all sequences, with the most tokens for the time.
+
+        Args:
+            cost: of checking them.
+            rates: of each draft to be accepted where all before it were, by sequence.
+            most: drafts, affordable ones.
+            probe: check one draft if it is time to, though none pays by what was learned.
+        """
+        best, expected, accepted = Plan(), float(len(rates)), [1.0] * len(rates)
+        least = MARGIN if not self.limited else STAY if self.in_rounds else 1.0
+        now = self._drafts if self.in_rounds else 0
+        for drafts in range(1, most + 1):
+            accepted = [p * each[drafts - 1] for p, each in zip(accepted, rates, strict=True)]
+            expected += sum(accepted)
+            gain = expected / len(rates) / cost(drafts) * (KEEP if drafts == now else 1.0)
+            if gain > (best.gain if best.drafts else least):
+                best = Plan(drafts, gain)
+        if probe and most and not best.drafts and self.limited and self._waited >= self._pause:
+            return Plan(1)
+        return best
+
+    def send(self, kind: Kind, sequences: int, tokens: int, steady: bool = True) -> Stake:
+        """Take what a round may lose from the credit until it has been read; see `Stake`."""
+        loss = self.costs.in_steps(sequences, self.costs.time(kind, sequences, tokens)) - 1
+        change = None if self.in_rounds else self.costs.change
+        stake = Stake(kind, sequences, tokens, loss, change, steady and self.in_rounds)
+        self.credit, self.in_rounds = self.credit - loss - (change or 0.0), True
+        self._drafts = tokens // sequences - 1
+        if kind == "made":
+            self._waited, self._pause = 0, max(self._pause, 1)
+        return stake
+
+    def read_round(self, stake: Stake, tokens: float, seconds: float | None) -> None:
+        """Give back what a round did not lose, and learn from its time.
+
+        Args:
+            stake: of the round.
+            tokens: that it gave each sequence.
+            seconds: that it took; None if that is not known.
+        """
+        expected, change = 1 + stake.loss, stake.change or 0.0
+        taken = expected + change / 2
+        if seconds is not None:
+            taken = min(self.costs.in_steps(stake.sequences, seconds), OUTLIER * (1 + expected))
+            if stake.steady:
+                self.costs.note(stake.kind, stake.sequences, stake.tokens, seconds)
+        if stake.change is not None:
+            self._excess = taken - expected
+        if stake.kind == "made":
+            longer = min(LONGEST_PAUSE, max(FIRST_PAUSE, 2 * self._pause))
+            self._pause, self._waited = 0 if tokens > 1 else longer, 0
+        self._count(stake.loss + change + tokens - taken, taken)
+
+    def read_plain(self, sequences: int, seconds: float | None) -> None:
+        """Learn from the time of a plain step; behind rounds it is part of the change from them."""
+        taken, excess = 1.0, self._excess
+        self._excess, self._waited = None, self._waited + 1
+        if seconds is not None and excess is not None:
+            taken = min(self.costs.in_steps(sequences, seconds), 2 * OUTLIER)
+            self.costs.note_change(excess + taken - 1)
+        elif seconds is not None:
+            self.costs.note("plain", sequences, sequences, seconds)
+        self._count(1 - taken, taken)
+
+    def _count(self, won: float, taken: float) -> None:
+        """Count a step; the share of its time never lifts the credit above BURST."""
+        if self.limited:
+            credit = min(MOST_CREDIT, self.credit + won)
+            self.credit = max(credit, min(BURST, credit + SHARE * taken))

@@ -1,0 +1,369 @@
+"""The source of drafts: chooses for every step between a plain one and a round.
+
+Drafts come from the host (forced by a constraint, copied, or by a block drafter) or are made on the
+device by the model's head.
+"""
+
+import time
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Numbers
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from lowbit.runtime.engine.constraints import explained
+from lowbit.runtime.engine.draft.block import Blocks
+from lowbit.runtime.engine.draft.mtp import MOST_BEHIND, MtpRound, MtpRounds, behind, new_mtp_rounds
+from lowbit.runtime.engine.draft.ngram import NewDrafter, NgramDrafter
+from lowbit.runtime.engine.draft.policy import BURST, AcceptanceRates, Kind, Plan, Policy, new_costs
+from lowbit.runtime.engine.draft.state import drafts_of
+from lowbit.runtime.engine.draft.verify import (
+    Part,
+    Source,
+    VerifiedRound,
+    Verifier,
+    slots_after,
+)
+from lowbit.runtime.engine.graphs import width_for
+from lowbit.runtime.engine.load_options import MOST_DRAFTS, LoadOptions
+from lowbit.runtime.engine.results import PendingStep
+from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.engine.sequence import Ended, Sequence
+from lowbit.runtime.text.constraint import Constraint
+from lowbit.runtime.thresholds import ROUND_TOKENS
+
+# First guess of how often MTP drafts are accepted behind accepted ones, by place.
+MTP_GUESSES = (0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35)
+BLOCK_GUESSES = (0.75,) * MOST_DRAFTS  # of block drafts
+UNTIMED = 3  # steps behind a chunk of a prompt, or a recorded graph, whose time says nothing
+LONG = 64  # tokens without a mask from which on the MTP head processes the prompt
+
+Proposal = tuple[Numbers[int], Source]
+
+
+@dataclass(slots=True)
+class Drafts:
+    """Drafts for all sequences of an engine; a `DraftSource`.
+
+    Attributes:
+        verifier: checks drafts that the host knows.
+        most: most drafts of a sequence in a step.
+        new_drafter: makes the n-gram drafter of a sequence; None without.
+        mtp: rounds by the MTP head; None without.
+        policy: says how many drafts pay.
+        blocks: block drafter; None without one.
+        suspended: the head or the drafter would not pay by the last plan, or nothing is known yet,
+            so that it reads the ends of prompts alone and does not keep up.
+    """
+
+    verifier: Verifier
+    most: int
+    new_drafter: NewDrafter | None
+    mtp: MtpRounds | None
+    policy: Policy
+    blocks: Blocks | None = None
+    suspended: bool = field(init=False)
+    _rates: AcceptanceRates = field(init=False)  # of the last sequence with checked drafts
+    _ended_at: float | None = None  # when the last step ended; None if nobody saw it
+    _untimed: int = 0  # steps to come whose time says nothing
+    _graphs: int = 0  # recorded so far
+
+    def __post_init__(self) -> None:
+        """Begin with the guesses."""
+        self.suspended = self.policy.limited  # until something shows that drafts pay
+        guesses = MTP_GUESSES if self.blocks is None else BLOCK_GUESSES[: self.blocks.most]
+        self._rates = AcceptanceRates(guesses[: self.most])
+
+    def begin(self, sequence: Sequence) -> None:
+        """Take up a sequence whose first token is being chosen."""
+        self.policy.begin_request()
+        state = drafts_of(sequence)
+        if self.new_drafter is not None:
+            state.drafter = self.new_drafter(sequence.request.prompt)
+        if (self.mtp is not None or self.blocks is not None) and _predictable(sequence):
+            state.rates = self._rates.inherit()
+
+    def read_prompt(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
+        """Let the MTP head process a part of a prompt; its end alone while drafts are suspended.
+
+        Drafts behind a prompt of which the head knows the end alone are accepted nearly as often.
+        """
+        self._untimed = UNTIMED
+        if self.mtp is not None and _predictable(sequence):
+            cache = self.mtp.cache
+            (cache.skip_prompt if self.suspended else cache.read_prompt)(sequence, first, hidden)
+
+    def choose(
+        self, sequences: list[Sequence], sent: Collection[PendingStep]
+    ) -> VerifiedRound | MtpRound | Literal["plain", "read"]:
+        """Choose the next step; see `DraftSource.choose`."""
+        if not self.verifier.runner.on_gpu:
+            self._ended_at = time.perf_counter()
+        plan = self._plan(sequences)
+        if plan is not None:
+            self.suspended = self.policy.limited and plan.drafts == 0
+        made = 0 if plan is None else plan.drafts
+        copies = self._proposals(sequences, 1.0 if plan is None else plan.gain)
+        if self.mtp is not None and made:
+            if 2 * sum(bool(ids) for ids, _ in copies) <= len(sequences):
+                return self._made_round(self.mtp, sequences, made, copies, bool(sent))
+            copies = self._proposals(sequences, 1.0)
+        promising = (self.blocks is not None and made) or any(ids for ids, _ in copies)
+        if sent and (promising or any(isinstance(each, MtpRound) for each in sent)):
+            return "read"
+        _skip_copies(sequences, copies)
+        if not self.suspended:
+            self._keep_up(sequences)
+        parts = [] if sent else self._parts(sequences, copies, made)
+        if not any(part.drafts for part in parts):
+            self.policy.in_rounds = False
+            return "plain"
+        kind: Kind = "made" if any(part.source == "block" for part in parts) else "given"
+        tokens = sum(len(part.ids) for part in parts)
+        stake = self.policy.send(kind, len(parts), tokens)
+        return VerifiedRound(self.verifier, parts, stake)
+
+    def _made_round(
+        self,
+        mtp: MtpRounds,
+        sequences: list[Sequence],
+        drafts: int,
+        copies: Numbers[Proposal],
+        waiting: bool,
+    ) -> MtpRound | Literal["read"]:
+        """A round by the head; "read" if steps are under way that it does not follow."""
+        follows = mtp.follows(sequences, drafts)
+        if waiting and not follows:
+            return "read"
+        _skip_copies(sequences, copies)
+        if not self.policy.in_rounds and self.policy.limited:
+            mtp.cache.skip(sequences)
+        steady = follows or not mtp.runner.on_gpu
+        stake = self.policy.send("made", len(sequences), len(sequences) * (1 + drafts), steady)
+        return MtpRound(mtp, sequences, drafts, not follows, stake)
+
+    def commit(self, step: PendingStep) -> Ended:
+        """Wait for a step, append its tokens and learn from it; the sequences that end with it."""
+        sequences, waited = step.sequences, not step.finished
+        before = [len(each.output) for each in sequences]
+        ended = step.commit()
+        seconds = self._time(waited)
+        if isinstance(step, MtpRound | VerifiedRound):
+            if step.stake.kind == "made":
+                self._rates = drafts_of(sequences[0]).rates or self._rates
+            tokens = sum(len(each.output) for each in sequences) - sum(before)
+            self.policy.read_round(step.stake, tokens / len(sequences), seconds)
+        elif all(before):  # else its tokens follow prompts
+            self.policy.read_plain(len(sequences), seconds)
+        return ended
+
+    def _time(self, waited: bool) -> float | None:
+        """Seconds from the end of the step before to that of the step just read.
+
+        None if the host has not waited for both, or if anything but them took time.
+        """
+        now = time.perf_counter() if waited else None
+        before, self._ended_at = self._ended_at, now
+        graphs = len(self.verifier.runner.graphs) + len(self.verifier.graphs)
+        if graphs != self._graphs:  # recording takes long
+            self._graphs, self._untimed = graphs, UNTIMED
+        if self._untimed:
+            self._untimed -= 1
+            return None
+        return None if now is None or before is None else now - before
+
+    def compute_forced_tokens(self, sequences: Iterable[Sequence]) -> Ended:
+        """Copy the constraints of sequences, and ask the copies for forced tokens.
+
+        Args:
+            sequences: whose constraints have accepted all tokens on the host.
+
+        Returns:
+            Sequences whose constraint failed.
+        """
+        failed: Ended = []
+        for each in sequences:
+            state, constraint = drafts_of(each), each.request.constraint
+            state.ahead, state.forced = None, ()
+            if constraint is None or each.ended or not each.limited:
+                continue
+            try:
+                state.ahead = None if constraint.done else constraint.copy()
+            except Exception as error:  # constraints may be foreign objects
+                failed.append((each, explained(error)))
+            if state.ahead is not None:
+                state.forced = _forced(state.ahead, self.most + 1)
+        return failed
+
+    def _plan(self, sequences: Numbers[Sequence]) -> Plan | None:
+        """Number of drafts that the MTP head or block drafter should make; None if it cannot."""
+        states = [drafts_of(each).rates for each in sequences]
+        rates = [each.rates for each in states if each is not None]
+        most = self._most(sequences)
+        if self.mtp is not None and len(rates) == len(sequences):
+            most = min(_most_free_drafts(each, most) for each in sequences)
+            spare = self.verifier.runner.spare
+            if spare is not None:
+                most = min(most, len(spare) // len(sequences))
+        elif self.blocks is not None and rates:
+            most = max(_most_free_drafts(each, most) for each in sequences)
+        else:
+            return None
+        most = min(most, *map(len, rates))
+        if most == 0 or not self.policy.costs.ready:
+            return None
+        most = self.policy.affordable("made", len(sequences), most)
+        cost = self.policy.costs.cost("made", len(sequences))
+        return self.policy.plan(cost, rates, most, probe=True)
+
+    def _proposals(self, sequences: Numbers[Sequence], least_gain: float) -> list[Proposal]:
+        """Drafts of each sequence: tokens that its constraint forces, else n-gram drafts.
+
+        least_gain: of the alternative (see `Plan`); copies below it are left out.
+        """
+        most = self._most(sequences)
+        copies = self.policy.affordable("given", len(sequences), most)
+        cost = self.policy.costs.cost("given", len(sequences))
+        found = []
+        for each in sequences:
+            ids, source, rate = _propose(each, most, copies)
+            if source == "copied" and ids:
+                plan = self.policy.plan(cost, [[rate] * len(ids)], len(ids))
+                ids = ids[: plan.drafts] if plan.gain > least_gain else ()
+            found.append((ids, source))
+        return found
+
+    def _parts(
+        self, sequences: list[Sequence], copies: Numbers[Proposal], blocked: int
+    ) -> list[Part]:
+        """Parts of a round; sequences without drafts get up to `blocked` of a block."""
+        found = [
+            (_allowed(each, ids), source)
+            for each, (ids, source) in zip(sequences, copies, strict=True)
+        ]
+        if self.blocks is not None:
+            empty = [
+                place
+                for place, each in enumerate(sequences)
+                if not found[place][0]
+                and drafts_of(each).rates is not None
+                and _most_free_drafts(each, blocked) > 0
+            ]
+            asked = [sequences[place] for place in empty]
+            made = self.blocks.draft(self.verifier.runner.decoder, asked, blocked) if asked else []
+            for place, each, ids in zip(empty, asked, made, strict=True):
+                found[place] = ids[: _most_free_drafts(each, blocked)], "block"
+        counts = [len(ids) for ids, _ in found]
+        slots = slots_after(self.verifier.runner.spare, sequences, counts)
+        return [
+            Part(each, tuple(ids[: len(writes) - 1]), writes, source if writes[1:] else "none")
+            for each, (ids, source), writes in zip(sequences, found, slots, strict=True)
+        ]
+
+    def _most(self, sequences: Numbers[Sequence]) -> int:
+        """Most drafts of a sequence, so that a step of all has at most ROUND_TOKENS tokens."""
+        return min(self.most, ROUND_TOKENS // max(1, len(sequences)) - 1)
+
+    def _keep_up(self, sequences: Numbers[Sequence]) -> None:
+        """Let the MTP head catch up before its trail is overwritten."""
+        if self.mtp is not None:
+            for each in sequences:
+                if drafts_of(each).rates is not None and behind(each) >= MOST_BEHIND:
+                    self.mtp.cache.catch_up(each, most=MOST_BEHIND // 2)
+
+
+def _predictable(sequence: Sequence) -> bool:
+    """True if the MTP head or a block drafter may draft: no masks are needed soon."""
+    return sequence.request.constraint is None or sequence.unbound >= LONG
+
+
+def _most_drafts(sequence: Sequence, most: int) -> int:
+    """Drafts that the request has tokens left for, up to `most`."""
+    left = sequence.count - len(sequence.output) - drafts_of(sequence).due - 1
+    return max(0, min(most, left))
+
+
+def _most_free_drafts(sequence: Sequence, most: int) -> int:
+    """Most drafts such that neither they nor the token behind them may need a mask."""
+    if sequence.limited:
+        sent = drafts_of(sequence).due or sequence.under_way
+        free = 0 if sequence.masked else sequence.unbound - sent
+        most = min(most, free - 1)
+    return _most_drafts(sequence, most)
+
+
+def _propose(sequence: Sequence, most: int, copies: int) -> tuple[Numbers[int], Source, float]:
+    """Forced or copied drafts of one sequence, and how often such a draft is accepted.
+
+    Args:
+        sequence: without steps under way, or with those that drafts would wait for.
+        most: drafts that the step has room for; forced ones are always right.
+        copies: that may be wrong.
+    """
+    most, state = _most_drafts(sequence, most), drafts_of(sequence)
+    if most == 0 or (sequence.limited and state.ahead is None):
+        return (), "none", 0.0
+    if sequence.limited and (forced := state.forced[sequence.under_way :]):
+        return forced[:most], "forced", 1.0
+    if state.drafter is None or copies == 0:
+        return (), "none", 0.0
+    for token in sequence.output[state.told :]:
+        state.drafter.append(token)
+    state.told = len(sequence.output)
+    ids, rate = state.drafter.propose(min(copies, most))
+    return ids, "copied", rate
+
+
+def _skip_copies(sequences: Numbers[Sequence], copies: Numbers[Proposal]) -> None:
+    """Tell n-gram drafters that found nothing that a step passes without their drafts."""
+    for each, (ids, source) in zip(sequences, copies, strict=True):
+        drafter = drafts_of(each).drafter
+        if source == "copied" and not ids and drafter is not None:
+            drafter.skip()
+
+
+def _allowed(sequence: Sequence, drafts: Numbers[int]) -> Numbers[int]:
+    """Drafts before the first one that the constraint of a sequence refuses."""
+    state = drafts_of(sequence)
+    if not drafts or not sequence.limited or state.forced:
+        return drafts
+    ahead = state.ahead
+    try:
+        probe = None if ahead is None else ahead.copy()
+    except Exception:  # foreign; a copy, so no request fails
+        return ()
+    if probe is None:
+        return ()
+    for count, draft in enumerate(drafts):
+        try:
+            probe.accept(draft)
+        except Exception:  # foreign; a copy, so no request fails
+            return drafts[:count]
+    return drafts
+
+
+def _forced(ahead: Constraint, most: int) -> tuple[int, ...]:
+    """Tokens that a copy of a constraint forces next; none if it fails."""
+    try:
+        return tuple(ahead.forced(most))
+    except Exception:  # foreign; a copy, so no request fails
+        return ()
+
+
+def new_drafts(runner: Runner, options: LoadOptions, drafts: int, device: str) -> Drafts | None:
+    """Drafts of up to `drafts` tokens a step; None without speculation."""
+    mode, drafter = options.speculate, runner.blocks
+    if mode == "off":
+        return None
+    verifier = Verifier(runner)
+    width = width_for if runner.on_gpu else None
+    costs = new_costs(device, mode == "auto", width, drafter is not None)
+    return Drafts(
+        verifier=verifier,
+        most=drafts,
+        new_drafter=NgramDrafter if mode in ("ngram", "auto") else None,
+        mtp=new_mtp_rounds(verifier),
+        policy=Policy(costs, BURST) if mode == "auto" else Policy(costs),
+        blocks=drafter if isinstance(drafter, Blocks) else None,
+    )

@@ -1,0 +1,71 @@
+"""What the engine asks of a source of drafts; `load` gives it one, and it imports none."""
+
+from collections.abc import Collection
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from lowbit.runtime.engine.results import PendingStep
+from lowbit.runtime.engine.sequence import Ended, Sequence
+from lowbit.runtime.models.layer_parts import HiddenTaps
+from lowbit.runtime.state.pages import KVPages
+from lowbit.runtime.state.step import Step
+
+
+class Round(PendingStep, Protocol):
+    """A step that checks drafts."""
+
+    @property
+    def ahead(self) -> bool:
+        """True if another step may be sent before it is read."""
+
+    def run(self) -> None:
+        """Send it."""
+
+
+class DraftSource(Protocol):
+    """Chooses for every step between a plain one and a round, and learns from all of them."""
+
+    @property
+    def most(self) -> int:
+        """Most drafts of a sequence in a step."""
+
+    def read_prompt(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
+        """Take hidden states [M, h] of a part of a prompt, from position `first` on."""
+
+    def begin(self, sequence: Sequence) -> None:
+        """Take up a sequence whose first token is being chosen."""
+
+    def compute_forced_tokens(self, sequences: Collection[Sequence]) -> Ended:
+        """Ask constraints that have accepted all tokens for those they force; returns failures."""
+
+    def choose(
+        self, sequences: list[Sequence], sent: Collection[PendingStep]
+    ) -> Round | Literal["plain", "read"]:
+        """Choose the next step.
+
+        Args:
+            sequences: all that are being decoded.
+            sent: steps under way.
+
+        Returns:
+            A round to run; "plain" for a step without drafts; "read" to ask again once all steps
+            under way have been read.
+        """
+
+    def commit(self, step: PendingStep) -> Ended:
+        """Wait for a step, append its tokens and learn from it; the sequences that end with it."""
+
+
+class ContextReader(Protocol):
+    """A drafter beside the model that reads the hidden states of every step."""
+
+    @property
+    def pages(self) -> KVPages:
+        """Its keys and values, numbered as the model's."""
+
+    def hidden_taps(self, tokens: int) -> HiddenTaps:
+        """Tensor for the hidden states that it reads of a step of so many tokens."""
+
+    def read(self, hidden_taps: HiddenTaps, step: Step) -> None:
+        """Write keys and values of a step's positions from their hidden states."""

@@ -1,1 +1,0 @@
-"""Speculation: drafts of the next tokens, and the steps that check them."""
