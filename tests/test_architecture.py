@@ -106,6 +106,44 @@ def test_packages_import_those_below_them(room: str) -> None:
         assert {name for name in used if order.index(name) > order.index(own)} == set(), path
 
 
+def imports_at_work(node: ast.AST) -> set[str]:
+    """Dotted names of everything that is imported, but for types alone."""
+    found: set[str] = set()
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in names_in(child.test):
+            continue
+        if isinstance(child, ast.ImportFrom):
+            found.update(f"{child.module}.{alias.name}" for alias in child.names)
+        found |= imports_at_work(child)
+    return found
+
+
+def test_modules_of_the_engine_import_in_no_circle_but_of_types() -> None:
+    files = {
+        ".".join(("lowbit", *path.relative_to(ROOT).with_suffix("").parts)): path
+        for path in sources("runtime/engine")
+    }
+    left = {
+        module: {name.rpartition(".")[0] for name in imports_at_work(ast.parse(path.read_text()))}
+        & files.keys()
+        for module, path in files.items()
+    }
+    while leaves := [module for module, used in left.items() if not used & left.keys()]:
+        for module in leaves:
+            del left[module]
+    assert not left
+
+
+def test_load_alone_knows_where_drafts_come_from() -> None:
+    """The engine asks a `DraftSource`; what it is, is chosen where a model is loaded."""
+    found = {
+        str(path.relative_to(ROOT))
+        for path in sources("runtime")
+        if path.parent.name != "draft" and any(".engine.draft." in name for name in imports(path))
+    }
+    assert found == {"runtime/engine/load.py"}
+
+
 def test_state_alone_knows_how_pages_hold_numbers() -> None:
     """All others take the views and sizes that `KVPages` gives."""
     found = [
