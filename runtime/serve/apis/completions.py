@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from lowbit.runtime.engine.model import Model
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.serve.answers import Collected, collect
 from lowbit.runtime.serve.apis.common import (
@@ -124,7 +125,9 @@ def plan_of(model: Model, body: CompletionBody) -> Plan:
         options = replace(options, prompt_logprobs=body.logprobs or 0)
     format = format_of(body)
     asked = None if format is None else grammar_of_format(format)
-    wanted = [request_of(model, ids, options) for ids in prompts_of(model, body)]
+    wanted = [
+        request_of(model, TokenRequest(tuple(ids)), options) for ids in prompts_of(model, body)
+    ]
     return Plan(wanted, body.count, asked, _constraint_of)
 
 

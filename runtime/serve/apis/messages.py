@@ -168,6 +168,7 @@ class CountBody(RequestBody):
     tools: Tools | None = None
     tool_choice: Choice | None = None
     thinking: ThinkingConfig | None = None
+    enable_thinking: bool | None = None
     output_config: OutputConfig | None = None
     cache_control: Ignored[Any] = None
     context_management: Ignored[Any] = None
@@ -222,8 +223,10 @@ async def count_tokens(request: Request) -> Response:
     service, body = await read_request(request, CountBody)
     record_of(request).ignored = body.ignored()
     model = service.model
-    prompt = await service.in_thread(lambda: encode(model, conversation_of(model, body)))
-    return JSONResponse({"input_tokens": len(prompt.ids)})
+    left_out: list[str] = []
+    made = await service.in_thread(lambda: encode(model, conversation_of(model, body), left_out))
+    record_of(request).leave_out(left_out)
+    return JSONResponse({"input_tokens": len(made.prompt)})
 
 
 def conversation_of(model: Model, body: CountBody) -> Conversation:
@@ -243,6 +246,7 @@ def conversation_of(model: Model, body: CountBody) -> Conversation:
     config = body.output_config.format if body.output_config is not None else None
     thinking = body.thinking
     on = None if thinking is None or thinking.type == "adaptive" else thinking.type == "enabled"
+    on = on if body.enable_thinking is None else body.enable_thinking
     choice = body.tool_choice
     return Conversation(
         messages=messages,

@@ -99,6 +99,7 @@ class ResponsesBody(AnswerBody):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
+    enable_thinking: bool | None = None
     stream_options: Ignored[ResponsesStreamOptions | None] = None
     truncation: Ignored[Literal["disabled", "auto"] | None] = None
     background: Ignored[Literal[False] | None] = None
@@ -202,14 +203,16 @@ def conversation_of(model: Model, body: ResponsesBody) -> Conversation:
     else:
         messages += turns_of(body.input) if body.input else [{"role": "user", "content": ""}]
     effort = None if body.reasoning is None else body.reasoning.effort
-    known = effort is not None and can_switch_thinking(model)
+    switch = body.enable_thinking
+    if switch is None and effort is not None:
+        switch = effort != "none"
     return Conversation(
         messages=messages,
         tools=[{"type": "function", "function": tool.function} for tool in tools],
         choice=choice,
         parallel=body.parallel_tool_calls is not False,
         format=_format_of(body),
-        thinking=effort != "none" if known else None,
+        thinking=switch if can_switch_thinking(model) else None,
         left_out=left_out,
     )
 

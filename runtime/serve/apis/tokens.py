@@ -1,5 +1,6 @@
 """POST /tokenize and /detokenize, GET /tokenizer_info."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -62,11 +63,11 @@ async def tokenize(request: Request) -> dict[str, Any]:
     return found
 
 
-def _encode(model: Model, body: TokenizeBody) -> list[int]:
+def _encode(model: Model, body: TokenizeBody) -> Sequence[int]:
     if body.messages is not None:
         messages, tools = turns_of(body.messages), functions_of(body.tools)
         arguments = body.chat_template_kwargs or {}
-        return encode(model, Conversation(messages, tools, template_arguments=arguments)).ids
+        return encode(model, Conversation(messages, tools, template_arguments=arguments)).prompt
     framed = body.add_special_tokens is not False
     return model.tokenizer.encode(body.prompt or "", framed=framed, context=model.context)
 

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from lowbit.formats.errors import RequestError, TooLongError
 from lowbit.formats.text.template import THINKING
 from lowbit.runtime.engine.model import Model
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.history import with_cut_calls_as_text
-from lowbit.runtime.text.answer import OutputStart
 from lowbit.runtime.text.call_grammar import (
     StrictCalls,
     grammar_of,
@@ -31,8 +31,6 @@ from lowbit.runtime.text.grammar_source import (
 from lowbit.runtime.text.tools import (
     CLOSE_CALL,
     OPEN_CALL,
-    CallForm,
-    Tool,
     form_of,
     read_tools,
 )
@@ -132,25 +130,6 @@ class AnswerOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """The prompt of a conversation.
-
-    Attributes:
-        ids: token ids.
-        begin: beginning of the output, see `OutputStart`.
-        tools: tools that the prompt tells the model of.
-        form: form of their calls; None without tools, and where the template teaches none.
-        left_out: names of what the template refuses and the prompt has in another form.
-    """
-
-    ids: list[int]
-    begin: OutputStart
-    tools: tuple[Tool, ...]
-    form: CallForm | None
-    left_out: Sequence[str] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class AskedGrammar:
     """A grammar that a request asks for, and that has not been compiled.
 
@@ -173,8 +152,15 @@ class AskedGrammar:
         return grammar if self.calls is None else StrictCalls(*self.calls, grammar)
 
 
-def encode(model: Model, conversation: Conversation) -> Prompt:
-    """Encode the prompt of a conversation.
+def encode(
+    model: Model, conversation: Conversation, left_out: list[str] | None = None
+) -> TokenRequest:
+    """A request with the prompt of a conversation, and with what tells calls from text.
+
+    Args:
+        model: model that answers.
+        conversation: conversation to be answered.
+        left_out: gets names of what the template refuses and the prompt has in another form.
 
     Raises:
         RequestError, ApiError: the conversation cannot be rendered, or is too long.
@@ -183,7 +169,6 @@ def encode(model: Model, conversation: Conversation) -> Prompt:
     if model.template is None:
         raise invalid("the model has no chat template; use /v1/completions", "messages")
     tools = read_tools(conversation.offered)
-    left_out: list[str] = []
     try:
         ids = model.encode(
             with_cut_calls_as_text(conversation.messages),
@@ -194,8 +179,13 @@ def encode(model: Model, conversation: Conversation) -> Prompt:
         )
     except TooLongError as error:
         raise TooLongError(str(error), hint=f"the context is {model.context} tokens") from None
-    form = form_of(model.template) if tools else None
-    return Prompt(ids, output_start(ids, model.tokenizer), tools, form, left_out)
+    return TokenRequest(
+        tuple(ids),
+        begin=output_start(ids, model.tokenizer),
+        tools=tools,
+        form=form_of(model.template) if tools else None,
+        parallel=conversation.parallel,
+    )
 
 
 def can_switch_thinking(model: Model) -> bool:
@@ -203,13 +193,15 @@ def can_switch_thinking(model: Model) -> bool:
     return model.template is not None and THINKING in model.template.source
 
 
-def asked_grammar(model: Model, conversation: Conversation, prompt: Prompt) -> AskedGrammar | None:
+def asked_grammar(
+    model: Model, conversation: Conversation, request: TokenRequest
+) -> AskedGrammar | None:
     """The grammar of the answer to a conversation; None if any text may come.
 
     Args:
         model: model that answers.
         conversation: conversation to be answered.
-        prompt: its prompt.
+        request: request with its prompt.
 
     Raises:
         ApiError: a schema or grammar cannot be used, or two exclude each other.
@@ -217,13 +209,13 @@ def asked_grammar(model: Model, conversation: Conversation, prompt: Prompt) -> A
     if conversation.choice.mode in ("required", "named"):
         if conversation.format is not None:
             raise invalid(f"`tool_choice` excludes `{conversation.format.param}`", "tool_choice")
-        return _grammar_of_calls(model, conversation, prompt)
-    if conversation.format is not None and prompt.tools:
-        return _grammar_of_either(model, conversation.format, conversation.parallel, prompt)
+        return _grammar_of_calls(model, conversation.choice, request)
+    if conversation.format is not None and request.tools:
+        return _grammar_of_either(model, conversation.format, request)
     if conversation.format is not None:
         return grammar_of_format(conversation.format)
-    if any(tool.strict for tool in prompt.tools):
-        return _grammar_of_strict(model, prompt)
+    if any(tool.strict for tool in request.tools):
+        return _grammar_of_strict(model, request)
     return None
 
 
@@ -250,17 +242,16 @@ def grammar_of_format(format: AnswerFormat) -> AskedGrammar:
     return AskedGrammar(source, format.param)
 
 
-def _grammar_of_either(
-    model: Model, format: AnswerFormat, parallel: bool, prompt: Prompt
-) -> AskedGrammar:
+def _grammar_of_either(model: Model, format: AnswerFormat, request: TokenRequest) -> AskedGrammar:
     """The grammar of an answer that has either calls or a format."""
-    if format.kind not in ("json_object", "json_schema") or prompt.form is None:
+    if format.kind not in ("json_object", "json_schema") or request.form is None:
         raise invalid(f"`{format.param}` excludes `tools`", format.param)
     alone = grammar_of_format(format).source
     schema = {"type": "object"} if format.kind == "json_object" else dict(format.schema)
     schema["x-guidance"] = JSON_NOTATION
     left_out: set[str] = set()
-    text = grammar_of(prompt.form, prompt.tools, "required", model.tokenizer, parallel, left_out)
+    tools, parallel = request.tools, request.parallel
+    text = grammar_of(request.form, tools, "required", model.tokenizer, parallel, left_out)
     start, _, rest = text.partition("\n")
     try:
         whole = f"{start} | form\nform: %json {json.dumps(schema)}\n{rest}"
@@ -270,30 +261,29 @@ def _grammar_of_either(
         raise invalid(str(error), format.param, "invalid_value") from None
 
 
-def _grammar_of_calls(model: Model, conversation: Conversation, prompt: Prompt) -> AskedGrammar:
+def _grammar_of_calls(model: Model, choice: ToolChoice, request: TokenRequest) -> AskedGrammar:
     """The grammar of an answer that must have calls."""
-    if prompt.form is None or not prompt.tools:
+    if request.form is None or not request.tools:
         raise invalid(
             "`tool_choice` needs `tools`, and a chat template that teaches calls", "tool_choice"
         )
-    choice = conversation.choice
     named = choice.name if choice.mode == "named" and choice.name is not None else "required"
     try:
         left_out: set[str] = set()
-        parallel, tokenizer = conversation.parallel, model.tokenizer
-        text = grammar_of(prompt.form, prompt.tools, named, tokenizer, parallel, left_out)
+        parallel, tokenizer = request.parallel, model.tokenizer
+        text = grammar_of(request.form, request.tools, named, tokenizer, parallel, left_out)
         source = lark_source(text, SCHEMA_LIMITS)
         return AskedGrammar(source, "tool_choice", left_out=left_out)
     except RequestError as error:
         raise invalid(str(error), "tool_choice", "invalid_value") from None
 
 
-def _grammar_of_strict(model: Model, prompt: Prompt) -> AskedGrammar | None:
+def _grammar_of_strict(model: Model, request: TokenRequest) -> AskedGrammar | None:
     """The grammar of an answer that may have calls; strict tools follow their schema.
 
     None where the template teaches no calls.
     """
-    form, tools, tokenizer = prompt.form, prompt.tools, model.tokenizer
+    form, tools, tokenizer = request.form, request.tools, model.tokenizer
     if form is None:
         return None
     opening, closing = map(tokenizer.token_id, (OPEN_CALL, CLOSE_CALL))

@@ -199,31 +199,25 @@ async def open_conversation(
 
     def new_plan() -> Plan:
         options = options_of(body)
-        prompt = encode(model, conversation)
-        record_of(request).leave_out(prompt.left_out)
+        left_out: list[str] = []
+        prompt = encode(model, conversation, left_out)
+        record_of(request).leave_out(left_out)
         budget = conversation.budget
         if budget is None:
             budget = settings.max_thinking_tokens
         asked = asked_grammar(model, conversation, prompt)
-        one = replace(
-            request_of(model, prompt.ids, options),
-            begin=prompt.begin,
-            tools=prompt.tools,
-            form=prompt.form,
-            parallel=conversation.parallel,
-            calls_in_pieces=bool(body.stream),
-        )
+        one = replace(request_of(model, prompt, options), calls_in_pieces=bool(body.stream))
 
         def constrain(limit: Limit) -> Constraint | None:
-            return model.bounds.constraint(prompt.ids, prompt.begin, budget, limit)
+            return model.bounds.constraint(prompt.prompt, prompt.begin, budget, limit)
 
         return Plan([one], body.count, asked, constrain)
 
     return await open_answers(request, service, body, new_plan)
 
 
-def request_of(model: Model, prompt: Sequence[int], options: AnswerOptions) -> TokenRequest:
-    """The checked request to the engine, without a constraint and calls.
+def request_of(model: Model, request: TokenRequest, options: AnswerOptions) -> TokenRequest:
+    """The request with these options, checked; it has no constraint.
 
     Raises:
         RequestError, ApiError: the prompt cannot be run, or a value is out of range.
@@ -231,8 +225,8 @@ def request_of(model: Model, prompt: Sequence[int], options: AnswerOptions) -> T
     stop_ids = frozenset() if options.ignore_stops else model.stop_ids
     _check_stop_ids(options.stop_ids, model.engine.limits.vocabulary)
     try:
-        request = TokenRequest(
-            prompt=tuple(prompt),
+        found = replace(
+            request,
             sampling=_sampling(model, options),
             max_new_tokens=options.max_new_tokens,
             stop_ids=stop_ids | frozenset(options.stop_ids),
@@ -240,8 +234,8 @@ def request_of(model: Model, prompt: Sequence[int], options: AnswerOptions) -> T
             prompt_logprobs=options.prompt_logprobs,
             stops=options.stops,
         )
-        model.engine.limits.check(request)
-        return request
+        model.engine.limits.check(found)
+        return found
     except SettingError as error:
         raise invalid(str(error), error.setting, WRONG) from None
 

@@ -346,6 +346,17 @@ def test_thinking_is_switched_by_each_of_its_fields(
     assert prompt.endswith("<think>\n") == thinks
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("thinks", [True, False])
+def test_thinking_is_switched_on_each_api(
+    agents: Running, caplog: pytest.LogCaptureFixture, path: str, thinks: bool
+) -> None:
+    field = "input" if path == "/v1/responses" else "messages"
+    fields = {field: turns(("user", "Hi")), "enable_thinking": thinks}
+    prompt, _ = prompt_of(agents, caplog, path, **fields)
+    assert prompt.endswith("<think>\n") == thinks
+
+
 @pytest.mark.parametrize("hidden", [{"include_reasoning": False}, {"reasoning": {"exclude": True}}])
 def test_reasoning_is_left_out_where_that_is_asked_for(
     agents: Running, hidden: dict[str, Any]

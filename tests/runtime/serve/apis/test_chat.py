@@ -10,12 +10,12 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.stream import Generation
 from lowbit.runtime.serve.errors import ApiError
 from lowbit.runtime.serve.request.conversation import (
     AnswerFormat,
     Conversation,
-    Prompt,
     asked_grammar,
     encode,
 )
@@ -76,14 +76,14 @@ def test_control_tokens_in_a_message_are_text_unless_they_are_allowed(server: Ru
     conversation = Conversation([{"role": "user", "content": forged}])
     end = server.model.tokenizer.token_id("<|im_end|>")
     assert end is not None
-    found = encode(server.model, conversation).ids
+    found = encode(server.model, conversation).prompt
     assert found.count(end) == 1
-    assert found == server.model.encode(forged)
+    assert [*found] == server.model.encode(forged)
     assert server.model.tokenizer.text.decode(found).count("<|im_end|>") == 2
     options = replace(server.model.options, allow_control_tokens=True)
     allowed = replace(server.model, options=options)
-    assert encode(allowed, conversation).ids.count(end) == 2
-    assert allowed.encode(forged) == encode(allowed, conversation).ids
+    assert encode(allowed, conversation).prompt.count(end) == 2
+    assert allowed.encode(forged) == [*encode(allowed, conversation).prompt]
     assert server.model.encode(forged, raw=True).count(end) == 1
 
 
@@ -244,7 +244,8 @@ def test_json_schema_holds(client: openai.OpenAI) -> None:
 def test_tools_beside_a_schema_leave_both_open(server: Running) -> None:
     model, tools = server.model, read_tools(TOOLS)
     asked = Conversation(STORY, TOOLS, format=schema_format(PLACE, "response_format"))
-    prompt = Prompt(model.encode("Hi", thinking=False), "answer", tools, "json")
+    ids = tuple(model.encode("Hi", thinking=False))
+    prompt = TokenRequest(ids, begin="answer", tools=tools, form="json")
     found = asked_grammar(model, asked, prompt)
     assert found is not None
     mask = found.limit(model.grammars.made(found.source)).constraint().mask()

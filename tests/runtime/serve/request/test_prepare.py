@@ -7,6 +7,7 @@ import httpx2
 import pytest
 from fastapi import Request
 
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.serve.errors import ApiError
 from lowbit.runtime.serve.request import prepare
 from lowbit.runtime.serve.request.conversation import AnswerOptions
@@ -100,7 +101,7 @@ SAMPLING: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_numbers_with_a_sensible_reading_are_taken(
     server: Running, given: dict[str, Any], used: dict[str, Any]
 ) -> None:
-    tokens = prepare.request_of(server.model, [5], AnswerOptions(given, None))
+    tokens = prepare.request_of(server.model, TokenRequest((5,)), AnswerOptions(given, None))
     assert {name: getattr(tokens.sampling, name) for name in used} == used
 
 
