@@ -13,7 +13,8 @@ from lowbit.formats.errors import LowbitError, RequestError, ResourceError
 from lowbit.formats.sampling_ranges import SETTINGS
 from lowbit.runtime.conversation.chat_model import ChatPrompt
 from lowbit.runtime.conversation.settings import AnswerSettings
-from lowbit.runtime.engine.stream import FinishReason, Generation, Timings
+from lowbit.runtime.engine.delta import FinishReason
+from lowbit.runtime.engine.stream import Generation, Timings
 from lowbit.runtime.state.sampler import SamplingParams
 from lowbit.runtime.text.answer import Piece
 from lowbit.runtime.text.chat import Message

@@ -3,10 +3,11 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from lowbit.formats.errors import LowbitError, RequestError
+from lowbit.runtime.engine.delta import AnswerToken, Delta, End, FinishReason
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.sequence import Finish, TokenLogProbabilities
 from lowbit.runtime.engine.sequence import Sequence as TokenSequence
@@ -16,8 +17,6 @@ from lowbit.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.engine import Engine
-
-FinishReason = Literal["stop", "length"]
 
 
 class Handle(Iterator[int], AsyncIterator[int]):
@@ -202,6 +201,7 @@ class Answer:
         request: request that is answered.
         tokenizer: tokenizer of the model.
         handle: source of the tokens.
+        index: number of the answer among those of its request.
         count: tokens so far.
         in_reasoning: the next token belongs to the reasoning.
         reasoning_tokens: tokens of the reasoning so far.
@@ -215,6 +215,7 @@ class Answer:
     request: TokenRequest
     tokenizer: Tokenizer
     handle: Handle
+    index: int = 0
     count: int = 0
     in_reasoning: bool = field(init=False)
     reasoning_tokens: int = 0
@@ -222,6 +223,9 @@ class Answer:
     started_at: float = field(init=False)
     first_at: float = field(init=False)
     last_at: float = field(init=False)
+    _told: bool = False  # there has been a delta
+    _first_tokens: int = 0  # of the first step
+    _first_step_at: float = 0.0
     _close: int | None = field(init=False)  # id of the tag that ends the reasoning
     _splitter: AnswerSplitter = field(init=False)
 
@@ -247,11 +251,6 @@ class Answer:
         """The stop string that ended the answer, if one did."""
         return self._splitter.stop if self.finish_reason == "stop" else None
 
-    @property
-    def calls(self) -> int:
-        """Complete calls so far."""
-        return self._splitter.calls
-
     def push(self, id: int) -> list[Event]:
         """Read a token; returns the text and the calls that are certain with it."""
         self.last_at = time.perf_counter()
@@ -266,6 +265,52 @@ class Answer:
             self.handle.cancel()
             events += self._finish("stop")
         return events
+
+    def poll(self) -> Delta | None:
+        """What the answer has gained since the last call, without waiting; None if nothing."""
+        handle, first = self.handle, self.count == 0
+        prompt = () if self._told else handle.prompt_log_probabilities
+        delta = Delta(self.index, cached_tokens=handle.reused, prompt=prompt)
+        try:
+            for id in handle.poll():
+                self._read(id, delta)
+                if self.finish_reason is not None:
+                    break
+        except LowbitError as error:
+            return replace(delta, error=error)
+        if first:
+            self._first_tokens, self._first_step_at = self.count, self.last_at
+        if handle.ended:
+            delta.events.extend(self.end())
+        if self.finish_reason is not None:
+            return replace(delta, end=self._end(self.finish_reason))
+        if not delta.events and not delta.tokens:
+            return None
+        self._told = True
+        return delta
+
+    def _read(self, id: int, delta: Delta) -> None:
+        """Read a token; what is certain with it is appended to the delta."""
+        in_reasoning = self.in_reasoning
+        delta.events.extend(self.push(id))
+        request = self.request
+        if request.sampling.logprobs is not None and id not in request.stop_ids:
+            found = self.handle.log_probabilities[self.count - 1]
+            delta.tokens.append(AnswerToken(id, found, in_reasoning))
+
+    def _end(self, reason: FinishReason) -> End:
+        return End(
+            reason=reason,
+            stop=self.stop,
+            cached_tokens=self.handle.reused,
+            new_tokens=self.count,
+            reasoning_tokens=self.reasoning_tokens,
+            calls=self._splitter.calls,
+            speculation=self.handle.speculation,
+            first_tokens=self._first_tokens,
+            first_at=self._first_step_at,
+            last_at=self.last_at,
+        )
 
     def end(self) -> list[Event]:
         """Note that no token comes any more; returns what has been held back."""
@@ -408,20 +453,10 @@ def answer_all(
         if running:
             engine.step()
         for number, (answer, events) in list(running.items()):
-            result = _advance(answer, events)
-            if result is not None:
+            delta = answer.poll()
+            if delta is None:
+                continue
+            events += delta.events
+            if delta.last:
                 del running[number]
-                yield number, result
-
-
-def _advance(answer: Answer, events: list[Event]) -> Generation | LowbitError | None:
-    """Take the tokens that are there; returns the result where they are the last."""
-    try:
-        for id in answer.handle.poll():
-            if answer.finish_reason is None:
-                events += answer.push(id)
-    except LowbitError as error:
-        return error
-    if answer.handle.ended:
-        events += answer.end()
-    return None if answer.finish_reason is None else generation_of(answer, events)
+                yield number, delta.error or generation_of(answer, events)

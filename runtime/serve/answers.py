@@ -1,4 +1,4 @@
-"""The answers to one request, from the engine's updates to what an endpoint writes."""
+"""The answers to one request, from the engine's deltas to what an endpoint writes."""
 
 import asyncio
 import time
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 
+from lowbit.runtime.engine.delta import AnswerToken, Delta, End
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.serve.errors import ClientLeftError, of_lowbit, timed_out
-from lowbit.runtime.serve.job import AnswerToken, End, Job, Update
 from lowbit.runtime.serve.logs import Record
-from lowbit.runtime.serve.worker import Mailbox
+from lowbit.runtime.serve.worker import Job, Mailbox
 from lowbit.runtime.text.answer import ToolArguments, ToolCallStart
 
 
@@ -22,7 +22,7 @@ class Answers:
     Attributes:
         request: request to answer.
         jobs: one for each answer.
-        mailbox: queue of their updates.
+        mailbox: queue of their deltas.
         record: facts for the log.
         timeout_s: time limit of the request.
         log_text: keep the text of the answers for the log.
@@ -71,23 +71,23 @@ class Answers:
         """Seconds until the time limit."""
         return self.record.started + self.timeout_s - time.perf_counter()
 
-    async def take(self) -> Sequence[Update]:
-        """Wait for the next updates, at least one.
+    async def take(self) -> Sequence[Delta]:
+        """Wait for the next deltas, at least one.
 
         Raises:
             ClientLeftError: the client has left.
             ApiError: an answer failed, or the request takes too long.
         """
-        updates = await self.mailbox.take()
+        deltas = await self.mailbox.take()
         if self._left:
             raise ClientLeftError
         if self._late:
             raise timed_out(self.timeout_s)
-        for update in updates:
+        for delta in deltas:
             if self.log_text:
-                self.record.add_text(update.index, update.events)
-            self._note(update)
-        return updates
+                self.record.add_text(delta.index, delta.events)
+            self._note(delta)
+        return deltas
 
     def _expire(self) -> None:
         """End the request at its time limit."""
@@ -101,19 +101,19 @@ class Answers:
         for job in self.jobs:
             job.cancel()
 
-    def _note(self, update: Update) -> None:
+    def _note(self, delta: Delta) -> None:
         record = self.record
         if record.first_token_s is None:
             record.first_token_s = time.perf_counter() - record.started
-        if update.error is not None:
+        if delta.error is not None:
             record.reasons.append("error")
             self._unfinished = 0
             for job in self.jobs:
                 job.cancel()
-            raise of_lowbit(update.error)
-        if update.end is not None:
+            raise of_lowbit(delta.error)
+        if delta.end is not None:
             self._unfinished -= 1
-            record.add_end(update.end)
+            record.add_end(delta.end)
 
 
 async def leaving(request: Request) -> None:
@@ -142,7 +142,7 @@ class Collected:
         calls: calls of tools.
         tokens: tokens with log-probabilities, where the request asks for them.
         prompt: log-probabilities of the prompt's tokens, where the request asks for them.
-        end: the last update's `end`, once the answer is complete.
+        end: the last delta's `end`, once the answer is complete.
     """
 
     reasoning: str = ""
@@ -152,9 +152,9 @@ class Collected:
     prompt: tuple[TokenLogProbabilities | None, ...] = ()
     end: End = field(default_factory=lambda: End("length"))
 
-    def add(self, update: Update) -> None:
-        """Append an update."""
-        for event in update.events:
+    def add(self, delta: Delta) -> None:
+        """Append a delta."""
+        for event in delta.events:
             if isinstance(event, ToolCallStart):
                 self.calls.append(CollectedCall(event.id, event.name))
             elif isinstance(event, ToolArguments):
@@ -164,10 +164,10 @@ class Collected:
                 self.reasoning += event.text
             else:
                 self.content += event.text
-        self.tokens += update.tokens
-        self.prompt = self.prompt or update.prompt
-        if update.end is not None:
-            self.end = update.end
+        self.tokens += delta.tokens
+        self.prompt = self.prompt or delta.prompt
+        if delta.end is not None:
+            self.end = delta.end
 
 
 async def collect(answers: Answers) -> Sequence[Collected]:
@@ -175,6 +175,6 @@ async def collect(answers: Answers) -> Sequence[Collected]:
     found = [Collected() for _ in answers.jobs]
     with answers:
         while not answers.complete:
-            for update in await answers.take():
-                found[update.index].add(update)
+            for delta in await answers.take():
+                found[delta.index].add(delta)
     return found

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lowbit.formats.printable import printable
+from lowbit.runtime.engine.delta import End
 from lowbit.runtime.engine.stats import Tally
 from lowbit.runtime.serve.errors import cut
-from lowbit.runtime.serve.job import End
 from lowbit.runtime.text.answer import Event, Piece, ToolCallStart
 
 MOST_ERROR_CHARACTERS = 300

@@ -25,11 +25,10 @@ from lowbit.runtime.serve.errors import (
     timed_out,
 )
 from lowbit.runtime.serve.grammars import GrammarQueue
-from lowbit.runtime.serve.job import Job
 from lowbit.runtime.serve.logs import Record
 from lowbit.runtime.serve.metrics import Metrics
 from lowbit.runtime.serve.settings import ServeSettings
-from lowbit.runtime.serve.worker import Mailbox, Worker
+from lowbit.runtime.serve.worker import Job, Mailbox, Worker
 
 THREADS = 4  # parse bodies, render templates and encode prompts
 NEWCOMERS = 16  # requests beyond a full queue, of clients that have no other

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 from fastapi import Response
 
+from lowbit.runtime.engine.delta import Delta
 from lowbit.runtime.serve.answers import Answers
 from lowbit.runtime.serve.errors import ApiError, ClientLeftError
-from lowbit.runtime.serve.job import Update
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-PATIENCE_S = 10.0  # without an update, before a comment is sent
+PATIENCE_S = 10.0  # without a delta, before a comment is sent
 LAST_S = 1.0  # for the error of a request that took too long
 # As `json.dumps` with these options, which makes an encoder for every call.
 compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -25,16 +25,16 @@ HEADERS = (
 
 
 class EventWriter(Protocol):
-    """Turns updates into the events of one API."""
+    """Turns deltas into the events of one API."""
 
     def open(self) -> bytes:
-        """Events before the first update."""
+        """Events before the first delta."""
 
-    def write(self, updates: Sequence[Update]) -> bytes:
-        """Events for updates."""
+    def write(self, deltas: Sequence[Delta]) -> bytes:
+        """Events for deltas."""
 
     def close(self) -> bytes:
-        """Events after the last update."""
+        """Events after the last delta."""
 
     def fail(self, error: ApiError) -> bytes:
         """Events that end the stream early."""
@@ -43,8 +43,8 @@ class EventWriter(Protocol):
 class EventStream(Response):
     """A response that sends events while answers are generated.
 
-    Headers are sent with the first update, so that a request that fails before gets an error
-    status. Where the first update takes longer than PATIENCE_S, they are sent without it, and
+    Headers are sent with the first delta, so that a request that fails before gets an error
+    status. Where the first delta takes longer than PATIENCE_S, they are sent without it, and
     comments keep the connection alive.
     """
 
@@ -73,24 +73,24 @@ class EventStream(Response):
                 await self._send(send, data, more=False)
 
     async def _all_but_last(self, answers: Answers, send: Send) -> bytes:
-        """Send events up to the last update; returns the events of that one."""
-        updates = await self._first(send)
+        """Send events up to the last delta; returns the events of that one."""
+        deltas = await self._first(send)
         data = self._writer.open()
         while True:
-            data += self._writer.write(updates)
+            data += self._writer.write(deltas)
             if answers.complete:
                 return data + self._writer.close()
             await self._send(send, data)
-            updates, data = await answers.take(), b""
+            deltas, data = await answers.take(), b""
 
-    async def _first(self, send: Send) -> Sequence[Update]:
-        """Wait for the first updates and send the headers."""
+    async def _first(self, send: Send) -> Sequence[Delta]:
+        """Wait for the first deltas and send the headers."""
         while True:
             try:
                 async with asyncio.timeout(PATIENCE_S):
-                    updates = await self._answers.take()
+                    deltas = await self._answers.take()
                 await self._begin(send)
-                return updates
+                return deltas
             except TimeoutError:
                 await self._begin(send)
                 await self._send(send, b": waiting\n\n")

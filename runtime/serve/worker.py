@@ -9,14 +9,17 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.machine.system import explained
+from lowbit.runtime.engine.delta import Delta
 from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.stream import Answer
-from lowbit.runtime.serve.job import Job, Update
 from lowbit.runtime.serve.metrics import Metrics
+from lowbit.runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger("lowbit.serve")
 RETRY_S = 1.0  # until a step is tried again that failed without any request
@@ -24,49 +27,78 @@ STOP_S = 10.0  # for the step under way, when the server ends
 
 
 class Mailbox:
-    """Queue of updates from the engine's thread to the task that answers the request.
+    """Queue of deltas from the engine's thread to the task that answers the request.
 
     All methods belong to the event loop.
     """
 
-    __slots__ = ("_updates", "_waiter")
+    __slots__ = ("_deltas", "_waiter")
 
     def __init__(self) -> None:
         """Start empty."""
-        self._updates: list[Update] = []
+        self._deltas: list[Delta] = []
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, update: Update) -> None:
-        """Append an update and wake the waiting task."""
-        self._updates.append(update)
+    def put(self, delta: Delta) -> None:
+        """Append a delta and wake the waiting task."""
+        self._deltas.append(delta)
         self.wake()
 
     def wake(self) -> None:
-        """Make `take` return although no update has come."""
+        """Make `take` return although no delta has come."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def take(self) -> Sequence[Update]:
-        """Wait for updates; returns all since the last call, none only after `wake`."""
-        if not self._updates:
+    async def take(self) -> Sequence[Delta]:
+        """Wait for deltas; returns all since the last call, none only after `wake`."""
+        if not self._deltas:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        found, self._updates = self._updates, []
+        found, self._deltas = self._deltas, []
         return found
 
 
+@dataclass(slots=True, eq=False)
+class Job:
+    """An answer that the engine generates; all but `cancel` belongs to the worker's thread.
+
+    Attributes:
+        index: number of the answer in its request.
+        request: request to the engine.
+        mailbox: queue of what the answer gains.
+        tokenizer: tokenizer of the model.
+        asked_at: time of the request.
+        cancelled: nobody waits for the answer any more.
+        answer: the answer so far, once the request has been submitted and until its last delta.
+    """
+
+    index: int
+    request: TokenRequest
+    mailbox: Mailbox
+    tokenizer: Tokenizer
+    asked_at: float
+    cancelled: bool = False
+    answer: Answer | None = None
+
+    def cancel(self) -> None:
+        """End the answer before the next step, from any thread."""
+        self.cancelled = True
+        if self.answer is not None:
+            self.answer.handle.cancel()
+
+
 class Worker:
-    """Runs jobs together and hands their updates to the event loop after each step.
+    """Runs jobs together and hands their deltas to the event loop after each step.
 
     An exception ends the jobs that it concerns with an error, and is logged. Any type is caught:
     panics of libraries in Rust are no `Exception`, and nobody would hear of one in this thread.
 
     Attributes:
         loop: event loop of the server.
-        open: number of jobs whose last update has not been delivered; belongs to the event loop.
+        open: number of jobs whose last delta has not been delivered; belongs to the event loop.
         error: error of the last step; None while steps succeed.
     """
 
@@ -77,7 +109,7 @@ class Worker:
         self._engine, self.loop, self._metrics = engine, loop, metrics
         self._asked: SimpleQueue[Job | None] = SimpleQueue()
         self._running: list[Job] = []
-        self._outbox: deque[tuple[Job, Update]] = deque()
+        self._outbox: deque[tuple[Job, Delta]] = deque()
         self._waking = False  # the event loop has been woken, and has not run yet
         self._turned = time.monotonic()  # when the thread last began a turn, or to wait for a job
         self._over = False  # the thread takes no more jobs; belongs to the event loop
@@ -110,7 +142,7 @@ class Worker:
     def begin(self, job: Job) -> None:
         """Hand a job to the thread; called on the event loop."""
         if self._over:
-            job.mailbox.put(Update(job.index, error=_gone()))
+            job.mailbox.put(Delta(job.index, error=_gone()))
             return
         if not self.open:
             self._turned = time.monotonic()
@@ -161,17 +193,17 @@ class Worker:
 
     def _submit(self, job: Job) -> None:
         if job.cancelled:
-            self._queue(job, Update(job.index, error=_left()))
+            self._queue(job, Delta(job.index, error=_left()))
             return
         try:
             handle = self._engine.submit(job.request)
-            job.answer = Answer(job.request, job.tokenizer, handle)
+            job.answer = Answer(job.request, job.tokenizer, handle, job.index)
         except LowbitError as error:
-            self._queue(job, Update(job.index, error=error))
+            self._queue(job, Delta(job.index, error=error))
             return
         except BaseException as error:
             log.exception("a request could not be begun")
-            self._queue(job, Update(job.index, error=_of_bug(error)))
+            self._queue(job, Delta(job.index, error=_of_bug(error)))
             return
         if job.cancelled:  # meanwhile
             handle.cancel()
@@ -191,55 +223,55 @@ class Worker:
         """End all jobs with an error."""
         for job in self._running:
             job.cancel()
-            self._queue(job, Update(job.index, error=error))
+            self._queue(job, Delta(job.index, error=error))
         self._running.clear()
 
     def _collect(self) -> None:
-        """Queue the updates of the step for the event loop."""
+        """Queue the deltas of the step for the event loop."""
         done = False
         for job in self._running:
-            update = self._update_of(job)
-            if update is not None:
-                self._queue(job, update)
-                done |= update.last
+            delta = self._delta_of(job)
+            if delta is not None:
+                self._queue(job, delta)
+                done |= delta.last
         if done:
             self._running = [job for job in self._running if job.answer is not None]
 
-    def _update_of(self, job: Job) -> Update | None:
-        """The update of a job, if there is one; its tokens are counted."""
+    def _delta_of(self, job: Job) -> Delta | None:
+        """The delta of a job, if there is one; its tokens are counted."""
         answer = job.answer
         if answer is None:
             return None
         try:
             before, last_at = answer.count, answer.last_at
-            update = job.collect()
+            delta = answer.poll()
             if answer.count != before:
                 self._metrics.count_tokens(answer, job.asked_at, before, last_at)
-            if update is None and job.cancelled:
-                update = Update(job.index, error=_left())
-            if update is not None and update.last:
+            if delta is None and job.cancelled:
+                delta = Delta(job.index, error=_left())
+            if delta is not None and delta.last:
                 found = answer.handle.speculation
                 if found is not None:
                     self._metrics.count_drafts(found)
-            return update
+            return delta
         except BaseException as error:
             log.exception("an answer could not be made")
             job.cancel()
-            return Update(job.index, error=_of_bug(error))
+            return Delta(job.index, error=_of_bug(error))
 
-    def _queue(self, job: Job, update: Update) -> None:
-        """Queue an update for the event loop, which `_wake` wakes."""
-        cause = None if update.error is None else update.error.__cause__
+    def _queue(self, job: Job, delta: Delta) -> None:
+        """Queue a delta for the event loop, which `_wake` wakes."""
+        cause = None if delta.error is None else delta.error.__cause__
         if cause is not None and explained(cause) is None:  # a bug, such as in a mask
             log.error("an answer failed", exc_info=cause)
-        if update.error is not None:  # its tracebacks hold the sequence, and that the error
-            update.error.__traceback__ = update.error.__cause__ = update.error.__context__ = None
-        if update.last:
+        if delta.error is not None:  # its tracebacks hold the sequence, and that the error
+            delta.error.__traceback__ = delta.error.__cause__ = delta.error.__context__ = None
+        if delta.last:
             job.answer = None
-        self._outbox.append((job, update))
+        self._outbox.append((job, delta))
 
     def _wake(self) -> None:
-        """Wake the event loop once for all updates: it would take the interpreter in between."""
+        """Wake the event loop once for all deltas: it would take the interpreter in between."""
         if self._outbox and not self._waking:
             self._waking = True
             try:
@@ -248,13 +280,13 @@ class Worker:
                 self._outbox.clear()
 
     def _deliver(self) -> None:
-        """Hand updates to the tasks that wait; called on the event loop."""
+        """Hand deltas to the tasks that wait; called on the event loop."""
         self._waking = False
         while self._outbox:
-            job, update = self._outbox.popleft()
-            self.open -= update.last
+            job, delta = self._outbox.popleft()
+            self.open -= delta.last
             try:
-                job.mailbox.put(update)
+                job.mailbox.put(delta)
             except Exception:
                 log.exception("news of an answer were lost")
                 job.cancel()
@@ -268,7 +300,7 @@ class Worker:
             left += () if job is None else (job,)
         for job in left:
             job.cancel()
-            self._outbox.append((job, Update(job.index, error=_gone())))
+            self._outbox.append((job, Delta(job.index, error=_gone())))
         self._running = []
         self._deliver()
 

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from lowbit.runtime.engine.delta import Delta
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.answers import Collected, CollectedCall, collect
 from lowbit.runtime.serve.apis.chat_body import (
@@ -33,7 +34,6 @@ from lowbit.runtime.serve.apis.custom_tools import (
     custom_input,
 )
 from lowbit.runtime.serve.errors import invalid
-from lowbit.runtime.serve.job import Update
 from lowbit.runtime.serve.request.conversation import (
     AnswerOptions,
     Conversation,
@@ -214,33 +214,33 @@ class ChatEvents(ChunkWriter):
         delta = {"role": "assistant", "content": "", "refusal": None}
         return b"".join(self._chunk(index, delta) for index in range(self._choices))
 
-    def update(self, update: Update) -> bytes:
+    def update(self, delta: Delta) -> bytes:
         """Chunks with text, with reasoning apart from content, and with calls."""
         data = b""
-        tokens = chat_logprobs(self._tokenizer, update.tokens) if self._logprobs else []
-        for found in joined(update.events):
+        tokens = chat_logprobs(self._tokenizer, delta.tokens) if self._logprobs else []
+        for found in joined(delta.events):
             if isinstance(found, Piece) and found.reasoning and not self._reasoning:
                 continue
-            delta = self._delta(update.index, found)
-            if delta is None:
+            content = self._content(delta.index, found)
+            if content is None:
                 continue
-            if "content" in delta and tokens:
-                data += self._chunk(update.index, delta, logprobs=tokens)
+            if "content" in content and tokens:
+                data += self._chunk(delta.index, content, logprobs=tokens)
                 tokens = []
             else:
-                data += self._chunk(update.index, delta)
+                data += self._chunk(delta.index, content)
         if tokens:  # their text is held back
-            data += self._chunk(update.index, {"content": ""}, logprobs=tokens)
-        if update.end is not None:
-            self.count(update.end)
+            data += self._chunk(delta.index, {"content": ""}, logprobs=tokens)
+        if delta.end is not None:
+            self.count(delta.end)
             for (answer, call), arguments in self._custom.items():  # known at the end of a call
-                if answer == update.index:
+                if answer == delta.index:
                     custom = {"index": call, "custom": {"input": custom_input(arguments)}}
                     data += self._chunk(answer, {"tool_calls": [custom]})
-            data += self._chunk(update.index, {}, update.end.chat_reason)
+            data += self._chunk(delta.index, {}, delta.end.chat_reason)
         return data
 
-    def _delta(self, index: int, found: Event) -> dict[str, Any] | None:
+    def _content(self, index: int, found: Event) -> dict[str, Any] | None:
         """The delta of an event of an answer; None for arguments of a custom tool."""
         if isinstance(found, Piece):
             if found.reasoning:

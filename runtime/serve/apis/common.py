@@ -11,8 +11,8 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
+from lowbit.runtime.engine.delta import AnswerToken, Delta, End
 from lowbit.runtime.serve.errors import ApiError
-from lowbit.runtime.serve.job import AnswerToken, End, Update
 from lowbit.runtime.serve.request.fields import SamplingBody
 from lowbit.runtime.serve.sse import compact, event
 from lowbit.runtime.text.answer import Event, Piece
@@ -186,16 +186,16 @@ class ChunkWriter(ABC):
         self._ends: list[End] = []
 
     def open(self) -> bytes:
-        """Chunks before the first update: none."""
+        """Chunks before the first delta: none."""
         return b""
 
-    def write(self, updates: Sequence[Update]) -> bytes:
-        """Chunks for updates."""
-        return b"".join([self.update(update) for update in updates])
+    def write(self, deltas: Sequence[Delta]) -> bytes:
+        """Chunks for deltas."""
+        return b"".join([self.update(delta) for delta in deltas])
 
     @abstractmethod
-    def update(self, update: Update) -> bytes:
-        """Chunks for one update."""
+    def update(self, delta: Delta) -> bytes:
+        """Chunks for one delta."""
 
     def chunk(self, choice: dict[str, Any]) -> bytes:
         """A chunk with one choice."""

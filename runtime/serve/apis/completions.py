@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field
 
+from lowbit.runtime.engine.delta import AnswerToken, Delta
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
@@ -23,7 +24,6 @@ from lowbit.runtime.serve.apis.common import (
     usage_of,
 )
 from lowbit.runtime.serve.errors import invalid
-from lowbit.runtime.serve.job import AnswerToken, Update
 from lowbit.runtime.serve.request.conversation import grammar_of_format
 from lowbit.runtime.serve.request.fields import (
     NEUTRAL,
@@ -181,35 +181,35 @@ class CompletionEvents(ChunkWriter):
         logged = () if body.logprobs is None else prompts
         self._logprobs = [TextLogprobs(tokenizer) for _ in logged]
 
-    def update(self, update: Update) -> bytes:
+    def update(self, delta: Delta) -> bytes:
         """Chunks with the prompt, where it is echoed, with text and with the end."""
-        data = self._echo(update)
-        text = "".join(piece.text for piece in update.events if isinstance(piece, Piece))
+        data = self._echo(delta)
+        text = "".join(piece.text for piece in delta.events if isinstance(piece, Piece))
         logprobs = None
-        if self._logprobs and update.tokens:
-            found = self._logprobs[update.index]
+        if self._logprobs and delta.tokens:
+            found = self._logprobs[delta.index]
             found.clear()
-            found.add(update.tokens)
+            found.add(delta.tokens)
             logprobs = found.fields()
         if text or logprobs:
-            data += self._chunk(update.index, text, None, logprobs)
-        if update.end is not None:
-            self.count(update.end)
-            data += self._chunk(update.index, "", update.end.reason, None)
+            data += self._chunk(delta.index, text, None, logprobs)
+        if delta.end is not None:
+            self.count(delta.end)
+            data += self._chunk(delta.index, "", delta.end.reason, None)
         return data
 
-    def _echo(self, update: Update) -> bytes:
-        """The prompt, before the first update of an answer."""
-        prompt = self._echoes.pop(update.index, None)
-        if prompt is None or update.error is not None:
+    def _echo(self, delta: Delta) -> bytes:
+        """The prompt, before the first delta of an answer."""
+        prompt = self._echoes.pop(delta.index, None)
+        if prompt is None or delta.error is not None:
             return b""
         logprobs = None
         if self._logprobs:
-            found = self._logprobs[update.index]
-            for id, value in zip(prompt, update.prompt, strict=True):
+            found = self._logprobs[delta.index]
+            for id, value in zip(prompt, delta.prompt, strict=True):
                 found.add_one(id, value)
             logprobs = found.fields()
-        return self._chunk(update.index, self._tokenizer.decode(prompt), None, logprobs)
+        return self._chunk(delta.index, self._tokenizer.decode(prompt), None, logprobs)
 
     def _chunk(
         self, index: int, text: str, finish: str | None, logprobs: dict[str, Any] | None

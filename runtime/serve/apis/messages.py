@@ -8,11 +8,11 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field, Tag, TypeAdapter
 
+from lowbit.runtime.engine.delta import Delta, End
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.answers import Collected, collect
 from lowbit.runtime.serve.apis.common import DirectRoute, documented, joined, new_id, usage_of
 from lowbit.runtime.serve.errors import ApiError, invalid
-from lowbit.runtime.serve.job import End, Update
 from lowbit.runtime.serve.request.conversation import (
     AnswerOptions,
     Conversation,
@@ -390,19 +390,19 @@ class MessageEvents:
         self._end = End("length")
 
     def open(self) -> bytes:
-        """No event: the message begins with the first update, which knows the cached tokens."""
+        """No event: the message begins with the first delta, which knows the cached tokens."""
         return b""
 
-    def write(self, updates: Sequence[Update]) -> bytes:
+    def write(self, deltas: Sequence[Delta]) -> bytes:
         """Events for new text and calls."""
         data = b""
-        for update in updates:
+        for delta in deltas:
             if not self._begun:
-                data += self._start(update.cached_tokens)
-            for found in joined(update.events):
+                data += self._start(delta.cached_tokens)
+            for found in joined(delta.events):
                 data += self._event(found)
-            if update.end is not None:
-                self._end = update.end
+            if delta.end is not None:
+                self._end = delta.end
         return data
 
     def close(self) -> bytes:

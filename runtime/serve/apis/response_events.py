@@ -5,12 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lowbit.runtime.engine.delta import AnswerToken, Delta, End
 from lowbit.runtime.serve.answers import Collected
 from lowbit.runtime.serve.apis.common import chat_logprobs, joined, new_id, usage_of
 from lowbit.runtime.serve.apis.custom_tools import custom_input
 from lowbit.runtime.serve.apis.response_tools import OfferedTool
 from lowbit.runtime.serve.errors import ApiError
-from lowbit.runtime.serve.job import AnswerToken, End, Update
 from lowbit.runtime.serve.sse import event
 from lowbit.runtime.text.answer import Event, Piece, ToolCallStart
 from lowbit.runtime.text.tokenizer import Tokenizer
@@ -159,15 +159,15 @@ class ResponseEvents:
             "response.in_progress", response=begun
         )
 
-    def write(self, updates: Sequence[Update]) -> bytes:
+    def write(self, deltas: Sequence[Delta]) -> bytes:
         """Events for new text and calls."""
         data = b""
-        for update in updates:
-            tokens = [token for token in update.tokens if not token.reasoning]
-            for found in joined(update.events):
+        for delta in deltas:
+            tokens = [token for token in delta.tokens if not token.reasoning]
+            for found in joined(delta.events):
                 data += self._found(found, tokens)
-            if update.end is not None:
-                self._end = update.end
+            if delta.end is not None:
+                self._end = delta.end
         return data
 
     def close(self) -> bytes:
@@ -227,7 +227,7 @@ class ResponseEvents:
         if item.kind == "reasoning":
             return self._event("response.reasoning_text.delta", content_index=0, delta=text)
         logprobs = chat_logprobs(self._tokenizer, tokens)
-        tokens.clear()  # they belong to the first text of the update
+        tokens.clear()  # they belong to the first text of the delta
         return self._event(
             "response.output_text.delta", content_index=0, delta=text, logprobs=logprobs
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx2
 import pytest
 
-from lowbit.runtime.serve.job import End
+from lowbit.runtime.engine.delta import End
 from lowbit.runtime.serve.logs import (
     MOST_ERROR_CHARACTERS,
     MOST_WAITING_BYTES,

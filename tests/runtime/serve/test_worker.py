@@ -17,6 +17,7 @@ import httpx2
 import pytest
 
 from lowbit.formats.errors import LowbitError
+from lowbit.runtime.engine.delta import Delta
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.results import PlainStep
@@ -25,10 +26,9 @@ from lowbit.runtime.engine.scheduler import BlockManager
 from lowbit.runtime.engine.stream import Answer, Handle
 from lowbit.runtime.serve import service
 from lowbit.runtime.serve.apis.chat import ChatEvents
-from lowbit.runtime.serve.job import Job, Update
 from lowbit.runtime.serve.metrics import Metrics
 from lowbit.runtime.serve.server import Server
-from lowbit.runtime.serve.worker import Mailbox, Worker
+from lowbit.runtime.serve.worker import Job, Mailbox, Worker
 from lowbit.runtime.text.answer import AnswerSplitter
 from lowbit.runtime.text.tokenizer import Tokenizer
 from tests.runtime.serve.conftest import BUNDLED, NAME, Running, running, until
@@ -152,18 +152,18 @@ def test_requests_that_wait_outlive_a_step_that_fails(
 
 def test_news_that_cannot_be_handed_out_keep_nobody_elses(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Mailbox):
-        def put(self, update: Update) -> None:
+        def put(self, delta: Delta) -> None:
             bug()
 
     worker = Worker.__new__(Worker)
     worker.open, worker._waking = 2, True
     jobs = [SimpleNamespace(mailbox=box, cancel=lambda: None) for box in (Broken(), Mailbox())]
-    update = Update(0, [], [], error=LowbitError("over"))
-    worker._outbox = deque((cast(Job, job), update) for job in jobs)
+    delta = Delta(0, [], [], error=LowbitError("over"))
+    worker._outbox = deque((cast(Job, job), delta) for job in jobs)
     worker._deliver()
     assert worker.open == 0
     assert "in bug" in caplog.text
-    assert asyncio.run(jobs[1].mailbox.take()) == [update]
+    assert asyncio.run(jobs[1].mailbox.take()) == [delta]
 
 
 def test_drafts_that_cannot_be_counted_end_their_request(
@@ -203,7 +203,7 @@ def test_after_the_end_of_the_thread_nothing_hangs(
         late = Mailbox()
         job: Any = SimpleNamespace(index=0, mailbox=late)
         dead.service.worker.begin(job)
-        assert late._updates[0].error is not None
+        assert late._deltas[0].error is not None
         dead.server.should_exit = True
         monkeypatch.undo()
 
