@@ -45,7 +45,7 @@ from lowbit.runtime.serve.request.fields import (
     format_of,
 )
 from lowbit.runtime.serve.request.parts import SkippedPart, left_out_media
-from lowbit.runtime.serve.request.prepare import open_conversation
+from lowbit.runtime.serve.request.prepare import Plan, open_answers, plan_of_conversation
 from lowbit.runtime.serve.sse import EventStream
 from lowbit.runtime.text.answer import Event, Piece, ToolCallStart
 from lowbit.runtime.text.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ router = APIRouter(route_class=DirectRoute)
 @router.post("/v1/chat/completions", **documented(ChatBody, "chat"))
 async def create(request: Request) -> Response:
     """Answer a conversation."""
-    opened = await open_conversation(request, ChatBody, conversation_of, _options)
+    opened = await open_answers(request, ChatBody, _plan)
     body, tokenizer, answers = opened.body, opened.model.tokenizer, opened.answers
     head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": body.model}
     if body.stream:
@@ -70,6 +70,11 @@ async def create(request: Request) -> Response:
             "usage": usage_of(opened.prompt_tokens, (one.end for one in found)).openai(),
         }
     )
+
+
+def _plan(model: Model, body: ChatBody, left_out: list[str]) -> Plan:
+    conversation = conversation_of(model, body)
+    return plan_of_conversation(model, body, conversation, _options(body), left_out)
 
 
 def conversation_of(model: Model, body: ChatBody) -> Conversation:

@@ -34,17 +34,13 @@ from lowbit.runtime.serve.request.fields import (
     format_of,
 )
 from lowbit.runtime.serve.request.prepare import (
-    Limit,
     Plan,
     open_answers,
-    read_answer_request,
     request_of,
 )
-from lowbit.runtime.serve.service import record_of
 from lowbit.runtime.serve.settings import MOST_IDS, MOST_PROMPTS
 from lowbit.runtime.serve.sse import EventStream
 from lowbit.runtime.text.answer import Piece
-from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.tokenizer import Tokenizer
 
 Ids = Annotated[list[int], Field(fail_fast=True, min_length=1, max_length=MOST_IDS)]
@@ -70,11 +66,8 @@ router = APIRouter(route_class=DirectRoute)
 @router.post("/v1/completions", **documented(CompletionBody, "completions"))
 async def create(request: Request) -> Response:
     """Continue texts, or token ids, as they are."""
-    service, body = await read_answer_request(request, CompletionBody)
-    model = service.model
-    form = format_of(body)
-    record_of(request).leave_out(() if form is None else form.left_out)
-    opened = await open_answers(request, service, body, lambda: plan_of(model, body))
+    opened = await open_answers(request, CompletionBody, plan_of)
+    body, model = opened.body, opened.model
     prompts = [list(each.prompt) for each in opened.wanted]
     head = {
         "id": new_id("cmpl-"),
@@ -111,8 +104,8 @@ def prompts_of(model: Model, body: CompletionBody) -> list[list[int]]:
     return given
 
 
-def plan_of(model: Model, body: CompletionBody) -> Plan:
-    """Requests to the engine for every prompt.
+def plan_of(model: Model, body: CompletionBody, left_out: list[str]) -> Plan:
+    """Requests to the engine for every prompt; `left_out` gets keywords that are not enforced.
 
     Raises:
         RequestError, ApiError: the body cannot be served.
@@ -124,15 +117,12 @@ def plan_of(model: Model, body: CompletionBody) -> Plan:
     if body.echo and (body.logprobs is not None or most == 0):
         options = replace(options, prompt_logprobs=body.logprobs or 0)
     format = format_of(body)
+    left_out += () if format is None else format.left_out
     asked = None if format is None else grammar_of_format(format)
     wanted = [
         request_of(model, TokenRequest(tuple(ids)), options) for ids in prompts_of(model, body)
     ]
-    return Plan(wanted, body.count, asked, _constraint_of)
-
-
-def _constraint_of(limit: Limit) -> Constraint | None:
-    return None if limit is None else limit.constraint()
+    return Plan(wanted, asked)
 
 
 def _choice(

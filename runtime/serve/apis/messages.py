@@ -43,7 +43,12 @@ from lowbit.runtime.serve.request.parts import (
     named_types,
     text_of,
 )
-from lowbit.runtime.serve.request.prepare import open_conversation, read_request
+from lowbit.runtime.serve.request.prepare import (
+    Plan,
+    open_answers,
+    plan_of_conversation,
+    read_request,
+)
 from lowbit.runtime.serve.service import record_of
 from lowbit.runtime.serve.settings import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from lowbit.runtime.serve.sse import EventStream, event
@@ -198,7 +203,7 @@ DIRECT = {"type": "direct"}  # the model called the tool itself
 @router.post("/v1/messages", **documented(MessagesBody, "messages"))
 async def create(request: Request) -> Response:
     """Answer a conversation."""
-    opened = await open_conversation(request, MessagesBody, conversation_of, _options)
+    opened = await open_answers(request, MessagesBody, _plan)
     body, answers, prompt_tokens = opened.body, opened.answers, opened.prompt_tokens
     head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": body.model}
     if body.stream:
@@ -227,6 +232,11 @@ async def count_tokens(request: Request) -> Response:
     made = await service.in_thread(lambda: encode(model, conversation_of(model, body), left_out))
     record_of(request).leave_out(left_out)
     return JSONResponse({"input_tokens": len(made.prompt)})
+
+
+def _plan(model: Model, body: MessagesBody, left_out: list[str]) -> Plan:
+    conversation = conversation_of(model, body)
+    return plan_of_conversation(model, body, conversation, _options(body), left_out)
 
 
 def conversation_of(model: Model, body: CountBody) -> Conversation:

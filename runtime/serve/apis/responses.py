@@ -37,7 +37,7 @@ from lowbit.runtime.serve.request.fields import (
     TextFormat,
     schema_format,
 )
-from lowbit.runtime.serve.request.prepare import open_conversation
+from lowbit.runtime.serve.request.prepare import Plan, open_answers, plan_of_conversation
 from lowbit.runtime.serve.sse import EventStream
 from lowbit.runtime.state.sampler import SamplingParams
 
@@ -121,7 +121,7 @@ router = APIRouter(route_class=DirectRoute)
 @router.post("/v1/responses", **documented(ResponsesBody, "responses"))
 async def create(request: Request) -> Response:
     """Answer a conversation."""
-    opened = await open_conversation(request, ResponsesBody, conversation_of, _options)
+    opened = await open_answers(request, ResponsesBody, _plan)
     body, model, answers = opened.body, opened.model, opened.answers
     begun = _begun(body, opened.wanted[0].sampling)
     made = ResponseObject(begun, opened.prompt_tokens, offered_tools(body.tools))
@@ -182,6 +182,11 @@ def _begun(body: ResponsesBody, sampling: SamplingParams) -> dict[str, Any]:
         "safety_identifier": body.safety_identifier,
         "prompt_cache_key": body.prompt_cache_key,
     }
+
+
+def _plan(model: Model, body: ResponsesBody, left_out: list[str]) -> Plan:
+    conversation = conversation_of(model, body)
+    return plan_of_conversation(model, body, conversation, _options(body), left_out)
 
 
 def conversation_of(model: Model, body: ResponsesBody) -> Conversation:

@@ -35,7 +35,6 @@ from lowbit.runtime.serve.settings import (
 )
 from lowbit.runtime.state.sampler import SamplingParams
 from lowbit.runtime.text.call_grammar import StrictCalls
-from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammar
 
 Schema = TypeVar("Schema", bound=Body)
@@ -50,28 +49,13 @@ class Plan:
 
     Attributes:
         wanted: request to the engine for each prompt.
-        count: answers to each prompt.
         asked: grammar that limits the answers; None for none.
-        constrain: gives the constraint of one answer under a limit.
+        budget: most tokens of reasoning; None for the server's own limit.
     """
 
     wanted: Sequence[TokenRequest]
-    count: int
-    asked: AskedGrammar | None
-    constrain: Callable[[Limit], Constraint | None]
-
-    def requests(self, client: str, limit: Limit = None) -> list[TokenRequest]:
-        """The request of a client for each answer, with a constraint and a seed of its own."""
-        found = []
-        for one in self.wanted:
-            first = one.sampling.seed
-            for index in range(self.count):
-                seed = None if first is None else (first + index) % SEEDS
-                sampling = replace(one.sampling, seed=seed)
-                constraint = self.constrain(limit)
-                own = replace(one, sampling=sampling, constraint=constraint, client=client)
-                found.append(own)
-        return found
+    asked: AskedGrammar | None = None
+    budget: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,52 +90,62 @@ async def read_request(request: Request, schema: type[OfModel]) -> tuple[Service
     return service, body
 
 
-async def read_answer_request(
-    request: Request, schema: type[ForAnswers]
-) -> tuple[Service, ForAnswers]:
-    """Read the body of a request for answers, if the server can take them now.
-
-    Raises:
-        ApiError: see `read_request` and `Service.check_open`.
-        ClientLeftError: see `read_body`.
-    """
-    service, body = await read_request(request, schema)
-    record = record_of(request)
-    record.ignored, record.stream = body.ignored(), bool(body.stream)
-    service.check_open(body.count, record.client)
-    return service, body
-
-
 async def open_answers(
-    request: Request, service: Service, body: ForAnswers, new_plan: Callable[[], Plan]
+    request: Request,
+    schema: type[ForAnswers],
+    plan_of: Callable[[Model, ForAnswers, list[str]], Plan],
 ) -> Opened[ForAnswers]:
-    """Ask the engine for all answers to a request.
+    """Read a request for answers, prepare it in a thread, and ask the engine for all of them.
 
     Args:
-        request: its body has been read.
-        service: see `Service`.
-        body: of the request.
-        new_plan: makes the plan of the request, in a thread.
+        request: its body has not been read.
+        schema: pydantic model of the body.
+        plan_of: makes the plan of a body; it appends to the list what the answers do not heed.
 
     Raises:
         ApiError: the request cannot be served, or not now.
-        ClientLeftError: the client left while the grammar was made.
+        ClientLeftError: the client left before the engine was asked.
     """
+    service, body = await read_request(request, schema)
+    model, record = service.model, record_of(request)
+    record.ignored, record.stream = body.ignored(), bool(body.stream)
+    service.check_open(body.count, record.client)
+    left_out: list[str] = []
 
     def prepare() -> tuple[Plan, list[TokenRequest]]:
-        plan = new_plan()
-        return plan, plan.requests(client) if plan.asked is None else []
+        plan = plan_of(model, body, left_out)
+        return plan, each_answer(plan) if plan.asked is None else []
 
-    record = record_of(request)
-    client = record.client
-    plan, wanted = await service.in_thread(prepare)
+    def each_answer(plan: Plan, limit: Limit = None) -> list[TokenRequest]:
+        budget = service.settings.max_thinking_tokens if plan.budget is None else plan.budget
+        return [
+            replace(
+                one,
+                sampling=replace(one.sampling, seed=_seed_of(one, index)),
+                constraint=model.bounds.constraint(one.prompt, one.begin, budget, limit),
+                client=record.client,
+            )
+            for one in plan.wanted
+            for index in range(body.count)
+        ]
+
+    try:
+        plan, wanted = await service.in_thread(prepare)
+    finally:
+        record.leave_out(left_out)
     if plan.asked is not None:
         record.leave_out(f"keyword {name}" for name in sorted(plan.asked.left_out))
         limit = plan.asked.limit(await _grammar_of(request, service, plan.asked))
-        wanted = await service.in_thread(lambda: plan.requests(client, limit))
-    record.prompt_tokens = sum(len(each.prompt) for each in wanted[:: body.count])
+        wanted = await service.in_thread(lambda: each_answer(plan, limit))
+    record.prompt_tokens = sum(len(each.prompt) for each in plan.wanted)
     answers = service.begin(request, wanted, record)
-    return Opened(body, service.model, wanted, record.prompt_tokens, answers)
+    return Opened(body, model, wanted, record.prompt_tokens, answers)
+
+
+def _seed_of(request: TokenRequest, index: int) -> int | None:
+    """The seed of one of several answers; None draws one."""
+    first = request.sampling.seed
+    return None if first is None else (first + index) % SEEDS
 
 
 async def _grammar_of(request: Request, service: Service, asked: AskedGrammar) -> Grammar:
@@ -172,48 +166,25 @@ async def _grammar_of(request: Request, service: Service, asked: AskedGrammar) -
         raise of_lowbit(error) from None
 
 
-async def open_conversation(
-    request: Request,
-    schema: type[ForAnswers],
-    conversation_of: Callable[[Model, ForAnswers], Conversation],
-    options_of: Callable[[ForAnswers], AnswerOptions],
-) -> Opened[ForAnswers]:
-    """Read a request to answer a conversation, prepare its prompt in a thread, and begin.
-
-    Args:
-        request: its body has not been read.
-        schema: pydantic model of the body.
-        conversation_of: gives the conversation of a body.
-        options_of: gives the options of a body for its answers.
+def plan_of_conversation(
+    model: Model,
+    body: AnswerBody,
+    conversation: Conversation,
+    options: AnswerOptions,
+    left_out: list[str],
+) -> Plan:
+    """The plan of a request to answer a conversation.
 
     Raises:
-        ApiError: the request cannot be served, or not now.
-        ClientLeftError: see `read_body` and `open_answers`.
+        RequestError, ApiError: the request cannot be served.
     """
-    service, body = await read_answer_request(request, schema)
-    model, settings = service.model, service.settings
-    conversation = await service.in_thread(lambda: conversation_of(model, body))
-    record_of(request).leave_out(conversation.left_out)
+    left_out += conversation.left_out
     if conversation.format is not None:
-        record_of(request).leave_out(conversation.format.left_out)
-
-    def new_plan() -> Plan:
-        options = options_of(body)
-        left_out: list[str] = []
-        prompt = encode(model, conversation, left_out)
-        record_of(request).leave_out(left_out)
-        budget = conversation.budget
-        if budget is None:
-            budget = settings.max_thinking_tokens
-        asked = asked_grammar(model, conversation, prompt)
-        one = replace(request_of(model, prompt, options), calls_in_pieces=bool(body.stream))
-
-        def constrain(limit: Limit) -> Constraint | None:
-            return model.bounds.constraint(prompt.prompt, prompt.begin, budget, limit)
-
-        return Plan([one], body.count, asked, constrain)
-
-    return await open_answers(request, service, body, new_plan)
+        left_out += conversation.format.left_out
+    prompt = encode(model, conversation, left_out)
+    asked = asked_grammar(model, conversation, prompt)
+    one = replace(request_of(model, prompt, options), calls_in_pieces=bool(body.stream))
+    return Plan([one], asked, conversation.budget)
 
 
 def request_of(model: Model, request: TokenRequest, options: AnswerOptions) -> TokenRequest:
