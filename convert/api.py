@@ -13,7 +13,7 @@ from pathlib import Path
 from lowbit.convert.budget.lookup import Settings
 from lowbit.convert.budget.target import TargetRequest, meet_target
 from lowbit.convert.measure.gate import Condition, Outcome, check_measured, evaluate
-from lowbit.convert.original.answers import check_answers
+from lowbit.convert.original.answers import require_language_model
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.evaluation_text import Text
 from lowbit.convert.original.progress import Note, Progress, silent, unsaid
@@ -145,7 +145,7 @@ def convert(
         checkpoint = open_checkpoint(location.folder)
         ahead = plan_conversion(checkpoint, files_of(location), request, on_progress, note)
         if report is not None and report.texts:
-            check_answers(ahead.plan.config, str(source))
+            require_language_model(ahead.plan.config, str(source))
         job = prepare(
             *(location, checkpoint, ahead.plan, device),
             *(request.calibration, request.draft_text, request.max_ram),

@@ -39,7 +39,7 @@ from lowbit.convert.plan.sets import Choice, FusedSet
 from lowbit.convert.quantize.linear import LinearQuantizer
 from lowbit.convert.quantize.moments import measure
 from lowbit.convert.quantize.rounding import rounding_error
-from lowbit.convert.quantize.windows import Windows, begin
+from lowbit.convert.quantize.windows import WindowStates, begin
 from lowbit.formats.architectures import tensor_table
 from lowbit.formats.architectures.names import split_layer
 from lowbit.formats.errors import QuantizationError
@@ -130,7 +130,7 @@ def _narrow(
     layer: Layer,
     sets: Sequence[FusedSet],
     base: Mapping[FusedSet, Scheme],
-    windows: Windows,
+    windows: WindowStates,
     quantizer: LinearQuantizer,
 ) -> dict[FusedSet, dict[str, Tensor]]:
     """Weights of a layer's sets as a calibration on its own input makes them, by linear."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from lowbit.convert.budget.costs import LEARNED, costs_memory, measured_costs
 from lowbit.convert.budget.sensitivities import SCHEMA, Row, Sensitivities, read_sensitivities
 from lowbit.convert.budget.sensitivity import DRAWS, estimate, sensitivity_memory
-from lowbit.convert.original.answers import check_answers
+from lowbit.convert.original.answers import require_language_model
 from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.model import load_layered_model
@@ -56,7 +56,7 @@ WINDOWS = 8
 CPU_WINDOWS = 2  # to measure on, where each takes a minute and more
 MOST_CPU_WORK = 1e12  # multiplications of weights and activations that measuring takes a CPU
 LAYER_SETS = 4  # about as many as a layer has
-ROOM_BYTES = 2_000_000  # the figures of the largest models, and their plot, take less
+MAX_FIGURES_BYTES = 2_000_000  # the figures of the largest models, and their plot, take less
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ def dense_weights(source: Checkpoint) -> Weights:
         QuantizationError: it is quantized.
         UnsupportedModelError: it is a drafter.
     """
-    check_answers(source.config, str(source.folder))
+    require_language_model(source.config, str(source.folder))
     if method_of(source.config) is not None:
         raise QuantizationError(
             f"`{source.folder}` is already quantized", hint="start from the BF16 checkpoint"
@@ -345,7 +345,7 @@ def check_file(path: Path) -> None:
     """
     with disk_errors(path=path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    check_place(path, ROOM_BYTES)
+    check_place(path, MAX_FIGURES_BYTES)
 
 
 def hash_weights(checkpoint: Checkpoint, progress: Progress) -> str:

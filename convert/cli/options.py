@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lowbit.convert.original.evaluation_text import Text
     from lowbit.convert.plan.method import Method
     from lowbit.convert.plan.recipe import Override, Recipe
-    from lowbit.convert.publish.parcel import Statement
+    from lowbit.convert.publish.upload import Statement
     from lowbit.convert.quantize.session import CalibrationRequest
     from lowbit.formats.layout.rtn import ScaleRule
 
@@ -435,7 +435,7 @@ def parse_license(ctx: click.Context, param: click.Parameter, text: str | None) 
 
 def make_statement(base_model: str | None, license: str | None) -> "Statement":
     """What the options state."""
-    from lowbit.convert.publish.parcel import Statement
+    from lowbit.convert.publish.upload import Statement
 
     return Statement(base_model, license)
 

@@ -17,8 +17,8 @@ from lowbit.formats.shell.output import note, print_json
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-    from lowbit.convert.publish.parcel import Statement
     from lowbit.convert.publish.push import Published
+    from lowbit.convert.publish.upload import Statement
     from lowbit.formats.packed import PackedCheckpoint
 
 
@@ -63,15 +63,15 @@ def push(
     """
     from lowbit.convert.cli.progress import progress_bars
     from lowbit.convert.cli.tables import published as render_published
-    from lowbit.convert.publish.parcel import make_parcel
     from lowbit.convert.publish.push import check_name, open_hub
+    from lowbit.convert.publish.upload import plan_upload
     from lowbit.formats.packed import open_packed
 
     packed = open_packed(folder)  # before the network is asked
     if dry_run:
         check_name(repo)
         with progress_bars(quiet=as_json) as progress:
-            parcel = make_parcel(packed, repo, progress, stated)
+            parcel = plan_upload(packed, repo, progress, stated)
         if as_json:
             print_json(render_published.dry_run_json(parcel, private, revision))
         else:
@@ -99,19 +99,19 @@ def publish_folder(
 ) -> "Published":
     """Verify a packed folder and send it, showing how far it is where somebody watches.
 
-    The other arguments are those of `make_parcel` and `publish`.
+    The other arguments are those of `plan_upload` and `publish`.
 
     Raises:
         PublishError: a file names a folder of this machine, and may not.
-        LowbitError: as `make_parcel` and `publish`.
+        LowbitError: as `plan_upload` and `publish`.
     """
     from lowbit.convert.cli.progress import progress_bars
-    from lowbit.convert.publish.parcel import make_parcel
     from lowbit.convert.publish.push import publish
+    from lowbit.convert.publish.upload import plan_upload
 
     command = _command(packed.checkpoint.folder, repo, private, revision, stated)
     with progress_bars(quiet) as progress:
-        parcel = make_parcel(packed, repo, progress, stated)
+        parcel = plan_upload(packed, repo, progress, stated)
     if parcel.local_paths and not allow_local_paths:
         raise PublishError(
             f"nothing was sent: {'; '.join(parcel.local_paths)}",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lowbit.convert.pipeline.estimate import Estimate
     from lowbit.convert.plan.method import Method
     from lowbit.convert.plan.recipe import Recipe
-    from lowbit.convert.publish.parcel import Statement
+    from lowbit.convert.publish.upload import Statement
     from lowbit.convert.quantize.session import CalibrationRequest
 
 

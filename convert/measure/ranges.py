@@ -39,7 +39,7 @@ LENGTHS = {
     "counts": (1, 1000),
     "packed": (1, MOST_DRAFTS),
     "original": (0, MOST_DRAFTS),
-    "few": (0, MOST_DRAFTS),
+    "draft_head": (0, MOST_DRAFTS),
 }
 ORDERED = (("start", "stop"), ("low_exponent", "high_exponent"))
 

@@ -162,7 +162,7 @@ class Drafting:
         drafted_windows: of the texts, in which rounds begin at every token.
         packed: first to fourth draft of the packed head, against the packed trunk.
         original: same for the original's head and trunk.
-        few: same for the packed head with drafts chosen from the draft head; empty without one.
+        draft_head: same with drafts chosen from the draft head; empty without one.
         draft_rows: tokens of the draft head; 0 without one.
         covered: share of the packed trunk's first choices that are among them; 0 without one.
     """
@@ -170,7 +170,7 @@ class Drafting:
     drafted_windows: int
     packed: tuple[Draft, ...]
     original: tuple[Draft, ...]
-    few: tuple[Draft, ...] = ()
+    draft_head: tuple[Draft, ...] = ()
     draft_rows: int = 0
     covered: float = 0.0
 

@@ -9,7 +9,7 @@ from lowbit.formats.errors import UnsupportedModelError
 WHERE_MEASURED = "lowbit-run MODEL PROMPT --speculate dflash --drafter DIR shows its tokens a round"
 
 
-def check_answers(config: Mapping[str, Any], name: str) -> None:
+def require_language_model(config: Mapping[str, Any], name: str) -> None:
     """Refuse a drafter where a model's own predictions are needed.
 
     Raises:

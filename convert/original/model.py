@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.convert.original.answers import check_answers
+from lowbit.convert.original.answers import require_language_model
 from lowbit.convert.original.experts import separate_experts
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
@@ -86,7 +86,7 @@ def _transformers_config(weights: Weights) -> Any:
         UnsupportedModelError: transformers does not know the architecture, or it is a drafter.
         CheckpointError: config.json is not valid.
     """
-    check_answers(weights.checkpoint.config, str(weights.name))
+    require_language_model(weights.checkpoint.config, str(weights.name))
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 

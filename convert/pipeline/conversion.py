@@ -33,7 +33,7 @@ from lowbit.convert.pipeline.journal import CompletedStep, Journal, open_journal
 from lowbit.convert.pipeline.place import partial_of, place_of
 from lowbit.convert.pipeline.stream import stream
 from lowbit.convert.plan.memory import block_elements
-from lowbit.convert.plan.plan import Plan, Step, source_rows
+from lowbit.convert.plan.plan import Plan, TensorPlan, source_rows
 from lowbit.convert.quantize.session import CalibrationRequest, Session, check_can_run
 from lowbit.convert.quantize.store import LayerError
 from lowbit.formats.draft_head import DRAFT_FILE, draft_head_bytes
@@ -280,7 +280,7 @@ def _still_valid(
     return set(kept)
 
 
-def _is_of(row: CompletedStep, step: Step, places: Mapping[str, TensorInfo]) -> bool:
+def _is_of(row: CompletedStep, step: TensorPlan, places: Mapping[str, TensorInfo]) -> bool:
     """Tell whether a record of the journal lists the tensors that a step writes."""
     written = [(tensor.name, tensor.dtype, tensor.shape, tensor.file) for tensor in row.tensors]
     return written == [

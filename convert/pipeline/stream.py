@@ -24,7 +24,7 @@ from lowbit.convert.original.progress import Advance
 from lowbit.convert.original.rotation import Rotation
 from lowbit.convert.original.threads import ordered
 from lowbit.convert.pipeline.journal import CompletedStep
-from lowbit.convert.plan.plan import Plan, Step
+from lowbit.convert.plan.plan import Plan, TensorPlan
 from lowbit.convert.quantize.rounding import search_on
 from lowbit.convert.quantize.store import Calibrated
 from lowbit.formats.errors import QuantizationError
@@ -47,7 +47,7 @@ class _Work:
     """A step under way; hashes and sums grow block by block, in order."""
 
     number: int
-    step: Step
+    step: TensorPlan
     source_hash: Any = field(default_factory=hashlib.sha256)
     hashes: dict[str, Any] = field(default_factory=dict)
     sums: WeightSums = field(default_factory=WeightSums)

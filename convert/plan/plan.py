@@ -62,7 +62,7 @@ MethodChooser = Callable[[Mapping[str, Scheme | None], Collection[str]], Method]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TensorPlan:
     """One source tensor and its fate."""
 
     source: TensorInfo  # where it is read
@@ -89,7 +89,7 @@ class Plan:
     method: Method  # of the recipe, chosen where the request named none
     # Decoder in the order of the forward pass, head, multi-token prediction, vision; a tied head
     # that is quantized reads the embedding a second time.
-    steps: tuple[Step, ...]
+    steps: tuple[TensorPlan, ...]
     shards: tuple[Shard, ...]  # the files to be
     schemes: Mapping[str, Scheme | None]  # of every linear module
     # Parts of the tensors that a rotation changes, by name in the result.
@@ -239,7 +239,7 @@ def make_plan(
     steps = _steps(table, tensors, tied, schemes, rotated)
     steps += [_drop(info, "multi-token prediction") for info in left_out.values()]
     steps += [
-        Step(tensors[name], "dropped", reason, None, None, ())
+        TensorPlan(tensors[name], "dropped", reason, None, None, ())
         for name, reason in unneeded.items()
         if name not in left_out and name not in carried
     ]
@@ -385,7 +385,7 @@ def _steps(
     tied: bool,
     schemes: Mapping[str, Scheme | None],
     rotated: Collection[str],
-) -> list[Step]:
+) -> list[TensorPlan]:
     embedding = next((spec.name for spec in table if spec.role == "embedding"), None)
     steps = []
     for spec in table:
@@ -397,7 +397,7 @@ def _steps(
             continue
         if spec.name in tensors:
             reason = "tied: the embedding is used"
-            steps.append(Step(tensors[spec.name], "dropped", reason, spec.module, None, ()))
+            steps.append(TensorPlan(tensors[spec.name], "dropped", reason, spec.module, None, ()))
         if embedding is not None and spec.module in schemes:
             step = _step(tensors[embedding], spec, schemes[spec.module], rotated)
             reason = "tied to the embedding, untied to be quantized"
@@ -407,18 +407,18 @@ def _steps(
 
 def _step(
     source: TensorInfo, spec: TensorSpec, scheme: Scheme | None, rotated: Collection[str]
-) -> Step:
+) -> TensorPlan:
     if scheme is None:
         reason = "as the recipe says" if spec.quantizable else f"{spec.role}: never quantized"
         outputs: tuple[Output, ...] = ((spec.name, source.dtype, source.shape),)
         module = spec.module if spec.quantizable else None
-        return Step(source, _stored(source, rotated), reason, module, None, outputs)
+        return TensorPlan(source, _stored(source, rotated), reason, module, None, outputs)
     N, K = source.shape
     outputs = tuple(
         (f"{spec.module}.{suffix}", OUTPUT_DTYPES[suffix], shape)
         for suffix, shape in packed_shapes(N, K, scheme, spec.module).items()
     )
-    return Step(source, "quantized", "", spec.module, scheme, outputs)
+    return TensorPlan(source, "quantized", "", spec.module, scheme, outputs)
 
 
 def _stored(source: TensorInfo, rotated: Collection[str]) -> Fate:
@@ -426,18 +426,18 @@ def _stored(source: TensorInfo, rotated: Collection[str]) -> Fate:
     return "rotated" if source.name in rotated else "copied"
 
 
-def _carry(source: TensorInfo, dropped: bool, rotated: Collection[str]) -> Step:
+def _carry(source: TensorInfo, dropped: bool, rotated: Collection[str]) -> TensorPlan:
     """A tensor of the vision tower, whatever it is."""
     if dropped:
         return _drop(source, "vision tower")
     outputs = ((source.name, source.dtype, source.shape),)
     reason = "vision tower: carried unchecked"
-    return Step(source, _stored(source, rotated), reason, None, None, outputs)
+    return TensorPlan(source, _stored(source, rotated), reason, None, None, outputs)
 
 
-def _drop(source: TensorInfo, part: str) -> Step:
+def _drop(source: TensorInfo, part: str) -> TensorPlan:
     """A tensor of a part that the recipe leaves out."""
-    return Step(source, "dropped", f"{part}: as the recipe says", None, None, ())
+    return TensorPlan(source, "dropped", f"{part}: as the recipe says", None, None, ())
 
 
 def dropped_mtp(

@@ -15,8 +15,8 @@ from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
 from lowbit.convert.publish.errors import TOKEN, explained, patiently
-from lowbit.convert.publish.parcel import WEIGHTS, Item, Parcel
 from lowbit.convert.publish.remote import Remote, read_remote, require_equal
+from lowbit.convert.publish.upload import WEIGHTS, Item, UploadPlan
 from lowbit.formats.errors import PublishError
 from lowbit.formats.file_names import HTML_FILE, QUALITY_FILE
 from lowbit.formats.hub.ids import HUB_ID
@@ -60,7 +60,7 @@ class Published:
 
 def publish(
     api: "HfApi",
-    parcel: Parcel,
+    parcel: UploadPlan,
     private: bool | None = None,
     revision: str | None = None,
     bars: bool = False,
@@ -120,7 +120,7 @@ def _open_repository(api: "HfApi", repo: str, private: bool | None, revision: st
     return found
 
 
-def _send(api: "HfApi", parcel: Parcel, revision: str | None, sent: list[str]) -> str:
+def _send(api: "HfApi", parcel: UploadPlan, revision: str | None, sent: list[str]) -> str:
     """Send what the revision lacks; the sha of the commit that holds everything.
 
     Every commit is made on top of the one before; one that is not the newest any more fails.

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lowbit.convert.publish.parcel import Item
+from lowbit.convert.publish.upload import Item
 from lowbit.formats.errors import PublishError
 
 if TYPE_CHECKING:

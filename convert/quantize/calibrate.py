@@ -20,7 +20,7 @@ from lowbit.convert.original.threads import alone_on_threads
 from lowbit.convert.original.walk import load_layer, load_norm
 from lowbit.convert.plan.plan import Plan
 from lowbit.convert.quantize.choose import choose_layer
-from lowbit.convert.quantize.linear import Chosen, LinearQuantizer
+from lowbit.convert.quantize.linear import LinearQuantizer, QuantizedLinear
 from lowbit.convert.quantize.store import (
     HEAD,
     Calibrated,
@@ -29,7 +29,7 @@ from lowbit.convert.quantize.store import (
     extended,
     layer_name,
 )
-from lowbit.convert.quantize.windows import Windows, begin
+from lowbit.convert.quantize.windows import WindowStates, begin
 from lowbit.formats.layout.scheme import Scheme
 
 
@@ -82,7 +82,7 @@ def _sources(model: LayeredModel, names: Iterable[str]) -> set[str]:
 
 def _choose_layers(
     model: LayeredModel,
-    windows: Windows,
+    windows: WindowStates,
     schemes: Mapping[str, Scheme],
     quantizer: LinearQuantizer,
     store: Store,
@@ -117,11 +117,11 @@ def _layer(
     model: LayeredModel,
     number: int,
     original: Layer,
-    windows: Windows,
+    windows: WindowStates,
     schemes: Mapping[str, Scheme],
     quantizer: LinearQuantizer,
-    kept: dict[str, Chosen] | None,
-) -> tuple[dict[str, Chosen], LayerError | None]:
+    kept: dict[str, QuantizedLinear] | None,
+) -> tuple[dict[str, QuantizedLinear], LayerError | None]:
     """Choose a layer's linears, or take those that are kept, and pass all windows through it.
 
     Returns:

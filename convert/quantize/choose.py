@@ -14,10 +14,10 @@ from lowbit.convert.quantize.experts import (
     tokens_of_experts,
 )
 from lowbit.convert.quantize.learned import learn_rounding
-from lowbit.convert.quantize.linear import Chosen, LinearQuantizer, nearest, weighted
+from lowbit.convert.quantize.linear import LinearQuantizer, QuantizedLinear, nearest, weighted
 from lowbit.convert.quantize.moments import input_power, measure
 from lowbit.convert.quantize.store import LayerError
-from lowbit.convert.quantize.windows import Windows, output_error
+from lowbit.convert.quantize.windows import WindowStates, output_error
 from lowbit.formats.architectures.names import expert_of
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.scheme import Scheme
@@ -29,8 +29,8 @@ def choose_layer(
     layer: Layer,
     original: Layer,
     schemes: Mapping[str, Scheme],
-    windows: Windows,
-) -> tuple[dict[str, Chosen], LayerError]:
+    windows: WindowStates,
+) -> tuple[dict[str, QuantizedLinear], LayerError]:
     """Choose a layer's linears and put them in place; passes the original's states on.
 
     Args:
@@ -50,7 +50,9 @@ def choose_layer(
     added = _finite_power(number, before, after)
     given = before if alone else windows.hidden[windows.held]
 
-    def error(linears: Mapping[str, Chosen], x: Tensor = given, y: Tensor = after) -> float:
+    def error(
+        linears: Mapping[str, QuantizedLinear], x: Tensor = given, y: Tensor = after
+    ) -> float:
         layer.put({name: linear.weight for name, linear in linears.items()})
         square = output_error(layer, x, y, quantizer.device)
         return math.sqrt(square / added) if added else 0.0
@@ -77,8 +79,11 @@ def choose_layer(
 
 
 def _from_original(
-    quantizer: LinearQuantizer, original: Layer, schemes: Mapping[str, Scheme], windows: Windows
-) -> tuple[dict[str, Chosen], tuple[int, ...]]:
+    quantizer: LinearQuantizer,
+    original: Layer,
+    schemes: Mapping[str, Scheme],
+    windows: WindowStates,
+) -> tuple[dict[str, QuantizedLinear], tuple[int, ...]]:
     """Scales weighted by the inputs' power in the original, whose states are passed on."""
     power = input_power(original, list(schemes), windows.original, quantizer.device, quantizer.pool)
     found = {}
@@ -96,10 +101,10 @@ def _sequential(
     layer: Layer,
     original: Layer,
     schemes: Mapping[str, Scheme],
-    windows: Windows,
-) -> tuple[dict[str, Chosen], tuple[int, ...]]:
+    windows: WindowStates,
+) -> tuple[dict[str, QuantizedLinear], tuple[int, ...]]:
     """All linears of a layer, each put in place before those that read its output."""
-    found: dict[str, Chosen] = {}
+    found: dict[str, QuantizedLinear] = {}
     if quantizer.method.codes == "rtn":
         found = {n: nearest(layer.weight(n).data, s, quantizer.rule) for n, s in schemes.items()}
         return found, ()

@@ -15,9 +15,9 @@ from torch import Tensor
 from lowbit.convert.original.experts import ROUTER, Expert
 from lowbit.convert.original.layer import Layer, batches, probed
 from lowbit.convert.original.threads import ordered
-from lowbit.convert.quantize.linear import Chosen, LinearQuantizer, nearest
+from lowbit.convert.quantize.linear import LinearQuantizer, QuantizedLinear, nearest
 from lowbit.convert.quantize.moments import paired
-from lowbit.convert.quantize.windows import Windows
+from lowbit.convert.quantize.windows import WindowStates
 from lowbit.formats.architectures.names import expert_of
 from lowbit.formats.layout.scheme import Scheme
 
@@ -55,7 +55,7 @@ def tokens_of_experts(seen: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def route(
-    layer: Layer, original: Layer, mlp: str, windows: Windows, device: torch.device
+    layer: Layer, original: Layer, mlp: str, windows: WindowStates, device: torch.device
 ) -> Routed:
     """Inputs of a layer's MLP over all windows, and their routes."""
     router = f"{mlp}.{ROUTER}"
@@ -77,8 +77,8 @@ def choose_experts(
     layer: Layer,
     original: Layer,
     schemes: Mapping[str, Scheme],
-    windows: Windows,
-) -> tuple[dict[str, Chosen], tuple[int, ...]]:
+    windows: WindowStates,
+) -> tuple[dict[str, QuantizedLinear], tuple[int, ...]]:
     """Choose the linears of all experts of a layer, and put them in place.
 
     Args:
@@ -94,7 +94,7 @@ def choose_experts(
     routed = route(layer, original, mlp, windows, quantizer.device)
     count = len(layer.module.get_submodule(f"{mlp}.experts"))  # type: ignore[arg-type]
 
-    def one(number: int) -> tuple[dict[str, Chosen], int]:
+    def one(number: int) -> tuple[dict[str, QuantizedLinear], int]:
         prefix = f"{mlp}.experts.{number}"
         own = {name: scheme for name, scheme in schemes.items() if expert_of(name) == number}
         learned, held = routed.tokens_of(number)
@@ -105,7 +105,7 @@ def choose_experts(
         layer.put({name: linear.weight for name, linear in found.items()})
         return found, len(learned)
 
-    chosen: dict[str, Chosen] = {}
+    chosen: dict[str, QuantizedLinear] = {}
     tokens = []
     for found, seen in ordered(quantizer.pool, one, range(count)):
         chosen |= found
@@ -121,12 +121,12 @@ def _choose(
     schemes: Mapping[str, Scheme],
     routed: Routed,
     tokens: tuple[Tensor, Tensor],
-) -> dict[str, Chosen]:
+) -> dict[str, QuantizedLinear]:
     """One expert by its own tokens: gate and up, then down, which reads what they give."""
     here, there = (cast(Expert, side.module.get_submodule(prefix)) for side in (layer, original))
     device = quantizer.device
     inputs = [(routed.x[part].to(device), routed.y[part].to(device)) for part in tokens]
-    found: dict[str, Chosen] = {}
+    found: dict[str, QuantizedLinear] = {}
     for kinds in (("gate_proj", "up_proj"), ("down_proj",)):
         names = [name for kind in kinds if (name := f"{prefix}.{kind}") in schemes]
         if names:

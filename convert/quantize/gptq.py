@@ -124,7 +124,7 @@ def _refitted(w: Tensor, codes: Tensor, scale: Tensor, factor: Factor) -> Tensor
     return torch.where(usable & (failed == 0)[:, None], fitted, scale)
 
 
-def polished_codes(
+def coordinate_descent(
     w: Tensor, codes: Tensor, scale: Tensor, scheme: Scheme, factor: Factor
 ) -> Tensor:
     """Codes after sweeps that set each to its best value given all others in its row: [N, K] int8.

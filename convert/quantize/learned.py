@@ -18,8 +18,8 @@ from torch import Tensor
 from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.threads import Pool, ordered
 from lowbit.convert.plan.calibration_cost import AUTOROUND_STEPS
-from lowbit.convert.quantize.linear import Chosen
-from lowbit.convert.quantize.windows import Windows, random_batches
+from lowbit.convert.quantize.linear import QuantizedLinear
+from lowbit.convert.quantize.windows import WindowStates, random_batches
 from lowbit.formats.layout.rtn import SCALE_DTYPE
 from lowbit.formats.layout.scheme import Scheme
 
@@ -101,7 +101,9 @@ class Learned:
     adam: torch.optim.Adam  # changes `change`
 
     @classmethod
-    def begin(cls, chosen: Chosen, w: Tensor, scheme: Scheme, device: torch.device) -> "Learned":
+    def begin(
+        cls, chosen: QuantizedLinear, w: Tensor, scheme: Scheme, device: torch.device
+    ) -> "Learned":
         """Before the first step.
 
         Args:
@@ -142,20 +144,20 @@ class Learned:
             gradient * self.scale * (codes - self.position.value).abs_().le_(0.5), left
         )
 
-    def chosen(self) -> Chosen:
+    def chosen(self) -> QuantizedLinear:
         """Codes and scales after the last step."""
-        return Chosen(self.codes().flatten(1).to(torch.int8), self.stored_scale()[:, :, 0])
+        return QuantizedLinear(self.codes().flatten(1).to(torch.int8), self.stored_scale()[:, :, 0])
 
 
 def learn_rounding(
     layer: Layer,
     original: Layer,
-    found: Mapping[str, Chosen],
+    found: Mapping[str, QuantizedLinear],
     schemes: Mapping[str, Scheme],
-    windows: Windows,
+    windows: WindowStates,
     device: torch.device,
     pool: Pool,
-) -> dict[str, Chosen]:
+) -> dict[str, QuantizedLinear]:
     """Linears of a layer after their rounding has been learned.
 
     Args:

@@ -13,13 +13,13 @@ from lowbit.convert.plan.method import Method
 from lowbit.convert.quantize.gptq import (
     Factor,
     compensated_codes,
+    coordinate_descent,
     factorize,
-    polished_codes,
     refitted_scales,
 )
 from lowbit.convert.quantize.moments import Moments, head_moments
 from lowbit.convert.quantize.rounding import search_on
-from lowbit.convert.quantize.windows import Windows
+from lowbit.convert.quantize.windows import WindowStates
 from lowbit.formats.layout.packing import dequantize
 from lowbit.formats.layout.rtn import ScaleRule, nearest_codes, quantize, weighted_scales
 from lowbit.formats.layout.scheme import Scheme
@@ -33,7 +33,7 @@ DAMPING_ROWS = 128  # of the linears, evenly spread, that each is tried on
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class QuantizedLinear:
     """Codes and scales of a linear."""
 
     codes: Tensor  # [N, K] int8
@@ -45,33 +45,35 @@ class Chosen:
         return dequantize(self.codes, self.scale)
 
 
-def nearest(w: Tensor, scheme: Scheme, rule: ScaleRule) -> Chosen:
+def nearest(w: Tensor, scheme: Scheme, rule: ScaleRule) -> QuantizedLinear:
     """Round-to-nearest, as without calibration; w is [N, K] float32."""
-    return Chosen(*quantize(w, scheme, rule, search_on(w.device, scheme)))
+    return QuantizedLinear(*quantize(w, scheme, rule, search_on(w.device, scheme)))
 
 
-def weighted(w: Tensor, scheme: Scheme, rule: ScaleRule, power: Tensor) -> Chosen:
+def weighted(w: Tensor, scheme: Scheme, rule: ScaleRule, power: Tensor) -> QuantizedLinear:
     """Round-to-nearest with scales searched by the error times the input's power, [K]."""
     scale = weighted_scales(w, scheme, rule, power, search_on(w.device, scheme))
-    return Chosen(nearest_codes(w, scale, scheme), scale)
+    return QuantizedLinear(nearest_codes(w, scale, scheme), scale)
 
 
 def compensated(
     w: Tensor, scheme: Scheme, rule: ScaleRule, moments: Moments, factor: Factor
-) -> tuple[Tensor, Chosen]:
+) -> tuple[Tensor, QuantizedLinear]:
     """The start of `gptq`: the weights to approximate, [N, K], and first codes and scales."""
     target = moments.target(w, factor)
     search = search_on(w.device, scheme)
     scale = weighted_scales(target, scheme, rule, factor.importance, search)
     codes = compensated_codes(target, scale, scheme, factor)
-    return target, Chosen(codes, refitted_scales(target, codes, scale, factor))
+    return target, QuantizedLinear(codes, refitted_scales(target, codes, scale, factor))
 
 
-def gptq(w: Tensor, scheme: Scheme, rule: ScaleRule, moments: Moments, factor: Factor) -> Chosen:
-    """Compensated codes of what makes up for the errors before, polished."""
+def gptq(
+    w: Tensor, scheme: Scheme, rule: ScaleRule, moments: Moments, factor: Factor
+) -> QuantizedLinear:
+    """Quantize the error-corrected target by GPTQ, then by coordinate descent."""
     target, found = compensated(w, scheme, rule, moments, factor)
-    codes = polished_codes(target, found.codes, found.scale, scheme, factor)
-    return Chosen(codes, refitted_scales(target, codes, found.scale, factor))
+    codes = coordinate_descent(target, found.codes, found.scale, scheme, factor)
+    return QuantizedLinear(codes, refitted_scales(target, codes, found.scale, factor))
 
 
 def choose_damping(
@@ -125,7 +127,7 @@ class LinearQuantizer:
         schemes: Mapping[str, Scheme],
         moments: Moments,
         held: Moments | None,
-    ) -> dict[str, Chosen]:
+    ) -> dict[str, QuantizedLinear]:
         """Linears that read one input; those of one scheme are solved together.
 
         Args:
@@ -140,22 +142,24 @@ class LinearQuantizer:
                 first = schemes[next(iter(weights))]
                 factor = choose_damping(rows, first, self.rule, moments, held)
                 del rows
-            found: dict[str, Chosen] = {}
+            found: dict[str, QuantizedLinear] = {}
             for scheme in dict.fromkeys(schemes[name] for name in weights):
                 names = [name for name in weights if schemes[name] == scheme]
                 rows = torch.cat([weights[name] for name in names])
                 sizes = [len(weights[name]) for name in names]
                 chosen = self._choose(rows, scheme, moments, factor)
                 codes, scales = torch.split(chosen.codes, sizes), torch.split(chosen.scale, sizes)
-                found |= dict(zip(names, map(Chosen, codes, scales), strict=True))
+                found |= dict(zip(names, map(QuantizedLinear, codes, scales), strict=True))
         return {name: found[name] for name in weights}
 
-    def _choose(self, w: Tensor, scheme: Scheme, moments: Moments, factor: Factor | None) -> Chosen:
+    def _choose(
+        self, w: Tensor, scheme: Scheme, moments: Moments, factor: Factor | None
+    ) -> QuantizedLinear:
         if factor is None:
             return weighted(w, scheme, self.rule, moments.H.diagonal())
         return gptq(w, scheme, self.rule, moments, factor)
 
-    def head(self, model: LayeredModel, scheme: Scheme, windows: Windows) -> Chosen:
+    def head(self, model: LayeredModel, scheme: Scheme, windows: WindowStates) -> QuantizedLinear:
         """Choose the head in blocks of rows.
 
         Args:
@@ -170,6 +174,6 @@ class LinearQuantizer:
             return _joined([self._choose(rows, scheme, moments, factor) for _, rows in blocks])
 
 
-def _joined(parts: Sequence[Chosen]) -> Chosen:
+def _joined(parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
     codes = torch.cat([part.codes.cpu() for part in parts])
-    return Chosen(codes, torch.cat([part.scale.cpu() for part in parts]))
+    return QuantizedLinear(codes, torch.cat([part.scale.cpu() for part in parts]))

@@ -17,7 +17,7 @@ from lowbit.convert.original.layer import Layer, batches, hooked, probed
 from lowbit.convert.original.threads import Pool, ordered
 from lowbit.convert.plan.calibration_cost import PRODUCTS_BYTES
 from lowbit.convert.quantize.gptq import Factor
-from lowbit.convert.quantize.windows import Windows
+from lowbit.convert.quantize.windows import WindowStates
 from lowbit.formats.errors import QuantizationError
 
 LEAST_POWER = 1e-30  # of a token, so that nothing is divided by zero
@@ -65,7 +65,7 @@ def measure(
     layer: Layer,
     original: Layer,
     linear: str,
-    windows: Windows,
+    windows: WindowStates,
     device: torch.device,
     pool: Pool,
 ) -> tuple[Moments, Moments | None]:
@@ -89,7 +89,7 @@ def measure(
 
         def inputs(batch: slice) -> tuple[Tensor, Tensor]:
             x, y = here(hidden[batch].to(device)), there(wanted[batch].to(device))
-            factors = loudness_caps(y, compared)
+            factors = token_norm_caps(y, compared)
             return x * factors, y * factors
 
         sums = _sums(inputs, batches(hidden, device), K, device, pool)
@@ -100,7 +100,7 @@ def measure(
         return learned, over(windows.held) if windows.holds_out else None
 
 
-def loudness_caps(x: Tensor, compared: int) -> Tensor:
+def token_norm_caps(x: Tensor, compared: int) -> Tensor:
     """Factors that make no token louder than the median token around it, [tokens, 1].
 
     A few tokens, often the first of a window, have activations a thousand times those of others
@@ -132,12 +132,12 @@ def paired(x: Tensor, y: Tensor, linear: str) -> Moments:
     Raises:
         QuantizationError: activations are not finite.
     """
-    factors = loudness_caps(y, len(y))
+    factors = token_norm_caps(y, len(y))
     x, y = x * factors, y * factors
     return _means((x.T @ x, y.T @ x), linear, len(x))
 
 
-def head_moments(windows: Windows, device: torch.device) -> Moments:
+def head_moments(windows: WindowStates, device: torch.device) -> Moments:
     """The moments of what the head sees: the windows' states after the final norm."""
     hidden, wanted = windows.hidden[: windows.learned], windows.original[: windows.learned]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lowbit.convert.original.progress import Note
-from lowbit.convert.quantize.linear import Chosen
+from lowbit.convert.quantize.linear import QuantizedLinear
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.layout.packing import pack, unpack
 from lowbit.formats.layout.scheme import Scheme
@@ -81,7 +81,7 @@ class Store:
         self,
         name: str,
         identity: str,
-        chosen: Mapping[str, Chosen],
+        chosen: Mapping[str, QuantizedLinear],
         schemes: Mapping[str, Scheme],
         error: LayerError | None,
     ) -> None:
@@ -98,7 +98,7 @@ class Store:
 
     def load(
         self, name: str, identity: str, schemes: Mapping[str, Scheme]
-    ) -> dict[str, Chosen] | None:
+    ) -> dict[str, QuantizedLinear] | None:
         """The linears of a layer by module name, None where it is not finished."""
         path = self._path(name)
         if not path.exists():
@@ -111,7 +111,7 @@ class Store:
         found = {}
         for module, K in file.facts["columns"].items():
             codes = unpack(file.content.read(f"{module}.codes"), schemes[module].bits, K)
-            found[module] = Chosen(codes, file.content.read(f"{module}.scale"))
+            found[module] = QuantizedLinear(codes, file.content.read(f"{module}.scale"))
         return found
 
     def finished(self) -> Calibrated:

@@ -16,7 +16,7 @@ SHARE = 16  # one window of so many is held out, none of fewer
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
+class WindowStates:
     """Hidden states before a layer; the last windows are held out."""
 
     hidden: Tensor  # of the model quantized so far, [windows, T, h] float32
@@ -42,7 +42,7 @@ class Windows:
 
 def begin(
     model: LayeredModel, samples: Tensor, device: torch.device, from_original: bool
-) -> Windows:
+) -> WindowStates:
     """Embed the calibration text, on the device where it fits besides the rest.
 
     Args:
@@ -58,7 +58,7 @@ def begin(
     place = device if free is not None and need * STATES_SHARE <= free else torch.device("cpu")
     hidden = embed(model, samples, place)
     original = hidden if from_original else hidden.clone()
-    return Windows(hidden, original, len(samples) - len(samples) // SHARE)
+    return WindowStates(hidden, original, len(samples) - len(samples) // SHARE)
 
 
 def shuffled(samples: Tensor) -> Tensor:

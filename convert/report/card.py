@@ -5,7 +5,7 @@ from typing import Any
 
 from lowbit.convert.measure.pair import is_rotated
 from lowbit.convert.measure.record import QualityReport
-from lowbit.convert.plan.readers import vllm_reasons, vllm_use
+from lowbit.convert.plan.compatibility import vllm_reasons, vllm_use
 from lowbit.convert.report import formatting
 from lowbit.convert.report.html import recipe_facts
 from lowbit.convert.report.linears import kinds

@@ -22,7 +22,7 @@ from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.printable import printable
 from lowbit.formats.tasks import read_tasks
 
-ROOM_BYTES = 4_000_000  # more than the three files of the largest models' reports take
+MAX_REPORT_BYTES = 4_000_000  # more than the three files of the largest models' reports take
 
 
 def check_reports(folder: Path, place: Path | None = None) -> None:
@@ -36,7 +36,7 @@ def check_reports(folder: Path, place: Path | None = None) -> None:
     card = _card_file(place)
     with _for_now(place):
         for name in (QUALITY_FILE, HTML_FILE, *([] if card is None else [card])):
-            check_place(place / name, ROOM_BYTES)
+            check_place(place / name, MAX_REPORT_BYTES)
 
 
 def left_out(folder: Path, place: Path | None = None) -> list[str]:
@@ -76,9 +76,9 @@ def write_reports(
     tasks = read_tasks(folder)
     if tasks is not None and tasks.manifest_sha256 != packed.manifest_sha256:
         tasks = None
-    rooms = where_bytes_went(packed, report.sizes.folder_bytes)
+    size_shares = where_bytes_went(packed, report.sizes.folder_bytes)
     kept = read_kept_vocabulary(folder)
-    page = render_html(report, packed.manifest, name, rooms, tasks, known_speed(folder), kept)
+    page = render_html(report, packed.manifest, name, size_shares, tasks, known_speed(folder), kept)
     figures = report.to_bytes(stated_verdict(judge(report)))
     contents = {place / QUALITY_FILE: figures, place / HTML_FILE: page.encode()}
     card = _card_file(place)

@@ -79,8 +79,8 @@ def drafts(drafting: Drafting) -> str:
     beside = []
     if len(drafting.original) == len(drafting.packed):
         beside.append(f"original {number(drafting.original[-1].tokens_a_round, 2)}")
-    if drafting.few:
-        few = drafting.few[-1].tokens_a_round
+    if drafting.draft_head:
+        few = drafting.draft_head[-1].tokens_a_round
         beside.append(f"from {drafting.draft_rows:,} tokens {number(few, 2)}")
     return f"{text} ({', '.join(beside)})" if beside else text
 

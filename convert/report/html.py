@@ -14,7 +14,7 @@ from lowbit.convert.measure.speed import Speed
 from lowbit.convert.report import formatting, limits, linears, plots, warnings
 from lowbit.convert.report.heat import heat_maps
 from lowbit.convert.report.page import render_page, share
-from lowbit.convert.report.space import Room
+from lowbit.convert.report.space import SizeShare
 from lowbit.convert.report.verdict import expected_loss, judge
 from lowbit.formats.kept_vocabulary import KeptVocabulary
 from lowbit.formats.layout.manifest import Manifest
@@ -29,7 +29,7 @@ def render_html(
     report: QualityReport,
     manifest: Manifest | None,
     name: str,
-    rooms: Sequence[Room] = (),
+    size_shares: Sequence[SizeShare] = (),
     tasks: TaskReport | None = None,
     speed: Speed | None = None,
     kept: KeptVocabulary | None = None,
@@ -54,8 +54,8 @@ def render_html(
         kinds=linears.kinds(report.weights),
         worst=linears.worst(report.weights, WORST, by_output=outputs),
         schemes=sorted({linears.scheme_text(row) for row in report.weights}),
-        rooms=rooms,
-        rooms_max=max((room.share for room in rooms), default=0.0),
+        size_shares=size_shares,
+        largest_share=max((room.share for room in size_shares), default=0.0),
         size_text=formatting.size_text(report),
         tasks=tasks,
         speed=speed,
@@ -93,7 +93,7 @@ def _about(logits: LogitQuality, expected: limits.Expectation | None) -> dict[st
 def _drafts(drafting: Drafting) -> list[tuple[str, Draft, Draft | None, Draft | None]]:
     """Drafts by their place in a round: packed, the original's, of the draft head's tokens."""
     count = len(drafting.packed)
-    others = (drafting.original[:count], drafting.few[:count])
+    others = (drafting.original[:count], drafting.draft_head[:count])
     return list(zip_longest(formatting.ORDINALS[:count], drafting.packed, *others))
 
 

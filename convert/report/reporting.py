@@ -13,7 +13,7 @@ from lowbit.convert.measure.measure import measure_logits
 from lowbit.convert.measure.pair import pair_of
 from lowbit.convert.measure.record import LogitQuality, QualityReport
 from lowbit.convert.measure.weights import WeightQuality, measure_weights
-from lowbit.convert.original.answers import check_answers
+from lowbit.convert.original.answers import require_language_model
 from lowbit.convert.original.evaluation_text import Text, check_names, default_texts
 from lowbit.convert.original.progress import Note, Progress, silent, unsaid
 from lowbit.convert.pipeline.conversion import Conversion
@@ -197,7 +197,7 @@ def write_full_report(
         LowbitError: a folder that differs from its lowbit.json, or another model than the original.
     """
     folder = packed.checkpoint.folder
-    check_answers(packed.checkpoint.config, str(folder))
+    require_language_model(packed.checkpoint.config, str(folder))
     if packed.manifest is not None:  # the report names its hash, so it must be about those bytes
         check_recorded(packed, packed.manifest, progress)
     original = origin.confirmed(progress)

@@ -31,7 +31,7 @@ SMALL = 0.005  # share of the folder below which parts are joined in one row
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class SizeShare:
     """Bytes of one part of the model in one precision.
 
     Attributes:
@@ -49,7 +49,7 @@ class Room:
     share: float = 0.0
 
 
-def where_bytes_went(packed: PackedCheckpoint, folder_bytes: int) -> list[Room]:
+def where_bytes_went(packed: PackedCheckpoint, folder_bytes: int) -> list[SizeShare]:
     """Bytes of the folder by part and precision, largest first; they add up to its size.
 
     Args:
@@ -58,7 +58,7 @@ def where_bytes_went(packed: PackedCheckpoint, folder_bytes: int) -> list[Room]:
     """
     before = _source_bytes(packed)
     found = [
-        Room(
+        SizeShare(
             part=PARTS[spec.role],
             precision=str(packed.schemes.get(spec.module) or infos[0].dtype_name),
             before=before.get(spec.name),
@@ -67,35 +67,35 @@ def where_bytes_went(packed: PackedCheckpoint, folder_bytes: int) -> list[Room]:
         for spec, infos in ((spec, packed.tensors_of(spec)) for spec in packed.specs)
     ]
     found += [
-        Room(CARRIED, info.dtype_name, before.get(info.name), info.nbytes)
+        SizeShare(CARRIED, info.dtype_name, before.get(info.name), info.nbytes)
         for info in packed.carried
     ]
     found += [
-        Room(DRAFT_HEAD, "INT4", None, file.size_bytes)
+        SizeShare(DRAFT_HEAD, "INT4", None, file.size_bytes)
         for file in (() if packed.manifest is None else packed.manifest.files)
         if file.name == DRAFT_FILE
     ]
-    rest = folder_bytes - sum(room.after for room in found)
+    rest = folder_bytes - sum(row.after for row in found)
     if rest > 0:
-        found.append(Room(FILES, "", None, rest))
-    groups: dict[tuple[str, str], list[Room]] = {}
-    for room in found:
-        groups.setdefault((room.part, room.precision), []).append(room)
-    rooms = sorted(map(_sum, groups.values()), key=lambda room: -room.after)
-    rooms = [replace(room, share=room.after / max(1, folder_bytes)) for room in rooms]
-    small = [room for room in rooms if room.share < SMALL]
-    return rooms if len(small) < 2 else [*rooms[: -len(small)], _sum(small)]
+        found.append(SizeShare(FILES, "", None, rest))
+    groups: dict[tuple[str, str], list[SizeShare]] = {}
+    for row in found:
+        groups.setdefault((row.part, row.precision), []).append(row)
+    rows = sorted(map(_sum, groups.values()), key=lambda row: -row.after)
+    rows = [replace(row, share=row.after / max(1, folder_bytes)) for row in rows]
+    small = [row for row in rows if row.share < SMALL]
+    return rows if len(small) < 2 else [*rows[: -len(small)], _sum(small)]
 
 
-def _sum(rooms: Sequence[Room]) -> Room:
-    """One room for several, with all their names."""
-    known = [room.before for room in rooms if room.before is not None]
-    return Room(
-        part=", ".join(dict.fromkeys(room.part for room in rooms)),
-        precision=", ".join(dict.fromkeys(room.precision for room in rooms if room.precision)),
+def _sum(rows: Sequence[SizeShare]) -> SizeShare:
+    """One share for several, with all their names."""
+    known = [row.before for row in rows if row.before is not None]
+    return SizeShare(
+        part=", ".join(dict.fromkeys(row.part for row in rows)),
+        precision=", ".join(dict.fromkeys(row.precision for row in rows if row.precision)),
         before=sum(known) if known else None,
-        after=sum(room.after for room in rooms),
-        share=sum(room.share for room in rooms),
+        after=sum(row.after for row in rows),
+        share=sum(row.share for row in rows),
     )
 
 

@@ -208,7 +208,7 @@ def _too_small(report: QualityReport) -> list[str]:
     ]
 
 
-class Step(NamedTuple):
+class Suggestion(NamedTuple):
     """An option, values that are used, the one to try after them, and what it brings or costs."""
 
     option: str
@@ -217,12 +217,13 @@ class Step(NamedTuple):
     words: str
 
 
-STEPS = (
-    Step("--recipe", ("int2",), "int3", "about 1 bit per weight more"),
-    Step("--recipe", ("int2", "int3"), "int4", "4 bits per weight, mostly usable"),
-    Step("--recipe", ("int4",), "int8", "8 bits per weight"),
-    Step("--group-size", ("row", "512", "256", "128"), "64", "up to 0.25 bits per weight more"),
-    Step("--group-size", ("64",), "32", "0.25 bits per weight more"),
+WIDE_GROUPS = ("row", "512", "256", "128")
+SUGGESTIONS = (
+    Suggestion("--recipe", ("int2",), "int3", "about 1 bit per weight more"),
+    Suggestion("--recipe", ("int2", "int3"), "int4", "4 bits per weight, mostly usable"),
+    Suggestion("--recipe", ("int4",), "int8", "8 bits per weight"),
+    Suggestion("--group-size", WIDE_GROUPS, "64", "up to 0.25 bits per weight more"),
+    Suggestion("--group-size", ("64",), "32", "0.25 bits per weight more"),
 )
 
 
@@ -247,7 +248,7 @@ def next_steps(report: QualityReport) -> tuple[str, ...]:
         found.append(f"--target-bpw {same:g} (same size, {choice.TO_CHOSEN_BITS})")
     found += [
         f"{step.option} {step.value} ({step.words})"
-        for step in STEPS
+        for step in SUGGESTIONS
         if used[step.option] in step.used and (few or step.option == "--group-size")
     ]
     budget = report.sizes.bits_per_weight + MORE_BITS

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowbit.convert.budget.head import log_partition
 from lowbit.convert.measure.logits import scored_states
-from lowbit.convert.original.answers import check_answers
+from lowbit.convert.original.answers import require_language_model
 from lowbit.convert.original.evaluation_text import Text, tokenize
 from lowbit.convert.original.model import LayeredModel, load_layered_model
 from lowbit.convert.original.progress import Advance
@@ -29,7 +29,7 @@ def check_measurable(folder: Path, texts: Sequence[Text]) -> None:
         LowbitError: as there.
     """
     config = open_weights(folder).checkpoint.config
-    check_answers(config, str(folder))
+    require_language_model(config, str(folder))
     tokenize(folder, texts, read_config(config).max_position_embeddings, WINDOW)
 
 

@@ -18,7 +18,7 @@ from lowbit.convert.pipeline.conversion import Conversion
 from lowbit.convert.pipeline.finetune import Finetuned
 from lowbit.convert.pipeline.own_text import OwnText
 from lowbit.convert.pipeline.verification import Verification
-from lowbit.convert.plan.readers import runtime_verdict
+from lowbit.convert.plan.compatibility import runtime_verdict
 from lowbit.convert.report.formatting import MISSING, ORDINALS, number, percent, size
 from lowbit.convert.report.reporting import Reported
 from lowbit.convert.report.terminal import WORST, render_terminal

@@ -12,8 +12,7 @@ from rich.text import Text
 from lowbit.convert.cli.tables import target
 from lowbit.convert.pipeline.estimate import Estimate, peak_ram, run_memory
 from lowbit.convert.pipeline.predicted_size import PredictedSizes
-from lowbit.convert.plan.plan import Plan, Step
-from lowbit.convert.plan.readers import (
+from lowbit.convert.plan.compatibility import (
     VllmUse,
     few_bits,
     one_scheme_misfits,
@@ -23,6 +22,7 @@ from lowbit.convert.plan.readers import (
     use_by_vllm,
     vllm_verdict,
 )
+from lowbit.convert.plan.plan import Plan, TensorPlan
 from lowbit.convert.report.formatting import size
 from lowbit.formats.architectures import Part, part_of
 from lowbit.formats.architectures.names import MTP_PREFIX, any_expert, split_layer, without_model
@@ -133,7 +133,7 @@ def plan_json(source: str, ahead: Estimate, sizes: PredictedSizes) -> dict[str, 
         "draft_rows": made.draft_rows,
         "draft_bytes": made.draft_bytes,
         "peak_ram_bytes": peak_ram(made, ahead.device),
-        "prospect": methods_json(ahead),
+        "estimate": methods_json(ahead),
         "smaller_groups": smaller_groups(made),
         "few_bits": few_bits(made),
         "dequantized_for_gptq_and_awq": one_scheme_misfits(made),
@@ -172,9 +172,9 @@ class Kind(NamedTuple):
     rereads: bool = False
 
 
-def _kinds(plan: Plan) -> dict[Kind, list[Step]]:
+def _kinds(plan: Plan) -> dict[Kind, list[TensorPlan]]:
     """Steps that differ by the numbers of layer and expert alone, together."""
-    kinds: dict[Kind, list[Step]] = {}
+    kinds: dict[Kind, list[TensorPlan]] = {}
     for step in plan.steps:
         info = step.source
         stored = _fate(step).plain
@@ -198,7 +198,7 @@ def _shape(sizes: Iterable[int] | None) -> str:
     return "" if sizes is None else "x".join(map(str, sizes))
 
 
-def _fate(step: Step) -> Text:
+def _fate(step: TensorPlan) -> Text:
     if step.fate == "quantized":
         return styled((str(step.scheme), "cyan"))
     if step.fate == "rotated":

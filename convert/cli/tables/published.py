@@ -3,8 +3,8 @@
 from typing import Any
 
 from lowbit.convert.cli.tables.lines import aside, ok
-from lowbit.convert.publish.parcel import Parcel
 from lowbit.convert.publish.push import Published
+from lowbit.convert.publish.upload import UploadPlan
 from lowbit.convert.report.formatting import size
 from lowbit.formats.shell.tables import plain_table, results, styled
 
@@ -20,14 +20,14 @@ def published(done: Published) -> None:
     results().print(f"{done.url}{private}", soft_wrap=True)
 
 
-def url_of(parcel: Parcel) -> str:
+def url_of(parcel: UploadPlan) -> str:
     """Address of the repository."""
     from huggingface_hub import constants
 
     return f"{constants.ENDPOINT}/{parcel.repo}"
 
 
-def dry_run(parcel: Parcel, private: bool | None, revision: str | None) -> None:
+def dry_run(parcel: UploadPlan, private: bool | None, revision: str | None) -> None:
     """Print the card, the files and what would be created, on stdout."""
     console = results()
     for line in parcel.card.splitlines():
@@ -58,7 +58,7 @@ def _visibility(private: bool | None) -> str:
     return "private" if private else "public"
 
 
-def dry_run_json(parcel: Parcel, private: bool | None, revision: str | None) -> dict[str, Any]:
+def dry_run_json(parcel: UploadPlan, private: bool | None, revision: str | None) -> dict[str, Any]:
     """The object of `push --dry-run --json`."""
     return {
         "dry_run": True,

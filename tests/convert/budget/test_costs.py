@@ -16,7 +16,7 @@ from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import open_weights
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.sets import Choice, FusedSet, fused_sets
-from lowbit.convert.quantize.linear import Chosen, LinearQuantizer, nearest
+from lowbit.convert.quantize.linear import LinearQuantizer, QuantizedLinear, nearest
 from lowbit.convert.quantize.moments import Moments
 from lowbit.formats.layout.packing import dequantize
 from lowbit.formats.layout.rtn import quantize
@@ -62,10 +62,10 @@ class Rounding(LinearQuantizer):
         schemes: Mapping[str, Scheme],
         moments: Moments,
         held: Moments | None,
-    ) -> dict[str, Chosen]:
+    ) -> dict[str, QuantizedLinear]:
         return {name: nearest(w, schemes[name], self.rule) for name, w in weights.items()}
 
-    def _choose(self, w: Tensor, scheme: Scheme, *_: object) -> Chosen:
+    def _choose(self, w: Tensor, scheme: Scheme, *_: object) -> QuantizedLinear:
         return nearest(w, scheme, self.rule)
 
 

@@ -132,8 +132,8 @@ def test_drafts_of_a_few_tokens(tmp_path: Path, text: Tensor) -> None:
             for ids, one in zip(text, states, strict=True)
         ]
     expected = [(sum(r[n][0] for r in rounds), sum(r[n][1] for r in rounds)) for n in range(4)]
-    assert [(draft.reached, draft.right) for draft in found.few] == expected
-    assert found.original == found.packed != found.few
+    assert [(draft.reached, draft.right) for draft in found.draft_head] == expected
+    assert found.original == found.packed != found.draft_head
     greedy = (states @ w["lm_head.weight"].float().T).argmax(-1).flatten().tolist()
     covered = sum(token in set(few[0].tolist()) for token in greedy) / len(greedy)
     assert found.covered == pytest.approx(covered)

@@ -123,7 +123,7 @@ def test_the_choice_does_not_depend_on_a_measured_speed(
     for rate in (1e3, 1e15):
         monkeypatch.setattr(estimate, "matmul_rate", lambda *_, rate=rate: rate)
         found = json.loads(succeeded(cli_as_typed("plan", source, *CPU, "--json")).stdout)
-        seconds = {row["method"]: row["seconds"] for row in found["prospect"]["methods"]}
+        seconds = {row["method"]: row["seconds"] for row in found["estimate"]["methods"]}
         chosen[found["recipe"]["method"]] = seconds["gptq+rotate"]
     assert list(chosen) == ["gptq+rotate"]
 
@@ -176,7 +176,7 @@ def test_a_calibration_that_does_not_fit_is_refused_before_it_begins(
 def test_a_plan_shows_every_method(cli_as_typed: "Cli", source: Path) -> None:
     found = json.loads(succeeded(cli_as_typed("plan", source, *CPU, "--json")).stdout)
     assert found["recipe"]["method"] == "gptq+rotate"
-    rows = {row["method"]: row for row in found["prospect"]["methods"]}
+    rows = {row["method"]: row for row in found["estimate"]["methods"]}
     assert list(rows) == ["rtn", "weighted", "gptq+rotate", "gptq+rotate+autoround"]
     assert [name for name, row in rows.items() if row["used"]] == ["gptq+rotate"]
     fates = {row["name"]: row["fate"] for row in found["tensors"]}

@@ -19,7 +19,7 @@ from lowbit.convert.pipeline.existing import find_existing
 from lowbit.convert.pipeline.folder import check_output
 from lowbit.convert.pipeline.verification import verify_folder
 from lowbit.convert.plan.plan import make_plan
-from lowbit.convert.publish.parcel import make_parcel
+from lowbit.convert.publish.upload import plan_upload
 from lowbit.convert.quantize.session import CalibrationRequest
 from lowbit.formats.draft_head import DRAFT_FILE, open_draft_head
 from lowbit.formats.errors import FormatError, QuantizationError, ResourceError
@@ -127,7 +127,7 @@ def test_what_lowbit_json_says(hybrid: Path, made: Path) -> None:
     assert plan.draft_bytes == draft
     entry = next(entry for entry in inspect(str(made)).entries if entry.name == "draft head")
     assert (entry.shape, entry.stored, entry.nbytes) == ((ROWS, 256), "INT4 g128", draft)
-    parcel = make_parcel(open_packed(made), "me/model", quiet)
+    parcel = plan_upload(open_packed(made), "me/model", quiet)
     assert parcel.left_out == ()
     assert DRAFT_FILE in [item.name for item in parcel.items if item.is_weight]
 

@@ -9,10 +9,10 @@ import torch
 
 from lowbit.convert import Override, Recipe
 from lowbit.convert.pipeline.estimate import open_headers, peak_ram
+from lowbit.convert.plan.compatibility import runtime_verdict, vllm_verdict
 from lowbit.convert.plan.memory import block_elements
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.plan import Plan, make_plan
-from lowbit.convert.plan.readers import runtime_verdict, vllm_verdict
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.machine.memory import resident_bytes
 from tests.conversions import convert

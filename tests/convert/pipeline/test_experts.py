@@ -15,8 +15,8 @@ from torch import Tensor
 from lowbit.convert import Override, Recipe
 from lowbit.convert.measure.difference import difference
 from lowbit.convert.pipeline.verification import verify_folder
+from lowbit.convert.plan.compatibility import transformers_verdict, vllm_verdict
 from lowbit.convert.plan.plan import make_plan
-from lowbit.convert.plan.readers import transformers_verdict, vllm_verdict
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from tests.conversions import convert

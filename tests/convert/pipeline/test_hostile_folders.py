@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 
 from lowbit.convert import Recipe
-from lowbit.convert.publish.parcel import make_parcel
+from lowbit.convert.publish.upload import plan_upload
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
@@ -152,7 +152,7 @@ def test_a_packed_folder_is_not_published(packed: Path, place: str) -> None:
     for plant in (link_out, pipe):
         replace(packed / place, plant)
         with pytest.raises(LowbitError) as caught:
-            make_parcel(open_packed(packed), "org/name", lambda *_: None)
+            plan_upload(open_packed(packed), "org/name", lambda *_: None)
         assert SECRET not in str(caught.value)
 
 
@@ -164,7 +164,7 @@ def test_a_manifest_cannot_publish_through_a_linked_folder(packed: Path, tmp_pat
     manifest["files"].append({"name": "sub/secret", "size_bytes": len(SECRET), "sha256": "0" * 64})
     (packed / "lowbit.json").write_text(json.dumps(manifest))
     with pytest.raises(LowbitError, match=r"`.*sub/secret` is a symbolic link out of its folder"):
-        make_parcel(open_packed(packed), "org/name", lambda *_: None)
+        plan_upload(open_packed(packed), "org/name", lambda *_: None)
 
 
 GARBAGE = {

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from lowbit.convert.plan.method import RTN, Method
-from lowbit.convert.plan.plan import Plan, make_plan
-from lowbit.convert.plan.readers import (
+from lowbit.convert.plan.compatibility import (
     few_bits,
     one_scheme_misfits,
     runtime_verdict,
@@ -20,6 +18,8 @@ from lowbit.convert.plan.readers import (
     vllm_reasons,
     vllm_verdict,
 )
+from lowbit.convert.plan.method import RTN, Method
+from lowbit.convert.plan.plan import Plan, make_plan
 from lowbit.convert.plan.recipe import Base, Head, Override, Recipe
 from lowbit.formats.architectures import SUPPORTED, tensor_table
 from lowbit.formats.errors import CheckpointError, QuantizationError, UnsupportedModelError

@@ -17,9 +17,9 @@ from lowbit.convert.cli.tables import plan as render
 from lowbit.convert.pipeline.estimate import Estimate, MethodCost
 from lowbit.convert.pipeline.predicted_size import PredictedSizes
 from lowbit.convert.plan.calibration_cost import Windows
+from lowbit.convert.plan.compatibility import VllmUse, runtime_verdict, use_by_vllm, vllm_verdict
 from lowbit.convert.plan.method import RTN
 from lowbit.convert.plan.plan import Plan, make_plan
-from lowbit.convert.plan.readers import VllmUse, runtime_verdict, use_by_vllm, vllm_verdict
 from lowbit.convert.plan.recipe import Base, Mtp, Override, Recipe
 from lowbit.formats.architectures import tensor_table
 from lowbit.formats.errors import CheckpointError, QuantizationError, UnsupportedModelError

@@ -8,8 +8,8 @@ from torch import Tensor
 from lowbit.convert.quantize.gptq import (
     Factor,
     compensated_codes,
+    coordinate_descent,
     factorize,
-    polished_codes,
     refitted_scales,
 )
 from lowbit.convert.quantize.moments import Moments
@@ -79,7 +79,7 @@ def test_every_step_lowers_the_error(bits: int, group: int | None) -> None:
     scale = weighted_scales(w, scheme, "signed", moments.H.diagonal())
     codes = compensated_codes(w, scale, scheme, factor)
     refitted = refitted_scales(w, codes, scale, factor)
-    polished = polished_codes(w, codes, refitted, scheme, factor)
+    polished = coordinate_descent(w, codes, refitted, scheme, factor)
     steps = [
         objective(w, *plain, factor.H),
         objective(w, codes, scale, factor.H),
@@ -105,7 +105,7 @@ def test_no_single_code_could_be_better_after_polishing() -> None:
     scale = weighted_scales(w, scheme, "signed", moments.H.diagonal())
     codes = compensated_codes(w, scale, scheme, factor)
     for _ in range(20):
-        codes = polished_codes(w, codes, scale, scheme, factor)
+        codes = coordinate_descent(w, codes, scale, scheme, factor)
     best = objective(w, codes, scale, factor.H)
     for row in range(6):
         for column in range(64):

@@ -11,7 +11,7 @@ from lowbit.convert.original.threads import alone_on_threads, ordered
 from lowbit.convert.original.walk import load_layer
 from lowbit.convert.original.weights import open_weights
 from lowbit.convert.quantize.learned import POSITION_RATE, Learned, layer_gradient
-from lowbit.convert.quantize.linear import Chosen, nearest
+from lowbit.convert.quantize.linear import QuantizedLinear, nearest
 from lowbit.formats.layout.scheme import Scheme
 
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def test_learning_begins_at_the_codes_chosen(tiny: Path) -> None:
     for bits in (2, 4, 8):
         scheme = Scheme(bits, 32)
         chosen = nearest(w, scheme, "signed")
-        other = Chosen((chosen.codes + 1).clamp(max=scheme.code_max), chosen.scale)
+        other = QuantizedLinear((chosen.codes + 1).clamp(max=scheme.code_max), chosen.scale)
         for start in (chosen, other):
             begun = Learned.begin(start, w, scheme, CPU)
             assert torch.equal(begun.chosen().codes, start.codes)

@@ -8,8 +8,8 @@ from lowbit.convert.original.layer import Layer, batches
 from lowbit.convert.quantize import moments as calibrate_moments
 from lowbit.convert.quantize.gptq import factorize
 from lowbit.convert.quantize.linear import DAMPINGS, choose_damping, gptq
-from lowbit.convert.quantize.moments import Moments, loudness_caps, measure
-from lowbit.convert.quantize.windows import Windows
+from lowbit.convert.quantize.moments import Moments, measure, token_norm_caps
+from lowbit.convert.quantize.windows import WindowStates
 from lowbit.formats.layout.scheme import Scheme
 
 K, SCHEME = 128, Scheme(4, 32)
@@ -71,18 +71,18 @@ def test_no_token_is_louder_than_the_median() -> None:
     x = torch.randn(101, K, generator=torch.Generator().manual_seed(8))
     x[0] *= 1000
     x[1] = 0
-    power = (x * loudness_caps(x, 101)).square().sum(1)
+    power = (x * token_norm_caps(x, 101)).square().sum(1)
     torch.testing.assert_close(power.max(), x.square().sum(1).median())
     below = x.square().sum(1) < power.max()
-    assert torch.equal(x[below], (x * loudness_caps(x, 101))[below])
+    assert torch.equal(x[below], (x * token_norm_caps(x, 101))[below])
 
 
 def test_tokens_are_compared_with_those_around_them_alone() -> None:
     x = torch.randn(200, K, generator=torch.Generator().manual_seed(8))
     x[100:] *= 1000
-    apart = torch.cat([loudness_caps(x[:100], 100), loudness_caps(x[100:], 100)])
-    assert torch.equal(loudness_caps(x, 100), apart)
-    assert not torch.equal(loudness_caps(x, 200), apart)
+    apart = torch.cat([token_norm_caps(x[:100], 100), token_norm_caps(x[100:], 100)])
+    assert torch.equal(token_norm_caps(x, 100), apart)
+    assert not torch.equal(token_norm_caps(x, 200), apart)
 
 
 @pytest.mark.parametrize("length", [384, 512, 2000, 4096, 10_000])
@@ -95,7 +95,7 @@ def test_moments_do_not_depend_on_the_batches_of_a_device(
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(24_000 // length + 1, length, 8, generator=generator)
     hidden *= torch.rand(len(hidden), 1, 1, generator=generator) * 100  # loud and quiet windows
-    windows, own = Windows(hidden, hidden, len(hidden)), Layer(module, {})
+    windows, own = WindowStates(hidden, hidden, len(hidden)), Layer(module, {})
     cpu = torch.device("cpu")
     expected, _ = measure(own, own, "proj", windows, cpu, None)
     on_gpu = batches(hidden, torch.device("cuda"))

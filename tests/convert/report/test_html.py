@@ -26,7 +26,7 @@ from lowbit.convert.measure.speed import Speed
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.html import recipe_facts, render_html
 from lowbit.convert.report.limits import EXPECTED, LIMITS
-from lowbit.convert.report.space import Room
+from lowbit.convert.report.space import SizeShare
 from lowbit.convert.report.verdict import judge
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.manifest import (
@@ -55,8 +55,8 @@ MANIFEST = Manifest(
     ),
 )
 ROOMS = (
-    Room("MLP", "INT4 g128", 7_000_000, 1_800_000, 0.6),
-    Room("head", "INT8 g128", None, 1_200_000, 0.4),
+    SizeShare("MLP", "INT4 g128", 7_000_000, 1_800_000, 0.6),
+    SizeShare("head", "INT8 g128", None, 1_200_000, 0.4),
 )
 TASKS = TaskReport(
     lowbit_version="0.1.0",
@@ -335,7 +335,7 @@ def test_names_from_files_stay_text(make_report: MakeReport, make_row: MakeRow, 
         report, command=name, original=name, model_type=name, measured_on=name, lowbit_version=name
     )
     tasks = replace(TASKS, harness=name, tasks=(replace(TASKS.tasks[0], task=name, metric=name),))
-    text = render_html(report, manifest, name, (Room(name, name, 1, 1, 1.0),), tasks)
+    text = render_html(report, manifest, name, (SizeShare(name, name, 1, 1, 1.0),), tasks)
     text.encode()  # a lone surrogate would end the writing of the file
     page = Page(text)
     assert not {"script", "img"} & set(page.tags)

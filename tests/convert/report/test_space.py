@@ -6,13 +6,13 @@ import pytest
 
 from lowbit.convert import Conversion, Recipe
 from lowbit.convert.measure.build import measure_sizes
-from lowbit.convert.report.space import Room, where_bytes_went
+from lowbit.convert.report.space import SizeShare, where_bytes_went
 from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from tests.conversions import convert
 
 
-def rooms_of(folder: Path) -> tuple[list[Room], int]:
+def rooms_of(folder: Path) -> tuple[list[SizeShare], int]:
     total = measure_sizes(open_packed(folder)).folder_bytes
     return where_bytes_went(open_packed(folder), total), total
 

@@ -53,7 +53,7 @@ def test_drafts(make_report: MakeReport, extras: dict[str, Any]) -> None:
     name = "drafts of MTP"
     found = headline(make_report(drafting=extras["drafting"]))
     assert found[name] == [83, 61, 2.34, 2.37, 1000, 2.29]
-    alone = replace(extras["drafting"], original=(), few=())
+    alone = replace(extras["drafting"], original=(), draft_head=())
     assert headline(make_report(drafting=alone))[name] == [83, 61, 2.34]
     assert name not in headline(make_report())
 

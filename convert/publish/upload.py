@@ -83,7 +83,7 @@ NOTHING = Statement()
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class UploadPlan:
     """A verified folder, ready to be sent.
 
     Attributes:
@@ -114,12 +114,12 @@ class Parcel:
         return item.read().decode(errors="replace")
 
 
-def make_parcel(
+def plan_upload(
     packed: PackedCheckpoint,
     repo: str,
     progress: Callable[[str, int, int], None],
     stated: Statement = NOTHING,
-) -> Parcel:
+) -> UploadPlan:
     """Verify a packed folder and list the files to publish.
 
     Published are the files that lowbit.json names, lowbit.json, the reports and the card. A card
@@ -157,7 +157,7 @@ def make_parcel(
         content, notes = own
         items.append(Item(README, content, len(content), hashlib.sha256(content).hexdigest()))
     known = {item.name for item in items} | {DRAFT}
-    return Parcel(
+    return UploadPlan(
         folder=folder,
         repo=repo,
         items=tuple(sorted(items, key=lambda item: (not item.is_weight, item.name))),
