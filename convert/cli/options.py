@@ -28,11 +28,9 @@ from lowbit.formats.shell.options import (
 if TYPE_CHECKING:
     from lowbit.convert.measure.gate import Condition, Outcome
     from lowbit.convert.original.evaluation_text import Text
-    from lowbit.convert.plan.method import Method
     from lowbit.convert.plan.recipe import Override, Recipe
     from lowbit.convert.publish.upload import Statement
     from lowbit.convert.quantize.session import CalibrationRequest
-    from lowbit.formats.layout.rtn import ScaleRule
 
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}", re.ASCII)  # as the Hub's identifiers are
 
@@ -97,10 +95,10 @@ def read_overrides(texts: tuple[str, ...]) -> tuple["Override", ...]:
 
 
 def read_method(text: str) -> str:
-    """The name of a method: `auto`, `absmax`, or text that `Method.parse` takes."""
+    """The name of a method: `auto`, or text that `Method.parse` takes."""
     from lowbit.convert.plan.method import Method
 
-    if text not in (AUTO, "absmax"):
+    if text != AUTO:
         Method.parse(text)
     return text
 
@@ -133,7 +131,7 @@ def methods(ctx: click.Context, param: click.Parameter, incomplete: str) -> list
     """Let the shell complete the names of methods."""
     from lowbit.convert.plan.method import METHODS
 
-    names = [AUTO, "absmax", *METHODS]
+    names = [AUTO, *METHODS]
     return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
@@ -295,33 +293,20 @@ def make_recipe(
     drop_vision: bool,
 ) -> "Recipe":
     """The recipe that the options describe; without a method for `auto`."""
+    from lowbit.convert.plan.method import Method
     from lowbit.convert.plan.recipe import Recipe
 
     return Recipe(
         base=base,  # type: ignore[arg-type]  # click checked the choice
         group_size=None if group_size == "row" else int(group_size),
-        rule=rule_of(method, positive_scales),
         head=head,  # type: ignore[arg-type]
         mtp=mtp,  # type: ignore[arg-type]
         overrides=overrides,
         drop_vision=drop_vision,
         draft_vocabulary=draft_vocabulary,
-        method=None if method == AUTO else method_of(method),
+        method=None if method == AUTO else Method.parse(method),
+        positive_scales=positive_scales,
     )
-
-
-def method_of(text: str) -> "Method":
-    """The method of a name; `absmax` is round-to-nearest with a scale rule of its own."""
-    from lowbit.convert.plan.method import RTN, Method
-
-    return RTN if text == "absmax" else Method.parse(text)
-
-
-def rule_of(method: str, positive_scales: bool) -> "ScaleRule":
-    """The scale rule that the options name."""
-    if method == "absmax":
-        return "absmax"
-    return "positive" if positive_scales else "signed"
 
 
 recipe = gathered("recipe", make_recipe, *recipe_options)

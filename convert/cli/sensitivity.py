@@ -104,6 +104,7 @@ def sensitivity(
     from lowbit.convert.cli.tables import target as render
     from lowbit.convert.original.device import open_device
     from lowbit.convert.pipeline.estimate import method_chooser
+    from lowbit.convert.plan.method import Method
     from lowbit.convert.plan.plan import make_plan
     from lowbit.convert.plan.recipe import Recipe
     from lowbit.convert.quantize.session import CalibrationRequest
@@ -120,14 +121,14 @@ def sensitivity(
         recipe = Recipe(method=None)
         used = make_plan(headers.config, headers.tensors, recipe, choose=choose).method
     else:
-        used = options.method_of(method)
+        used = Method.parse(method)
     settings = Settings(
         calib=calib,
         windows=windows,
         groups=group_sizes,
         bits=bits,
         device=device,
-        rule=options.rule_of(method, positive_scales),
+        rule=used.scale_rule(positive_scales),
         method=used,
     )
     with progress_bars(quiet=as_json) as progress:

@@ -84,9 +84,7 @@ class Estimate:
     def gain(self) -> Gain | None:
         """The step to a better method; None where there is none, or nothing to gain."""
         sizes = read_config(self.plan.config)
-        if needs_no_calibration(self.plan.schemes) or self.plan.recipe.rule == "absmax":
-            return None
-        if sizes.block_drafts is not None:
+        if needs_no_calibration(self.plan.schemes) or sizes.block_drafts is not None:
             return None
         return gain_of(self.method, self.obstacle is None, sizes.experts is not None)
 

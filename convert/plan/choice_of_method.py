@@ -117,7 +117,7 @@ def check_method(method: Method, experts: bool, drafter: bool = False) -> None:
             "without its target",
             hint="leave out --method, or give rtn or absmax",
         )
-    if experts and method not in (*WITH_EXPERTS, ROTATED):
+    if experts and method.calibrated and method not in (*WITH_EXPERTS, ROTATED):
         raise QuantizationError(
             f"method `{method}` is not implemented for mixtures of experts",
             hint=f"implemented: {', '.join(map(str, (*WITH_EXPERTS, ROTATED)))}",

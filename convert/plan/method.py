@@ -4,16 +4,17 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lowbit.formats.errors import QuantizationError
+from lowbit.formats.layout.rtn import ScaleRule
 
-Codes = Literal["rtn", "weighted", "gptq"]
+Codes = Literal["rtn", "absmax", "weighted", "gptq"]
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
     """Steps in the order in which they are taken."""
 
-    # Round-to-nearest, the same with scales weighted by the inputs' power, or codes that make up
-    # for one another's errors.
+    # Round-to-nearest with searched scales, with scales of |w|max, with scales weighted by the
+    # inputs' power, or codes that make up for one another's errors.
     codes: Codes = "rtn"
     rotate: bool = False  # True where the residual stream is rotated before; gptq alone gains by it
     autoround: bool = False  # True where rounding and scales are then learned, layer by layer
@@ -42,7 +43,13 @@ class Method:
     @property
     def calibrated(self) -> bool:
         """Tell whether it needs a text."""
-        return self != RTN
+        return self not in (RTN, ABSMAX)
+
+    def scale_rule(self, positive: bool = False) -> ScaleRule:
+        """The choice of scales; `positive` asks for positive ones alone."""
+        if self.codes == "absmax":
+            return "absmax"
+        return "positive" if positive else "signed"
 
     def __str__(self) -> str:
         """Text that `parse` reads; `rtn` is left out before other steps."""
@@ -51,10 +58,11 @@ class Method:
         return "+".join([*first, *learned])
 
 
-RTN = Method()
-METHODS = {
+RTN, ABSMAX = Method(), Method("absmax")
+METHODS = {str(ABSMAX): ABSMAX} | {
     str(method): method
     for codes in get_args(Codes)
+    if codes != "absmax"
     for rotate in ((False, True) if codes == "gptq" else (False,))
     for method in (Method(codes, rotate), Method(codes, rotate, autoround=True))
 }

@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from lowbit.convert.plan.method import RTN, Method
+from lowbit.convert.plan.method import ABSMAX, RTN, Method
 from lowbit.convert.plan.sets import joined, without_experts
 from lowbit.formats.architectures.names import split_layer
 from lowbit.formats.architectures.table import TensorSpec
@@ -104,7 +104,6 @@ class Recipe:
         base: bits by role.
         group_size: weights that share a scale; None for one scale per row. A linear whose rows it
             does not divide gets the next smaller size that does.
-        rule: how scales are chosen.
         head: bits of lm_head where they differ from the base recipe's.
         mtp: bits of the head for multi-token prediction where they differ from the base recipe's,
             or `drop` to leave it out; only None and `bf16` suit a model without one.
@@ -112,23 +111,23 @@ class Recipe:
         drop_vision: leave the vision tower out instead of taking it along.
         method: how codes are chosen; None to let the plan choose by model, text and machine.
         draft_vocabulary: rows of the draft head, 0 for none; None for as many as suit the model.
+        positive_scales: take positive scales only; `absmax` takes no others.
     """
 
     base: Base = "int4"
     group_size: int | None = GROUP_SIZE
-    rule: ScaleRule = "signed"
     head: Head | None = None
     overrides: tuple[Override, ...] = ()
     drop_vision: bool = False
     method: Method | None = RTN
     mtp: Mtp | None = None
     draft_vocabulary: int | None = None
+    positive_scales: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values that no recipe has."""
         for what, value, known in (
             ("recipe", self.base, tuple(BITS_BY_ROLE)),
-            ("scale rule", self.rule, get_args(ScaleRule)),
             ("head", self.head, (None, *HEAD_BITS)),
             ("mtp", self.mtp, (None, *MTP_BITS)),
         ):
@@ -142,8 +141,6 @@ class Recipe:
                 f"group size {self.group_size} is not supported",
                 hint=f"use one of {', '.join(map(str, GROUP_SIZES))} or a whole row",
             )
-        if self.rule == "absmax" and (self.method is None or self.method.calibrated):
-            raise QuantizationError(f"method `{self.method}` searches scales; `absmax` does not")
         if self.draft_vocabulary is not None and self.draft_vocabulary < 0:
             raise QuantizationError(
                 f"a draft vocabulary of {self.draft_vocabulary} tokens, expected 0 or more"
@@ -155,11 +152,16 @@ class Recipe:
                 hint="leave out one of the two",
             )
 
+    @property
+    def rule(self) -> ScaleRule:
+        """The choice of scales; no method that the plan chooses is `absmax`."""
+        return (self.method or RTN).scale_rule(self.positive_scales)
+
     def to_json(self) -> dict[str, Any]:
-        """The object that lowbit.json holds."""
+        """The object that lowbit.json holds; `absmax` is round-to-nearest with these scales."""
         return {
             "recipe": self.base,
-            "method": str(self.method),
+            "method": str(RTN if self.method == ABSMAX else self.method),
             "scales": self.rule,
             "group_size": self.group_size,
             "lm_head": self.head,
@@ -177,16 +179,17 @@ class Recipe:
             QuantizationError: it was written by another release, or is no recipe.
         """
         try:
+            absmax = content["scales"] == "absmax"
             recipe = cls(
                 base=content["recipe"],
                 group_size=content["group_size"],
-                rule=content["scales"],
                 head=content["lm_head"],
                 overrides=tuple(Override.parse(text) for text in content["overrides"]),
                 drop_vision=content["drop_vision"],
-                method=Method.parse(content["method"]),
+                method=Method.parse("absmax" if absmax else content["method"]),
                 mtp=content["mtp"],
                 draft_vocabulary=content["draft_vocabulary"],
+                positive_scales=content["scales"] == "positive",
             )
         except (KeyError, TypeError, AttributeError):
             recipe = None

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from lowbit.convert.measure.record import LogitQuality, QualityReport
 from lowbit.convert.original.answers import WHERE_MEASURED
 from lowbit.convert.plan import choice_of_method as choice
-from lowbit.convert.plan.method import RTN, Method
+from lowbit.convert.plan.method import Method
 from lowbit.convert.report import limits
 from lowbit.convert.report.formatting import about, count, kl_with_error, number, sentence
 from lowbit.convert.report.graded_figures import (
@@ -261,11 +261,11 @@ def _better_method(used: str, model_type: str) -> choice.Gain | None:
     """The method after the one used; a rounding without calibration is followed by the best."""
     rotatable = model_type in choice.ROTATION_MEASURED
     try:
-        method = RTN if used == "absmax" else Method.parse(used)
+        method = Method.parse(used)
     except QuantizationError:  # a report may come from anybody
         return None
     experts = model_type in MIXTURES
-    if method != RTN:
+    if method.calibrated:
         return choice.gain_of(method, rotatable, experts)
     best = choice.best_gptq(rotatable)
     if experts and best not in choice.WITH_EXPERTS:

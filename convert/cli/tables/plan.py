@@ -223,8 +223,7 @@ def announce(ahead: Estimate) -> None:
 
 def method_line(ahead: Estimate) -> str:
     """Method, device, time, and what the next better method would bring."""
-    name = "absmax" if ahead.plan.recipe.rule == "absmax" else ahead.method
-    line = f"{name} on {device_name(ahead.device)}, {about(ahead.of(ahead.method).seconds)}"
+    line = f"{ahead.method} on {device_name(ahead.device)}, {about(ahead.of(ahead.method).seconds)}"
     gain = ahead.gain
     if gain is None:
         return line

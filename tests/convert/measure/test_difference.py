@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from lowbit.convert.measure.difference import Difference, difference
+from lowbit.convert.plan.method import ABSMAX
 from lowbit.convert.plan.recipe import Override, Recipe
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.layout.packing import dequantize, unpack
@@ -42,7 +43,7 @@ def test_nothing_differs(model: Path, packed: Path, tmp_path: Path) -> None:
 
 
 def test_rules_and_bits(model: Path, packed: Path, tmp_path: Path) -> None:
-    recipe = Recipe(rule="absmax", overrides=(Override("*.layers.1.mlp.down_proj", 8),))
+    recipe = Recipe(method=ABSMAX, overrides=(Override("*.layers.1.mlp.down_proj", 8),))
     other = convert(model, tmp_path / "other", recipe).folder
     found = compared(packed, other)
     assert not found.same

@@ -17,6 +17,7 @@ from torch import Tensor
 from lowbit.convert import Conversion, Override, Recipe
 from lowbit.convert.pipeline import stream
 from lowbit.convert.plan.memory import block_elements, peak_estimate
+from lowbit.convert.plan.method import ABSMAX
 from lowbit.formats.architectures import is_tied, tensor_table
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.layout import rtn
@@ -35,8 +36,8 @@ RECIPES = {
     "int4": Recipe(),
     "int8": Recipe("int8", 64),
     "mixed": Recipe("int8", 32, overrides=(Override("*.mlp.*", 4),)),
-    "positive": Recipe(rule="positive", head="bf16"),
-    "absmax-rows": Recipe(group_size=None, rule="absmax", head="int4"),
+    "positive": Recipe(positive_scales=True, head="bf16"),
+    "absmax-rows": Recipe(group_size=None, method=ABSMAX, head="int4"),
     "odd-bits": Recipe(overrides=(Override("*.self_attn.*", 3), Override("*.o_proj", 6))),
 }
 

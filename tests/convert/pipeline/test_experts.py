@@ -16,6 +16,7 @@ from lowbit.convert import Override, Recipe
 from lowbit.convert.measure.difference import difference
 from lowbit.convert.pipeline.verification import verify_folder
 from lowbit.convert.plan.compatibility import transformers_verdict, vllm_verdict
+from lowbit.convert.plan.method import ABSMAX
 from lowbit.convert.plan.plan import make_plan
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
@@ -167,7 +168,7 @@ def test_tables_have_a_row_for_all_experts_of_a_kind(
     assert rows[0].worst_expert in range(6)
     assert rows[0].worst_expert_l2 is not None
     assert rows[0].relative_l2 < rows[0].worst_expert_l2 < 1.2 * rows[0].relative_l2
-    other = convert(single, tmp_path / "b", Recipe(rule="absmax")).folder
+    other = convert(single, tmp_path / "b", Recipe(method=ABSMAX)).folder
     found = difference(done.folder, other, lambda *_: None)
     assert len(found.linears) == 2 * (4 + 3) + 1
     assert {row.linears for row in found.linears} == {1, 6}

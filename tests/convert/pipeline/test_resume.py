@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from lowbit.convert import Conversion, Recipe
 from lowbit.convert.pipeline.journal import JOURNAL_FILE
+from lowbit.convert.plan.method import ABSMAX
 from lowbit.formats.errors import QuantizationError, ResourceError
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from tests.conversions import convert
@@ -97,7 +98,7 @@ def again(source: Path, out: Path, **options: Any) -> Conversion:
 def killed(source: Path, whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what every kill left behind."""
     folder = tmp_path_factory.mktemp("killed")
-    again(source, folder / "between-renames", recipe=Recipe(rule="absmax"))
+    again(source, folder / "between-renames", recipe=Recipe(method=ABSMAX))
     runs = [(str(source), str(folder / name), SHARD_BYTES, *kill) for name, kill in KILLS.items()]
     done = subprocess.run(
         [sys.executable, "-c", KILLER, json.dumps(runs)], capture_output=True, text=True, check=True
@@ -241,7 +242,7 @@ def test_damaged_journal(
 def test_changed_recipe_asks_before_it_starts_over(
     source: Path, tmp_path: Path, whole: Path, hashes: "Hashes"
 ) -> None:
-    interrupt(source, tmp_path / "out", "verify", 1, recipe=Recipe(rule="absmax"))
+    interrupt(source, tmp_path / "out", "verify", 1, recipe=Recipe(method=ABSMAX))
     kept = (partial_of(tmp_path / "out") / JOURNAL_FILE).read_bytes()
     with pytest.raises(ResourceError, match="another recipe or source"):
         again(source, tmp_path / "out")

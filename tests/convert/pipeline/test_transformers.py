@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit.convert import Override, Recipe
+from lowbit.convert.plan.method import ABSMAX
 from tests.conversions import convert
 from tests.oracle import dequantized_weights
 
@@ -20,8 +21,8 @@ RECIPES = {
     "int4": Recipe(group_size=32),
     "int8": Recipe("int8", 64),
     "mixed": Recipe("int8", head="int4", overrides=(Override("*.mlp.*", 4),)),
-    "positive": Recipe(rule="positive", head="bf16"),
-    "absmax": Recipe(rule="absmax"),
+    "positive": Recipe(positive_scales=True, head="bf16"),
+    "absmax": Recipe(method=ABSMAX),
     "rows": Recipe("int8", group_size=None, overrides=(Override("*.mlp.*", 4),)),
     "layers-differ": Recipe(
         overrides=(Override("model.layers.0.mlp.*", 8), Override("model.layers.1.*.o_proj", 16))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lowbit.convert import Override, Recipe
+from lowbit.convert.plan.method import ABSMAX
 from tests.conversions import convert
 from tests.oracle import dequantized_weights
 
@@ -21,8 +22,8 @@ RECIPES = {
     "mtp": Recipe(overrides=(*MTP, Override("mtp.*.mlp.*", 4))),
     "mtp-as-stored": Recipe(mtp="bf16"),
     "no-mtp": Recipe(mtp="drop"),
-    "absmax": Recipe("int8", 64, rule="absmax", overrides=(Override("*.mlp.*", 4),)),
-    "positive": Recipe(rule="positive", head="int4"),
+    "absmax": Recipe("int8", 64, method=ABSMAX, overrides=(Override("*.mlp.*", 4),)),
+    "positive": Recipe(positive_scales=True, head="int4"),
     "rows": Recipe("int8", group_size=None, overrides=(Override("*.mlp.*", 4),)),
     "no-vision": Recipe(drop_vision=True),
     "layers-differ": Recipe(

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lowbit.convert.pipeline.verification import Verification, verify_folder
-from lowbit.convert.plan.method import Method
+from lowbit.convert.plan.method import ABSMAX, Method
 from lowbit.convert.plan.recipe import Override, Recipe
 from lowbit.convert.quantize.session import CalibrationRequest
 from lowbit.formats.errors import LowbitError
@@ -310,9 +310,9 @@ def test_original_of_another_dtype_with_the_same_bytes(converted: Path, tmp_path
 
 RECIPES = {
     "int4": Recipe(),
-    "positive": Recipe(rule="positive", group_size=None, head="bf16"),
+    "positive": Recipe(positive_scales=True, group_size=None, head="bf16"),
     "overrides": Recipe("int8", 64, overrides=(Override("*.down_proj", 3, 32),)),
-    "absmax": Recipe(rule="absmax", head="int4"),
+    "absmax": Recipe(method=ABSMAX, head="int4"),
 }
 
 

@@ -22,6 +22,7 @@ import os, re, sys
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
 from pathlib import Path
 from lowbit.convert import Recipe, Request, convert
+from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.memory import peak_estimate
 from lowbit.formats.machine.cores import core_count
 
@@ -29,7 +30,7 @@ def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 before, limit = peak(), peak_estimate(1 << 17, core_count())
-recipe = Recipe(rule=sys.argv[3], head=sys.argv[4])
+recipe = Recipe(method=Method.parse(sys.argv[3]), head=sys.argv[4])
 convert(sys.argv[1], Path(sys.argv[2]), Request(recipe, max_ram=limit))
 print(before, limit, peak())
 """
@@ -66,16 +67,16 @@ SOURCE_BYTES = 200_000_000
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rule", "head", "dtype", "sizes"),
+    ("method", "head", "dtype", "sizes"),
     [
         ("absmax", "int4", torch.float32, {"vocab_size": 24576, "hidden_size": 768}),
-        ("signed", "bf16", torch.bfloat16, {"vocab_size": 98304, "intermediate_size": 4096}),
+        ("rtn", "bf16", torch.bfloat16, {"vocab_size": 98304, "intermediate_size": 4096}),
     ],
 )
 def test_peak_stays_below_the_limit(
     tmp_path: Path,
     make_model: "MakeModel",
-    rule: str,
+    method: str,
     head: str,
     dtype: torch.dtype,
     sizes: dict[str, int],
@@ -84,7 +85,7 @@ def test_peak_stays_below_the_limit(
     source = make_model(tmp_path / "source", dtype, **shape)
     assert (source / "model.safetensors").stat().st_size > SOURCE_BYTES
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(source), str(tmp_path / "out"), rule, head],
+        [sys.executable, "-c", MEASURE, str(source), str(tmp_path / "out"), method, head],
         capture_output=True,
         text=True,
         check=True,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lowbit.convert.plan.method import Method
+from lowbit.convert.plan.method import ABSMAX, Method
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.errors import QuantizationError
 
@@ -42,6 +42,10 @@ def test_no_names(text: str) -> None:
     assert "gptq+rotate" in str(caught.value.hint)
 
 
-def test_absmax_searches_nothing() -> None:
-    with pytest.raises(QuantizationError, match="`gptq` searches scales; `absmax` does not"):
-        Recipe(rule="absmax", method=Method("gptq"))
+def test_absmax_is_recorded_as_rounding_with_its_scales() -> None:
+    for positive in (False, True):
+        recipe = Recipe(method=Method.parse("absmax"), positive_scales=positive)
+        content = recipe.to_json()
+        assert (content["method"], content["scales"]) == ("rtn", "absmax")
+        assert Recipe.from_json(content) == Recipe(method=ABSMAX)
+    assert not ABSMAX.calibrated

@@ -18,7 +18,7 @@ from lowbit.convert.plan.compatibility import (
     vllm_reasons,
     vllm_verdict,
 )
-from lowbit.convert.plan.method import RTN, Method
+from lowbit.convert.plan.method import ABSMAX, RTN, Method
 from lowbit.convert.plan.plan import Plan, make_plan
 from lowbit.convert.plan.recipe import Base, Head, Override, Recipe
 from lowbit.formats.architectures import SUPPORTED, tensor_table
@@ -396,7 +396,7 @@ def test_digest_tells_plans_apart(small_config: "Config") -> None:
     digests = [
         make_plan(small_config, sources, Recipe()).digest(),
         make_plan(small_config, sources, Recipe("int8")).digest(),
-        make_plan(small_config, sources, Recipe(rule="absmax")).digest(),
+        make_plan(small_config, sources, Recipe(method=ABSMAX)).digest(),
         make_plan(small_config, sources, Recipe(), max_shard_bytes=100_000).digest(),
         make_plan(small_config, halves, Recipe()).digest(),
         make_plan({**small_config, "rms_norm_eps": 1e-5}, sources, Recipe()).digest(),

@@ -226,7 +226,6 @@ def test_recipe_that_quantizes_nothing(table: list[TensorSpec]) -> None:
         ({"base": "int5"}, "recipe `int5` is not known"),
         ({"group_size": 100}, "group size 100 is not supported"),
         ({"group_size": 0}, "group size 0 is not supported"),
-        ({"rule": "best"}, "scale rule `best` is not known"),
         ({"head": "int5"}, "head `int5` is not known"),
     ],
 )
@@ -237,8 +236,8 @@ def test_unknown_values(fields: dict[str, object], message: str) -> None:
 
 
 def test_json_holds_everything_that_decides_a_code() -> None:
-    recipe = Recipe("int8", None, "positive", "int4", (Override("*.o_proj", 6),), mtp="int8")
-    recipe = replace(recipe, draft_vocabulary=1000)
+    recipe = Recipe("int8", None, "int4", (Override("*.o_proj", 6),), mtp="int8")
+    recipe = replace(recipe, draft_vocabulary=1000, positive_scales=True)
     assert recipe.to_json() == {
         "recipe": "int8",
         "method": "rtn",

@@ -262,7 +262,7 @@ def test_a_quantized_head_and_odd_recipes(calibrated: Make, short: Path) -> None
         Override("*.o_proj", 8),
         Override("*.layers.0.*", 16),
     )
-    done = calibrated(short, "gptq", head="int4", rule="positive", overrides=overrides)
+    done = calibrated(short, "gptq", head="int4", positive_scales=True, overrides=overrides)
     tensors = load_file(done.folder / "model.safetensors")
     assert all(
         (value > 0).all() for name, value in tensors.items() if name.endswith("weight_scale")
@@ -271,7 +271,7 @@ def test_a_quantized_head_and_odd_recipes(calibrated: Make, short: Path) -> None
     rtn = convert(
         short,
         done.folder.with_name("rtn"),
-        Recipe(head="int4", rule="positive", overrides=overrides),
+        Recipe(head="int4", positive_scales=True, overrides=overrides),
     )
     head = load_file(rtn.folder / "model.safetensors")["lm_head.weight_packed"]
     assert not torch.equal(tensors["lm_head.weight_packed"], head)

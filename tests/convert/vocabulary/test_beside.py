@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from lowbit.convert import Recipe, cut_vocabulary
 from lowbit.convert.pipeline.verification import verify_folder
+from lowbit.convert.plan.method import ABSMAX
 from lowbit.convert.report.files import source_card
 from lowbit.convert.vocabulary.beside import CutRequest, cut_beside
 from lowbit.formats.errors import LowbitError
@@ -48,7 +49,7 @@ def test_the_option_does_both_steps(
     assert "Chinese prose" in done.stdout
     cut = cut_vocabulary(short_hybrid, tmp_path / "cut", FEW)
     assert hashes(tmp_path / "out.original") == hashes(cut.folder)
-    packed = convert(cut.folder, tmp_path / "packed", Recipe(rule="absmax")).folder
+    packed = convert(cut.folder, tmp_path / "packed", Recipe(method=ABSMAX)).folder
     name = "model.safetensors"
     assert hashes(tmp_path / "out")[name] == hashes(packed)[name]
     assert read_kept_vocabulary(tmp_path / "out") == cut.record
@@ -143,7 +144,7 @@ def test_the_card_names_the_whole_original(
     record = read_kept_vocabulary(cut)
     assert record is not None
     (cut / "kept_vocabulary.json").write_bytes(replace(record, repo=repo).to_bytes())
-    packed = convert(cut, tmp_path / "packed", Recipe(rule="absmax")).folder
+    packed = convert(cut, tmp_path / "packed", Recipe(method=ABSMAX)).folder
     card = source_card(packed)
     assert (card.base_model, card.license) == (repo, "apache-2.0")
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lowbit.convert import Recipe
+from lowbit.convert.plan.method import ABSMAX
 from lowbit.formats.errors import CheckpointError, FormatError, QuantizationError
 from lowbit.formats.layout.recipes import Base
 from lowbit.formats.layout.scheme import fitting_group_size
@@ -201,7 +202,7 @@ def test_groups_are_lowered_to_what_divides_a_row(make_model: Callable[..., "Pac
 
 
 def test_absmax_is_the_converters(tmp_path: Path, plain: "PackedModel") -> None:
-    folder = convert(plain.folder, tmp_path / "packed", Recipe(rule="absmax")).folder
+    folder = convert(plain.folder, tmp_path / "packed", Recipe(method=ABSMAX)).folder
     ours = open_model(plain.folder, "int4", rule="absmax").checkpoint
     for name, tensor in load_file(folder / "model.safetensors").items():
         assert torch.equal(ours.read(name), tensor), name
