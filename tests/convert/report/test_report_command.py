@@ -38,12 +38,12 @@ def texts(tmp_path: Path) -> list[Path]:
 
 
 def test_a_missed_gate_ends_with_3_after_all_is_written(
-    cli: "Cli", tiny: Path, tmp_path: Path, texts: list[Path]
+    cli: "Cli", short: Path, tmp_path: Path, texts: list[Path]
 ) -> None:
     packed = tmp_path / "packed"
     each = [argument for text in texts for argument in ("--eval-text", str(text))]
     gate = "kl_mean<1e-9, top1>=0,play.txt.kl_mean<1e-9,bits_per_weight<9"
-    result = cli(tiny, packed, "--report", *each, "--gate", gate, "--json")
+    result = cli(short, packed, "--report", *each, "--gate", gate, "--json")
     assert result.exit_code == 3
     content = json.loads(result.stdout)
     assert content["gate"]["passed"] is False
@@ -65,11 +65,11 @@ def test_a_missed_gate_ends_with_3_after_all_is_written(
     assert all(0 < error < 0.5 for error in measured.values())
     assert written["command"].startswith("lowbit-convert SRC packed --recipe int4")
 
-    again = cli("report", packed, "--source", tiny, *each, "--gate", "kl_mean<10,cosine>0")
+    again = cli("report", packed, "--source", short, *each, "--gate", "kl_mean<10,cosine>0")
     assert again.exit_code == 0, again.output
     assert "gate missed" not in again.stderr
     assert "comparing logits of" in again.stderr
-    unknown = cli("report", packed, "--source", tiny, *each, "--gate", "kl_stderr<1")
+    unknown = cli("report", packed, "--source", short, *each, "--gate", "kl_stderr<1")
     assert unknown.exit_code == 3
     assert "gate missed: expected kl_stderr<1, which was not measured, or on" in unknown.stderr
     assert "perplexity" in unknown.stdout  # the figures that were measured are shown all the same
@@ -87,29 +87,29 @@ def test_a_missed_gate_ends_with_3_after_all_is_written(
     ],
 )
 def test_impossible_gates_are_usage_errors_before_the_work(
-    cli: "Cli", tiny: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+    cli: "Cli", short: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    result = cli(tiny, tmp_path / "out", *arguments)
+    result = cli(short, tmp_path / "out", *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
     assert not (tmp_path / "out").exists()
 
 
 def test_two_texts_of_one_name_are_refused_before_the_work(
-    cli: "Cli", tiny: Path, tmp_path: Path, texts: list[Path]
+    cli: "Cli", short: Path, tmp_path: Path, texts: list[Path]
 ) -> None:
     twice = ("--eval-text", texts[0], "--eval-text", texts[0])
-    result = cli(tiny, tmp_path / "out", "--report", *twice)
+    result = cli(short, tmp_path / "out", "--report", *twice)
     assert result.exit_code == 1
     assert "2 evaluation texts are named `story.txt`" in result.stderr
     assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+def converted(tmp_path_factory: pytest.TempPathFactory, short: Path) -> Path:
     """A packed folder without a report; not to be written to."""
     place = tmp_path_factory.mktemp("report") / "packed"
-    convert(tiny, place, Recipe())
+    convert(short, place, Recipe())
     return place
 
 
@@ -141,7 +141,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_an_unwritable_disk_is_found_before_measuring(
     cli: "Cli",
     packed: Path,
-    tiny: Path,
+    short: Path,
     texts: list[Path],
     refuse: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
@@ -153,7 +153,7 @@ def test_an_unwritable_disk_is_found_before_measuring(
     monkeypatch.setattr(reporting, "measure_weights", measured)
     refuse(code, "quality")
     before = sorted(packed.iterdir())
-    result = cli("report", packed, "--source", tiny, "--eval-text", texts[0])
+    result = cli("report", packed, "--source", short, "--eval-text", texts[0])
     assert (result.exit_code, result.stdout) == (1, "")
     assert f"`{packed}/quality.json` cannot be written: " in result.stderr
     assert f"`lowbit-convert report {packed} --out FOLDER` writes" in result.stderr
@@ -165,7 +165,7 @@ def test_an_unwritable_disk_is_found_before_measuring(
 def test_figures_are_printed_if_the_disk_fills_up_meanwhile(
     cli: "Cli",
     packed: Path,
-    tiny: Path,
+    short: Path,
     texts: list[Path],
     refuse: Callable[..., None],
     as_json: bool,
@@ -173,7 +173,7 @@ def test_figures_are_printed_if_the_disk_fills_up_meanwhile(
     refuse(errno.ENOSPC, "quality.html", after=1)  # the trial
     before = sorted(packed.iterdir())
     arguments = ("--eval-text", texts[0], "--gate", "kl_mean<1e-9", *["--json"] * as_json)
-    result = cli("report", packed, "--source", tiny, *arguments)
+    result = cli("report", packed, "--source", short, *arguments)
     assert result.exit_code == 1
     if as_json:
         content = json.loads(result.stdout)
@@ -191,11 +191,11 @@ def test_figures_are_printed_if_the_disk_fills_up_meanwhile(
 
 
 def test_a_report_elsewhere(
-    cli: "Cli", packed: Path, tiny: Path, tmp_path: Path, texts: list[Path]
+    cli: "Cli", packed: Path, short: Path, tmp_path: Path, texts: list[Path]
 ) -> None:
     before = sorted(packed.iterdir())
     place = tmp_path / "place"
-    arguments = ("--source", tiny, "--eval-text", texts[0])
+    arguments = ("--source", short, "--eval-text", texts[0])
     result = cli("report", packed, *arguments, "--out", place)
     assert result.exit_code == 0, result.output
     assert f"report: {place}/quality.html" in result.output
@@ -242,10 +242,10 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_report_without_a_verdict_replaces_none_that_has_one(
-    cli: "Cli", packed: Path, tiny: Path, tmp_path: Path, texts: list[Path], judged: QualityReport
+    cli: "Cli", packed: Path, short: Path, tmp_path: Path, texts: list[Path], judged: QualityReport
 ) -> None:
     before = files_of(packed)
-    command = ("report", packed, "--source", tiny, "--eval-text", texts[0])
+    command = ("report", packed, "--source", short, "--eval-text", texts[0])
     kept = cli(*command)
     assert kept.exit_code == 1
     assert "Not judged" in kept.stdout  # the figures are shown
@@ -275,7 +275,7 @@ def test_what_is_about_other_weights_or_damaged_is_replaced(
 @pytest.mark.parametrize(("after", "measured"), [(0, False), (1, True)])
 def test_a_conversion_s_figures_outlive_its_report(
     cli: "Cli",
-    tiny: Path,
+    short: Path,
     tmp_path: Path,
     texts: list[Path],
     refuse: Callable[..., None],
@@ -286,7 +286,7 @@ def test_a_conversion_s_figures_outlive_its_report(
     refuse(errno.ENOSPC, "quality.html", after)
     out = tmp_path / "out"
     gate = ("--gate", "kl_mean<10")
-    result = cli(tiny, out, "--report", "--eval-text", texts[0], *gate, "--json")
+    result = cli(short, out, "--report", "--eval-text", texts[0], *gate, "--json")
     assert result.exit_code == 1
     content = json.loads(result.stdout)
     assert (content["quality"]["logits"] is not None) == measured
@@ -298,7 +298,7 @@ def test_a_conversion_s_figures_outlive_its_report(
 
 
 def test_the_source_is_asked_for_at_a_terminal_only(
-    cli: "Cli", packed: Path, tiny: Path, texts: list[Path]
+    cli: "Cli", packed: Path, short: Path, texts: list[Path]
 ) -> None:
     result = cli("report", packed, "--eval-text", texts[0])
     assert result.exit_code == 1
@@ -307,18 +307,18 @@ def test_the_source_is_asked_for_at_a_terminal_only(
 
 
 def test_the_source_is_asked_for_once(
-    packed: Path, tiny: Path, texts: list[Path], terminal: Callable[..., tuple[int, str]]
+    packed: Path, short: Path, texts: list[Path], terminal: Callable[..., tuple[int, str]]
 ) -> None:
     arguments = ("report", packed, "--eval-text", texts[0])
-    code, said = terminal(arguments, f"{tiny}\n")
+    code, said = terminal(arguments, f"{short}\n")
     assert code == 0, said
     assert f"Where is the original of {packed}? A folder or a Hub id: " in said
     code, said = terminal(arguments, "")
     assert code == 0, said
     assert "Where is the original" not in said
-    assert f"original: {tiny}" in said
+    assert f"original: {short}" in said
     for path in packed.iterdir():
-        assert os.fsencode(tiny) not in path.read_bytes(), path
+        assert os.fsencode(short) not in path.read_bytes(), path
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ GPU = pytest.mark.gpu
 ONE = pytest.param(1, marks=GPU)  # the kernel for few tokens is not interpreted
 LONG_ERROR = 1e-4  # of the memory after 8192 tokens, whose decays multiply up
 LENGTHS = [1, 2, 3, 4, 63, 64, 65, 130]
-PREFILL = [(SMALL[1], M) for M in (1, 64, 130)] + [(sizes, 65) for sizes in (SMALL[0], SMALL[2])]
+PREFILL = [(SMALL[1], 1), (SMALL[1], 130), (SMALL[0], 5), (SMALL[2], 65)]
 PREFILL_REAL = [(sizes, M) for sizes in REAL for M in LENGTHS]
 
 
@@ -86,7 +86,7 @@ def test_prefill_in_pieces(
 @pytest.mark.parametrize(
     ("M", "width", "target"),
     [
-        (2, 32, HOME),
+        pytest.param(2, 32, HOME, marks=GPU),
         (65, 128, 3),
         *(pytest.param(257, 384, slot, marks=GPU) for slot in (HOME, 3)),
     ],
@@ -111,7 +111,9 @@ def test_padding_changes_no_bit(
     assert torch.equal(layer.slots.conv, padded.slots.conv)
 
 
-@pytest.mark.parametrize("decay", [0.0, pytest.param(-20.0, marks=GPU), -1e4])
+@pytest.mark.parametrize(
+    "decay", [*(pytest.param(decay, marks=GPU) for decay in (0.0, -20.0)), -1e4]
+)
 def test_extreme_decays(make_layer: MakeLayer, bf16_error: float, decay: float) -> None:
     """No forgetting, strong forgetting, and forgetting all at once between tokens that keep all."""
     layer = make_layer(SMALL[1], decay)
@@ -151,7 +153,7 @@ def test_repeated_keys(make_layer: MakeLayer, bf16_error: float) -> None:
     assert torch.equal(layer.slots.conv[1, HOME], window)
 
 
-@pytest.mark.parametrize("M", [ONE, 5, 64])
+@pytest.mark.parametrize("M", [ONE, 5, pytest.param(64, marks=GPU)])
 def test_zero_beta_keeps_memory_bitwise(make_layer: MakeLayer, M: int) -> None:
     """With beta 0 and no decay the memory is carried, not recomputed."""
     layer = make_layer(SMALL[1])
@@ -161,7 +163,7 @@ def test_zero_beta_keeps_memory_bitwise(make_layer: MakeLayer, M: int) -> None:
     assert torch.equal(layer.slots.memory, before.slots.memory)
 
 
-@pytest.mark.parametrize("M", [ONE, 3, 65])
+@pytest.mark.parametrize("M", [ONE, 3, pytest.param(65, marks=GPU)])
 def test_zero_inputs(make_layer: MakeLayer, M: int) -> None:
     """From the empty state zeros stay zero: no division by a norm of zero."""
     layer = make_layer(SMALL[1])
