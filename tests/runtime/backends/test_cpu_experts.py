@@ -99,7 +99,7 @@ def test_a_token_has_the_same_bits_in_any_company(kind: str, dtype: torch.dtype)
     w = prepared(experts(kind, 20, 5, shared=True), dtype)
     norm, x = torch.ones(H, dtype=dtype), torch.randn(EXACT_TOKENS, H).to(dtype)
     alone = torch.cat([cpu.moe(one, norm, EPS, w) for one in torch.split(x, 1)])
-    for count in range(2, EXACT_TOKENS + 1):
+    for count in (2, 3, 7, 16, 17, 33, EXACT_TOKENS):
         some = torch.randperm(EXACT_TOKENS)[:count]
         assert torch.equal(cpu.moe(x[some], norm, EPS, w), alone[some])
 
