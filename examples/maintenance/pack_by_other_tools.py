@@ -5,6 +5,9 @@ All linears are targeted, as a user does who names no list: the head stays, `in_
 
     python pack_by_other_tools.py llmcompressor qwen3.5 OUT
     python pack_by_other_tools.py auto-round qwen3 OUT
+
+`--expect` then writes expected.bin beside the weights: for llm-compressor in lowbit's environment,
+since its own transformers 5.17 computes a Qwen3.5 in BF16 whatever is asked.
 """
 
 import argparse
@@ -15,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 GROUP = 32
+IDS = [5, 17, 200, 3, 3, 250, 1]
 SIZES = {
     "vocab_size": 272,
     "hidden_size": 64,
@@ -112,13 +116,27 @@ def by_auto_round(source: Path, out: Path, layout: str) -> None:
     rounding.quantize_and_save(str(out), format=layout)
 
 
+def write_expected(folder: Path) -> None:
+    """Save the logits that transformers computes from a packed folder; AutoRound's are of F16."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([IDS])).logits[0]
+    save_file({"ids": torch.tensor(IDS), "logits": logits}, folder / "expected.bin")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tool", choices=["llmcompressor", "auto-round"])
     parser.add_argument("model", choices=["qwen3", "qwen3.5"])
     parser.add_argument("out", type=Path)
     parser.add_argument("--layout", default="auto_round", help="of AutoRound")
+    parser.add_argument("--expect", action="store_true", help="read OUT by transformers alone")
     options = parser.parse_args()
+    if options.expect:
+        write_expected(options.out)
+        return
     source = options.out.with_name(options.out.name + "-original")
     write_original(options.model, source)
     if options.tool == "llmcompressor":
