@@ -98,6 +98,7 @@ class StepCosts:
         measured: steps correct the guess.
         width: tokens of a step with its padding.
         change: cost of the change to rounds and back, beyond the rounds.
+        ready: the time of a plain step is known, or nothing is measured.
     """
 
     start: dict[Kind, float]
@@ -105,19 +106,25 @@ class StepCosts:
     measured: bool = False
     width: Callable[[int], int] = field(default=lambda tokens: tokens)
     change: float = 0.0
+    ready: bool = field(init=False)
     _table: dict[tuple[Kind, int, int], tuple[float, int]] = field(default_factory=dict)
+    _estimates: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # plain steps
 
-    @property
-    def ready(self) -> bool:
-        """True if the time of a plain step is known, or nothing is measured."""
-        steps = (count for (kind, *_), (_, count) in self._table.items() if kind == "plain")
-        return not self.measured or max(steps, default=0) >= FIRST_STEPS
+    def __post_init__(self) -> None:
+        """Wait for the time of a plain step unless nothing is measured."""
+        self.ready = not self.measured
 
     def time(self, kind: Kind, sequences: int, tokens: int) -> float:
         """Seconds of a step of so many tokens in all; in plain steps where none was measured."""
-        M = self.width(tokens)
-        known = self._table.get((kind, sequences, M))
-        return known[0] if known else self._estimate(kind, sequences, M)
+        key = kind, sequences, self.width(tokens)
+        if known := self._table.get(key):
+            return known[0]
+        if kind == "plain":
+            return self._estimate(*key)
+        plain = self.time("plain", sequences, sequences)
+        if key not in self._estimates:
+            self._estimates[key] = self._estimate(*key) / plain
+        return self._estimates[key] * plain
 
     def in_steps(self, sequences: int, seconds: float) -> float:
         """A time in plain steps of so many sequences."""
@@ -136,7 +143,11 @@ class StepCosts:
         known, count = self._table.get(key, (0.0, 0))
         if kind == "plain" and count < FIRST_STEPS:
             known = min(seconds, known) if count else seconds
+            self.ready = self.ready or count + 1 == FIRST_STEPS
+            self._estimates.clear()
         else:
+            if kind != "plain":
+                self._estimates.clear()
             known = known if count else self._estimate(*key)
             found = min(seconds, OUTLIER * known)
             weight = max(FASTER if found < known else SLOWER, 1 / (2 + count))
@@ -260,11 +271,11 @@ class Policy:
 
     def affordable(self, kind: Kind, sequences: int, most: int) -> int:
         """Most drafts, up to `most`, whose failure the credit covers; 0 before costs are known."""
-        if most == 0 or not self.costs.ready:
-            return 0
         left = self.credit + 1 - (0.0 if self.in_rounds else self.costs.change)
+        if most == 0 or left < 1 or not self.costs.ready:  # often, so that it must be quick
+            return 0
         cost = self.costs.cost(kind, sequences)
-        if cost(1) > left:  # often, so that it must be quick
+        if cost(1) > left:
             return 0
         return next(k for k in range(most, 0, -1) if cost(k) <= left)
 

@@ -36,6 +36,7 @@ from lowbit.runtime.thresholds import ROUND_TOKENS
 # First guess of how often MTP drafts are accepted behind accepted ones, by place.
 MTP_GUESSES = (0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35)
 BLOCK_GUESSES = (0.75,) * MOST_DRAFTS  # of block drafts
+BACKOFF = 7  # steps behind a plan without drafts, whose making takes the host some time
 UNTIMED = 3  # steps behind a chunk of a prompt, or a recorded graph, whose time says nothing
 LONG = 64  # tokens without a mask from which on the MTP head processes the prompt
 
@@ -65,6 +66,7 @@ class Drafts:
     blocks: Blocks | None = None
     suspended: bool = field(init=False)
     _rates: AcceptanceRates = field(init=False)  # of the last sequence with checked drafts
+    _backoff: int = 0  # plain steps for which nobody asks whether made drafts pay
     _ended_at: float | None = None  # when the last step ended; None if nobody saw it
     _untimed: int = 0  # steps to come whose time says nothing
     _graphs: int = 0  # recorded so far
@@ -78,6 +80,7 @@ class Drafts:
     def begin(self, sequence: Sequence) -> None:
         """Take up a sequence whose first token is being chosen."""
         self.policy.begin_request()
+        self._backoff = 0
         state = drafts_of(sequence)
         if self.new_drafter is not None:
             state.drafter = self.new_drafter(sequence.request.prompt)
@@ -100,9 +103,14 @@ class Drafts:
         """Choose the next step; see `DraftSource.choose`."""
         if not self.verifier.runner.on_gpu:
             self._ended_at = time.perf_counter()
-        plan = self._plan(sequences)
+        plan = None
+        if self._backoff > 0:
+            self._backoff -= 1
+        else:
+            plan = self._plan(sequences)
         if plan is not None:
             self.suspended = self.policy.limited and plan.drafts == 0
+            self._backoff = BACKOFF if self.suspended else 0
         made = 0 if plan is None else plan.drafts
         copies = self._proposals(sequences, 1.0 if plan is None else plan.gain)
         if self.mtp is not None and made:
@@ -115,7 +123,7 @@ class Drafts:
         _skip_copies(sequences, copies)
         if not self.suspended:
             self._keep_up(sequences)
-        parts = [] if sent else self._parts(sequences, copies, made)
+        parts = self._parts(sequences, copies, made) if promising else []
         if not any(part.drafts for part in parts):
             self.policy.in_rounds = False
             return "plain"
