@@ -147,7 +147,7 @@ class Bench:
     def run(self, drafting: Drafts | None, prompt: Sequence[int], tokens: int) -> Timed:
         """One run; its first step is not timed, and no round is cut short at its end."""
         engine = self.engine
-        if drafting is None and engine.runner.trail is not None:
+        if drafting is None and engine.runner.hidden_ring is not None:
             with plain_steps(engine, self.plain_graphs):
                 return self.run(None, prompt, tokens)
         engine.drafting = drafting

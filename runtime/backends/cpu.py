@@ -274,12 +274,12 @@ def head_input(
     return torch.cat((rms_norm(embed(ids, table), embedding_norm, eps), hidden), dim=1)
 
 
-def leave_rows(x: Tensor, rows: Tensor, positions: Tensor, trail: Tensor) -> None:
-    """Leave hidden states in the trails of their rows; see `Ops.leave_rows`."""
+def store_hidden(x: Tensor, rows: Tensor, positions: Tensor, hidden_ring: Tensor) -> None:
+    """Store hidden states in the hidden rings of their rows; see `Ops.store_hidden`."""
     if len(x) == 1:  # in every step of a lone sequence; an index takes three times as long
-        trail[rows.item(), positions.item() % trail.shape[1]] = x[0]  # type: ignore[index]
+        hidden_ring[rows.item(), positions.item() % hidden_ring.shape[1]] = x[0]  # type: ignore[index]
         return
-    trail[rows.long(), positions.long() % trail.shape[1]] = x
+    hidden_ring[rows.long(), positions.long() % hidden_ring.shape[1]] = x
 
 
 def _rotate(x: Tensor, rope: Rope, step: Step) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.sampling_ranges import MOST_LOGPROBS
-from lowbit.runtime.state.decode_inputs import TRAIL, DecodeInputs
+from lowbit.runtime.state.decode_inputs import HIDDEN_RING, DecodeInputs
 from lowbit.runtime.state.host_rings import RING, LogProbabilities
 from lowbit.runtime.state.sampler import (
     BIASES,
@@ -214,7 +214,8 @@ def accept(inputs: DecodeInputs, B: int, k: int) -> None:
     first = positions[:, 0] - (rows[:, 0] != SCRATCH).int()  # choosing has moved them on
     inputs.right[first.long() % RING, rows[:, 0].long()] = right
     inputs.seen[:count] = (first[:, None] + places).flatten()
-    inputs.trails[:count] = rows.flatten().long() * TRAIL + inputs.seen[:count] % TRAIL
+    rings = rows.flatten().long() * HIDDEN_RING
+    inputs.ring_places[:count] = rings + inputs.seen[:count] % HIDDEN_RING
     inputs.ends[:B] = torch.arange(B) * (k + 1) + right
     inputs.wrong[:count] = torch.where(places > right[:, None], rows, SCRATCH).flatten()
     step.reads[:B] = writes[here]

@@ -20,7 +20,7 @@ from lowbit.runtime.kernels.delta.decode import delta_decode, delta_decode_parts
 from lowbit.runtime.kernels.delta.prefill import delta_prefill
 from lowbit.runtime.kernels.experts.tiled import gathered as gathered
 from lowbit.runtime.kernels.head import head_input as head_input
-from lowbit.runtime.kernels.head import leave_rows as leave_rows
+from lowbit.runtime.kernels.head import store_hidden as store_hidden
 from lowbit.runtime.kernels.launch.delta import MOST_DIM
 from lowbit.runtime.kernels.launch.tuned import Launches
 from lowbit.runtime.kernels.linear.dense import dense_gemm, dense_gemv

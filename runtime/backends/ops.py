@@ -226,8 +226,8 @@ class Ops(Protocol[W]):
             [M, 2 * h], the embedding's part first.
         """
 
-    def leave_rows(self, x: Tensor, rows: Tensor, positions: Tensor, trail: Tensor) -> None:
-        """Write x [M, h] to trail [R, T, h], each token at its row and its position modulo T."""
+    def store_hidden(self, x: Tensor, rows: Tensor, positions: Tensor, hidden_ring: Tensor) -> None:
+        """Write x [M, h] to the ring [R, T, h], each token at its row and its position modulo T."""
 
 
 class DraftOps(Ops[W], Protocol[W]):

@@ -12,7 +12,7 @@ from lowbit.runtime.engine.graphs import drafts_together
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.runner import new_kept
 from lowbit.runtime.models.loader import OpenedModel
-from lowbit.runtime.state.decode_inputs import new_trail
+from lowbit.runtime.state.decode_inputs import new_hidden_ring
 from lowbit.runtime.state.device_state import CacheSize, kv_pages, new_state
 from lowbit.runtime.state.pages import EXTRA, PAGE, pages_for
 from lowbit.runtime.state.sampler import new_sampler_rows
@@ -70,7 +70,7 @@ class Account:
         taken = state.size_bytes + (snapshots.staged_bytes if on_gpu else snapshots.most_bytes)
         taken += new_sampler_rows(rows, self.vocabulary, "meta").size_bytes
         if self.opened.head:
-            taken += new_trail(rows, config.hidden_size, self.dtype, "meta").nbytes
+            taken += new_hidden_ring(rows, config.hidden_size, self.dtype, "meta").nbytes
         if on_gpu:  # a CPU keeps no copy of logits
             kept = new_kept(size.sequences, self.vocabulary, config.vocab_size, "meta")
             taken += kept.nbytes

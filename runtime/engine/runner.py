@@ -22,7 +22,7 @@ from lowbit.runtime.engine.results import PlainStep, Results
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.models.loader import Decoder
-from lowbit.runtime.state.decode_inputs import DecodeInputs, new_decode_inputs, new_trail
+from lowbit.runtime.state.decode_inputs import DecodeInputs, new_decode_inputs, new_hidden_ring
 from lowbit.runtime.state.device_state import CacheSize, DeviceState, new_state
 from lowbit.runtime.state.host_rings import to_device
 from lowbit.runtime.state.pages import pages_for
@@ -49,8 +49,8 @@ class Runner:
         spare: slots for states after drafts; None without linear layers.
         tables: [R, T / PAGE] int32 block tables by row.
         batch: sequences of the last plain step, in the order of its tokens.
-        trail: [R, TRAIL, h] hidden states of the last positions, see `decode_inputs`; None
-            without an MTP head.
+        hidden_ring: [R, HIDDEN_RING, h] hidden states of the last positions, see `decode_inputs`;
+            None without an MTP head.
         blocks: block drafter that reads every step; None without one.
         inputs: of the next decode step.
         results: host memory that steps write to.
@@ -67,7 +67,7 @@ class Runner:
     spare: range | None
     tables: Tensor
     batch: list[Sequence] = field(default_factory=list)
-    trail: Tensor | None = None
+    hidden_ring: Tensor | None = None
     blocks: ContextReader | None = None
     chunk_tokens: int = CHUNK
     inputs: DecodeInputs = field(init=False)
@@ -287,10 +287,10 @@ class Runner:
         return self.logits_of(self.inputs.chosen[: plan.tokens], step)
 
     def logits_of(self, ids: Tensor, step: Step) -> Tensor:
-        """Logits after every token of a decode step, [M, V or more]; leaves the trail."""
+        """Logits after every token of a decode step, [M, V or more]; stores the hidden states."""
         hidden = last_of(self._each_layer(ids, step))
-        if self.trail is not None:
-            self.decoder.ops.leave_rows(hidden, step.rows, step.positions, self.trail)
+        if self.hidden_ring is not None:
+            self.decoder.ops.store_hidden(hidden, step.rows, step.positions, self.hidden_ring)
         return self.decoder.logits(hidden)
 
     def _each_layer(self, ids: Tensor, step: Step) -> Iterator[Tensor]:
@@ -410,7 +410,7 @@ def new_runner(
     cache_type = cache_type or plain_cache(dtype)
     rows, config, head = cache.rows, decoder.config, decoder.mtp is not None
     state = new_state(config, cache.all_pages, cache.slots, dtype, device, cache_type, head)
-    trail = new_trail(rows, config.hidden_size, dtype, device) if head else None
+    hidden_ring = new_hidden_ring(rows, config.hidden_size, dtype, device) if head else None
     tables = torch.zeros(rows, pages_for(cache.context), dtype=torch.int32, device=device)
     sampler = new_sampler_rows(rows, vocabulary, device)
     return Runner(
@@ -421,6 +421,6 @@ def new_runner(
         snapshots=Snapshots(state.slots, cache.snapshots, staged=device != "cpu"),
         spare=range(cache.slots - cache.drafts, cache.slots) if state.recurrent else None,
         tables=tables,
-        trail=trail,
+        hidden_ring=hidden_ring,
         chunk_tokens=chunk_tokens,
     )

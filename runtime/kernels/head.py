@@ -1,9 +1,9 @@
 """The small ops around a head for multi-token prediction: its input, and hidden states for it.
 
     head_input: cat(rms_norm(table[id]) * gain_0, rms_norm(rms_norm(x) * gain_1) * gain_2)
-    leave_rows: trail[row, position % TRAIL] = x
+    store_hidden: hidden_ring[row, position % T] = x
 
-Layout  x [M, h] and table [V, h] bf16, gains [h] -> [M, 2 * h] bf16; trail [R, TRAIL, h] bf16
+Layout  x [M, h] and table [V, h] bf16, gains [h] -> [M, 2 * h] bf16; hidden_ring [R, T, h] bf16
 Bytes   some rows, from L2
 Plan    a program takes a token. The values are those of `embed`, `rms_norm` and `cat` one after
         another, each rounded to bf16, in one launch instead of five
@@ -61,19 +61,19 @@ def _head_input_kernel(
 
 
 @triton.jit
-def _leave_rows_kernel(
-    x_ptr, rows_ptr, positions_ptr, trail_ptr, h, TRAIL: tl.constexpr, BLOCK: tl.constexpr,
+def _store_hidden_kernel(
+    x_ptr, rows_ptr, positions_ptr, ring_ptr, h, HIDDEN_RING: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows_ptr + token).to(tl.int64)  # older than the kernel ahead, which has waited
-    place = tl.load(positions_ptr + token) % TRAIL
+    place = tl.load(positions_ptr + token) % HIDDEN_RING
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     x = tl.load(x_ptr + token * h + at, mask=at < h)
-    tl.store(trail_ptr + (row * TRAIL + place) * h + at, x, mask=at < h)
+    tl.store(ring_ptr + (row * HIDDEN_RING + place) * h + at, x, mask=at < h)
 
 
 def head_input(
@@ -106,19 +106,19 @@ def head_input(
     return y
 
 
-def leave_rows(x: Tensor, rows: Tensor, positions: Tensor, trail: Tensor) -> None:
-    """Leave hidden states in the trails of their rows; see `Ops.leave_rows`."""
+def store_hidden(x: Tensor, rows: Tensor, positions: Tensor, hidden_ring: Tensor) -> None:
+    """Store hidden states in the hidden rings of their rows; see `Ops.store_hidden`."""
     M, h = x.shape
     pdl = programmatic_launch(x)
     run(
-        _leave_rows_kernel,
+        _store_hidden_kernel,
         (M, triton.cdiv(h, BLOCK)),
         x,
         rows,
         positions,
-        trail,
+        hidden_ring,
         h,
-        TRAIL=trail.shape[1],
+        HIDDEN_RING=hidden_ring.shape[1],
         BLOCK=BLOCK,
         PDL=pdl,
         launch_pdl=pdl,

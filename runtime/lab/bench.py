@@ -285,12 +285,12 @@ def plain_steps(engine: Engine, graphs: Graphs) -> Iterator[None]:
         graphs: of such steps, which leave nothing for the MTP head.
     """
     runner = engine.runner
-    before = engine.drafting, runner.trail, runner.graphs
-    engine.drafting, runner.trail, runner.graphs = None, None, graphs
+    before = engine.drafting, runner.hidden_ring, runner.graphs
+    engine.drafting, runner.hidden_ring, runner.graphs = None, None, graphs
     try:
         yield
     finally:
-        engine.drafting, runner.trail, runner.graphs = before
+        engine.drafting, runner.hidden_ring, runner.graphs = before
 
 
 def in_turn(

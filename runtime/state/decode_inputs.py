@@ -17,18 +17,18 @@ from lowbit.runtime.state.step_buffers import (
 )
 from lowbit.runtime.thresholds import ROUND_TOKENS
 
-TRAIL = 128  # positions of a row whose hidden states are kept
+HIDDEN_RING = 128  # positions of a row whose hidden states are kept
 HEAD_COLUMNS = 6  # of `DecodeInputs.numbers`: what a round begins with whose drafts a head makes
 
 
-def trail_of(row: int, position: int) -> int:
-    """Index of a position's hidden state in the trails, of TRAIL positions a row."""
-    return row * TRAIL + position % TRAIL
+def ring_place(row: int, position: int) -> int:
+    """Index of a position's hidden state in the hidden rings, of HIDDEN_RING positions a row."""
+    return row * HIDDEN_RING + position % HIDDEN_RING
 
 
-def new_trail(rows: int, hidden: int, dtype: torch.dtype, device: str) -> Tensor:
-    """Hidden states of the last positions of each row, zeros: [R, TRAIL, h]."""
-    return torch.zeros(rows, TRAIL, hidden, dtype=dtype, device=device)
+def new_hidden_ring(rows: int, hidden: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Hidden states of the last positions of each row, zeros: [R, HIDDEN_RING, h]."""
+    return torch.zeros(rows, HIDDEN_RING, hidden, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class DecodeInputs:
         seen: [W] int32, positions of the tokens in the round before.
         seen_rows: [W] int32, their rows.
         seen_starts: [W] int32, the first of each sequence, then the number of all.
-        longs: [5, W] int64: `chosen`, `trails`, `ends`, `known`, `firsts`.
+        longs: [5, W] int64: `chosen`, `ring_places`, `ends`, `known`, `firsts`.
         chosen: [W] int64, what the model has chosen behind each token.
-        trails: [W] int64, where the hidden states of `seen` are, see `trail_of`.
+        ring_places: [W] int64, where the hidden states of `seen` are, see `ring_place`.
         ends: [W] int64, by sequence, index in the round of the last token that was right.
         known: [W] int64, tokens of a plain step that the host knows.
         firsts: [W] int64 by row, token of a sequence that was not in the last plain step.
@@ -69,7 +69,7 @@ class DecodeInputs:
     seen_starts: Tensor
     longs: Tensor
     chosen: Tensor
-    trails: Tensor
+    ring_places: Tensor
     ends: Tensor
     known: Tensor
     firsts: Tensor

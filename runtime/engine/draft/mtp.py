@@ -6,7 +6,7 @@ the trunk and accepts the right ones; the next round starts from the inputs that
 one runs.
 
 The head needs the trunk's hidden state of every position. Steps leave the last states of each row
-in a trail, from which the head catches up now and then, so plain steps cost it little.
+in a ring, from which the head catches up now and then, so plain steps cost it little.
 """
 
 from collections.abc import Sequence as Numbers
@@ -25,7 +25,7 @@ from lowbit.runtime.engine.graphs import Graphs, reach_for
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Ended, Sequence
 from lowbit.runtime.models.qwen3_5_mtp import MtpHead
-from lowbit.runtime.state.decode_inputs import TRAIL, DecodeInputs, trail_of
+from lowbit.runtime.state.decode_inputs import HIDDEN_RING, DecodeInputs, ring_place
 from lowbit.runtime.state.host_rings import RING, new_ring, write_rows
 from lowbit.runtime.state.sampler import SCRATCH
 from lowbit.runtime.state.step import (
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from lowbit.runtime.kernels.linear.tiles import GpuLinear  # needs triton, which a CPU may lack
 
 MOST_BEHIND = 2 * ROUND_TOKENS  # positions
-TRIAL_BEHIND = ROUND_TOKENS  # positions that the head reads before a trial, in one pass
+PROBE_BEHIND = ROUND_TOKENS  # positions that the head reads before a probe, in one pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +52,15 @@ class MtpCache:
     Attributes:
         runner: of the model.
         head: of the model.
-        trail: of the runner.
+        hidden_ring: of the runner.
         graphs: recorded steps that catch up.
-        block: [4, W] int32 rows, positions, places in the trails and ids of such a step.
+        block: [4, W] int32 rows, positions, places in the hidden rings and ids of such a step.
         starts: [2] int32, 0 and W.
     """
 
     runner: Runner
     head: MtpHead[CpuLinear] | MtpHead["GpuLinear"]
-    trail: Tensor
+    hidden_ring: Tensor
     graphs: Graphs
     block: Tensor
     starts: Tensor
@@ -75,7 +75,7 @@ class MtpCache:
         """
         count, prompt, ints = len(hidden), sequence.request.prompt, self.runner.ints
         stop = min(first + count, len(prompt) - 1)
-        self.trail[sequence.row, (first + count - 1) % TRAIL] = hidden[-1]
+        self.hidden_ring[sequence.row, (first + count - 1) % HIDDEN_RING] = hidden[-1]
         if stop > first:
             span = Span(sequence.row, first, stop - first, tuple(sequence.pages))
             rows, positions = ints(rows_and_positions([span]))
@@ -86,7 +86,7 @@ class MtpCache:
         drafts_of(sequence).seen = stop
 
     def skip_prompt(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
-        """Leave the end of a part of a prompt in the trail, for a later `catch_up`.
+        """Leave the end of a part of a prompt in the ring, for a later `catch_up`.
 
         Args:
             sequence: whose prompt it is.
@@ -94,9 +94,9 @@ class MtpCache:
             hidden: [M, h] of the part, before the final norm.
         """
         stop = first + len(hidden)
-        start = max(first, stop - TRIAL_BEHIND)
-        places = self.runner.ints([trail_of(sequence.row, at) for at in range(start, stop)])
-        self.trail.flatten(0, 1)[places.long()] = hidden[start - first :]
+        start = max(first, stop - PROBE_BEHIND)
+        places = self.runner.ints([ring_place(sequence.row, at) for at in range(start, stop)])
+        self.hidden_ring.flatten(0, 1)[places.long()] = hidden[start - first :]
         drafts_of(sequence).seen = start
 
     def catch_up(self, sequence: Sequence, most: int) -> None:
@@ -105,32 +105,32 @@ class MtpCache:
         On a GPU by graphs of W positions, the last of which may be padding.
         """
         wide, state = self.block.shape[1], drafts_of(sequence)
-        # Positions that the trail has lost are skipped. Two rounds may be under way.
-        state.seen = max(state.seen, sequence.last + 2 * ROUND_TOKENS - TRAIL)
+        # Positions that the ring has lost are skipped. Two rounds may be under way.
+        state.seen = max(state.seen, sequence.last + 2 * ROUND_TOKENS - HIDDEN_RING)
         while (count := min(wide, sequence.last - most - state.seen)) > 0:
             span = Span(sequence.row, state.seen, count, tuple(sequence.pages))
             rows, positions = rows_and_positions([span])
-            trails = [trail_of(sequence.row, position) for position in positions]
+            places = [ring_place(sequence.row, position) for position in positions]
             ids = [sequence.id_at(position + 1) for position in positions]
-            write_rows(self.block, (rows, positions, trails, ids))  # padding has row 0, SCRATCH
+            write_rows(self.block, (rows, positions, places, ids))  # padding has row 0, SCRATCH
             reach = reach_for(state.seen + count, self.runner.context)
             part = partial(self.part, reach, None if self.runner.on_gpu else span)
             self.runner.launch(self.graphs, ("catch up", reach), part, (self.block,))
             state.seen += count
 
     def skip(self, sequences: Numbers[Sequence]) -> None:
-        """Give up positions that are further behind than TRIAL_BEHIND: reading them costs time."""
+        """Give up positions that are further behind than PROBE_BEHIND: reading them costs time."""
         for each in sequences:
             state = drafts_of(each)
-            state.seen = max(state.seen, each.last - TRIAL_BEHIND)
+            state.seen = max(state.seen, each.last - PROBE_BEHIND)
 
     def part(self, reach: int, span: Span | None = None) -> None:
         """Run the positions in `block` through the head: all W, or `span.count` on a CPU."""
         count = self.block.shape[1] if span is None else span.count
-        rows, positions, trails, ids = self.block[:, :count]
+        rows, positions, ring_places, ids = self.block[:, :count]
         starts = self.starts if span is None else self.runner.ints([0, count])
         step = self.step(rows, positions, starts, reach, [span or Span(SCRATCH, 0, count)])
-        hidden = self.runner.decoder.ops.embed(trails, self.trail.flatten(0, 1))
+        hidden = self.runner.decoder.ops.embed(ring_places, self.hidden_ring.flatten(0, 1))
         self.head.hidden(ids, hidden, self.runner.state, step)
 
     def step(
@@ -359,7 +359,7 @@ class MtpRounds:
         count = B * (k + 1) if runner.on_gpu else sum(span.count for span in self._seen)
         rows, seen = inputs.seen_rows[:count], inputs.seen[:count]
         step = self.cache.step(rows, seen, inputs.seen_starts[: B + 1], reach, self._seen)
-        hidden = embed(inputs.trails[:count], self.cache.trail.flatten(0, 1))
+        hidden = embed(inputs.ring_places[:count], self.cache.hidden_ring.flatten(0, 1))
         found = self.cache.head.hidden(inputs.chosen[:count], hidden, runner.state, step)
         return embed(inputs.ends[:B], found)
 
@@ -380,8 +380,8 @@ class MtpRounds:
             ids += known + [0] * (count - left)
             self._seen.append(Span(each.row, seen, count, tuple(each.pages)))
         rows, positions = rows_and_positions(self._seen)
-        trails = [trail_of(*each) for each in zip(rows, positions, strict=True)]
-        return [positions, rows, starts_of(self._seen), ids, trails, ends]
+        ring_places = [ring_place(*each) for each in zip(rows, positions, strict=True)]
+        return [positions, rows, starts_of(self._seen), ids, ring_places, ends]
 
 
 def behind(sequence: Sequence) -> int:
@@ -392,9 +392,9 @@ def behind(sequence: Sequence) -> int:
 def new_mtp_rounds(verifier: Verifier) -> MtpRounds | None:
     """MTP rounds of a runner; None if its model has no head."""
     runner = verifier.runner
-    head, trail = runner.decoder.mtp, runner.trail
-    if head is None or trail is None:
+    head, hidden_ring = runner.decoder.mtp, runner.hidden_ring
+    if head is None or hidden_ring is None:
         return None
-    block = torch.zeros(4, ROUND_TOKENS, dtype=torch.int32, device=trail.device)
+    block = torch.zeros(4, ROUND_TOKENS, dtype=torch.int32, device=hidden_ring.device)
     starts = runner.ints([0, ROUND_TOKENS])
-    return MtpRounds(MtpCache(runner, head, trail, verifier.graphs, block, starts), verifier)
+    return MtpRounds(MtpCache(runner, head, hidden_ring, verifier.graphs, block, starts), verifier)

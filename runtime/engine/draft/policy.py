@@ -1,21 +1,20 @@
 """Number of drafts to check in a step: the most expected tokens for the measured time.
 
-`AcceptanceRates` average how often a draft was accepted, by its place; `StepCosts` is a table of
-how long steps took, by their tokens. Neither changes a token of an answer.
+`AcceptanceRates` average how often drafts were accepted, by place; `StepCosts` is a table of how
+long steps took, by their tokens. Neither changes a token of an answer.
 
-**Bound.** The credit of `auto` is the time, in plain steps, that drafts may still lose. A round
-that takes t steps and gives each sequence n tokens adds n - t; every step adds SHARE of its time,
-up to BURST. A round is sent only if the credit covers it with all drafts wrong, beside the rounds
-that have not been read. Let N tokens of every sequence take the time T. At the end the credit is at
-most BURST + SHARE T - (T - N), and at least -e, where e is what rounds took beyond their estimates:
+**Bound.** The credit of `auto` is the time, in plain steps, that drafts may still lose. A round of
+t steps that gives each sequence n tokens adds n - t; a step adds SHARE of its time, up to BURST.
+A round is sent only if the credit covers it with all drafts wrong, beside the rounds not yet read.
+Let N tokens of every sequence take the time T. At the end the credit is at most BURST + SHARE T -
+(T - N), and at least -e, where e is what rounds took beyond their estimates. So for every request
 
-    T <= (N + BURST + e) / (1 - SHARE)
+    T <= (N + BURST + e) / (1 - SHARE):
 
-for every request, since each begins with BURST at most: 256 tokens take 259.8 steps, 0.985 of the
-speed of plain decoding. Recording a CUDA graph, once for each size, is not counted.
+256 tokens take 259.8 steps, 0.985 of plain decoding's speed. Recorded CUDA graphs do not count.
 
-**Probes.** Where drafts do not pay by what was learned, one is checked now and then. After a wrong
-one the pause doubles, from FIRST_PAUSE to LONGEST_PAUSE steps; after a right one there is none.
+**Probes.** Where drafts do not pay by what was learned, one is checked now and then. The pause
+doubles behind a wrong one, from FIRST_PAUSE to LONGEST_PAUSE steps, and ends behind a right one.
 """
 
 import math
@@ -54,15 +53,10 @@ class Plan:
 
 @dataclass(slots=True)
 class AcceptanceRates:
-    """How often drafts of a sequence are accepted where all before them were.
+    """How often drafts of a sequence are accepted where all before them were, by place."""
 
-    Attributes:
-        guesses: rates by place, before any draft has been checked.
-        rates: the same, learned from checked drafts.
-    """
-
-    guesses: Sequence[float]
-    rates: list[float] = field(default_factory=list)
+    guesses: Sequence[float]  # before any draft has been checked
+    rates: list[float] = field(default_factory=list)  # learned since
     _checked: list[int] = field(init=False)  # drafts, by place
 
     def __post_init__(self) -> None:
@@ -90,23 +84,14 @@ class AcceptanceRates:
 
 @dataclass(slots=True)
 class StepCosts:
-    """Times of steps by kind, sequences and tokens, estimated where none has been measured.
+    """Times of steps by kind, sequences and tokens, estimated where none has been measured."""
 
-    Attributes:
-        start: first guess of a step of one sequence, by kind, in plain steps.
-        each: what a further token adds to it, or a draft to one that is "made".
-        measured: steps correct the guess.
-        width: tokens of a step with its padding.
-        change: cost of the change to rounds and back, beyond the rounds.
-        ready: the time of a plain step is known, or nothing is measured.
-    """
-
-    start: dict[Kind, float]
-    each: dict[Kind, float]
-    measured: bool = False
-    width: Callable[[int], int] = field(default=lambda tokens: tokens)
-    change: float = 0.0
-    ready: bool = field(init=False)
+    start: dict[Kind, float]  # first guess of a step of one sequence, in plain steps
+    each: dict[Kind, float]  # what a further token adds to it, or a draft to one that is "made"
+    measured: bool = False  # steps correct the guess
+    width: Callable[[int], int] = field(default=lambda tokens: tokens)  # of a step, with padding
+    change: float = 0.0  # cost of the change to rounds and back, beyond the rounds
+    ready: bool = field(init=False)  # the time of a plain step is known, or nothing is measured
     _table: dict[tuple[Kind, int, int], tuple[float, int]] = field(default_factory=dict)
     _estimates: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # plain steps
 
@@ -164,10 +149,9 @@ class StepCosts:
         return self.start[kind] + self.each[kind] * (M - (sequences if kind == "made" else 1))
 
     def _estimate(self, kind: Kind, sequences: int, M: int) -> float:
-        """Time of a step that was not measured.
+        """Time of an unknown step: on the line through known ones, the plain one included.
 
-        On the line through those of other widths, the plain one included. If there are none, the
-        first guess, times what the nearest step took against its own.
+        If there are none, the first guess, times what the nearest step took against its own.
         """
         known = sorted(
             (width, time)
@@ -195,16 +179,10 @@ def new_costs(
     width: Callable[[int], int] | None = None,
     drafter: bool = False,
 ) -> StepCosts:
-    """First guess of the costs on `cpu` or `cuda`.
+    """First guess of the costs on `cpu` or `cuda`; a drafter makes a block of drafts in one pass.
 
     Where nothing is measured, and on a GPU: costs on an H200 with models of 4B to 9B. Small models
     have dearer rounds there, and a CPU takes tokens one by one.
-
-    Args:
-        device: of the model.
-        measured: correct the guess by the steps.
-        width: see `StepCosts`; None for steps without padding.
-        drafter: makes a block of drafts in one pass, where a head takes a pass for each.
     """
     if measured and device == "cpu":
         each, given, made = 0.4, 1.0, (1.3, 0.35) if drafter else (1.0, 0.8)
@@ -221,38 +199,23 @@ def new_costs(
 
 @dataclass(frozen=True, slots=True)
 class Stake:
-    """A round under way.
-
-    Attributes:
-        kind: of the step.
-        sequences: in it.
-        tokens: in all.
-        loss: plain steps that it may lose.
-        change: that the change from plain steps may lose beside it; None behind a round.
-        steady: its time is its own, since nothing waited for the host.
-    """
+    """A round under way, and what it may lose."""
 
     kind: Kind
     sequences: int
-    tokens: int
-    loss: float
-    change: float | None
-    steady: bool
+    tokens: int  # of all sequences
+    loss: float  # plain steps
+    change: float | None  # plain steps beside these, if it does not follow a round
+    steady: bool  # its time is its own: nothing waited for the host
 
 
 @dataclass(slots=True)
 class Policy:
-    """Chooses numbers of drafts, and keeps account of what they lose.
-
-    Attributes:
-        costs: of steps.
-        credit: plain steps that drafts may still lose; infinite where they are not limited.
-        in_rounds: the last step that was sent checks drafts.
-    """
+    """Chooses numbers of drafts, and keeps account of what they lose."""
 
     costs: StepCosts
-    credit: float = math.inf
-    in_rounds: bool = False
+    credit: float = math.inf  # plain steps that drafts may still lose
+    in_rounds: bool = False  # the last step that was sent checks drafts
     _drafts: int = 0  # in the last round
     _pause: int = 0  # plain steps before the next probe
     _waited: int = 0  # plain steps since the last round of made drafts
@@ -286,9 +249,9 @@ class Policy:
 
         Args:
             cost: of checking them.
-            rates: of each draft to be accepted where all before it were, by sequence.
-            most: drafts, affordable ones.
-            probe: check one draft if it is time to, though none pays by what was learned.
+            rates: see `AcceptanceRates`, by sequence.
+            most: affordable drafts.
+            probe: check one if it is time to, though none pays by what was learned.
         """
         best, expected, accepted = Plan(), float(len(rates)), [1.0] * len(rates)
         least = MARGIN if not self.limited else STAY if self.in_rounds else 1.0
@@ -315,12 +278,9 @@ class Policy:
         return stake
 
     def read_round(self, stake: Stake, tokens: float, seconds: float | None) -> None:
-        """Give back what a round did not lose, and learn from its time.
+        """Give back what a round did not lose, by the tokens that it gave each sequence.
 
-        Args:
-            stake: of the round.
-            tokens: that it gave each sequence.
-            seconds: that it took; None if that is not known.
+        Learn from its seconds, unless they are not known.
         """
         expected, change = 1 + stake.loss, stake.change or 0.0
         taken = expected + change / 2

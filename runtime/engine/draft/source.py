@@ -274,7 +274,7 @@ class Drafts:
         return min(self.most, ROUND_TOKENS // max(1, len(sequences)) - 1)
 
     def _keep_up(self, sequences: Numbers[Sequence]) -> None:
-        """Let the MTP head catch up before its trail is overwritten."""
+        """Let the MTP head catch up before its ring is overwritten."""
         if self.mtp is not None:
             for each in sequences:
                 if drafts_of(each).rates is not None and behind(each) >= MOST_BEHIND:

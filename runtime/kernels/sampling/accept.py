@@ -17,12 +17,12 @@ from lowbit.runtime.kernels.sampling.row import RING, SCRATCH
 from lowbit.runtime.state import decode_inputs
 from lowbit.runtime.state.decode_inputs import DecodeInputs
 
-TRAIL = tl.constexpr(decode_inputs.TRAIL)
+HIDDEN_RING = tl.constexpr(decode_inputs.HIDDEN_RING)
 
 
 @triton.jit
 def _accept_kernel(
-    ids_ptr, positions_ptr, rows_ptr, reads_ptr, writes_ptr, chosen_ptr, seen_ptr, trails_ptr,
+    ids_ptr, positions_ptr, rows_ptr, reads_ptr, writes_ptr, chosen_ptr, seen_ptr, ring_places_ptr,
     ends_ptr, wrong_ptr, right_ptr, k, R, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See `accept`; k: drafts of a sequence; LANES: a power of two above k."""
@@ -44,8 +44,8 @@ def _accept_kernel(
     tl.debug_barrier()  # all have read what is written now
     tl.store(right_ptr + (first % RING) * R + row, right.to(tl.int64))
     tl.store(seen_ptr + at, first + place, mask=place <= k)
-    trail = row.to(tl.int64) * TRAIL + (first + place) % TRAIL
-    tl.store(trails_ptr + at, trail, mask=place <= k)
+    ring_place = row.to(tl.int64) * HIDDEN_RING + (first + place) % HIDDEN_RING
+    tl.store(ring_places_ptr + at, ring_place, mask=place <= k)
     tl.store(ends_ptr + b, (start + right).to(tl.int64))
     tl.store(wrong_ptr + at, tl.where(place > right, row, SCRATCH), mask=place <= k)
     tl.store(reads_ptr + b, slot)
@@ -63,7 +63,7 @@ def accept(inputs: DecodeInputs, B: int, k: int) -> None:
         _accept_kernel,
         (B,),
         *(step.ids, step.positions, step.rows, step.reads, step.writes, inputs.chosen),
-        *(inputs.seen, inputs.trails, inputs.ends, inputs.wrong, inputs.right),
+        *(inputs.seen, inputs.ring_places, inputs.ends, inputs.wrong, inputs.right),
         *(k, inputs.right.shape[1]),
         LANES=max(2, power_of_two(k + 1)),
         PDL=pdl,

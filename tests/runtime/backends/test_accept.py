@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.kernels.sampling.accept import accept as accept_on_gpu
-from lowbit.runtime.state.decode_inputs import TRAIL, DecodeInputs, new_decode_inputs
+from lowbit.runtime.state.decode_inputs import HIDDEN_RING, DecodeInputs, new_decode_inputs
 from lowbit.runtime.state.host_rings import RING
 from lowbit.runtime.state.step_buffers import PADDING
 
@@ -54,8 +54,10 @@ def check(before: DecodeInputs, after: DecodeInputs, B: int, k: int) -> None:
         assert after.right[first % RING, row] == right
         part = slice(start, start + k + 1)
         assert after.seen[part].tolist() == list(range(first, first + k + 1))
-        trails = [row * TRAIL + place % TRAIL for place in range(first, first + k + 1)]
-        assert after.trails[part].tolist() == trails
+        ring_places = [
+            row * HIDDEN_RING + place % HIDDEN_RING for place in range(first, first + k + 1)
+        ]
+        assert after.ring_places[part].tolist() == ring_places
         assert after.ends[b] == start + right
         assert after.wrong[part].tolist() == [0] * (right + 1) + [row] * (k - right)
         assert after.step.reads[b] == 100 + start + right

@@ -116,7 +116,7 @@ def decoder(mtp: bool) -> Any:
         ops=SimpleNamespace(
             choose=nothing,
             log_probabilities=nothing,
-            leave_rows=nothing,
+            store_hidden=nothing,
             accept=nothing,
             embed=lambda ids, table: torch.empty(len(ids), H, device=META),
         ),

@@ -175,7 +175,7 @@ def test_account_counts_what_a_runner_allocates(
     device: str,
     cache_type: CacheType,
 ) -> None:
-    """Pages and states, the sampler's rows, the head's trail, and snapshots.
+    """Pages and states, the sampler's rows, the head's hidden ring, and snapshots.
 
     A GPU has buffers for these, and logits that it keeps.
     """
@@ -184,10 +184,10 @@ def test_account_counts_what_a_runner_allocates(
     size = CacheSize(128, sequences, pages=7, snapshots=3 + sequences, drafts=6)
     where = "cpu" if device == "cpu" else "meta"
     runner = new_runner(decoder, VOCABULARY, size, torch.bfloat16, where, cache_type=cache_type)
-    assert runner.trail is not None
+    assert runner.hidden_ring is not None
     slots, sampler = runner.state.slots, runner.sampler
     paged = list(runner.state.pages.stores)
-    others = [slots.conv, slots.memory, slots.arrived, runner.trail]
+    others = [slots.conv, slots.memory, slots.arrived, runner.hidden_ring]
     others += [sampler.knobs, sampler.whole, sampler.seen, sampler.counts]
     others += [sampler.bias_ids, sampler.bias, *runner.snapshots._buffers]
     if device == "cpu":
@@ -214,7 +214,7 @@ def test_account_counts_what_a_runner_allocates(
 def test_sequences_of_a_large_vocabulary_take_what_is_announced(
     make_qwen3_5: "Callable[..., PackedModel]",
 ) -> None:
-    """Of 64 sequences and 248k tokens: `seen` and `counts`, kept logits, trails of h = 4096."""
+    """Of 64 sequences and 248k tokens: `seen`, `counts`, kept logits, hidden rings of h = 4096."""
     opened = open_model(make_qwen3_5(mtp_num_hidden_layers=1).folder, head=True)
     config = replace(opened.config, vocab_size=248_320, hidden_size=4096)
     large = memory.Account(
@@ -222,10 +222,10 @@ def test_sequences_of_a_large_vocabulary_take_what_is_announced(
     )
     states = new_state(config, 0, rows(64).slots, torch.bfloat16, "meta").size_bytes
     states += STAGED * state_bytes(config, 2)
-    sampler, kept, trail = 65 * 5 * 248_320, 64 * 4 * 248_320, 65 * 128 * 4096 * 2
+    sampler, kept, hidden_ring = 65 * 5 * 248_320, 64 * 4 * 248_320, 65 * 128 * 4096 * 2
     knobs = 65 * (6 * 8 + 4 * 8 + MOST_BIASES * 16)
-    assert large.row_bytes(rows(64)) == states + sampler + knobs + kept + trail
-    assert [round(each / 1e6) for each in (sampler, kept, trail)] == [81, 64, 68]
+    assert large.row_bytes(rows(64)) == states + sampler + knobs + kept + hidden_ring
+    assert [round(each / 1e6) for each in (sampler, kept, hidden_ring)] == [81, 64, 68]
 
 
 def test_too_little_memory_says_what_is_needed_and_what_fits(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.runtime.kernels.head import head_input, head_input_ref, leave_rows
+from lowbit.runtime.kernels.head import head_input, head_input_ref, store_hidden
 from lowbit.runtime.kernels.rows import (
     embed,
     embed_ref,
@@ -72,10 +72,10 @@ def test_head_input(randn: Randn, bf16_error: float, M: int, h: int) -> None:
 
 
 def test_leave_rows(randn: Randn) -> None:
-    x, trail = randn(4, 1500), randn(3, 8, 1500)
+    x, hidden_ring = randn(4, 1500), randn(3, 8, 1500)
     rows, positions = torch.tensor([[2, 0, 2, 1], [7, 0, 8, 21]], dtype=torch.int32).to(x.device)
-    expected = trail.clone()
+    expected = hidden_ring.clone()
     for token, (row, place) in enumerate([(2, 7), (0, 0), (2, 0), (1, 5)]):
         expected[row, place] = x[token]
-    leave_rows(x, rows, positions, trail)
-    assert torch.equal(trail, expected)
+    store_hidden(x, rows, positions, hidden_ring)
+    assert torch.equal(hidden_ring, expected)

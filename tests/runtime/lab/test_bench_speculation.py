@@ -75,11 +75,11 @@ def test_the_table_says_what_it_measured(run: Run) -> None:
 def test_the_factor_is_against_runs_without_drafts_in_turn(hybrid: str) -> None:
     model = load(hybrid, device="cpu", context=64, speculate="mtp", draft_tokens=2)
     engine, runner = model.engine, model.engine.runner
-    before = engine.drafting, runner.trail, runner.graphs
+    before = engine.drafting, runner.hidden_ring, runner.graphs
     seen, rates = [], iter((9, 9, 100, 150, 90, 160, 110, 200))
 
     def run() -> bench_module.TimedRun:
-        seen.append((engine.drafting, runner.trail, runner.graphs))
+        seen.append((engine.drafting, runner.hidden_ring, runner.graphs))
         return bench_module.TimedRun(0.0, 1.0, next(rates))
 
     found, factor = bench_module.in_turn(model, 3, run)
@@ -89,7 +89,7 @@ def test_the_factor_is_against_runs_without_drafts_in_turn(hybrid: str) -> None:
     assert graphs != id(runner.graphs)
     assert [each.tokens for each in found] == [9, 150, 160, 200]
     assert factor == 160 / 100  # medians without the first ones
-    assert (engine.drafting, runner.trail, runner.graphs) == before
+    assert (engine.drafting, runner.hidden_ring, runner.graphs) == before
     engine.drafting = None
     rates = iter((5, 7))
     assert bench_module.in_turn(model, 1, run)[1] is None
@@ -102,7 +102,7 @@ def test_drafts_are_back_after_a_run_that_fails(hybrid: str) -> None:
     with pytest.raises(RequestError), bench_module.plain_steps(engine, Graphs()):
         raise RequestError("no room")
     assert engine.drafting is not None
-    assert runner.trail is not None
+    assert runner.hidden_ring is not None
     assert runner.graphs is graphs
 
 

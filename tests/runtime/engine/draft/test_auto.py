@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lowbit.runtime as lowbit
-from lowbit.runtime.engine.draft.mtp import TRIAL_BEHIND, MtpCache, MtpRounds, new_mtp_rounds
+from lowbit.runtime.engine.draft.mtp import PROBE_BEHIND, MtpCache, MtpRounds, new_mtp_rounds
 from lowbit.runtime.engine.draft.policy import BURST, SHARE, Policy
 from lowbit.runtime.engine.draft.source import Drafts, new_drafts
 from lowbit.runtime.engine.draft.state import drafts_of
@@ -146,7 +146,7 @@ def test_a_head_reads_whole_prompts_once_its_drafts_pay(
     next(handle)
     [sequence] = model.engine.scheduler.running
     assert read == [0] * right
-    assert drafts_of(sequence).seen == (len(PROMPT) - 1 if right else len(PROMPT) - TRIAL_BEHIND)
+    assert drafts_of(sequence).seen == (len(PROMPT) - 1 if right else len(PROMPT) - PROBE_BEHIND)
     handle.result()
 
 
