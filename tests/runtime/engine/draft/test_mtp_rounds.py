@@ -162,7 +162,7 @@ def test_the_head_catches_up_with_steps_without_drafts(monkeypatch: pytest.Monke
 @MOST
 def test_the_head_keeps_up_beside_a_constrained_sequence(flying: lowbit.Model) -> None:
     """It drafts nothing then, and does not fall behind what the ring holds."""
-    [request, *_] = asked(flying, 100)
+    [request, *_] = asked(flying, 70)
     free = flying.engine.submit(request)
     limited = flying.engine.submit(TokenRequest(request.prompt, HOT, 50, constraint=Residues()))
     for _ in range(40):
