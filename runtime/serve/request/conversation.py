@@ -10,7 +10,6 @@ from lowbit.formats.text.template import THINKING
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.serve.errors import invalid
-from lowbit.runtime.serve.request.history import with_cut_calls_as_text
 from lowbit.runtime.text.call_grammar import (
     StrictCalls,
     grammar_of,
@@ -32,6 +31,7 @@ from lowbit.runtime.text.tools import (
     CLOSE_CALL,
     OPEN_CALL,
     form_of,
+    read_json,
     read_tools,
 )
 
@@ -171,7 +171,7 @@ def encode(
     tools = read_tools(conversation.offered)
     try:
         ids = model.encode(
-            with_cut_calls_as_text(conversation.messages),
+            _with_cut_calls_as_text(conversation.messages),
             thinking=conversation.thinking,
             tools=tools,
             template_arguments=conversation.template_arguments,
@@ -186,6 +186,37 @@ def encode(
         form=form_of(model.template) if tools else None,
         parallel=conversation.parallel,
     )
+
+
+def _with_cut_calls_as_text(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages in which every call has an object as its arguments.
+
+    An answer that ends by its length may end inside a call, and clients send that back. The call
+    moves into the content, with its name and as much of its arguments as there is.
+    """
+    return [_mended(message) if message.get("tool_calls") else message for message in messages]
+
+
+def _mended(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    calls = message["tool_calls"]
+    whole = [call for call in calls if _is_whole(call)]
+    if len(whole) == len(calls):
+        return message
+    texts = [message.get("content") or ""]
+    for call in calls:
+        if not _is_whole(call):
+            function = call["function"]
+            texts.append(f"[call of {function['name']} that was cut: {function['arguments']}]")
+    content = "\n".join(text for text in texts if text)
+    return {**message, "content": content, "tool_calls": whole or None}
+
+
+def _is_whole(call: Mapping[str, Any]) -> bool:
+    arguments = call["function"]["arguments"]
+    try:
+        return isinstance(read_json(arguments or "{}"), dict | None)
+    except ValueError:
+        return False
 
 
 def can_switch_thinking(model: Model) -> bool:

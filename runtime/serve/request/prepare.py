@@ -121,7 +121,7 @@ async def open_answers(
         return [
             replace(
                 one,
-                sampling=replace(one.sampling, seed=_seed_of(one, index)),
+                sampling=_sampling_of(one.sampling, index),
                 constraint=model.bounds.constraint(one.prompt, one.begin, budget, limit),
                 client=record.client,
             )
@@ -142,10 +142,11 @@ async def open_answers(
     return Opened(body, model, wanted, record.prompt_tokens, answers)
 
 
-def _seed_of(request: TokenRequest, index: int) -> int | None:
-    """The seed of one of several answers; None draws one."""
-    first = request.sampling.seed
-    return None if first is None else (first + index) % SEEDS
+def _sampling_of(first: SamplingParams, index: int) -> SamplingParams:
+    """Parameters of one of several answers, whose seeds follow each other."""
+    if first.seed is None or not index:
+        return first
+    return replace(first, seed=(first.seed + index) % SEEDS)
 
 
 async def _grammar_of(request: Request, service: Service, asked: AskedGrammar) -> Grammar:
