@@ -11,7 +11,6 @@ from lowbit.convert.plan.sets import joined, without_experts
 from lowbit.formats.architectures.names import split_layer
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import QuantizationError
-from lowbit.formats.layout.packing import fills_words
 from lowbit.formats.layout.recipes import AS_STORED as AS_STORED
 from lowbit.formats.layout.recipes import BITS_BY_ROLE, GROUP_SIZE
 from lowbit.formats.layout.recipes import Base as Base
@@ -205,7 +204,7 @@ class Recipe:
 
         Raises:
             QuantizationError: a pattern matches nothing, no group size divides K, or not the one
-                that an override names, rows do not fill whole words, a fused set would get two
+                that an override names, rows are no multiple of 32, a fused set would get two
                 schemes, or nothing is left to quantize.
         """
         linears = [spec for spec in table if spec.quantizable]
@@ -274,15 +273,12 @@ class Recipe:
 
 
 def _check_widths(linears: Sequence[TensorSpec], schemes: Mapping[str, Scheme | None]) -> None:
-    """Refuse rows that no group size divides, or that lowbit-run cannot read in whole words."""
+    """Refuse rows that no group size divides: kernels of GPUs read that many codes at once."""
     odd = {
         spec.module: scheme
         for spec in linears
         if (scheme := schemes[spec.module]) is not None
-        and (
-            spec.shape[1] % (scheme.group_size or spec.shape[1])
-            or not fills_words(spec.shape[1], scheme.bits)
-        )
+        and spec.shape[1] % (scheme.group_size or min(GROUP_SIZES))
     }
     if not odd:
         return
@@ -291,7 +287,7 @@ def _check_widths(linears: Sequence[TensorSpec], schemes: Mapping[str, Scheme | 
     if scheme.group_size:
         reason = f"group size {scheme.group_size} does not divide K = {K}"
     else:
-        reason = f"rows of {K} weights of {scheme.bits} bits do not fill whole 32-bit words"
+        reason = f"rows of {K} weights are no multiple of {min(GROUP_SIZES)}, which GPUs need"
     left = any(scheme is not None for name, scheme in schemes.items() if name not in odd)
     raise QuantizationError(
         f"`{module}`: {reason}",

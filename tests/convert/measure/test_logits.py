@@ -58,8 +58,26 @@ def block_logits(folder: Path, windows: Tensor) -> Tensor:
         return (states @ head.T).view(len(windows), -1, len(head))
 
 
+@pytest.fixture(scope="module")
+def other_head(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that config.json ties, but whose file holds a head of its own."""
+    folder = Path(shutil.copytree(short, tmp_path_factory.mktemp("other") / "head"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packed_other_head(other_head: Path) -> Path:
+    return convert(other_head, other_head.with_name("packed"), Recipe()).folder
+
+
 @pytest.mark.filterwarnings("ignore")  # other libraries' own
-@pytest.mark.parametrize("name", ["short", "packed", "packed_tied"])
+@pytest.mark.parametrize(
+    "name", ["short", "packed", "packed_tied", "other_head", "packed_other_head"]
+)
 def test_logits_equal_the_whole_model(
     whole_logits: "WholeLogits",
     name: str,
