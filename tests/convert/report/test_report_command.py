@@ -42,7 +42,7 @@ def test_a_missed_gate_ends_with_3_after_all_is_written(
 ) -> None:
     packed = tmp_path / "packed"
     each = [argument for text in texts for argument in ("--eval-text", str(text))]
-    gate = "kl_mean<1e-9, top1>=0,play.txt.kl_mean<1e-9,bits_per_weight<12"
+    gate = "kl_mean<1e-9, top1>=0,play.txt.kl_mean<1e-9,bits_per_weight<13"
     result = cli(short, packed, "--report", *each, "--gate", gate, "--json")
     assert result.exit_code == 3
     content = json.loads(result.stdout)
