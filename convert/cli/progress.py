@@ -1,6 +1,5 @@
 """Progress bars with the converter's words for its phases."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from lowbit.formats.shell import tables
@@ -24,20 +23,6 @@ PHASES = {
     "logits": "comparing logits",
     "long": "comparing long texts",
 }
-
-
-def announced(progress: tables.Progressed, announce: Callable[[], None]) -> tables.Progressed:
-    """Progress that calls `announce` before its first report, when nothing was refused."""
-    begun = False
-
-    def show(phase: str, done: int, total: int) -> None:
-        nonlocal begun
-        if not begun:
-            begun = True
-            announce()
-        progress(phase, done, total)
-
-    return show
 
 
 def progress_bars(quiet: bool = False) -> AbstractContextManager[tables.Progressed]:
