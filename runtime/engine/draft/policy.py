@@ -216,7 +216,7 @@ class Policy:
     costs: StepCosts
     credit: float = math.inf  # plain steps that drafts may still lose
     in_rounds: bool = False  # the last step that was sent checks drafts
-    _drafts: int = 0  # in the last round
+    _drafts: int = 0  # made for each sequence in the last such round
     _pause: int = 0  # plain steps before the next probe
     _waited: int = 0  # plain steps since the last round of made drafts
     _excess: float | None = None  # cost of a change to rounds; None before they have been left
@@ -251,11 +251,11 @@ class Policy:
             cost: of checking them.
             rates: see `AcceptanceRates`, by sequence.
             most: affordable drafts.
-            probe: check one if it is time to, though none pays by what was learned.
+            probe: made drafts: check one if it is time to, though none pays by what was learned.
         """
         best, expected, accepted = Plan(), float(len(rates)), [1.0] * len(rates)
         least = MARGIN if not self.limited else STAY if self.in_rounds else 1.0
-        now = self._drafts if self.in_rounds else 0
+        now = self._drafts if probe and self.in_rounds else 0
         for drafts in range(1, most + 1):
             accepted = [p * each[drafts - 1] for p, each in zip(accepted, rates, strict=True)]
             expected += sum(accepted)
@@ -272,8 +272,8 @@ class Policy:
         change = None if self.in_rounds else self.costs.change
         stake = Stake(kind, sequences, tokens, loss, change, steady and self.in_rounds)
         self.credit, self.in_rounds = self.credit - loss - (change or 0.0), True
-        self._drafts = tokens // sequences - 1
         if kind == "made":
+            self._drafts = tokens // sequences - 1
             self._waited, self._pause = 0, max(self._pause, 1)
         return stake
 

@@ -110,7 +110,6 @@ class Drafts:
             plan = self._plan(sequences)
         if plan is not None:
             self.suspended = self.policy.limited and plan.drafts == 0
-            self._backoff = BACKOFF if self.suspended else 0
         made = 0 if plan is None else plan.drafts
         copies = self._proposals(sequences, 1.0 if plan is None else plan.gain)
         if self.mtp is not None and made:
@@ -125,6 +124,8 @@ class Drafts:
             self._keep_up(sequences)
         parts = self._parts(sequences, copies, made) if promising else []
         if not any(part.drafts for part in parts):
+            if plan is not None and self.suspended:
+                self._backoff = BACKOFF
             self.policy.in_rounds = False
             return "plain"
         kind: Kind = "made" if any(part.source == "block" for part in parts) else "given"
