@@ -270,7 +270,8 @@ class Policy:
         """Take what a round may lose from the credit until it has been read; see `Stake`."""
         loss = self.costs.in_steps(sequences, self.costs.time(kind, sequences, tokens)) - 1
         change = None if self.in_rounds else self.costs.change
-        stake = Stake(kind, sequences, tokens, loss, change, steady and self.in_rounds)
+        steady = kind == "given" or (steady and self.in_rounds)  # each given round waits
+        stake = Stake(kind, sequences, tokens, loss, change, steady)
         self.credit, self.in_rounds = self.credit - loss - (change or 0.0), True
         if kind == "made":
             self._drafts = tokens // sequences - 1

@@ -413,3 +413,16 @@ def test_drafts_without_a_limit_stay_so() -> None:
     policy.begin_request()
     assert not policy.limited
     assert policy.plan(policy.costs.cost("made", 1), [[0.01] * 7], 7, probe=True) == Plan()
+
+
+def test_rounds_between_plain_steps_are_timed_where_each_waits_for_the_host() -> None:
+    """A head's first round takes longer than those that follow it; a copied one does not."""
+    costs = learned()
+    kinds: tuple[tuple[Kind, bool], ...] = (("given", True), ("made", False))
+    for kind, learns in kinds:
+        policy = Policy(costs, BURST)
+        before = costs.time(kind, 1, 4)
+        policy.read_round(policy.send(kind, 1, 4), 4, 1.5 * before)
+        assert (costs.time(kind, 1, 4) > before) == learns
+        policy.read_round(policy.send(kind, 1, 4), 4, 1.5 * before)
+        assert costs.time(kind, 1, 4) > before
