@@ -21,8 +21,7 @@ import numpy as np
 from lowbit.runtime.kernels.launch.card import OLDER_REGISTERS, REGISTERS, RESERVED
 from lowbit.runtime.kernels.launch.card import Card as LaunchCard
 from lowbit.runtime.kernels.launch.linear import GemvLaunch, gemv_launch, measured
-from lowbit.runtime.kernels.linear.gemv import shared_bytes
-from lowbit.runtime.kernels.linear.program import blocks_of
+from lowbit.runtime.kernels.linear.program import blocks_of, shared_bytes
 from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.lab.tuning.candidates import (
     MOST_AHEAD,

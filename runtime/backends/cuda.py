@@ -2,8 +2,8 @@
 
 A decode step launches GEMVs and decode attention without a synchronization or a host read, so a
 CUDA graph can capture it; on Hopper a chunk of a prompt too (`engine.chunks`). A prompt takes the
-GEMVs up to PACKED_TOKENS tokens; beyond, weights are widened in registers on Hopper, and for cuBLAS
-elsewhere.
+GEMVs while its tokens are few; beyond, weights are widened in registers on Hopper, and for cuBLAS
+elsewhere (`launch.choose`).
 """
 
 from dataclasses import replace
@@ -21,10 +21,13 @@ from lowbit.runtime.kernels.delta.prefill import delta_prefill
 from lowbit.runtime.kernels.experts.tiled import gathered as gathered
 from lowbit.runtime.kernels.head import head_input as head_input
 from lowbit.runtime.kernels.head import store_hidden as store_hidden
+from lowbit.runtime.kernels.launch.choose import choose as choose_product
+from lowbit.runtime.kernels.launch.choose import takes_rows
 from lowbit.runtime.kernels.launch.delta import MOST_DIM
+from lowbit.runtime.kernels.launch.device import card_of
 from lowbit.runtime.kernels.launch.tuned import Launches
 from lowbit.runtime.kernels.linear.dense import dense_gemm, dense_gemv
-from lowbit.runtime.kernels.linear.gemm import gemm, on_hopper
+from lowbit.runtime.kernels.linear.gemm import gemm
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_and_rows
 from lowbit.runtime.kernels.linear.tiles import GpuLinear, TiledLinear, tiled
 from lowbit.runtime.kernels.linear.widen import widened_gemm
@@ -38,7 +41,7 @@ from lowbit.runtime.state.delta import DeltaWeights, LayerStates
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Step
-from lowbit.runtime.thresholds import DENSE_TOKENS, EXACT_TOKENS, PACKED_TOKENS, ROWS_TOKENS
+from lowbit.runtime.thresholds import EXACT_TOKENS
 from lowbit.runtime.weights.linear import DenseLinear, ExpertWeights, Linear, PackedLinear
 
 LEAST_HEAD = 16  # what a tensor-core tile takes
@@ -128,33 +131,26 @@ def product(
     dtype = torch.float32 if logits else x.dtype
     if added is not None and added.dim() == 1:
         added = added[None]
-    few = are_few(x, w)
+    variant = choose_product(w, len(x), card_of(x), normed=norm is not None, logits=logits)
+    way = variant.way
     if isinstance(w, TiledLinear):
-        if few:
-            return gemv(x, w, norm=norm, squares=squares, eps=eps, added=added, dtype=dtype)
-        if not logits and on_hopper(x, w):
+        if way in ("gemv", "wgmma"):
+            return gemv(x, w, variant, norm, squares, eps, added, dtype)
+        if way == "gemm":
             return gemm(x, w, norm=norm, eps=eps, added=added)
-    h = x if few or norm is None else rms_norm(x, norm, eps)
-    if isinstance(w, TiledLinear):
-        return widened_gemm(h, w, added, dtype)
-    if few:
+        return widened_gemm(x if norm is None else rms_norm(x, norm, eps), w, added, dtype)
+    if way == "rows":
         y = dense_gemv(x, w.weight, norm=norm, eps=eps, added=added, dtype=dtype)
     else:
-        y = dense_gemm(h, w.weight, added, dtype)
+        y = dense_gemm(x if norm is None else rms_norm(x, norm, eps), w.weight, added, dtype)
     return swiglu_of(y) if swiglu else y
-
-
-def are_few(x: Tensor, w: GpuLinear) -> bool:
-    """True if GEMVs multiply x [M, K]; they norm it themselves."""
-    return x.shape[0] <= (PACKED_TOKENS if isinstance(w, TiledLinear) else DENSE_TOKENS)
 
 
 def two_products(
     x: Tensor, w: GpuLinear, small: GpuLinear, norm: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """`product` of two weights for the same normed x; see `Ops.two_products`."""
-    few = x.shape[0] <= ROWS_TOKENS
-    if few and isinstance(w, TiledLinear) and isinstance(small, DenseLinear):
+    if isinstance(w, TiledLinear) and isinstance(small, DenseLinear) and takes_rows(x.shape[0]):
         return gemv_and_rows(x, w, small.weight, norm=norm, eps=eps)
     return product(x, w, norm=norm, eps=eps), product(x, small, norm=norm, eps=eps)
 

@@ -35,7 +35,6 @@ from lowbit.runtime.kernels.launch.experts import (
 )
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
 from lowbit.runtime.kernels.linear.digits import stage_tokens
-from lowbit.runtime.kernels.linear.gemv import shared_bytes, staged_bytes
 from lowbit.runtime.kernels.linear.norm import load_gains, norm_factor, total_of
 from lowbit.runtime.kernels.linear.products import (
     column_of,
@@ -44,7 +43,13 @@ from lowbit.runtime.kernels.linear.products import (
     tile_addresses,
     unit_of,
 )
-from lowbit.runtime.kernels.linear.program import Packed, gain_turns, staged_digits
+from lowbit.runtime.kernels.linear.program import (
+    Packed,
+    gain_turns,
+    shared_bytes,
+    staged_bytes,
+    staged_digits,
+)
 from lowbit.runtime.kernels.linear.sums import sum_of_parts
 from lowbit.runtime.kernels.linear.tiles import TILE
 from lowbit.runtime.kernels.linear.width import WIDTHS

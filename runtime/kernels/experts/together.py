@@ -41,7 +41,6 @@ from lowbit.runtime.kernels.launch.device import (
 from lowbit.runtime.kernels.launch.experts import GROUP, together_launches
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
 from lowbit.runtime.kernels.linear.digits import digits, given_factor, stage_tokens
-from lowbit.runtime.kernels.linear.gemv import staged_bytes
 from lowbit.runtime.kernels.linear.gemv_several import multiply_looped
 from lowbit.runtime.kernels.linear.products import (
     column_of,
@@ -51,7 +50,7 @@ from lowbit.runtime.kernels.linear.products import (
     unit_of,
     zero_sums,
 )
-from lowbit.runtime.kernels.linear.program import Packed, staged_digits
+from lowbit.runtime.kernels.linear.program import Packed, staged_bytes, staged_digits
 from lowbit.runtime.kernels.linear.sums import store_sums, sum_of_parts
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,

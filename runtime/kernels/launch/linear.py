@@ -12,6 +12,7 @@ from typing import Literal
 from lowbit.runtime.kernels.launch.card import MULTIPROCESSORS
 from lowbit.runtime.kernels.launch.tables import rows
 from lowbit.runtime.kernels.linear.width import WIDTHS
+from lowbit.runtime.thresholds import GEMV_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,21 +189,23 @@ def _for_several(
     ahead = _divisor(-(-steps // parts), most)
     if ahead == 1 and steps * step_k > MEASURED_K:  # a prime number of steps
         ahead = min(2, most)
-    abreast = max(1, (16 if tiles < LARGE and tokens < 32 else 8) // parts)
+    abreast = max(1, (16 if tiles < LARGE and tokens < GEMV_TOKENS else 8) // parts)
     launch = GemvLaunch(
         tiles=1,
         steps=ahead,
         warps=parts * abreast,
-        early=one.early if tiles > LARGE or tokens == 32 else True,
-        registers=128 if tokens < 32 else 255,
+        early=one.early if tiles > LARGE or tokens == GEMV_TOKENS else True,
+        registers=128 if tokens < GEMV_TOKENS else 255,
         abreast=abreast,
-        staged=tokens < 32,
+        staged=tokens < GEMV_TOKENS,
     )
-    if tokens == 32 and parts > 1 and tiles <= LARGE:  # digits are read from L2 by few programs
+    if (
+        tokens == GEMV_TOKENS and parts > 1 and tiles <= LARGE
+    ):  # digits are read from L2 by few programs
         rounds = -(-tiles * parts // (8 * count))
         return replace(launch, warps=8, abreast=8, split=parts, rounds=rounds)
     rounds = min(MOST_ROUNDS[tokens], -(-tiles // (abreast * count)))
-    if rounds == 2 and tokens < 32:  # digits are read once for two tiles
+    if rounds == 2 and tokens < GEMV_TOKENS:  # digits are read once for two tiles
         return replace(launch, tiles=2, steps=max(1, launch.steps // 2))
     return replace(launch, rounds=rounds)
 

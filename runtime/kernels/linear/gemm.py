@@ -372,12 +372,6 @@ def _load_word(address):
     return inline("ld.global.b32 $0, [$1];", "=r,l", (address,))
 
 
-def on_hopper(x: Tensor, w: TiledLinear) -> bool:
-    """True if `gemm` multiplies x by such a weight."""
-    whole = w.N % TILE == 0 and STEP_K.value < w.K and w.scales.dtype == torch.bfloat16
-    return whole and card_of(x).is_hopper
-
-
 def gemm(
     x: Tensor,
     w: TiledLinear,
@@ -386,7 +380,7 @@ def gemm(
     eps: float = 0.0,
     added: Tensor | None = None,
 ) -> Tensor:
-    """`added + rms_norm(x) @ w.T` of many tokens; see `on_hopper`.
+    """`added + rms_norm(x) @ w.T` of many tokens, on Hopper; see `launch.choose`.
 
     Args:
         x: [M, K] bfloat16, contiguous.

@@ -14,41 +14,34 @@ Plan    a program takes tiles over the whole of K, or several share them; the wa
         and a token is summed in the order of k: so its result has the same bits in any company
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowbit.runtime.kernels.launch.device import (
-    card_of,
-    power_of_two,
-    programmatic_launch,
-    register_cap,
-    run,
-)
+from lowbit.runtime.kernels.launch.choose import Variant, choose
+from lowbit.runtime.kernels.launch.device import card_of, run
 from lowbit.runtime.kernels.launch.linear import (
     DenseLaunch,
     GemvLaunch,
     WgmmaLaunch,
-    gemv_launch,
-    wgmma_launch,
 )
 from lowbit.runtime.kernels.linear.dense import Rows, rows_bytes, rows_of
 from lowbit.runtime.kernels.linear.digits import digits
 from lowbit.runtime.kernels.linear.gemv_one import gemv_one_kernel
 from lowbit.runtime.kernels.linear.gemv_several import gemv_join_kernel, gemv_several_kernel
 from lowbit.runtime.kernels.linear.program import (
-    BLOCK_K,
     Digits,
     Packed,
     global_digits,
-    staged_digits,
+    places_bytes,
+    places_of,
 )
 from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized
 from lowbit.runtime.kernels.linear.wgmma import WgmmaPlan, wgmma, wgmma_plan
-from lowbit.runtime.thresholds import GEMV_TOKENS, WGMMA_TOKENS
+from lowbit.runtime.thresholds import PACKED_TOKENS
 
 JOIN_WARPS = 4  # of a program that joins the sums of others
 
@@ -77,7 +70,7 @@ def gemv_ref(
 def gemv(
     x: Tensor,
     w: TiledLinear,
-    *,
+    variant: Variant | None = None,
     norm: Tensor | None = None,
     squares: Tensor | None = None,
     eps: float = 0.0,
@@ -89,6 +82,7 @@ def gemv(
     Args:
         x: [B, K] bfloat16, contiguous.
         w: [N, K].
+        variant: of `choose`; None to choose here.
         norm: [K] gain of the RMS norm; None leaves x as it is.
         squares: [B, heads, SQUARES] float32, parts of the sum of the squares that norm each head of
             x, which need not be those of x; without `norm`.
@@ -103,15 +97,17 @@ def gemv(
     if squares is not None and norm is not None:
         raise ValueError("squares of heads and the gain of a norm over all of x")
     y = torch.empty((B, w.N // (2 if w.paired else 1)), dtype=dtype or x.dtype, device=x.device)
-    most = most_tokens(x, w)
-    if most >= B:
-        _launch(x, w, y, eps, norm, squares, added)
+    normed, card = norm is not None, card_of(x)
+    variant = variant or choose(w, min(B, PACKED_TOKENS), card, normed=normed)
+    if variant.most >= B:
+        _launch(x, w, y, variant, eps, norm, squares, added)
         return y
-    for first in range(0, B, most):
-        part = slice(first, first + most)
+    for first in range(0, B, variant.most):
+        part = slice(first, first + variant.most)
         of_part = added if added is None or added.shape[0] == 1 else added[part]
         of_heads = None if squares is None else squares[part]
-        _launch(x[part], w, y[part], eps, norm, of_heads, of_part)
+        own = choose(w, len(x[part]), card, normed=normed)
+        _launch(x[part], w, y[part], own, eps, norm, of_heads, of_part)
     return y
 
 
@@ -131,7 +127,8 @@ def gemv_and_rows(
         [B, N] and [B, n] in x's dtype.
     """
     y, rows_y = x.new_empty((x.shape[0], w.N)), x.new_empty((x.shape[0], rows.shape[0]))
-    _launch(x, w, y, eps, norm, rows=(rows, rows_y))
+    variant = choose(w, x.shape[0], card_of(x), normed=True, beside=True)
+    _launch(x, w, y, variant, eps, norm, rows=(rows, rows_y))
     return y, rows_y
 
 
@@ -181,6 +178,7 @@ def _launch(
     x: Tensor,
     w: TiledLinear,
     y: Tensor,
+    variant: Variant,
     eps: float,
     norm: Tensor | None = None,
     squares: Tensor | None = None,
@@ -188,26 +186,18 @@ def _launch(
     rows: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Launch one product into y; rows: dense weights beside w, and the output of theirs."""
-    B, pdl = x.shape[0], programmatic_launch(x)
-    hopper = None if rows is not None else _plan_on_hopper(x, w, added)
-    if hopper is not None:
+    B, card = x.shape[0], card_of(x)
+    normed, added_rows = norm is not None, added is not None and added.shape[0] > 1
+    if isinstance(variant.launch, WgmmaLaunch):
+        share, room = variant.launch, variant.room
+        hopper = wgmma_plan(w.constants, share, variant.parts, room, w.paired, added_rows)
         planes = digits(x, w.bits, hopper.X, norm=norm, squares=squares, eps=eps)
-        _join(wgmma(planes, w, hopper), planes, w, y, added, hopper, norm is not None)
+        _join(wgmma(planes, w, hopper), planes, w, y, added, hopper, normed)
         return
     dense, rows_y = (None, None) if rows is None else rows
-    plan = _plan_for(
-        w,
-        power_of_two(B),
-        Fused(
-            norm is not None,
-            0 if squares is None else squares.shape[1],
-            added is not None and added.shape[0] > 1,
-            0 if dense is None else dense.shape[0],
-        ),
-        pdl,
-        card_of(x).shared_bytes,
-        card_of(x).multiprocessors,
-    )
+    heads = 0 if squares is None else squares.shape[1]
+    fused = Fused(normed, heads, added_rows, 0 if dense is None else dense.shape[0])
+    plan = _plan(w.constants, variant, w.paired, fused, card.overlaps, card.shared_bytes)
     launch = plan.LAUNCH
     planes = sums = arrived = None
     one = plan.X.TOKENS == 1
@@ -230,12 +220,12 @@ def _launch(
         eps,
         PLAN=plan,
         num_warps=launch.warps,
-        maxnreg=register_cap(x, launch.registers),
-        launch_pdl=pdl,
+        maxnreg=card.register_cap(launch.registers),
+        launch_pdl=plan.PDL,
         enable_fp_fusion=True,
     )
     if sums is not None and planes is not None:
-        _join(sums, planes, w, y, added, plan, norm is not None)
+        _join(sums, planes, w, y, added, plan, normed)
 
 
 def _join(
@@ -267,89 +257,32 @@ def _join(
     )
 
 
-def most_tokens(x: Tensor, w: TiledLinear) -> int:
-    """Most tokens that one launch multiplies by this weight."""
-    return WGMMA_TOKENS if launch_on_hopper(x, w, WGMMA_TOKENS) else GEMV_TOKENS
-
-
-def launch_on_hopper(x: Tensor, w: TiledLinear, tokens: int) -> WgmmaLaunch | None:
-    """The share of a program of `wgmma` where it multiplies so many tokens."""
-    if tokens < 16 or not card_of(x).is_hopper or w.scales.dtype == torch.float32:
-        return None
-    parts = gemv_launch(w.bits, w.tiles, w.steps, 1, w.paired, w.tuned).parts
-    count = card_of(x).multiprocessors
-    return wgmma_launch(w.bits, w.tiles, w.steps, w.group_size, tokens, parts, count)
-
-
-def _plan_on_hopper(x: Tensor, w: TiledLinear, added: Tensor | None) -> WgmmaPlan | None:
-    tokens = power_of_two(x.shape[0])
-    launch = launch_on_hopper(x, w, tokens)
-    if launch is None:
-        return None
-    parts = gemv_launch(w.bits, w.tiles, w.steps, 1, w.paired, w.tuned).parts
-    added_rows = added is not None and added.shape[0] > 1
-    return wgmma_plan(w.constants, launch, parts, tokens, w.paired, added_rows)
-
-
-def _plan_for(
-    w: TiledLinear, tokens: int, fused: Fused, pdl: bool, limit: int, count: int
-) -> GemvPlan:
-    launch = gemv_launch(w.bits, w.tiles, w.steps, tokens, w.paired, w.tuned, count)
-    plan = _plan(w.constants, launch, tokens, w.paired, fused, pdl, limit)
-    if tokens == 1 and not plan.X.STAGED:  # the kernel for one token has no other way
-        return _plan_for(w, 2, fused, pdl, limit, count)
-    return plan
-
-
 @cache
 def _plan(
-    W: Packed, launch: GemvLaunch, tokens: int, paired: bool, fused: Fused, pdl: bool, limit: int
+    W: Packed, variant: Variant, paired: bool, fused: Fused, pdl: bool, limit: int
 ) -> GemvPlan:
-    """Constants for a power of two of tokens; limit: bytes of shared memory on the GPU."""
-    if tokens == 1 and launch.split > 1 and fused.normed:  # every program needs all squares
-        launch = replace(launch, warps=launch.parts, abreast=1, rounds=1, split=1, registers=128)
+    """Constants of a launch; limit: bytes of shared memory on the GPU."""
+    launch, tokens = variant.gemv, variant.room
     places = places_of(W.K, launch, tokens, W.WIDTH.STEP_K)
-    needed = _staged_bytes(places, fused.normed) + launch.sums_bytes(tokens)
-    staged = launch.staged and (launch.split == 1 or tokens == 1) and needed <= limit
-    if not staged:
-        needed = launch.sums_bytes(tokens) if launch.split == 1 else 16
+    digits_bytes = places_bytes(places, fused.normed) if variant.staged else 0
+    needed = digits_bytes + launch.sums_bytes(tokens)
+    if not variant.staged and launch.split > 1:
+        needed = 16
     whole = tokens == 1 and W.K % 256 == 0
     rows = DenseLaunch(tokens)
     if fused.rows:
         needed = max(needed, rows_bytes(rows, W.K if tokens == 1 else 0))
     return GemvPlan(
         W,
-        X=places if staged else global_digits(W.K, W.BITS, tokens),
+        X=places if variant.staged else global_digits(W.K, W.BITS, tokens),
         LAUNCH=launch,
         PAIRED=paired,
-        HEAD=W.K // fused.heads if fused.heads and staged else 0,
+        HEAD=W.K // fused.heads if fused.heads and variant.staged else 0,
         ADDED_ROWS=fused.added_rows,
         ROWS=fused.rows,
         DENSE=rows_of(W.K, rows, launch.warps, whole, pdl, launch.early),
         SHARED=max(launch.spread_bytes(limit) if pdl else 0, needed),
-        SUMS=_staged_bytes(places, fused.normed) if staged else 0,
+        SUMS=digits_bytes,
         JOINED=launch.parts,
         PDL=pdl,
     )
-
-
-def staged_bytes(K: int, tokens: int, normed: bool) -> int:
-    """Shared memory for digits, squares of blocks and factors."""
-    return _staged_bytes(staged_digits(K, tokens), normed)
-
-
-def places_of(K: int, launch: GemvLaunch, tokens: int, step_k: int) -> Digits:
-    """Places of what a program stages of x: of a lone token its share of the blocks."""
-    if tokens > 1 or launch.split == 1:
-        return staged_digits(K, tokens)
-    return staged_digits(K, 1, launch.split, launch.each * step_k // BLOCK_K.value)
-
-
-def _staged_bytes(places: Digits, normed: bool) -> int:
-    tokens = places.TOKENS
-    return places.FACTORS + -(-tokens // 4) * 16 if normed else places.SQUARES
-
-
-def shared_bytes(K: int, launch: GemvLaunch, tokens: int, normed: bool) -> int:
-    """Shared memory of a program that stages x, a power of two of tokens."""
-    return staged_bytes(K, tokens, normed) + launch.sums_bytes(tokens)

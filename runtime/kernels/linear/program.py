@@ -11,6 +11,7 @@ from functools import cache
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from lowbit.runtime.kernels.launch.linear import GemvLaunch
 from lowbit.runtime.kernels.linear.width import WIDTHS, Width
 
 BLOCK_K = gl.constexpr(256)  # columns that share a unit: a warp makes them digits at a time
@@ -125,6 +126,29 @@ def swizzled_digits(K: int, bits: int, tokens: int, steps: int) -> Digits:
     return Digits(
         K, tokens, False, 0, plane, row, units, blocks_of(K), factors, factors, row, steps
     )
+
+
+def staged_bytes(K: int, tokens: int, normed: bool) -> int:
+    """Shared memory for digits, squares of blocks and factors."""
+    return places_bytes(staged_digits(K, tokens), normed)
+
+
+def places_of(K: int, launch: GemvLaunch, tokens: int, step_k: int) -> Digits:
+    """Shared-memory layout of x; for one token, this program's blocks only."""
+    if tokens > 1 or launch.split == 1:
+        return staged_digits(K, tokens)
+    return staged_digits(K, 1, launch.split, launch.each * step_k // BLOCK_K.value)
+
+
+def places_bytes(places: Digits, normed: bool) -> int:
+    """Shared memory for what a program stages of x at these places; normed: with factors."""
+    tokens = places.TOKENS
+    return places.FACTORS + -(-tokens // 4) * 16 if normed else places.SQUARES
+
+
+def shared_bytes(K: int, launch: GemvLaunch, tokens: int, normed: bool) -> int:
+    """Shared memory of a program that stages x, a power of two of tokens."""
+    return staged_bytes(K, tokens, normed) + launch.sums_bytes(tokens)
 
 
 @gluon.constexpr_function

@@ -13,7 +13,7 @@ from dataclasses import replace
 from lowbit.runtime.kernels.launch.card import REGISTERS, RESERVED, Card
 from lowbit.runtime.kernels.launch.linear import MOST_PARTS, MOST_ROUNDS, GemvLaunch
 from lowbit.runtime.kernels.launch.tuned import MOST_SUMS
-from lowbit.runtime.kernels.linear.gemv import staged_bytes
+from lowbit.runtime.kernels.linear.program import staged_bytes
 
 WARPS = (4, 8)
 ABREAST = (1, 2, 4, 8)

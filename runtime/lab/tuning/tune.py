@@ -14,6 +14,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from lowbit.formats.errors import UnsupportedModelError
+from lowbit.runtime.kernels.launch.choose import choose
 from lowbit.runtime.kernels.launch.device import card_of
 from lowbit.runtime.kernels.launch.linear import GemvLaunch, Tuned, gemv_launch
 from lowbit.runtime.kernels.launch.tables import row_text
@@ -25,7 +26,6 @@ from lowbit.runtime.kernels.launch.tuned import (
     keep_launches,
     read_launches,
 )
-from lowbit.runtime.kernels.linear.gemv import launch_on_hopper
 from lowbit.runtime.lab.tuning.search import TURNS, Choice, Search, Trial, with_trial
 from lowbit.runtime.lab.tuning.short_model import Linear, linears_of, new_short_runner, shortened
 from lowbit.runtime.lab.tuning.step import ShortSteps, short_steps
@@ -147,7 +147,7 @@ class GpuBench:
     def takes(self, linear: Linear, tokens: int, one: GemvLaunch) -> bool:
         """See `Bench`."""
         w = replace(linear.example, tuned=((1, one),))
-        return launch_on_hopper(w.words, w, tokens) is None
+        return choose(w, tokens, card_of(w.words)).way == "gemv"
 
     def is_over(self) -> bool:
         """See `Bench`."""

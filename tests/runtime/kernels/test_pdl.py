@@ -15,9 +15,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globalti
 
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.kernels.experts import down as experts_down
+from lowbit.runtime.kernels.launch import choose as choose_module
 from lowbit.runtime.kernels.launch.experts import experts_down_launch
 from lowbit.runtime.kernels.launch.linear import gemv_launch
-from lowbit.runtime.kernels.linear import gemv as gemv_module
 from lowbit.runtime.kernels.linear.gemv import gemv
 from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
@@ -50,8 +50,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 def early(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether every GEMV lets its successor start before it has waited itself."""
     chosen = bool(request.param)
+    cached = choose_module.packed_variant
+    monkeypatch.setattr(choose_module, "packed_variant", getattr(cached, "__wrapped__", cached))
     monkeypatch.setattr(
-        gemv_module, "gemv_launch", lambda *sizes: replace(gemv_launch(*sizes), early=chosen)
+        choose_module, "gemv_launch", lambda *sizes: replace(gemv_launch(*sizes), early=chosen)
     )
     return chosen
 
@@ -59,9 +61,10 @@ def early(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 @pytest.fixture(params=[True, False], ids=["staged", "given"])
 def staged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether programs turn x into digits, or a kernel before does."""
-    launch = gemv_module.gemv_launch  # type: ignore[attr-defined]
+    cached, launch = choose_module.packed_variant, choose_module.gemv_launch  # type: ignore[attr-defined]
+    monkeypatch.setattr(choose_module, "packed_variant", getattr(cached, "__wrapped__", cached))
     monkeypatch.setattr(
-        gemv_module,
+        choose_module,
         "gemv_launch",
         lambda *sizes: replace(launch(*sizes), staged=bool(request.param)),
     )

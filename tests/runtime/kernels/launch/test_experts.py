@@ -5,7 +5,7 @@ import pytest
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
 from lowbit.runtime.kernels.launch.experts import experts_gate_up_launches, together_launches
 from lowbit.runtime.kernels.launch.tables import rows
-from lowbit.runtime.kernels.linear.gemv import shared_bytes
+from lowbit.runtime.kernels.linear.program import shared_bytes
 
 KB = 1024
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from lowbit.runtime.kernels.launch.choose import Variant
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
 from lowbit.runtime.kernels.launch.linear import (
     GEMV_SHARES,
@@ -17,8 +18,8 @@ from lowbit.runtime.kernels.launch.linear import (
     several_measured,
     wgmma_launch,
 )
-from lowbit.runtime.kernels.linear.gemv import Fused, _plan, places_of, shared_bytes
-from lowbit.runtime.kernels.linear.program import packed
+from lowbit.runtime.kernels.linear.gemv import Fused, _plan
+from lowbit.runtime.kernels.linear.program import packed, places_of, shared_bytes
 from lowbit.runtime.kernels.linear.width import WIDTHS
 
 KB = 1024
@@ -92,9 +93,10 @@ def test_as_many_spread_programs_fit_where_shared_memory_is_small(kb: int) -> No
 
 def test_programs_spread_only_where_kernels_overlap() -> None:
     launch, W = GemvLaunch(1, 4, 8, shared=48), packed(2048, 128, 4, "bf16")
+    one = Variant("gemv", 1, 1, launch, launch.parts, staged=True)
     fused, needed = Fused(True, 0, False, 0), shared_bytes(2048, launch, 1, True)
     taken = [
-        _plan(W, launch, 1, False, fused, pdl, kb * KB).SHARED
+        _plan(W, one, False, fused, pdl, kb * KB).SHARED
         for pdl, kb in ((True, 227), (True, 99), (False, 99))
     ]
     assert taken == [48 * KB, 48 * KB * 99 // 227, needed]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from lowbit.runtime.kernels.launch import choose
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_and_rows, gemv_ref
 from lowbit.runtime.kernels.linear.norm import SQUARES
@@ -295,7 +296,8 @@ def test_every_launch(
 ) -> None:
     """Neither its tiles nor its steps nor its warps divide what there is."""
     launch = replace(launch, staged=staged)
-    monkeypatch.setattr("lowbit.runtime.kernels.linear.gemv.gemv_launch", lambda *sizes: launch)
+    monkeypatch.setattr(choose, "packed_variant", choose.packed_variant.__wrapped__)
+    monkeypatch.setattr(choose, "gemv_launch", lambda *sizes: launch)
     w, x = make_tiled(bits, 104, 2208, 32), randn(B, 2208)
     check(run(x, w, dtype=FP32), reference(x, w))
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.backends import cuda
+from lowbit.runtime.kernels.launch import choose
 from lowbit.runtime.kernels.launch.linear import GemvLaunch, gemv_launch
-from lowbit.runtime.kernels.linear import gemv as gemv_module
 from lowbit.runtime.kernels.linear.dense import dense_gemv
 from lowbit.runtime.kernels.linear.gemv import gemv
 from lowbit.runtime.kernels.linear.norm import SQUARES
@@ -147,8 +147,9 @@ def divide(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
             return shared(found, bits) if tokens == 1 else found
         return found if tokens < least else changed(found, way)
 
-    monkeypatch.setattr(gemv_module, "gemv_launch", launch)
-    monkeypatch.setattr(gemv_module, "wgmma_launch", lambda *sizes: None)
+    monkeypatch.setattr(choose, "packed_variant", choose.packed_variant.__wrapped__)
+    monkeypatch.setattr(choose, "gemv_launch", launch)
+    monkeypatch.setattr(choose, "wgmma_launch", lambda *sizes: None)
 
 
 def companies(most: int, device: torch.device) -> Iterator[Tensor]:

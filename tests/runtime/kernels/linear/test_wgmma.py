@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit.runtime.kernels.launch.card import H200
 from lowbit.runtime.kernels.linear import digits as digits_module
 from lowbit.runtime.kernels.linear import gemv as gemv_module
 from lowbit.runtime.kernels.linear import wgmma as wgmma_module
@@ -35,7 +36,7 @@ def launches(device: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for module in (gemv_module, digits_module, wgmma_module):
         monkeypatch.setattr(module, "run", run)
-    monkeypatch.setattr(gemv_module, "capability", lambda x: (9, 0))
+    monkeypatch.setattr(gemv_module, "card_of", lambda x: H200)
     return found
 
 

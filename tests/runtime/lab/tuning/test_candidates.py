@@ -8,7 +8,7 @@ from lowbit.runtime.kernels.launch.card import H200, Card
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
 from lowbit.runtime.kernels.launch.linear import GemvLaunch, measured
 from lowbit.runtime.kernels.launch.tuned import MOST_SUMS
-from lowbit.runtime.kernels.linear.gemv import staged_bytes
+from lowbit.runtime.kernels.linear.program import staged_bytes
 from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.lab.tuning.candidates import (
     MOST_AHEAD,

@@ -74,7 +74,7 @@ def compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compilers:
     monkeypatch.setattr(tuning, "card_of", lambda x: Card((9, 0), COUNT))
     monkeypatch.setattr(tuning, "new_workers", workers)
     monkeypatch.setattr(tuning, "new_short_runner", on_meta)
-    monkeypatch.setattr(tuning, "launch_on_hopper", lambda x, w, tokens: None)
+    monkeypatch.setattr(tuning.GpuBench, "takes", lambda *_: True)
     monkeypatch.setattr(ShortSteps, "step_us", step_us)
     monkeypatch.setattr(ShortSteps, "layers_us", lambda steps, launches: 40.0)
     return made

@@ -1,0 +1,137 @@
+"""The one choice of a linear's product: which kernel multiplies so many tokens, and its launch."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+from lowbit.runtime.kernels.launch.card import Card
+from lowbit.runtime.kernels.launch.device import power_of_two
+from lowbit.runtime.kernels.launch.linear import (
+    MOST_AHEAD,
+    GemvLaunch,
+    Tuned,
+    WgmmaLaunch,
+    gemv_launch,
+    wgmma_launch,
+)
+from lowbit.runtime.kernels.linear.program import Packed, places_bytes, places_of
+from lowbit.runtime.kernels.linear.tiles import TILE, GpuLinear
+from lowbit.runtime.thresholds import (
+    DENSE_TOKENS,
+    GEMV_TOKENS,
+    PACKED_TOKENS,
+    ROWS_TOKENS,
+    WGMMA_TOKENS,
+)
+from lowbit.runtime.weights.linear import DenseLinear
+
+Size = tuple[int, int, int, bool]  # bits, tiles, steps, paired
+GEMM_K = 128  # columns of a step of `gemm`, which takes no weight of one step
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A way to multiply tokens by a weight.
+
+    Attributes:
+        way: kernel: `gemv` and `wgmma` multiply packed codes, `gemm` widens them in registers,
+            `widened` in memory, for cuBLAS; `rows` and `cublas` multiply dense rows.
+        most: tokens of a launch, of which more tokens take several.
+        room: power of two of tokens that the launch of a packed weight has room for.
+        launch: share of a program of `gemv` or `wgmma`.
+        parts: into which these divide K.
+        staged: programs of `gemv` turn x into digits; else a kernel before does.
+    """
+
+    way: Literal["gemv", "wgmma", "gemm", "widened", "rows", "cublas"]
+    most: int
+    room: int = 0
+    launch: GemvLaunch | WgmmaLaunch | None = None
+    parts: int = 1
+    staged: bool = False
+
+    @property
+    def gemv(self) -> GemvLaunch:
+        """The launch of `gemv`."""
+        if not isinstance(self.launch, GemvLaunch):
+            raise TypeError(f"{self.way} has no launch of a GEMV")
+        return self.launch
+
+
+def choose(
+    w: GpuLinear,
+    tokens: int,
+    card: Card,
+    *,
+    normed: bool = False,
+    logits: bool = False,
+    beside: bool = False,
+) -> Variant:
+    """The fastest product of a weight for so many tokens; a token's bits are the same in any few.
+
+    Args:
+        w: packed or dense.
+        tokens: of a step or a chunk.
+        card: that multiplies.
+        normed: with the RMS norm of x.
+        logits: in FP32.
+        beside: with dense rows in the same launch (`takes_rows`).
+    """
+    if isinstance(w, DenseLinear):
+        return Variant("rows" if tokens <= DENSE_TOKENS else "cublas", DENSE_TOKENS)
+    asked = tokens, normed, logits, beside
+    return packed_variant(w.constants, w.size, w.N % TILE == 0, w.tuned, card, asked)
+
+
+@cache
+def packed_variant(
+    W: Packed,
+    size: Size,
+    whole: bool,
+    tuned: Tuned,
+    card: Card,
+    asked: tuple[int, bool, bool, bool],
+) -> Variant:
+    """See `choose`; whole: there are no padded rows; asked: its arguments after the card."""
+    bits, tiles, steps, paired = size
+    tokens, normed, logits, beside = asked
+    count = card.multiprocessors
+    if tokens > PACKED_TOKENS:
+        fits = whole and W.K > GEMM_K and W.SCALES == "bf16"
+        return Variant("gemm" if card.is_hopper and fits and not logits else "widened", tokens)
+    parts = gemv_launch(bits, tiles, steps, 1, paired, tuned).parts
+
+    def on_hopper(room: int) -> WgmmaLaunch | None:
+        if beside or not card.is_hopper or W.SCALES == "fp32" or room not in MOST_AHEAD:
+            return None
+        return wgmma_launch(bits, tiles, steps, W.G, room, parts, count)
+
+    def on_any(room: int) -> Variant:
+        measured = gemv_launch(bits, tiles, steps, room, paired, tuned, count)
+        launch, staged = _staged(W, measured, room, normed, card.shared_bytes)
+        return Variant("gemv", most, room, launch, launch.parts, staged)
+
+    most = WGMMA_TOKENS if on_hopper(WGMMA_TOKENS) else GEMV_TOKENS
+    room = power_of_two(min(tokens, most))
+    if hopper := on_hopper(room):
+        return Variant("wgmma", most, room, hopper, parts)
+    found = on_any(room)
+    # The kernel for one token has no other way than to stage it.
+    return found if found.staged or room > 1 else on_any(2)
+
+
+def takes_rows(tokens: int) -> bool:
+    """True if the launch of a packed weight multiplies rows of a dense one, too."""
+    return tokens <= ROWS_TOKENS
+
+
+def _staged(
+    W: Packed, launch: GemvLaunch, tokens: int, normed: bool, limit: int
+) -> tuple[GemvLaunch, bool]:
+    """The launch as it can be, and whether its programs stage x in so much shared memory."""
+    if tokens == 1 and launch.split > 1 and normed:  # every program needs all squares
+        launch = replace(launch, warps=launch.parts, abreast=1, rounds=1, split=1, registers=128)
+    places = places_of(W.K, launch, tokens, W.WIDTH.STEP_K)
+    needed = places_bytes(places, normed) + launch.sums_bytes(tokens)
+    alone = launch.split == 1 or tokens == 1
+    return launch, launch.staged and alone and needed <= limit

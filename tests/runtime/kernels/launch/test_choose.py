@@ -1,0 +1,71 @@
+"""The choice of a linear's product by weight, tokens and card."""
+
+import pytest
+import torch
+
+from lowbit.runtime.kernels.launch.card import H200, Card
+from lowbit.runtime.kernels.launch.choose import choose, takes_rows
+from lowbit.runtime.kernels.linear.tiles import TiledLinear
+from lowbit.runtime.kernels.linear.width import WIDTHS
+from lowbit.runtime.weights.linear import DenseLinear
+
+RTX_4090 = Card((8, 9), 128)
+DENSE = DenseLinear(torch.empty(64, 256, dtype=torch.bfloat16, device="meta"))
+
+
+def tiled(
+    N: int, K: int, bits: int = 4, dtype: torch.dtype = torch.bfloat16, G: int = 128
+) -> TiledLinear:
+    tiles, steps = -(-N // 16), -(-K // WIDTHS[bits].STEP_K)
+    words = torch.empty((tiles, steps, 2, 8, 4, 4), dtype=torch.int32, device="meta")
+    scales = torch.empty((tiles, -(-K // G), 8, 2), dtype=dtype, device="meta")
+    return TiledLinear(words, scales, bits, G, N, K)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "card", "way", "most", "room"),
+    [
+        (1, H200, "gemv", 64, 1),
+        (8, H200, "gemv", 64, 8),
+        (9, H200, "wgmma", 64, 16),
+        (64, H200, "wgmma", 64, 64),
+        (65, H200, "gemm", 65, 0),
+        (9, RTX_4090, "gemv", 32, 16),
+        (64, RTX_4090, "gemv", 32, 32),
+        (65, RTX_4090, "widened", 65, 0),
+    ],
+)
+def test_ways_of_a_large_weight(tokens: int, card: Card, way: str, most: int, room: int) -> None:
+    found = choose(tiled(24576, 4096), tokens, card)
+    assert (found.way, found.most, found.room) == (way, most, room)
+
+
+@pytest.mark.parametrize(
+    ("N", "K", "dtype"),
+    [(40, 256, torch.bfloat16), (48, 128, torch.bfloat16), (48, 256, torch.float16)],
+    ids=["rows", "columns", "scales"],
+)
+def test_prompts_of_odd_weights_are_left_to_cublas(N: int, K: int, dtype: torch.dtype) -> None:
+    assert choose(tiled(N, K, dtype=dtype, G=64), 90, H200).way == "widened"
+    assert choose(tiled(48, 256), 90, H200, logits=True).way == "widened"
+    assert choose(tiled(48, 256), 90, H200).way == "gemm"
+
+
+def test_dense_weights() -> None:
+    assert [choose(DENSE, tokens, H200).way for tokens in (1, 64, 65)] == ["rows"] * 2 + ["cublas"]
+
+
+def test_dense_rows_beside_a_packed_weight() -> None:
+    assert [takes_rows(tokens) for tokens in (1, 16, 17)] == [True, True, False]
+    assert choose(tiled(24576, 4096), 16, H200, beside=True).way == "gemv"
+
+
+@pytest.mark.parametrize("card", [H200, RTX_4090], ids=str)
+def test_parts_are_those_of_a_lone_token(card: Card) -> None:
+    for w in (tiled(24576, 4096), tiled(5120, 17408), tiled(5120, 25600, 8), tiled(112, 96)):
+        assert len({choose(w, tokens, card).parts for tokens in range(1, 65)}) == 1
+
+
+def test_a_token_too_long_to_stage_takes_the_kernel_for_several() -> None:
+    found = choose(tiled(64, 128 * 600), 1, RTX_4090)
+    assert (found.way, found.room, found.staged) == ("gemv", 2, False)
