@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lowbit.convert import Recipe
 from lowbit.convert.measure import logits as logits_module
 from lowbit.convert.measure.logits import scored_states
 from lowbit.convert.measure.record import LogitQuality
@@ -26,6 +27,7 @@ from lowbit.formats.errors import (
     RequestError,
     UnsupportedModelError,
 )
+from tests.conversions import convert
 
 if TYPE_CHECKING:
     from tests.convert.measure.conftest import Measure, WholeLogits

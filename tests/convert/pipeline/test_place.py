@@ -51,7 +51,7 @@ def here(tmp_path: Path) -> Path:
 def test_refused_before_any_work(
     here: Path, monkeypatch: pytest.MonkeyPatch, make: str, name: str
 ) -> None:
-    for step in ("pipeline.conversion.locate", "export.export.open_source"):
+    for step in ("pipeline.estimate.locate", "export.export.open_source"):
         monkeypatch.setattr(f"lowbit.convert.{step}", lambda *_: pytest.fail("work has begun"))
     before = sorted(path.name for path in here.iterdir())
     with pytest.raises(ResourceError) as caught:

@@ -118,7 +118,7 @@ def test_a_calibration_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_calibration_takes_the_constants_that_are_counted_with() -> None:
     used: dict[str, set[str]] = {}
-    for path in (Path(cost.__file__).parents[1] / "calibrate").glob("*.py"):
+    for path in (Path(cost.__file__).parents[1] / "quantize").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == cost.__name__:
                 used[path.stem] = {alias.name for alias in node.names}

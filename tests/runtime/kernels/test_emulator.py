@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit.runtime.kernels.launch.card import Card
 from lowbit.runtime.kernels.launch.linear import DenseLaunch
 from lowbit.runtime.kernels.linear import dense as dense_module
 from lowbit.runtime.kernels.linear import digits as digits_module
@@ -105,7 +106,7 @@ def test_a_row_too_long_for_shared_memory_has_the_same_bits(
 
     for module in (gemv_module, digits_module):
         monkeypatch.setattr(module, "run", run)
-    monkeypatch.setattr(gemv_module, "shared_limit", lambda x: 3 * 1056)
+    monkeypatch.setattr(Card, "shared_bytes", 3 * 1056)
     assert torch.equal(gemv(x, w, norm=norm, eps=EPS), staged)
     assert kernels == ["_digits_kernel", "gemv_several_kernel"]
 
