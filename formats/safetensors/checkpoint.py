@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -228,17 +228,36 @@ def _require_same_model(folder: Path, shards: Sequence[str]) -> None:
     Raises:
         CheckpointError: naming both and the first tensor that differs.
     """
+    paths = [folder / file for file in (SINGLE_FILE, *shards)]
+    files = [path.stat() for path in paths if path.exists()]  # `read_header` refuses the others
+    states = tuple((file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns) for file in files)
+    name = _different_tensor(folder, tuple(shards), states)
+    if name is not None:
+        raise CheckpointError(
+            f"`{folder}` holds two models: `{SINGLE_FILE}`, and the shards of its index from "
+            f"`{shards[0]}` on; `{name}` differs",
+            hint=f"remove the older one: `{SINGLE_FILE}`, which transformers reads, or the "
+            "index with its shards",
+        )
+
+
+@cache  # commands open a folder several times: the bytes of files in one state are read once
+def _different_tensor(
+    folder: Path, shards: tuple[str, ...], states: tuple[tuple[int, ...], ...]
+) -> str | None:
+    """First tensor that a single file and shards do not share, by headers before bytes."""
     single = read_header(folder / SINGLE_FILE)
     others = {name: info for file in shards for name, info in read_header(folder / file).items()}
-    for name in sorted(single.keys() | others.keys(), key=lambda name: (name in single, name)):
+    names = sorted(single.keys() | others.keys(), key=lambda name: (name in single, name))
+    for name in names:
         one, other = single.get(name), others.get(name)
-        if one is None or other is None or not same_values(folder, one, other):
-            raise CheckpointError(
-                f"`{folder}` holds two models: `{SINGLE_FILE}`, and the shards of its index from "
-                f"`{shards[0]}` on; `{name}` differs",
-                hint=f"remove the older one: `{SINGLE_FILE}`, which transformers reads, or the "
-                "index with its shards",
-            )
+        if one is None or other is None or not _same_form(one, other):
+            return name
+    return next((n for n in names if not same_values(folder, single[n], others[n])), None)
+
+
+def _same_form(one: TensorInfo, other: TensorInfo) -> bool:
+    return (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def same_values(folder: Path, one: TensorInfo, other: TensorInfo) -> bool:
@@ -247,7 +266,7 @@ def same_values(folder: Path, one: TensorInfo, other: TensorInfo) -> bool:
     Raises:
         CheckpointError: a file is cut short.
     """
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
+    if not _same_form(one, other):
         return False
     for start in range(0, one.nbytes, COMPARED_BYTES):
         size = min(COMPARED_BYTES, one.nbytes - start)

@@ -17,6 +17,7 @@ from lowbit.formats.errors import CheckpointError
 from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.layout.scheme import SERVED_BITS
 from lowbit.formats.packed import open_packed
+from lowbit.formats.safetensors import checkpoint as checkpoint_module
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 from tests.conversions import convert
 from tests.oracle import dequantized_weights
@@ -195,6 +196,31 @@ class TestSingleFileBesideShards:
         assert "`model.safetensors`" in str(caught.value)
         assert SHARDS[0] in str(caught.value)
         assert "`lm_head.weight` differs" in str(caught.value)
+
+    def test_bytes_are_read_once_while_files_stay(
+        self, both: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        open_checkpoint(both)
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint_module, "read_at", None)
+            open_checkpoint(both)
+        rewrite(both, lambda tensors: tensors | {HEAD: tensors[HEAD] + 1})
+        with pytest.raises(CheckpointError, match="holds two models"):
+            open_checkpoint(both)
+
+    def test_headers_are_compared_before_bytes(
+        self, both: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rewrite(both, lambda tensors: tensors | {HEAD: tensors[HEAD].float()})
+        monkeypatch.setattr(checkpoint_module, "read_at", None)
+        with pytest.raises(CheckpointError, match=f"`{HEAD}` differs"):
+            open_checkpoint(both)
+
+    def test_dangling_link_in_place_of_the_file(self, both: Path) -> None:
+        (both / FILE).unlink()
+        (both / FILE).symlink_to(both / "nowhere")
+        with pytest.raises(CheckpointError, match=FILE):
+            open_checkpoint(both)
 
     @pytest.mark.parametrize("name", [HEAD, "model.new.weight"])
     def test_other_names(self, both: Path, name: str) -> None:
