@@ -21,7 +21,7 @@ test: $(VENV)/.installed-dev  # a thread a process: those of several wait for ea
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "$(USUAL)"
 
 quick: $(VENV)/.installed-dev  # about a minute: what mirrors the files that differ from main, the rooms' order, the docs
-	OMP_NUM_THREADS=1 $(BIN)/python examples/maintenance/mirrored_tests.py | xargs $(BIN)/pytest -n auto --dist worksteal -x -m "$(USUAL)"
+	OMP_NUM_THREADS=1 $(BIN)/python examples/maintenance/mirrored_tests.py | xargs $(BIN)/pytest -n auto --dist worksteal -x -m "$(USUAL) and not slow"
 
 test-nightly: $(VENV)/.installed-dev  # 400 examples of each property in place of 40
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal --hypothesis-profile nightly -m "hypothesis and $(USUAL)"
@@ -35,7 +35,7 @@ test-every-kernel: $(VENV)/.installed-dev  # before a release: every launch of e
 test-scripts: $(VENV)/.installed-dev  # those of examples/
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m scripts $(call marked,scripts)
 
-test-commands: $(VENV)/.installed-dev  # whole commands: chats, interruptions, extremes of every number, peaks of memory
+test-commands: $(VENV)/.installed-dev  # whole commands: chats, calibrations, interruptions, extremes of every number, peaks of memory
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile -m commands $(call marked,commands)
 
 test-clients: $(VENV)/.installed-clients $(PINNED)  # lm-evaluation-harness, the compressed-tensors that vLLM pins, and the chat page in Chromium

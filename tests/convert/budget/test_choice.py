@@ -49,7 +49,7 @@ def mean_kl(folder: Path, plans: list[Plan], windows: Tensor) -> list[float]:
     return figures
 
 
-@pytest.mark.slow
+@pytest.mark.commands
 @pytest.mark.filterwarnings("ignore")  # other libraries' own
 def test_a_choice_beats_every_uniform_one_of_its_size(hybrid: Path) -> None:
     folder = hybrid

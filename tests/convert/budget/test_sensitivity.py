@@ -98,7 +98,7 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
     return float(torch.corrcoef(torch.stack([ranks(a), ranks(b)]))[0, 1])
 
 
-@pytest.mark.slow
+@pytest.mark.commands
 @pytest.mark.filterwarnings("ignore")  # other libraries' own
 @pytest.mark.parametrize(
     ("name", "rule", "rotated"),

@@ -53,7 +53,7 @@ def test_figures_equal_those_of_the_whole_model(
     assert sizes.bits_per_weight == done.plan.bits_per_weight
 
 
-@pytest.mark.slow
+@pytest.mark.commands
 @pytest.mark.parametrize(("base", "most"), [("int8", 0.001), ("int4", 0.018)])
 def test_perplexity(
     hybrid: Path, tmp_path: Path, stories: str, measure: "Measure", base: str, most: float

@@ -68,7 +68,7 @@ def test_a_dense_model_has_none() -> None:
     assert sums.finish() is None
 
 
-@pytest.mark.slow
+@pytest.mark.commands
 def test_a_report_compares_routes_and_outputs_of_experts(
     tmp_path: Path, stories: str, shorten: Shorten
 ) -> None:

@@ -121,7 +121,7 @@ def test_another_command_leaves_finished_layers_alone(
     assert not list(done.folder.glob(f"{PREFIX}*"))
 
 
-@pytest.mark.slow
+@pytest.mark.commands
 @pytest.mark.parametrize(
     ("model", "method"),
     [

@@ -45,7 +45,7 @@ def calibrated(tmp_path: Path, stories: str) -> Make:
     return make
 
 
-@pytest.mark.slow
+@pytest.mark.commands
 @pytest.mark.parametrize("name", [SINGLE.name, FUSED.name])
 def test_every_expert_learns_from_its_own_tokens(
     calibrated: Make, name: str, shorten: Shorten
@@ -72,7 +72,7 @@ def test_every_expert_learns_from_its_own_tokens(
     assert not any(name.startswith("mtp.") for name in changed)
 
 
-@pytest.mark.slow
+@pytest.mark.commands
 @pytest.mark.parametrize("method", ["gptq"])
 def test_experts_with_few_tokens_are_rounded_to_nearest(
     calibrated: Make, method: str, monkeypatch: pytest.MonkeyPatch, shorten: Shorten
@@ -88,7 +88,7 @@ def test_experts_with_few_tokens_are_rounded_to_nearest(
     assert not any(".experts." in name for name in changed)
 
 
-@pytest.mark.slow
+@pytest.mark.commands
 def test_coverage_is_reported(calibrated: Make, shorten: Shorten) -> None:
     done = calibrated(shorten(FUSED.name), "weighted")
     assert [len(row.expert_tokens) for row in done.calibration] == [6] * 2
