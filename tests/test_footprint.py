@@ -20,8 +20,7 @@ SHAPE_BYTES = 16  # a packed linear's weight_shape stays in the file
 NORM_BYTES = 2  # Qwen3.5's BF16 norms become FP32 at load
 
 
-@pytest.mark.parametrize("kv_cache", ["bf16", "int8"])
-@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3.5"])
+@pytest.mark.parametrize(("name", "kv_cache"), [("tiny-qwen3", "bf16"), ("tiny-qwen3.5", "int8")])
 def test_plan_announces_what_the_runtime_takes(
     tmp_path: Path, name: str, kv_cache: KVCache
 ) -> None:
