@@ -5,9 +5,11 @@ beyond it (BENCHMARKS.md, one H200). A CPU reaches a share of the bandwidth and 
 layer, the time of PyTorch's calls; its prompts take the time of products. It measures both.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,7 @@ PROMPT_SHARE = (
 )
 DTYPE = torch.bfloat16
 RECIPE: Base = "int4"  # of a model that is not quantized
+USUAL = Path(__file__).with_name("usual.json")
 WORKSPACE = {"cpu": 1 << 30, "cuda": 1 << 30}  # libraries, activations, graphs
 
 
@@ -77,27 +80,13 @@ class Demand:
     recipe: Base | None = RECIPE
 
 
-def _usual(name: str, *millions: float, layers: int, experts: bool = False) -> Demand:
-    weights, token, sequence, multiplied = (round(1e6 * size) for size in millions)
-    return Demand(name, weights, token, sequence, layers, multiplied, experts)
+@cache
+def usual() -> tuple[Demand, ...]:
+    """Demands of the usual sizes in INT4, as `demand_of` has computed them for a GPU.
 
-
-# INT4 as lowbit-convert writes it by default, without vision towers and heads for drafts: millions
-# of bytes stored, read for a token, kept for a sequence, and of weights that multiply a token.
-USUAL = (
-    _usual("Qwen3-0.6B", 696, 400, 940, 440, layers=28),
-    _usual("Qwen3-1.7B", 1665, 1058, 940, 1409, layers=28),
-    _usual("Qwen3-4B", 3047, 2288, 1208, 3633, layers=36),
-    _usual("Qwen3-8B", 5459, 4233, 1208, 6946, layers=36),
-    _usual("Qwen3-14B", 9159, 7624, 1342, 13212, layers=40),
-    _usual("Qwen3-30B-A3B", 16380, 1756, 805, 2718, layers=48, experts=True),
-    _usual("Qwen3.5-0.8B", 1045, 577, 120, 497, layers=24),
-    _usual("Qwen3.5-2B", 2283, 1307, 120, 1372, layers=24),
-    _usual("Qwen3.5-4B", 3893, 2729, 320, 3565, layers=32),
-    _usual("Qwen3.5-9B", 6850, 4922, 320, 6912, layers=32),
-    _usual("Qwen3.5-27B", 17190, 14964, 691, 24327, layers=64),
-    _usual("Qwen3.5-35B-A3B", 19048, 2072, 232, 2412, layers=40, experts=True),
-)
+    They are kept, since it takes seconds for a mixture of experts.
+    """
+    return tuple(Demand(**row) for row in json.loads(USUAL.read_text()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +143,7 @@ def measured_speed(name: str | None, device: str) -> Speed:
     Raises:
         LowbitError: as `demand_of`.
     """
-    demands = USUAL if name is None else (demand_of(name, device),)
+    demands = usual() if name is None else (demand_of(name, device),)
     free = free_bytes(device)
     bandwidth = read_bandwidth(device)
     products = products_per_s() if device == "cpu" else None
