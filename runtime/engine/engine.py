@@ -101,10 +101,12 @@ class Engine:
             LowbitError: its constraint failed.
             QueueFullError: as many wait as may.
         """
+        if request.count is None:
+            request = self.limits.check(request)
         seed = request.sampling.seed
         sequence = Sequence(
             request=request,
-            count=self.limits.check(request),
+            count=request.count or 0,
             seed=random_seed() if seed is None else seed,
             unbound=first_unbound(request.constraint),
         )

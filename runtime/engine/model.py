@@ -245,7 +245,7 @@ class Model:
             stops=tuple(stop),
             begin="raw" if raw else output_start(ids, self.tokenizer),
         )
-        self.engine.limits.check(request)
+        request = self.engine.limits.check(request)
         if constraint is None:
             constraint = self.bounds.constraint(ids, request.begin, max_thinking_tokens, grammar)
         return replace(request, constraint=constraint)

@@ -1,7 +1,7 @@
 """A request to continue token ids and to read the output as text, and the limits of an engine."""
 
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lowbit.formats.errors import RequestError, SettingError, TooLongError
 from lowbit.formats.sampling_ranges import LOGPROBS
@@ -33,6 +33,7 @@ class TokenRequest:
         form: form of calls.
         parallel: an answer may have several calls.
         calls_in_pieces: calls are given before they are complete.
+        count: most new tokens, as `Limits.check` has found; None before it.
     """
 
     prompt: tuple[int, ...]
@@ -49,6 +50,7 @@ class TokenRequest:
     form: CallForm | None = None
     parallel: bool = True
     calls_in_pieces: bool = False
+    count: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,8 @@ class Limits:
     vocabulary: int
     pages: int
 
-    def check(self, request: TokenRequest) -> int:
-        """Most new tokens of a request: as many as it asks for, or as the context holds.
+    def check(self, request: TokenRequest) -> TokenRequest:
+        """The request with its `count`: as many tokens as it asks for, or as the context holds.
 
         Raises:
             TooLongError: a prompt longer than the context.
@@ -100,7 +102,7 @@ class Limits:
                 f"{self.pages * PAGE}",
                 hint="ask for fewer new tokens or a larger cache",
             )
-        return count
+        return replace(request, count=count)
 
     def check_prompt(self, ids: Ids[int], start: int = 0) -> None:
         """Check the token ids of a prompt, and that `start` is the index of one.

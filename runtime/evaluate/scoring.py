@@ -182,5 +182,5 @@ def carry_on(
         stops=continuation.stops,
         begin=output_start(kept, tokenizer) if chat else "raw",
     )
-    model.engine.limits.check(request)
+    request = model.engine.limits.check(request)
     return "".join(Stream(model.engine, tokenizer, request)), len(kept) < len(prompt)

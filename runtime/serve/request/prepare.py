@@ -206,8 +206,7 @@ def request_of(model: Model, request: TokenRequest, options: AnswerOptions) -> T
             prompt_logprobs=options.prompt_logprobs,
             stops=options.stops,
         )
-        model.engine.limits.check(found)
-        return found
+        return model.engine.limits.check(found)
     except SettingError as error:
         raise invalid(str(error), error.setting, WRONG) from None
 
