@@ -5,9 +5,9 @@
 A module is a file or a folder of the tree; left out, those that decide what runs when, and what a
 conversion does and says. Each mutant is one change: a swapped sign or comparison, a number that is
 one too large, a condition turned around, a call whose result nobody takes left out. Its tests are
-those of `mirrored_tests.py`, then all of their folder. Survivors are printed with their line: some
-change nothing that can be seen, each other one is a test that is missing. The exit code is 3 if
-less than `--bound` percent are caught.
+those of `mirrored_tests.py`, then all of their folder and those that import the module. Survivors
+are printed with their line: some change nothing that can be seen, each other one is a test that is
+missing. The exit code is 3 if less than `--bound` percent are caught.
 """
 
 import ast
@@ -154,16 +154,23 @@ def run_tests(tree: Path, tests: list[Path], limit: float) -> int | None:
     return done.returncode
 
 
+def around(path: Path) -> list[Path]:
+    """The folder of tests beside a file, and tests elsewhere that name its module."""
+    folder, module = ROOT / "tests" / path.parent, ".".join(path.with_suffix("").parts)
+    tests = sorted((ROOT / "tests").rglob("test_*.py"))
+    naming = [test for test in tests if f"lowbit.{module} " in test.read_text(encoding="utf-8")]
+    return [folder, *(test for test in naming if folder not in test.parents)]
+
+
 def is_caught(tree: Path, mutant: Mutant, limit: float) -> bool | None:
     """Whether a test fails, or never ends; None if no test is there that could."""
     file = tree / mutant.path
     before = file.read_text(encoding="utf-8")
     file.write_text(mutant.text, encoding="utf-8")
     try:
-        beside = [ROOT / "tests" / mutant.path.parent]
         codes = [run_tests(tree, mirrored(mutant.path), limit)]
         if codes[0] in (0, NO_TESTS):
-            codes.append(run_tests(tree, beside, limit))
+            codes.append(run_tests(tree, around(mutant.path), limit))
     finally:
         file.write_text(before, encoding="utf-8")
     return None if set(codes) == {NO_TESTS} else any(code not in (0, NO_TESTS) for code in codes)
