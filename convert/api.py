@@ -107,6 +107,7 @@ def convert(
     request: Request = Request(),
     *,
     on_plan: Callable[[Estimate], None] | None = None,
+    on_start: Callable[[Estimate], None] | None = None,
     on_progress: Progress = silent,
     note: Note = unsaid,
 ) -> Result:
@@ -119,7 +120,9 @@ def convert(
         source: folder, or Hub id.
         out: folder to create.
         request: what to make.
-        on_plan: called with the plan before anything is quantized; not where the result is there.
+        on_plan: called with the plan before anything is written; what it raises ends the work.
+        on_start: called with the plan when nothing is refused any more; not where the result is
+            there already.
         on_progress: called with (phase, done, in all): layers and steps of a calibration, bytes of
             everything else.
         note: told, a line each, what is computed, and what an earlier run left and this one makes
@@ -144,6 +147,8 @@ def convert(
         location = locate(str(source), request.revision) if cut is None else cut.location
         checkpoint = open_checkpoint(location.folder)
         ahead = plan_conversion(checkpoint, files_of(location), request, on_progress, note)
+        if on_plan is not None:
+            on_plan(ahead)
         if report is not None and report.texts:
             require_language_model(ahead.plan.config, str(source))
         job = prepare(
@@ -154,10 +159,8 @@ def convert(
         if continues:
             done = find_existing(job, out, request.overwrite, on_progress, note)
         if done is None:
-            if on_plan is not None:
-                on_plan(ahead)
-            overwrite = request.overwrite
-            done = carry_out(job, out, overwrite=overwrite, on_progress=on_progress, note=note)
+            told = on_progress if on_start is None else _announced(on_progress, on_start, ahead)
+            done = carry_out(job, out, overwrite=request.overwrite, on_progress=told, note=note)
     if report is None:
         return Result(done, figures_of(done), (), cut)
     if done.source.repo is None:
@@ -213,6 +216,20 @@ def plan_conversion(
         )
         plan = choice.allocation.plan
     return estimate(source, plan, device, calibration, choice)
+
+
+def _announced(
+    on_progress: Progress, on_start: Callable[[Estimate], None], ahead: Estimate
+) -> Progress:
+    """Progress that tells the plan before its first report."""
+    plans = [ahead]
+
+    def tell(phase: str, done: int, total: int) -> None:
+        while plans:
+            on_start(plans.pop())
+        on_progress(phase, done, total)
+
+    return tell
 
 
 @contextmanager

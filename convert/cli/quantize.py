@@ -17,7 +17,6 @@ from lowbit.formats.shell.output import note, print_json
 if TYPE_CHECKING:
     from lowbit.convert.budget.target import TargetRequest
     from lowbit.convert.measure.gate import Condition
-    from lowbit.convert.pipeline.estimate import Estimate
     from lowbit.convert.plan.method import Method
     from lowbit.convert.plan.recipe import Recipe
     from lowbit.convert.publish.upload import Statement
@@ -129,11 +128,6 @@ def quantize(
         if not method.calibrated:
             _check_calibration(calibration.file, target)
 
-    def begin(ahead: "Estimate") -> None:
-        check_text(ahead.method)
-        if not as_json:
-            announce(ahead)
-
     if recipe.method is not None:
         check_text(recipe.method)
     texts = read_texts(eval_texts) if report else ()
@@ -155,7 +149,13 @@ def quantize(
     api = None if publication is None else open_hub(publication[0])  # before the long work
     with progress_bars(quiet=as_json) as progress:
         told = unsaid if as_json else note
-        done = convert(source, out, request, on_plan=begin, on_progress=progress, note=told)
+        done = convert(
+            *(source, out, request),
+            on_plan=lambda ahead: check_text(ahead.method),
+            on_start=None if as_json else announce,
+            on_progress=progress,
+            note=told,
+        )
     if not as_json:
         render.conversion(done)
     published = None
