@@ -184,7 +184,7 @@ def test_missing_library(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def missing(*arguments: object) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr("lowbit.convert.pipeline.estimate.locate", missing)
+    monkeypatch.setattr("lowbit.convert.api.locate", missing)
     done = convert(MODEL, "out")
     if name != "transformers":
         assert isinstance(done.exception, ModuleNotFoundError)
