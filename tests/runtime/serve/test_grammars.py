@@ -142,8 +142,14 @@ def test_work_that_fails_or_is_left_gives_its_thread_back() -> None:
         turns, gate = Turns(1, "test"), threading.Event()
         with pytest.raises(ZeroDivisionError):
             await turns.run(lambda: 1 // 0)
-        left = asyncio.create_task(turns.run(lambda: gate.wait(30)))
-        await turn()
+        begun = threading.Event()
+
+        def work() -> bool:
+            begun.set()
+            return gate.wait(30)
+
+        left = asyncio.create_task(turns.run(work))
+        await eventually(begun.is_set)
         left.cancel()
         behind = asyncio.create_task(turns.run(lambda: 5))
         await turn()
