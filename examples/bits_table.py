@@ -1,4 +1,4 @@
-"""What calibration is worth at 2, 3, 4 and 8 bits: cosines and KL of a model packed by each method.
+"""Gain of calibration at 2, 3, 4 and 8 bits: cosines and KL of a model packed by each method.
 
 python examples/bits_table.py
 python examples/bits_table.py MODEL --methods rtn,gptq --bits 3 --calib FILE -- --group-size 64

@@ -132,7 +132,7 @@ def show_costs(rows: Sequence[Row]) -> None:
 def recipes(
     options: argparse.Namespace, model: Path, calib: Path | None
 ) -> Iterator[tuple[str, Recipe, float | None]]:
-    """What to convert, by name, with the KL that its costs promise."""
+    """Recipes to convert, by name, with the KL that their costs promise."""
     checkpoint = open_original(model).checkpoint
     config, tensors = checkpoint.config, checkpoint.tensors
     four = (Override("*.layers.*", 4),)

@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def by_lowbit(arguments: argparse.Namespace, prompt: str) -> dict[str, Any]:
-    """What `lowbit-run --json` prints for a prompt."""
+    """Output of `lowbit-run --json` for a prompt."""
     command = [*shlex.split(arguments.lowbit_run), arguments.folder, prompt, "--raw", "--json"]
     command += [*GREEDY, "--max-new-tokens", str(arguments.max_new_tokens)]
     command += ["--device", arguments.lowbit_device]

@@ -325,6 +325,15 @@ def test_help_and_completion_load_little(name: str, group: str) -> None:
     assert done.stdout == "[]\n"
 
 
+def test_docstrings_begin_with_the_thing() -> None:
+    riddles = re.compile(r"(What|Whether|How|Of|That)\b")
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for path in sources("convert", "formats", "runtime", "examples"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, kinds):
+                assert not riddles.match(ast.get_docstring(node) or ""), f"{path}"
+
+
 def test_files_stay_short() -> None:
     long = {
         str(path.relative_to(ROOT)): lines

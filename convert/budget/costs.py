@@ -1,4 +1,4 @@
-"""What precisions cost end to end: the original's KL with one fused set quantized by a method.
+"""Costs of precisions end to end: the original's KL with one fused set quantized by a method.
 
 The original passes layer by layer, and beside it a variant for every set, which differs from it by
 that set's 4-bit weights alone. Codes are learned as in a conversion, but from the original's own

@@ -419,7 +419,7 @@ def parse_license(ctx: click.Context, param: click.Parameter, text: str | None) 
 
 
 def make_statement(base_model: str | None, license: str | None) -> "Statement":
-    """What the options state."""
+    """Statement made by the options."""
     from lowbit.convert.publish.upload import Statement
 
     return Statement(base_model, license)

@@ -82,7 +82,7 @@ def make_cut_request(
     measure_on: str | None,
     max_shard_bytes: int,
 ) -> "CutRequest | None":
-    """What the options ask for; None where the vocabulary stays whole.
+    """Request that the options make; None where the vocabulary stays whole.
 
     Args:
         keep: of --keep-vocabulary.

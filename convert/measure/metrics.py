@@ -193,5 +193,5 @@ def kl_error(figures: TokenFigures, scored: int) -> float | None:
 
 
 def log_ratio_error(figures: TokenFigures, scored: int) -> float | None:
-    """Standard error of the mean difference of NLL; None below 8 windows."""
+    """Standard error of the mean NLL difference; None below 8 windows."""
     return mean_error((figures.nll_packed - figures.nll_original).view(-1, scored).mean(1))

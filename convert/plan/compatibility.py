@@ -20,7 +20,7 @@ QWEN3_5_TEXT = ("qwen3_5_text", "qwen3_5_moe_text")
 
 @dataclass(frozen=True, slots=True)
 class VllmUse:
-    """How vLLM loads a folder that it can load.
+    """Way in which vLLM loads a folder that it can load.
 
     Attributes:
         release: oldest release that does, `0.20`; None where all do from 0.16 on, the oldest known.

@@ -1,4 +1,4 @@
-"""Codes chosen one column at a time, each column's error made up for by the columns after it.
+"""GPTQ: quantize columns in order, each column's error propagated to those after it.
 
     minimize tr((W - S*Q) H (W - S*Q)^T)    over codes Q, the scales S fixed
 

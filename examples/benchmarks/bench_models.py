@@ -73,7 +73,7 @@ def step_us(engine: Engine, position: int, count: int = 1) -> float:
 
 
 def cache_rates(engine: Engine, size: str) -> str:
-    """What a step reads more of the cache at long contexts, by the time it takes longer."""
+    """Bytes that a step reads more at long contexts, by the time it takes longer."""
     engine.runner.graphs = Graphs()
     config, short = read_config(config_of(size)), step_us(engine, RUN.prompt_tokens)
     rates = []
@@ -86,7 +86,7 @@ def cache_rates(engine: Engine, size: str) -> str:
 
 
 def weight_bytes(size: str, bits: int) -> float:
-    """What a step reads of the packed weights; of experts, those of one token."""
+    """Packed bytes that a step reads; of experts, those of one token."""
     experts = read_config(config_of(size)).experts
     share = 1.0 if experts is None else experts.chosen / experts.count
     linears = [spec for spec in tensor_table(config_of(size)) if spec.quantizable]

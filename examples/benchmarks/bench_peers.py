@@ -139,7 +139,7 @@ def positive(text: str) -> int:
 
 
 def about(device: str) -> dict[str, str]:
-    """What the figures depend on."""
+    """Settings and versions that the figures depend on."""
     found = {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu"}
     for package in PACKAGES:
         try:
@@ -150,7 +150,7 @@ def about(device: str) -> dict[str, str]:
 
 
 def read(path: Path | None, here: dict[str, str] | None) -> dict[str, Any]:
-    """What a file holds, or nothing yet; refused where new figures would not compare with it."""
+    """Rows of a file, empty if there is none; refused where new figures would not compare."""
     results: dict[str, Any] = {"schema": 1, "about": here or {}, "decode": [], "gemv": []}
     if path is None or not path.exists():
         return results
@@ -279,7 +279,7 @@ def microseconds(row: Row, shape: str) -> str:
 
 
 def missing(row: Row) -> str:
-    """Of a row that failed, or that was not measured."""
+    """Note on a row that failed, or that was not measured."""
     return "failed" if "error" in row else "-"
 
 

@@ -120,7 +120,7 @@ class Bench:
 
     @property
     def width(self) -> Callable[[int], int] | None:
-        """Of a step, see `StepCosts`."""
+        """Width of a step, see `StepCosts`."""
         return width_for if self.device == "cuda" else None
 
     @property

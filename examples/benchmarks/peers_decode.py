@@ -163,7 +163,7 @@ def gemlite(model: nn.Module) -> None:
 
 
 def is_quantized(module: nn.Module, name: str) -> bool:
-    """Whether the peers quantize it."""
+    """True if the peers quantize it."""
     return isinstance(module, nn.Linear) and not name.endswith(SMALL)
 
 

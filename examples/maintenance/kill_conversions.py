@@ -53,7 +53,7 @@ def started(source: Path, out: Path, method: str) -> int:
 
 
 def finished(child: int) -> bool:
-    """Whether it ended well."""
+    """True if it ended well."""
     return os.waitpid(child, 0)[1] == 0
 
 

@@ -163,7 +163,7 @@ def around(path: Path) -> list[Path]:
 
 
 def is_caught(tree: Path, mutant: Mutant, limit: float) -> bool | None:
-    """Whether a test fails, or never ends; None if no test is there that could."""
+    """True if a test fails or never ends; None if no test could."""
     file = tree / mutant.path
     before = file.read_text(encoding="utf-8")
     file.write_text(mutant.text, encoding="utf-8")

@@ -57,7 +57,7 @@ class DFlashConfig(DenseConfig):
 
     @property
     def block_drafts(self) -> BlockDrafts:
-        """What it takes from its target, and drafts."""
+        """Layers read from the target, and size of a drafted block."""
         return self.blocks
 
     @classmethod

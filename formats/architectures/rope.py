@@ -240,7 +240,7 @@ def _original(config: Mapping[str, Any], key: str, rope: Mapping[str, Any]) -> i
 
 
 def _attention_factor(key: str, rope: Mapping[str, Any], factor: float) -> float:
-    """What cosines and sines are multiplied by: as given, by the two mscales, or YaRN's own."""
+    """Factor of cosines and sines: as given, by the two mscales, or YaRN's own."""
     number = Field("", "number", least=0, most=1e6, exclusive=True, default=None, nullable=True)
     given, mscale, all_dims = (
         read_field(rope, replace(number, key=name)) for name in (ATTENTION, *MSCALES)

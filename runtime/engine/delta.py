@@ -1,4 +1,4 @@
-"""What an answer gains by a step: text, calls, tokens with log-probabilities, its end."""
+"""Delta: the text, calls, tokens and log-probabilities that a step adds to an answer."""
 
 from dataclasses import dataclass, field
 from typing import Literal

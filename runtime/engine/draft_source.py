@@ -1,4 +1,4 @@
-"""What the engine asks of a source of drafts; `load` gives it one, and it imports none."""
+"""Protocol of a source of drafts; `load` gives the engine one, which imports none."""
 
 from collections.abc import Collection
 from typing import Literal, Protocol

@@ -1,4 +1,4 @@
-"""What the scheduler decides and the runner makes on the device: changes of rows, in order.
+"""Changes of rows, pages and snapshots: the scheduler decides them, the runner makes them.
 
 They are data, so whoever runs the steps may be elsewhere than the scheduler.
 """

@@ -189,7 +189,7 @@ class Scheduler:
                 queue.popleft().lose(error)
 
     def take_changes(self) -> list[Change]:
-        """What the runner has to change before the next step; each is given out once."""
+        """Changes that the runner makes before the next step; each is given out once."""
         changes, self.blocks.changes = self.blocks.changes, []
         return changes
 

@@ -267,7 +267,7 @@ class Answer:
         return events
 
     def poll(self) -> Delta | None:
-        """What the answer has gained since the last call, without waiting; None if nothing."""
+        """Text and tokens since the last call, without waiting; None if there are none."""
         handle, first = self.handle, self.count == 0
         prompt = () if self._told else handle.prompt_log_probabilities
         delta = Delta(self.index, cached_tokens=handle.reused, prompt=prompt)

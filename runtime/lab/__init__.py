@@ -1,1 +1,1 @@
-"""What a user asks of a machine: measure, tune and compile a model, check what is missing."""
+"""Measure, tune and compile a model on a machine, and check what the machine lacks."""

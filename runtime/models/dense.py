@@ -74,7 +74,7 @@ class Dense(Generic[W]):
             yield x
 
     def _finish(self, layer: Layer[W], mixed: Tensor, x: Tensor) -> Tensor:
-        """What a layer makes of its heads [M, Hq * D] and of its input x [M, h]: [M, h]."""
+        """Output projection of heads [M, Hq * D], residual x [M, h], MLP: [M, h]."""
         x = self.ops.product(mixed, layer.o, added=x)
         return run_mlp(self.ops, x, layer.post_norm, self.config.rms_norm_eps, layer.mlp)
 

@@ -126,7 +126,7 @@ class Qwen35(Generic[W]):
         return step.end(attended, mixed, x) if ends else attended(mixed, x)
 
     def _finish(self, layer: Layer[W], out: W, mixed: Tensor, x: Tensor) -> Tensor:
-        """What a layer makes of its heads [M, Hq * D] and of its input x [M, h]: [M, h]."""
+        """Output projection of heads [M, Hq * D], residual x [M, h], MLP: [M, h]."""
         x = self.ops.product(mixed, out, added=x)
         return run_mlp(self.ops, x, layer.post_norm, self.config.rms_norm_eps, layer.mlp)
 

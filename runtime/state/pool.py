@@ -17,7 +17,7 @@ class Pool:
 
     @property
     def free(self) -> int:
-        """How many numbers are free."""
+        """Count the free numbers."""
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
@@ -40,5 +40,5 @@ class Pool:
                 heappush(self._free, number)
 
     def owners(self, number: int) -> int:
-        """How many owners a number has."""
+        """Count the owners of a number."""
         return self._owners[number]

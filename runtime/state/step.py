@@ -108,7 +108,7 @@ class Step:
         return self.positions if self.own_angles is None else self.own_angles
 
     def end(self, finish: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-        """What `finish` makes of the tokens' rows in the last layer; see `ending`.
+        """Run the end of the last layer for all tokens, or for the last one alone; see `ending`.
 
         Args:
             finish: makes [M, h] of tensors [M, n].

@@ -53,7 +53,7 @@ class Plan:
 
 @dataclass(slots=True)
 class AcceptanceRates:
-    """How often drafts of a sequence are accepted where all before them were, by place."""
+    """Acceptance rates of a sequence's drafts by place, given that all before were accepted."""
 
     guesses: Sequence[float]  # before any draft has been checked
     rates: list[float] = field(default_factory=list)  # learned since

@@ -1,4 +1,4 @@
-"""What a source of drafts keeps of a sequence."""
+"""State of a source of drafts, by sequence."""
 
 from dataclasses import dataclass
 

@@ -235,7 +235,7 @@ def _copy_turn(weights, x, buffer, turns, tiles, warp, lane, B: gl.constexpr):
 
 @gluon.jit
 def _multiply_turn(acc, buffer, warp, lane, B: gl.constexpr):
-    """Acc with what a turn adds."""
+    """Accumulate one K block."""
     SCALES: gl.constexpr = B.W.SCALES  # Triton 3.6 takes no text from a record as an argument,
     WIDTH: gl.constexpr = B.W.WIDTH  # and no record
     STEP_K: gl.constexpr = B.W.WIDTH.STEP_K

@@ -1,4 +1,4 @@
-"""experts_weigh: what its experts made of a token, summed.
+"""experts_weigh: weighted sum of the expert outputs of each token.
 
     y[b] = x[b] + sum_s share[b, s] * part[b * slots + s]
 

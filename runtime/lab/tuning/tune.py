@@ -87,7 +87,7 @@ class Tuning:
 
     @property
     def lines(self) -> list[str]:
-        """What was found, as rows of the sections `one` and `several` of `launch.tables`."""
+        """Found launches, as rows of the sections `one` and `several` of `launch.tables`."""
         found = []
         for each in self.choices:
             if each.after != each.before:

@@ -124,7 +124,7 @@ def worker_count() -> int:
 
 @dataclass(slots=True)
 class _Filter:
-    """What of the launches of a step is compiled.
+    """Compiled kernels of the launches of a step.
 
     Attributes:
         job: of the process.
