@@ -26,7 +26,7 @@ from lowbit.runtime.engine.draft_source import DraftSource
 from lowbit.runtime.engine.request import Limits, TokenRequest
 from lowbit.runtime.engine.results import PendingStep
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.engine.scheduler import Scheduler, next_cut
+from lowbit.runtime.engine.scheduler import Scheduler, next_chunk_end
 from lowbit.runtime.engine.scoring import score_chunk
 from lowbit.runtime.engine.sequence import Ended, Sequence
 from lowbit.runtime.engine.stream import Handle
@@ -307,7 +307,7 @@ class Engine:
     def _open_chunk(self, sequence: Sequence, last: bool) -> Chunk:
         """The chunk up to the next cut of a prompt; `last` as in `Runner.chunk`."""
         prompt = sequence.request.prompt
-        stop = next_cut(sequence.cuts, sequence.length, len(prompt))
+        stop = next_chunk_end(sequence.chunk_ends, sequence.length, len(prompt))
         layers = self.runner.chunk(sequence, prompt[sequence.length : stop], last)
         return Chunk(sequence, stop, layers)
 

@@ -20,46 +20,52 @@ class Prefix:
     Attributes:
         ids: [T] int64 token ids.
         pages: that hold them; the last page may hold more.
-        cuts: lengths at which the chunks ended that computed its keys and values.
+        chunk_ends: lengths at which the chunks ended that computed its keys and values.
         decoded: length from which on tokens were decoded one a step.
-        fresh: length of the part computed by chunks of prompts alone: a prompt with equal cuts
-            would compute the same bytes.
+        fresh: length of the part computed by chunks of prompts alone: a prompt with equal chunk
+            ends would compute the same bytes.
         snapshots: numbers of snapshots, by length; empty without linear layers.
         used: time of the last use, a count.
     """
 
     ids: NDArray[np.int64]
     pages: list[int]
-    cuts: tuple[int, ...]
+    chunk_ends: tuple[int, ...]
     decoded: int
     fresh: int
     snapshots: dict[int, int] = field(default_factory=dict)
     used: int = 0
 
-    def reusable(self, shared: int, recurrent: bool, cuts: Sequence[int] | None = None) -> int:
+    def reusable(
+        self, shared: int, recurrent: bool, chunk_ends: Sequence[int] | None = None
+    ) -> int:
         """Longest reusable prefix within `shared` tokens.
 
         Args:
             shared: tokens that the prompt has in common with this prefix.
             recurrent: true if the model has linear layers.
-            cuts: of the prompt: up to `fresh` it reuses only what it would compute to the bit; None
-                reuses whatever there is, which may be rounded otherwise.
+            chunk_ends: of the prompt: up to `fresh` it reuses only what it would compute to the
+                bit; None reuses whatever there is, which may be rounded otherwise.
         """
-        lengths = list(self.snapshots) if recurrent else list(self.cuts)
+        lengths = list(self.snapshots) if recurrent else list(self.chunk_ends)
         if not recurrent and shared >= self.decoded:
             lengths.append(shared)
         return max(
-            (n for n in lengths if n <= shared and (cuts is None or self._allows(n, cuts))),
+            (
+                n
+                for n in lengths
+                if n <= shared and (chunk_ends is None or self._allows(n, chunk_ends))
+            ),
             default=0,
         )
 
-    def alike(self, length: int, cuts: Sequence[int]) -> bool:
-        """True if a prompt with these cuts computes the same bytes up to a length."""
+    def alike(self, length: int, chunk_ends: Sequence[int]) -> bool:
+        """True if a prompt with these chunk ends computes the same bytes up to a length."""
         length = min(length, self.fresh)
-        return [c for c in self.cuts if c <= length] == [c for c in cuts if c <= length]
+        return [c for c in self.chunk_ends if c <= length] == [c for c in chunk_ends if c <= length]
 
-    def _allows(self, length: int, cuts: Sequence[int]) -> bool:
-        return (length > self.fresh or length in cuts) and self.alike(length, cuts)
+    def _allows(self, length: int, chunk_ends: Sequence[int]) -> bool:
+        return (length > self.fresh or length in chunk_ends) and self.alike(length, chunk_ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +101,17 @@ class PrefixCache:
         return len(self._prefixes)
 
     def find(
-        self, prompt: Sequence[int], most: int, cuts: Sequence[int] | None = None
+        self, prompt: Sequence[int], most: int, chunk_ends: Sequence[int] | None = None
     ) -> Hit | None:
         """Prefix of which the prompt can reuse the most, up to `most` tokens; None without one.
 
-        cuts: of the prompt, see `Prefix.reusable`.
+        chunk_ends: of the prompt, see `Prefix.reusable`.
         """
         ids = np.asarray(prompt, dtype=np.int64)
         best: Hit | None = None
         for prefix in self._prefixes:
             shared = min(_common(prefix.ids, ids), most)
-            length = prefix.reusable(shared, self._recurrent, cuts)
+            length = prefix.reusable(shared, self._recurrent, chunk_ends)
             if length and (best is None or length > best.length):
                 best = Hit(prefix, length)
         if best is not None:
@@ -117,7 +123,7 @@ class PrefixCache:
         for other in list(self._prefixes):
             length = len(other.ids)
             begins = _common(other.ids, prefix.ids) == length
-            if begins and prefix.alike(length, other.cuts):  # else their bytes are not the same
+            if begins and prefix.alike(length, other.chunk_ends):  # else their bytes differ
                 self._inherit(prefix, other)
                 self._remove(other)
         self._pages.share(prefix.pages)
@@ -182,13 +188,13 @@ def shared_pages(hit: Hit) -> tuple[list[int], int | None]:
 
 
 def new_prefix(
-    ids: Sequence[int], pages: Sequence[int], cuts: Sequence[int], decoded: int, fresh: int
+    ids: Sequence[int], pages: Sequence[int], chunk_ends: Sequence[int], decoded: int, fresh: int
 ) -> Prefix:
     """Prefix of all given tokens, with those of the pages that hold them."""
     return Prefix(
         ids=np.asarray(ids, dtype=np.int64),
         pages=list(pages[: pages_for(len(ids))]),
-        cuts=tuple(cut for cut in cuts if cut <= len(ids)),
+        chunk_ends=tuple(end for end in chunk_ends if end <= len(ids)),
         decoded=decoded,
         fresh=fresh,
     )

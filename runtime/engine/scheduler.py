@@ -2,9 +2,9 @@
 
 It touches no device: what is to change there it leaves as `Change`s for the runner.
 
-The cuts of a prompt depend on the tokens before them alone, because rounding depends on the length
-of a chunk: two prompts with a common prefix are cut at the same places inside it, so what one of
-them leaves in the cache has the bytes that the other would compute.
+The chunk ends of a prompt depend on the tokens before them alone, because rounding depends on the
+length of a chunk: two prompts with a common prefix are cut at the same places inside it, so what
+one of them leaves in the cache has the bytes that the other would compute.
 """
 
 from collections import Counter, deque
@@ -22,7 +22,7 @@ from lowbit.runtime.engine.stats import Reuse
 from lowbit.runtime.state.pool import Pool
 from lowbit.runtime.state.step import NO_SLOT
 
-LEAST = 64  # fewest tokens between two cuts
+LEAST = 64  # fewest tokens between two chunk ends
 SNAPSHOT_EVERY = 2048  # tokens of a prompt, where no message ends
 
 
@@ -139,7 +139,7 @@ class Scheduler:
     def keep_prompt(self, sequence: Sequence) -> None:
         """Put the whole chunks of a finished prompt into the prefix cache."""
         self.blocks.keep(
-            sequence, max((c for c in sequence.cuts if c <= sequence.length), default=0)
+            sequence, max((c for c in sequence.chunk_ends if c <= sequence.length), default=0)
         )
 
     def begin_decoding(self, sequence: Sequence) -> None:
@@ -233,12 +233,12 @@ class BlockManager:
         if not self.rows.free or attempt == self._refused:
             return False
         prompt = sequence.request.prompt
-        cuts = prompt_cuts(prompt, sequence.request.message_ends, self._capacity.chunk)
+        chunk_ends = chunk_ends_of(prompt, sequence.request.message_ends, self._capacity.chunk)
         if scored is None:
-            hit = self.prefixes.find(prompt, len(prompt) - 1, cuts)
+            hit = self.prefixes.find(prompt, len(prompt) - 1, chunk_ends)
         else:
             hit = self.prefixes.find(prompt, scored)
-            cuts.append(scored)
+            chunk_ends.append(scored)
         copied = self._take_pages(sequence, hit)
         if copied is False:
             self._refused = attempt
@@ -250,9 +250,9 @@ class BlockManager:
         if hit is not None:
             if hit.length > hit.prefix.fresh:
                 sequence.fresh = hit.prefix.fresh
-            taken = [c for c in hit.prefix.cuts if c <= hit.length]
-            cuts = [*taken, hit.length, *(c for c in cuts if c > hit.length)]
-        sequence.cuts = sorted({*cuts} - {0})
+            taken = [c for c in hit.prefix.chunk_ends if c <= hit.length]
+            chunk_ends = [*taken, hit.length, *(c for c in chunk_ends if c > hit.length)]
+        sequence.chunk_ends = sorted({*chunk_ends} - {0})
         sequence.phase = "prompt"
         snapshot = hit.prefix.snapshots.get(hit.length) if hit else None
         self.changes.append(OpenRow(sequence, snapshot, copied))
@@ -283,7 +283,7 @@ class BlockManager:
         """Count the tokens up to `stop` as sent, and take a snapshot if one is due there."""
         sequence.length = stop
         due = snapshot_due(stop, sequence.snapshots, sequence.reused, self._capacity.chunk)
-        if stop in sequence.cuts and due:
+        if stop in sequence.chunk_ends and due:
             self.take_snapshot(sequence)
 
     def take_snapshot(self, sequence: Sequence) -> None:
@@ -307,7 +307,7 @@ class BlockManager:
         self._freed += 1
         decoded = len(sequence.request.prompt)
         prefix = new_prefix(
-            sequence.ids[:length], sequence.pages, sequence.cuts, decoded, sequence.fresh
+            sequence.ids[:length], sequence.pages, sequence.chunk_ends, decoded, sequence.fresh
         )
         prefix.snapshots = {at: number for at, number in sequence.snapshots.items() if at <= length}
         for at in prefix.snapshots:
@@ -331,7 +331,7 @@ class BlockManager:
         self.changes.append(CloseRow(sequence.row, sequence.scores))
 
 
-def prompt_cuts(ids: Ids[int], message_ends: Collection[int], chunk: int) -> list[int]:
+def chunk_ends_of(ids: Ids[int], message_ends: Collection[int], chunk: int) -> list[int]:
     """Lengths at which a prompt is cut into chunks, in ascending order.
 
     There is a cut after `chunk` tokens, and after every message that ends LEAST tokens or more
@@ -340,27 +340,27 @@ def prompt_cuts(ids: Ids[int], message_ends: Collection[int], chunk: int) -> lis
     Args:
         ids: token ids of the prompt.
         message_ends: ids of the tokens that end a message.
-        chunk: most tokens between two cuts.
+        chunk: most tokens between two chunk ends.
 
     Returns:
         Lengths up to `len(ids)`; that length itself only where it is a cut too.
     """
-    cuts: list[int] = []
+    chunk_ends: list[int] = []
     last = 0
     ends = [index + 1 for index, id in enumerate(ids) if id in message_ends] if message_ends else []
     for end in (*ends, len(ids)):
         while end - last > chunk:
             last += chunk
-            cuts.append(last)
+            chunk_ends.append(last)
         if end - last == chunk or (end - last >= LEAST and ends and end <= ends[-1]):
             last = end
-            cuts.append(last)
-    return cuts
+            chunk_ends.append(last)
+    return chunk_ends
 
 
-def next_cut(cuts: Collection[int], length: int, stop: int) -> int:
+def next_chunk_end(chunk_ends: Collection[int], length: int, stop: int) -> int:
     """First cut beyond `length`, or the end of the prompt."""
-    return min((cut for cut in cuts if cut > length), default=stop)
+    return min((end for end in chunk_ends if end > length), default=stop)
 
 
 def snapshot_due(cut: int, snapshots: Collection[int], reused: int, chunk: int) -> bool:
@@ -370,7 +370,7 @@ def snapshot_due(cut: int, snapshots: Collection[int], reused: int, chunk: int) 
         cut: length of the prompt so far.
         snapshots: lengths that have one.
         reused: length that came from the prefix cache.
-        chunk: most tokens between two cuts.
+        chunk: most tokens between two chunk ends.
     """
     since = cut - max(snapshots, default=reused)
     return bool(since % chunk) or since >= SNAPSHOT_EVERY

@@ -51,7 +51,7 @@ class Sequence:
         finish: reason of its end; None before, and after an error.
         error: that ended it.
         cancelled: set by the user, at any time and from any thread.
-        cuts: lengths at which the chunks of its prompt end, reused ones included.
+        chunk_ends: lengths at which the chunks of its prompt end, reused ones included.
         fresh: see `Prefix.fresh`.
         snapshots: numbers of its snapshots, by length.
         released: its constraint is done.
@@ -81,7 +81,7 @@ class Sequence:
     finish: Finish | None = None
     error: LowbitError | None = None
     cancelled: bool = False
-    cuts: list[int] = field(default_factory=list)
+    chunk_ends: list[int] = field(default_factory=list)
     fresh: int = 0
     snapshots: dict[int, int] = field(default_factory=dict)
     released: bool = False

@@ -30,14 +30,14 @@ def held(
     cache: PrefixCache,
     pools: tuple[Pool, Pool],
     ids: Sequence[int],
-    cuts: Sequence[int] = (),
+    chunk_ends: Sequence[int] = (),
     snapshots: Sequence[int] = (),
     decoded: int | None = None,
 ) -> Prefix:
     """Insert the prefix of a sequence that has ended, of which the cache alone owns the pages."""
     decoded = len(ids) if decoded is None else decoded
     pages = pools[0].take(pages_for(len(ids)))
-    prefix = new_prefix(ids, pages, cuts, decoded, decoded)
+    prefix = new_prefix(ids, pages, chunk_ends, decoded, decoded)
     prefix.snapshots = {at: slot for at in snapshots if (slot := cache.take_snapshot()) is not None}
     cache.insert(prefix)
     pools[0].drop(pages)

@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.runtime.engine.plan import CHUNK
-from lowbit.runtime.engine.scheduler import LEAST, prompt_cuts
+from lowbit.runtime.engine.scheduler import LEAST, chunk_ends_of
 
 END = 9
 ENDS = frozenset({END, 8})
 
 
-def cuts_of(ids: list[int], ends: frozenset[int] = ENDS) -> list[int]:
-    return prompt_cuts(ids, ends, CHUNK)
+def ends_of(ids: list[int], ends: frozenset[int] = ENDS) -> list[int]:
+    return chunk_ends_of(ids, ends, CHUNK)
 
 
 def ids_of(lengths: list[int]) -> list[int]:
@@ -28,30 +28,30 @@ def test_the_cuts_of_a_prefix_are_those_of_the_whole_up_to_there(
     lengths: list[int], data: st.DataObject
 ) -> None:
     ids = ids_of(lengths)
-    cuts = cuts_of(ids)
-    near = [n for cut in cuts for n in (cut - 1, cut, cut + 1) if n <= len(ids)]
+    chunk_ends = ends_of(ids)
+    near = [n for cut in chunk_ends for n in (cut - 1, cut, cut + 1) if n <= len(ids)]
     stop = data.draw(st.integers(0, len(ids)) | st.sampled_from(near or [0]))
     other = [*ids[:stop], *data.draw(st.sampled_from([[], [1], [END], [1] * LEAST]))]
-    assert cuts_of(ids[:stop]) == [cut for cut in cuts if cut <= stop]
-    assert [c for c in cuts_of(other) if c <= stop] == [c for c in cuts if c <= stop]
+    assert ends_of(ids[:stop]) == [end for end in chunk_ends if end <= stop]
+    assert [c for c in ends_of(other) if c <= stop] == [c for c in chunk_ends if c <= stop]
 
 
 @given(MESSAGES)
 def test_chunks_have_the_right_lengths(lengths: list[int]) -> None:
     ids = ids_of(lengths)
-    cuts = cuts_of(ids)
-    assert cuts == sorted(set(cuts))
-    for first, cut in zip([0, *cuts], cuts, strict=False):
+    chunk_ends = ends_of(ids)
+    assert chunk_ends == sorted(set(chunk_ends))
+    for first, cut in zip([0, *chunk_ends], chunk_ends, strict=False):
         assert LEAST <= cut - first <= CHUNK
         assert cut - first == CHUNK or ids[cut - 1] in ENDS
-    last = max(cuts, default=0)
+    last = max(chunk_ends, default=0)
     assert len(ids) - last <= CHUNK
     missed = [at for at, id in enumerate(ids, start=1) if id in ENDS and at - last >= LEAST]
     assert not [at for at in missed if at > last]
 
 
 @pytest.mark.parametrize(
-    ("tokens", "cuts"),
+    ("tokens", "chunk_ends"),
     [
         (0, []),
         (CHUNK - 1, []),
@@ -60,6 +60,6 @@ def test_chunks_have_the_right_lengths(lengths: list[int]) -> None:
         (2 * CHUNK + 5, [CHUNK, 2 * CHUNK]),
     ],
 )
-def test_without_messages_every_chunk_is_full(tokens: int, cuts: list[int]) -> None:
-    assert cuts_of([1] * tokens, frozenset()) == cuts
-    assert cuts_of([1] * tokens) == cuts
+def test_without_messages_every_chunk_is_full(tokens: int, chunk_ends: list[int]) -> None:
+    assert ends_of([1] * tokens, frozenset()) == chunk_ends
+    assert ends_of([1] * tokens) == chunk_ends
