@@ -90,7 +90,13 @@ def test_kernels_compile(tmp_path: Path, capability: int, part: int) -> None:
     few, many = (DECODE | HOPPER, PREFILL | HOPPER_PREFILL) if hopper else (DECODE, PREFILL)
     assert {name.split()[0] for name in launched} == few | many
     found = {name: usage for name, usage in launched.items() if usage is not None}
-    if any(name.startswith("gemv_one ") for name in found):
+    large = [
+        name
+        for name, usage in found.items()
+        if name.startswith("gemv_one ") and usage["registers"] > 64
+    ]
+    assert bool(large) == (starved is not None)
+    if starved is not None:
         assert starved["stack"] > 0  # the check for spills can fail
     every = shares(list(launched), capability)
     assert list(found) == every[part]
