@@ -49,7 +49,7 @@ class ReportRequest:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """All that decides a conversion, its report included.
+    """Settings of a conversion, its report included.
 
     Attributes:
         recipe: rules for the bits; INT4 g128 with an INT8 head, by the method that suits model and

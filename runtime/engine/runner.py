@@ -255,8 +255,7 @@ class Runner:
             widths: tokens of a step.
             lengths: each that steps are recorded for, in tokens of the longest sequence.
         """
-        padded = self.decoder.config.vocab_size
-        self._kept = new_kept(self.rows, self.sampler.vocabulary, padded, self.state.device)
+        self._kept = self._new_kept()
         for M in widths:
             plans = [StepPlan(M, M, reach, longest=1) for reach in lengths]
             for plan in plans:
@@ -267,8 +266,11 @@ class Runner:
     def make_room_to_keep(self) -> None:
         """Allocate the tensor that keeps logits on a GPU, before half a step is recorded."""
         if self.on_gpu and not len(self._kept):
-            padded = self.decoder.config.vocab_size
-            self._kept = new_kept(self.rows, self.sampler.vocabulary, padded, self.state.device)
+            self._kept = self._new_kept()
+
+    def _new_kept(self) -> Tensor:
+        padded = self.decoder.config.vocab_size
+        return new_kept(self.rows, self.sampler.vocabulary, padded, self.state.device)
 
     def keep(self, logits: Tensor) -> None:
         """Keep the logits [M, V or more] of the first half of a step for the second half."""

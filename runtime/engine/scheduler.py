@@ -11,7 +11,6 @@ from collections import Counter, deque
 from collections.abc import Collection
 from collections.abc import Sequence as Ids
 from threading import Lock
-from typing import Literal
 
 from lowbit.formats.errors import LowbitError, QueueFullError
 from lowbit.runtime.engine.load_options import SHORT
@@ -239,8 +238,8 @@ class BlockManager:
         else:
             hit = self.prefixes.find(prompt, scored)
             chunk_ends.append(scored)
-        copied = self._take_pages(sequence, hit)
-        if copied is False:
+        opening = self._take_pages(sequence, hit)
+        if opening is None:
             self._refused = attempt
             return False
         [sequence.row] = self.rows.take(1)
@@ -254,30 +253,25 @@ class BlockManager:
             chunk_ends = [*taken, hit.length, *(c for c in chunk_ends if c > hit.length)]
         sequence.chunk_ends = sorted({*chunk_ends} - {0})
         sequence.phase = "prompt"
-        snapshot = hit.prefix.snapshots.get(hit.length) if hit else None
-        self.changes.append(OpenRow(sequence, snapshot, copied))
+        self.changes.append(opening)
         return True
 
-    def _take_pages(
-        self, sequence: Sequence, hit: Hit | None
-    ) -> tuple[int, int] | Literal[False] | None:
-        """Give a sequence the pages shared with a prefix, and free ones.
-
-        Returns:
-            `OpenRow.copied`; False if too few pages are free.
-        """
+    def _take_pages(self, sequence: Sequence, hit: Hit | None) -> OpenRow | None:
+        """Give a sequence the pages shared with a prefix, and free ones; None if too few are."""
         shared, partial = shared_pages(hit) if hit else ([], None)
         used = shared if partial is None else [*shared, partial]
         self.pages.share(used)  # so that making room does not free them
         needed = sequence.page_count - len(shared)
         if not self.prefixes.make_room(needed):
             self.pages.drop(used)
-            return False
+            return None
         fresh = self.pages.take(needed)
-        if partial is not None:
-            self.pages.drop([partial])
         sequence.pages = [*shared, *fresh]
-        return None if partial is None else (partial, fresh[0])
+        snapshot = hit.prefix.snapshots.get(hit.length) if hit else None
+        if partial is None:
+            return OpenRow(sequence, snapshot, None)
+        self.pages.drop([partial])
+        return OpenRow(sequence, snapshot, (partial, fresh[0]))
 
     def count_chunk(self, sequence: Sequence, stop: int) -> None:
         """Count the tokens up to `stop` as sent, and take a snapshot if one is due there."""

@@ -19,8 +19,8 @@ from lowbit.runtime.text.grammar_source import GrammarSource
 SHORT = 8 << 10  # characters of a grammar that is tried and compiled beside longer ones
 COSTLY = 64 << 10  # characters that a short one counts as which takes long
 MANY_CORES = 4  # on fewer, one slow grammar at a time leaves a core to the engine
-# Of those that wait for a thread the shortest goes first, but a longer one that came a second
-# earlier for every so many characters more. One that has been tried is compiled in its old place.
+# The shortest that waits for a thread goes first, but a longer one that came a second earlier
+# for every so many characters more. One that has been tried is compiled in its old place.
 OVERTAKEN_A_S = 32 << 10
 LOOSE_BYTES = 32_000_000  # given up by grammars, before the system gets them although others live
 QUIET_S = 1.0  # without a grammar, until the system gets all

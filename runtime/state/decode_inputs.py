@@ -18,6 +18,7 @@ from lowbit.runtime.state.step_buffers import (
 from lowbit.runtime.thresholds import ROUND_TOKENS
 
 HIDDEN_RING = 128  # positions of a row whose hidden states are kept
+KNOWN, FIRSTS = 3, 4  # rows of `DecodeInputs.longs`
 HEAD_COLUMNS = 6  # of `DecodeInputs.numbers`: what a round begins with whose drafts a head makes
 
 
@@ -93,10 +94,12 @@ class DecodeInputs:
             M: tokens, padding included.
         """
         wide = self.longs.shape[1]
-        origins = [
-            3 * wide + place if token is not None else 4 * wide + span.row if at is None else at
-            for place, (span, token, at) in enumerate(zip(spans, known, before, strict=True))
-        ]
+        origins = []
+        for place, (span, token, at) in enumerate(zip(spans, known, before, strict=True)):
+            if token is not None:
+                origins.append(KNOWN * wide + place)
+            else:
+                origins.append(FIRSTS * wide + span.row if at is None else at)
         ids = [token or 0 for token in known]
         columns = columns_of(spans, ids, M, plain=True)
         write_rows(self.numbers[: 1 + COLUMNS], (origins, *columns))

@@ -31,7 +31,7 @@ UNHELD_PATTERN = re.compile(r"\(\?<?[=!]|(?<!\\)(?:\\\\)*\\[1-9k]")
 OF_NAMES = ("properties", "$defs", "definitions")  # their keys are names, not keywords
 OF_SCHEMAS = ("items", "additionalProperties", "additionalItems")
 OF_LISTS = ("anyOf", "allOf", "prefixItems", "items")
-# Of branches, required properties and choices that are compared.
+# Most branches, required properties and choices that are compared.
 MOST_BRANCHES, MOST_REQUIRED, MOST_CHOICES = 32, 16, 256
 
 

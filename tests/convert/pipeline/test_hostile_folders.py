@@ -94,7 +94,7 @@ def test_a_source_is_not_converted(source: Path, cli: "Cli", tmp_path: Path) -> 
 def test_a_source_is_not_read(
     cli: "Cli", source: Path, tmp_path: Path, command: str, place: str
 ) -> None:
-    """Who opened the pipe would wait, and who asks `is_file` would pass it by."""
+    """A reader that opened the pipe would wait, one that asks `is_file` would pass it by."""
     replace(source / place, pipe)
     before = names(tmp_path)
     out = [tmp_path / "out"] if command == "quantize" else []

@@ -57,7 +57,7 @@ def test_rows_are_those_of_the_kept_tokens(short_hybrid: Path, small_cut: CutMod
 def test_a_users_text_comes_before_all_languages(
     tmp_path: Path, share: float, languages: tuple[str, ...]
 ) -> None:
-    """Of a text that needs more than there is room for, no other token takes the place.
+    """No other token takes a place while the text needs more than there are.
 
     By the merges of tokenizer.json and transformers' tokenizer. Languages that are asked for get
     what the text leaves, before all others.

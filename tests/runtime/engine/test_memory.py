@@ -214,7 +214,7 @@ def test_account_counts_what_a_runner_allocates(
 def test_sequences_of_a_large_vocabulary_take_what_is_announced(
     make_qwen3_5: "Callable[..., PackedModel]",
 ) -> None:
-    """Of 64 sequences and 248k tokens: `seen`, `counts`, kept logits, hidden rings of h = 4096."""
+    """64 sequences and 248k tokens: `seen`, `counts`, kept logits, hidden rings of h = 4096."""
     opened = open_model(make_qwen3_5(mtp_num_hidden_layers=1).folder, head=True)
     config = replace(opened.config, vocab_size=248_320, hidden_size=4096)
     large = memory.Account(

@@ -1,4 +1,4 @@
-"""What emulated and interpreted kernels compute, to the bit, on every processor.
+"""Emulated and interpreted kernels compute the same bits on every processor.
 
 Oracles are loops over Python's floats, rounded to FP32 by `struct`, and `decimal`: no NumPy.
 """
@@ -66,7 +66,7 @@ def numbers(random: Random, *shape: int) -> Any:
 
 
 def registers(a: Rows, b: Rows) -> list[list[int]]:
-    """Of 32 lanes, four of a [16, 16] and two of b [16, 8]."""
+    """Registers of 32 lanes: four of a [16, 16] and two of b [16, 8]."""
 
     def word(low: float, high: float) -> int:
         halves = struct.pack("f", low)[2:] + struct.pack("f", high)[2:]

@@ -249,7 +249,7 @@ def test_memory_is_counted_from_before_the_compilation(monkeypatch: pytest.Monke
 
 
 def test_a_part_is_for_small_grammars_alone() -> None:
-    """What masks add to others keeps out large ones alone."""
+    """Memory that masks add to others keeps out large ones alone."""
 
     async def test() -> None:
         queue = queue_of(StandIns())

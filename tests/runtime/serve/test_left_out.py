@@ -1,4 +1,4 @@
-"""What a request has and an answer does not heed: ignored and left out, and named."""
+"""Fields of a request that an answer does not heed: ignored, left out, and named."""
 
 import json
 from dataclasses import replace

@@ -76,7 +76,7 @@ def test_copies_are_proposed_and_random_text_is_left_alone() -> None:
 
 
 def test_wrong_copies_lower_the_rate_and_steps_without_them_bring_it_back() -> None:
-    """Of matches of this length alone; asking changes nothing."""
+    """Matches of this length alone count; asking changes nothing."""
     lines = list(range(20)) * 2
     drafter, short = NgramDrafter(lines), NgramDrafter([1, 2, 3, 4, 1, 2, 3])
     assert short.propose(4) == ([4, 1, 2, 3], GUESSES[3])

@@ -221,7 +221,7 @@ def test_a_text_that_changes_keeps_the_bound_and_is_noticed(name: str, sequences
 
 
 def test_one_number_serves_sequences_that_differ() -> None:
-    """Of four sequences one that is never right takes a quarter of the gain."""
+    """One sequence of four that is never right takes a quarter of the gain."""
     text = Text("flat", sequences=4)
     assert text.answer(lambda sequence, _: 0.95 * (sequence > 0), ANSWER) > 1.25
 
