@@ -128,11 +128,11 @@ def test_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     usage = shutil.disk_usage(tmp_path)._replace(free=2_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     monkeypatch.setattr(os, "posix_fallocate", full)
-    done = convert(MODEL, "out", "--method", "rtn")
-    assert done.exit_code == 1
-    error = f"Error: the disk is full: `{tmp_path}/out.partial` needs 6 MB more, free: 2 MB"
-    hint = "free some space and run the same command again, or name a folder on another disk"
-    assert " ".join(done.stderr.split()).endswith(f"{error} hint: {hint}")
+    said(
+        convert(MODEL, "out", "--method", "rtn"),
+        f"the disk is full: `{tmp_path}/out.partial` needs 6 MB more, free: 2 MB",
+        "free some space and run the same command again, or name a folder on another disk",
+    )
 
 
 def test_size_without_a_unit() -> None:
