@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from lowbit.convert.budget.lookup import Settings
-from lowbit.convert.budget.target import TargetRequest, meet_target
+from lowbit.convert.budget.target import TargetChoice, TargetRequest, meet_target
 from lowbit.convert.measure.gate import Condition, Outcome, check_measured, evaluate
 from lowbit.convert.original.answers import require_language_model
 from lowbit.convert.original.device import open_device
@@ -30,7 +30,7 @@ from lowbit.convert.pipeline.predicted_size import (
     predicted_bytes,
     report_room,
 )
-from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, make_plan
+from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.quantize.session import CalibrationRequest
 from lowbit.convert.report.reporting import LogitRequest, Reported, complete_report, figures_of
@@ -146,20 +146,25 @@ def convert(
             cut = cut_beside(name, request.revision, out, request.vocabulary, on_progress)
         location = locate(str(source), request.revision) if cut is None else cut.location
         checkpoint = open_checkpoint(location.folder)
-        ahead = plan_conversion(checkpoint, files_of(location), request, on_progress, note)
-        if on_plan is not None:
+        plan, choice = _planned(checkpoint, files_of(location), request, on_progress, note)
+        ahead = None
+        if on_plan is not None or on_start is not None:  # else nobody asks how long it takes
+            ahead = estimate(checkpoint, plan, device, request.calibration, choice)
+        if on_plan is not None and ahead is not None:
             on_plan(ahead)
         if report is not None and report.texts:
-            require_language_model(ahead.plan.config, str(source))
+            require_language_model(plan.config, str(source))
         job = prepare(
-            *(location, checkpoint, ahead.plan, device),
+            *(location, checkpoint, plan, device),
             *(request.calibration, request.draft_text, request.max_ram),
         )
         done = None
         if continues:
             done = find_existing(job, out, request.overwrite, on_progress, note)
         if done is None:
-            told = on_progress if on_start is None else _announced(on_progress, on_start, ahead)
+            told = on_progress
+            if on_start is not None and ahead is not None:
+                told = _announced(on_progress, on_start, ahead)
             done = carry_out(job, out, overwrite=request.overwrite, on_progress=told, note=note)
     if report is None:
         return Result(done, figures_of(done), (), cut)
@@ -192,30 +197,36 @@ def plan_conversion(
         LowbitError: a source or a recipe that cannot be converted, a target that cannot be met, and
             whatever stops `find_or_estimate`.
     """
+    plan, choice = _planned(source, files, request, on_progress, note)
+    return estimate(source, plan, open_device(request.device), request.calibration, choice)
+
+
+def _planned(
+    source: Checkpoint, files: SourceFiles, request: Request, on_progress: Progress, note: Note
+) -> tuple[Plan, TargetChoice | None]:
+    """The plan of a conversion, and how its target was met; see `plan_conversion`."""
     for text in source.notes:
         note(text)
     device, calibration, recipe = open_device(request.device), request.calibration, request.recipe
     choose = method_chooser(source, device, calibration)
-    limit, choice = request.max_shard_bytes, None
+    limit = request.max_shard_bytes
     if request.target is None:
-        plan = make_plan(source.config, source.tensors, recipe, limit, choose)
-    else:
-        bits, rule = request.target.bits, recipe.rule
-        texts = PlannedTexts(calibration, request.draft_text)
-        choice = meet_target(
-            source,
-            recipe,
-            request.target,
-            Settings(calibration.file, bits=bits, device=device.type, rule=rule),
-            limit,
-            choose,
-            partial(predicted_bytes, files=files, texts=texts, device=device, at_most=True),
-            report_room,
-            on_progress,
-            note,
-        )
-        plan = choice.allocation.plan
-    return estimate(source, plan, device, calibration, choice)
+        return make_plan(source.config, source.tensors, recipe, limit, choose), None
+    bits, rule = request.target.bits, recipe.rule
+    texts = PlannedTexts(calibration, request.draft_text)
+    choice = meet_target(
+        source,
+        recipe,
+        request.target,
+        Settings(calibration.file, bits=bits, device=device.type, rule=rule),
+        limit,
+        choose,
+        partial(predicted_bytes, files=files, texts=texts, device=device, at_most=True),
+        report_room,
+        on_progress,
+        note,
+    )
+    return choice.allocation.plan, choice
 
 
 def _announced(

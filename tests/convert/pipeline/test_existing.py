@@ -339,7 +339,7 @@ def test_a_file_of_somebody_else_is_no_reason_to_stop(
 def test_an_output_in_the_way_is_found_before_the_sensitivities(
     here: Path, whole: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr("lowbit.convert.api.plan_conversion", lambda *_: pytest.fail("computed"))
+    monkeypatch.setattr("lowbit.convert.api._planned", lambda *_: pytest.fail("computed"))
     done = run(here / "source", whole, "--target-bpw", "6")
     assert done.exit_code == 1
     assert "is not empty" in done.stderr
