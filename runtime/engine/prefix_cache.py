@@ -3,10 +3,12 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.state.pages import PAGE, pages_for
 from lowbit.runtime.state.pool import Pool
 
@@ -18,7 +20,7 @@ class Prefix:
     """A sequence of tokens whose keys, values and recurrent states are kept.
 
     Attributes:
-        ids: [T] int64 token ids.
+        keys: [T] int64, see `prefix_keys`.
         pages: that hold them; the last page may hold more.
         chunk_ends: lengths at which the chunks ended that computed its keys and values.
         decoded: length from which on tokens were decoded one a step.
@@ -28,7 +30,7 @@ class Prefix:
         used: time of the last use, a count.
     """
 
-    ids: NDArray[np.int64]
+    keys: NDArray[np.int64]
     pages: list[int]
     chunk_ends: tuple[int, ...]
     decoded: int
@@ -101,16 +103,19 @@ class PrefixCache:
         return len(self._prefixes)
 
     def find(
-        self, prompt: Sequence[int], most: int, chunk_ends: Sequence[int] | None = None
+        self, keys: ArrayLike, most: int, chunk_ends: Sequence[int] | None = None
     ) -> Hit | None:
-        """Prefix of which the prompt can reuse the most, up to `most` tokens; None without one.
+        """Prefix of which a prompt can reuse the most, up to `most` tokens; None without one.
 
-        chunk_ends: of the prompt, see `Prefix.reusable`.
+        Args:
+            keys: of the prompt, see `prefix_keys`.
+            most: tokens.
+            chunk_ends: of the prompt, see `Prefix.reusable`.
         """
-        ids = np.asarray(prompt, dtype=np.int64)
+        keys = np.asarray(keys, dtype=np.int64)
         best: Hit | None = None
         for prefix in self._prefixes:
-            shared = min(_common(prefix.ids, ids), most)
+            shared = min(_common(prefix.keys, keys), most)
             length = prefix.reusable(shared, self._recurrent, chunk_ends)
             if length and (best is None or length > best.length):
                 best = Hit(prefix, length)
@@ -121,8 +126,8 @@ class PrefixCache:
     def insert(self, prefix: Prefix) -> None:
         """Keep a prefix in place of the ones that it extends, as an owner of its pages."""
         for other in list(self._prefixes):
-            length = len(other.ids)
-            begins = _common(other.ids, prefix.ids) == length
+            length = len(other.keys)
+            begins = _common(other.keys, prefix.keys) == length
             if begins and prefix.alike(length, other.chunk_ends):  # else their bytes differ
                 self._inherit(prefix, other)
                 self._remove(other)
@@ -188,16 +193,35 @@ def shared_pages(hit: Hit) -> tuple[list[int], int | None]:
 
 
 def new_prefix(
-    ids: Sequence[int], pages: Sequence[int], chunk_ends: Sequence[int], decoded: int, fresh: int
+    keys: ArrayLike, pages: Sequence[int], chunk_ends: Sequence[int], decoded: int, fresh: int
 ) -> Prefix:
     """Prefix of all given tokens, with those of the pages that hold them."""
+    keys = np.asarray(keys, dtype=np.int64)
     return Prefix(
-        ids=np.asarray(ids, dtype=np.int64),
-        pages=list(pages[: pages_for(len(ids))]),
-        chunk_ends=tuple(end for end in chunk_ends if end <= len(ids)),
+        keys=keys,
+        pages=list(pages[: pages_for(len(keys))]),
+        chunk_ends=tuple(end for end in chunk_ends if end <= len(keys)),
         decoded=decoded,
         fresh=fresh,
     )
+
+
+def prefix_keys(ids: Sequence[int], request: TokenRequest) -> NDArray[np.int64]:
+    """Keys of a request's tokens, [T] int64: equal where they compute the same keys and values.
+
+    They are ids, changed by the hash of whatever else goes into the prompt at these tokens. The
+    salt changes the first one, without which nothing is shared.
+    """
+    keys = np.array(ids, dtype=np.int64)
+    if request.salt:
+        keys[:1] ^= _number(request.salt)
+    for each in request.embedded:
+        keys[each.first : each.first + len(each.rows)] ^= _number(each.origin)
+    return keys
+
+
+def _number(origin: bytes) -> int:
+    return int.from_bytes(blake2b(origin, digest_size=8).digest(), "big", signed=True)
 
 
 def _common(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:

@@ -7,6 +7,7 @@ from lowbit.formats.errors import RequestError, SettingError, TooLongError
 from lowbit.formats.sampling_ranges import LOGPROBS
 from lowbit.runtime.state.pages import PAGE, pages_for
 from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.step import Embedded
 from lowbit.runtime.text.answer import OutputStart
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.tools import CallForm, Tool
@@ -26,6 +27,9 @@ class TokenRequest:
         constraint: restricts its tokens, and belongs to this request alone; None allows all.
         prompt_logprobs: report the log-probabilities of the prompt's tokens and of this many
             likeliest tokens in their places; None reports none.
+        embedded: tokens of the prompt whose embeddings are given, in ascending order.
+        salt: hash of what else its keys and values depend on, such as an adapter; prompts of
+            unlike salts share no prefix.
         client: who asks; those who wait are served in turn.
         stops: strings that end the text and are left out of it.
         begin: start of the output, see `OutputStart`.
@@ -43,6 +47,8 @@ class TokenRequest:
     message_ends: frozenset[int] = frozenset()
     constraint: Constraint | None = None
     prompt_logprobs: int | None = None
+    embedded: tuple[Embedded, ...] = ()
+    salt: bytes = b""
     client: str = ""
     stops: tuple[str, ...] = ()
     begin: OutputStart = "raw"

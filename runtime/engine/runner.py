@@ -28,8 +28,8 @@ from lowbit.runtime.state.host_rings import to_device
 from lowbit.runtime.state.pages import pages_for
 from lowbit.runtime.state.sampler import SamplerRows, new_sampler_rows
 from lowbit.runtime.state.snapshots import Snapshots
-from lowbit.runtime.state.step import Step, StepPlan
-from lowbit.runtime.state.step_buffers import new_step_buffers
+from lowbit.runtime.state.step import Step, StepPlan, embedded_within
+from lowbit.runtime.state.step_buffers import new_step
 from lowbit.runtime.thresholds import ROUND_TOKENS, SEQUENCE_TOKENS
 
 ALIGNED = 16  # kept logits: their rows are a multiple of so many
@@ -164,24 +164,23 @@ class Runner:
             last row is that of the last token. That of the last layer is valid until the next chunk
             runs.
         """
-        if self.chunks is not None and self.chunks.takes(len(ids)):
+        count, first = len(ids), sequence.length
+        embedded = embedded_within(sequence.request.embedded, first, count)
+        if self.chunks is not None and self.chunks.takes(count) and not embedded:
             yield self.chunks.run(sequence, ids, last)
             return
-        count = len(ids)
-        span = sequence.next_span(count)
-        buffers = new_step_buffers(count, self.state.device)
-        buffers.write([span], ids, count)
         prompt = count > SEQUENCE_TOKENS
         plan = StepPlan(
             tokens=count,
             sequences=1,
-            reach=reach_for(span.first + count, self.context),
+            reach=reach_for(first + count, self.context),
             longest=count,
-            spans=(span,),
+            spans=(sequence.next_span(count),),
             prompt=prompt,
             ending="together" if not prompt else "last" if last else "apart",
+            embedded=embedded,
         )
-        yield from self._each_layer(buffers.ids[:count], buffers.step(plan, self.tables))
+        yield from self._each_layer(*new_step(plan, ids, self.tables))
 
     def begin(self, sequence: Sequence, hidden: Tensor) -> PlainStep:
         """Choose the first new token of a sequence, by its prompt's last hidden state [1, h]."""

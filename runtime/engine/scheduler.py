@@ -15,7 +15,13 @@ from threading import Lock
 from lowbit.formats.errors import LowbitError, QueueFullError
 from lowbit.runtime.engine.load_options import SHORT
 from lowbit.runtime.engine.plan import Capacity, Change, CloseRow, OpenRow, SaveSnapshot
-from lowbit.runtime.engine.prefix_cache import Hit, PrefixCache, new_prefix, shared_pages
+from lowbit.runtime.engine.prefix_cache import (
+    Hit,
+    PrefixCache,
+    new_prefix,
+    prefix_keys,
+    shared_pages,
+)
 from lowbit.runtime.engine.sequence import Finish, Sequence
 from lowbit.runtime.engine.stats import Reuse
 from lowbit.runtime.state.pool import Pool
@@ -233,10 +239,11 @@ class BlockManager:
             return False
         prompt = sequence.request.prompt
         chunk_ends = chunk_ends_of(prompt, sequence.request.message_ends, self._capacity.chunk)
+        keys = prefix_keys(prompt, sequence.request)
         if scored is None:
-            hit = self.prefixes.find(prompt, len(prompt) - 1, chunk_ends)
+            hit = self.prefixes.find(keys, len(prompt) - 1, chunk_ends)
         else:
-            hit = self.prefixes.find(prompt, scored)
+            hit = self.prefixes.find(keys, scored)
             chunk_ends.append(scored)
         opening = self._take_pages(sequence, hit)
         if opening is None:
@@ -299,10 +306,9 @@ class BlockManager:
         if length == 0:
             return
         self._freed += 1
-        decoded = len(sequence.request.prompt)
-        prefix = new_prefix(
-            sequence.ids[:length], sequence.pages, sequence.chunk_ends, decoded, sequence.fresh
-        )
+        request, pages, chunk_ends = sequence.request, sequence.pages, sequence.chunk_ends
+        keys = prefix_keys(sequence.ids[:length], request)
+        prefix = new_prefix(keys, pages, chunk_ends, len(request.prompt), sequence.fresh)
         prefix.snapshots = {at: number for at, number in sequence.snapshots.items() if at <= length}
         for at in prefix.snapshots:
             del sequence.snapshots[at]

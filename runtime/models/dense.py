@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.runtime.backends.ops import Ops
-from lowbit.runtime.models.layer_parts import Mlp, last_of, read_mlp, run_mlp
+from lowbit.runtime.models.layer_parts import Mlp, embed, last_of, read_mlp, run_mlp
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.rope import Rope, rope_tables
 from lowbit.runtime.state.step import Step
@@ -63,7 +63,7 @@ class Dense(Generic[W]):
             token where no other is wanted.
         """
         ops, eps = self.ops, self.config.rms_norm_eps
-        x = ops.embed(ids, self.embedding)  # [M, h]
+        x = embed(ops, ids, self.embedding, step)  # [M, h]
         for index, layer in enumerate(self.layers):
             qkv = ops.product(x, layer.qkv, norm=layer.input_norm, eps=eps, added=layer.qkv_bias)
             mixed = ops.attention(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowbit.formats.architectures.config import Experts
 from lowbit.runtime.backends.ops import Ops
+from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.linear import ExpertWeights, MlpWeights
 from lowbit.runtime.weights.weights import Weights
 
@@ -20,6 +21,21 @@ Mlp = MlpWeights[W] | ExpertWeights[W]
 def last_of(layers: Iterable[Tensor]) -> Tensor:
     """Run all layers, each of which is computed as it is asked for: output of the last one."""
     return deque(layers, maxlen=1)[0]
+
+
+def embed(ops: Ops[W], ids: Tensor, table: Tensor, step: Step) -> Tensor:
+    """Embeddings of the tokens of a step: rows of the table, or those that the step gives: [M, h].
+
+    Args:
+        ops: of the backend.
+        ids: [M] of the tokens.
+        table: [V, h].
+        step: of the tokens.
+    """
+    x = ops.embed(ids, table)
+    for each in step.embedded:
+        x[each.first : each.first + len(each.rows)] = each.rows
+    return x
 
 
 def run_mlp(ops: Ops[W], x: Tensor, norm: Tensor, eps: float, mlp: Mlp[W]) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowbit.formats.architectures.decoder import FULL
 from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.runtime.backends.ops import Ops
-from lowbit.runtime.models.layer_parts import Mlp, last_of, read_mlp, run_mlp
+from lowbit.runtime.models.layer_parts import Mlp, embed, last_of, read_mlp, run_mlp
 from lowbit.runtime.state.delta import DeltaWeights
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.rope import Rope, rope_tables
@@ -101,7 +101,7 @@ class Qwen35(Generic[W]):
             Output of each layer [M, h]; of the last one, before the final norm, [1, h] of the last
             token where no other is wanted.
         """
-        x = self.ops.embed(ids, self.embedding)  # [M, h]
+        x = embed(self.ops, ids, self.embedding, step)  # [M, h]
         for layer in self.layers:
             x = self.run_layer(x, layer, state, step, ends=layer is self.layers[-1])
             yield x

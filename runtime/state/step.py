@@ -1,7 +1,7 @@
 """A step: tokens of one or several sequences that pass the layers together."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
@@ -33,6 +33,21 @@ class Span:
     writes: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Embedded:
+    """Tokens whose embeddings do not come from the model's table, such as those of an image.
+
+    Attributes:
+        first: of these tokens, in a prompt or in a step.
+        rows: [n, h], their embeddings.
+        origin: hash of what they were made from; the prefix cache compares it.
+    """
+
+    first: int
+    rows: Tensor
+    origin: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """A step as the host knows it, beside the numbers in its `StepBuffers`.
@@ -48,6 +63,7 @@ class StepPlan:
         prompt: see `Step`.
         ending: see `Step`.
         ordered: tokens are chosen place by place, since penalties count those chosen before.
+        embedded: see `Step`.
     """
 
     tokens: int
@@ -58,6 +74,7 @@ class StepPlan:
     prompt: bool = False
     ending: Ending = "together"
     ordered: bool = False
+    embedded: tuple[Embedded, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +101,7 @@ class Step:
             any company.
         own_angles: [M] int32, rows of the rotary tables for the tokens, ascending by one in a
             sequence of a decode step; None where they are the positions.
+        embedded: tokens of a chunk of a prompt that the model does not look up in its table.
         ending: of a prompt, how its tokens pass the last layer behind its keys, values and states:
             all together; the last one apart, so that it has the same bits whether or not the others
             pass, too; or only that one.
@@ -101,6 +119,7 @@ class Step:
     prompt: bool = False
     ending: Ending = "together"
     own_angles: Tensor | None = None
+    embedded: tuple[Embedded, ...] = ()
 
     @property
     def angles(self) -> Tensor:
@@ -122,6 +141,17 @@ class Step:
         at = (self.starts[1:] - 1).long()
         last = finish(*(each.index_select(0, at) for each in rows))
         return last if self.ending == "last" else finish(*rows).index_copy(0, at, last)
+
+
+def embedded_within(embedded: Iterable[Embedded], first: int, count: int) -> tuple[Embedded, ...]:
+    """Parts of embedded tokens among `count` tokens from position `first` on, counted from it."""
+    found = []
+    for each in embedded:
+        start = max(each.first, first)
+        rows = each.rows[start - each.first : max(0, first + count - each.first)]
+        if len(rows):
+            found.append(replace(each, first=start - first, rows=rows))
+    return tuple(found)
 
 
 def rows_and_positions(spans: Sequence[Span]) -> tuple[list[int], list[int]]:

@@ -63,19 +63,50 @@ class StepBuffers:
             tables: [R, T / PAGE] int32 block tables by row.
         """
         M, B = plan.tokens, plan.sequences
-        return Step(
-            positions=self.positions[:M],
-            rows=self.rows[:M],
-            starts=self.starts[: B + 1],
-            tables=tables,
-            read=self.reads[:B],
-            write=self.writes[:M],
-            reach=plan.reach,
-            longest=plan.longest,
-            spans=plan.spans,
-            prompt=plan.prompt,
-            ending=plan.ending,
-        )
+        starts, slots = self.starts[: B + 1], (self.reads[:B], self.writes[:M])
+        return step_of(plan, tables, self.positions[:M], self.rows[:M], starts, slots)
+
+
+def step_of(
+    plan: StepPlan,
+    tables: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    starts: Tensor,
+    slots: tuple[Tensor, Tensor] | None = None,
+) -> Step:
+    """The step of a plan; nobody else makes one.
+
+    Args:
+        plan: of the step.
+        tables: see `Step`, as positions, rows and starts.
+        positions: [M] int32.
+        rows: [M] int32.
+        starts: [B + 1] int32.
+        slots: `Step.read` and `Step.write`; None where no layer has a recurrent state.
+    """
+    read, write = (rows, rows) if slots is None else slots
+    return Step(
+        positions=positions,
+        rows=rows,
+        starts=starts,
+        tables=tables,
+        read=read,
+        write=write,
+        reach=plan.reach,
+        longest=plan.longest,
+        spans=plan.spans,
+        prompt=plan.prompt,
+        ending=plan.ending,
+        embedded=plan.embedded,
+    )
+
+
+def new_step(plan: StepPlan, ids: Sequence[int], tables: Tensor) -> tuple[Tensor, Step]:
+    """Ids [M] int32 of the tokens of a plan's spans, and its step, in buffers of their own."""
+    buffers = new_step_buffers(plan.tokens, tables.device)
+    buffers.write(plan.spans, ids, plan.tokens)
+    return buffers.ids[: plan.tokens], buffers.step(plan, tables)
 
 
 def buffers_in(block: Tensor) -> StepBuffers:
@@ -118,8 +149,6 @@ def lone_step(count: int, device: str | torch.device, first: int = 0, prompt: bo
     """
     pages = tuple(range(1, 1 + pages_for(first + count)))
     span = Span(1, first, count, pages, 1, (*([NO_SLOT] * (count - 1)), 1))
-    buffers = new_step_buffers(count, torch.device(device))
-    buffers.write([span], [0] * count, count)
     tables = torch.tensor([[SCRATCH] * len(pages), pages], dtype=torch.int32, device=device)
-    reach = len(pages) * PAGE
-    return buffers.step(StepPlan(count, 1, reach, count, (span,), prompt=prompt), tables)
+    plan = StepPlan(count, 1, len(pages) * PAGE, count, (span,), prompt=prompt)
+    return new_step(plan, [0] * count, tables)[1]

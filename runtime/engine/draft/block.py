@@ -18,7 +18,8 @@ from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.host_rings import new_ring
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.sampler import SamplerRows
-from lowbit.runtime.state.step import Span, Step, rows_and_positions, starts_of
+from lowbit.runtime.state.step import Span, Step, StepPlan, rows_and_positions
+from lowbit.runtime.state.step_buffers import new_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,11 @@ class Blocks:
         size, mask, B = self.drafter.blocks.size, self.drafter.blocks.mask_token, len(sequences)
         ids = [id for each in sequences for id in (each.output[-1], *[mask] * (size - 1))]
         ops, eps = decoder.ops, self.drafter.config.rms_norm_eps
-        x = ops.embed(torch.tensor(ids), decoder.embedding)
-        hidden = self.drafter.hidden(x, self.pages, self._step(sequences))
+        spans = tuple(Span(each.row, each.last, size, tuple(each.pages)) for each in sequences)
+        longest = max(span.first for span in spans) + size
+        plan = StepPlan(len(ids), B, longest, longest=size, spans=spans)
+        tokens, step = new_step(plan, ids, self.tables)
+        hidden = self.drafter.hidden(ops.embed(tokens, decoder.embedding), self.pages, step)
         some = hidden.view(B, size, -1)[:, 1 : 1 + k].flatten(0, 1)  # [B * k, h]
         logits = ops.product(
             some,
@@ -77,25 +81,8 @@ class Blocks:
         )
         before = [Span(each.row, each.last, k) for each in sequences]
         rows, positions = torch.tensor(rows_and_positions(before), dtype=torch.int32)
-        tokens = torch.empty(B * k, dtype=torch.int64)
-        ops.choose(logits, self.sampler, rows, positions, tokens, self._ring)
+        drafts = torch.empty(B * k, dtype=torch.int64)
+        ops.choose(logits, self.sampler, rows, positions, drafts, self._ring)
         if self.sampler.shape.adjusted:  # penalties count a token once, when it is chosen
-            self.sampler.uncount(rows, tokens)
-        return [[int(token) for token in some] for some in tokens.view(B, k)]
-
-    def _step(self, sequences: Numbers[Sequence]) -> Step:
-        """Step that runs a block of each sequence, from its last token on."""
-        size = self.drafter.blocks.size
-        spans = [Span(each.row, each.last, size, tuple(each.pages)) for each in sequences]
-        rows, positions = torch.tensor(rows_and_positions(spans), dtype=torch.int32)
-        return Step(
-            positions=positions,
-            rows=rows,
-            starts=torch.tensor(starts_of(spans), dtype=torch.int32),
-            tables=self.tables,
-            read=rows,
-            write=rows,
-            reach=max(span.first + span.count for span in spans),
-            longest=size,
-            spans=tuple(spans),
-        )
+            self.sampler.uncount(rows, drafts)
+        return [[int(draft) for draft in some] for some in drafts.view(B, k)]

@@ -36,6 +36,7 @@ from lowbit.runtime.state.step import (
     rows_and_positions,
     starts_of,
 )
+from lowbit.runtime.state.step_buffers import new_step, step_of
 from lowbit.runtime.thresholds import ROUND_TOKENS, SEQUENCE_TOKENS
 
 if TYPE_CHECKING:
@@ -73,16 +74,14 @@ class MtpCache:
             first: position of the part.
             hidden: [M, h] of the part, before the final norm.
         """
-        count, prompt, ints = len(hidden), sequence.request.prompt, self.runner.ints
+        count, prompt, runner = len(hidden), sequence.request.prompt, self.runner
         stop = min(first + count, len(prompt) - 1)
         self.hidden_ring[sequence.row, (first + count - 1) % HIDDEN_RING] = hidden[-1]
         if stop > first:
             span = Span(sequence.row, first, stop - first, tuple(sequence.pages))
-            rows, positions = ints(rows_and_positions([span]))
-            reach = reach_for(stop, self.runner.context)
-            step = self.step(rows, positions, ints([0, span.count]), reach, [span])
-            ids = ints(prompt[first + 1 : stop + 1])
-            self.head.hidden(ids, hidden[: span.count], self.runner.state, step)
+            plan = _plan([span], reach_for(stop, runner.context))
+            ids, step = new_step(plan, prompt[first + 1 : stop + 1], runner.tables)
+            self.head.hidden(ids, hidden[: span.count], runner.state, step)
         drafts_of(sequence).seen = stop
 
     def skip_prompt(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
@@ -129,29 +128,23 @@ class MtpCache:
         count = self.block.shape[1] if span is None else span.count
         rows, positions, ring_places, ids = self.block[:, :count]
         starts = self.starts if span is None else self.runner.ints([0, count])
-        step = self.step(rows, positions, starts, reach, [span or Span(SCRATCH, 0, count)])
+        step = self.step([span or Span(SCRATCH, 0, count)], reach, rows, positions, starts)
         hidden = self.runner.decoder.ops.embed(ring_places, self.hidden_ring.flatten(0, 1))
         self.head.hidden(ids, hidden, self.runner.state, step)
 
     def step(
-        self, rows: Tensor, positions: Tensor, starts: Tensor, reach: int, spans: Numbers[Span]
+        self, spans: Numbers[Span], reach: int, rows: Tensor, positions: Tensor, starts: Tensor
     ) -> Step:
-        """Step of the head, whose layer has no recurrent state.
+        """Step of the head, whose layer has no recurrent state; see `_plan`."""
+        return step_of(_plan(spans, reach), self.runner.tables, positions, rows, starts)
 
-        spans: of each sequence; in a graph their counts alone matter.
-        """
-        return Step(
-            positions=positions,
-            rows=rows,
-            starts=starts,
-            tables=self.runner.tables,
-            read=rows,
-            write=rows,
-            reach=reach,
-            longest=max(span.count for span in spans),
-            spans=tuple(spans),
-            prompt=len(spans) == 1 and len(rows) > SEQUENCE_TOKENS,
-        )
+
+def _plan(spans: Numbers[Span], reach: int) -> StepPlan:
+    """Plan of a step of the head; in a graph only the counts of the spans matter."""
+    counts = [span.count for span in spans]
+    M, B = sum(counts), len(counts)
+    prompt = B == 1 and M > SEQUENCE_TOKENS
+    return StepPlan(M, B, reach, longest=max(counts), spans=tuple(spans), prompt=prompt)
 
 
 @dataclass(slots=True)
@@ -349,7 +342,7 @@ class MtpRounds:
                     Span(part.sequence.row, part.sequence.last + ahead, 1, part.span.pages)
                     for part in self.parts
                 ]
-                step = self.cache.step(rows, positions[ahead], self._singles[: B + 1], reach, spans)
+                step = self.cache.step(spans, reach, rows, positions[ahead], self._singles[: B + 1])
                 hidden = head.hidden(token, hidden, runner.state, step, own=True)
         return drafts.T
 
@@ -358,7 +351,7 @@ class MtpRounds:
         inputs, runner, embed = self.inputs, self.runner, self.runner.decoder.ops.embed
         count = B * (k + 1) if runner.on_gpu else sum(span.count for span in self._seen)
         rows, seen = inputs.seen_rows[:count], inputs.seen[:count]
-        step = self.cache.step(rows, seen, inputs.seen_starts[: B + 1], reach, self._seen)
+        step = self.cache.step(self._seen, reach, rows, seen, inputs.seen_starts[: B + 1])
         hidden = embed(inputs.ring_places[:count], self.cache.hidden_ring.flatten(0, 1))
         found = self.cache.head.hidden(inputs.chosen[:count], hidden, runner.state, step)
         return embed(inputs.ends[:B], found)

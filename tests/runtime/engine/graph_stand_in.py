@@ -147,9 +147,9 @@ def _rounds_through_graphs(
     step = MtpCache.step
 
     def step_on_device(
-        cache: MtpCache, rows: Tensor, positions: Tensor, starts: Tensor, *rest: Any
+        cache: MtpCache, known: Any, reach: int, rows: Tensor, positions: Tensor, starts: Tensor
     ) -> Step:
-        found = step(cache, rows, positions, starts, *rest)
+        found = step(cache, known, reach, rows, positions, starts)
         if cache.runner is not model.engine.runner or found.prompt:
             return found
         spans = []
