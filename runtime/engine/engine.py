@@ -1,19 +1,21 @@
 """The engine: every step takes chunks of prompts and a token of each sequence behind its prompt.
 
-The engine has no thread: whoever waits for a token runs steps for everybody until it is there. One
-request alone is then never handed from thread to thread, and requests from several threads or
-tasks still share their steps.
+One thread owns the steps, and whoever waits for a token lets it run them for everybody. That is the
+first thread to wait, so that a lone one hands nothing over; once another waits beside it, and for
+asyncio tasks, it is the engine's own thread, until no request runs any more.
 """
 
+import asyncio
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ids
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from threading import RLock
+from threading import Lock, RLock, get_ident
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +36,9 @@ from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.pages import EXTRA
 from lowbit.runtime.state.sampler import SamplingParams, random_seed
 
+P = ParamSpec("P")
+T = TypeVar("T")
+DRIVER = -1  # in place of a thread's identifier: the engine's own thread owns the steps
 CPU_TURN_S = 0.1  # of prompts in a step on a CPU beside sequences that decode; then a layer ends
 
 
@@ -88,7 +93,9 @@ class Engine:
         )
         self.threads = None if runner.on_gpu else StepThreads()
         self.in_prompt = False
-        self._lock = RLock()
+        self._lock = RLock()  # held while a step runs
+        self._owner = DRIVER  # see `_by_owner`
+        self._choosing_owner = Lock()
         self._sent: deque[PendingStep] = deque()
         self._paused: Chunk | None = None
         self._interrupted = False  # set while a step runs, and after one that was left halfway
@@ -134,6 +141,9 @@ class Engine:
         Raises:
             LowbitError: that ended it.
         """
+        return self._by_owner(self._advance, sequence)
+
+    def _advance(self, sequence: Sequence) -> bool:
         with self._lock:
             if sequence.unread:
                 return True
@@ -141,7 +151,7 @@ class Engine:
                 raise sequence.error
             if sequence.ended:
                 return False
-            if not self.step() and not sequence.ended:
+            if not self._whole_step() and not sequence.ended:
                 raise RequestError("the request waits for room that nobody will give back")
             return True
 
@@ -153,6 +163,9 @@ class Engine:
         Returns:
             False if there was nothing to do.
         """
+        return self._by_owner(self._whole_step)
+
+    def _whole_step(self) -> bool:
         with self._lock:
             try:
                 with self._untraced(), self._working():
@@ -206,6 +219,9 @@ class Engine:
         """
         self.limits.check_prompt(ids, start)
         sequence = Sequence(TokenRequest(tuple(ids)), count=1, seed=0)
+        return self._by_owner(self._all_logits, sequence, start)
+
+    def _all_logits(self, sequence: Sequence, start: int) -> Tensor:
         with self._lock:
             while True:
                 with self._untraced(), self._working():
@@ -214,7 +230,7 @@ class Engine:
                     parts = self._logits(sequence, start) if opened else []
                 if opened:
                     return torch.cat(parts)  # outside of inference mode: callers may change it
-                if not self.step():
+                if not self._whole_step():
                     raise RequestError("other requests leave no room for this one")
 
     def _logits(self, sequence: Sequence, start: int) -> list[Tensor]:
@@ -241,11 +257,30 @@ class Engine:
 
     @cached_property
     def driver(self) -> ThreadPoolExecutor:
-        """Thread that runs steps while asyncio tasks wait."""
+        """The engine's own thread."""
         return ThreadPoolExecutor(max_workers=1, thread_name_prefix="lowbit-engine")
+
+    def _by_owner(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Let the owner of the steps do something: this thread if nothing runs, else `driver`."""
+        caller = get_ident()
+        if self._owner != caller:
+            with self._choosing_owner:
+                running = any(not each.cancelled for each in self.scheduler.running)
+                self._owner = DRIVER if running else caller
+        if self._owner == caller:
+            return work(*args, **kwargs)
+        return self.driver.submit(work, *args, **kwargs).result()
+
+    async def advance_later(self, sequence: Sequence) -> bool:
+        """Let the engine's own thread `advance` a sequence, without blocking the event loop."""
+        self._owner = DRIVER
+        return await asyncio.wrap_future(self.driver.submit(self._advance, sequence))
 
     def forget(self) -> None:
         """Empty the prefix cache."""
+        self._by_owner(self._forget)
+
+    def _forget(self) -> None:
         with self._lock, self._working():
             self.scheduler.blocks.forget()
 

@@ -1,6 +1,5 @@
 """Answers to requests: their tokens as they are chosen, and their text."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,13 +43,12 @@ class Handle(Iterator[int], AsyncIterator[int]):
     async def __anext__(self) -> int:
         """Next token, without blocking the event loop; see `__next__`.
 
-        The driver runs one step at a time, so a request that waits for room does not hold up those
-        that run; a task that is cancelled meanwhile loses no token.
+        The engine's thread runs one step at a time, so a request that waits for room does not hold
+        up those that run; a task that is cancelled meanwhile loses no token.
         """
-        engine, sequence = self._engine, self._sequence
-        loop = asyncio.get_running_loop()
+        sequence = self._sequence
         while (token := sequence.take()) is None:
-            if not await loop.run_in_executor(engine.driver, engine.advance, sequence):
+            if not await self._engine.advance_later(sequence):
                 raise StopAsyncIteration
         return token
 

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,39 @@ def test_threads_share_the_engine(model: lowbit.Model) -> None:
         thread.join(60)
     assert not failed
     assert [found[n] for n in range(16)] == expected
+
+
+def test_one_thread_runs_the_steps(model: lowbit.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first that waits; beside a second one, and for tasks, the engine's own."""
+    engine, step, seen = model.engine, Engine._step, list[str]()
+
+    def noted(engine: Engine) -> bool:
+        seen.append(threading.current_thread().name)
+        return step(engine)
+
+    def threads() -> list[str]:
+        found, seen[:] = [name for name, _ in groupby(seen)], []
+        return found
+
+    async def task(request: TokenRequest) -> Ids:
+        return tuple([token async for token in engine.submit(request)])
+
+    monkeypatch.setattr(Engine, "_step", noted)
+    here, own = threading.current_thread().name, "lowbit-engine_0"
+    requests = [TokenRequest(prompt(n), HOT, 8) for n in range(4)]
+    expected = [alone(model, request) for request in requests]
+    assert threads() == [here]
+    first = engine.submit(requests[0])
+    begun = next(first)
+    second = threading.Thread(target=lambda: engine.submit(requests[1]).result(), name="second")
+    second.start()
+    second.join(60)
+    assert (begun, *first) == expected[0]
+    assert threads() == [here, own]
+    assert engine.submit(requests[2]).result() == expected[2]
+    assert threads() == [here]  # nothing else runs any more
+    assert asyncio.run(task(requests[3])) == expected[3]
+    assert threads() == [own]
 
 
 def test_a_thread_that_dies_leaves_the_others_alone(model: lowbit.Model) -> None:
