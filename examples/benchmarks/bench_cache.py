@@ -18,7 +18,7 @@ from bench_kernels import ROTATED_BYTES, graph_us
 from torch import Tensor
 
 from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE, CacheType
-from lowbit.runtime.engine.graphs import reach_for
+from lowbit.runtime.engine.graphs import round_kv_len
 from lowbit.runtime.kernels.attention.decode import attention_decode
 from lowbit.runtime.kernels.attention.prefill import attention_prefill
 from lowbit.runtime.kernels.attention.reference import attention_ref
@@ -92,7 +92,7 @@ def next_tokens(length: int, sequences: int, tables: Tensor) -> Step:
         tables=tables,
         read=rows,
         write=rows,
-        reach=reach_for(length + 1, tables.shape[1] * PAGE),
+        max_kv_len=round_kv_len(length + 1, tables.shape[1] * PAGE),
         longest=1,
         spans=tuple(Span(row, length, 1) for row in range(sequences)),
     )
@@ -108,7 +108,7 @@ def chunk_of(first: int, count: int, tables: Tensor) -> Step:
         tables=tables,
         read=at[:1],
         write=at[:1].expand(count).contiguous(),
-        reach=CONTEXT,
+        max_kv_len=CONTEXT,
         longest=count,
         spans=(Span(0, first, count),),
         prompt=True,

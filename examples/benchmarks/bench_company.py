@@ -85,7 +85,7 @@ def time_attention(name: str) -> None:
         for tokens in TOKENS:
             qkv = torch.randn(tokens, width, device="cuda").bfloat16()
             step = next_tokens(length, tokens, tables)
-            for way, launch in ways(Hkv, Hq // Hkv, D, step.reach, tokens):
+            for way, launch in ways(Hkv, Hq // Hkv, D, step.max_kv_len, tokens):
                 given = qkv, *norms, EPS, rope, pages, step
                 with mock.patch.object(decode, "attention_launch", return_value=launch):
                     us = graph_us(partial(attend, given, copies, gated), 10) / copies

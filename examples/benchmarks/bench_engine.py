@@ -93,7 +93,7 @@ def tokens_us(engine: Engine, count: int, every_state: bool = False) -> float:
         tables=runner.tables,
         read=ints([1]),
         write=ints(slots),
-        reach=256,
+        max_kv_len=256,
         longest=count,
         spans=(),
     )

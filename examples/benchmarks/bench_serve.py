@@ -28,7 +28,7 @@ from serve_client import Connection
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from lowbit.formats.kv_cache import BF16_CACHE
-from lowbit.runtime.engine.constraints import Bounds
+from lowbit.runtime.engine.constraints import ConstraintFactory
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load import load
 from lowbit.runtime.engine.load_options import LoadOptions
@@ -73,7 +73,7 @@ def random_model(size: str, context: int, sequences: int) -> Model:
         engine=engine,
         tokenizer=text,
         template=template,
-        bounds=Bounds(text, template, vocabulary, ()),
+        constraints=ConstraintFactory(text, template, vocabulary, ()),
         defaults=GREEDY,
         stop_ids=frozenset(),
         device="cuda",

@@ -25,7 +25,7 @@ from random_engine import random_engine
 
 from lowbit.formats.architectures import read_config
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.graphs import Graphs, reach_for
+from lowbit.runtime.engine.graphs import Graphs, round_kv_len
 from lowbit.runtime.kernels.attention import decode as attention_decode
 from lowbit.runtime.kernels.launch.attention import (
     PART,
@@ -82,7 +82,7 @@ def tune_attention(size: str, positions: list[int]) -> None:
     Hkv, D = config.num_key_value_heads, config.head_dim
     shared = config.num_attention_heads // Hkv
     for position in positions:
-        reach = reach_for(position + 1, engine.limits.context)
+        reach = round_kv_len(position + 1, engine.limits.context)
         rule = attention_launch(Hkv, shared, D, reach, tokens=1)
         tried = dict.fromkeys([rule, *candidates(rule, reach, shared, D)])
         times = {launch: tried_us(engine, position, launch) for launch in tried}

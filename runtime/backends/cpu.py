@@ -99,7 +99,7 @@ def _attended(
     """
     stop = span.first + span.count
     _append(k, v, pages, span, layer)
-    if not pages.scaled:
+    if not pages.quantized:
         return _causal(q, *_stored(pages, span, layer, stop, q.dtype), span, together)
     outs = []
     for head, queries in enumerate(q.float().chunk(pages.heads)):  # few keys are widened at a time
@@ -145,7 +145,7 @@ def _stored(
     pages: KVPages, span: Span, layer: int, stop: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of one sequence up to a position, [Hkv, stop, D] each, in a dtype."""
-    if pages.scaled:
+    if pages.quantized:
         k, v = _widened(pages, span, layer, stop, slice(None))
     else:
         k, v = (_rows(store, span, stop) for store in pages.layer(layer))

@@ -82,7 +82,7 @@ class Chunks:
         plan = StepPlan(
             tokens=M,
             sequences=1,
-            reach=self.tables.shape[1] * PAGE,
+            max_kv_len=self.tables.shape[1] * PAGE,
             longest=M,
             spans=(Span(SCRATCH, 0, M),),
             prompt=True,

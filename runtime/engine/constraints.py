@@ -27,7 +27,7 @@ from lowbit.runtime.text.thinking import (
 from lowbit.runtime.text.tokenizer import Tokenizer
 
 
-class Bounds:
+class ConstraintFactory:
     """Factory of constraints for the requests to one model.
 
     Attributes:
@@ -67,7 +67,7 @@ class Bounds:
         """True if answers may begin with reasoning although a grammar begins at once."""
         return self._template is not None and shows_thinking(self._template)
 
-    def constraint(
+    def make(
         self,
         ids: Ids[int],
         begin: OutputStart,
@@ -91,7 +91,7 @@ class Bounds:
         tokens = None if begin == "raw" else self.thinking
         if tokens is None or (budget is None and then is None):
             return then
-        held = then is not None and then.unbound == 0
+        held = then is not None and then.free_tokens == 0
         if begin == "answer" and (
             self._after(ids, tokens.close) is not None  # the prompt has ended the reasoning
             or (held and not self._shows_thinking)
@@ -113,14 +113,14 @@ class Bounds:
         return None
 
 
-def first_unbound(constraint: Constraint | None) -> int:
+def free_tokens_of(constraint: Constraint | None) -> int:
     """Number of new tokens before the first mask, as far as it is known.
 
     Raises:
         LowbitError: the constraint failed.
     """
     try:
-        return 0 if constraint is None or constraint.done else constraint.unbound
+        return 0 if constraint is None or constraint.done else constraint.free_tokens
     except Exception as error:  # constraints may be foreign objects
         raise explained(error) from error
 
@@ -155,7 +155,7 @@ def next_mask(sequence: Sequence, words: int) -> Tensor | None:
     if constraint is None:
         return None
     try:
-        sequence.released, sequence.unbound = constraint.done, constraint.unbound
+        sequence.constraint_done, sequence.free_tokens = constraint.done, constraint.free_tokens
         return mask_of(constraint, words)
     except Exception as error:  # constraints may be foreign objects
         raise explained(error) from error
@@ -168,7 +168,7 @@ def mask_of(constraint: Constraint, words: int) -> Tensor | None:
         Exception: whatever a foreign object does.
         RequestError: the mask has another shape or type, or allows no token.
     """
-    mask = None if constraint.done or constraint.unbound > 0 else constraint.mask()
+    mask = None if constraint.done or constraint.free_tokens > 0 else constraint.mask()
     if mask is None:
         return None
     if mask.shape != (words,) or mask.dtype != torch.int32 or mask.is_cuda:
@@ -184,12 +184,12 @@ def mask_of(constraint: Constraint, words: int) -> Tensor | None:
 def accept(sequence: Sequence, token: int) -> LowbitError | None:
     """Pass the newest token to the constraint of a sequence; returns the error if it fails."""
     constraint = sequence.request.constraint
-    if constraint is None or sequence.released:
+    if constraint is None or sequence.constraint_done:
         return None
     try:
         if not constraint.done:  # among the tokens of a round; the next step releases it
             constraint.accept(token)
-        sequence.unbound = constraint.unbound
+        sequence.free_tokens = constraint.free_tokens
     except Exception as error:  # constraints may be foreign objects
         return explained(error)
     return None

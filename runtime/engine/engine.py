@@ -23,7 +23,7 @@ from torch import Tensor
 from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.formats.machine.system import explained
 from lowbit.runtime.backends.step_threads import StepThreads
-from lowbit.runtime.engine.constraints import first_unbound, restrict
+from lowbit.runtime.engine.constraints import free_tokens_of, restrict
 from lowbit.runtime.engine.draft_source import DraftSource
 from lowbit.runtime.engine.request import Limits, TokenRequest
 from lowbit.runtime.engine.results import PendingStep
@@ -115,7 +115,7 @@ class Engine:
             request=request,
             count=request.count or 0,
             seed=random_seed() if seed is None else seed,
-            unbound=first_unbound(request.constraint),
+            free_tokens=free_tokens_of(request.constraint),
         )
         self.scheduler.add(sequence)
         return Handle(self, sequence)
@@ -371,16 +371,16 @@ class Engine:
             sequences = self._choose(sequences, self.drafting)
             if not sequences:
                 return False
-        bound = [each for each in sequences if each.bound]
-        if not bound:
+        restricted = [each for each in sequences if each.needs_mask]
+        if not restricted:
             self._sent.append(runner.decode(sequences))
             return True
         runner.forward(sequences)
         self._commit()
-        self._end(restrict(bound, runner.sampler))
+        self._end(restrict(restricted, runner.sampler))
         if not all(each.ended for each in sequences):
             self._sent.append(runner.choose(sequences))
-        self._compute_forced_tokens(bound)
+        self._compute_forced_tokens(restricted)
         return True
 
     def _choose(self, sequences: list[Sequence], drafting: DraftSource) -> list[Sequence]:

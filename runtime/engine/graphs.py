@@ -13,7 +13,7 @@ from lowbit.runtime.state.pages import PAGE, SCRATCH, pages_for
 from lowbit.runtime.thresholds import ROUND_TOKENS
 
 MOST_GRAPHS = 64  # each takes some megabytes of the driver's memory
-FIRST_REACH = 256
+FIRST_KV_LEN = 256
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # tokens; more are multiples of 64
 
 
@@ -71,7 +71,7 @@ class Graphs:
             kept: other tensors that the step changes, restored as well.
         """
         if key not in self._graphs:
-            with aside():
+            with side_stream():
                 before = [each.clone() for each in (*inputs, *kept)]
                 for each in inputs:
                     each.fill_(SCRATCH)
@@ -103,7 +103,7 @@ class Graphs:
 
 
 @contextmanager
-def aside() -> Iterator[None]:
+def side_stream() -> Iterator[None]:
     """Run the body on a stream of its own, behind all work under way and before all later work."""
     torch.cuda.synchronize()
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -121,12 +121,12 @@ def width_for(tokens: int) -> int:
     return next((width for width in WIDTHS if width >= tokens), -(-tokens // last) * last)
 
 
-def reach_for(tokens: int, context: int) -> int:
+def round_kv_len(tokens: int, context: int) -> int:
     """Round a length up to a capture bucket: 256, 1024, 4096, ..., at most the context."""
-    reach = FIRST_REACH
-    while reach < tokens:
-        reach *= 4
-    return min(reach, pages_for(context) * PAGE)
+    max_kv_len = FIRST_KV_LEN
+    while max_kv_len < tokens:
+        max_kv_len *= 4
+    return min(max_kv_len, pages_for(context) * PAGE)
 
 
 def longest_for(tokens: int) -> int:

@@ -15,7 +15,7 @@ from lowbit.formats.hub.locate import locate
 from lowbit.formats.kv_cache import plain_cache
 from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.text.template import load_chat_template
-from lowbit.runtime.engine.constraints import Bounds
+from lowbit.runtime.engine.constraints import ConstraintFactory
 from lowbit.runtime.engine.draft.block import Blocks
 from lowbit.runtime.engine.draft.source import new_drafts
 from lowbit.runtime.engine.engine import Engine
@@ -127,7 +127,7 @@ def load(
         engine=engine,
         tokenizer=tokenizer,
         template=template,
-        bounds=Bounds(tokenizer, template, vocabulary, stop_ids),
+        constraints=ConstraintFactory(tokenizer, template, vocabulary, stop_ids),
         defaults=sampling_defaults(generation),
         stop_ids=stop_ids,
         device=device,

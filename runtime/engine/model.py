@@ -12,7 +12,7 @@ from torch import Tensor
 from lowbit.formats.errors import LowbitError, RequestError, TooLongError
 from lowbit.formats.text.template import ChatTemplate
 from lowbit.formats.text.tokenizer import MarkedText
-from lowbit.runtime.engine.constraints import Bounds
+from lowbit.runtime.engine.constraints import ConstraintFactory
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import ChosenType
@@ -65,7 +65,7 @@ class Model:
     """A loaded model; its requests may come from several threads and run together.
 
     Attributes:
-        bounds: factory of constraints.
+        constraints: factory of constraints.
         cache: size of the cache.
         kv_cache: type of its keys and values.
         defaults: sampling parameters of the model's generation_config.json.
@@ -82,7 +82,7 @@ class Model:
     engine: Engine = field(repr=False)
     tokenizer: Tokenizer = field(repr=False)
     template: ChatTemplate | None = field(repr=False)
-    bounds: Bounds = field(repr=False)
+    constraints: ConstraintFactory = field(repr=False)
     defaults: SamplingParams
     stop_ids: frozenset[int]
     device: str
@@ -105,7 +105,7 @@ class Model:
     @property
     def grammars(self) -> Grammars:
         """Factory of grammars, for `grammar` of a request."""
-        return self.bounds.grammars
+        return self.constraints.grammars
 
     def encode(
         self,
@@ -247,7 +247,7 @@ class Model:
         )
         request = self.engine.limits.check(request)
         if constraint is None:
-            constraint = self.bounds.constraint(ids, request.begin, max_thinking_tokens, grammar)
+            constraint = self.constraints.make(ids, request.begin, max_thinking_tokens, grammar)
         return replace(request, constraint=constraint)
 
     @overload

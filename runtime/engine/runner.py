@@ -16,7 +16,7 @@ from torch import Tensor
 from lowbit.formats.kv_cache import CacheType, plain_cache
 from lowbit.runtime.engine.chunks import Chunks, new_chunks
 from lowbit.runtime.engine.draft_source import ContextReader
-from lowbit.runtime.engine.graphs import Graphs, reach_for, width_for
+from lowbit.runtime.engine.graphs import Graphs, round_kv_len, width_for
 from lowbit.runtime.engine.plan import CHUNK, Capacity, Change, CloseRow, OpenRow, SaveSnapshot
 from lowbit.runtime.engine.results import PlainStep, Results
 from lowbit.runtime.engine.sequence import Sequence
@@ -173,7 +173,7 @@ class Runner:
         plan = StepPlan(
             tokens=count,
             sequences=1,
-            reach=reach_for(first + count, self.context),
+            max_kv_len=self.kv_len_for(first + count),
             longest=count,
             spans=(sequence.next_span(count),),
             prompt=prompt,
@@ -206,9 +206,13 @@ class Runner:
     def choose(self, sequences: list[Sequence]) -> PlainStep:
         """Send the second half of `decode`, under the masks that the sequences have now."""
         M = self.width(len(sequences))
-        plan = StepPlan(tokens=M, sequences=M, reach=0, longest=1)
+        plan = StepPlan(tokens=M, sequences=M, max_kv_len=0, longest=1)
         self._run(("choose", M, self.sampler.shape), plan, self._choose_next)
         return PlainStep(sequences, self.results, self.results.record())
+
+    def kv_len_for(self, tokens: int) -> int:
+        """Round the length of the longest sequence of a step up; see `round_kv_len`."""
+        return round_kv_len(tokens, self.context)
 
     def width(self, tokens: int) -> int:
         """Tokens of a step, with padding on a GPU, so that few steps are recorded."""
@@ -228,7 +232,7 @@ class Runner:
         return StepPlan(
             tokens=M,
             sequences=M,
-            reach=reach_for(max(each.length for each in sequences) + 1, self.context),
+            max_kv_len=self.kv_len_for(max(each.length for each in sequences) + 1),
             longest=1,
             spans=() if self.on_gpu else tuple(spans),
         )
@@ -256,7 +260,7 @@ class Runner:
         """
         self._kept = self._new_kept()
         for M in widths:
-            plans = [StepPlan(M, M, reach, longest=1) for reach in lengths]
+            plans = [StepPlan(M, M, max_kv_len, longest=1) for max_kv_len in lengths]
             for plan in plans:
                 self._logits_of(plan)
             self._decode(plans[0])

@@ -54,8 +54,8 @@ class Sequence:
         chunk_ends: lengths at which the chunks of its prompt end, reused ones included.
         fresh: see `Prefix.fresh`.
         snapshots: numbers of its snapshots, by length.
-        released: its constraint is done.
-        unbound: number of tokens behind the output that need no mask.
+        constraint_done: its constraint is done.
+        free_tokens: number of tokens behind the output that need no mask.
         masked: its sampler row has a mask that does not allow every token.
         verified: its last step checked drafts, so that the host alone has its last token, and its
             recurrent state is in `slot`.
@@ -84,22 +84,22 @@ class Sequence:
     chunk_ends: list[int] = field(default_factory=list)
     fresh: int = 0
     snapshots: dict[int, int] = field(default_factory=dict)
-    released: bool = False
-    unbound: int = 0
+    constraint_done: bool = False
+    free_tokens: int = 0
     masked: bool = False
     verified: bool = False
     tally: Tally = field(default_factory=Tally)
     drafts: object = None
 
     @property
-    def bound(self) -> bool:
+    def needs_mask(self) -> bool:
         """True if the token behind those under way may need a new mask."""
-        return self.limited and (self.masked or self.unbound <= self.under_way)
+        return self.constrained and (self.masked or self.free_tokens <= self.under_way)
 
     @property
-    def limited(self) -> bool:
+    def constrained(self) -> bool:
         """True if it has a constraint that is not done."""
-        return self.request.constraint is not None and not self.released
+        return self.request.constraint is not None and not self.constraint_done
 
     @property
     def under_way(self) -> int:

@@ -30,7 +30,7 @@ from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.engine.chunks import WIDTHS as CHUNK_WIDTHS
 from lowbit.runtime.engine.chunks import Chunks
-from lowbit.runtime.engine.graphs import WIDTHS, Graphs, reach_for, width_for
+from lowbit.runtime.engine.graphs import WIDTHS, Graphs, round_kv_len, width_for
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import Account, asked_cache, choose_cache_type
 from lowbit.runtime.engine.request import TokenRequest
@@ -162,7 +162,7 @@ def send_steps(runner: Runner, params: Iterable[SamplingParams], hopper: bool) -
 def reaches_of(context: int) -> Iterator[int]:
     """Every length that decode steps are recorded for."""
     reach = 0
-    while reach < (found := reach_for(reach + 1, context)):
+    while reach < (found := round_kv_len(reach + 1, context)):
         reach = found
         yield reach
 

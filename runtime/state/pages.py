@@ -32,7 +32,7 @@ class KVPages:
     v_scales: Tensor | None = None
 
     @property
-    def scaled(self) -> bool:
+    def quantized(self) -> bool:
         """True if pages hold codes and their scales."""
         return self.k_scales is not None
 

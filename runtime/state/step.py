@@ -57,7 +57,7 @@ class StepPlan:
     Attributes:
         tokens: M, padding included.
         sequences: B, padding included.
-        reach: see `Step`.
+        max_kv_len: see `Step`.
         longest: see `Step`.
         spans: see `Step`; empty where kernels find all on the device.
         prompt: see `Step`.
@@ -68,7 +68,7 @@ class StepPlan:
 
     tokens: int
     sequences: int
-    reach: int
+    max_kv_len: int
     longest: int
     spans: tuple[Span, ...] = ()
     prompt: bool = False
@@ -92,7 +92,7 @@ class Step:
         tables: [R, T] int32, block tables: the page of each PAGE positions.
         read: [B] int32, slot with the recurrent state before the sequence's first token.
         write: [M] int32, slot that takes the state after the token, or NO_SLOT.
-        reach: every position is below it; kernels divide their work by it.
+        max_kv_len: every position is below it; kernels divide their work by it.
         longest: most tokens of one sequence.
         spans: of the B sequences, as the host knows them; GPU kernels do not look at them, but for
             the attention of prompts, see `attention_prefill`.
@@ -113,7 +113,7 @@ class Step:
     tables: Tensor
     read: Tensor
     write: Tensor
-    reach: int
+    max_kv_len: int
     longest: int
     spans: tuple[Span, ...]
     prompt: bool = False

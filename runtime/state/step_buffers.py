@@ -93,7 +93,7 @@ def step_of(
         tables=tables,
         read=read,
         write=write,
-        reach=plan.reach,
+        max_kv_len=plan.max_kv_len,
         longest=plan.longest,
         spans=plan.spans,
         prompt=plan.prompt,

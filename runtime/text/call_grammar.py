@@ -340,7 +340,7 @@ class StrictCallsConstraint:
         return False
 
     @property
-    def unbound(self) -> int:
+    def free_tokens(self) -> int:
         """Tokens up to the second of a call that may come next; see `Constraint`."""
         if self._call is None:
             return 2

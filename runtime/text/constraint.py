@@ -18,8 +18,8 @@ class Constraint(Protocol):
 
     Attributes:
         done: every token may come from here on, and nothing is asked or told any more.
-        unbound: so many tokens, whatever they are, come next without a mask. The host need not read
-            a token before the device goes on while there are more than are under way.
+        free_tokens: so many tokens, whatever they are, come next without a mask. The host need not
+            read a token before the device goes on while there are more than are under way.
     """
 
     @property
@@ -28,7 +28,7 @@ class Constraint(Protocol):
         return False
 
     @property
-    def unbound(self) -> int:
+    def free_tokens(self) -> int:
         """Tokens that come next without a mask; 0 where that depends on what they are."""
         return 0
 

@@ -63,7 +63,7 @@ class GrammarConstraint:
         return False
 
     @property
-    def unbound(self) -> int:
+    def free_tokens(self) -> int:
         """None: the next token has a mask."""
         return 0
 

@@ -136,7 +136,7 @@ class ThinkingConstraint:
             opened: text of the prompt behind the token that has opened the block.
         """
         self._tokens, self._budget, self._then = tokens, budget, then
-        self._holds_start = then is not None and then.unbound == 0  # of the answer
+        self._holds_start = then is not None and then.free_tokens == 0  # of the answer
         places: dict[OutputStart, Place] = {
             "raw": "answer",
             "answer": "first",
@@ -157,9 +157,9 @@ class ThinkingConstraint:
         return self._place == "answer" and (self._then is None or self._then.done)
 
     @property
-    def unbound(self) -> int:
+    def free_tokens(self) -> int:
         """Tokens left of the budget, and those that the answer has free; see `Constraint`."""
-        free = 0 if self._then is None else self._then.unbound
+        free = 0 if self._then is None else self._then.free_tokens
         if self._place == "answer":
             return free
         if self._holds_start or self._place == "forced":

@@ -67,8 +67,8 @@ class Blocks:
         ids = [id for each in sequences for id in (each.output[-1], *[mask] * (size - 1))]
         ops, eps = decoder.ops, self.drafter.config.rms_norm_eps
         spans = tuple(Span(each.row, each.last, size, tuple(each.pages)) for each in sequences)
-        longest = max(span.first for span in spans) + size
-        plan = StepPlan(len(ids), B, longest, longest=size, spans=spans)
+        max_kv_len = max(span.first for span in spans) + size
+        plan = StepPlan(len(ids), B, max_kv_len, longest=size, spans=spans)
         tokens, step = new_step(plan, ids, self.tables)
         hidden = self.drafter.hidden(ops.embed(tokens, decoder.embedding), self.pages, step)
         some = hidden.view(B, size, -1)[:, 1 : 1 + k].flatten(0, 1)  # [B * k, h]

@@ -21,7 +21,7 @@ from lowbit.runtime.backends.cpu_linear import CpuLinear
 from lowbit.runtime.engine.draft.policy import Stake
 from lowbit.runtime.engine.draft.state import drafts_of
 from lowbit.runtime.engine.draft.verify import Part, Verifier, count_accepted
-from lowbit.runtime.engine.graphs import Graphs, reach_for
+from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Ended, Sequence
 from lowbit.runtime.models.qwen3_5_mtp import MtpHead
@@ -79,7 +79,7 @@ class MtpCache:
         self.hidden_ring[sequence.row, (first + count - 1) % HIDDEN_RING] = hidden[-1]
         if stop > first:
             span = Span(sequence.row, first, stop - first, tuple(sequence.pages))
-            plan = _plan([span], reach_for(stop, runner.context))
+            plan = _plan([span], runner.kv_len_for(stop))
             ids, step = new_step(plan, prompt[first + 1 : stop + 1], runner.tables)
             self.head.hidden(ids, hidden[: span.count], runner.state, step)
         drafts_of(sequence).seen = stop
@@ -112,9 +112,9 @@ class MtpCache:
             places = [ring_place(sequence.row, position) for position in positions]
             ids = [sequence.id_at(position + 1) for position in positions]
             write_rows(self.block, (rows, positions, places, ids))  # padding has row 0, SCRATCH
-            reach = reach_for(state.seen + count, self.runner.context)
-            part = partial(self.part, reach, None if self.runner.on_gpu else span)
-            self.runner.launch(self.graphs, ("catch up", reach), part, (self.block,))
+            max_kv_len = self.runner.kv_len_for(state.seen + count)
+            part = partial(self.part, max_kv_len, None if self.runner.on_gpu else span)
+            self.runner.launch(self.graphs, ("catch up", max_kv_len), part, (self.block,))
             state.seen += count
 
     def skip(self, sequences: Numbers[Sequence]) -> None:
@@ -123,28 +123,28 @@ class MtpCache:
             state = drafts_of(each)
             state.seen = max(state.seen, each.last - PROBE_BEHIND)
 
-    def part(self, reach: int, span: Span | None = None) -> None:
+    def part(self, max_kv_len: int, span: Span | None = None) -> None:
         """Run the positions in `block` through the head: all W, or `span.count` on a CPU."""
         count = self.block.shape[1] if span is None else span.count
         rows, positions, ring_places, ids = self.block[:, :count]
         starts = self.starts if span is None else self.runner.ints([0, count])
-        step = self.step([span or Span(SCRATCH, 0, count)], reach, rows, positions, starts)
+        step = self.step([span or Span(SCRATCH, 0, count)], max_kv_len, rows, positions, starts)
         hidden = self.runner.decoder.ops.embed(ring_places, self.hidden_ring.flatten(0, 1))
         self.head.hidden(ids, hidden, self.runner.state, step)
 
     def step(
-        self, spans: Numbers[Span], reach: int, rows: Tensor, positions: Tensor, starts: Tensor
+        self, spans: Numbers[Span], max_kv_len: int, rows: Tensor, positions: Tensor, starts: Tensor
     ) -> Step:
         """Step of the head, whose layer has no recurrent state; see `_plan`."""
-        return step_of(_plan(spans, reach), self.runner.tables, positions, rows, starts)
+        return step_of(_plan(spans, max_kv_len), self.runner.tables, positions, rows, starts)
 
 
-def _plan(spans: Numbers[Span], reach: int) -> StepPlan:
+def _plan(spans: Numbers[Span], max_kv_len: int) -> StepPlan:
     """Plan of a step of the head; in a graph only the counts of the spans matter."""
     counts = [span.count for span in spans]
     M, B = sum(counts), len(counts)
     prompt = B == 1 and M > SEQUENCE_TOKENS
-    return StepPlan(M, B, reach, longest=max(counts), spans=tuple(spans), prompt=prompt)
+    return StepPlan(M, B, max_kv_len, longest=max(counts), spans=tuple(spans), prompt=prompt)
 
 
 @dataclass(slots=True)
@@ -290,10 +290,10 @@ class MtpRounds:
         runner, k, B = self.runner, self.drafts, len(self.batch)
         M = runner.width(B * (k + 1))
         stop = max(each.last + drafts_of(each).due for each in self.batch) + k + 1
-        reach = reach_for(stop, runner.context)
+        max_kv_len = runner.kv_len_for(stop)
         ordered = any(part.ordered for part in self.parts)
-        key = ("head", M, B, k, reach, runner.sampler.shape, ordered)
-        inputs, run = self.inputs, partial(self.round, M, B, k, reach, ordered)
+        key = ("head", M, B, k, max_kv_len, runner.sampler.shape, ordered)
+        inputs, run = self.inputs, partial(self.round, M, B, k, max_kv_len, ordered)
         kept = (inputs.seen, inputs.longs[:3])
         runner.launch(self.verifier.graphs, key, run, (inputs.step.block[:5],), kept)
         for each in self.batch:
@@ -302,10 +302,10 @@ class MtpRounds:
                 each.advance(each.row)
             state.due += 1 + k
 
-    def round(self, M: int, B: int, k: int, reach: int, ordered: bool) -> None:
+    def round(self, M: int, B: int, k: int, max_kv_len: int, ordered: bool) -> None:
         """Draft, run through the trunk, accept: M tokens, padding included, of B sequences."""
         runner, inputs, step = self.runner, self.inputs, self.inputs.step
-        drafts = self.draft(B, k, reach)
+        drafts = self.draft(B, k, max_kv_len)
         step.ids[: B * (k + 1)].view(B, k + 1)[:, 1:] = drafts
         adjusted = runner.sampler.shape.adjusted
         if adjusted:  # penalties count a token once, when it is chosen
@@ -313,21 +313,21 @@ class MtpRounds:
             runner.sampler.uncount(rows.flatten(), drafts.flatten())
         spans = () if runner.on_gpu else tuple(part.span for part in self.parts)
         sequences = B + (B * (k + 1) < M)
-        plan = StepPlan(M, sequences, reach, longest=k + 1, spans=spans, ordered=ordered)
+        plan = StepPlan(M, sequences, max_kv_len, longest=k + 1, spans=spans, ordered=ordered)
         self.verifier.check_tokens(plan)
         runner.decoder.ops.accept(inputs, B, k)
         if adjusted:
             count = B * (k + 1)
             runner.sampler.uncount(inputs.wrong[:count], inputs.chosen[:count])
 
-    def draft(self, B: int, k: int, reach: int) -> Tensor:
+    def draft(self, B: int, k: int, max_kv_len: int) -> Tensor:
         """Draft k tokens of each sequence: [B, k] int64.
 
         A draft is drawn with the random number of its position, as the token itself will be, so the
         two agree more often than independent draws.
         """
         runner, head, inputs = self.runner, self.cache.head, self.inputs.step
-        hidden = self._first(B, k, reach)
+        hidden = self._first(B, k, max_kv_len)
         firsts = (
             each[: B * (k + 1)].view(B, k + 1)[:, 0] for each in (inputs.rows, inputs.positions)
         )
@@ -342,16 +342,17 @@ class MtpRounds:
                     Span(part.sequence.row, part.sequence.last + ahead, 1, part.span.pages)
                     for part in self.parts
                 ]
-                step = self.cache.step(spans, reach, rows, positions[ahead], self._singles[: B + 1])
+                at, starts = positions[ahead], self._singles[: B + 1]
+                step = self.cache.step(spans, max_kv_len, rows, at, starts)
                 hidden = head.hidden(token, hidden, runner.state, step, own=True)
         return drafts.T
 
-    def _first(self, B: int, k: int, reach: int) -> Tensor:
+    def _first(self, B: int, k: int, max_kv_len: int) -> Tensor:
         """Bring the head up to the last token of each sequence: its output there, [B, h]."""
         inputs, runner, embed = self.inputs, self.runner, self.runner.decoder.ops.embed
         count = B * (k + 1) if runner.on_gpu else sum(span.count for span in self._seen)
         rows, seen = inputs.seen_rows[:count], inputs.seen[:count]
-        step = self.cache.step(self._seen, reach, rows, seen, inputs.seen_starts[: B + 1])
+        step = self.cache.step(self._seen, max_kv_len, rows, seen, inputs.seen_starts[: B + 1])
         hidden = embed(inputs.ring_places[:count], self.cache.hidden_ring.flatten(0, 1))
         found = self.cache.head.hidden(inputs.chosen[:count], hidden, runner.state, step)
         return embed(inputs.ends[:B], found)

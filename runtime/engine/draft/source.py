@@ -195,7 +195,7 @@ class Drafts:
         for each in sequences:
             state, constraint = drafts_of(each), each.request.constraint
             state.ahead, state.forced = None, ()
-            if constraint is None or each.ended or not each.limited:
+            if constraint is None or each.ended or not each.constrained:
                 continue
             try:
                 state.ahead = None if constraint.done else constraint.copy()
@@ -284,7 +284,7 @@ class Drafts:
 
 def _predictable(sequence: Sequence) -> bool:
     """True if the MTP head or a block drafter may draft: no masks are needed soon."""
-    return sequence.request.constraint is None or sequence.unbound >= LONG
+    return sequence.request.constraint is None or sequence.free_tokens >= LONG
 
 
 def _most_drafts(sequence: Sequence, most: int) -> int:
@@ -295,9 +295,9 @@ def _most_drafts(sequence: Sequence, most: int) -> int:
 
 def _most_free_drafts(sequence: Sequence, most: int) -> int:
     """Most drafts such that neither they nor the token behind them may need a mask."""
-    if sequence.limited:
+    if sequence.constrained:
         sent = drafts_of(sequence).due or sequence.under_way
-        free = 0 if sequence.masked else sequence.unbound - sent
+        free = 0 if sequence.masked else sequence.free_tokens - sent
         most = min(most, free - 1)
     return _most_drafts(sequence, most)
 
@@ -311,9 +311,9 @@ def _propose(sequence: Sequence, most: int, copies: int) -> tuple[Numbers[int], 
         copies: that may be wrong.
     """
     most, state = _most_drafts(sequence, most), drafts_of(sequence)
-    if most == 0 or (sequence.limited and state.ahead is None):
+    if most == 0 or (sequence.constrained and state.ahead is None):
         return (), "none", 0.0
-    if sequence.limited and (forced := state.forced[sequence.under_way :]):
+    if sequence.constrained and (forced := state.forced[sequence.under_way :]):
         return forced[:most], "forced", 1.0
     if state.drafter is None or copies == 0:
         return (), "none", 0.0
@@ -335,7 +335,7 @@ def _skip_copies(sequences: Numbers[Sequence], copies: Numbers[Proposal]) -> Non
 def _allowed(sequence: Sequence, drafts: Numbers[int]) -> Numbers[int]:
     """Drafts before the first one that the constraint of a sequence refuses."""
     state = drafts_of(sequence)
-    if not drafts or not sequence.limited or state.forced:
+    if not drafts or not sequence.constrained or state.forced:
         return drafts
     ahead = state.ahead
     try:

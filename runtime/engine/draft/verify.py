@@ -17,7 +17,7 @@ from torch import Tensor
 from lowbit.runtime.engine.constraints import mask_of, restrict
 from lowbit.runtime.engine.draft.policy import Stake
 from lowbit.runtime.engine.draft.state import drafts_of
-from lowbit.runtime.engine.graphs import Graphs, longest_for, reach_for, width_for
+from lowbit.runtime.engine.graphs import Graphs, longest_for, width_for
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Ended, Sequence
 from lowbit.runtime.state.decode_inputs import DecodeInputs
@@ -97,7 +97,7 @@ class VerifiedRound:
         """Send the round; masks are computed while the layers run."""
         verifier, parts = self.verifier, self.parts
         self._drafts = [part.drafts for part in parts]
-        if any(part.sequence.limited for part in parts):
+        if any(part.sequence.constrained for part in parts):
             plan = verifier.send_layers(parts)
             self._failed, self._drafts = restrict_round(parts, verifier.runner.sampler)
             verifier.send_choice(plan)
@@ -210,14 +210,14 @@ class Verifier:
         """Write the inputs of a round."""
         spans = tuple(part.span for part in parts)
         M, B = sum(span.count for span in spans), len(spans)
-        reach = reach_for(max(span.first + span.count for span in spans), self.runner.context)
+        max_kv_len = self.runner.kv_len_for(max(span.first + span.count for span in spans))
         longest = max(span.count for span in spans)
         if self.runner.on_gpu:  # rounded up, so that few steps are recorded
             M, longest = width_for(M), longest_for(longest)
             B, spans = B + 1, ()  # padding, if any
         self.compose(parts, M)
         ordered = any(part.ordered for part in parts)
-        return StepPlan(M, B, reach, longest, spans, ordered=ordered)
+        return StepPlan(M, B, max_kv_len, longest, spans, ordered=ordered)
 
     def compose(self, parts: list[Part], M: int, head: Numbers[Numbers[int]] = ()) -> None:
         """Write the inputs of a round, padded to M tokens; see `DecodeInputs.write_round`."""
@@ -320,7 +320,7 @@ def restrict_round(
     for part in parts:
         masks, drafts = sampler.mask[start : start + len(part.ids)], part.drafts
         start += len(part.ids)
-        if part.sequence.limited:
+        if part.sequence.constrained:
             failed += restrict([part.sequence], sampler)
             masks[0] = sampler.mask[part.sequence.row]
             drafts = drafts[: _set_masks(drafts_of(part.sequence).ahead, drafts, masks[1:])]

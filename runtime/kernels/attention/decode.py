@@ -72,10 +72,12 @@ def attention_decode(
     heads = heads_of(qkv, rope, pages, gated)
     Hq, D = heads.queries, heads.dim
     tiles = in_programs(heads)
-    launch = attention_launch(tiles.kv, tiles.shared, D, step.reach, M, together, pages.scaled)
+    launch = attention_launch(
+        tiles.kv, tiles.shared, D, step.max_kv_len, M, together, pages.quantized
+    )
     pdl = programmatic_launch(qkv)
     gains = None if q_norm is None else q_norm.dtype
-    constants = plan(heads, gains, launch, together, pdl, pages.scaled)
+    constants = plan(heads, gains, launch, together, pdl, pages.quantized)
     scales = pages.layer_scales(layer) or (None, None)
     given = (
         *(qkv, q_norm, k_norm, rope.cos, rope.sin, *pages.layer(layer), *scales),

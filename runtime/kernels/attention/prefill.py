@@ -282,8 +282,8 @@ def attention_prefill(
     scale = D**-0.5 * LOG2E
     hopper = card_of(qkv).is_hopper
     if hopper and M > PROMPT_TOKENS and D in HEAD_DIMS:
-        k, v = widen_pages(stored, where, step.tables.shape[1]) if pages.scaled else stored[:2]
-        plan = prompt_plan(heads, in_order=pages.scaled)
+        k, v = widen_pages(stored, where, step.tables.shape[1]) if pages.quantized else stored[:2]
+        plan = prompt_plan(heads, in_order=pages.quantized)
         return attend_on_hopper(q, k, v, qkv, where, scale, plan).view(M, Hq * D)
     if hopper or M <= PROMPT_TOKENS:
         launch = prompt_launch(D)

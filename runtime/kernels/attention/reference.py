@@ -38,7 +38,7 @@ def attention_ref(
     angles = step.angles.tolist()
     q = torch.stack([_rotated(q[m], q_norm, eps, rope, p) for m, p in enumerate(angles)])
     k = torch.stack([_rotated(k[m], k_norm, eps, rope, p) for m, p in enumerate(angles)])
-    if pages.scaled:
+    if pages.quantized:
         stored, stored_v, rounded = _through_codes(k), _through_codes(v), q
     else:
         stored, stored_v, rounded = k.to(dtype).double(), v, q.to(dtype).double()

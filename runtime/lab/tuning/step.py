@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.runtime.engine.graphs import aside
+from lowbit.runtime.engine.graphs import side_stream
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.kernels.launch.linear import Tuned
 from lowbit.runtime.kernels.launch.tuned import Size
@@ -66,7 +66,7 @@ class ShortSteps:
         self.runner.choose_tokens(logits, self.step.rows, self.step.positions, ids)
 
     def _timed(self, body: Callable[[], object]) -> float:
-        with aside():
+        with side_stream():
             body()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -122,7 +122,7 @@ async def open_answers(
             replace(
                 one,
                 sampling=_sampling_of(one.sampling, index),
-                constraint=model.bounds.constraint(one.prompt, one.begin, budget, limit),
+                constraint=model.constraints.make(one.prompt, one.begin, budget, limit),
                 client=record.client,
             )
             for one in plan.wanted

@@ -64,18 +64,18 @@ class Event:
 def spans_of(runner: Runner, plan: StepPlan) -> tuple[Span, ...]:
     """The sequences of a step as kernels find them on the device."""
     _, positions, rows, reads, writes, _, starts = runner.inputs.step.block.tolist()
-    M, reach, spans = plan.tokens, plan.reach, []
+    M, max_kv_len, spans = plan.tokens, plan.max_kv_len, []
     assert starts[plan.sequences] == M
     for b, (m, end) in enumerate(pairwise(starts[: plan.sequences + 1])):
         row, first = rows[m], positions[m]
         if m == end:  # no padding
             continue
-        assert 0 <= first <= first + end - m - 1 < reach
+        assert 0 <= first <= first + end - m - 1 < max_kv_len
         assert 1 <= end - m <= plan.longest or row == SCRATCH
         assert rows[m:end] == [row] * (end - m)
         places = [first + place * (row != SCRATCH) for place in range(end - m)]
         assert positions[m:end] == places
-        pages = tuple(runner.tables[row, : pages_for(min(reach, first + PAGE))].tolist())
+        pages = tuple(runner.tables[row, : pages_for(min(max_kv_len, first + PAGE))].tolist())
         spans.append(Span(row, first, end - m, pages, reads[b], tuple(writes[m:end])))
     return tuple(spans)
 
@@ -147,9 +147,14 @@ def _rounds_through_graphs(
     step = MtpCache.step
 
     def step_on_device(
-        cache: MtpCache, known: Any, reach: int, rows: Tensor, positions: Tensor, starts: Tensor
+        cache: MtpCache,
+        known: Any,
+        max_kv_len: int,
+        rows: Tensor,
+        positions: Tensor,
+        starts: Tensor,
     ) -> Step:
-        found = step(cache, known, reach, rows, positions, starts)
+        found = step(cache, known, max_kv_len, rows, positions, starts)
         if cache.runner is not model.engine.runner or found.prompt:
             return found
         spans = []
@@ -164,7 +169,7 @@ def _rounds_through_graphs(
                 pages = tuple(cache.runner.tables[row, : pages_for(first + len(own))].tolist())
                 spans.append(Span(row, first, len(own), pages))
             spans += [Span(SCRATCH, 0, 1, (SCRATCH,))] * len(nobodys)
-        assert max(span.first + span.count for span in spans) <= found.reach
+        assert max(span.first + span.count for span in spans) <= found.max_kv_len
         return replace(found, spans=tuple(spans))
 
     monkeypatch.setattr(MtpRounds, "round", _on_graphs(MtpRounds.round, recording))

@@ -30,7 +30,7 @@ class Residues(Constraint):
     fails: Callable[[list[int]], None] = lambda tokens: None
     tokens: list[int] = field(default_factory=list)
     done: bool = False
-    unbound: int = 0
+    free_tokens: int = 0
 
     def rest(self, count: int) -> int:
         return sum(self.tokens[:count]) % 7
@@ -78,7 +78,7 @@ class Later(Constraint):
     count: int = 0
 
     @property
-    def unbound(self) -> int:
+    def free_tokens(self) -> int:
         return max(0, self.first - self.count)
 
     def mask(self) -> Tensor | None:

@@ -239,7 +239,7 @@ def step_of(runner: Runner, parts: Sequence[tuple[engine_sequence.Sequence, int]
         tables=runner.tables,
         read=read,
         write=ints[3],
-        reach=2 * PAGE,
+        max_kv_len=2 * PAGE,
         longest=max(count for _, count in parts),
         spans=tuple(spans),
     )

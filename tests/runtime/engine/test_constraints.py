@@ -113,7 +113,7 @@ class Blocks(Residues):
 
     def accept(self, token: int) -> None:
         self.tokens.append(token)
-        self.unbound = max(0, 10 - len(self.tokens) % 10) if len(self.tokens) % 10 >= 4 else 0
+        self.free_tokens = max(0, 10 - len(self.tokens) % 10) if len(self.tokens) % 10 >= 4 else 0
 
 
 def test_masks_are_not_asked_for_where_tokens_are_unbound(model: lowbit.Model) -> None:

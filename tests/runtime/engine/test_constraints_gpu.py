@@ -47,7 +47,7 @@ class Residues(Constraint):
 
     fails_at: int = 1000
     done_at: int = 1000
-    unbound: int = 0
+    free_tokens: int = 0
     tokens: list[int] = field(default_factory=list)
 
     @property
@@ -88,7 +88,7 @@ def model(
 
 
 def request_of(n: int, bound: bool, count: int = 40) -> TokenRequest:
-    """The nth of some requests; the first reach of 256 tokens ends within the later ones."""
+    """The nth of some requests; attention goes beyond 256 tokens within the later ones."""
     prompt = tuple(LONG[n : n + (37, 240, 5, 250, 64, 1)[n % 6]])
     constraint = Residues() if bound else None
     return TokenRequest(prompt, SAMPLED[n % 4], count + n, constraint=constraint)

@@ -139,23 +139,23 @@ def test_streams_may_run_at_once(load: Load) -> None:
 def test_every_pass_has_a_reach_that_depends_on_its_length_alone(
     load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decode graphs are recorded by reach: few sizes, and enough for the longest sequence."""
-    monkeypatch.setattr("lowbit.runtime.engine.graphs.FIRST_REACH", 8)
+    """Decode graphs are recorded by it: few sizes, and enough for the longest sequence."""
+    monkeypatch.setattr("lowbit.runtime.engine.graphs.FIRST_KV_LEN", 8)
     model, seen = load(), set()
     each_layer = Dense.each_layer
 
     def noted(decoder: Dense[Any], ids: Tensor, state: Any, step: Any) -> Iterator[Tensor]:
         if len(ids) == 1:
-            seen.add((int(step.positions), step.reach))
+            seen.add((int(step.positions), step.max_kv_len))
         return each_layer(decoder, ids, state, step)
 
     monkeypatch.setattr(Dense, "each_layer", noted)
     for prompt, count in (([5], 200), (PROMPT, 50), ([5], 1), (PROMPT, 1), ([*PROMPT, 7], 1)):
         list(model.engine.generate(prompt, GREEDY, count))
     model.logits([6])
-    reaches = dict(seen)
-    assert len(reaches) == len(seen) == 200
-    assert [reaches[n] for n in (0, 7, 8, 31, 32, 127, 128, 199)] == [
+    lengths = dict(seen)
+    assert len(lengths) == len(seen) == 200
+    assert [lengths[n] for n in (0, 7, 8, 31, 32, 127, 128, 199)] == [
         8,
         8,
         32,

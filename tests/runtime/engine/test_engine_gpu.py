@@ -63,7 +63,7 @@ def make(request: pytest.FixtureRequest, make_model: Make, make_qwen3_5: Make) -
 
 @pytest.fixture
 def model(make: Make) -> lowbit.Model:
-    """A model whose whole context is one reach."""
+    """A model whose whole context is one attention length."""
     return lowbit.load(make(mixed, **SIZES).folder, device="cuda")
 
 
@@ -86,9 +86,9 @@ def without_graphs(model: lowbit.Model, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def recorded(model: lowbit.Model) -> list[tuple[int, int]]:
-    """Tokens and reach of the recorded steps."""
+    """Tokens and attention length of the recorded steps."""
     keys: Any = model.engine.runner.graphs._graphs
-    return [(plan.tokens, plan.reach) for name, plan, *_ in keys if name == "decode"]
+    return [(plan.tokens, plan.max_kv_len) for name, plan, *_ in keys if name == "decode"]
 
 
 def run(
@@ -137,19 +137,19 @@ def test_the_host_waits_for_tokens_alone(long_model: lowbit.Model) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize(("tokens", "reaches"), [(240, [256, 1024]), (1000, [1024, 2048])])
+@pytest.mark.parametrize(("tokens", "lengths"), [(240, [256, 1024]), (1000, [1024, 2048])])
 def test_a_request_that_outgrows_its_graph_captures_another(
     long_model: lowbit.Model,
     params: lowbit.SamplingParams,
     monkeypatch: pytest.MonkeyPatch,
     tokens: int,
-    reaches: list[int],
+    lengths: list[int],
 ) -> None:
     """In the middle of it: what has been drawn, seen and remembered goes on as it was."""
     captured = run(long_model, LONG[:tokens], params, 60)
-    assert recorded(long_model) == [(1, reach) for reach in reaches]
+    assert recorded(long_model) == [(1, max_kv_len) for max_kv_len in lengths]
     again = run(long_model, LONG[:tokens], params, 60)
-    assert recorded(long_model) == [(1, reach) for reach in reaches]
+    assert recorded(long_model) == [(1, max_kv_len) for max_kv_len in lengths]
     without_graphs(long_model, monkeypatch)
     assert captured == again == run(long_model, LONG[:tokens], params, 60)
     assert len(captured) == 60
@@ -168,7 +168,7 @@ def test_greedy_is_the_same_every_time(long_model: lowbit.Model, tokens: int) ->
 
 
 def test_one_token_is_the_same_after_any_request(long_model: lowbit.Model) -> None:
-    """It goes through the kernels of decoding, which divide the cache by its reach."""
+    """It goes through the kernels of decoding, which divide the cache by its attention length."""
 
     def one_alone() -> Tensor:
         long_model.engine.forget()
@@ -201,7 +201,7 @@ def test_an_interrupted_capture_is_forgotten(
 
     def interrupted(runner: Runner, plan: StepPlan) -> None:
         decode(runner, plan)
-        calls[0] += (plan.tokens, plan.reach) == last
+        calls[0] += (plan.tokens, plan.max_kv_len) == last
         if calls[0] == at:
             raise KeyboardInterrupt
 

@@ -39,7 +39,7 @@ class Turns(Constraint):
 
     number: int
     done: bool = False
-    unbound: int = 0
+    free_tokens: int = 0
     count: int = 0
 
     def mask(self) -> torch.Tensor | None:

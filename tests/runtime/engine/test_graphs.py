@@ -1,8 +1,9 @@
 """The engine's GPU branch without a GPU: a stand-in graph shows what a recording may not change.
 
-A real recording notes a step and does not run it; what it notes are the number of tokens, the reach
-and the sampler's shape of that moment, and tensors that do not move. The stand-in takes sequences,
-positions, pages and slots from these tensors alone. `test_engine_gpu` runs the real one.
+A real recording notes a step and does not run it; what it notes are the number of tokens, their
+attention length and the sampler's shape of that moment, and tensors that do not move. The stand-in
+takes sequences, positions, pages and slots from these tensors alone. `test_engine_gpu` runs the
+real one.
 """
 
 from collections.abc import Callable
@@ -82,9 +83,9 @@ def fresh(load: Callable[[], lowbit.Model], graphs: lowbit.Model) -> Callable[[]
 
 
 @pytest.fixture
-def reaches(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """`reaches(n)`: the smallest reach is n tokens."""
-    return lambda first: monkeypatch.setattr("lowbit.runtime.engine.graphs.FIRST_REACH", first)
+def round_from(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`round_from(n)`: attention lengths are rounded up to n tokens at least."""
+    return lambda first: monkeypatch.setattr("lowbit.runtime.engine.graphs.FIRST_KV_LEN", first)
 
 
 def run(
@@ -94,9 +95,9 @@ def run(
 
 
 def recorded(model: lowbit.Model) -> list[tuple[int, int]]:
-    """Tokens and reach of the recorded steps."""
+    """Tokens and attention length of the recorded steps."""
     keys: Any = model.engine.runner.graphs._graphs
-    return [(plan.tokens, plan.reach) for name, plan, *_ in keys if name == "decode"]
+    return [(plan.tokens, plan.max_kv_len) for name, plan, *_ in keys if name == "decode"]
 
 
 @EVERY
@@ -123,28 +124,28 @@ def test_the_graph_gives_the_tokens_of_the_step(
 def test_a_request_that_outgrows_its_graph_records_another(
     graphs: lowbit.Model,
     fresh: Callable[[], lowbit.Model],
-    reaches: Callable[[int], None],
+    round_from: Callable[[int], None],
     params: lowbit.SamplingParams,
     first: int,
     prompt: list[int],
     expected: list[int],
 ) -> None:
     """In the middle of it: what has been drawn, seen and remembered goes on as it was."""
-    reaches(first)
+    round_from(first)
     tokens = run(fresh(), prompt, params, 70)
     assert run(graphs, prompt, params, 70) == tokens
-    assert recorded(graphs) == [(1, reach) for reach in expected]
+    assert recorded(graphs) == [(1, max_kv_len) for max_kv_len in expected]
     kept = graphs.engine.runner.graphs._graphs
     assert len({id(graph.pool()) for graph in kept.values()}) == 1
     assert run(graphs, prompt, params, 70) == tokens
-    assert recorded(graphs) == [(1, reach) for reach in expected]
+    assert recorded(graphs) == [(1, max_kv_len) for max_kv_len in expected]
 
 
 @HYBRID
 def test_requests_that_join_and_leave_take_graphs_of_their_number(
-    graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], reaches: Callable[[int], None]
+    graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], round_from: Callable[[int], None]
 ) -> None:
-    reaches(16)
+    round_from(16)
     asked = [(PROMPT, GREEDY, 9), (PROMPT[:3], HOT, 30), (PROMPT[3:20], STRICT, 14), ([5], HOT, 4)]
     expected = [run(fresh(), *each) for each in asked]
     for _ in range(2):
@@ -153,14 +154,14 @@ def test_requests_that_join_and_leave_take_graphs_of_their_number(
         handles += [graphs.engine.generate(*each) for each in asked[1:]]
         assert [begun + list(handles[0]), *map(list, handles[1:])] == expected
     assert {M for M, _ in recorded(graphs)} == {1, 2, 4}  # three sequences take the graph of four
-    assert {reach for _, reach in recorded(graphs)} == {64}
+    assert {max_kv_len for _, max_kv_len in recorded(graphs)} == {64}
 
 
 def test_a_recording_leaves_what_is_reused_as_it_was(
-    graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], reaches: Callable[[int], None]
+    graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], round_from: Callable[[int], None]
 ) -> None:
     """Every turn outgrows a graph while the cache holds the turns before."""
-    reaches(4)
+    round_from(4)
     prompt = PROMPT[:3]
     for params in (GREEDY, HOT, STRICT, GREEDY):
         handle = graphs.engine.generate(prompt, params, 12)
@@ -211,17 +212,17 @@ def test_an_interrupted_recording_is_forgotten(
     graphs: lowbit.Model,
     fresh: Callable[[], lowbit.Model],
     monkeypatch: pytest.MonkeyPatch,
-    reaches: Callable[[int], None],
+    round_from: Callable[[int], None],
     first: int,
     at: str,
 ) -> None:
     """The first one compiles kernels for seconds: that is when Ctrl-C comes."""
-    reaches(first)
+    round_from(first)
     decode, calls = Runner._decode, [0]
 
     def interrupted(runner: Runner, plan: StepPlan) -> None:
         decode(runner, plan)
-        calls[0] += plan.reach == CONTEXT
+        calls[0] += plan.max_kv_len == CONTEXT
         if calls[0] == {"step": 1, "recording": 2}[at]:
             raise KeyboardInterrupt
 
@@ -241,9 +242,9 @@ def test_an_interrupted_recording_is_forgotten(
 
 @DENSE
 def test_the_least_recently_used_recordings_are_dropped(
-    graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], reaches: Callable[[int], None]
+    graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], round_from: Callable[[int], None]
 ) -> None:
-    reaches(4)
+    round_from(4)
     graphs.engine.runner.graphs = Graphs(most=2)
     for _ in range(2):
         assert run(graphs, [9], STRICT, 70) == run(fresh(), [9], STRICT, 70)
@@ -256,7 +257,7 @@ class Odd(Constraint):
 
     tokens: list[int] = field(default_factory=list)
     done: bool = False
-    unbound: int = 0
+    free_tokens: int = 0
 
     def mask(self) -> torch.Tensor | None:
         word = (0x55555555, -0x55555556)[len(self.tokens) % 2]  # even ids, odd ids
@@ -270,10 +271,10 @@ class Odd(Constraint):
 def test_constrained_requests_take_two_graphs_a_step_and_others_go_on_as_they_were(
     graphs: lowbit.Model,
     fresh: Callable[[], lowbit.Model],
-    reaches: Callable[[int], None],
+    round_from: Callable[[int], None],
     params: lowbit.SamplingParams,
 ) -> None:
-    reaches(16)
+    round_from(16)
     asked = [(PROMPT, params, 9), (PROMPT[:3], HOT, 30), (PROMPT[3:20], STRICT, 14), ([5], HOT, 4)]
 
     def submit(model: lowbit.Model, number: int) -> lowbit.Handle:
@@ -314,11 +315,11 @@ class Foreseen(Odd):
 def test_drafts_of_constrained_requests_take_two_graphs_a_round(
     graphs: lowbit.Model,
     fresh: Callable[[], lowbit.Model],
-    reaches: Callable[[int], None],
+    round_from: Callable[[int], None],
     known: bool,
 ) -> None:
     """Drafts come from the constraint, or from whoever knows the answer, masked or not."""
-    reaches(16)
+    round_from(16)
     asked = [(PROMPT, GREEDY, 30), (PROMPT[:3], HOT, 30), (PROMPT[3:20], STRICT, 24), ([5], HOT, 9)]
 
     def submit(model: lowbit.Model, number: int, truth: tuple[int, ...] = ()) -> lowbit.Handle:
@@ -356,7 +357,7 @@ class Blocks(Odd):
     def accept(self, token: int) -> None:
         self.tokens.append(token)
         place = len(self.tokens) % 8
-        self.unbound = 8 - place if place >= 3 else 0
+        self.free_tokens = 8 - place if place >= 3 else 0
 
 
 @DENSE
@@ -387,10 +388,10 @@ def test_tokens_that_are_unbound_come_in_whole_steps(
 
 @HYBRID
 def test_drafts_are_checked_by_graphs_of_their_number(
-    graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], reaches: Callable[[int], None]
+    graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], round_from: Callable[[int], None]
 ) -> None:
     """Rounds and steps without drafts take turns, and sequences join and leave meanwhile."""
-    reaches(16)
+    round_from(16)
     asked = [(PROMPT, GREEDY, 30), (PROMPT[:3], HOT, 40), (PROMPT[3:20], STRICT, 14), ([5], HOT, 9)]
     expected = [run(fresh(), *each) for each in asked]
     truths = {tuple(each[0]): tokens for each, tokens in zip(asked, expected, strict=True)}

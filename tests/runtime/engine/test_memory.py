@@ -146,7 +146,7 @@ def test_auto_takes_int8_where_bf16_does_not_fit(
         assert model.kv_cache == memory.ChosenType(
             {"bf16": BF16_CACHE, "int8": INT8_CACHE}[name], reason
         )
-        assert model.engine.runner.state.pages.scaled is (name == "int8")
+        assert model.engine.runner.state.pages.quantized is (name == "int8")
     # By name nothing is chosen, and what has always been shortened still is.
     model = load(folder, device="cpu", max_sequences=1)
     assert (model.kv_cache, model.context) == (memory.ChosenType(BF16_CACHE), 5120 - PAGE)

@@ -46,7 +46,7 @@ def step_of(
         tables=numbers(sequences, 512),
         read=numbers(sequences),
         write=numbers(tokens),
-        reach=reach,
+        max_kv_len=reach,
         longest=each,
         spans=tuple(Span(row, first, each) for row in range(sequences)),
         prompt=prompt,

@@ -74,7 +74,7 @@ def step_of(
         tables=tables,
         read=numbers([0] * len(spans)),
         write=numbers([0] * (sum(counts) + padding)),
-        reach=reach or tables.shape[1] * PAGE,
+        max_kv_len=reach or tables.shape[1] * PAGE,
         longest=max(counts),
         spans=tuple(spans),
         prompt=prompt,

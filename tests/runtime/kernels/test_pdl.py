@@ -293,7 +293,7 @@ def test_delta_net_waits(
         tables=numbers[1],
         read=numbers[0][:-1].contiguous(),
         write=numbers[1],
-        reach=M,
+        max_kv_len=M,
         longest=2,
         spans=(),
     )

@@ -48,6 +48,6 @@ def test_a_lone_step_keeps_the_state_behind_its_last_token() -> None:
     step = lone_step(3, "cpu", first=62)
     assert step.positions.tolist() == [62, 63, 64]
     assert step.tables.tolist() == [[0, 0], [1, 2]]
-    assert step.reach == 128
+    assert step.max_kv_len == 128
     assert (step.read.tolist(), step.write.tolist()) == ([1], [NO_SLOT, NO_SLOT, 1])
     assert step.spans == (Span(1, 62, 3, (1, 2), 1, (NO_SLOT, NO_SLOT, 1)),)

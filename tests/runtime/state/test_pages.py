@@ -27,7 +27,7 @@ MODELS = Path(__file__).parents[3] / "examples" / "models"
 def test_sizes(cache_type: CacheType) -> None:
     pages = new_pages(3, 5, 2, 16, cache_type, "cpu")
     assert (pages.count, pages.heads, pages.head_dim) == (5, 2, 16)
-    assert (pages.dtype, pages.scaled) == (cache_type.dtype, cache_type.scaled)
+    assert (pages.dtype, pages.quantized) == (cache_type.dtype, cache_type.scaled)
     assert pages.token_bytes == 2 * 2 * cache_type.vector_bytes(16)
     stored = sum(store.nbytes for store in pages.stores)
     assert pages.size_bytes == stored == 3 * 5 * PAGE * pages.token_bytes

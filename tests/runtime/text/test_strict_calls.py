@@ -67,7 +67,7 @@ def allows(limit: Constraint, tokenizer: Tokenizer, text: str) -> bool:
     A copy goes on behind every token, and the one before is told what it forces.
     """
     ids = [*tokenizer.encode(text), stop_of(tokenizer)]
-    free = limit.unbound
+    free = limit.free_tokens
     for id in ids:
         before, copied = limit, limit.copy()
         assert copied is not None
@@ -80,8 +80,8 @@ def allows(limit: Constraint, tokenizer: Tokenizer, text: str) -> bool:
             return False
         if id != ids[-1]:
             limit.accept(id)
-        assert limit.unbound >= free - 1
-        free = limit.unbound
+        assert limit.free_tokens >= free - 1
+        free = limit.free_tokens
     return True
 
 
@@ -131,7 +131,7 @@ def test_reasoning_is_free(tokenizer: Tokenizer, constraint: Make) -> None:
             answer = f"<think>\nI may {bad}\n</think>\n\n{text}"
             inner = constraint("json")
             limit = ThinkingConstraint("answer", tokens, budget, inner)
-            assert limit.unbound == 2
+            assert limit.free_tokens == 2
             assert allows(limit, tokenizer, answer) is allowed
     # a stop token may come in the reasoning, as without strict tools
     limit = ThinkingConstraint("reasoning", tokens, None, constraint("json"))

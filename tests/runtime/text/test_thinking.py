@@ -26,7 +26,7 @@ def model() -> lowbit.Model:
 
 @pytest.fixture(scope="module")
 def tokens(model: lowbit.Model) -> ThinkingTokens:
-    found = model.bounds.thinking
+    found = model.constraints.thinking
     assert found is not None
     return found
 
@@ -90,13 +90,13 @@ def test_a_budget_alone_binds_only_the_end(
     for said in ("<think>", "<think>a b", "<think>a</think>c", "a b"):
         constraint = ThinkingConstraint(begin, tokens, 2, None, b"\n")
         ids = model.tokenizer.encode(said)[begin == "reasoning" :]
-        left = constraint.unbound
+        left = constraint.free_tokens
         assert left == (3 if begin == "answer" else 2)
         for id in ids:
             assert (constraint.mask() is None) or left == 0
             constraint.accept(id)
-            assert constraint.done or constraint.unbound >= left - 1
-            left = constraint.unbound
+            assert constraint.done or constraint.free_tokens >= left - 1
+            left = constraint.free_tokens
 
 
 def test_reasoning_that_ends_itself_is_left_alone(

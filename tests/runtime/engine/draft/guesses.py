@@ -79,8 +79,8 @@ class KnownRounds(MtpRounds):
     text: Tensor = field(kw_only=True)
     right: bool = field(kw_only=True)
 
-    def draft(self, B: int, k: int, reach: int) -> Tensor:
-        MtpRounds.draft(self, B, k, reach)
+    def draft(self, B: int, k: int, max_kv_len: int) -> Tensor:
+        MtpRounds.draft(self, B, k, max_kv_len)
         first = int(self.inputs.step.positions[0])
         return (self.text[first + 1 : first + 1 + k] + (not self.right))[None] % VOCABULARY
 

@@ -328,7 +328,7 @@ def test_a_constraint_that_ends_among_drafts_is_told_nothing_behind(model: lowbi
         def accept(self, token: int) -> None:
             assert not self.done
             super().accept(token)
-            self.unbound = max(0, 8 - len(self.tokens)) if len(self.tokens) >= 5 else 0
+            self.free_tokens = max(0, 8 - len(self.tokens)) if len(self.tokens) >= 5 else 0
             self.done = len(self.tokens) == 12
 
     for number in (0, 2):

@@ -48,7 +48,7 @@ def step_of(device: torch.device, sequences: Sequence[Tokens], prompt: bool = Fa
         tables=none,
         read=numbers([read for read, _ in sequences]),
         write=numbers([slot for _, writes in sequences for slot in writes]),
-        reach=M,
+        max_kv_len=M,
         longest=max(counts),
         spans=tuple(
             Span(b, 0, len(writes), read=read, writes=tuple(writes))

@@ -3,7 +3,7 @@
 import pytest
 
 from lowbit.formats.text.template import ChatTemplate, load_chat_template
-from lowbit.runtime.engine.constraints import Bounds
+from lowbit.runtime.engine.constraints import ConstraintFactory
 from lowbit.runtime.text.thinking import shows_thinking
 from lowbit.runtime.text.tokenizer import load_tokenizer
 from tests.runtime.text.templates import BUNDLED, template_of
@@ -33,15 +33,15 @@ def test_only_a_template_with_a_place_for_reasoning_lets_a_grammar_wait(
 ) -> None:
     assert shows_thinking(template) is shown
     tokenizer = load_tokenizer(BUNDLED)
-    bounds = Bounds(tokenizer, template, tokenizer.vocabulary, tokenizer.stop_ids())
-    grammar = bounds.grammars.json_object()
+    factory = ConstraintFactory(tokenizer, template, tokenizer.vocabulary, tokenizer.stop_ids())
+    grammar = factory.grammars.json_object()
     opening = tokenizer.token_id("<think>")
     assert opening is not None
     for text, opens in (
         ("<|im_start|>assistant\n", shown),
         ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
     ):
-        limit = bounds.constraint(tokenizer.encode(text), "answer", None, grammar)
+        limit = factory.make(tokenizer.encode(text), "answer", None, grammar)
         assert limit is not None
         mask = limit.mask()
         assert mask is not None
