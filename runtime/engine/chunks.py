@@ -32,23 +32,14 @@ LAUNCHED = 1  # prompts with such a chunk before one is recorded, which takes tw
 
 @dataclass(slots=True)
 class Chunks:
-    """Runs chunks of prompts, one at a time.
+    """Runs chunks of prompts, one at a time."""
 
-    Attributes:
-        decoder: the model.
-        state: pages and slots of its sequences.
-        tables: [R, T / PAGE] int32 block tables by row.
-        graphs: recorded chunks, by width and by whether only the last hidden state is wanted.
-        buffers: inputs of a chunk.
-        hidden: [W, h], hidden states of the last chunk.
-    """
-
-    decoder: Decoder
-    state: DeviceState
-    tables: Tensor
-    graphs: Graphs
-    buffers: StepBuffers = field(init=False)
-    hidden: Tensor = field(init=False)
+    decoder: Decoder  # the model
+    state: DeviceState  # pages and slots of its sequences
+    tables: Tensor  # [R, T / PAGE] int32 block tables by row
+    graphs: Graphs  # recorded chunks, by width and by whether only the last hidden state is wanted
+    buffers: StepBuffers = field(init=False)  # inputs of a chunk
+    hidden: Tensor = field(init=False)  # [W, h], hidden states of the last chunk
     _prompts: int = 0  # that have begun
     # see `_is_common`
     _uses: dict[tuple[int, bool], tuple[int, int]] = field(default_factory=dict)

@@ -13,46 +13,29 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class AnswerToken:
-    """A token with its log-probabilities, where the request asks for them.
+    """A token with its log-probabilities, where the request asks for them."""
 
-    Attributes:
-        id: id of the token.
-        found: log-probabilities in its place.
-        reasoning: the token belongs to the reasoning.
-    """
-
-    id: int
-    found: TokenLogProbabilities
-    reasoning: bool
+    id: int  # id of the token
+    found: TokenLogProbabilities  # log-probabilities in its place
+    reasoning: bool  # the token belongs to the reasoning
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of an answer.
+    """The end of an answer."""
 
-    Attributes:
-        reason: `stop` for a stop token or string, `length` for a full context or the limit.
-        stop: stop string that ended it, if one did.
-        cached_tokens: prompt tokens that the cache held.
-        new_tokens: tokens of the output.
-        reasoning_tokens: new tokens that are reasoning.
-        calls: complete calls of tools.
-        speculation: drafted and accepted tokens; None where speculation is off.
-        first_tokens: new tokens of the first step.
-        first_at: time of the first step's end.
-        last_at: time of the last token.
-    """
-
+    # `stop` for a stop token or string, `length` for a full context or the limit
     reason: FinishReason
-    stop: str | None = None
-    cached_tokens: int = 0
-    new_tokens: int = 0
-    reasoning_tokens: int = 0
-    calls: int = 0
+    stop: str | None = None  # stop string that ended it, if one did
+    cached_tokens: int = 0  # prompt tokens that the cache held
+    new_tokens: int = 0  # tokens of the output
+    reasoning_tokens: int = 0  # new tokens that are reasoning
+    calls: int = 0  # complete calls of tools
+    # Drafted and accepted tokens; None where speculation is off
     speculation: Speculated | None = None
-    first_tokens: int = 0
-    first_at: float = 0.0
-    last_at: float = 0.0
+    first_tokens: int = 0  # new tokens of the first step
+    first_at: float = 0.0  # time of the first step's end
+    last_at: float = 0.0  # time of the last token
 
     @property
     def chat_reason(self) -> str:
@@ -71,26 +54,17 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text and tokens of one answer.
+    """New text and tokens of one answer."""
 
-    Attributes:
-        index: number of the answer in its request.
-        events: new text and calls.
-        tokens: new tokens with log-probabilities, where the request asks for them.
-        cached_tokens: prompt tokens that the cache held.
-        prompt: log-probabilities of the prompt's tokens, in the first delta, where the request
-            asks for them.
-        end: set in the last delta, unless an error ended the answer.
-        error: error that ended the answer.
-    """
-
-    index: int
-    events: list[Event] = field(default_factory=list)
+    index: int  # number of the answer in its request
+    events: list[Event] = field(default_factory=list)  # new text and calls
+    # New tokens with log-probabilities, where the request asks for them
     tokens: list[AnswerToken] = field(default_factory=list)
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens that the cache held
+    # Log-probabilities of the prompt's tokens, in the first delta, where the request asks for them
     prompt: tuple[TokenLogProbabilities | None, ...] = ()
-    end: End | None = None
-    error: LowbitError | None = None
+    end: End | None = None  # set in the last delta, unless an error ended the answer
+    error: LowbitError | None = None  # error that ended the answer
 
     @property
     def last(self) -> bool:

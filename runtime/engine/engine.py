@@ -44,18 +44,12 @@ CPU_TURN_S = 0.1  # of prompts in a step on a CPU beside sequences that decode; 
 
 @dataclass(slots=True)
 class Chunk:
-    """A chunk of a prompt that is on its way through the layers.
+    """A chunk of a prompt that is on its way through the layers."""
 
-    Attributes:
-        sequence: whose prompt it is.
-        stop: length of the sequence behind it.
-        layers: runs a layer for each output that is taken.
-        hidden: the last output; empty before the first.
-    """
-
-    sequence: Sequence
-    stop: int
-    layers: Iterator[Tensor]
+    sequence: Sequence  # whose prompt it is
+    stop: int  # length of the sequence behind it
+    layers: Iterator[Tensor]  # runs a layer for each output that is taken
+    # The last output; empty before the first
     hidden: Tensor = field(default_factory=lambda: torch.empty(0))
 
 

@@ -36,20 +36,13 @@ class Account:
     """Memory that a model and the state of its sequences will take on a device.
 
     State is counted by making it without memory, by the functions that `new_runner` calls.
-
-    Attributes:
-        opened: the model.
-        device: `cpu` or `cuda`.
-        dtype: of activations and recurrent states.
-        cache_type: of keys and values.
-        vocabulary: real tokens.
     """
 
-    opened: OpenedModel
-    device: str
-    dtype: torch.dtype
-    cache_type: CacheType
-    vocabulary: int
+    opened: OpenedModel  # the model
+    device: str  # `cpu` or `cuda`
+    dtype: torch.dtype  # of activations and recurrent states
+    cache_type: CacheType  # of keys and values
+    vocabulary: int  # real tokens
 
     def page_bytes(self, count: int) -> int:
         """Memory of so many pages, a drafter's included."""
@@ -111,15 +104,10 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class ChosenType:
-    """Type of the keys and values in a cache.
+    """Type of the keys and values in a cache."""
 
-    Attributes:
-        cache_type: of all of them.
-        reason: why `auto` has chosen it; None where the options name it.
-    """
-
-    cache_type: CacheType
-    reason: str | None = None
+    cache_type: CacheType  # of all of them
+    reason: str | None = None  # why `auto` has chosen it; None where the options name it
 
 
 def choose_cache_type(account: Account, options: LoadOptions, drafts: int = 0) -> ChosenType:

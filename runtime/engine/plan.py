@@ -13,36 +13,23 @@ CHUNK = 1024  # most tokens of a prompt that pass the layers together
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Sizes of what sequences share.
+    """Sizes of what sequences share."""
 
-    Attributes:
-        rows: sequences that run together.
-        pages: of the cache, those included that hold no tokens (EXTRA).
-        snapshots: most recurrent states that are kept.
-        recurrent: true if the model has linear layers.
-        chunk: most tokens of a prompt that pass the layers together.
-    """
-
-    rows: int
-    pages: int
-    snapshots: int
-    recurrent: bool
-    chunk: int
+    rows: int  # sequences that run together
+    pages: int  # of the cache, those included that hold no tokens (EXTRA)
+    snapshots: int  # most recurrent states that are kept
+    recurrent: bool  # true if the model has linear layers
+    chunk: int  # most tokens of a prompt that pass the layers together
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRow:
-    """Begin a sequence: write its block table, sampler row and first recurrent state.
+    """Begin a sequence: write its block table, sampler row and first recurrent state."""
 
-    Attributes:
-        sequence: with its row and pages.
-        snapshot: of the state after the tokens that it reuses; None if it reuses none.
-        copied: page that is copied first, and its copy, behind which the sequence goes on; None
-            where it shares whole pages alone.
-    """
-
-    sequence: Sequence
-    snapshot: int | None
+    sequence: Sequence  # with its row and pages
+    snapshot: int | None  # of the state after the tokens that it reuses; None if it reuses none
+    # Page that is copied first, and its copy, behind which the sequence goes on; None where it
+    # shares whole pages alone
     copied: tuple[int, int] | None
 
 
@@ -56,14 +43,10 @@ class SaveSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class CloseRow:
-    """Clear the sampler row of a sequence that has ended.
+    """Clear the sampler row of a sequence that has ended."""
 
-    Attributes:
-        row: of the sampler.
-        scores: host memory that steps under way may still write to; None without.
-    """
-
-    row: int
+    row: int  # of the sampler
+    # Host memory that steps under way may still write to; None without
     scores: LogProbabilities | None
 
 

@@ -17,26 +17,19 @@ MOST_PREFIXES = 64  # every prompt is compared with all of them
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """A sequence of tokens whose keys, values and recurrent states are kept.
+    """A sequence of tokens whose keys, values and recurrent states are kept."""
 
-    Attributes:
-        keys: [T] int64, see `prefix_keys`.
-        pages: that hold them; the last page may hold more.
-        chunk_ends: lengths at which the chunks ended that computed its keys and values.
-        decoded: length from which on tokens were decoded one a step.
-        fresh: length of the part computed by chunks of prompts alone: a prompt with equal chunk
-            ends would compute the same bytes.
-        snapshots: numbers of snapshots, by length; empty without linear layers.
-        used: time of the last use, a count.
-    """
-
-    keys: NDArray[np.int64]
-    pages: list[int]
+    keys: NDArray[np.int64]  # [T] int64, see `prefix_keys`
+    pages: list[int]  # that hold them; the last page may hold more
+    # Lengths at which the chunks ended that computed its keys and values
     chunk_ends: tuple[int, ...]
-    decoded: int
+    decoded: int  # length from which on tokens were decoded one a step
+    # Length of the part computed by chunks of prompts alone: a prompt with equal chunk ends would
+    # compute the same bytes
     fresh: int
+    # Numbers of snapshots, by length; empty without linear layers
     snapshots: dict[int, int] = field(default_factory=dict)
-    used: int = 0
+    used: int = 0  # time of the last use, a count
 
     def reusable(
         self, shared: int, recurrent: bool, chunk_ends: Sequence[int] | None = None
@@ -72,15 +65,10 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A prefix that a prompt reuses.
+    """A prefix that a prompt reuses."""
 
-    Attributes:
-        prefix: in the cache.
-        length: tokens of it that are reused.
-    """
-
-    prefix: Prefix
-    length: int
+    prefix: Prefix  # in the cache
+    length: int  # tokens of it that are reused
 
 
 class PrefixCache:

@@ -61,21 +61,13 @@ class TokenRequest:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of an engine on its requests.
+    """Limits of an engine on its requests."""
 
-    Attributes:
-        context: most tokens of a sequence.
-        positions: most tokens of a sequence that the model supports.
-        embedded: number of token ids that a prompt may have.
-        vocabulary: number of token ids that can be chosen.
-        pages: of the cache.
-    """
-
-    context: int
-    positions: int
-    embedded: int
-    vocabulary: int
-    pages: int
+    context: int  # most tokens of a sequence
+    positions: int  # most tokens of a sequence that the model supports
+    embedded: int  # number of token ids that a prompt may have
+    vocabulary: int  # number of token ids that can be chosen
+    pages: int  # of the cache
 
     def check(self, request: TokenRequest) -> TokenRequest:
         """The request with its `count`: as many tokens as it asks for, or as the context holds.

@@ -103,17 +103,11 @@ class Results:
 
 @dataclass(slots=True)
 class PlainStep:
-    """A step without drafts under way: one token for each sequence.
+    """A step without drafts under way: one token for each sequence."""
 
-    Attributes:
-        sequences: that get a token.
-        results: that the step writes to.
-        done: event behind the step; None on a CPU.
-    """
-
-    sequences: list[Sequence]
-    results: Results
-    done: "torch.cuda.Event | None"
+    sequences: list[Sequence]  # that get a token
+    results: Results  # that the step writes to
+    done: "torch.cuda.Event | None"  # event behind the step; None on a CPU
 
     @property
     def finished(self) -> bool:

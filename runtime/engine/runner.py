@@ -37,42 +37,28 @@ ALIGNED = 16  # kept logits: their rows are a multiple of so many
 
 @dataclass(slots=True)
 class Runner:
-    """A model with the state of its sequences.
+    """A model with the state of its sequences."""
 
-    Attributes:
-        decoder: the model.
-        state: pages and slots; a sequence's slot has the number of its row, or is a spare one after
-            a round with drafts.
-        sampler: a row for each sequence.
-        context: most tokens of a sequence.
-        snapshots: recurrent states that the host keeps for later prompts.
-        spare: slots for states after drafts; None without linear layers.
-        tables: [R, T / PAGE] int32 block tables by row.
-        batch: sequences of the last plain step, in the order of its tokens.
-        hidden_ring: [R, HIDDEN_RING, h] hidden states of the last positions, see `decode_inputs`;
-            None without an MTP head.
-        blocks: block drafter that reads every step; None without one.
-        inputs: of the next decode step.
-        results: host memory that steps write to.
-        graphs: recorded steps.
-        chunks: runs chunks of prompts that may be replayed; None where all are launched.
-        chunk_tokens: most tokens of a chunk.
-    """
-
-    decoder: Decoder
+    decoder: Decoder  # the model
+    # Pages and slots; a sequence's slot has the number of its row, or is a spare one after a round
+    # with drafts
     state: DeviceState
-    sampler: SamplerRows
-    context: int
-    snapshots: Snapshots
-    spare: range | None
-    tables: Tensor
+    sampler: SamplerRows  # a row for each sequence
+    context: int  # most tokens of a sequence
+    snapshots: Snapshots  # recurrent states that the host keeps for later prompts
+    spare: range | None  # slots for states after drafts; None without linear layers
+    tables: Tensor  # [R, T / PAGE] int32 block tables by row
+    # Sequences of the last plain step, in the order of its tokens
     batch: list[Sequence] = field(default_factory=list)
+    # [R, HIDDEN_RING, h] hidden states of the last positions, see `decode_inputs`; None without an
+    # MTP head
     hidden_ring: Tensor | None = None
-    blocks: ContextReader | None = None
-    chunk_tokens: int = CHUNK
-    inputs: DecodeInputs = field(init=False)
-    results: Results = field(init=False)
-    graphs: Graphs = field(default_factory=Graphs)
+    blocks: ContextReader | None = None  # block drafter that reads every step; None without one
+    chunk_tokens: int = CHUNK  # most tokens of a chunk
+    inputs: DecodeInputs = field(init=False)  # of the next decode step
+    results: Results = field(init=False)  # host memory that steps write to
+    graphs: Graphs = field(default_factory=Graphs)  # recorded steps
+    # Runs chunks of prompts that may be replayed; None where all are launched
     chunks: Chunks | None = field(init=False)
     _kept: Tensor = field(init=False)  # [W or ROUND_TOKENS, V] float32 of `keep`, empty before
 

@@ -16,80 +16,50 @@ Finish = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogProbabilities:
-    """Log-probabilities (natural) of one place, by the model's logits before any sampling setting.
+    """Natural log-probabilities of one place, by the logits before any sampling setting."""
 
-    Attributes:
-        chosen: of the chosen token, or of the prompt's.
-        top: (id, value) of the likeliest tokens in descending order.
-    """
-
-    chosen: float
-    top: tuple[tuple[int, float], ...]
+    chosen: float  # of the chosen token, or of the prompt's
+    top: tuple[tuple[int, float], ...]  # (id, value) of the likeliest tokens in descending order
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request with its place in the batch, the cache and the output.
+    """A request with its place in the batch, the cache and the output."""
 
-    Attributes:
-        request: what the user asked for.
-        count: most new tokens.
-        seed: of its random numbers.
-        phase: waiting for room, running its prompt, decoding, or ended.
-        row: of block tables and sampler; 0 while it has none.
-        slot: with its recurrent state; the slot of its row, or a spare one after drafts.
-        pages: its block table.
-        length: tokens sent through the layers.
-        chosen: new tokens that the device has been told to choose.
-        reused: tokens of the prompt taken from the prefix cache.
-        output: new tokens that the host has read.
-        unread: tokens of the output that the user has not taken.
-        log_probabilities: of each token of the output, if the request asks for them.
-        prompt_log_probabilities: of each token of the prompt, if the request asks for them and its
-            first new token has been read; None for the first token, which follows nothing.
-        scores: host memory that kernels write these to.
-        finish: reason of its end; None before, and after an error.
-        error: that ended it.
-        cancelled: set by the user, at any time and from any thread.
-        chunk_ends: lengths at which the chunks of its prompt end, reused ones included.
-        fresh: see `Prefix.fresh`.
-        snapshots: numbers of its snapshots, by length.
-        constraint_done: its constraint is done.
-        free_tokens: number of tokens behind the output that need no mask.
-        masked: its sampler row has a mask that does not allow every token.
-        verified: its last step checked drafts, so that the host alone has its last token, and its
-            recurrent state is in `slot`.
-        tally: counts of checked drafts.
-        drafts: what a source of drafts keeps of it.
-    """
-
-    request: TokenRequest
-    count: int
-    seed: int
-    phase: Phase = "waiting"
-    row: int = 0
-    slot: int = 0
-    pages: list[int] = field(default_factory=list)
-    length: int = 0
-    chosen: int = 0
-    reused: int = 0
-    output: list[int] = field(default_factory=list)
+    request: TokenRequest  # what the user asked for
+    count: int  # most new tokens
+    seed: int  # of its random numbers
+    phase: Phase = "waiting"  # waiting for room, running its prompt, decoding, or ended
+    row: int = 0  # of block tables and sampler; 0 while it has none
+    slot: int = 0  # with its recurrent state; the slot of its row, or a spare one after drafts
+    pages: list[int] = field(default_factory=list)  # its block table
+    length: int = 0  # tokens sent through the layers
+    chosen: int = 0  # new tokens that the device has been told to choose
+    reused: int = 0  # tokens of the prompt taken from the prefix cache
+    output: list[int] = field(default_factory=list)  # new tokens that the host has read
+    # Tokens of the output that the user has not taken
     unread: deque[int] = field(default_factory=deque)
+    # One for each token of the output, if the request asks for them
     log_probabilities: list[TokenLogProbabilities] = field(default_factory=list)
+    # One for each token of the prompt, if the request asks for them and its first new token has
+    # been read; None for the first token, which follows nothing
     prompt_log_probabilities: tuple[TokenLogProbabilities | None, ...] = ()
-    scores: LogProbabilities | None = None
-    finish: Finish | None = None
-    error: LowbitError | None = None
-    cancelled: bool = False
+    scores: LogProbabilities | None = None  # host memory that kernels write these to
+    finish: Finish | None = None  # reason of its end; None before, and after an error
+    error: LowbitError | None = None  # that ended it
+    cancelled: bool = False  # set by the user, at any time and from any thread
+    # Lengths at which the chunks of its prompt end, reused ones included
     chunk_ends: list[int] = field(default_factory=list)
-    fresh: int = 0
-    snapshots: dict[int, int] = field(default_factory=dict)
-    constraint_done: bool = False
-    free_tokens: int = 0
-    masked: bool = False
+    fresh: int = 0  # see `Prefix.fresh`
+    snapshots: dict[int, int] = field(default_factory=dict)  # numbers of its snapshots, by length
+    constraint_done: bool = False  # its constraint is done
+    free_tokens: int = 0  # number of tokens behind the output that need no mask
+    masked: bool = False  # its sampler row has a mask that does not allow every token
+    # Its last step checked drafts, so that the host alone has its last token, and its recurrent
+    # state is in `slot`
     verified: bool = False
-    tally: Tally = field(default_factory=Tally)
-    drafts: object = None
+    tally: Tally = field(default_factory=Tally)  # counts of checked drafts
+    drafts: object = None  # what a source of drafts keeps of it
 
     @property
     def needs_mask(self) -> bool:

@@ -13,27 +13,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load of an engine, up to a step old.
+    """Load of an engine, up to a step old."""
 
-    Attributes:
-        running: sequences that have room.
-        waiting: sequences that wait for room.
-        pages_used: pages of running sequences.
-        pages_kept: pages of the prefix cache alone, given back when they are needed.
-        pages: all pages.
-        prompts: looked up in the prefix cache since the start.
-        hits: prompts that began with a cached prefix.
-        reused_tokens: tokens of prompts that were not run again.
-    """
-
-    running: int
-    waiting: int
-    pages_used: int
-    pages_kept: int
-    pages: int
-    prompts: int
-    hits: int
-    reused_tokens: int
+    running: int  # sequences that have room
+    waiting: int  # sequences that wait for room
+    pages_used: int  # pages of running sequences
+    pages_kept: int  # pages of the prefix cache alone, given back when they are needed
+    pages: int  # all pages
+    prompts: int  # looked up in the prefix cache since the start
+    hits: int  # prompts that began with a cached prefix
+    reused_tokens: int  # tokens of prompts that were not run again
 
 
 def load_of(engine: "Engine") -> Load:
@@ -55,17 +44,11 @@ def load_of(engine: "Engine") -> Load:
 
 @dataclass(slots=True)
 class Reuse:
-    """Counts of prompts that began with a cached prefix.
+    """Counts of prompts that began with a cached prefix."""
 
-    Attributes:
-        prompts: looked up.
-        hits: prompts that reused tokens.
-        tokens: reused.
-    """
-
-    prompts: int = 0
-    hits: int = 0
-    tokens: int = 0
+    prompts: int = 0  # looked up
+    hits: int = 0  # prompts that reused tokens
+    tokens: int = 0  # reused
 
     def count(self, tokens: int) -> None:
         """Count a prompt that reused so many tokens."""
@@ -99,17 +82,11 @@ class Speculated:
 
 @dataclass(slots=True)
 class Tally:
-    """Running counts of checked drafts.
+    """Running counts of checked drafts."""
 
-    Attributes:
-        rounds: steps that checked drafts.
-        drafted: see `Speculated`.
-        accepted: see `Speculated`.
-    """
-
-    rounds: int = 0
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
+    rounds: int = 0  # steps that checked drafts
+    drafted: list[int] = field(default_factory=list)  # see `Speculated`
+    accepted: list[int] = field(default_factory=list)  # see `Speculated`
 
     def count(self, drafted: int, accepted: int) -> None:
         """Count a step that checked `drafted` drafts and accepted `accepted`."""

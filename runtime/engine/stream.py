@@ -193,34 +193,21 @@ class Generation:
 
 @dataclass(slots=True)
 class Answer:
-    """The answer to one request while its tokens become text, which the caller keeps.
+    """The answer to one request while its tokens become text, which the caller keeps."""
 
-    Attributes:
-        request: request that is answered.
-        tokenizer: tokenizer of the model.
-        handle: source of the tokens.
-        index: number of the answer among those of its request.
-        count: tokens so far.
-        in_reasoning: the next token belongs to the reasoning.
-        reasoning_tokens: tokens of the reasoning so far.
-        finish_reason: `stop` for a stop token or string, `length` for a full context or the limit;
-            None before the end.
-        started_at: time of the request.
-        first_at: time of the first token.
-        last_at: time of the last token.
-    """
-
-    request: TokenRequest
-    tokenizer: Tokenizer
-    handle: Handle
-    index: int = 0
-    count: int = 0
-    in_reasoning: bool = field(init=False)
-    reasoning_tokens: int = 0
+    request: TokenRequest  # request that is answered
+    tokenizer: Tokenizer  # tokenizer of the model
+    handle: Handle  # source of the tokens
+    index: int = 0  # number of the answer among those of its request
+    count: int = 0  # tokens so far
+    in_reasoning: bool = field(init=False)  # the next token belongs to the reasoning
+    reasoning_tokens: int = 0  # tokens of the reasoning so far
+    # `stop` for a stop token or string, `length` for a full context or the limit; None before the
+    # end
     finish_reason: FinishReason | None = None
-    started_at: float = field(init=False)
-    first_at: float = field(init=False)
-    last_at: float = field(init=False)
+    started_at: float = field(init=False)  # time of the request
+    first_at: float = field(init=False)  # time of the first token
+    last_at: float = field(init=False)  # time of the last token
     _told: bool = False  # there has been a delta
     _first_tokens: int = 0  # of the first step
     _first_step_at: float = 0.0

@@ -73,14 +73,10 @@ def read_mlp(weights: Weights[W], p: str, experts: Experts | None) -> Mlp[W]:
 
 @dataclass(frozen=True, slots=True)
 class HiddenTaps:
-    """Buffer for the outputs of some layers in a step, which a drafter reads.
+    """Buffer for the outputs of some layers in a step, which a drafter reads."""
 
-    Attributes:
-        layers: indices of these n layers.
-        out: [M, n * h], written; outputs of a token lie side by side, in the order of `layers`.
-    """
-
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # indices of these n layers
+    # [M, n * h], written; outputs of a token lie side by side, in the order of `layers`
     out: Tensor
 
     def take(self, layer: int, x: Tensor) -> None:

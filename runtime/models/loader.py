@@ -47,25 +47,16 @@ W = TypeVar("W")
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A folder whose headers have all been checked; no weight has been read.
+    """A folder whose headers have all been checked; no weight has been read."""
 
-    Attributes:
-        checkpoint: the headers.
-        config: sizes of the model.
-        specs: the tensors that the model will read.
-        schemes: of every linear module; None where it is dense.
-        head: read the head for multi-token prediction too.
-        draft: rows that its drafts are chosen from; None for all of the vocabulary.
-        drafter: its drafter; None without one.
-    """
-
-    checkpoint: Checkpoint
-    config: Config
-    specs: tuple[TensorSpec, ...]
-    schemes: Mapping[str, Scheme | None]
-    head: bool = False
+    checkpoint: Checkpoint  # the headers
+    config: Config  # sizes of the model
+    specs: tuple[TensorSpec, ...]  # the tensors that the model will read
+    schemes: Mapping[str, Scheme | None]  # of every linear module; None where it is dense
+    head: bool = False  # read the head for multi-token prediction too
+    # Rows that its drafts are chosen from; None for all of the vocabulary
     draft: DraftHead | None = None
-    drafter: "OpenedModel | None" = None
+    drafter: "OpenedModel | None" = None  # its drafter; None without one
 
     def weight_bytes(self, device: str, dtype: torch.dtype) -> int:
         """Memory the weights will take on `cpu` or `cuda`."""

@@ -26,40 +26,24 @@ W = TypeVar("W")  # what the backend keeps a linear as
 
 @dataclass(frozen=True, slots=True)
 class Attention(Generic[W]):
-    """Full attention with an output gate.
+    """Full attention with an output gate."""
 
-    Attributes:
-        index: of the layer among those with keys and values.
-        qkv: [(2 * Hq + 2 * Hkv) * D, h]; each q head is its query, then its gate.
-        q_norm: [D] float32.
-        k_norm: [D] float32.
-        out: [h, Hq * D].
-    """
-
-    index: int
-    qkv: W
-    q_norm: Tensor
-    k_norm: Tensor
-    out: W
+    index: int  # of the layer among those with keys and values
+    qkv: W  # [(2 * Hq + 2 * Hkv) * D, h]; each q head is its query, then its gate
+    q_norm: Tensor  # [D] float32
+    k_norm: Tensor  # [D] float32
+    out: W  # [h, Hq * D]
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet(Generic[W]):
-    """Linear attention.
+    """Linear attention."""
 
-    Attributes:
-        index: of the layer among those with a recurrent state.
-        qkvz: [C + Hv * Dv, h].
-        ba: [2 * Hv, h], dense.
-        weights: around the recurrence.
-        out: [h, Hv * Dv].
-    """
-
-    index: int
-    qkvz: W
-    ba: W
-    weights: DeltaWeights
-    out: W
+    index: int  # of the layer among those with a recurrent state
+    qkvz: W  # [C + Hv * Dv, h]
+    ba: W  # [2 * Hv, h], dense
+    weights: DeltaWeights  # around the recurrence
+    out: W  # [h, Hv * Dv]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,38 +28,23 @@ W = TypeVar("W")  # what the backend keeps a linear as
 
 @dataclass(frozen=True, slots=True)
 class DraftRows(Generic[W]):
-    """The rows of the trunk's head that drafts are chosen from.
+    """The rows of the trunk's head that drafts are chosen from."""
 
-    Attributes:
-        ids: [N] int64, token of every row.
-        head: [N, h].
-    """
-
-    ids: Tensor
-    head: W
+    ids: Tensor  # [N] int64, token of every row
+    head: W  # [N, h]
 
 
 @dataclass(frozen=True, slots=True)
 class MtpHead(Generic[W]):
-    """A loaded head; gains are float32.
+    """A loaded head; gains are float32."""
 
-    Attributes:
-        trunk: the model before it was given the head.
-        embedding_norm: [h].
-        hidden_norm: [h].
-        fc: [h, 2 * h], columns of the embedding first.
-        layer: with attention.
-        norm: [h].
-        rows: that drafts are chosen from; None for all.
-    """
-
-    trunk: Qwen35[W]
-    embedding_norm: Tensor
-    hidden_norm: Tensor
-    fc: W
-    layer: Layer[W]
-    norm: Tensor
-    rows: DraftRows[W] | None = None
+    trunk: Qwen35[W]  # the model before it was given the head
+    embedding_norm: Tensor  # [h]
+    hidden_norm: Tensor  # [h]
+    fc: W  # [h, 2 * h], columns of the embedding first
+    layer: Layer[W]  # with attention
+    norm: Tensor  # [h]
+    rows: DraftRows[W] | None = None  # that drafts are chosen from; None for all
 
     def hidden(
         self, ids: Tensor, x: Tensor, state: DeviceState, step: Step, own: bool = False

@@ -41,40 +41,27 @@ class DecodeInputs:
     A round that follows another has B sequences with k drafts each: token j of sequence b is number
     b * (k + 1) + j, the last token first, then its drafts. All tensors are on the device but
     `right`.
-
-    Attributes:
-        numbers: [1 + COLUMNS + HEAD_COLUMNS, W] int32, all that the host writes: `origins`, those
-            of `step`, `seen`, `seen_rows`, `seen_starts`, then what the first three `longs` take.
-        origins: [W] int32, where the token of each sequence of a plain step is found in `longs`.
-        step: tokens, positions, sequences and slots.
-        seen: [W] int32, positions of the tokens in the round before.
-        seen_rows: [W] int32, their rows.
-        seen_starts: [W] int32, the first of each sequence, then the number of all.
-        longs: [5, W] int64: `chosen`, `ring_places`, `ends`, `known`, `firsts`.
-        chosen: [W] int64, what the model has chosen behind each token.
-        ring_places: [W] int64, where the hidden states of `seen` are, see `ring_place`.
-        ends: [W] int64, by sequence, index in the round of the last token that was right.
-        known: [W] int64, tokens of a plain step that the host knows.
-        firsts: [W] int64 by row, token of a sequence that was not in the last plain step.
-        wrong: [W] int32, row of each token whose draft was wrong or stood behind a wrong one; else
-            SCRATCH.
-        right: [RING, R] int64 on the host, page-locked beside a GPU: drafts of a row that were
-            right, by the position of the first token of the round modulo RING.
     """
 
+    # [1 + COLUMNS + HEAD_COLUMNS, W] int32, all that the host writes: `origins`, those of `step`,
+    # `seen`, `seen_rows`, `seen_starts`, then what the first three `longs` take
     numbers: Tensor
+    # [W] int32, where the token of each sequence of a plain step is found in `longs`
     origins: Tensor
-    step: StepBuffers
-    seen: Tensor
-    seen_rows: Tensor
-    seen_starts: Tensor
-    longs: Tensor
-    chosen: Tensor
-    ring_places: Tensor
-    ends: Tensor
-    known: Tensor
-    firsts: Tensor
+    step: StepBuffers  # tokens, positions, sequences and slots
+    seen: Tensor  # [W] int32, positions of the tokens in the round before
+    seen_rows: Tensor  # [W] int32, their rows
+    seen_starts: Tensor  # [W] int32, the first of each sequence, then the number of all
+    longs: Tensor  # [5, W] int64: `chosen`, `ring_places`, `ends`, `known`, `firsts`
+    chosen: Tensor  # [W] int64, what the model has chosen behind each token
+    ring_places: Tensor  # [W] int64, where the hidden states of `seen` are, see `ring_place`
+    ends: Tensor  # [W] int64, by sequence, index in the round of the last token that was right
+    known: Tensor  # [W] int64, tokens of a plain step that the host knows
+    firsts: Tensor  # [W] int64 by row, token of a sequence that was not in the last plain step
+    # [W] int32, row of each token whose draft was wrong or stood behind a wrong one; else SCRATCH
     wrong: Tensor
+    # [RING, R] int64 on the host, page-locked beside a GPU: drafts of a row that were right, by the
+    # position of the first token of the round modulo RING
     right: Tensor
 
     def write_plain(

@@ -12,26 +12,17 @@ L2_EPS = 1e-6  # added to the sum of squares of each head of q and k, whatever t
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
-    """Weights around the recurrence of a layer, in FP32 whatever the checkpoint stores.
+    """Weights around the recurrence of a layer, in FP32 whatever the checkpoint stores."""
 
-    Attributes:
-        conv: [C, W] taps of the causal depthwise convolution, the last one for the current token;
-            channels in the order q, k, v: C = 2 * Hk * Dk + Hv * Dv.
-        decay: [Hv], `-exp(A_log)`.
-        dt_bias: [Hv].
-        norm: [Dv], gain of the norm of each head's output.
-        key_heads: Hk; value head i reads q and k of head i // (Hv / Hk).
-        key_dim: Dk.
-        eps: of the norm.
-    """
-
+    # [C, W] taps of the causal depthwise convolution, the last one for the current token; channels
+    # in the order q, k, v: C = 2 * Hk * Dk + Hv * Dv
     conv: Tensor
-    decay: Tensor
-    dt_bias: Tensor
-    norm: Tensor
-    key_heads: int
-    key_dim: int
-    eps: float
+    decay: Tensor  # [Hv], `-exp(A_log)`
+    dt_bias: Tensor  # [Hv]
+    norm: Tensor  # [Dv], gain of the norm of each head's output
+    key_heads: int  # Hk; value head i reads q and k of head i // (Hv / Hk)
+    key_dim: int  # Dk
+    eps: float  # of the norm
 
     @property
     def value_heads(self) -> int:
@@ -46,32 +37,22 @@ class DeltaWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
-    """States of one linear layer in all slots; see `DeltaSlots`.
+    """States of one linear layer in all slots; see `DeltaSlots`."""
 
-    Attributes:
-        window: [S, W - 1, C], `conv` of the layer.
-        memory: [S, Hv, Dk, Dv] float32.
-        arrived: [S, Hk] int32.
-    """
-
-    window: Tensor
-    memory: Tensor
-    arrived: Tensor
+    window: Tensor  # [S, W - 1, C], `conv` of the layer
+    memory: Tensor  # [S, Hv, Dk, Dv] float32
+    arrived: Tensor  # [S, Hk] int32
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaSlots:
-    """Recurrent states by slot; a step reads one slot and writes another or the same.
+    """Recurrent states by slot; a step reads one slot and writes another or the same."""
 
-    Attributes:
-        conv: [L, S, W - 1, C] the last inputs of the convolution, oldest first, before it and SiLU.
-        memory: [L, S, Hv, Dk, Dv] float32.
-        arrived: [S, Hk] int32, zero between kernels: counts programs that have read a window they
-            share, by slot that is read.
-    """
-
+    # [L, S, W - 1, C] the last inputs of the convolution, oldest first, before it and SiLU
     conv: Tensor
-    memory: Tensor
+    memory: Tensor  # [L, S, Hv, Dk, Dv] float32
+    # [S, Hk] int32, zero between kernels: counts programs that have read a window they share, by
+    # slot that is read
     arrived: Tensor
 
     @property

@@ -12,21 +12,13 @@ from lowbit.runtime.state.pages import EXTRA, KVPages, new_pages
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """Size of the cache.
+    """Size of the cache."""
 
-    Attributes:
-        context: most tokens of a sequence.
-        sequences: that are decoded together.
-        pages: for the keys and values of all of them and of prefixes to reuse.
-        snapshots: most recurrent states that the host keeps for later prompts.
-        drafts: most of one step, and so the number of spare recurrent states.
-    """
-
-    context: int
-    sequences: int
-    pages: int
-    snapshots: int
-    drafts: int = 0
+    context: int  # most tokens of a sequence
+    sequences: int  # that are decoded together
+    pages: int  # for the keys and values of all of them and of prefixes to reuse
+    snapshots: int  # most recurrent states that the host keeps for later prompts
+    drafts: int = 0  # most of one step, and so the number of spare recurrent states
 
     @property
     def rows(self) -> int:
@@ -46,15 +38,10 @@ class CacheSize:
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """Keys, values and recurrent states of all sequences.
+    """Keys, values and recurrent states of all sequences."""
 
-    Attributes:
-        pages: keys and values.
-        slots: states of linear layers; slot SCRATCH belongs to nobody.
-    """
-
-    pages: KVPages
-    slots: DeltaSlots
+    pages: KVPages  # keys and values
+    slots: DeltaSlots  # states of linear layers; slot SCRATCH belongs to nobody
 
     @property
     def device(self) -> torch.device:

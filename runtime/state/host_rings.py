@@ -29,14 +29,10 @@ class LogProbabilities:
 
     Entry [position % RING, row] is of the token at that position; its first column is that token,
     the others are the likeliest tokens from the first down.
-
-    Attributes:
-        ids: [RING, R, MOST_LOGPROBS + 1] int64; -1 where the vocabulary has fewer tokens.
-        values: [RING, R, MOST_LOGPROBS + 1] float32, natural logarithms; NaN where logits are.
     """
 
-    ids: Tensor
-    values: Tensor
+    ids: Tensor  # [RING, R, MOST_LOGPROBS + 1] int64; -1 where the vocabulary has fewer tokens
+    values: Tensor  # [RING, R, MOST_LOGPROBS + 1] float32, natural logarithms; NaN where logits are
 
 
 def new_log_probabilities(rows: int, pinned: bool) -> LogProbabilities:

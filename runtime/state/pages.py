@@ -18,17 +18,13 @@ class KVPages:
 
     Position p of a sequence is token `p % PAGE` of the page that its block table names for
     `p // PAGE`. Where there are scales, k and v are codes; see `formats.kv_cache`.
-
-    Attributes:
-        k: [L, P, PAGE, Hkv, D]; L counts the layers that have keys, P the pages.
-        v: [L, P, PAGE, Hkv, D].
-        k_scales: [L, P, PAGE, Hkv] bfloat16; None where k holds the keys themselves.
-        v_scales: [L, P, PAGE, Hkv] bfloat16; None where v holds the values themselves.
     """
 
-    k: Tensor
-    v: Tensor
+    k: Tensor  # [L, P, PAGE, Hkv, D]; L counts the layers that have keys, P the pages
+    v: Tensor  # [L, P, PAGE, Hkv, D]
+    # [L, P, PAGE, Hkv] bfloat16; None where k holds the keys themselves
     k_scales: Tensor | None = None
+    # [L, P, PAGE, Hkv] bfloat16; None where v holds the values themselves
     v_scales: Tensor | None = None
 
     @property

@@ -109,48 +109,34 @@ class ChoiceShape:
     """Key of the operations that choose tokens; a captured graph is good for one key.
 
     A row that needs less gets the same token under a richer shape.
-
-    Attributes:
-        candidates: most tokens that a row draws from, rounded up to one of CLASSES; ALL for any
-            number, 1 where every row takes its likeliest token.
-        adjusted: some row has penalties, a bias or a mask.
-        logprobs: some row wants log-probabilities.
     """
 
+    # Most tokens that a row draws from, rounded up to one of CLASSES; ALL for any number, 1 where
+    # every row takes its likeliest token
     candidates: int = 1
-    adjusted: bool = False
-    logprobs: bool = False
+    adjusted: bool = False  # some row has penalties, a bias or a mask
+    logprobs: bool = False  # some row wants log-probabilities
 
 
 @dataclass(slots=True)
 class SamplerRows:
-    """Parameters and history of R sequences.
+    """Parameters and history of R sequences."""
 
-    Attributes:
-        vocabulary: V, the real tokens; ids from here on are padding and never chosen.
-        knobs: [R, 6] float64: temperature, top_p, min_p, penalties of repetition, presence and
-            frequency.
-        whole: [R, 4] int64: top_k, seed, number of biases, 1 where the mask counts.
-        seen: [R, V] bool, tokens of the prompt; kept only for rows with a repetition penalty.
-        counts: [R, V] int32, how often the output has each token; kept while some row of the
-            shape is adjusted.
-        bias_ids: [R, MOST_BIASES] int64 in ascending order, as many as the row has biases.
-        bias: [R, MOST_BIASES] float64, as many.
-        mask: [R + ROUND_TOKENS, ceil(V / 32)] int32 on the host, page-locked beside a GPU; bit i of
-            word w is set where token 32 * w + i is allowed. Those behind the rows are for the
-            tokens of a round, one each.
-        shape: operations that the rows at work need.
-    """
-
-    vocabulary: int
+    vocabulary: int  # V, the real tokens; ids from here on are padding and never chosen
+    # [R, 6] float64: temperature, top_p, min_p, penalties of repetition, presence and frequency
     knobs: Tensor
-    whole: Tensor
-    seen: Tensor
+    whole: Tensor  # [R, 4] int64: top_k, seed, number of biases, 1 where the mask counts
+    seen: Tensor  # [R, V] bool, tokens of the prompt; kept only for rows with a repetition penalty
+    # [R, V] int32, how often the output has each token; kept while some row of the shape is
+    # adjusted
     counts: Tensor
-    bias_ids: Tensor
-    bias: Tensor
+    bias_ids: Tensor  # [R, MOST_BIASES] int64 in ascending order, as many as the row has biases
+    bias: Tensor  # [R, MOST_BIASES] float64, as many
+    # [R + ROUND_TOKENS, ceil(V / 32)] int32 on the host, page-locked beside a GPU; bit i of word w
+    # is set where token 32 * w + i is allowed. Those behind the rows are for the tokens of a round,
+    # one each.
     mask: Tensor
-    shape: ChoiceShape = field(default_factory=ChoiceShape)
+    shape: ChoiceShape = field(default_factory=ChoiceShape)  # operations that the rows at work need
     _working: dict[int, tuple[SamplingParams, bool]] = field(default_factory=dict)
 
     @property

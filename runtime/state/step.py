@@ -14,38 +14,24 @@ Ending = Literal["together", "apart", "last"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens of one sequence in a step, as the host knows them.
+    """Tokens of one sequence in a step, as the host knows them."""
 
-    Attributes:
-        row: of the block tables.
-        first: position of the first token.
-        count: tokens, one after another.
-        pages: block table of the sequence.
-        read: slot of its row of `Step.read`.
-        writes: slots of its tokens in `Step.write`, one each; empty without linear layers.
-    """
-
-    row: int
-    first: int
-    count: int
-    pages: tuple[int, ...] = ()
-    read: int = NO_SLOT
+    row: int  # of the block tables
+    first: int  # position of the first token
+    count: int  # tokens, one after another
+    pages: tuple[int, ...] = ()  # block table of the sequence
+    read: int = NO_SLOT  # slot of its row of `Step.read`
+    # Slots of its tokens in `Step.write`, one each; empty without linear layers
     writes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embedded:
-    """Tokens whose embeddings do not come from the model's table, such as those of an image.
+    """Tokens whose embeddings do not come from the model's table, such as those of an image."""
 
-    Attributes:
-        first: of these tokens, in a prompt or in a step.
-        rows: [n, h], their embeddings.
-        origin: hash of what they were made from; the prefix cache compares it.
-    """
-
-    first: int
-    rows: Tensor
-    origin: bytes
+    first: int  # of these tokens, in a prompt or in a step
+    rows: Tensor  # [n, h], their embeddings
+    origin: bytes  # hash of what they were made from; the prefix cache compares it
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +39,18 @@ class StepPlan:
     """A step as the host knows it, beside the numbers in its `StepBuffers`.
 
     On a GPU steps of one plan are one CUDA graph, so sizes are rounded up to few.
-
-    Attributes:
-        tokens: M, padding included.
-        sequences: B, padding included.
-        max_kv_len: see `Step`.
-        longest: see `Step`.
-        spans: see `Step`; empty where kernels find all on the device.
-        prompt: see `Step`.
-        ending: see `Step`.
-        ordered: tokens are chosen place by place, since penalties count those chosen before.
-        embedded: see `Step`.
     """
 
-    tokens: int
-    sequences: int
-    max_kv_len: int
-    longest: int
-    spans: tuple[Span, ...] = ()
-    prompt: bool = False
-    ending: Ending = "together"
+    tokens: int  # M, padding included
+    sequences: int  # B, padding included
+    max_kv_len: int  # see `Step`
+    longest: int  # see `Step`
+    spans: tuple[Span, ...] = ()  # see `Step`; empty where kernels find all on the device
+    prompt: bool = False  # see `Step`
+    ending: Ending = "together"  # see `Step`
+    # Tokens are chosen place by place, since penalties count those chosen before
     ordered: bool = False
-    embedded: tuple[Embedded, ...] = ()
+    embedded: tuple[Embedded, ...] = ()  # see `Step`
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,42 +59,32 @@ class Step:
 
     Tokens of a sequence stand side by side in the order of their positions. Tensors are on the
     model's device, so that a recorded step follows its sequences without the host.
-
-    Attributes:
-        positions: [M] int32, position of each token in its sequence.
-        rows: [M] int32, row of `tables` of each token's sequence.
-        starts: [B + 1] int32, first token of each sequence, then M; of a prompt 0 and the number of
-            its tokens, which may be less than M: others are padding, of which nothing is stored.
-        tables: [R, T] int32, block tables: the page of each PAGE positions.
-        read: [B] int32, slot with the recurrent state before the sequence's first token.
-        write: [M] int32, slot that takes the state after the token, or NO_SLOT.
-        max_kv_len: every position is below it; kernels divide their work by it.
-        longest: most tokens of one sequence.
-        spans: of the B sequences, as the host knows them; GPU kernels do not look at them, but for
-            the attention of prompts, see `attention_prefill`.
-        prompt: whether the tokens are a chunk of one sequence's prompt (B = 1) that takes the
-            kernels for many tokens; else they take those that give each token the same bits in
-            any company.
-        own_angles: [M] int32, rows of the rotary tables for the tokens, ascending by one in a
-            sequence of a decode step; None where they are the positions.
-        embedded: tokens of a chunk of a prompt that the model does not look up in its table.
-        ending: of a prompt, how its tokens pass the last layer behind its keys, values and states:
-            all together; the last one apart, so that it has the same bits whether or not the others
-            pass, too; or only that one.
     """
 
-    positions: Tensor
-    rows: Tensor
+    positions: Tensor  # [M] int32, position of each token in its sequence
+    rows: Tensor  # [M] int32, row of `tables` of each token's sequence
+    # [B + 1] int32, first token of each sequence, then M; of a prompt 0 and the number of its
+    # tokens, which may be less than M: others are padding, of which nothing is stored
     starts: Tensor
-    tables: Tensor
-    read: Tensor
-    write: Tensor
-    max_kv_len: int
-    longest: int
+    tables: Tensor  # [R, T] int32, block tables: the page of each PAGE positions
+    read: Tensor  # [B] int32, slot with the recurrent state before the sequence's first token
+    write: Tensor  # [M] int32, slot that takes the state after the token, or NO_SLOT
+    max_kv_len: int  # every position is below it; kernels divide their work by it
+    longest: int  # most tokens of one sequence
+    # The B sequences, as the host knows them; GPU kernels do not look at them, but for the
+    # attention of prompts, see `attention_prefill`
     spans: tuple[Span, ...]
+    # True for a chunk of one sequence's prompt (B = 1) that takes the kernels for many tokens;
+    # others take those that give each token the same bits in any company
     prompt: bool = False
+    # How the tokens of a prompt pass the last layer behind its keys, values and states: all
+    # together; the last one apart, so that it has the same bits whether or not the others pass,
+    # too; or only that one
     ending: Ending = "together"
+    # [M] int32, rows of the rotary tables for the tokens, ascending by one in a sequence of a
+    # decode step; None where they are the positions
     own_angles: Tensor | None = None
+    # Tokens of a chunk of a prompt that the model does not look up in its table
     embedded: tuple[Embedded, ...] = ()
 
     @property

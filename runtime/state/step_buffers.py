@@ -28,27 +28,16 @@ PADDING = 4
 
 @dataclass(frozen=True, slots=True)
 class StepBuffers:
-    """Inputs of a step of W - PADDING tokens at most.
+    """Inputs of a step of W - PADDING tokens at most."""
 
-    Attributes:
-        block: [COLUMNS, W] int32, the others.
-        ids: [W] int32, the tokens.
-        positions: [W] int32 of them.
-        rows: [W] int32 of their sequences.
-        reads: [W] int32, slot with the recurrent state before the first token, by sequence.
-        writes: [W] int32, slot that takes the state after the token.
-        places: [W] int32 of the tokens, counted from the first of each sequence.
-        starts: [W] int32, the first token of each sequence, then of padding, then the number of
-            all tokens.
-    """
-
-    block: Tensor
-    ids: Tensor
-    positions: Tensor
-    rows: Tensor
-    reads: Tensor
-    writes: Tensor
-    places: Tensor
+    block: Tensor  # [COLUMNS, W] int32, the others
+    ids: Tensor  # [W] int32, the tokens
+    positions: Tensor  # [W] int32 of them
+    rows: Tensor  # [W] int32 of their sequences
+    reads: Tensor  # [W] int32, slot with the recurrent state before the first token, by sequence
+    writes: Tensor  # [W] int32, slot that takes the state after the token
+    places: Tensor  # [W] int32 of the tokens, counted from the first of each sequence
+    # [W] int32, the first token of each sequence, then of padding, then the number of all tokens
     starts: Tensor
 
     def write(self, spans: Sequence[Span], ids: Sequence[int], M: int) -> None:

@@ -24,19 +24,12 @@ from lowbit.runtime.state.step_buffers import new_step
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Block drafts for a runner's sequences, on a CPU.
+    """Block drafts for a runner's sequences, on a CPU."""
 
-    Attributes:
-        drafter: loaded.
-        pages: keys and values of its context.
-        tables: of the runner.
-        sampler: of the runner.
-    """
-
-    drafter: BlockDrafter[CpuLinear]
-    pages: KVPages
-    tables: Tensor
-    sampler: SamplerRows
+    drafter: BlockDrafter[CpuLinear]  # loaded
+    pages: KVPages  # keys and values of its context
+    tables: Tensor  # of the runner
+    sampler: SamplerRows  # of the runner
     _ring: Tensor = field(init=False)  # takes drafts; never read
 
     def __post_init__(self) -> None:

@@ -48,23 +48,14 @@ PROBE_BEHIND = ROUND_TOKENS  # positions that the head reads before a probe, in 
 
 @dataclass(frozen=True, slots=True)
 class MtpCache:
-    """Keys and values of the MTP head.
+    """Keys and values of the MTP head."""
 
-    Attributes:
-        runner: of the model.
-        head: of the model.
-        hidden_ring: of the runner.
-        graphs: recorded steps that catch up.
-        block: [4, W] int32 rows, positions, places in the hidden rings and ids of such a step.
-        starts: [2] int32, 0 and W.
-    """
-
-    runner: Runner
-    head: MtpHead[CpuLinear] | MtpHead["GpuLinear"]
-    hidden_ring: Tensor
-    graphs: Graphs
-    block: Tensor
-    starts: Tensor
+    runner: Runner  # of the model
+    head: MtpHead[CpuLinear] | MtpHead["GpuLinear"]  # of the model
+    hidden_ring: Tensor  # of the runner
+    graphs: Graphs  # recorded steps that catch up
+    block: Tensor  # [4, W] int32 rows, positions, places in the hidden rings and ids of such a step
+    starts: Tensor  # [2] int32, 0 and W
 
     def read_prompt(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
         """Run a part of a prompt through the head, without a position whose next token is unknown.
@@ -149,22 +140,14 @@ def _plan(spans: Numbers[Span], max_kv_len: int) -> StepPlan:
 
 @dataclass(slots=True)
 class MtpRound:
-    """A round with drafts of the MTP head.
+    """A round with drafts of the MTP head."""
 
-    Attributes:
-        rounds: sends it.
-        sequences: that get tokens from it.
-        drafts: number for each sequence.
-        first: its inputs come from the host, not from the round before.
-        stake: what it may lose.
-        ahead: true, since the next round starts from what it leaves on the device.
-    """
-
-    rounds: "MtpRounds"
-    sequences: list[Sequence]
-    drafts: int
-    first: bool
-    stake: Stake
+    rounds: "MtpRounds"  # sends it
+    sequences: list[Sequence]  # that get tokens from it
+    drafts: int  # number for each sequence
+    first: bool  # its inputs come from the host, not from the round before
+    stake: Stake  # what it may lose
+    # True, since the next round starts from what it leaves on the device
     ahead: bool = field(default=True, init=False)
     _writes: list[tuple[int, ...]] = field(default_factory=list)  # by sequence, see `Part`
     _done: "torch.cuda.Event | None" = None
@@ -226,21 +209,13 @@ class MtpRound:
 
 @dataclass(slots=True)
 class MtpRounds:
-    """Sends MTP rounds.
+    """Sends MTP rounds."""
 
-    Attributes:
-        cache: keys and values of the head.
-        verifier: checks its drafts.
-        batch: sequences of the last round.
-        drafts: number for each of them.
-        parts: of these sequences.
-    """
-
-    cache: MtpCache
-    verifier: Verifier
-    batch: list[Sequence] = field(default_factory=list)
-    drafts: int = 0
-    parts: list[Part] = field(default_factory=list)
+    cache: MtpCache  # keys and values of the head
+    verifier: Verifier  # checks its drafts
+    batch: list[Sequence] = field(default_factory=list)  # sequences of the last round
+    drafts: int = 0  # number for each of them
+    parts: list[Part] = field(default_factory=list)  # of these sequences
     _seen: list[Span] = field(default_factory=list)  # positions that the head processes first
     _singles: Tensor = field(init=False)  # [W + 1] int32, 0, 1, 2...: a token a sequence
     _ring: Tensor = field(init=False)  # takes drafts; never read

@@ -87,15 +87,10 @@ def _least(match: "Match") -> int:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """An earlier occurrence of the text's last tokens.
+    """An earlier occurrence of the text's last tokens."""
 
-    Attributes:
-        length: tokens of the match, at most LONGEST_MATCH.
-        stop: index behind the match.
-    """
-
-    length: int
-    stop: int
+    length: int  # tokens of the match, at most LONGEST_MATCH
+    stop: int  # index behind the match
 
 
 class GrowingText:

@@ -45,25 +45,16 @@ Proposal = tuple[Numbers[int], Source]
 
 @dataclass(slots=True)
 class Drafts:
-    """Drafts for all sequences of an engine; a `DraftSource`.
+    """Drafts for all sequences of an engine; a `DraftSource`."""
 
-    Attributes:
-        verifier: checks drafts that the host knows.
-        most: most drafts of a sequence in a step.
-        new_drafter: makes the n-gram drafter of a sequence; None without.
-        mtp: rounds by the MTP head; None without.
-        policy: says how many drafts pay.
-        blocks: block drafter; None without one.
-        suspended: the head or the drafter would not pay by the last plan, or nothing is known yet,
-            so that it reads the ends of prompts alone and does not keep up.
-    """
-
-    verifier: Verifier
-    most: int
-    new_drafter: NewDrafter | None
-    mtp: MtpRounds | None
-    policy: Policy
-    blocks: Blocks | None = None
+    verifier: Verifier  # checks drafts that the host knows
+    most: int  # most drafts of a sequence in a step
+    new_drafter: NewDrafter | None  # makes the n-gram drafter of a sequence; None without
+    mtp: MtpRounds | None  # rounds by the MTP head; None without
+    policy: Policy  # says how many drafts pay
+    blocks: Blocks | None = None  # block drafter; None without one
+    # The head or the drafter would not pay by the last plan, or nothing is known yet, so that it
+    # reads the ends of prompts alone and does not keep up
     suspended: bool = field(init=False)
     _rates: AcceptanceRates = field(init=False)  # of the last sequence with checked drafts
     _backoff: int = 0  # plain steps for which nobody asks whether made drafts pay

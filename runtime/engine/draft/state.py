@@ -10,26 +10,19 @@ from lowbit.runtime.text.constraint import Constraint
 
 @dataclass(slots=True)
 class DraftState:
-    """Drafts of a sequence.
+    """Drafts of a sequence."""
 
-    Attributes:
-        drafter: proposes copies of earlier tokens; None without n-gram drafts.
-        told: tokens of the output that the drafter knows.
-        rates: of drafts by the MTP head or the block drafter; None without both.
-        ahead: copy of the constraint that has accepted all tokens on the host; None if nothing can
-            be drafted under it.
-        forced: tokens that the constraint forces next, found when `ahead` was made.
-        seen: positions that the MTP head has processed.
-        due: most tokens that the MTP rounds under way may still append to the output.
-    """
-
-    drafter: Drafter | None = None
-    told: int = 0
+    drafter: Drafter | None = None  # proposes copies of earlier tokens; None without n-gram drafts
+    told: int = 0  # tokens of the output that the drafter knows
+    # Acceptance of drafts by the MTP head or the block drafter; None without both
     rates: AcceptanceRates | None = None
+    # Copy of the constraint that has accepted all tokens on the host; None if nothing can be
+    # drafted under it
     ahead: Constraint | None = None
+    # Tokens that the constraint forces next, found when `ahead` was made
     forced: tuple[int, ...] = ()
-    seen: int = 0
-    due: int = 0
+    seen: int = 0  # positions that the MTP head has processed
+    due: int = 0  # most tokens that the MTP rounds under way may still append to the output
 
 
 def drafts_of(sequence: Sequence) -> DraftState:

@@ -32,19 +32,13 @@ Source = Literal["none", "forced", "copied", "block"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Tokens of one sequence in a round.
+    """Tokens of one sequence in a round."""
 
-    Attributes:
-        sequence: without steps under way.
-        drafts: tokens behind its last token.
-        writes: slots for the recurrent states after the last token and after each draft.
-        source: origin of the drafts.
-    """
-
-    sequence: Sequence
-    drafts: tuple[int, ...]
+    sequence: Sequence  # without steps under way
+    drafts: tuple[int, ...]  # tokens behind its last token
+    # Slots for the recurrent states after the last token and after each draft
     writes: tuple[int, ...]
-    source: Source = "none"
+    source: Source = "none"  # origin of the drafts
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -66,18 +60,12 @@ class Part:
 
 @dataclass(slots=True)
 class VerifiedRound:
-    """A round whose drafts the host knows.
+    """A round whose drafts the host knows."""
 
-    Attributes:
-        verifier: runs it.
-        parts: one for each sequence, ROUND_TOKENS tokens at most.
-        stake: what it may lose.
-        ahead: false, since the next drafts follow its last tokens.
-    """
-
-    verifier: "Verifier"
-    parts: list[Part]
-    stake: Stake
+    verifier: "Verifier"  # runs it
+    parts: list[Part]  # one for each sequence, ROUND_TOKENS tokens at most
+    stake: Stake  # what it may lose
+    # False, since the next drafts follow its last tokens
     ahead: bool = field(default=False, init=False)
     _drafts: list[tuple[int, ...]] = field(default_factory=list)  # by part, checked ones
     _failed: Ended = field(default_factory=list)
