@@ -103,12 +103,6 @@ def new_chunks(
 
     That is everywhere but on Hopper, where PyTorch's attention takes what the host knows of a
     sequence, and with experts, since padding would choose some of them too.
-
-    Args:
-        decoder: the model.
-        state: pages and slots of its sequences.
-        tables: [R, T / PAGE] int32 block tables by row.
-        beside: graphs whose memory pool is shared.
     """
     if not tables.is_cuda or torch.cuda.get_device_capability(tables.device)[0] != 9:
         return None

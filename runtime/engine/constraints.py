@@ -41,14 +41,7 @@ class ConstraintFactory:
         vocabulary: int,
         stop_ids: Collection[int],
     ) -> None:
-        """Grammars and reasoning tokens are prepared at their first use.
-
-        Args:
-            tokenizer: of the model.
-            template: of the model.
-            vocabulary: V, tokens that can be chosen.
-            stop_ids: tokens that end an answer.
-        """
+        """Grammars and reasoning tokens are prepared at their first use."""
         self._tokenizer, self._template = tokenizer, template
         self._vocabulary, self._stop_ids = vocabulary, stop_ids
         self.grammars = Grammars(tokenizer, vocabulary, stop_ids)
@@ -143,10 +136,6 @@ def restrict(sequences: Iterable[Sequence], sampler: SamplerRows) -> Ended:
 
 def next_mask(sequence: Sequence, words: int) -> Tensor | None:
     """Mask of a sequence's next token; None if it is free. Notes if its constraint is done.
-
-    Args:
-        sequence: whose constraint knows every token before.
-        words: of a mask.
 
     Raises:
         LowbitError: the constraint failed, gave no such mask, or allows no token.

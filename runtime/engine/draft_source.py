@@ -44,10 +44,6 @@ class DraftSource(Protocol):
     ) -> Round | Literal["plain", "read"]:
         """Choose the next step.
 
-        Args:
-            sequences: all that are being decoded.
-            sent: steps under way.
-
         Returns:
             A round to run; "plain" for a step without drafts; "read" to ask again once all steps
             under way have been read.

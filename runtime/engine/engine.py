@@ -69,13 +69,7 @@ class Engine:
     def __init__(
         self, runner: Runner, most_waiting: int | None = None, drafting: DraftSource | None = None
     ) -> None:
-        """Begin without requests.
-
-        Args:
-            runner: of the model.
-            most_waiting: requests beside those that run together; None for any number.
-            drafting: see `Engine`.
-        """
+        """Begin without requests, any number of which may wait where `most_waiting` is None."""
         self.runner, self.drafting = runner, drafting
         self.scheduler = Scheduler(runner.capacity, most_waiting)
         self.limits = Limits(
@@ -300,7 +294,6 @@ class Engine:
         """Run the next chunk of a prompt; behind the last chunk choose the first new token.
 
         Args:
-            sequence: whose prompt it is.
             until: time after which the chunk pauses between two layers; None for no pause.
 
         Returns:

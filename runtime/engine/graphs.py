@@ -65,8 +65,6 @@ class Graphs:
         compiled.
 
         Args:
-            key: of the step.
-            step: launches it.
             inputs: ids, positions, rows and slots of its tokens, restored after the first run.
             kept: other tensors that the step changes, restored as well.
         """
@@ -81,12 +79,7 @@ class Graphs:
         self.replay(key, step)
 
     def replay(self, key: Hashable, step: Callable[[], None]) -> None:
-        """Replay the graph of a step whose kernels have run before, recording it if there is none.
-
-        Args:
-            key: of the step.
-            step: launches it.
-        """
+        """Replay the graph of a step whose kernels have run, recording it if there is none."""
         if key not in self._graphs:
             self._record(key, step)
         self._graphs.move_to_end(key)

@@ -144,9 +144,6 @@ def cpu_chunk(layer_weights: int) -> int:
 
     Other sequences decode between two layers. The number depends on the model alone, since the bits
     of a prompt depend on its chunks.
-
-    Args:
-        layer_weights: of a layer, that a token is multiplied by.
     """
     tokens = max(1, CPU_LAYER_OPERATIONS // (2 * max(1, layer_weights)))
     return max(CPU_CHUNK_LEAST, 1 << min(tokens, CHUNK).bit_length() - 1)
@@ -172,15 +169,7 @@ def _open(
     power: Mapping[str, Tensor] | None = None,
     mtp_head: bool = False,
 ) -> OpenedModel:
-    """A checkpoint whose headers fit the options, and its drafter.
-
-    Args:
-        folder: of the checkpoint.
-        drafter: folder of the drafter; None for none.
-        options: see `LoadOptions`.
-        power: of the inputs of every linear; see `input_power`.
-        mtp_head: read the head for multi-token prediction even if the options do not ask for it.
-    """
+    """A checkpoint whose headers fit the options, and its drafter."""
     rule: ScaleRule = "absmax" if options.method == "absmax" else "signed"
     head = mtp_head or options.mtp_head
     opened = open_model(folder, options.quantize, options.group_size, rule, power, head)
@@ -196,10 +185,6 @@ def default_mode(account: Account, options: LoadOptions) -> Mode:
 
     `auto` on a GPU for a model with a head that can be run, if the cache stays as large as without
     drafts; else `off`. On a CPU a round costs nearly as many steps as it checks tokens.
-
-    Args:
-        account: of the model with its head.
-        options: of the load.
 
     Raises:
         RequestError, ResourceError: as `choose_cache`, without speculation.

@@ -84,12 +84,7 @@ class Account:
         return weights + workspace + self.row_bytes(size) + self.page_bytes(pages)
 
     def snapshots_that_fit(self, size: CacheSize, free: int) -> int:
-        """Snapshots in what a CPU has left beside a cache, or in memory of a GPU's host.
-
-        Args:
-            size: of the cache, with the snapshots that are counted.
-            free: memory of the device before anything is loaded.
-        """
+        """Snapshots in what a CPU has left beside a cache, or in memory of a GPU's host."""
         each = state_bytes(self.opened.config, self.dtype.itemsize)
         if self.device != "cpu":
             return snapshots_for(size.pages, each, free_bytes("cpu"))
@@ -113,11 +108,6 @@ class ChosenType:
 def choose_cache_type(account: Account, options: LoadOptions, drafts: int = 0) -> ChosenType:
     """Type of the cache that options ask for; `auto` keeps activations as they are while they fit.
 
-    Args:
-        account: of the model, with the type that stores activations as they are.
-        options: as in `choose_cache`.
-        drafts: as in `choose_cache`.
-
     Raises:
         RequestError: as `choose_cache`.
     """
@@ -136,11 +126,6 @@ def choose_cache_type(account: Account, options: LoadOptions, drafts: int = 0) -
 
 def choose_cache(account: Account, options: LoadOptions, drafts: int = 0) -> CacheSize:
     """Sizes of the cache, after checking that it fits into free memory beside the weights.
-
-    Args:
-        account: of the model.
-        options: context, sequences and tokens of the cache that are asked for.
-        drafts: of a sequence in one step at most.
 
     Raises:
         RequestError: a context that the model has no positions for, or fewer tokens than the

@@ -38,7 +38,6 @@ class Prefix:
 
         Args:
             shared: tokens that the prompt has in common with this prefix.
-            recurrent: true if the model has linear layers.
             chunk_ends: of the prompt: up to `fresh` it reuses only what it would compute to the
                 bit; None reuses whatever there is, which may be rounded otherwise.
         """
@@ -75,13 +74,7 @@ class PrefixCache:
     """Kept prefixes; the least recently used one gives its pages and snapshots back first."""
 
     def __init__(self, pages: Pool, snapshots: Pool, recurrent: bool) -> None:
-        """Begin empty.
-
-        Args:
-            pages: pool of pages.
-            snapshots: pool of the numbers of snapshots.
-            recurrent: true if the model has linear layers.
-        """
+        """Begin empty."""
         self._pages, self._snapshots, self._recurrent = pages, snapshots, recurrent
         self._prefixes: list[Prefix] = []
         self._clock = 0
@@ -96,8 +89,6 @@ class PrefixCache:
         """Prefix of which a prompt can reuse the most, up to `most` tokens; None without one.
 
         Args:
-            keys: of the prompt, see `prefix_keys`.
-            most: tokens.
             chunk_ends: of the prompt, see `Prefix.reusable`.
         """
         keys = np.asarray(keys, dtype=np.int64)

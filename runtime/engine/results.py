@@ -65,7 +65,6 @@ class Results:
         """Append a token to the output of a running sequence.
 
         Args:
-            sequence: running.
             token: chosen by a step; -1 after logits that are not finite.
 
         Returns:

@@ -141,8 +141,6 @@ class Runner:
         """Run the next tokens of a prompt through the layers; steps may be run between two.
 
         Args:
-            sequence: whose prompt it is.
-            ids: of the tokens.
             last: only the last token's hidden state is wanted.
 
         Yields:
@@ -365,14 +363,7 @@ def _count_sent(sequences: list[Sequence]) -> None:
 
 
 def new_kept(sequences: int, vocabulary: int, padded: int, device: str | torch.device) -> Tensor:
-    """Room for the logits of the largest step, [W or ROUND_TOKENS, V] float32, rows aligned.
-
-    Args:
-        sequences: decoded together at most.
-        vocabulary: real tokens.
-        padded: tokens that the model has logits for.
-        device: that they lie on.
-    """
+    """Room for the logits of the largest step, [W or ROUND_TOKENS, V] float32, rows aligned."""
     widest = max(width_for(sequences), ROUND_TOKENS)
     logits = min(-(-vocabulary // ALIGNED) * ALIGNED, padded)
     return torch.empty(widest, logits, dtype=torch.float32, device=device)
@@ -390,13 +381,8 @@ def new_runner(
     """A runner with empty pages and slots.
 
     Args:
-        decoder: the model.
         vocabulary: real tokens; ids from here on are padding and never chosen.
-        cache: size of the cache.
         dtype: of activations and recurrent states.
-        device: `cpu` or `cuda`.
-        cache_type: of keys and values; None for activations as they are.
-        chunk_tokens: see `Runner`.
     """
     cache_type = cache_type or plain_cache(dtype)
     rows, config, head = cache.rows, decoder.config, decoder.mtp is not None

@@ -228,7 +228,6 @@ class BlockManager:
         """Give a sequence a row, pages and what the prefix cache has of its prompt.
 
         Args:
-            sequence: waiting.
             scored: first token whose logits are wanted; None if only those of the last are.
 
         Returns:
@@ -337,11 +336,6 @@ def chunk_ends_of(ids: Ids[int], message_ends: Collection[int], chunk: int) -> l
     There is a cut after `chunk` tokens, and after every message that ends LEAST tokens or more
     behind the cut before.
 
-    Args:
-        ids: token ids of the prompt.
-        message_ends: ids of the tokens that end a message.
-        chunk: most tokens between two chunk ends.
-
     Returns:
         Lengths up to `len(ids)`; that length itself only where it is a cut too.
     """
@@ -368,9 +362,7 @@ def snapshot_due(cut: int, snapshots: Collection[int], reused: int, chunk: int) 
 
     Args:
         cut: length of the prompt so far.
-        snapshots: lengths that have one.
         reused: length that came from the prefix cache.
-        chunk: most tokens between two chunk ends.
     """
     since = cut - max(snapshots, default=reused)
     return bool(since % chunk) or since >= SNAPSHOT_EVERY

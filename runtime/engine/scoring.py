@@ -19,10 +19,8 @@ def score_chunk(sequence: Sequence, first: int, hidden: Tensor, decoder: Decoder
     They count every row of the head, padding included, as `Model.logits` does.
 
     Args:
-        sequence: whose prompt runs; its `scores` are allocated with the first chunk.
         first: position of the chunk's first token.
         hidden: [M, h], its hidden states.
-        decoder: the model.
     """
     prompt, device = sequence.request.prompt, hidden.device
     if sequence.scores is None:

@@ -408,8 +408,6 @@ def answer_all(
     """Run requests together, as many as there is room for.
 
     Args:
-        engine: runs them.
-        tokenizer: tokenizer of the model.
         requests: requests in the order in which they begin; an error stands for a request that
             could not be made. They are asked for when there is room.
 

@@ -55,8 +55,6 @@ class Dense(Generic[W]):
 
         Args:
             ids: [M] int64 on the model's device.
-            state: pages and slots, written where the step says.
-            step: sequence and position of every token.
 
         Yields:
             Output of each layer [M, h]; of the last one, before the final norm, [1, h] of the last
@@ -88,15 +86,7 @@ class Dense(Generic[W]):
 def build(
     config: DenseConfig, prefix: str, weights: Weights[W], ops: Ops[W], context: int
 ) -> Dense[W]:
-    """Read the weights of a checked checkpoint into a model for `context` positions.
-
-    Args:
-        config: sizes of the model.
-        prefix: of the decoder's tensors in this checkpoint.
-        weights: reads them.
-        ops: of the backend that the weights are prepared for.
-        context: positions to make rotation tables for.
-    """
+    """Read the weights of a checked checkpoint into a model for `context` positions."""
     layers = []
     for index in range(config.num_hidden_layers):
         p = f"{prefix}layers.{index}"

@@ -60,8 +60,6 @@ class DFlash(Generic[W]):
 
         Args:
             hidden_taps: [M, n * h], of the target.
-            pages: of the context.
-            step: sequence and position of every token.
         """
         ops, eps = self.ops, self.config.rms_norm_eps
         context = ops.rms_norm(ops.product(hidden_taps, self.fc), self.hidden_norm, eps)  # [M, h]
@@ -74,8 +72,6 @@ class DFlash(Generic[W]):
 
         Args:
             x: [M, h], embedded tokens.
-            pages: with the context of every position before the blocks.
-            step: sequence and position of every token.
 
         Returns:
             [M, h], before the final norm.
@@ -92,14 +88,7 @@ class DFlash(Generic[W]):
 
 
 def build(config: DFlashConfig, weights: Weights[W], ops: DraftOps[W], context: int) -> DFlash[W]:
-    """Read the weights of a checked checkpoint into a drafter for `context` positions.
-
-    Args:
-        config: sizes of the drafter.
-        weights: reads them.
-        ops: of the backend that the weights are prepared for.
-        context: of the target; a block may reach beyond it.
-    """
+    """Read the weights of a checked checkpoint into a drafter for `context` positions."""
     layers = []
     for index in range(config.num_hidden_layers):
         p, attn = f"layers.{index}", f"layers.{index}.self_attn"

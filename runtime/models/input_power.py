@@ -59,12 +59,6 @@ def input_power(
 ) -> dict[str, Tensor]:
     """Mean square of each input channel of every linear but the head, over a text.
 
-    Args:
-        opened: a plain checkpoint.
-        ids: of the text.
-        device: `cpu` or `cuda`.
-        dtype: of weights and activations.
-
     Returns:
         [K] float32 on the device, by module; none for experts with fewer than FEWEST_TOKENS.
 

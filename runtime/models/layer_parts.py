@@ -24,14 +24,7 @@ def last_of(layers: Iterable[Tensor]) -> Tensor:
 
 
 def embed(ops: Ops[W], ids: Tensor, table: Tensor, step: Step) -> Tensor:
-    """Embeddings of the tokens of a step: rows of the table, or those that the step gives: [M, h].
-
-    Args:
-        ops: of the backend.
-        ids: [M] of the tokens.
-        table: [V, h].
-        step: of the tokens.
-    """
+    """Embeddings [M, h] of the tokens of a step: rows of the table, or those that it gives."""
     x = ops.embed(ids, table)
     for each in step.embedded:
         x[each.first : each.first + len(each.rows)] = each.rows

@@ -104,10 +104,7 @@ def open_model(
     """Read the headers of a packed (or plain BF16) checkpoint and check every tensor once.
 
     Args:
-        folder: of the checkpoint.
         quantize: recipe by which a plain checkpoint is quantized as it is read.
-        group_size: weights that share a scale, with `quantize`.
-        rule: how scales are chosen, with `quantize`.
         power: of the inputs, which weights the search of scales; see `quantized`.
         head: read the head for multi-token prediction too, where there is one.
 
@@ -164,10 +161,6 @@ def refuse_drafter(name: str | Path, config: Mapping[str, Any]) -> None:
 
 def open_drafter(folder: Path, target: OpenedModel) -> OpenedModel:
     """Read the headers of a packed (or plain BF16) drafter, and check that it suits a model.
-
-    Args:
-        folder: of the drafter.
-        target: the model that it is to draft for.
 
     Raises:
         CheckpointError: no checkpoint, or a damaged one.
@@ -226,13 +219,6 @@ def load_decoder(
     launches: "Launches | None" = None,
 ) -> Decoder:
     """Read the weights onto `cpu` or `cuda`, for sequences of up to `context` tokens.
-
-    Args:
-        opened: the checkpoint.
-        device: `cpu` or `cuda`.
-        dtype: of activations.
-        context: positions to make rotation tables for.
-        launches: measured on this GPU; None for those of the tables alone.
 
     Raises:
         FormatError: a tensor holds NaN or Inf.

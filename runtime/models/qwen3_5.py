@@ -78,8 +78,6 @@ class Qwen35(Generic[W]):
 
         Args:
             ids: [M] int64 on the model's device.
-            state: pages and slots, written where the step says.
-            step: sequence and position of every token.
 
         Yields:
             Output of each layer [M, h]; of the last one, before the final norm, [1, h] of the last
@@ -124,15 +122,7 @@ class Qwen35(Generic[W]):
 def build(
     config: Qwen35Config, prefix: str, weights: Weights[W], ops: Ops[W], context: int
 ) -> Qwen35[W]:
-    """Read the weights of a checked checkpoint into a model for `context` positions.
-
-    Args:
-        config: sizes of the model.
-        prefix: of the decoder's tensors in this checkpoint.
-        weights: reads them.
-        ops: of the backend that the weights are prepared for.
-        context: positions to make rotation tables for.
-    """
+    """Read the weights of a checked checkpoint into a model for `context` positions."""
     layers = []
     for i, kind in enumerate(config.layer_types):
         index = config.layer_types[:i].count(kind)

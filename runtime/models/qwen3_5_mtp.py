@@ -54,8 +54,6 @@ class MtpHead(Generic[W]):
         Args:
             ids: [M], the token after each position.
             x: [M, h], hidden state of each position before its norm.
-            state: of the model.
-            step: sequence and position of every token.
             own: x is the head's own, for positions behind a draft; else the trunk's.
 
         Returns:
@@ -79,7 +77,6 @@ class MtpHead(Generic[W]):
 
         Args:
             hidden: [B, h], of the head.
-            sampler: of the model.
             rows: [B] int32.
             positions: [B] int32 of the tokens behind which the drafts stand; one is added.
             token: [B] int64, written.
@@ -110,8 +107,6 @@ def with_head(model: Qwen35[W], weights: Weights[W], draft: DraftHead | None = N
     """The model with the head of its checkpoint.
 
     Args:
-        model: the trunk.
-        weights: reads the head.
         draft: the rows of the trunk's head that drafts are chosen from; None for all.
 
     Raises:

@@ -74,11 +74,9 @@ class DecodeInputs:
         """Write the inputs of a plain step, padded to M tokens, without waiting.
 
         Args:
-            spans: of the sequences.
             known: token of each; None where it is on the device.
             before: place of each in the last plain step, which has left its token in `chosen`; None
                 where that is in `firsts`.
-            M: tokens, padding included.
         """
         wide = self.longs.shape[1]
         origins = []

@@ -108,14 +108,7 @@ class DeltaSlots:
 def new_slots(
     layers: LinearLayers | None, count: int, dtype: torch.dtype, device: str
 ) -> DeltaSlots:
-    """Slots that hold the state before the first token; none without linear layers.
-
-    Args:
-        layers: sizes of the linear layers.
-        count: of slots.
-        dtype: of the convolution's inputs, that of activations.
-        device: where the slots lie.
-    """
+    """Slots that hold the state before the first token; none without linear layers."""
     if layers is None or layers.count == 0:
         return DeltaSlots(torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int32))
     inputs = (layers.count, count, layers.taps - 1, layers.channels)

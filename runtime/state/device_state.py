@@ -71,12 +71,9 @@ def new_state(
     """Empty pages and slots of a model.
 
     Args:
-        config: sizes of the model.
-        pages: to make, EXTRA included.
         slots: to make; none where the model has no linear layers.
         dtype: of activations, in which the recurrent states keep the convolution's inputs.
         device: where they lie; `meta` to find out their size.
-        cache_type: of keys and values; None for activations as they are.
         head: make room for the layer of the head for multi-token prediction.
     """
     return DeviceState(

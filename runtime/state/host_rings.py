@@ -48,11 +48,6 @@ def to_device(values: object, dtype: torch.dtype, device: torch.device) -> Tenso
     """Copy numbers to a device, behind what is under way there; the host does not wait.
 
     PyTorch keeps the page-locked source until the copy is done.
-
-    Args:
-        values: a number, or sequences of them, as `torch.tensor` takes them.
-        dtype: of the copy.
-        device: that takes it.
     """
     source = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return source.to(device, non_blocking=True)

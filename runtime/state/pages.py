@@ -97,16 +97,7 @@ def pages_for(tokens: int) -> int:
 def new_pages(
     layers: int, count: int, heads: int, head_dim: int, cache_type: CacheType, device: str
 ) -> KVPages:
-    """Pages of zeros.
-
-    Args:
-        layers: that have keys and values.
-        count: of pages.
-        heads: Hkv.
-        head_dim: D.
-        cache_type: of keys and values, one of CACHE_TYPES.
-        device: where the pages lie.
-    """
+    """Pages of zeros."""
     if cache_type not in CACHE_TYPES:
         raise ValueError(f"pages of {cache_type}, expected one of {CACHE_TYPES}")
     vectors = (layers, count, PAGE, heads)

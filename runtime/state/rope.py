@@ -42,8 +42,6 @@ def rope_frequencies(dim: int, theta: float, scaling: RopeScaling | None = None)
 
     Args:
         dim: rotated dimensions of a head, r.
-        theta: base.
-        scaling: None for plain rotations.
 
     Returns:
         [r / 2] float32, fastest first.

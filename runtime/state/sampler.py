@@ -156,7 +156,6 @@ class SamplerRows:
         """Write the parameters of a request to a row, behind the steps under way, without waiting.
 
         Args:
-            row: from 1 to R - 1.
             params: how the row's tokens are chosen; its biases are for tokens of the vocabulary.
             prompt: token ids; those of padding are ignored.
             masked: restrict the row to the tokens that `allow` names, none before it is called.
@@ -192,7 +191,6 @@ class SamplerRows:
         under another one must have been read.
 
         Args:
-            row: configured as masked.
             words: [ceil(V / 32)] int32 on the host, see `mask`; None for every token.
         """
         self.mask[row] = -1 if words is None else words
@@ -251,11 +249,7 @@ def new_sampler_rows(rows: int, vocabulary: int, device: str) -> SamplerRows:
 
 
 def shape_of(working: Iterable[tuple[SamplingParams, bool]]) -> ChoiceShape:
-    """Shape that serves all of these rows.
-
-    Args:
-        working: parameters of each row, and whether it is masked.
-    """
+    """Shape that serves all of these rows."""
     candidates, adjusted, logprobs = 1, False, False
     for params, masked in working:
         own = _candidates(params)

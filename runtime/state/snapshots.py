@@ -26,13 +26,7 @@ class Snapshots:
     """
 
     def __init__(self, slots: DeltaSlots, count: int, staged: bool) -> None:
-        """Begin without snapshots.
-
-        Args:
-            slots: that states are copied from and to.
-            count: of snapshots at most.
-            staged: true if the slots lie on a GPU; on a CPU, memory of the host is all there is.
-        """
+        """Begin without snapshots."""
         self.count = count if slots.count else 0
         self._slots = slots
         size, device = slots.slot_bytes, slots.memory.device

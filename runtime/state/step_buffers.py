@@ -45,12 +45,7 @@ class StepBuffers:
         write_rows(self.block, columns_of(spans, ids, M))
 
     def step(self, plan: StepPlan, tables: Tensor) -> Step:
-        """The step that finds its numbers here.
-
-        Args:
-            plan: of the step.
-            tables: [R, T / PAGE] int32 block tables by row.
-        """
+        """The step that finds its numbers here."""
         M, B = plan.tokens, plan.sequences
         starts, slots = self.starts[: B + 1], (self.reads[:B], self.writes[:M])
         return step_of(plan, tables, self.positions[:M], self.rows[:M], starts, slots)
@@ -64,16 +59,7 @@ def step_of(
     starts: Tensor,
     slots: tuple[Tensor, Tensor] | None = None,
 ) -> Step:
-    """The step of a plan; nobody else makes one.
-
-    Args:
-        plan: of the step.
-        tables: see `Step`, as positions, rows and starts.
-        positions: [M] int32.
-        rows: [M] int32.
-        starts: [B + 1] int32.
-        slots: `Step.read` and `Step.write`; None where no layer has a recurrent state.
-    """
+    """The step of a plan, which nobody else makes; no slots where no layer has a state."""
     read, write = (rows, rows) if slots is None else slots
     return Step(
         positions=positions,
@@ -117,9 +103,6 @@ def columns_of(
     Padding is a last sequence of row SCRATCH, which is 0, and may be empty.
 
     Args:
-        spans: of the sequences.
-        ids: of their tokens.
-        M: tokens, padding included.
         plain: each sequence has one token, padding too.
     """
     rows, positions = rows_and_positions(spans)

@@ -61,8 +61,6 @@ class MtpCache:
         """Run a part of a prompt through the head, without a position whose next token is unknown.
 
         Args:
-            sequence: whose prompt it is.
-            first: position of the part.
             hidden: [M, h] of the part, before the final norm.
         """
         count, prompt, runner = len(hidden), sequence.request.prompt, self.runner
@@ -76,13 +74,7 @@ class MtpCache:
         drafts_of(sequence).seen = stop
 
     def skip_prompt(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
-        """Leave the end of a part of a prompt in the ring, for a later `catch_up`.
-
-        Args:
-            sequence: whose prompt it is.
-            first: position of the part.
-            hidden: [M, h] of the part, before the final norm.
-        """
+        """Leave the end of a part of a prompt in the ring, for a later `catch_up`."""
         stop = first + len(hidden)
         start = max(first, stop - PROBE_BEHIND)
         places = self.runner.ints([ring_place(sequence.row, at) for at in range(start, stop)])

@@ -176,9 +176,6 @@ class Drafts:
     def compute_forced_tokens(self, sequences: Iterable[Sequence]) -> Ended:
         """Copy the constraints of sequences, and ask the copies for forced tokens.
 
-        Args:
-            sequences: whose constraints have accepted all tokens on the host.
-
         Returns:
             Sequences whose constraint failed.
         """

@@ -277,8 +277,6 @@ def slots_after(
 
     Args:
         spare: slots; None for a model without recurrent states.
-        sequences: all that are being decoded.
-        drafts: number for each sequence.
     """
     if spare is None:
         return [(each.row,) * (1 + count) for each, count in zip(sequences, drafts, strict=True)]
