@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit.convert.export import awq, gguf, gptq, mlx
 from lowbit.convert.export.architectures import EXPORTED
-from lowbit.convert.export.gguf_file import Value, read_places, write_gguf
+from lowbit.convert.export.gguf_file import Value, write_gguf
 from lowbit.convert.export.gguf_metadata import metadata
 from lowbit.convert.export.layout import Layout
 from lowbit.convert.export.misfits import (
@@ -177,8 +177,7 @@ def _gguf(
     """Write the GGUF file and read it back; its bytes, and the proof."""
     tensors = gguf.tensors(source)
     total = sum(tensor.nbytes for tensor in tensors)
-    size = write_gguf(path, keys, tensors, Meter(report, "export", total).add)
-    places = read_places(path)
+    size, places = write_gguf(path, keys, tensors, Meter(report, "export", total).add)
     proof = prove(
         source,
         source.linears,

@@ -1,7 +1,4 @@
-"""The GGUF container, version 3: typed metadata, tensor infos, then data at multiples of 32 bytes.
-
-Source: the specification in ggml's docs/gguf.md. Everything is little-endian; dimensions are
-written innermost first.
+"""GGUF files, version 3: the header by ggml's own library, tensors streamed behind it in blocks.
 
 Blocks of packed weights are 32 weights of a row with one FP16 scale. Q4_0: d, then 16 bytes whose
 low nibbles are elements 0-15 and whose high nibbles are 16-31; `W = d * (u - 8)`. Q8_0: d, then 32
@@ -9,31 +6,32 @@ int8; `W = d * q`. d may be negative in both.
 """
 
 import math
-import struct
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from lowbit.convert.export.outputs import Blocks, write_blocks
 from lowbit.convert.original.progress import Advance
-from lowbit.formats.errors import FormatError
 from lowbit.formats.safetensors.checkpoint import read_at
 
-MAGIC, VERSION = b"GGUF", 3
-ALIGNMENT = 32
+if TYPE_CHECKING:
+    from gguf import GGUFValueType
+
+ARCHITECTURE = "general.architecture"
 
 GgmlType = Literal["F32", "F16", "BF16", "Q4_0", "Q8_0"]
-# Type number in the file, weights per block, bytes per block.
-KINDS: Mapping[GgmlType, tuple[int, int, int]] = {
-    "F32": (0, 1, 4),
-    "F16": (1, 1, 2),
-    "Q4_0": (2, 32, 18),
-    "Q8_0": (8, 32, 34),
-    "BF16": (30, 1, 2),
+# Weights per block, bytes per block.
+KINDS: Mapping[GgmlType, tuple[int, int]] = {
+    "F32": (1, 4),
+    "F16": (1, 2),
+    "Q4_0": (32, 18),
+    "Q8_0": (32, 34),
+    "BF16": (1, 2),
 }
 DENSE: Mapping[torch.dtype, GgmlType] = {
     torch.float32: "F32",
@@ -44,25 +42,8 @@ DTYPES: Mapping[GgmlType, torch.dtype] = {kind: dtype for dtype, kind in DENSE.i
 BLOCK = 32  # weights of a block that is packed
 KIND_OF_BITS: dict[int, GgmlType] = {4: "Q4_0", 8: "Q8_0"}
 
-
-@dataclass(frozen=True, slots=True)
-class U32:
-    """An unsigned 32-bit integer; GGUF has eight integer types, so a plain `int` is refused."""
-
-    value: int
-
-
-@dataclass(frozen=True, slots=True)
-class I32s:
-    """A list of signed 32-bit integers."""
-
-    values: Sequence[int]
-
-
-Value = U32 | I32s | float | bool | str | Sequence[str] | Sequence[bool]
-
-# Type numbers of metadata values.
-_U32, _I32, _F32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
+# A metadata value; an integer is an unsigned 32-bit one, a list of integers signed ones.
+Value = int | float | bool | str | list[int] | list[str] | list[bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +58,8 @@ class GgufTensor:
     @property
     def nbytes(self) -> int:
         """Length of the data in bytes."""
-        return _nbytes(self.kind, self.shape)
+        weights, nbytes = KINDS[self.kind]
+        return math.prod(self.shape) // weights * nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,125 +69,50 @@ class GgufPlace:
     kind: GgmlType
     shape: tuple[int, ...]
     offset: int
-    nbytes: int
-
-
-def _nbytes(kind: GgmlType, shape: Sequence[int]) -> int:
-    _, weights, nbytes = KINDS[kind]
-    return math.prod(shape) // weights * nbytes
 
 
 def write_gguf(
     path: Path, metadata: Mapping[str, Value], tensors: Sequence[GgufTensor], advance: Advance
-) -> int:
-    """Write a file, tensor after tensor; its size in bytes.
+) -> tuple[int, dict[str, GgufPlace]]:
+    """Write a file, tensor after tensor; its size in bytes, and where each tensor stands.
+
+    Args:
+        metadata: values by key, the name of the architecture among them.
 
     Raises:
         FormatError: blocks that do not add up to their tensor.
     """
-    with path.open("wb") as file:
-        file.write(MAGIC + struct.pack("<IQQ", VERSION, len(tensors), len(metadata)))
+    import numpy as np
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    places = {}
+    with closing(GGUFWriter(path, str(metadata[ARCHITECTURE]))) as writer:
         for key, value in metadata.items():
-            file.write(_string(key) + _value(value))
-        offset = 0
+            if key != ARCHITECTURE:
+                writer.add_key_value(key, value, _type_of(value))
         for tensor in tensors:
-            dims = tensor.shape[::-1]
-            file.write(_string(tensor.name))
-            file.write(struct.pack(f"<I{len(dims)}Q", len(dims), *dims))
-            file.write(struct.pack("<IQ", KINDS[tensor.kind][0], offset))
-            offset += tensor.nbytes + -tensor.nbytes % ALIGNMENT
-        _pad(file)
+            kind = GGMLQuantizationType[tensor.kind]
+            writer.add_tensor_info(
+                tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=kind
+            )
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        [file] = writer.fout
+        writer.write_padding(file, file.tell())
         for tensor in tensors:
+            places[tensor.name] = GgufPlace(tensor.kind, tensor.shape, file.tell())
             write_blocks(file, tensor.blocks(), tensor.name, tensor.nbytes, advance)
-            _pad(file)
-        return file.tell()
+            writer.write_padding(file, tensor.nbytes)
+        return file.tell(), places
 
 
-def _pad(file: BinaryIO) -> None:
-    file.write(b"\0" * (-file.tell() % ALIGNMENT))
+def _type_of(value: Value) -> "GGUFValueType":
+    """The type that states a value in a file."""
+    from gguf import GGUFValueType
 
-
-def _string(text: str) -> bytes:
-    raw = text.encode()
-    return struct.pack("<Q", len(raw)) + raw
-
-
-def _value(value: Value) -> bytes:
-    """A metadata value as bytes: type number, then content."""
-    if isinstance(value, U32):
-        return struct.pack("<II", _U32, value.value)
-    if isinstance(value, bool):
-        return struct.pack("<I?", _BOOL, value)
-    if isinstance(value, float):
-        return struct.pack("<If", _F32, value)
-    if isinstance(value, str):
-        return struct.pack("<I", _STRING) + _string(value)
-    if isinstance(value, I32s):
-        head = struct.pack("<IIQ", _ARRAY, _I32, len(value.values))
-        return head + struct.pack(f"<{len(value.values)}i", *value.values)
-    flags = [item for item in value if isinstance(item, bool)]
-    if flags:
-        head = struct.pack("<IIQ", _ARRAY, _BOOL, len(flags))
-        return head + struct.pack(f"<{len(flags)}?", *flags)
-    texts = [item for item in value if isinstance(item, str)]
-    head = struct.pack("<IIQ", _ARRAY, _STRING, len(texts))
-    return head + b"".join(_string(text) for text in texts)
-
-
-def read_places(path: Path) -> dict[str, GgufPlace]:
-    """Positions of all tensors of a file by name.
-
-    Raises:
-        FormatError: not a GGUF file, or one with types that `write_gguf` does not write.
-    """
-    numbers = {number: kind for kind, (number, _, _) in KINDS.items()}
-    with path.open("rb") as file:
-        if file.read(4) != MAGIC:
-            raise FormatError(f"`{path.name}` is not a GGUF file")
-        version, tensors, pairs = _unpack(file, "<IQQ")
-        if version != VERSION:
-            raise FormatError(f"`{path.name}`: GGUF version {version}, expected {VERSION}")
-        for _ in range(pairs):
-            _skip(file, _read_string(file))
-        found = []
-        for _ in range(tensors):
-            name = _read_string(file)
-            (count,) = _unpack(file, "<I")
-            dims = _unpack(file, f"<{count}Q")
-            number, offset = _unpack(file, "<IQ")
-            if number not in numbers:
-                raise FormatError(f"`{path.name}`: `{name}` has unknown type {number}")
-            found.append((name, numbers[number], dims[::-1], offset))
-        start = file.tell() + -file.tell() % ALIGNMENT
-    return {
-        name: GgufPlace(kind, shape, start + offset, _nbytes(kind, shape))
-        for name, kind, shape, offset in found
-    }
-
-
-def _unpack(file: BinaryIO, layout: str) -> tuple[int, ...]:
-    return struct.unpack(layout, file.read(struct.calcsize(layout)))
-
-
-def _read_string(file: BinaryIO) -> str:
-    (length,) = _unpack(file, "<Q")
-    return file.read(length).decode()
-
-
-def _skip(file: BinaryIO, key: str) -> None:
-    """Move past a metadata value."""
-    (kind,) = _unpack(file, "<I")
-    count = 1
-    if kind == _ARRAY:
-        kind, count = _unpack(file, "<IQ")
-    sizes = {_U32: 4, _I32: 4, _F32: 4, _BOOL: 1}
-    if kind == _STRING:
-        for _ in range(count):
-            _read_string(file)
-    elif kind in sizes:
-        file.seek(sizes[kind] * count, 1)
-    else:
-        raise FormatError(f"`{key}` has a value of unknown type {kind}")
+    found = GGUFValueType.get_type(value)
+    return GGUFValueType.UINT32 if found == GGUFValueType.INT32 else found
 
 
 def read_rows(path: Path, place: GgufPlace, start: int, stop: int) -> Tensor:
@@ -214,7 +121,7 @@ def read_rows(path: Path, place: GgufPlace, start: int, stop: int) -> Tensor:
     The rows of a stack of matrices count through.
     """
     K = place.shape[-1]
-    _, weights, nbytes = KINDS[place.kind]
+    weights, nbytes = KINDS[place.kind]
     row = K // weights * nbytes
     dtype = DTYPES.get(place.kind)
     if dtype is None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.convert.export.gguf import family
-from lowbit.convert.export.gguf_file import U32, I32s, Value
+from lowbit.convert.export.gguf_file import Value
 from lowbit.convert.export.rope import gguf_keys
 from lowbit.convert.export.source import PackedSource
 from lowbit.formats.architectures.config import Experts
@@ -44,20 +44,20 @@ def metadata(source: PackedSource, name: str) -> dict[str, Value]:
         "general.architecture": arch,
         "general.type": "model",
         "general.name": name,
-        "general.quantization_version": U32(QUANTIZATION_VERSION),
-        "general.file_type": U32(FILE_TYPES[bits or 4]),
-        f"{arch}.block_count": U32(config.num_hidden_layers + source.has_mtp),
-        f"{arch}.context_length": U32(config.max_position_embeddings),
-        f"{arch}.embedding_length": U32(config.hidden_size),
-        f"{arch}.feed_forward_length": U32(config.intermediate_size),
-        f"{arch}.vocab_size": U32(config.vocab_size),
-        f"{arch}.attention.head_count": U32(config.num_attention_heads),
-        f"{arch}.attention.head_count_kv": U32(config.num_key_value_heads),
-        f"{arch}.attention.key_length": U32(config.head_dim),
-        f"{arch}.attention.value_length": U32(config.head_dim),
+        "general.quantization_version": QUANTIZATION_VERSION,
+        "general.file_type": FILE_TYPES[bits or 4],
+        f"{arch}.block_count": config.num_hidden_layers + source.has_mtp,
+        f"{arch}.context_length": config.max_position_embeddings,
+        f"{arch}.embedding_length": config.hidden_size,
+        f"{arch}.feed_forward_length": config.intermediate_size,
+        f"{arch}.vocab_size": config.vocab_size,
+        f"{arch}.attention.head_count": config.num_attention_heads,
+        f"{arch}.attention.head_count_kv": config.num_key_value_heads,
+        f"{arch}.attention.key_length": config.head_dim,
+        f"{arch}.attention.value_length": config.head_dim,
         f"{arch}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         f"{arch}.rope.freq_base": config.rope_theta,
-        f"{arch}.rope.dimension_count": U32(config.rotary_dim),
+        f"{arch}.rope.dimension_count": config.rotary_dim,
     }
     result |= gguf_keys(config.rope_scaling, arch)
     if config.experts is not None:
@@ -70,12 +70,12 @@ def metadata(source: PackedSource, name: str) -> dict[str, Value]:
 def _expert_keys(experts: Experts, arch: str) -> dict[str, Value]:
     """Sizes of a mixture of experts."""
     result: dict[str, Value] = {
-        f"{arch}.expert_count": U32(experts.count),
-        f"{arch}.expert_used_count": U32(experts.chosen),
-        f"{arch}.expert_feed_forward_length": U32(experts.inner),
+        f"{arch}.expert_count": experts.count,
+        f"{arch}.expert_used_count": experts.chosen,
+        f"{arch}.expert_feed_forward_length": experts.inner,
     }
     if experts.shared_inner is not None:
-        result[f"{arch}.expert_shared_feed_forward_length"] = U32(experts.shared_inner)
+        result[f"{arch}.expert_shared_feed_forward_length"] = experts.shared_inner
     return result
 
 
@@ -100,7 +100,7 @@ def tokenizer_metadata(
     vocab, merges = model["vocab"], model.get("merges")
     if model.get("type") != "BPE" or model.get("unk_token") or model.get("byte_fallback"):
         raise FormatError(f"`{path}`: only byte-level BPE is exported")
-    if not isinstance(vocab, dict) or not isinstance(merges, list):
+    if not isinstance(vocab, dict) or not isinstance(merges, list) or not merges:
         raise FormatError(f"`{path}` is not a BPE tokenizer: it has no merges")
     added = _added(content, settings, path)
     tokens, types = _tokens(vocab, added, vocab_size)
@@ -108,7 +108,7 @@ def tokenizer_metadata(
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre_tokenizer(content.get("pre_tokenizer"), path),
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": I32s(types),
+        "tokenizer.ggml.token_type": types,
         "tokenizer.ggml.merges": [_merge(pair, path) for pair in merges],
     }
     ids = {token["content"]: number for number, token in added.items()}
@@ -116,7 +116,7 @@ def tokenizer_metadata(
         text = settings.special_tokens.get(f"{name}_token")
         number = _special(text, ids, config.get(f"{name}_token_id"))
         if number is not None:
-            result[f"tokenizer.ggml.{key}_token_id"] = U32(number)
+            result[f"tokenizer.ggml.{key}_token_id"] = number
     result["tokenizer.ggml.add_bos_token"] = _adds_bos(content.get("post_processor"))
     template = load_chat_template(folder)
     if template is not None:

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 
-from lowbit.convert.export.gguf_file import U32, Value
+from lowbit.convert.export.gguf_file import Value
 from lowbit.formats.architectures import Config
 from lowbit.formats.architectures.rope import (
     LLAMA3,
@@ -50,7 +50,7 @@ def gguf_keys(scaling: RopeScaling | None, arch: str) -> dict[str, Value]:
     return {
         f"{arch}.rope.scaling.type": YARN,
         f"{arch}.rope.scaling.factor": scaling.factor,
-        f"{arch}.rope.scaling.original_context_length": U32(scaling.original_max_position),
+        f"{arch}.rope.scaling.original_context_length": scaling.original_max_position,
     }
 
 

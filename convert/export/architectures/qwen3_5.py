@@ -20,7 +20,7 @@ from lowbit.convert.export.architectures.architecture import (
     Gguf,
     Mlx,
 )
-from lowbit.convert.export.gguf_file import BLOCK, U32, I32s, Value
+from lowbit.convert.export.gguf_file import BLOCK, Value
 from lowbit.convert.export.rope import mlx_scaling
 from lowbit.convert.export.source import PackedSource
 from lowbit.formats.architectures.decoder import FULL, LINEAR, TEXT, text_part
@@ -116,21 +116,21 @@ def _metadata(config: Qwen35Config, source: PackedSource, arch: str) -> dict[str
     found = read_sections(text_part(source.checkpoint.config))
     sections = [*(found or SECTIONS), 0, 0, 0, 0][:4]
     result: dict[str, Value] = {
-        f"{arch}.rope.dimension_sections": I32s(sections),
-        f"{arch}.ssm.conv_kernel": U32(config.linear_conv_kernel_dim),
-        f"{arch}.ssm.state_size": U32(config.linear_key_head_dim),
-        f"{arch}.ssm.group_count": U32(config.linear_num_key_heads),
-        f"{arch}.ssm.time_step_rank": U32(config.linear_num_value_heads),
-        f"{arch}.ssm.inner_size": U32(config.linear_layers.value_dim),
+        f"{arch}.rope.dimension_sections": sections,
+        f"{arch}.ssm.conv_kernel": config.linear_conv_kernel_dim,
+        f"{arch}.ssm.state_size": config.linear_key_head_dim,
+        f"{arch}.ssm.group_count": config.linear_num_key_heads,
+        f"{arch}.ssm.time_step_rank": config.linear_num_value_heads,
+        f"{arch}.ssm.inner_size": config.linear_layers.value_dim,
         f"{arch}.attention.recurrent_layers": [
             *(kind == LINEAR for kind in config.layer_types),
             *([False] * source.has_mtp),
         ],
     }
     if FULL in config.layer_types:  # for llama.cpp releases that do not read the list
-        result[f"{arch}.full_attention_interval"] = U32(_interval(config))
+        result[f"{arch}.full_attention_interval"] = _interval(config)
     if source.has_mtp:
-        result[f"{arch}.nextn_predict_layers"] = U32(1)
+        result[f"{arch}.nextn_predict_layers"] = 1
     return result
 
 

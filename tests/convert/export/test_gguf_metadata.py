@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from lowbit.convert.export.gguf_file import U32, I32s
 from lowbit.convert.export.gguf_metadata import (
     CONTROL,
+    NORMAL,
     USER_DEFINED,
     pre_tokenizer,
     tokenizer_metadata,
@@ -64,7 +64,7 @@ def test_unknown_pre_tokenizers_are_refused(section: Any) -> None:
 
 def write(folder: Path, **changes: Any) -> Path:
     content = {
-        "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []},
+        "model": {"type": "BPE", "vocab": {"a": 0, "aa": 1}, "merges": ["a a"]},
         "pre_tokenizer": {"type": "ByteLevel"},
         "added_tokens": [{"id": 2, "content": "<|fim|>", "special": False}],
         **changes,
@@ -77,11 +77,9 @@ def test_a_token_that_looks_special_is_control(tmp_path: Path) -> None:
     settings = {"added_tokens_decoder": {"3": {"content": "<tool>", "special": False}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     keys = tokenizer_metadata(write(tmp_path), 4, {"eos_token_id": [3, 2]})
-    assert keys["tokenizer.ggml.tokens"] == ["a", "b", "<|fim|>", "<tool>"]
-    types = keys["tokenizer.ggml.token_type"]
-    assert isinstance(types, I32s)
-    assert list(types.values)[2:] == [CONTROL, USER_DEFINED]
-    assert keys["tokenizer.ggml.eos_token_id"] == U32(3)
+    assert keys["tokenizer.ggml.tokens"] == ["a", "aa", "<|fim|>", "<tool>"]
+    assert keys["tokenizer.ggml.token_type"] == [NORMAL, NORMAL, CONTROL, USER_DEFINED]
+    assert keys["tokenizer.ggml.eos_token_id"] == 3
     assert "tokenizer.ggml.bos_token_id" not in keys
 
 
@@ -120,9 +118,10 @@ def test_the_chat_template_is_the_default_one(tmp_path: Path) -> None:
     [
         {"model": {"type": "BPE", "vocab": {"a": 0}}},
         {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [3]}},
-        {"model": {"type": "BPE", "vocab": {"a": "0"}, "merges": []}},
-        {"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}},
-        {"model": {"type": "BPE", "vocab": {"a": 10**9}, "merges": []}},
+        {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}},
+        {"model": {"type": "BPE", "vocab": {"a": "0", "aa": 1}, "merges": ["a a"]}},
+        {"model": {"type": "BPE", "vocab": {"a": -1, "aa": 1}, "merges": ["a a"]}},
+        {"model": {"type": "BPE", "vocab": {"a": 10**9, "aa": 1}, "merges": ["a a"]}},
         {"model": "BPE"},
         {"added_tokens": {"id": 2}},
         {"added_tokens": [{"id": 2}]},
