@@ -7,16 +7,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from safetensors.torch import load_file
-from torch import Tensor
 
 from lowbit.convert.quantize import session
-from lowbit.formats.safetensors import checkpoint
+from lowbit.runtime.lab import machine_speed
+from tests.short_models import Shorten
 
 pytestmark = pytest.mark.scripts
 
@@ -98,41 +96,35 @@ def test_chosen_bits_beat_uniform_ones(run_here: Run, tmp_path: Path) -> None:
     assert more["kl"]["stories"] < same["kl"]["stories"] < uniform["kl"]["stories"]
 
 
-def test_shards_are_filled_before_they_are_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("bench_sweep", ("--contexts", "40,8", "--runs", "1")),
+        ("bench_sweep", ("--batches", "3,1", "--prompt-tokens", "5", "--runs", "1")),
+        ("profile_step", ("--prompt-tokens", "8")),
+    ],
+)
+def test_steps_are_measured(
+    run_here: Run,
+    shorten: Shorten,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    options: tuple[str, ...],
 ) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    main = runpy.run_path(str(BENCHMARKS / "convert_streamed.py"))["main"]
-    main.callback.__globals__["AHEAD"] = 4_000_000  # less than the source, more than is in flight
-    empty: set[str] = set()
-
-    def resize(path: Path, header: int, size: int) -> None:
-        resize_truly(path, header, size)
-        empty.add(path.name)
-
-    def fill(path: Path, *place: Any) -> None:
-        fill_truly(path, *place)
-        empty.discard(path.name)
-
-    def read_at(path: Path, offset: int, out: Tensor) -> None:
-        unread.extend([path.name] if path.name in empty else [])
-        read_truly(path, offset, out)
-
-    unread: list[str] = []
-    resize_truly, fill_truly = (main.callback.__globals__[name] for name in ("resize", "fill"))
-    read_truly = checkpoint.read_at
-    main.callback.__globals__.update(resize=resize, fill=fill)
-    monkeypatch.setattr(checkpoint, "read_at", read_at)
-    config = EXAMPLES / "models" / "tiny-qwen3.5-moe" / "config.json"
-    out = tmp_path / "out"
-    done = CliRunner().invoke(main, [str(config), str(out), "--layers", "2", "--keep"])
-    assert done.exit_code == 0, done.output
-    assert unread == []
-    assert "GB at the peak" in done.output
-    tensors = load_file(out / "model.safetensors")
-    scales = [tensor for name, tensor in tensors.items() if name.endswith("weight_scale")]
-    assert len(scales) == 3 * 3 * (6 + 1) + 2 * 3 + 4 + 1 + 1
-    assert all(bool(scale.abs().min() > 0) for scale in scales)
+    """The scripts that the tutorial has a reader run."""
+    monkeypatch.setitem(machine_speed.BANDWIDTH_BYTES, "cpu", 1 << 20)
+    folder, short = str(shorten("tiny-qwen3")), ("--new-tokens", "5", "--device", "cpu", "--json")
+    done = run_here(BENCHMARKS / f"{name}.py", folder, *options, *short)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    if name == "profile_step":
+        calls = {each["name"]: each["calls_per_token"] for each in found["kernels"]}
+        assert (found["steps"], calls["aten::mm"]) == (3, 2 * 4 + 1)
+        return
+    assert [each["at"] for each in found["points"]] == sorted(map(int, options[1].split(",")))
+    for each in found["points"]:
+        together = each["at"] if found["over"] == "batch" else 1
+        assert each["us_per_step"] == pytest.approx(together * 1e6 / each["tokens_per_s"])
 
 
 @pytest.mark.slow

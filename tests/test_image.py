@@ -15,7 +15,7 @@ from lowbit.runtime.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = ROOT / "Dockerfile"
-START, HEALTHY, STEPS = (ROOT / "image" / name for name in ("start", "healthy", "steps"))
+START, HEALTHY = (ROOT / "image" / name for name in ("start", "healthy"))
 # The archive of sources has no files of the image.
 pytestmark = pytest.mark.skipif(not DOCKERFILE.exists(), reason="not in a clone")
 
@@ -100,29 +100,3 @@ def test_health(status: int | None, code: int) -> None:
         assert asked == ["/health"]
         server.shutdown()
         server.server_close()
-
-
-def test_the_helper_is_made_without_a_driver(tmp_path: Path) -> None:
-    """And found again without a compiler."""
-    env = {
-        **os.environ,
-        "TRITON_CACHE_DIR": str(tmp_path / "kernels"),
-        "TRITON_LIBCUDA_PATH": str(tmp_path / "libcuda"),
-    }
-    prefix = tmp_path / "env" / "bin"
-    prefix.mkdir(parents=True)
-    (prefix / "python").symlink_to(sys.executable)
-    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    command = [str(STEPS), "helper", str(tmp_path / "env")]
-    made = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
-    assert Path(made.strip()).name.startswith("cuda_utils")
-    assert list((tmp_path / "libcuda").iterdir()) == []
-    code = STEPS.read_text().partition("<<'PYTHON'\n")[2].partition("PYTHON\n")[0]
-    again = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**env, "CC": "/no/compiler"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert again.stdout == made

@@ -1,11 +1,12 @@
 """The README's chart, its tables and the recorded figures agree."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.load_script import load_script
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "examples" / "data" / "speed.json"
@@ -13,13 +14,7 @@ RECORDED = ROOT / "examples" / "data" / "speed.json"
 
 @pytest.fixture
 def script() -> ModuleType:
-    path = ROOT / "examples" / "benchmarks" / "speed_chart.py"
-    spec = importlib.util.spec_from_file_location("speed_chart", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("speed_chart")
 
 
 def test_chart_is_drawn_from_the_recorded_figures(script: ModuleType) -> None:
