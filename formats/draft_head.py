@@ -37,27 +37,16 @@ AGAIN = "convert again, or remove the folder to draft with the whole head"
 
 @dataclass(frozen=True, slots=True)
 class DraftHead:
-    """Rows of the head that drafts are chosen from.
+    """Rows of the head that drafts are chosen from."""
 
-    Attributes:
-        ids: [N] int32, token of every row, ascending.
-        packed: [N, ceil(h * 4 / 32)] int32, codes.
-        scale: [N, h / G] bfloat16.
-        scheme: INT4 in groups of G.
-    """
-
-    ids: Tensor
-    packed: Tensor
-    scale: Tensor
-    scheme: Scheme
+    ids: Tensor  # [N] int32, token of every row, ascending
+    packed: Tensor  # [N, ceil(h * 4 / 32)] int32, codes
+    scale: Tensor  # [N, h / G] bfloat16
+    scheme: Scheme  # INT4 in groups of G
 
 
 def open_draft_head(folder: Path, config: Mapping[str, Any]) -> DraftHead | None:
     """Read the draft head of a packed folder, every part of it checked; None where it has none.
-
-    Args:
-        folder: the packed folder.
-        config: its config.json.
 
     Raises:
         FormatError: a file that cannot be read or is damaged; a tensor that is missing, extra, of

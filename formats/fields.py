@@ -16,27 +16,17 @@ MAX_SHOWN = 60  # characters of a value that a message quotes
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A key of a JSON object, with the values that it may have.
+    """A key of a JSON object, with the values that it may have."""
 
-    Attributes:
-        key: name in the JSON object.
-        kind: type of the value; a number may be an integer, an integer may not be 1.0 or true.
-        least: smallest value of an integer or number; numbers are always finite.
-        most: largest value.
-        exclusive: `least` itself is not allowed.
-        even: an integer must be a multiple of two.
-        default: value of a key that is absent.
-        nullable: null reads as the default; elsewhere it is refused.
-    """
-
-    key: str
+    key: str  # name in the JSON object
+    # type of the value; a number may be an integer, an integer may not be 1.0 or true
     kind: ValueKind = "integer"
-    least: float = -math.inf
-    most: float = math.inf
-    exclusive: bool = False
-    even: bool = False
-    default: Any = REQUIRED
-    nullable: bool = False
+    least: float = -math.inf  # smallest value of an integer or number; numbers are always finite
+    most: float = math.inf  # largest value
+    exclusive: bool = False  # `least` itself is not allowed
+    even: bool = False  # an integer must be a multiple of two
+    default: Any = REQUIRED  # value of a key that is absent
+    nullable: bool = False  # null reads as the default; elsewhere it is refused
 
     @property
     def expected(self) -> str:
@@ -88,12 +78,6 @@ def read_field(
     error: type[LowbitError] = UnsupportedModelError,
 ) -> Any:
     """One value of a JSON object: int, float, bool or str by the field's kind, or its default.
-
-    Args:
-        content: the object.
-        field: key, type and range.
-        where: names the object in messages.
-        error: class of the error to raise.
 
     Raises:
         LowbitError: of class `error`, naming the key, the values allowed and the one found.

@@ -15,34 +15,22 @@ DO_SAMPLE = Field("do_sample", "flag", default=False, nullable=True)
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    """Sampling parameters that the makers of a model recommend.
+    """Sampling parameters that the makers of a model recommend."""
 
-    Attributes:
-        temperature: 0 for greedy: `do_sample` is false, or the temperature is 0.
-        top_k: 0 is off, also where the file has none.
-        top_p: 1 is off.
-        min_p: 0 is off.
-        repetition_penalty: 1 is off.
-        presence_penalty: 0 is off.
-        frequency_penalty: 0 is off.
-        eos_token_ids: None where the file names none.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    eos_token_ids: tuple[int, ...] | None = None
+    temperature: float = 0.0  # 0 for greedy: `do_sample` is false, or the temperature is 0
+    top_k: int = 0  # 0 is off, also where the file has none
+    top_p: float = 1.0  # 1 is off
+    min_p: float = 0.0  # 0 is off
+    repetition_penalty: float = 1.0  # 1 is off
+    presence_penalty: float = 0.0  # 0 is off
+    frequency_penalty: float = 0.0  # 0 is off
+    eos_token_ids: tuple[int, ...] | None = None  # None where the file names none
 
 
 def load_generation_config(folder: Path, vocab_size: int) -> GenerationConfig:
     """Read the generation_config.json of a model folder; greedy where there is none.
 
     Args:
-        folder: of the model.
         vocab_size: of config.json; an end token past it could never be produced.
 
     Raises:

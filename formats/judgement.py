@@ -16,24 +16,15 @@ REPORT_AGAIN = "make the report again with `lowbit-convert report`"
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A verdict, without its reasons.
+    """A verdict, without its reasons."""
 
-    Attributes:
-        grade: `close`, `usable`, `degraded` or `broken`; None where nothing is judged.
-        title: the grade in words.
-        kl_mean: mean KL divergence to the original, nats; None where it was not measured, or is
-            infinite.
-        bits_per_weight: of the weight files.
-        measured_on: date in UTC, `2026-05-31`; None where it is not known.
-        current: the folder still holds the conversion that was measured.
-    """
-
-    grade: str | None
-    title: str
+    grade: str | None  # `close`, `usable`, `degraded` or `broken`; None where nothing is judged
+    title: str  # the grade in words
+    # mean KL divergence to the original, nats; None where it was not measured, or is infinite
     kl_mean: float | None
-    bits_per_weight: float
-    measured_on: str | None
-    current: bool
+    bits_per_weight: float  # of the weight files
+    measured_on: str | None  # date in UTC, `2026-05-31`; None where it is not known
+    current: bool  # the folder still holds the conversion that was measured
 
 
 def read_judgement(folder: Path) -> Judgement | None:

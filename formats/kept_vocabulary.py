@@ -18,23 +18,15 @@ AGAIN = "cut the vocabulary again"
 
 @dataclass(frozen=True, slots=True)
 class TextLength:
-    """Tokens of a text.
+    """Tokens of a text."""
 
-    Attributes:
-        text: title of it.
-        size_bytes: of it as UTF-8.
-        tokens_before: by the original's tokenizer.
-        tokens_after: by the cut one.
-        bits_before: a byte of the text that the original needs; None where it was not measured.
-        bits_after: the same of the model with the cut vocabulary.
-    """
-
-    text: str
-    size_bytes: int
-    tokens_before: int
-    tokens_after: int
+    text: str  # title of it
+    size_bytes: int  # of it as UTF-8
+    tokens_before: int  # by the original's tokenizer
+    tokens_after: int  # by the cut one
+    # a byte of the text that the original needs; None where it was not measured
     bits_before: float | None
-    bits_after: float | None
+    bits_after: float | None  # the same of the model with the cut vocabulary
 
     @property
     def per_byte_before(self) -> float:
@@ -54,38 +46,22 @@ class TextLength:
 
 @dataclass(frozen=True, slots=True)
 class KeptVocabulary:
-    """Content of kept_vocabulary.json.
+    """Content of kept_vocabulary.json."""
 
-    Attributes:
-        lowbit_version: version that cut the vocabulary.
-        repo: Hub id of the original; None for a folder.
-        commit: of the original; None for a folder.
-        tokenizer_sha256: of the original's tokenizer.json.
-        source_rows: of the original's embedding.
-        source_tokens: of the original's tokenizer.
-        rows: tokens that are kept, each with a row.
-        text: name of the text that tokens were counted on.
-        text_sha256: of its content.
-        text_tokens: of it, by the original's tokenizer.
-        coverage: share of them that are kept.
-        held_out: share that would be kept in the half of the text that was left out of a count.
-        lengths: of the evaluation texts.
-        ids: the original's id of every token, ascending; its own id is its place here.
-    """
-
-    lowbit_version: str
-    repo: str | None
-    commit: str | None
-    tokenizer_sha256: str
-    source_rows: int
-    source_tokens: int
-    rows: int
-    text: str
-    text_sha256: str
-    text_tokens: int
-    coverage: float
-    held_out: float
-    lengths: tuple[TextLength, ...]
+    lowbit_version: str  # version that cut the vocabulary
+    repo: str | None  # Hub id of the original; None for a folder
+    commit: str | None  # of the original; None for a folder
+    tokenizer_sha256: str  # of the original's tokenizer.json
+    source_rows: int  # of the original's embedding
+    source_tokens: int  # of the original's tokenizer
+    rows: int  # tokens that are kept, each with a row
+    text: str  # name of the text that tokens were counted on
+    text_sha256: str  # of its content
+    text_tokens: int  # of it, by the original's tokenizer
+    coverage: float  # share of them that are kept
+    held_out: float  # share that would be kept in the half of the text that was left out of a count
+    lengths: tuple[TextLength, ...]  # of the evaluation texts
+    # the original's id of every token, ascending; its own id is its place here
     ids: tuple[int, ...]
 
     def summary(self) -> dict[str, Any]:

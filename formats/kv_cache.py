@@ -20,16 +20,11 @@ _BF16_BITS = 16  # low bits of an FP32 number that BF16 lacks
 
 @dataclass(frozen=True, slots=True)
 class CacheType:
-    """Type of the keys and values in a cache.
+    """Type of the keys and values in a cache."""
 
-    Attributes:
-        name: as users write it.
-        dtype: of a stored number.
-        scaled: each vector of a token and kv head has a BF16 scale, and its numbers are codes.
-    """
-
-    name: str
-    dtype: torch.dtype
+    name: str  # as users write it
+    dtype: torch.dtype  # of a stored number
+    # each vector of a token and kv head has a BF16 scale, and its numbers are codes
     scaled: bool = False
 
     def vector_bytes(self, head_dim: int) -> int:

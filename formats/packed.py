@@ -40,22 +40,15 @@ OUTPUT_DTYPES = {PACKED: torch.int32, SCALE: SCALE_DTYPE, SHAPE: torch.int64}  #
 
 @dataclass(frozen=True, slots=True)
 class PackedCheckpoint:
-    """A packed folder whose headers have been checked; no weight has been read.
+    """A packed folder whose headers have been checked; no weight has been read."""
 
-    Attributes:
-        checkpoint: the headers and config.json.
-        specs: the architecture's tensors, without the head where it is tied.
-        schemes: scheme of every linear module, None where its weight is dense.
-        carried: tensors of the vision tower, which are copied unchecked.
-        manifest: None in a folder that another tool wrote.
-        manifest_sha256: of the bytes that it was read from; None where they were not read here.
-    """
-
-    checkpoint: Checkpoint
-    specs: tuple[TensorSpec, ...]
+    checkpoint: Checkpoint  # the headers and config.json
+    specs: tuple[TensorSpec, ...]  # the architecture's tensors, without the head where it is tied
+    # scheme of every linear module, None where its weight is dense
     schemes: Mapping[str, Scheme | None]
-    carried: tuple[TensorInfo, ...]
-    manifest: Manifest | None
+    carried: tuple[TensorInfo, ...]  # tensors of the vision tower, which are copied unchecked
+    manifest: Manifest | None  # None in a folder that another tool wrote
+    # of the bytes that it was read from; None where they were not read here
     manifest_sha256: str | None = None
 
     def tensors_of(self, spec: TensorSpec) -> list[TensorInfo]:
@@ -89,7 +82,6 @@ def check_packed(
     """Check the headers of a packed (or plain) checkpoint, wherever its files are.
 
     Args:
-        checkpoint: in the layout of SPEC.md.
         manifest: its lowbit.json, None where there is none.
         served_bits: bits that the runtime has kernels for; others are refused.
 

@@ -13,36 +13,20 @@ MOST_BIASES = 300  # tokens that one request may bias
 MOST_LOGPROBS = 20  # likeliest tokens whose log-probabilities a request may ask for
 SEEDS = 2**63  # seeds are 0 to SEEDS - 1
 
-# Defaults are those of transformers for a file with do_sample; null in a file stands for them.
+
+def _number(key: str, least: float, most: float, default: float, exclusive: bool = False) -> Field:
+    """A number that is `default`, as in transformers, where a file has null or nothing."""
+    return Field(key, "number", least, most, exclusive, default=default, nullable=True)
+
+
 SAMPLING = (
-    Field("temperature", "number", least=0, most=MOST_TEMPERATURE, default=1.0, nullable=True),
+    _number("temperature", 0, MOST_TEMPERATURE, 1.0),
     Field("top_k", least=0, most=2**22, default=0, nullable=True),
-    Field("top_p", "number", least=0, most=1, exclusive=True, default=1.0, nullable=True),
-    Field("min_p", "number", least=0, most=1, default=0.0, nullable=True),
-    Field(
-        "repetition_penalty",
-        "number",
-        least=1 / MOST_REPETITION,
-        most=MOST_REPETITION,
-        default=1.0,
-        nullable=True,
-    ),
-    Field(
-        "presence_penalty",
-        "number",
-        least=-MOST_PENALTY,
-        most=MOST_PENALTY,
-        default=0.0,
-        nullable=True,
-    ),
-    Field(
-        "frequency_penalty",
-        "number",
-        least=-MOST_PENALTY,
-        most=MOST_PENALTY,
-        default=0.0,
-        nullable=True,
-    ),
+    _number("top_p", 0, 1, 1.0, exclusive=True),
+    _number("min_p", 0, 1, 0.0),
+    _number("repetition_penalty", 1 / MOST_REPETITION, MOST_REPETITION, 1.0),
+    _number("presence_penalty", -MOST_PENALTY, MOST_PENALTY, 0.0),
+    _number("frequency_penalty", -MOST_PENALTY, MOST_PENALTY, 0.0),
 )
 SEED = Field("seed", least=0, most=SEEDS - 1, default=None, nullable=True)
 SETTINGS = {field.key: field for field in (*SAMPLING, SEED)}  # those that an option can give

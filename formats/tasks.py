@@ -20,53 +20,31 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """One metric of one task, or of a group of tasks.
-
-    Attributes:
-        metric: name, with the filter in parentheses where the harness applied one.
-        value: None where the harness gave no finite number.
-        stderr: standard error; None where the harness has none.
-        samples: number that was scored.
-        higher_is_better: None where it is not known.
-        few_shot: examples before each question; None in a group whose tasks differ.
-        limit: most samples of a task; None for all of them.
-        chat: True if the chat template was applied.
-        context: most tokens of prompt and output.
-        device: `cpu` or `cuda`.
-        kv_cache: type of keys and values in the cache, `bf16`, `fp32` or `int8`.
-        version: of the task's definition.
-    """
+    """One metric of one task, or of a group of tasks."""
 
     task: str
-    metric: str
-    value: float | None
-    stderr: float | None
-    samples: int
-    higher_is_better: bool | None
-    few_shot: int | None
-    limit: int | None
-    chat: bool
-    context: int
-    device: str
-    kv_cache: str
-    version: str
+    metric: str  # name, with the filter in parentheses where the harness applied one
+    value: float | None  # None where the harness gave no finite number
+    stderr: float | None  # standard error; None where the harness has none
+    samples: int  # number that was scored
+    higher_is_better: bool | None  # None where it is not known
+    few_shot: int | None  # examples before each question; None in a group whose tasks differ
+    limit: int | None  # most samples of a task; None for all of them
+    chat: bool  # True if the chat template was applied
+    context: int  # most tokens of prompt and output
+    device: str  # `cpu` or `cuda`
+    kv_cache: str  # type of keys and values in the cache, `bf16`, `fp32` or `int8`
+    version: str  # of the task's definition
 
 
 @dataclass(frozen=True, slots=True)
 class TaskReport:
-    """Content of tasks.json.
+    """Content of tasks.json."""
 
-    Attributes:
-        lowbit_version: version that ran the model.
-        harness: program that asked and scored, `lm-eval 0.4.13`.
-        manifest_sha256: of lowbit.json's bytes; None in a folder without one.
-        tasks: in the order they were asked for.
-    """
-
-    lowbit_version: str
-    harness: str
-    manifest_sha256: str | None
-    tasks: tuple[TaskResult, ...]
+    lowbit_version: str  # version that ran the model
+    harness: str  # program that asked and scored, `lm-eval 0.4.13`
+    manifest_sha256: str | None  # of lowbit.json's bytes; None in a folder without one
+    tasks: tuple[TaskResult, ...]  # in the order they were asked for
 
     def to_json(self) -> dict[str, Any]:
         """The object that tasks.json holds."""

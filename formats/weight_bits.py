@@ -46,7 +46,6 @@ def bits_per_weight(weight_bytes: int, parameters: int) -> float:
     Args:
         weight_bytes: sum of the sizes of the safetensors files, headers included: packed linears
             with their scales, embedding, norms, and all else that is stored.
-        parameters: `count_parameters` of the source.
     """
     return 8 * weight_bytes / parameters if parameters else 0.0
 

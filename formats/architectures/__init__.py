@@ -116,7 +116,6 @@ def tensor_table(config: Mapping[str, Any], names: Collection[str] = ()) -> list
     """Every tensor that a checkpoint with this `config.json` has, a tied head included.
 
     Args:
-        config: content of config.json.
         names: tensors of the checkpoint, which decide the prefix and whether there is an MTP head;
             without them both are as in the checkpoints on the Hub.
 

@@ -20,16 +20,11 @@ class Stream:
     """Linears of a layer at the residual stream, by their names inside the layer.
 
     A layer need not have all of them; `*` stands for the number of any expert.
-
-    Attributes:
-        readers: modules that read a norm's output, by norm.
-        writers: modules whose output is added to the stream.
-        zero_centred: norms multiply by one plus their weight.
     """
 
-    readers: Mapping[str, tuple[str, ...]]
-    writers: tuple[str, ...]
-    zero_centred: bool = False
+    readers: Mapping[str, tuple[str, ...]]  # modules that read a norm's output, by norm
+    writers: tuple[str, ...]  # modules whose output is added to the stream
+    zero_centred: bool = False  # norms multiply by one plus their weight
 
 
 def plain_prefix(config: Mapping[str, Any], names: Collection[str]) -> str:
@@ -44,31 +39,25 @@ def plain_tied(config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Architecture(Generic[C]):
-    """A family of models.
+    """A family of models."""
 
-    Attributes:
-        model_types: of config.json; a drafter is found by the class of its model instead.
-        read_config: parses config.json, or raises UnsupportedModelError.
-        tensor_table: lists the tensors of a config under a prefix, MTP and a tied head included.
-        prefix_of: finds the prefix of decoder tensors from config.json and the tensors' names;
-            without names it is the prefix used on the Hub.
-        is_tied: tells from config.json if the head shares the embedding's weight.
-        parts: prefixes of the tensors beside the decoder's.
-        mtp_layers: key of config.json that counts the layers of the MTP head; None without one.
-        unquantized: for each part, patterns of module names that no recipe quantizes.
-        float32_roles: roles of tensors that engines keep in FP32.
-        stream: linears at the residual stream; None where it cannot be rotated.
-        experts: every layer is a mixture of experts.
-    """
-
+    # of config.json; a drafter is found by the class of its model instead
     model_types: tuple[str, ...]
+    # parses config.json, or raises UnsupportedModelError
     read_config: Callable[[Mapping[str, Any]], C]
+    # lists the tensors of a config under a prefix, MTP and a tied head included
     tensor_table: Callable[[C, str], list[TensorSpec]]
+    # finds the prefix of decoder tensors from config.json and the tensors' names; without names it
+    # is the prefix used on the Hub
     prefix_of: Callable[[Mapping[str, Any], Collection[str]], str] = plain_prefix
+    # tells from config.json if the head shares the embedding's weight
     is_tied: Callable[[Mapping[str, Any]], bool] = plain_tied
+    # prefixes of the tensors beside the decoder's
     parts: Mapping[Part, tuple[str, ...]] = field(default_factory=dict)
+    # key of config.json that counts the layers of the MTP head; None without one
     mtp_layers: str | None = None
+    # for each part, patterns of module names that no recipe quantizes
     unquantized: Mapping[Part, tuple[str, ...]] = field(default_factory=dict)
-    float32_roles: tuple[Role, ...] = ()
-    stream: Stream | None = None
-    experts: bool = False
+    float32_roles: tuple[Role, ...] = ()  # roles of tensors that engines keep in FP32
+    stream: Stream | None = None  # linears at the residual stream; None where it cannot be rotated
+    experts: bool = False  # every layer is a mixture of experts

@@ -7,23 +7,14 @@ from lowbit.formats.architectures.rope import RopeScaling
 
 @dataclass(frozen=True, slots=True)
 class LinearLayers:
-    """Sizes of the gated DeltaNet layers of a decoder.
+    """Sizes of the gated DeltaNet layers of a decoder."""
 
-    Attributes:
-        count: number of these layers.
-        key_heads: Hk, of q and of k.
-        value_heads: Hv, a multiple of Hk.
-        key_head_dim: Dk.
-        value_head_dim: Dv.
-        taps: width of the convolution.
-    """
-
-    count: int
-    key_heads: int
-    value_heads: int
-    key_head_dim: int
-    value_head_dim: int
-    taps: int
+    count: int  # number of these layers
+    key_heads: int  # Hk, of q and of k
+    value_heads: int  # Hv, a multiple of Hk
+    key_head_dim: int  # Dk
+    value_head_dim: int  # Dv
+    taps: int  # width of the convolution
 
     @property
     def key_dim(self) -> int:
@@ -43,62 +34,44 @@ class LinearLayers:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Sizes of a mixture of experts, which is in every layer.
+    """Sizes of a mixture of experts, which is in every layer."""
 
-    Attributes:
-        count: experts of a layer.
-        chosen: how many of them every token passes through.
-        inner: width of an expert.
-        shared_inner: width of the expert that all tokens pass through; None without one.
-        normed: the shares of a token's chosen experts sum to one; else each is its share in a
-            softmax over all experts.
-    """
-
-    count: int
-    chosen: int
-    inner: int
-    shared_inner: int | None
+    count: int  # experts of a layer
+    chosen: int  # how many of them every token passes through
+    inner: int  # width of an expert
+    shared_inner: int | None  # width of the expert that all tokens pass through; None without one
+    # the shares of a token's chosen experts sum to one; else each is its share in a softmax over
+    # all experts
     normed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class BlockDrafts:
-    """Blocks of a drafter, which proposes tokens of another model, the target.
+    """Blocks of a drafter, which proposes tokens of another model, the target."""
 
-    Attributes:
-        size: tokens of a block: the last known one, then drafts.
-        mask_token: id that stands in the place of drafts.
-        target_layers: layers of the target whose outputs it reads, in the order of its input.
-    """
-
-    size: int
-    mask_token: int
+    size: int  # tokens of a block: the last known one, then drafts
+    mask_token: int  # id that stands in the place of drafts
+    # layers of the target whose outputs it reads, in the order of its input
     target_layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Sizes of a decoder; h = hidden_size, I = intermediate_size, D = head_dim.
-
-    Attributes:
-        intermediate_size: width of the MLP, or of an expert where there are experts.
-        max_position_embeddings: most positions, with YaRN those that it gives.
-        rope_scaling: None for plain rotations.
-        eos_token_ids: tokens that end a text, unless generation_config.json names others.
-    """
+    """Sizes of a decoder; h = hidden_size, I = intermediate_size, D = head_dim."""
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # width of the MLP, or of an expert where there are experts
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
     rope_theta: float
-    max_position_embeddings: int
+    max_position_embeddings: int  # most positions, with YaRN those that it gives
     tie_word_embeddings: bool
-    rope_scaling: RopeScaling | None = field(default=None, kw_only=True)
+    rope_scaling: RopeScaling | None = field(default=None, kw_only=True)  # None for plain rotations
+    # tokens that end a text, unless generation_config.json names others
     eos_token_ids: tuple[int, ...] = field(default=(), kw_only=True)
 
     @property

@@ -49,23 +49,17 @@ LLAMA_FEATURES: Mapping[str, tuple[Any, ...]] = {**FEATURES, "sliding_window": (
 
 @dataclass(frozen=True, slots=True)
 class DenseConfig(Config):
-    """Sizes of a dense decoder.
+    """Sizes of a dense decoder."""
 
-    Attributes:
-        qk_norm: every q and k head is normed before it is rotated.
-        qkv_bias: q, k and v have a bias.
-    """
-
-    qk_norm: bool = True
-    qkv_bias: bool = False
+    qk_norm: bool = True  # every q and k head is normed before it is rotated
+    qkv_bias: bool = False  # q, k and v have a bias
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "DenseConfig":
         """Read a `config.json` of one of MODEL_TYPES.
 
         Raises:
-            UnsupportedModelError: a key is missing, out of range or names a feature that is not
-                implemented, or two keys disagree.
+            UnsupportedModelError: see `read_config` of the package.
         """
         llama = config.get("model_type") == "llama"
         check_features(config, LLAMA_FEATURES if llama else FEATURES)

@@ -43,17 +43,12 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DFlashConfig(DenseConfig):
-    """Sizes of a DFlash drafter.
+    """Sizes of a DFlash drafter."""
 
-    Attributes:
-        blocks: what it takes from its target, and drafts.
-        windows: for every layer, positions that a token sees, itself included; None for all.
-        causal: for every layer, a token of a block sees those before it alone.
-    """
-
-    blocks: BlockDrafts
+    blocks: BlockDrafts  # what it takes from its target, and drafts
+    # for every layer, positions that a token sees, itself included; None for all
     windows: tuple[int | None, ...]
-    causal: tuple[bool, ...]
+    causal: tuple[bool, ...]  # for every layer, a token of a block sees those before it alone
 
     @property
     def block_drafts(self) -> BlockDrafts:
@@ -65,8 +60,7 @@ class DFlashConfig(DenseConfig):
         """Read a `config.json`.
 
         Raises:
-            UnsupportedModelError: a key is missing, out of range or names a feature that is not
-                implemented, or two keys disagree.
+            UnsupportedModelError: see `read_config` of the package.
         """
         section = config.get(SECTION, {})
         if not isinstance(section, dict):

@@ -15,17 +15,11 @@ MTP_NORM = f"{MTP_PREFIX}norm.weight"
 
 
 class LayerName(NamedTuple):
-    """A name split at its layer.
+    """A name split at its layer."""
 
-    Attributes:
-        prefix: before `layers`, `model.` or `mtp.`; empty outside of layers.
-        layer: its number; None outside of layers.
-        rest: name inside the layer; the whole name outside of layers.
-    """
-
-    prefix: str
-    layer: int | None
-    rest: str
+    prefix: str  # before `layers`, `model.` or `mtp.`; empty outside of layers
+    layer: int | None  # its number; None outside of layers
+    rest: str  # name inside the layer; the whole name outside of layers
 
 
 def split_layer(name: str) -> LayerName:

@@ -71,22 +71,16 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen35Config(Config):
-    """Sizes of a Qwen3.5 decoder.
-
-    Attributes:
-        layer_types: `full_attention` or `linear_attention` of every layer.
-        rotary_share: part of a head's dimensions that is rotated.
-        mtp_layers: decoder layers of the multi-token-prediction head.
-    """
+    """Sizes of a Qwen3.5 decoder."""
 
     linear_num_key_heads: int
     linear_num_value_heads: int
     linear_key_head_dim: int
     linear_value_head_dim: int
     linear_conv_kernel_dim: int
-    rotary_share: float
-    layer_types: tuple[str, ...]
-    mtp_layers: int
+    rotary_share: float  # part of a head's dimensions that is rotated
+    layer_types: tuple[str, ...]  # `full_attention` or `linear_attention` of every layer
+    mtp_layers: int  # decoder layers of the multi-token-prediction head
 
     @property
     def rotary_dim(self) -> int:
@@ -115,8 +109,7 @@ class Qwen35Config(Config):
         """Read a `config.json`, nested or text-only.
 
         Raises:
-            UnsupportedModelError: a key is missing, out of range or names a feature that is not
-                implemented, or two keys disagree.
+            UnsupportedModelError: see `read_config` of the package.
         """
         text = text_of(config)
         check_features(text, FEATURES)

@@ -24,13 +24,9 @@ from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen35MoeConfig(Qwen35Config):
-    """Sizes of a Qwen3.5 decoder with experts.
+    """Sizes of a Qwen3.5 decoder with experts."""
 
-    Attributes:
-        mixture: sizes of the experts, the same in every layer and in the MTP head.
-    """
-
-    mixture: Experts
+    mixture: Experts  # sizes of the experts, the same in every layer and in the MTP head
 
     @property
     def experts(self) -> Experts:
@@ -42,8 +38,7 @@ class Qwen35MoeConfig(Qwen35Config):
         """Read a `config.json`, nested or text-only.
 
         Raises:
-            UnsupportedModelError: a key is missing, out of range or names a feature that is not
-                implemented, or two keys disagree.
+            UnsupportedModelError: see `read_config` of the package.
         """
         text = qwen3_5.text_of(config)
         check_features(text, {**qwen3_5.FEATURES, **FEATURES}, read=COUNT_NAMES)

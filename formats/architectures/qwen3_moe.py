@@ -25,13 +25,9 @@ NORMED = Field("norm_topk_prob", "flag", default=False)  # absent is false in tr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3MoeConfig(DenseConfig):
-    """Sizes of a Qwen3 decoder with experts.
+    """Sizes of a Qwen3 decoder with experts."""
 
-    Attributes:
-        mixture: sizes of the experts, the same in every layer.
-    """
-
-    mixture: Experts
+    mixture: Experts  # sizes of the experts, the same in every layer
 
     @property
     def experts(self) -> Experts:
@@ -43,8 +39,7 @@ class Qwen3MoeConfig(DenseConfig):
         """Read a `config.json`.
 
         Raises:
-            UnsupportedModelError: a key is missing, out of range or names a feature that is not
-                implemented, or two keys disagree.
+            UnsupportedModelError: see `read_config` of the package.
         """
         check_features(config, {**dense.FEATURES, **FEATURES}, read=COUNT_NAMES)
         experts = replace(read_experts(config, shared=False), normed=read_field(config, NORMED))

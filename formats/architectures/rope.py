@@ -39,40 +39,24 @@ YARN_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class Llama3Rope:
-    """Rope scaling of type `llama3`, which slows down slow rotations.
+    """Rope scaling of type `llama3`, which slows down slow rotations."""
 
-    Attributes:
-        factor: divides the frequency of rotations with long wavelengths.
-        low_freq_factor: wavelengths above `original_max_position / low_freq_factor` are long.
-        high_freq_factor: wavelengths below `original_max_position / high_freq_factor` stay.
-        original_max_position: positions of the model before it was extended.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
+    factor: float  # divides the frequency of rotations with long wavelengths
+    low_freq_factor: float  # wavelengths above `original_max_position / low_freq_factor` are long
+    high_freq_factor: float  # wavelengths below `original_max_position / high_freq_factor` stay
+    original_max_position: int  # positions of the model before it was extended
 
 
 @dataclass(frozen=True, slots=True)
 class YarnRope:
-    """Rope scaling of type `yarn`, static: the same at every length.
+    """Rope scaling of type `yarn`, static: the same at every length."""
 
-    Attributes:
-        factor: divides the frequency of slow rotations.
-        original_max_position: positions of the model before it was extended.
-        beta_fast: rotations of more turns than that over the original positions stay.
-        beta_slow: rotations of fewer turns than that are slow.
-        truncate: the ramp between the two begins and ends at whole dimensions.
-        attention_factor: cosines and sines are multiplied by it, scores by its square.
-    """
-
-    factor: float
-    original_max_position: int
-    beta_fast: float
-    beta_slow: float
-    truncate: bool
-    attention_factor: float
+    factor: float  # divides the frequency of slow rotations
+    original_max_position: int  # positions of the model before it was extended
+    beta_fast: float  # rotations of more turns than that over the original positions stay
+    beta_slow: float  # rotations of fewer turns than that are slow
+    truncate: bool  # the ramp between the two begins and ends at whole dimensions
+    attention_factor: float  # cosines and sines are multiplied by it, scores by its square
 
 
 RopeScaling = Llama3Rope | YarnRope
@@ -80,19 +64,13 @@ RopeScaling = Llama3Rope | YarnRope
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding of a model.
+    """Rotary embedding of a model."""
 
-    Attributes:
-        theta: base of the frequencies.
-        share: part of a head's dimensions that is rotated, above 0 and at most 1.
-        scaling: None for plain rotations.
-        positions: most positions of the model. Of YaRN they are the original ones times the factor,
-            since configs leave max_position_embeddings as it was before.
-    """
-
-    theta: float
-    share: float
-    scaling: RopeScaling | None
+    theta: float  # base of the frequencies
+    share: float  # part of a head's dimensions that is rotated, above 0 and at most 1
+    scaling: RopeScaling | None  # None for plain rotations
+    # most positions of the model. Of YaRN they are the original ones times the factor, since
+    # configs leave max_position_embeddings as it was before.
     positions: int
 
 

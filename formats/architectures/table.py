@@ -29,19 +29,13 @@ QUANTIZABLE: frozenset[str] = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor an architecture expects.
+    """One tensor an architecture expects."""
 
-    Attributes:
-        name: in the checkpoint, `.weight` included.
-        shape: from the configuration.
-        role: function in the model; recipes choose bits by role.
-        fused_set: name shared by linears that engines stack by rows and that need one scheme; None
-            for a linear that stands alone.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    role: Role
+    name: str  # in the checkpoint, `.weight` included
+    shape: tuple[int, ...]  # from the configuration
+    role: Role  # function in the model; recipes choose bits by role
+    # name shared by linears that engines stack by rows and that need one scheme; None for a linear
+    # that stands alone
     fused_set: str | None = None
 
     @property

@@ -12,21 +12,13 @@ _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """The scale along one side of a chart.
+    """The scale along one side of a chart."""
 
-    Attributes:
-        label: with the unit.
-        low: value at the left or lower end.
-        high: value at the other end, above `low`.
-        ticks: value and name of each.
-        log: logarithmic instead of linear.
-    """
-
-    label: str
-    low: float
-    high: float
-    ticks: tuple[tuple[float, str], ...]
-    log: bool = False
+    label: str  # with the unit
+    low: float  # value at the left or lower end
+    high: float  # value at the other end, above `low`
+    ticks: tuple[tuple[float, str], ...]  # value and name of each
+    log: bool = False  # logarithmic instead of linear
 
     def share(self, value: float) -> float:
         """Place of a value, from 0 at the low end to 1 at the high end; values beyond are clamped.

@@ -19,17 +19,11 @@ POINT = 3.6  # radius
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points joined by a line.
+    """Points joined by a line."""
 
-    Attributes:
-        points: x and y of each.
-        style: class of the style sheet.
-        marked: draw a dot at every point, where they are few.
-    """
-
-    points: tuple[Point, ...]
-    style: str
-    marked: bool = True
+    points: tuple[Point, ...]  # x and y of each
+    style: str  # class of the style sheet
+    marked: bool = True  # draw a dot at every point, where they are few
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +66,6 @@ def chart(description: str, x: Axis, y: Axis, marks: Sequence[Mark], size: Size 
 
     Args:
         description: alternative text, for those who do not see the chart.
-        x: from left to right.
-        y: upwards.
         marks: drawn in this order, then the names of dots.
         size: width and height of the view box.
     """
@@ -96,11 +88,6 @@ def chart_file(
     """A chart as the text of an SVG file, with its title and a legend above it.
 
     Args:
-        title: above the chart.
-        x: from left to right.
-        y: upwards.
-        marks: as in `chart`.
-        legend: name and style of each line.
         style: the style sheet; beside those of the marks it gives `title`, `tick`, `label`, `name`,
             `grid`, `axis` and `leader`.
         size: width and height of the chart without title and legend.

@@ -37,7 +37,6 @@ def replace_files(contents: Mapping[Path, bytes], mode: int = 0o666) -> None:
     none.
 
     Args:
-        contents: new content by path.
         mode: of the files, before the umask.
 
     Raises:
@@ -58,11 +57,6 @@ def replace_files(contents: Mapping[Path, bytes], mode: int = 0o666) -> None:
 
 def replace_file(path: Path, content: bytes, mode: int = 0o666) -> None:
     """Give one file its new content; see `replace_files`.
-
-    Args:
-        path: of the file.
-        content: its new content.
-        mode: of the file, before the umask.
 
     Raises:
         ResourceError: it cannot be written.
@@ -101,7 +95,6 @@ def check_place(path: Path, room_bytes: int = 0) -> None:
     """Refuse, before long work, a file that cannot be written.
 
     Args:
-        path: of the file.
         room_bytes: bytes that must be free; as many are written beside the file and removed again.
 
     Raises:

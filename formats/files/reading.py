@@ -21,9 +21,6 @@ BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # a file's name in a Hub cache 
 def open_file(path: Path) -> io.BufferedReader:
     """Open a regular file of a model folder for reading, without blocking on a pipe.
 
-    Args:
-        path: file directly inside the model folder.
-
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: not a regular file, a link out of the folder or to nothing, or a file that
@@ -57,10 +54,6 @@ def reopen(path: Path) -> io.BufferedReader:
 def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
     """Content of a regular file of a model folder.
 
-    Args:
-        path: file directly inside the model folder.
-        max_bytes: longest content that is read.
-
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: see `open_file`; also a file longer than `max_bytes`.
@@ -93,7 +86,6 @@ def check_regular(path: Path, folder: Path | None = None) -> None:
     """Refuse pipes, devices, folders, and links that lead out of the model folder.
 
     Args:
-        path: of the file.
         folder: the model folder; the parent of `path` where left out.
 
     Raises:
@@ -122,7 +114,6 @@ def check_inside(path: Path, folder: Path | None = None) -> None:
     The folder itself may be a link.
 
     Args:
-        path: of the file.
         folder: the model folder; the parent of `path` where left out.
 
     Raises:

@@ -53,11 +53,6 @@ def loads(raw: bytes, nan: bool = True) -> Any:
 def object_of(raw: bytes, path: Path, error: type[LowbitError] = CheckpointError) -> dict[str, Any]:
     """Parse the JSON object that a file holds.
 
-    Args:
-        raw: content of the file.
-        path: of the file, for messages.
-        error: class of the exceptions.
-
     Raises:
         LowbitError: of class `error`: `loads` refuses the content, or it is not an object.
     """
@@ -101,7 +96,6 @@ def _check(content: Any, unicode: bool) -> None:
     """Refuse nesting beyond MAX_DEPTH, on which recursive code would fail.
 
     Args:
-        content: parsed JSON.
         unicode: also refuse text that UTF-8 cannot hold.
     """
     items = [content]

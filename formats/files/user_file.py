@@ -74,7 +74,6 @@ def read_text_file(path: Path, what: str) -> str:
     """Read a text file that a user named; line ends become LF.
 
     Args:
-        path: of the file.
         what: names the file in messages: "evaluation text".
 
     Raises:

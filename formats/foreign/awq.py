@@ -31,10 +31,6 @@ OFFSET = 8  # difference of unsigned and signed codes and zero points
 def read_awq(checkpoint: Checkpoint, section: Mapping[str, Any]) -> Checkpoint:
     """Translate an AWQ checkpoint into the native layout.
 
-    Args:
-        checkpoint: as stored.
-        section: its `quantization_config`.
-
     Raises:
         FormatError: another layout, bits other than 4, or tensors that do not fit.
         QuantizationError: the group size does not divide K.

@@ -35,10 +35,6 @@ ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # to add to the stored zero points, by
 def read_gptq(checkpoint: Checkpoint, section: Mapping[str, Any]) -> Checkpoint:
     """Translate a GPTQ checkpoint into the native layout.
 
-    Args:
-        checkpoint: as stored.
-        section: its `quantization_config`.
-
     Raises:
         FormatError: another packing, bits other than 4 and 8, activation-ordered groups, or
             tensors that do not fit.

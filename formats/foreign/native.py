@@ -35,23 +35,14 @@ READ_BITS = (4, 8)
 
 @dataclass(frozen=True, slots=True)
 class ForeignLinear:
-    """A packed linear [N, K] in a file of another tool.
+    """A packed linear [N, K] in a file of another tool."""
 
-    Attributes:
-        module: its name.
-        N: outputs.
-        K: inputs.
-        scheme: symmetric until the zero points have been read.
-        codes: reads rows as native words: [stop - start, K * bits / 32] int32.
-        zero_points: [K/G, N] int8, signed.
-    """
-
-    module: str
-    N: int
-    K: int
-    scheme: Scheme
-    codes: DerivedRows
-    zero_points: Callable[[], Tensor]
+    module: str  # its name
+    N: int  # outputs
+    K: int  # inputs
+    scheme: Scheme  # symmetric until the zero points have been read
+    codes: DerivedRows  # reads rows as native words: [stop - start, K * bits / 32] int32
+    zero_points: Callable[[], Tensor]  # [K/G, N] int8, signed
 
 
 def packed_modules(checkpoint: Checkpoint) -> list[str]:

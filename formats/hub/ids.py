@@ -18,7 +18,6 @@ def hub_id(source: str, revision: str | None = None) -> tuple[str, str | None] |
 
     Args:
         source: as the user wrote it; the caller has checked that it is not a folder.
-        revision: from a separate option.
 
     Raises:
         CheckpointError: two different revisions, or a page of something else than a model.

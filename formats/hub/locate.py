@@ -54,37 +54,23 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A model folder on this machine.
+    """A model folder on this machine."""
 
-    Attributes:
-        folder: holds config, tokenizer and shards.
-        repo: the Hub id it came from, or None for a folder that was given as such.
-        commit: sha of the snapshot, or None for a folder.
-    """
-
-    folder: Path
-    repo: str | None
-    commit: str | None
+    folder: Path  # holds config, tokenizer and shards
+    repo: str | None  # the Hub id it came from, or None for a folder that was given as such
+    commit: str | None  # sha of the snapshot, or None for a folder
 
 
 class RemoteHeaders(NamedTuple):
-    """Config and headers of a Hub model, without its weights.
+    """Config and headers of a Hub model, without its weights."""
 
-    Attributes:
-        config: content of config.json.
-        tensors: every tensor by name, in shards that need not be on this machine.
-        commit: sha of the revision that was read.
-        other_files: size in bytes of every other file that `locate` would fetch.
-        folder: holds config.json and the other files that were asked for.
-        notes: sentences on what is read in another way than the repository says.
-    """
-
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # content of config.json
+    # every tensor by name, in shards that need not be on this machine
     tensors: dict[str, TensorInfo]
-    commit: str
-    other_files: dict[str, int]
-    folder: Path
-    notes: tuple[str, ...]
+    commit: str  # sha of the revision that was read
+    other_files: dict[str, int]  # size in bytes of every other file that `locate` would fetch
+    folder: Path  # holds config.json and the other files that were asked for
+    notes: tuple[str, ...]  # sentences on what is read in another way than the repository says
 
 
 def locate(source: str, revision: str | None = None) -> Location:

@@ -23,44 +23,31 @@ Fate = Literal["quantized", "copied", "rotated", "dropped"]
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor of the source and its fate.
-
-    Attributes:
-        dtype: safetensors name, `BF16`.
-        fate: quantized, copied (bytes unchanged), rotated (written in another basis, unquantized),
-            or dropped.
-        reason: why it was dropped or left unquantized; empty otherwise.
-        sha256: of its bytes in the source.
-        bits: width of its codes; None unless quantized.
-        group_size: weights that share a scale; None unless quantized in groups.
-    """
+    """A tensor of the source and its fate."""
 
     name: str
-    dtype: str
+    dtype: str  # safetensors name, `BF16`
     shape: tuple[int, ...]
+    # quantized, copied (bytes unchanged), rotated (written in another basis, unquantized), or
+    # dropped
     fate: Fate
-    reason: str
-    sha256: str
-    bits: int | None = None
-    group_size: int | None = None
+    reason: str  # why it was dropped or left unquantized; empty otherwise
+    sha256: str  # of its bytes in the source
+    bits: int | None = None  # width of its codes; None unless quantized
+    group_size: int | None = None  # weights that share a scale; None unless quantized in groups
 
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """A tensor of the packed checkpoint.
-
-    Attributes:
-        scale_min: smallest value; None unless it holds scales.
-        scale_max: largest value; None unless it holds scales.
-    """
+    """A tensor of the packed checkpoint."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     file: str
     sha256: str
-    scale_min: float | None = None
-    scale_max: float | None = None
+    scale_min: float | None = None  # smallest value; None unless it holds scales
+    scale_max: float | None = None  # largest value; None unless it holds scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,73 +71,44 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Text and machine of a calibrated method, which together with the recipe decide the codes.
+    """Text and machine of a calibrated method, which together with the recipe decide the codes."""
 
-    Attributes:
-        text: name of the text.
-        text_sha256: of its bytes.
-        samples: number of windows that were used.
-        length: tokens of a window.
-        chat: True if the chat template was applied.
-        device: `cpu`, or the GPU's name.
-        threads: CPU threads; 0 on a GPU.
-        torch_version: version of torch that computed.
-        transformers_version: version of transformers whose modules were used.
-    """
-
-    text: str
-    text_sha256: str
-    samples: int
-    length: int
-    chat: bool
-    device: str
-    threads: int
-    torch_version: str
-    transformers_version: str
+    text: str  # name of the text
+    text_sha256: str  # of its bytes
+    samples: int  # number of windows that were used
+    length: int  # tokens of a window
+    chat: bool  # True if the chat template was applied
+    device: str  # `cpu`, or the GPU's name
+    threads: int  # CPU threads; 0 on a GPU
+    torch_version: str  # version of torch that computed
+    transformers_version: str  # version of transformers whose modules were used
 
 
 @dataclass(frozen=True, slots=True)
 class DraftVocabulary:
-    """Choice of the rows of a draft head.
+    """Choice of the rows of a draft head."""
 
-    Attributes:
-        rows: of the draft head.
-        group_size: weights that share a scale; None for a whole row.
-        text: name of the text that tokens were counted on; None where they were taken by id alone.
-        text_sha256: of its content.
-        tokens: of the text.
-        coverage: share of them that have a row.
-        held_out: share that would have one in the half of the text that was left out of a count.
-    """
-
-    rows: int
-    group_size: int | None
+    rows: int  # of the draft head
+    group_size: int | None  # weights that share a scale; None for a whole row
+    # name of the text that tokens were counted on; None where they were taken by id alone
     text: str | None
-    text_sha256: str | None
-    tokens: int
-    coverage: float
+    text_sha256: str | None  # of its content
+    tokens: int  # of the text
+    coverage: float  # share of them that have a row
+    # share that would have one in the half of the text that was left out of a count
     held_out: float
 
 
 @dataclass(frozen=True, slots=True)
 class MtpTraining:
-    """Training of the head for multi-token prediction after the conversion.
+    """Training of the head for multi-token prediction after the conversion."""
 
-    Attributes:
-        text: name of the text.
-        text_sha256: of its content.
-        steps: windows of text that were learned from.
-        device: `cpu`, or the GPU's name.
-        before: tokens a round on windows held out, before.
-        after: same after.
-    """
-
-    text: str
-    text_sha256: str
-    steps: int
-    device: str
-    before: float
-    after: float
+    text: str  # name of the text
+    text_sha256: str  # of its content
+    steps: int  # windows of text that were learned from
+    device: str  # `cpu`, or the GPU's name
+    before: float  # tokens a round on windows held out, before
+    after: float  # same after
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,6 @@ def unpack(words: Tensor, bits: int, K: int) -> Tensor:
     Args:
         words: [N, ceil(K * bits / 32)] int32.
         bits: 2 to 8.
-        K: codes in a row.
 
     Returns:
         [N, K] int8 signed codes.

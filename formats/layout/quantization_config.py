@@ -18,16 +18,12 @@ VERSION = "0.20.0"  # of the compressed-tensors whose reader the output was test
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """Schemes of the quantized modules.
+    """Schemes of the quantized modules."""
 
-    Attributes:
-        groups: (targets, scheme) in file order; a target is a module name, a class name
-            (`Linear`) or `re:` and a pattern for `re.match` on the module name.
-        ignore: targets left as they are; they win over groups.
-    """
-
+    # (targets, scheme) in file order; a target is a module name, a class name (`Linear`) or `re:`
+    # and a pattern for `re.match` on the module name
     groups: tuple[tuple[tuple[str, ...], Scheme], ...]
-    ignore: tuple[str, ...]
+    ignore: tuple[str, ...]  # targets left as they are; they win over groups
     _ignored: "_Targets[None]" = field(init=False, repr=False, compare=False)
     _targets: "_Targets[Scheme]" = field(init=False, repr=False, compare=False)
 
@@ -55,17 +51,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Targets(Generic[T]):
-    """Values of targets.
+    """Values of targets."""
 
-    Attributes:
-        names: by exact name.
-        patterns: in the order of the patterns.
-        linear: of the class, where there is one.
-    """
-
-    names: Mapping[str, T]
-    patterns: Sequence[tuple[re.Pattern[str], T]]
-    linear: tuple[T] | None
+    names: Mapping[str, T]  # by exact name
+    patterns: Sequence[tuple[re.Pattern[str], T]]  # in the order of the patterns
+    linear: tuple[T] | None  # of the class, where there is one
 
     def of(self, module: str) -> tuple[T] | None:
         """The value of a module's target; None where none matches."""

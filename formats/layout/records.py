@@ -79,8 +79,6 @@ def record(kind: type[Record], content: Any, where: str) -> Record:
     Args:
         kind: dataclass whose fields are scalars, dicts, dataclasses, tuples, or one of them or
             None.
-        content: the object.
-        where: names it in messages.
 
     Raises:
         FormatError: naming the key that is missing, unknown or of another type.

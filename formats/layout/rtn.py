@@ -48,7 +48,6 @@ def quantize(
     Args:
         w: [N, K] of a float dtype, finite, on any device; the group size divides K.
         scheme: symmetric.
-        rule: choice of a group's scale.
         search: another implementation of `search_scales`, with the same results.
 
     Returns:
@@ -77,7 +76,6 @@ def weighted_scales(
     Args:
         w: [N, K] of a float dtype, finite; the group size divides K.
         scheme: symmetric.
-        rule: choice of a group's scale.
         importance: [K] float32, not negative; second moments of the input, for instance.
         search: another implementation of `search_scales`, with the same results.
 

@@ -18,17 +18,12 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Integer codes of `bits` bits with one scale per `group_size` weights along K.
+    """Integer codes of `bits` bits with one scale per `group_size` weights along K."""
 
-    Attributes:
-        bits: 2 to 8.
-        group_size: weights that share a scale, or None for one scale per row (channel).
-        symmetric: no zero point; the only kind lowbit writes.
-    """
-
-    bits: int
+    bits: int  # 2 to 8
+    # weights that share a scale, or None for one scale per row (channel)
     group_size: int | None = 128
-    symmetric: bool = True
+    symmetric: bool = True  # no zero point; the only kind lowbit writes
 
     def __post_init__(self) -> None:
         """Refuse bits and group sizes that the packed layout cannot express."""

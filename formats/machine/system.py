@@ -46,7 +46,6 @@ def explained(error: BaseException, gpu_hint: str | None = None) -> LowbitError 
     """The LowbitError for a failure caused by a file, an option or the machine; None for a bug.
 
     Args:
-        error: exception that reached a command.
         gpu_hint: advice if the GPU has run out of memory.
     """
     if isinstance(error, LowbitError):
@@ -84,9 +83,7 @@ def of_system(
     """The ResourceError for an OSError: a full disk, or a file that the system refuses.
 
     Args:
-        error: from the system.
         path: of the file that was to be written, if known.
-        full_hint: advice about a full disk.
     """
     full = error.errno in FULL
     reason = f"the disk is full ({error.strerror})" if full else error.strerror or str(error)

@@ -24,7 +24,6 @@ def time_limit(what: str, seconds: float = PATTERN_SECONDS) -> Iterator[None]:
 
     Args:
         what: name of the work, for the message.
-        seconds: wall time that the block may take.
 
     Raises:
         FormatError: the time is over.

@@ -50,21 +50,14 @@ DerivedRows = Callable[[int, int, torch.device], Tensor]  # start, stop, device
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Headers of a folder, read and checked; holds no data and no open file.
+    """Headers of a folder, read and checked; holds no data and no open file."""
 
-    Attributes:
-        folder: folder of the files.
-        config: content of config.json.
-        tensors: headers by name.
-        derived: functions that make rows of tensors stored in another tool's layout.
-        notes: sentences on what is read in another way than the folder says.
-    """
-
-    folder: Path
-    config: Mapping[str, Any]
-    tensors: Mapping[str, TensorInfo]
+    folder: Path  # folder of the files
+    config: Mapping[str, Any]  # content of config.json
+    tensors: Mapping[str, TensorInfo]  # headers by name
+    # functions that make rows of tensors stored in another tool's layout
     derived: Mapping[str, DerivedRows] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # sentences on what is read in another way than the folder says
 
     @property
     def sizes(self) -> Config:
@@ -132,8 +125,6 @@ def read_at(path: Path, offset: int, out: Tensor) -> None:
 
     Args:
         path: file whose header has been read.
-        offset: position in the file, in bytes.
-        out: tensor of any dtype and shape.
 
     Raises:
         CheckpointError: the file ends first, or `reopen` refuses it.
@@ -399,7 +390,6 @@ def parse_header(raw: bytes, file: str, size: int) -> dict[str, TensorInfo]:
     Args:
         raw: the JSON header, without its 8-byte length.
         file: name for messages and for the result.
-        size: of the whole file in bytes.
 
     Raises:
         CheckpointError: not JSON, an unknown dtype, offsets that do not match, or missing data.
@@ -469,10 +459,6 @@ def _check_layout(tensors: Iterable[TensorInfo], file: str, start: int, size: in
 
 def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """Read a JSON object from a file of a model folder.
-
-    Args:
-        path: of the file.
-        max_bytes: longest file that is read.
 
     Raises:
         CheckpointError: the file is missing, cannot be read, or does not hold a JSON object.

@@ -1,9 +1,10 @@
 """SHA-256 of files and of the tensors inside them, in one pass and bounded memory."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 from lowbit.formats.files.reading import open_file, reopen
 from lowbit.formats.safetensors.checkpoint import TensorInfo
@@ -25,20 +26,14 @@ def hash_file(path: Path) -> str:
 def hash_tensor(path: Path, info: TensorInfo) -> str:
     """Hash one tensor's bytes with SHA-256, as far as the file has them.
 
-    Args:
-        path: file whose header has been read.
-        info: the tensor's place in it.
-
     Raises:
         CheckpointError: see `reopen`.
     """
     digest = hashlib.sha256()
     with reopen(path) as file:
         file.seek(info.offset)
-        left = info.nbytes
-        while left and (chunk := file.read(min(CHUNK_BYTES, left))):
+        for chunk in _chunks(file, info.nbytes):
             digest.update(chunk)
-            left -= len(chunk)
     return digest.hexdigest()
 
 
@@ -48,8 +43,6 @@ def hash_shard(
     """Hash a safetensors file and every tensor in it, reading it once.
 
     Args:
-        path: the file.
-        tensors: all of its tensors.
         progress: called with the bytes done since the last call.
 
     Returns:
@@ -63,14 +56,19 @@ def hash_shard(
             whole.update(header)
             progress(len(header))
             part = hashlib.sha256()
-            left = info.nbytes
-            while left and (chunk := file.read(min(CHUNK_BYTES, left))):
+            for chunk in _chunks(file, info.nbytes):
                 hashed = beside.submit(part.update, chunk)  # hashing leaves the interpreter free
                 whole.update(chunk)
                 hashed.result()
-                left -= len(chunk)
                 progress(len(chunk))
             parts[info.name] = part.hexdigest()
         while chunk := file.read(CHUNK_BYTES):
             whole.update(chunk)
     return whole.hexdigest(), parts
+
+
+def _chunks(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """The next `size` bytes of a file, as far as it has them."""
+    while size and (chunk := file.read(min(CHUNK_BYTES, size))):
+        yield chunk
+        size -= len(chunk)

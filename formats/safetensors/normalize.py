@@ -33,17 +33,11 @@ SameValues = Callable[[TensorInfo, TensorInfo], bool]
 
 @dataclass(frozen=True, slots=True)
 class Normalized:
-    """Config and headers as their architecture has them.
+    """Config and headers as their architecture has them."""
 
-    Attributes:
-        config: content of config.json, its tie that of the weights.
-        tensors: headers by name.
-        notes: a sentence for every change.
-    """
-
-    config: Mapping[str, Any]
-    tensors: Mapping[str, TensorInfo]
-    notes: tuple[str, ...]
+    config: Mapping[str, Any]  # content of config.json, its tie that of the weights
+    tensors: Mapping[str, TensorInfo]  # headers by name
+    notes: tuple[str, ...]  # a sentence for every change
 
 
 def normalize(
@@ -52,8 +46,6 @@ def normalize(
     """Rename headers, and take tie and layout from what the file holds.
 
     Args:
-        config: content of config.json, unchecked.
-        tensors: headers by name in the file.
         same: tells if two tensors hold equal values; None where only headers are at hand, so that
             config.json is believed about a head beside its embedding.
     """

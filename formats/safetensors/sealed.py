@@ -39,9 +39,6 @@ def write_sealed(
     """Write a sealed safetensors file, whole or not at all.
 
     Args:
-        path: of the file.
-        tensors: on the CPU.
-        facts: JSON values.
         identity: names all that the tensors follow from, and the file's place among others.
 
     Raises:

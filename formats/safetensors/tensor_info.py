@@ -26,23 +26,14 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Dtype, shape and position of one stored tensor.
+    """Dtype, shape and position of one stored tensor."""
 
-    Attributes:
-        name: as in the header.
-        dtype: torch dtype of the stored values.
-        shape: size of every dimension.
-        file: name of the shard inside the folder.
-        offset: position of the first byte in the file.
-        nbytes: length of the data.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    file: str
-    offset: int
-    nbytes: int
+    name: str  # as in the header
+    dtype: torch.dtype  # torch dtype of the stored values
+    shape: tuple[int, ...]  # size of every dimension
+    file: str  # name of the shard inside the folder
+    offset: int  # position of the first byte in the file
+    nbytes: int  # length of the data
 
     @property
     def dtype_name(self) -> str:

@@ -36,13 +36,7 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
 
 
 def epilog(program: str, arguments: str, command: str) -> str:
-    """Text below the list of commands.
-
-    Args:
-        program: name, `lowbit-run`.
-        arguments: of the default command.
-        command: name of the default command.
-    """
+    """Text below the list of commands."""
     variable = f"_{program.replace('-', '_').upper()}_COMPLETE"
     return f"""\b
     `{program} {arguments}` is short for

@@ -35,18 +35,13 @@ class Meter:
 
     The pace is that of the later half of the work done so far: the first layers of a run that was
     taken up again pass quickly, and the first batches of any run warm up.
-
-    Attributes:
-        now: seconds of a clock that never goes back.
-        samples: (work done, time) of the reports.
-        total: work in all.
-        pace: seconds for a unit of work; None as long as it is not known.
     """
 
-    now: Callable[[], float]
+    now: Callable[[], float]  # seconds of a clock that never goes back
+    # (work done, time) of the reports
     samples: list[tuple[float, float]] = field(default_factory=list)
-    total: float = 0.0
-    pace: float | None = None
+    total: float = 0.0  # work in all
+    pace: float | None = None  # seconds for a unit of work; None as long as it is not known
 
     def report(self, done: float, total: float) -> None:
         """Take note of the work done by now; less than before begins anew."""

@@ -26,10 +26,6 @@ def run(module: str, program: str) -> NoReturn:
 
     The exit code is 130 after SIGINT and 143 after SIGTERM. Both unwind the stack, so that open
     files are closed and temporary ones removed. On Windows it is 1, with a message.
-
-    Args:
-        module: dotted name.
-        program: name of the command for messages.
     """
     _check_system()
     if hasattr(sys.stdout, "reconfigure"):  # escape characters that the encoding lacks

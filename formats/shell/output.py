@@ -36,7 +36,6 @@ def note(text: str, fold: bool = True) -> None:
     """Print a dim line on stderr, above progress bars where there are any.
 
     Args:
-        text: any.
         fold: False for a command, which is copied as one line.
     """
     line = printable(text)

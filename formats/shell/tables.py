@@ -214,7 +214,6 @@ def progress_bars(
 
     Args:
         phases: words on the screen for each phase.
-        quiet: show nothing.
         now: seconds of a clock that never goes back.
     """
     watched = sys.stderr.isatty()

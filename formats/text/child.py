@@ -303,7 +303,6 @@ def ids_of_marked(tokenizer: Any, text: str, framed: bool, mark: str) -> list[in
     The text between two added tokens is encoded without the mark, as if there were none of them.
 
     Args:
-        tokenizer: of the tokenizers library.
         text: with the mark behind the first character of each of these places.
         framed: add the tokens that the post-processor puts around a text.
         mark: one character, which is no part of the text.

@@ -23,11 +23,7 @@ MAX_FRAME = 64  # tokens that a post-processor may put around a text
 
 
 def is_linear(content: Mapping[str, Any]) -> bool:
-    """Tell if a tokenizer takes time and memory in proportion to the text.
-
-    Args:
-        content: of tokenizer.json.
-    """
+    """Tell if a tokenizer takes time and memory in proportion to the text."""
     model = content.get("model")
     forms = members(content.get("normalizer"), "normalizers")
     splits = members(content.get("pre_tokenizer"), "pretokenizers")
@@ -49,7 +45,6 @@ def members(component: Any, key: str) -> list[Any]:
     """Parts of a component: a sequence's members, or the component itself; none for null.
 
     Args:
-        component: section of tokenizer.json.
         key: key of a sequence's members, `normalizers`.
     """
     if component is None:

@@ -25,19 +25,14 @@ ADDED_FLAGS = {  # flags of an added token, with their defaults
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSettings:
-    """Special and added tokens of a model folder, and its template, from outside tokenizer.json.
+    """Special and added tokens of a model folder, and its template, from outside tokenizer.json."""
 
-    Attributes:
-        special_tokens: `bos_token`, `eos_token` and so on, as text.
-        added: tokens that the vocabulary must have, ordered by id; entries as in tokenizer.json.
-        named: texts of special tokens that the vocabulary must have, in transformers' order.
-        template: value of `chat_template`, unchecked.
-    """
-
-    special_tokens: Mapping[str, str]
+    special_tokens: Mapping[str, str]  # `bos_token`, `eos_token` and so on, as text
+    # tokens that the vocabulary must have, ordered by id; entries as in tokenizer.json
     added: tuple[dict[str, Any], ...]
+    # texts of special tokens that the vocabulary must have, in transformers' order
     named: tuple[str, ...]
-    template: Any
+    template: Any  # value of `chat_template`, unchecked
 
 
 def read_settings(folder: Path) -> TokenizerSettings:

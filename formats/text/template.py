@@ -24,16 +24,11 @@ REASONING = (
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A chat template and the special tokens it may name.
+    """A chat template and the special tokens it may name."""
 
-    Attributes:
-        source: jinja2.
-        special_tokens: `bos_token`, `eos_token` and so on.
-        worker: process that renders it, under limits of time and memory.
-    """
-
-    source: str
-    special_tokens: Mapping[str, str]
+    source: str  # jinja2
+    special_tokens: Mapping[str, str]  # `bos_token`, `eos_token` and so on
+    # process that renders it, under limits of time and memory
     worker: Worker = field(default_factory=Worker, compare=False, repr=False)
 
     def prepare(self) -> None:

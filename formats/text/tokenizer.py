@@ -31,15 +31,10 @@ SHRINK = 4  # bytes that normalization may turn into one: a mathematical letter 
 
 @dataclass(frozen=True, slots=True)
 class MarkedText:
-    """A text with a mark inside each place that spells an added token and is none.
+    """A text with a mark inside each place that spells an added token and is none."""
 
-    Attributes:
-        text: with the mark behind the first character of such a place.
-        mark: one character, which is no part of the text; empty where nothing is marked.
-    """
-
-    text: str
-    mark: str = ""
+    text: str  # with the mark behind the first character of such a place
+    mark: str = ""  # one character, which is no part of the text; empty where nothing is marked
 
     @property
     def plain(self) -> str:
@@ -49,24 +44,16 @@ class MarkedText:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextTokenizer:
-    """A tokenizer without the padding and truncation of its file.
+    """A tokenizer without the padding and truncation of its file."""
 
-    Attributes:
-        path: of tokenizer.json.
-        hub: tokenizer of the tokenizers library; beside a worker it has the vocabulary only.
-        vocabulary: the highest id plus one.
-        longest: bytes of the longest token.
-        special_ids: ids of tokens that are no text.
-        byte_level: tokens are strings of bytes.
-        worker: process that encodes and decodes where the file has parts that may run away.
-    """
-
-    path: Path
+    path: Path  # of tokenizer.json
+    # tokenizer of the tokenizers library; beside a worker it has the vocabulary only
     hub: "HubTokenizer" = field(repr=False)
-    vocabulary: int
-    longest: int
-    special_ids: frozenset[int] = field(repr=False)
-    byte_level: bool
+    vocabulary: int  # the highest id plus one
+    longest: int  # bytes of the longest token
+    special_ids: frozenset[int] = field(repr=False)  # ids of tokens that are no text
+    byte_level: bool  # tokens are strings of bytes
+    # process that encodes and decodes where the file has parts that may run away
     worker: Worker | None = field(repr=False)
 
     def encode(
@@ -75,7 +62,6 @@ class TextTokenizer:
         """Encode a text; added tokens spelled out in it become single ids, but not marked ones.
 
         Args:
-            text: any text.
             framed: add the tokens that the post-processor puts around a text, like Llama's first.
             most: largest number of tokens; a longer text is refused before all of it is encoded.
 
@@ -119,10 +105,6 @@ class TextTokenizer:
 
     def check_ids(self, ids: Sequence[int], rows: int) -> None:
         """Refuse ids for which a model has no embedding.
-
-        Args:
-            ids: from this tokenizer.
-            rows: of the model's embedding.
 
         Raises:
             CheckpointError: naming the tokenizer and the id.
@@ -201,7 +183,6 @@ def load_text_tokenizer(folder: Path, purpose: str = "", seconds: float = SECOND
     that only tokenizer_config.json lists are added.
 
     Args:
-        folder: with tokenizer.json.
         purpose: use of the tokenizer, for the message that it is missing: "calibration".
         seconds: time limit of a worker that loads or uses it, if one is needed.
 

@@ -31,10 +31,6 @@ def byte_alphabet() -> dict[str, int]:
 def check_vocabulary(content: Mapping[str, Any], path: Path) -> int:
     """Refuse tokens whose length, number or ids would take much time or memory.
 
-    Args:
-        content: of tokenizer.json.
-        path: of it, for messages.
-
     Returns:
         Bytes of the longest token.
 
@@ -99,8 +95,6 @@ def complete(content: dict[str, Any], settings: TokenizerSettings, path: Path) -
 
     Args:
         content: of tokenizer.json; changed in place.
-        settings: of the same folder.
-        path: of it, for messages.
 
     Returns:
         True if the content has changed.

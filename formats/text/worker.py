@@ -63,9 +63,6 @@ class Worker:
         """Keep the limits; no process is started yet.
 
         Args:
-            seconds: see the class.
-            memory_bytes: see the class.
-            library: see the class.
             prelude: first job of every started process; it may have its own `seconds`.
         """
         self.seconds = seconds
