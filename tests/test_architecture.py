@@ -58,15 +58,20 @@ def sources(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
+IMPORT = re.compile(r"^ *(?:from ([\w.]+) import (\([^)]*\)|.+)|import (.+))$", re.MULTILINE)
+NAME = re.compile(r"(\w[\w.]*)(?: as \w+)?(?: *#.*)?(?:,\s*|\s*\)|$)")
+
+
 @cache
 def imports(path: Path) -> frozenset[str]:
-    """Dotted names of everything a file imports, inside functions too."""
+    """Dotted names of everything a file imports, inside functions too, by the formatter's layout.
+
+    Parsing the tree would take seconds.
+    """
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    for module, names, modules in IMPORT.findall(path.read_text()):
+        listed = NAME.findall(names.lstrip("(") or modules)
+        found.update(f"{module}.{name}" if module else name for name in listed)
     return frozenset(found)
 
 
@@ -149,8 +154,8 @@ def test_state_alone_knows_how_pages_hold_numbers() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in sources("runtime")
-        if path.parent.name != "state"
-        for node in ast.walk(ast.parse(path.read_text()))
+        if path.parent.name != "state" and re.search(r"\.[kv]\b", text := path.read_text())
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Attribute)
         and node.attr in ("k", "v")
         and "pages" in names_in(node.value)
@@ -197,7 +202,7 @@ def test_no_module_compares_configs_of_families() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in outside_families()
-        if "isinstance" in (text := path.read_text())
+        if re.search(r"isinstance\(.*Config", text := path.read_text())
         for node in ast.walk(ast.parse(text))
         if (isinstance(node, ast.Call) and "isinstance" in names_in(node.func))
         and any(names_in(argument) & configs for argument in node.args[1:])
@@ -326,12 +331,9 @@ def test_help_and_completion_load_little(name: str, group: str) -> None:
 
 
 def test_docstrings_begin_with_the_thing() -> None:
-    riddles = re.compile(r"(What|Whether|How|Of|That)\b")
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    riddle = re.compile(r'^\s*r?"""(What|Whether|How|Of|That)\b', re.MULTILINE)
     for path in sources("convert", "formats", "runtime", "examples"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, kinds):
-                assert not riddles.match(ast.get_docstring(node) or ""), f"{path}"
+        assert not riddle.search(path.read_text(encoding="utf-8")), f"{path}"
 
 
 def test_files_stay_short() -> None:

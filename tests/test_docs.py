@@ -89,20 +89,15 @@ def test_figures_of_tables_are_measured_ones(page: str) -> None:
     assert found <= measured
 
 
+JOINT = re.compile(r"""["']\s*\n\s*f?["']""")  # between the parts of a text over several lines
+FILLED = re.compile(r"\{(?:[^{}]|\{[^{}]*\})+\}")
+
+
 @cache
 def templates() -> str:
-    """Texts of the code, a line each; … stands for what is filled in."""
-    found = []
-    for room in ROOMS:
-        for path in room.rglob("*.py"):
-            for node in ast.walk(ast.parse(text_of(path))):
-                parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-                texts = [
-                    str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts
-                ]
-                if isinstance(node, ast.JoinedStr | ast.Constant):
-                    found.append("".join(texts).replace("\n", " "))
-    return "\n".join(found)
+    """The code, its texts joined; … stands for what is filled in."""
+    code = (text_of(path) for room in ROOMS for path in room.rglob("*.py"))
+    return FILLED.sub("…", JOINT.sub("", "\n".join(code)))
 
 
 def messages() -> list[str]:

@@ -43,7 +43,9 @@ def at_import(tree: ast.AST) -> Iterator[ast.AST]:
 
 def lacking_on_windows(text: str) -> set[str]:
     """Modules and names that an import of a module needs, and that Windows does not have."""
-    found = set()
+    found: set[str] = set()
+    if not any(name in text for name in (*MODULES, *LACKED)):
+        return found
     for node in at_import(ast.parse(text)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names} & MODULES
