@@ -143,28 +143,21 @@ def test_characters_that_stdout_lacks_are_escaped(tmp_path: Path, encoding: str)
     assert "\\udc80" in done.stdout
 
 
-# torch begins to be imported, is interrupted, and goes on to its end.
-TORCH = SELF + FOREIGN.format("SIGINT") + "while True: pass  # until it is given up"
+# torch begins to be imported, is interrupted, and goes on to its end; it then lacks everything.
+TORCH = SELF + FOREIGN.format("SIGINT")
 
 
 @pytest.mark.parametrize(
     "command",
-    [
-        ("convert", "inspect", "x"),
-        ("convert", "x", "y", "--bits", "z"),
-        ("run", "org/x", "Hi"),
-        ("run", "chat", "org/x"),
-        ("run", "serve", "org/x"),
-        ("run", "bench", "org/x"),
-        ("run", "list"),
-    ],
+    [("convert", "inspect", "x"), ("run", "org/x", "Hi"), ("run", "serve", "org/x")],
     ids=" ".join,
 )
 def test_an_interrupt_while_torch_is_imported(tmp_path: Path, command: tuple[str, ...]) -> None:
+    """However slow the machine: only the end of the import lets the signal through."""
     (tmp_path / "torch.py").write_text(TORCH)
     room = {"convert": "convert", "run": "runtime"}[command[0]]
     code = (
-        "import lowbit.formats.shell.entry as entry; entry.PATIENCE_S = 0.05\n"
+        "import lowbit.formats.shell.entry as entry; entry.PATIENCE_S = 60\n"
         f"import sys; sys.argv = {['program', *command[1:]]!r}\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
         f"from lowbit.{room}.__main__ import main; main()"
