@@ -370,7 +370,7 @@ def mutated(draw: st.DrawFn) -> Content:
     return content
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(mutated())
 def test_any_config_is_read_as_transformers_reads_it_or_refused(content: Content) -> None:
     try:

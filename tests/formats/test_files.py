@@ -40,8 +40,11 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    ("reader", "plant"),
+    [*(("open_file", plant) for plant in PLANTS), *((reader, link_out) for reader in READERS)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_non_regular_files_are_refused(model: Path, reader: str, plant: Plant) -> None:
     path = model / "file.json"
     plant(path)

@@ -201,11 +201,8 @@ def test_irregular_layer_types_are_used() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"hidden_size": None}, "lacks `hidden_size`"),
         ({"linear_num_value_heads": 24}, "linear_num_value_heads = 24 is not a multiple"),
         ({"num_key_value_heads": 3}, "num_attention_heads = 8 is not a multiple"),
-        ({"hidden_act": "gelu"}, '`hidden_act: "gelu"`'),
-        ({"attention_bias": True}, "`attention_bias: true`"),
         ({"attn_output_gate": False}, "`attn_output_gate: false`"),
         ({"mtp_use_dedicated_embeddings": True}, "`mtp_use_dedicated_embeddings: true`"),
         ({"num_experts": 8}, "`num_experts: 8` is not implemented"),
@@ -216,7 +213,6 @@ def test_irregular_layer_types_are_used() -> None:
         ),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "config.json lacks `rope_theta`"),
         ({"rope_parameters": {"rope_theta": 1e7, "mrope_section": [11, 11]}}, "list of 3 counts"),
-        ({"layer_types": ["linear_attention"]}, "`layer_types` must be a list of 24"),
         ({"layer_types": ["sliding_attention"] * 24}, 'layer type "sliding_attention"'),
     ],
 )

@@ -95,15 +95,9 @@ def test_results_of_other_tasks_are_kept() -> None:
     ("change", "message"),
     [
         ({"schema": 2}, "schema 2, this release reads 1"),
-        ({"schema": True}, "schema True, this release reads 1"),
         ({"tasks": None}, "tasks` is not a list"),
-        ({"tasks": [7]}, "tasks` is not an object"),
-        ({"tasks": [{"task": "x"}]}, "missing keys"),
         ({"harness": None}, "`harness` cannot be null"),
-        ({"more": 1}, r"unknown keys \['more'\]"),
         ({"tasks": [dataclasses.asdict(ROW) | {"value": "0.5"}]}, '`value` cannot be "0.5"'),
-        ({"tasks": [dataclasses.asdict(ROW) | {"samples": 1.5}]}, "`samples` cannot be 1.5"),
-        ({"tasks": [dataclasses.asdict(ROW) | {"chat": 0}]}, "`chat` cannot be 0"),
     ],
 )
 def test_a_malformed_file_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -112,13 +106,6 @@ def test_a_malformed_file_is_refused(tmp_path: Path, change: dict[str, Any], mes
     with pytest.raises(FormatError, match=message) as error:
         read_tasks(tmp_path)
     assert TASKS_FILE in str(error.value)
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"[" * 100_000])
-def test_a_file_without_object_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / TASKS_FILE).write_bytes(content)
-    with pytest.raises(FormatError, match=TASKS_FILE):
-        read_tasks(tmp_path)
 
 
 def test_a_failed_write_leaves_the_old_file(

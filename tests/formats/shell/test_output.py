@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.formats.shell.output import note, print_json
@@ -36,7 +36,6 @@ def finite(value: Any) -> Any:
     return {k: finite(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-@settings(max_examples=40)
 @given(st.dictionaries(st.text(), values), st.sampled_from(["utf-8", "latin-1", "ascii"]))
 def test_one_line_of_valid_json_in_every_encoding(content: dict[str, Any], encoding: str) -> None:
     said = printed(content, encoding)
