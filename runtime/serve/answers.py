@@ -1,39 +1,57 @@
-"""The answers to one request, from the engine's deltas to what an endpoint writes."""
+"""The answers to one request: deltas on their way from the engine's thread to the client."""
 
 import asyncio
+import contextlib
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from fastapi import Request
+from fastapi import Response
+from starlette.requests import Request as HttpRequest
 
 from lowbit.runtime.engine.delta import AnswerToken, Delta, End
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
-from lowbit.runtime.serve.errors import ClientLeftError, of_lowbit, timed_out
+from lowbit.runtime.engine.stream import Answer
+from lowbit.runtime.serve.errors import ApiError, ClientLeftError, of_lowbit, timed_out
 from lowbit.runtime.serve.logs import Record
-from lowbit.runtime.serve.worker import Job, Mailbox
-from lowbit.runtime.text.answer import ToolArguments, ToolCallStart
+from lowbit.runtime.text.answer import Event, Piece, ToolArguments, ToolCallStart
+from lowbit.runtime.text.tokenizer import Tokenizer
+
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+PATIENCE_S = 10.0  # without a delta, before a comment is sent
+LAST_S = 1.0  # for the error of a request that took too long
+# As `json.dumps` with these options, which makes an encoder for every call.
+compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Answers:
     """The answers to one request; a context manager that cancels those not complete at its end.
 
+    All methods but `cancel` belong to the event loop.
+
     Attributes:
-        request: request to answer.
-        jobs: one for each answer.
-        mailbox: queue of their deltas.
+        http: request to answer.
         record: facts for the log.
         timeout_s: time limit of the request.
         log_text: keep the text of the answers for the log.
+        each: the answers, which the engine's thread reads token by token.
     """
 
-    request: Request
-    jobs: Sequence[Job]
-    mailbox: Mailbox
+    http: HttpRequest
     record: Record
     timeout_s: float
     log_text: bool = False
+    each: list[Answer] = field(default_factory=list)
+    _deltas: list[Delta] = field(default_factory=list)  # that `take` has not given
+    _waiter: asyncio.Future[None] | None = None
     _watcher: asyncio.Task[None] | None = None
     _timer: asyncio.TimerHandle | None = None
     _left: bool = False
@@ -42,7 +60,7 @@ class Answers:
 
     def __enter__(self) -> "Answers":
         """Start to watch the connection and the time."""
-        self._unfinished = len(self.jobs)
+        self._unfinished = len(self.each)
         self._watcher = asyncio.create_task(self._watch())
         loop = asyncio.get_running_loop()
         # One for the whole request: a timer costs as much as a token.
@@ -58,8 +76,12 @@ class Answers:
             self._timer.cancel()
         if self._unfinished:
             self.record.reasons.append("abort")
-            for job in self.jobs:
-                job.cancel()
+            self.cancel()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the model."""
+        return self.each[0].tokenizer
 
     @property
     def complete(self) -> bool:
@@ -71,6 +93,16 @@ class Answers:
         """Seconds until the time limit."""
         return self.record.started + self.timeout_s - time.perf_counter()
 
+    def cancel(self) -> None:
+        """End all answers before the next step, from any thread."""
+        for answer in self.each:
+            answer.handle.cancel()
+
+    def put(self, delta: Delta) -> None:
+        """Append a delta and wake the task that takes them."""
+        self._deltas.append(delta)
+        self._wake()
+
     async def take(self) -> Sequence[Delta]:
         """Wait for the next deltas, at least one.
 
@@ -78,7 +110,13 @@ class Answers:
             ClientLeftError: the client has left.
             ApiError: an answer failed, or the request takes too long.
         """
-        deltas = await self.mailbox.take()
+        if not self._deltas and not (self._left or self._late):
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        deltas, self._deltas = self._deltas, []
         if self._left:
             raise ClientLeftError
         if self._late:
@@ -89,17 +127,19 @@ class Answers:
             self._note(delta)
         return deltas
 
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
     def _expire(self) -> None:
-        """End the request at its time limit."""
         self._late = True
-        self.mailbox.wake()
+        self._wake()
 
     async def _watch(self) -> None:
         """Cancel everything when the client leaves."""
-        await leaving(self.request)
+        await leaving(self.http)
         self._left = True
-        for job in self.jobs:
-            job.cancel()
+        self.cancel()
 
     def _note(self, delta: Delta) -> None:
         record = self.record
@@ -108,17 +148,16 @@ class Answers:
         if delta.error is not None:
             record.reasons.append("error")
             self._unfinished = 0
-            for job in self.jobs:
-                job.cancel()
+            self.cancel()
             raise of_lowbit(delta.error)
         if delta.end is not None:
             self._unfinished -= 1
             record.add_end(delta.end)
 
 
-async def leaving(request: Request) -> None:
+async def leaving(http: HttpRequest) -> None:
     """Wait until the client of a request whose body has been read leaves."""
-    while (await request.receive())["type"] != "http.disconnect":
+    while (await http.receive())["type"] != "http.disconnect":
         pass
 
 
@@ -154,16 +193,16 @@ class Collected:
 
     def add(self, delta: Delta) -> None:
         """Append a delta."""
-        for event in delta.events:
-            if isinstance(event, ToolCallStart):
-                self.calls.append(CollectedCall(event.id, event.name))
-            elif isinstance(event, ToolArguments):
-                self.calls[event.index].arguments += event.fragment
-                self.calls[event.index].complete |= event.last
-            elif event.reasoning:
-                self.reasoning += event.text
+        for each in delta.events:
+            if isinstance(each, ToolCallStart):
+                self.calls.append(CollectedCall(each.id, each.name))
+            elif isinstance(each, ToolArguments):
+                self.calls[each.index].arguments += each.fragment
+                self.calls[each.index].complete |= each.last
+            elif each.reasoning:
+                self.reasoning += each.text
             else:
-                self.content += event.text
+                self.content += each.text
         self.tokens += delta.tokens
         self.prompt = self.prompt or delta.prompt
         if delta.end is not None:
@@ -172,9 +211,109 @@ class Collected:
 
 async def collect(answers: Answers) -> Sequence[Collected]:
     """Wait for all answers to a request; errors as in `Answers.take`."""
-    found = [Collected() for _ in answers.jobs]
+    found = [Collected() for _ in answers.each]
     with answers:
         while not answers.complete:
             for delta in await answers.take():
                 found[delta.index].add(delta)
     return found
+
+
+def joined(events: Sequence[Event]) -> Iterator[Event]:
+    """Join neighbouring pieces of one kind; all other events stay as they are."""
+    held: Piece | None = None
+    for found in events:
+        if held is not None and isinstance(found, Piece) and held.reasoning == found.reasoning:
+            held = Piece(held.text + found.text, found.reasoning)
+            continue
+        if held is not None:
+            yield held
+        held = found if isinstance(found, Piece) else None
+        if held is None:
+            yield found
+    if held is not None:
+        yield held
+
+
+class EventWriter(Protocol):
+    """Turns deltas into the events of one API."""
+
+    def open(self) -> bytes:
+        """Events before the first delta."""
+
+    def write(self, deltas: Sequence[Delta]) -> bytes:
+        """Events for deltas."""
+
+    def close(self) -> bytes:
+        """Events after the last delta."""
+
+    def fail(self, error: ApiError) -> bytes:
+        """Events that end the stream early."""
+
+
+class EventStream(Response):
+    """A response that sends events while answers are generated.
+
+    Headers are sent with the first delta, so that a request that fails before gets an error
+    status. Where the first delta takes longer than PATIENCE_S, they are sent without it, and
+    comments keep the connection alive.
+    """
+
+    def __init__(self, answers: Answers, writer: EventWriter) -> None:
+        """Prepare to send answers as `writer` writes them."""
+        super().__init__(None)
+        self._answers, self._writer = answers, writer
+        self._begun = False
+
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        """Send the whole response; stop where the client leaves or does not read in time."""
+        with self._answers as answers, contextlib.suppress(ClientLeftError, TimeoutError):
+            async with asyncio.timeout(max(0.0, answers.left_s) + LAST_S):
+                try:
+                    data = await self._all_but_last(answers, send)
+                except ApiError as error:
+                    if not self._begun:
+                        raise
+                    answers.record.error = error.message
+                    data = self._writer.fail(error)
+                await self._send(send, data, more=False)
+
+    async def _all_but_last(self, answers: Answers, send: Send) -> bytes:
+        """Send events up to the last delta; returns the events of that one."""
+        deltas = await self._first(send)
+        data = self._writer.open()
+        while True:
+            data += self._writer.write(deltas)
+            if answers.complete:
+                return data + self._writer.close()
+            await self._send(send, data)
+            deltas, data = await answers.take(), b""
+
+    async def _first(self, send: Send) -> Sequence[Delta]:
+        """Wait for the first deltas and send the headers."""
+        while True:
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    deltas = await self._answers.take()
+                await self._begin(send)
+                return deltas
+            except TimeoutError:
+                await self._begin(send)
+                await self._send(send, b": waiting\n\n")
+
+    async def _begin(self, send: Send) -> None:
+        """Send the headers, unless they have been sent."""
+        if not self._begun:
+            self._begun = True
+            await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+
+    async def _send(self, send: Send, data: bytes, more: bool = True) -> None:
+        """Send a part of the body; waits while the client does not read."""
+        if data or not more:
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def event(content: Any, name: str | None = None) -> bytes:
+    """Bytes of one event; `name` where the API names its events."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {compact(content)}\n\n".encode()

@@ -19,15 +19,12 @@ from lowbit.runtime.serve.apis import (
     chat,
     completions,
     docs,
-    health,
     messages,
-    models,
     page,
     responses,
+    status,
     tokens,
 )
-from lowbit.runtime.serve.apis.chat_body import ChatBody
-from lowbit.runtime.serve.apis.common import with_schemas
 from lowbit.runtime.serve.auth import check_access, client_of
 from lowbit.runtime.serve.errors import ApiError, ClientLeftError, cut, internal, of_lowbit
 from lowbit.runtime.serve.logs import Record
@@ -37,9 +34,9 @@ log = logging.getLogger("lowbit.serve")
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-APIS = (chat, completions, responses, messages, models, tokens, health, page, docs)
+APIS = (chat, completions, responses, messages, status, tokens, page, docs)
 BODIES = (
-    *(ChatBody, completions.CompletionBody, responses.ResponsesBody),
+    *(chat.ChatBody, completions.CompletionBody, responses.ResponsesBody),
     *(messages.MessagesBody, messages.CountBody),
     *(tokens.TokenizeBody, tokens.DetokenizeBody),
 )
@@ -90,7 +87,7 @@ def build_app(service: Service) -> FastAPI:
 def _document(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         found = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        app.openapi_schema = with_schemas(found, *BODIES)
+        app.openapi_schema = docs.with_schemas(found, *BODIES)
     return app.openapi_schema
 
 

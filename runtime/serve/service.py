@@ -9,11 +9,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from fastapi import Request
+from starlette.requests import Request as HttpRequest
 
 from lowbit.formats.errors import LowbitError
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.stream import Answer
 from lowbit.runtime.serve.answers import Answers, leaving
 from lowbit.runtime.serve.errors import (
     ApiError,
@@ -28,7 +29,7 @@ from lowbit.runtime.serve.grammars import GrammarQueue
 from lowbit.runtime.serve.logs import Record
 from lowbit.runtime.serve.metrics import Metrics
 from lowbit.runtime.serve.settings import ServeSettings
-from lowbit.runtime.serve.worker import Job, Mailbox, Worker
+from lowbit.runtime.serve.worker import Worker
 
 THREADS = 4  # parse bodies, render templates and encode prompts
 NEWCOMERS = 16  # requests beyond a full queue, of clients that have no other
@@ -157,13 +158,17 @@ class Service:
         """Name of the model in answers."""
         return self.settings.names[0]
 
+    def has_name(self, name: str) -> bool:
+        """True if requests may call the model so."""
+        return self.settings.any_name or name in self.settings.names
+
     def check_model(self, name: str | None) -> None:
         """Refuse a request for another model.
 
         Raises:
             ApiError: 404.
         """
-        if name is not None and not self.settings.has_name(name):
+        if name is not None and not self.has_name(name):
             raise ApiError(
                 404,
                 f"the model `{name}` does not exist; this server has `{self.name}`",
@@ -182,11 +187,11 @@ class Service:
         except LowbitError as error:
             raise of_lowbit(error) from None
 
-    async def unless_left(self, request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    async def unless_left(self, http: HttpRequest, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of what may take long, before the request begins to be answered.
 
         Args:
-            request: its body has been read.
+            http: its body has been read.
             work: cancelled when the client leaves, and at the time limit of the request.
 
         Raises:
@@ -194,9 +199,9 @@ class Service:
             ApiError: 504.
         """
         limit = self.settings.request_timeout_s
-        task, watch = asyncio.create_task(work), asyncio.create_task(leaving(request))
+        task, watch = asyncio.create_task(work), asyncio.create_task(leaving(http))
         try:
-            left_s = record_of(request).started + limit - time.perf_counter()
+            left_s = record_of(http).started + limit - time.perf_counter()
             both = (task, watch)
             await asyncio.wait(both, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
@@ -206,30 +211,33 @@ class Service:
             task.cancel()
             watch.cancel()
 
-    def begin(self, request: Request, wanted: Sequence[TokenRequest], record: Record) -> Answers:
+    def begin(self, http: HttpRequest, requests: Sequence[TokenRequest]) -> Answers:
         """Ask the engine for answers.
 
         Args:
-            request: HTTP request; when its client leaves, the answers are cancelled.
-            wanted: request to the engine for each answer.
-            record: facts of the request for the log.
+            http: when its client leaves, the answers are cancelled.
+            requests: request to the engine for each answer.
 
         Raises:
             ApiError: 429 where the queue is full, 503 while the server ends or the engine is gone.
+            LowbitError: the engine refuses one.
         """
-        self.check_open(len(wanted), record.client)
-        mailbox = Mailbox()
-        jobs = [
-            Job(index, each, mailbox, self.model.tokenizer, record.started)
-            for index, each in enumerate(wanted)
-        ]
+        record, tokenizer = record_of(http), self.model.tokenizer
+        self.check_open(len(requests), record.client)
         logs = self.settings.log_prompts
         if logs:
-            prompts = dict.fromkeys(each.prompt for each in wanted)
-            record.prompts = [self.model.tokenizer.text.decode(ids) for ids in prompts]
-        for job in jobs:  # last: what fails before leaves nothing running
-            self.worker.begin(job)
-        return Answers(request, jobs, mailbox, record, self.settings.request_timeout_s, logs)
+            prompts = dict.fromkeys(each.prompt for each in requests)
+            record.prompts = [tokenizer.text.decode(ids) for ids in prompts]
+        answers = Answers(http, record, self.settings.request_timeout_s, logs)
+        try:
+            for index, request in enumerate(requests):
+                handle = self.model.engine.submit(request)
+                answers.each.append(Answer(request, tokenizer, handle, index))
+        except BaseException:
+            answers.cancel()
+            raise
+        self.worker.begin(answers)
+        return answers
 
     def check_open(self, answers: int, client: str) -> None:
         """Refuse new answers where the server cannot generate them; errors as in `begin`.
@@ -277,13 +285,13 @@ class Service:
         return max(1, min(60, round(each * waiting / self.model.cache.sequences)))
 
 
-def service_of(request: Request) -> Service:
+def service_of(http: HttpRequest) -> Service:
     """The service of the application that got a request."""
-    service: Service = request.app.state.service
+    service: Service = http.app.state.service
     return service
 
 
-def record_of(request: Request) -> Record:
+def record_of(http: HttpRequest) -> Record:
     """The record of a request, made by `app.Outermost`."""
-    record: Record = request.scope["lowbit.record"]
+    record: Record = http.scope["lowbit.record"]
     return record

@@ -67,10 +67,6 @@ class ServeSettings:
     cors_origins: tuple[str, ...] = ()
     any_name: bool = False
 
-    def has_name(self, name: str) -> bool:
-        """True if requests may call the model so."""
-        return self.any_name or name in self.names
-
     def client_share(self, sequences: int) -> int:
         """Rows that longer answers of one client may have, of so many."""
         if self.client_sequences is not None:

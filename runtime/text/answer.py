@@ -94,6 +94,8 @@ class StopStrings:
 
     def push(self, text: str) -> str:
         """The text that is certain once `text` has come."""
+        if not self.stops:
+            return text
         if self.stopped:
             return ""
         text = self._held + text

@@ -1,103 +1,307 @@
 """POST /v1/chat/completions: OpenAI's chats."""
 
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, Tag
+from starlette.requests import Request as HttpRequest
 
 from lowbit.runtime.engine.delta import Delta
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.serve.answers import Collected, CollectedCall, collect
-from lowbit.runtime.serve.apis.chat_body import (
-    PRESERVE,
-    ChatBody,
-    ChatCustomTool,
-    CustomChoice,
-    NamedChoice,
-    ThinkingSwitch,
-    custom_names,
-    functions_of,
-    turns_of,
-)
+from lowbit.runtime.serve.answers import Collected, CollectedCall, EventStream, collect, joined
 from lowbit.runtime.serve.apis.common import (
     ChunkWriter,
     DirectRoute,
     chat_logprobs,
-    documented,
-    joined,
     new_id,
     usage_of,
 )
-from lowbit.runtime.serve.apis.custom_tools import (
+from lowbit.runtime.serve.apis.docs import documented
+from lowbit.runtime.serve.apis.tools import (
+    ChatCustomTool,
+    ChatTools,
+    custom_arguments,
     custom_input,
+    functions_of,
 )
 from lowbit.runtime.serve.errors import invalid
-from lowbit.runtime.serve.request.conversation import (
-    AnswerOptions,
-    Conversation,
-    ToolChoice,
-    can_switch_thinking,
+from lowbit.runtime.serve.request.body import (
+    NEUTRAL,
+    TURNS,
+    Body,
+    Ignored,
+    SamplingBody,
+    SkippedPart,
+    Text,
+    TolerantBody,
+    by_type,
+    left_out_media,
+    sampling_options,
+    text_of,
 )
-from lowbit.runtime.serve.request.fields import (
-    answer_options,
-    format_of,
-)
-from lowbit.runtime.serve.request.parts import SkippedPart, left_out_media
-from lowbit.runtime.serve.request.prepare import Plan, open_answers, plan_of_conversation
-from lowbit.runtime.serve.sse import EventStream
+from lowbit.runtime.serve.request.forms import FormatFields, format_of
+from lowbit.runtime.serve.request.prepare import Asked, can_switch_thinking, open_answers
+from lowbit.runtime.serve.settings import MOST_CALLS, MOST_MESSAGES
 from lowbit.runtime.text.answer import Event, Piece, ToolCallStart
 from lowbit.runtime.text.tokenizer import Tokenizer
+
+
+class FunctionName(Body):
+    """The function of a named choice."""
+
+    name: str
+
+
+class NamedChoice(Body):
+    """`tool_choice` that names a function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CustomChoice(Body):
+    """`tool_choice` that names a custom tool."""
+
+    type: Literal["custom"]
+    custom: FunctionName
+
+
+Choice = Annotated[NamedChoice | CustomChoice, Field(discriminator="type")]
+
+
+class CalledFunction(TolerantBody):
+    """`tool_calls[].function` of an earlier turn."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TolerantBody):
+    """A call of an earlier turn."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class CalledCustom(TolerantBody):
+    """`tool_calls[].custom` of an earlier turn."""
+
+    name: str
+    input: str
+
+
+class CustomCall(TolerantBody):
+    """A call of a custom tool of an earlier turn."""
+
+    id: str | None = None
+    type: Literal["custom"]
+    custom: CalledCustom
+
+
+AnyCall = Annotated[
+    Annotated[ToolCall, Tag("function")] | Annotated[CustomCall, Tag("custom")],
+    by_type("function", "custom", default="function"),
+]
+Tokens = Annotated[int, Field(ge=0)]
+
+
+class SystemMessage(TolerantBody):
+    """Instructions."""
+
+    role: Literal["system", "developer"]
+    content: Text
+    name: str | None = None
+
+
+class UserMessage(TolerantBody):
+    """A turn of the user."""
+
+    role: Literal["user"]
+    content: Text
+    name: str | None = None
+
+
+Calls = Annotated[list[AnyCall], Field(fail_fast=True, max_length=MOST_CALLS)]
+
+
+class ThinkingBlock(BaseModel):
+    """Reasoning as Anthropic's API has it, which LiteLLM sends in chats."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    thinking: str = ""
+
+
+ThinkingBlocks = Annotated[list[ThinkingBlock], Field(fail_fast=True, max_length=MOST_CALLS)]
+
+
+class AssistantMessage(TolerantBody):
+    """A turn of the model, as responses hold it."""
+
+    role: Literal["assistant"]
+    content: Text | None = None
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    thinking_blocks: ThinkingBlocks | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Calls | None = None
+
+
+class ToolMessage(TolerantBody):
+    """The result of a tool."""
+
+    role: Literal["tool"]
+    content: Text
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+Message = Annotated[
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+]
+
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+
+
+PRESERVE = "preserve_thinking"
+
+
+class ThinkingSwitch(BaseModel):
+    """`thinking`, as Anthropic's API and others have it."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    type: str
+    budget_tokens: Tokens | None = None
+
+
+class ReasoningSwitch(BaseModel):
+    """`reasoning`, as OpenRouter and OpenAI's responses have it."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    effort: str | None = None
+    enabled: bool | None = None
+    max_tokens: Tokens | None = None
+    exclude: bool | None = None
+
+
+class ChatBody(SamplingBody, FormatFields):
+    """The whole body."""
+
+    NEUTRAL = NEUTRAL | TURNS | {"max_tokens": (-1,)}
+    messages: Messages
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: ChatTools | None = None
+    tool_choice: Literal["auto", "none", "required"] | Choice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: Tokens | None = None
+    thinking_token_budget: Tokens | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    include_reasoning: bool | None = None
+    thinking: ThinkingSwitch | bool | None = None
+    reasoning: ReasoningSwitch | None = None
+    preserve_thinking: bool | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=8)] | None = None
+    metadata: Ignored[Any] = None
+    store: Ignored[Any] = None
+    service_tier: Ignored[Any] = None
+    safety_identifier: Ignored[Any] = None
+    prompt_cache_key: Ignored[Any] = None
+    prompt_cache_retention: Ignored[Any] = None
+    prompt_cache_options: Ignored[Any] = None
+    prediction: Ignored[Any] = None
+    cache_salt: Ignored[Any] = None
+    verbosity: Ignored[Literal["low", "medium", "high"] | None] = None
+
+
+def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them."""
+    return [_turn_of(each) for each in messages]
+
+
+def _turn_of(message: Message) -> dict[str, Any]:
+    turn = message.plain()
+    if isinstance(message.content, list):
+        turn["content"] = text_of(message.content)
+    if turn.pop("thinking_blocks", None) and isinstance(message, AssistantMessage):
+        thought = "".join(block.thinking for block in message.thinking_blocks or ())
+        if thought and not (message.reasoning_content or message.reasoning):
+            turn["reasoning_content"] = thought
+    for call in turn.get("tool_calls", ()):
+        if custom := call.pop("custom", None):
+            function = {"name": custom["name"], "arguments": custom_arguments(custom["input"])}
+            call |= {"type": "function", "function": function}
+    return turn
+
+
+def custom_names(body: ChatBody) -> frozenset[str]:
+    """Names of the custom tools."""
+    tools = body.tools or ()
+    return frozenset(tool.custom.name for tool in tools if isinstance(tool, ChatCustomTool))
+
 
 router = APIRouter(route_class=DirectRoute)
 
 
 @router.post("/v1/chat/completions", **documented(ChatBody, "chat"))
-async def create(request: Request) -> Response:
+async def create(http: HttpRequest) -> Response:
     """Answer a conversation."""
-    opened = await open_answers(request, ChatBody, _plan)
-    body, tokenizer, answers = opened.body, opened.model.tokenizer, opened.answers
+    body, answers = await open_answers(http, ChatBody, asked_of)
+    tokenizer, prompt_tokens = answers.tokenizer, answers.record.prompt_tokens
     head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": body.model}
     if body.stream:
-        return EventStream(answers, ChatEvents(head, body, tokenizer, opened.prompt_tokens))
+        return EventStream(answers, ChatEvents(head, body, tokenizer, prompt_tokens))
     found = await collect(answers)
     return JSONResponse(
         {
             **head,
             "object": "chat.completion",
             "choices": [_choice(one, i, body, tokenizer) for i, one in enumerate(found)],
-            "usage": usage_of(opened.prompt_tokens, (one.end for one in found)).openai(),
+            "usage": usage_of(prompt_tokens, (one.end for one in found)).openai(),
         }
     )
 
 
-def _plan(model: Model, body: ChatBody, left_out: list[str]) -> Plan:
-    conversation = conversation_of(model, body)
-    return plan_of_conversation(model, body, conversation, _options(body), left_out)
-
-
-def conversation_of(model: Model, body: ChatBody) -> Conversation:
-    """The conversation of a body.
+def asked_of(model: Model, body: ChatBody) -> Asked:
+    """The request of a body.
 
     Raises:
         ApiError: fields that exclude each other.
     """
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("`top_logprobs` needs `logprobs`", "top_logprobs")
+    if body.max_tokens == 0:
+        raise invalid("`max_tokens` must be at least 1", "max_tokens")
     budgets = [body.thinking_budget, body.thinking_token_budget]
     if isinstance(body.thinking, ThinkingSwitch):
         budgets.append(body.thinking.budget_tokens)
     if body.reasoning is not None:
         budgets.append(body.reasoning.max_tokens)
-    return Conversation(
+    choice, tool = body.tool_choice, None
+    if isinstance(choice, NamedChoice | CustomChoice):
+        tool = choice.function.name if isinstance(choice, NamedChoice) else choice.custom.name
+    most = body.max_completion_tokens or body.max_tokens
+    return Asked(
         messages=turns_of(body.messages),
         tools=functions_of(body.tools),
-        choice=_choice_of_tools(body),
+        choice="named" if isinstance(choice, NamedChoice | CustomChoice) else choice or "auto",
+        tool=tool,
         parallel=body.parallel_tool_calls is not False,
         format=format_of(body),
         thinking=_thinking(model, body),
         template_arguments=_arguments(model, body),
         budget=next((each for each in budgets if each is not None), None),
         left_out=_left_out(model, body),
+        **sampling_options(body, most, (body.top_logprobs or 0) if body.logprobs else None),
     )
 
 
@@ -126,15 +330,6 @@ def _knows_preserve(model: Model) -> bool:
     return model.template is not None and PRESERVE in model.template.source
 
 
-def _choice_of_tools(body: ChatBody) -> ToolChoice:
-    given = body.tool_choice
-    if isinstance(given, NamedChoice):
-        return ToolChoice("named", given.function.name)
-    if isinstance(given, CustomChoice):
-        return ToolChoice("named", given.custom.name)
-    return ToolChoice(given or "auto")
-
-
 def _thinking(model: Model, body: ChatBody) -> bool | None:
     """`enable_thinking` of the template; None leaves it to the template or to its arguments."""
     if body.enable_thinking is not None:
@@ -160,15 +355,6 @@ def _switches(body: ChatBody) -> Iterator[bool | None]:
 def _shows_reasoning(body: ChatBody) -> bool:
     """False if the answer shall leave its reasoning out."""
     return body.include_reasoning is not False and not (body.reasoning and body.reasoning.exclude)
-
-
-def _options(body: ChatBody) -> AnswerOptions:
-    if body.top_logprobs and not body.logprobs:
-        raise invalid("`top_logprobs` needs `logprobs`", "top_logprobs")
-    if body.max_tokens == 0:
-        raise invalid("`max_tokens` must be at least 1", "max_tokens")
-    most = body.max_completion_tokens or body.max_tokens
-    return answer_options(body, most, (body.top_logprobs or 0) if body.logprobs else None)
 
 
 def _choice(one: Collected, index: int, body: ChatBody, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -1,57 +1,23 @@
-"""Parts that several APIs share: routes and their documents, token counts, log-probabilities."""
+"""Parts that several APIs share: routes, token counts, log-probabilities, chunks of streams."""
 
 import json
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import Request, Response
+from fastapi import Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
+from starlette.requests import Request as HttpRequest
 
 from lowbit.runtime.engine.delta import AnswerToken, Delta, End
+from lowbit.runtime.serve.answers import compact, event
 from lowbit.runtime.serve.errors import ApiError
-from lowbit.runtime.serve.request.fields import SamplingBody
-from lowbit.runtime.serve.sse import compact, event
-from lowbit.runtime.text.answer import Event, Piece
+from lowbit.runtime.serve.request.body import SamplingBody
 from lowbit.runtime.text.tokenizer import Tokenizer, bytes_to_text
 
 DONE = b"data: [DONE]\n\n"
-PLACE = "#/components/schemas/{model}"
-ERRORS = {
-    400: "The request cannot be served as it stands.",
-    401: "No valid API key.",
-    404: "Another model.",
-    408: "The body does not come.",
-    413: "Too long a body.",
-    429: "The queue is full; see Retry-After.",
-    500: "The server failed.",
-    503: "The server is shutting down.",
-    504: "The answer takes too long.",
-}
-
-
-def documented(schema: type[BaseModel], tag: str) -> dict[str, Any]:
-    """Arguments of a route that state the schema of its body, which FastAPI does not read."""
-    content = {"application/json": {"schema": {"$ref": PLACE.format(model=schema.__name__)}}}
-    return {
-        "tags": [tag],
-        "response_model": None,
-        "responses": {status: {"description": text} for status, text in ERRORS.items()},
-        "openapi_extra": {"requestBody": {"required": True, "content": content}},
-    }
-
-
-def with_schemas(document: dict[str, Any], *schemas: type[BaseModel]) -> dict[str, Any]:
-    """The OpenAPI document with the schemas of bodies added."""
-    known = document.setdefault("components", {}).setdefault("schemas", {})
-    for schema in schemas:
-        found = schema.model_json_schema(ref_template=PLACE)
-        known |= found.pop("$defs", {})
-        known[schema.__name__] = found
-    return document
 
 
 class DirectRoute(APIRoute):
@@ -60,9 +26,9 @@ class DirectRoute(APIRoute):
     FastAPI's own route looks for a body and dependencies, a quarter of its time for a request.
     """
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
         """The endpoint itself."""
-        endpoint: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
+        endpoint: Callable[[HttpRequest], Coroutine[Any, Any, Response]] = self.endpoint
         return endpoint
 
 
@@ -215,25 +181,3 @@ class ChunkWriter(ABC):
     def fail(self, error: ApiError) -> bytes:
         """The error and the end of the stream."""
         return event(error.openai()) + DONE
-
-
-def joined(events: Sequence[Event]) -> Iterator[Event]:
-    """Join neighbouring pieces of one kind; all other events stay as they are."""
-    if len(events) == 1:
-        yield events[0]
-        return
-    held: Piece | None = None
-    for found in events:
-        if not isinstance(found, Piece):
-            if held is not None:
-                yield held
-                held = None
-            yield found
-        elif held is not None and held.reasoning == found.reasoning:
-            held = Piece(held.text + found.text, found.reasoning)
-        else:
-            if held is not None:
-                yield held
-            held = found
-    if held is not None:
-        yield held

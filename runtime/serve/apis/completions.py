@@ -2,44 +2,32 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field
+from starlette.requests import Request as HttpRequest
 
 from lowbit.runtime.engine.delta import AnswerToken, Delta
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
-from lowbit.runtime.serve.answers import Collected, collect
+from lowbit.runtime.serve.answers import Collected, EventStream, collect
 from lowbit.runtime.serve.apis.common import (
     ChunkWriter,
     DirectRoute,
-    documented,
     finite,
     new_id,
     token_text,
     usage_of,
 )
+from lowbit.runtime.serve.apis.docs import documented
 from lowbit.runtime.serve.errors import invalid
-from lowbit.runtime.serve.request.conversation import grammar_of_format
-from lowbit.runtime.serve.request.fields import (
-    NEUTRAL,
-    FormatFields,
-    Ignored,
-    SamplingBody,
-    answer_options,
-    format_of,
-)
-from lowbit.runtime.serve.request.prepare import (
-    Plan,
-    open_answers,
-    request_of,
-)
+from lowbit.runtime.serve.request.body import NEUTRAL, Ignored, SamplingBody, sampling_options
+from lowbit.runtime.serve.request.forms import FormatFields, format_of
+from lowbit.runtime.serve.request.prepare import Asked, open_answers
 from lowbit.runtime.serve.settings import MOST_IDS, MOST_PROMPTS
-from lowbit.runtime.serve.sse import EventStream
 from lowbit.runtime.text.answer import Piece
 from lowbit.runtime.text.tokenizer import Tokenizer
 
@@ -64,11 +52,11 @@ router = APIRouter(route_class=DirectRoute)
 
 
 @router.post("/v1/completions", **documented(CompletionBody, "completions"))
-async def create(request: Request) -> Response:
+async def create(http: HttpRequest) -> Response:
     """Continue texts, or token ids, as they are."""
-    opened = await open_answers(request, CompletionBody, plan_of)
-    body, model = opened.body, opened.model
-    prompts = [list(each.prompt) for each in opened.wanted]
+    body, answers = await open_answers(http, CompletionBody, asked_of)
+    tokenizer, prompt_tokens = answers.tokenizer, answers.record.prompt_tokens
+    prompts = [list(each.request.prompt) for each in answers.each]
     head = {
         "id": new_id("cmpl-"),
         "object": "text_completion",
@@ -76,14 +64,16 @@ async def create(request: Request) -> Response:
         "model": body.model,
     }
     if body.stream:
-        events = CompletionEvents(head, body, model.tokenizer, prompts, opened.prompt_tokens)
-        return EventStream(opened.answers, events)
-    found = await collect(opened.answers)
+        events = CompletionEvents(head, body, tokenizer, prompts, prompt_tokens)
+        return EventStream(answers, events)
+    found = await collect(answers)
     return JSONResponse(
         {
             **head,
-            "choices": [_choice(model, body, prompts[i], i, one) for i, one in enumerate(found)],
-            "usage": usage_of(opened.prompt_tokens, (one.end for one in found)).openai(),
+            "choices": [
+                _choice(tokenizer, body, prompts[i], i, one) for i, one in enumerate(found)
+            ],
+            "usage": usage_of(prompt_tokens, (one.end for one in found)).openai(),
         }
     )
 
@@ -104,8 +94,8 @@ def prompts_of(model: Model, body: CompletionBody) -> list[list[int]]:
     return given
 
 
-def plan_of(model: Model, body: CompletionBody, left_out: list[str]) -> Plan:
-    """Requests to the engine for every prompt; `left_out` gets keywords that are not enforced.
+def asked_of(model: Model, body: CompletionBody) -> Asked:
+    """The request of a body.
 
     Raises:
         RequestError, ApiError: the body cannot be served.
@@ -113,25 +103,22 @@ def plan_of(model: Model, body: CompletionBody, left_out: list[str]) -> Plan:
     most = 16 if body.max_tokens is None else body.max_tokens  # as OpenAI has it
     if most == 0 and not body.echo:
         raise invalid("`max_tokens` must be at least 1, or 0 with `echo`", "max_tokens")
-    options = answer_options(body, most, body.logprobs)
-    if body.echo and (body.logprobs is not None or most == 0):
-        options = replace(options, prompt_logprobs=body.logprobs or 0)
-    format = format_of(body)
-    left_out += () if format is None else format.left_out
-    asked = None if format is None else grammar_of_format(format)
-    wanted = [
-        request_of(model, TokenRequest(tuple(ids)), options) for ids in prompts_of(model, body)
-    ]
-    return Plan(wanted, asked)
+    scored = body.echo and (body.logprobs is not None or most == 0)
+    return Asked(
+        prompts=prompts_of(model, body),
+        format=format_of(body),
+        prompt_logprobs=(body.logprobs or 0) if scored else None,
+        **sampling_options(body, most, body.logprobs),
+    )
 
 
 def _choice(
-    model: Model, body: CompletionBody, prompt: list[int], index: int, one: Collected
+    tokenizer: Tokenizer, body: CompletionBody, prompt: list[int], index: int, one: Collected
 ) -> dict[str, Any]:
-    text = model.tokenizer.decode(prompt) + one.content if body.echo else one.content
+    text = tokenizer.decode(prompt) + one.content if body.echo else one.content
     logprobs = None
     if body.logprobs is not None:
-        logprobs = TextLogprobs(model.tokenizer)
+        logprobs = TextLogprobs(tokenizer)
         if body.echo:
             for id, found in zip(prompt, one.prompt, strict=True):
                 logprobs.add_one(id, found)

@@ -1,10 +1,11 @@
-"""GET /docs: the API described, made of /openapi.json; one page without scripts."""
+"""The API described: /openapi.json, and GET /docs, one page without scripts that is made of it."""
 
 from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
 
 from lowbit.runtime.serve.apis.page import PAGE_POLICY, page_headers
 
@@ -22,6 +23,39 @@ LIMITS = {
 }
 
 Schema = Mapping[str, Any]
+PLACE = "#/components/schemas/{model}"
+ERRORS = {
+    400: "The request cannot be served as it stands.",
+    401: "No valid API key.",
+    404: "Another model.",
+    408: "The body does not come.",
+    413: "Too long a body.",
+    429: "The queue is full; see Retry-After.",
+    500: "The server failed.",
+    503: "The server is shutting down.",
+    504: "The answer takes too long.",
+}
+
+
+def documented(schema: type[BaseModel], tag: str) -> dict[str, Any]:
+    """Arguments of a route that state the schema of its body, which FastAPI does not read."""
+    content = {"application/json": {"schema": {"$ref": PLACE.format(model=schema.__name__)}}}
+    return {
+        "tags": [tag],
+        "response_model": None,
+        "responses": {status: {"description": text} for status, text in ERRORS.items()},
+        "openapi_extra": {"requestBody": {"required": True, "content": content}},
+    }
+
+
+def with_schemas(document: dict[str, Any], *schemas: type[BaseModel]) -> dict[str, Any]:
+    """The OpenAPI document with the schemas of bodies added."""
+    known = document.setdefault("components", {}).setdefault("schemas", {})
+    for schema in schemas:
+        found = schema.model_json_schema(ref_template=PLACE)
+        known |= found.pop("$defs", {})
+        known[schema.__name__] = found
+    return document
 
 
 @router.get("/docs", response_model=None)

@@ -4,54 +4,47 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field, Tag, TypeAdapter
+from starlette.requests import Request as HttpRequest
 
 from lowbit.runtime.engine.delta import Delta, End
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.serve.answers import Collected, collect
-from lowbit.runtime.serve.apis.common import DirectRoute, documented, joined, new_id, usage_of
+from lowbit.runtime.serve.answers import Collected, EventStream, collect, event, joined
+from lowbit.runtime.serve.apis.common import DirectRoute, new_id, usage_of
+from lowbit.runtime.serve.apis.docs import documented
 from lowbit.runtime.serve.errors import ApiError, invalid
-from lowbit.runtime.serve.request.conversation import (
-    AnswerOptions,
-    Conversation,
-    ToolChoice,
-    can_switch_thinking,
-    encode,
-)
-from lowbit.runtime.serve.request.fields import (
+from lowbit.runtime.serve.request.body import (
     NEUTRAL,
     PLAIN,
     TURNS,
     AnswerBody,
     Body,
     Ignored,
-    RequestBody,
-    StopList,
-    TolerantBody,
-    schema_format,
-)
-from lowbit.runtime.serve.request.parts import (
     MediaPart,
+    RequestBody,
     SkippedPart,
+    StopList,
     TextPart,
     TextParts,
+    TolerantBody,
     by_type,
     joined_text,
     left_out_media,
     named_types,
     text_of,
 )
+from lowbit.runtime.serve.request.forms import ChoiceMode, schema_format
 from lowbit.runtime.serve.request.prepare import (
-    Plan,
+    Asked,
+    can_switch_thinking,
+    encode,
     open_answers,
-    plan_of_conversation,
     read_request,
 )
 from lowbit.runtime.serve.service import record_of
 from lowbit.runtime.serve.settings import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
-from lowbit.runtime.serve.sse import EventStream, event
 from lowbit.runtime.text.answer import Event, Piece, ToolCallStart
 
 CONTENT_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
@@ -201,10 +194,10 @@ DIRECT = {"type": "direct"}  # the model called the tool itself
 
 
 @router.post("/v1/messages", **documented(MessagesBody, "messages"))
-async def create(request: Request) -> Response:
+async def create(http: HttpRequest) -> Response:
     """Answer a conversation."""
-    opened = await open_answers(request, MessagesBody, _plan)
-    body, answers, prompt_tokens = opened.body, opened.answers, opened.prompt_tokens
+    body, answers = await open_answers(http, MessagesBody, asked_of)
+    prompt_tokens = answers.record.prompt_tokens
     head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": body.model}
     if body.stream:
         return EventStream(answers, MessageEvents(head, prompt_tokens))
@@ -223,24 +216,19 @@ async def create(request: Request) -> Response:
 
 
 @router.post("/v1/messages/count_tokens", **documented(CountBody, "messages"))
-async def count_tokens(request: Request) -> Response:
+async def count_tokens(http: HttpRequest) -> Response:
     """Tokens of the prompt."""
-    service, body = await read_request(request, CountBody)
-    record_of(request).ignored = body.ignored()
+    service, body = await read_request(http, CountBody)
+    record_of(http).ignored = body.ignored()
     model = service.model
     left_out: list[str] = []
-    made = await service.in_thread(lambda: encode(model, conversation_of(model, body), left_out))
-    record_of(request).leave_out(left_out)
+    made = await service.in_thread(lambda: encode(model, asked_of(model, body), left_out))
+    record_of(http).leave_out(left_out)
     return JSONResponse({"input_tokens": len(made.prompt)})
 
 
-def _plan(model: Model, body: MessagesBody, left_out: list[str]) -> Plan:
-    conversation = conversation_of(model, body)
-    return plan_of_conversation(model, body, conversation, _options(body), left_out)
-
-
-def conversation_of(model: Model, body: CountBody) -> Conversation:
-    """The conversation of a body.
+def asked_of(model: Model, body: CountBody) -> Asked:
+    """The request of a body.
 
     Raises:
         ApiError: `tool_choice` lacks a name.
@@ -257,8 +245,10 @@ def conversation_of(model: Model, body: CountBody) -> Conversation:
     thinking = body.thinking
     on = None if thinking is None or thinking.type == "adaptive" else thinking.type == "enabled"
     on = on if body.enable_thinking is None else body.enable_thinking
-    choice = body.tool_choice
-    return Conversation(
+    choice, tool = _choice_of(body.tool_choice)
+    parallel = body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use
+    answer = _answer_options(body) if isinstance(body, MessagesBody) else {}
+    return Asked(
         messages=messages,
         tools=[
             {
@@ -273,14 +263,16 @@ def conversation_of(model: Model, body: CountBody) -> Conversation:
             for tool in body.tools or ()
             if isinstance(tool, CustomTool)
         ],
-        choice=_choice_of(choice),
-        parallel=not (choice is not None and choice.disable_parallel_tool_use),
+        choice=choice,
+        tool=tool,
+        parallel=parallel,
         format=None
         if config is None
         else schema_format(config.json_schema, "output_config.format"),
         thinking=on if can_switch_thinking(model) else None,
         budget=None if thinking is None else thinking.budget_tokens,
         left_out=_left_out(body),
+        **answer,
     )
 
 
@@ -302,14 +294,15 @@ def _flat(blocks: Sequence[Block]) -> Iterator[Block | ResultPart]:
             yield from block.content
 
 
-def _choice_of(given: Choice | None) -> ToolChoice:
+def _choice_of(given: Choice | None) -> tuple[ChoiceMode, str | None]:
+    """Calls that the answer may or must have, and the tool to call."""
     if given is None:
-        return ToolChoice()
+        return "auto", None
     if given.type == "tool":
         if given.name is None:
             raise invalid("`tool_choice.name` is missing", "tool_choice.name")
-        return ToolChoice("named", given.name)
-    return ToolChoice("required" if given.type == "any" else given.type)
+        return "named", given.name
+    return "required" if given.type == "any" else given.type, None
 
 
 def _messages_of(role: str, blocks: Sequence[Block]) -> Iterator[dict[str, Any]]:
@@ -351,9 +344,13 @@ def _result_of(block: ToolResult) -> str:
     return text_of([part for part in block.content if not isinstance(part, SkippedPart)])
 
 
-def _options(body: MessagesBody) -> AnswerOptions:
-    sampling = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
-    return AnswerOptions(sampling, body.max_tokens, tuple(body.stop_sequences or ()))
+def _answer_options(body: MessagesBody) -> dict[str, Any]:
+    """Fields of `Asked` that a body has beside those of its prompt."""
+    return {
+        "sampling": {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k},
+        "max_new_tokens": body.max_tokens,
+        "stops": tuple(body.stop_sequences or ()),
+    }
 
 
 def _content(one: Collected) -> Iterator[dict[str, Any]]:

@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lowbit.runtime.engine.delta import AnswerToken, Delta, End
-from lowbit.runtime.serve.answers import Collected
-from lowbit.runtime.serve.apis.common import chat_logprobs, joined, new_id, usage_of
-from lowbit.runtime.serve.apis.custom_tools import custom_input
-from lowbit.runtime.serve.apis.response_tools import OfferedTool
+from lowbit.runtime.serve.answers import Collected, event, joined
+from lowbit.runtime.serve.apis.common import chat_logprobs, new_id, usage_of
+from lowbit.runtime.serve.apis.tools import OfferedTool, custom_input
 from lowbit.runtime.serve.errors import ApiError
-from lowbit.runtime.serve.sse import event
 from lowbit.runtime.text.answer import Event, Piece, ToolCallStart
 from lowbit.runtime.text.tokenizer import Tokenizer
 

@@ -6,13 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from lowbit.runtime.serve.apis.custom_tools import custom_arguments
-from lowbit.runtime.serve.apis.response_tools import offered_name
-from lowbit.runtime.serve.request.fields import TolerantBody
-from lowbit.runtime.serve.request.parts import (
+from lowbit.runtime.serve.apis.tools import custom_arguments, offered_name
+from lowbit.runtime.serve.request.body import (
     MEDIA,
     MediaPart,
     SkippedPart,
+    TolerantBody,
     joined_text,
     left_out_media,
     named_types,

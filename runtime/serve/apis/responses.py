@@ -3,16 +3,18 @@
 import time
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field
+from starlette.requests import Request as HttpRequest
 
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.serve.answers import collect
-from lowbit.runtime.serve.apis.common import DirectRoute, documented, new_id
+from lowbit.runtime.serve.answers import EventStream, collect
+from lowbit.runtime.serve.apis.common import DirectRoute, new_id
+from lowbit.runtime.serve.apis.docs import documented
 from lowbit.runtime.serve.apis.response_events import ResponseEvents, ResponseObject, output_of
 from lowbit.runtime.serve.apis.response_items import Items, left_out_items, turns_of
-from lowbit.runtime.serve.apis.response_tools import (
+from lowbit.runtime.serve.apis.tools import (
     ChosenTool,
     Tools,
     choice_of,
@@ -20,25 +22,21 @@ from lowbit.runtime.serve.apis.response_tools import (
     skipped_tools,
 )
 from lowbit.runtime.serve.errors import invalid
-from lowbit.runtime.serve.request.conversation import (
-    AnswerFormat,
-    AnswerOptions,
-    Conversation,
-    can_switch_thinking,
-)
-from lowbit.runtime.serve.request.fields import (
+from lowbit.runtime.serve.request.body import (
     NEUTRAL,
     PLAIN,
     TURNS,
     AnswerBody,
     Body,
     Ignored,
+)
+from lowbit.runtime.serve.request.forms import (
+    AnswerFormat,
     JsonObjectFormat,
     TextFormat,
     schema_format,
 )
-from lowbit.runtime.serve.request.prepare import Plan, open_answers, plan_of_conversation
-from lowbit.runtime.serve.sse import EventStream
+from lowbit.runtime.serve.request.prepare import Asked, can_switch_thinking, open_answers
 from lowbit.runtime.state.sampler import SamplingParams
 
 
@@ -119,16 +117,15 @@ router = APIRouter(route_class=DirectRoute)
 
 
 @router.post("/v1/responses", **documented(ResponsesBody, "responses"))
-async def create(request: Request) -> Response:
+async def create(http: HttpRequest) -> Response:
     """Answer a conversation."""
-    opened = await open_answers(request, ResponsesBody, _plan)
-    body, model, answers = opened.body, opened.model, opened.answers
-    begun = _begun(body, opened.wanted[0].sampling)
-    made = ResponseObject(begun, opened.prompt_tokens, offered_tools(body.tools))
+    body, answers = await open_answers(http, ResponsesBody, asked_of)
+    begun = _begun(body, answers.each[0].request.sampling)
+    made = ResponseObject(begun, answers.record.prompt_tokens, offered_tools(body.tools))
     if body.stream:
-        return EventStream(answers, ResponseEvents(made, model.tokenizer))
+        return EventStream(answers, ResponseEvents(made, answers.tokenizer))
     [one] = await collect(answers)
-    output = list(output_of(one, model.tokenizer, made.tools))
+    output = list(output_of(one, answers.tokenizer, made.tools))
     return JSONResponse(made.ended(output, one.end))
 
 
@@ -184,18 +181,16 @@ def _begun(body: ResponsesBody, sampling: SamplingParams) -> dict[str, Any]:
     }
 
 
-def _plan(model: Model, body: ResponsesBody, left_out: list[str]) -> Plan:
-    conversation = conversation_of(model, body)
-    return plan_of_conversation(model, body, conversation, _options(body), left_out)
-
-
-def conversation_of(model: Model, body: ResponsesBody) -> Conversation:
-    """The conversation of a body.
+def asked_of(model: Model, body: ResponsesBody) -> Asked:
+    """The request of a body.
 
     Raises:
         ApiError: tools of the same name, or an image in the newest message.
     """
-    choice, tools, left_out = choice_of(body.tool_choice, offered_tools(body.tools))
+    logged = LOGPROBS in (body.include or ())
+    if body.top_logprobs and not logged:
+        raise invalid(f"`top_logprobs` needs `{LOGPROBS}` in `include`", "top_logprobs")
+    choice, named, tools, left_out = choice_of(body.tool_choice, offered_tools(body.tools))
     left_out += skipped_tools(body.tools)
     left_out += [f"include {name}" for name in body.include or () if name not in INCLUDES]
     if not isinstance(body.input, str):
@@ -211,14 +206,23 @@ def conversation_of(model: Model, body: ResponsesBody) -> Conversation:
     switch = body.enable_thinking
     if switch is None and effort is not None:
         switch = effort != "none"
-    return Conversation(
+    return Asked(
         messages=messages,
         tools=[{"type": "function", "function": tool.function} for tool in tools],
         choice=choice,
+        tool=named,
         parallel=body.parallel_tool_calls is not False,
         format=_format_of(body),
         thinking=switch if can_switch_thinking(model) else None,
         left_out=left_out,
+        sampling={
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "presence_penalty": body.presence_penalty,
+            "frequency_penalty": body.frequency_penalty,
+        },
+        max_new_tokens=body.max_output_tokens,
+        logprobs=(body.top_logprobs or 0) if logged else None,
     )
 
 
@@ -229,19 +233,3 @@ def _format_of(body: ResponsesBody) -> AnswerFormat | None:
     if isinstance(given, JsonObjectFormat):
         return AnswerFormat("json_object", param="text.format")
     return None
-
-
-def _options(body: ResponsesBody) -> AnswerOptions:
-    asked = LOGPROBS in (body.include or ())
-    if body.top_logprobs and not asked:
-        raise invalid(f"`top_logprobs` needs `{LOGPROBS}` in `include`", "top_logprobs")
-    return AnswerOptions(
-        sampling={
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "presence_penalty": body.presence_penalty,
-            "frequency_penalty": body.frequency_penalty,
-        },
-        max_new_tokens=body.max_output_tokens,
-        logprobs=(body.top_logprobs or 0) if asked else None,
-    )

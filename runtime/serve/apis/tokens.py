@@ -8,12 +8,13 @@ from pydantic import Field, model_validator
 
 from lowbit.formats.text.settings import read_settings
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.serve.apis.chat_body import ChatTools, Messages, functions_of, turns_of
-from lowbit.runtime.serve.apis.common import documented, token_text
+from lowbit.runtime.serve.apis.chat import Messages, turns_of
+from lowbit.runtime.serve.apis.common import token_text
+from lowbit.runtime.serve.apis.docs import documented
+from lowbit.runtime.serve.apis.tools import ChatTools, functions_of
 from lowbit.runtime.serve.errors import invalid
-from lowbit.runtime.serve.request.conversation import Conversation, encode
-from lowbit.runtime.serve.request.fields import NEUTRAL, ModelBody
-from lowbit.runtime.serve.request.prepare import read_request
+from lowbit.runtime.serve.request.body import NEUTRAL, ModelBody
+from lowbit.runtime.serve.request.prepare import Asked, encode, read_request
 from lowbit.runtime.serve.service import service_of
 from lowbit.runtime.serve.settings import MOST_IDS
 
@@ -67,7 +68,8 @@ def _encode(model: Model, body: TokenizeBody) -> Sequence[int]:
     if body.messages is not None:
         messages, tools = turns_of(body.messages), functions_of(body.tools)
         arguments = body.chat_template_kwargs or {}
-        return encode(model, Conversation(messages, tools, template_arguments=arguments)).prompt
+        asked = Asked(messages=messages, tools=tools, template_arguments=arguments)
+        return encode(model, asked).prompt
     framed = body.add_special_tokens is not False
     return model.tokenizer.encode(body.prompt or "", framed=framed, context=model.context)
 

@@ -1,31 +1,30 @@
 """The way from a request to its answers: read, check, prepare apart from the event loop, begin."""
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
-from fastapi import Request
 from pydantic import ValidationError
+from starlette.requests import Request as HttpRequest
 
-from lowbit.formats.errors import LowbitError, RequestError, SettingError
+from lowbit.formats.errors import LowbitError, RequestError, SettingError, TooLongError
 from lowbit.formats.files.strict_json import loads
 from lowbit.formats.sampling_ranges import SEEDS, SETTINGS
+from lowbit.formats.text.template import THINKING
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.serve.answers import Answers
 from lowbit.runtime.serve.errors import ApiError, ClientLeftError, invalid, of_lowbit
-from lowbit.runtime.serve.request.conversation import (
-    AnswerOptions,
-    AskedGrammar,
-    Conversation,
-    asked_grammar,
-    encode,
-)
+from lowbit.runtime.serve.request.body import AnswerBody, Body, ModelBody
 from lowbit.runtime.serve.request.explain import FEWER, WRONG, explained, got
-from lowbit.runtime.serve.request.fields import AnswerBody, Body, ModelBody
+from lowbit.runtime.serve.request.forms import (
+    AnswerFormat,
+    AskedGrammar,
+    ChoiceMode,
+    asked_grammar,
+    grammar_of_format,
+)
 from lowbit.runtime.serve.service import PendingBodies, Service, record_of, service_of
 from lowbit.runtime.serve.settings import (
     BODY_TIMEOUT_S,
@@ -35,111 +34,135 @@ from lowbit.runtime.serve.settings import (
 )
 from lowbit.runtime.state.sampler import SamplingParams
 from lowbit.runtime.text.call_grammar import StrictCalls
+from lowbit.runtime.text.chat import output_start
 from lowbit.runtime.text.grammar import Grammar
+from lowbit.runtime.text.tools import form_of, read_json, read_tools
 
 Schema = TypeVar("Schema", bound=Body)
 OfModel = TypeVar("OfModel", bound=ModelBody)
 ForAnswers = TypeVar("ForAnswers", bound=AnswerBody)
-Limit = Grammar | StrictCalls | None  # of an answer
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A request to the engine before its grammar is made.
+class Asked:
+    """The request of a body, the same for every API.
 
     Attributes:
-        wanted: request to the engine for each prompt.
-        asked: grammar that limits the answers; None for none.
+        messages: messages as OpenAI's chats have them.
+        prompts: token ids of prompts that are continued as they are; they stand for messages.
+        tools: tools as OpenAI's chats have them.
+        choice: calls that the answer may or must have: `auto` leaves it to the model, `none`
+            forbids calls, `required` asks for at least one, `named` for that of `tool`.
+        tool: tool to call, for `named`.
+        parallel: an answer may have several calls.
+        format: format of the answer's content.
+        thinking: `enable_thinking` of the chat template; None leaves it to the template.
+        template_arguments: other arguments of the chat template.
         budget: most tokens of reasoning; None for the server's own limit.
+        left_out: names of what the request has and the answer does not heed.
+        sampling: sampling parameters by name; those left out or None are the model's own.
+        max_new_tokens: None for as many as the context holds.
+        stops: strings that end an answer.
+        stop_ids: further tokens that end an answer.
+        ignore_stops: the model's own stop tokens are tokens like others.
+        logprobs: number of likeliest tokens to report for each token; None reports none.
+        prompt_logprobs: the same for the tokens of the prompt.
     """
 
-    wanted: Sequence[TokenRequest]
-    asked: AskedGrammar | None = None
+    messages: Sequence[Mapping[str, Any]] = ()
+    prompts: Sequence[Sequence[int]] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+    choice: ChoiceMode = "auto"
+    tool: str | None = None
+    parallel: bool = True
+    format: AnswerFormat | None = None
+    thinking: bool | None = None
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
     budget: int | None = None
+    left_out: Sequence[str] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    max_new_tokens: int | None = None
+    stops: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_stops: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Opened(Generic[ForAnswers]):
-    """A request whose answers have been asked for.
-
-    Attributes:
-        body: body of the request.
-        model: model that answers.
-        wanted: request to the engine for each answer.
-        prompt_tokens: length of all prompts.
-        answers: answers to come.
-    """
-
-    body: ForAnswers
-    model: Model
-    wanted: Sequence[TokenRequest]
-    prompt_tokens: int
-    answers: Answers
-
-
-async def read_request(request: Request, schema: type[OfModel]) -> tuple[Service, OfModel]:
-    """Read the body of a request for the model of this server.
+async def read_request(http: HttpRequest, schema: type[OfModel]) -> tuple[Service, OfModel]:
+    """Read the body of a request for the model of this server and check it against a schema.
 
     Raises:
-        ApiError: see `read_body`; 404 for another model.
-        ClientLeftError: see `read_body`.
+        ApiError: the body is too long, too slow, no JSON, or breaks the schema; 404 for another
+            model.
+        ClientLeftError: the client left before the end.
     """
-    service = service_of(request)
-    body = await read_body(request, schema, service.executor, service.pending)
+    service = service_of(http)
+    raw = await _read(http, service.pending)
+    if len(raw) <= THREAD_BODY_BYTES:
+        body = parse(raw, schema)
+    else:
+        body = await service.in_thread(lambda: parse(raw, schema))
     service.check_model(body.model)
     return service, body
 
 
 async def open_answers(
-    request: Request,
+    http: HttpRequest,
     schema: type[ForAnswers],
-    plan_of: Callable[[Model, ForAnswers, list[str]], Plan],
-) -> Opened[ForAnswers]:
+    asked_of: Callable[[Model, ForAnswers], Asked],
+) -> tuple[ForAnswers, Answers]:
     """Read a request for answers, prepare it in a thread, and ask the engine for all of them.
 
     Args:
-        request: its body has not been read.
+        http: its body has not been read.
         schema: pydantic model of the body.
-        plan_of: makes the plan of a body; it appends to the list what the answers do not heed.
+        asked_of: reads the body.
 
     Raises:
         ApiError: the request cannot be served, or not now.
         ClientLeftError: the client left before the engine was asked.
     """
-    service, body = await read_request(request, schema)
-    model, record = service.model, record_of(request)
+    service, body = await read_request(http, schema)
+    model, record = service.model, record_of(http)
     record.ignored, record.stream = body.ignored(), bool(body.stream)
     service.check_open(body.count, record.client)
     left_out: list[str] = []
 
-    def prepare() -> tuple[Plan, list[TokenRequest]]:
-        plan = plan_of(model, body, left_out)
-        return plan, each_answer(plan) if plan.asked is None else []
+    def prepare() -> tuple[Asked, list[TokenRequest], AskedGrammar | None]:
+        asked = asked_of(model, body)
+        left_out.extend(asked.left_out)
+        left_out.extend(asked.format.left_out if asked.format is not None else ())
+        wanted, grammar = requests_of(model, asked, left_out)
+        return asked, wanted if grammar is not None else each_answer(asked, wanted), grammar
 
-    def each_answer(plan: Plan, limit: Limit = None) -> list[TokenRequest]:
-        budget = service.settings.max_thinking_tokens if plan.budget is None else plan.budget
+    def each_answer(
+        asked: Asked, wanted: Sequence[TokenRequest], limit: Grammar | StrictCalls | None = None
+    ) -> list[TokenRequest]:
+        budget = service.settings.max_thinking_tokens if asked.budget is None else asked.budget
         return [
             replace(
                 one,
                 sampling=_sampling_of(one.sampling, index),
                 constraint=model.constraints.make(one.prompt, one.begin, budget, limit),
+                calls_in_pieces=record.stream,
                 client=record.client,
             )
-            for one in plan.wanted
+            for one in wanted
             for index in range(body.count)
         ]
 
     try:
-        plan, wanted = await service.in_thread(prepare)
+        asked, wanted, grammar = await service.in_thread(prepare)
     finally:
         record.leave_out(left_out)
-    if plan.asked is not None:
-        record.leave_out(f"keyword {name}" for name in sorted(plan.asked.left_out))
-        limit = plan.asked.limit(await _grammar_of(request, service, plan.asked))
-        wanted = await service.in_thread(lambda: each_answer(plan, limit))
-    record.prompt_tokens = sum(len(each.prompt) for each in plan.wanted)
-    answers = service.begin(request, wanted, record)
-    return Opened(body, model, wanted, record.prompt_tokens, answers)
+    if grammar is not None:
+        record.leave_out(f"keyword {name}" for name in sorted(grammar.left_out))
+        limit = grammar.limit(await _compiled(http, service, grammar))
+        bare = wanted
+        wanted = await service.in_thread(lambda: each_answer(asked, bare, limit))
+    record.prompt_tokens = sum(len(each.prompt) for each in wanted) // body.count
+    return body, service.begin(http, wanted)
 
 
 def _sampling_of(first: SamplingParams, index: int) -> SamplingParams:
@@ -149,7 +172,7 @@ def _sampling_of(first: SamplingParams, index: int) -> SamplingParams:
     return replace(first, seed=(first.seed + index) % SEEDS)
 
 
-async def _grammar_of(request: Request, service: Service, asked: AskedGrammar) -> Grammar:
+async def _compiled(http: HttpRequest, service: Service, asked: AskedGrammar) -> Grammar:
     """The grammar that a request asks for.
 
     Raises:
@@ -157,71 +180,128 @@ async def _grammar_of(request: Request, service: Service, asked: AskedGrammar) -
         ClientLeftError: the client left meanwhile.
     """
     try:
-        return await service.unless_left(request, service.grammars.make(asked.source))
+        return await service.unless_left(http, service.grammars.make(asked.source))
     except RequestError as error:
         if asked.alone is not None:
-            await _grammar_of(request, service, AskedGrammar(asked.alone, asked.param))
+            await _compiled(http, service, AskedGrammar(asked.alone, asked.param))
         message = f"{error}; {error.hint}" if error.hint else str(error)
         raise invalid(message, asked.param, WRONG) from None
     except LowbitError as error:
         raise of_lowbit(error) from None
 
 
-def plan_of_conversation(
-    model: Model,
-    body: AnswerBody,
-    conversation: Conversation,
-    options: AnswerOptions,
-    left_out: list[str],
-) -> Plan:
-    """The plan of a request to answer a conversation.
+def requests_of(
+    model: Model, asked: Asked, left_out: list[str]
+) -> tuple[list[TokenRequest], AskedGrammar | None]:
+    """A checked request for every prompt, without constraint, and the grammar for one.
+
+    `left_out` as in `encode`.
 
     Raises:
-        RequestError, ApiError: the request cannot be served.
+        RequestError, ApiError: a prompt cannot be run, or a value is out of range.
     """
-    left_out += conversation.left_out
-    if conversation.format is not None:
-        left_out += conversation.format.left_out
-    prompt = encode(model, conversation, left_out)
-    asked = asked_grammar(model, conversation, prompt)
-    one = replace(request_of(model, prompt, options), calls_in_pieces=bool(body.stream))
-    return Plan([one], asked, conversation.budget)
+    if asked.messages:
+        prompt = encode(model, asked, left_out)
+        tokenizer, format = model.tokenizer, asked.format
+        grammar = asked_grammar(tokenizer, prompt, format, asked.choice, asked.tool)
+        return [_with_options(model, prompt, asked)], grammar
+    grammar = None if asked.format is None else grammar_of_format(asked.format)
+    prompts = [TokenRequest(tuple(ids)) for ids in asked.prompts]
+    return [_with_options(model, each, asked) for each in prompts], grammar
 
 
-def request_of(model: Model, request: TokenRequest, options: AnswerOptions) -> TokenRequest:
-    """The request with these options, checked; it has no constraint.
+def encode(model: Model, asked: Asked, left_out: list[str] | None = None) -> TokenRequest:
+    """A request with the prompt of messages, and with what tells calls from text.
+
+    Args:
+        model: model that answers.
+        asked: messages, tools, and arguments of the chat template.
+        left_out: gets names of what the template refuses and the prompt has in another form.
 
     Raises:
-        RequestError, ApiError: the prompt cannot be run, or a value is out of range.
+        RequestError, ApiError: the conversation cannot be rendered, or is too long.
+        CheckpointError: the template or the tokenizer is broken.
     """
-    stop_ids = frozenset() if options.ignore_stops else model.stop_ids
-    _check_stop_ids(options.stop_ids, model.engine.limits.vocabulary)
+    if model.template is None:
+        raise invalid("the model has no chat template; use /v1/completions", "messages")
+    tools = read_tools(() if asked.choice == "none" else asked.tools)
+    try:
+        ids = model.encode(
+            [_with_cut_calls_as_text(message) for message in asked.messages],
+            thinking=asked.thinking,
+            tools=tools,
+            template_arguments=asked.template_arguments,
+            left_out=left_out,
+        )
+    except TooLongError as error:
+        raise TooLongError(str(error), hint=f"the context is {model.context} tokens") from None
+    return TokenRequest(
+        tuple(ids),
+        begin=output_start(ids, model.tokenizer),
+        tools=tools,
+        form=form_of(model.template) if tools else None,
+        parallel=asked.parallel,
+    )
+
+
+def _with_cut_calls_as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message in which every call has an object as its arguments.
+
+    An answer that ends by its length may end inside a call, and clients send that back. The call
+    moves into the content, with its name and as much of its arguments as there is.
+    """
+    calls = message.get("tool_calls") or ()
+    whole = [call for call in calls if _is_whole(call)]
+    if len(whole) == len(calls):
+        return message
+    texts = [message.get("content") or ""]
+    for call in calls:
+        if not _is_whole(call):
+            function = call["function"]
+            texts.append(f"[call of {function['name']} that was cut: {function['arguments']}]")
+    content = "\n".join(text for text in texts if text)
+    return {**message, "content": content, "tool_calls": whole or None}
+
+
+def _is_whole(call: Mapping[str, Any]) -> bool:
+    arguments = call["function"]["arguments"]
+    try:
+        return isinstance(read_json(arguments or "{}"), dict | None)
+    except ValueError:
+        return False
+
+
+def can_switch_thinking(model: Model) -> bool:
+    """True if the chat template knows `enable_thinking`."""
+    return model.template is not None and THINKING in model.template.source
+
+
+def _with_options(model: Model, request: TokenRequest, asked: Asked) -> TokenRequest:
+    """The request with sampling, stops and lengths, checked."""
+    for index, id in enumerate(asked.stop_ids):
+        if not 0 <= id < model.engine.limits.vocabulary:
+            where = f"stop_token_ids[{index}]"
+            expected = f"a token id from 0 to {model.engine.limits.vocabulary - 1}"
+            raise invalid(f"`{where}` must be {expected}, got {got(id)}", where, WRONG)
+    stop_ids = frozenset() if asked.ignore_stops else model.stop_ids
     try:
         found = replace(
             request,
-            sampling=_sampling(model, options),
-            max_new_tokens=options.max_new_tokens,
-            stop_ids=stop_ids | frozenset(options.stop_ids),
+            sampling=sampling_params(model, asked),
+            max_new_tokens=asked.max_new_tokens,
+            stop_ids=stop_ids | frozenset(asked.stop_ids),
             message_ends=model.stop_ids,
-            prompt_logprobs=options.prompt_logprobs,
-            stops=options.stops,
+            prompt_logprobs=asked.prompt_logprobs,
+            stops=asked.stops,
         )
         return model.engine.limits.check(found)
     except SettingError as error:
         raise invalid(str(error), error.setting, WRONG) from None
 
 
-def _check_stop_ids(ids: Sequence[int], vocabulary: int) -> None:
-    for index, id in enumerate(ids):
-        if not 0 <= id < vocabulary:
-            where = f"stop_token_ids[{index}]"
-            expected = f"a token id from 0 to {vocabulary - 1}"
-            raise invalid(f"`{where}` must be {expected}, got {got(id)}", where, WRONG)
-
-
-def _sampling(model: Model, options: AnswerOptions) -> SamplingParams:
+def sampling_params(model: Model, asked: Asked) -> SamplingParams:
     """The model's own parameters, replaced by those of the request."""
-    given = {name: value for name, value in options.sampling.items() if value is not None}
+    given = {name: value for name, value in asked.sampling.items() if value is not None}
     if given.get("top_p") == 0:  # the likeliest token alone
         del given["top_p"]
         given["top_k"] = 1
@@ -231,7 +311,7 @@ def _sampling(model: Model, options: AnswerOptions) -> SamplingParams:
         given["seed"] = _seed(given["seed"])
     if "logit_bias" in given:
         given["logit_bias"] = _bias(given["logit_bias"])
-    return replace(model.defaults, logprobs=options.logprobs, **given)
+    return replace(model.defaults, logprobs=asked.logprobs, **given)
 
 
 def _top_k(value: int) -> int:
@@ -259,28 +339,6 @@ def _bias(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple(pairs)
 
 
-async def read_body(
-    request: Request, schema: type[Schema], executor: Executor, pending: PendingBodies
-) -> Schema:
-    """Read the body of a request and check it against a schema.
-
-    Args:
-        request: its body has not been read.
-        schema: pydantic model of the body.
-        executor: parses long bodies.
-        pending: all requests whose bodies are being read.
-
-    Raises:
-        ApiError: the body is too long, too slow, no JSON, or breaks the schema.
-        ClientLeftError: the client left before the end.
-    """
-    raw = await _read(request, pending)
-    if len(raw) <= THREAD_BODY_BYTES:
-        return parse(raw, schema)
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(executor, parse, raw, schema)
-
-
 def parse(raw: bytes, schema: type[Schema]) -> Schema:
     """Check the bytes of a body against a schema; errors as in `read_body`."""
     try:
@@ -297,9 +355,9 @@ def parse(raw: bytes, schema: type[Schema]) -> Schema:
         raise explained(error, content) from None
 
 
-async def _read(request: Request, pending: PendingBodies) -> bytes:
+async def _read(http: HttpRequest, pending: PendingBodies) -> bytes:
     """The whole body; limits hold while it is read, whatever the headers say."""
-    declared = request.headers.get("content-length", "")
+    declared = http.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > MOST_BODY_BYTES:
         raise _too_large()
     parts: list[bytes] = []
@@ -308,7 +366,7 @@ async def _read(request: Request, pending: PendingBodies) -> bytes:
         left = BODY_TIMEOUT_S + size / LEAST_BODY_RATE - (time.perf_counter() - began)
         try:
             async with pending.wait(min(left, BODY_TIMEOUT_S)):
-                message = await request.receive()
+                message = await http.receive()
         except TimeoutError:
             raise _too_slow() from None
         if message["type"] == "http.disconnect":

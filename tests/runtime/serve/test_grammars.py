@@ -12,9 +12,15 @@ import httpx2
 import pytest
 
 from lowbit.formats.errors import RequestError
-from lowbit.runtime.serve import grammar_memory, grammars
-from lowbit.runtime.serve.grammar_memory import KEPT_FOR_SMALL, SMALL_BYTES, GrammarMemory
-from lowbit.runtime.serve.grammars import SHORT, GrammarQueue, Turns
+from lowbit.runtime.serve import grammars
+from lowbit.runtime.serve.grammars import (
+    KEPT_FOR_SMALL,
+    SHORT,
+    SMALL_BYTES,
+    GrammarMemory,
+    GrammarQueue,
+    Turns,
+)
 from lowbit.runtime.text.grammar import Grammar, GrammarConstraint, Grammars, Trial
 from lowbit.runtime.text.grammar_source import GrammarSource, schema_source
 from lowbit.runtime.text.mask_time import GrammarSize, MaskTime
@@ -387,7 +393,7 @@ def test_a_request_waits_for_the_memory_of_its_grammar(server: Running, leaves: 
         pytest.MonkeyPatch.context() as patch,
         ThreadPoolExecutor(2) as pool,
     ):
-        patch.setattr(grammar_memory, "SMALL_BYTES", 0)
+        patch.setattr(grammars, "SMALL_BYTES", 0)
         with running(server.model, grammar_bytes=size * 3 // 2, request_timeout_s=30.0) as small:
             memory = small.service.grammars.memory
             held = raw_request(small, {**BODY, "max_tokens": 900, "stream": True}, PATH)

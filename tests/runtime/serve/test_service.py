@@ -6,7 +6,7 @@ import socket
 import httpx2
 import pytest
 
-from lowbit.runtime.serve import sse
+from lowbit.runtime.serve import answers
 from lowbit.runtime.serve.server import MOST_FILES, allow_connections
 from lowbit.runtime.serve.service import READING
 from tests.runtime.serve.conftest import (
@@ -140,7 +140,7 @@ def test_requests_have_an_end(server: Running) -> None:
 
 
 def test_a_long_wait_is_kept_alive(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "PATIENCE_S", 0.001)
+    monkeypatch.setattr(answers, "PATIENCE_S", 0.001)
     found = httpx2.post(f"{server.url}/v1/completions", json={**LONG, "max_tokens": 3})
     assert found.text.startswith(": waiting\n\n")
     assert found.text.endswith("data: [DONE]\n\n")

@@ -10,14 +10,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx2
 import pytest
 
-from lowbit.formats.errors import LowbitError
-from lowbit.runtime.engine.delta import Delta
+from lowbit.runtime.engine.delta import Delta, End
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.results import PlainStep
@@ -25,10 +23,12 @@ from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.scheduler import BlockManager
 from lowbit.runtime.engine.stream import Answer, Handle
 from lowbit.runtime.serve import service
+from lowbit.runtime.serve.answers import Answers
 from lowbit.runtime.serve.apis.chat import ChatEvents
+from lowbit.runtime.serve.logs import Record
 from lowbit.runtime.serve.metrics import Metrics
 from lowbit.runtime.serve.server import Server
-from lowbit.runtime.serve.worker import Job, Mailbox, Worker
+from lowbit.runtime.serve.worker import Worker
 from lowbit.runtime.text.answer import AnswerSplitter
 from lowbit.runtime.text.tokenizer import Tokenizer
 from tests.runtime.serve.conftest import BUNDLED, NAME, Running, running, until
@@ -151,19 +151,19 @@ def test_requests_that_wait_outlive_a_step_that_fails(
 
 
 def test_news_that_cannot_be_handed_out_keep_nobody_elses(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(Mailbox):
+    class Broken(Answers):
         def put(self, delta: Delta) -> None:
             bug()
 
     worker = Worker.__new__(Worker)
     worker.open, worker._waking = 2, True
-    jobs = [SimpleNamespace(mailbox=box, cancel=lambda: None) for box in (Broken(), Mailbox())]
-    delta = Delta(0, [], [], error=LowbitError("over"))
-    worker._outbox = deque((cast(Job, job), delta) for job in jobs)
+    both = [kind(cast(Any, None), Record(), 60.0) for kind in (Broken, Answers)]
+    delta = Delta(0, end=End("stop"))
+    worker._outbox = deque((each, delta) for each in both)
     worker._deliver()
     assert worker.open == 0
     assert "in bug" in caplog.text
-    assert asyncio.run(jobs[1].mailbox.take()) == [delta]
+    assert asyncio.run(both[1].take()) == [delta]
 
 
 def test_drafts_that_cannot_be_counted_end_their_request(
@@ -200,10 +200,6 @@ def test_after_the_end_of_the_thread_nothing_hangs(
         assert (health.status_code, health.json()["status"]) == (503, "failed")
         refused = ask(dead)
         assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
-        late = Mailbox()
-        job: Any = SimpleNamespace(index=0, mailbox=late)
-        dead.service.worker.begin(job)
-        assert late._deltas[0].error is not None
         dead.server.should_exit = True
         monkeypatch.undo()
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from lowbit.runtime.serve.apis.chat_body import ChatBody
+from lowbit.runtime.serve.apis.chat import ChatBody
 from lowbit.runtime.serve.apis.completions import CompletionBody
 from lowbit.runtime.serve.apis.messages import MessagesBody
 from lowbit.runtime.serve.apis.responses import ResponsesBody
 from lowbit.runtime.serve.app import BODIES
 from lowbit.runtime.serve.errors import MOST_MESSAGE, MOST_QUOTED, ApiError
-from lowbit.runtime.serve.request.fields import Body
+from lowbit.runtime.serve.request.body import Body
 from lowbit.runtime.serve.request.prepare import parse
 from tests.runtime.serve.request.test_fields import LEAST, TURN
 

@@ -7,15 +7,15 @@ from typing import Any
 import pydantic_core
 import pytest
 
-from lowbit.runtime.serve.apis.chat_body import ChatBody
+from lowbit.runtime.serve.apis.chat import ChatBody
 from lowbit.runtime.serve.apis.completions import CompletionBody
 from lowbit.runtime.serve.apis.messages import MessagesBody
 from lowbit.runtime.serve.apis.responses import ResponsesBody
 from lowbit.runtime.serve.apis.tokens import DetokenizeBody, TokenizeBody
 from lowbit.runtime.serve.app import BODIES
 from lowbit.runtime.serve.errors import ApiError
+from lowbit.runtime.serve.request.body import Body
 from lowbit.runtime.serve.request.explain import explained
-from lowbit.runtime.serve.request.fields import Body
 from lowbit.runtime.serve.request.prepare import parse
 
 TURN = {"role": "user", "content": "Hi"}

@@ -5,12 +5,10 @@ from typing import Any
 
 import httpx2
 import pytest
-from fastapi import Request
+from starlette.requests import Request as HttpRequest
 
-from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.serve.errors import ApiError
 from lowbit.runtime.serve.request import prepare
-from lowbit.runtime.serve.request.conversation import AnswerOptions
 from lowbit.runtime.serve.service import PendingBodies
 from tests.runtime.serve.conftest import NAME, Running
 
@@ -101,8 +99,8 @@ SAMPLING: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_numbers_with_a_sensible_reading_are_taken(
     server: Running, given: dict[str, Any], used: dict[str, Any]
 ) -> None:
-    tokens = prepare.request_of(server.model, TokenRequest((5,)), AnswerOptions(given, None))
-    assert {name: getattr(tokens.sampling, name) for name in used} == used
+    found = prepare.sampling_params(server.model, prepare.Asked(sampling=given))
+    assert {name: getattr(found, name) for name in used} == used
 
 
 @pytest.mark.parametrize(("change", "param", "word"), WRONG, ids=lambda value: str(value)[:40])
@@ -147,7 +145,7 @@ def test_a_body_that_comes_byte_by_byte_is_refused(monkeypatch: pytest.MonkeyPat
         await asyncio.sleep(0)
         return {"type": "http.request", "body": b" ", "more_body": True}
 
-    request = Request({"type": "http", "headers": []}, receive)
+    request = HttpRequest({"type": "http", "headers": []}, receive)
     with pytest.raises(ApiError, match="does not come") as error:
         asyncio.run(prepare._read(request, PendingBodies(1)))
     assert error.value.status == 408

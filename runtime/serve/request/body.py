@@ -1,28 +1,26 @@
-"""Bodies of requests: their schemas, the fields that several share, what those ask of an answer."""
+"""Bodies of requests: the fields that several share, and the parts of messages."""
 
-from collections.abc import Mapping, Sequence, Set
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeGuard, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     model_validator,
 )
 
 from lowbit.formats.sampling_ranges import MOST_BIASES
 from lowbit.runtime.serve.errors import cut, invalid
-from lowbit.runtime.serve.request.conversation import AnswerFormat, AnswerOptions
-from lowbit.runtime.serve.request.explain import got
+from lowbit.runtime.serve.request.explain import WRONG, got
 from lowbit.runtime.serve.settings import (
-    MOST_CHOICE_TEXTS,
     MOST_CHOICES,
-    MOST_GRAMMAR_CHARACTERS,
+    MOST_PARTS,
     MOST_STOP_CHARACTERS,
     MOST_STOPS,
 )
-from lowbit.runtime.text.loose_schema import loosened
 
 IGNORED = "ignored"
 MOST_UNKNOWN = 16  # names of unknown fields in one line of the log
@@ -249,10 +247,10 @@ SAMPLING = (
 )
 
 
-def answer_options(
+def sampling_options(
     body: SamplingBody, max_new_tokens: int | None, logprobs: int | None
-) -> AnswerOptions:
-    """Options of OpenAI's chats and completions.
+) -> dict[str, Any]:
+    """Fields of `Asked` that OpenAI's chats and completions have in common.
 
     Args:
         body: body of the request.
@@ -262,14 +260,14 @@ def answer_options(
     sampling = {name: getattr(body, name) for name in SAMPLING}
     if body.repetition_penalty is None:
         sampling["repetition_penalty"] = body.repeat_penalty  # llama.cpp's and Ollama's name
-    return AnswerOptions(
-        sampling=sampling,
-        max_new_tokens=max_new_tokens,
-        stops=tuple(body.stop or ()),
-        stop_ids=tuple(body.stop_token_ids or ()),
-        ignore_stops=bool(body.ignore_eos),
-        logprobs=logprobs,
-    )
+    return {
+        "sampling": sampling,
+        "max_new_tokens": max_new_tokens,
+        "stops": tuple(body.stop or ()),
+        "stop_ids": tuple(body.stop_token_ids or ()),
+        "ignore_stops": bool(body.ignore_eos),
+        "logprobs": logprobs,
+    }
 
 
 # Values that other clients send for fields that they do not use, and that change nothing here; any
@@ -341,123 +339,127 @@ PLAIN: dict[str, tuple[object, ...]] = {
 }
 
 
-GrammarText = Annotated[str, Field(min_length=1, max_length=MOST_GRAMMAR_CHARACTERS)]
-Choices = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_CHOICE_TEXTS)]
-JsonSchema = dict[str, Any]
-
-
-class NamedSchema(Body):
-    """`response_format.json_schema`."""
-
-    name: Ignored[str | None] = None
-    description: Ignored[str | None] = None
-    json_schema: JsonSchema | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-
-class TextFormat(Body):
-    """Any text."""
+class TextPart(TolerantBody):
+    """A part of a message; a model of text reads no other."""
 
     type: Literal["text"]
+    text: str
 
 
-class JsonObjectFormat(Body):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
-
-
-class JsonSchemaFormat(Body):
-    """JSON under a schema."""
-
-    type: Literal["json_schema"]
-    json_schema: NamedSchema
-
-
-ResponseFormat = Annotated[
-    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+# Types of parts that a model of text cannot read; a line of text stands for an earlier one.
+MediaType = Literal[
+    "image",
+    "image_url",
+    "input_image",
+    "audio",
+    "input_audio",
+    "video",
+    "video_url",
+    "file",
+    "input_file",
+    "document",
 ]
+MEDIA: tuple[str, ...] = get_args(MediaType)
 
 
-class StructuredOutputs(Body):
-    """`structured_outputs`, as vLLM has it: one of its fields."""
+class MediaPart(BaseModel):
+    """An image, sound, video or file; refused in the newest message."""
 
-    json_schema: JsonSchema | None = Field(default=None, alias="json")
-    regex: GrammarText | None = None
-    choice: Choices | None = None
-    grammar: GrammarText | None = None
-    json_object: bool | None = None
+    model_config = ConfigDict(extra="ignore")
+    type: MediaType
 
-
-class FormatFields(Body):
-    """Fields of which one may limit the form of an answer."""
-
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: JsonSchema | None = None
-    guided_regex: GrammarText | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: GrammarText | None = None
+    @property
+    def kind(self) -> str:
+        """Word for the part."""
+        return self.type.removeprefix("input_").removesuffix("_url")
 
 
-def format_of(fields: FormatFields) -> AnswerFormat | None:
-    """The format that a body asks for; None if it asks for none.
+class SkippedPart(BaseModel):
+    """A tool, an item or a part that this server cannot run; it is left out and named."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str
+
+
+def by_type(*known: str, default: str) -> Discriminator:
+    """Discriminator that tags a value with its type, or `skipped` for one that is not known.
+
+    Args:
+        known: types with a schema of their own.
+        default: tag of a value without a type.
+    """
+
+    def tag(value: object) -> str:
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        if not isinstance(kind, str):
+            return default
+        return kind if kind in known else "skipped"
+
+    return Discriminator(tag)
+
+
+def named_types(*known: str) -> BeforeValidator:
+    """Validator that refuses parts of other types by their type, not by the fields they lack."""
+
+    def check(value: object) -> object:
+        for part in value[:MOST_PARTS] if isinstance(value, list) else []:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind not in known:
+                names = ", ".join(f"`{name}`" for name in known)
+                raise ValueError(f"type `{kind[:40]}` is not supported, only {names}")
+        return value
+
+    return BeforeValidator(check)
+
+
+TextParts = Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_PARTS)]
+AnyPart = Annotated[TextPart | MediaPart, Field(discriminator="type")]
+AnyParts = Annotated[list[AnyPart], Field(fail_fast=True, max_length=MOST_PARTS)]
+Text = Annotated[str | AnyParts, named_types("text", *MEDIA)]
+
+
+def text_of(content: "str | Sequence[TextPart | MediaPart] | None") -> str:
+    """Content of a message as one string."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return joined_text(part.text if isinstance(part, TextPart) else part for part in content)
+
+
+def joined_text(parts: Iterable[str | MediaPart]) -> str:
+    """Texts in a row; a line stands for what is none."""
+    text = ""
+    for part in parts:
+        if isinstance(part, str):
+            text += part
+        else:
+            text += ("\n" if text and not text.endswith("\n") else "") + f"[{part.kind} left out]\n"
+    return text
+
+
+def media_of(content: object) -> list[MediaPart]:
+    """Parts of a message's content that are no text."""
+    return [part for part in content if isinstance(part, MediaPart)] if _is_list(content) else []
+
+
+def left_out_media(contents: Sequence[object], param: str) -> list[str]:
+    """Names of the images and the like in messages.
+
+    Args:
+        contents: content of each message, the newest last.
+        param: field that has the messages.
 
     Raises:
-        ApiError: it asks for several.
+        ApiError: the newest message has one.
     """
-    given = [
-        *_of_response_format(fields.response_format),
-        *_guided(
-            fields.guided_json, fields.guided_regex, fields.guided_choice, fields.guided_grammar
-        ),
-        *_of_structured(fields.structured_outputs),
-    ]
-    if len(given) > 1:
-        names = " and ".join(f"`{each.param}`" for each in given)
-        raise invalid(f"{names} exclude each other", given[1].param)
-    return given[0] if given else None
+    for part in media_of(contents[-1]) if contents else ():
+        where = f"{param}[{len(contents) - 1}].content"
+        raise invalid(
+            f"`{where}`: type `{part.type}` is not supported in the newest message, only text",
+            where,
+            WRONG,
+        )
+    return [part.kind for content in contents for part in media_of(content)]
 
 
-def schema_format(schema: Any, param: str, strict: bool | None = None) -> AnswerFormat:
-    """The format of JSON under a schema; `strict` refuses keywords that cannot be enforced."""
-    if strict:
-        return AnswerFormat("json_schema", schema, param=param)
-    held, keywords = loosened(schema)
-    names = [f"keyword {name}" for name in keywords]
-    return AnswerFormat("json_schema", held, param=param, left_out=names)
-
-
-def _of_response_format(given: ResponseFormat | None) -> list[AnswerFormat]:
-    if isinstance(given, JsonObjectFormat):
-        return [AnswerFormat("json_object")]
-    if isinstance(given, JsonSchemaFormat):
-        schema = given.json_schema.json_schema
-        if schema is None:
-            return [AnswerFormat("json_object")]
-        strict = given.json_schema.strict
-        return [schema_format(schema, "response_format.json_schema.schema", strict)]
-    return []
-
-
-def _of_structured(given: StructuredOutputs | None) -> list[AnswerFormat]:
-    if given is None:
-        return []
-    found = _guided(given.json_schema, given.regex, given.choice, given.grammar)
-    return [*found, AnswerFormat("json_object")] if given.json_object else found
-
-
-def _guided(
-    schema: Any, regex: str | None, choice: Sequence[str] | None, grammar: str | None
-) -> list[AnswerFormat]:
-    """Formats that vLLM's fields ask for."""
-    found = []
-    if schema is not None:
-        found.append(schema_format(schema, "guided_json"))
-    if regex is not None:
-        found.append(AnswerFormat("regex", text=regex, param="guided_regex"))
-    if choice is not None:
-        found.append(AnswerFormat("choice", choices=tuple(choice), param="guided_choice"))
-    if grammar is not None:
-        found.append(AnswerFormat("lark", text=grammar, param="guided_grammar"))
-    return found
+def _is_list(value: object) -> TypeGuard[list[Any]]:
+    return isinstance(value, list)

@@ -1,21 +1,132 @@
-"""Tools of a request for /v1/responses: what the model is offered, and what its calls are called.
+"""Tools as OpenAI's APIs describe them, and as functions that a chat template is told of.
 
 A custom tool, whose input is one text, is offered as a function with one string. The functions of a
 namespace are offered under both names. Tools that OpenAI's servers run are left out.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Tag
+from pydantic import BaseModel, ConfigDict, Field, Tag, TypeAdapter
 
-from lowbit.runtime.serve.apis.custom_tools import CustomFormat, custom_function
 from lowbit.runtime.serve.errors import invalid
-from lowbit.runtime.serve.request.conversation import ToolChoice
-from lowbit.runtime.serve.request.fields import TolerantBody
-from lowbit.runtime.serve.request.parts import SkippedPart, by_type
+from lowbit.runtime.serve.request.body import SkippedPart, TolerantBody, by_type
+from lowbit.runtime.serve.request.forms import ChoiceMode
 from lowbit.runtime.serve.settings import MOST_TOOLS
+
+CUSTOM_INPUT = "input"  # name of the string
+
+
+class CustomFormat(TolerantBody):
+    """Form of a custom tool's input; a grammar is told to the model, and not enforced."""
+
+    type: Literal["text", "grammar"] = "text"
+    syntax: str | None = None
+    definition: str | None = None
+
+
+def custom_function(
+    name: str, description: str | None, format: CustomFormat | None
+) -> dict[str, Any]:
+    """A custom tool as a function of OpenAI's chats."""
+    text = description or ""
+    if format is not None and format.definition:
+        kind = f"{format.syntax or ''} grammar".strip()
+        text += f"\n\nThe input follows this {kind}:\n{format.definition}"
+    return {
+        "name": name,
+        **({"description": text.strip()} if text.strip() else {}),
+        "parameters": {
+            "type": "object",
+            "properties": {CUSTOM_INPUT: {"type": "string"}},
+            "required": [CUSTOM_INPUT],
+            "additionalProperties": False,
+        },
+    }
+
+
+def custom_arguments(text: str) -> str:
+    """The arguments of a call of a custom tool."""
+    return json.dumps({CUSTOM_INPUT: text})
+
+
+def custom_input(arguments: str) -> str:
+    """The text of a custom tool's call, or its beginning where the call was cut."""
+    try:
+        found = TypeAdapter(Any).validate_json(
+            arguments or "{}", experimental_allow_partial="trailing-strings"
+        )
+    except ValueError:
+        return arguments
+    text = found.get(CUSTOM_INPUT, "") if isinstance(found, dict) else arguments
+    return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+
+
+class Function(TolerantBody):
+    """`tools[].function`."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChatTool(TolerantBody):
+    """One of `tools`."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class CustomGrammar(TolerantBody):
+    """`tools[].custom.format`."""
+
+    grammar: CustomFormat | None = None
+
+
+class CustomDefinition(TolerantBody):
+    """`tools[].custom`."""
+
+    name: str
+    description: str | None = None
+    format: CustomGrammar | None = None
+
+
+class ChatCustomTool(TolerantBody):
+    """One of `tools` whose input is one text."""
+
+    type: Literal["custom"]
+    custom: CustomDefinition
+
+    @property
+    def grammar(self) -> CustomFormat | None:
+        """Grammar of the input."""
+        return None if self.custom.format is None else self.custom.format.grammar
+
+
+AnyChatTool = Annotated[
+    Annotated[ChatTool, Tag("function")]
+    | Annotated[ChatCustomTool, Tag("custom")]
+    | Annotated[SkippedPart, Tag("skipped")],
+    by_type("function", "custom", default="function"),
+]
+ChatTools = Annotated[list[AnyChatTool], Field(fail_fast=True, max_length=MOST_TOOLS)]
+
+
+def functions_of(
+    tools: Sequence[ChatTool | ChatCustomTool | SkippedPart] | None,
+) -> list[dict[str, Any]]:
+    """The tools as functions; those that cannot be run are left out."""
+    found = []
+    for tool in tools or ():
+        if isinstance(tool, ChatTool):
+            found.append(tool.plain())
+        elif isinstance(tool, ChatCustomTool):
+            custom = custom_function(tool.custom.name, tool.custom.description, tool.grammar)
+            found.append({"type": "function", "function": custom})
+    return found
 
 
 class FunctionTool(TolerantBody):
@@ -140,22 +251,22 @@ def skipped_tools(tools: Sequence[Any] | None) -> list[str]:
 
 def choice_of(
     given: str | ChosenTool | None, offered: Mapping[str, OfferedTool]
-) -> tuple[ToolChoice, list[OfferedTool], list[str]]:
-    """The choice, the tools that are left by it, and what is left out of it.
+) -> tuple[ChoiceMode, str | None, list[OfferedTool], list[str]]:
+    """The choice, the tool that it names, the tools that it leaves, and what is left out of it.
 
     Raises:
         ApiError: a function without a name.
     """
     tools = list(offered.values())
     if given in ("auto", "none", "required"):
-        return ToolChoice(given), tools, []  # type: ignore[arg-type]
+        return given, None, tools, []  # type: ignore[return-value]
     if not isinstance(given, ChosenTool):
-        return ToolChoice(), tools, []
+        return "auto", None, tools, []
     if given.type in ("function", "custom"):
         if given.name is None:
             where = "tool_choice.name"
             raise invalid(f"`{where}` is missing", where, "missing_required_parameter")
-        return ToolChoice("named", offered_name(given.name, given.namespace)), tools, []
+        return "named", offered_name(given.name, given.namespace), tools, []
     if given.type == "allowed_tools":
         names = {
             offered_name(each["name"], each.get("namespace"))
@@ -163,8 +274,8 @@ def choice_of(
             if isinstance(each, dict) and isinstance(each.get("name"), str)
         }
         left = [tool for name, tool in offered.items() if name in names]
-        return ToolChoice(given.mode or "auto"), left, []
-    return ToolChoice(), tools, [f"tool_choice {given.type}"]
+        return given.mode or "auto", None, left, []
+    return "auto", None, tools, [f"tool_choice {given.type}"]
 
 
 def _flat(tools: Sequence[Any] | None) -> Iterator[tuple[Any, str | None]]:

@@ -1,0 +1,281 @@
+"""The form of an answer: the fields that ask for one, and the grammar that holds it."""
+
+import json
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from lowbit.formats.errors import RequestError
+from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.serve.errors import invalid
+from lowbit.runtime.serve.request.body import Body, Ignored
+from lowbit.runtime.serve.request.explain import WRONG
+from lowbit.runtime.serve.settings import MOST_CHOICE_TEXTS, MOST_GRAMMAR_CHARACTERS
+from lowbit.runtime.text.call_grammar import (
+    StrictCalls,
+    grammar_of,
+    grammar_of_rest,
+    grammar_of_text,
+)
+from lowbit.runtime.text.grammar import Grammar
+from lowbit.runtime.text.grammar_source import (
+    JSON_NOTATION,
+    SCHEMA_LIMITS,
+    GrammarSource,
+    choice_source,
+    lark_source,
+    regex_source,
+    schema_source,
+)
+from lowbit.runtime.text.loose_schema import loosened
+from lowbit.runtime.text.tokenizer import Tokenizer
+from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, CallForm, Tool
+
+ChoiceMode = Literal["auto", "none", "required", "named"]
+FormatKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """Format that the content of an answer must have.
+
+    Attributes:
+        kind: kind of format.
+        schema: JSON schema, for `json_object` and `json_schema`.
+        text: expression or grammar, for `regex` and `lark`.
+        choices: texts of which one is the answer, for `choice`.
+        param: field of the request that asks for it.
+        left_out: keywords that the schema had, and that are not enforced.
+    """
+
+    kind: FormatKind
+    schema: Any = field(default_factory=lambda: {"type": "object"})
+    text: str = ""
+    choices: tuple[str, ...] = ()
+    param: str = "response_format"
+    left_out: Sequence[str] = ()
+
+
+GrammarText = Annotated[str, Field(min_length=1, max_length=MOST_GRAMMAR_CHARACTERS)]
+Choices = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_CHOICE_TEXTS)]
+JsonSchema = dict[str, Any]
+
+
+class NamedSchema(Body):
+    """`response_format.json_schema`."""
+
+    name: Ignored[str | None] = None
+    description: Ignored[str | None] = None
+    json_schema: JsonSchema | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextFormat(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Body):
+    """JSON under a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+]
+
+
+class StructuredOutputs(Body):
+    """`structured_outputs`, as vLLM has it: one of its fields."""
+
+    json_schema: JsonSchema | None = Field(default=None, alias="json")
+    regex: GrammarText | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
+    json_object: bool | None = None
+
+
+class FormatFields(Body):
+    """Fields of which one may limit the form of an answer."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+
+
+def format_of(fields: FormatFields) -> AnswerFormat | None:
+    """The format that a body asks for; None if it asks for none.
+
+    Raises:
+        ApiError: it asks for several.
+    """
+    response = fields.response_format
+    structured = fields.structured_outputs or StructuredOutputs()
+    given: list[AnswerFormat] = []
+    if isinstance(response, JsonSchemaFormat) and response.json_schema.json_schema is not None:
+        named = response.json_schema
+        where = "response_format.json_schema.schema"
+        given.append(schema_format(named.json_schema, where, named.strict))
+    elif response is not None and not isinstance(response, TextFormat):
+        given.append(AnswerFormat("json_object"))
+    for schema, regex, choice, grammar in (
+        (fields.guided_json, fields.guided_regex, fields.guided_choice, fields.guided_grammar),
+        (structured.json_schema, structured.regex, structured.choice, structured.grammar),
+    ):
+        if schema is not None:
+            given.append(schema_format(schema, "guided_json"))
+        if regex is not None:
+            given.append(AnswerFormat("regex", text=regex, param="guided_regex"))
+        if choice is not None:
+            given.append(AnswerFormat("choice", choices=tuple(choice), param="guided_choice"))
+        if grammar is not None:
+            given.append(AnswerFormat("lark", text=grammar, param="guided_grammar"))
+    if structured.json_object:
+        given.append(AnswerFormat("json_object"))
+    if len(given) > 1:
+        names = " and ".join(f"`{each.param}`" for each in given)
+        raise invalid(f"{names} exclude each other", given[1].param)
+    return given[0] if given else None
+
+
+def schema_format(schema: Any, param: str, strict: bool | None = None) -> AnswerFormat:
+    """The format of JSON under a schema; `strict` refuses keywords that cannot be enforced."""
+    if strict:
+        return AnswerFormat("json_schema", schema, param=param)
+    held, keywords = loosened(schema)
+    names = [f"keyword {name}" for name in keywords]
+    return AnswerFormat("json_schema", held, param=param, left_out=names)
+
+
+@dataclass(frozen=True, slots=True)
+class AskedGrammar:
+    """A grammar that a request asks for, and that has not been compiled.
+
+    Attributes:
+        source: text of the grammar.
+        param: field of the request that asks for it.
+        alone: a part of it that says more clearly what is wrong, where the whole cannot be used.
+        calls: ids of the tokens around the calls that alone follow it; None if all text does.
+        left_out: keywords of tools that it does not enforce.
+    """
+
+    source: GrammarSource
+    param: str
+    alone: GrammarSource | None = None
+    calls: tuple[int, int] | None = None
+    left_out: Collection[str] = ()
+
+    def limit(self, grammar: Grammar) -> Grammar | StrictCalls:
+        """The limit of an answer that the compiled grammar is."""
+        return grammar if self.calls is None else StrictCalls(*self.calls, grammar)
+
+
+def asked_grammar(
+    tokenizer: Tokenizer,
+    request: TokenRequest,
+    format: AnswerFormat | None,
+    choice: ChoiceMode,
+    tool: str | None,
+) -> AskedGrammar | None:
+    """The grammar of an answer; None if any text may come.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        request: request with its tools.
+        format: format of the answer's content.
+        choice: calls that the answer may or must have.
+        tool: tool to call, for `named`.
+
+    Raises:
+        ApiError: a schema or grammar cannot be used, or two exclude each other.
+    """
+    if choice in ("required", "named"):
+        if format is not None:
+            raise invalid(f"`tool_choice` excludes `{format.param}`", "tool_choice")
+        if request.form is None or not request.tools:
+            raise invalid(
+                "`tool_choice` needs `tools`, and a chat template that teaches calls", "tool_choice"
+            )
+        return _grammar_of_calls(tokenizer, request, request.form, tool or "required", None)
+    if format is not None and request.tools:
+        if format.kind not in ("json_object", "json_schema") or request.form is None:
+            raise invalid(f"`{format.param}` excludes `tools`", format.param)
+        return _grammar_of_calls(tokenizer, request, request.form, "required", format)
+    if format is not None:
+        return grammar_of_format(format)
+    if any(tool.strict for tool in request.tools) and request.form is not None:
+        return _grammar_of_strict(tokenizer, request.tools, request.form)
+    return None
+
+
+@contextmanager
+def _naming(param: str) -> Iterator[None]:
+    """Turn the error of a grammar that cannot be used into that of a field."""
+    try:
+        yield
+    except RequestError as error:
+        raise invalid(str(error), param, WRONG) from None
+
+
+def grammar_of_format(format: AnswerFormat) -> AskedGrammar:
+    """The grammar of a format.
+
+    Raises:
+        ApiError: the schema, expression or grammar cannot be used.
+    """
+    with _naming(format.param):
+        match format.kind:
+            case "json_object" | "json_schema":
+                source = schema_source(format.schema)
+            case "regex":
+                source = regex_source(format.text)
+            case "choice":
+                source = choice_source(format.choices)
+            case _:
+                source = lark_source(format.text)
+    return AskedGrammar(source, format.param)
+
+
+def _grammar_of_calls(
+    tokenizer: Tokenizer,
+    request: TokenRequest,
+    form: CallForm,
+    choice: str,
+    format: AnswerFormat | None,
+) -> AskedGrammar:
+    """The grammar of an answer that must have calls, or a format in their place."""
+    param, alone, left_out = "tool_choice", None, set[str]()
+    if format is not None:
+        param, alone = format.param, grammar_of_format(format).source
+    with _naming(param):
+        text = grammar_of(form, request.tools, choice, tokenizer, request.parallel, left_out)
+        if format is not None:
+            start, _, rest = text.partition("\n")
+            schema = json.dumps({**format.schema, "x-guidance": JSON_NOTATION})
+            text = f"{start} | form\nform: %json {schema}\n{rest}"
+        return AskedGrammar(lark_source(text, SCHEMA_LIMITS), param, alone, left_out=left_out)
+
+
+def _grammar_of_strict(tokenizer: Tokenizer, tools: Sequence[Tool], form: CallForm) -> AskedGrammar:
+    """The grammar of an answer that may have calls; strict tools follow their schema."""
+    opening, closing = map(tokenizer.token_id, (OPEN_CALL, CLOSE_CALL))
+    with _naming("tools"):
+        if opening is None or closing is None:
+            return AskedGrammar(lark_source(grammar_of_text(form, tools), SCHEMA_LIMITS), "tools")
+        rest = lark_source(grammar_of_rest(form, tools, tokenizer), SCHEMA_LIMITS)
+        return AskedGrammar(rest, "tools", calls=(opening, closing))
