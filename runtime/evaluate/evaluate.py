@@ -24,17 +24,15 @@ from lowbit.formats.machine.system import install_hint
 from lowbit.formats.tasks import TaskReport, TaskResult, manifest_sha256
 from lowbit.runtime.engine.model import Model
 
-Progress = Callable[[int, int], None]  # answered, in all
 SEEDS = 0, 1234, 1234  # the harness's own: Python's random, numpy and torch, few-shot examples
 
 
 @dataclass(frozen=True, slots=True)
 class TaskSettings:
-    """Tasks, and how they are put to a model.
+    """Tasks, groups or tags, and how they are put to a model.
 
     Attributes:
-        names: tasks, groups or tags that the harness or the folder has.
-        folder: of further tasks as YAML; paths in them are relative to it.
+        folder: further tasks as YAML; paths in them are relative to it.
         limit: samples of each task; None for all.
         few_shot: examples before each question; None leaves it to the tasks.
         chat: put questions through the chat template.
@@ -51,25 +49,15 @@ class TaskSettings:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Results of an evaluation.
-
-    Attributes:
-        report: a row a metric.
-        truncated: questions that lost their beginning because they did not fit the context.
-        seconds: for questions and answers.
-    """
+    """A row for each metric, questions that lost their beginning, and the time of all answers."""
 
     report: TaskReport
     truncated: int
     seconds: float
 
 
-def check_harness() -> str:
-    """Name and version of the harness.
-
-    Raises:
-        ResourceError: it is not installed, or a part of it is not.
-    """
+def _harness() -> str:
+    """Name and version of the harness; ResourceError where a part of it is missing."""
     try:
         import lm_eval.tasks  # noqa: F401
     except ImportError as error:
@@ -83,21 +71,15 @@ def evaluate(
     model: Model,
     settings: TaskSettings,
     manager: Any = None,
-    progress: Progress = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
-    """Let a model answer tasks.
-
-    Args:
-        model: loaded.
-        settings: tasks, and how they are put.
-        manager: result of `find_tasks` for the same settings; None to find the tasks now.
-        progress: called after every answer.
+    """Let a model answer tasks; `manager` is the result of `find_tasks` for the same settings.
 
     Raises:
         ResourceError: the harness is not installed.
         RequestError: an unknown or unsuitable task, or a question the model cannot be asked.
     """
-    harness, chat = check_harness(), settings.chat
+    harness, chat = _harness(), settings.chat
     if chat and model.template is None:
         raise RequestError(f"`{model.folder}` has no chat template", hint="leave out --chat")
     from lm_eval.evaluator import evaluate as run
@@ -126,12 +108,8 @@ def evaluate(
         "device": model.device,
         "kv_cache": model.kv_cache.cache_type.name,
     }
-    report = TaskReport(
-        lowbit_version=version("lowbit"),
-        harness=harness,
-        manifest_sha256=manifest_sha256(model.folder),
-        tasks=read_results(results, common),
-    )
+    digest = manifest_sha256(model.folder)
+    report = TaskReport(version("lowbit"), harness, digest, read_results(results, common))
     return Evaluation(report, lm.truncated, time.perf_counter() - started)
 
 
@@ -175,7 +153,7 @@ def find_tasks(settings: TaskSettings) -> Any:
         ResourceError: the harness is not installed.
         RequestError: an unknown task.
     """
-    check_harness()
+    _harness()
     from lm_eval.tasks import TaskManager
 
     names = settings.names
@@ -197,11 +175,7 @@ def find_tasks(settings: TaskSettings) -> Any:
 
 
 def _load_tasks(settings: TaskSettings, manager: Any) -> Any:
-    """Tasks by name, as the harness loads them.
-
-    Raises:
-        RequestError: an unknown task, a broken one, or one that is not for a language model.
-    """
+    """Tasks as the harness loads them; RequestError where one is broken or of another kind."""
     from datasets.exceptions import DatasetsError
 
     manager = manager or find_tasks(settings)

@@ -1,6 +1,7 @@
 """The model as a language model of lm-evaluation-harness; importing this needs the harness."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
@@ -9,7 +10,6 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from lowbit.formats.errors import RequestError
 from lowbit.formats.text.settings import read_settings
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.evaluate.evaluate import Progress
 from lowbit.runtime.evaluate.scoring import carry_on, read_continuation, score
 from lowbit.runtime.text.chat import Message, render_prompt
 
@@ -26,7 +26,7 @@ class LanguageModel(TemplateLM):  # type: ignore[misc]
         model: Model,
         chat: bool = False,
         thinking: bool | None = None,
-        progress: Progress = lambda done, total: None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Let a model answer; see `TaskSettings` for the switches."""
         super().__init__()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,12 +25,11 @@ NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "early_stopping": False}
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Log-likelihood of a continuation.
+    """Natural log-likelihood of a continuation.
 
     Attributes:
-        log_likelihood: sum of the natural logarithms of its tokens' probabilities.
-        greedy: true if every token is the likeliest at its place.
-        truncated: true if the beginning of the context was left out.
+        greedy: every token is the likeliest at its place.
+        truncated: the beginning of the context was left out.
     """
 
     log_likelihood: float
@@ -40,13 +39,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Settings by which a task continues a text.
-
-    Attributes:
-        stops: strings that end it.
-        count: most tokens.
-        sampling: greedy unless the task says otherwise.
-    """
+    """Settings by which a task continues a text: what ends it, most tokens, and sampling."""
 
     stops: tuple[str, ...]
     count: int
@@ -59,14 +52,9 @@ def score(model: Model, context: Sequence[int], continuation: Sequence[int]) -> 
     Tokens that do not fit are left out at the beginning of the context. A prefix that this call
     shares with the last one is not run again.
 
-    Args:
-        model: loaded; another conversation in its cache is dropped.
-        context: token ids, at least one.
-        continuation: token ids, at least one and at most `model.context`.
-
     Raises:
-        RequestError: one of the two is empty, the continuation does not fit, or an id lies
-            outside the vocabulary.
+        RequestError: one of the two is empty, the continuation is longer than `model.context`, or
+            an id lies outside the vocabulary.
         CheckpointError: the logits are NaN or infinite.
     """
     if not context or not continuation:
@@ -102,11 +90,7 @@ def _score_rows(logits: Tensor, ids: Sequence[int]) -> tuple[float, bool]:
 
 
 def read_continuation(settings: Mapping[str, Any], seed: int) -> Continuation:
-    """Settings from the `generation_kwargs` of a task.
-
-    Args:
-        settings: with `until`, `max_gen_toks`, `do_sample`, `temperature` and so on.
-        seed: of the random numbers, where the task wants them.
+    """Settings from the `generation_kwargs` of a task; greedy unless it says otherwise.
 
     Raises:
         RequestError: a setting that is not implemented, or one of an impossible value.
@@ -125,15 +109,13 @@ def read_continuation(settings: Mapping[str, Any], seed: int) -> Continuation:
         raise RequestError(f"the task asks for {count} new tokens")
     sample = settings.get("do_sample")
     temperature = _number(settings, "temperature", 1.0 if sample else 0.0)
-    params = SamplingParams(
-        temperature=0.0 if sample is False else temperature,
-        top_k=int(_number(settings, "top_k", 0)),
-        top_p=_number(settings, "top_p", 1.0),
-        min_p=_number(settings, "min_p", 0.0),
-        repetition_penalty=_number(settings, "repetition_penalty", 1.0),
-        presence_penalty=_number(settings, "presence_penalty", 0.0),
-        seed=seed,
-    )
+    drawn = {
+        name: _number(settings, name, 0.0) for name in SAMPLING if settings.get(name) is not None
+    }
+    drawn["temperature"] = 0.0 if sample is False else temperature
+    if "top_k" in drawn:
+        drawn["top_k"] = int(drawn["top_k"])
+    params = replace(SamplingParams(seed=seed), **drawn)  # type: ignore[arg-type]
     return Continuation(tuple(stop for stop in stops if stop), count, params)
 
 
@@ -149,16 +131,13 @@ def _number(settings: Mapping[str, Any], name: str, otherwise: float) -> float:
 def carry_on(
     model: Model, prompt: Sequence[int], continuation: Continuation, chat: bool = False
 ) -> tuple[str, bool]:
-    """The text that follows a prompt, cut before the first stop string.
+    """The text that follows a prompt, and True if the prompt's beginning was left out for it.
 
     Args:
         model: loaded.
         prompt: token ids; its beginning is left out where the text needs the room.
         continuation: how it ends and how its tokens are chosen.
         chat: the prompt came from the chat template; reasoning is then left out.
-
-    Returns:
-        The text, and True if the beginning of the prompt was left out.
 
     Raises:
         RequestError: an empty prompt, or a context that has no room for one.
