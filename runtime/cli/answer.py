@@ -32,8 +32,6 @@ class Channel:
     """Text on its way to a terminal, which it must not drive, or to a file, unchanged.
 
     Attributes:
-        write: prints.
-        terminal: true if a terminal shows the text.
         wrapper: breaks lines at word ends; None leaves them to the terminal.
     """
 
@@ -55,11 +53,7 @@ class Channel:
 
 @dataclass(slots=True)
 class AnswerPrinter:
-    """Prints the pieces of an answer: the answer on stdout, reasoning before it on stderr.
-
-    Attributes:
-        quiet: show nothing.
-    """
+    """Prints the pieces of an answer: the answer on stdout, reasoning before it on stderr."""
 
     answer: Channel
     reasoning: Channel
@@ -91,12 +85,7 @@ class AnswerPrinter:
 
 
 def new_printer(quiet: bool, wrap: bool = False) -> AnswerPrinter:
-    """A printer for one answer.
-
-    Args:
-        quiet: show nothing.
-        wrap: break the lines of a terminal at word ends.
-    """
+    """A printer for one answer."""
     console = Console(stderr=True, highlight=False)
 
     def think(text: str) -> None:

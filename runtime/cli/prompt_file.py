@@ -45,10 +45,8 @@ class PromptLine:
     """One request.
 
     Attributes:
-        id: that its answer will have.
         prompt: text, or messages with `role` and `content`.
         settings: of the line and, where it has none, of the command.
-        number: of the line in its file, from 1 on.
     """
 
     id: Id
@@ -73,7 +71,6 @@ def read_prompts(path: Path, given: AnswerSettings) -> tuple[PromptLine, ...]:
     """All requests of a file.
 
     Args:
-        path: as the user gave it.
         given: settings where a line has none.
 
     Raises:
@@ -174,8 +171,6 @@ def keep_answers(path: Path, lines: Sequence[PromptLine], digests: Mapping[Id, s
 
     Args:
         path: of the file; it need not be there.
-        lines: requests.
-        digests: of the requests, by id.
 
     Raises:
         RequestError: it is no such file, or holds the answer to another request of the same id.

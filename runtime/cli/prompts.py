@@ -32,10 +32,8 @@ def answer_file(
     """Answer all requests; a request that fails is answered by its error, and the others run.
 
     Args:
-        model: loaded.
         lines: the requests, in the order in which they begin; answers come as they end.
         out: file of answers to write or to continue; None for stdout.
-        as_json: one object a line on stdout.
 
     Returns:
         Number of requests that failed.

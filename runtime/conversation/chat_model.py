@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Messages that ask for an answer, and the tokens that they become.
-
-    Attributes:
-        thinking: see `AnswerSettings`.
-    """
+    """Messages that ask for an answer, and the tokens that they become."""
 
     messages: "Sequence[Message]"
     thinking: bool | None

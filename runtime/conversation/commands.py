@@ -37,9 +37,7 @@ class Outcome:
     """A chat after a command.
 
     Attributes:
-        notes: lines to show.
         retried: the conversation before the last question, which is to be answered again.
-        done: the chat ends.
         error: has been shown already; None where the command or the answer succeeded.
     """
 
@@ -56,7 +54,6 @@ class SlashCommand:
 
     Attributes:
         run: takes the chat and the argument.
-        help: says in one line what the command does.
         argument: name of its argument; empty where it takes none.
         choices: arguments that Tab completes.
         takes_file: reads or writes the file it names; Tab completes file names.
@@ -106,8 +103,6 @@ def run_command(chat: Chat, slash: Slash, *, files: bool = True) -> Outcome:
     """Carry out a slash command.
 
     Args:
-        chat: before the command.
-        slash: the command as it was typed.
         files: the command may read and write files; piped text, which may be a stranger's, may not.
 
     Raises:

@@ -34,9 +34,7 @@ def new_session(
     """A prompt for messages and slash commands.
 
     Args:
-        history: earlier input.
         status: text of the line at the bottom of the screen.
-        input: None for the terminal.
         output: None for the terminal: stdout, or stderr where stdout is none.
     """
     return PromptSession(

@@ -30,10 +30,7 @@ class RemoteModel:
     """A model that a server runs.
 
     Attributes:
-        client: connects to the server.
         name: of the model there.
-        context: tokens that prompt and answer may have together.
-        defaults: the model's own sampling parameters.
     """
 
     client: httpx2.Client
@@ -144,7 +141,6 @@ def open_remote(url: str, key: str | None, name: str | None) -> RemoteModel:
 
     Args:
         url: of the server; a path such as `/v1` is left out.
-        key: that it wants; None for none.
         name: of the model; None for the server's first.
 
     Raises:

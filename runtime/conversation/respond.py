@@ -42,9 +42,6 @@ class View:
     """Callbacks by which a chat shows itself.
 
     Attributes:
-        note: shows a line beside the conversation.
-        fail: shows an error.
-        new_answer: makes the view of one answer.
         finished: called with every answer that came to its end.
         interactive: somebody sits at the terminal: Ctrl-C stops an answer, and commands may touch
             files. Otherwise Ctrl-C ends the chat.
@@ -87,8 +84,6 @@ def _answer(chat: Chat, before: Conversation, question: str, view: View) -> Outc
     Args:
         chat: returned as it is where there is no answer.
         before: conversation before the question.
-        question: last message of the prompt.
-        view: shows the answer.
 
     Raises:
         KeyboardInterrupt: Ctrl-C where nobody sits at the keyboard.

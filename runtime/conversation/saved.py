@@ -57,11 +57,6 @@ def save(
 
     Args:
         path: of the file; an earlier saved conversation there is replaced.
-        conversation: turns and system message to save.
-        model: name of the model that answered.
-        sampling: settings of the newest answer.
-        thinking: the thinking switch; None where the template decides.
-        overwrite: replace any file.
 
     Raises:
         RequestError: the file is something else.

@@ -19,11 +19,8 @@ class AnswerSettings:
     Attributes:
         sampling: parameters by name; those left out are the model's.
         max_new_tokens: longest answer; None for as many tokens as the context holds.
-        stop: strings that end the text.
         thinking: switches a reasoning model's thinking; None leaves it to the template.
         raw: continue the prompt as it is, without a template.
-        max_thinking_tokens: longest reasoning; None for no limit.
-        json_schema: of the answer; None for any text.
         system: message before a prompt that is text.
     """
 

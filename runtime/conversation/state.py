@@ -22,9 +22,7 @@ class Chat:
     """A conversation with a model; every change makes a new one.
 
     Attributes:
-        name: of the model, as it was asked for.
         settings: of every answer; the system message is the conversation's.
-        last: the newest answer's tokens and timings.
         measured: the conversation that `last` ended, whose tokens need not be counted again.
         file: saved to or loaded from last.
     """

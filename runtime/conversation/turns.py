@@ -24,7 +24,6 @@ class Conversation:
     """Questions and answers so far; every change makes a new conversation.
 
     Attributes:
-        system: system message; None for none.
         turns: oldest first.
         dropped: number of oldest turns that the model no longer sees; they are still saved.
         unanswered: last question, where its answer failed or was stopped before it began.
@@ -103,8 +102,6 @@ def fitted(
         conversation: before the question.
         question: never dropped, nor is the system message.
         count_tokens: length of a prompt.
-        context: tokens of prompt and answer together.
-        max_new_tokens: longest answer; None for no limit of its own.
 
     Returns:
         The conversation with a larger `dropped`; the question may still be too long.

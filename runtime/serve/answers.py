@@ -38,10 +38,6 @@ class Answers:
     All methods but `cancel` belong to the event loop.
 
     Attributes:
-        http: request to answer.
-        record: facts for the log.
-        timeout_s: time limit of the request.
-        log_text: keep the text of the answers for the log.
         each: the answers, which the engine's thread reads token by token.
     """
 
@@ -173,16 +169,7 @@ class CollectedCall:
 
 @dataclass(slots=True)
 class Collected:
-    """One whole answer.
-
-    Attributes:
-        reasoning: text of the reasoning.
-        content: text of the answer.
-        calls: calls of tools.
-        tokens: tokens with log-probabilities, where the request asks for them.
-        prompt: log-probabilities of the prompt's tokens, where the request asks for them.
-        end: the last delta's `end`, once the answer is complete.
-    """
+    """One whole answer."""
 
     reasoning: str = ""
     content: str = ""

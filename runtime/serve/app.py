@@ -120,12 +120,7 @@ class Outermost:
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]], service: Service) -> None:
-        """Wrap an application.
-
-        Args:
-            app: application inside.
-            service: service of the application.
-        """
+        """Wrap an application."""
         self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -21,7 +21,6 @@ def host_of(headers: Headers, version: str) -> str:
     """The name by which a client knows the server, in lower case and without the port.
 
     Args:
-        headers: headers of the request.
         version: version of HTTP; clients of 1.0 need not name a host.
 
     Raises:
@@ -58,12 +57,6 @@ def client_of(scope: Mapping[str, Any]) -> str:
 def check_access(path: str, headers: Headers, version: str, settings: ServeSettings) -> None:
     """Refuse a request that may not use the server.
 
-    Args:
-        path: path of the request.
-        headers: headers of the request.
-        version: version of HTTP.
-        settings: settings of the server.
-
     Raises:
         ApiError: 400, 401 or 403.
     """
@@ -79,8 +72,6 @@ def check_local(host: str, headers: Headers, origins: Iterable[str]) -> None:
 
     Args:
         host: name of the server in the request.
-        headers: headers of the request.
-        origins: origins of pages that may use the server.
 
     Raises:
         ApiError: 403 for another origin, or a name that another site gave to this machine.
@@ -112,11 +103,6 @@ def check_key(path: str, headers: Headers, key: bytes) -> None:
     """Refuse a request that does not show the key, as a bearer token or as `x-api-key`.
 
     The time of the comparison does not depend on how much of the key is right.
-
-    Args:
-        path: path of the request.
-        headers: headers of the request.
-        key: key of the server.
 
     Raises:
         ApiError: 401.

@@ -40,12 +40,8 @@ class ApiError(Exception):
     """An error that a client sees.
 
     Attributes:
-        status: HTTP status.
         message: description of the error, for the client; a long one is cut.
-        type: OpenAI's type of error.
         param: field that is wrong, such as `messages[0].role`; a long one is cut.
-        code: OpenAI's code, where it has one.
-        headers: headers of the response.
     """
 
     status: int

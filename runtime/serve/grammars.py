@@ -42,7 +42,6 @@ class Waiter:
     """A grammar that waits for memory.
 
     Attributes:
-        size: bytes that it takes.
         admitted: done once they are its own.
     """
 
@@ -55,7 +54,6 @@ class GrammarMemory:
     """Memory of all grammars; all methods belong to the event loop.
 
     Attributes:
-        total: bytes that they may take.
         loose: bytes that they gave up since the system got some.
     """
 
@@ -202,19 +200,10 @@ class Turns:
 
 
 class GrammarQueue:
-    """Makes the grammars of requests; all methods belong to the event loop.
-
-    Attributes:
-        memory: memory that they take.
-    """
+    """Makes the grammars of requests; all methods belong to the event loop."""
 
     def __init__(self, grammars: Grammars, total: int) -> None:
-        """Start without a grammar.
-
-        Args:
-            grammars: makes them.
-            total: bytes that all of them may take.
-        """
+        """Start without a grammar."""
         self.memory = GrammarMemory(total)
         self._grammars = grammars
         self._quick = Turns(1, "lowbit-grammar")

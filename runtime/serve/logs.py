@@ -29,20 +29,11 @@ class Record:
     Attributes:
         client: who asks, by `auth.client_of`; not logged.
         started: time of its first byte, by `time.perf_counter`.
-        prompt_tokens: tokens of all prompts.
-        cached_tokens: prompt tokens that the cache held.
-        new_tokens: tokens of all answers.
         later_tokens: new tokens after the first step of their answer.
-        drafts: drafted and accepted tokens of answers that have ended.
         first_token_s: seconds from the start to the first token, or to its text while no answer
             has ended; None before it.
         last_token_s: seconds from the start to the last token of an answer that has ended.
-        reasons: why the answers ended.
-        error: why the request was refused or failed.
-        ignored: fields that were accepted and changed nothing.
         left_out: parts of the request that are skipped or not enforced; a header names them, too.
-        stream: true if the answer was streamed.
-        prompts: texts of all prompts, where the log shall have them.
         answers: text and calls of each answer, by its number, where the log shall have them.
     """
 
@@ -166,11 +157,7 @@ class ThreadedHandler(logging.Handler):
     """
 
     def __init__(self, descriptor: int) -> None:
-        """Start the thread.
-
-        Args:
-            descriptor: file descriptor to write to.
-        """
+        """Start the thread."""
         super().__init__()
         self._descriptor = descriptor
         self._changed = threading.Condition()

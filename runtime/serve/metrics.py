@@ -26,7 +26,6 @@ class Histogram:
 
     Attributes:
         bounds: upper bounds of the buckets, ascending; one more bucket is above them.
-        total: sum of all values.
     """
 
     bounds: Sequence[float]
@@ -75,13 +74,8 @@ class Metrics:
 
     Attributes:
         prompt_tokens: prompt tokens of answers that have begun.
-        cached_tokens: prompt tokens that the cache held.
-        new_tokens: tokens of all answers.
         first_token: seconds from a request to its first token.
-        between_tokens: seconds between tokens of an answer.
         whole: seconds from a request to the end of its answers.
-        finished: answers by finish reason.
-        responses: HTTP responses by path and status.
         drafts: drafted and accepted tokens of answers that have ended, cancelled ones included.
     """
 
@@ -99,8 +93,6 @@ class Metrics:
         """Count the tokens that a step brought, on the worker's thread.
 
         Args:
-            answer: answer after the step.
-            asked_at: time of its request.
             before: number of its tokens before the step.
             last_at: time of the last token before the step.
         """
@@ -123,8 +115,6 @@ class Collector:
     """Collector that prometheus_client asks for metrics.
 
     Attributes:
-        metrics: counts of the server.
-        load: gives the engine's current load.
         model: value of the label `model_name`.
         positions: most drafts of a round; 0 without speculation, which then has no metrics.
         grammars: gives the bytes of all grammars, and the number of those that wait for memory.

@@ -34,7 +34,6 @@ class LingeringTransport(asyncio.Transport):
         """Wrap a transport.
 
         Args:
-            transport: the connection.
             close: closes it, at once or later.
         """
         super().__init__()
@@ -77,10 +76,8 @@ class TimedProtocol(HttpToolsProtocol):
         """Prepare for a connection.
 
         Args:
-            args: arguments of uvicorn's protocol.
             head_s: seconds in which the headers of a request must come.
             stalled_s: seconds in which a client must read some of a full send buffer.
-            options: options of uvicorn's protocol.
         """
         super().__init__(*args, **options)
         self._head_s, self._stalled_s = head_s, stalled_s

@@ -77,8 +77,6 @@ class Server(uvicorn.Server):
         """Prepare to serve.
 
         Args:
-            app: application that answers requests.
-            service: service of the application.
             on_start: called once requests are accepted.
         """
         settings = service.settings

@@ -62,9 +62,6 @@ class PendingBodies:
     async def wait(self, seconds: float) -> AsyncIterator[None]:
         """Wait for a part of a body inside the block.
 
-        Args:
-            seconds: time limit.
-
         Raises:
             TimeoutError: time is up, or others came and this wait was the longest.
         """
@@ -91,15 +88,11 @@ class Service:
     """A model that is being served.
 
     Attributes:
-        model: the loaded model.
-        settings: settings of the server.
-        metrics: counts since the start.
         created: time at which the server was started, seconds since 1970.
         draining: running requests may end, new ones are refused.
         active: number of requests that have not been answered.
         clients: the same by client.
         executor: threads for work that would hold up the event loop.
-        grammars: makes the grammars of requests, in threads of its own.
         pending: requests whose bodies have not come.
     """
 
@@ -191,7 +184,6 @@ class Service:
         """The result of what may take long, before the request begins to be answered.
 
         Args:
-            http: its body has been read.
             work: cancelled when the client leaves, and at the time limit of the request.
 
         Raises:
@@ -243,7 +235,6 @@ class Service:
         """Refuse new answers where the server cannot generate them; errors as in `begin`.
 
         Args:
-            answers: number of new answers.
             client: who asks; the queue that others fill is not full for one that has nothing in it.
         """
         if self.draining:

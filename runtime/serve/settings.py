@@ -36,10 +36,8 @@ class ServeSettings:
 
     Attributes:
         names: names of the model; requests may use any of them, answers use the first.
-        host: address to listen on.
         port: 0 takes a free one.
         api_key: key that requests must show; None asks for none.
-        no_auth: requests need no key wherever they come from.
         queue: answers that may wait while others are generated.
         client_sequences: longer answers of one client that are generated together; None for all
             but one, of FEW_SEQUENCES or more.
@@ -47,7 +45,6 @@ class ServeSettings:
         request_timeout_s: longest time from a request to the end of its answer.
         max_thinking_tokens: limit of the reasoning where a request names none; None sets no limit.
         grammar_bytes: memory that the grammars of all requests may take.
-        log_prompts: write prompts and answers to the log.
         cors_origins: origins of web pages that may read answers; `*` is all.
         any_name: requests may use any name for the model.
     """

@@ -30,7 +30,6 @@ class Worker:
     panics of libraries in Rust are no `Exception`, and nobody would hear of one in this thread.
 
     Attributes:
-        loop: event loop of the server.
         open: number of answers whose last delta has not been delivered; belongs to the event loop.
         error: error of the last step; None while steps succeed.
     """

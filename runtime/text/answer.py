@@ -40,8 +40,6 @@ class ToolCallStart:
 
     Attributes:
         index: 0 for the first call of an answer.
-        id: id by which the tool's result refers to the call.
-        name: name of the function.
     """
 
     index: int
@@ -54,8 +52,6 @@ class ToolArguments:
     """Some text of a call's arguments; the fragments of a complete call join to a JSON object.
 
     Attributes:
-        index: number of the call.
-        fragment: text.
         last: the call is complete.
     """
 
@@ -79,7 +75,6 @@ class StopStrings:
     The first stop string is the one that is complete first, so a split cannot change the cut.
 
     Attributes:
-        stops: strings that end the text and are not part of it.
         found: the one that has ended it; None as long as none has.
     """
 
@@ -230,7 +225,6 @@ class AnswerSplitter:
 
     Attributes:
         tools: tools that may be called; without any, nothing is taken for a call.
-        form: form of calls.
         parallel: an answer may have several calls; else it ends with the first.
         in_pieces: calls are begun before they are complete.
         cut_calls: a call that the end of the answer cuts off is begun, too.

@@ -39,7 +39,6 @@ class Work:
     """Work of one grammar.
 
     Attributes:
-        steps: steps that are left.
         left_out: keywords of tools that are not strict which the grammar does not enforce.
     """
 
@@ -58,11 +57,7 @@ def grammar_of(
     """Lark text of an answer that is one call or several, without other content.
 
     Args:
-        form: form of calls.
-        tools: tools that may be called.
         choice: `required` for any of the tools, or the name of the only one.
-        tokenizer: tokenizer of the model.
-        parallel: several calls are allowed.
         left_out: gets the keywords of tools that are not strict which the grammar does not enforce.
 
     Raises:

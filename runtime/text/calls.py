@@ -42,7 +42,6 @@ class Call:
     """A complete call.
 
     Attributes:
-        name: name of the function.
         arguments: a JSON object.
     """
 
@@ -63,11 +62,6 @@ def may_become_call(form: CallForm, body: str, tools: Mapping[str, Tool]) -> boo
 
 def read_call(form: CallForm, body: str, tools: Mapping[str, Tool]) -> Call | Unfinished | None:
     """The call between two tags.
-
-    Args:
-        form: form of calls.
-        body: text between the opening tag and a closing one.
-        tools: tools that may be called, by name.
 
     Returns:
         UNFINISHED if the closing tag stands in a value; None if the text is no call.

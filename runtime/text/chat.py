@@ -60,12 +60,9 @@ def render_prompt(
     writes and a template looks for; all others are marked there too.
 
     Args:
-        template: template of the model.
-        messages: the conversation so far, as the OpenAI API has it.
         thinking: `enable_thinking` of the template; None leaves it to the template.
         max_bytes: longest prompt that is of use.
         control: tokens of the model's tokenizer; None marks nothing.
-        tools: functions that the model may call.
         template_arguments: further arguments of the template, plain JSON; `enable_thinking` is the
             same as `thinking`.
 

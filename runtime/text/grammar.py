@@ -51,8 +51,6 @@ class GrammarConstraint:
 
         Args:
             matcher: an `LLMatcher`, of this answer alone.
-            words: words of a mask.
-            time: time limit of this answer's masks.
         """
         self._matcher, self._time = matcher, time
         self._words = torch.zeros(words, dtype=torch.int32)
@@ -113,9 +111,6 @@ class Grammar:
 
     They share the states of its lexer, whose number is limited. A server keeps no grammar for other
     requests: one could fail for what another has written.
-
-    Attributes:
-        size: memory of the grammar.
     """
 
     _matcher: Any
@@ -149,9 +144,7 @@ class Grammars:
         """Tokens are prepared, within a second, when the first grammar is asked for.
 
         Args:
-            tokenizer: tokenizer of the model.
             vocab_size: V, tokens that can be chosen.
-            stop_ids: tokens that end an answer.
         """
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._stop_ids = sorted(id for id in stop_ids if id < vocab_size)

@@ -42,9 +42,7 @@ class GrammarSource:
     """A grammar as text, before anybody knows if it can be used.
 
     Attributes:
-        text: text in one of the library's forms.
         what: name of the grammar in messages.
-        limits: limits of the library.
     """
 
     text: str
@@ -110,7 +108,6 @@ def lark_source(text: str, limits: Mapping[str, Any] = OWN_LIMITS) -> GrammarSou
     There `<name>` is the added token of that name, such as `<think>`.
 
     Args:
-        text: text of the grammar.
         limits: limits of the library; `SCHEMA_LIMITS` where lowbit wrote the rules itself.
 
     Raises:

@@ -26,7 +26,6 @@ class ThinkingTokens:
     """Tokens around the reasoning of one model.
 
     Attributes:
-        tokenizer: tokenizer of the model.
         open: id that begins a block.
         close: id that ends it.
         line: ids of a line feed.
@@ -128,7 +127,6 @@ class ThinkingConstraint:
 
         Args:
             begin: start of the output; `raw` has no reasoning.
-            tokens: tokens around the reasoning.
             budget: tokens of reasoning, those around it not counted, behind which it is ended;
                 None never ends it.
             then: applies to the answer; where it limits the first token, a stop id does not come

@@ -32,7 +32,6 @@ class ControlTokens:
     """Tokens of one tokenizer that control a model where they stand in its prompt.
 
     Attributes:
-        texts: texts of the tokens.
         shaped: matches those in angle brackets, and other words in them.
         others: matches the others.
     """
@@ -52,7 +51,6 @@ class ControlTokens:
 
         Args:
             value: texts, and lists and objects of them; others stay as they are.
-            mark: one character.
             but: texts of tokens that are left alone.
 
         Raises:
@@ -107,7 +105,6 @@ class Tokenizer:
     """A byte-level BPE tokenizer.
 
     Attributes:
-        text: encodes, and knows the tokens.
         control: tokens that control the model where they stand in its prompt.
     """
 
@@ -137,7 +134,6 @@ class Tokenizer:
         """Ids of a text; added tokens spelled out in it become single ids, but not marked ones.
 
         Args:
-            text: text of a whole prompt.
             framed: add what the tokenizer puts around a text, such as Llama's first token; a chat
                 template writes that itself.
             context: tokens that are of use; a text that is much too long for them is refused

@@ -50,7 +50,6 @@ class CallPiece:
     """Some text of the arguments of a begun call.
 
     Attributes:
-        text: part of a JSON object.
         last: the call is complete. A begun call is broken where text or another call follows
             without it.
     """
@@ -82,10 +81,6 @@ class PartialCall(Protocol):
 
     def finish(self, body: str, call: Call) -> str | None:
         """The last piece.
-
-        Args:
-            body: text between the tags.
-            call: the whole call.
 
         Returns:
             None if the pieces do not join to the arguments of the call.
@@ -152,7 +147,6 @@ class OpenValue:
     Attributes:
         key: name of the argument, with what stands before the value.
         begin: start of the value in the body.
-        schema: schema of the value.
         is_text: it can only be a string, so that it is sent as it comes.
     """
 
@@ -267,8 +261,6 @@ class CallReader:
     breaks, too, and one whose pieces turn out to be another call is given once more as a whole.
 
     Attributes:
-        form: form of calls.
-        tools: tools that may be called, by name.
         in_pieces: calls are begun before they are complete.
         cut_calls: a call that the end cuts off is begun, too; else it is text without `in_pieces`.
     """

@@ -96,12 +96,9 @@ class Tool:
     """A function that a model may call.
 
     Attributes:
-        name: name of the function.
-        schema: JSON schema of the object of its arguments.
         strict: arguments that are made under the schema must follow all of it; else keywords that
             cannot be enforced are left out.
         given: the object of the request, which chat templates take.
-        types: types that the parts of the schema allow.
     """
 
     name: str
@@ -177,7 +174,6 @@ def typed_value(text: str, schema: Any, types: ArgumentTypes) -> Any:
 
     Args:
         text: without the line breaks that the form puts around it.
-        schema: schema of the value.
         types: types of the schema that it is part of.
     """
     allowed = types.of(schema)

@@ -105,11 +105,6 @@ class Steps:
 def terminal_of(schema: Any, types: ArgumentTypes, steps: Steps) -> tuple[str, list[Leaf]] | None:
     """The lexeme of a value that may be a string, and what else the value may be.
 
-    Args:
-        schema: schema of the value.
-        types: types of the schema that it is part of.
-        steps: work that is left.
-
     Returns:
         An expression up to the closing tag; objects and lists that the value may be instead. None
         for a value that is no string.

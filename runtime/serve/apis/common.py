@@ -42,9 +42,7 @@ class Usage:
     """Token counts of a request.
 
     Attributes:
-        prompt: tokens of all prompts.
         cached: prompt tokens that the cache held.
-        new: tokens of all answers.
         reasoning: new tokens that are reasoning.
     """
 
@@ -141,8 +139,6 @@ class ChunkWriter(ABC):
 
         Args:
             head: fields of every chunk.
-            body: body of the request.
-            prompt_tokens: length of all prompts.
         """
         self._head = f"data: {json.dumps(head, separators=(',', ':'))[:-1]}"
         self._prompt_tokens = prompt_tokens

@@ -146,11 +146,7 @@ class CompletionEvents(ChunkWriter):
         """Prepare the parts that all chunks share.
 
         Args:
-            head: see `ChunkWriter`.
-            body: see `ChunkWriter`.
-            tokenizer: tokenizer of the model.
             prompts: token ids of the prompt of each answer.
-            prompt_tokens: see `ChunkWriter`.
         """
         super().__init__(head, body, prompt_tokens)
         self._tokenizer = tokenizer
@@ -201,7 +197,6 @@ class TextLogprobs:
     """`logprobs` of a completion, built token by token.
 
     Attributes:
-        tokenizer: tokenizer of the model.
         offset: characters of text before the next token.
     """
 

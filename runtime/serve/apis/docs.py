@@ -69,7 +69,6 @@ def page(document: Schema, address: str) -> str:
     """The page for an OpenAPI document, whose texts are taken literally.
 
     Args:
-        document: of this server.
         address: of the server, for examples, with a slash at its end.
     """
     info, schemas = document["info"], document["components"]["schemas"]

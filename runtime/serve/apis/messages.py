@@ -384,12 +384,7 @@ class MessageEvents:
     """Writes the events of a streamed message: a block for reasoning, one for text, one a call."""
 
     def __init__(self, head: dict[str, Any], prompt_tokens: int) -> None:
-        """Start before the first event.
-
-        Args:
-            head: fields of the message.
-            prompt_tokens: length of the prompt.
-        """
+        """Start before the first event."""
         self._head, self._prompt_tokens = head, prompt_tokens
         self._kind: BlockKind | None = None  # of the open block
         self._index = -1

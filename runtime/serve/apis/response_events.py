@@ -20,7 +20,6 @@ class ResponseObject:
 
     Attributes:
         begun: the object while the answer is generated.
-        prompt_tokens: length of the prompt.
         tools: tools that may be called, by the name that the model knows.
     """
 
@@ -116,13 +115,9 @@ class OpenItem:
     """An output item that is not complete.
 
     Attributes:
-        kind: kind of item.
-        id: id of the item.
         text: text so far, or arguments of a call so far.
         call_id: id of the call, for a call.
-        tool: tool to call, for a call.
         complete: false for a call whose arguments are not all there, and for a text that was cut.
-        tokens: tokens of the text, where the request asks for log-probabilities.
     """
 
     kind: ItemKind
@@ -138,12 +133,7 @@ class ResponseEvents:
     """Writes the events of a streamed response."""
 
     def __init__(self, made: ResponseObject, tokenizer: Tokenizer) -> None:
-        """Start before the first event.
-
-        Args:
-            made: the response object.
-            tokenizer: tokenizer of the model.
-        """
+        """Start before the first event."""
         self._made, self._tokenizer = made, tokenizer
         self._number = 0
         self._output: list[dict[str, Any]] = []

@@ -133,12 +133,7 @@ ECHOED = {"tools", "tool_choice", "text"}
 
 
 def _begun(body: ResponsesBody, sampling: SamplingParams) -> dict[str, Any]:
-    """The response object before its answer.
-
-    Args:
-        body: body of the request.
-        sampling: sampling parameters in use.
-    """
+    """The response object before its answer."""
     given = body.model_dump(by_alias=True, exclude_none=True, include=ECHOED)
     tool = {"description": None, "parameters": None, "strict": None}  # clients expect all fields
     return {

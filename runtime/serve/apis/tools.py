@@ -193,7 +193,6 @@ class OfferedTool:
     Attributes:
         function: it as OpenAI's chats have it.
         name: name in the request.
-        namespace: its namespace in the request.
         custom: its calls have one text.
     """
 

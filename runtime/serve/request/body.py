@@ -253,7 +253,6 @@ def sampling_options(
     """Fields of `Asked` that OpenAI's chats and completions have in common.
 
     Args:
-        body: body of the request.
         max_new_tokens: None for as many as the context holds.
         logprobs: number of likeliest tokens to report for each token; None reports none.
     """
@@ -446,7 +445,6 @@ def left_out_media(contents: Sequence[object], param: str) -> list[str]:
 
     Args:
         contents: content of each message, the newest last.
-        param: field that has the messages.
 
     Raises:
         ApiError: the newest message has one.

@@ -59,7 +59,6 @@ def explained(error: ValidationError, content: object) -> ApiError:
 
     Args:
         error: pydantic's, with an error for every form that a field may have.
-        content: the body, parsed.
     """
     found = error.errors(include_url=False, include_input=False)
     alike = [
@@ -93,11 +92,7 @@ class Fault:
 
     Attributes:
         place: path in the body, such as `messages[0].content`.
-        value: value there.
         steps: pydantic's own path, with names of schemas.
-        kind: pydantic's type of error.
-        message: pydantic's words.
-        context: values that the kind of error has.
     """
 
     place: str

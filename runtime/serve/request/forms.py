@@ -43,7 +43,6 @@ class AnswerFormat:
     """Format that the content of an answer must have.
 
     Attributes:
-        kind: kind of format.
         schema: JSON schema, for `json_object` and `json_schema`.
         text: expression or grammar, for `regex` and `lark`.
         choices: texts of which one is the answer, for `choice`.
@@ -167,7 +166,6 @@ class AskedGrammar:
     """A grammar that a request asks for, and that has not been compiled.
 
     Attributes:
-        source: text of the grammar.
         param: field of the request that asks for it.
         alone: a part of it that says more clearly what is wrong, where the whole cannot be used.
         calls: ids of the tokens around the calls that alone follow it; None if all text does.
@@ -195,10 +193,6 @@ def asked_grammar(
     """The grammar of an answer; None if any text may come.
 
     Args:
-        tokenizer: tokenizer of the model.
-        request: request with its tools.
-        format: format of the answer's content.
-        choice: calls that the answer may or must have.
         tool: tool to call, for `named`.
 
     Raises:

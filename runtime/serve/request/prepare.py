@@ -54,15 +54,12 @@ class Asked:
         choice: calls that the answer may or must have: `auto` leaves it to the model, `none`
             forbids calls, `required` asks for at least one, `named` for that of `tool`.
         tool: tool to call, for `named`.
-        parallel: an answer may have several calls.
-        format: format of the answer's content.
         thinking: `enable_thinking` of the chat template; None leaves it to the template.
         template_arguments: other arguments of the chat template.
         budget: most tokens of reasoning; None for the server's own limit.
         left_out: names of what the request has and the answer does not heed.
         sampling: sampling parameters by name; those left out or None are the model's own.
         max_new_tokens: None for as many as the context holds.
-        stops: strings that end an answer.
         stop_ids: further tokens that end an answer.
         ignore_stops: the model's own stop tokens are tokens like others.
         logprobs: number of likeliest tokens to report for each token; None reports none.
@@ -115,8 +112,6 @@ async def open_answers(
     """Read a request for answers, prepare it in a thread, and ask the engine for all of them.
 
     Args:
-        http: its body has not been read.
-        schema: pydantic model of the body.
         asked_of: reads the body.
 
     Raises:
@@ -214,8 +209,6 @@ def encode(model: Model, asked: Asked, left_out: list[str] | None = None) -> Tok
     """A request with the prompt of messages, and with what tells calls from text.
 
     Args:
-        model: model that answers.
-        asked: messages, tools, and arguments of the chat template.
         left_out: gets names of what the template refuses and the prompt has in another form.
 
     Raises:
