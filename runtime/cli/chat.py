@@ -31,11 +31,9 @@ from lowbit.runtime.cli.options import (
 from lowbit.runtime.engine.load_options import LoadOptions
 
 if TYPE_CHECKING:
-    from lowbit.runtime.conversation.chat_model import ChatModel
+    from lowbit.runtime.conversation.chat import AnswerSettings, Chat, ChatModel
     from lowbit.runtime.conversation.commands import Slash
     from lowbit.runtime.conversation.respond import View
-    from lowbit.runtime.conversation.settings import AnswerSettings
-    from lowbit.runtime.conversation.state import Chat
     from lowbit.runtime.engine.stream import Generation
 
 Ask = Callable[["Chat"], "Slash | str | None"]
@@ -95,7 +93,7 @@ def chat(
     /help lists the commands. Lines that are piped in are answered one by one; commands among them
     touch no file, and the exit code is 1 if a line failed.
     """
-    from lowbit.runtime.conversation.state import Chat, check_model
+    from lowbit.runtime.conversation.chat import Chat, check_model
     from lowbit.runtime.conversation.turns import Conversation
 
     model: ChatModel
@@ -130,7 +128,7 @@ def chat(
 
 
 def _loaded(name: str, options: LoadOptions, settings: "AnswerSettings") -> "ChatModel":
-    from lowbit.runtime.conversation.chat_model import LoadedModel
+    from lowbit.runtime.conversation.chat import LoadedModel
 
     model = load_model(name, options)
     note_plain(model)
@@ -251,7 +249,7 @@ def _prompting(talk: "Chat", keep: bool) -> Ask:
 
 def _status(talk: "Chat") -> str:
     """The line below the prompt: model, context in use, speed."""
-    from lowbit.runtime.conversation.state import used_tokens
+    from lowbit.runtime.conversation.chat import used_tokens
 
     parts = [printable(talk.name.rstrip("/").rsplit("/", 1)[-1])]
     used = used_tokens(talk)

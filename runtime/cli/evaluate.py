@@ -1,7 +1,7 @@
 """`lowbit-run evaluate`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 @count_option("--limit", shown="all", help="Samples of each task.")
 @count_option(
     "--num-fewshot",
+    "few_shot",
     shown="the task's",
     help="Examples before each question.",
     least=0,
@@ -70,12 +71,9 @@ def evaluate(
     name: str,
     tasks: str,
     task_folder: Path | None,
-    limit: int | None,
-    num_fewshot: int | None,
-    chat: bool,
-    thinking: bool | None,
     options: "LoadOptions",
     as_json: bool,
+    **put: Any,
 ) -> None:
     """Score MODEL on tasks through lm-evaluation-harness.
 
@@ -92,13 +90,13 @@ def evaluate(
     names = tuple(task.strip() for task in tasks.split(",") if task.strip())
     if not names:
         raise click.UsageError("--tasks names no task.")
-    if thinking is not None and not chat:
+    if put["thinking"] is not None and not put["chat"]:
         raise click.UsageError("--think and --no-think need --chat.")
     keeps = (Path(name) / MANIFEST_FILE).exists()
     if keeps:
         check_place(Path(name) / TASKS_FILE)
         read_tasks(Path(name))
-    settings = TaskSettings(names, task_folder, limit, num_fewshot, chat, thinking)
+    settings = TaskSettings(names, task_folder, **put)
     manager = find_tasks(settings)
     model = load_model(name, options)
     with progress_bars({"answers": "answering"}, quiet=as_json) as progress:

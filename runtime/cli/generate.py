@@ -33,7 +33,7 @@ from lowbit.runtime.cli.options import (
 from lowbit.runtime.engine.load_options import MOST_SEQUENCES, SEQUENCES
 
 if TYPE_CHECKING:
-    from lowbit.runtime.conversation.settings import AnswerSettings
+    from lowbit.runtime.conversation.chat import AnswerSettings
     from lowbit.runtime.engine.load_options import LoadOptions
     from lowbit.runtime.engine.model import Model
 
@@ -110,8 +110,7 @@ def generate(
         text = _prompt(prompt)
         _answer(_load(name, options, 1), text, settings, as_json)
         return
-    from lowbit.runtime.cli.prompt_file import read_prompts
-    from lowbit.runtime.cli.prompts import answer_file
+    from lowbit.runtime.cli.prompts import answer_file, read_prompts
 
     lines = read_prompts(prompts, settings)
     model = _load(name, options, min(options.max_sequences, len(lines)))

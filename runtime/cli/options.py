@@ -29,7 +29,7 @@ from lowbit.formats.shell.options import (
     with_options,
 )
 from lowbit.formats.shell.output import note
-from lowbit.runtime.conversation.settings import AnswerSettings
+from lowbit.runtime.conversation.chat import AnswerSettings
 from lowbit.runtime.engine.load_options import (
     DEFAULT_KV_CACHE,
     DRAFTER_MODES,

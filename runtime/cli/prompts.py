@@ -1,27 +1,230 @@
-"""`lowbit-run generate MODEL --prompts FILE`: the prompts of a file, several at a time."""
+"""Requests that a file holds, a JSON object a line, and the answers that another keeps.
 
+A line of requests has an `id`, and `prompt` (text, through the chat template) or `messages`; it may
+have `max_new_tokens`, `stop`, `thinking`, `max_thinking_tokens`, `json_schema`, `raw` and the
+sampling settings, which replace those of the command. A line of answers has the same `id`, and
+either what `--json` gives for one prompt or an `error`.
+"""
+
+import hashlib
+import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowbit.formats.errors import LowbitError
-from lowbit.formats.files.atomic import check_place, disk_errors
+from lowbit.formats.errors import LowbitError, RequestError
+from lowbit.formats.fields import Field, shown
+from lowbit.formats.files.atomic import check_place, disk_errors, replace_file
+from lowbit.formats.files.strict_json import loads
+from lowbit.formats.files.user_file import read_user_file
 from lowbit.formats.layout.manifest import MANIFEST_FILE
 from lowbit.formats.printable import PROSE, printable
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE
 from lowbit.formats.safetensors.hashing import hash_file
+from lowbit.formats.sampling_ranges import SETTINGS
 from lowbit.formats.shell.output import json_line, note, print_json
 from lowbit.formats.shell.tables import progress_bars
-from lowbit.runtime.cli.prompt_file import DIGEST, MOST_NAMED, PromptLine, keep_answers
+from lowbit.runtime.conversation.chat import AnswerSettings
+from lowbit.runtime.text.chat import plain_messages
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.model import Model
     from lowbit.runtime.engine.request import TokenRequest
+
+
+REQUESTS, ANSWERS = "file of prompts", "file of answers"
+DIGEST = "request_sha256"
+EXAMPLE = 'a line is an object such as {"id": "1", "prompt": "Why is the sky blue?"}'
+MOST_NAMED = 10  # lines that a message names
+NEW_TOKENS = Field("max_new_tokens", least=1, default=None, nullable=True)
+THINKING_TOKENS = Field("max_thinking_tokens", least=0, default=None, nullable=True)
+FLAGS = (
+    Field("thinking", "flag", default=None, nullable=True),
+    Field("raw", "flag", default=False),
+)
+CHECKED = {field.key: field for field in (*SETTINGS.values(), NEW_TOKENS, THINKING_TOKENS, *FLAGS)}
+KEYS = ("id", "prompt", "messages", "stop", "json_schema", *CHECKED)
+LATER = ("max_thinking_tokens", "json_schema")  # left out of digests where they are None
+OWN = ("max_new_tokens", "thinking", "raw", "max_thinking_tokens")  # taken over as they stand
+
+Id = str | int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLine:
+    """One request.
+
+    Attributes:
+        prompt: text, or messages with `role` and `content`.
+        settings: of the line and, where it has none, of the command.
+    """
+
+    id: Id
+    prompt: str | list[dict[str, str]]
+    settings: AnswerSettings
+    number: int = 1
+
+    def digest(self, model: str) -> str:
+        """SHA-256, as hex digits, of the request and of what answers it.
+
+        Args:
+            model: identifies the model and the system message.
+        """
+        settings = asdict(self.settings)
+        del settings["system"]
+        settings = {k: v for k, v in settings.items() if k not in LATER or v is not None}
+        content = {"model": model, "prompt": self.prompt, "settings": settings}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_prompts(path: Path, given: AnswerSettings) -> tuple[PromptLine, ...]:
+    """All requests of a file.
+
+    Args:
+        given: settings where a line has none.
+
+    Raises:
+        RequestError: the file cannot be read or is empty; or a line, which is named, is no such
+            object, has an unknown key, a bad value or the id of an earlier line.
+    """
+    lines: dict[Id, PromptLine] = {}
+    wrong: list[str] = []
+    for number, raw in enumerate(read_user_file(path, REQUESTS).splitlines(), start=1):
+        if not raw.strip():
+            continue
+        try:
+            line = replace(_parse(raw, given), number=number)
+            if line.id in lines:
+                raise RequestError(f"id {shown(line.id)} stands twice")
+        except (RequestError, ValueError) as error:
+            wrong.append(f"line {number}: {error}")
+        else:
+            lines[line.id] = line
+    if wrong:
+        raise RequestError(f"{REQUESTS} `{path}`, {wrong[0]}", hint=_others(wrong[1:]) or EXAMPLE)
+    if not lines:
+        raise RequestError(f"{REQUESTS} `{path}` holds no line")
+    return tuple(lines.values())
+
+
+def _others(wrong: Sequence[str]) -> str | None:
+    """Errors of further lines, as a hint."""
+    if not wrong:
+        return None
+    rest = len(wrong) - MOST_NAMED
+    return "; ".join([*wrong[:MOST_NAMED], *([f"and {rest} more lines"] if rest > 0 else [])])
+
+
+def _parse(raw: bytes, given: AnswerSettings) -> PromptLine:
+    """Read one line.
+
+    Raises:
+        RequestError, ValueError: with the reason.
+    """
+    content = loads(raw)
+    if not isinstance(content, dict):
+        raise RequestError("expected a JSON object")
+    unknown = [key for key in content if key not in KEYS]
+    if unknown:
+        raise RequestError(f"`{unknown[0]}` is not known; known: {', '.join(KEYS)}")
+    for key in CHECKED.keys() & content.keys():
+        field, value = CHECKED[key], content[key]
+        if not (field.allows(value) or (value is None and field.nullable)):
+            raise RequestError(f"`{key}` must be {field.expected}, got {shown(value)}")
+    own = {key: content[key] for key in OWN if key in content}
+    if "stop" in content:
+        own["stop"] = _stops(content["stop"])
+    if "json_schema" in content:
+        own["json_schema"] = _schema(content["json_schema"])
+    drawn = {key: content[key] for key in SETTINGS if key in content}
+    settings = replace(given, sampling={**given.sampling, **drawn}, **own)
+    return PromptLine(_id(content), _prompt(content, settings.raw), settings)
+
+
+def _id(content: Mapping[str, Any]) -> Id:
+    found = content.get("id")
+    if isinstance(found, bool) or not isinstance(found, str | int) or found == "":
+        raise RequestError(f"`id` must be a string or an integer, got {shown(found)}")
+    return found
+
+
+def _prompt(content: Mapping[str, Any], raw: bool) -> str | list[dict[str, str]]:
+    if ("prompt" in content) == ("messages" in content):
+        raise RequestError("expected either `prompt` or `messages`")
+    if "messages" in content:
+        messages = content["messages"]
+        if raw or not isinstance(messages, list):
+            raise RequestError("`messages` must be a list, and are not for `raw`")
+        plain_messages(messages)
+        return messages
+    prompt = content["prompt"]
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise RequestError(f"`prompt` must be text that is not empty, got {shown(prompt)}")
+    return prompt
+
+
+def _schema(value: object) -> dict[str, Any] | None:
+    if not isinstance(value, dict | None):
+        raise RequestError(f"`json_schema` must be an object or null, got {shown(value)}")
+    return value
+
+
+def _stops(value: object) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(x, str) and x for x in stops):
+        raise RequestError(f"`stop` must be text or a list of texts, got {shown(value)}")
+    return tuple(stops)
+
+
+def keep_answers(path: Path, lines: Sequence[PromptLine], digests: Mapping[Id, str]) -> set[Id]:
+    """Ids whose answers are in a file; lines with errors, or cut short, are taken out of it.
+
+    Args:
+        path: of the file; it need not be there.
+
+    Raises:
+        RequestError: it is no such file, or holds the answer to another request of the same id.
+        ResourceError: it cannot be written.
+    """
+    if not path.exists():
+        return set()
+    kept: list[bytes] = []
+    done: set[Id] = set()
+    content = read_user_file(path, ANSWERS)
+    whole = content[: content.rfind(b"\n") + 1]
+    for number, raw in enumerate(whole.splitlines(), start=1):
+        found = _answer(raw, f"{ANSWERS} `{path}`, line {number}")
+        if digests.get(found["id"], found[DIGEST]) != found[DIGEST]:
+            raise RequestError(
+                f"{ANSWERS} `{path}`, line {number}: the answer to {shown(found['id'])} was made "
+                "from another prompt, other settings or another model",
+                hint="name another --out, or remove this one",
+            )
+        if "error" not in found:
+            kept.append(raw)
+            done.add(found["id"])
+    rest = b"".join(line + b"\n" for line in kept)
+    if rest != content:
+        replace_file(path, rest)
+    return done & {line.id for line in lines}
+
+
+def _answer(raw: bytes, where: str) -> dict[str, Any]:
+    try:
+        found = loads(raw)
+    except ValueError as error:
+        raise RequestError(f"{where}: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get(DIGEST), str) or "id" not in found:
+        raise RequestError(
+            f"{where} is no answer of this command", hint="name another --out; this one is kept"
+        )
+    return found
+
 
 Write = Callable[[dict[str, Any]], None]
 

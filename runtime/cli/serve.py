@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -29,11 +29,11 @@ from lowbit.runtime.cli.options import (
     with_load_options,
 )
 from lowbit.runtime.engine.load_options import FEW_SEQUENCES, MOST_SEQUENCES, SEQUENCES, SHORT
+from lowbit.runtime.serve.settings import ServeSettings, check_exposure
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.load_options import LoadOptions
     from lowbit.runtime.engine.model import Model
-    from lowbit.runtime.serve.settings import ServeSettings
 
 PORT = 8000
 ANY = "*"  # a name for every name
@@ -144,54 +144,32 @@ MOST_QUEUE = 65_536
 @speculate_options
 @reported
 @with_load_options
-def serve(
-    *,
-    name: str,
-    host: str,
-    port: int,
-    api_key: str | None,
-    no_auth: bool,
-    queue: int,
-    client_sequences: int | None,
-    request_timeout: float,
-    served_name: Sequence[str],
-    max_thinking_tokens: int | None,
-    grammar_memory: int,
-    log_prompts: bool,
-    cors_origin: Sequence[str],
-    options: "LoadOptions",
-) -> None:
+def serve(*, name: str, options: "LoadOptions", **given: Any) -> None:
     """Serve MODEL to clients of OpenAI's and Anthropic's APIs, and a page at /.
 
     /docs describes the API. A request takes a row of the batch as soon as one is free. Ctrl-C lets
     running requests finish; pressed twice, it does not.
     """
-    _check_key(api_key)
-    try:
-        from lowbit.runtime.serve.settings import ServeSettings, check_exposure
-    except ModuleNotFoundError as error:
-        raise _missing(error) from None
-    check_exposure(host, api_key, no_auth)
-    settings = ServeSettings(
-        names=tuple(each for each in served_name if each != ANY)
-        or (Path(name).resolve().name if Path(name).exists() else name,),
-        any_name=ANY in served_name,
-        host=host,
-        port=port,
-        api_key=api_key,
-        no_auth=no_auth,
-        queue=queue,
-        client_sequences=client_sequences,
-        request_timeout_s=request_timeout,
-        max_thinking_tokens=max_thinking_tokens,
-        grammar_bytes=grammar_memory,
-        log_prompts=log_prompts,
-        cors_origins=tuple(cors_origin),
-    )
+    settings = _settings(name, **given)
+    check_exposure(settings.host, settings.api_key, settings.no_auth)
     try:
         _run(settings, lambda: load_model(name, options))
     except ModuleNotFoundError as error:
         raise _missing(error) from None
+
+
+def _settings(name: str, served_name: Sequence[str], **given: Any) -> ServeSettings:
+    """Settings of the server, from the options that the command was given."""
+    _check_key(given["api_key"])
+    given["request_timeout_s"] = given.pop("request_timeout")
+    given["grammar_bytes"] = given.pop("grammar_memory")
+    given["cors_origins"] = given.pop("cors_origin")
+    return ServeSettings(
+        names=tuple(each for each in served_name if each != ANY)
+        or (Path(name).resolve().name if Path(name).exists() else name,),
+        any_name=ANY in served_name,
+        **given,
+    )
 
 
 def _check_key(key: str | None) -> None:
@@ -204,7 +182,7 @@ def _check_key(key: str | None) -> None:
     )
 
 
-def _run(settings: "ServeSettings", load: "Callable[[], Model]") -> None:
+def _run(settings: ServeSettings, load: "Callable[[], Model]") -> None:
     """Listen, load the model and serve until the end."""
     from lowbit.runtime.serve.app import build_app
     from lowbit.runtime.serve.logs import set_up_logs

@@ -1,6 +1,6 @@
 """`lowbit-run tune`."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -88,10 +88,8 @@ def tune(
     group_size: int | None,
     tokens: tuple[int, ...],
     minutes: float,
-    workers: int | None,
-    keep: bool,
-    missing: bool,
     as_json: bool,
+    **how: Any,
 ) -> None:
     """Measure launches of MODEL's linears on this GPU, and keep the fastest.
 
@@ -117,7 +115,7 @@ def tune(
     from lowbit.runtime.lab.tuning.tune import tune as search
 
     with progress_bars(PHASES) as show:
-        found = search(opened, tokens, 60 * minutes, workers, keep, missing, show)
+        found = search(opened, tokens, 60 * minutes, show=show, **how)
     if as_json:
         print_json({"model": name, **content_of(found)})
     else:

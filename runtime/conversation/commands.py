@@ -10,7 +10,7 @@ from pathlib import Path
 from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.formats.sampling_ranges import SETTINGS
 from lowbit.runtime.conversation import saved
-from lowbit.runtime.conversation.state import Chat, check_thinking, used_tokens
+from lowbit.runtime.conversation.chat import Chat, check_thinking, used_tokens
 from lowbit.runtime.conversation.turns import Conversation
 
 THINKING = {"on": True, "off": False, "default": None}

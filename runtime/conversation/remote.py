@@ -11,8 +11,7 @@ import httpx2
 
 from lowbit.formats.errors import LowbitError, RequestError, ResourceError
 from lowbit.formats.sampling_ranges import SETTINGS
-from lowbit.runtime.conversation.chat_model import ChatPrompt
-from lowbit.runtime.conversation.settings import AnswerSettings
+from lowbit.runtime.conversation.chat import AnswerSettings, ChatPrompt
 from lowbit.runtime.engine.delta import FinishReason
 from lowbit.runtime.engine.stream import Generation, Timings
 from lowbit.runtime.state.sampler import SamplingParams

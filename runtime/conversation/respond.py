@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.machine.system import explained
+from lowbit.runtime.conversation.chat import Chat, with_room
 from lowbit.runtime.conversation.commands import Outcome, Slash, run_command
 from lowbit.runtime.conversation.keyboard import Interrupt, watched
-from lowbit.runtime.conversation.state import Chat, with_room
 from lowbit.runtime.conversation.turns import Conversation
 
 if TYPE_CHECKING:
-    from lowbit.runtime.conversation.chat_model import AnswerStream
+    from lowbit.runtime.conversation.chat import AnswerStream
     from lowbit.runtime.engine.stream import Generation
     from lowbit.runtime.text.answer import Piece
 

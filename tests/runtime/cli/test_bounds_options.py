@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lowbit.runtime.cli.main import main
-from lowbit.runtime.cli.prompt_file import PromptLine
-from lowbit.runtime.conversation.settings import AnswerSettings
+from lowbit.runtime.cli.prompts import PromptLine
+from lowbit.runtime.conversation.chat import AnswerSettings
 
 BUNDLED = str(Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3")
 SCHEMA = {"type": "array", "items": {"enum": [1, "b"]}, "minItems": 1, "maxItems": 3}

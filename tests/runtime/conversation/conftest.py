@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from lowbit.formats.errors import LowbitError, RequestError
-from lowbit.runtime.conversation.chat_model import ChatPrompt
+from lowbit.runtime.conversation.chat import AnswerSettings, Chat, ChatPrompt
 from lowbit.runtime.conversation.respond import View
-from lowbit.runtime.conversation.settings import AnswerSettings
-from lowbit.runtime.conversation.state import Chat
 from lowbit.runtime.engine.stream import Generation, Timings
 from lowbit.runtime.state.sampler import SamplingParams
 from lowbit.runtime.text.answer import Piece

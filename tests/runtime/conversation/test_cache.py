@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 
 import lowbit.runtime as lowbit
-from lowbit.runtime.conversation.chat_model import LoadedModel
+from lowbit.runtime.conversation.chat import AnswerSettings, Chat, LoadedModel, used_tokens
 from lowbit.runtime.conversation.commands import Slash
 from lowbit.runtime.conversation.respond import respond
-from lowbit.runtime.conversation.settings import AnswerSettings
-from lowbit.runtime.conversation.state import Chat, used_tokens
 from lowbit.runtime.conversation.turns import Conversation
 from tests.runtime.conversation.conftest import Shown
 from tests.short_models import Shorten

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.formats.errors import RequestError
+from lowbit.runtime.conversation.chat import Chat
 from lowbit.runtime.conversation.commands import (
     ALIASES,
     COMMANDS,
@@ -19,7 +20,6 @@ from lowbit.runtime.conversation.commands import (
     run_command,
 )
 from lowbit.runtime.conversation.respond import respond
-from lowbit.runtime.conversation.state import Chat
 from lowbit.runtime.conversation.turns import Conversation, Turn
 from tests.runtime.conversation.conftest import NewChat, Shown
 

@@ -8,12 +8,10 @@ import pytest
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import LowbitError, RequestError, ResourceError
-from lowbit.runtime.conversation.chat_model import ChatPrompt, LoadedModel
+from lowbit.runtime.conversation.chat import AnswerSettings, Chat, ChatPrompt, LoadedModel
 from lowbit.runtime.conversation.commands import Slash
 from lowbit.runtime.conversation.remote import RemoteModel, open_remote
 from lowbit.runtime.conversation.respond import respond
-from lowbit.runtime.conversation.settings import AnswerSettings
-from lowbit.runtime.conversation.state import Chat
 from lowbit.runtime.text.answer import Piece
 from lowbit.runtime.text.chat import Message
 from tests.runtime.conversation.conftest import Shown

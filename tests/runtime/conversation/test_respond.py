@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.formats.errors import CheckpointError, RequestError, ResourceError
+from lowbit.runtime.conversation.chat import AnswerSettings, Chat, used_tokens
 from lowbit.runtime.conversation.commands import Slash
 from lowbit.runtime.conversation.respond import View, respond
-from lowbit.runtime.conversation.settings import AnswerSettings
-from lowbit.runtime.conversation.state import Chat, used_tokens
 from lowbit.runtime.conversation.turns import Conversation, Turn
 from lowbit.runtime.text.answer import Piece
 from tests.runtime.conversation.conftest import Answer, NewChat, Shown

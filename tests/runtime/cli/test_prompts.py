@@ -10,8 +10,8 @@ from click.testing import CliRunner, Result
 
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.cli.main import main
-from lowbit.runtime.cli.prompt_file import keep_answers, read_prompts
-from lowbit.runtime.conversation.settings import AnswerSettings
+from lowbit.runtime.cli.prompts import keep_answers, read_prompts
+from lowbit.runtime.conversation.chat import AnswerSettings
 from lowbit.runtime.engine.runner import Runner
 
 BUNDLED = str(Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3")
