@@ -13,16 +13,15 @@ from pathlib import Path
 from lowbit.convert.budget.lookup import Settings
 from lowbit.convert.budget.target import TargetChoice, TargetRequest, meet_target
 from lowbit.convert.measure.gate import Condition, Outcome, check_measured, evaluate
-from lowbit.convert.original.answers import require_language_model
 from lowbit.convert.original.device import open_device
-from lowbit.convert.original.evaluation_text import Text
 from lowbit.convert.original.progress import Note, Progress, silent, unsaid
+from lowbit.convert.original.runnable import require_language_model
 from lowbit.convert.pipeline.conversion import Conversion, carry_out, prepare
 from lowbit.convert.pipeline.estimate import Estimate, estimate, method_chooser
 from lowbit.convert.pipeline.existing import can_continue, find_existing
 from lowbit.convert.pipeline.folder import check_output
 from lowbit.convert.pipeline.origin import remember
-from lowbit.convert.pipeline.place import partial_of, place_of
+from lowbit.convert.pipeline.output_dir import partial_of, place_of
 from lowbit.convert.pipeline.predicted_size import (
     PlannedTexts,
     SourceFiles,
@@ -34,6 +33,7 @@ from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.quantize.session import CalibrationRequest
 from lowbit.convert.report.reporting import LogitRequest, Reported, complete_report, figures_of
+from lowbit.convert.texts.evaluation import Text
 from lowbit.convert.vocabulary.beside import CutOriginal, CutRequest, cut_beside
 from lowbit.formats.hub.locate import locate
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
@@ -162,10 +162,10 @@ def convert(
         if continues:
             done = find_existing(job, out, request.overwrite, on_progress, note)
         if done is None:
-            told = on_progress
+            progress = on_progress
             if on_start is not None and ahead is not None:
-                told = _announced(on_progress, on_start, ahead)
-            done = carry_out(job, out, overwrite=request.overwrite, on_progress=told, note=note)
+                progress = _announced(on_progress, on_start, ahead)
+            done = carry_out(job, out, overwrite=request.overwrite, on_progress=progress, note=note)
     if report is None:
         return Result(done, figures_of(done), (), cut)
     if done.source.repo is None:

@@ -31,19 +31,20 @@ from torch import Tensor
 
 from lowbit.convert import Request, convert
 from lowbit.convert.budget.allocate import Target, allocate
-from lowbit.convert.budget.lookup import Settings, find_or_estimate, open_original
+from lowbit.convert.budget.lookup import Settings, find_or_estimate
 from lowbit.convert.budget.sensitivities import Row, by_set
 from lowbit.convert.cli.progress import progress_bars
 from lowbit.convert.measure.logits import compare
 from lowbit.convert.measure.pair import open_pair
-from lowbit.convert.original.calibration_text import cut_samples
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.quiet import without_advice
+from lowbit.convert.original.weights import open_dense
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, make_plan
 from lowbit.convert.plan.recipe import Override, Recipe
 from lowbit.convert.quantize.session import CalibrationRequest
+from lowbit.convert.texts.calibration import cut_samples
 from lowbit.formats.architectures.names import split_layer
 from lowbit.formats.shell.tables import plain_table, results
 from lowbit.formats.text.tokenizer import load_text_tokenizer
@@ -109,7 +110,7 @@ def costs_of(
     settings = Settings(calib, options.cost_windows, device=options.device, method=method)
     start = time.monotonic()
     with progress_bars() as progress:
-        found = find_or_estimate(open_original(model), settings, progress)
+        found = find_or_estimate(open_dense(model), settings, progress)
     print(f"costs of {method}: {time.monotonic() - start:.1f} s", file=sys.stderr)
     return found.sensitivities.rows
 
@@ -133,7 +134,7 @@ def recipes(
     options: argparse.Namespace, model: Path, calib: Path | None
 ) -> Iterator[tuple[str, Recipe, float | None]]:
     """Recipes to convert, by name, with the KL that their costs promise."""
-    checkpoint = open_original(model).checkpoint
+    checkpoint = open_dense(model).checkpoint
     config, tensors = checkpoint.config, checkpoint.tensors
     four = (Override("*.layers.*", 4),)
     uniform = Recipe(

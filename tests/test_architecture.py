@@ -34,8 +34,18 @@ NEVER_IMPORTS = {
 # Packages, and the modules beside them, that may import those before them only.
 ORDER = {
     "convert": [
-        *("original", "plan", "quantize", "budget", "measure", "pipeline", "report", "export"),
-        *("vocabulary", "publish", "api", "cli"),
+        *(
+            "original",
+            "plan",
+            "texts",
+            "quantize",
+            "budget",
+            "mtp",
+            "measure",
+            "pipeline",
+            "report",
+        ),
+        *("export", "vocabulary", "publish", "api", "cli"),
     ],
     "formats": [
         *("printable", "charts", "errors", "fields", "machine", "kv_cache", "architectures"),

@@ -271,7 +271,7 @@ def test_errors_come_before_long_work(
     for work in (
         "convert.api.make_plan",
         "convert.budget.lookup.load_layered_model",
-        "convert.pipeline.own_text.build",
+        "convert.texts.own_text.build_model",
         "convert.report.reporting.pair_of",
         "convert.pipeline.verification._check_files",
         "convert.export.export.open_source",

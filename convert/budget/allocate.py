@@ -86,19 +86,12 @@ def allocate(
     linears of multi-token prediction. The budget counts the headers of the files of that choice.
 
     Args:
-        config: of the original.
-        tensors: its headers.
-        recipe: what is fixed.
         rows: the cost of each scheme of each set.
-        target: the budget.
-        max_shard_bytes: limit of a weight file.
         beside: bytes that the folder of a plan has at most beside its weight files, for a target
             of its size; those of a draft head alone when None.
-        choose: chooses a method that the recipe leaves open.
 
     Raises:
         QuantizationError: no choice fits, or the model as stored fits.
-        LowbitError: whatever `make_plan` refuses.
     """
     sets = fused_sets(config, tensors)
     candidates = _candidates(config, tensors, recipe, sets, rows)
@@ -131,11 +124,7 @@ def _candidates(
     sets: Sequence[FusedSet],
     rows: Sequence[Row],
 ) -> dict[str, list[_Candidate]]:
-    """Choices of each set; one of no loss for a set that is fixed.
-
-    Raises:
-        FormatError: a set without sensitivities.
-    """
+    """Choices of each set; one of no loss for a set that is fixed."""
     specs = {spec.module: spec for spec in tensor_table(config, tensors) if spec.quantizable}
     measured = by_set(rows)
     found: dict[str, list[_Candidate]] = {}
@@ -163,11 +152,7 @@ def _candidates(
 
 
 def _one_scheme(recipe: Recipe, members: Sequence[TensorSpec]) -> Scheme | None:
-    """Scheme that a recipe states for a set; None where it leaves the set as stored.
-
-    Raises:
-        QuantizationError: the recipe names only a part of the set.
-    """
+    """Scheme that a recipe states for a set; None where it leaves the set as stored."""
     schemes = {recipe.scheme_of(spec) for spec in members}
     named = [spec for spec in members if any(o.matches(spec) for o in recipe.overrides)]
     if len(schemes) > 1 or len(named) not in (0, len(members)):
@@ -186,11 +171,7 @@ def _under_bytes(
     stored: int,
     beside: Callable[[Plan], int],
 ) -> tuple[Plan, Picks]:
-    """Best choice whose files, headers and those beside the weights included, keep to the budget.
-
-    Raises:
-        QuantizationError: no choice fits, or the model as stored fits.
-    """
+    """Best choice whose files, headers and those beside the weights too, keep to the budget."""
     smallest = {
         name: min(given, key=lambda one: one.option.size) for name, given in candidates.items()
     }

@@ -13,18 +13,18 @@ or larger: of 3 bits four times as much (measured: 3.9), of 8 bits 1/250.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowbit.convert.original.device import tensor_cores
-from lowbit.convert.original.layer import Layer, run, stages
+from lowbit.convert.original.divergence import Divergences, log_partition
+from lowbit.convert.original.layer import Layer, stages
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.progress import Meter, Progress
-from lowbit.convert.original.threads import Pool, alone_on_threads, ordered
+from lowbit.convert.original.threads import Pool, alone_on_threads, for_each
 from lowbit.convert.original.walk import (
+    HEAD_ROWS,
     HEAD_TOKENS,
     blocks,
     embed,
@@ -32,22 +32,18 @@ from lowbit.convert.original.walk import (
     load_norm,
     pass_through,
 )
-from lowbit.convert.plan import calibration_cost
-from lowbit.convert.plan.calibration_cost import Memory, calibration_memory, shapes_of
 from lowbit.convert.plan.method import Method
-from lowbit.convert.plan.sets import Choice, FusedSet
+from lowbit.convert.plan.sets import RANKED_BITS, Choice, FusedSet
 from lowbit.convert.quantize.linear import LinearQuantizer
 from lowbit.convert.quantize.moments import measure
 from lowbit.convert.quantize.rounding import rounding_error
 from lowbit.convert.quantize.windows import WindowStates, begin
-from lowbit.formats.architectures import tensor_table
 from lowbit.formats.architectures.names import split_layer
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.layout.scheme import Scheme
 
 LEARNED = {"cpu": 16, "cuda": 64}  # windows that codes are learned from
-MEASURED_BITS = 4
 SAMPLED_ROWS = 128  # of a linear, whose rounding errors stand for all
 
 
@@ -89,29 +85,30 @@ def measured_costs(
         for number in range(len(model.layers)):
             layer = load_layer(model, number, device)
             for states in variants.values():
-                pass_through(layer, states, pool)
+                pass_through(layer, states, device, pool)
             here = [fused for fused in schemes if fused.layer == number]
             for fused, weights in _narrow(layer, here, base, learned, quantizer).items():
                 own = {name: layer.weight(name).data for name in weights}
+                sampled = [w[:: _stride(len(w))].contiguous() for w in own.values()]
                 for scheme in {*schemes[fused], base[fused]}:
-                    errors[fused, scheme] = _rounding(list(own.values()), scheme, rule)
+                    errors[fused, scheme] = _rounding(sampled, scheme, rule)
                 variants[fused] = hidden.clone()
                 layer.put(weights)
-                pass_through(layer, variants[fused], pool)
+                pass_through(layer, variants[fused], device, pool)
                 layer.put(own)
-            pass_through(layer, hidden, pool)
-            run(layer, learned.original, device, pool)
+            pass_through(layer, hidden, device, pool)
+            quantizer.pass_through(layer, learned.original)
             meter.add(2 * number + 1)
         norm = load_norm(model, device)
         for states in (learned.original, hidden, *variants.values()):
-            run(norm, states, device, pool)
-        head = torch.cat([rows for _, rows in model.weights.rows(model.head, 1 << 16, device)])
+            pass_through(norm, states, device, pool)
         narrow: dict[FusedSet, Tensor] = {}
         for fused in (fused for fused in schemes if fused.layer is None):
             narrow[fused] = quantizer.head(model, base[fused], learned).weight.to(device)
+            sampled = _head_rows(model, device)
             for scheme in {*schemes[fused], base[fused]}:
-                errors[fused, scheme] = _rounding([head], scheme, rule)
-        costs = _divergences(hidden, head, variants, narrow, pool)
+                errors[fused, scheme] = _rounding(sampled, scheme, rule)
+        costs = _divergences(model, hidden, variants, narrow, pool)
         meter.add(2 * len(model.layers) + 1)
     if not all(map(math.isfinite, costs.values())):
         raise QuantizationError("the original gives NaN or infinite logits")
@@ -123,7 +120,7 @@ def measured_costs(
 
 def _base(schemes: Sequence[Scheme]) -> Scheme:
     """The scheme at which a set is measured: 4 bits in the largest groups to choose from."""
-    return Scheme(MEASURED_BITS, max(scheme.group_size or 0 for scheme in schemes) or None)
+    return Scheme(RANKED_BITS, max(scheme.group_size or 0 for scheme in schemes) or None)
 
 
 def _narrow(
@@ -149,14 +146,25 @@ def _narrow(
 
 
 def _rounding(weights: Sequence[Tensor], scheme: Scheme, rule: ScaleRule) -> float:
-    """Sum of the squared rounding errors of some rows of linears."""
-    rows = (w[:: -(-len(w) // SAMPLED_ROWS)].contiguous() for w in weights)
-    return sum(float(rounding_error(part, scheme, rule).square().sum()) for part in rows)
+    """Sum of the squared rounding errors of rows of linears."""
+    return sum(float(rounding_error(part, scheme, rule).square().sum()) for part in weights)
+
+
+def _stride(rows: int) -> int:
+    """Rows of a linear from one that is sampled to the next."""
+    return -(-rows // SAMPLED_ROWS)
+
+
+def _head_rows(model: LayeredModel, device: torch.device) -> list[Tensor]:
+    """The sampled rows of the head."""
+    stride = _stride(model.vocabulary)
+    blocks = model.weights.rows(model.head, HEAD_ROWS, device)
+    return [torch.cat([rows[-first % stride :: stride] for first, rows in blocks])]
 
 
 def _divergences(
+    model: LayeredModel,
     hidden: Tensor,
-    head: Tensor,
     variants: Mapping[FusedSet, Tensor],
     heads: Mapping[FusedSet, Tensor],
     pool: Pool,
@@ -165,54 +173,21 @@ def _divergences(
 
     Args:
         hidden: what the head sees in the original, [windows, T, h].
-        head: the original's, [V, h] float32.
-        variants: states in place of the original's.
-        heads: matrices in place of its head's.
+        heads: matrices [V, h] in place of its head's.
     """
-    h = hidden.shape[-1]
-    wanted = hidden[:, :-1].reshape(-1, h)
-    others = [(fused, states[:, :-1].reshape(-1, h), head) for fused, states in variants.items()]
-    others += [(fused, wanted, matrix) for fused, matrix in heads.items()]
-    totals = dict.fromkeys((fused for fused, _, _ in others), 0.0)
-    kind = hidden.device.type
-    for part in blocks(len(wanted), HEAD_TOKENS[kind] // 2):
-        p = (wanted[part] @ head.T).log_softmax(-1)
-        pairs = [(states[part], matrix) for _, states, matrix in others]
-        found = ordered(pool, partial(_divergence, p), pairs)
-        for (fused, _, _), total in zip(others, found, strict=True):
-            totals[fused] += total
-    return {fused: total / len(wanted) for fused, total in totals.items()}
+    original = hidden[:, :-1].flatten(0, 1)
+    changed = {fused: states[:, :-1].flatten(0, 1) for fused, states in variants.items()}
+    log_z = log_partition(model, original, pool).to(torch.float32)
+    sums = Divergences(len(changed) + len(heads), len(original), hidden.device)
+    for first, rows in model.weights.rows(model.head, HEAD_ROWS, hidden.device):
+        errors = [head[first : first + len(rows)] - rows for head in heads.values()]
 
+        def add(part: slice, rows: Tensor = rows, errors: Sequence[Tensor] = errors) -> None:
+            p = (original[part] @ rows.T).sub_(log_z[part, None]).exp_()
+            for number, states in enumerate(changed.values()):
+                sums.add(number, part, p, (states[part] - original[part]) @ rows.T)
+            for number, error in enumerate(errors, len(changed)):
+                sums.add(number, part, p, original[part] @ error.T)
 
-def _divergence(p: Tensor, other: tuple[Tensor, Tensor]) -> float:
-    """Sum of the KL over tokens, from log-probabilities [n, V], states [n, h] and a head [V, h]."""
-    states, head = other
-    q = (states @ head.T).log_softmax(-1)
-    return float((p.exp() * (p - q)).sum(-1).sum(dtype=torch.float64))
-
-
-def costs_memory(
-    config: Mapping[str, Any],
-    sets: Sequence[FusedSet],
-    method: Method,
-    windows: tuple[int, int, int],
-    device: str,
-    threads: int,
-) -> Memory:
-    """Memory that measuring takes at most, the interpreter in RAM included.
-
-    Args:
-        windows: to learn from, to measure on, and tokens of each.
-    """
-    learned, held, length = windows
-    schemes = dict.fromkeys((m for fused in sets for m in fused.modules), Scheme(MEASURED_BITS))
-    given = calibration_cost.Windows(learned, length)
-    base = calibration_memory(shapes_of(config, schemes), method, given, device, threads)
-    V, h = tensor_table(config)[0].shape
-    window = (len(sets) + 2) * length * h * 4 * 5 // 4
-    workers = threads + 1 if device == "cpu" else 1
-    logits = 4 * HEAD_TOKENS[device] // 2 * V * 4 * workers
-    work = held * window + 3 * V * h * 4 + logits
-    if device == "cpu":
-        return Memory(base.ram + work, 0, window)
-    return Memory(base.ram, base.gpu + work, window)
+        for_each(pool, add, blocks(len(original), HEAD_TOKENS[hidden.device.type]))
+    return dict(zip((*changed, *heads), sums.means(), strict=True))

@@ -132,9 +132,6 @@ def _search(
     """Best solution, or `start` where none is better.
 
     Args:
-        price: price of a unit of size; any price gives a valid bound.
-        room: limit of the sum of sizes beyond the smallest.
-        start: a solution that fits.
         width: number of states kept a set, those of the least bound; None keeps all: exact.
     """
     goal = sum(int(one.losses[pick]) for one, pick in zip(sets, start, strict=True))

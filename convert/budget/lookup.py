@@ -17,17 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.convert.budget.costs import LEARNED, costs_memory, measured_costs
+from lowbit.convert.budget.costs import LEARNED, measured_costs
 from lowbit.convert.budget.sensitivities import SCHEMA, Row, Sensitivities, read_sensitivities
-from lowbit.convert.budget.sensitivity import DRAWS, estimate, sensitivity_memory
-from lowbit.convert.original.answers import require_language_model
-from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
+from lowbit.convert.budget.sensitivity import DRAWS, estimate
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.progress import Meter, Note, Progress
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
-from lowbit.convert.plan.memory import check_windows
+from lowbit.convert.plan.memory import check_windows, costs_memory, sensitivity_memory
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.plan.sets import (
     GROUPS,
@@ -39,16 +37,16 @@ from lowbit.convert.plan.sets import (
     fused_sets,
 )
 from lowbit.convert.quantize.windows import shuffled
+from lowbit.convert.texts.calibration import CalibrationText, read_calibration
 from lowbit.formats.architectures import read_config, tensor_table
 from lowbit.formats.architectures.names import any_expert, split_layer
-from lowbit.formats.errors import FormatError, LowbitError, QuantizationError, ResourceError
+from lowbit.formats.errors import FormatError, LowbitError, ResourceError
 from lowbit.formats.files.atomic import attempt, check_place, disk_errors, replace_files
 from lowbit.formats.files.user_folders import user_folder
 from lowbit.formats.layout.manifest import SourceTensor, weights_digest
-from lowbit.formats.layout.quantization_config import method_of
 from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.machine.cores import core_count
-from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, Checkpoint, open_checkpoint
+from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, Checkpoint
 from lowbit.formats.safetensors.hashing import hash_file, hash_tensor
 
 WINDOW = 512
@@ -109,11 +107,7 @@ def find_or_estimate(
     alone. Bits that a file there lacks are computed and added to it.
 
     Args:
-        weights: of the original, not rotated.
         note: told before the computation that it begins, and of a damaged file in the cache.
-
-    Raises:
-        LowbitError: for anything that a file, an option or the machine causes.
     """
     device = open_device(settings.device)
     sets = fused_sets(weights.checkpoint.config, weights.checkpoint.tensors)
@@ -140,15 +134,15 @@ def find_or_estimate(
         raise ResourceError(str(error), hint=hint) from error
     head = sum(fused.layer is None for fused, _ in choices)
     threads = torch.get_num_threads()
-    held, length = windows[1].shape
+    measured, length = windows[1].shape
     if measures:
-        shape = len(windows[0]), held, length
+        shape = len(windows[0]), measured, length
         need = costs_memory(config, sets, settings.method, shape, device.type, threads)
     else:
-        need = sensitivity_memory(config, (held, length), head, DRAWS, device.type, threads)
+        need = sensitivity_memory(config, (measured, length), head, DRAWS, device.type, threads)
     less = "`lowbit-convert sensitivity` with --windows {} or fewer takes less"
     doing = "measuring" if measures else "estimating"
-    check_windows(f"{doing} sensitivities", need, held, device.type, less)
+    check_windows(f"{doing} sensitivities", need, measured, device.type, less)
     if note is not None:
         note(
             f"{doing} the sensitivity of {len(sets)} sets at {len(choices)} precisions on "
@@ -188,33 +182,9 @@ def _passing_work(config: Mapping[str, Any]) -> float:
 
 def _joined(sets: Sequence[FusedSet], known: Sequence[Row], rows: Sequence[Row]) -> tuple[Row, ...]:
     """All rows as if computed at once: by set, bits and group size."""
-    place = {fused.name: number for number, fused in enumerate(sets)}
-    rows = sorted((*known, *rows), key=lambda row: (place[row.name], row.bits, row.group_size))
+    order = {fused.name: number for number, fused in enumerate(sets)}
+    rows = sorted((*known, *rows), key=lambda row: (order[row.name], row.bits, row.group_size))
     return tuple(rows)
-
-
-def open_original(folder: Path) -> Weights:
-    """The weights of a folder that is not quantized yet; errors are those of `dense_weights` too.
-
-    Raises:
-        CheckpointError: not a checkpoint.
-    """
-    return dense_weights(open_checkpoint(folder))
-
-
-def dense_weights(source: Checkpoint) -> Weights:
-    """The weights of a checkpoint that is not quantized yet.
-
-    Raises:
-        QuantizationError: it is quantized.
-        UnsupportedModelError: it is a drafter.
-    """
-    require_language_model(source.config, str(source.folder))
-    if method_of(source.config) is not None:
-        raise QuantizationError(
-            f"`{source.folder}` is already quantized", hint="start from the BF16 checkpoint"
-        )
-    return Weights(source, None)
 
 
 def rows_of(choices: Sequence[Choice], figures: Sequence[float]) -> tuple[Row, ...]:
@@ -266,8 +236,8 @@ def _split(samples: Tensor, count: int, learned: int) -> tuple[Tensor, Tensor]:
     if len(samples) == 1:
         return samples, samples
     mixed = shuffled(samples)
-    held = min(count, max(1, len(mixed) // 4, len(mixed) - learned))
-    return mixed[held:], mixed[:held]
+    measured = min(count, max(1, len(mixed) // 4, len(mixed) - learned))
+    return mixed[measured:], mixed[:measured]
 
 
 def _compute(
@@ -296,7 +266,7 @@ def _identity(
     """Identity of a measurement, less the choices."""
     import transformers
 
-    learned, held = windows
+    learned, measured = windows
     measures = settings.measures(weights.checkpoint.config)
     return {
         "lowbit_version": version("lowbit"),
@@ -306,8 +276,8 @@ def _identity(
         "weights_sha256": hash_weights(weights.checkpoint, progress),
         "text_name": text.name,
         "text_sha256": text.sha256,
-        "window": held.shape[1],
-        "windows": len(held),
+        "window": measured.shape[1],
+        "windows": len(measured),
         "learned": len(learned),
         "draws": 0 if measures else DRAWS,
         "scale_rule": settings.rule,
@@ -338,11 +308,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Make sure, before the computation, that `write_file` can write its figures.
-
-    Raises:
-        ResourceError: as `write_file`.
-    """
+    """Make sure, before the computation, that `write_file` can write its figures."""
     with disk_errors(path=path):
         path.parent.mkdir(parents=True, exist_ok=True)
     check_place(path, MAX_FIGURES_BYTES)

@@ -17,10 +17,8 @@ Against the KL of models with one set at INT4, on 4 windows of 256 tokens:
 The head is measured, not estimated.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,28 +31,20 @@ from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.progress import Meter, Progress
 from lowbit.convert.original.threads import Pool, alone_on_threads, for_each, ordered
 from lowbit.convert.original.walk import (
-    HEAD_ROWS,
-    HEAD_TOKENS,
     embed,
     load_layer,
     load_norm,
     pass_through,
 )
-from lowbit.convert.plan.calibration_cost import BASE_BYTES, Memory
-from lowbit.convert.plan.memory import decoder_layers, linear_ends
 from lowbit.convert.plan.sets import Choice
 from lowbit.convert.quantize.rounding import rounding_error, row_blocks
-from lowbit.formats.architectures import read_config, tensor_table
 from lowbit.formats.architectures.names import split_layer
-from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.layout.scheme import Scheme
 
 DRAWS = 2  # tokens drawn at each position; the next window costs three times the next draw
 FORWARD_WORK, BACKWARD_WORK, HEAD_WORK = 1, 5, 8  # time a weight, for progress
 KEPT_DTYPE = torch.bfloat16  # of hidden states between the passes
-
-SCORES = 3  # sets of attention's scores: forward, softmax and gradient
 
 
 def estimate(
@@ -118,7 +108,7 @@ def _forward(
     hidden = embed(model, windows, device)
     for number in range(len(model.layers)):
         entering.append(hidden.to("cpu", KEPT_DTYPE, copy=True))  # the pass is in place
-        pass_through(load_layer(model, number, device), hidden, pool)
+        pass_through(load_layer(model, number, device), hidden, device, pool)
         meter.add(FORWARD_WORK * sizes[number])
     return entering, hidden
 
@@ -195,54 +185,3 @@ def _cost(
         for found in ordered(pool, part, row_blocks(weight)):
             total += found
     return float(total) if bool(total.isfinite()) else float("inf")
-
-
-def sensitivity_memory(
-    config: Mapping[str, Any],
-    windows: tuple[int, int],
-    schemes: int,
-    draws: int,
-    device: str,
-    threads: int,
-) -> Memory:
-    """Memory that a pass needs at most, the interpreter in RAM included.
-
-    With T tokens in all, t of a window, h wide, and `draws` tokens drawn at each position:
-        kept      layers * T * h * 2 bytes in RAM, the input of every layer
-        states    (1 + 2 * draws) * T * h * 4, outputs, and gradients above and below a layer
-        layer     its weights in FP32, the squares of their gradients, the largest of them three
-                  times more while it is read and rounded, and for each window under way what its
-                  linears take and give, 1 + draws times, and its attention's t * t scores of every
-                  head three times
-        head      HEAD_ROWS rows of h as they are and once a scheme, and blocks of logits
-    and a quarter more for what the allocator keeps.
-
-    Args:
-        windows: windows of the text, and tokens of each.
-    """
-    count, t = windows
-    sizes = read_config(config)
-    table = tensor_table(config)
-    V, h = table[0].shape
-    layers = decoder_layers(table)
-    workers = min(count, threads) if device == "cpu" else 1
-    scores = SCORES * sizes.num_attention_heads * t * t
-
-    def values(layer: Sequence[TensorSpec]) -> int:
-        """FP32 values of a layer and its activations, the sets of states aside."""
-        weights = [math.prod(spec.shape) for spec in layer]
-        traced = math.ceil(t * linear_ends(layer, sizes.experts) * (2 + draws))
-        return 2 * sum(weights) + 3 * max(weights) + workers * (traced + scores)
-
-    layer = max(map(values, layers))
-    rows = min(V, HEAD_ROWS)
-    # A block's logits, their differences by a scheme, and sums of probabilities in FP64.
-    blocks = min(count * t, HEAD_TOKENS[device] * workers) * rows * (2 + 2 + 4)
-    head = rows * h * (2 + schemes) + blocks + draws * count * t * h
-    window = 4 * (1 + 2 * draws) * t * h * 5 // 4
-    kept = 2 * len(layers) * t * h
-    work = count * window + 4 * max(layer, head) * 5 // 4
-    ram = BASE_BYTES + count * kept
-    if device == "cpu":
-        return Memory(ram + work, 0, window + kept)
-    return Memory(ram, work, window + kept)

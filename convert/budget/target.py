@@ -8,13 +8,13 @@ from lowbit.convert.budget.allocate import Allocation, Target, allocate
 from lowbit.convert.budget.lookup import (
     CachedSensitivities,
     Settings,
-    dense_weights,
     find_or_estimate,
     read_checked,
     rows_of,
 )
 from lowbit.convert.budget.sensitivities import Row
 from lowbit.convert.original.progress import Note, Progress
+from lowbit.convert.original.weights import dense_weights
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.plan.plan import MethodChooser, Plan
 from lowbit.convert.plan.recipe import Recipe
@@ -59,20 +59,13 @@ def meet_target(
     The sensitivities are those of the method that is then used, with the recipe's scale rule.
 
     Args:
-        source: the original; its weights are read.
-        recipe: what is fixed.
-        request: the budget.
         settings: of the sensitivities; the method there is replaced.
-        max_shard_bytes: limit of a weight file.
-        choose: chooses a method that the recipe leaves open.
         folder_bytes: size of the folder of a plan at most.
         room: bytes that a target of size leaves for the report.
-        on_progress: called with (phase, done, in all).
         note: told what is computed, and what cannot be kept.
 
     Raises:
         QuantizationError: the target cannot be met.
-        LowbitError: whatever stops `find_or_estimate`.
     """
     weights, config, tensors = dense_weights(source), source.config, source.tensors
 

@@ -76,8 +76,8 @@ def cut_vocabulary(
     more pieces, which the model has seldom seen: --measure tells what that costs.
     """
     from lowbit.convert.cli.progress import progress_bars
-    from lowbit.convert.original.evaluation_text import vocabulary_texts
     from lowbit.convert.report.reporting import read_texts
+    from lowbit.convert.texts.evaluation import vocabulary_texts
     from lowbit.convert.vocabulary.cut import cut_vocabulary
 
     check_command(source)

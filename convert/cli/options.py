@@ -27,10 +27,10 @@ from lowbit.formats.shell.options import (
 
 if TYPE_CHECKING:
     from lowbit.convert.measure.gate import Condition, Outcome
-    from lowbit.convert.original.evaluation_text import Text
     from lowbit.convert.plan.recipe import Override, Recipe
     from lowbit.convert.publish.upload import Statement
     from lowbit.convert.quantize.session import CalibrationRequest
+    from lowbit.convert.texts.evaluation import Text
 
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}", re.ASCII)  # as the Hub's identifiers are
 
@@ -253,7 +253,7 @@ def calibration_file(ctx: click.Context, param: click.Parameter, value: Path | N
     """Refuse, before anything is fetched, a text that cannot be read; a pipe becomes a file."""
     if value is None or ctx.resilient_parsing:
         return value
-    from lowbit.convert.original.calibration_text import plain_texts, rereadable
+    from lowbit.convert.texts.calibration import plain_texts, rereadable
 
     try:
         file = ctx.with_resource(rereadable(value))

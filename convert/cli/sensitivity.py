@@ -97,12 +97,12 @@ def sensitivity(
         Settings,
         check_file,
         find_or_estimate,
-        open_original,
         write_file,
     )
     from lowbit.convert.cli.progress import progress_bars
     from lowbit.convert.cli.tables import target as render
     from lowbit.convert.original.device import open_device
+    from lowbit.convert.original.weights import open_dense
     from lowbit.convert.pipeline.estimate import method_chooser
     from lowbit.convert.plan.method import Method
     from lowbit.convert.plan.plan import make_plan
@@ -114,7 +114,7 @@ def sensitivity(
 
     if out is not None:
         check_file(out)
-    original = open_original(locate(source, revision).folder)
+    original = open_dense(locate(source, revision).folder)
     if method == AUTO:
         headers = original.checkpoint
         choose = method_chooser(headers, open_device(device), CalibrationRequest(calib))

@@ -11,7 +11,7 @@ from lowbit.formats.shell.failure import Command
 from lowbit.formats.shell.options import Count, with_options
 
 if TYPE_CHECKING:
-    from lowbit.convert.original.evaluation_text import Text
+    from lowbit.convert.texts.evaluation import Text
     from lowbit.convert.vocabulary.beside import CutRequest
 
 KEEP_HELP = (
@@ -101,7 +101,7 @@ def make_cut_request(
         if languages:
             raise click.UsageError("--vocabulary-languages is for --keep-vocabulary.")
         return None
-    from lowbit.convert.original.evaluation_text import vocabulary_texts
+    from lowbit.convert.texts.evaluation import vocabulary_texts
     from lowbit.convert.vocabulary.beside import CutRequest
 
     compared = tuple(texts) or vocabulary_texts()

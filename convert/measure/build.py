@@ -10,8 +10,8 @@ from typing import Any
 from lowbit.convert.measure.coverage import Coverage
 from lowbit.convert.measure.record import LogitQuality, QualityReport, Sizes, UsedRecipe
 from lowbit.convert.measure.weights import WeightQuality
-from lowbit.convert.original.calibration_text import BUNDLED_NAME
 from lowbit.convert.plan.recipe import Recipe
+from lowbit.convert.texts.calibration import BUNDLED_NAME
 from lowbit.formats.architectures import is_tied, kind_of, part_of, tensor_table
 from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.errors import QuantizationError
@@ -41,7 +41,6 @@ def build_report(
     """The report of a finished packed folder.
 
     Args:
-        packed: the folder, in its place.
         weights: one row a packed linear.
         logits: None where they were not measured.
         source: the original, where it is at hand; its size is else taken from the manifest.
@@ -151,12 +150,12 @@ def command_of(manifest: Manifest, name: str) -> str | None:
         words += ["--group-size", recipe["group_size"] or "row"]
     words += ["--method", method_name(recipe)]
     if manifest.calibration is not None:
-        made = manifest.calibration
-        if made.text != BUNDLED_NAME:
-            words += ["--calib", made.text]
-        words += ["--calib-samples", str(made.samples), "--calib-length", str(made.length)]
-        words += ["--calib-chat"] if made.chat else []
-        words += ["--device", "cpu" if made.device == "cpu" else "cuda"]
+        used = manifest.calibration
+        if used.text != BUNDLED_NAME:
+            words += ["--calib", used.text]
+        words += ["--calib-samples", str(used.samples), "--calib-length", str(used.length)]
+        words += ["--calib-chat"] if used.chat else []
+        words += ["--device", "cpu" if used.device == "cpu" else "cuda"]
     for key in ("lm_head", "mtp"):
         words += [] if recipe[key] is None else [f"--{key.replace('_', '-')}", recipe[key]]
     for override in recipe["overrides"]:

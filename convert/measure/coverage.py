@@ -10,21 +10,13 @@ from lowbit.convert.quantize.store import LayerError
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Tokens that the experts of a layer were calibrated on.
+    """Tokens that the experts of a layer were calibrated on."""
 
-    Attributes:
-        layer: number of the layer.
-        experts: in the layer.
-        least: tokens of the expert with the fewest.
-        middle: of the median expert.
-        few: experts with too few tokens, which are rounded to nearest.
-    """
-
-    layer: int
-    experts: int
-    least: int
-    middle: int
-    few: int
+    layer: int  # number of the layer
+    experts: int  # in the layer
+    least: int  # tokens of the expert with the fewest
+    middle: int  # of the median expert
+    few: int  # experts with too few tokens, which are rounded to nearest
 
 
 def coverage_of(errors: Sequence[LayerError]) -> tuple[Coverage, ...]:

@@ -35,50 +35,30 @@ class ChangedValue:
 
 @dataclass(frozen=True, slots=True)
 class LinearDifference:
-    """A linear whose weights differ, or all experts of a layer that do.
+    """A linear whose weights differ, or all experts of a layer that do."""
 
-    Attributes:
-        module: its name; `*` stands for the numbers of experts.
-        a: scheme in the first folder, `BF16` and the like where it is not packed.
-        b: same in the second.
-        codes: share of codes that differ; None where the schemes do.
-        scales: share of scales that differ; None where the schemes do.
-        distance: |A - B| / |A| of the weights that a reader sees.
-        linears: how many differ; the other figures are of these.
-    """
-
-    module: str
-    a: str
-    b: str
-    codes: float | None
-    scales: float | None
-    distance: float
-    linears: int = 1
+    module: str  # its name; `*` stands for the numbers of experts
+    a: str  # scheme in the first folder, `BF16` and the like where it is not packed
+    b: str  # same in the second
+    codes: float | None  # share of codes that differ; None where the schemes do
+    scales: float | None  # share of scales that differ; None where the schemes do
+    distance: float  # |A - B| / |A| of the weights that a reader sees
+    linears: int = 1  # how many differ; the other figures are of these
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Two packed checkpoints of one architecture.
+    """Two packed checkpoints of one architecture."""
 
-    Attributes:
-        config: of config.json, the quantization section aside.
-        recipe: of lowbit.json, empty where a side has none.
-        only_a: tensors that only the first has; of linears, those packed differently are not here.
-        only_b: same of the second.
-        linears: that differ.
-        others: names of other tensors that differ.
-        other_basis: one of the two is rotated, so that all weights differ in alike models too.
-        equal: weights and other tensors that are the same, byte for byte.
-    """
-
-    config: tuple[ChangedValue, ...]
-    recipe: tuple[ChangedValue, ...]
+    config: tuple[ChangedValue, ...]  # of config.json, the quantization section aside
+    recipe: tuple[ChangedValue, ...]  # of lowbit.json, empty where a side has none
+    # Tensors that only the first has; of linears, those packed differently are not here
     only_a: tuple[str, ...]
-    only_b: tuple[str, ...]
-    linears: tuple[LinearDifference, ...]
-    others: tuple[str, ...]
-    equal: int
-    other_basis: bool
+    only_b: tuple[str, ...]  # same of the second
+    linears: tuple[LinearDifference, ...]  # that differ
+    others: tuple[str, ...]  # names of other tensors that differ
+    equal: int  # weights and other tensors that are the same, byte for byte
+    other_basis: bool  # one of the two is rotated, so that all weights differ in alike models too
 
     @property
     def same(self) -> bool:
@@ -112,8 +92,8 @@ def difference(a: Path, b: Path, progress: Progress) -> Difference:
     modules = {spec.name: spec.module for spec in packed[0].specs if spec.quantizable}
     found: list[_Change] = []
     others = []
-    for place, name in enumerate(both):
-        progress("compare", place, len(both))
+    for number, name in enumerate(both):
+        progress("compare", number, len(both))
         if name in modules:
             change = _compare(packed, weights, modules[name], name)
             found += [] if change is None else [change]

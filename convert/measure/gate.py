@@ -36,19 +36,12 @@ SIZE = "bits_per_weight"
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A bound on a figure of the report.
+    """A bound on a figure of the report."""
 
-    Attributes:
-        figure: its name, `kl_mean`.
-        text: name of the evaluation text, `maths`; None for the headline figure.
-        operator: one of < <= > >=.
-        bound: what the figure is compared with.
-    """
-
-    figure: str
-    text: str | None
-    operator: str
-    bound: float
+    figure: str  # its name, `kl_mean`
+    text: str | None  # name of the evaluation text, `maths`; None for the headline figure
+    operator: str  # one of < <= > >=
+    bound: float  # what the figure is compared with
 
     def __str__(self) -> str:
         """As it is parsed."""
@@ -58,19 +51,12 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A condition and the figure that it was held against.
+    """A condition and the figure that it was held against."""
 
-    Attributes:
-        condition: as the user wrote it.
-        found: the figure; None where it is not known, which meets no condition.
-        met: True where the figure meets the condition.
-        reason: why the figure is not known.
-    """
-
-    condition: str
-    found: float | None
-    met: bool
-    reason: str | None = None
+    condition: str  # as the user wrote it
+    found: float | None  # the figure; None where it is not known, which meets no condition
+    met: bool  # True where the figure meets the condition
+    reason: str | None = None  # why the figure is not known
 
 
 def gate_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:

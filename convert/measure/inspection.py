@@ -33,78 +33,47 @@ WHOLE = (VISION, DRAFT_HEAD)  # names that are no path of modules
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A linear or another tensor, whatever number of tensors it is stored as.
+    """A linear or another tensor, whatever number of tensors it is stored as."""
 
-    Attributes:
-        name: of the module; of the tensor where the module has several.
-        shape: of the weight; empty for parts that are carried as a whole.
-        stored: `INT4 g128`, or a dtype.
-        bits: of its codes; None where it is not packed.
-        group_size: weights that share a scale; None for a whole row, or where it is not packed.
-        scale_min: smallest finite scale; None where there is none, or it is not known.
-        scale_max: largest finite one.
-        nan_scales: scales that are NaN; 0 where they are not read.
-        infinite_scales: scales that are infinite; 0 where they are not read.
-        nbytes: of all its tensors.
-        tensors: how many those are.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    stored: str
-    bits: int | None
+    name: str  # of the module; of the tensor where the module has several
+    shape: tuple[int, ...]  # of the weight; empty for parts that are carried as a whole
+    stored: str  # `INT4 g128`, or a dtype
+    bits: int | None  # of its codes; None where it is not packed
+    # Weights that share a scale; None for a whole row, or where it is not packed
     group_size: int | None
-    scale_min: float | None
-    scale_max: float | None
-    nbytes: int
-    tensors: int
-    nan_scales: int = 0
-    infinite_scales: int = 0
+    scale_min: float | None  # smallest finite scale; None where there is none, or it is not known
+    scale_max: float | None  # largest finite one
+    nbytes: int  # of all its tensors
+    tensors: int  # how many those are
+    nan_scales: int = 0  # scales that are NaN; 0 where they are not read
+    infinite_scales: int = 0  # scales that are infinite; 0 where they are not read
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A module, or several that are equal but for their number.
+    """A module, or several that are equal but for their number."""
 
-    Attributes:
-        name: the last part of its name; of several layers with their numbers, `layers 0-2, 4-6`.
-        count: how many modules it stands for.
-        entry: what it stores itself; of several modules the sum, and the whole range of scales.
-        children: below it, in the order of the file.
-        nbytes: of all of it.
-    """
-
-    name: str
-    count: int
+    name: str  # the last part of its name; of several layers with their numbers, `layers 0-2, 4-6`
+    count: int  # how many modules it stands for
+    # What it stores itself; of several modules the sum, and the whole range of scales
     entry: Entry | None
-    children: tuple["Node", ...]
-    nbytes: int
+    children: tuple["Node", ...]  # below it, in the order of the file
+    nbytes: int  # of all of it
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """A checkpoint to look at.
+    """A checkpoint to look at."""
 
-    Attributes:
-        source: folder or Hub id.
-        commit: of a Hub id; None for a folder.
-        model_type: of its architecture; the class of a drafter.
-        entries: everything in it, in the order of the architecture.
-        manifest: its lowbit.json; None where another tool wrote it.
-        bits_per_weight: of all weight files, over the parameters.
-        size_bytes: of the folder, reports aside.
-        scales_read: the ranges are of the stored scales; else those of lowbit.json.
-        damage: sentences on scales that are not finite, or not those of lowbit.json.
-    """
-
-    source: str
-    commit: str | None
-    model_type: str
-    entries: tuple[Entry, ...]
-    manifest: Manifest | None
-    bits_per_weight: float
-    size_bytes: int
-    scales_read: bool
+    source: str  # folder or Hub id
+    commit: str | None  # of a Hub id; None for a folder
+    model_type: str  # of its architecture; the class of a drafter
+    entries: tuple[Entry, ...]  # everything in it, in the order of the architecture
+    manifest: Manifest | None  # its lowbit.json; None where another tool wrote it
+    bits_per_weight: float  # of all weight files, over the parameters
+    size_bytes: int  # of the folder, reports aside
+    scales_read: bool  # the ranges are of the stored scales; else those of lowbit.json
+    # Sentences on scales that are not finite, or not those of lowbit.json
     damage: tuple[str, ...] = ()
 
     @property

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lowbit.convert.measure.metrics import LogitSums, TokenFigures
 from lowbit.convert.measure.routing import Routes, Routing, RoutingSums
+from lowbit.convert.original.experts import recorded_routes
 from lowbit.convert.original.layer import Layer, hooked
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.progress import Advance
@@ -25,15 +26,15 @@ from lowbit.convert.original.threads import Pool, alone_on_threads, for_each
 from lowbit.convert.original.walk import (
     HEAD_ROWS,
     HEAD_TOKENS,
+    SUM_TOKENS,
     blocks,
     embed,
     load_layer,
-    pass_through,
+    passing,
+    scored_states,
 )
 from lowbit.formats.architectures.names import any_expert
 from lowbit.formats.errors import CheckpointError
-
-SUM_TOKENS = {"cpu": 32, "cuda": 2048}  # of a block at a time, so that FP64 stays in cache
 
 Models = tuple[LayeredModel, LayeredModel]  # original and packed
 Call = tuple[Tensor, Tensor]  # input, output
@@ -42,22 +43,17 @@ Squares = tuple[float, float]  # of the error, of the output
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Results of a pass.
+    """Results of a pass."""
 
-    Attributes:
-        figures: of the packed model against the original.
-        noise: of the original in BF16 against itself; None where no window was asked for.
-        output_errors: relative, of the packed linears in decoder layers, by module, or by all
-            experts of a layer; empty where no window was asked for.
-        states: [windows, T - 1, h] inputs of both heads on the windows asked for, original first.
-        routing: of tokens to experts in both models; None without experts.
-    """
-
-    figures: TokenFigures
+    figures: TokenFigures  # of the packed model against the original
+    # Of the original in BF16 against itself; None where no window was asked for
     noise: TokenFigures | None
+    # Relative, of the packed linears in decoder layers, by module, or by all experts of a layer;
+    # empty where no window was asked for
     output_errors: Mapping[str, float]
+    # [windows, T - 1, h] inputs of both heads on the windows asked for, original first
     states: tuple[Tensor, Tensor]
-    routing: Routing | None
+    routing: Routing | None  # of tokens to experts in both models; None without experts
 
 
 def compare(
@@ -74,7 +70,6 @@ def compare(
     Args:
         models: original and packed, loaded for windows of T tokens.
         windows: [windows, T] int64 token ids.
-        device: where to compute.
         advance: told of weights times tokens done, `work` in all.
         noisy: windows, from the first, that also pass through the original in BF16.
         watched: windows, from the first, on which outputs of linears are compared.
@@ -97,7 +92,7 @@ def compare(
                     found = squares(layer.module.get_submodule(name), calls[name])
                     errors.setdefault(any_expert(module), []).extend(found)
             calls.clear()
-            pass_through(layer, hidden[1], pool, routes.packed)
+            _pass(layer, hidden[1], pool, routes.packed)
             routing.add(routes)
             advance(_weights(layer.module) * (2 * windows.numel() + windows[:noisy].numel()))
         figures, noise = _compare_heads(models, windows, hidden, rounded, pool, advance)
@@ -127,12 +122,20 @@ def _original_layer(
     layer = load_layer(model, number, hidden.device)
     first, rest = routes.cut(watched)
     with recorded_linears(layer.module) as calls:
-        pass_through(layer, hidden[:watched], pool, first)
-    pass_through(layer, hidden[watched:], pool, rest)
+        _pass(layer, hidden[:watched], pool, first)
+    _pass(layer, hidden[watched:], pool, rest)
     if len(rounded):
         layer = Layer(layer.module.to(torch.bfloat16), _rounded(layer.arguments))
-        pass_through(layer, rounded, pool, routes.rounded)
+        _pass(layer, rounded, pool, routes.rounded)
     return calls
+
+
+def _pass(layer: Layer, hidden: Tensor, pool: Pool, routes: Tensor | None) -> None:
+    """Pass windows through a layer, in place, and fill in the experts of every token, if any."""
+    with recorded_routes(layer.module) as last_route:
+        for part, chosen in passing(layer, hidden, hidden.device, pool, last_route):
+            if routes is not None and chosen is not None:
+                routes[part] = chosen.view(routes[part].shape)
 
 
 def _compare_heads(
@@ -169,18 +172,6 @@ def _add_logits(
     for part in blocks(len(a), SUM_TOKENS[a.device.type]):
         here = slice(tokens.start + part.start, tokens.start + part.stop)
         sums.add(here, first_row, a[part], b[part])
-
-
-def scored_states(model: LayeredModel, hidden: Tensor) -> Tensor:
-    """Inputs of the head for the tokens that have a successor: [windows * (T - 1), h].
-
-    Overwrites hidden.
-    """
-    name = f"{model.prefix}norm.weight"
-    weight = model.weights.read(name, (model.hidden_size,), hidden.device).to(hidden.dtype)
-    for window in hidden:
-        window.copy_(torch.func.functional_call(model.norm, {"weight": weight}, (window,)))
-    return hidden[:, :-1].reshape(-1, hidden.shape[-1])
 
 
 def _head_blocks(models: Models, device: torch.device) -> Iterator[tuple[int, Tensor, Tensor]]:

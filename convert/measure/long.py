@@ -10,14 +10,14 @@ from torch import Tensor
 from lowbit.convert.measure.logits import Models, compare, work
 from lowbit.convert.measure.metrics import TokenFigures, positions
 from lowbit.convert.measure.pair import Pair
-from lowbit.convert.measure.peak import check_peak, logits_peak_bytes
 from lowbit.convert.measure.record import LongQuality, Needle
 from lowbit.convert.original.device import open_device
-from lowbit.convert.original.evaluation_text import Text
-from lowbit.convert.original.long_text import LongText, long_text
 from lowbit.convert.original.model import LayeredModel, load_layered_model
 from lowbit.convert.original.progress import Meter, Note, Progress, silent
 from lowbit.convert.original.quiet import without_advice
+from lowbit.convert.plan.memory import check_free, logits_peak_bytes
+from lowbit.convert.texts.evaluation import Text
+from lowbit.convert.texts.long import LongText, long_text
 from lowbit.formats.architectures import read_config
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.kv_cache import (
@@ -41,7 +41,6 @@ def measure_long(
     Args:
         pair: the original, with tokenizer.json, and the folder made from it.
         text: passages of it are repeated, and lines are hidden in it.
-        device: `cpu` or `cuda`.
         progress: called with ("long", work done, in all), in weights times tokens.
         note: told, before the work, how much memory it takes.
 
@@ -53,18 +52,18 @@ def measure_long(
         ResourceError: a GPU is asked for where there is none, or there is too little memory.
         UnsupportedModelError: transformers has no causal language model for the checkpoint.
     """
-    place = open_device(device)
+    target = open_device(device)
     config, source = pair.original.checkpoint.config, pair.original.checkpoint.folder
-    made = long_text(source, text, read_config(config).max_position_embeddings)
-    windows = torch.cat([made.repeated, made.searched])
-    need = logits_peak_bytes(config, (len(windows), made.length), device=device)
-    check_peak(need, device, "leave out --long")
+    samples = long_text(source, text, read_config(config).max_position_embeddings)
+    windows = torch.cat([samples.repeated, samples.searched])
+    need = logits_peak_bytes(config, (len(windows), samples.length), device=device)
+    check_free("comparing logits", need, device, "leave out --long")
     if note is not None:
         note(
-            f"comparing {len(windows)} windows of {made.length:,} tokens twice, in at most "
+            f"comparing {len(windows)} windows of {samples.length:,} tokens twice, in at most "
             f"{need / 1e9:.2f} GB of memory"
         )
-    figures = _compared(pair, windows, place, progress)
+    figures = _compared(pair, windows, target, progress)
     for found in figures:
         if not (found.nll_original.isfinite().all() and found.nll_packed.isfinite().all()):
             raise QuantizationError(
@@ -72,15 +71,15 @@ def measure_long(
                 "a long text"
             )
     packed, cache = figures
-    repeated = slice(len(made.repeated) * (made.length - 1))
+    repeated = slice(len(samples.repeated) * (samples.length - 1))
     return LongQuality(
-        length=made.length,
-        repeated=len(made.repeated),
+        length=samples.length,
+        repeated=len(samples.repeated),
         kl_mean=float(packed.kl.mean()),
         cache_kl_mean=float(cache.kl.mean()),
-        positions=positions(packed.part(repeated), made.length),
-        cache=positions(cache.part(repeated), made.length),
-        needles=tuple(_needles(made, windows, packed, cache)),
+        positions=positions(packed.part(repeated), samples.length),
+        cache=positions(cache.part(repeated), samples.length),
+        needles=tuple(_needles(samples, windows, packed, cache)),
     )
 
 
@@ -100,17 +99,17 @@ def _compared(
 
 
 def _needles(
-    made: LongText, windows: Tensor, packed: TokenFigures, cache: TokenFigures
+    samples: LongText, windows: Tensor, packed: TokenFigures, cache: TokenFigures
 ) -> Iterator[Needle]:
     """Lines found by each model, by their place in the windows, from the farthest."""
-    labels = windows[len(made.repeated) :, 1:]
+    labels = windows[len(samples.repeated) :, 1:]
     right = [
-        top.view(len(windows), -1)[len(made.repeated) :] == labels
+        top.view(len(windows), -1)[len(samples.repeated) :] == labels
         for figures in (packed, cache)
         for top in (figures.top_original, figures.top_packed)
     ]
-    for line in sorted({lookup.line for lookup in made.lookups}):
-        same = [lookup for lookup in made.lookups if lookup.line == line]
+    for line in sorted({lookup.line for lookup in samples.lookups}):
+        same = [lookup for lookup in samples.lookups if lookup.line == line]
         found = [
             # The logits of a token are those of the position before it.
             sum(

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.measure import metrics
-from lowbit.convert.measure.drafting import drafted_windows, measure_drafting
 from lowbit.convert.measure.logits import Comparison, Models, compare, work
 from lowbit.convert.measure.metrics import TokenFigures, percentile
 from lowbit.convert.measure.pair import Pair
-from lowbit.convert.measure.peak import check_peak, logits_peak_bytes
-from lowbit.convert.measure.record import Drafting, Flip, LogitQuality, Position, TextKind
+from lowbit.convert.measure.record import Flip, LogitQuality, Position, TextKind
+from lowbit.convert.mtp.drafting import Drafting, drafted_windows, measure_drafting
 from lowbit.convert.original.device import open_device
-from lowbit.convert.original.evaluation_text import EvalText, Text, tokenize
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.progress import Meter, Note, Progress, silent
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.threads import alone_on_threads
+from lowbit.convert.plan.memory import check_free, logits_peak_bytes
+from lowbit.convert.texts.evaluation import EvalText, Text, tokenize
 from lowbit.formats.architectures import read_config
 from lowbit.formats.architectures.names import MTP_PREFIX
 from lowbit.formats.draft_head import open_draft_head
@@ -36,14 +36,10 @@ FLIP_CHARACTERS = 80  # of the text before one
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Figures of a packed model on texts.
+    """Figures of a packed model on texts."""
 
-    Attributes:
-        logits: against the original's.
-        output_errors: relative, of the packed linears in decoder layers, by module.
-    """
-
-    logits: LogitQuality
+    logits: LogitQuality  # against the original's
+    # Relative, of the packed linears in decoder layers, by module
     output_errors: Mapping[str, float]
 
 
@@ -61,7 +57,6 @@ def measure_logits(
         texts: cut into non-overlapping windows of 512 tokens (fewer where context or the first text
             are shorter); the first token of a window is not scored. The first text gives the
             headline figures.
-        device: `cpu` or `cuda`.
         progress: called with ("logits", work done, in all), in weights times tokens.
         note: told, before the work, how much memory it takes.
 
@@ -73,7 +68,7 @@ def measure_logits(
         ResourceError: a GPU is asked for where there is none, or there is too little memory.
         UnsupportedModelError: transformers has no causal language model for the checkpoint.
     """
-    place = open_device(device)
+    target = open_device(device)
     config, source = pair.original.checkpoint.config, pair.original.checkpoint.folder
     context = max(2, read_config(config).max_position_embeddings)
     cut = tokenize(source, texts, context)
@@ -81,28 +76,28 @@ def measure_logits(
     noisy = min(NOISY, len(cut[0].windows))
     watched = min(WATCHED, len(cut[0].windows))
     need = logits_peak_bytes(config, windows.shape, long.shape, noisy, watched, device)
-    check_peak(need, device)
+    check_free("comparing logits", need, device, "give a shorter --eval-text")
     if note is not None:
         tokens = windows.numel() + long.numel()
         note(f"comparing logits of {tokens:,} tokens, in at most {need / 1e9:.2f} GB of memory")
     with torch.inference_mode(), without_advice():
-        models = _load(pair, windows.shape[1], place)
+        models = _load(pair, windows.shape[1], target)
         total = work(models[0], windows, noisy) + work(models[0], long)
         meter = Meter(progress, "logits", total)
         meter.add(0)
         drafted = drafted_windows([len(text.windows) for text in cut])
-        found = compare(models, windows, place, meter.add, noisy, watched, drafted)
+        found = compare(models, windows, target, meter.add, noisy, watched, drafted)
         _check_finite(found.figures, pair)
-        drafting = _drafting(models, windows[drafted], found, place)
+        drafting = _drafting(models, windows[drafted], found, target)
         far: tuple[Position, ...] = ()
         if len(long):
-            models = _load(pair, long.shape[1], place)
-            figures = compare(models, long, place, meter.add).figures
+            models = _load(pair, long.shape[1], target)
+            figures = compare(models, long, target, meter.add).figures
             _check_finite(figures, pair)
             far = metrics.positions(figures, long.shape[1])
     flips = find_flips(source, cut, found.figures)
     logits = replace(
-        _summarize(found, cut, far, flips, place), drafting=drafting, routing=found.routing
+        _summarize(found, cut, far, flips, target), drafting=drafting, routing=found.routing
     )
     return Measured(logits, found.output_errors)
 

@@ -22,27 +22,16 @@ MAX_WINDOWS = 256  # points of a plot; of a longer text, neighbours are averaged
 
 @dataclass(frozen=True, slots=True)
 class TokenFigures:
-    """Per scored token, FP64 on the CPU, [tokens].
+    """Per scored token, FP64 on the CPU, [tokens]."""
 
-    Attributes:
-        nll_original: -log p(next token), nats.
-        nll_packed: same for the packed model.
-        kl: KL(original || packed), nats.
-        cosine: of the two logit vectors.
-        top_original: token id that the original ranks first, int64.
-        top_packed: same for the packed model.
-        p_original: probability of the original's first, in the original.
-        p_packed: probability of the original's first, in the packed model.
-    """
-
-    nll_original: Tensor
-    nll_packed: Tensor
-    kl: Tensor
-    cosine: Tensor
-    top_original: Tensor
-    top_packed: Tensor
-    p_original: Tensor
-    p_packed: Tensor
+    nll_original: Tensor  # -log p(next token), nats
+    nll_packed: Tensor  # same for the packed model
+    kl: Tensor  # KL(original || packed), nats
+    cosine: Tensor  # of the two logit vectors
+    top_original: Tensor  # token id that the original ranks first, int64
+    top_packed: Tensor  # same for the packed model
+    p_original: Tensor  # probability of the original's first, in the original
+    p_packed: Tensor  # probability of the original's first, in the packed model
 
     @property
     def agree(self) -> Tensor:

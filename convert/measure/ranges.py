@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from lowbit.convert.mtp.drafting import MOST_DRAFTS
 from lowbit.formats.errors import FormatError
 
 INF = math.inf
@@ -33,7 +34,6 @@ RANGES: Mapping[str, tuple[float, float]] = {
     )
     for name in names.split()
 }
-MOST_DRAFTS = 4  # of a round
 # Fewest and most values of a list.
 LENGTHS = {
     "counts": (1, 1000),

@@ -13,6 +13,7 @@ from lowbit.convert.measure.coverage import Coverage
 from lowbit.convert.measure.ranges import check_ranges
 from lowbit.convert.measure.routing import Routing
 from lowbit.convert.measure.weights import WeightQuality
+from lowbit.convert.mtp.drafting import Drafting
 from lowbit.formats.file_names import QUALITY_FILE
 from lowbit.formats.judgement import REPORT_AGAIN, SCHEMA, VERDICT
 from lowbit.formats.layout.records import (
@@ -54,54 +55,31 @@ class Noise:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The tokens at some positions of long windows.
+    """The tokens at some positions of long windows."""
 
-    Attributes:
-        start: first position; that of the token that is predicted from.
-        stop: the position after the last.
-        tokens: scored, over all the windows.
-        kl_mean: nats.
-        top1_agreement: share of tokens where both rank the same token first.
-        nll_original: mean, nats.
-        nll_packed: same for the packed model.
-        kl_error: standard error of `kl_mean`; None if it rests on too little.
-    """
-
-    start: int
-    stop: int
-    tokens: int
-    kl_mean: float
-    top1_agreement: float
-    nll_original: float
-    nll_packed: float
-    kl_error: float | None = None
+    start: int  # first position; that of the token that is predicted from
+    stop: int  # the position after the last
+    tokens: int  # scored, over all the windows
+    kl_mean: float  # nats
+    top1_agreement: float  # share of tokens where both rank the same token first
+    nll_original: float  # mean, nats
+    nll_packed: float  # same for the packed model
+    kl_error: float | None = None  # standard error of `kl_mean`; None if it rests on too little
 
 
 @dataclass(frozen=True, slots=True)
 class TextKind:
-    """One of several evaluation texts.
+    """One of several evaluation texts."""
 
-    Attributes:
-        name: short, `maths`.
-        sha256: of its UTF-8 bytes.
-        tokens: scored.
-        perplexity_original: exp of the mean NLL.
-        perplexity_packed: same for the packed model.
-        kl_mean: nats.
-        top1_agreement: share of tokens where both rank the same token first.
-        kl_p99: the value that 99 % of the tokens do not exceed.
-        kl_error: standard error of `kl_mean`; None with too few windows.
-    """
-
-    name: str
-    sha256: str
-    tokens: int
-    perplexity_original: float
-    perplexity_packed: float
-    kl_mean: float
-    top1_agreement: float
-    kl_p99: float
-    kl_error: float | None = None
+    name: str  # short, `maths`
+    sha256: str  # of its UTF-8 bytes
+    tokens: int  # scored
+    perplexity_original: float  # exp of the mean NLL
+    perplexity_packed: float  # same for the packed model
+    kl_mean: float  # nats
+    top1_agreement: float  # share of tokens where both rank the same token first
+    kl_p99: float  # the value that 99 % of the tokens do not exceed
+    kl_error: float | None = None  # standard error of `kl_mean`; None with too few windows
 
     @property
     def perplexity_change(self) -> float:
@@ -111,68 +89,16 @@ class TextKind:
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """A place in the text where the packed model ranks another token first.
+    """A place in the text where the packed model ranks another token first."""
 
-    Attributes:
-        kind: name of the text.
-        before: the text up to there, its end.
-        actual: the text's next token.
-        original: the original's first choice.
-        packed: the packed model's.
-        p_original: probability of the original's choice, in the original.
-        p_packed: probability of the original's choice, in the packed model.
-        kl: nats.
-    """
-
-    kind: str
-    before: str
-    actual: str
-    original: str
-    packed: str
-    p_original: float
-    p_packed: float
-    kl: float
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """One of the drafts of a round, made by the head for multi-token prediction.
-
-    Attributes:
-        reached: rounds that came so far, all drafts before it being right.
-        right: those of them in which it is the token that the trunk ranks first.
-        agreement: right over reached.
-        accepted: share of all rounds in which it is accepted: the product of the agreements up to
-            here.
-        tokens_a_round: expected, with this as the last draft: one and the sum of those shares.
-    """
-
-    reached: int
-    right: int
-    agreement: float
-    accepted: float
-    tokens_a_round: float
-
-
-@dataclass(frozen=True, slots=True)
-class Drafting:
-    """Quality of the head for multi-token prediction, of rounds of speculative decoding.
-
-    Attributes:
-        drafted_windows: of the texts, in which rounds begin at every token.
-        packed: first to fourth draft of the packed head, against the packed trunk.
-        original: same for the original's head and trunk.
-        draft_head: same with drafts chosen from the draft head; empty without one.
-        draft_rows: tokens of the draft head; 0 without one.
-        covered: share of the packed trunk's first choices that are among them; 0 without one.
-    """
-
-    drafted_windows: int
-    packed: tuple[Draft, ...]
-    original: tuple[Draft, ...]
-    draft_head: tuple[Draft, ...] = ()
-    draft_rows: int = 0
-    covered: float = 0.0
+    kind: str  # name of the text
+    before: str  # the text up to there, its end
+    actual: str  # the text's next token
+    original: str  # the original's first choice
+    packed: str  # the packed model's
+    p_original: float  # probability of the original's choice, in the original
+    p_packed: float  # probability of the original's choice, in the packed model
+    kl: float  # nats
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,66 +106,39 @@ class LogitQuality:
     """The packed model against the original on a text, per scored token.
 
     Of several texts, the figures are those of the first; `kinds` has them all.
-
-    Attributes:
-        text_name: of the evaluation text.
-        text_sha256: of its UTF-8 bytes.
-        text_tokens: tokens of the whole text.
-        window: tokens of a window; the first of each is not scored.
-        windows: number of them.
-        scored_tokens: windows * (window - 1).
-        perplexity_original: exp of the mean NLL.
-        perplexity_packed: same for the packed model.
-        log_ratio_error: standard error of log(packed / original) over windows; None if too few.
-        kl_mean: KL(original || packed) in nats, mean.
-        kl_p95: the value that 95 % of the tokens do not exceed.
-        kl_p99: the value that 99 % of the tokens do not exceed.
-        kl_max: the largest.
-        cosine_mean: of the two logit vectors.
-        cosine_p1: the value that 1 % of the tokens do not exceed.
-        top1_agreement: share of tokens where both rank the same token first.
-        kl_histogram: distribution of the KL.
-        window_series: means by window, at most 256 points.
-        device: `cpu` or `cuda`.
-        torch_version: that computed the logits, in FP32.
-        transformers_version: whose modules did.
-        noise: of BF16 on the same windows; None where it was not measured.
-        positions: by position in long windows of the first text; empty where it is too short.
-        kinds: by text; empty where there is only one.
-        flips: at most 12 examples, the largest KL first, at most one a window.
-        kl_error: standard error of `kl_mean` over windows; None if they are too few.
-        drafting: of the head for multi-token prediction; None without one.
-        routing: of tokens to experts, on all texts; None without experts.
     """
 
-    text_name: str
-    text_sha256: str
-    text_tokens: int
-    window: int
-    windows: int
-    scored_tokens: int
-    perplexity_original: float
-    perplexity_packed: float
+    text_name: str  # of the evaluation text
+    text_sha256: str  # of its UTF-8 bytes
+    text_tokens: int  # tokens of the whole text
+    window: int  # tokens of a window; the first of each is not scored
+    windows: int  # number of them
+    scored_tokens: int  # windows * (window - 1)
+    perplexity_original: float  # exp of the mean NLL
+    perplexity_packed: float  # same for the packed model
+    # Standard error of log(packed / original) over windows; None if too few
     log_ratio_error: float | None
-    kl_mean: float
-    kl_p95: float
-    kl_p99: float
-    kl_max: float
-    cosine_mean: float
-    cosine_p1: float
-    top1_agreement: float
-    kl_histogram: Histogram
-    window_series: tuple[Window, ...]
-    device: str
-    torch_version: str
-    transformers_version: str
-    noise: Noise | None = None
+    kl_mean: float  # KL(original || packed) in nats, mean
+    kl_p95: float  # the value that 95 % of the tokens do not exceed
+    kl_p99: float  # the value that 99 % of the tokens do not exceed
+    kl_max: float  # the largest
+    cosine_mean: float  # of the two logit vectors
+    cosine_p1: float  # the value that 1 % of the tokens do not exceed
+    top1_agreement: float  # share of tokens where both rank the same token first
+    kl_histogram: Histogram  # distribution of the KL
+    window_series: tuple[Window, ...]  # means by window, at most 256 points
+    device: str  # `cpu` or `cuda`
+    torch_version: str  # that computed the logits, in FP32
+    transformers_version: str  # whose modules did
+    noise: Noise | None = None  # of BF16 on the same windows; None where it was not measured
+    # By position in long windows of the first text; empty where it is too short
     positions: tuple[Position, ...] = ()
-    kinds: tuple[TextKind, ...] = ()
-    flips: tuple[Flip, ...] = ()
+    kinds: tuple[TextKind, ...] = ()  # by text; empty where there is only one
+    flips: tuple[Flip, ...] = ()  # at most 12 examples, the largest KL first, at most one a window
+    # Standard error of `kl_mean` over windows; None if they are too few
     kl_error: float | None = None
-    drafting: Drafting | None = None
-    routing: Routing | None = None
+    drafting: Drafting | None = None  # of the head for multi-token prediction; None without one
+    routing: Routing | None = None  # of tokens to experts, on all texts; None without experts
 
     @property
     def perplexity_change(self) -> float:
@@ -252,60 +151,37 @@ class Needle:
     """Lines that were hidden in long texts and looked up from about one distance.
 
     A model finds a line if it ranks first every token that only the hidden line tells.
-
-    Attributes:
-        distance: tokens, on average.
-        lines: number of them, one a text.
-        found_original: lines that the original finds.
-        found_packed: that the packed model finds.
-        found_bf16: that it finds with a BF16 cache of keys and values.
-        found_int8: that it finds with an INT8 cache.
     """
 
-    distance: int
-    lines: int
-    found_original: int
-    found_packed: int
-    found_bf16: int
-    found_int8: int
+    distance: int  # tokens, on average
+    lines: int  # number of them, one a text
+    found_original: int  # lines that the original finds
+    found_packed: int  # that the packed model finds
+    found_bf16: int  # that it finds with a BF16 cache of keys and values
+    found_int8: int  # that it finds with an INT8 cache
 
 
 @dataclass(frozen=True, slots=True)
 class LongQuality:
-    """The packed model on long texts that need what stands far before.
+    """The packed model on long texts that need what stands far before."""
 
-    Attributes:
-        length: tokens of a window.
-        repeated: windows whose second half repeats the first; the tables of positions are theirs.
-        kl_mean: packed against the original, on all windows, nats.
-        cache_kl_mean: the packed model with an INT8 cache against itself with a BF16 one.
-        positions: packed against the original.
-        cache: an INT8 cache, which stands for `packed` here, against a BF16 one.
-        needles: the farthest lines first.
-    """
-
-    length: int
-    repeated: int
-    kl_mean: float
-    cache_kl_mean: float
-    positions: tuple[Position, ...]
-    cache: tuple[Position, ...]
-    needles: tuple[Needle, ...]
+    length: int  # tokens of a window
+    repeated: int  # windows whose second half repeats the first; the tables of positions are theirs
+    kl_mean: float  # packed against the original, on all windows, nats
+    cache_kl_mean: float  # the packed model with an INT8 cache against itself with a BF16 one
+    positions: tuple[Position, ...]  # packed against the original
+    cache: tuple[Position, ...]  # an INT8 cache, which stands for `packed` here, against a BF16 one
+    needles: tuple[Needle, ...]  # the farthest lines first
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of a packed folder.
+    """Sizes of a packed folder."""
 
-    Attributes:
-        folder_bytes: all its files, reports aside.
-        source_bytes: the same folder with the source's tensors; None where they are not known.
-        bits_per_weight: bits of the weight files over the model's parameters.
-    """
-
-    folder_bytes: int
+    folder_bytes: int  # all its files, reports aside
+    # The same folder with the source's tensors; None where they are not known
     source_bytes: int | None
-    bits_per_weight: float
+    bits_per_weight: float  # bits of the weight files over the model's parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,39 +196,27 @@ class UsedRecipe:
 
 @dataclass(frozen=True, slots=True)
 class QualityReport:
-    """The whole of quality.json.
+    """The whole of quality.json."""
 
-    Attributes:
-        lowbit_version: that measured.
-        manifest_sha256: of lowbit.json's bytes; None in a folder without one.
-        sizes: of the folder.
-        weights: one row a packed linear.
-        logits: None where they were not measured.
-        measured_on: date in UTC, `2026-05-31`.
-        model_type: of config.json.
-        parameters: of the original's decoder.
-        command: that makes the packed folder again; None where lowbit.json does not say.
-        original: Hub id of the original; None where it is not on the Hub or not known.
-        held_out_excess: share by which errors of the calibration's layers on held-out windows are
-            above those on windows it learned from; None where that is not known.
-        coverage: tokens that experts were calibrated on, by layer; empty where they were not.
-        long: on long texts; None where they were not asked for.
-        recipe: by which the folder was made; None where lowbit.json does not say.
-    """
-
-    lowbit_version: str
-    manifest_sha256: str | None
-    sizes: Sizes
-    weights: tuple[WeightQuality, ...]
-    logits: LogitQuality | None
-    measured_on: str
-    model_type: str
-    parameters: int
+    lowbit_version: str  # that measured
+    manifest_sha256: str | None  # of lowbit.json's bytes; None in a folder without one
+    sizes: Sizes  # of the folder
+    weights: tuple[WeightQuality, ...]  # one row a packed linear
+    logits: LogitQuality | None  # None where they were not measured
+    measured_on: str  # date in UTC, `2026-05-31`
+    model_type: str  # of config.json
+    parameters: int  # of the original's decoder
+    # That makes the packed folder again; None where lowbit.json does not say
     command: str | None = None
+    # Hub id of the original; None where it is not on the Hub or not known
     original: str | None = None
+    # Share by which errors of the calibration's layers on held-out windows are above those on
+    # windows it learned from; None where that is not known
     held_out_excess: float | None = None
+    # Tokens that experts were calibrated on, by layer; empty where they were not
     coverage: tuple[Coverage, ...] = ()
-    long: LongQuality | None = None
+    long: LongQuality | None = None  # on long texts; None where they were not asked for
+    # By which the folder was made; None where lowbit.json does not say
     recipe: UsedRecipe | None = None
 
     def to_json(self, verdict: Mapping[str, str | None] | None = None) -> dict[str, Any]:

@@ -14,25 +14,16 @@ NO_ROUTE = -1
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Routes of tokens to experts in the packed model, against the original's.
+    """Routes of tokens to experts in the packed model, against the original's."""
 
-    Attributes:
-        experts: of a layer.
-        chosen: experts that each token passes through.
-        tokens: compared in every layer.
-        same_set: share of tokens, over all layers, that are routed to the same set of experts.
-        same_experts: share of the chosen experts that are in both sets.
-        same_set_bf16: `same_set` of the original in BF16; None where it was not measured.
-        by_layer: `same_set` of every layer.
-    """
-
-    experts: int
-    chosen: int
-    tokens: int
-    same_set: float
-    same_experts: float
+    experts: int  # of a layer
+    chosen: int  # experts that each token passes through
+    tokens: int  # compared in every layer
+    same_set: float  # share of tokens, over all layers, that are routed to the same set of experts
+    same_experts: float  # share of the chosen experts that are in both sets
+    # `same_set` of the original in BF16; None where it was not measured
     same_set_bf16: float | None
-    by_layer: tuple[float, ...]
+    by_layer: tuple[float, ...]  # `same_set` of every layer
 
 
 class Routes(NamedTuple):

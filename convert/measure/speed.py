@@ -14,27 +14,16 @@ SCHEMA = 1  # of the object of `lowbit-run bench`
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Figures of `lowbit-run bench`.
+    """Figures of `lowbit-run bench`."""
 
-    Attributes:
-        device: that it ran on.
-        prompt_tokens: before the first token.
-        new_tokens: decoded after it.
-        context: tokens that the cache has room for.
-        first_token_s: from the prompt to the first token.
-        decode_tokens_per_s: afterwards.
-        weight_bytes: of the loaded weights.
-        peak_bytes: of memory in all.
-    """
-
-    device: str
-    prompt_tokens: int
-    new_tokens: int
-    context: int
-    first_token_s: float
-    decode_tokens_per_s: float
-    weight_bytes: int
-    peak_bytes: int
+    device: str  # that it ran on
+    prompt_tokens: int  # before the first token
+    new_tokens: int  # decoded after it
+    context: int  # tokens that the cache has room for
+    first_token_s: float  # from the prompt to the first token
+    decode_tokens_per_s: float  # afterwards
+    weight_bytes: int  # of the loaded weights
+    peak_bytes: int  # of memory in all
 
 
 def read_speed(folder: Path) -> Speed | None:

@@ -20,34 +20,22 @@ BLOCK_WEIGHTS = 1 << 22  # read at a time
 
 @dataclass(frozen=True, slots=True)
 class WeightQuality:
-    """One quantized tensor, or one of every expert of a layer, against its source.
+    """One quantized tensor, or one of every expert of a layer, against its source."""
 
-    Attributes:
-        name: of the module, without `.weight`; `*` stands for the numbers of experts.
-        bits: of a code.
-        group_size: weights that share a scale; None for a whole row.
-        weights: number of weights.
-        cosine: of the flattened tensors.
-        relative_l2: |packed - source| / |source|.
-        sqnr_db: -20 log10(relative_l2).
-        clipped_share: share of weights that lie more than half a step beyond the code range.
-        output_error: |x (W - P)^T| / |x W^T| on inputs x that the original gets from the evaluation
-            text; None where it was not measured. Of experts, over the tokens routed to them.
-        worst_expert: number of the expert with the largest relative error; None for one tensor.
-        worst_expert_l2: its relative error.
-    """
-
-    name: str
-    bits: int
-    group_size: int | None
-    weights: int
-    cosine: float
-    relative_l2: float
-    sqnr_db: float
-    clipped_share: float
+    name: str  # of the module, without `.weight`; `*` stands for the numbers of experts
+    bits: int  # of a code
+    group_size: int | None  # weights that share a scale; None for a whole row
+    weights: int  # number of weights
+    cosine: float  # of the flattened tensors
+    relative_l2: float  # |packed - source| / |source|
+    sqnr_db: float  # -20 log10(relative_l2)
+    clipped_share: float  # share of weights that lie more than half a step beyond the code range
+    # |x (W - P)^T| / |x W^T| on inputs x that the original gets from the evaluation text; None
+    # where it was not measured. Of experts, over the tokens routed to them
     output_error: float | None = None
+    # Number of the expert with the largest relative error; None for one tensor
     worst_expert: int | None = None
-    worst_expert_l2: float | None = None
+    worst_expert_l2: float | None = None  # its relative error
 
 
 @dataclass(slots=True)
@@ -143,15 +131,13 @@ def measure_weights(
 
     Args:
         pair: the original, and the folder made from it by any tool.
-        device: `cpu` or `cuda`.
-        progress: called with ("weights", weights done, in all).
 
     Raises:
         CheckpointError: a folder that cannot be read, or a linear the source lacks.
         FormatError: packed weights that break the layout.
         ResourceError: a GPU is asked for where there is none.
     """
-    place = open_device(device)
+    target = open_device(device)
     originals, quantized = pair.original, pair.packed
     schemes = quantized.packed_schemes()
     if not schemes:
@@ -168,8 +154,8 @@ def measure_weights(
             )
         count = max(1, BLOCK_WEIGHTS // originals.shape(name)[1])
         sums = WeightSums()
-        blocks = quantized.packed_rows(module, count, place)
-        for (_, w), (_, p, scale) in zip(originals.rows(name, count, place), blocks, strict=True):
+        blocks = quantized.packed_rows(module, count, target)
+        for (_, w), (_, p, scale) in zip(originals.rows(name, count, target), blocks, strict=True):
             sums.add(w, p, scale, scheme)
         found.append((module, scheme, sums))
         meter.add(sizes[module])

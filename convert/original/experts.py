@@ -53,8 +53,8 @@ class Experts(torch.nn.ModuleList):
         """
         out = torch.zeros_like(hidden_states)
         for number in torch.unique(top_k_index).tolist():
-            tokens, places = (top_k_index == number).nonzero(as_tuple=True)
-            y = self[number](hidden_states[tokens]) * top_k_weights[tokens, places, None]
+            tokens, ranks = (top_k_index == number).nonzero(as_tuple=True)
+            y = self[number](hidden_states[tokens]) * top_k_weights[tokens, ranks, None]
             out.index_add_(0, tokens, y.to(out.dtype))
         return out
 
@@ -67,8 +67,8 @@ def separate_experts(model: torch.nn.Module, dtype: torch.dtype) -> None:
             continue
         count, rows, hidden = fused.gate_up_proj.shape
         with torch.device("meta"):
-            made = (Expert(hidden, rows // 2, fused.act_fn) for _ in range(count))
-            setattr(parent, EXPERTS, Experts(made).to(dtype).eval())
+            experts = (Expert(hidden, rows // 2, fused.act_fn) for _ in range(count))
+            setattr(parent, EXPERTS, Experts(experts).to(dtype).eval())
 
 
 @contextmanager

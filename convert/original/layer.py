@@ -9,10 +9,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lowbit.convert.original.threads import Pool, ordered
-
-BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}  # through a layer at a time
-
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -34,29 +30,6 @@ class Layer:
         """Replace weights of its linears, by name."""
         for name, weight in weights.items():
             self.weight(name).data = weight
-
-
-def batches(hidden: Tensor, device: torch.device) -> list[slice]:
-    """Windows to pass through a layer at once, covering all of hidden [windows, T, h].
-
-    A GPU's batches are some of a CPU's.
-    """
-    T = hidden.shape[1]
-    least = max(1, BATCH_TOKENS["cpu"] // T)
-    count = least * max(1, BATCH_TOKENS[device.type] // T // least)
-    return [slice(start, min(start + count, len(hidden))) for start in range(0, len(hidden), count)]
-
-
-def run(layer: Layer, hidden: Tensor, device: torch.device, pool: Pool) -> None:
-    """Pass all windows through a layer, in place.
-
-    Args:
-        hidden: [windows, T, h] float32, on the CPU or the device.
-    """
-    parts = batches(hidden, device)
-    results = ordered(pool, lambda part: layer(hidden[part].to(device)), parts)
-    for part, result in zip(parts, results, strict=True):
-        hidden[part] = result.to(hidden.device)
 
 
 @contextmanager

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.convert.original.answers import require_language_model
 from lowbit.convert.original.experts import separate_experts
 from lowbit.convert.original.quiet import without_advice
+from lowbit.convert.original.runnable import require_language_model
 from lowbit.convert.original.weights import Weights
 from lowbit.formats.errors import CheckpointError, UnsupportedModelError
 
@@ -80,12 +80,7 @@ def store_frequencies(decoder: Any, device: torch.device) -> None:
 
 
 def _transformers_config(weights: Weights) -> Any:
-    """The configuration as transformers reads it, less what would make it unpack weights itself.
-
-    Raises:
-        UnsupportedModelError: transformers does not know the architecture, or it is a drafter.
-        CheckpointError: config.json is not valid.
-    """
+    """The configuration as transformers reads it, less what would make it unpack weights itself."""
     require_language_model(weights.checkpoint.config, str(weights.name))
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig

@@ -251,7 +251,9 @@ def why_not_rotated(
     return None
 
 
-def held_bytes(roles: Mapping[str, Role], tensors: Mapping[str, TensorInfo], device: str) -> int:
+def rotation_bytes(
+    roles: Mapping[str, Role], tensors: Mapping[str, TensorInfo], device: str
+) -> int:
     """RAM beside the blocks of a conversion: matrices whose rows are mixed have to be whole.
 
     Args:

@@ -1,22 +1,26 @@
 """The steps of a pass over a model that is never whole in memory: embedding, then layers."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from lowbit.convert.original.evaluation_text import WINDOW
-from lowbit.convert.original.experts import recorded_routes
 from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.progress import Advance
-from lowbit.convert.original.threads import Pool, for_each
+from lowbit.convert.original.threads import Pool, ordered
 from lowbit.formats.errors import CheckpointError
 
 HEAD_ROWS = 4096  # of the vocabulary at a time
 HEAD_TOKENS = {"cpu": 256, "cuda": 2048}  # a block, of which every CPU thread has one
-BATCH_TOKENS = {"cpu": WINDOW, "cuda": 8192}  # through a layer at a time, for each CPU thread
+SUM_TOKENS = {"cpu": 32, "cuda": 2048}  # of a block at a time, so that FP64 stays in cache
+# Through a layer at a time, for each CPU thread; and where sums over batches decide codes.
+BATCH_TOKENS = {"cpu": 512, "cuda": 8192}
+LEARNING_TOKENS = {"cpu": 2048, "cuda": 8192}
+
+Seen = TypeVar("Seen")
 
 
 def embed(model: LayeredModel, windows: Tensor, device: torch.device) -> Tensor:
@@ -57,24 +61,60 @@ def load_norm(model: LayeredModel, device: torch.device) -> Layer:
     return Layer(norm, {})
 
 
-def pass_through(layer: Layer, hidden: Tensor, pool: Pool, routes: Tensor | None = None) -> None:
+def batches(
+    hidden: Tensor, device: torch.device, tokens: Mapping[str, int] | None = None
+) -> list[slice]:
+    """Windows to pass through a layer at once, covering all of hidden [windows, T, h].
+
+    A GPU's batches are some of a CPU's.
+    """
+    T, tokens = hidden.shape[1], tokens or BATCH_TOKENS
+    least = max(1, tokens["cpu"] // T)
+    count = least * max(1, tokens[device.type] // T // least)
+    return list(blocks(len(hidden), count))
+
+
+def pass_through(
+    layer: Layer,
+    hidden: Tensor,
+    device: torch.device,
+    pool: Pool,
+    tokens: Mapping[str, int] | None = None,
+) -> None:
     """Pass windows through a decoder layer, in place.
 
     Args:
-        hidden: [windows, T, h], of the layer's dtype.
-        routes: [windows, T, chosen], filled with the experts of every token; None without experts,
-            or where nobody asks.
+        hidden: [windows, T, h] of the layer's dtype, on the CPU or the device.
+        tokens: of a batch, by kind of device; BATCH_TOKENS where left out.
     """
-    with recorded_routes(layer.module) as last_route:
+    for _ in passing(layer, hidden, device, pool, lambda: None, tokens):
+        pass
 
-        def run(batch: slice) -> None:
-            hidden[batch] = layer(hidden[batch])
-            found = None if routes is None else last_route()
-            if routes is not None and found is not None:
-                routes[batch] = found.view(routes[batch].shape)
 
-        count = max(1, BATCH_TOKENS[hidden.device.type] // hidden.shape[1])
-        for_each(pool, run, blocks(len(hidden), count))
+def passing(
+    layer: Layer,
+    hidden: Tensor,
+    device: torch.device,
+    pool: Pool,
+    collect: Callable[[], Seen],
+    tokens: Mapping[str, int] | None = None,
+) -> Iterator[tuple[slice, Seen]]:
+    """Pass windows through a layer as `pass_through` does, which ends with the last batch.
+
+    Args:
+        collect: called after every batch, in its thread.
+
+    Yields:
+        Windows of a batch and what was collected, in the order of the windows.
+    """
+
+    def call(part: slice) -> tuple[Tensor, Seen]:
+        return layer(hidden[part].to(device)), collect()
+
+    parts = batches(hidden, device, tokens)
+    for part, (out, seen) in zip(parts, ordered(pool, call, parts), strict=True):
+        hidden[part] = out.to(hidden.device)
+        yield part, seen
 
 
 def pass_through_all(
@@ -88,9 +128,21 @@ def pass_through_all(
     """
     hidden = embed(model, windows, device)
     for number in range(len(model.layers)):
-        pass_through(load_layer(model, number, device), hidden, pool)
+        pass_through(load_layer(model, number, device), hidden, device, pool)
         advance(1)
     return hidden
+
+
+def scored_states(model: LayeredModel, hidden: Tensor) -> Tensor:
+    """Inputs of the head for the tokens that have a successor: [windows * (T - 1), h].
+
+    Overwrites hidden.
+    """
+    name = f"{model.prefix}norm.weight"
+    weight = model.weights.read(name, (model.hidden_size,), hidden.device).to(hidden.dtype)
+    for window in hidden:
+        window.copy_(torch.func.functional_call(model.norm, {"weight": weight}, (window,)))
+    return hidden[:, :-1].reshape(-1, hidden.shape[-1])
 
 
 def blocks(total: int, size: int) -> Iterator[slice]:

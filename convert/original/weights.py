@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.original.rotation import Rotation, rotation_roles
-from lowbit.formats.errors import CheckpointError, FormatError
+from lowbit.convert.original.runnable import require_language_model
+from lowbit.formats.errors import CheckpointError, FormatError, QuantizationError
 from lowbit.formats.foreign.reader import open_native
 from lowbit.formats.layout.packing import (
     GROUP_INDEX,
@@ -21,10 +22,14 @@ from lowbit.formats.layout.packing import (
     unpack,
     unpack_zero_point,
 )
-from lowbit.formats.layout.quantization_config import QuantizationConfig, read_quantization_config
+from lowbit.formats.layout.quantization_config import (
+    QuantizationConfig,
+    method_of,
+    read_quantization_config,
+)
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.packed import FLOATS
-from lowbit.formats.safetensors.checkpoint import Checkpoint
+from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,3 +209,28 @@ def weights_of(checkpoint: Checkpoint) -> Weights:
         FormatError: quantized by another method.
     """
     return Weights(checkpoint, read_quantization_config(checkpoint.config))
+
+
+def open_dense(folder: Path) -> Weights:
+    """The weights of a folder that is not quantized yet.
+
+    Raises:
+        CheckpointError: not a checkpoint.
+        QuantizationError, UnsupportedModelError: see `dense_weights`.
+    """
+    return dense_weights(open_checkpoint(folder))
+
+
+def dense_weights(source: Checkpoint) -> Weights:
+    """The weights of a checkpoint that is not quantized yet.
+
+    Raises:
+        QuantizationError: it is quantized.
+        UnsupportedModelError: it is a drafter.
+    """
+    require_language_model(source.config, str(source.folder))
+    if method_of(source.config) is not None:
+        raise QuantizationError(
+            f"`{source.folder}` is already quantized", hint="start from the BF16 checkpoint"
+        )
+    return Weights(source, None)

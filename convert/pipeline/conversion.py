@@ -12,8 +12,8 @@ import torch
 from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.measure.weights import WeightQuality, quality_rows
 from lowbit.convert.original.progress import Meter, Note, Progress, silent, unsaid
-from lowbit.convert.original.rotation import held_bytes
-from lowbit.convert.original.token_counts import Vocabulary
+from lowbit.convert.original.rotation import rotation_bytes
+from lowbit.convert.original.runnable import check_can_run
 from lowbit.convert.pipeline.draft_head import (
     choose_draft_rows,
     make_draft_head,
@@ -28,14 +28,16 @@ from lowbit.convert.pipeline.folder import (
     generated_files,
     prepare_shards,
     put_in_place,
+    working_folder,
 )
-from lowbit.convert.pipeline.journal import CompletedStep, Journal, open_journal
-from lowbit.convert.pipeline.place import partial_of, place_of
+from lowbit.convert.pipeline.journal import CompletedStep, Journal
+from lowbit.convert.pipeline.output_dir import place_of
 from lowbit.convert.pipeline.stream import stream
 from lowbit.convert.plan.memory import block_elements
 from lowbit.convert.plan.plan import Plan, TensorPlan, source_rows
-from lowbit.convert.quantize.session import CalibrationRequest, Session, check_can_run
+from lowbit.convert.quantize.session import CalibrationRequest, Session
 from lowbit.convert.quantize.store import LayerError
+from lowbit.convert.texts.token_counts import Vocabulary
 from lowbit.formats.draft_head import DRAFT_FILE, draft_head_bytes
 from lowbit.formats.errors import CheckpointError, ResourceError
 from lowbit.formats.files.atomic import disk_errors
@@ -66,32 +68,22 @@ OTHER_WORK = "finish it with the command that began it, or start over with --ove
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A packed checkpoint in its place.
+    """A packed checkpoint in its place."""
 
-    Attributes:
-        folder: the packed checkpoint.
-        source: where the weights came from.
-        original: headers of the source.
-        plan: fate of every tensor.
-        manifest: the content of lowbit.json.
-        weights: quality of every quantized tensor, in plan order; a row for a layer's experts.
-        calibration: output errors of every calibrated layer; empty for round-to-nearest.
-        resumed: steps that an interrupted run had already finished.
-        seconds: wall time.
-        existed: True where an earlier run had put it there, and this one only checked it.
-        report: that the earlier run has left; None where there is none about these weights.
-    """
-
-    folder: Path
-    source: Location
-    original: Checkpoint
-    plan: Plan
-    manifest: Manifest
+    folder: Path  # the packed checkpoint
+    source: Location  # where the weights came from
+    original: Checkpoint  # headers of the source
+    plan: Plan  # fate of every tensor
+    manifest: Manifest  # the content of lowbit.json
+    # Quality of every quantized tensor, in plan order; a row for a layer's experts
     weights: tuple[WeightQuality, ...]
+    # Output errors of every calibrated layer; empty for round-to-nearest
     calibration: tuple[LayerError, ...]
-    resumed: int
-    seconds: float
+    resumed: int  # steps that an interrupted run had already finished
+    seconds: float  # wall time
+    # True where an earlier run had put it there, and this one only checked it
     existed: bool = False
+    # That the earlier run has left; None where there is none about these weights
     report: QualityReport | None = None
 
 
@@ -131,22 +123,16 @@ def prepare(
     """Read the texts of a conversion and check all that the original can spoil.
 
     Args:
-        location: where the original is.
-        source: its headers.
         plan: made of them.
-        device: where to compute.
         calibration: the text, for methods other than round-to-nearest.
         draft_text: its most frequent tokens are the rows of a draft head; the bundled one when
             None.
         max_ram: resident memory not to exceed, in bytes; see `block_elements`.
-
-    Raises:
-        LowbitError: for anything that a file, an option or the machine causes.
     """
     load_generation_config(source.folder, source.sizes.vocab_size)  # checks
     small_files = check_small_files(source.folder)
-    held = held_bytes(plan.rotated, source.tensors, device.type)
-    elements = block_elements(max_ram, core_count(), device, held)
+    rotated_bytes = rotation_bytes(plan.rotated, source.tensors, device.type)
+    elements = block_elements(max_ram, core_count(), device, rotated_bytes)
     vocabulary = choose_draft_rows(plan, source, draft_text)
     session = None
     if plan.method.calibrated:
@@ -170,29 +156,23 @@ def carry_out(
     finished tensor and gives the same bytes.
 
     Args:
-        job: of `prepare`.
-        out: folder to create.
         overwrite: replace an existing packed checkpoint, unless there is a file in it that was not
             written here or was changed since; and forget an interrupted conversion that began with
             another recipe or source.
         on_progress: called with (phase, done, in all): layers and steps of a calibration, bytes of
             everything else.
         note: told, a line each, what an earlier run left and this one makes again.
-
-    Raises:
-        LowbitError: for anything that a file, an option or the machine causes.
     """
     started = time.monotonic()
     plan, checkpoint, target, session = job.plan, job.source, job.device, job.session
-    place = place_of(out)  # a link, or `..`, cannot be renamed to
-    check_output(place, overwrite)
-    check_apart(checkpoint.folder, place)
+    output_dir = place_of(out)  # a link, or `..`, cannot be renamed to
+    check_output(output_dir, overwrite)
+    check_apart(checkpoint.folder, output_dir)
     if session is not None:
         session.check_memory()
-    partial = partial_of(place)
-    partial.mkdir(parents=True, exist_ok=True)
     digest = plan.digest() if session is None else session.digest
-    with open_journal(partial, digest, overwrite, job.small_files, OTHER_WORK) as journal:
+    work = working_folder(output_dir, digest, overwrite, job.small_files, OTHER_WORK)
+    with work as (partial, journal):
         prepare_shards(plan, partial)
         if journal.damaged:
             note(f"! the journal in `{partial}` is damaged: what it lost is made again")
@@ -213,7 +193,7 @@ def carry_out(
             (partial / DRAFT_FILE).write_bytes(draft_head_bytes(head))
         manifest = _finish(job, partial, finished, on_progress)
         (partial / MANIFEST_FILE).write_bytes(manifest.to_bytes())
-        put_in_place(place, overwrite)
+        put_in_place(output_dir, overwrite)
     return Conversion(
         folder=out,
         source=job.location,
@@ -250,7 +230,7 @@ def _still_valid(
 
     The journal forgets the others, which are then done again.
     """
-    places = {info.name: info for shard in plan.shards for info in shard.tensors}
+    infos = {info.name: info for shard in plan.shards for info in shard.tensors}
     known = [row for row in journal.finished if row.step in range(len(plan.steps))]
     total = sum(plan.steps[row.step].source.nbytes for row in known)
     meter = Meter(on_progress, "check", total)
@@ -260,10 +240,10 @@ def _still_valid(
         step = plan.steps[row.step]
         info = step.source
         if (
-            _is_of(row, step, places)
+            _is_of(row, step, infos)
             and hash_tensor(source.folder / info.file, info) == row.source_sha256
             and all(
-                hash_tensor(folder / tensor.file, places[tensor.name]) == tensor.sha256
+                hash_tensor(folder / tensor.file, infos[tensor.name]) == tensor.sha256
                 for tensor in row.tensors
             )
         ):
@@ -280,11 +260,11 @@ def _still_valid(
     return set(kept)
 
 
-def _is_of(row: CompletedStep, step: TensorPlan, places: Mapping[str, TensorInfo]) -> bool:
+def _is_of(row: CompletedStep, step: TensorPlan, infos: Mapping[str, TensorInfo]) -> bool:
     """Tell whether a record of the journal lists the tensors that a step writes."""
     written = [(tensor.name, tensor.dtype, tensor.shape, tensor.file) for tensor in row.tensors]
     return written == [
-        (name, DTYPE_NAMES[dtype], shape, places[name].file) for name, dtype, shape in step.outputs
+        (name, DTYPE_NAMES[dtype], shape, infos[name].file) for name, dtype, shape in step.outputs
     ]
 
 
@@ -296,11 +276,11 @@ def _finish(
     small = copies(source.folder)
     for name, copy in small.items():
         copy_file(source.folder / name, folder / copy)
-    made = generated_files(plan)
-    for name, content in made.items():
+    generated = generated_files(plan)
+    for name, content in generated.items():
         (folder / name).write_bytes(content)
     hashes = _hash_shards(plan, folder, finished, on_progress)
-    others = [*small.values(), *made, *([DRAFT_FILE] if plan.draft_rows else [])]
+    others = [*small.values(), *generated, *([DRAFT_FILE] if plan.draft_rows else [])]
     hashes |= {name: hash_file(folder / name) for name in others}
     source_tensors = _source_tensors(plan, source, finished)
     return Manifest(
@@ -326,11 +306,7 @@ def _finish(
 def _hash_shards(
     plan: Plan, folder: Path, finished: list[CompletedStep], on_progress: Progress
 ) -> dict[str, str]:
-    """SHA-256 of every shard, each tensor compared with what was written.
-
-    Raises:
-        ResourceError: the disk returns other bytes.
-    """
+    """SHA-256 of every shard, each tensor compared with what was written."""
     written = {tensor.name: tensor.sha256 for row in finished for tensor in row.tensors}
     advance = Meter(on_progress, "verify", plan.output_bytes).add
     with ThreadPoolExecutor(core_count()) as pool:

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import torch
 
-from lowbit.convert.original.calibration_text import BUNDLED_NAME
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.progress import Meter, Progress
-from lowbit.convert.original.rotation import held_bytes
+from lowbit.convert.original.rotation import rotation_bytes
 from lowbit.convert.pipeline.draft_head import make_draft_head
 from lowbit.convert.pipeline.folder import expected_files
 from lowbit.convert.pipeline.journal import CompletedStep
@@ -19,6 +18,7 @@ from lowbit.convert.plan.plan import Plan, make_plan
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.quantize.session import CalibrationRequest, Session
 from lowbit.convert.quantize.store import Calibrated
+from lowbit.convert.texts.calibration import BUNDLED_NAME
 from lowbit.formats.architectures.names import MTP_PREFIX
 from lowbit.formats.draft_head import DRAFT_FILE, draft_head_bytes, open_draft_head
 from lowbit.formats.errors import FormatError
@@ -76,8 +76,8 @@ def check_derived(
             if session.record != manifest.calibration:
                 return _difference(session.record, manifest.calibration)
             calibrated = session.run(Path(work), progress)
-        held = held_bytes(plan.rotated, source.tensors, target.type)
-        elements = block_elements(None, core_count(), target, held)
+        rotated_bytes = rotation_bytes(plan.rotated, source.tensors, target.type)
+        elements = block_elements(None, core_count(), target, rotated_bytes)
         steps = range(len(plan.steps))
         stream(plan, source, None, compare, steps, elements, target, advance, calibrated)
     return TRAINED if trained else None

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.original.rotation import Rotation
-from lowbit.convert.original.token_counts import Vocabulary, choose_vocabulary
 from lowbit.convert.original.weights import Weights
 from lowbit.convert.plan.plan import HEAD, Plan, draft_scheme
 from lowbit.convert.quantize.rounding import search_on
+from lowbit.convert.texts.token_counts import Vocabulary, choose_vocabulary
 from lowbit.formats.draft_head import DraftHead
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.generation import load_generation_config

@@ -8,15 +8,13 @@ from pathlib import Path
 import torch
 
 from lowbit.convert.budget.target import TargetChoice
-from lowbit.convert.original.calibration_text import bundled_texts
-from lowbit.convert.original.rotation import held_bytes, why_not_rotated
+from lowbit.convert.original.rotation import rotation_bytes, why_not_rotated
 from lowbit.convert.pipeline.folder import check_small_files, name_of_copy, passed_through
 from lowbit.convert.pipeline.predicted_size import SourceFiles, files_of
 from lowbit.convert.plan.calibration_cost import (
-    Memory,
+    ROUNDED,
     Windows,
     calibration_flops,
-    calibration_memory,
     calibration_seconds,
     matmul_rate,
     shapes_of,
@@ -30,10 +28,11 @@ from lowbit.convert.plan.choice_of_method import (
     needs_no_calibration,
     unmeasured_rotation,
 )
-from lowbit.convert.plan.memory import block_elements, peak_estimate
+from lowbit.convert.plan.memory import Memory, block_elements, calibration_memory, peak_estimate
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.plan.plan import MethodChooser, Plan
 from lowbit.convert.quantize.session import SAMPLES, CalibrationRequest
+from lowbit.convert.texts.calibration import bundled_texts
 from lowbit.formats.architectures import part_of, read_config
 from lowbit.formats.architectures.footprint import (
     DEFAULT_CONTEXT,
@@ -50,9 +49,6 @@ from lowbit.formats.machine.cores import core_count
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 
 BYTES_A_TOKEN = 3.7  # of the bundled text, by Qwen's tokenizer
-# Weights that are read, rounded to nearest and written in a second: Qwen3-1.7B in 27 s on two
-# cores of an EPYC, Qwen3-8B in 41 s with an H200.
-ROUNDED = {"cpu": 32e6, "cuda": 200e6}  # on a CPU for each core
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +190,9 @@ def open_headers(source: str, revision: str | None) -> tuple[Checkpoint, SourceF
 def peak_ram(plan: Plan, device: torch.device) -> int:
     """Resident bytes of a conversion on a device at most, its calibration aside."""
     tensors = {step.source.name: step.source for step in plan.steps}
-    held = held_bytes(plan.rotated, tensors, device.type)
-    elements = block_elements(None, core_count(), device, held)
-    return peak_estimate(elements, core_count(), held, device.type)
+    rotated_bytes = rotation_bytes(plan.rotated, tensors, device.type)
+    elements = block_elements(None, core_count(), device, rotated_bytes)
+    return peak_estimate(elements, core_count(), rotated_bytes, device.type)
 
 
 def run_memory(plan: Plan) -> RunMemory:

@@ -17,8 +17,8 @@ from lowbit.convert.original.progress import Note, Progress, unsaid
 from lowbit.convert.pipeline.conversion import Conversion, Job
 from lowbit.convert.pipeline.folder import check_output, expected_files, finish
 from lowbit.convert.pipeline.origin import check_origin
+from lowbit.convert.pipeline.output_dir import place_of
 from lowbit.convert.pipeline.owned import remove_unfinished_reports
-from lowbit.convert.pipeline.place import place_of
 from lowbit.convert.pipeline.verification import check_recorded
 from lowbit.convert.plan.plan import source_rows
 from lowbit.formats.draft_head import DRAFT_FILE
@@ -40,14 +40,14 @@ def can_continue(out: Path, overwrite: bool, logits: bool, publish: bool) -> boo
     Raises:
         ResourceError: neither that, nor a free place.
     """
-    place = place_of(out)
-    if (place / MANIFEST_FILE).exists():
+    output_dir = place_of(out)
+    if (output_dir / MANIFEST_FILE).exists():
         quality = None
         with suppress(LowbitError):
-            quality = quality_of(place, manifest_sha256(place))
+            quality = quality_of(output_dir, manifest_sha256(output_dir))
         if publish or quality is None or (logits and quality.logits is None):
             return True
-    check_output(place, overwrite)
+    check_output(output_dir, overwrite)
     return False
 
 
@@ -55,7 +55,6 @@ def quality_of(folder: Path, digest: str | None, note: Note = unsaid) -> Quality
     """The report in a packed folder, if it can be read and is about lowbit.json of this hash.
 
     Args:
-        folder: the packed folder.
         digest: of its lowbit.json.
         note: told of a report that cannot be read.
     """
@@ -76,10 +75,7 @@ def find_existing(
     Source and result are both hashed. Layer errors of a calibration are not known any more.
 
     Args:
-        job: the conversion.
-        out: where it would go.
         overwrite: something else there may be replaced.
-        progress: called with (phase, done, in all).
         note: told of a report there that cannot be read.
 
     Raises:
@@ -88,16 +84,16 @@ def find_existing(
         LowbitError: what would stop the conversion itself.
     """
     started = time.monotonic()
-    place = place_of(out)
+    output_dir = place_of(out)
     try:
-        manifest = read_manifest(place)
+        manifest = read_manifest(output_dir)
     except LowbitError:
         return None
     if manifest is None or not _is_of(manifest, job):
         return None
     try:
         check_origin(manifest, job.source, progress)
-        packed = open_packed(place)
+        packed = open_packed(output_dir)
         check_recorded(packed, manifest, progress)
     except LowbitError as error:
         if overwrite:
@@ -106,9 +102,9 @@ def find_existing(
             f"`{out}` is not empty, and not what this command makes any more: {error}",
             hint="choose another folder, or replace it with --overwrite",
         ) from error
-    finish(place)
-    remove_unfinished_reports(place)
-    quality = quality_of(place, packed.manifest_sha256, note)
+    finish(output_dir)
+    remove_unfinished_reports(output_dir)
+    quality = quality_of(output_dir, packed.manifest_sha256, note)
     if quality is None:
         weights = measure_weights(pair_of(job.source, packed), job.device.type, progress)
     else:

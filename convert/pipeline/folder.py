@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from lowbit.convert.pipeline.journal import JOURNAL_FILE, open_journal
+from lowbit.convert.pipeline.journal import JOURNAL_FILE, Journal, open_journal
+from lowbit.convert.pipeline.output_dir import partial_of, place_of, replaced_of
 from lowbit.convert.pipeline.owned import foreign_entries, remove_owned
-from lowbit.convert.pipeline.place import partial_of, place_of, replaced_of
 from lowbit.convert.pipeline.stream import write_at
 from lowbit.convert.plan.plan import Plan
 from lowbit.convert.quantize.store import PREFIX as CALIBRATED
-from lowbit.formats.draft_head import draft_folders, entries
+from lowbit.formats.draft_head import draft_folders, entries, name_in
 from lowbit.formats.errors import CheckpointError, LowbitError, ResourceError
 from lowbit.formats.file_names import NEVER_PASSED, README, SOURCE_README
 from lowbit.formats.files.reading import open_file, read_text
@@ -130,12 +130,7 @@ def prepare_shards(plan: Plan, folder: Path) -> None:
     Raises:
         ResourceError: the disk has not enough room, found out before any work.
     """
-    wanted = {JOURNAL_FILE, *(shard.file for shard in plan.shards)}
-    for stale in list(entries(folder)):
-        if stale.name not in wanted and not stale.name.startswith(CALIBRATED):
-            stale.unlink()
-    for draft in draft_folders(folder):
-        draft.rmdir()
+    remove_stale(folder, {JOURNAL_FILE, *(shard.file for shard in plan.shards)})
     needed, free = _missing_bytes(plan, folder), shutil.disk_usage(folder).free
     full = ResourceError(
         f"the disk is full: `{folder}` needs {needed / 1e6:,.0f} MB more, free: "
@@ -161,8 +156,8 @@ def prepare_shards(plan: Plan, folder: Path) -> None:
 
 def _missing_bytes(plan: Plan, folder: Path) -> int:
     """Bytes of the shards that the disk does not hold yet."""
-    held = {path.name: path.stat().st_blocks * 512 for path in entries(folder)}
-    return sum(max(0, shard.size - held.get(shard.file, 0)) for shard in plan.shards)
+    allocated = {path.name: path.stat().st_blocks * 512 for path in entries(folder)}
+    return sum(max(0, shard.size - allocated.get(shard.file, 0)) for shard in plan.shards)
 
 
 def passed_through(names: Iterable[str]) -> list[str]:
@@ -228,9 +223,6 @@ def copies(source: Path) -> dict[str, str]:
     """Name in the result of every file of the source that the conversion does not replace.
 
     README.md, the card of the original, is copied as SOURCE_README.md.
-
-    Raises:
-        CheckpointError: see `small_files`.
     """
     return {name: name_of_copy(name) for name in small_files(source)}
 
@@ -249,56 +241,63 @@ def generated_files(plan: Plan) -> dict[str, bytes]:
 
 
 def expected_files(plan: Plan, source: Path) -> dict[str, str]:
-    """SHA-256 by name of all files of a result beside its weights and lowbit.json.
-
-    Raises:
-        CheckpointError: see `small_files`.
-    """
-    made = generated_files(plan).items()
-    return {name: hashlib.sha256(content).hexdigest() for name, content in made} | {
+    """SHA-256 by name of all files of a result beside its weights and lowbit.json."""
+    generated = generated_files(plan).items()
+    return {name: hashlib.sha256(content).hexdigest() for name, content in generated} | {
         copy: hash_file(source / name) for name, copy in copies(source).items()
     }
 
 
 def copy_file(source: Path, copy: Path) -> None:
-    """Copy the content of a file of a model folder.
-
-    Raises:
-        CheckpointError: see `open_file`.
-    """
+    """Copy the content of a file of a model folder."""
     with open_file(source) as file, copy.open("wb") as written:
         shutil.copyfileobj(file, written)
 
 
 def free_place(out: Path) -> Path:
-    """The path that a new output folder will have; nothing may be there, not even one of ours.
-
-    Raises:
-        ResourceError: see `place_of` and `check_output`.
-    """
-    place = place_of(out)  # rename cannot target a link or `..`
-    if place.is_dir() and any(place.iterdir()):
+    """The path that a new output folder will have; nothing may be there, not even one of ours."""
+    output_dir = place_of(out)  # rename cannot target a link or `..`
+    if output_dir.is_dir() and any(output_dir.iterdir()):
         raise ResourceError(f"`{out}` is not empty", hint="choose another folder")
-    check_output(place, overwrite=False)
-    return place
+    check_output(output_dir, overwrite=False)
+    return output_dir
 
 
 @contextmanager
-def new_folder(place: Path, work: str, files: Collection[str], hint: str) -> Iterator[Path]:
+def working_folder(
+    output_dir: Path, digest: str, overwrite: bool, files: Collection[str], hint: str
+) -> Iterator[tuple[Path, Journal]]:
+    """The folder in which a result is built, made if need be, and its journal; see `open_journal`.
+
+    `put_in_place` ends the work. Without it the folder stays, and the next run continues there.
+    """
+    partial = partial_of(output_dir)
+    partial.mkdir(parents=True, exist_ok=True)
+    with open_journal(partial, digest, overwrite, files, hint) as journal:
+        yield partial, journal
+
+
+def remove_stale(folder: Path, keep: Collection[str]) -> None:
+    """Remove what an earlier run left in a working folder, calibrated layers aside."""
+    for path in list(entries(folder)):
+        if name_in(folder, path) not in keep and not path.name.startswith(CALIBRATED):
+            path.unlink()
+    for draft in draft_folders(folder):
+        draft.rmdir()
+
+
+@contextmanager
+def new_folder(output_dir: Path, work: str, files: Collection[str], hint: str) -> Iterator[Path]:
     """A folder to fill, empty but for its journal, that takes its place where the block ends.
 
     Args:
         work: names what is written; that of another kind is not thrown away.
         hint: what a user can do about work of another kind.
     """
-    partial = partial_of(place)
-    partial.mkdir(parents=True, exist_ok=True)
-    with open_journal(partial, work, False, files, hint):
-        for stale in partial.iterdir():
-            if stale.name != JOURNAL_FILE:
-                stale.unlink()
+    with working_folder(output_dir, work, False, files, hint) as (partial, _):
+        remove_stale(partial, (JOURNAL_FILE,))
         yield partial
-        put_in_place(place, overwrite=False)
+        put_in_place(output_dir, overwrite=False)
 
 
 def put_in_place(out: Path, overwrite: bool) -> None:

@@ -31,7 +31,7 @@ from lowbit.formats.safetensors.checkpoint import (
 from lowbit.formats.safetensors.hashing import hash_file, hash_tensor
 
 TOKENIZER_FILE = "tokenizer.json"
-PLACES = 8  # of an original that are remembered
+MOST_FOLDERS = 8  # of an original that are remembered
 MAX_NOTE_BYTES = 100_000
 NAME_IT = "name it with --source, a folder or a Hub id"
 NAME_ANOTHER = "this is another model; name the folder or Hub id that was converted"
@@ -83,7 +83,6 @@ def find_origin(
     those beside the packed one, and at last the user's answer to a question.
 
     Args:
-        manifest: content of its lowbit.json, if there is one.
         ask: puts a question to the user; None where nobody is there to answer.
 
     Raises:
@@ -102,8 +101,8 @@ def find_origin(
     if ask is not None:
         answer = ask(f"Where is the original of {folder}? A folder or a Hub id").strip()
         return _located(answer, None, manifest, NAME_ANOTHER)
-    places = " or ".join(f"`{place}`" for place in known)
-    lost = f"; it was {places}, which is not there any more, or changed" if known else ""
+    folders = " or ".join(f"`{folder}`" for folder in known)
+    lost = f"; it was {folders}, which is not there any more, or changed" if known else ""
     raise CheckpointError(f"`{folder}` does not say where its original is{lost}", hint=NAME_IT)
 
 
@@ -216,9 +215,9 @@ def remember(source: Source, folder: Path) -> None:
     """
     with suppress(OSError, RuntimeError, ResourceError):
         note, here = _note_of(source), folder.resolve()
-        places = [here, *(place for place in recall(source) if place != here)][:PLACES]
+        folders = [here, *(folder for folder in recall(source) if folder != here)][:MOST_FOLDERS]
         note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        replace_files({note: b"".join(os.fsencode(place) + b"\0" for place in places)})
+        replace_files({note: b"".join(os.fsencode(folder) + b"\0" for folder in folders)})
 
 
 def recall(source: Source) -> tuple[Path, ...]:
@@ -226,8 +225,8 @@ def recall(source: Source) -> tuple[Path, ...]:
     with suppress(OSError, RuntimeError, CheckpointError):
         raw = read_bytes(_note_of(source), max_bytes=MAX_NOTE_BYTES)
         *whole, rest = raw.split(b"\0")  # each place ends with one
-        places = (Path(os.fsdecode(part)) for part in whole if not rest)
-        return tuple(place for place in places if place.is_absolute())[:PLACES]
+        folders = (Path(os.fsdecode(part)) for part in whole if not rest)
+        return tuple(folder for folder in folders if folder.is_absolute())[:MOST_FOLDERS]
     return ()
 
 

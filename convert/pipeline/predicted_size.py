@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from lowbit.convert.original.calibration_text import BUNDLED_NAME
 from lowbit.convert.pipeline.folder import copies, generated_files
 from lowbit.convert.plan.plan import Plan, draft_scheme, source_rows
 from lowbit.convert.quantize.session import SAMPLES, CalibrationRequest
+from lowbit.convert.texts.calibration import BUNDLED_NAME
 from lowbit.formats.architectures.names import any_expert
 from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.folder_size import counted_bytes
@@ -75,11 +75,7 @@ class PredictedSizes:
 
 
 def files_of(location: Location) -> SourceFiles:
-    """The small files of an original on this machine.
-
-    Raises:
-        CheckpointError: see `copies`.
-    """
+    """The small files of an original on this machine."""
     folder = location.folder
     sizes = {copy: (folder / name).stat().st_size for name, copy in copies(folder).items()}
     return SourceFiles(sizes, location.repo, location.commit)
@@ -96,14 +92,11 @@ def predicted_bytes(
     """Bytes of the folder that a plan makes.
 
     Args:
-        plan: the conversion.
-        files: of the original.
         texts: that it reads.
-        device: where it computes.
         at_most: the figure bounds the folder's; else the digits of lowbit.json are the usual ones.
     """
-    made = {name: len(content) for name, content in generated_files(plan).items()}
-    sizes = {**files.sizes, **made, **{shard.file: shard.size for shard in plan.shards}}
+    generated = {name: len(content) for name, content in generated_files(plan).items()}
+    sizes = {**files.sizes, **generated, **{shard.file: shard.size for shard in plan.shards}}
     if plan.draft_rows:
         sizes[DRAFT_FILE] = plan.draft_bytes
     method = plan.method
@@ -125,10 +118,10 @@ def predict(
     plan: Plan, files: SourceFiles, texts: PlannedTexts, device: torch.device
 ) -> PredictedSizes:
     """Sizes of a planned conversion."""
-    made = sum(map(len, generated_files(plan).values()))
+    generated = sum(map(len, generated_files(plan).values()))
     headers = sum(shard.size - sum(info.nbytes for info in shard.tensors) for shard in plan.shards)
     return PredictedSizes(
-        source=files.total + made + headers + plan.source_bytes,
+        source=files.total + generated + headers + plan.source_bytes,
         folder=predicted_bytes(plan, files, texts, device),
         passed=files.total,
     )
@@ -141,13 +134,13 @@ def report_room(plan: Plan) -> int:
 
 
 def _tensors(plan: Plan, scale: float) -> tuple[OutputTensor, ...]:
-    places = {info.name: info.file for shard in plan.shards for info in shard.tensors}
+    files = {info.name: info.file for shard in plan.shards for info in shard.tensors}
     return tuple(
         OutputTensor(
             name=name,
             dtype=DTYPE_NAMES[dtype],
             shape=shape,
-            file=places[name],
+            file=files[name],
             sha256=HASH,
             scale_min=scale if name.endswith(f".{SCALE}") else None,
             scale_max=scale if name.endswith(f".{SCALE}") else None,

@@ -97,7 +97,7 @@ def stream(
         CheckpointError: a source file is cut short while it is read.
         OSError: the disk is full.
     """
-    places = {info.name: info for shard in plan.shards for info in shard.tensors}
+    infos = {info.name: info for shard in plan.shards for info in shard.tensors}
     with ExitStack() as stack:
         files = {
             shard.file: stack.enter_context((folder / shard.file).open("r+b", buffering=0))
@@ -112,7 +112,7 @@ def stream(
         def put(made: _Made) -> None:
             work = made.block.work
             for name, data in made.parts:
-                info = places[name]
+                info = infos[name]
                 start = 0 if name.endswith(SHAPE) else made.block.start
                 view = raw_bytes(data)
                 work.hashes.setdefault(name, hashlib.sha256()).update(view)
@@ -122,7 +122,7 @@ def stream(
             work.scale_min = min(work.scale_min, made.scales[0])
             work.scale_max = max(work.scale_max, made.scales[1])
             if made.block.last:
-                record(_finished(work, places))
+                record(_finished(work, infos))
 
         tasks = _tasks(plan, todo, elements)
         read = _overlap(reader, lambda task: _read(source, task), tasks)
@@ -236,8 +236,8 @@ def _make(
         return _Made(block, copied, sums, (0.0, 0.0))
     w = rows.to(device)
     if calibrated is not None and step.module is not None and step.module in calibrated.files:
-        place = (block.start, block.start + len(w))
-        chosen = calibrated.rows(step.module, step.scheme, w.shape[1], *place)
+        row_range = (block.start, block.start + len(w))
+        chosen = calibrated.rows(step.module, step.scheme, w.shape[1], *row_range)
         codes, scale = (part.to(device) for part in chosen)
     else:
         search = search_on(device, step.scheme)
@@ -270,7 +270,7 @@ def _check_finite(block: _Block, source: Checkpoint) -> None:
     )
 
 
-def _finished(work: _Work, places: dict[str, TensorInfo]) -> CompletedStep:
+def _finished(work: _Work, infos: dict[str, TensorInfo]) -> CompletedStep:
     step = work.step
     tensors = []
     for name, dtype, shape in step.outputs:
@@ -280,7 +280,7 @@ def _finished(work: _Work, places: dict[str, TensorInfo]) -> CompletedStep:
                 name=name,
                 dtype=DTYPE_NAMES[dtype],
                 shape=shape,
-                file=places[name].file,
+                file=infos[name].file,
                 sha256=work.hashes[name].hexdigest(),
                 scale_min=work.scale_min if is_scale else None,
                 scale_max=work.scale_max if is_scale else None,

@@ -77,14 +77,14 @@ def verify_folder(
     compared, reason = None, None
     if original is not None:
         compared = check_origin(manifest, original, progress)
-        made = manifest.calibration
+        recorded = manifest.calibration
         request = (
             CalibrationRequest(calib)
-            if made is None
-            else CalibrationRequest(calib, made.samples, made.length, made.chat)
+            if recorded is None
+            else CalibrationRequest(calib, recorded.samples, recorded.length, recorded.chat)
         )
-        place = device or _device_of(made)
-        reason = check_derived(folder, manifest, original, request, place, progress)
+        rerun_on = device or _device_of(recorded)
+        reason = check_derived(folder, manifest, original, request, rerun_on, progress)
     listed = {file.name for file in manifest.files} | {MANIFEST_FILE}
     return Verification(
         folder=folder,
@@ -98,9 +98,9 @@ def verify_folder(
     )
 
 
-def _device_of(made: Calibration | None) -> str:
+def _device_of(recorded: Calibration | None) -> str:
     """The device that a calibration ran on; `cpu` for others, and where there is no GPU."""
-    on_gpu = made is not None and made.device != "cpu"
+    on_gpu = recorded is not None and recorded.device != "cpu"
     return "cuda" if on_gpu and torch.cuda.is_available() else "cpu"
 
 

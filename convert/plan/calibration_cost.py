@@ -1,4 +1,4 @@
-"""Work and memory of a calibration, from the shapes of a model alone.
+"""Work of a calibration, and the time that it takes, from the shapes of a model alone.
 
 Operations, two for each multiplication and addition, with T tokens and W weights in the linears of
 the decoder's layers:
@@ -11,10 +11,6 @@ the decoder's layers:
 
 They run at SHARE of the rate of plain matrix products; the rest is attention, norms, columns of
 codes chosen one by one, and reading weights.
-
-Memory is that of the largest layer, the next one, and the largest input; of the hidden states of
-all windows, which are on a GPU where they take a third of its free memory at most; and a quarter
-more for what the allocator keeps.
 """
 
 import math
@@ -31,31 +27,26 @@ from typing import Any
 import torch
 
 from lowbit.convert.original.device import tensor_cores
-from lowbit.convert.original.layer import BATCH_TOKENS
 from lowbit.convert.original.threads import alone_on_threads
 from lowbit.convert.plan.method import Method
 from lowbit.formats.architectures import read_config, tensor_table
-from lowbit.formats.errors import ResourceError
 from lowbit.formats.layout.scheme import Scheme
-from lowbit.formats.machine.memory import free_bytes
 
 PASSES = {"rtn": 1.0, "weighted": 1.0, "gptq": 4.3}  # of the layers, by how codes are chosen
 MOMENTS = 4  # K^2 operations a token
 SOLVE = 21  # N K^2 operations
 STEP_TOKENS = 2048  # B, of a step of autoround
 AUTOROUND_STEPS = 200
-STATES_SHARE = 3  # one part of so many of a GPU's free memory may be hidden states
-SHARE = {"cpu": 0.6, "cuda": 0.6}  # of the rate of plain products
+SHARE = {"cpu": 0.6, "cuda": 0.6}  # of the rate of plain products, which is measured
 
-WEIGHT_BYTES = 18  # original, its copy, the new one, the next layer's, two sets of codes
-AUTOROUND_BYTES = 16  # a weight more: positions, gradients, their squares
-SQUARES = 10  # K x K matrices in FP32: sums, also of windows held out, damped, ordered, factors
-SOLVE_BYTES = 32  # for each of N x K: target, rest, steps, codes, slope and copies
-NORMAL_ELEMENTS = 1 << 26  # of the normal equations of the scales of some rows
-NORMAL_BYTES = 12  # for each: equations, factors and a copy
-SMALL_GROUP = 64  # weights that share a scale in those equations
-PRODUCTS_BYTES = 4 << 30  # of batches' moments that threads hold at a time
-BASE_BYTES = 700 << 20  # interpreter, torch and transformers
+# Rates of two machines, for a choice and an estimate: others differ. Of gptq, operations a second
+# and core: SmolLM2-135M's 45e12 in 7.5 min on two cores of an EPYC with AVX-512. Constant, so that
+# one command chooses one method on one machine.
+CORE_RATE = 50e9
+# Weights that are read, rounded to nearest and written in a second: Qwen3-1.7B in 27 s on two of
+# the cores, Qwen3-8B in 41 s with an H200.
+ROUNDED = {"cpu": 32e6, "cuda": 200e6}  # on a CPU for each core
+
 LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
 RATE_SECONDS = 0.05  # that a measurement of the rate takes
 RATE_TOKENS = {"cpu": 256, "cuda": 8192}  # rows of the left factor
@@ -73,15 +64,6 @@ class Windows:
     def tokens(self) -> int:
         """Tokens in all."""
         return self.count * self.length
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Peak memory in bytes."""
-
-    ram: int  # of the machine, should the hidden states be there
-    gpu: int  # of the GPU, should the hidden states be there; 0 on a CPU
-    window: int  # part of both that each window of the text takes
 
 
 @dataclass(frozen=True)
@@ -114,11 +96,7 @@ def shapes_of(
     schemes: Mapping[str, Scheme | None],
     names: Collection[str] = (),
 ) -> Shapes:
-    """The matrices of a model.
-
-    Args:
-        names: of its tensors; see `tensor_table`.
-    """
+    """The matrices of a model."""
     table, experts = tensor_table(config, names), read_config(config).experts
     passed = Fraction(0)
     layers: dict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -173,61 +151,6 @@ def calibration_seconds(
         rate: operations a second of plain products there.
     """
     return calibration_flops(shapes, method, windows) / (rate * SHARE[device])
-
-
-def calibration_memory(
-    shapes: Shapes, method: Method, windows: Windows, device: str, threads: int
-) -> Memory:
-    """Peak memory of a calibration."""
-    workers = threads if device == "cpu" else 1
-    largest = max(sum(map(math.prod, layer)) for layer in shapes.layers)
-    width = max((K for layer in shapes.inputs for K in layer), default=1)
-    widest = max(N for layer in shapes.layers for N, _ in layer)
-    batch = max(BATCH_TOKENS[device], windows.length)
-    batches = math.ceil(windows.tokens / batch)
-    work = largest * (WEIGHT_BYTES + AUTOROUND_BYTES * method.autoround)
-    work += min(batches, workers) * batch * (4 * widest + 8 * shapes.hidden) * 4
-    if method.codes == "gptq":
-        products = max(1, PRODUCTS_BYTES // (8 * width**2)) if device == "cpu" else 1
-        work += (SQUARES + 2 * min(products, batches)) * 4 * width**2
-        solving = [SOLVE_BYTES * N * K for layer in shapes.layers for N, K in layer]
-        normals = max(N * (K // SMALL_GROUP) ** 2 for layer in shapes.layers for N, K in layer)
-        work += max(solving) + NORMAL_BYTES * min(NORMAL_ELEMENTS, normals)
-    # Sets of hidden states: the original's, the quantized model's, and both before the experts.
-    sets = 1 if method.from_original else 4 if shapes.routed else 2
-    window = sets * 4 * windows.length * shapes.hidden * 5 // 4
-    work, states = work * 5 // 4, window * windows.count
-    if device == "cpu":
-        return Memory(BASE_BYTES + states + work, 0, window)
-    return Memory(BASE_BYTES + states, states + work, window)
-
-
-def check_memory(need: Memory, windows: Windows, device: str) -> None:
-    """Refuse a calibration that does not fit.
-
-    Raises:
-        ResourceError: it takes more memory than is free.
-    """
-    free = free_bytes("cpu")
-    if free is not None and need.ram > free:
-        fitting = windows.count - math.ceil((need.ram - free) / need.window)
-        raise ResourceError(
-            f"calibration takes up to {need.ram / 1e9:.1f} GB of memory, free: {free / 1e9:.1f} GB",
-            hint=f"give --calib-samples {fitting} or fewer, or a shorter --calib-length"
-            if fitting > 0
-            else "--method rtn takes a fixed amount of memory",
-        )
-    free = free_bytes(device) if device != "cpu" else None
-    if free is None:
-        return
-    states = need.window * windows.count
-    least = need.gpu - (states if STATES_SHARE * states > free else 0)
-    if least > free:
-        raise ResourceError(
-            f"calibration takes up to {least / 1e9:.1f} GB of the GPU's memory, free: "
-            f"{free / 1e9:.1f} GB",
-            hint="--device cpu calibrates in the machine's memory; --method rtn needs less",
-        )
 
 
 def matmul_rate(device: torch.device, N: int, K: int) -> float:

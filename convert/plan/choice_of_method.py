@@ -6,6 +6,7 @@ All limits and claims about methods are here.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from lowbit.convert.plan.calibration_cost import CORE_RATE
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.formats.architectures.names import MTP_PREFIX
 from lowbit.formats.errors import QuantizationError
@@ -15,9 +16,6 @@ WEIGHTED, GPTQ, ROTATED = Method("weighted"), Method("gptq"), Method("gptq", rot
 WITH_EXPERTS = (RTN, WEIGHTED, GPTQ)  # methods for mixtures of experts, best last
 ROTATION_MEASURED = ("llama", "qwen2", "qwen3")  # model types; others only where it is asked for
 LONGEST_SECONDS = 15 * 60.0  # that gptq may take on a CPU without being asked for
-# Operations of gptq that a core does in a second: 45e12 for SmolLM2-135M in 7.5 min on two cores
-# of an EPYC with AVX-512. A constant, so that one command chooses one method on one machine.
-CORE_RATE = 50e9
 # Bits from which on round-to-nearest loses next to nothing: KL 0.0005 and less at 8.
 PLENTY_OF_BITS = 8
 

@@ -20,17 +20,12 @@ QWEN3_5_TEXT = ("qwen3_5_text", "qwen3_5_moe_text")
 
 @dataclass(frozen=True, slots=True)
 class VllmUse:
-    """Way in which vLLM loads a folder that it can load.
+    """Way in which vLLM loads a folder that it can load."""
 
-    Attributes:
-        release: oldest release that does, `0.20`; None where all do from 0.16 on, the oldest known.
-        reason: why an older one does not; empty without a release.
-        options: of `vllm serve`.
-    """
-
+    # Oldest release that does, `0.20`; None where all do from 0.16 on, the oldest known
     release: str | None = None
-    reason: str = ""
-    options: tuple[str, ...] = ()
+    reason: str = ""  # why an older one does not; empty without a release
+    options: tuple[str, ...] = ()  # of `vllm serve`
 
     def __str__(self) -> str:
         """`from 0.20 on (quantized lm_head), with --language-model-only`; may be empty."""
@@ -84,7 +79,6 @@ def vllm_use(config: Mapping[str, Any], packed_head: bool, tower: bool) -> VllmU
     random tower unless it is told to leave it out.
 
     Args:
-        config: content of config.json.
         packed_head: whether `lm_head` is quantized.
         tower: whether the folder holds a vision tower.
     """

@@ -1,24 +1,44 @@
-"""Memory that is free, that a layer takes, and that a conversion may hold while it streams."""
+"""Memory of every kind of work, from headers and config, and its check before the work begins.
+
+Counted are the largest layer and what is made of it, the head's blocks of rows, and the states of
+all windows; and a quarter more for what the allocator keeps. Tests compare each count with the
+measured peak of a process.
+"""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from lowbit.convert.plan.calibration_cost import Memory
-from lowbit.formats.architectures.config import Experts
+from lowbit.convert.original.walk import (
+    BATCH_TOKENS,
+    HEAD_ROWS,
+    HEAD_TOKENS,
+    LEARNING_TOKENS,
+    SUM_TOKENS,
+)
+from lowbit.convert.plan.calibration_cost import Shapes, Windows, shapes_of
+from lowbit.convert.plan.method import Method
+from lowbit.convert.plan.sets import RANKED_BITS, FusedSet
+from lowbit.formats.architectures import read_config, tensor_table
+from lowbit.formats.architectures.config import Config, Experts
+from lowbit.formats.architectures.footprint import kv_bytes, state_bytes
 from lowbit.formats.architectures.names import MTP_PREFIX, split_layer
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.folder_size import size
+from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.machine.memory import free_bytes, resident_bytes
 
+BASE_BYTES = 700 << 20  # interpreter, torch and transformers
 DEFAULT_MAX_RAM = 2_000_000_000
 LEAST_ROOM = 500_000_000  # for blocks, by default
 
 # Bytes per weight of a block: the 12 blocks of FP32 rows that `stream` may hold between its stages,
 # and what a worker holds while it quantizes (its rows, FP32 copies, codes, packed words; on a GPU
-# only rows and results are in RAM). Checked by measuring the peak.
+# only rows and results are in RAM).
 QUEUED_BYTES = 4 * 12
 WORKER_BYTES = 4 + 32
 CUDA_WORKER_BYTES = 4 + 4
@@ -27,6 +47,142 @@ CUDA_SLACK_BYTES = 500 << 20  # libraries and kernels that a GPU's first work lo
 CPU_ELEMENTS = 1 << 20
 CUDA_ELEMENTS = 1 << 24
 LEAST_ELEMENTS = 1 << 16  # one row of the widest known model, with room
+
+# Of a calibration, whose code takes its limits from here.
+STATES_SHARE = 3  # one part of so many of a GPU's free memory may be hidden states
+WEIGHT_BYTES = 18  # original, its copy, the new one, the next layer's, two sets of codes
+AUTOROUND_BYTES = 16  # a weight more: positions, gradients, their squares
+SQUARES = 10  # K x K matrices in FP32: sums, also of windows held out, damped, ordered, factors
+SOLVE_BYTES = 32  # for each of N x K: target, rest, steps, codes, slope and copies
+NORMAL_ELEMENTS = 1 << 26  # of the normal equations of the scales of some rows
+NORMAL_BYTES = 12  # for each: equations, factors and a copy
+SMALL_GROUP = 64  # weights that share a scale in those equations
+PRODUCTS_BYTES = 4 << 30  # of batches' moments that threads hold at a time
+
+SCORES = 3  # sets of attention's scores: forward, softmax and gradient
+LOGIT_BYTES = 20  # for each logit of an answer's step: the model's, FP32, probabilities and copies
+LINEAR_BYTES = 64  # for each value of a linear layer and token of a prompt: FP32 and copies
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Peak memory in bytes."""
+
+    ram: int  # of the machine, should the hidden states be there
+    gpu: int  # of the GPU, should the hidden states be there; 0 on a CPU
+    window: int  # part of both that each window of the text takes
+
+
+def check_free(work: str, need: int, device: str, hint: str) -> None:
+    """Refuse work that does not fit.
+
+    Raises:
+        ResourceError: it takes more memory than is free.
+    """
+    free = free_bytes(device)
+    if free is not None and need > free:
+        raise ResourceError(
+            f"{work} takes up to {need / 1e9:.1f} GB of memory, free on {device}: "
+            f"{free / 1e9:.1f} GB",
+            hint=hint,
+        )
+
+
+def check_windows(
+    work: str,
+    need: Memory,
+    windows: int,
+    device: str,
+    less: str,
+    otherwise: str = "use a machine with more memory",
+) -> None:
+    """Refuse work on windows of a text that does not fit in RAM or, on `cuda`, on the GPU.
+
+    Args:
+        less: hint how to take fewer windows, with `{}` for their number.
+        otherwise: hint where no number of windows fits into RAM.
+
+    Raises:
+        ResourceError: it takes more memory than is free.
+    """
+    hint = otherwise
+    for kind, taken in (("cpu", need.ram), ("cuda", need.gpu)):
+        if kind == "cuda" and device == "cpu":
+            return
+        fitting = windows - math.ceil((taken - (free_bytes(kind) or 0)) / need.window)
+        check_free(work, taken, kind, less.format(fitting) if fitting > 0 else hint)
+        hint = "--device cpu takes the machine's memory"
+
+
+def check_calibration(need: Memory, windows: Windows, device: str) -> None:
+    """Refuse a calibration that does not fit; hidden states may lie in RAM.
+
+    Raises:
+        ResourceError: it takes more memory than is free.
+    """
+    less = "give --calib-samples {} or fewer, or a shorter --calib-length"
+    fixed = "--method rtn takes a fixed amount of memory"
+    check_windows("calibration", need, windows.count, "cpu", less, fixed)
+    free = free_bytes(device) if device != "cpu" else None
+    states = need.window * windows.count
+    if free is not None:
+        least = need.gpu - (states if STATES_SHARE * states > free else 0)
+        hint = "--device cpu calibrates in the machine's memory; --method rtn needs less"
+        check_free("calibration", least, device, hint)
+
+
+def block_elements(
+    max_ram: int | None, workers: int, device: torch.device, rotated: int = 0
+) -> int:
+    """Weights to work on at once so that the process stays below `max_ram` bytes.
+
+    Args:
+        max_ram: resident bytes; None for `DEFAULT_MAX_RAM`, or `LEAST_ROOM` beyond everything that
+            is not a block where that is more.
+
+    Raises:
+        ResourceError: the interpreter and torch alone leave too little.
+    """
+    if device.type == "cuda":
+        torch.zeros(1, device=device)  # CUDA's own memory is there before it is counted
+    base, each = _beside_blocks(rotated, device.type), _block_bytes(workers, device.type)
+    limit = max(DEFAULT_MAX_RAM, base + LEAST_ROOM) if max_ram is None else max_ram
+    most = CUDA_ELEMENTS if device.type == "cuda" else CPU_ELEMENTS
+    elements = min(most, (limit - base) // each)
+    if elements < LEAST_ELEMENTS:
+        least = base + LEAST_ELEMENTS * each
+        advised, unrotated = _rounded_up(least), _rounded_up(least - rotated)
+        raise ResourceError(
+            f"--max-ram {size(limit)} is too little: the process needs {size(least)} before it "
+            "holds a weight",
+            hint=f"give at least {advised}"
+            + (f"; {unrotated} is enough with --method gptq" if unrotated != advised else ""),
+        )
+    return elements
+
+
+def _beside_blocks(rotated: int, device: str) -> int:
+    slack = SLACK_BYTES + (CUDA_SLACK_BYTES if device == "cuda" else 0)
+    return resident_bytes() + slack + rotated
+
+
+def _block_bytes(workers: int, device: str) -> int:
+    """Bytes per weight of a block."""
+    return QUEUED_BYTES + workers * (CUDA_WORKER_BYTES if device == "cuda" else WORKER_BYTES)
+
+
+def _rounded_up(least: int) -> str:
+    """A size for the option, above what the process takes by 20 MB or more: `0.5GB`."""
+    return f"{math.ceil(least / 1e8 + 0.2) / 10}GB"
+
+
+def peak_estimate(elements: int, workers: int, rotated: int = 0, device: str = "cpu") -> int:
+    """Resident bytes a conversion in blocks of `elements` weights needs at most.
+
+    Args:
+        elements: of `block_elements`, which has made CUDA ready.
+    """
+    return _beside_blocks(rotated, device) + elements * _block_bytes(workers, device)
 
 
 def decoder_layers(table: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
@@ -49,81 +205,240 @@ def linear_ends(layer: Iterable[TensorSpec], experts: Experts | None) -> float:
     )
 
 
-def check_free(what: str, need: int, device: str, hint: str) -> None:
-    """Refuse work that does not fit.
+def _placed(ram: int, work: int, window: int, device: str) -> Memory:
+    """`work` bytes on the device, beside `ram` bytes that lie in RAM in any case."""
+    return Memory(ram + work, 0, window) if device == "cpu" else Memory(ram, work, window)
+
+
+def calibration_memory(
+    shapes: Shapes, method: Method, windows: Windows, device: str, threads: int
+) -> Memory:
+    """Peak memory of a calibration.
+
+    That of the largest layer, the next one, and the largest input; and of the hidden states of all
+    windows, which are on a GPU where they take a third of its free memory at most.
+    """
+    workers = threads if device == "cpu" else 1
+    largest = max(sum(map(math.prod, layer)) for layer in shapes.layers)
+    width = max((K for layer in shapes.inputs for K in layer), default=1)
+    widest = max(N for layer in shapes.layers for N, _ in layer)
+    batch = max(LEARNING_TOKENS[device], windows.length)
+    batches = math.ceil(windows.tokens / batch)
+    work = largest * (WEIGHT_BYTES + AUTOROUND_BYTES * method.autoround)
+    work += min(batches, workers) * batch * (4 * widest + 8 * shapes.hidden) * 4
+    if method.codes == "gptq":
+        products = max(1, PRODUCTS_BYTES // (8 * width**2)) if device == "cpu" else 1
+        work += (SQUARES + 2 * min(products, batches)) * 4 * width**2
+        solving = [SOLVE_BYTES * N * K for layer in shapes.layers for N, K in layer]
+        normals = max(N * (K // SMALL_GROUP) ** 2 for layer in shapes.layers for N, K in layer)
+        work += max(solving) + NORMAL_BYTES * min(NORMAL_ELEMENTS, normals)
+    # Sets of hidden states: the original's, the quantized model's, and both before the experts.
+    sets = 1 if method.from_original else 4 if shapes.routed else 2
+    window = sets * 4 * windows.length * shapes.hidden * 5 // 4
+    work, states = work * 5 // 4, window * windows.count
+    if device == "cpu":
+        return Memory(BASE_BYTES + states + work, 0, window)
+    return Memory(BASE_BYTES + states, states + work, window)
+
+
+def costs_memory(
+    config: Mapping[str, Any],
+    sets: Sequence[FusedSet],
+    method: Method,
+    windows: tuple[int, int, int],
+    device: str,
+    threads: int,
+) -> Memory:
+    """Peak memory of measuring the cost of every set.
+
+    Args:
+        windows: to learn from, to measure on, and tokens of each.
+    """
+    learned, rotated, length = windows
+    schemes = dict.fromkeys((m for fused in sets for m in fused.modules), Scheme(RANKED_BITS))
+    given = Windows(learned, length)
+    base = calibration_memory(shapes_of(config, schemes), method, given, device, threads)
+    V, h = tensor_table(config)[0].shape
+    window = (len(sets) + 2) * length * h * 4 * 5 // 4
+    workers = threads + 1 if device == "cpu" else 1
+    logits = 4 * HEAD_TOKENS[device] * min(V, HEAD_ROWS) * 4 * workers
+    work = rotated * window + 3 * V * h * 4 + logits
+    return _placed(base.ram, base.gpu + work, window, device)
+
+
+def sensitivity_memory(
+    config: Mapping[str, Any],
+    windows: tuple[int, int],
+    schemes: int,
+    draws: int,
+    device: str,
+    threads: int,
+) -> Memory:
+    """Peak memory of estimating sensitivities.
+
+    With T tokens in all, t of a window, h wide, and `draws` tokens drawn at each position:
+        kept      layers * T * h * 2 bytes in RAM, the input of every layer
+        states    (1 + 2 * draws) * T * h * 4, outputs, and gradients above and below a layer
+        layer     its weights in FP32, the squares of their gradients, the largest of them three
+                  times more while it is read and rounded, and for each window under way what its
+                  linears take and give, 1 + draws times, and its attention's t * t scores of every
+                  head three times
+        head      HEAD_ROWS rows of h as they are and once a scheme, and blocks of logits
+
+    Args:
+        windows: windows of the text, and tokens of each.
+    """
+    count, t = windows
+    sizes = read_config(config)
+    table = tensor_table(config)
+    V, h = table[0].shape
+    layers = decoder_layers(table)
+    workers = min(count, threads) if device == "cpu" else 1
+    scores = SCORES * sizes.num_attention_heads * t * t
+
+    def values(layer: Sequence[TensorSpec]) -> int:
+        """FP32 values of a layer and its activations, the sets of states aside."""
+        weights = [math.prod(spec.shape) for spec in layer]
+        traced = math.ceil(t * linear_ends(layer, sizes.experts) * (2 + draws))
+        return 2 * sum(weights) + 3 * max(weights) + workers * (traced + scores)
+
+    layer = max(map(values, layers))
+    rows = min(V, HEAD_ROWS)
+    # A block's logits, their differences by a scheme, and sums of probabilities in FP64.
+    blocks = min(count * t, HEAD_TOKENS[device] * workers) * rows * (2 + 2 + 4)
+    head = rows * h * (2 + schemes) + blocks + draws * count * t * h
+    window = 4 * (1 + 2 * draws) * t * h * 5 // 4
+    kept = 2 * len(layers) * t * h
+    work = count * window + 4 * max(layer, head) * 5 // 4
+    return _placed(BASE_BYTES + count * kept, work, window + kept, device)
+
+
+def logits_peak_bytes(
+    config: Mapping[str, Any],
+    windows: Sequence[int],
+    long_windows: Sequence[int] = (0, 0),
+    noisy: int = 0,
+    watched: int = 0,
+    device: str = "cpu",
+    threads: int | None = None,
+) -> int:
+    """Memory that a comparison needs beyond the interpreter and its libraries, at most.
+
+    That of the larger pass, where a pass holds two sets of hidden states, 2 * tokens * h * 4 bytes,
+    BF16 ones of the noisy windows, and the larger of
+        a layer: its weights in FP32, the largest of them three times more while it is unpacked,
+            inputs and outputs of its linears on the watched windows (of its experts on the tokens
+            that are routed to them) and, for every thread, the activations of a batch (4 of the
+            widest linear's rows and 8 h a token);
+        the head: HEAD_ROWS rows of h twice and unpacked, the sums of each token, one more set of
+            hidden states, and, for every thread, a block of logits, part of it in FP64.
+
+    Args:
+        long_windows: for figures by position.
+        noisy: windows that the original passes in BF16, too.
+        watched: windows on which outputs of linears are compared.
+        device: `cpu` or `cuda`; on `cuda` this is device memory.
+        threads: of the CPU; torch's own number where left out.
+    """
+    workers = (threads or torch.get_num_threads()) if device == "cpu" else 1
+    first = _pass_bytes(config, windows, noisy, watched, device, workers)
+    return max(first, _pass_bytes(config, long_windows, 0, 0, device, workers))
+
+
+def _pass_bytes(
+    config: Mapping[str, Any],
+    windows: Sequence[int],
+    noisy: int,
+    watched: int,
+    device: str,
+    workers: int,
+) -> int:
+    table = tensor_table(config)
+    V, h = table[0].shape
+    layer = max(
+        decoder_layers(table), key=lambda specs: sum(math.prod(spec.shape) for spec in specs)
+    )
+    sizes = [math.prod(spec.shape) for spec in layer]
+    widest = max(spec.shape[0] for spec in layer)
+    count, T = windows
+    tokens = count * T
+    # A batch has at least one window, and there are no more batches than windows.
+    batch = min(tokens, max(BATCH_TOKENS[device], T) * workers) * (4 * widest + 8 * h)
+    calls = math.ceil(min(watched, count) * T * linear_ends(layer, read_config(config).experts))
+    in_layer = 4 * (sum(sizes) + 3 * max(sizes) + batch + calls)
+    rows = min(V, HEAD_ROWS)
+    block = min(tokens, HEAD_TOKENS[device] * workers) * rows * 2 * 4
+    wide = min(tokens, SUM_TOKENS[device] * workers) * rows * 5 * 8
+    in_head = 4 * rows * h * 5 + block + wide + tokens * 14 * 8 + tokens * h * 4
+    states = 2 * tokens * h * 4 + min(noisy, count) * T * h * 2
+    return (states + max(in_layer, in_head)) * 5 // 4
+
+
+def training_memory(
+    config: Mapping[str, Any],
+    windows: tuple[int, int],
+    rows: int,
+    steps: int,
+    rounds: int,
+    device: str,
+) -> Memory:
+    """Peak memory of training a head for multi-token prediction.
+
+    With P weights of the head and T tokens of width h:
+        states    7/2 T h * 4 bytes a window: the trunk's states; of seven eighths, which are
+                  learned from, a copy and embeddings; of the others six times as much while rounds
+                  are counted
+        head      7 P * 4: as it is, positions on the grid, weights made of them, the gradients of
+                  both, and two moments of Adam; 3 P * 4 more in RAM while they are saved
+        rows      of the model's head, and the logits of a window on them, four times
+        columns   of a window and its rounds: 3 steps of 4 widest + 8 h values
+    and half more, states aside, for what the allocator keeps: peaks of one training on a CPU differ
+    by a third from run to run. The pass through the trunk before it is as that of a report.
+
+    Args:
+        windows: windows of the text, and tokens of each.
+        rows: of the model's head that targets are told apart by.
+        steps: that a draft is trained for.
+        rounds: of a window that steps after the first are trained on.
+    """
+    count, T = windows
+    table = tensor_table(config)
+    V, h = table[0].shape
+    own = [spec.shape for spec in table if spec.name.startswith(MTP_PREFIX)]
+    P = sum(map(math.prod, own))
+    widest = max((shape[0] for shape in own), default=h)
+    columns = T + rounds * (steps - 1)
+    rows = min(V, rows)
+    values = 7 * P + rows * (h + 4 * columns) + steps * columns * (4 * widest + 8 * h)
+    window = 4 * 7 * T * h // 2
+    trunk = logits_peak_bytes(config, windows, device=device)
+    work = max(count * window + 4 * values * 3 // 2, trunk)
+    return _placed(BASE_BYTES + 4 * 3 * P, work, window, device)
+
+
+def answer_bytes(config: Config, prompt: int, tokens: int, itemsize: int) -> int:
+    """Memory of one answer: cache, logits and the activations of its prompt."""
+    cache = kv_bytes(config, prompt + tokens, itemsize) + state_bytes(config, itemsize)
+    activations = (4 * config.intermediate_size + 8 * config.hidden_size) * itemsize
+    if config.linear_layers is not None:
+        activations += LINEAR_BYTES * config.linear_layers.value_dim
+    work = prompt * activations + LOGIT_BYTES * config.vocab_size
+    return (cache + work) * 5 // 4
+
+
+def answers_that_fit(each: int, weights: int, most: int, device: str) -> int:
+    """Answers of `each` bytes that fit into the free memory at a time, a power of two up to `most`.
 
     Raises:
-        ResourceError: it takes more memory than is free.
+        ResourceError: the weights and one answer do not fit.
     """
     free = free_bytes(device)
-    if free is not None and need > free:
-        raise ResourceError(
-            f"{what} takes up to {need / 1e9:.1f} GB of memory, free on {device}: "
-            f"{free / 1e9:.1f} GB",
-            hint=hint,
-        )
-
-
-def check_windows(what: str, need: Memory, windows: int, device: str, less: str) -> None:
-    """Refuse work on windows of a text that does not fit in RAM or, on `cuda`, on the GPU.
-
-    Args:
-        less: hint how to take fewer windows, with `{}` for their number.
-
-    Raises:
-        ResourceError: it takes more memory than is free.
-    """
-    hint = "use a machine with more memory"
-    for place, taken in (("cpu", need.ram), ("cuda", need.gpu)):
-        if place == "cuda" and device == "cpu":
-            return
-        fitting = windows - math.ceil((taken - (free_bytes(place) or 0)) / need.window)
-        check_free(what, taken, place, less.format(fitting) if fitting > 0 else hint)
-        hint = "--device cpu takes the machine's memory"
-
-
-def block_elements(max_ram: int | None, workers: int, device: torch.device, held: int = 0) -> int:
-    """Weights to work on at once so that the process stays below `max_ram` bytes.
-
-    Args:
-        max_ram: resident bytes; None for `DEFAULT_MAX_RAM`, or `LEAST_ROOM` beyond everything that
-            is not a block where that is more.
-
-    Raises:
-        ResourceError: the interpreter and torch alone leave too little.
-    """
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.zeros(1, device=device)  # CUDA's own memory is there before it is counted
-    base = resident_bytes() + SLACK_BYTES + held + (CUDA_SLACK_BYTES if on_gpu else 0)
-    limit = max(DEFAULT_MAX_RAM, base + LEAST_ROOM) if max_ram is None else max_ram
-    each = QUEUED_BYTES + workers * (CUDA_WORKER_BYTES if on_gpu else WORKER_BYTES)
-    most = CUDA_ELEMENTS if on_gpu else CPU_ELEMENTS
-    elements = min(most, (limit - base) // each)
-    if elements < LEAST_ELEMENTS:
-        least = base + LEAST_ELEMENTS * each
-        advised, unrotated = _rounded_up(least), _rounded_up(least - held)
-        raise ResourceError(
-            f"--max-ram {size(limit)} is too little: the process needs {size(least)} before it "
-            "holds a weight",
-            hint=f"give at least {advised}"
-            + (f"; {unrotated} is enough with --method gptq" if unrotated != advised else ""),
-        )
-    return elements
-
-
-def _rounded_up(least: int) -> str:
-    """A size for the option, above what the process takes by 20 MB or more: `0.5GB`."""
-    return f"{math.ceil(least / 1e8 + 0.2) / 10}GB"
-
-
-def peak_estimate(elements: int, workers: int, held: int = 0, device: str = "cpu") -> int:
-    """Resident bytes a conversion in blocks of `elements` weights needs at most.
-
-    Args:
-        elements: of `block_elements`, which has made CUDA ready.
-    """
-    on_gpu = device == "cuda"
-    slack = SLACK_BYTES + (CUDA_SLACK_BYTES if on_gpu else 0)
-    each = QUEUED_BYTES + workers * (CUDA_WORKER_BYTES if on_gpu else WORKER_BYTES)
-    return resident_bytes() + slack + held + elements * each
+    if free is None:
+        return most
+    fitting = (free - weights) // each
+    if fitting < 1:
+        hint = "calibrate on the bundled text, which passes through the model layer by layer"
+        if device != "cpu":
+            hint = "--device cpu answers in the machine's memory"
+        check_free("answering", weights + each, device, hint)
+    return min(most, 1 << (fitting.bit_length() - 1))

@@ -182,11 +182,7 @@ def make_plan(
     """Decide the fate of every tensor of a source.
 
     Args:
-        config: of the source.
-        tensors: its headers.
         recipe: rules for the bits; its method may be left open.
-        max_shard_bytes: limit of a weight file.
-        choose: chooses a method that the recipe leaves open.
 
     Raises:
         UnsupportedModelError: the architecture is not implemented.
@@ -279,11 +275,7 @@ def _rotated(
     written: Collection[str],
     method: Method,
 ) -> dict[str, Role]:
-    """Parts of the tensors that a method rotates, by name; empty where it rotates none.
-
-    Raises:
-        QuantizationError: the method rotates, and the model cannot be rotated.
-    """
+    """Parts of the tensors that a method rotates, by name; empty where it rotates none."""
     if not method.rotate:
         return {}
     obstacle = why_not_rotated(config, schemes, written)

@@ -97,31 +97,23 @@ class Override:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Rules that decide every code, given the weights.
+    """Rules that decide every code, given the weights."""
 
-    Attributes:
-        base: bits by role.
-        group_size: weights that share a scale; None for one scale per row. A linear whose rows it
-            does not divide gets the next smaller size that does.
-        head: bits of lm_head where they differ from the base recipe's.
-        mtp: bits of the head for multi-token prediction where they differ from the base recipe's,
-            or `drop` to leave it out; only None and `bf16` suit a model without one.
-        overrides: applied in order, the last match wins.
-        drop_vision: leave the vision tower out instead of taking it along.
-        method: how codes are chosen; None to let the plan choose by model, text and machine.
-        draft_vocabulary: rows of the draft head, 0 for none; None for as many as suit the model.
-        positive_scales: take positive scales only; `absmax` takes no others.
-    """
-
-    base: Base = "int4"
+    base: Base = "int4"  # bits by role
+    # Weights that share a scale; None for one scale per row. A linear whose rows it does not divide
+    # gets the next smaller size that does
     group_size: int | None = GROUP_SIZE
-    head: Head | None = None
-    overrides: tuple[Override, ...] = ()
-    drop_vision: bool = False
+    head: Head | None = None  # bits of lm_head where they differ from the base recipe's
+    overrides: tuple[Override, ...] = ()  # applied in order, the last match wins
+    drop_vision: bool = False  # leave the vision tower out instead of taking it along
+    # How codes are chosen; None to let the plan choose by model, text and machine
     method: Method | None = RTN
+    # Bits of the head for multi-token prediction where they differ from the base recipe's, or
+    # `drop` to leave it out; only None and `bf16` suit a model without one
     mtp: Mtp | None = None
+    # Rows of the draft head, 0 for none; None for as many as suit the model
     draft_vocabulary: int | None = None
-    positive_scales: bool = False
+    positive_scales: bool = False  # take positive scales only; `absmax` takes no others
 
     def __post_init__(self) -> None:
         """Refuse values that no recipe has."""

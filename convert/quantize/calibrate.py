@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.original.device import tensor_cores
-from lowbit.convert.original.layer import Layer, run
+from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.progress import Progress
 from lowbit.convert.original.threads import alone_on_threads
@@ -64,7 +64,7 @@ def calibrate(
         identity = _choose_layers(model, windows, schemes, quantizer, store, identity, progress)
         norm = load_norm(model, device)
         for states in windows.sets():
-            run(norm, states, device, pool)
+            quantizer.pass_through(norm, states)
         if "lm_head" in schemes:
             ends = _sources(model, [f"{model.prefix}norm.weight", model.head])
             identity = extended(identity, model.weights.checkpoint, ends)
@@ -137,9 +137,9 @@ def _layer(
     else:
         device = quantizer.device
         layer.put({m.removeprefix(prefix): c.weight.to(device) for m, c in chosen.items()})
-        run(original, windows.original, device, quantizer.pool)
+        quantizer.pass_through(original, windows.original)
     if windows.hidden is not windows.original:
-        run(layer, windows.hidden, quantizer.device, quantizer.pool)
+        quantizer.pass_through(layer, windows.hidden)
     return chosen, error
 
 

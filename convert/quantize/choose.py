@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lowbit.convert.original.layer import Layer, run, stages
+from lowbit.convert.original.layer import Layer, stages
 from lowbit.convert.quantize.experts import (
     FEWEST_TOKENS,
     choose_experts,
@@ -39,16 +39,16 @@ def choose_layer(
     Raises:
         QuantizationError: activations are not finite.
     """
-    before = windows.original[windows.held].clone()
+    before = windows.original[windows.heldout].clone()
     alone = quantizer.method.from_original
     if alone:
         found, tokens = _from_original(quantizer, original, schemes, windows)
     else:
         found, tokens = _sequential(quantizer, layer, original, schemes, windows)
-        run(original, windows.original, quantizer.device, quantizer.pool)
-    after = windows.original[windows.held]
+        quantizer.pass_through(original, windows.original)
+    after = windows.original[windows.heldout]
     added = _finite_power(number, before, after)
-    given = before if alone else windows.hidden[windows.held]
+    given = before if alone else windows.hidden[windows.heldout]
 
     def error(
         linears: Mapping[str, QuantizedLinear], x: Tensor = given, y: Tensor = after
@@ -123,11 +123,7 @@ def _sequential(
 
 
 def _finite_power(number: int, before: Tensor, after: Tensor) -> float:
-    """Mean square of what a layer of the original adds to its input.
-
-    Raises:
-        QuantizationError: it is not finite.
-    """
+    """Mean square of what a layer of the original adds to its input."""
     added = float((after - before).square().mean(dtype=torch.float64))
     if not math.isfinite(added):
         raise QuantizationError(

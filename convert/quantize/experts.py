@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.original.experts import ROUTER, Expert
-from lowbit.convert.original.layer import Layer, batches, probed
+from lowbit.convert.original.layer import Layer, probed
 from lowbit.convert.original.threads import ordered
+from lowbit.convert.original.walk import LEARNING_TOKENS, batches
 from lowbit.convert.quantize.linear import LinearQuantizer, QuantizedLinear, nearest
 from lowbit.convert.quantize.moments import paired
 from lowbit.convert.quantize.windows import WindowStates
@@ -62,7 +63,7 @@ def route(
     x, y = torch.empty_like(windows.hidden), torch.empty_like(windows.original)
     for side, states, out in ((layer, windows.hidden, x), (original, windows.original, y)):
         with torch.no_grad(), probed(side, router) as probe:
-            for part in batches(states, device):
+            for part in batches(states, device, LEARNING_TOKENS):
                 out[part] = probe(states[part].to(device)).view(out[part].shape).to(out.device)
     flat = x.flatten(0, 1)
     choose = layer.module.get_submodule(router)
@@ -97,11 +98,11 @@ def choose_experts(
     def one(number: int) -> tuple[dict[str, QuantizedLinear], int]:
         prefix = f"{mlp}.experts.{number}"
         own = {name: scheme for name, scheme in schemes.items() if expert_of(name) == number}
-        learned, held = routed.tokens_of(number)
+        learned, heldout = routed.tokens_of(number)
         if len(learned) < FEWEST_TOKENS:
             found = {n: nearest(layer.weight(n).data, s, quantizer.rule) for n, s in own.items()}
         else:
-            found = _choose(quantizer, layer, original, prefix, own, routed, (learned, held))
+            found = _choose(quantizer, layer, original, prefix, own, routed, (learned, heldout))
         layer.put({name: linear.weight for name, linear in found.items()})
         return found, len(learned)
 
@@ -131,8 +132,8 @@ def _choose(
         names = [name for kind in kinds if (name := f"{prefix}.{kind}") in schemes]
         if names:
             weights = {name: layer.weight(name).data for name in names}
-            held = paired(*inputs[1], names[0]) if len(inputs[1][0]) >= FEWEST_TOKENS else None
-            found |= quantizer.linears(weights, schemes, paired(*inputs[0], names[0]), held)
+            heldout = paired(*inputs[1], names[0]) if len(inputs[1][0]) >= FEWEST_TOKENS else None
+            found |= quantizer.linears(weights, schemes, paired(*inputs[0], names[0]), heldout)
             layer.put({name: found[name].weight for name in names})
         if kinds[0] == "gate_proj":
             inputs = [(here.inner(x), there.inner(y)) for x, y in inputs]

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.original.device import full_precision
+from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.threads import Pool
+from lowbit.convert.original.walk import LEARNING_TOKENS, pass_through
 from lowbit.convert.plan.method import Method
 from lowbit.convert.quantize.gptq import (
     Factor,
@@ -28,7 +30,7 @@ from lowbit.formats.layout.scheme import Scheme
 # model's KL does not: on 75 k tokens 0.01, the GPTQ paper's value, gave .143 where 0.3 gives .078
 # (Qwen2.5-Coder-0.5B), and .118 against .100 (SmolLM2-135M).
 DAMPINGS = (0.3, 1.0, 3.0)
-HEAD_ROWS = {"cpu": 4096, "cuda": 32768}  # of the vocabulary at a time
+SOLVED_ROWS = {"cpu": 4096, "cuda": 32768}  # of the head at a time
 DAMPING_ROWS = 128  # of the linears, evenly spread, that each is tried on
 
 
@@ -77,7 +79,7 @@ def gptq(
 
 
 def choose_damping(
-    w: Tensor, scheme: Scheme, rule: ScaleRule, moments: Moments, held: Moments | None
+    w: Tensor, scheme: Scheme, rule: ScaleRule, moments: Moments, heldout: Moments | None
 ) -> Factor:
     """The factor of the moments whose damping gives the least error on the windows held out.
 
@@ -89,19 +91,19 @@ def choose_damping(
     Args:
         w: [N, K] float32, weights of linears that read the input.
         scheme: of the first of them.
-        held: moments of windows held out; None for the smallest damping.
+        heldout: moments of windows held out; None for the smallest damping.
 
     Raises:
         QuantizationError: the moments are not positive definite.
     """
     best = factorize(moments.damped(DAMPINGS[0]))
-    if held is None:
+    if heldout is None:
         return best
     rows = w[:: -(-len(w) // DAMPING_ROWS)]
 
     def error(factor: Factor) -> float:
         found = compensated(rows, scheme, rule, moments, factor)[1]
-        return held.error(rows, found.weight)
+        return heldout.error(rows, found.weight)
 
     least = error(best)
     for damping in DAMPINGS[1:]:
@@ -121,12 +123,16 @@ class LinearQuantizer:
     device: torch.device
     pool: Pool  # of `alone_on_threads`
 
+    def pass_through(self, layer: Layer, hidden: Tensor) -> None:
+        """Pass all windows [windows, T, h] through a layer, in place."""
+        pass_through(layer, hidden, self.device, self.pool, LEARNING_TOKENS)
+
     def linears(
         self,
         weights: Mapping[str, Tensor],
         schemes: Mapping[str, Scheme],
         moments: Moments,
-        held: Moments | None,
+        heldout: Moments | None,
     ) -> dict[str, QuantizedLinear]:
         """Linears that read one input; those of one scheme are solved together.
 
@@ -140,7 +146,7 @@ class LinearQuantizer:
             if self.method.codes == "gptq":
                 rows = torch.cat([weights[name] for name in weights])
                 first = schemes[next(iter(weights))]
-                factor = choose_damping(rows, first, self.rule, moments, held)
+                factor = choose_damping(rows, first, self.rule, moments, heldout)
                 del rows
             found: dict[str, QuantizedLinear] = {}
             for scheme in dict.fromkeys(schemes[name] for name in weights):
@@ -165,7 +171,7 @@ class LinearQuantizer:
         Args:
             windows: states after the final norm.
         """
-        blocks = model.weights.rows(model.head, HEAD_ROWS[self.device.type], self.device)
+        blocks = model.weights.rows(model.head, SOLVED_ROWS[self.device.type], self.device)
         if self.method.codes == "rtn":
             return _joined([nearest(rows, scheme, self.rule) for _, rows in blocks])
         moments = head_moments(windows, self.device)

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.convert.original.layer import Layer, batches, hooked, probed
+from lowbit.convert.original.layer import Layer, hooked, probed
 from lowbit.convert.original.threads import Pool, ordered
-from lowbit.convert.plan.calibration_cost import PRODUCTS_BYTES
+from lowbit.convert.original.walk import LEARNING_TOKENS, batches, passing
+from lowbit.convert.plan.memory import PRODUCTS_BYTES
 from lowbit.convert.quantize.gptq import Factor
 from lowbit.convert.quantize.windows import WindowStates
 from lowbit.formats.errors import QuantizationError
@@ -83,21 +84,21 @@ def measure(
     K = layer.weight(linear).shape[1]
 
     def over(part: slice) -> Moments:
-        hidden, wanted = windows.hidden[part], windows.original[part]
+        hidden, original = windows.hidden[part], windows.original[part]
         T = hidden.shape[1]
         compared = max(1, LOUD_TOKENS // T) * T  # whole windows, the same ones on every device
 
         def inputs(batch: slice) -> tuple[Tensor, Tensor]:
-            x, y = here(hidden[batch].to(device)), there(wanted[batch].to(device))
+            x, y = here(hidden[batch].to(device)), there(original[batch].to(device))
             factors = token_norm_caps(y, compared)
             return x * factors, y * factors
 
-        sums = _sums(inputs, batches(hidden, device), K, device, pool)
+        sums = _sums(inputs, batches(hidden, device, LEARNING_TOKENS), K, device, pool)
         return _means(sums, linear, hidden.shape[0] * hidden.shape[1])
 
     with probed(layer, linear) as here, probed(original, linear) as there:
         learned = over(slice(0, windows.learned))
-        return learned, over(windows.held) if windows.holds_out else None
+        return learned, over(windows.heldout) if windows.holds_out else None
 
 
 def token_norm_caps(x: Tensor, compared: int) -> Tensor:
@@ -139,12 +140,13 @@ def paired(x: Tensor, y: Tensor, linear: str) -> Moments:
 
 def head_moments(windows: WindowStates, device: torch.device) -> Moments:
     """The moments of what the head sees: the windows' states after the final norm."""
-    hidden, wanted = windows.hidden[: windows.learned], windows.original[: windows.learned]
+    hidden, original = windows.hidden[: windows.learned], windows.original[: windows.learned]
 
     def inputs(part: slice) -> tuple[Tensor, Tensor]:
-        return hidden[part].to(device).flatten(0, -2), wanted[part].to(device).flatten(0, -2)
+        return hidden[part].to(device).flatten(0, -2), original[part].to(device).flatten(0, -2)
 
-    sums = _sums(inputs, batches(hidden, device), hidden.shape[-1], device, None)
+    parts = batches(hidden, device, LEARNING_TOKENS)
+    sums = _sums(inputs, parts, hidden.shape[-1], device, None)
     return _means(sums, "lm_head", hidden.shape[0] * hidden.shape[1])
 
 
@@ -217,19 +219,18 @@ def input_power(
     """
     totals = {name: torch.zeros(layer.weight(name).shape[1], device=device) for name in linears}
     tokens = dict.fromkeys(linears, 0)
-    parts, here = batches(hidden, device), threading.local()
+    here = threading.local()
 
     def note(name: str, x: Tensor, _: Tensor) -> None:  # not called of an expert without tokens
-        here.found[name] = _power(x)
+        vars(here)[name] = _power(x)
 
-    def passed(part: slice) -> tuple[Tensor, dict[str, tuple[Tensor, int]]]:
-        here.found = {}
-        return layer(hidden[part].to(device)), here.found
+    def collect() -> dict[str, tuple[Tensor, int]]:
+        found = dict(vars(here))
+        vars(here).clear()
+        return found
 
     with hooked(layer.module, linears, note):
-        results = ordered(pool, passed, parts)
-        for part, (out, found) in zip(parts, results, strict=True):
-            hidden[part] = out.to(hidden.device)
+        for _, found in passing(layer, hidden, device, pool, collect, LEARNING_TOKENS):
             for name, (square, count) in found.items():
                 totals[name] += square
                 tokens[name] += count

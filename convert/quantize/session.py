@@ -2,37 +2,27 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.progress import Note, Progress, unsaid
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
-from lowbit.convert.plan.calibration_cost import (
-    Windows,
-    calibration_memory,
-    check_memory,
-    shapes_of,
-)
+from lowbit.convert.plan.calibration_cost import Windows, shapes_of
+from lowbit.convert.plan.memory import calibration_memory, check_calibration
 from lowbit.convert.plan.plan import Plan
 from lowbit.convert.quantize.calibrate import calibrate
 from lowbit.convert.quantize.store import Calibrated, Store
 from lowbit.convert.quantize.windows import shuffled
-from lowbit.formats.errors import CheckpointError, UnsupportedModelError
+from lowbit.convert.texts.calibration import CalibrationText, read_calibration
 from lowbit.formats.layout.manifest import Calibration
 from lowbit.formats.safetensors.checkpoint import Checkpoint
-from lowbit.formats.text.tokenizer import TOKENIZER_FILE
 
 SAMPLES = {"cpu": 64, "cuda": 256}  # windows where nothing is said, by kind of device
 LENGTH = 512
-WITHOUT = "--method rtn converts without running the original"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +93,15 @@ class Session:
         """
         windows = Windows(*self.text.samples.shape)
         shapes = shapes_of(self.source.config, self.plan.schemes, self.source.tensors)
-        method, place = self.plan.method, self.device.type
-        need = calibration_memory(shapes, method, windows, place, torch.get_num_threads())
-        check_memory(need, windows, place)
+        method, device = self.plan.method, self.device.type
+        need = calibration_memory(shapes, method, windows, device, torch.get_num_threads())
+        check_calibration(need, windows, device)
 
     def run(self, folder: Path, progress: Progress, note: Note = unsaid) -> Calibrated:
         """Choose all codes, keeping finished layers in `folder`.
 
         Args:
             folder: where the conversion is built.
-            progress: called with ("calibrate", done, in all).
             note: told of layers that an earlier run kept and that are not used.
 
         Raises:
@@ -126,25 +115,3 @@ class Session:
             model = load_layered_model(weights, self.text.samples.shape[1], self.device)
             samples = shuffled(self.text.samples)
             return calibrate(model, samples, self.plan, store, self.digest, self.device, progress)
-
-
-def check_can_run(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse an original that cannot be run here on a text.
-
-    Raises:
-        UnsupportedModelError: transformers does not know its architecture.
-        CheckpointError: the folder has no tokenizer.
-    """
-    from transformers import CONFIG_MAPPING
-
-    model_type = str(config.get("model_type"))
-    if model_type not in CONFIG_MAPPING:
-        raise UnsupportedModelError(
-            f"`{folder}` cannot be calibrated: transformers {version('transformers')} does not "
-            f"know model_type `{model_type}`",
-            hint=WITHOUT,
-        )
-    if not (folder / TOKENIZER_FILE).exists():
-        raise CheckpointError(
-            f"`{folder}` has no {TOKENIZER_FILE}, which calibration needs", hint=WITHOUT
-        )

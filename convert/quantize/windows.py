@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.convert.original.layer import Layer, batches
+from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.model import LayeredModel
-from lowbit.convert.original.walk import embed
-from lowbit.convert.plan.calibration_cost import STATES_SHARE, STEP_TOKENS
+from lowbit.convert.original.walk import LEARNING_TOKENS, batches, embed
+from lowbit.convert.plan.calibration_cost import STEP_TOKENS
+from lowbit.convert.plan.memory import STATES_SHARE
 from lowbit.formats.machine.memory import free_bytes
 
 SHARE = 16  # one window of so many is held out, none of fewer
@@ -35,7 +36,7 @@ class WindowStates:
         return self.learned < len(self.hidden)
 
     @property
-    def held(self) -> slice:
+    def heldout(self) -> slice:
         """Windows to judge by; of few windows, all are learned from and judged by."""
         return slice(self.learned if self.holds_out else 0, len(self.hidden))
 
@@ -55,8 +56,10 @@ def begin(
     sets = 1 if from_original else 2
     need = sets * samples.numel() * model.hidden_size * 4 * 5 // 4  # what the allocator keeps, too
     free = None if device.type == "cpu" else free_bytes(device.type)
-    place = device if free is not None and need * STATES_SHARE <= free else torch.device("cpu")
-    hidden = embed(model, samples, place)
+    states_device = (
+        device if free is not None and need * STATES_SHARE <= free else torch.device("cpu")
+    )
+    hidden = embed(model, samples, states_device)
     original = hidden if from_original else hidden.clone()
     return WindowStates(hidden, original, len(samples) - len(samples) // SHARE)
 
@@ -85,16 +88,16 @@ def random_batches(windows: int, length: int, steps: int) -> Iterator[Tensor]:
         order = order[size:]
 
 
-def output_error(layer: Layer, hidden: Tensor, wanted: Tensor, device: torch.device) -> float:
+def output_error(layer: Layer, hidden: Tensor, target: Tensor, device: torch.device) -> float:
     """Mean square of a layer's output error.
 
     Args:
         hidden: input, [windows, T, h] float32.
-        wanted: output to compare with, same shape.
+        target: output to compare with, same shape.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     with torch.no_grad():
-        for part in batches(hidden, device):
+        for part in batches(hidden, device, LEARNING_TOKENS):
             out = layer(hidden[part].to(device))
-            total += (out - wanted[part].to(device)).square().sum(dtype=torch.float64)
+            total += (out - target[part].to(device)).square().sum(dtype=torch.float64)
     return float(total) / hidden.numel()

@@ -2,8 +2,9 @@
 
 import math
 
-from lowbit.convert.measure.record import Drafting, LogitQuality, QualityReport
+from lowbit.convert.measure.record import LogitQuality, QualityReport
 from lowbit.convert.measure.routing import Routing
+from lowbit.convert.mtp.drafting import Drafting
 from lowbit.formats.folder_size import size as size
 from lowbit.formats.printable import printable
 

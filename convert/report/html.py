@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from lowbit.convert.measure.record import Draft, Drafting, LogitQuality, QualityReport
+from lowbit.convert.measure.record import LogitQuality, QualityReport
 from lowbit.convert.measure.speed import Speed
+from lowbit.convert.mtp.drafting import Draft, Drafting
 from lowbit.convert.report import formatting, limits, linears, plots, warnings
 from lowbit.convert.report.heat import heat_maps
 from lowbit.convert.report.page import render_page, share

@@ -13,9 +13,8 @@ from lowbit.convert.measure.measure import measure_logits
 from lowbit.convert.measure.pair import pair_of
 from lowbit.convert.measure.record import LogitQuality, QualityReport
 from lowbit.convert.measure.weights import WeightQuality, measure_weights
-from lowbit.convert.original.answers import require_language_model
-from lowbit.convert.original.evaluation_text import Text, check_names, default_texts
 from lowbit.convert.original.progress import Note, Progress, silent, unsaid
+from lowbit.convert.original.runnable import require_language_model
 from lowbit.convert.pipeline.conversion import Conversion
 from lowbit.convert.pipeline.existing import quality_of
 from lowbit.convert.pipeline.origin import Ask, Origin, find_origin
@@ -23,6 +22,7 @@ from lowbit.convert.pipeline.verification import check_recorded
 from lowbit.convert.quantize.store import LayerError
 from lowbit.convert.report.files import check_reports, left_out, write_reports
 from lowbit.convert.report.verdict import judge
+from lowbit.convert.texts.evaluation import Text, check_names, default_texts
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.file_names import HTML_FILE, QUALITY_FILE
 from lowbit.formats.files.atomic import disk_errors

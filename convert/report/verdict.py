@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from lowbit.convert.measure.record import LogitQuality, QualityReport
-from lowbit.convert.original.answers import WHERE_MEASURED
+from lowbit.convert.original.runnable import WHERE_MEASURED
 from lowbit.convert.plan import choice_of_method as choice
 from lowbit.convert.plan.method import Method
 from lowbit.convert.report import limits

@@ -8,9 +8,9 @@ from lowbit.convert.measure.coverage import few_tokens
 from lowbit.convert.measure.measure import FLIP_CHARACTERS
 from lowbit.convert.measure.record import LogitQuality, QualityReport
 from lowbit.convert.measure.weights import WeightQuality
-from lowbit.convert.original.evaluation_text import bundled_hashes
 from lowbit.convert.report.formatting import kl, percent
 from lowbit.convert.report.linears import worst
+from lowbit.convert.texts.evaluation import bundled_hashes
 from lowbit.formats.architectures.names import MTP_PREFIX
 
 OUTLIER = 1.5  # times the median error of the same bits

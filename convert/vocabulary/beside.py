@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.export.outputs import Output
-from lowbit.convert.original.evaluation_text import Text
 from lowbit.convert.original.progress import Progress
-from lowbit.convert.pipeline.place import place_of
+from lowbit.convert.pipeline.output_dir import place_of
+from lowbit.convert.texts.evaluation import Text
 from lowbit.convert.vocabulary.cut import (
     cut_tensors,
     cut_vocabulary,
@@ -30,39 +30,25 @@ ENDING = ".original"
 
 @dataclass(frozen=True, slots=True)
 class CutRequest:
-    """A smaller vocabulary that a conversion is to start from.
+    """A smaller vocabulary that a conversion is to start from."""
 
-    Attributes:
-        keep: number of tokens to keep, or a file that lists them.
-        text: to count tokens on; the bundled one where left out.
-        languages: codes of languages whose most used words come next.
-        texts: whose tokens are counted before and after.
-        measure_on: where both models run to tell the bits that they need for a byte of the texts;
-            None to leave that out.
-        max_shard_bytes: limit of a weight file.
-    """
-
-    keep: int | Path
-    text: Path | None
-    languages: Sequence[str]
-    texts: Sequence[Text]
+    keep: int | Path  # number of tokens to keep, or a file that lists them
+    text: Path | None  # to count tokens on; the bundled one where left out
+    languages: Sequence[str]  # codes of languages whose most used words come next
+    texts: Sequence[Text]  # whose tokens are counted before and after
+    # Where both models run to tell the bits that they need for a byte of the texts; None to leave
+    # that out
     measure_on: str | None
-    max_shard_bytes: int
+    max_shard_bytes: int  # limit of a weight file
 
 
 @dataclass(frozen=True, slots=True)
 class CutOriginal:
-    """An original with a smaller vocabulary, beside the result of a conversion.
+    """An original with a smaller vocabulary, beside the result of a conversion."""
 
-    Attributes:
-        location: of it.
-        record: content of its kept_vocabulary.json.
-        existed: True where an earlier run had put it there, and this one only checked it.
-    """
-
-    location: Location
-    record: KeptVocabulary
-    existed: bool
+    location: Location  # of it
+    record: KeptVocabulary  # content of its kept_vocabulary.json
+    existed: bool  # True where an earlier run had put it there, and this one only checked it
 
 
 def cut_beside(
@@ -73,16 +59,8 @@ def cut_beside(
     A folder that an earlier run left there is used again once all of its bytes are found to be
     those that would be written now.
 
-    Args:
-        source: folder, or Hub id, of a model that is not quantized.
-        revision: branch, tag or commit of a Hub id.
-        out: folder that the packed model will have.
-        request: the tokens to keep, and what to measure.
-        progress: called with (phase, done, in all).
-
     Raises:
         ResourceError: something else is at `OUT.original`.
-        LowbitError: see `cut_vocabulary`.
     """
     folder = place_of(out.with_name(out.name + ENDING))
     record = read_kept_vocabulary(folder) if folder.is_dir() else None
@@ -118,11 +96,15 @@ def _check_same(
     origin = (work.kept.ids, location.repo, location.commit)
     different = None if origin == (record.ids, record.repo, record.commit) else "the tokens kept"
     if different is None:
-        with tempfile.TemporaryDirectory() as made:
-            write_small_files(work, Path(made))
-            names = sorted(path.name for path in Path(made).iterdir())
+        with tempfile.TemporaryDirectory() as scratch:
+            write_small_files(work, Path(scratch))
+            names = sorted(path.name for path in Path(scratch).iterdir())
             different = next(
-                (f"`{name}`" for name in names if not _same_file(folder / name, Path(made) / name)),
+                (
+                    f"`{name}`"
+                    for name in names
+                    if not _same_file(folder / name, Path(scratch) / name)
+                ),
                 None,
             )
     if different is None:
@@ -139,11 +121,11 @@ def _same_file(one: Path, other: Path) -> bool:
     return one.is_file() and hash_file(one) == hash_file(other)
 
 
-def _other_tensor(found: Checkpoint, wanted: Sequence[Output], progress: Progress) -> str | None:
-    """Name of the first tensor that is not the wanted one; None where all are."""
-    if extra := found.tensors.keys() ^ {one.name for one in wanted}:
+def _other_tensor(found: Checkpoint, expected: Sequence[Output], progress: Progress) -> str | None:
+    """Name of the first tensor that is not the expected one; None where all are."""
+    if extra := found.tensors.keys() ^ {one.name for one in expected}:
         return f"`{min(extra)}`"
-    for number, one in enumerate(wanted):
+    for number, one in enumerate(expected):
         info = found.tensors[one.name]
         if (info.dtype, info.shape) != (one.dtype, one.shape):
             return f"`{one.name}`"
@@ -156,7 +138,7 @@ def _other_tensor(found: Checkpoint, wanted: Sequence[Output], progress: Progres
                 row += len(block)
             if not torch.equal(_bits(here), _bits(block)):
                 return f"`{one.name}`"
-        progress("source", number + 1, len(wanted))
+        progress("source", number + 1, len(expected))
     return None
 
 

@@ -7,15 +7,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowbit.convert.budget.head import log_partition
-from lowbit.convert.measure.logits import scored_states
-from lowbit.convert.original.answers import require_language_model
-from lowbit.convert.original.evaluation_text import Text, tokenize
+from lowbit.convert.original.divergence import log_partition
 from lowbit.convert.original.model import LayeredModel, load_layered_model
 from lowbit.convert.original.progress import Advance
+from lowbit.convert.original.runnable import require_language_model
 from lowbit.convert.original.threads import alone_on_threads
-from lowbit.convert.original.walk import HEAD_ROWS, HEAD_TOKENS, blocks, pass_through_all
+from lowbit.convert.original.walk import (
+    HEAD_ROWS,
+    HEAD_TOKENS,
+    blocks,
+    pass_through_all,
+    scored_states,
+)
 from lowbit.convert.original.weights import open_weights
+from lowbit.convert.texts.evaluation import Text, tokenize
 from lowbit.formats.architectures import read_config
 from lowbit.formats.text.tokenizer import load_text_tokenizer
 
@@ -23,11 +28,7 @@ WINDOW = 256  # tokens; the bundled texts of other languages have two or more su
 
 
 def check_measurable(folder: Path, texts: Sequence[Text]) -> None:
-    """Refuse what `text_bits` would refuse, before any other work.
-
-    Raises:
-        LowbitError: as there.
-    """
+    """Refuse what `text_bits` would refuse, before any other work."""
     config = open_weights(folder).checkpoint.config
     require_language_model(config, str(folder))
     tokenize(folder, texts, read_config(config).max_position_embeddings, WINDOW)
@@ -44,7 +45,6 @@ def text_bits(
     Args:
         folder: of a model that is not packed.
         texts: each of at least two tokens, the others of a window.
-        device: where to compute.
         advance: told of 1 after every layer, and after the head.
 
     Raises:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from lowbit.convert.original.token_counts import CountedText, coverage
+from lowbit.convert.texts.token_counts import CountedText, coverage
 from lowbit.convert.vocabulary.tokenizer import ByteLevelBpe
 from lowbit.formats.errors import QuantizationError, RequestError
 from lowbit.formats.files import strict_json
@@ -21,23 +21,15 @@ _LIST = f"write it as [0, 17, 4711], or name the {KEPT_FILE} of another cut"
 
 @dataclass(frozen=True, slots=True)
 class KeptTokens:
-    """Tokens that are kept.
+    """Tokens that are kept."""
 
-    Attributes:
-        ids: of the original, ascending.
-        text: name of the text they were counted on.
-        text_sha256: of the text.
-        tokens: of the text.
-        coverage: share of its tokens that are kept.
-        held_out: share of the tokens in every second block of the text that would be kept by a
-            count on the other blocks.
-    """
-
-    ids: tuple[int, ...]
-    text: str
-    text_sha256: str
-    tokens: int
-    coverage: float
+    ids: tuple[int, ...]  # of the original, ascending
+    text: str  # name of the text they were counted on
+    text_sha256: str  # of the text
+    tokens: int  # of the text
+    coverage: float  # share of its tokens that are kept
+    # Share of the tokens in every second block of the text that would be kept by a count on the
+    # other blocks
     held_out: float
 
 
@@ -60,8 +52,6 @@ def choose_tokens(
     ever seen.
 
     Args:
-        source: the original tokenizer.
-        text: to count tokens on.
         keep: number of tokens; or a file that lists them, see `listed_tokens`. Rounded up to a
             multiple of ROWS by keeping more.
         named: tokens that config.json or generation_config.json names.
@@ -86,9 +76,9 @@ def choose_tokens(
             f"`{source.path}` are {len(first):,}",
             hint=f"keep {-(-len(first) // ROWS) * ROWS:,} or more",
         )
-    chosen = _fill(source, first, _wanted(source, text, first, asked, common, rows), rows)
+    chosen = _fill(source, first, _by_preference(source, text, first, asked, common, rows), rows)
     seen, unseen = text.halves()
-    from_half = _fill(source, first, _wanted(source, seen, first, asked, common, rows), rows)
+    from_half = _fill(source, first, _by_preference(source, seen, first, asked, common, rows), rows)
     return KeptTokens(
         ids=tuple(sorted(chosen)),
         text=text.name,
@@ -134,15 +124,15 @@ def listed_tokens(file: Path, source: ByteLevelBpe) -> frozenset[int]:
     return frozenset(content)
 
 
-def _with_all_parts(source: ByteLevelBpe, wanted: Collection[int]) -> frozenset[int]:
+def _with_all_parts(source: ByteLevelBpe, listed: Collection[int]) -> frozenset[int]:
     """Bytes, added tokens and those wanted, with the parts that they are merged from."""
     kept = set(source.always)
-    for id in sorted(wanted):
+    for id in sorted(listed):
         kept |= source.with_parts(id, kept)
     return frozenset(kept)
 
 
-def _wanted(
+def _by_preference(
     source: ByteLevelBpe,
     text: CountedText,
     first: Collection[int],

@@ -16,9 +16,7 @@ from torch import Tensor
 
 from lowbit.convert.export.outputs import Output, copied, row_ranges, write_shards
 from lowbit.convert.original.device import open_device
-from lowbit.convert.original.evaluation_text import Text, vocabulary_texts
 from lowbit.convert.original.progress import Meter, Progress, silent
-from lowbit.convert.original.token_counts import count_text
 from lowbit.convert.pipeline.folder import (
     check_apart,
     check_small_files,
@@ -27,6 +25,8 @@ from lowbit.convert.pipeline.folder import (
     new_folder,
 )
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES
+from lowbit.convert.texts.evaluation import Text, vocabulary_texts
+from lowbit.convert.texts.token_counts import count_text
 from lowbit.convert.vocabulary.bits import check_measurable, text_bits
 from lowbit.convert.vocabulary.choice import KeptTokens, choose_tokens
 from lowbit.convert.vocabulary.languages import common_tokens, tokens_of_languages
@@ -70,23 +70,14 @@ OTHER_WORK = "remove it, or choose another output folder"
 
 @dataclass(frozen=True, slots=True)
 class CutModel:
-    """An original with a smaller vocabulary, in its place.
+    """An original with a smaller vocabulary, in its place."""
 
-    Attributes:
-        folder: of it.
-        source: where the weights came from.
-        record: content of kept_vocabulary.json.
-        source_bytes: of the source's tensors.
-        weight_bytes: of the weight files.
-        left_out: files of the source that held the whole vocabulary in another form.
-    """
-
-    folder: Path
-    source: Location
-    record: KeptVocabulary
-    source_bytes: int
-    weight_bytes: int
-    left_out: tuple[str, ...]
+    folder: Path  # of it
+    source: Location  # where the weights came from
+    record: KeptVocabulary  # content of kept_vocabulary.json
+    source_bytes: int  # of the source's tensors
+    weight_bytes: int  # of the weight files
+    left_out: tuple[str, ...]  # files of the source that held the whole vocabulary in another form
 
     def to_json(self) -> dict[str, Any]:
         """The object of `cut-vocabulary --json`, without the kept tokens' ids."""
@@ -120,8 +111,6 @@ def cut_vocabulary(
     languages and code need most (see `common_tokens`); and what their merges need.
 
     Args:
-        source: folder, or Hub id, of a model that is not quantized.
-        out: folder to create.
         keep: number of tokens, rounded up to a multiple of 128; or a file that lists tokens, see
             `listed_tokens`, beside which the same tokens are kept as ever.
         text: `.txt` or `.jsonl` text to count tokens on; the bundled one where left out.
@@ -129,30 +118,27 @@ def cut_vocabulary(
         texts: whose tokens are counted before and after; the bundled ones where left out.
         measure_on: `cpu` or `cuda`, where both models run to tell the bits that they need for a
             byte of the texts; None to leave that out.
-        revision: branch, tag or commit of a Hub id.
-        max_shard_bytes: limit of a weight file.
-        progress: called with (phase, done, in all).
 
     Raises:
         LowbitError: a model or a tokenizer that cannot be cut, a text that cannot be read, or an
             `out` that is not free; all found before anything is written.
     """
     out = Path(out)
-    place = free_place(out)
+    output_dir = free_place(out)
     device = None if measure_on is None else open_device(measure_on)
     compared = vocabulary_texts() if texts is None else texts
-    report = progress or silent
+    on_progress = progress or silent
     location = locate(str(source), revision)
-    check_apart(location.folder, place)
+    check_apart(location.folder, output_dir)
     if device is not None:
         check_measurable(location.folder, compared)
     work = plan_cut(location, keep, text, languages)
-    with new_folder(place, "cut vocabulary", [*work.names, KEPT_FILE], OTHER_WORK) as partial:
+    with new_folder(output_dir, "cut vocabulary", [*work.names, KEPT_FILE], OTHER_WORK) as partial:
         left_out = write_small_files(work, partial)
-        size = _write_weights(work, partial, max_shard_bytes, report)
+        size = _write_weights(work, partial, max_shard_bytes, on_progress)
         lengths = _lengths(work.tokenizer, partial, compared)
         if device is not None:
-            lengths = _measured(lengths, compared, (location.folder, partial), device, report)
+            lengths = _measured(lengths, compared, (location.folder, partial), device, on_progress)
         record = _record(work, lengths)
         (partial / KEPT_FILE).write_bytes(record.to_bytes())
     return CutModel(
@@ -167,39 +153,23 @@ def cut_vocabulary(
 
 @dataclass(frozen=True, slots=True)
 class PlannedCut:
-    """A cut in which everything is decided.
+    """A cut in which everything is decided."""
 
-    Attributes:
-        location: where the original is.
-        checkpoint: its headers.
-        rows: of its embedding.
-        cut: names of the tensors that lose rows.
-        names: of its small files.
-        tokenizer: of the original.
-        source_tokens: that the tokenizer has.
-        kept: tokens that are kept.
-        content: of the new tokenizer.json.
-    """
-
-    location: Location
-    checkpoint: Checkpoint
-    rows: int
-    cut: frozenset[str]
-    names: list[str]
-    tokenizer: TextTokenizer
-    source_tokens: int
-    kept: KeptTokens
-    content: Mapping[str, Any]
+    location: Location  # where the original is
+    checkpoint: Checkpoint  # its headers
+    rows: int  # of its embedding
+    cut: frozenset[str]  # names of the tensors that lose rows
+    names: list[str]  # of its small files
+    tokenizer: TextTokenizer  # of the original
+    source_tokens: int  # that the tokenizer has
+    kept: KeptTokens  # tokens that are kept
+    content: Mapping[str, Any]  # of the new tokenizer.json
 
 
 def plan_cut(
     location: Location, keep: int | Path, text: Path | None, languages: Sequence[str] = ()
 ) -> PlannedCut:
-    """Read the original and choose the tokens, before anything is written.
-
-    Raises:
-        LowbitError: see `cut_vocabulary`.
-    """
+    """Read the original and choose the tokens, before anything is written."""
     folder = location.folder
     checkpoint = _open_source(folder)
     rows = checkpoint.sizes.vocab_size
@@ -226,11 +196,7 @@ def plan_cut(
 
 
 def _open_source(folder: Path) -> Checkpoint:
-    """Headers of a model that can be cut, as its files hold them.
-
-    Raises:
-        UnsupportedModelError: a drafter, whose tokens are another model's, or a quantized model.
-    """
+    """Headers of a model that can be cut, as its files hold them."""
     checkpoint = open_checkpoint(folder)
     config = checkpoint.config
     if is_drafter(config):
@@ -251,16 +217,11 @@ def open_as_stored(folder: Path) -> Checkpoint:
 
 
 def _cut_names(checkpoint: Checkpoint, rows: int) -> frozenset[str]:
-    """Names of the tensors that have a row a token.
-
-    Raises:
-        CheckpointError: an embedding or head of another shape, or another tensor that may have
-            such rows.
-    """
+    """Names of the tensors that have a row a token."""
     config, tensors = checkpoint.config, checkpoint.tensors
     table = tensor_table(config, tensors)
-    wanted = {spec.name: spec for spec in table if spec.role in ("embedding", "head")}
-    for name, spec in wanted.items():
+    cut_specs = {spec.name: spec for spec in table if spec.role in ("embedding", "head")}
+    for name, spec in cut_specs.items():
         if name not in tensors:
             if spec.role == "head" and is_tied(config):
                 continue
@@ -274,17 +235,13 @@ def _cut_names(checkpoint: Checkpoint, rows: int) -> frozenset[str]:
         unknown = name not in known and not is_carried(config, name)
         if unknown and info.shape[:1] == (rows,):
             raise CheckpointError(f"`{name}` has a row a token, which is not understood")
-    return frozenset(wanted.keys() & tensors.keys())
+    return frozenset(cut_specs.keys() & tensors.keys())
 
 
 def _named(
     folder: Path, names: list[str], config: Mapping[str, Any], bpe: ByteLevelBpe
 ) -> set[int]:
-    """Tokens that the model's files name by id.
-
-    Raises:
-        CheckpointError: an id without a token.
-    """
+    """Tokens that the model's files name by id."""
     files = {CONFIG_FILE: config} | {
         name: read_json(folder / name, MAX_SETTINGS_BYTES) for name in NAMING if name in names
     }
@@ -356,11 +313,11 @@ def cut_tensors(work: PlannedCut) -> list[Output]:
     ]
 
 
-def _write_weights(work: PlannedCut, out: Path, max_shard_bytes: int, report: Progress) -> int:
+def _write_weights(work: PlannedCut, out: Path, max_shard_bytes: int, on_progress: Progress) -> int:
     """Write `cut_tensors`; bytes of the files."""
     outputs = cut_tensors(work)
     total = sum(math.prod(one.shape) * one.dtype.itemsize for one in outputs)
-    meter = Meter(report, "export", total)
+    meter = Meter(on_progress, "export", total)
     return write_shards(outputs, out, max_shard_bytes, METADATA, meter.add)
 
 
@@ -390,11 +347,11 @@ def _measured(
     texts: Sequence[Text],
     folders: tuple[Path, Path],
     device: torch.device,
-    report: Progress,
+    on_progress: Progress,
 ) -> tuple[TextLength, ...]:
     """The same with bits a byte, of the original and of the cut model."""
     total = 2 * (read_config(read_json(folders[0] / CONFIG_FILE)).num_hidden_layers + 1)
-    meter = Meter(report, "compare", total)
+    meter = Meter(on_progress, "compare", total)
     old, new = (text_bits(folder, texts, device, meter.add) for folder in folders)
     return tuple(
         replace(row, bits_before=a, bits_after=b)

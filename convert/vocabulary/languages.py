@@ -64,12 +64,7 @@ def bundled_words() -> dict[str, str]:
 
 
 def common_tokens(source: ByteLevelBpe, tokenizer: TextTokenizer) -> list[int]:
-    """Ids of all tokens but added ones, those that languages and code need most first.
-
-    Args:
-        source: the original tokenizer.
-        tokenizer: the same, to encode words.
-    """
+    """Ids of all tokens but added ones, those that languages and code need most first."""
     words = bundled_words()
     encoded = tokenizer.encode_all(list(words.values()))
     orders = [
@@ -84,7 +79,6 @@ def tokens_of_languages(languages: Sequence[str], tokenizer: TextTokenizer) -> l
 
     Args:
         languages: codes of LANGUAGE_SHARES; empty for none.
-        tokenizer: to encode words.
 
     Raises:
         RequestError: a language whose words are not bundled.
@@ -122,8 +116,8 @@ def merged(orders: Sequence[tuple[float, Sequence[int]]]) -> list[int]:
     Args:
         orders: share, and ids without or with repetitions.
     """
-    place: dict[int, float] = {}
+    position: dict[int, float] = {}
     for share, ids in orders:
         for rank, id in enumerate(dict.fromkeys(ids), start=1):
-            place[id] = min(rank / share, place.get(id, math.inf))
-    return sorted(place, key=lambda id: (place[id], id))
+            position[id] = min(rank / share, position.get(id, math.inf))
+    return sorted(position, key=lambda id: (position[id], id))

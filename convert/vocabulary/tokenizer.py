@@ -25,23 +25,16 @@ UNSUPPORTED = ("unk_token", "byte_fallback", "continuing_subword_prefix", "end_o
 
 @dataclass(frozen=True)
 class ByteLevelBpe:
-    """A byte-level BPE tokenizer, opened to be cut.
+    """A byte-level BPE tokenizer, opened to be cut."""
 
-    Attributes:
-        path: of tokenizer.json.
-        content: of it, as the tokenizers library writes it, with tokens of the other files.
-        vocab: id of every token that is no added one alone, by its text.
-        added: id of every added token, by its text.
-        bytes: ids of the 256 tokens that are one byte.
-        framing: ids that the post-processor puts around a text.
-    """
-
-    path: Path
+    path: Path  # of tokenizer.json
+    # Of it, as the tokenizers library writes it, with tokens of the other files
     content: Mapping[str, Any] = field(repr=False)
+    # Id of every token that is no added one alone, by its text
     vocab: Mapping[str, int] = field(repr=False)
-    added: Mapping[str, int] = field(repr=False)
-    bytes: frozenset[int] = field(repr=False)
-    framing: frozenset[int]
+    added: Mapping[str, int] = field(repr=False)  # id of every added token, by its text
+    bytes: frozenset[int] = field(repr=False)  # ids of the 256 tokens that are one byte
+    framing: frozenset[int]  # ids that the post-processor puts around a text
 
     @cached_property
     def ids(self) -> frozenset[int]:
@@ -166,7 +159,6 @@ def cut_tokenizer(source: ByteLevelBpe, kept: Iterable[int]) -> dict[str, Any]:
     """Content of a tokenizer.json with the kept tokens alone, whose ids count up from 0.
 
     Args:
-        source: the original.
         kept: ids, with all of `source.always` and the parts of every one; their order stays.
 
     Raises:

@@ -36,7 +36,7 @@ from peers_quantize import UNTOUCHED
 from rich.console import Console
 from safetensors import safe_open
 
-from lowbit.convert.original.calibration_text import bundled_texts
+from lowbit.convert.texts.calibration import bundled_texts
 
 OURS = ("weighted", "gptq")
 METHODS = (*OURS, *PEERS)

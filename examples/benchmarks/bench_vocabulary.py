@@ -25,8 +25,8 @@ from bench_models import captured_us
 from make_random_checkpoint import HYBRID_SIZES, SIZES, config_of
 from random_engine import CONTEXT, GROUP, bits_of, engine_of
 
-from lowbit.convert.original.evaluation_text import vocabulary_texts
-from lowbit.convert.original.token_counts import count_text
+from lowbit.convert.texts.evaluation import vocabulary_texts
+from lowbit.convert.texts.token_counts import count_text
 from lowbit.convert.vocabulary.choice import choose_tokens
 from lowbit.convert.vocabulary.languages import common_tokens
 from lowbit.convert.vocabulary.tokenizer import cut_tokenizer, open_tokenizer

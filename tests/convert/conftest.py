@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,14 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import save_file
-from torch import Tensor
 
 from lowbit.convert.pipeline import estimate
 from lowbit.formats.architectures import tensor_table
+from tests.convert.fixture_types import Cli as Cli
+from tests.convert.fixture_types import Config as Config
+from tests.convert.fixture_types import Edit
+from tests.convert.fixture_types import Hashes as Hashes
+from tests.convert.fixture_types import MakeModel as MakeModel
 from tests.short_models import Shorten
 
 ROOT = Path(__file__).parents[2]
@@ -40,12 +44,6 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-
-Config = dict[str, Any]
-Edit = Callable[[dict[str, Tensor]], object]
-MakeModel = Callable[..., Path]
-Cli = Callable[..., Result]
-Hashes = Callable[[Path], dict[str, str]]
 
 
 @pytest.fixture(autouse=True)

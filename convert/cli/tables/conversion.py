@@ -16,7 +16,6 @@ from lowbit.convert.cli.tables.vocabulary import cut_original
 from lowbit.convert.measure.gate import gate_json
 from lowbit.convert.pipeline.conversion import Conversion
 from lowbit.convert.pipeline.finetune import Finetuned
-from lowbit.convert.pipeline.own_text import OwnText
 from lowbit.convert.pipeline.verification import Verification
 from lowbit.convert.plan.compatibility import runtime_verdict
 from lowbit.convert.report.formatting import MISSING, ORDINALS, number, percent, size
@@ -24,6 +23,7 @@ from lowbit.convert.report.reporting import Reported
 from lowbit.convert.report.terminal import WORST, render_terminal
 from lowbit.convert.report.verdict import judge, stated_verdict
 from lowbit.convert.report.warnings import rounded_head
+from lowbit.convert.texts.own_text import OwnText
 from lowbit.formats.architectures import is_drafter
 from lowbit.formats.layout.manifest import DraftVocabulary
 from lowbit.formats.printable import printable

@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -21,9 +20,7 @@ from lowbit.convert.plan.sets import BITS, FusedSet, choices_of, fused_sets
 from lowbit.formats.errors import FormatError, QuantizationError
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import MakeModel
+from tests.convert.fixture_types import MakeModel
 
 NINE = Target(bits_per_weight=Fraction(9))
 
@@ -67,7 +64,7 @@ def checkpoint(
     tmp_path: Path,
     tiny: Path,
     hybrid: Path,
-    make_model: "MakeModel",
+    make_model: MakeModel,
 ) -> Checkpoint:
     if request.param == "untied":
         return open_checkpoint(make_model(tmp_path / "untied"))
@@ -145,7 +142,7 @@ def brute_force(
             yield sum(kl for _, kl in choice), size
 
 
-def test_best_of_all_choices(tmp_path: Path, make_model: "MakeModel") -> None:
+def test_best_of_all_choices(tmp_path: Path, make_model: MakeModel) -> None:
     checkpoint = open_checkpoint(make_model(tmp_path / "one", num_hidden_layers=1))
     sets, rows = sets_of(checkpoint), plausible(checkpoint, (64, 128))
     for bits in ("4.6", "5", "6.3", "7", "9", "12"):
@@ -204,7 +201,7 @@ def test_a_damaging_scheme_is_never_taken(tiny: Path) -> None:
 
 
 def test_other_group_sizes_fit_where_the_recipes_does_not(
-    tmp_path: Path, make_model: "MakeModel"
+    tmp_path: Path, make_model: MakeModel
 ) -> None:
     # K = 96 of down_proj takes groups of 32 only.
     checkpoint = open_checkpoint(make_model(tmp_path / "narrow", intermediate_size=96))
@@ -213,7 +210,7 @@ def test_other_group_sizes_fit_where_the_recipes_does_not(
     assert scheme is None or scheme.group_size == 32
 
 
-def test_sizes_of_a_wider_source(tmp_path: Path, make_model: "MakeModel") -> None:
+def test_sizes_of_a_wider_source(tmp_path: Path, make_model: MakeModel) -> None:
     checkpoint = open_checkpoint(make_model(tmp_path / "wide", torch.float32))
     found = run(checkpoint, plausible(checkpoint), Target(bits_per_weight=Fraction(12)))
     assert 10.5 < found.plan.bits_per_weight <= 12

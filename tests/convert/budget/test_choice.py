@@ -9,7 +9,6 @@ from torch import Tensor
 from lowbit.convert.budget.allocate import Target, allocate
 from lowbit.convert.budget.lookup import rows_of
 from lowbit.convert.budget.sensitivity import estimate
-from lowbit.convert.original.calibration_text import read_calibration
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.progress import silent
 from lowbit.convert.original.quiet import without_advice
@@ -17,6 +16,7 @@ from lowbit.convert.original.weights import open_weights
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from lowbit.convert.plan.recipe import Override, Recipe
 from lowbit.convert.plan.sets import USUAL_BITS, choices_of, fused_sets
+from lowbit.convert.texts.calibration import read_calibration
 from lowbit.formats.layout.packing import dequantize
 from lowbit.formats.layout.rtn import quantize
 

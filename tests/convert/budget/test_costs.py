@@ -2,28 +2,26 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import Tensor
 
 from lowbit.convert.budget import costs
-from lowbit.convert.original.calibration_text import read_calibration
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.progress import silent
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import open_weights
+from lowbit.convert.plan.memory import costs_memory
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.sets import Choice, FusedSet, fused_sets
 from lowbit.convert.quantize.linear import LinearQuantizer, QuantizedLinear, nearest
 from lowbit.convert.quantize.moments import Moments
+from lowbit.convert.texts.calibration import read_calibration
 from lowbit.formats.layout.packing import dequantize
 from lowbit.formats.layout.rtn import quantize
 from lowbit.formats.layout.scheme import Scheme
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import MakeModel
+from tests.convert.fixture_types import MakeModel
 
 STORIES = Path(__file__).parents[3] / "examples" / "data" / "stories-eval.txt"
 CPU = torch.device("cpu")
@@ -126,11 +124,11 @@ def test_what_codes_make_up_for_counts(short: Path, monkeypatch: pytest.MonkeyPa
     assert sum(learned) < 0.8 * sum(measured(short, choices))
 
 
-def test_memory_grows_with_sets_and_windows(tmp_path: Path, make_model: "MakeModel") -> None:
+def test_memory_grows_with_sets_and_windows(tmp_path: Path, make_model: MakeModel) -> None:
     folder = make_model(tmp_path / "model")
     config, sets = open_weights(folder).checkpoint.config, sets_of(folder)
-    need = costs.costs_memory(config, sets, GPTQ, (64, 2, 512), "cpu", 2)
-    more = costs.costs_memory(config, sets, GPTQ, (64, 3, 512), "cpu", 2)
+    need = costs_memory(config, sets, GPTQ, (64, 2, 512), "cpu", 2)
+    more = costs_memory(config, sets, GPTQ, (64, 3, 512), "cpu", 2)
     assert more.ram - need.ram == need.window
     assert need.window > len(sets) * 512 * config["hidden_size"] * 4
-    assert costs.costs_memory(config, sets, GPTQ, (64, 2, 512), "cuda", 2).gpu > 0
+    assert costs_memory(config, sets, GPTQ, (64, 2, 512), "cuda", 2).gpu > 0

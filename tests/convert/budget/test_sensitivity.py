@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,21 +11,19 @@ from torch import Tensor
 from lowbit.convert.budget import sensitivity
 from lowbit.convert.budget.sensitivity import estimate
 from lowbit.convert.original.backward import LinearTrace
-from lowbit.convert.original.calibration_text import read_calibration
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.progress import silent
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights, open_weights
 from lowbit.convert.plan.sets import BITS, Choice, FusedSet, choices_of, fused_sets
 from lowbit.convert.quantize import rounding
+from lowbit.convert.texts.calibration import read_calibration
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.packing import dequantize
 from lowbit.formats.layout.rtn import ScaleRule, quantize
 from lowbit.formats.layout.scheme import Scheme
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import MakeModel
-    from tests.short_models import Shorten
+from tests.convert.fixture_types import MakeModel
+from tests.short_models import Shorten
 
 STORIES = Path(__file__).parents[3] / "examples" / "data" / "stories-eval.txt"
 CPU = torch.device("cpu")
@@ -124,7 +121,7 @@ def test_estimates_are_near_the_kl_of_whole_models(
 
 @pytest.mark.filterwarnings("ignore")  # other libraries' own
 def test_squared_gradients_are_those_of_autograd(
-    tmp_path: Path, make_model: "MakeModel", monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole pass, with the labels it drew, against gradients by a whole model's weights."""
     from transformers import AutoModelForCausalLM
@@ -171,7 +168,7 @@ def test_squared_gradients_are_those_of_autograd(
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * float(b.max()))
 
 
-def test_labels_follow_the_distribution(tmp_path: Path, make_model: "MakeModel") -> None:
+def test_labels_follow_the_distribution(tmp_path: Path, make_model: MakeModel) -> None:
     """The mean of the drawn gradients is zero, their second moment the Fisher information."""
     from lowbit.convert.budget.head import pass_head
     from lowbit.convert.original.threads import alone_on_threads
@@ -192,7 +189,7 @@ def test_labels_follow_the_distribution(tmp_path: Path, make_model: "MakeModel")
         assert float((moment - fisher).norm() / fisher.norm()) < 0.12
 
 
-def test_more_bits_and_smaller_groups_cost_less(tmp_path: Path, make_model: "MakeModel") -> None:
+def test_more_bits_and_smaller_groups_cost_less(tmp_path: Path, make_model: MakeModel) -> None:
     folder = make_model(tmp_path / "model", tie_word_embeddings=True)
     choices = choices_of(sets_of(folder), (32, 128), BITS)
     assert len(choices) == (2 * 4 + 1) * 8
@@ -202,13 +199,13 @@ def test_more_bits_and_smaller_groups_cost_less(tmp_path: Path, make_model: "Mak
     assert bool((figures[:, :, 0] < figures[:, :, 1]).all())
 
 
-def test_the_order_of_choices_does_not_matter(tmp_path: Path, make_model: "MakeModel") -> None:
+def test_the_order_of_choices_does_not_matter(tmp_path: Path, make_model: MakeModel) -> None:
     folder = make_model(tmp_path / "model")
     choices = choices_of(sets_of(folder), (64,), BITS)
     assert estimated(folder, choices[::-1]) == estimated(folder, choices)[::-1]
 
 
-def test_progress_ends_at_all(tmp_path: Path, make_model: "MakeModel") -> None:
+def test_progress_ends_at_all(tmp_path: Path, make_model: MakeModel) -> None:
     folder = make_model(tmp_path / "model")
     seen = [(0, 1)]
     with torch.no_grad():
@@ -222,7 +219,7 @@ def test_progress_ends_at_all(tmp_path: Path, make_model: "MakeModel") -> None:
 
 
 def test_a_scheme_without_finite_weights_is_infinitely_bad(
-    tmp_path: Path, make_model: "MakeModel", monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def overflowing(w: Tensor, scheme: Scheme, *_: object) -> tuple[Tensor, Tensor]:
         codes, scale = quantize(w, scheme)
@@ -235,7 +232,7 @@ def test_a_scheme_without_finite_weights_is_infinitely_bad(
     assert bool(figures[:, [0, 1, 3]].isfinite().all())
 
 
-def test_an_original_without_finite_logits(tmp_path: Path, make_model: "MakeModel") -> None:
+def test_an_original_without_finite_logits(tmp_path: Path, make_model: MakeModel) -> None:
     def damage(tensors: dict[str, Tensor]) -> None:
         tensors["model.norm.weight"][0] = torch.nan
 
@@ -244,7 +241,7 @@ def test_an_original_without_finite_logits(tmp_path: Path, make_model: "MakeMode
         estimated(folder, choices_of(sets_of(folder), (128,), BITS))
 
 
-def test_no_group_size_fits(tmp_path: Path, make_model: "MakeModel") -> None:
+def test_no_group_size_fits(tmp_path: Path, make_model: MakeModel) -> None:
     folder = make_model(tmp_path / "model", intermediate_size=96)
     with pytest.raises(
         QuantizationError,
@@ -253,7 +250,7 @@ def test_no_group_size_fits(tmp_path: Path, make_model: "MakeModel") -> None:
         choices_of(sets_of(folder), (64, 128), BITS)
 
 
-def test_experts_that_no_token_reaches_add_nothing(shorten: "Shorten") -> None:
+def test_experts_that_no_token_reaches_add_nothing(shorten: Shorten) -> None:
     folder = shorten("tiny-qwen3-moe")
     ids = windows(folder, 1)[:, :2]  # two tokens reach four of six experts at most
     choices = choices_of(sets_of(folder), (128,), BITS)

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -18,9 +18,7 @@ from lowbit.convert.plan.recipe import Override
 from lowbit.convert.report.sensitivity_plot import heat_map
 from lowbit.formats.files import atomic
 from lowbit.formats.layout.manifest import read_manifest
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Cli
+from tests.convert.fixture_types import Cli
 
 pytestmark = pytest.mark.commands
 
@@ -33,7 +31,7 @@ def parsed(result: Result) -> dict[str, Any]:
 
 
 def test_sensitivity_then_targets(
-    cli: "Cli", readable: Path, short_text: Path, tmp_path: Path, cache: Path
+    cli: Cli, readable: Path, short_text: Path, tmp_path: Path, cache: Path
 ) -> None:
     out = tmp_path / "kept" / "record.json"
     own = ("sensitivity", readable, "--calib", short_text, "--method", "rtn")
@@ -67,7 +65,7 @@ def test_sensitivity_then_targets(
 
 
 def test_a_target_of_size_bounds_the_whole_folder(
-    cli: "Cli", readable: Path, short_text: Path, tmp_path: Path
+    cli: Cli, readable: Path, short_text: Path, tmp_path: Path
 ) -> None:
     """By the bytes of every file that is there afterwards, the report's too."""
     out = tmp_path / "record.json"
@@ -92,7 +90,7 @@ def test_a_target_of_size_bounds_the_whole_folder(
 
 
 def test_targets_take_sensitivities_of_what_is_quantized(
-    cli_as_typed: "Cli", readable: Path, short_text: Path, tmp_path: Path
+    cli_as_typed: Cli, readable: Path, short_text: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "record.json"
     text, head = ("--calib", short_text, "--device", "cpu"), ("--lm-head", "int4")
@@ -130,7 +128,7 @@ def test_targets_take_sensitivities_of_what_is_quantized(
 
 
 def test_a_cpu_takes_what_a_gpu_has_measured(
-    cli: "Cli",
+    cli: Cli,
     readable: Path,
     short_text: Path,
     tmp_path: Path,
@@ -150,7 +148,7 @@ def test_a_cpu_takes_what_a_gpu_has_measured(
     assert "of gptq, signed scales; quantized: gptq+rotate, signed scales" in done.stderr
 
 
-def test_computed_on_the_fly(cli: "Cli", readable: Path, short_text: Path, tmp_path: Path) -> None:
+def test_computed_on_the_fly(cli: Cli, readable: Path, short_text: Path, tmp_path: Path) -> None:
     result = cli(readable, tmp_path / "out", "--target-bpw", "13", "--calib", short_text)
     assert result.exit_code == 0, result.output
     assert "estimating the sensitivity of 9 sets at 54 precisions" in result.stderr
@@ -178,7 +176,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.mark.parametrize("out", [False, True])
 def test_a_full_disk_is_found_before_the_pass(
-    cli: "Cli",
+    cli: Cli,
     readable: Path,
     short_text: Path,
     tmp_path: Path,
@@ -200,7 +198,7 @@ def test_a_full_disk_is_found_before_the_pass(
 
 @pytest.mark.parametrize(("name", "after"), [(".json", 2), ("record.json", 1), ("record.svg", 0)])
 def test_a_disk_that_fills_up_meanwhile_loses_no_figures(
-    cli: "Cli",
+    cli: Cli,
     readable: Path,
     short_text: Path,
     tmp_path: Path,
@@ -218,7 +216,7 @@ def test_a_disk_that_fills_up_meanwhile_loses_no_figures(
 
 
 def test_a_target_is_met_by_figures_that_could_not_be_kept(
-    cli: "Cli", readable: Path, short_text: Path, tmp_path: Path, refuse: Callable[..., None]
+    cli: Cli, readable: Path, short_text: Path, tmp_path: Path, refuse: Callable[..., None]
 ) -> None:
     refuse(".json", after=1)
     options = ("--target-bpw", "13", "--calib", short_text, "--method", "rtn")
@@ -229,7 +227,7 @@ def test_a_target_is_met_by_figures_that_could_not_be_kept(
 
 
 def test_a_target_keeps_to_the_bits_given(
-    cli: "Cli", readable: Path, short_text: Path, tmp_path: Path
+    cli: Cli, readable: Path, short_text: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "record.json"
     own = ("--calib", short_text, "--method", "rtn", "--windows", "1", "--group-sizes", "128")
@@ -246,7 +244,7 @@ def test_a_target_keeps_to_the_bits_given(
 
 
 def test_a_target_out_of_reach_is_known_before_the_pass(
-    cli: "Cli", readable: Path, cache: Path
+    cli: Cli, readable: Path, cache: Path
 ) -> None:
     result = cli("plan", readable, "--target-bpw", "4")
     assert result.exit_code == 1
@@ -272,7 +270,7 @@ def test_a_target_out_of_reach_is_known_before_the_pass(
 )
 @pytest.mark.parametrize("command", ["plan", "quantize"])
 def test_usage(
-    cli: "Cli", readable: Path, command: str, options: tuple[str, ...], message: str
+    cli: Cli, readable: Path, command: str, options: tuple[str, ...], message: str
 ) -> None:
     out = () if command == "plan" else (readable / "out",)
     result = cli(command, readable, *out, *options)
@@ -281,7 +279,7 @@ def test_usage(
 
 
 @pytest.mark.parametrize("sizes", ["", "48", "32,32", "32;64", "row"])
-def test_group_sizes(cli: "Cli", readable: Path, sizes: str) -> None:
+def test_group_sizes(cli: Cli, readable: Path, sizes: str) -> None:
     result = cli("sensitivity", readable, "--group-sizes", sizes)
     assert result.exit_code == 2
     assert "is not a list of different sizes out of 32, 64, 128, 256, 512" in " ".join(
@@ -289,7 +287,7 @@ def test_group_sizes(cli: "Cli", readable: Path, sizes: str) -> None:
     )
 
 
-def test_plot_named_like_the_record(cli: "Cli", readable: Path, tmp_path: Path) -> None:
+def test_plot_named_like_the_record(cli: Cli, readable: Path, tmp_path: Path) -> None:
     result = cli("sensitivity", readable, "--out", tmp_path / "x.svg")
     assert result.exit_code == 2
     assert "it names the JSON file" in " ".join(result.stderr.split())

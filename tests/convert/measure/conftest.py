@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lowbit.convert.measure.measure import Measured, measure_logits
 from lowbit.convert.measure.pair import open_pair
-from lowbit.convert.original.evaluation_text import Text
 from lowbit.convert.original.progress import Progress, silent
+from lowbit.convert.texts.evaluation import Text
 from lowbit.formats.architectures import tensor_table
 from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, pack
 from lowbit.formats.layout.quantization_config import write_quantization_config

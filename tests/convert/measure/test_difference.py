@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -13,15 +12,13 @@ from lowbit.convert.plan.recipe import Override, Recipe
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.layout.packing import dequantize, unpack
 from tests.conversions import convert
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Cli, MakeModel
+from tests.convert.fixture_types import Cli, MakeModel
 
 Q = "model.layers.0.self_attn.q_proj"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel") -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory, make_model: MakeModel) -> Path:
     return make_model(tmp_path_factory.mktemp("diff") / "model")
 
 
@@ -92,13 +89,13 @@ def test_a_dropped_vision_tower(hybrid: Path, tmp_path: Path) -> None:
     assert all("visual" in name for name in found.only_a)
 
 
-def test_other_shapes(packed: Path, tmp_path: Path, make_model: "MakeModel") -> None:
+def test_other_shapes(packed: Path, tmp_path: Path, make_model: MakeModel) -> None:
     wide = make_model(tmp_path / "wide", intermediate_size=384)
     with pytest.raises(LowbitError, match=r"mlp.gate_proj` is \[256, 128\] and \[384, 128\]"):
         compared(packed, convert(wide, tmp_path / "w", Recipe()).folder)
 
 
-def test_command(cli: "Cli", packed: Path, model: Path, tmp_path: Path) -> None:
+def test_command(cli: Cli, packed: Path, model: Path, tmp_path: Path) -> None:
     other = convert(model, tmp_path / "o", Recipe(head="int4")).folder
     content = json.loads(cli("compare", "--diff", packed, other, "--json").stdout)
     assert content["same"] is False
@@ -112,7 +109,7 @@ def test_command(cli: "Cli", packed: Path, model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [("a",), ("a", "b", "c"), ("a", "b", "--out", "page.html")])
-def test_two_folders_and_no_page(cli: "Cli", more: tuple[str, ...]) -> None:
+def test_two_folders_and_no_page(cli: Cli, more: tuple[str, ...]) -> None:
     said = cli("compare", "--diff", *more)
     assert (said.exit_code, said.stdout) == (2, "")
     assert "--diff takes two folders" in said.stderr

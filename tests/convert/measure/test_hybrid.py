@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -10,14 +9,12 @@ from lowbit.convert import Recipe
 from lowbit.convert.measure.build import measure_sizes
 from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.measure.weights import measure_weights
-from lowbit.convert.original.evaluation_text import Text, tokenize
 from lowbit.convert.original.quiet import without_advice
+from lowbit.convert.texts.evaluation import Text, tokenize
 from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from tests.conversions import convert
-
-if TYPE_CHECKING:
-    from tests.convert.measure.conftest import Measure, WholeLogits
+from tests.convert.measure.conftest import Measure, WholeLogits
 
 CHARACTERS = 1100  # two windows of 128 tokens
 
@@ -32,8 +29,8 @@ def test_figures_equal_those_of_the_whole_model(
     short_hybrid: Path,
     tmp_path: Path,
     stories: str,
-    measure: "Measure",
-    whole_logits: "WholeLogits",
+    measure: Measure,
+    whole_logits: WholeLogits,
 ) -> None:
     done = convert(short_hybrid, tmp_path / "out", Recipe())
     text = stories[:CHARACTERS]
@@ -56,7 +53,7 @@ def test_figures_equal_those_of_the_whole_model(
 @pytest.mark.commands
 @pytest.mark.parametrize(("base", "most"), [("int8", 0.001), ("int4", 0.018)])
 def test_perplexity(
-    hybrid: Path, tmp_path: Path, stories: str, measure: "Measure", base: str, most: float
+    hybrid: Path, tmp_path: Path, stories: str, measure: Measure, base: str, most: float
 ) -> None:
     folder = convert(hybrid, tmp_path / "out", Recipe(base)).folder  # type: ignore[arg-type]
     found = measure(hybrid, folder, stories=stories[:CHARACTERS]).logits  # one window
@@ -65,7 +62,7 @@ def test_perplexity(
 
 
 def test_advice_about_kernels_is_kept_from_the_terminal(
-    hybrid: Path, stories: str, measure: "Measure", caplog: pytest.LogCaptureFixture
+    hybrid: Path, stories: str, measure: Measure, caplog: pytest.LogCaptureFixture
 ) -> None:
     import transformers.utils.logging  # noqa: F401 - gives loggers their warning_once
 

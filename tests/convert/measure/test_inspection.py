@@ -6,7 +6,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,16 +20,14 @@ from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from tests.conversions import convert
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Cli, MakeModel
-    from tests.hub_server import HubServer
+from tests.convert.fixture_types import Cli, MakeModel
+from tests.hub_server import HubServer
 
 REPO = "org/packed"
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel") -> Path:
+def packed(tmp_path_factory: pytest.TempPathFactory, make_model: MakeModel) -> Path:
     """Five layers, of which the third has an INT8 MLP."""
     folder = tmp_path_factory.mktemp("inspection")
     source = make_model(folder / "source", num_hidden_layers=5)
@@ -81,7 +79,7 @@ def test_figures_are_those_of_headers_and_manifest(packed: Path) -> None:
     assert merged.scale_max == max(high or 0 for _, high in ranges)
 
 
-def test_a_repository_looks_like_its_folder(hub: "HubServer", packed: Path) -> None:
+def test_a_repository_looks_like_its_folder(hub: HubServer, packed: Path) -> None:
     commit = hub.add(REPO, packed)
     hub.add(REPO, packed.parent / "source", "bf16")
     found = inspect(REPO)
@@ -91,7 +89,7 @@ def test_a_repository_looks_like_its_folder(hub: "HubServer", packed: Path) -> N
     assert inspect(f"{REPO}@{commit}") == found
 
 
-def test_no_weight_is_fetched(hub: "HubServer", packed: Path) -> None:
+def test_no_weight_is_fetched(hub: HubServer, packed: Path) -> None:
     hub.add(REPO, packed)
     inspect(REPO)
     assert {"lowbit.json", "config.json"} <= set(hub.files())
@@ -102,7 +100,7 @@ def test_no_weight_is_fetched(hub: "HubServer", packed: Path) -> None:
 
 
 def test_scales_are_unknown_without_a_manifest(
-    hub: "HubServer", tmp_path: Path, packed: Path
+    hub: HubServer, tmp_path: Path, packed: Path
 ) -> None:
     for path in packed.iterdir():
         if path.name != "lowbit.json":
@@ -125,7 +123,7 @@ def damage_scales(folder: Path, name: str, values: dict[int, float]) -> None:
 
 
 def test_scales_that_are_not_finite_are_shown_as_such(
-    cli: "Cli", packed: Path, tmp_path: Path
+    cli: Cli, packed: Path, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(packed, tmp_path / "packed"))
     gate, up = (f"model.layers.1.mlp.{kind}_proj.weight_scale" for kind in ("gate", "up"))
@@ -168,7 +166,7 @@ def test_scales_of_another_range_than_recorded_are_named(packed: Path, tmp_path:
     assert entry.scale_max == 64.0  # known without a manifest, too
 
 
-def test_what_cannot_be_inspected(hub: "HubServer", packed: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_inspected(hub: HubServer, packed: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         inspect(str(tmp_path / "missing"))
     with pytest.raises(CheckpointError, match="neither a folder nor a model"):
@@ -184,7 +182,7 @@ def test_what_cannot_be_inspected(hub: "HubServer", packed: Path, tmp_path: Path
     assert "download" in (error.value.hint or "")
 
 
-def test_for_people(cli: "Cli", packed: Path, hybrid: Path) -> None:
+def test_for_people(cli: Cli, packed: Path, hybrid: Path) -> None:
     result = cli("inspect", packed)
     assert (result.exit_code, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
@@ -195,7 +193,7 @@ def test_for_people(cli: "Cli", packed: Path, hybrid: Path) -> None:
     assert "vision tower" in cli("inspect", hybrid).stdout
 
 
-def test_json(cli: "Cli", hub: "HubServer", packed: Path) -> None:
+def test_json(cli: Cli, hub: HubServer, packed: Path) -> None:
     hub.add(REPO, packed)
     content: dict[str, Any] = json.loads(cli("inspect", REPO, "--json").stdout)
     assert content["source"] == REPO

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +16,8 @@ from lowbit.formats.layout.manifest import Manifest, OutputTensor, Source, Sourc
 from lowbit.formats.safetensors.checkpoint import TensorInfo
 from lowbit.formats.safetensors.shards import index_json
 from tests import hub_store
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Config
-    from tests.hub_server import HubServer
+from tests.convert.fixture_types import Config
+from tests.hub_server import HubServer
 
 REPO = "org/qwen3-8b-int4"
 SIZES = {
@@ -71,7 +69,7 @@ def fake_manifest(plan: Plan) -> Manifest:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, small_config: "Config") -> Path:
+def folder(tmp_path: Path, small_config: Config) -> Path:
     """Sparse shards of 5.5 GB with their headers, which take no room on the disk."""
     plan = plan_8b({**small_config, **SIZES})
     for shard in plan.shards:
@@ -84,7 +82,7 @@ def folder(tmp_path: Path, small_config: "Config") -> Path:
     return tmp_path
 
 
-def test_under_a_megabyte(hub: "HubServer", folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_a_megabyte(hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = hub_store.object_id
 
     def quick(name: str, path: Path) -> str:  # hashing 5.5 GB of zeros proves nothing

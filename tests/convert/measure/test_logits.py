@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,14 +11,13 @@ from torch import Tensor
 
 from lowbit.convert import Recipe
 from lowbit.convert.measure import logits as logits_module
-from lowbit.convert.measure.logits import scored_states
 from lowbit.convert.measure.record import LogitQuality
 from lowbit.convert.original import walk
-from lowbit.convert.original.evaluation_text import Text, tokenize
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.threads import alone_on_threads
-from lowbit.convert.original.walk import pass_through_all
+from lowbit.convert.original.walk import pass_through_all, scored_states
 from lowbit.convert.original.weights import open_weights
+from lowbit.convert.texts.evaluation import Text, tokenize
 from lowbit.formats.errors import (
     CheckpointError,
     FormatError,
@@ -28,9 +26,7 @@ from lowbit.formats.errors import (
     UnsupportedModelError,
 )
 from tests.conversions import convert
-
-if TYPE_CHECKING:
-    from tests.convert.measure.conftest import Measure, WholeLogits
+from tests.convert.measure.conftest import Measure, WholeLogits
 
 CHARACTERS = 1100  # two windows of 128 tokens
 CPU = torch.device("cpu")
@@ -42,7 +38,7 @@ def excerpt(stories: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def found(measure: "Measure", short: Path, packed: Path, excerpt: str) -> LogitQuality:
+def found(measure: Measure, short: Path, packed: Path, excerpt: str) -> LogitQuality:
     return measure(short, packed, stories=excerpt).logits
 
 
@@ -81,7 +77,7 @@ def packed_other_head(other_head: Path) -> Path:
     "name", ["short", "packed", "packed_tied", "other_head", "packed_other_head"]
 )
 def test_logits_equal_the_whole_model(
-    whole_logits: "WholeLogits",
+    whole_logits: WholeLogits,
     name: str,
     short: Path,
     excerpt: str,
@@ -97,7 +93,7 @@ def test_logits_equal_the_whole_model(
 
 @pytest.mark.filterwarnings("ignore")
 def test_figures_equal_those_of_whole_logits(
-    found: LogitQuality, whole_logits: "WholeLogits", short: Path, packed: Path, excerpt: str
+    found: LogitQuality, whole_logits: WholeLogits, short: Path, packed: Path, excerpt: str
 ) -> None:
     windows = windows_of(short, excerpt)
     a, b = (whole_logits(f, windows)[:, :-1].double() for f in (short, packed))
@@ -127,7 +123,7 @@ def test_figures_equal_those_of_whole_logits(
 
 def test_block_sizes_do_not_matter(
     found: LogitQuality,
-    measure: "Measure",
+    measure: Measure,
     short: Path,
     packed: Path,
     excerpt: str,
@@ -143,7 +139,7 @@ def test_block_sizes_do_not_matter(
     assert cut.top1_agreement == found.top1_agreement
 
 
-def test_a_model_against_itself(measure: "Measure", short: Path, excerpt: str) -> None:
+def test_a_model_against_itself(measure: Measure, short: Path, excerpt: str) -> None:
     found = measure(short, short, stories=excerpt[:400]).logits
     assert found.windows == 1
     assert found.window == found.text_tokens < 128
@@ -154,7 +150,7 @@ def test_a_model_against_itself(measure: "Measure", short: Path, excerpt: str) -
 
 
 def test_eight_windows_have_a_spread(
-    measure: "Measure", short: Path, packed: Path, stories: str
+    measure: Measure, short: Path, packed: Path, stories: str
 ) -> None:
     found = measure(short, packed, stories=stories[:4300]).logits
     assert found.windows == 8
@@ -165,7 +161,7 @@ def test_eight_windows_have_a_spread(
 
 
 def test_progress_ends_at_the_total(
-    measure: "Measure", short: Path, packed: Path, excerpt: str
+    measure: Measure, short: Path, packed: Path, excerpt: str
 ) -> None:
     seen: list[tuple[int, int]] = []
     measure(short, packed, stories=excerpt[:400], progress=lambda _, *step: seen.append(step))
@@ -177,7 +173,7 @@ def test_progress_ends_at_the_total(
 
 
 def test_context_shorter_than_a_window(
-    measure: "Measure", short: Path, tmp_path: Path, excerpt: str
+    measure: Measure, short: Path, tmp_path: Path, excerpt: str
 ) -> None:
     folder = edited(short, tmp_path, max_position_embeddings=100)
     found = measure(folder, folder, stories=excerpt).logits
@@ -186,17 +182,17 @@ def test_context_shorter_than_a_window(
 
 
 @pytest.mark.parametrize("text", ["", "a"])
-def test_text_too_short(measure: "Measure", short: Path, packed: Path, text: str) -> None:
+def test_text_too_short(measure: Measure, short: Path, packed: Path, text: str) -> None:
     with pytest.raises(RequestError, match=f"has {len(text)} tokens, expected at least 2"):
         measure(short, packed, stories=text)
 
 
-def test_two_tokens_are_enough(measure: "Measure", short: Path, packed: Path) -> None:
+def test_two_tokens_are_enough(measure: Measure, short: Path, packed: Path) -> None:
     found = measure(short, packed, stories=" the dog").logits
     assert found.scored_tokens == found.window - 1 == 1
 
 
-def test_no_tokenizer(measure: "Measure", short: Path, tmp_path: Path, packed: Path) -> None:
+def test_no_tokenizer(measure: Measure, short: Path, tmp_path: Path, packed: Path) -> None:
     folder = edited(short, tmp_path)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
@@ -204,7 +200,7 @@ def test_no_tokenizer(measure: "Measure", short: Path, tmp_path: Path, packed: P
 
 
 def test_folders_that_do_not_belong_together(
-    measure: "Measure", short: Path, tmp_path: Path, packed: Path
+    measure: Measure, short: Path, tmp_path: Path, packed: Path
 ) -> None:
     shorter = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
     folder = edited(packed, tmp_path, **shorter)
@@ -212,19 +208,19 @@ def test_folders_that_do_not_belong_together(
         measure(short, folder, stories="some text")
 
 
-def test_config_that_transformers_refuses(measure: "Measure", short: Path, tmp_path: Path) -> None:
+def test_config_that_transformers_refuses(measure: Measure, short: Path, tmp_path: Path) -> None:
     folder = edited(short, tmp_path, attention_dropout="some")
     with pytest.raises(CheckpointError, match=r"config\.json is not valid: .*attention_dropout"):
         measure(folder, folder, stories="some text")
 
 
-def test_unknown_architecture(measure: "Measure", short: Path, tmp_path: Path) -> None:
+def test_unknown_architecture(measure: Measure, short: Path, tmp_path: Path) -> None:
     folder = edited(short, tmp_path, model_type="nonesuch")
     with pytest.raises(UnsupportedModelError, match="model_type `nonesuch`"):
         measure(folder, folder, stories="some text")
 
 
-def test_missing_tensor(measure: "Measure", short: Path, packed: Path, tmp_path: Path) -> None:
+def test_missing_tensor(measure: Measure, short: Path, packed: Path, tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight_scale"
     folder = edited(packed, tmp_path)
     change(folder, lambda tensors: tensors.pop(name))
@@ -233,7 +229,7 @@ def test_missing_tensor(measure: "Measure", short: Path, packed: Path, tmp_path:
 
 
 def test_scale_of_another_dtype(
-    measure: "Measure", short: Path, packed: Path, tmp_path: Path
+    measure: Measure, short: Path, packed: Path, tmp_path: Path
 ) -> None:
     name = "model.layers.1.mlp.up_proj.weight_scale"
     folder = edited(packed, tmp_path)
@@ -242,7 +238,7 @@ def test_scale_of_another_dtype(
         measure(short, folder, stories="some text")
 
 
-def test_weights_that_are_not_numbers(measure: "Measure", short: Path, tmp_path: Path) -> None:
+def test_weights_that_are_not_numbers(measure: Measure, short: Path, tmp_path: Path) -> None:
     folder = edited(short, tmp_path)
     change(folder, lambda tensors: tensors["model.norm.weight"].fill_(torch.nan))
     with pytest.raises(QuantizationError, match="NaN or infinite logits"):

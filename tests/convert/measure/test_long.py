@@ -15,10 +15,10 @@ from lowbit.convert.measure import long as long_module
 from lowbit.convert.measure.long import measure_long
 from lowbit.convert.measure.metrics import TokenFigures
 from lowbit.convert.measure.pair import open_pair
-from lowbit.convert.original import long_text as text_module
-from lowbit.convert.original.evaluation_text import Text
-from lowbit.convert.original.long_text import LEAST, long_text
 from lowbit.convert.plan import memory
+from lowbit.convert.texts import long as text_module
+from lowbit.convert.texts.evaluation import Text
+from lowbit.convert.texts.long import LEAST, long_text
 from lowbit.formats.errors import QuantizationError, ResourceError
 from lowbit.formats.kv_cache import quantize_vectors, widen_vectors
 from tests.conversions import convert

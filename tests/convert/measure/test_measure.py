@@ -1,7 +1,6 @@
 """Kinds of text, positions, noise, flips and output errors against transformers' whole model."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -11,14 +10,12 @@ from lowbit.convert import Recipe
 from lowbit.convert.measure import measure as measure_module
 from lowbit.convert.measure.measure import Measured
 from lowbit.convert.measure.pair import open_pair
-from lowbit.convert.original.evaluation_text import Text, default_texts, tokenize
 from lowbit.convert.original.weights import open_weights
+from lowbit.convert.texts.evaluation import Text, default_texts, tokenize
 from lowbit.formats.errors import ResourceError
 from tests.conversions import convert
+from tests.convert.measure.conftest import Measure, WholeLogits
 from tests.short_models import Shorten
-
-if TYPE_CHECKING:
-    from tests.convert.measure.conftest import Measure, WholeLogits
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore")  # other libraries' own
@@ -38,7 +35,7 @@ def pair(shorten: Shorten, tmp_path_factory: pytest.TempPathFactory) -> list[Pat
 
 
 @pytest.fixture(scope="module")
-def found(pair: list[Path], texts: dict[str, str], measure: "Measure") -> Measured:
+def found(pair: list[Path], texts: dict[str, str], measure: Measure) -> Measured:
     return measure(*pair, **texts)
 
 
@@ -46,7 +43,7 @@ Shares = tuple[Tensor, Tensor]  # log softmax of the original and of its packed 
 
 
 @pytest.fixture(scope="module")
-def shares(pair: list[Path], texts: dict[str, str], whole_logits: "WholeLogits") -> list[Shares]:
+def shares(pair: list[Path], texts: dict[str, str], whole_logits: WholeLogits) -> list[Shares]:
     """Transformers' log softmax over the windows of each text."""
     stories, maths = (
         (log_shares(whole_logits(pair[0], windows)), log_shares(whole_logits(pair[1], windows)))
@@ -90,7 +87,7 @@ def test_noise_is_that_of_the_whole_model_in_bf16(
     pair: list[Path],
     texts: dict[str, str],
     shares: list[Shares],
-    whole_logits: "WholeLogits",
+    whole_logits: WholeLogits,
 ) -> None:
     windows = windows_of(pair[0], texts)[0]
     p, q = shares[0][0], log_shares(whole_logits(pair[0], windows, torch.bfloat16))
@@ -105,7 +102,7 @@ def test_noise_is_that_of_the_whole_model_in_bf16(
 
 
 def test_by_position(
-    found: Measured, pair: list[Path], texts: dict[str, str], whole_logits: "WholeLogits"
+    found: Measured, pair: list[Path], texts: dict[str, str], whole_logits: WholeLogits
 ) -> None:
     text = tokenize(pair[0], [Text("stories", "stories", texts["stories"])], 2048)[0]
     windows = text.ids[None]
@@ -180,7 +177,7 @@ def test_output_errors_equal_fp64(found: Measured, pair: list[Path], texts: dict
 
 
 def test_one_text_has_no_kinds_and_a_short_one_no_positions(
-    short: Path, packed: Path, stories: str, measure: "Measure"
+    short: Path, packed: Path, stories: str, measure: Measure
 ) -> None:
     found = measure(short, packed, stories=stories[:600]).logits
     assert found.kinds == ()
@@ -189,9 +186,7 @@ def test_one_text_has_no_kinds_and_a_short_one_no_positions(
     assert len(found.flips) <= 1
 
 
-def test_a_model_against_itself_flips_nothing(
-    short: Path, stories: str, measure: "Measure"
-) -> None:
+def test_a_model_against_itself_flips_nothing(short: Path, stories: str, measure: Measure) -> None:
     found = measure(short, short, stories=stories[:600])
     assert found.logits.flips == ()
     assert found.output_errors == {}

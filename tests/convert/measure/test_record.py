@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from lowbit.convert.measure.record import (
-    Draft,
-    Drafting,
     Flip,
     Histogram,
     LogitQuality,
@@ -23,6 +21,7 @@ from lowbit.convert.measure.record import (
     read_quality,
 )
 from lowbit.convert.measure.weights import WeightQuality
+from lowbit.convert.mtp.drafting import Draft, Drafting
 from lowbit.formats.errors import FormatError
 from lowbit.formats.file_names import QUALITY_FILE
 from lowbit.formats.judgement import read_judgement

@@ -9,7 +9,7 @@ from lowbit.convert import Recipe
 from lowbit.convert.measure.measure import measure_logits
 from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.measure.routing import RoutingSums, shares
-from lowbit.convert.original.evaluation_text import Text
+from lowbit.convert.texts.evaluation import Text
 from tests.conversions import convert
 from tests.short_models import Shorten
 

@@ -24,8 +24,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from lowbit.convert.mtp.head import NORMS, load_mtp_head
 from lowbit.convert.original.model import load_layered_model
-from lowbit.convert.original.mtp import NORMS, load_mtp_head
 from lowbit.convert.original.rotation import Rotation, rotated, rotation_roles
 from lowbit.convert.original.weights import Weights, open_weights
 from lowbit.convert.plan.method import Method

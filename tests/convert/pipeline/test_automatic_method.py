@@ -3,15 +3,16 @@
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from click.testing import Result
 
 from lowbit.convert.cli.tables.plan import announce
 from lowbit.convert.pipeline import estimate
 from lowbit.convert.pipeline.estimate import expected_windows
-from lowbit.convert.plan import calibration_cost, choice_of_method
+from lowbit.convert.plan import choice_of_method, memory
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.plan.recipe import Recipe
@@ -19,18 +20,14 @@ from lowbit.convert.quantize.session import CalibrationRequest
 from lowbit.formats.machine.memory import free_bytes
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from tests.conversions import convert
-
-if TYPE_CHECKING:
-    from click.testing import Result
-
-    from tests.convert.conftest import Cli, MakeModel
+from tests.convert.fixture_types import Cli, MakeModel
 
 STORY = "Once upon a time there was a little robot who lived in a big house. " * 20
 CPU = ("--device", "cpu")
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel", tiny: Path) -> Path:
+def source(tmp_path_factory: pytest.TempPathFactory, make_model: MakeModel, tiny: Path) -> Path:
     folder = tmp_path_factory.mktemp("automatic")
     made = make_model(folder / "source", num_hidden_layers=1, vocab_size=4096)
     shutil.copy(tiny / "tokenizer.json", made)
@@ -53,13 +50,13 @@ def method_of(out: Path) -> Any:
     return json.loads((out / "lowbit.json").read_text())["recipe"]["method"]
 
 
-def succeeded(done: "Result") -> "Result":
+def succeeded(done: Result) -> Result:
     assert done.exit_code == 0, done.output
     return done
 
 
 def test_the_chosen_method_is_said_recorded_and_verified(
-    cli_as_typed: "Cli", source: Path, tmp_path: Path, text: tuple[str, ...]
+    cli_as_typed: Cli, source: Path, tmp_path: Path, text: tuple[str, ...]
 ) -> None:
     out = tmp_path / "out"
     done = succeeded(cli_as_typed(source, out, *text, *CPU))
@@ -74,7 +71,7 @@ def test_the_chosen_method_is_said_recorded_and_verified(
 
 @pytest.mark.usefixtures("slow")
 def test_a_slow_cpu_gets_the_quicker_method(
-    cli_as_typed: "Cli", source: Path, tmp_path: Path, text: tuple[str, ...]
+    cli_as_typed: Cli, source: Path, tmp_path: Path, text: tuple[str, ...]
 ) -> None:
     done = succeeded(cli_as_typed(source, tmp_path / "out", *text, *CPU))
     assert done.stderr.startswith("weighted on 1 core, ")
@@ -83,7 +80,7 @@ def test_a_slow_cpu_gets_the_quicker_method(
 
 
 def test_a_head_that_stays_the_embedding_is_not_rotated(
-    cli_as_typed: "Cli", short: Path, tmp_path: Path, text: tuple[str, ...]
+    cli_as_typed: Cli, short: Path, tmp_path: Path, text: tuple[str, ...]
 ) -> None:
     done = succeeded(cli_as_typed(short, tmp_path / "out", *text, *CPU, "--lm-head", "bf16"))
     first, second = done.stderr.splitlines()[:2]
@@ -110,14 +107,14 @@ def test_a_model_that_is_rotated_because_asked_for_is_not_called_unrotated(
     assert told["gptq+rotate"][1:] == []
 
 
-def test_eight_bits_are_rounded(cli_as_typed: "Cli", source: Path, tmp_path: Path) -> None:
+def test_eight_bits_are_rounded(cli_as_typed: Cli, source: Path, tmp_path: Path) -> None:
     done = succeeded(cli_as_typed(source, tmp_path / "out", "--recipe", "int8", *CPU))
     assert done.stderr.splitlines()[0] == "rtn on 1 core, a few seconds"
     assert method_of(tmp_path / "out") == "rtn"
 
 
 def test_the_choice_does_not_depend_on_a_measured_speed(
-    cli_as_typed: "Cli", source: Path, monkeypatch: pytest.MonkeyPatch
+    cli_as_typed: Cli, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = {}
     for rate in (1e3, 1e15):
@@ -129,7 +126,7 @@ def test_the_choice_does_not_depend_on_a_measured_speed(
 
 
 def test_python_chooses_what_the_command_does(
-    cli_as_typed: "Cli", source: Path, tmp_path: Path, text: tuple[str, ...]
+    cli_as_typed: Cli, source: Path, tmp_path: Path, text: tuple[str, ...]
 ) -> None:
     succeeded(cli_as_typed(source, tmp_path / "command", *text, *CPU))
     request = CalibrationRequest(source.with_name("story.txt"), samples=2, length=32)
@@ -143,7 +140,7 @@ def test_python_chooses_what_the_command_does(
 
 
 def test_an_original_that_cannot_be_run(
-    cli_as_typed: "Cli", source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli_as_typed: Cli, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transformers.CONFIG_MAPPING", {})
     done = cli_as_typed(source, tmp_path / "out")
@@ -154,7 +151,7 @@ def test_an_original_that_cannot_be_run(
     succeeded(cli_as_typed(source, tmp_path / "out", "--method", "rtn"))
 
 
-def test_a_folder_without_tokenizer(cli_as_typed: "Cli", small: Path, tmp_path: Path) -> None:
+def test_a_folder_without_tokenizer(cli_as_typed: Cli, small: Path, tmp_path: Path) -> None:
     done = cli_as_typed(small, tmp_path / "out")
     assert done.exit_code == 1
     assert f"`{small}` has no tokenizer.json, which calibration needs" in done.stderr
@@ -163,17 +160,17 @@ def test_a_folder_without_tokenizer(cli_as_typed: "Cli", small: Path, tmp_path: 
 
 
 def test_a_calibration_that_does_not_fit_is_refused_before_it_begins(
-    cli_as_typed: "Cli", source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli_as_typed: Cli, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert free_bytes("cpu") != 0
-    monkeypatch.setattr(calibration_cost, "free_bytes", lambda _: 1_000_000)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 1_000_000)
     done = cli_as_typed(source, tmp_path / "out", "--method", "weighted", *CPU)
     assert done.exit_code == 1
     assert "calibration takes up to 0." in done.stderr
     assert not list(tmp_path.iterdir())
 
 
-def test_a_plan_shows_every_method(cli_as_typed: "Cli", source: Path) -> None:
+def test_a_plan_shows_every_method(cli_as_typed: Cli, source: Path) -> None:
     found = json.loads(succeeded(cli_as_typed("plan", source, *CPU, "--json")).stdout)
     assert found["recipe"]["method"] == "gptq+rotate"
     rows = {row["method"]: row for row in found["estimate"]["methods"]}

@@ -8,15 +8,13 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from lowbit.convert import Recipe
 from tests.conversions import convert
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Cli, Hashes, MakeModel
+from tests.convert.fixture_types import Cli, Hashes, MakeModel
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"num_hidden_layers": 10**6}, "`num_hidden_layers` must be an integer from 1 to"),
@@ -44,7 +42,7 @@ GENERATION: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel") -> Path:
+def made(tmp_path_factory: pytest.TempPathFactory, make_model: MakeModel) -> Path:
     """A folder with a model and its conversion."""
     folder = tmp_path_factory.mktemp("made")
     convert(make_model(folder / "source"), folder / "packed", Recipe())
@@ -64,7 +62,7 @@ def edited(made: Path, tmp_path: Path) -> Callable[..., Path]:
     return edit
 
 
-def assert_refused(cli: "Cli", words: str, *arguments: str | Path) -> None:
+def assert_refused(cli: Cli, words: str, *arguments: str | Path) -> None:
     result = cli(*arguments)
     assert isinstance(result.exception, SystemExit), result.exception
     assert (result.exit_code, result.stdout) == (1, "")
@@ -74,7 +72,7 @@ def assert_refused(cli: "Cli", words: str, *arguments: str | Path) -> None:
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_configs_of_sources(
-    cli: "Cli", edited: Callable[..., Path], hashes: "Hashes", tmp_path: Path, case: str
+    cli: Cli, edited: Callable[..., Path], hashes: Hashes, tmp_path: Path, case: str
 ) -> None:
     changes, words = CONFIGS[case]
     folder = edited("source", "config.json", changes)
@@ -87,7 +85,7 @@ def test_configs_of_sources(
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_configs_of_packed_folders(
-    cli: "Cli", edited: Callable[..., Path], made: Path, case: str
+    cli: Cli, edited: Callable[..., Path], made: Path, case: str
 ) -> None:
     changes, words = CONFIGS[case]
     folder = edited("packed", "config.json", changes)
@@ -97,7 +95,7 @@ def test_configs_of_packed_folders(
 
 @pytest.mark.parametrize("case", GENERATION)
 def test_generation_configs(
-    cli: "Cli", edited: Callable[..., Path], tmp_path: Path, case: str
+    cli: Cli, edited: Callable[..., Path], tmp_path: Path, case: str
 ) -> None:
     changes, words = GENERATION[case]
     folder = edited("source", "generation_config.json", changes)

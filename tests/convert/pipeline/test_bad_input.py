@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +14,7 @@ from click.testing import Result
 from torch import Tensor
 
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Cli, Hashes, MakeModel
+from tests.convert.fixture_types import Cli, Hashes, MakeModel
 
 UP = "model.layers.1.mlp.up_proj.weight"
 NORM = "model.layers.1.input_layernorm.weight"
@@ -39,7 +37,7 @@ def assert_refused(result: Result, message: str, hint: str | None = None) -> Non
 
 
 @pytest.fixture
-def refuse(cli: "Cli", hashes: "Hashes", tmp_path: Path) -> Callable[..., None]:
+def refuse(cli: Cli, hashes: Hashes, tmp_path: Path) -> Callable[..., None]:
     """Convert; expect a refusal, no folder at OUT, and a source as it was."""
 
     def check(
@@ -65,7 +63,7 @@ def set_config(source: Path, **values: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing", "no/such/folder", ""])
-def test_missing_folder(refuse: Refuse, tmp_path: Path, cli: "Cli", name: str) -> None:
+def test_missing_folder(refuse: Refuse, tmp_path: Path, cli: Cli, name: str) -> None:
     if name:
         refuse(tmp_path / name, ".*is neither a folder nor a model on the Hub", "give a folder")
     else:
@@ -106,7 +104,7 @@ def test_rope_scaling(refuse: Refuse, small: Path) -> None:
 
 
 def test_index_that_names_a_missing_shard(
-    refuse: Refuse, tmp_path: Path, make_model: "MakeModel"
+    refuse: Refuse, tmp_path: Path, make_model: MakeModel
 ) -> None:
     source = make_model(tmp_path / "source", shards=SHARDS)
     (source / "two.safetensors").unlink()
@@ -114,9 +112,7 @@ def test_index_that_names_a_missing_shard(
 
 
 @pytest.mark.parametrize("keep", [5, 1000, -1])
-def test_truncated_shard(
-    refuse: Refuse, tmp_path: Path, make_model: "MakeModel", keep: int
-) -> None:
+def test_truncated_shard(refuse: Refuse, tmp_path: Path, make_model: MakeModel, keep: int) -> None:
     source = make_model(tmp_path / "source", shards=SHARDS)
     os.truncate(source / "two.safetensors", keep % (source / "two.safetensors").stat().st_size)
     hint = "again" if keep == -1 else None
@@ -161,7 +157,7 @@ def edit_int(tensors: dict[str, Tensor]) -> None:
 def test_tensors_that_do_not_fit(
     refuse: Refuse,
     tmp_path: Path,
-    make_model: "MakeModel",
+    make_model: MakeModel,
     edit: Callable[[dict[str, Tensor]], None],
     message: str,
     hint: str | None,
@@ -183,7 +179,7 @@ def test_tensors_that_do_not_fit(
 def test_nan_and_infinity_are_counted(
     refuse: Refuse,
     tmp_path: Path,
-    make_model: "MakeModel",
+    make_model: MakeModel,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     dtype: torch.dtype,
@@ -200,7 +196,7 @@ def test_nan_and_infinity_are_counted(
 
 
 def test_opposite_infinities_in_the_first_block(
-    refuse: Refuse, tmp_path: Path, make_model: "MakeModel"
+    refuse: Refuse, tmp_path: Path, make_model: MakeModel
 ) -> None:
     def edit(tensors: dict[str, Tensor]) -> None:
         tensors[UP][0, :2] = torch.tensor([torch.inf, -torch.inf])
@@ -210,7 +206,7 @@ def test_opposite_infinities_in_the_first_block(
 
 
 def test_large_finite_weights_are_no_infinities(
-    cli: "Cli", tmp_path: Path, make_model: "MakeModel"
+    cli: Cli, tmp_path: Path, make_model: MakeModel
 ) -> None:
     def edit(tensors: dict[str, Tensor]) -> None:
         tensors[EMBEDDING].fill_(3e38)
@@ -261,7 +257,7 @@ def test_source_that_is_quantized(refuse: Refuse, small: Path, method: str) -> N
     refuse(small, rf"the source is already quantized \(`{method}`\)", "BF16 checkpoint")
 
 
-def test_own_result_as_a_source(refuse: Refuse, cli: "Cli", small: Path, tmp_path: Path) -> None:
+def test_own_result_as_a_source(refuse: Refuse, cli: Cli, small: Path, tmp_path: Path) -> None:
     assert cli(small, tmp_path / "packed").exit_code == 0
     message = r"the source is already quantized \(`compressed-tensors`\)"
     refuse(tmp_path / "packed", message, "BF16 checkpoint")
@@ -282,8 +278,8 @@ def fails_from(call: Callable[..., int], first: int) -> Callable[..., int]:
     [("posix_fallocate", 0), ("pwrite", 0), ("pwrite", 9), ("fsync", 0), ("fsync", 5)],
 )
 def test_full_disk(
-    cli: "Cli",
-    hashes: "Hashes",
+    cli: Cli,
+    hashes: Hashes,
     tmp_path: Path,
     small: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -306,7 +302,7 @@ def test_full_disk(
 
 
 def test_disk_full_for_the_journal(
-    cli: "Cli", tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("lowbit.convert.pipeline.journal.Journal.append", no_space)
@@ -314,7 +310,7 @@ def test_disk_full_for_the_journal(
     assert cli(small, tmp_path / "out").exit_code == 0
 
 
-def test_out_below_a_file(cli: "Cli", small: Path, hashes: "Hashes") -> None:
+def test_out_below_a_file(cli: Cli, small: Path, hashes: Hashes) -> None:
     before = hashes(small)
     result = cli(small, small / "config.json" / "out")
     assert result.exit_code == 1
@@ -323,7 +319,7 @@ def test_out_below_a_file(cli: "Cli", small: Path, hashes: "Hashes") -> None:
 
 
 def test_folder_that_may_not_be_written(
-    cli: "Cli", tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Path, *_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
@@ -334,7 +330,7 @@ def test_folder_that_may_not_be_written(
 
 
 def test_source_cut_short_while_it_is_read(
-    cli: "Cli", tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info = open_checkpoint(small).tensors["model.norm.weight"]
     path = small / info.file
@@ -349,9 +345,7 @@ def test_source_cut_short_while_it_is_read(
     assert not (tmp_path / "out").exists()
 
 
-def test_interrupt(
-    cli: "Cli", tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt(cli: Cli, tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object) -> int:
         raise KeyboardInterrupt
 
@@ -385,7 +379,7 @@ def test_interrupt(
     ],
 )
 def test_usage_errors(
-    cli: "Cli", tmp_path: Path, small: Path, options: tuple[str, ...], message: str
+    cli: Cli, tmp_path: Path, small: Path, options: tuple[str, ...], message: str
 ) -> None:
     result = cli(small, tmp_path / "out", *options)
     assert result.exit_code == 2
@@ -394,7 +388,7 @@ def test_usage_errors(
     assert list(tmp_path.iterdir()) == [small]
 
 
-def test_debug_shows_the_traceback(cli: "Cli", tmp_path: Path) -> None:
+def test_debug_shows_the_traceback(cli: Cli, tmp_path: Path) -> None:
     from lowbit.formats.errors import CheckpointError
 
     result = cli(tmp_path / "missing", tmp_path / "out", "--debug")

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -26,9 +25,7 @@ from lowbit.formats.machine.cores import core_count
 from lowbit.formats.machine.memory import resident_bytes
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from tests.conversions import convert
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Config, Hashes, MakeModel
+from tests.convert.fixture_types import Config, Hashes, MakeModel
 
 ODD_NAMES = ("weights-b.safetensors", "a.safetensors", "model-00001-of-00002.safetensors")
 
@@ -85,7 +82,7 @@ def tiny_int4(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Conversio
     return convert(tiny, tmp_path_factory.mktemp("tiny") / "int4", Recipe())
 
 
-def test_bundled_model(tiny: Path, tiny_int4: Conversion, hashes: "Hashes") -> None:
+def test_bundled_model(tiny: Path, tiny_int4: Conversion, hashes: Hashes) -> None:
     found = load_all(tiny_int4.folder)
     assert_same_tensors(found, expected_tensors(tiny, Recipe()))
     before, after = hashes(tiny), hashes(tiny_int4.folder)
@@ -120,7 +117,7 @@ def test_quality_of_every_linear(tiny_int4: Conversion) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_tensor(
-    tmp_path: Path, make_model: "MakeModel", recipe: str, dtype: torch.dtype
+    tmp_path: Path, make_model: MakeModel, recipe: str, dtype: torch.dtype
 ) -> None:
     source = make_model(tmp_path / "source", dtype, shards=ODD_NAMES)
     done = convert(source, tmp_path / "out", RECIPES[recipe], max_shard_bytes=150_000)
@@ -139,7 +136,7 @@ def test_every_tensor(
 
 
 def test_tied_model_with_a_stored_head(
-    tmp_path: Path, make_model: "MakeModel", small_config: "Config"
+    tmp_path: Path, make_model: MakeModel, small_config: Config
 ) -> None:
     def add_head(tensors: dict[str, Tensor]) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -155,7 +152,7 @@ def test_tied_model_with_a_stored_head(
 
 
 def test_manifest_accounts_for_everything(
-    tmp_path: Path, make_model: "MakeModel", hashes: "Hashes"
+    tmp_path: Path, make_model: MakeModel, hashes: Hashes
 ) -> None:
     source = make_model(tmp_path / "source", shards=ODD_NAMES)
     done = convert(source, tmp_path / "out", Recipe(), max_shard_bytes=150_000)
@@ -207,7 +204,7 @@ def test_files_that_pass_and_files_that_do_not(tmp_path: Path, small: Path) -> N
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel") -> tuple[Path, Path]:
+def plain(tmp_path_factory: pytest.TempPathFactory, make_model: MakeModel) -> tuple[Path, Path]:
     """A source, and its conversion with default settings."""
     folder = tmp_path_factory.mktemp("plain")
     source = make_model(folder / "source")
@@ -240,7 +237,7 @@ def with_workers(count: int) -> Callable[[pytest.MonkeyPatch], None]:
 def test_same_bytes_whatever_the_blocks_and_threads(
     tmp_path: Path,
     plain: tuple[Path, Path],
-    hashes: "Hashes",
+    hashes: Hashes,
     monkeypatch: pytest.MonkeyPatch,
     change: Callable[[pytest.MonkeyPatch], None],
 ) -> None:
@@ -253,7 +250,7 @@ def test_same_bytes_whatever_the_blocks_and_threads(
 
 
 def test_same_bytes_whatever_the_memory(
-    tmp_path: Path, plain: tuple[Path, Path], hashes: "Hashes"
+    tmp_path: Path, plain: tuple[Path, Path], hashes: Hashes
 ) -> None:
     source, before = plain
     least = peak_estimate(1 << 17, core_count())
@@ -262,7 +259,7 @@ def test_same_bytes_whatever_the_memory(
 
 
 def test_same_bytes_whatever_the_shards_of_the_source(
-    tmp_path: Path, plain: tuple[Path, Path], make_model: "MakeModel", hashes: "Hashes"
+    tmp_path: Path, plain: tuple[Path, Path], make_model: MakeModel, hashes: Hashes
 ) -> None:
     source = make_model(tmp_path / "source", shards=ODD_NAMES)
     done = convert(source, tmp_path / "out", Recipe(), max_shard_bytes=200_000)
@@ -276,7 +273,7 @@ def test_the_shape_of_shards_changes_no_tensor(tmp_path: Path, plain: tuple[Path
 
 @pytest.mark.gpu
 def test_same_bytes_on_the_gpu(
-    tmp_path: Path, tiny: Path, tiny_int4: Conversion, hashes: "Hashes"
+    tmp_path: Path, tiny: Path, tiny_int4: Conversion, hashes: Hashes
 ) -> None:
     done = convert(tiny, tmp_path / "out", Recipe(), device="cuda")
     assert hashes(done.folder) == hashes(tiny_int4.folder)

@@ -4,7 +4,6 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,9 +15,7 @@ from lowbit.formats.errors import FormatError, QuantizationError
 from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.packed import open_packed
 from tests.conversions import convert
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Hashes
+from tests.convert.fixture_types import Hashes
 
 ODD = {
     "model.visual.scalar": torch.tensor(1.5),
@@ -77,7 +74,7 @@ def test_every_source_tensor_is_in_the_manifest(hybrid: Path, tmp_path: Path) ->
     assert len(open_packed(folder).carried) == 11
 
 
-def test_tensors_without_rows_or_dimensions(odd: Path, tmp_path: Path, hashes: "Hashes") -> None:
+def test_tensors_without_rows_or_dimensions(odd: Path, tmp_path: Path, hashes: Hashes) -> None:
     folder = convert(odd, tmp_path / "out", Recipe()).folder
     packed = load_file(folder / "model.safetensors")
     for name, tensor in ODD.items():
@@ -145,7 +142,7 @@ def test_mtp_quantized_on_request(hybrid: Path, tmp_path: Path) -> None:
     assert {str(s) for m, s in packed.schemes.items() if m.startswith("mtp.")} == {"INT8 g128"}
 
 
-def test_shards_of_the_source_do_not_matter(hybrid: Path, tmp_path: Path, hashes: "Hashes") -> None:
+def test_shards_of_the_source_do_not_matter(hybrid: Path, tmp_path: Path, hashes: Hashes) -> None:
     tensors = load_file(hybrid / "model.safetensors")
     names = sorted(tensors, reverse=True)
     split = tmp_path / "split"

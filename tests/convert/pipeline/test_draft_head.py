@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -31,9 +31,7 @@ from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import TensorInfo, open_checkpoint
 from tests.conversions import convert
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Hashes
+from tests.convert.fixture_types import Hashes
 
 ROWS = 600
 RECIPE = Recipe(draft_vocabulary=ROWS)
@@ -132,7 +130,7 @@ def test_what_lowbit_json_says(hybrid: Path, made: Path) -> None:
     assert DRAFT_FILE in [item.name for item in parcel.items if item.is_weight]
 
 
-def test_the_same_command_again(hybrid: Path, made: Path, tmp_path: Path, hashes: "Hashes") -> None:
+def test_the_same_command_again(hybrid: Path, made: Path, tmp_path: Path, hashes: Hashes) -> None:
     again = convert(hybrid, tmp_path / "again", RECIPE).folder
     assert (again / DRAFT_FILE).read_bytes() == (made / DRAFT_FILE).read_bytes()
     assert (again / "lowbit.json").read_bytes() == (made / "lowbit.json").read_bytes()

@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,10 +15,8 @@ from lowbit.convert.plan.plan import Plan, make_plan
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.machine.memory import resident_bytes
 from tests.conversions import convert
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import MakeModel
-    from tests.hub_server import HubServer
+from tests.convert.fixture_types import MakeModel
+from tests.hub_server import HubServer
 
 SHARDS = ("one.safetensors", "two.safetensors")
 LIMIT = 200_000
@@ -27,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def source(tmp_path: Path, make_model: "MakeModel") -> Path:
+def source(tmp_path: Path, make_model: MakeModel) -> Path:
     folder = make_model(tmp_path / "source", shards=SHARDS)
     (folder / "LICENSE").write_text("x" * 1000)
     (folder / "model.gguf").write_text("not read")
@@ -109,7 +106,7 @@ def test_verdicts(source: Path) -> None:
 
 
 def test_hub_id_gives_the_same_plan_from_headers_alone(
-    source: Path, hub: "HubServer", monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    source: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     hub.add("org/model", source)
@@ -121,7 +118,7 @@ def test_hub_id_gives_the_same_plan_from_headers_alone(
     assert hub.sent() < weights / 2
 
 
-def test_hub_revision(source: Path, hub: "HubServer", make_model: "MakeModel") -> None:
+def test_hub_revision(source: Path, hub: HubServer, make_model: MakeModel) -> None:
     hub.add("org/model", source)
     older = make_model(source.parent / "older", num_hidden_layers=1)
     hub.add("org/model", older, "v1")
@@ -145,7 +142,7 @@ def test_sources_that_are_none(
         open_headers(name, revision)
 
 
-def test_what_stops_a_conversion_stops_the_plan(source: Path, hub: "HubServer") -> None:
+def test_what_stops_a_conversion_stops_the_plan(source: Path, hub: HubServer) -> None:
     (source / "two.safetensors").unlink()
     with pytest.raises(LowbitError, match=r"names shard `two.safetensors`, which is missing"):
         open_headers(str(source), None)

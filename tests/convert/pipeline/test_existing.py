@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from click.testing import Result
@@ -17,9 +17,7 @@ from lowbit.convert.measure.record import read_quality
 from lowbit.convert.pipeline import folder
 from lowbit.convert.report import reporting
 from lowbit.formats.files import atomic
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import MakeModel
+from tests.convert.fixture_types import MakeModel
 
 STORY = "Once upon a time there was a little robot who lived in a big house by the sea. "
 
@@ -32,7 +30,7 @@ class Killed(Exception):  # noqa: N818 - stands for SIGKILL: nothing here catche
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel", tiny: Path) -> Path:
+def here(tmp_path_factory: pytest.TempPathFactory, make_model: MakeModel, tiny: Path) -> Path:
     """A folder with `source` and a text to evaluate on."""
     made = tmp_path_factory.mktemp("finished")
     source = make_model(made / "source", num_hidden_layers=1, vocab_size=4096)

@@ -5,7 +5,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +21,9 @@ from lowbit.convert.plan.plan import make_plan
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from tests.conversions import convert
+from tests.convert.fixture_types import Cli
 from tests.oracle import dequantized_weights
 from tests.short_models import Shorten
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Cli
 
 MODELS = Path(__file__).parents[3] / "examples/models"
 SINGLE, FUSED = MODELS / "tiny-qwen3-moe", MODELS / "tiny-qwen3.5-moe"
@@ -155,7 +153,7 @@ def test_groups_with_experts_of_the_decoder_come_first(tmp_path: Path) -> None:
 
 
 def test_tables_have_a_row_for_all_experts_of_a_kind(
-    cli: "Cli", single: Path, tmp_path: Path
+    cli: Cli, single: Path, tmp_path: Path
 ) -> None:
     shown = cli("plan", single, "--group-size", "64").stdout
     assert shown.count("experts") == 3

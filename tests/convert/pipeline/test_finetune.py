@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,23 +13,29 @@ from torch import Tensor
 
 from lowbit.convert import Recipe
 from lowbit.convert.measure.build import command_of
+from lowbit.convert.mtp.head import load_mtp_head
+from lowbit.convert.mtp.training import (
+    WEIGHTS,
+    Grid,
+    Trained,
+    TrainingWindow,
+    load_state,
+    loss_of,
+    save_state,
+)
 from lowbit.convert.original.model import load_layered_model
-from lowbit.convert.original.mtp import load_mtp_head
 from lowbit.convert.original.weights import open_weights
 from lowbit.convert.pipeline import finetune
 from lowbit.convert.pipeline.finetune import Finetuned, finetune_mtp
 from lowbit.convert.pipeline.verification import verify_folder
-from lowbit.convert.quantize.mtp_training import WEIGHTS, Grid, Trained, TrainingWindow, loss_of
 from lowbit.formats.errors import FormatError, RequestError
 from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.layout.packing import dequantize
 from lowbit.formats.layout.rtn import quantize
 from lowbit.formats.layout.scheme import Scheme
 from tests.conversions import convert
+from tests.convert.fixture_types import Hashes
 from tests.convert.naive_mtp import naive_head
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Hashes
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 T = 24
@@ -163,7 +169,7 @@ def test_a_better_head_is_put_in_place(blurred: Path, made: Path, whole: Finetun
 
 @pytest.mark.commands
 def test_interrupted_it_continues_to_the_same_bytes(
-    whole: Finetuned, folder: Path, text: Path, hashes: "Hashes", monkeypatch: pytest.MonkeyPatch
+    whole: Finetuned, folder: Path, text: Path, hashes: Hashes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(finetune, "SAVED", 4)
     untouched = hashes(folder)
@@ -198,7 +204,7 @@ def test_a_state_is_taken_up_whole_or_not_at_all(tmp_path: Path, damage: str) ->
     for value in weights.values():
         value.grad = torch.full_like(value, 0.5)
     adam.step()
-    finetune._save_state(file, "digest", 1, weights, adam)
+    save_state(file, "digest", 1, weights, adam)
     content = bytearray(file.read_bytes())
     if damage == "byte":
         content[-40] ^= 4
@@ -206,7 +212,7 @@ def test_a_state_is_taken_up_whole_or_not_at_all(tmp_path: Path, damage: str) ->
     said: list[str] = []
     fresh, other = begun()
     digest = "another" if damage == "other command" else "digest"
-    taken = finetune._load_state(file, digest, fresh, other, said.append)
+    taken = load_state(file, digest, fresh, other, said.append)
     if damage == "none":
         assert (taken, said) == (1, [])
         assert all(torch.equal(fresh[name], weights[name]) for name in weights)
@@ -230,7 +236,7 @@ def test_a_damaged_folder_is_not_trained_on(folder: Path, text: Path) -> None:
 
 
 def test_a_head_that_is_no_better_is_not(
-    folder: Path, text: Path, hashes: "Hashes", monkeypatch: pytest.MonkeyPatch
+    folder: Path, text: Path, hashes: Hashes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def spoil(trained: Trained, *_: Any) -> Iterator[int]:
         with torch.no_grad():

@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -10,9 +9,7 @@ from lowbit.convert import Recipe
 from lowbit.convert.pipeline.folder import passed_through
 from lowbit.formats.errors import ResourceError
 from tests.conversions import convert
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Hashes
+from tests.convert.fixture_types import Hashes
 
 
 def refused(source: Path, out: Path, message: str, overwrite: bool = False) -> None:
@@ -53,7 +50,7 @@ def test_folder_that_is_not_empty(tmp_path: Path, small: Path) -> None:
 
 
 def test_overwrite_replaces_a_packed_checkpoint(
-    tmp_path: Path, small: Path, hashes: "Hashes"
+    tmp_path: Path, small: Path, hashes: Hashes
 ) -> None:
     out = tmp_path / "out"
     convert(small, out, Recipe("int8"), max_shard_bytes=100_000)
@@ -65,7 +62,7 @@ def test_overwrite_replaces_a_packed_checkpoint(
 
 
 def test_failed_overwrite_keeps_the_old_one(
-    tmp_path: Path, small: Path, hashes: "Hashes", monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, small: Path, hashes: Hashes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     convert(small, out, Recipe())
@@ -82,9 +79,7 @@ def test_failed_overwrite_keeps_the_old_one(
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("where", [".", "..", "packed", "a/b", "../small/../small"])
-def test_overlap_with_the_source(
-    small: Path, hashes: "Hashes", where: str, overwrite: bool
-) -> None:
+def test_overlap_with_the_source(small: Path, hashes: Hashes, where: str, overwrite: bool) -> None:
     before = hashes(small)
     with pytest.raises(ResourceError, match=r"overlap|is not empty|was not written by"):
         convert(small, small / where, Recipe(), overwrite=overwrite)
@@ -92,7 +87,7 @@ def test_overlap_with_the_source(
     assert names(small.parent) == ["small"]
 
 
-def test_link_into_the_source(tmp_path: Path, small: Path, hashes: "Hashes") -> None:
+def test_link_into_the_source(tmp_path: Path, small: Path, hashes: Hashes) -> None:
     before = hashes(small)
     (tmp_path / "link").symlink_to(small)
     refused(small, tmp_path / "link" / "out", "overlap")
@@ -102,7 +97,7 @@ def test_link_into_the_source(tmp_path: Path, small: Path, hashes: "Hashes") -> 
 
 @pytest.mark.parametrize("name", ["out.partial", "out.replaced"])
 def test_source_named_like_a_working_folder(
-    tmp_path: Path, small: Path, hashes: "Hashes", name: str
+    tmp_path: Path, small: Path, hashes: Hashes, name: str
 ) -> None:
     source = small.rename(tmp_path / name)
     before = hashes(source)

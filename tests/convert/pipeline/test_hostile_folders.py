@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from click.testing import Result
@@ -15,6 +14,7 @@ from lowbit.formats.errors import LowbitError
 from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from tests.conversions import convert
+from tests.convert.fixture_types import Cli, Hashes, MakeModel
 from tests.hostile_files import (
     SECRET,
     folder,
@@ -23,9 +23,6 @@ from tests.hostile_files import (
     pipe,
     replace,
 )
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Cli, Hashes, MakeModel
 
 OF_SOURCE = (
     *("config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"),
@@ -45,7 +42,7 @@ def _impatient() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel", tiny: Path) -> Path:
+def pristine(tmp_path_factory: pytest.TempPathFactory, make_model: MakeModel, tiny: Path) -> Path:
     """A folder with `source` and its conversion `packed`."""
     made = tmp_path_factory.mktemp("pristine")
     source = make_model(made / "source", num_hidden_layers=1, vocab_size=4096)
@@ -81,7 +78,7 @@ def assert_refused(result: Result, name: str) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_a_source_is_not_converted(source: Path, cli: "Cli", tmp_path: Path) -> None:
+def test_a_source_is_not_converted(source: Path, cli: Cli, tmp_path: Path) -> None:
     """A folder has no bytes: that of the weights would hold none."""
     replace(source / "model.safetensors", folder)
     result = cli(source, tmp_path / "out")
@@ -92,7 +89,7 @@ def test_a_source_is_not_converted(source: Path, cli: "Cli", tmp_path: Path) -> 
 @pytest.mark.parametrize("place", OF_SOURCE)
 @pytest.mark.parametrize("command", ["quantize", "plan"])
 def test_a_source_is_not_read(
-    cli: "Cli", source: Path, tmp_path: Path, command: str, place: str
+    cli: Cli, source: Path, tmp_path: Path, command: str, place: str
 ) -> None:
     """A reader that opened the pipe would wait, one that asks `is_file` would pass it by."""
     replace(source / place, pipe)
@@ -104,7 +101,7 @@ def test_a_source_is_not_read(
 
 @pytest.mark.parametrize("place", ["LICENSE", "README.md", "generation_config.json"])
 def test_a_link_of_a_source_is_not_copied(
-    cli: "Cli", source: Path, tmp_path: Path, place: str
+    cli: Cli, source: Path, tmp_path: Path, place: str
 ) -> None:
     replace(source / place, link_out)
     assert_refused(cli(source, tmp_path / "out"), place)
@@ -124,7 +121,7 @@ def test_a_link_of_a_source_is_not_copied(
 )
 @pytest.mark.parametrize("place", OF_PACKED)
 def test_a_packed_folder_is_not_read(
-    cli: "Cli",
+    cli: Cli,
     pristine: Path,
     packed: Path,
     tmp_path: Path,
@@ -196,7 +193,7 @@ JSON = ("tokenizer.json", *SETTINGS)
     ],
 )
 def test_unreadable_settings_and_tokenizers(
-    cli: "Cli", source: Path, packed: Path, tmp_path: Path, command: str, place: str, content: str
+    cli: Cli, source: Path, packed: Path, tmp_path: Path, command: str, place: str, content: str
 ) -> None:
     (packed if command == "export" else source).joinpath(place).write_bytes(GARBAGE[content])
     (packed / "lowbit.json").unlink()  # which would tell by the hash
@@ -214,7 +211,7 @@ def test_unreadable_settings_and_tokenizers(
 
 
 def test_links_that_are_right_are_copied_as_files(
-    pristine: Path, tmp_path: Path, hashes: "Hashes"
+    pristine: Path, tmp_path: Path, hashes: Hashes
 ) -> None:
     """The source as a snapshot of a Hub cache, reached by a link."""
     repository = tmp_path / "models--org--name"
@@ -230,14 +227,14 @@ def test_links_that_are_right_are_copied_as_files(
     assert not any(path.is_symlink() for path in done.folder.iterdir())
 
 
-def test_folders_of_a_source_are_left_out(cli: "Cli", source: Path, tmp_path: Path) -> None:
+def test_folders_of_a_source_are_left_out(cli: Cli, source: Path, tmp_path: Path) -> None:
     (source / "assets").mkdir()
     (source / "original").symlink_to(tmp_path)
     assert cli(source, tmp_path / "out").exit_code == 0
     assert not {"assets", "original"} & names(tmp_path / "out")
 
 
-def test_a_file_name_that_is_not_utf8(cli: "Cli", source: Path, tmp_path: Path) -> None:
+def test_a_file_name_that_is_not_utf8(cli: Cli, source: Path, tmp_path: Path) -> None:
     (source / "caf\udce9.txt").write_text("latin")
     result = cli(source, tmp_path / "out")
     assert_refused(result, "caf\\udce9.txt")
@@ -246,7 +243,7 @@ def test_a_file_name_that_is_not_utf8(cli: "Cli", source: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("where", ["tensor", "config"])
 def test_half_a_surrogate_pair_is_found_before_the_work(
-    cli: "Cli", source: Path, tmp_path: Path, where: str
+    cli: Cli, source: Path, tmp_path: Path, where: str
 ) -> None:
     if where == "config":
         path = source / "config.json"

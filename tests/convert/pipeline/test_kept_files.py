@@ -8,7 +8,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,16 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from lowbit.convert.original.progress import unsaid
 from lowbit.convert.pipeline.journal import JOURNAL_FILE
-from lowbit.convert.pipeline.place import partial_of
+from lowbit.convert.pipeline.output_dir import partial_of
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.quantize.session import CalibrationRequest
 from lowbit.convert.quantize.store import Store
 from lowbit.formats.errors import ResourceError
 from tests.conversions import convert
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Hashes
+from tests.convert.fixture_types import Hashes
 
 RECIPE = Recipe(method=Method.parse("gptq"))
 LAYERS = tuple(f".calibrated-{name}.safetensors" for name in ("layer-000", "layer-001", "head"))
@@ -66,7 +63,7 @@ def interrupt(source: Path, out: Path, text: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(
-    tmp_path_factory: pytest.TempPathFactory, readable: Path, text: Path, hashes: "Hashes"
+    tmp_path_factory: pytest.TempPathFactory, readable: Path, text: Path, hashes: Hashes
 ) -> dict[str, str]:
     """Hashes of a conversion that nothing interrupted."""
     return hashes(run(readable, tmp_path_factory.mktemp("whole") / "out", text))
@@ -142,7 +139,7 @@ def test_damaged_layers_are_calibrated_again(
     text: Path,
     left: Path,
     whole: dict[str, str],
-    hashes: "Hashes",
+    hashes: Hashes,
     tmp_path: Path,
     damage: tuple[Damage, ...],
     again: list[str],
@@ -163,7 +160,7 @@ def test_layers_of_another_conversion_are_not_taken(
     left: Path,
     others: Path,
     whole: dict[str, str],
-    hashes: "Hashes",
+    hashes: Hashes,
     tmp_path: Path,
 ) -> None:
     partial = Path(shutil.copytree(left, partial_of(tmp_path / "out")))
@@ -176,7 +173,7 @@ def test_layers_of_another_conversion_are_not_taken(
 
 
 def test_undamaged_layers_are_taken_without_a_word(
-    readable: Path, text: Path, left: Path, whole: dict[str, str], hashes: "Hashes", tmp_path: Path
+    readable: Path, text: Path, left: Path, whole: dict[str, str], hashes: Hashes, tmp_path: Path
 ) -> None:
     shutil.copytree(left, partial_of(tmp_path / "out"))
     said: list[str] = []
@@ -202,7 +199,7 @@ def test_a_layer_that_changes_after_it_was_read_is_an_error(
 
 
 def test_layers_of_weights_that_have_changed_since(
-    readable: Path, text: Path, hashes: "Hashes", tmp_path: Path
+    readable: Path, text: Path, hashes: Hashes, tmp_path: Path
 ) -> None:
     source = Path(shutil.copytree(readable, tmp_path / "source"))
     interrupt(source, tmp_path / "out", text)
@@ -229,7 +226,7 @@ def test_another_tokenizer_is_another_conversion(
 
 
 def test_a_journal_of_before(
-    readable: Path, text: Path, left: Path, whole: dict[str, str], hashes: "Hashes", tmp_path: Path
+    readable: Path, text: Path, left: Path, whole: dict[str, str], hashes: Hashes, tmp_path: Path
 ) -> None:
     """Its half of the steps is done; the other half of the shard is what it is."""
     partial = Path(shutil.copytree(left, partial_of(tmp_path / "out")))
@@ -249,7 +246,7 @@ def test_a_journal_of_another_conversion_stops(
 
 
 def test_a_damaged_journal_and_a_damaged_shard_are_told(
-    readable: Path, text: Path, left: Path, whole: dict[str, str], hashes: "Hashes", tmp_path: Path
+    readable: Path, text: Path, left: Path, whole: dict[str, str], hashes: Hashes, tmp_path: Path
 ) -> None:
     partial = Path(shutil.copytree(left, partial_of(tmp_path / "out")))
     journal = partial / JOURNAL_FILE

@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -15,13 +15,11 @@ from lowbit.formats.errors import CheckpointError, FormatError
 from lowbit.formats.layout.manifest import Manifest, read_manifest
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 from tests.conversions import convert
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Cli, MakeModel
+from tests.convert.fixture_types import Cli, MakeModel
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel") -> Path:
+def made(tmp_path_factory: pytest.TempPathFactory, make_model: MakeModel) -> Path:
     """A folder with `source` and its conversion `out`; not to be written to."""
     place = tmp_path_factory.mktemp("origin")
     source = make_model(place / "source")
@@ -294,7 +292,7 @@ def test_a_candidate_that_vanishes_meanwhile_is_passed_over(packed: Path, source
 
 
 def test_a_conversion_remembers_and_publishes_nothing_of_it(
-    cli: "Cli", small: Path, tmp_path: Path
+    cli: Cli, small: Path, tmp_path: Path
 ) -> None:
     assert cli(small, tmp_path / "far" / "out").exit_code == 0
     out = tmp_path / "far" / "out"

@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,9 +15,7 @@ from lowbit.formats.errors import ResourceError
 from lowbit.formats.packed import open_packed
 from lowbit.formats.tasks import TaskReport, write_tasks
 from tests.conversions import convert
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Hashes, MakeModel
+from tests.convert.fixture_types import Hashes, MakeModel
 
 Put = Callable[[Path], object]
 MINE = "weeks of work"
@@ -107,7 +104,7 @@ OURS: dict[str, Put] = {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel") -> Path:
+def made(tmp_path_factory: pytest.TempPathFactory, make_model: MakeModel) -> Path:
     """A folder with `source` and its conversion `out`, report and card included."""
     folder = tmp_path_factory.mktemp("made")
     source = make_model(folder / "source", num_hidden_layers=1)
@@ -156,7 +153,7 @@ def test_nothing_of_others_is_lost_with_an_old_result(made: Path, out: Path, nam
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_what_lowbit_wrote_is_replaced(made: Path, out: Path, hashes: "Hashes", name: str) -> None:
+def test_what_lowbit_wrote_is_replaced(made: Path, out: Path, hashes: Hashes, name: str) -> None:
     OURS[name](out)
     convert(made / "source", out, Recipe("int8"), overwrite=True)
     assert json.loads((out / "lowbit.json").read_text())["recipe"]["recipe"] == "int8"
@@ -207,7 +204,7 @@ def test_nothing_of_others_is_lost_in_a_working_folder(
 
 
 def test_a_working_folder_of_another_source_is_known(
-    made: Path, tmp_path: Path, make_model: "MakeModel"
+    made: Path, tmp_path: Path, make_model: MakeModel
 ) -> None:
     """What was passed through from the other source is told from files of others."""
 
@@ -226,7 +223,7 @@ def test_a_working_folder_of_another_source_is_known(
     assert not (tmp_path / "out" / "vocab.txt").exists()
 
 
-def test_a_file_that_joins_the_source_meanwhile(tmp_path: Path, make_model: "MakeModel") -> None:
+def test_a_file_that_joins_the_source_meanwhile(tmp_path: Path, make_model: MakeModel) -> None:
     def stop(phase: str, done: int, total: int) -> None:
         if phase == "verify":
             raise KeyboardInterrupt

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from safetensors import safe_open
@@ -17,9 +17,7 @@ from lowbit.convert.plan.method import ABSMAX
 from lowbit.formats.errors import QuantizationError, ResourceError
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from tests.conversions import convert
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Hashes, MakeModel
+from tests.convert.fixture_types import Hashes, MakeModel
 
 pytestmark = pytest.mark.commands
 
@@ -80,7 +78,7 @@ KILLS: dict[str, tuple[str, int, bool]] = {  # phase, how often it is reached, o
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel") -> Path:
+def source(tmp_path_factory: pytest.TempPathFactory, make_model: MakeModel) -> Path:
     return make_model(tmp_path_factory.mktemp("resume") / "source")
 
 
@@ -132,7 +130,7 @@ def interrupt(source: Path, out: Path, phase: str, count: int, **options: Any) -
     return journaled(out)
 
 
-def assert_whole(done: Conversion, whole: Path, hashes: "Hashes") -> None:
+def assert_whole(done: Conversion, whole: Path, hashes: Hashes) -> None:
     assert hashes(done.folder) == hashes(whole)
     assert not partial_of(done.folder).exists()
     assert not done.folder.with_name(f"{done.folder.name}.replaced").exists()
@@ -140,7 +138,7 @@ def assert_whole(done: Conversion, whole: Path, hashes: "Hashes") -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in KILLS if name != "after-rename"])
-def test_killed(source: Path, killed: Path, whole: Path, hashes: "Hashes", name: str) -> None:
+def test_killed(source: Path, killed: Path, whole: Path, hashes: Hashes, name: str) -> None:
     out = killed / name
     assert not out.exists()
     held = journaled(out)
@@ -155,7 +153,7 @@ def test_killed(source: Path, killed: Path, whole: Path, hashes: "Hashes", name:
 
 
 @pytest.mark.slow
-def test_killed_after_the_rename(source: Path, killed: Path, whole: Path, hashes: "Hashes") -> None:
+def test_killed_after_the_rename(source: Path, killed: Path, whole: Path, hashes: Hashes) -> None:
     out = killed / "after-rename"
     assert {name: digest for name, digest in hashes(out).items() if name != JOURNAL_FILE} == (
         hashes(whole)
@@ -167,7 +165,7 @@ def test_killed_after_the_rename(source: Path, killed: Path, whole: Path, hashes
 
 @pytest.mark.parametrize("phase", ["convert", "verify"])
 def test_interrupted_by_the_keyboard(
-    source: Path, tmp_path: Path, whole: Path, hashes: "Hashes", phase: str
+    source: Path, tmp_path: Path, whole: Path, hashes: Hashes, phase: str
 ) -> None:
     held = interrupt(source, tmp_path / "out", phase, 5)
     done = again(source, tmp_path / "out")
@@ -175,7 +173,7 @@ def test_interrupted_by_the_keyboard(
     assert_whole(done, whole, hashes)
 
 
-def test_interrupted_twice(source: Path, tmp_path: Path, whole: Path, hashes: "Hashes") -> None:
+def test_interrupted_twice(source: Path, tmp_path: Path, whole: Path, hashes: Hashes) -> None:
     first = interrupt(source, tmp_path / "out", "convert", 8)
     second = interrupt(source, tmp_path / "out", "convert", 8)
     assert first < second
@@ -216,7 +214,7 @@ def test_damaged_journal(
     source: Path,
     tmp_path: Path,
     whole: Path,
-    hashes: "Hashes",
+    hashes: Hashes,
     damage: Callable[[list[bytes]], list[bytes]],
     kept: int,
 ) -> None:
@@ -240,7 +238,7 @@ def test_damaged_journal(
 
 
 def test_changed_recipe_asks_before_it_starts_over(
-    source: Path, tmp_path: Path, whole: Path, hashes: "Hashes"
+    source: Path, tmp_path: Path, whole: Path, hashes: Hashes
 ) -> None:
     interrupt(source, tmp_path / "out", "verify", 1, recipe=Recipe(method=ABSMAX))
     kept = (partial_of(tmp_path / "out") / JOURNAL_FILE).read_bytes()
@@ -253,7 +251,7 @@ def test_changed_recipe_asks_before_it_starts_over(
 
 
 def test_other_shard_size_leaves_no_index_behind(
-    source: Path, tmp_path: Path, hashes: "Hashes"
+    source: Path, tmp_path: Path, hashes: Hashes
 ) -> None:
     interrupt(source, tmp_path / "out", "verify", 1)
     assert (partial_of(tmp_path / "out") / "model.safetensors.index.json").exists()
@@ -264,7 +262,7 @@ def test_other_shard_size_leaves_no_index_behind(
     }
 
 
-def test_changed_source_tensor_is_done_again(tmp_path: Path, small: Path, hashes: "Hashes") -> None:
+def test_changed_source_tensor_is_done_again(tmp_path: Path, small: Path, hashes: Hashes) -> None:
     interrupt(small, tmp_path / "out", "verify", 1)
     name = "model.layers.1.mlp.up_proj.weight"
     info = open_checkpoint(small).tensors[name]
@@ -279,7 +277,7 @@ def test_changed_source_tensor_is_done_again(tmp_path: Path, small: Path, hashes
 
 @pytest.mark.parametrize("suffix", ["weight_packed", "weight_scale", "weight_shape"])
 def test_damaged_partial_shard_is_done_again(
-    source: Path, tmp_path: Path, whole: Path, hashes: "Hashes", suffix: str
+    source: Path, tmp_path: Path, whole: Path, hashes: Hashes, suffix: str
 ) -> None:
     interrupt(source, tmp_path / "out", "verify", 1)
     name = f"model.layers.0.self_attn.q_proj.{suffix}"
@@ -295,7 +293,7 @@ def test_damaged_partial_shard_is_done_again(
 
 
 def test_removed_partial_shard_is_made_again(
-    source: Path, tmp_path: Path, whole: Path, hashes: "Hashes"
+    source: Path, tmp_path: Path, whole: Path, hashes: Hashes
 ) -> None:
     interrupt(source, tmp_path / "out", "verify", 1)
     shard = min(partial_of(tmp_path / "out").glob("*.safetensors"))
@@ -307,9 +305,7 @@ def test_removed_partial_shard_is_made_again(
     assert_whole(done, whole, hashes)
 
 
-def test_two_conversions_at_once(
-    source: Path, tmp_path: Path, whole: Path, hashes: "Hashes"
-) -> None:
+def test_two_conversions_at_once(source: Path, tmp_path: Path, whole: Path, hashes: Hashes) -> None:
     refused: list[ResourceError] = []
 
     def progress(phase: str, done: int, total: int) -> None:
@@ -323,7 +319,7 @@ def test_two_conversions_at_once(
 
 
 def test_something_appears_at_out_meanwhile(
-    source: Path, tmp_path: Path, whole: Path, hashes: "Hashes"
+    source: Path, tmp_path: Path, whole: Path, hashes: Hashes
 ) -> None:
     out = tmp_path / "out"
 
@@ -340,7 +336,7 @@ def test_something_appears_at_out_meanwhile(
     assert_whole(done, whole, hashes)
 
 
-def test_repaired_source_continues(tmp_path: Path, small: Path, hashes: "Hashes") -> None:
+def test_repaired_source_continues(tmp_path: Path, small: Path, hashes: Hashes) -> None:
     fresh = again(small, tmp_path / "fresh")
     info = open_checkpoint(small).tensors["model.norm.weight"]
     path = small / info.file

@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +20,8 @@ from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors import checkpoint as checkpoint_module
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 from tests.conversions import convert
+from tests.convert.fixture_types import Cli
 from tests.oracle import dequantized_weights
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Cli
 
 MODELS = Path(__file__).parents[3] / "examples/models"
 MakeModel = Callable[..., Path]
@@ -136,7 +134,7 @@ def test_tie_in_text_config_alone(short_hybrid: Path, tmp_path: Path, outer: obj
     assert torch.equal(ours[HEAD], theirs[HEAD])
 
 
-def test_commands_say_what_is_read_in_another_way(tied: Path, tmp_path: Path, cli: "Cli") -> None:
+def test_commands_say_what_is_read_in_another_way(tied: Path, tmp_path: Path, cli: Cli) -> None:
     from click.testing import CliRunner
 
     from lowbit.runtime.cli.main import main

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +12,8 @@ from torch import Tensor
 from lowbit.convert import Override, Recipe
 from lowbit.convert.plan.method import ABSMAX
 from tests.conversions import convert
+from tests.convert.fixture_types import MakeModel
 from tests.oracle import dequantized_weights
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import MakeModel
 
 RECIPES = {
     "int4": Recipe(group_size=32),
@@ -102,7 +100,7 @@ def test_bundled_model(tmp_path: Path, tiny: Path) -> None:
         *(("llama3", recipe) for recipe in ("int8", "positive", "layers-differ")),
     ],
 )
-def test_recipe(tmp_path: Path, make_model: "MakeModel", architecture: str, recipe: str) -> None:
+def test_recipe(tmp_path: Path, make_model: MakeModel, architecture: str, recipe: str) -> None:
     source = make_model(tmp_path / "source", **ARCHITECTURES[architecture])
     done = convert(source, tmp_path / "out", RECIPES[recipe], max_shard_bytes=150_000)
     assert_loads_exactly(done.folder)
@@ -110,6 +108,6 @@ def test_recipe(tmp_path: Path, make_model: "MakeModel", architecture: str, reci
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_other_source_dtypes(tmp_path: Path, make_model: "MakeModel", dtype: torch.dtype) -> None:
+def test_other_source_dtypes(tmp_path: Path, make_model: MakeModel, dtype: torch.dtype) -> None:
     source = make_model(tmp_path / "source", dtype, tie_word_embeddings=True)
     assert_loads_exactly(convert(source, tmp_path / "out", Recipe(head="bf16")).folder)

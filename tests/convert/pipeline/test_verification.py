@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -23,9 +23,7 @@ from lowbit.formats.safetensors import hashing
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from lowbit.formats.safetensors.hashing import hash_file, hash_tensor
 from tests.conversions import convert
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import MakeModel
+from tests.convert.fixture_types import MakeModel
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 SCALE = "model.layers.1.mlp.up_proj.weight_scale"
@@ -34,7 +32,7 @@ Edit = Callable[[dict[str, Any]], object]
 
 
 @pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel") -> Path:
+def converted(tmp_path_factory: pytest.TempPathFactory, make_model: MakeModel) -> Path:
     """A folder with `source` and its conversion `out`."""
     folder = tmp_path_factory.mktemp("verify")
     source = make_model(folder / "source")
@@ -264,12 +262,12 @@ def test_original(converted: Path) -> None:
     assert result.source_tensors == len(open_checkpoint(converted / "source").tensors)
 
 
-def test_original_in_other_shards(converted: Path, tmp_path: Path, make_model: "MakeModel") -> None:
+def test_original_in_other_shards(converted: Path, tmp_path: Path, make_model: MakeModel) -> None:
     source = make_model(tmp_path / "source", shards=("x.safetensors", "y.safetensors"))
     assert verify(converted / "out", source).source_tensors == 25
 
 
-def test_another_original(converted: Path, tmp_path: Path, make_model: "MakeModel") -> None:
+def test_another_original(converted: Path, tmp_path: Path, make_model: MakeModel) -> None:
     other = make_model(tmp_path / "other", seed=1)
     assert "has other bytes than the original that was converted" in failure(
         converted / "out", other
@@ -277,7 +275,7 @@ def test_another_original(converted: Path, tmp_path: Path, make_model: "MakeMode
 
 
 def test_original_with_another_config(
-    converted: Path, tmp_path: Path, make_model: "MakeModel"
+    converted: Path, tmp_path: Path, make_model: MakeModel
 ) -> None:
     other = make_model(tmp_path / "other", rope_theta=10000)
     assert failure(converted / "out", other) == (
@@ -287,7 +285,7 @@ def test_original_with_another_config(
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.extra.weight"])
 def test_original_with_other_tensors(
-    converted: Path, tmp_path: Path, make_model: "MakeModel", name: str
+    converted: Path, tmp_path: Path, make_model: MakeModel, name: str
 ) -> None:
     def rename(tensors: dict[str, Any]) -> None:
         tensors["model.extra.weight"] = tensors["lm_head.weight"].clone()

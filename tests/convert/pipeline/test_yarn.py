@@ -14,7 +14,6 @@ from torch import Tensor
 from lowbit.convert import Recipe
 from lowbit.convert.measure.measure import measure_logits
 from lowbit.convert.measure.pair import open_pair
-from lowbit.convert.original.evaluation_text import Text, tokenize
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.threads import alone_on_threads
 from lowbit.convert.original.walk import pass_through_all
@@ -22,6 +21,7 @@ from lowbit.convert.original.weights import open_weights
 from lowbit.convert.pipeline.verification import verify_folder
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.quantize.session import CalibrationRequest
+from lowbit.convert.texts.evaluation import Text, tokenize
 from tests.conversions import convert
 
 CPU = torch.device("cpu")

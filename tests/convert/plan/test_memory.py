@@ -3,15 +3,12 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from lowbit.convert.plan.memory import SLACK_BYTES
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import MakeModel
+from tests.convert.fixture_types import MakeModel
 
 pytestmark = pytest.mark.commands
 
@@ -39,7 +36,7 @@ MEASURE_ROTATED = (
     MEASURE[: MEASURE.index("before, limit")]
     + """
 import torch
-from lowbit.convert.original.rotation import held_bytes
+from lowbit.convert.original.rotation import rotation_bytes
 from lowbit.convert.pipeline.folder import prepare_shards
 from lowbit.convert.pipeline.stream import stream
 from lowbit.convert.plan.memory import block_elements
@@ -52,7 +49,7 @@ source, out = open_checkpoint(Path(sys.argv[1])), Path(sys.argv[2])
 kept = (Override("*.gate_proj", 16), Override("*.up_proj", 16))  # blocks, which need little
 recipe = Recipe(method=Method.parse("gptq+rotate"), overrides=kept)
 plan = make_plan(source.config, source.tensors, recipe)
-held = held_bytes(plan.rotated, source.tensors, "cpu")
+held = rotation_bytes(plan.rotated, source.tensors, "cpu")
 before, limit = peak(), peak_estimate(1 << 17, core_count(), held)
 elements = block_elements(limit, core_count(), torch.device("cpu"), held)
 out.mkdir()
@@ -75,7 +72,7 @@ SOURCE_BYTES = 200_000_000
 )
 def test_peak_stays_below_the_limit(
     tmp_path: Path,
-    make_model: "MakeModel",
+    make_model: MakeModel,
     method: str,
     head: str,
     dtype: torch.dtype,
@@ -96,7 +93,7 @@ def test_peak_stays_below_the_limit(
 
 
 @pytest.mark.slow
-def test_peak_of_a_rotation_stays_below_the_limit(tmp_path: Path, make_model: "MakeModel") -> None:
+def test_peak_of_a_rotation_stays_below_the_limit(tmp_path: Path, make_model: MakeModel) -> None:
     shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 2}
     source = make_model(tmp_path / "source", torch.bfloat16, **shape)
     done = subprocess.run(

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +26,7 @@ from lowbit.formats.errors import CheckpointError, QuantizationError, Unsupporte
 from lowbit.formats.layout.quantization_config import read_quantization_config
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.safetensors.checkpoint import MAX_CONFIG_BYTES, TensorInfo, open_checkpoint
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Config
+from tests.convert.fixture_types import Config
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -72,11 +70,11 @@ def plan_of(config: Mapping[str, Any], recipe: Recipe, with_head: bool = True) -
 
 
 @pytest.fixture
-def tied(small_config: "Config") -> "Config":
+def tied(small_config: Config) -> Config:
     return {**small_config, "tie_word_embeddings": True}
 
 
-def test_a_config_that_no_reader_would_take_is_not_written(small_config: "Config") -> None:
+def test_a_config_that_no_reader_would_take_is_not_written(small_config: Config) -> None:
     rows = [0] * (MAX_CONFIG_BYTES // 3)
     assert len(json.dumps(small_config | {"rows": rows}, separators=(",", ":"))) < MAX_CONFIG_BYTES
     with pytest.raises(CheckpointError, match=r"config\.json of the result would have") as caught:
@@ -84,7 +82,7 @@ def test_a_config_that_no_reader_would_take_is_not_written(small_config: "Config
     assert caught.value.hint is not None
 
 
-def test_every_tensor_has_one_fate(small_config: "Config") -> None:
+def test_every_tensor_has_one_fate(small_config: Config) -> None:
     sources = headers(small_config)
     plan = make_plan(small_config, sources, Recipe(overrides=(Override("*.o_proj", 16),)))
     assert [step.source.name for step in plan.steps] == list(sources)
@@ -103,7 +101,7 @@ def test_every_tensor_has_one_fate(small_config: "Config") -> None:
     assert set(written) == copied | {f"{n}_{suffix}" for n in packed for suffix in suffixes}
 
 
-def test_outputs_of_a_quantized_linear(small_config: "Config") -> None:
+def test_outputs_of_a_quantized_linear(small_config: Config) -> None:
     plan = plan_of(small_config, Recipe(overrides=(Override("*.mlp.*", 3),)))
     step = next(step for step in plan.steps if step.source.name == UP)
     assert step.scheme == Scheme(3, 128)
@@ -114,7 +112,7 @@ def test_outputs_of_a_quantized_linear(small_config: "Config") -> None:
     )
 
 
-def test_untied_head_keeps_the_config(small_config: "Config") -> None:
+def test_untied_head_keeps_the_config(small_config: Config) -> None:
     plan = plan_of(small_config, Recipe())
     changed = {**plan.config}
     del changed["quantization_config"]
@@ -122,7 +120,7 @@ def test_untied_head_keeps_the_config(small_config: "Config") -> None:
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_tied_head_is_untied_to_be_quantized(tied: "Config", stored: bool) -> None:
+def test_tied_head_is_untied_to_be_quantized(tied: Config, stored: bool) -> None:
     plan = plan_of(tied, Recipe(), with_head=stored)
     assert plan.config["tie_word_embeddings"] is False
     *_, last = plan.steps
@@ -136,7 +134,7 @@ def test_tied_head_is_untied_to_be_quantized(tied: "Config", stored: bool) -> No
 
 
 @pytest.mark.parametrize("recipe", [Recipe(), Recipe(head="bf16")])
-def test_redundant_head_of_a_tied_model_is_dropped(tied: "Config", recipe: Recipe) -> None:
+def test_redundant_head_of_a_tied_model_is_dropped(tied: Config, recipe: Recipe) -> None:
     plan = plan_of(tied, recipe, with_head=True)
     [dropped] = [step for step in plan.steps if step.fate == "dropped"]
     assert (dropped.source.name, dropped.outputs) == (HEAD, ())
@@ -145,7 +143,7 @@ def test_redundant_head_of_a_tied_model_is_dropped(tied: "Config", recipe: Recip
 
 
 @pytest.mark.parametrize("recipe", [Recipe(head="bf16"), Recipe(overrides=(Override("lm_*", 16),))])
-def test_tied_head_left_as_stored_stays_tied(tied: "Config", recipe: Recipe) -> None:
+def test_tied_head_left_as_stored_stays_tied(tied: Config, recipe: Recipe) -> None:
     plan = plan_of(tied, recipe, with_head=False)
     assert plan.config["tie_word_embeddings"] is True
     assert "lm_head" not in plan.schemes
@@ -166,7 +164,7 @@ def test_tied_head_left_as_stored_stays_tied(tied: "Config", recipe: Recipe) -> 
     ],
 )
 def test_bits_per_weight(
-    small_config: "Config",
+    small_config: Config,
     base: Base,
     group_size: int | None,
     head: Head | None,
@@ -190,7 +188,7 @@ def test_bits_per_weight(
     assert plan.bits_per_weight == pytest.approx(bits / weights, rel=1e-12)
 
 
-def test_sizes_are_those_of_the_files(small_config: "Config") -> None:
+def test_sizes_are_those_of_the_files(small_config: Config) -> None:
     plan = plan_of(small_config, Recipe())
     assert plan.source_bytes == sum(info.nbytes for info in headers(small_config).values())
     outputs = sum(step.output_bytes for step in plan.steps)
@@ -198,7 +196,7 @@ def test_sizes_are_those_of_the_files(small_config: "Config") -> None:
 
 
 @pytest.mark.parametrize("model", QWEN3)
-def test_real_models(small_config: "Config", model: str) -> None:
+def test_real_models(small_config: Config, model: str) -> None:
     config = {**small_config, **QWEN3[model], "head_dim": 128, "vocab_size": 151936}
     sources = headers(config, with_head=not config["tie_word_embeddings"])
     plan = make_plan(config, sources, Recipe())
@@ -221,14 +219,14 @@ def test_real_models(small_config: "Config", model: str) -> None:
     ],
 )
 def test_vllm_reasons_name_the_first_and_count_the_rest(
-    small_config: "Config", recipe: Recipe, reason: str | None
+    small_config: Config, recipe: Recipe, reason: str | None
 ) -> None:
     config = {**small_config, "hidden_size": 256}
     reasons = vllm_verdict(plan_of(config, recipe))
     assert reasons == [reason or "group size 256: `model.layers.0.self_attn.q_proj` and 14 more"]
 
 
-def test_vllm_needs_whole_tiles(small_config: "Config") -> None:
+def test_vllm_needs_whole_tiles(small_config: Config) -> None:
     config = {**small_config, "intermediate_size": 96, "vocab_size": 400}
     reasons = vllm_verdict(plan_of(config, Recipe(group_size=32)))
     assert reasons == [
@@ -257,7 +255,7 @@ def test_vllm_garbles_experts_that_are_no_wider_than_a_group(
     assert reasons == ([wanted] if garbled else [])
 
 
-def test_vllm_does_not_judge_what_stays_as_stored(small_config: "Config") -> None:
+def test_vllm_does_not_judge_what_stays_as_stored(small_config: Config) -> None:
     config = {**small_config, "vocab_size": 400}
     assert vllm_verdict(plan_of(config, Recipe(head="bf16"))) == []
 
@@ -272,12 +270,12 @@ def test_vllm_does_not_judge_what_stays_as_stored(small_config: "Config") -> Non
     ],
 )
 def test_what_one_scheme_for_all_has_no_place_for(
-    small_config: "Config", recipe: Recipe, misfits: list[str]
+    small_config: Config, recipe: Recipe, misfits: list[str]
 ) -> None:
     assert one_scheme_misfits(plan_of(small_config, recipe)) == misfits
 
 
-def test_smaller_groups_are_counted_and_recorded(small_config: "Config") -> None:
+def test_smaller_groups_are_counted_and_recorded(small_config: Config) -> None:
     config = {**small_config, "intermediate_size": 320}
     plan = make_plan(config, headers(config), Recipe())
     said = "group size 128 does not divide the rows of 2 linears: they get groups of 64"
@@ -313,12 +311,12 @@ def test_smaller_groups_are_counted_and_recorded(small_config: "Config") -> None
         (Recipe("int4", None, overrides=(Override("*.o_proj", 2),)), None),
     ],
 )
-def test_few_bits_are_warned_of(small_config: "Config", recipe: Recipe, said: str | None) -> None:
+def test_few_bits_are_warned_of(small_config: Config, recipe: Recipe, said: str | None) -> None:
     found = few_bits(plan_of(small_config | {"intermediate_size": 512}, recipe))
     assert found is None if said is None else found is not None and found.startswith(said)
 
 
-def test_own_runtime_serves_2_3_4_and_8_bits(small_config: "Config") -> None:
+def test_own_runtime_serves_2_3_4_and_8_bits(small_config: Config) -> None:
     six = Recipe(overrides=(Override("*.o_proj", 6),))
     assert runtime_verdict(plan_of(small_config, six)) == (
         "6-bit weights (served: 2, 3, 4, 8): `model.layers.0.self_attn.o_proj`"
@@ -327,7 +325,7 @@ def test_own_runtime_serves_2_3_4_and_8_bits(small_config: "Config") -> None:
         assert runtime_verdict(plan_of(small_config, Recipe(base, None))) is None
 
 
-def test_missing_extra_and_misshapen_tensors(small_config: "Config") -> None:
+def test_missing_extra_and_misshapen_tensors(small_config: Config) -> None:
     sources = headers(small_config)
     lacking = {name: info for name, info in sources.items() if "norm" not in name}
     with pytest.raises(CheckpointError) as caught:
@@ -344,7 +342,7 @@ def test_missing_extra_and_misshapen_tensors(small_config: "Config") -> None:
     assert str(caught.value) == f"`{UP}`: shape [128, 256], expected [256, 128]"
 
 
-def test_untied_model_needs_its_head(small_config: "Config") -> None:
+def test_untied_model_needs_its_head(small_config: Config) -> None:
     with pytest.raises(CheckpointError, match=r"lacks `lm_head.weight`$"):
         plan_of(small_config, Recipe(), with_head=False)
 
@@ -353,7 +351,7 @@ def test_untied_model_needs_its_head(small_config: "Config") -> None:
     ("dtype", "name"),
     [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int32, "I32"), (torch.float64, "F64")],
 )
-def test_unexpected_dtype(small_config: "Config", dtype: torch.dtype, name: str) -> None:
+def test_unexpected_dtype(small_config: Config, dtype: torch.dtype, name: str) -> None:
     sources = headers(small_config)
     sources[UP] = replace(sources[UP], dtype=dtype)
     with pytest.raises(CheckpointError) as caught:
@@ -371,26 +369,26 @@ def test_unexpected_dtype(small_config: "Config", dtype: torch.dtype, name: str)
     ],
 )
 def test_quantized_source_is_refused_by_name(
-    small_config: "Config", section: dict[str, Any], method: str
+    small_config: Config, section: dict[str, Any], method: str
 ) -> None:
     with pytest.raises(QuantizationError) as caught:
         plan_of({**small_config, **section}, Recipe())
     assert str(caught.value) == f"the source is already quantized (`{method}`)"
 
 
-def test_empty_quantization_section_means_none(small_config: "Config") -> None:
+def test_empty_quantization_section_means_none(small_config: Config) -> None:
     plan = plan_of({**small_config, "quantization_config": None}, Recipe())
     assert plan.config["quantization_config"]["quant_method"] == "compressed-tensors"
 
 
-def test_unknown_architecture(small_config: "Config") -> None:
+def test_unknown_architecture(small_config: Config) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         make_plan({**small_config, "model_type": "mistral"}, {}, Recipe())
     assert str(caught.value) == "config.json: model_type `mistral` is not supported"
     assert caught.value.hint == f"supported: {', '.join(SUPPORTED)}"
 
 
-def test_digest_tells_plans_apart(small_config: "Config") -> None:
+def test_digest_tells_plans_apart(small_config: Config) -> None:
     sources = headers(small_config)
     halves = headers(small_config, dtype=torch.float16)
     digests = [
@@ -423,7 +421,7 @@ def test_the_config_names_no_folder(small: Path, name: str, kept: bool) -> None:
 
 
 def test_another_method_changes_what_a_rotation_touches_and_nothing_else(
-    small_config: "Config",
+    small_config: Config,
 ) -> None:
     config = {**small_config, "tie_word_embeddings": False}
     tensors = headers(config)
@@ -446,7 +444,7 @@ def test_another_method_changes_what_a_rotation_touches_and_nothing_else(
         make_plan(tied, tensors, Recipe(head="bf16", method=method))
 
 
-def test_the_chooser_of_a_method_sees_what_is_written(small_config: "Config") -> None:
+def test_the_chooser_of_a_method_sees_what_is_written(small_config: Config) -> None:
     seen: list[set[str]] = []
 
     def choose(schemes: Any, written: Any) -> Method:

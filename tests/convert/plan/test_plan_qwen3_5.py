@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +26,7 @@ from lowbit.formats.errors import CheckpointError, QuantizationError, Unsupporte
 from lowbit.formats.layout.quantization_config import read_quantization_config
 from lowbit.formats.safetensors.checkpoint import DTYPES, TensorInfo
 from lowbit.formats.safetensors.fused import split_experts
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Cli
+from tests.convert.fixture_types import Cli
 
 DATA = Path(__file__).parents[2] / "data/qwen3.5.json.gz"
 MODELS: dict[str, Any] = json.loads(gzip.decompress(DATA.read_bytes()))
@@ -472,7 +470,7 @@ def test_plan_of_the_largest_fits_a_terminal(capsys: pytest.CaptureFixture[str])
     assert max(len(line.rstrip()) for line in said.splitlines() if line.startswith(" ")) <= 80
 
 
-def test_plan_tells_rotated_tensors_of_a_part_from_the_others(cli: "Cli", hybrid: Path) -> None:
+def test_plan_tells_rotated_tensors_of_a_part_from_the_others(cli: Cli, hybrid: Path) -> None:
     options = ("--method", "gptq+rotate", "--mtp", "bf16", "--drop-vision", "--device", "cpu")
     lines = [" ".join(line.split()) for line in cli("plan", hybrid, *options).stdout.splitlines()]
     found = [line for line in lines if line.startswith("multi-token prediction")]

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,16 +13,14 @@ from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Config
+from tests.convert.fixture_types import Config
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 ROLES = {"attention": "model.layers.1.self_attn.o_proj", "mlp": "model.layers.0.mlp.down_proj"}
 
 
 @pytest.fixture
-def table(small_config: "Config") -> list[TensorSpec]:
+def table(small_config: Config) -> list[TensorSpec]:
     return tensor_table(small_config)
 
 
@@ -187,7 +184,7 @@ def test_the_hint_of_every_fused_set_can_be_followed(name: str, everywhere: bool
         assert found[spec.module] == Scheme(2, 32)
 
 
-def test_group_size_that_does_not_divide_k(small_config: "Config") -> None:
+def test_group_size_that_does_not_divide_k(small_config: Config) -> None:
     table = tensor_table({**small_config, "intermediate_size": 320})
     down, up = "model.layers.0.mlp.down_proj", "model.layers.0.mlp.up_proj"
     schemes = Recipe(group_size=128).schemes(table)
@@ -197,7 +194,7 @@ def test_group_size_that_does_not_divide_k(small_config: "Config") -> None:
     assert Recipe(group_size=None).schemes(table)[down] == Scheme(4, None)
 
 
-def test_a_named_group_size_that_does_not_divide_k(small_config: "Config") -> None:
+def test_a_named_group_size_that_does_not_divide_k(small_config: Config) -> None:
     table = tensor_table({**small_config, "intermediate_size": 320})
     with pytest.raises(QuantizationError) as caught:
         overridden("*.down_proj=4g128").schemes(table)
@@ -206,7 +203,7 @@ def test_a_named_group_size_that_does_not_divide_k(small_config: "Config") -> No
     assert caught.value.hint == "use --group-size with one of [32, 64] or `row`"
 
 
-def test_no_group_size_divides_k(small_config: "Config") -> None:
+def test_no_group_size_divides_k(small_config: Config) -> None:
     table = tensor_table({**small_config, "intermediate_size": 328})
     with pytest.raises(QuantizationError, match="group size 128 does not divide K = 328"):
         Recipe().schemes(table)

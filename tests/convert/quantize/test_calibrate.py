@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.walk import load_layer
 from lowbit.convert.original.weights import open_weights
 from lowbit.convert.pipeline.conversion import Conversion
-from lowbit.convert.pipeline.place import partial_of
+from lowbit.convert.pipeline.output_dir import partial_of
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Override, Recipe
 from lowbit.convert.quantize import learned, windows
@@ -28,9 +28,7 @@ from lowbit.formats.errors import QuantizationError, RequestError, ResourceError
 from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.layout.scheme import Scheme
 from tests.conversions import convert
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Cli, Hashes
+from tests.convert.fixture_types import Cli, Hashes
 
 LENGTH, SAMPLES = 32, 16
 
@@ -75,7 +73,7 @@ def of_all_steps(
     _few_steps: None,
     readable: Path,
     text: Path,
-    hashes: "Hashes",
+    hashes: Hashes,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, str]:
     """Hashes of a conversion by `gptq+rotate+autoround`, which was never interrupted."""
@@ -166,7 +164,7 @@ def test_same_bytes_again_on_a_gpu(
     tmp_path: Path,
     text: Path,
     request: pytest.FixtureRequest,
-    hashes: "Hashes",
+    hashes: Hashes,
     model: str,
     method: str,
 ) -> None:
@@ -182,7 +180,7 @@ def test_same_bytes_again_on_a_gpu(
 
 def test_resumes_after_any_layer(
     readable: Path,
-    hashes: "Hashes",
+    hashes: Hashes,
     tmp_path: Path,
     text: Path,
     of_all_steps: dict[str, str],
@@ -210,7 +208,7 @@ def test_resumes_after_any_layer(
 
 
 def test_goes_on_where_a_layer_was_being_written(
-    calibrated: Make, readable: Path, hashes: "Hashes", tmp_path: Path, text: Path
+    calibrated: Make, readable: Path, hashes: Hashes, tmp_path: Path, text: Path
 ) -> None:
     """A kill between writing a layer's file and its renaming leaves it under another name."""
     whole = hashes(calibrated(readable, "weighted").folder)
@@ -237,7 +235,7 @@ def test_goes_on_where_a_layer_was_being_written(
 
 
 def test_another_text_does_not_take_up_what_is_there(
-    readable: Path, hashes: "Hashes", tmp_path: Path, text: Path
+    readable: Path, hashes: Hashes, tmp_path: Path, text: Path
 ) -> None:
     other = tmp_path / "other.txt"
     other.write_text("The quick brown fox jumps over the lazy dog. " * 200)
@@ -280,7 +278,7 @@ def test_a_quantized_head_and_odd_recipes(calibrated: Make, short: Path) -> None
     assert done.calibration[0].rtn == done.calibration[0].chosen < 1e-6
 
 
-def test_a_rotated_file_is_a_plain_checkpoint(calibrated: Make, short: Path, cli: "Cli") -> None:
+def test_a_rotated_file_is_a_plain_checkpoint(calibrated: Make, short: Path, cli: Cli) -> None:
     overrides = (Override("*.layers.1.mlp.down_proj", 16), Override("*.layers.1.mlp.*_proj", 16))
     done = calibrated(short, "gptq+rotate", overrides=overrides)
     tensors = load_file(done.folder / "model.safetensors")
@@ -328,7 +326,7 @@ def test_a_rotated_file_is_a_plain_checkpoint(calibrated: Make, short: Path, cli
 
 
 def test_models_that_would_change_are_not_rotated(
-    calibrated: Make, tiny: Path, hybrid: Path, cli: "Cli", tmp_path: Path
+    calibrated: Make, tiny: Path, hybrid: Path, cli: Cli, tmp_path: Path
 ) -> None:
     kept_head = {"head": "bf16"}
     for source, fields, reason, remedy in (
@@ -380,7 +378,7 @@ def test_text_too_short(calibrated: Make, tiny: Path, tmp_path: Path) -> None:
     assert not partial_of(tmp_path / "out").exists()
 
 
-def test_command(cli: "Cli", readable: Path, tmp_path: Path, text: Path) -> None:
+def test_command(cli: Cli, readable: Path, tmp_path: Path, text: Path) -> None:
     out = tmp_path / "out"
     options = ("--calib", text, "--calib-samples", 8, "--calib-length", 32)
     said = cli(readable, out, "--method", "gptq", *options, "--json")

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.convert.original.layer import Layer, batches
+from lowbit.convert.original import walk
+from lowbit.convert.original.layer import Layer
 from lowbit.convert.quantize import moments as calibrate_moments
 from lowbit.convert.quantize.gptq import factorize
 from lowbit.convert.quantize.linear import DAMPINGS, choose_damping, gptq
@@ -98,8 +99,8 @@ def test_moments_do_not_depend_on_the_batches_of_a_device(
     windows, own = WindowStates(hidden, hidden, len(hidden)), Layer(module, {})
     cpu = torch.device("cpu")
     expected, _ = measure(own, own, "proj", windows, cpu, None)
-    on_gpu = batches(hidden, torch.device("cuda"))
-    monkeypatch.setattr(calibrate_moments, "batches", lambda states, device: on_gpu)
+    on_gpu = walk.batches(hidden, torch.device("cuda"), walk.LEARNING_TOKENS)
+    monkeypatch.setattr(calibrate_moments, "batches", lambda *_: on_gpu)
     found, _ = measure(own, own, "proj", windows, cpu, None)
     torch.testing.assert_close(found.H, expected.H, rtol=1e-4, atol=1e-3)
     assert sum(part.stop - part.start for part in on_gpu) == len(hidden)

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 from lowbit.convert.measure.record import (
-    Draft,
-    Drafting,
     Flip,
     LogitQuality,
     LongQuality,
@@ -21,6 +19,7 @@ from lowbit.convert.measure.record import (
     UsedRecipe,
 )
 from lowbit.convert.measure.weights import WeightQuality
+from lowbit.convert.mtp.drafting import Draft, Drafting
 from tests.convert.report import samples
 
 MakeReport = Callable[..., QualityReport]

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from lowbit.convert import Recipe
 from lowbit.convert.measure.record import LongQuality, QualityReport, read_quality
-from lowbit.convert.original import long_text
 from lowbit.convert.report.html import render_html
 from lowbit.convert.report.terminal import render_terminal
+from lowbit.convert.texts import long as long_text
 from lowbit.formats.errors import FormatError
 from tests.conversions import convert
 from tests.convert.report.pages import Page

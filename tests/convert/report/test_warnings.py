@@ -7,10 +7,10 @@ import pytest
 
 from lowbit.convert.measure.record import Flip, LogitQuality, Noise, QualityReport, TextKind
 from lowbit.convert.measure.weights import WeightQuality
-from lowbit.convert.original.evaluation_text import default_texts
 from lowbit.convert.quantize.store import LayerError
 from lowbit.convert.report.reporting import held_out_excess
 from lowbit.convert.report.warnings import noise_in_words, warnings_of
+from lowbit.convert.texts.evaluation import default_texts
 
 MakeReport = Callable[..., QualityReport]
 MakeRow = Callable[..., WeightQuality]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lowbit.convert.original import calibration_text, evaluation_text, token_counts
+from lowbit.convert.texts import calibration, evaluation, token_counts
 from lowbit.convert.vocabulary import cut, languages
 
 COUNTED = 20_000  # characters of each calibration text
@@ -14,15 +14,15 @@ COMPARED = 3_000  # of each text whose tokens are counted before and after
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_texts() -> Iterator[None]:
-    texts = [text[:COUNTED] for text in calibration_text.bundled_texts()]
+    texts = [text[:COUNTED] for text in calibration.bundled_texts()]
     compared = tuple(
-        evaluation_text.Text(each.name, each.title, each.content[:COMPARED])
-        for each in evaluation_text.vocabulary_texts()
+        evaluation.Text(each.name, each.title, each.content[:COMPARED])
+        for each in evaluation.vocabulary_texts()
     )
     words = {name: text[:WORDS] for name, text in languages.bundled_words().items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(languages, "bundled_words", lambda: words)
         patch.setattr(token_counts, "bundled_texts", lambda: texts)
-        for module in (evaluation_text, cut):
+        for module in (evaluation, cut):
             patch.setattr(module, "vocabulary_texts", lambda: compared)
         yield

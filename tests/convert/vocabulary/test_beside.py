@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -19,10 +18,8 @@ from lowbit.convert.vocabulary.beside import CutRequest, cut_beside
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.kept_vocabulary import read_kept_vocabulary
 from tests.conversions import convert
+from tests.convert.fixture_types import Cli, Hashes
 from tests.short_models import Shorten
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Cli, Hashes
 
 FEW = 512
 STORIES = Path(__file__).parents[3] / "examples/data/stories-eval.txt"
@@ -40,7 +37,7 @@ def beside(short_hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def test_the_option_does_both_steps(
-    short_hybrid: Path, tmp_path: Path, cli: "Cli", hashes: "Hashes"
+    short_hybrid: Path, tmp_path: Path, cli: Cli, hashes: Hashes
 ) -> None:
     """Bytes are those of `cut-vocabulary`, and of a conversion of what it writes."""
     done = cli("quantize", short_hybrid, tmp_path / "out", *OPTIONS)
@@ -58,7 +55,7 @@ def test_the_option_does_both_steps(
 
 
 def test_the_same_command_again_uses_what_is_there(
-    short_hybrid: Path, tmp_path: Path, cli: "Cli", hashes: "Hashes"
+    short_hybrid: Path, tmp_path: Path, cli: Cli, hashes: Hashes
 ) -> None:
     first = cli("quantize", short_hybrid, tmp_path / "out", *OPTIONS)
     assert first.exit_code == 0, first.stderr
@@ -149,7 +146,7 @@ def test_the_card_names_the_whole_original(
     assert (card.base_model, card.license) == (repo, "apache-2.0")
 
 
-def test_report_measures_bits(short_hybrid: Path, tmp_path: Path, cli: "Cli") -> None:
+def test_report_measures_bits(short_hybrid: Path, tmp_path: Path, cli: Cli) -> None:
     text = tmp_path / "own.txt"
     text.write_text("Once upon a time there was a robot. It wanted to play.\n" * 3)
     done = cli(
@@ -172,7 +169,7 @@ def test_report_measures_bits(short_hybrid: Path, tmp_path: Path, cli: "Cli") ->
     ],
 )
 def test_options_are_refused(
-    short_hybrid: Path, tmp_path: Path, cli: "Cli", options: tuple[str, ...], named: str
+    short_hybrid: Path, tmp_path: Path, cli: Cli, options: tuple[str, ...], named: str
 ) -> None:
     refused = cli("quantize", short_hybrid, tmp_path / "out", *options)
     assert refused.exit_code == 2

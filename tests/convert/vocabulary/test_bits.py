@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lowbit.convert import cut_vocabulary
-from lowbit.convert.original.evaluation_text import Text
+from lowbit.convert.texts.evaluation import Text
 from lowbit.convert.vocabulary.bits import text_bits
 from tests.short_models import Shorten
 

@@ -5,25 +5,23 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from lowbit.convert import Recipe, cut_vocabulary
-from lowbit.convert.original.evaluation_text import Text
 from lowbit.convert.pipeline.verification import verify_folder
+from lowbit.convert.texts.evaluation import Text
 from lowbit.convert.vocabulary.cut import CutModel, plan_cut
 from lowbit.formats.draft_head import open_draft_head
 from lowbit.formats.errors import FormatError, LowbitError
 from lowbit.formats.hub.locate import locate
 from lowbit.formats.kept_vocabulary import read_kept_vocabulary
 from tests.conversions import convert
+from tests.convert.fixture_types import Cli, Hashes, MakeModel
 from tests.short_models import Shorten
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Cli, Hashes, MakeModel
 
 MODELS = Path(__file__).parents[3] / "examples/models"
 TEXT = "Once upon a time there was a robot. It wanted to play with the little dog.\n"
@@ -160,7 +158,7 @@ def test_packed_greedy_text_is_the_originals(short_hybrid: Path, tmp_path: Path)
     assert found.derived
 
 
-def test_an_untied_model_in_shards(tmp_path: Path, make_model: "MakeModel") -> None:
+def test_an_untied_model_in_shards(tmp_path: Path, make_model: MakeModel) -> None:
     """A head of its own is cut too; ids that files name are kept, whatever a text uses."""
     shards = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
     source = make_model(tmp_path / "source", shards=shards, vocab_size=4099, eos_token_id=[7, 4000])
@@ -217,14 +215,14 @@ def test_the_tokens_that_a_text_uses_are_kept(short_hybrid: Path, tmp_path: Path
 
 
 def test_the_same_bytes_again(
-    short_hybrid: Path, tmp_path: Path, small_cut: CutModel, hashes: "Hashes"
+    short_hybrid: Path, tmp_path: Path, small_cut: CutModel, hashes: Hashes
 ) -> None:
     again = cut_vocabulary(short_hybrid, tmp_path / "again", MANY)
     assert hashes(again.folder) == hashes(small_cut.folder)
 
 
 def test_an_interrupted_cut_starts_over(
-    short_hybrid: Path, tmp_path: Path, small_cut: CutModel, hashes: "Hashes"
+    short_hybrid: Path, tmp_path: Path, small_cut: CutModel, hashes: Hashes
 ) -> None:
     def stop(phase: str, done: int, total: int) -> None:
         raise KeyboardInterrupt
@@ -337,7 +335,7 @@ def test_a_folder_in_use_is_refused(short_hybrid: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_command(short_hybrid: Path, tmp_path: Path, cli: "Cli") -> None:
+def test_command(short_hybrid: Path, tmp_path: Path, cli: Cli) -> None:
     done = cli("cut-vocabulary", short_hybrid, tmp_path / "out", "--keep", FEW, "--json")
     assert done.exit_code == 0, done.stderr
     content = json.loads(done.stdout)
@@ -349,7 +347,7 @@ def test_command(short_hybrid: Path, tmp_path: Path, cli: "Cli") -> None:
     assert "next: lowbit-convert" in told.stderr
 
 
-def test_command_measures(short_hybrid: Path, tmp_path: Path, cli: "Cli") -> None:
+def test_command_measures(short_hybrid: Path, tmp_path: Path, cli: Cli) -> None:
     text = tmp_path / "own.txt"
     text.write_text(TEXT * 3)
     words = (
@@ -375,7 +373,7 @@ def test_command_measures(short_hybrid: Path, tmp_path: Path, cli: "Cli") -> Non
     [((), "--keep"), (("--keep", "512", "--device", "cpu"), "--device is for --measure")],
 )
 def test_command_refuses(
-    short_hybrid: Path, tmp_path: Path, cli: "Cli", options: tuple[str, ...], named: str
+    short_hybrid: Path, tmp_path: Path, cli: Cli, options: tuple[str, ...], named: str
 ) -> None:
     refused = cli("cut-vocabulary", short_hybrid, tmp_path / "out", *options)
     assert refused.exit_code == 2

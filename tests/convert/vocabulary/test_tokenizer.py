@@ -20,7 +20,7 @@ from tokenizers import (
     trainers,
 )
 
-from lowbit.convert.original.token_counts import CountedText
+from lowbit.convert.texts.token_counts import CountedText
 from lowbit.convert.vocabulary.choice import choose_tokens
 from lowbit.convert.vocabulary.tokenizer import (
     ByteLevelBpe,

@@ -16,7 +16,7 @@ import lowbit.runtime as lowbit
 from lowbit.convert import Recipe
 from lowbit.convert.measure.measure import measure_logits
 from lowbit.convert.measure.pair import open_pair
-from lowbit.convert.original.evaluation_text import Text, tokenize
+from lowbit.convert.texts.evaluation import Text, tokenize
 from lowbit.formats.errors import FormatError, UnsupportedModelError
 from lowbit.formats.layout.recipes import Base
 from lowbit.formats.layout.scheme import Scheme

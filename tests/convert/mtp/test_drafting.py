@@ -10,14 +10,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lowbit.convert import Recipe
-from lowbit.convert.measure.drafting import (
+from lowbit.convert.mtp.drafting import (
     WINDOWS,
     count_drafts,
     drafted_windows,
     measure_drafting,
 )
+from lowbit.convert.mtp.head import greedy_tokens
 from lowbit.convert.original.model import load_layered_model
-from lowbit.convert.original.mtp import greedy_tokens
 from lowbit.convert.original.threads import alone_on_threads
 from lowbit.convert.original.weights import open_weights
 from lowbit.formats.draft_head import open_draft_head

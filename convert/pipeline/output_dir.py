@@ -18,14 +18,14 @@ def place_of(out: Path) -> Path:
     """
     _check_text(out)
     try:
-        place = out.resolve()
+        output_dir = out.resolve()
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         raise ResourceError(f"`{out}` cannot be followed: {error}") from None
-    _check_text(place)
-    parent = next(path for path in place.parents if os.path.lexists(path))
+    _check_text(output_dir)
+    parent = next(path for path in output_dir.parents if os.path.lexists(path))
     _check_parent(parent)
-    _check_lengths(place, parent)
-    return place
+    _check_lengths(output_dir, parent)
+    return output_dir
 
 
 def partial_of(out: Path) -> Path:
@@ -61,19 +61,19 @@ def _check_parent(parent: Path) -> None:
         )
 
 
-def _check_lengths(place: Path, parent: Path) -> None:
+def _check_lengths(output_dir: Path, parent: Path) -> None:
     """Compare names with what the file system takes, that of the working folder included."""
     longest = os.pathconf(parent, "PC_NAME_MAX")
-    for name in (*place.relative_to(parent).parts[:-1], place.name + REPLACED):
+    for name in (*output_dir.relative_to(parent).parts[:-1], output_dir.name + REPLACED):
         if len(os.fsencode(name)) > longest:
             raise ResourceError(
                 f"`{name[:40]}…` is a name of {len(os.fsencode(name))} bytes, the file system "
                 f"takes {longest}",
                 hint="choose a shorter name",
             )
-    total = len(os.fsencode(place)) + len(REPLACED) + 1 + longest
+    total = len(os.fsencode(output_dir)) + len(REPLACED) + 1 + longest
     if total > os.pathconf(parent, "PC_PATH_MAX"):
         raise ResourceError(
-            f"the path of the output is too long, {len(os.fsencode(place))} bytes",
+            f"the path of the output is too long, {len(os.fsencode(output_dir))} bytes",
             hint="choose a shorter one",
         )

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.convert.original.evaluation_text import default_texts
-from lowbit.convert.original.prompts import prompts
+from lowbit.convert.texts.evaluation import default_texts
+from lowbit.convert.texts.prompts import prompts
 
 EVERYDAY = Path(__file__).parents[3] / "convert" / "original" / "data" / "everyday-prompts.txt"
 

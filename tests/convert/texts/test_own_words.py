@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from lowbit.convert.original import own_words
-from lowbit.convert.original.own_words import (
-    Asked,
+from lowbit.convert.original.weights import open_weights
+from lowbit.convert.plan import memory
+from lowbit.convert.texts import own_text
+from lowbit.convert.texts.own_text import (
+    RenderedPrompts,
     answer,
-    ask,
-    build,
-    fill,
-    fitting_batch,
+    build_model,
+    load_weights,
+    render_prompts,
     size_bytes,
 )
-from lowbit.convert.original.weights import open_weights
 from lowbit.formats.architectures import read_config
 from lowbit.formats.errors import CheckpointError, RequestError, ResourceError
 from lowbit.formats.text.template import ChatTemplate, load_chat_template
@@ -32,21 +32,21 @@ PLAIN = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
 
 def whole(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     weights = open_weights(folder)
-    model = build(weights, dtype)
-    fill(model, weights, CPU)
+    model = build_model(weights, dtype)
+    load_weights(model, weights, CPU)
     return model
 
 
-def asked_of(folder: Path, tokens: int, template: str = PLAIN) -> Asked:
+def asked_of(folder: Path, tokens: int, template: str = PLAIN) -> RenderedPrompts:
     config = read_config(json.loads((folder / "config.json").read_text()))
-    return ask(SAID, ChatTemplate(template, {}), load_text_tokenizer(folder), config, tokens)
-
-
-def texts(folder: Path, model: Any, asked: Asked, batch: int, seed: int = 0) -> list[str]:
-    tokenizer = load_text_tokenizer(folder)
-    found = answer(
-        model, asked, tokenizer, (4091, 4093), batch=batch, seed=seed, progress=lambda *_: None
+    return render_prompts(
+        SAID, ChatTemplate(template, {}), load_text_tokenizer(folder), config, tokens
     )
+
+
+def texts(folder: Path, model: Any, asked: RenderedPrompts, batch: int, seed: int = 0) -> list[str]:
+    tokenizer = load_text_tokenizer(folder)
+    found = answer(model, asked, tokenizer, (4091, 4093), batch, seed, lambda *_: None)
     return [one.text for one in found]
 
 
@@ -62,7 +62,7 @@ def test_answers_are_those_of_transformers_in_any_batch(
             do_sample=False, max_new_tokens=tokens, eos_token_id=list(ends), pad_token_id=ends[0]
         )
 
-    monkeypatch.setattr(own_words, "_sampling", greedy)
+    monkeypatch.setattr(own_text, "_sampling", greedy)
     folder = tiny.with_name(name)
     model, asked = whole(folder), asked_of(folder, 12)
     found = texts(folder, model, asked, batch=4)
@@ -93,7 +93,7 @@ def test_nothing_sharpens_the_distribution(tiny: Path) -> None:
     from transformers import GenerationMixin
 
     model = whole(tiny)
-    model.generation_config = own_words._sampling(4, (4091,))
+    model.generation_config = own_text._sampling(4, (4091,))
     seen: list[Any] = []
     sample = GenerationMixin._sample
 
@@ -103,7 +103,7 @@ def test_nothing_sharpens_the_distribution(tiny: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GenerationMixin, "_sample", spied)
-        own_words._generate(model, [[1, 2, 3], [4]], own_words._Steps(0, 8, 2, lambda *_: None))
+        own_text._generate(model, [[1, 2, 3], [4]], own_text._Steps(0, 8, 2, lambda *_: None))
     assert seen == []
 
 
@@ -112,13 +112,13 @@ def test_an_end_token_ends_an_answer(tiny: Path) -> None:
     tokenizer = load_text_tokenizer(tiny)
     end = tokenizer.encode("<|im_end|>")
     words = tokenizer.encode("Hello there")
-    ended = own_words._as_answer("Q", [*words, *end, *end, *words], tokenizer, end)
-    assert ended == own_words.Answer("QHello there<|im_end|>", len(words) + 1, True)
-    cut = own_words._as_answer("Q", words, tokenizer, end)
-    assert cut == own_words.Answer("QHello there", len(words), False)
+    ended = own_text._as_answer("Q", [*words, *end, *end, *words], tokenizer, end)
+    assert ended == own_text.Answer("QHello there<|im_end|>", len(words) + 1, True)
+    cut = own_text._as_answer("Q", words, tokenizer, end)
+    assert cut == own_text.Answer("QHello there", len(words), False)
     accent = tokenizer.encode("é")
     if len(accent) > 1:
-        assert own_words._as_answer("Q", accent[:1], tokenizer, end).text == "Q"
+        assert own_text._as_answer("Q", accent[:1], tokenizer, end).text == "Q"
 
 
 def test_steps_are_reported_and_an_early_end_fills_the_bar(tiny: Path) -> None:
@@ -126,9 +126,7 @@ def test_steps_are_reported_and_an_early_end_fills_the_bar(tiny: Path) -> None:
     tokenizer = load_text_tokenizer(tiny)
     seen: list[tuple[int, int]] = []
     every = tuple(range(4096))  # each token ends an answer
-    found = answer(
-        model, asked, tokenizer, every, batch=2, seed=0, progress=lambda _, *step: seen.append(step)
-    )
+    found = answer(model, asked, tokenizer, every, 2, 0, lambda _, *step: seen.append(step))
     assert [(one.tokens, one.ended) for one in found] == [(1, True)] * 4
     assert seen == [(2, 12), (6, 12), (8, 12), (12, 12)]
 
@@ -158,19 +156,19 @@ def test_answers_beyond_the_context_are_refused(tiny: Path) -> None:
 def test_the_batch_is_what_fits(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = read_config(json.loads((tiny / "config.json").read_text()))
     asked, weights = asked_of(tiny, 400), 10**9
-    each = own_words._answer_bytes(asked, config, 2)
+    each = memory.answer_bytes(config, asked.longest, asked.tokens, 2)
     assert each > 2 * 6 * 2 * 64 * 2 * (asked.longest + 400)  # the cache alone
 
     def batch(free: int | None, device: str = "cpu") -> int:
-        monkeypatch.setattr(own_words, "free_bytes", lambda _: free)
-        return fitting_batch(asked, config, weights, 2, device)
+        monkeypatch.setattr(memory, "free_bytes", lambda _: free)
+        return memory.answers_that_fit(each, weights, own_text.BATCH[device], device)
 
     assert [batch(weights + n * each) for n in (1, 2, 3, 5, 9, 1000)] == [1, 2, 2, 4, 8, 16]
     assert batch(None) == 16
     assert batch(weights + 1000 * each, "cuda") == 256
     for device, words in (("cpu", "layer by layer"), ("cuda", "--device cpu")):
         with pytest.raises(
-            ResourceError, match=r"take 1\.0 GB of .*memory, free: 1\.0 GB"
+            ResourceError, match=r"takes up to 1\.0 GB of memory, free on"
         ) as caught:
             batch(weights + each - 1, device)
         assert words in str(caught.value.hint)
@@ -182,4 +180,4 @@ def test_shapes_are_compared_before_anything_is_read(tiny: Path, tmp_path: Path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 512}))
     with pytest.raises(CheckpointError, match=r"has shape \[768, 256\], expected \[512, 256\]"):
-        build(open_weights(folder), torch.bfloat16)
+        build_model(open_weights(folder), torch.bfloat16)

@@ -3,18 +3,15 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from lowbit.convert import Recipe
 from lowbit.convert.export.export import export
-from lowbit.convert.pipeline.place import place_of
+from lowbit.convert.pipeline.output_dir import place_of
 from lowbit.formats.errors import ResourceError
 from tests.conversions import convert
-
-if TYPE_CHECKING:
-    from tests.convert.conftest import Cli
+from tests.convert.fixture_types import Cli
 
 NAMES = {
     "surrogate": "out\udcff",
@@ -67,7 +64,7 @@ def test_names_that_serve(tmp_path: Path, small: Path, name: str) -> None:
 
 
 def test_a_parent_that_may_not_be_written(
-    cli: "Cli", tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     result = cli(small, tmp_path / "a" / "out")

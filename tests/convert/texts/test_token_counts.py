@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from lowbit.convert.original.calibration_text import bundled_texts
-from lowbit.convert.original.token_counts import BLOCK, choose_vocabulary
+from lowbit.convert.texts.calibration import bundled_texts
+from lowbit.convert.texts.token_counts import BLOCK, choose_vocabulary
 from lowbit.formats.errors import CheckpointError, RequestError
 
 HYBRID = Path(__file__).parents[3] / "examples/models/tiny-qwen3.5"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 
-from lowbit.convert.original.calibration_text import CODE_FILE, PARAGRAPH_END, WHAT
+from lowbit.convert.texts.calibration import CODE_FILE, PARAGRAPH_END, WHAT
 from lowbit.formats.files.user_file import read_text_file
 
 PASSAGE_TASKS = (

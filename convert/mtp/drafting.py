@@ -13,38 +13,59 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lowbit.convert.measure.ranges import MOST_DRAFTS
-from lowbit.convert.measure.record import Draft, Drafting
-from lowbit.convert.original.model import LayeredModel
-from lowbit.convert.original.mtp import (
+from lowbit.convert.mtp.head import (
     MtpHead,
     chained,
     draft_tokens,
     greedy_tokens,
     load_mtp_head,
 )
+from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.threads import Pool, for_each
 from lowbit.convert.original.walk import blocks, embed
 from lowbit.formats.draft_head import DraftHead
 
 WINDOWS = 8  # of each text
 ROUNDS = 128  # of a window at a time, so that columns stay few
+MOST_DRAFTS = 4  # of a round
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One of the drafts of a round, made by the head for multi-token prediction."""
+
+    reached: int  # rounds that came so far, all drafts before it being right
+    right: int  # those of them in which it is the token that the trunk ranks first
+    agreement: float  # right over reached
+    # Share of all rounds in which it is accepted: the product of the agreements up to here
+    accepted: float
+    tokens_a_round: float  # expected, with this as the last draft: one and the sum of those shares
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """Quality of the head for multi-token prediction, of rounds of speculative decoding."""
+
+    drafted_windows: int  # of the texts, in which rounds begin at every token
+    packed: tuple[Draft, ...]  # first to fourth draft of the packed head, against the packed trunk
+    original: tuple[Draft, ...]  # same for the original's head and trunk
+    # Same with drafts chosen from the draft head; empty without one
+    draft_head: tuple[Draft, ...] = ()
+    draft_rows: int = 0  # tokens of the draft head; 0 without one
+    # Share of the packed trunk's first choices that are among them; 0 without one
+    covered: float = 0.0
 
 
 @dataclass(slots=True)
 class _Rounds:
-    """Rounds of a window that are still followed.
+    """Rounds of a window that are still followed."""
 
-    Attributes:
-        starts: [rounds] columns at which they began.
-        inputs: [rounds, h] inputs of the layer, one of each draft so far after the first.
-        states: [rounds, h] the head's states at the last draft.
-        drafts: [rounds] tokens drafted last.
-    """
-
-    starts: Tensor
+    starts: Tensor  # [rounds] columns at which they began
+    # [rounds, h] inputs of the layer, one of each draft so far after the first
     inputs: list[Tensor] = field(default_factory=list)
+    # [rounds, h] the head's states at the last draft
     states: Tensor = field(default_factory=lambda: torch.empty(0))
+    # [rounds] tokens drafted last
     drafts: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     def __len__(self) -> int:
@@ -81,7 +102,6 @@ def measure_drafting(
         windows: [windows, T] int64 token ids.
         states: [windows, T - 1, h] float32 of both, after the final norm.
         draft_head: of the packed folder; None without one.
-        pool: of `alone_on_threads`.
 
     Returns:
         None where the packed folder has no head for multi-token prediction.
@@ -116,7 +136,6 @@ def count_drafts(
         windows: [windows, T] int64 token ids.
         states: [windows, T - 1, h] float32, of the trunk after its final norm.
         greedy: [windows, T - 1] int64, tokens that the trunk ranks first.
-        pool: of `alone_on_threads`.
         draft_head: rows that drafts are chosen from; all of the model's head where left out.
         head: to take instead of the checkpoint's.
 
@@ -221,9 +240,9 @@ def _follow(rounds: Sequence[_Rounds], greedy: Tensor, windows: Tensor, depth: i
     """Count the right drafts; rounds go on that were right, with the text, inside the window."""
     right = 0
     for one, trunk, ids in zip(rounds, greedy, windows, strict=True):
-        wanted = trunk[one.starts + depth]
-        correct = one.drafts == wanted
+        expected = trunk[one.starts + depth]
+        correct = one.drafts == expected
         right += int(correct.sum())
         following = ids[one.starts + depth + 1]
-        one.keep(correct & (following == wanted) & (one.starts + depth + 1 < len(trunk)))
+        one.keep(correct & (following == expected) & (one.starts + depth + 1 < len(trunk)))
     return right

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from lowbit.convert.original import own_words
-from lowbit.convert.original.calibration_text import bundled_texts, read_calibration
-from lowbit.convert.pipeline import own_text
+from lowbit.convert.plan import memory
+from lowbit.convert.texts import own_text
+from lowbit.convert.texts.calibration import bundled_texts, read_calibration
 
 Cli = Callable[..., Result]
 FEW = ("--answers", "6", "--tokens", "12", "--device", "cpu")
@@ -82,7 +82,7 @@ def test_an_existing_file_is_replaced_on_request_alone(
     assert "--overwrite" in done.stderr
     assert out.read_text() == "mine"
     with monkeypatch.context() as patch:
-        patch.setattr(own_text, "fill", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(own_text, "load_weights", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert cli("calib-text", tiny, out, *FEW, "--overwrite").exit_code != 0
     assert out.read_text() == "mine"  # nothing is half-written
     assert cli("calib-text", tiny, out, *FEW, "--overwrite").exit_code == 0
@@ -123,11 +123,11 @@ def test_too_little_memory_is_known_before_loading(
     def filled(*_: object) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr(own_words, "free_bytes", lambda _: 10**7)
-    monkeypatch.setattr(own_text, "fill", filled)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 10**7)
+    monkeypatch.setattr(own_text, "load_weights", filled)
     done = cli("calib-text", tiny, tmp_path / "own.txt", *FEW)
     assert done.exit_code == 1, done.output
-    assert "of memory, free: 0.0 GB" in done.stderr
+    assert "of memory, free on cpu: 0.0 GB" in done.stderr
     assert "hint: calibrate on the bundled text" in done.stderr
 
 

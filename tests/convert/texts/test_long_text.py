@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.convert.original.evaluation_text import Text
-from lowbit.convert.original.long_text import LEAST, LongText, long_text
+from lowbit.convert.texts.evaluation import Text
+from lowbit.convert.texts.long import LEAST, LongText, long_text
 from lowbit.formats.errors import RequestError
 from lowbit.formats.text.tokenizer import load_text_tokenizer
 

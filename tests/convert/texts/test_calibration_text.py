@@ -11,14 +11,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from lowbit.convert.original.calibration_text import (
+from lowbit.convert.texts.calibration import (
     BUNDLED_NAME,
     CalibrationText,
     bundled_texts,
     cut_samples,
     read_calibration,
 )
-from lowbit.convert.original.evaluation_text import BUNDLED
+from lowbit.convert.texts.evaluation import BUNDLED
 from lowbit.formats.errors import CheckpointError, RequestError
 
 ROOT = Path(__file__).parents[3]

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowbit.convert.original.calibration_text import (
+from lowbit.convert.texts.calibration import (
     BUNDLED_NAME,
     bundled_texts,
     plain_texts,
@@ -121,9 +121,9 @@ def coverage(tokens: Sequence[int], ids: Sequence[int]) -> float:
 
 def by_use(first: Sequence[int], vocabulary: int, counts: Sequence[Counter[int]]) -> list[int]:
     """All ids below `vocabulary`: those of `first`, then by each count in turn, then by id."""
-    wanted = {id for id in first if id < vocabulary}
+    leading = {id for id in first if id < vocabulary}
 
     def rank(id: int) -> tuple[int, ...]:
-        return (id not in wanted, *(-one[id] for one in counts), id)
+        return (id not in leading, *(-one[id] for one in counts), id)
 
     return sorted(range(vocabulary), key=rank)

@@ -10,14 +10,25 @@ rounding as if it were not there. So what is trained is exactly what is stored.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowbit.convert.original.mtp import LAYER, MtpHead, chained
+from lowbit.convert.mtp.drafting import Draft, count_drafts
+from lowbit.convert.mtp.head import LAYER, NORMS, MtpHead, chained, greedy_tokens, load_mtp_head
+from lowbit.convert.original.model import LayeredModel, load_layered_model
+from lowbit.convert.original.progress import Meter, Note, Progress
+from lowbit.convert.original.threads import Pool
+from lowbit.convert.original.walk import HEAD_ROWS, embed, pass_through_all, scored_states
+from lowbit.convert.original.weights import open_weights
 from lowbit.formats.architectures.names import MTP_FC
+from lowbit.formats.errors import FormatError
+from lowbit.formats.layout.packing import PACKED, SCALE, pack, unpack
 from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.packed import PackedCheckpoint
+from lowbit.formats.safetensors.sealed import open_sealed, write_sealed
 
 WEIGHTS = (0.51, 0.31, 0.18)  # of the steps, as FastMTP has them
 ROUNDS = 64  # of a window that steps after the first are trained on
@@ -25,6 +36,8 @@ CODE_TRAVEL = 3.0  # codes that p may move in all, as rates fall to zero
 CODE_RATE = 0.03  # of p at most, in codes a step
 WEIGHT_RATE = 3e-4  # of weights that are not packed, of norms too
 SEED = 0
+HELD_OUT = 8  # every eighth window decides and is not learned from
+MOST_ROWS = 32_768  # of the head that targets are told apart by
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +116,103 @@ class TrainingWindow:
     targets: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class TrunkStates:
+    """The trunk's states on all windows, on the device."""
+
+    model: LayeredModel
+    windows: Tensor  # [windows, T]
+    states: Tensor  # [windows, T - 1, h]
+    greedy: Tensor  # [windows, T - 1]
+
+    def part(self, held_out: bool) -> list[int]:
+        """Numbers of the windows that are held out, or of the others."""
+        return [n for n in range(len(self.windows)) if (n % HELD_OUT == 0) == held_out]
+
+
+def run_trunk(
+    folder: Path, windows: Tensor, device: torch.device, pool: Pool, on_progress: Progress
+) -> TrunkStates:
+    """Pass all windows through the packed trunk, layer by layer."""
+    model = load_layered_model(open_weights(folder), windows.shape[1], device)
+    on_progress("states", 0, len(model.layers))
+    meter = Meter(on_progress, "states", len(model.layers))
+    hidden = pass_through_all(model, windows, device, pool, meter.add)
+    states = scored_states(model, hidden)
+    greedy = greedy_tokens(model, states, pool)
+    shape = (len(windows), windows.shape[1] - 1)
+    return TrunkStates(model, windows.to(device), states.view(*shape, -1), greedy.view(shape))
+
+
+def begin(packed: PackedCheckpoint, model: LayeredModel, device: torch.device) -> Trained:
+    """The head as it is stored.
+
+    Raises:
+        FormatError: there is none, or one of several layers.
+    """
+    head = load_mtp_head(model, device)
+    if head is None:
+        raise FormatError(
+            f"`{packed.checkpoint.folder.name}` has no head for multi-token prediction of one layer"
+        )
+    grids: dict[str, Grid] = {}
+    plain: dict[str, Tensor] = {}
+    for name in (MTP_FC, *NORMS, *(f"{LAYER}{name}" for name in head.layer.state_dict())):
+        module = name.removesuffix(".weight")
+        scheme = packed.schemes.get(module)
+        if scheme is None:
+            weight = packed.checkpoint.read(name).to(device, torch.float32)
+            plain[name] = weight.clone().requires_grad_(True)
+            continue
+        words = packed.checkpoint.read(f"{module}.{PACKED}")
+        K = model.weights.shape(name)[1]
+        scale = packed.checkpoint.read(f"{module}.{SCALE}").to(device)
+        grids[name] = Grid.begin(unpack(words, scheme.bits, K).to(device), scale, scheme)
+    return Trained(head, grids, plain)
+
+
+def count_held_out(trunk: TrunkStates, head: MtpHead, pool: Pool) -> tuple[Draft, ...]:
+    """Drafts on the windows that are held out."""
+    here = trunk.part(True)
+    parts = (trunk.windows[here], trunk.states[here], trunk.greedy[here])
+    return count_drafts(trunk.model, *parts, pool, head=head)
+
+
+def training_windows(
+    trunk: TrunkStates, device: torch.device
+) -> tuple[list[TrainingWindow], Tensor]:
+    """Windows to learn from, and the rows of the head that their targets are among."""
+    model, here = trunk.model, trunk.part(False)
+    targets = trunk.greedy[here]
+    first = torch.arange(min(model.vocabulary, MOST_ROWS), device=device)
+    often = torch.unique(targets)[:MOST_ROWS]
+    ids = torch.cat((often, first[~torch.isin(first, often)]))[: len(first)].sort().values
+    rows = torch.empty(len(ids), model.hidden_size, device=device)
+    for start, block in model.weights.rows(model.head, HEAD_ROWS, device):
+        among = (ids >= start) & (ids < start + len(block))
+        rows[among] = block[ids[among] - start]
+    positions = torch.searchsorted(ids, targets).clamp_(max=len(ids) - 1)
+    positions = torch.where(ids[positions] == targets, positions, -1)
+    embeddings = embed(model, trunk.windows[here][:, 1:], device)
+    states = trunk.states[here]
+    return [
+        TrainingWindow(*parts) for parts in zip(embeddings, states, positions, strict=True)
+    ], rows
+
+
+def stored_tensors(packed: PackedCheckpoint, trained: Trained) -> dict[str, Tensor]:
+    """Tensors to store, by name; weights that are not packed become what their dtype holds."""
+    found: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, grid in trained.grids.items():
+            words = pack(grid.codes().cpu(), grid.scheme.bits)
+            found[f"{name.removesuffix('.weight')}.{PACKED}"] = words
+        for name, weight in trained.plain.items():
+            found[name] = weight.to(packed.checkpoint.tensors[name].dtype).cpu()
+            weight.copy_(found[name])
+    return found
+
+
 def loss_of(head: MtpHead, lesson: TrainingWindow, rows: Tensor, starts: Tensor) -> Tensor:
     """Weighted cross-entropy of the steps on one window.
 
@@ -168,3 +278,41 @@ def train(
             loss_of(trained.current(), lesson, rows, starts).backward()  # type: ignore[no-untyped-call]
         adam.step()
         yield step + 1
+
+
+def load_state(
+    file: Path,
+    digest: str,
+    parameters: Mapping[str, Tensor],
+    adam: torch.optim.Adam,
+    note: Note,
+) -> int:
+    """Take up what an earlier run of the same command left; the number of its steps."""
+    if not file.exists():
+        return 0
+    kept = open_sealed(file, digest)
+    if kept is None:
+        note(f"! `{file}` is damaged or of another command: training begins again")
+        return 0
+    step, read = int(kept.facts["step"]), kept.content.read
+    with torch.no_grad():
+        for name, value in parameters.items():
+            value.copy_(read(name))
+            adam.state[value] = {
+                "step": torch.tensor(float(step)),
+                "exp_avg": read(f"{name}:first").to(value.device),
+                "exp_avg_sq": read(f"{name}:second").to(value.device),
+            }
+    return step
+
+
+def save_state(
+    file: Path, digest: str, step: int, parameters: Mapping[str, Tensor], adam: torch.optim.Adam
+) -> None:
+    """Keep parameters and their moments after a step."""
+    found: dict[str, Tensor] = {}
+    for name, value in parameters.items():
+        found[name] = value.detach().cpu()
+        found[f"{name}:first"] = adam.state[value]["exp_avg"].cpu()
+        found[f"{name}:second"] = adam.state[value]["exp_avg_sq"].cpu()
+    write_sealed(file, found, {"step": step}, digest)

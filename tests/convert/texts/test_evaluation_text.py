@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowbit.convert.original.evaluation_text import Text, check_names, default_texts, tokenize
+from lowbit.convert.texts.evaluation import Text, check_names, default_texts, tokenize
 from lowbit.formats.errors import CheckpointError, RequestError
 
 

@@ -1,32 +1,41 @@
-"""Answers of a model to prompts, sampled from its own distribution, with the prompts before them.
+"""A calibration text in the model's own words: its answers to prompts, then the bundled texts.
 
-Prompts are left-padded and answered in batches. A batch is a power of two, so that a little more
-or less free memory does not change what is drawn. The model is whole in memory, as transformers
-runs it.
+Answers are sampled from the model's own distribution. Prompts are left-padded and answered in
+batches. A batch is a power of two, so that a little more or less free memory does not change what
+is drawn. The model is whole in memory, as transformers runs it.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowbit.convert.original.device import open_device
 from lowbit.convert.original.model import store_frequencies, without_storage
-from lowbit.convert.original.progress import Progress
+from lowbit.convert.original.progress import Progress, silent
+from lowbit.convert.original.quiet import without_advice
+from lowbit.convert.original.runnable import check_can_run
 from lowbit.convert.original.walk import HEAD_ROWS
-from lowbit.convert.original.weights import Weights
+from lowbit.convert.original.weights import Weights, open_dense
+from lowbit.convert.plan.memory import answer_bytes, answers_that_fit
+from lowbit.convert.plan.plan import make_plan
+from lowbit.convert.plan.recipe import Recipe
+from lowbit.convert.texts.calibration import bundled_texts
+from lowbit.convert.texts.prompts import prompts
 from lowbit.formats.architectures import Config
-from lowbit.formats.architectures.footprint import kv_bytes, state_bytes
 from lowbit.formats.errors import CheckpointError, RequestError, ResourceError
-from lowbit.formats.machine.memory import free_bytes
-from lowbit.formats.text.template import THINKING, ChatTemplate
-from lowbit.formats.text.tokenizer import TextTokenizer
+from lowbit.formats.files.atomic import check_place, replace_file
+from lowbit.formats.generation import load_generation_config
+from lowbit.formats.hub.locate import locate
+from lowbit.formats.text.template import THINKING, ChatTemplate, load_chat_template
+from lowbit.formats.text.tokenizer import TextTokenizer, load_text_tokenizer
 
 FAST_BF16 = "AVX512"  # of CPUs; on others BF16 products are many times slower than FP32
 BATCH = {"cpu": 16, "cuda": 256}  # answers at a time, where memory allows
-LOGIT_BYTES = 20  # for each logit of a step: the model's, FP32, probabilities and copies
-LINEAR_BYTES = 64  # for each value of a linear layer and token of a prompt: FP32 and copies
 CUT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -40,7 +49,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RenderedPrompts:
     """Prompts as a model reads them."""
 
     texts: tuple[str, ...]  # as the chat template writes them
@@ -53,13 +62,101 @@ class Asked:
         return max(map(len, self.ids))
 
 
-def ask(
+@dataclass(frozen=True, slots=True)
+class OwnText:
+    """A calibration text in its place."""
+
+    file: Path
+    answers: tuple[Answer, ...]  # of the model
+    batch: int  # answers that were generated at a time
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(answer.tokens for answer in self.answers)
+
+    @property
+    def ended(self) -> int:
+        """Answers that the model ended itself; the others were cut."""
+        return sum(answer.ended for answer in self.answers)
+
+
+def write_own_text(
+    source: str | Path,
+    out: Path,
+    *,
+    answers: int = 240,
+    tokens: int = 400,
+    device: str = "cpu",
+    seed: int = 0,
+    revision: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> OwnText:
+    """Let a model answer prompts, and write prompts, answers and the bundled texts into a file.
+
+    The same arguments give the same bytes on the same machine, as long as its free memory allows
+    the same batches.
+
+    Args:
+        tokens: of an answer at most.
+
+    Raises:
+        ResourceError: `out` exists or cannot be written, or the model does not fit into memory.
+        CheckpointError: not a checkpoint, or one without tokenizer or chat template.
+        QuantizationError: the checkpoint is quantized.
+        UnsupportedModelError: the architecture is not supported.
+        RequestError: prompts and answers exceed the model's context.
+    """
+    started = time.monotonic()
+    target = open_device(device)
+    _check_output(out, overwrite)
+    folder = locate(str(source), revision).folder
+    weights = open_dense(folder)
+    checkpoint, config = weights.checkpoint, weights.checkpoint.sizes
+    make_plan(checkpoint.config, checkpoint.tensors, Recipe())  # checks every tensor
+    check_can_run(folder, checkpoint.config)
+    tokenizer = load_text_tokenizer(folder, "calibration")
+    template = load_chat_template(folder)
+    if template is None:
+        raise CheckpointError(
+            f"`{folder}` has no chat template, by which it would be asked",
+            hint="a base model is calibrated on the bundled text or a --calib text of yours",
+        )
+    rendered = render_prompts(prompts(answers, seed), template, tokenizer, config, tokens)
+    generation = load_generation_config(folder, config.vocab_size)
+    ends = generation.eos_token_ids or config.eos_token_ids
+    with without_advice():
+        dtype = dtype_on(target)
+        model = build_model(weights, dtype)
+        each = answer_bytes(config, rendered.longest, tokens, dtype.itemsize)
+        batch = answers_that_fit(each, size_bytes(model), BATCH[target.type], target.type)
+        load_weights(model, weights, target)
+        found = answer(model, rendered, tokenizer, ends, batch, seed, progress or silent)
+    texts = [*(one.text for one in found), *bundled_texts()]
+    replace_file(out, "\n".join(texts).encode())
+    return OwnText(out, tuple(found), batch, time.monotonic() - started)
+
+
+def _check_output(out: Path, overwrite: bool) -> None:
+    """Refuse, before any work, a file that exists or cannot be written."""
+    if out.suffix != ".txt":
+        raise ResourceError(f"`{out}`: a calibration text has a name that ends in .txt")
+    if out.exists() and not overwrite:
+        raise ResourceError(
+            f"`{out}` exists already", hint="choose another name, or replace it with --overwrite"
+        )
+    check_place(out)
+
+
+def render_prompts(
     prompts: Sequence[str],
     template: ChatTemplate,
     tokenizer: TextTokenizer,
     config: Config,
     tokens: int,
-) -> Asked:
+) -> RenderedPrompts:
     """Render prompts by the chat template, every second one with thinking if it can be switched.
 
     Args:
@@ -75,51 +172,24 @@ def ask(
         template.render(_message(prompt), (number % 2 == 0) if switched else None)
         for number, prompt in enumerate(prompts)
     )
-    asked = Asked(texts, tuple(tokenizer.encode_all(texts)), tokens)
-    for ids in asked.ids:
+    rendered = RenderedPrompts(texts, tuple(tokenizer.encode_all(texts)), tokens)
+    for ids in rendered.ids:
         tokenizer.check_ids(ids, config.vocab_size)
-    room = config.max_position_embeddings - asked.longest
+    room = config.max_position_embeddings - rendered.longest
     if tokens > room:
         raise RequestError(
-            f"answers of {tokens} tokens to prompts of up to {asked.longest} exceed the model's "
+            f"answers of {tokens} tokens to prompts of up to {rendered.longest} exceed the model's "
             f"context of {config.max_position_embeddings}",
             hint=f"--tokens {room} fits" if room > 0 else "the model cannot answer these prompts",
         )
-    return asked
-
-
-def fitting_batch(asked: Asked, config: Config, weights: int, itemsize: int, device: str) -> int:
-    """Answers that fit into the free memory at a time.
-
-    Args:
-        itemsize: bytes of a number of the model's dtype.
-
-    Raises:
-        ResourceError: the weights and one answer do not fit.
-    """
-    free = free_bytes(device)
-    if free is None:
-        return BATCH[device]
-    each = _answer_bytes(asked, config, itemsize)
-    fitting = (free - weights) // each
-    if fitting < 1:
-        memory = "memory" if device == "cpu" else "the GPU's memory"
-        raise ResourceError(
-            f"answers of the original take {(weights + each) / 1e9:.1f} GB of {memory}, free: "
-            f"{free / 1e9:.1f} GB",
-            hint="calibrate on the bundled text, which passes through the model layer by layer"
-            if device == "cpu"
-            else "--device cpu answers in the machine's memory",
-        )
-    return min(BATCH[device], 1 << (fitting.bit_length() - 1))
+    return rendered
 
 
 def answer(
     model: Any,
-    asked: Asked,
+    rendered: RenderedPrompts,
     tokenizer: TextTokenizer,
     ends: Sequence[int],
-    *,
     batch: int,
     seed: int,
     progress: Progress,
@@ -129,18 +199,20 @@ def answer(
     Raises:
         CheckpointError: the tokenizer fails.
     """
-    model.generation_config = _sampling(asked.tokens, ends)
-    count, total = len(asked.ids), len(asked.ids) * asked.tokens
+    model.generation_config = _sampling(rendered.tokens, ends)
+    count, total = len(rendered.ids), len(rendered.ids) * rendered.tokens
     found: list[Answer] = []
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.inference_mode():
         torch.manual_seed(seed)
         for start in range(0, count, batch):
-            ids = asked.ids[start : start + batch]
-            steps = _Steps(start * asked.tokens, total, len(ids), progress)
-            for text, new in zip(asked.texts[start:], _generate(model, ids, steps), strict=False):
+            ids = rendered.ids[start : start + batch]
+            steps = _Steps(start * rendered.tokens, total, len(ids), progress)
+            for text, new in zip(
+                rendered.texts[start:], _generate(model, ids, steps), strict=False
+            ):
                 found.append(_as_answer(text, new, tokenizer, ends))
-            progress("answer", (start + len(ids)) * asked.tokens, total)
+            progress("answer", (start + len(ids)) * rendered.tokens, total)
     return found
 
 
@@ -209,17 +281,6 @@ def _message(prompt: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt}]
 
 
-def _answer_bytes(asked: Asked, config: Config, itemsize: int) -> int:
-    """Memory of one answer: cache, logits and the activations of its prompt."""
-    cache = kv_bytes(config, asked.longest + asked.tokens, itemsize) + state_bytes(config, itemsize)
-    width = 4 * config.intermediate_size + 8 * config.hidden_size
-    activations = width * itemsize
-    if config.linear_layers is not None:
-        activations += LINEAR_BYTES * config.linear_layers.value_dim
-    work = asked.longest * activations + LOGIT_BYTES * config.vocab_size
-    return (cache + work) * 5 // 4
-
-
 def dtype_on(device: torch.device) -> torch.dtype:
     """The dtype in which a device runs a model: BF16, but FP32 on a CPU without fast BF16."""
     if device.type == "cpu" and torch.backends.cpu.get_cpu_capability() != FAST_BF16:
@@ -227,7 +288,7 @@ def dtype_on(device: torch.device) -> torch.dtype:
     return torch.bfloat16
 
 
-def build(weights: Weights, dtype: torch.dtype) -> Any:
+def build_model(weights: Weights, dtype: torch.dtype) -> Any:
     """The `...ForCausalLM` of a checkpoint without storage for its weights.
 
     Raises:
@@ -250,8 +311,8 @@ def size_bytes(model: Any) -> int:
     return sum(weight.numel() * weight.element_size() for weight in model.parameters())
 
 
-def fill(model: Any, weights: Weights, device: torch.device) -> None:
-    """Give a model of `build` its weights, on the device.
+def load_weights(model: Any, weights: Weights, device: torch.device) -> None:
+    """Give a model of `build_model` its weights, on the device.
 
     Raises:
         CheckpointError: a weight that is not of BF16, F16 or F32.

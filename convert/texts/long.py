@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowbit.convert.original.evaluation_text import Text
+from lowbit.convert.texts.evaluation import Text
 from lowbit.formats.errors import RequestError
 from lowbit.formats.text.tokenizer import TextTokenizer, load_text_tokenizer
 
@@ -103,9 +103,9 @@ def _spread(ids: list[int], length: int, count: int) -> list[list[int]]:
 def _line(tokenizer: TextTokenizer, name: str, colors: list[str]) -> Line:
     """A line, and which of its tokens nobody could guess."""
     before = f"\nThe colors of {name} are"
-    told = "".join(f" {color}" for color in colors)
-    whole = tokenizer.encode(f"{before}{told}.\n")
-    start, stop = (_shared(whole, tokenizer.encode(part)) for part in (before, before + told))
+    listed = "".join(f" {color}" for color in colors)
+    whole = tokenizer.encode(f"{before}{listed}.\n")
+    start, stop = (_shared(whole, tokenizer.encode(part)) for part in (before, before + listed))
     return Line(tuple(whole), start, max(stop, start + 1))
 
 

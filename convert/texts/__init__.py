@@ -1,0 +1,1 @@
+"""Texts to calibrate on, to compare logits on, and to count tokens of."""

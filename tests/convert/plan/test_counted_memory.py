@@ -1,0 +1,135 @@
+"""Memory that is counted before the work, against figures that are counted by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from lowbit.convert.plan import memory
+from lowbit.convert.plan.calibration_cost import Windows, shapes_of
+from lowbit.convert.plan.memory import (
+    Memory,
+    calibration_memory,
+    check_calibration,
+    check_free,
+    check_windows,
+    logits_peak_bytes,
+    training_memory,
+)
+from lowbit.convert.plan.method import Method
+from lowbit.convert.plan.recipe import Recipe
+from lowbit.formats.architectures import tensor_table
+from lowbit.formats.errors import ResourceError
+from lowbit.formats.safetensors.checkpoint import open_checkpoint
+from tests.convert.fixture_types import Config
+
+GB = 1_000_000_000
+MIXTURE = Path(__file__).parents[3] / "examples/models/tiny-qwen3-moe"
+
+
+QWEN3_8B = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+
+
+def test_it_grows_with_the_text_and_is_dominated_by_it(tiny: Path) -> None:
+    config = open_checkpoint(tiny).config
+    short, long = (logits_peak_bytes(config, (windows, 512)) for windows in (2, 2000))
+    grown = 1998 * 512
+    assert 2 * 256 * 4 * grown <= long - short <= 6 * 256 * 4 * grown
+
+
+def test_long_windows_count_where_they_need_more(tiny: Path) -> None:
+    config = open_checkpoint(tiny).config
+    many = logits_peak_bytes(config, (2000, 512))
+    assert logits_peak_bytes(config, (2000, 512), (2, 8192)) == many
+    few = logits_peak_bytes(config, (8, 512), threads=2)
+    assert logits_peak_bytes(config, (8, 512), (2, 8192), threads=2) > few
+
+
+def test_the_largest_kind_of_layer_counts(hybrid: Path) -> None:
+    config = dict(open_checkpoint(hybrid).config)
+    text = dict(config["text_config"])
+    grown = {**config, "text_config": {**text, "linear_num_value_heads": 64}}
+    assert logits_peak_bytes(grown, (1, 10)) > logits_peak_bytes(config, (1, 10))
+    wide = {**config, "text_config": {**text, "num_attention_heads": 256}}
+    assert logits_peak_bytes(wide, (1, 10)) > logits_peak_bytes(config, (1, 10))
+
+
+def test_experts_see_the_tokens_that_are_routed_to_them() -> None:
+    config = dict(open_checkpoint(MIXTURE).config)
+    fewer, more = (logits_peak_bytes(config, (80, 512), watched=n) for n in (40, 80))
+    common = 2 * 256 + 2 * 256 + 2 * (256 + 128) + (256 + 6)  # q, o, k and v, router
+    expert = 3 * (256 + 128)
+    assert more - fewer == pytest.approx(4 * 40 * 512 * (common + 2 * expert) * 5 / 4, rel=1e-3)
+
+
+def test_memory_of_a_real_model(small_config: Config) -> None:
+    config = {**small_config, **QWEN3_8B}
+    found = shapes_of(config, Recipe().schemes(tensor_table(config)))
+    windows = Windows(256, 512)
+    gpu = calibration_memory(found, Method("gptq"), windows, "cuda", 16)
+    # States of both models; the largest layer of 192 M weights on the GPU.
+    assert gpu.ram - memory.BASE_BYTES == 256 * gpu.window == 2 * 4 * 131072 * 4096 * 5 // 4
+    assert 10 * GB < gpu.gpu < 30 * GB
+    less = calibration_memory(found, Method("weighted"), windows, "cuda", 16)
+    assert less.gpu < gpu.gpu
+    assert less.window == gpu.window // 2  # the original's states alone
+    cpu = calibration_memory(found, Method("gptq"), windows, "cpu", 2)
+    assert cpu.gpu == 0
+    assert cpu.ram > gpu.gpu
+
+
+def test_a_calibration_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {"cpu": 3 * GB, "cuda": 10 * GB}
+    monkeypatch.setattr(memory, "free_bytes", free.__getitem__)
+    windows = Windows(256, 512)
+    check_calibration(Memory(3 * GB, 0, 10_000_000), windows, "cpu")
+    with pytest.raises(ResourceError) as caught:
+        check_calibration(Memory(4 * GB, 0, 10_000_000), windows, "cpu")
+    assert str(caught.value) == "calibration takes up to 4.0 GB of memory, free on cpu: 3.0 GB"
+    assert caught.value.hint == "give --calib-samples 156 or fewer, or a shorter --calib-length"
+    with pytest.raises(ResourceError) as caught:
+        check_calibration(Memory(9 * GB, 0, 10_000_000), windows, "cpu")
+    assert caught.value.hint == "--method rtn takes a fixed amount of memory"
+    with pytest.raises(ResourceError, match=r"up to 11\.0 GB of memory, free on cuda: 10\.0 GB"):
+        check_calibration(Memory(2 * GB, 11 * GB, 1), windows, "cuda")
+    # States beyond a third of the GPU's free memory stay in RAM.
+    check_calibration(Memory(3 * GB, 13 * GB, 4 * GB // 256), windows, "cuda")
+
+
+def test_training_of_a_wide_head_takes_more_than_17_gb(hybrid: Path) -> None:
+    wide = dict(open_checkpoint(hybrid).config)
+    wide["text_config"] = {**wide["text_config"], "hidden_size": 4096, "intermediate_size": 12_288}
+    wide["text_config"]["vocab_size"] = 248_320
+    on_gpu = training_memory(wide, (1024, 512), 32_768, 3, 64, "cuda")
+    assert on_gpu.gpu > 17 * GB
+    assert on_gpu.window == 7 * 2 * 512 * 4096
+    fewer = training_memory(wide, (512, 512), 32_768, 3, 64, "cuda")
+    assert on_gpu.gpu - fewer.gpu >= 512 * on_gpu.window
+    assert training_memory(wide, (64, 512), 32_768, 3, 64, "cpu").gpu == 0
+
+
+def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    free: dict[str, int | None] = {"cpu": 3 * GB, "cuda": 10 * GB}
+    monkeypatch.setattr(memory, "free_bytes", free.__getitem__)
+    less = "give --windows {} or fewer"
+    check_windows("training", Memory(3 * GB, 10 * GB, GB), 8, "cuda", less)
+    check_windows("training", Memory(3 * GB, 99 * GB, GB), 8, "cpu", less)
+    with pytest.raises(ResourceError, match=r"^training takes up to 5\.5 GB.*cpu: 3\.0 GB$") as e:
+        check_windows("training", Memory(5 * GB + GB // 2, 0, GB), 8, "cpu", less)
+    assert e.value.hint == "give --windows 5 or fewer"
+    with pytest.raises(ResourceError, match=r"up to 19\.0 GB.*cuda: 10\.0 GB$") as e:
+        check_windows("training", Memory(GB, 19 * GB, GB), 8, "cuda", less)
+    assert e.value.hint == "--device cpu takes the machine's memory"
+    free["cpu"] = None
+    check_windows("training", Memory(10**15, 0, GB), 8, "cpu", less)
+    free["cpu"] = 2 * GB
+    check_free("comparing logits", 2 * GB, "cpu", "")
+    with pytest.raises(ResourceError, match=r"up to 2\.1 GB of memory, free on cpu: 2\.0 GB"):
+        check_free("comparing logits", 2_100_000_000, "cpu", "")
