@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # setuptools warns of every editable installation
-INSTALL := PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet -c constraints.txt -e
+PIP := PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
+# pip would compile on one core, and libraries' tests, too
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/tests/' $(VENV)/lib || true
 MODEL := examples/models/tiny-qwen3
 PACKED := demo-out/tiny-qwen3-int4
 PINNED := $(VENV)/compressed-tensors-0.17
@@ -47,7 +49,7 @@ docs: $(VENV)/.installed-docs  # the site of docs/, into site/; a broken link is
 check: $(VENV)/.installed-dev  # never rewrites
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers auto || $(BIN)/mypy  # on a busy machine a worker may start too late
 	for script in image/start image/steps .ci/run .ci/install-check; do bash -n $$script || exit; done
 
 install-check: $(VENV)/.installed-dev  # the wheel in an empty environment, away from the clone
@@ -68,22 +70,26 @@ $(BIN)/python:
 # an installation by `pip install .` stays as it is, and is what the demo runs
 KEPT := from importlib.metadata import distribution; exit("editable" in (distribution("lowbit").read_text("direct_url.json") or ""))
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -c '$(KEPT)' 2>/dev/null || $(INSTALL) .
+	$(BIN)/python -c '$(KEPT)' 2>/dev/null || $(PIP) -e .
+	$(COMPILE)
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	$(INSTALL) '.[serve]' --group dev
-	touch $@
+# installs lowbit itself, too, as the demo needs it
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[serve]' --group dev
+	$(COMPILE)
+	touch $(VENV)/.installed $@
 
 $(VENV)/.installed-clients: $(VENV)/.installed-dev
-	$(INSTALL) '.[evaluate]' --group clients
+	$(PIP) -e '.[evaluate]' --group clients
+	$(COMPILE)
 	touch $@
 
 $(PINNED): | $(BIN)/python  # beside the environment's own, which stays as it is
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ compressed-tensors==0.17.0
 
 $(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -c constraints.txt --group docs
+	$(PIP) --group docs
 	touch $@
 
 clean:

@@ -16,6 +16,7 @@ from lowbit.formats.layout.packing import FLOATS as FLOATS
 from lowbit.formats.layout.packing import (
     GROUP_INDEX,
     PACKED,
+    PACKED_DTYPES,
     SCALE,
     SHAPE,
     ZERO_POINT,
@@ -29,12 +30,6 @@ from lowbit.formats.machine.time_limit import time_limit
 from lowbit.formats.safetensors.checkpoint import Checkpoint, TensorInfo
 from lowbit.formats.safetensors.leftovers import leftovers
 
-PACKED_DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {
-    PACKED: (torch.int32,),
-    SCALE: FLOATS,
-    SHAPE: (torch.int64, torch.int32),
-    ZERO_POINT: (torch.int32,),
-}
 OUTPUT_DTYPES = {PACKED: torch.int32, SCALE: SCALE_DTYPE, SHAPE: torch.int64}  # as we write them
 
 

@@ -64,8 +64,8 @@ def plan(
     with progress_bars(quiet=as_json) as progress:
         if target is not None:  # it reads weights
             checkpoint = open_checkpoint(locate(source, revision).folder)
-        told = unsaid if as_json else note
-        ahead = plan_conversion(checkpoint, files, request, progress, told)
+        log = unsaid if as_json else note
+        ahead = plan_conversion(checkpoint, files, request, progress, log)
     if ahead.choice is not None and not as_json:
         choice(ahead.choice)
     sizes = predict(ahead.plan, files, PlannedTexts(calibration, None), ahead.device)

@@ -71,11 +71,11 @@ def push(
     if dry_run:
         check_name(repo)
         with progress_bars(quiet=as_json) as progress:
-            parcel = plan_upload(packed, repo, progress, stated)
+            upload = plan_upload(packed, repo, progress, stated)
         if as_json:
-            print_json(render_published.dry_run_json(parcel, private, revision))
+            print_json(render_published.dry_run_json(upload, private, revision))
         else:
-            render_published.dry_run(parcel, private, revision)
+            render_published.dry_run(upload, private, revision)
         return
     api = open_hub(repo)
     published = publish_folder(
@@ -111,20 +111,20 @@ def publish_folder(
 
     command = _command(packed.checkpoint.folder, repo, private, revision, stated)
     with progress_bars(quiet) as progress:
-        parcel = plan_upload(packed, repo, progress, stated)
-    if parcel.local_paths and not allow_local_paths:
+        upload = plan_upload(packed, repo, progress, stated)
+    if upload.local_paths and not allow_local_paths:
         raise PublishError(
-            f"nothing was sent: {'; '.join(parcel.local_paths)}",
+            f"nothing was sent: {'; '.join(upload.local_paths)}",
             hint=f"`{command} --allow-local-paths` publishes it all the same",
         )
     if allow_local_paths:
         command = f"{command} --allow-local-paths"
     if not quiet:
-        for text in parcel.notes:
+        for text in upload.notes:
             note(f"! {text}")
     try:
         bars = sys.stderr.isatty() and not quiet
-        return publish(api, parcel, private, revision, bars)
+        return publish(api, upload, private, revision, bars)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"`{command}` continues") from None
 

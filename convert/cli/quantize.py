@@ -148,13 +148,13 @@ def quantize(
     )
     api = None if publication is None else open_hub(publication[0])  # before the long work
     with progress_bars(quiet=as_json) as progress:
-        told = unsaid if as_json else note
+        log = unsaid if as_json else note
         done = convert(
             *(source, out, request),
             on_plan=lambda ahead: check_text(ahead.method),
             on_start=None if as_json else announce,
             on_progress=progress,
-            note=told,
+            note=log,
         )
     if not as_json:
         render.conversion(done)

@@ -90,7 +90,7 @@ def export(
     """
     out = Path(out)
     place = free_place(out)
-    report = progress or silent
+    on_progress = progress or silent
     check_apart(Path(folder), place)
     source = open_source(Path(folder))
     if source.model_type not in EXPORTED:
@@ -111,16 +111,16 @@ def export(
     manifest = source.packed.manifest
     notes = [NO_MANIFEST] if manifest is None else []
     if manifest is not None:
-        check_recorded(source.packed, manifest, report)
+        check_recorded(source.packed, manifest, on_progress)
     written = [*carried, f"{place.name}.gguf"]
     with new_folder(place, f"export {target}", written, OTHER_WORK) as partial:
         if layout is not None:
-            size, made = _write_safetensors(source, partial, layout, max_shard_bytes, report)
-            proof = _prove_safetensors(source, made, layout, report)
-            meter = Meter(report, "dequantized", _weights(source.dequantized))
+            size, made = _write_safetensors(source, partial, layout, max_shard_bytes, on_progress)
+            proof = _prove_safetensors(source, made, layout, on_progress)
+            meter = Meter(on_progress, "dequantized", _weights(source.dequantized))
             plain = prove_dequantized(source, made, meter.add)
         else:
-            size, proof = _gguf(source, partial / f"{place.name}.gguf", keys, report)
+            size, proof = _gguf(source, partial / f"{place.name}.gguf", keys, on_progress)
         for name in carried:
             copy_file(source.checkpoint.folder / name, partial / name)
         files = sorted(path.name for path in partial.iterdir() if path.name != JOURNAL_FILE)
@@ -141,11 +141,11 @@ def _weights(linears: Iterable[Linear]) -> int:
 
 
 def _write_safetensors(
-    source: PackedSource, folder: Path, layout: Layout, max_shard_bytes: int, report: Progress
+    source: PackedSource, folder: Path, layout: Layout, max_shard_bytes: int, on_progress: Progress
 ) -> tuple[int, Checkpoint]:
     """Write config and safetensors files; bytes of the weights, and the headers of the result."""
     total = sum(info.nbytes for info in source.checkpoint.tensors.values())
-    writing = Meter(report, "export", total).add
+    writing = Meter(on_progress, "export", total).add
     outputs = [*layout.outputs(source), *dequantized_outputs(source)]
     size = write_shards(outputs, folder, max_shard_bytes, layout.header, writing)
     (folder / CONFIG_FILE).write_bytes(json_bytes(layout.config(source)))
@@ -153,7 +153,7 @@ def _write_safetensors(
 
 
 def _prove_safetensors(
-    source: PackedSource, made: Checkpoint, layout: Layout, report: Progress
+    source: PackedSource, made: Checkpoint, layout: Layout, on_progress: Progress
 ) -> Proof:
     """Read the safetensors files back."""
     linears = layout.linears(source)
@@ -167,17 +167,17 @@ def _prove_safetensors(
         linears,
         lambda linear: layout.decode(source, made, linear),
         copies(),
-        Meter(report, "prove", _weights(linears)).add,
+        Meter(on_progress, "prove", _weights(linears)).add,
     )
 
 
 def _gguf(
-    source: PackedSource, path: Path, keys: Mapping[str, Value], report: Progress
+    source: PackedSource, path: Path, keys: Mapping[str, Value], on_progress: Progress
 ) -> tuple[int, Proof]:
     """Write the GGUF file and read it back; its bytes, and the proof."""
     tensors = gguf.tensors(source)
     total = sum(tensor.nbytes for tensor in tensors)
-    size, places = write_gguf(path, keys, tensors, Meter(report, "export", total).add)
+    size, places = write_gguf(path, keys, tensors, Meter(on_progress, "export", total).add)
     proof = prove(
         source,
         source.linears,
@@ -185,7 +185,7 @@ def _gguf(
             source, path, places[gguf.target_name(source, linear.name)], linear
         ),
         gguf.copies(source, path, places),
-        Meter(report, "prove", _weights(source.linears)).add,
+        Meter(on_progress, "prove", _weights(source.linears)).add,
     )
     return size, proof
 

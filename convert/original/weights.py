@@ -14,6 +14,7 @@ from lowbit.formats.foreign.reader import open_native
 from lowbit.formats.layout.packing import (
     GROUP_INDEX,
     PACKED,
+    PACKED_DTYPES,
     SCALE,
     SHAPE,
     ZERO_POINT,
@@ -179,9 +180,7 @@ class Weights:
                     f"`{name}` has shape {list(info.shape)}, {scheme} of [{N}, {K}] "
                     f"needs {list(shape)}"
                 )
-        for suffix, dtypes in ((PACKED, (torch.int32,)), (SCALE, FLOATS)):
-            info = tensors[f"{module}.{suffix}"]
-            if info.dtype not in dtypes:
+            if info.dtype not in PACKED_DTYPES[suffix]:
                 raise FormatError(f"`{info.name}` has dtype {info.dtype_name}")
         return scheme
 

@@ -44,7 +44,7 @@ class Published:
         present: names of the files that were there already.
         size_bytes: of all files.
         left_out: files of the folder that were not published.
-        notes: sentences of the parcel.
+        notes: sentences of the upload.
     """
 
     repo: str
@@ -60,16 +60,16 @@ class Published:
 
 def publish(
     api: "HfApi",
-    parcel: UploadPlan,
+    upload: UploadPlan,
     private: bool | None = None,
     revision: str | None = None,
     bars: bool = False,
 ) -> Published:
-    """Make a revision of a repository hold exactly the parcel's bytes, and check that it does.
+    """Make a revision of a repository hold exactly the upload's bytes, and check that it does.
 
     Args:
         api: client from `open_hub`.
-        parcel: files to send.
+        upload: files to send.
         private: visibility of a new repository, the account's default when None; one that exists
             must agree.
         revision: branch to push to, created where it does not exist; the default one when None.
@@ -78,13 +78,13 @@ def publish(
     Raises:
         PublishError: the push failed; another call does not send again what has arrived.
     """
-    repo = parcel.repo
+    repo = upload.repo
     sent: list[str] = []
     with explained(repo), _library_bars(bars):
         before = patiently(lambda: _open_repository(api, repo, private, revision))
-        commit = patiently(lambda: _send(api, parcel, revision, sent))
+        commit = patiently(lambda: _send(api, upload, revision, sent))
         after = patiently(lambda: read_remote(api, repo, commit))
-        require_equal(after, parcel.items, repo)
+        require_equal(after, upload.items, repo)
     url = f"{api.endpoint}/{repo}" + (f"/tree/{revision}" if revision else "")
     names = dict.fromkeys(sent)
     return Published(
@@ -93,10 +93,10 @@ def publish(
         commit=commit,
         private=before.private,
         sent=tuple(names),
-        present=tuple(item.name for item in parcel.items if item.name not in names),
-        size_bytes=parcel.size_bytes,
-        left_out=parcel.left_out,
-        notes=parcel.notes,
+        present=tuple(item.name for item in upload.items if item.name not in names),
+        size_bytes=upload.size_bytes,
+        left_out=upload.left_out,
+        notes=upload.notes,
     )
 
 
@@ -120,17 +120,17 @@ def _open_repository(api: "HfApi", repo: str, private: bool | None, revision: st
     return found
 
 
-def _send(api: "HfApi", parcel: UploadPlan, revision: str | None, sent: list[str]) -> str:
+def _send(api: "HfApi", upload: UploadPlan, revision: str | None, sent: list[str]) -> str:
     """Send what the revision lacks; the sha of the commit that holds everything.
 
     Every commit is made on top of the one before; one that is not the newest any more fails.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-    repo = parcel.repo
+    repo = upload.repo
     remote = read_remote(api, repo, revision)
     head = remote.commit
-    todo = remote.missing(parcel.items)
+    todo = remote.missing(upload.items)
     weights = [item for item in todo if item.is_weight]
 
     def commit(message: str, items: Sequence[Item], removed: Sequence[str] = ()) -> str:
@@ -150,7 +150,7 @@ def _send(api: "HfApi", parcel: UploadPlan, revision: str | None, sent: list[str
             head = commit(f"Add {item.name}", [item])
         require_equal(read_remote(api, repo, head), weights, repo)
         todo = [item for item in todo if not item.is_weight]
-    published = {item.name for item in parcel.items}
+    published = {item.name for item in upload.items}
     stale = [
         name
         for name in remote.files
@@ -159,7 +159,7 @@ def _send(api: "HfApi", parcel: UploadPlan, revision: str | None, sent: list[str
         and any(fnmatch(name, pattern) for pattern in REPLACED)
     ]
     if todo or stale:
-        head = commit(f"Publish {parcel.folder.resolve().name}", todo, stale)
+        head = commit(f"Publish {upload.folder.resolve().name}", todo, stale)
     return head
 
 

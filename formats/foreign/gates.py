@@ -13,8 +13,8 @@ from torch import Tensor
 from lowbit.formats.architectures import unpacked_modules
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import (
-    FLOATS,
     PACKED,
+    PACKED_DTYPES,
     SCALE,
     SHAPE,
     ZERO_POINT,
@@ -26,8 +26,6 @@ from lowbit.formats.layout.packing import (
 from lowbit.formats.layout.quantization_config import read_quantization_config
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.safetensors.checkpoint import Checkpoint, DerivedRows
-
-DTYPES = {PACKED: (torch.int32,), SCALE: FLOATS, SHAPE: (torch.int64, torch.int32)}
 
 
 def with_wide_gates(checkpoint: Checkpoint) -> Checkpoint:
@@ -67,7 +65,7 @@ def with_wide_gates(checkpoint: Checkpoint) -> Checkpoint:
 def _check(checkpoint: Checkpoint, module: str, scheme: Scheme) -> tuple[int, int]:
     """Sizes N, K of a packed linear whose tensors fit each other."""
     stored = checkpoint.tensors.get(f"{module}.{SHAPE}")
-    if stored is None or stored.shape != (2,) or stored.dtype not in DTYPES[SHAPE]:
+    if stored is None or stored.shape != (2,) or stored.dtype not in PACKED_DTYPES[SHAPE]:
         raise FormatError(f"`{module}.{SHAPE}`: expected two integers")
     N, K = (int(size) for size in checkpoint.read(stored.name))
     if min(N, K) < 1:
@@ -76,7 +74,7 @@ def _check(checkpoint: Checkpoint, module: str, scheme: Scheme) -> tuple[int, in
         info = checkpoint.tensors.get(f"{module}.{suffix}")
         if info is None:
             raise FormatError(f"`{module}.{suffix}` is missing")
-        if info.shape != shape or info.dtype not in DTYPES.get(suffix, (torch.int32,)):
+        if info.shape != shape or info.dtype not in PACKED_DTYPES[suffix]:
             raise FormatError(
                 f"`{info.name}`: {info.dtype_name} {list(info.shape)} does not fit {scheme} of "
                 f"[{N}, {K}]"

@@ -6,6 +6,7 @@ at bit k*bits of the row, low bits first, in little-endian 32-bit words (compres
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -20,6 +21,12 @@ GROUP_INDEX = "weight_g_idx"
 
 WORD_BITS = 32
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of scales and dense tensors
+PACKED_DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {
+    PACKED: (torch.int32,),
+    SCALE: FLOATS,
+    SHAPE: (torch.int64, torch.int32),
+    ZERO_POINT: (torch.int32,),
+}
 
 
 def packed_words(K: int, bits: int) -> int:

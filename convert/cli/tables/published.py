@@ -20,33 +20,33 @@ def published(done: Published) -> None:
     results().print(f"{done.url}{private}", soft_wrap=True)
 
 
-def url_of(parcel: UploadPlan) -> str:
+def url_of(upload: UploadPlan) -> str:
     """Address of the repository."""
     from huggingface_hub import constants
 
-    return f"{constants.ENDPOINT}/{parcel.repo}"
+    return f"{constants.ENDPOINT}/{upload.repo}"
 
 
-def dry_run(parcel: UploadPlan, private: bool | None, revision: str | None) -> None:
+def dry_run(upload: UploadPlan, private: bool | None, revision: str | None) -> None:
     """Print the card, the files and what would be created, on stdout."""
     console = results()
-    for line in parcel.card.splitlines():
+    for line in upload.card.splitlines():
         console.print(styled(line), soft_wrap=True)
     table = plain_table("", ("file",), ("size",))
-    for item in parcel.items:
+    for item in upload.items:
         table.add_row(item.name, size(item.size))
     table.add_section()
-    table.add_row(f"{len(parcel.items)} files", size(parcel.size_bytes))
+    table.add_row(f"{len(upload.items)} files", size(upload.size_bytes))
     console.print(table)
-    weights = sum(item.is_weight for item in parcel.items)
+    weights = sum(item.is_weight for item in upload.items)
     branch = "its default branch" if revision is None else f"branch `{revision}`"
     for line in (
-        f"would go to {url_of(parcel)}, {branch}; created {_visibility(private)} if it does not "
+        f"would go to {url_of(upload)}, {branch}; created {_visibility(private)} if it does not "
         "exist",
         f"weights first, in {weights} file{'s' if weights > 1 else ''}, then the other "
-        f"{len(parcel.items) - weights} in one commit",
-        *([f"not published: {', '.join(parcel.left_out)}"] if parcel.left_out else []),
-        *(f"! {note}" for note in parcel.notes),
+        f"{len(upload.items) - weights} in one commit",
+        *([f"not published: {', '.join(upload.left_out)}"] if upload.left_out else []),
+        *(f"! {note}" for note in upload.notes),
         "nothing was sent",
     ):
         console.print(styled(line), soft_wrap=True)
@@ -58,20 +58,20 @@ def _visibility(private: bool | None) -> str:
     return "private" if private else "public"
 
 
-def dry_run_json(parcel: UploadPlan, private: bool | None, revision: str | None) -> dict[str, Any]:
+def dry_run_json(upload: UploadPlan, private: bool | None, revision: str | None) -> dict[str, Any]:
     """The object of `push --dry-run --json`."""
     return {
         "dry_run": True,
-        "repo": parcel.repo,
-        "url": url_of(parcel),
+        "repo": upload.repo,
+        "url": url_of(upload),
         "private": private,
         "revision": revision,
         "files": [
             {"name": item.name, "size_bytes": item.size, "sha256": item.sha256}
-            for item in parcel.items
+            for item in upload.items
         ],
-        "size_bytes": parcel.size_bytes,
-        "left_out": list(parcel.left_out),
-        "notes": list(parcel.notes),
-        "card": parcel.card,
+        "size_bytes": upload.size_bytes,
+        "left_out": list(upload.left_out),
+        "notes": list(upload.notes),
+        "card": upload.card,
     }
