@@ -26,7 +26,7 @@ from lowbit.runtime.state.decode_inputs import DecodeInputs, new_decode_inputs, 
 from lowbit.runtime.state.device_state import CacheSize, DeviceState, new_state
 from lowbit.runtime.state.host_rings import to_device
 from lowbit.runtime.state.pages import pages_for
-from lowbit.runtime.state.sampler import SamplerRows, new_sampler_rows
+from lowbit.runtime.state.sampler import SCRATCH, SamplerRows, new_sampler_rows
 from lowbit.runtime.state.snapshots import Snapshots
 from lowbit.runtime.state.step import Step, StepPlan, embedded_within
 from lowbit.runtime.state.step_buffers import new_step
@@ -60,6 +60,8 @@ class Runner:
     graphs: Graphs = field(default_factory=Graphs)  # recorded steps
     # Runs chunks of prompts that may be replayed; None where all are launched
     chunks: Chunks | None = field(init=False)
+    # [ROUND_TOKENS] int32, row of the sampler's mask for each token of a round
+    masks: Tensor = field(init=False)
     _kept: Tensor = field(init=False)  # [W or ROUND_TOKENS, V] float32 of `keep`, empty before
 
     def __post_init__(self) -> None:
@@ -67,6 +69,7 @@ class Runner:
         rows = self.tables.shape[0]
         self.inputs = new_decode_inputs(width_for(self.rows), rows, self.state.device)
         self.results = Results(rows, self.on_gpu)
+        self.masks = self.ints(range(rows, rows + ROUND_TOKENS))
         self._kept = torch.empty(0)
         self.chunks = new_chunks(self.decoder, self.state, self.tables, self.graphs)
 
@@ -176,7 +179,7 @@ class Runner:
     def decode(self, sequences: list[Sequence]) -> PlainStep:
         """Send a plain step: run the last token of every sequence and choose the next ones."""
         plan = self._prepare(sequences)
-        self._run(("decode", plan, self.sampler.shape), plan, self._decode)
+        self.send(self.graphs, ("decode", plan, self.sampler.shape), self.run_step, plan)
         _count_sent(sequences)
         return PlainStep(sequences, self.results, self.results.record())
 
@@ -184,14 +187,14 @@ class Runner:
         """Send the first half of `decode`, up to the logits."""
         plan = self._prepare(sequences)
         self.make_room_to_keep()
-        self._run(("forward", plan), plan, self._forward)
+        self.send(self.graphs, ("forward", plan), self.run_layers, plan)
         _count_sent(sequences)
 
     def choose(self, sequences: list[Sequence]) -> PlainStep:
         """Send the second half of `decode`, under the masks that the sequences have now."""
         M = self.width(len(sequences))
         plan = StepPlan(tokens=M, sequences=M, max_kv_len=0, longest=1)
-        self._run(("choose", M, self.sampler.shape), plan, self._choose_next)
+        self.send(self.graphs, ("choose", M, self.sampler.shape), self.run_choice, plan)
         return PlainStep(sequences, self.results, self.results.record())
 
     def kv_len_for(self, tokens: int) -> int:
@@ -221,19 +224,37 @@ class Runner:
             spans=() if self.on_gpu else tuple(spans),
         )
 
-    def _decode(self, plan: StepPlan) -> None:
-        self._choose_by(self._logits_of(plan), plan)
+    def run_step(self, plan: StepPlan) -> None:
+        """Run tokens through the layers, and choose one behind each."""
+        self._choose(self._logits_of(plan), plan)
 
-    def _forward(self, plan: StepPlan) -> None:
+    def run_layers(self, plan: StepPlan) -> None:
+        """Run the first half of `run_step`, up to the logits."""
         self.keep(self._logits_of(plan))
 
-    def _choose_next(self, plan: StepPlan) -> None:
-        self._choose_by(self.kept(plan.tokens), plan)
+    def run_choice(self, plan: StepPlan) -> None:
+        """Run the second half of `run_step`; of a round, under a mask for each token."""
+        masks = self.masks[: plan.tokens] if plan.drafts else None
+        self._choose(self.kept(plan.tokens), plan, masks)
 
-    def _choose_by(self, logits: Tensor, plan: StepPlan) -> None:
-        M, inputs = plan.tokens, self.inputs
-        rows, positions = inputs.step.rows[:M], inputs.step.positions[:M]
-        self.choose_tokens(logits, rows, positions, inputs.chosen[:M])
+    def _choose(self, logits: Tensor, plan: StepPlan, masks: Tensor | None = None) -> None:
+        M, step = plan.tokens, self.inputs.step
+        rows, positions, chosen = step.rows[:M], step.positions[:M], self.inputs.chosen[:M]
+        if not plan.ordered:
+            self.choose_tokens(logits, rows, positions, chosen, masks)
+            return
+        tokens = torch.empty_like(chosen)
+        for place in range(plan.longest):
+            now = step.places[:M] == place
+            if self.on_gpu:  # of one size, whatever the drafts
+                these = rows.masked_fill(~now, SCRATCH)
+                self.choose_tokens(logits, these, positions, tokens, masks)
+                chosen.copy_(torch.where(now, tokens, chosen))
+                continue
+            moved, token = positions[now], chosen[now]
+            used = None if masks is None else masks[now]
+            self.choose_tokens(logits[now], rows[now], moved, token, used)
+            positions[now], chosen[now] = moved, token
 
     def warm_up(self, widths: Numbers[int], lengths: Numbers[int]) -> None:
         """Send plain steps, whole and in halves, so that all their kernels are compiled.
@@ -247,8 +268,8 @@ class Runner:
             plans = [StepPlan(M, M, max_kv_len, longest=1) for max_kv_len in lengths]
             for plan in plans:
                 self._logits_of(plan)
-            self._decode(plans[0])
-            self._choose_next(plans[0])
+            self.run_step(plans[0])
+            self.run_choice(plans[0])
 
     def make_room_to_keep(self) -> None:
         """Allocate the tensor that keeps logits on a GPU, before half a step is recorded."""
@@ -271,16 +292,15 @@ class Runner:
         return self._kept[:M]
 
     def _logits_of(self, plan: StepPlan) -> Tensor:
-        """Logits after the token of each sequence: [M, V or more]."""
+        """Logits behind every token of a step, [M, V or more]; stores the hidden states."""
         step = self.inputs.step.step(plan, self.tables)
-        return self.logits_of(self.inputs.chosen[: plan.tokens], step)
-
-    def logits_of(self, ids: Tensor, step: Step) -> Tensor:
-        """Logits after every token of a decode step, [M, V or more]; stores the hidden states."""
-        hidden = last_of(self._each_layer(ids, step))
+        hidden = last_of(self._each_layer(self._ids_of(plan)[: plan.tokens], step))
         if self.hidden_ring is not None:
             self.decoder.ops.store_hidden(hidden, step.rows, step.positions, self.hidden_ring)
         return self.decoder.logits(hidden)
+
+    def _ids_of(self, plan: StepPlan) -> Tensor:
+        return self.inputs.step.ids if plan.drafts else self.inputs.chosen
 
     def _each_layer(self, ids: Tensor, step: Step) -> Iterator[Tensor]:
         """Run tokens through the layers, and pass hidden states to the block drafter: [M, h]."""
@@ -316,10 +336,13 @@ class Runner:
                 results.log_probabilities,
             )
 
-    def _run(self, key: Hashable, plan: StepPlan, part: Callable[[StepPlan], None]) -> None:
-        """Run a part of a plain step."""
-        inputs = self.inputs
-        self.launch(self.graphs, key, partial(part, plan), (inputs.chosen, inputs.step.block[1:5]))
+    def send(
+        self, graphs: Graphs, key: Hashable, part: Callable[[StepPlan], None], plan: StepPlan
+    ) -> None:
+        """Launch `run_step` or a half of it."""
+        self.launch(
+            graphs, key, partial(part, plan), (self._ids_of(plan), self.inputs.step.block[1:5])
+        )
 
     def launch(
         self,

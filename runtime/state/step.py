@@ -48,6 +48,7 @@ class StepPlan:
     spans: tuple[Span, ...] = ()  # see `Step`; empty where kernels find all on the device
     prompt: bool = False  # see `Step`
     ending: Ending = "together"  # see `Step`
+    drafts: bool = False  # a round: the tokens lie in the buffers, drafts behind known ones
     # Tokens are chosen place by place, since penalties count those chosen before
     ordered: bool = False
     embedded: tuple[Embedded, ...] = ()  # see `Step`

@@ -280,8 +280,10 @@ class MtpRounds:
             runner.sampler.uncount(rows.flatten(), drafts.flatten())
         spans = () if runner.on_gpu else tuple(part.span for part in self.parts)
         sequences = B + (B * (k + 1) < M)
-        plan = StepPlan(M, sequences, max_kv_len, longest=k + 1, spans=spans, ordered=ordered)
-        self.verifier.check_tokens(plan)
+        plan = StepPlan(
+            M, sequences, max_kv_len, longest=k + 1, spans=spans, drafts=True, ordered=ordered
+        )
+        runner.run_step(plan)
         runner.decoder.ops.accept(inputs, B, k)
         if adjusted:
             count = B * (k + 1)

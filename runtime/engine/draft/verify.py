@@ -5,10 +5,9 @@ round chooses behind every draft the token that a plain step would choose there;
 up to the first one that differs from the chosen token.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 import torch
@@ -22,10 +21,9 @@ from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Ended, Sequence
 from lowbit.runtime.state.decode_inputs import DecodeInputs
 from lowbit.runtime.state.host_rings import RING
-from lowbit.runtime.state.sampler import SCRATCH, SamplerRows
+from lowbit.runtime.state.sampler import SamplerRows
 from lowbit.runtime.state.step import Span, StepPlan
 from lowbit.runtime.text.constraint import Constraint
-from lowbit.runtime.thresholds import ROUND_TOKENS
 
 Source = Literal["none", "forced", "copied", "block"]
 
@@ -151,20 +149,16 @@ class Verifier:
         runner: of the model.
         inputs: of the next decode step, the runner's.
         graphs: recorded rounds.
-        masks: [ROUND_TOKENS] int32, row of the sampler's mask for each token of a round.
         linked: the last round, by the head, has left `inputs` such that the next one needs nothing
             from the host.
     """
 
     runner: Runner
     graphs: Graphs = field(init=False)
-    masks: Tensor = field(init=False)
     linked: bool = False
 
     def __post_init__(self) -> None:
-        """Allocate the inputs."""
-        rows = self.runner.sampler.rows
-        self.masks = self.runner.ints(range(rows, rows + ROUND_TOKENS))
+        """Share the memory of the runner's graphs."""
         self.graphs = Graphs(self.runner.graphs)
 
     @property
@@ -174,25 +168,21 @@ class Verifier:
 
     def send(self, parts: list[Part]) -> None:
         """Run the last token and the drafts of every sequence, and choose behind each."""
-        plan = self._prepare(parts)
-        self._run(("round", plan, self.runner.sampler.shape), partial(self.check_tokens, plan))
+        plan, runner = self._prepare(parts), self.runner
+        runner.send(self.graphs, ("round", plan, runner.sampler.shape), runner.run_step, plan)
 
     def send_layers(self, parts: list[Part]) -> StepPlan:
         """Send the first half of `send`, up to the logits; returns what `send_choice` takes."""
         plan = self._prepare(parts)
         self.runner.make_room_to_keep()
-        self._run(("layers", plan), partial(self.keep_logits, plan))
+        self.runner.send(self.graphs, ("layers", plan), self.runner.run_layers, plan)
         return plan
 
     def send_choice(self, plan: StepPlan) -> None:
         """Send the second half of `send`: choose under a mask for each token."""
-        places = plan.longest if plan.ordered else 1
-        key = ("choice", plan.tokens, places, self.runner.sampler.shape, plan.ordered)
-        self._run(key, partial(self.choose_restricted, plan))
-
-    def _run(self, key: Hashable, part: Callable[[], None]) -> None:
-        """Run a part of a round."""
-        self.runner.launch(self.graphs, key, part, (self.inputs.step.block[:5],))
+        runner, places = self.runner, plan.longest if plan.ordered else 1
+        key = ("choice", plan.tokens, places, runner.sampler.shape, plan.ordered)
+        runner.send(self.graphs, key, runner.run_choice, plan)
 
     def _prepare(self, parts: list[Part]) -> StepPlan:
         """Write the inputs of a round."""
@@ -205,7 +195,7 @@ class Verifier:
             B, spans = B + 1, ()  # padding, if any
         self.compose(parts, M)
         ordered = any(part.ordered for part in parts)
-        return StepPlan(M, B, max_kv_len, longest, spans, ordered=ordered)
+        return StepPlan(M, B, max_kv_len, longest, spans, drafts=True, ordered=ordered)
 
     def compose(self, parts: list[Part], M: int, head: Numbers[Numbers[int]] = ()) -> None:
         """Write the inputs of a round, padded to M tokens; see `DecodeInputs.write_round`."""
@@ -213,43 +203,6 @@ class Verifier:
         self.inputs.write_round([part.span for part in parts], ids, M, head)
         self.runner.batch = []  # the inputs of the last plain step are no longer those of the next
         self.linked = False
-
-    def check_tokens(self, plan: StepPlan) -> None:
-        """Run a round."""
-        self._choose(self._logits_of(plan), plan, None)
-
-    def keep_logits(self, plan: StepPlan) -> None:
-        """Run the first half of `check_tokens`, up to the logits."""
-        self.runner.keep(self._logits_of(plan))
-
-    def choose_restricted(self, plan: StepPlan) -> None:
-        """Run the second half of `check_tokens`, under a mask for each token."""
-        self._choose(self.runner.kept(plan.tokens), plan, self.masks[: plan.tokens])
-
-    def _logits_of(self, plan: StepPlan) -> Tensor:
-        """Logits after each token of a round."""
-        step = self.inputs.step.step(plan, self.runner.tables)
-        return self.runner.logits_of(self.inputs.step.ids[: plan.tokens], step)
-
-    def _choose(self, logits: Tensor, plan: StepPlan, masks: Tensor | None) -> None:
-        """Choose a token behind each token of a round; see `check_tokens`."""
-        runner, M, step = self.runner, plan.tokens, self.inputs.step
-        rows, positions, chosen = step.rows[:M], step.positions[:M], self.inputs.chosen[:M]
-        if not plan.ordered:
-            runner.choose_tokens(logits, rows, positions, chosen, masks)
-            return
-        tokens = torch.empty_like(chosen)
-        for place in range(plan.longest):
-            now = step.places[:M] == place
-            if runner.on_gpu:  # of one size, whatever the drafts
-                these = rows.masked_fill(~now, SCRATCH)
-                runner.choose_tokens(logits, these, positions, tokens, masks)
-                chosen.copy_(torch.where(now, tokens, chosen))
-                continue
-            moved, token = positions[now], chosen[now]
-            used = None if masks is None else masks[now]
-            runner.choose_tokens(logits[now], rows[now], moved, token, used)
-            positions[now], chosen[now] = moved, token
 
     def uncount(self, parts: list[Part], accepted: Numbers[int]) -> None:
         """Take tokens chosen behind wrong drafts back from the counts of penalties.

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lowbit.runtime.engine.chunks import WIDTHS, Chunks
 from lowbit.runtime.engine.draft.mtp import MtpCache, MtpRounds
-from lowbit.runtime.engine.draft.verify import Verifier
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.runner import Runner
@@ -127,12 +126,9 @@ def run_through_graphs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     for owner, name, layers in (
-        (Runner, "_decode", True),
-        (Runner, "_forward", True),
-        (Runner, "_choose_next", False),
-        (Verifier, "check_tokens", True),
-        (Verifier, "keep_logits", True),
-        (Verifier, "choose_restricted", False),
+        (Runner, "run_step", True),
+        (Runner, "run_layers", True),
+        (Runner, "run_choice", False),
     ):
         monkeypatch.setattr(owner, name, on_graphs(getattr(owner, name), layers))
     _rounds_through_graphs(model, recording, monkeypatch)

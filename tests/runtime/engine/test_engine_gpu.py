@@ -197,7 +197,7 @@ def test_an_interrupted_capture_is_forgotten(
     expected = run(long_model, LONG[:tokens], params, 60)
     last = max(recorded(long_model))
     long_model.engine.runner.graphs = Graphs()
-    decode, calls = Runner._decode, [0]
+    decode, calls = Runner.run_step, [0]
 
     def interrupted(runner: Runner, plan: StepPlan) -> None:
         decode(runner, plan)
@@ -206,7 +206,7 @@ def test_an_interrupted_capture_is_forgotten(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "_decode", interrupted)
+        patch.setattr(Runner, "run_step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(long_model, LONG[:tokens], params, 60)
     assert last not in recorded(long_model)

@@ -218,7 +218,7 @@ def test_an_interrupted_recording_is_forgotten(
 ) -> None:
     """The first one compiles kernels for seconds: that is when Ctrl-C comes."""
     round_from(first)
-    decode, calls = Runner._decode, [0]
+    decode, calls = Runner.run_step, [0]
 
     def interrupted(runner: Runner, plan: StepPlan) -> None:
         decode(runner, plan)
@@ -228,7 +228,7 @@ def test_an_interrupted_recording_is_forgotten(
 
     other = graphs.engine.generate(PROMPT[:4], GREEDY, 30)
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "_decode", interrupted)
+        patch.setattr(Runner, "run_step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(graphs, PROMPT, STRICT, 20)
     here: Any = torch.cuda.current_stream()

@@ -14,7 +14,7 @@ import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.engine.draft.ngram import NewDrafter
-from lowbit.runtime.engine.draft.verify import VerifiedRound, Verifier
+from lowbit.runtime.engine.draft.verify import VerifiedRound
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner, new_runner
@@ -387,7 +387,7 @@ def test_an_interrupted_round_ends_its_requests_and_no_others(
 
     places: list[tuple[Any, str, Callable[..., Any]]] = [
         (cpu, "product", interrupted),
-        (Verifier, "choose_restricted", no_masks),
+        (Runner, "run_choice", no_masks),
     ]
     for owner, name, instead in places:
         handle = engine.submit(request_of(0, foreseen()))
