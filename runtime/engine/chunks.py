@@ -26,7 +26,7 @@ from lowbit.runtime.state.step import Span, StepPlan
 from lowbit.runtime.state.step_buffers import StepBuffers, new_step_buffers
 from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 
-WIDTHS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)  # tokens
+CHUNK_WIDTHS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)  # tokens
 LAUNCHED = 1  # prompts with such a chunk before one is recorded, which takes two launches' time
 
 
@@ -46,13 +46,13 @@ class Chunks:
 
     def __post_init__(self) -> None:
         """Allocate what the widest chunk needs."""
-        table, widest = self.decoder.embedding, WIDTHS[-1]
+        table, widest = self.decoder.embedding, CHUNK_WIDTHS[-1]
         self.buffers = new_step_buffers(widest, table.device)
         self.hidden = table.new_zeros((widest, table.shape[1]))
 
     def takes(self, tokens: int) -> bool:
         """True if a chunk of so many tokens is padded; others are launched as they are."""
-        return SEQUENCE_TOKENS < tokens <= WIDTHS[-1]
+        return SEQUENCE_TOKENS < tokens <= CHUNK_WIDTHS[-1]
 
     def run(self, sequence: Sequence, ids: Numbers[int], last: bool = False) -> Tensor:
         """Run the next tokens of a prompt through the layers; see `takes` and `Runner.chunk`.
@@ -108,9 +108,9 @@ def new_chunks(
         return None
     if decoder.config.experts is not None:
         return None
-    return Chunks(decoder, state, tables, Graphs(beside=beside, most=2 * len(WIDTHS)))
+    return Chunks(decoder, state, tables, Graphs(beside=beside, most=2 * len(CHUNK_WIDTHS)))
 
 
 def width_of(tokens: int) -> int:
-    """Tokens that a chunk of so many, at most the last of WIDTHS, is padded to."""
-    return next(width for width in WIDTHS if width >= tokens)
+    """Tokens that a chunk of so many, at most the last of CHUNK_WIDTHS, is padded to."""
+    return next(width for width in CHUNK_WIDTHS if width >= tokens)

@@ -14,7 +14,7 @@ from lowbit.runtime.thresholds import ROUND_TOKENS
 
 MOST_GRAPHS = 64  # each takes some megabytes of the driver's memory
 FIRST_KV_LEN = 256
-WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # tokens; more are multiples of 64
+STEP_WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # tokens; more are multiples of 64
 
 
 class Graphs:
@@ -109,9 +109,9 @@ def side_stream() -> Iterator[None]:
 
 
 def width_for(tokens: int) -> int:
-    """Round a number of tokens up to one of WIDTHS, beyond the last to a multiple of it."""
-    last = WIDTHS[-1]
-    return next((width for width in WIDTHS if width >= tokens), -(-tokens // last) * last)
+    """Round a number of tokens up to one of STEP_WIDTHS, beyond the last to a multiple of it."""
+    last = STEP_WIDTHS[-1]
+    return next((width for width in STEP_WIDTHS if width >= tokens), -(-tokens // last) * last)
 
 
 def round_kv_len(tokens: int, context: int) -> int:

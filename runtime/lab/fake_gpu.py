@@ -28,9 +28,8 @@ from lowbit.formats.kv_cache import plain_cache
 from lowbit.formats.layout.packing import PACKED, SCALE, WORD_BITS, packed_words
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.backends import cuda
-from lowbit.runtime.engine.chunks import WIDTHS as CHUNK_WIDTHS
-from lowbit.runtime.engine.chunks import Chunks
-from lowbit.runtime.engine.graphs import WIDTHS, Graphs, round_kv_len, width_for
+from lowbit.runtime.engine.chunks import CHUNK_WIDTHS, Chunks
+from lowbit.runtime.engine.graphs import STEP_WIDTHS, Graphs, round_kv_len, width_for
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import Account, asked_cache, choose_cache_type
 from lowbit.runtime.engine.request import TokenRequest
@@ -149,7 +148,7 @@ def send_steps(runner: Runner, params: Iterable[SamplingParams], hopper: bool) -
         for reach in lengths:
             if count <= reach:
                 send_chunk(runner, count, reach - count)
-    widths = [width for width in WIDTHS if width <= width_for(runner.rows)]
+    widths = [width for width in STEP_WIDTHS if width <= width_for(runner.rows)]
     runner.warm_up(widths, lengths)
     for each in params:
         for masked in (False, True):

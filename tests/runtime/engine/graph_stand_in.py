@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.runtime.engine.chunks import WIDTHS, Chunks
+from lowbit.runtime.engine.chunks import CHUNK_WIDTHS, Chunks
 from lowbit.runtime.engine.draft.mtp import MtpCache, MtpRounds
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.model import Model
@@ -191,7 +191,7 @@ def _chunks_through_graphs(
     """Padded chunks of prompts through graphs too."""
     runner = model.engine.runner
     decoder: Any = PaddedDecoder(runner.decoder)
-    graphs = Graphs(beside=runner.graphs, most=len(WIDTHS))
+    graphs = Graphs(beside=runner.graphs, most=len(CHUNK_WIDTHS))
     runner.chunks = Chunks(decoder, runner.state, runner.tables, graphs)
     monkeypatch.setattr(Chunks, "forward", _on_graphs(Chunks.forward, recording))
 

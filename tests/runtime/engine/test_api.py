@@ -19,8 +19,13 @@ def model() -> lowbit.Model:
     return lowbit.load(BUNDLED, device="cpu")
 
 
-def test_a_trained_model_tells_a_story(model: lowbit.Model) -> None:
-    made = model.generate(START, raw=True, sampling=GREEDY, max_new_tokens=60)
+@pytest.fixture(scope="module")
+def story(model: lowbit.Model) -> lowbit.Generation:
+    return model.generate(START, raw=True, sampling=GREEDY, max_new_tokens=60)
+
+
+def test_a_trained_model_tells_a_story(model: lowbit.Model, story: lowbit.Generation) -> None:
+    made = story
     assert made.finish_reason == "length"
     assert len(made.token_ids) == 60
     assert made.timings.prompt_tokens == len(made.prompt_token_ids) == 4
@@ -30,8 +35,8 @@ def test_a_trained_model_tells_a_story(model: lowbit.Model) -> None:
 
 def test_streaming_gives_the_text_of_generate(model: lowbit.Model) -> None:
     for params in (GREEDY, HOT):
-        whole = model.generate(START, sampling=params, max_new_tokens=30)
-        stream = model.stream(START, sampling=params, max_new_tokens=30)
+        whole = model.generate(START, sampling=params, max_new_tokens=20)
+        stream = model.stream(START, sampling=params, max_new_tokens=20)
         pieces = list(stream)
         assert all(pieces)
         assert "".join(pieces) == whole.text
@@ -39,9 +44,9 @@ def test_streaming_gives_the_text_of_generate(model: lowbit.Model) -> None:
 
 
 def test_the_reported_seed_repeats_a_text(model: lowbit.Model) -> None:
-    first = model.generate(START, sampling=lowbit.SamplingParams(1.0), max_new_tokens=40)
+    first = model.generate(START, sampling=lowbit.SamplingParams(1.0), max_new_tokens=20)
     again = lowbit.SamplingParams(1.0, seed=first.seed)
-    assert model.generate(START, sampling=again, max_new_tokens=40).token_ids == first.token_ids
+    assert model.generate(START, sampling=again, max_new_tokens=20).token_ids == first.token_ids
 
 
 def test_a_stop_token_ends_the_text(model: lowbit.Model) -> None:
@@ -52,24 +57,25 @@ def test_a_stop_token_ends_the_text(model: lowbit.Model) -> None:
     assert "<|" not in made.text
 
 
-def test_a_stop_string_is_cut_and_ends_the_request(model: lowbit.Model) -> None:
-    whole = model.generate(START, raw=True, sampling=GREEDY, max_new_tokens=60)
-    stop = whole.text[50:62]
+def test_a_stop_string_is_cut_and_ends_the_request(
+    model: lowbit.Model, story: lowbit.Generation
+) -> None:
+    stop = story.text[50:62]
     made = model.generate(START, raw=True, sampling=GREEDY, max_new_tokens=60, stop=["@@", stop])
     assert made.finish_reason == "stop"
-    assert made.text == whole.text[: whole.text.index(stop)]
+    assert made.text == story.text[: story.text.index(stop)]
     assert len(made.token_ids) < 60
 
 
 def test_a_conversation_reuses_the_cache(model: lowbit.Model) -> None:
     messages: list[lowbit.Message] = [{"role": "user", "content": "Tell me a story."}]
-    first = model.generate(messages, sampling=GREEDY, max_new_tokens=30)
+    first = model.generate(messages, sampling=GREEDY, max_new_tokens=12)
     messages.append({"role": "assistant", "content": first.text})
     messages.append({"role": "user", "content": "And then?"})
-    second = model.generate(messages, sampling=GREEDY, max_new_tokens=30)
+    second = model.generate(messages, sampling=GREEDY, max_new_tokens=12)
     assert second.timings.reused_tokens > len(first.prompt_token_ids)
     fresh = lowbit.load(BUNDLED, device="cpu").generate(
-        messages, sampling=GREEDY, max_new_tokens=30
+        messages, sampling=GREEDY, max_new_tokens=12
     )
     assert fresh.timings.reused_tokens == 0
     assert fresh.prompt_token_ids == second.prompt_token_ids

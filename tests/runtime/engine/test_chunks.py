@@ -12,7 +12,7 @@ import torch
 
 import lowbit.runtime as lowbit
 from lowbit.runtime import thresholds
-from lowbit.runtime.engine.chunks import WIDTHS, Chunks, width_of
+from lowbit.runtime.engine.chunks import CHUNK_WIDTHS, Chunks, width_of
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.engine.request import TokenRequest
@@ -45,7 +45,7 @@ def graphs(fresh: Callable[[], lowbit.Model], monkeypatch: pytest.MonkeyPatch) -
     return model
 
 
-def answer(model: lowbit.Model, ids: list[int], count: int = 8) -> tuple[Any, ...]:
+def answer(model: lowbit.Model, ids: list[int], count: int = 3) -> tuple[Any, ...]:
     """Tokens, and all log-probabilities, of a request of which nothing is kept."""
     model.engine.forget()
     params = lowbit.SamplingParams(logprobs=2)
@@ -70,14 +70,14 @@ def recorded(model: lowbit.Model) -> list[int]:
 def test_a_padded_chunk_stands_where_its_length_does(threshold: str) -> None:
     """But for the CPU's, which pads none."""
     most = getattr(thresholds, threshold)
-    for count in range(SEQUENCE_TOKENS + 1, WIDTHS[-1] + 1):
+    for count in range(SEQUENCE_TOKENS + 1, CHUNK_WIDTHS[-1] + 1):
         width = width_of(count)
         assert count <= width
         assert (width <= most) == (count <= most) or threshold == "CPU_PACKED_TOKENS"
 
 
 def test_widths_reach_the_longest_chunk_and_waste_less_than_half() -> None:
-    assert WIDTHS[-1] == CHUNK
+    assert CHUNK_WIDTHS[-1] == CHUNK
     assert all(2 * count > width_of(count) for count in range(SEQUENCE_TOKENS + 1, CHUNK + 1))
 
 
@@ -150,10 +150,11 @@ def test_the_least_recently_used_chunks_are_dropped(
     graphs: lowbit.Model, fresh: Callable[[], lowbit.Model]
 ) -> None:
     plain = fresh()
+    expected = {count: answer(plain, IDS[:count]) for count in (30, 60, 100)}
     chunks_of(graphs).graphs = Graphs(beside=graphs.engine.runner.graphs, most=2)
     for _ in range(3):
-        for count in (30, 60, 100):
-            assert answer(graphs, IDS[:count]) == answer(plain, IDS[:count])
+        for count in expected:
+            assert answer(graphs, IDS[:count]) == expected[count]
     assert recorded(graphs) == [64, 128]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import lowbit.runtime as lowbit
-from lowbit.runtime.engine.chunks import WIDTHS
+from lowbit.runtime.engine.chunks import CHUNK_WIDTHS
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.state.pages import PAGE
@@ -102,10 +102,10 @@ def test_a_replayed_prompt_leaves_the_bytes_of_a_launched_one(
     long_model: lowbit.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each width is replayed for other tokens, and another number of them, than recorded."""
-    for width, before in zip(WIDTHS, (16, *WIDTHS), strict=False):
+    for width, before in zip(CHUNK_WIDTHS, (16, *CHUNK_WIDTHS), strict=False):
         for count in (width, before + 1):
             left_by(long_model, IDS[count : 2 * count])
-    assert set(recorded(long_model)) == set(WIDTHS)
+    assert set(recorded(long_model)) == set(CHUNK_WIDTHS)
     found = [left_by(long_model, IDS[:count]) for count in LENGTHS]
     with monkeypatch.context() as patch:
         launched(patch)

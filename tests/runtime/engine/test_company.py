@@ -61,9 +61,10 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> Rows:
 
 
 def request_of(number: int, count: int = 40) -> TokenRequest:
-    """Prompts of many lengths; every other one is sampled."""
+    """Prompts of many lengths, short ones behind these; every other one is sampled."""
     generator = torch.Generator().manual_seed(number)
-    ids = torch.randint(4000, (LENGTHS[number % len(LENGTHS)],), generator=generator).tolist()
+    length = LENGTHS[number] if number < len(LENGTHS) else 1 + number % 9
+    ids = torch.randint(4000, (length,), generator=generator).tolist()
     hot = lowbit.SamplingParams(0.9, top_k=40, seed=number)
     return TokenRequest(tuple(ids), hot if number % 2 else lowbit.SamplingParams(), count)
 

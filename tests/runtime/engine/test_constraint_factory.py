@@ -4,6 +4,7 @@ import pytest
 
 from lowbit.formats.text.template import ChatTemplate, load_chat_template
 from lowbit.runtime.engine.constraints import ConstraintFactory
+from lowbit.runtime.text.grammar import Grammar, Grammars
 from lowbit.runtime.text.thinking import shows_thinking
 from lowbit.runtime.text.tokenizer import load_tokenizer
 from tests.runtime.text.templates import BUNDLED, template_of
@@ -13,6 +14,14 @@ SWITCH = load_chat_template(BUNDLED)  # knows of thinking that it is switched of
 assert SWITCH is not None
 EARLIER = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
 BEGUN = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
+
+
+TOKENIZER = load_tokenizer(BUNDLED)
+
+
+@pytest.fixture(scope="module")
+def grammar() -> Grammar:
+    return Grammars(TOKENIZER, TOKENIZER.vocabulary, TOKENIZER.stop_ids()).json_object()
 
 
 @pytest.mark.parametrize(
@@ -29,12 +38,11 @@ BEGUN = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
     ids=["switch", "none", "qwen3", "qwen3.5", "earlier", "begun", "refuses"],
 )
 def test_only_a_template_with_a_place_for_reasoning_lets_a_grammar_wait(
-    template: ChatTemplate, shown: bool
+    grammar: Grammar, template: ChatTemplate, shown: bool
 ) -> None:
     assert shows_thinking(template) is shown
-    tokenizer = load_tokenizer(BUNDLED)
+    tokenizer = TOKENIZER
     factory = ConstraintFactory(tokenizer, template, tokenizer.vocabulary, tokenizer.stop_ids())
-    grammar = factory.grammars.json_object()
     opening = tokenizer.token_id("<think>")
     assert opening is not None
     for text, opens in (

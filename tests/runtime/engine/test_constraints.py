@@ -44,13 +44,13 @@ def alone(model: lowbit.Model, request: TokenRequest) -> tuple[int, ...]:
 @pytest.mark.parametrize("params", [GREEDY, HOT, STRICT], ids=["greedy", "hot", "strict"])
 def test_only_allowed_tokens_are_chosen(model: lowbit.Model, params: lowbit.SamplingParams) -> None:
     constraint = Residues()
-    tokens = alone(model, TokenRequest(prompt(1), params, 40))
-    request = TokenRequest(prompt(1), params, 40, constraint=constraint)
+    tokens = alone(model, TokenRequest(prompt(1), params, 24))
+    request = TokenRequest(prompt(1), params, 24, constraint=constraint)
     handle = new_engine(model).submit(request)
     assert handle.finish_reason is None
     found = handle.result()
     assert handle.finish_reason == "length"
-    assert len(found) == len(tokens) == 40
+    assert len(found) == len(tokens) == 24
     assert follows(found)
     assert not follows(tokens)
     assert constraint.tokens == list(found[:-1])

@@ -63,9 +63,9 @@ def alone(model: lowbit.Model, request: TokenRequest) -> Ids:
 def test_a_list_is_answered_as_one_by_one(
     model: lowbit.Model, params: lowbit.SamplingParams
 ) -> None:
-    ones = [model.generate(p, raw=True, sampling=params, max_new_tokens=24) for p in PROMPTS]
+    ones = [model.generate(p, raw=True, sampling=params, max_new_tokens=16) for p in PROMPTS]
     model.engine.forget()
-    made = model.generate(PROMPTS, raw=True, sampling=params, max_new_tokens=24)
+    made = model.generate(PROMPTS, raw=True, sampling=params, max_new_tokens=16)
     assert [each.token_ids for each in made] == [each.token_ids for each in ones]
     assert [each.text for each in made] == [each.text for each in ones]
     assert [each.finish_reason for each in made] == [each.finish_reason for each in ones]
@@ -105,7 +105,7 @@ def test_more_requests_than_rows_wait_their_turn(model: lowbit.Model) -> None:
 
 
 def test_threads_share_the_engine(model: lowbit.Model) -> None:
-    requests = [TokenRequest(prompt(n), HOT if n % 2 else GREEDY, 12) for n in range(16)]
+    requests = [TokenRequest(prompt(n), HOT if n % 2 else GREEDY, 8) for n in range(16)]
     expected = [alone(model, request) for request in requests]
     found: dict[int, Ids] = {}
     failed: list[BaseException] = []
@@ -183,7 +183,7 @@ def test_a_thread_that_dies_leaves_the_others_alone(model: lowbit.Model) -> None
 
 
 def test_tasks_share_an_event_loop(model: lowbit.Model) -> None:
-    requests = [TokenRequest(prompt(n), HOT, 10 + n) for n in range(6)]
+    requests = [TokenRequest(prompt(n), HOT, 6 + n) for n in range(6)]
     expected = [alone(model, request) for request in requests]
     order: list[int] = []
 
@@ -313,7 +313,7 @@ def test_an_abandoned_task_gives_its_room_back(model: lowbit.Model) -> None:
 
 def test_too_small_a_cache_makes_requests_wait_in_order(model: lowbit.Model) -> None:
     engine = small(model, 4, 4)
-    requests = [TokenRequest(prompt(n), GREEDY, count) for n, count in enumerate((80, 150, 4, 90))]
+    requests = [TokenRequest(prompt(n), GREEDY, count) for n, count in enumerate((46, 110, 4, 80))]
     handles = [engine.submit(request) for request in requests]  # of 2, 3, 1 and 2 pages
     ends: list[int] = []
     most = 0

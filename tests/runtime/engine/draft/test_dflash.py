@@ -152,8 +152,8 @@ def models(request: pytest.FixtureRequest) -> dict[str, lowbit.Model]:
 
 
 def requests(model: lowbit.Model, count: int = 9) -> list[TokenRequest]:
-    starts = ("Once upon a time, a little robot", TEXT[:700], "Lily", TEXT[2000:2100])
-    params = (GREEDY, HOT, STRICT, replace(HOT, seed=6))
+    starts = ("Once upon a time, a little robot", TEXT[:700], "Lily")
+    params = (GREEDY, HOT, STRICT)
     ids = [model.tokenizer.encode(start, framed=True, context=400) for start in starts]
     return [TokenRequest(tuple(some), each, count) for some, each in zip(ids, params, strict=True)]
 
@@ -186,7 +186,7 @@ def assert_same(model: lowbit.Model, mode: str, alone: list[Handle], turns: list
         again = drafted.submit(later)
         assert again.result() == turn.result()
         assert again.reused
-    assert rounds > 8 or mode == "auto"  # which measures whether drafts pay
+    assert rounds > 6 or mode == "auto"  # which measures whether drafts pay
     drafted.forget()
     together = [drafted.submit(request) for request in requests(model)]
     assert [each.result() for each in together] == [each.result() for each in alone]

@@ -121,11 +121,11 @@ def trained(request: pytest.FixtureRequest, shorten: Shorten) -> dict[str, lowbi
 
 def requests(model: lowbit.Model, count: int = 9) -> list[TokenRequest]:
     text = (EXAMPLES / "data" / "stories-eval.txt").read_text()
-    starts = ("Once upon a time, a little robot", text[:700], "Lily", text[2000:2100])
+    starts = ("Once upon a time, a little robot", text[:700], "Lily")
     return [
         TokenRequest(
             tuple(model.tokenizer.encode(start, framed=True, context=400)),
-            (GREEDY, HOT, STRICT, replace(HOT, seed=6))[number],
+            (GREEDY, HOT, STRICT)[number],
             count,
         )
         for number, start in enumerate(starts)
@@ -173,14 +173,14 @@ def test_a_trained_head_is_right_as_often_as_measured() -> None:
     """Its first draft agrees with 84 % of the trunk's choices on the report's text."""
     model = lowbit.load(TRAINED, device="cpu", context=400, speculate="mtp")
     all_of_them = Tally()
-    for request in requests(model, 100):
+    for request in requests(model, 70):
         handle = model.engine.submit(request)
         handle.result()
         all_of_them.add(handle.tally)
     assert 0.7 < all_of_them.accepted[0] / all_of_them.drafted[0] < 0.95
     assert all_of_them.tokens_a_round is not None
     assert all_of_them.tokens_a_round > 1.7
-    assert all_of_them.rounds > 110  # for 400 tokens, one of four with penalties
+    assert all_of_them.rounds > 55  # for 210 tokens, a third with penalties
 
 
 def test_a_model_without_the_head_is_refused_by_name(
@@ -242,7 +242,7 @@ def test_a_draft_head_changes_nothing_and_is_right_nearly_as_often(small_draft: 
         for mode in ("off", "mtp")
     )
     tally = Tally()
-    for request in requests(plain, 16):
+    for request in requests(plain, 22):
         handle = drafted.engine.submit(request)
         assert handle.result() == plain.engine.submit(request).result()
         tally.add(handle.tally)

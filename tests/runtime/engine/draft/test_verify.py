@@ -84,7 +84,7 @@ def prompt_of(number: int) -> tuple[int, ...]:
 
 
 def request_of(number: int, count: int = COUNT) -> TokenRequest:
-    return TokenRequest(prompt_of(number), KINDS[number % 3], count)
+    return TokenRequest(prompt_of(number), KINDS[number % 3], count if number < 4 else 8)
 
 
 @dataclass(frozen=True)
