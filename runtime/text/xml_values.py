@@ -25,9 +25,11 @@ OF_INNER = (
     *("minContains", "maxContains", "unevaluatedItems", "unevaluatedProperties"),
 )
 OF_ALL = ("not", "if", "then", "else", "$dynamicRef", "$recursiveRef")
-KNOWN = (
-    *("type", "enum", "const", "nullable", "$ref", "allOf", "anyOf", "oneOf"),
-    *(*OF_STRINGS, *OF_NUMBERS, *OF_INNER, *OF_ALL),
+KNOWN = frozenset(
+    (
+        *("type", "enum", "const", "nullable", "$ref", "allOf", "anyOf", "oneOf"),
+        *(*OF_STRINGS, *OF_NUMBERS, *OF_INNER, *OF_ALL),
+    )
 )
 NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 SPELLED: Final = {
@@ -175,7 +177,7 @@ def _known(schema: Any) -> Leaf | None:
         return {} if schema else None
     if not isinstance(schema, Mapping):
         raise UnheldError("$ref")
-    return {key: schema[key] for key in KNOWN if key in schema}
+    return {key: value for key, value in schema.items() if key in KNOWN}
 
 
 def _both(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
