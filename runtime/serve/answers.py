@@ -289,7 +289,6 @@ class EventStream(Response):
                 await self._send(send, b": waiting\n\n")
 
     async def _begin(self, send: Send) -> None:
-        """Send the headers, unless they have been sent."""
         if not self._begun:
             self._begun = True
             await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})

@@ -101,7 +101,6 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 def _shown(request: Request, error: Exception) -> ApiError:
-    """The API's error for an exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, LowbitError):

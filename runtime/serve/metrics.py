@@ -182,7 +182,6 @@ class Collector:
         yield self._by_label(name, text, "position", places)
 
     def _metric(self, family: Callable[..., Metric], name: str, text: str, *value: Any) -> Metric:
-        """A metric of the model alone."""
         found: Any = family(f"vllm:{name}", text, labels=("model_name",))
         found.add_metric((self.model,), *value)
         made: Metric = found
@@ -191,7 +190,6 @@ class Collector:
     def _by_label(
         self, name: str, text: str, label: str, counts: Iterable[tuple[str, int]]
     ) -> Metric:
-        """A counter for each value of a label."""
         found = CounterMetricFamily(f"vllm:{name}", text, labels=("model_name", label))
         for value, count in counts:
             found.add_metric((self.model, value), count)

@@ -193,7 +193,6 @@ class TimedProtocol(HttpToolsProtocol):
 
     @property
     def _answered(self) -> bool:
-        """True if every request has been answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -332,7 +331,6 @@ class TimedProtocol(HttpToolsProtocol):
         self._start_head_timer()
 
     def _end_requests(self) -> None:
-        """Tell all requests that the client gets nothing more."""
         for cycle in (self._running, *(cycle for cycle, _ in self.pipeline)):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True

@@ -132,14 +132,12 @@ class Worker:
             self.error = explained(error) or _of_bug(error)
 
     def _fail(self, error: LowbitError) -> None:
-        """End all answers with an error."""
         for answer, asked in self._running:
             answer.handle.cancel()
             self._queue(asked, Delta(answer.index, error=error))
         self._running.clear()
 
     def _collect(self) -> None:
-        """Queue the deltas of the step for the event loop."""
         left = []
         for answer, asked in self._running:
             delta = self._delta_of(answer, asked.record.started)

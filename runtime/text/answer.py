@@ -69,62 +69,16 @@ def new_call_id() -> str:
 
 
 @dataclass(slots=True)
-class StopStrings:
-    """Cuts a text before the first stop string, wherever the text is split.
-
-    The first stop string is the one that is complete first, so a split cannot change the cut.
-
-    Attributes:
-        found: the one that has ended it; None as long as none has.
-    """
-
-    stops: tuple[str, ...] = ()
-    found: str | None = None
-    _held: str = ""  # end of the text, with which a stop string may begin
-
-    @property
-    def stopped(self) -> bool:
-        """True once a stop string has occurred."""
-        return self.found is not None
-
-    def push(self, text: str) -> str:
-        """The text that is certain once `text` has come."""
-        if not self.stops:
-            return text
-        if self.stopped:
-            return ""
-        text = self._held + text
-        ends = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
-        if ends:
-            end, at = min(ends)
-            self.found, self._held = text[at:end], ""
-            return text[:at]
-        certain = len(text) - longest_overlap(text, self.stops)
-        self._held = text[certain:]
-        return text[:certain]
-
-    def finish(self) -> str:
-        """The text still held back."""
-        held, self._held = self._held, ""
-        return held
-
-
-@dataclass(slots=True)
 class Splitter:
-    """Turns tokens into pieces as they come; blank edges of both parts are left out.
-
-    Stop strings end the answer, never the reasoning.
-    """
+    """Turns tokens into pieces as they come; blank edges of both parts are left out."""
 
     tokenizer: Tokenizer
     begin: OutputStart
-    stops: tuple[str, ...] = ()
     _fresh: bool = True  # nothing has come yet
     _trim: bool = False  # blank text is left out until the part has begun
     _blank: str = ""  # blank end of the reasoning so far
     _thought: TextStream = field(init=False)
     _answer: TextStream = field(init=False)
-    _stops: StopStrings = field(init=False)
     _reasoning: bool = field(init=False)
     _open: int | None = field(init=False)  # ids of the tags around the reasoning
     _close: int | None = field(init=False)
@@ -134,18 +88,7 @@ class Splitter:
         self._open, self._close = map(self.tokenizer.token_id, (OPEN, CLOSE))
         self._thought = TextStream(self.tokenizer)
         self._answer = TextStream(self.tokenizer)
-        self._stops = StopStrings(self.stops)
         self._reasoning = self._trim = self.begin == "reasoning"
-
-    @property
-    def stop(self) -> str | None:
-        """The stop string that has ended the answer, if one has."""
-        return self._stops.found
-
-    @property
-    def stopped(self) -> bool:
-        """True once a stop string has occurred."""
-        return self._stops.stopped
 
     def push(self, id: int) -> Piece | None:
         """The text that this token completes."""
@@ -159,14 +102,13 @@ class Splitter:
             return None
         if self._reasoning:
             return self._thinking(self._thought.push(id))
-        return _piece(self._stops.push(self._trimmed(self._answer.push(id))), reasoning=False)
+        return _piece(self._trimmed(self._answer.push(id)), reasoning=False)
 
     def finish(self) -> Piece | None:
         """The text still held back."""
         if self._reasoning:
             return self._thinking(self._thought.finish())
-        answer = self._stops.push(self._trimmed(self._answer.finish()))
-        return _piece(answer + self._stops.finish(), reasoning=False)
+        return _piece(self._trimmed(self._answer.finish()), reasoning=False)
 
     def _thinking(self, text: str) -> Piece | None:
         text = self._blank + self._trimmed(text)
@@ -184,29 +126,58 @@ class Splitter:
 
 @dataclass(slots=True)
 class Content:
-    """The content of an answer: cut at stop strings, without blank edges next to calls."""
+    """The content of an answer, cut before the first stop string, wherever the text is split.
 
-    stops: StopStrings
+    The first stop string is the one that is complete first, so a split cannot change the cut.
+
+    Attributes:
+        beside_calls: blank edges next to calls are left out, so that blank text waits for what
+            follows.
+        found: the stop string that has ended it; None as long as none has.
+    """
+
+    stops: tuple[str, ...] = ()
+    beside_calls: bool = False
+    found: str | None = None
+    _held: str = ""  # end of the text, with which a stop string may begin
     _blank: str = ""  # blank end of the content so far
     _begun: bool = False
     _called: bool = False
 
     def push(self, text: str) -> str:
         """The content that is certain once `text` has come."""
-        return self._shown(self.stops.push(text))
+        if not self.stops:
+            return self._shown(text)
+        if self.found is not None:
+            return ""
+        text = self._held + text
+        ends = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
+        if ends:
+            end, at = min(ends)
+            self.found, self._held = text[at:end], ""
+            return self._shown(text[:at])
+        certain = len(text) - longest_overlap(text, self.stops)
+        self._held = text[certain:]
+        return self._shown(text[:certain])
 
     def interrupt(self) -> str:
         """The content held back before a call."""
         self._called = True
-        return self._shown(self.stops.finish())
+        return self._flush()
 
     def finish(self) -> str:
         """The content still held back."""
-        shown = self._shown(self.stops.finish())
+        shown = self._flush()
         blank, self._blank = self._blank, ""
         return shown if self._called else shown + blank
 
+    def _flush(self) -> str:
+        held, self._held = self._held, ""
+        return self._shown(held)
+
     def _shown(self, text: str) -> str:
+        if not self.beside_calls:
+            return text
         text = self._blank + text
         shown = text.rstrip()
         self._blank = text[len(shown) :]
@@ -240,24 +211,24 @@ class AnswerSplitter:
     cut_calls: bool = False
     new_id: Callable[[], str] = new_call_id
     _text: Splitter = field(init=False)
-    _calls: "CallReader | None" = None
-    _content: "Content" = field(init=False)
+    _calls: CallReader | None = None
+    _content: Content = field(init=False)
     _begun: int = 0  # calls
     _complete: int = 0  # calls
     _ended: bool = False  # by the only call of a request that is not parallel
 
     def __post_init__(self) -> None:
         """Parse calls if there are tools and a form."""
-        self._content = Content(StopStrings(self.stops))
         if self.tools and self.form is not None and self.begin != "raw":
             tools = {tool.name: tool for tool in self.tools}
             self._calls = CallReader(self.form, tools, self.in_pieces, self.cut_calls)
-        self._text = Splitter(self.tokenizer, self.begin, self.stops if not self._calls else ())
+        self._content = Content(self.stops, beside_calls=self._calls is not None)
+        self._text = Splitter(self.tokenizer, self.begin)
 
     @property
     def stop(self) -> str | None:
         """The stop string that has ended the content."""
-        return self._text.stop or self._content.stops.found
+        return self._content.found
 
     @property
     def stopped(self) -> bool:
@@ -279,11 +250,13 @@ class AnswerSplitter:
 
     def _events(self, piece: Piece | None, final: bool) -> Iterator[Event]:
         """Pass reasoning on, and look for calls in the rest."""
-        if piece is not None and (piece.reasoning or self._calls is None):
+        if piece is not None and piece.reasoning:
             yield piece
-        if self._calls is None:
-            return
         text = piece.text if piece is not None and not piece.reasoning else ""
+        if self._calls is None:
+            text = self._content.push(text)
+            yield from _content(text + self._content.finish() if final else text)
+            return
         for part in self._calls.read(text, final):
             if self.stopped:
                 break

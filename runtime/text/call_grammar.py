@@ -119,7 +119,6 @@ def _joined(rules: Iterable[str]) -> str:
 
 
 def _loosened(tools: Sequence[Tool]) -> list[Tool]:
-    """The tools, those without the schema that are not strict."""
     return [tool if tool.strict else Tool(tool.name) for tool in tools]
 
 
@@ -133,7 +132,6 @@ def _rules_of_calls(form: CallForm, tools: Sequence[Tool], left_out: set[str]) -
 
 
 def _mark(tag: str, tokenizer: Tokenizer) -> str:
-    """A tag as the token that it is, or spelled."""
     return json.dumps(tag) if tokenizer.token_id(tag) is None else tag
 
 
@@ -240,7 +238,6 @@ def _unheld(tool: Tool, where: str, keyword: str) -> RequestError:
 
 
 def _json(schema: Mapping[str, Any], tool: Tool, work: Work) -> str:
-    """JSON that a part of a tool's schema allows."""
     definitions = referenced(schema, tool.schema)
     options = {**NOTATION, "lenient": not tool.strict}
     whole = {**definitions, **schema}
@@ -269,7 +266,6 @@ def referenced(schema: Any, root: Mapping[str, Any]) -> dict[str, dict[str, Any]
 
 
 def _references(value: Any) -> Iterator[str]:
-    """Every `$ref` in a schema, however deep."""
     left = [value]
     while left:
         part = left.pop()

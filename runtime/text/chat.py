@@ -98,7 +98,6 @@ def _marked(
     tools: list[Mapping[str, Any]],
     arguments: dict[str, Any],
 ) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]], dict[str, Any]]:
-    """Messages, tools and arguments with marks."""
     marked = [control.marked(message, mark) for message in messages]
     for message, given in zip(marked, messages, strict=True):
         if given["role"] == "assistant":
@@ -211,7 +210,6 @@ def _part(part: Any, where: str) -> str:
 
 
 def _plain_call(call: Any, where: str) -> dict[str, Any]:
-    """A call of an earlier turn, with its arguments as an object."""
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
         raise RequestError(f"{where} is not an object with `function`")
     if call.get("type", "function") != "function":

@@ -96,7 +96,6 @@ class GrammarConstraint:
         return self._matcher
 
     def _fill(self) -> None:
-        """Make the mask."""
         self._matcher.unsafe_compute_mask_ptr(self._words.data_ptr(), self._words.nbytes)
 
     def _check(self) -> None:
@@ -297,6 +296,5 @@ class _Tokens:
 
 
 def _special(tokenizer: Tokenizer, count: int) -> dict[int, str]:
-    """Names of the added tokens with an id below `count`."""
     added = tokenizer.text.hub.get_added_tokens_decoder()
     return {id: token.content for id, token in added.items() if id < count}

@@ -92,7 +92,6 @@ def _exclude_each_other(branches: list[Any], types: ArgumentTypes) -> bool:
 
 
 def _whole(schema: Any, types: ArgumentTypes) -> Mapping[str, Any]:
-    """The schema, or the one that it refers to."""
     if isinstance(schema, Mapping) and "$ref" in schema:
         schema = resolve(schema["$ref"], types.root)
     return schema if isinstance(schema, Mapping) else ANYTHING

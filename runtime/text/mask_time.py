@@ -157,7 +157,6 @@ class Watch:
             del work, answer  # a matcher may be large
 
     def _await(self, inbox: SimpleQueue[tuple[Work, Answer]], answer: Answer) -> None:
-        """Wait for the end of late work."""
         answer.get()
         with self._lock:
             self.late -= 1

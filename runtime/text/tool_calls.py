@@ -194,7 +194,6 @@ class XmlPieces:
         return self._json[before:]
 
     def _begin_value(self, body: str) -> bool:
-        """Begin the parameter that stands next, if one does."""
         parameter = PARAMETER.match(body, self.sent)
         if parameter is None or self.name is None:
             return False
@@ -394,7 +393,6 @@ class CallReader:
 
 
 def _same(one: str, other: str) -> bool:
-    """True if two JSON texts have the same content."""
     try:
         return bool(read_json(one) == read_json(other))
     except ValueError:

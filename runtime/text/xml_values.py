@@ -181,7 +181,6 @@ def _known(schema: Any) -> Leaf | None:
 
 
 def _both(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema for what two allow."""
     for key in one.keys() & other.keys():
         if one[key] is not other[key] and one[key] != other[key]:
             raise UnheldError(key)
@@ -265,7 +264,6 @@ def _check_choices(
 
 
 def _alternative(kind: str, leaf: Leaf) -> str:
-    """A value that is no string, as text."""
     for key in OF_NUMBERS:
         if key in leaf:
             raise UnheldError(key)
@@ -322,7 +320,6 @@ def regex_of_word(word: str) -> str:
 
 
 def _sign(sign: str) -> str:
-    """An expression that matches one character."""
     if sign < " ":
         return rf"\x{{{ord(sign):x}}}"
     return "\\" + sign if sign in r"\.+*?()|[]{}^$#&-~/" else sign

@@ -172,7 +172,6 @@ class CompletionEvents(ChunkWriter):
         return data
 
     def _echo(self, delta: Delta) -> bytes:
-        """The prompt, before the first delta of an answer."""
         prompt = self._echoes.pop(delta.index, None)
         if prompt is None or delta.error is not None:
             return b""

@@ -125,7 +125,6 @@ def _call(method: str, path: str, call: Schema, schemas: Schema) -> Iterator[str
 
 
 def _body(call: Schema) -> str | None:
-    """Name of the schema of a call's body."""
     content = call.get("requestBody", {}).get("content", {})
     reference = content.get("application/json", {}).get("schema", {}).get("$ref")
     return None if reference is None else _name(reference)
@@ -137,7 +136,6 @@ def _object(name: str, schema: Schema) -> Iterator[str]:
 
 
 def _fields(schema: Schema) -> Iterator[str]:
-    """A table of the fields, those that are needed first."""
     needed = set(schema.get("required", ()))
     fields = schema.get("properties", {})
     yield "<table><tr><th>field<th>value<th>"

@@ -287,7 +287,6 @@ def _left_out(body: CountBody) -> list[str]:
 
 
 def _flat(blocks: Sequence[Block]) -> Iterator[Block | ResultPart]:
-    """Blocks, and the parts of results of tools among them."""
     for block in blocks:
         yield block
         if isinstance(block, ToolResult) and isinstance(block.content, list):
@@ -295,7 +294,6 @@ def _flat(blocks: Sequence[Block]) -> Iterator[Block | ResultPart]:
 
 
 def _choice_of(given: Choice | None) -> tuple[ChoiceMode, str | None]:
-    """Calls that the answer may or must have, and the tool to call."""
     if given is None:
         return "auto", None
     if given.type == "tool":
@@ -354,7 +352,6 @@ def _answer_options(body: MessagesBody) -> dict[str, Any]:
 
 
 def _content(one: Collected) -> Iterator[dict[str, Any]]:
-    """Content blocks of an answer."""
     if one.reasoning:
         yield {"type": "thinking", "thinking": one.reasoning, "signature": ""}
     if one.content or not one.calls:
@@ -456,7 +453,6 @@ class MessageEvents:
         return self._delta({"type": "input_json_delta", "partial_json": found.fragment})
 
     def _open(self, kind: BlockKind, block: dict[str, Any]) -> bytes:
-        """Open a block, unless one of its kind is open."""
         if self._kind == kind:
             return b""
         data = self._close_block()

@@ -188,7 +188,6 @@ class ResponseEvents:
         return self._text(found.fragment, [])
 
     def _switch(self, kind: ItemKind) -> bytes:
-        """Open an item, unless one of its kind is open."""
         if self._item is not None and self._item.kind == kind:
             return b""
         prefix = "rs_" if kind == "reasoning" else "msg_"

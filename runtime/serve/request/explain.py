@@ -139,7 +139,6 @@ def _missing(place: str) -> ApiError:
 
 
 def _tagged(fault: Fault) -> ApiError:
-    """The error for an object whose type is none of those known."""
     field, value = fault.context["discriminator"].strip("'"), fault.value
     where = f"{fault.place}.{field}" if fault.place else field
     if not isinstance(value, dict) or field not in value:

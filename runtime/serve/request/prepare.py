@@ -161,7 +161,6 @@ async def open_answers(
 
 
 def _sampling_of(first: SamplingParams, index: int) -> SamplingParams:
-    """Parameters of one of several answers, whose seeds follow each other."""
     if first.seed is None or not index:
         return first
     return replace(first, seed=(first.seed + index) % SEEDS)
@@ -270,7 +269,6 @@ def can_switch_thinking(model: Model) -> bool:
 
 
 def _with_options(model: Model, request: TokenRequest, asked: Asked) -> TokenRequest:
-    """The request with sampling, stops and lengths, checked."""
     for index, id in enumerate(asked.stop_ids):
         if not 0 <= id < model.engine.limits.vocabulary:
             where = f"stop_token_ids[{index}]"

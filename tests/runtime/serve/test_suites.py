@@ -62,7 +62,7 @@ def cases() -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """The whole bundled model, which ends its answers sooner."""
     folder = tool_model(BUNDLED, tmp_path_factory.mktemp("suites") / "tiny-qwen3")
     with running(load(folder, device="cpu", max_sequences=SEQUENCES, context=1024)) as found:
@@ -70,8 +70,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest.mark.parametrize(("name", "case"), cases())
-def test_llm_comply(server: Running, name: str, case: Case) -> None:
-    config = ComplianceConfig(base_url=f"{server.url}/v1", api_key="none", model=NAME)
+def test_llm_comply(whole: Running, name: str, case: Case) -> None:
+    config = ComplianceConfig(base_url=f"{whole.url}/v1", api_key="none", model=NAME)
     runner = Runner(config, [], SpecLoader(str(SPECS / FORMATS[name])))
     found = runner.run_one(short(name, case))
     if found.status.value == "skipped":

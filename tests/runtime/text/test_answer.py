@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as HubTokenizer
 
 import lowbit.runtime as lowbit
 from lowbit.formats.text.template import ChatTemplate
-from lowbit.runtime.text.answer import OutputStart, Splitter, StopStrings
+from lowbit.runtime.text.answer import AnswerSplitter, Content, OutputStart, Piece
 from lowbit.runtime.text.chat import output_start
 from lowbit.runtime.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -49,14 +49,15 @@ def tokenizer(byte_tokenizer: HubTokenizer, tmp_path: Path) -> Tokenizer:
 
 def split(tokenizer: Tokenizer, text: str, begin: OutputStart, *stops: str) -> tuple[str, str]:
     """Reasoning and answer of a text, token by token."""
-    splitter = Splitter(tokenizer, begin, stops)
-    pieces = []
+    splitter = AnswerSplitter(tokenizer, begin, stops)
+    events = []
     for id in tokenizer.encode(text):
-        pieces.append(splitter.push(id))
+        events += splitter.push(id)
         if splitter.stopped:
             break
-    pieces.append(splitter.finish())
-    parts = [piece for piece in pieces if piece is not None]
+    events += splitter.finish()
+    parts = [piece for piece in events if isinstance(piece, Piece)]
+    assert len(parts) == len(events)
     assert all(piece.text for piece in parts)
     kinds = [piece.reasoning for piece in parts]
     assert kinds == sorted(kinds, reverse=True)  # reasoning first, then the answer
@@ -212,7 +213,7 @@ def test_the_terminal_shows_the_reasoning_apart(make_qwen3_5: Make, saying: Sayi
 
 
 def passed(pieces: Iterable[str], *stops: str) -> list[str]:
-    text = StopStrings(stops)
+    text = Content(stops)
     return [*map(text.push, pieces), text.finish()]
 
 
@@ -230,11 +231,11 @@ def first_cut(text: str, stops: list[str]) -> str:
     stops=st.lists(st.text(alphabet="abEN\n", min_size=1, max_size=4), min_size=1, max_size=3),
 )
 def test_text_ends_before_the_first_stop_string(pieces: list[str], stops: list[str]) -> None:
-    text = StopStrings(tuple(stops))
+    text = Content(tuple(stops))
     shown = "".join(map(text.push, pieces)) + text.finish()
     whole = "".join(pieces)
     assert shown == first_cut(whole, stops)
-    assert text.stopped == (shown != whole)
+    assert (text.found is not None) == (shown != whole)
     if text.found is not None:
         assert text.found in stops
         assert whole.startswith(shown + text.found)
