@@ -12,10 +12,12 @@ import hypothesis
 import pytest
 import torch
 
+from lowbit.formats.text.template import ChatTemplate
 from tests.hub_server import HubServer
 from tests.short_models import Shorten, shortened
 
 LONGEST = "test_compile.py"
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 YOUNG = 10_000  # objects that are made before the collector looks for garbage; 700 in Python itself
 
 CALM: dict[str, Any] = {
@@ -50,8 +52,20 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Every second process begins with the last file, and finds what others have compiled."""
+    report = yield
+    if isinstance(collector, pytest.Directory) and WORKER % 2:
+        report.result.reverse()
+    return report
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name != LONGEST)  # or one of them runs alone at the end
+    # In one order everywhere; the longest first, or one of them runs alone at the end.
+    items.sort(key=lambda item: (item.path.name != LONGEST, str(item.path)))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -69,6 +83,14 @@ def _states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def _state(_states: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands remember folders in a place of the test's own, not in the user's."""
     monkeypatch.setenv("XDG_STATE_HOME", str(next(_states)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_process_ahead() -> Iterator[None]:
+    """A template's process starts with the first rendering; most models are loaded without one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChatTemplate, "prepare", lambda template: None)
+        yield
 
 
 @pytest.fixture(scope="session")

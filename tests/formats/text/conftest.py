@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 
+from lowbit.formats.text.template import ChatTemplate
 from lowbit.formats.text.worker import Worker
 
+PREPARE = ChatTemplate.prepare  # as it is, before the session leaves it out
 MODEL = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
 ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+
+
+@pytest.fixture(autouse=True)
+def _prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChatTemplate, "prepare", PREPARE)
 
 
 @pytest.fixture(scope="module")
