@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from lowbit.convert.api import ReportRequest, Request, Result, convert
     from lowbit.convert.pipeline.conversion import Conversion
     from lowbit.convert.plan.recipe import Override, Recipe
-    from lowbit.convert.vocabulary.cut import cut_vocabulary
+    from lowbit.convert.vocabulary.cut import CutRequest, cut_vocabulary
 
 __all__ = [
     "Conversion",
+    "CutRequest",
     "LowbitError",
     "Override",
     "Recipe",
@@ -28,6 +29,7 @@ __all__ = [
 
 _HOMES = {
     "Conversion": "pipeline.conversion",
+    "CutRequest": "vocabulary.cut",
     "Override": "plan.recipe",
     "Recipe": "plan.recipe",
     "ReportRequest": "api",

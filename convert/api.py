@@ -34,7 +34,8 @@ from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.quantize.session import CalibrationRequest
 from lowbit.convert.report.reporting import LogitRequest, Reported, complete_report, figures_of
 from lowbit.convert.texts.evaluation import Text
-from lowbit.convert.vocabulary.beside import CutOriginal, CutRequest, cut_beside
+from lowbit.convert.vocabulary.beside import CutOriginal, cut_beside
+from lowbit.convert.vocabulary.cut import CutRequest
 from lowbit.formats.hub.locate import locate
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 
@@ -208,23 +209,24 @@ def _planned(
     for text in source.notes:
         note(text)
     device, calibration, recipe = open_device(request.device), request.calibration, request.recipe
-    choose = method_chooser(source, device, calibration)
-    limit = request.max_shard_bytes
+    plan_with = partial(
+        make_plan,
+        source.config,
+        source.tensors,
+        max_shard_bytes=request.max_shard_bytes,
+        choose=method_chooser(source, device, calibration),
+    )
     if request.target is None:
-        return make_plan(source.config, source.tensors, recipe, limit, choose), None
+        return plan_with(recipe), None
     bits, rule = request.target.bits, recipe.rule
+    settings = Settings(calibration.file, bits=bits, device=device.type, rule=rule)
     texts = PlannedTexts(calibration, request.draft_text)
+
+    def sizes(plan: Plan) -> tuple[int, int]:
+        return predicted_bytes(plan, files, texts, device, at_most=True), report_room(plan)
+
     choice = meet_target(
-        source,
-        recipe,
-        request.target,
-        Settings(calibration.file, bits=bits, device=device.type, rule=rule),
-        limit,
-        choose,
-        partial(predicted_bytes, files=files, texts=texts, device=device, at_most=True),
-        report_room,
-        on_progress,
-        note,
+        source, recipe, request.target, settings, plan_with, sizes, on_progress, note
     )
     return choice.allocation.plan, choice
 

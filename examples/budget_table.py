@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,7 +42,7 @@ from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import open_dense
 from lowbit.convert.plan.method import RTN, Method
-from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, make_plan
+from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.plan.recipe import Override, Recipe
 from lowbit.convert.quantize.session import CalibrationRequest
 from lowbit.convert.texts.calibration import cut_samples
@@ -150,8 +151,8 @@ def recipes(
     for percent in options.more:
         target = Target(size_bytes=int(size * (1 + percent / 100)))
         for name, rows in given:
-            recipe = Recipe(method=options.method)
-            chosen = allocate(config, tensors, recipe, rows, target, DEFAULT_SHARD_BYTES)
+            recipe, plan_with = Recipe(method=options.method), partial(make_plan, config, tensors)
+            chosen = allocate(config, tensors, recipe, rows, target, plan_with)
             yield f"{name}, {percent:+g} %", chosen.recipe, chosen.kl
 
 

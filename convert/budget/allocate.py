@@ -8,7 +8,7 @@ from typing import Any
 
 from lowbit.convert.budget.knapsack import Option, choose
 from lowbit.convert.budget.sensitivities import Row, by_set
-from lowbit.convert.plan.plan import MethodChooser, Plan, make_plan
+from lowbit.convert.plan.plan import Plan
 from lowbit.convert.plan.recipe import Override, Recipe
 from lowbit.convert.plan.sets import FusedSet, fused_sets, patterns_for
 from lowbit.formats.architectures import tensor_table
@@ -76,9 +76,8 @@ def allocate(
     recipe: Recipe,
     rows: Sequence[Row],
     target: Target,
-    max_shard_bytes: int,
+    plan_with: Callable[[Recipe], Plan],
     beside: Callable[[Plan], int] | None = None,
-    choose: MethodChooser | None = None,
 ) -> Allocation:
     """Choose the schemes with the least sum of KL that the budget allows.
 
@@ -87,6 +86,7 @@ def allocate(
 
     Args:
         rows: the cost of each scheme of each set.
+        plan_with: makes the plan of a recipe, as `make_plan` does.
         beside: bytes that the folder of a plan has at most beside its weight files, for a target
             of its size; those of a draft head alone when None.
 
@@ -100,7 +100,7 @@ def allocate(
         schemes = {name: one.scheme for name, one in picks.items()}
         given = (Override.of(*pair) for pair in patterns_for(sets, schemes))
         chosen = replace(recipe, overrides=(*recipe.overrides, *given))
-        return make_plan(config, tensors, chosen, max_shard_bytes, choose)
+        return plan_with(chosen)
 
     stored = sum(fused.file_bytes(None) for fused in sets)
     counted: Callable[[Plan], int] = beside or (lambda plan: plan.draft_bytes)

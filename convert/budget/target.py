@@ -16,7 +16,7 @@ from lowbit.convert.budget.sensitivities import Row
 from lowbit.convert.original.progress import Note, Progress
 from lowbit.convert.original.weights import dense_weights
 from lowbit.convert.plan.method import RTN, Method
-from lowbit.convert.plan.plan import MethodChooser, Plan
+from lowbit.convert.plan.plan import Plan
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.sets import USUAL_BITS, choices_of, fused_sets
 from lowbit.formats.safetensors.checkpoint import Checkpoint
@@ -47,10 +47,8 @@ def meet_target(
     recipe: Recipe,
     request: TargetRequest,
     settings: Settings,
-    max_shard_bytes: int,
-    choose: MethodChooser,
-    folder_bytes: Callable[[Plan], int],
-    room: Callable[[Plan], int],
+    plan_with: Callable[[Recipe], Plan],
+    sizes: Callable[[Plan], tuple[int, int]],
     on_progress: Progress,
     note: Note,
 ) -> TargetChoice:
@@ -60,8 +58,8 @@ def meet_target(
 
     Args:
         settings: of the sensitivities; the method there is replaced.
-        folder_bytes: size of the folder of a plan at most.
-        room: bytes that a target of size leaves for the report.
+        plan_with: makes the plan of a recipe.
+        sizes: bytes of a plan's folder at most, and those that a target leaves for the report.
         note: told what is computed, and what cannot be kept.
 
     Raises:
@@ -70,12 +68,11 @@ def meet_target(
     weights, config, tensors = dense_weights(source), source.config, source.tensors
 
     def beside(plan: Plan) -> int:
-        return folder_bytes(plan) + room(plan) - plan.output_bytes
+        return sum(sizes(plan)) - plan.output_bytes
 
     def allocated(rows: Sequence[Row]) -> Allocation:
         given = [row for row in rows if row.bits in request.bits]
-        budget = request.target
-        return allocate(config, tensors, recipe, given, budget, max_shard_bytes, beside, choose)
+        return allocate(config, tensors, recipe, given, request.target, plan_with, beside)
 
     def by(method: Method) -> tuple[CachedSensitivities, Allocation]:
         costs = find_or_estimate(weights, replace(settings, method=method), on_progress, note)
@@ -105,4 +102,4 @@ def meet_target(
         method=str(replace(used, autoround=False) if measured else RTN),
     ).conditions
     unlike = None if done == known.conditions else done
-    return TargetChoice(chosen, costs, folder_bytes(chosen.plan), unlike)
+    return TargetChoice(chosen, costs, sizes(chosen.plan)[0], unlike)

@@ -62,6 +62,7 @@ def cut_vocabulary(
     eval_texts: tuple[Path, ...],
     measure: bool,
     device: str,
+    revision: str | None,
     as_json: bool,
     **settings: Any,
 ) -> None:
@@ -78,18 +79,17 @@ def cut_vocabulary(
     from lowbit.convert.cli.progress import progress_bars
     from lowbit.convert.report.reporting import read_texts
     from lowbit.convert.texts.evaluation import vocabulary_texts
-    from lowbit.convert.vocabulary.cut import cut_vocabulary
+    from lowbit.convert.vocabulary.cut import CutRequest, cut_vocabulary
 
     check_command(source)
     given = click.get_current_context().get_parameter_source("device")
     if not measure and given is not ParameterSource.DEFAULT:
         raise click.UsageError("--device is for --measure.")
     texts = read_texts(eval_texts) if eval_texts else vocabulary_texts()
-    place = device if measure else None
+    measure_on = device if measure else None
+    request = CutRequest(keep, texts=texts, measure_on=measure_on, **settings)
     with progress_bars(quiet=as_json) as progress:
-        done = cut_vocabulary(
-            source, out, keep, texts=texts, measure_on=place, progress=progress, **settings
-        )
+        done = cut_vocabulary(source, out, request, revision=revision, progress=progress)
     if as_json:
         print_json(done.to_json())
     else:

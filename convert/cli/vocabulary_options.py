@@ -12,7 +12,7 @@ from lowbit.formats.shell.options import Count, with_options
 
 if TYPE_CHECKING:
     from lowbit.convert.texts.evaluation import Text
-    from lowbit.convert.vocabulary.beside import CutRequest
+    from lowbit.convert.vocabulary.cut import CutRequest
 
 KEEP_HELP = (
     "Tokens to keep, rounded up to a multiple of 128; or a file that lists them: a JSON array of "
@@ -102,7 +102,7 @@ def make_cut_request(
             raise click.UsageError("--vocabulary-languages is for --keep-vocabulary.")
         return None
     from lowbit.convert.texts.evaluation import vocabulary_texts
-    from lowbit.convert.vocabulary.beside import CutRequest
+    from lowbit.convert.vocabulary.cut import CutRequest
 
     compared = tuple(texts) or vocabulary_texts()
     return CutRequest(keep, text, languages, compared, measure_on, max_shard_bytes)

@@ -32,7 +32,7 @@ from lowbit.convert.pipeline.folder import (
 )
 from lowbit.convert.pipeline.journal import CompletedStep, Journal
 from lowbit.convert.pipeline.output_dir import place_of
-from lowbit.convert.pipeline.stream import stream
+from lowbit.convert.pipeline.stream import Blocks, stream
 from lowbit.convert.plan.memory import block_elements
 from lowbit.convert.plan.plan import Plan, TensorPlan, source_rows
 from lowbit.convert.quantize.session import CalibrationRequest, Session
@@ -184,7 +184,7 @@ def carry_out(
         advance = Meter(on_progress, "convert", total, done).add
         stream(
             *(plan, checkpoint, partial, journal.append, todo),
-            *(job.block_elements, target, advance, calibrated),
+            *(Blocks(job.block_elements, target), advance, calibrated),
         )
         finished = sorted(journal.finished, key=lambda row: row.step)
         if job.vocabulary is not None:

@@ -12,7 +12,7 @@ from lowbit.convert.original.rotation import rotation_bytes
 from lowbit.convert.pipeline.draft_head import make_draft_head
 from lowbit.convert.pipeline.folder import expected_files
 from lowbit.convert.pipeline.journal import CompletedStep
-from lowbit.convert.pipeline.stream import stream
+from lowbit.convert.pipeline.stream import Blocks, stream
 from lowbit.convert.plan.memory import block_elements
 from lowbit.convert.plan.plan import Plan, make_plan
 from lowbit.convert.plan.recipe import Recipe
@@ -77,9 +77,9 @@ def check_derived(
                 return _difference(session.record, manifest.calibration)
             calibrated = session.run(Path(work), progress)
         rotated_bytes = rotation_bytes(plan.rotated, source.tensors, target.type)
-        elements = block_elements(None, core_count(), target, rotated_bytes)
+        blocks = Blocks(block_elements(None, core_count(), target, rotated_bytes), target)
         steps = range(len(plan.steps))
-        stream(plan, source, None, compare, steps, elements, target, advance, calibrated)
+        stream(plan, source, None, compare, steps, blocks, advance, calibrated)
     return TRAINED if trained else None
 
 

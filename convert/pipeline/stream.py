@@ -42,6 +42,14 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Size of a block, and the place of its work."""
+
+    elements: int  # weights that are quantized at a time
+    device: torch.device
+
+
 @dataclass(slots=True)
 class _Work:
     """A step under way; hashes and sums grow block by block, in order."""
@@ -81,8 +89,7 @@ def stream(
     folder: Path | None,
     record: Callable[[CompletedStep], None],
     todo: Iterable[int],
-    elements: int,
-    device: torch.device,
+    blocks: Blocks,
     advance: Advance,
     calibrated: Calibrated | None = None,
 ) -> None:
@@ -124,7 +131,7 @@ def stream(
             if made.block.last:
                 record(_finished(work, infos))
 
-        tasks = _tasks(plan, todo, elements)
+        tasks = _tasks(plan, todo, blocks.elements)
         read = _overlap(reader, lambda task: _read(source, task), tasks)
         hashed = _overlap(hasher, _hash_source, read)
         rule = plan.recipe.rule
@@ -132,7 +139,7 @@ def stream(
             _make,
             source=source,
             rule=rule,
-            device=device,
+            device=blocks.device,
             calibrated=calibrated,
             rotation=Rotation(source, plan.rotated),
         )

@@ -11,8 +11,8 @@ from torch import Tensor
 from lowbit.convert.export.outputs import Output
 from lowbit.convert.original.progress import Progress
 from lowbit.convert.pipeline.output_dir import place_of
-from lowbit.convert.texts.evaluation import Text
 from lowbit.convert.vocabulary.cut import (
+    CutRequest,
     cut_tensors,
     cut_vocabulary,
     open_as_stored,
@@ -26,20 +26,6 @@ from lowbit.formats.safetensors.checkpoint import Checkpoint
 from lowbit.formats.safetensors.hashing import hash_file
 
 ENDING = ".original"
-
-
-@dataclass(frozen=True, slots=True)
-class CutRequest:
-    """A smaller vocabulary that a conversion is to start from."""
-
-    keep: int | Path  # number of tokens to keep, or a file that lists them
-    text: Path | None  # to count tokens on; the bundled one where left out
-    languages: Sequence[str]  # codes of languages whose most used words come next
-    texts: Sequence[Text]  # whose tokens are counted before and after
-    # Where both models run to tell the bits that they need for a byte of the texts; None to leave
-    # that out
-    measure_on: str | None
-    max_shard_bytes: int  # limit of a weight file
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +53,7 @@ def cut_beside(
     if record is not None:
         _check_same(source, revision, folder, record, request, progress)
         return CutOriginal(locate(str(folder)), record, True)
-    done = cut_vocabulary(
-        source,
-        folder,
-        request.keep,
-        text=request.text,
-        languages=request.languages,
-        texts=request.texts,
-        measure_on=request.measure_on,
-        revision=revision,
-        max_shard_bytes=request.max_shard_bytes,
-        progress=progress,
-    )
+    done = cut_vocabulary(source, folder, request, revision=revision, progress=progress)
     return CutOriginal(locate(str(folder)), done.record, False)
 
 

@@ -90,19 +90,30 @@ class CutModel:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class CutRequest:
+    """A smaller vocabulary: tokens to keep, and what to measure."""
+
+    # Number of tokens, rounded up to a multiple of 128; or a file that lists tokens, see
+    # `listed_tokens`, beside which the same tokens are kept as ever.
+    keep: int | Path
+    text: Path | None = None  # .txt or .jsonl, to count tokens on; the bundled one where left out
+    languages: Sequence[str] = ()  # codes, such as `de`, of those whose most used words come next
+    texts: Sequence[Text] | None = None  # whose tokens are counted before and after; the bundled
+    # `cpu` or `cuda`, where both models run to tell the bits that they need for a byte of the
+    # texts; None to leave that out.
+    measure_on: str | None = None
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES  # limit of a weight file
+
+
 @disk_errors()
 def cut_vocabulary(
     source: str | Path,
     out: str | Path,
-    keep: int | Path,
+    request: CutRequest,
     *,
-    text: Path | None = None,
-    languages: Sequence[str] = (),
-    texts: Sequence[Text] | None = None,
-    measure_on: str | None = None,
     revision: str | None = None,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> CutModel:
     """Write an original whose vocabulary has fewer tokens; memory holds a block of rows.
 
@@ -111,13 +122,8 @@ def cut_vocabulary(
     languages and code need most (see `common_tokens`); and what their merges need.
 
     Args:
-        keep: number of tokens, rounded up to a multiple of 128; or a file that lists tokens, see
-            `listed_tokens`, beside which the same tokens are kept as ever.
-        text: `.txt` or `.jsonl` text to count tokens on; the bundled one where left out.
-        languages: codes, such as `de`, of languages whose most used words come next.
-        texts: whose tokens are counted before and after; the bundled ones where left out.
-        measure_on: `cpu` or `cuda`, where both models run to tell the bits that they need for a
-            byte of the texts; None to leave that out.
+        source: folder, or Hub id, of a model that is not quantized.
+        progress: called with (phase, done, in all).
 
     Raises:
         LowbitError: a model or a tokenizer that cannot be cut, a text that cannot be read, or an
@@ -125,20 +131,19 @@ def cut_vocabulary(
     """
     out = Path(out)
     output_dir = free_place(out)
-    device = None if measure_on is None else open_device(measure_on)
-    compared = vocabulary_texts() if texts is None else texts
-    on_progress = progress or silent
+    device = None if request.measure_on is None else open_device(request.measure_on)
+    compared = vocabulary_texts() if request.texts is None else request.texts
     location = locate(str(source), revision)
     check_apart(location.folder, output_dir)
     if device is not None:
         check_measurable(location.folder, compared)
-    work = plan_cut(location, keep, text, languages)
+    work = plan_cut(location, request.keep, request.text, request.languages)
     with new_folder(output_dir, "cut vocabulary", [*work.names, KEPT_FILE], OTHER_WORK) as partial:
         left_out = write_small_files(work, partial)
-        size = _write_weights(work, partial, max_shard_bytes, on_progress)
+        size = _write_weights(work, partial, request.max_shard_bytes, progress)
         lengths = _lengths(work.tokenizer, partial, compared)
         if device is not None:
-            lengths = _measured(lengths, compared, (location.folder, partial), device, on_progress)
+            lengths = _measured(lengths, compared, (location.folder, partial), device, progress)
         record = _record(work, lengths)
         (partial / KEPT_FILE).write_bytes(record.to_bytes())
     return CutModel(

@@ -5,6 +5,7 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,10 +46,15 @@ def plausible(checkpoint: Checkpoint, groups: Sequence[int] = (32, 64, 128)) -> 
 
 
 def run(
-    checkpoint: Checkpoint, rows: Sequence[Row], target: Target, recipe: Recipe | None = None
+    checkpoint: Checkpoint,
+    rows: Sequence[Row],
+    target: Target,
+    recipe: Recipe | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> Allocation:
     config, tensors = checkpoint.config, checkpoint.tensors
-    return allocate(config, tensors, recipe or Recipe(), rows, target, DEFAULT_SHARD_BYTES)
+    plan_with = partial(make_plan, config, tensors, max_shard_bytes=max_shard_bytes)
+    return allocate(config, tensors, recipe or Recipe(), rows, target, plan_with)
 
 
 def replan(checkpoint: Checkpoint, found: Allocation) -> Plan:
@@ -93,14 +99,8 @@ def test_bytes_are_those_of_the_files(checkpoint: Checkpoint, share: float) -> N
 def test_size_counts_shards(tiny: Path) -> None:
     checkpoint = open_checkpoint(tiny)
     limit = 5_000_000
-    found = allocate(
-        checkpoint.config,
-        checkpoint.tensors,
-        Recipe(),
-        plausible(checkpoint),
-        Target(size_bytes=limit),
-        1_000_000,
-    )
+    target = Target(size_bytes=limit)
+    found = run(checkpoint, plausible(checkpoint), target, max_shard_bytes=1_000_000)
     assert len(found.plan.shards) > 3
     assert found.plan.output_bytes == sum(shard.size for shard in found.plan.shards) <= limit
 

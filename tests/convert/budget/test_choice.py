@@ -1,5 +1,6 @@
 """Bits chosen by sensitivity beat uniform bits of the same size, on a text not used to choose."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.progress import silent
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import open_weights
-from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
+from lowbit.convert.plan.plan import Plan, make_plan
 from lowbit.convert.plan.recipe import Override, Recipe
 from lowbit.convert.plan.sets import USUAL_BITS, choices_of, fused_sets
 from lowbit.convert.texts.calibration import read_calibration
@@ -70,6 +71,7 @@ def test_a_choice_beats_every_uniform_one_of_its_size(hybrid: Path) -> None:
     ]
     # The head of both models is tied: beside INT8 of it, a choice has bytes for other layers.
     target = Target(size_bytes=max(plan.output_bytes for plan in uniform))
-    chosen = allocate(config, tensors, Recipe(), rows, target, DEFAULT_SHARD_BYTES).plan
+    plan_with = partial(make_plan, config, tensors)
+    chosen = allocate(config, tensors, Recipe(), rows, target, plan_with).plan
     ours, *theirs = mean_kl(folder, [chosen, *uniform], unseen)
     assert ours < 0.7 * min(theirs)

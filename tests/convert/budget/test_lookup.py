@@ -23,6 +23,7 @@ from lowbit.convert.budget.lookup import (
     write_file,
 )
 from lowbit.convert.budget.sensitivities import Row, Sensitivities, read_sensitivities
+from lowbit.convert.original.progress import silent
 from lowbit.convert.original.weights import open_dense
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Recipe
@@ -41,10 +42,6 @@ RECORD = Sensitivities(
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-def ignore(phase: str, done: int, total: int) -> None:
-    """Show nothing."""
-
-
 @pytest.fixture
 def settings(short_text: Path) -> Settings:
     return Settings(calib=short_text, windows=1, groups=(64, 128))
@@ -52,8 +49,8 @@ def settings(short_text: Path) -> Settings:
 
 def test_computed_once(readable: Path, settings: Settings, cache: Path) -> None:
     notes: list[str] = []
-    first = find_or_estimate(open_dense(readable), settings, ignore, notes.append)
-    again = find_or_estimate(open_dense(readable), settings, ignore, notes.append)
+    first = find_or_estimate(open_dense(readable), settings, silent, notes.append)
+    again = find_or_estimate(open_dense(readable), settings, silent, notes.append)
     assert (first.is_new, again.is_new) == (True, False)
     assert first.sensitivities == again.sensitivities
     assert first.file.is_relative_to(cache)
@@ -77,7 +74,7 @@ def test_bits_that_are_lacking_are_added(readable: Path, settings: Settings) -> 
 
     def find(*bits: int) -> CachedSensitivities:
         asked = dataclasses.replace(settings, bits=bits)
-        return find_or_estimate(open_dense(readable), asked, ignore, notes.append)
+        return find_or_estimate(open_dense(readable), asked, silent, notes.append)
 
     find(8)  # and 4, by which sets are ranked
     more = find(2, 8)
@@ -109,28 +106,28 @@ def test_a_damaged_file_of_the_cache_is_computed_again(
     readable: Path, settings: Settings, damage: Callable[[Path], None]
 ) -> None:
     settings = dataclasses.replace(settings, groups=(64,), bits=(4,))
-    first = find_or_estimate(open_dense(readable), settings, ignore)
+    first = find_or_estimate(open_dense(readable), settings, silent)
     damage(first.file)
     notes: list[str] = []
-    again = find_or_estimate(open_dense(readable), settings, ignore, notes.append)
+    again = find_or_estimate(open_dense(readable), settings, silent, notes.append)
     assert again.is_new
     assert again.sensitivities == first.sensitivities == read_sensitivities(first.file)
     assert notes[0].endswith("computed again")
-    assert not find_or_estimate(open_dense(readable), settings, ignore).is_new
+    assert not find_or_estimate(open_dense(readable), settings, silent).is_new
 
 
 def test_a_named_file_that_was_changed(readable: Path, tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     path.write_bytes(RECORD.to_bytes().replace(b'"kl": 0.125', b'"kl": 0.175'))
     with pytest.raises(FormatError, match="was changed or damaged after it was written"):
-        read_checked(path, open_dense(readable), (4,), ignore)
+        read_checked(path, open_dense(readable), (4,), silent)
 
 
 def test_all_that_figures_depend_on_counts(
     readable: Path, settings: Settings, tmp_path: Path
 ) -> None:
     settings = dataclasses.replace(settings, groups=(64,), bits=(4,))
-    known = {find_or_estimate(open_dense(readable), settings, ignore).file}
+    known = {find_or_estimate(open_dense(readable), settings, silent).file}
     other = tmp_path / "other.txt"
     other.write_text("The sea was blue and the robot was happy. " * 6)
     changed = tmp_path / "changed"
@@ -146,7 +143,7 @@ def test_all_that_figures_depend_on_counts(
         (readable, dataclasses.replace(settings, method=Method("gptq", rotate=True))),
         (changed, settings),
     ):
-        found = find_or_estimate(open_dense(folder), how, ignore)
+        found = find_or_estimate(open_dense(folder), how, silent)
         assert found.is_new
         record = found.sensitivities
         assert (record.scale_rule, record.method) == (how.rule, str(how.method))
@@ -169,14 +166,14 @@ def test_a_file_of_another_model(readable: Path, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_bytes(RECORD.to_bytes())
     with pytest.raises(FormatError, match=r"is of weights wwwwwwwwwwww, .* has "):
-        read_checked(path, open_dense(readable), (4,), ignore)
+        read_checked(path, open_dense(readable), (4,), silent)
 
 
 def test_a_file_without_some_bits(readable: Path, tmp_path: Path) -> None:
     path = tmp_path / "narrow.json"
     path.write_bytes(RECORD.to_bytes())
     with pytest.raises(FormatError, match="no figures of 3 bits") as error:
-        read_checked(path, open_dense(readable), (3, 4), ignore)
+        read_checked(path, open_dense(readable), (3, 4), silent)
     assert "sensitivity --bits 3,4" in str(error.value.hint)
 
 
@@ -223,14 +220,14 @@ def test_windows_that_were_asked_for_are_measured_on(
 
     monkeypatch.setattr(lookup, "measured_costs", costs)
     settings = Settings(text, asked, method=Method("gptq"))
-    record = find_or_estimate(open_dense(readable), settings, ignore).sensitivities
+    record = find_or_estimate(open_dense(readable), settings, silent).sensitivities
     assert seen == [(learned, measured)] == [(record.learned, record.windows)]
 
 
 def test_a_packed_checkpoint(readable: Path, settings: Settings, tmp_path: Path) -> None:
     convert(readable, tmp_path / "packed", Recipe())
     with pytest.raises(QuantizationError, match="is already quantized"):
-        find_or_estimate(open_dense(tmp_path / "packed"), settings, ignore)
+        find_or_estimate(open_dense(tmp_path / "packed"), settings, silent)
 
 
 def test_record_comes_back(tmp_path: Path) -> None:
@@ -284,5 +281,5 @@ def test_files_are_replaced_whole(tmp_path: Path) -> None:
 
 def test_torch_threads_are_restored(readable: Path, settings: Settings) -> None:
     before = torch.get_num_threads()
-    find_or_estimate(open_dense(readable), settings, ignore)
+    find_or_estimate(open_dense(readable), settings, silent)
     assert torch.get_num_threads() == before

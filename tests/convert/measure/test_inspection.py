@@ -16,10 +16,10 @@ from lowbit.convert.measure.build import measure_sizes
 from lowbit.convert.measure.inspection import Entry, Inspection, Node, inspect, tree
 from lowbit.convert.plan.recipe import Override, Recipe
 from lowbit.formats.errors import CheckpointError, FormatError
-from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from tests.conversions import convert
+from tests.convert.edits import manifest_of
 from tests.convert.fixture_types import Cli, MakeModel
 from tests.hub_server import HubServer
 
@@ -66,8 +66,7 @@ def test_figures_are_those_of_headers_and_manifest(packed: Path) -> None:
     source = open_checkpoint(packed.parent / "source")
     weights = sum(math.prod(info.shape) for info in source.tensors.values())
     assert found.bits_per_weight == 8 * files / weights
-    manifest = read_manifest(packed)
-    assert manifest is not None
+    manifest = manifest_of(packed)
     scales = {row.name: (row.scale_min, row.scale_max) for row in manifest.tensors}
     for entry in found.entries:
         expected = scales.get(f"{entry.name}.weight_scale", (None, None))
@@ -203,18 +202,9 @@ def test_json(cli: Cli, hub: HubServer, packed: Path) -> None:
 
 
 def test_many_runs_of_layers_are_abridged(capsys: pytest.CaptureFixture[str]) -> None:
+    one = Entry("", (), "BF16", None, None, None, None, 1, 1)
     entries = tuple(
-        Entry(
-            f"model.layers.{n}.{kind}",
-            (n % 4,) * (n % 4 == 3),
-            "BF16",
-            None,
-            None,
-            None,
-            None,
-            1,
-            1,
-        )
+        replace(one, name=f"model.layers.{n}.{kind}", shape=(n % 4,) * (n % 4 == 3))
         for n in range(32)
         for kind in ("a", "b")
     )

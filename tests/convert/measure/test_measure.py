@@ -186,12 +186,6 @@ def test_one_text_has_no_kinds_and_a_short_one_no_positions(
     assert len(found.flips) <= 1
 
 
-def test_a_model_against_itself_flips_nothing(short: Path, stories: str, measure: Measure) -> None:
-    found = measure(short, short, stories=stories[:600])
-    assert found.logits.flips == ()
-    assert found.output_errors == {}
-
-
 def test_memory_is_announced_or_refused_before_the_work(
     short: Path, packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lowbit.convert import Override, Recipe
+from lowbit.convert.original.progress import silent
 from lowbit.convert.pipeline.verification import verify_folder
 from lowbit.formats.errors import FormatError, QuantizationError
-from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.packed import open_packed
 from tests.conversions import convert
+from tests.convert.edits import manifest_of
 from tests.convert.fixture_types import Hashes
 
 ODD = {
@@ -43,13 +44,8 @@ def odd(hybrid: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def quiet(phase: str, done: int, total: int) -> None:
-    pass
-
-
 def fates(folder: Path) -> dict[str, tuple[str, str]]:
-    manifest = read_manifest(folder)
-    assert manifest is not None
+    manifest = manifest_of(folder)
     return {row.name: (row.fate, row.reason) for row in manifest.source_tensors}
 
 
@@ -70,7 +66,7 @@ def test_every_source_tensor_is_in_the_manifest(hybrid: Path, tmp_path: Path) ->
     assert found["mtp.norm.weight"] == ("copied", "norm: never quantized")
     gate = "model.language_model.layers.0.linear_attn.in_proj_a.weight"
     assert found[gate] == ("copied", "delta_gate: never quantized")
-    assert verify_folder(folder, str(hybrid), quiet).source_tensors == len(source)
+    assert verify_folder(folder, str(hybrid), silent).source_tensors == len(source)
     assert len(open_packed(folder).carried) == 11
 
 
@@ -81,12 +77,12 @@ def test_tensors_without_rows_or_dimensions(odd: Path, tmp_path: Path, hashes: H
         assert packed[name].dtype == tensor.dtype
         assert packed[name].shape == tensor.shape
         assert packed[name].view(-1).view(torch.uint8).equal(tensor.view(-1).view(torch.uint8))
-    assert verify_folder(folder, str(odd), quiet).source_tensors == len(
+    assert verify_folder(folder, str(odd), silent).source_tensors == len(
         load_file(odd / "model.safetensors")
     )
     again = convert(odd, tmp_path / "again", Recipe(), max_shard_bytes=200_000).folder
     assert hashes(again)["config.json"] == hashes(folder)["config.json"]
-    assert verify_folder(again, None, quiet).tensors == len(packed)
+    assert verify_folder(again, None, silent).tensors == len(packed)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +110,7 @@ def test_vision_left_out(hybrid: Path, tmp_path: Path) -> None:
     before, after = (json.loads((f / "config.json").read_text()) for f in (hybrid, folder))
     assert after["architectures"] == before["architectures"]
     assert after["vision_config"] == before["vision_config"]
-    verify_folder(folder, str(hybrid), quiet)
+    verify_folder(folder, str(hybrid), silent)
 
 
 def test_mtp_left_out(hybrid: Path, tmp_path: Path) -> None:
@@ -125,7 +121,7 @@ def test_mtp_left_out(hybrid: Path, tmp_path: Path) -> None:
     assert not any("mtp" in name for name in load_file(folder / "model.safetensors"))
     config = json.loads((folder / "config.json").read_text())
     assert config["text_config"]["mtp_num_hidden_layers"] == 0
-    verify_folder(folder, str(hybrid), quiet)
+    verify_folder(folder, str(hybrid), silent)
 
 
 def test_mtp_quantized_on_request(hybrid: Path, tmp_path: Path) -> None:

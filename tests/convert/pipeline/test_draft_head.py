@@ -14,6 +14,7 @@ from lowbit.convert import Recipe
 from lowbit.convert.measure.build import measure_sizes
 from lowbit.convert.measure.difference import difference
 from lowbit.convert.measure.inspection import inspect
+from lowbit.convert.original.progress import silent
 from lowbit.convert.pipeline.conversion import prepare
 from lowbit.convert.pipeline.existing import find_existing
 from lowbit.convert.pipeline.folder import check_output
@@ -24,21 +25,17 @@ from lowbit.convert.quantize.session import CalibrationRequest
 from lowbit.formats.draft_head import DRAFT_FILE, open_draft_head
 from lowbit.formats.errors import FormatError, QuantizationError, ResourceError
 from lowbit.formats.hub.locate import Location
-from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.layout.packing import dequantize, pack, unpack
 from lowbit.formats.layout.rtn import quantize
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import TensorInfo, open_checkpoint
 from tests.conversions import convert
+from tests.convert.edits import manifest_of
 from tests.convert.fixture_types import Hashes
 
 ROWS = 600
 RECIPE = Recipe(draft_vocabulary=ROWS)
-
-
-def quiet(phase: str, done: int, total: int) -> None:
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +90,7 @@ def test_rows_of_a_rotated_head_are_in_its_basis(
     )[head.ids.long()]
     w = dequantize(unpack(head.packed, 4, 256), head.scale)
     assert (w - whole).norm() / whole.norm() < 0.12
-    verify_folder(folder, str(short), quiet)
+    verify_folder(folder, str(short), silent)
 
 
 def test_other_tools_load_the_folder_as_without(hybrid: Path, made: Path, tmp_path: Path) -> None:
@@ -101,17 +98,16 @@ def test_other_tools_load_the_folder_as_without(hybrid: Path, made: Path, tmp_pa
     assert (plain / "model.safetensors").read_bytes() == (made / "model.safetensors").read_bytes()
     assert (plain / "config.json").read_bytes() == (made / "config.json").read_bytes()
     assert [path.name for path in made.glob("*.safetensors")] == ["model.safetensors"]
-    found = difference(plain, made, quiet)
+    found = difference(plain, made, silent)
     assert (found.only_a, found.only_b, found.linears) == ((), (DRAFT_FILE,), ())
 
 
 def test_what_lowbit_json_says(hybrid: Path, made: Path) -> None:
-    manifest = read_manifest(made)
-    assert manifest is not None
+    manifest = manifest_of(made)
     assert manifest.draft_head is not None
     assert (manifest.draft_head.rows, manifest.draft_head.group_size) == (ROWS, 128)
     assert DRAFT_FILE in [file.name for file in manifest.files]
-    result = verify_folder(made, str(hybrid), quiet)
+    result = verify_folder(made, str(hybrid), silent)
     assert (result.derived, result.unlisted) == (True, ())
     sizes, draft = (
         measure_sizes(open_packed(made), open_checkpoint(hybrid)),
@@ -125,7 +121,7 @@ def test_what_lowbit_json_says(hybrid: Path, made: Path) -> None:
     assert plan.draft_bytes == draft
     entry = next(entry for entry in inspect(str(made)).entries if entry.name == "draft head")
     assert (entry.shape, entry.stored, entry.nbytes) == ((ROWS, 256), "INT4 g128", draft)
-    parcel = plan_upload(open_packed(made), "me/model", quiet)
+    parcel = plan_upload(open_packed(made), "me/model", silent)
     assert parcel.left_out == ()
     assert DRAFT_FILE in [item.name for item in parcel.items if item.is_weight]
 
@@ -139,7 +135,7 @@ def test_the_same_command_again(hybrid: Path, made: Path, tmp_path: Path, hashes
         source, plan = open_checkpoint(hybrid), make_plan(*_headers(hybrid), RECIPE)
         location, cpu = Location(hybrid, None, None), torch.device("cpu")
         job = prepare(location, source, plan, cpu, CalibrationRequest(), text)
-        result = find_existing(job, again, overwrite=False, progress=quiet)
+        result = find_existing(job, again, overwrite=False, progress=silent)
         return result is not None
 
     assert found()
@@ -152,12 +148,11 @@ def test_counted_on_another_text(hybrid: Path, made: Path, tmp_path: Path) -> No
     text = tmp_path / "other.txt"
     text.write_text("another text " * 100)
     folder = convert(hybrid, tmp_path / "out", RECIPE, draft_text=text).folder
-    manifest = read_manifest(folder)
-    assert manifest is not None
+    manifest = manifest_of(folder)
     assert manifest.draft_head is not None
     assert (manifest.draft_head.text, manifest.draft_head.coverage) == ("other.txt", 1.0)
-    assert verify_folder(folder, str(hybrid), quiet).derived
-    assert difference(made, folder, quiet).others == (DRAFT_FILE,)
+    assert verify_folder(folder, str(hybrid), silent).derived
+    assert difference(made, folder, silent).others == (DRAFT_FILE,)
     with pytest.raises(QuantizationError, match="counted for a draft head, and there is none"):
         convert(hybrid, tmp_path / "none", Recipe(), draft_text=text)
 
@@ -178,7 +173,7 @@ def test_files_of_others_are_never_removed(copied: Path) -> None:
     (copied / "draft" / "notes.txt").write_text("mine")
     with pytest.raises(ResourceError, match=r"draft/notes\.txt` was not written by"):
         check_output(copied, overwrite=True)
-    assert verify_folder(copied, None, quiet).unlisted == ("draft/notes.txt",)
+    assert verify_folder(copied, None, silent).unlisted == ("draft/notes.txt",)
 
 
 def test_changed_draft_heads_are_noticed(hybrid: Path, copied: Path) -> None:
@@ -187,18 +182,18 @@ def test_changed_draft_heads_are_noticed(hybrid: Path, copied: Path) -> None:
     tensors["weight_packed"][3, 3] ^= 1
     save_file(tensors, copied / DRAFT_FILE, metadata)
     with pytest.raises(FormatError, match=r"draft/head\.safetensors"):
-        verify_folder(copied, None, quiet)
+        verify_folder(copied, None, silent)
     tensors["ids"][3] = tensors["ids"][2]
     save_file(tensors, copied / DRAFT_FILE, metadata)
     with pytest.raises(FormatError, match=r"draft/head\.safetensors`: `ids` does not ascend"):
-        verify_folder(copied, None, quiet)
+        verify_folder(copied, None, silent)
     (copied / DRAFT_FILE).unlink()
     with pytest.raises(FormatError, match=r"`draft/head\.safetensors` is missing"):
-        verify_folder(copied, None, quiet)
+        verify_folder(copied, None, silent)
 
 
 def test_an_unlisted_draft_head(hybrid: Path, made: Path, tmp_path: Path) -> None:
     plain = convert(hybrid, tmp_path / "plain", Recipe()).folder
     shutil.copytree(made / "draft", plain / "draft")
     with pytest.raises(FormatError, match=r"`draft/head\.safetensors` is not listed"):
-        verify_folder(plain, None, quiet)
+        verify_folder(plain, None, silent)

@@ -125,23 +125,6 @@ def test_hub_revision(source: Path, hub: HubServer, make_model: MakeModel) -> No
     assert plan_of("org/model", revision="v1") == plan_of(str(older))
 
 
-@pytest.mark.parametrize(
-    ("name", "revision", "message"),
-    [
-        ("", None, "neither a folder nor a model"),
-        ("missing", None, "neither a folder nor a model"),
-        ("source/config.json", None, "is not a folder"),
-        ("source", "main", "a revision .* needs a Hub id"),
-    ],
-)
-def test_sources_that_are_none(
-    source: Path, monkeypatch: pytest.MonkeyPatch, name: str, revision: str | None, message: str
-) -> None:
-    monkeypatch.chdir(source.parent)
-    with pytest.raises(LowbitError, match=message):
-        open_headers(name, revision)
-
-
 def test_what_stops_a_conversion_stops_the_plan(source: Path, hub: HubServer) -> None:
     (source / "two.safetensors").unlink()
     with pytest.raises(LowbitError, match=r"names shard `two.safetensors`, which is missing"):

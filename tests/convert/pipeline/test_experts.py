@@ -3,7 +3,7 @@
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,14 @@ from lowbit.convert.plan.plan import make_plan
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from tests.conversions import convert
-from tests.convert.fixture_types import Cli
+from tests.convert.edits import edit_tensors
+from tests.convert.fixture_types import Cli, Edit
 from tests.oracle import dequantized_weights
 from tests.short_models import Shorten
 
 MODELS = Path(__file__).parents[3] / "examples/models"
 SINGLE, FUSED = MODELS / "tiny-qwen3-moe", MODELS / "tiny-qwen3.5-moe"
 LAYER = "model.language_model.layers.1.mlp"
-Edit = Callable[[dict[str, Tensor]], object]
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +59,7 @@ def packed(fused: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def changed(folder: Path, source: Path, edit: Edit) -> Path:
     """A copy of a model with other tensors."""
     shutil.copytree(source, folder)
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    edit_tensors(folder, edit)
     return folder
 
 

@@ -34,6 +34,7 @@ from lowbit.formats.layout.packing import dequantize
 from lowbit.formats.layout.rtn import quantize
 from lowbit.formats.layout.scheme import Scheme
 from tests.conversions import convert
+from tests.convert.edits import manifest_of
 from tests.convert.fixture_types import Hashes
 from tests.convert.naive_mtp import naive_head
 
@@ -151,8 +152,7 @@ def test_a_better_head_is_put_in_place(blurred: Path, made: Path, whole: Finetun
     assert all(name.startswith("mtp.") for name in changed)
     assert not any(name.endswith(("weight_scale", "weight_shape")) for name in changed)
     assert {path.name for path in folder.parent.iterdir()} == {"packed"}
-    manifest = read_manifest(folder)
-    assert manifest is not None
+    manifest = manifest_of(folder)
     assert old is not None
     assert manifest.mtp_training is not None
     assert manifest.mtp_training.after == done.after[-1].tokens_a_round

@@ -22,6 +22,7 @@ from lowbit.convert.quantize.session import CalibrationRequest
 from lowbit.convert.quantize.store import Store
 from lowbit.formats.errors import ResourceError
 from tests.conversions import convert
+from tests.convert.edits import flip
 from tests.convert.fixture_types import Hashes
 
 RECIPE = Recipe(method=Method.parse("gptq"))
@@ -82,12 +83,6 @@ def others(tmp_path_factory: pytest.TempPathFactory, readable: Path, stories: st
     folder = tmp_path_factory.mktemp("others")
     (folder / "other.txt").write_text(stories[6_000:12_000])
     return interrupt(readable, folder / "out", folder / "other.txt")
-
-
-def flip(path: Path, place: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
 
 
 def flip_codes(folder: Path) -> None:

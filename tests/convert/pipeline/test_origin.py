@@ -12,9 +12,9 @@ import pytest
 from lowbit.convert import Recipe
 from lowbit.convert.pipeline.origin import find_origin, recall, remember
 from lowbit.formats.errors import CheckpointError, FormatError
-from lowbit.formats.layout.manifest import Manifest, read_manifest
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 from tests.conversions import convert
+from tests.convert.edits import flip, manifest_of, set_config
 from tests.convert.fixture_types import Cli, MakeModel
 
 
@@ -41,12 +41,6 @@ def source(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made / "source", tmp_path / "source"))
 
 
-def manifest_of(packed: Path) -> Manifest:
-    manifest = read_manifest(packed)
-    assert manifest is not None
-    return manifest
-
-
 def found(packed: Path, given: str | None = None, answer: str | None = None) -> Path:
     ask = None if answer is None else lambda _: answer
     return find_origin(packed, manifest_of(packed), given, ask).confirmed(lambda *_: None).folder
@@ -57,14 +51,11 @@ def remembered(packed: Path, folder: Path) -> None:
 
 
 def edit_config(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 5.0}))
+    set_config(folder, rope_theta=5.0)
 
 
-def flip(folder: Path, name: str = "model.safetensors") -> None:
-    content = bytearray((folder / name).read_bytes())
-    content[-1] ^= 1
-    (folder / name).write_bytes(content)
+def flip_weights(folder: Path) -> None:
+    flip(folder / "model.safetensors")
 
 
 def cut(folder: Path) -> None:
@@ -116,7 +107,7 @@ def test_the_latest_place_is_remembered(packed: Path, source: Path, tmp_path: Pa
     assert found(packed) == second
 
 
-@pytest.mark.parametrize("change", [shutil.rmtree, flip, edit_config])
+@pytest.mark.parametrize("change", [shutil.rmtree, flip_weights, edit_config])
 def test_a_copy_that_is_gone_hides_no_other_place(
     packed: Path, source: Path, tmp_path: Path, change: Change
 ) -> None:
@@ -166,7 +157,7 @@ def test_a_remembered_folder_that_changed_is_named(
 
 def test_a_remembered_folder_with_other_bytes_is_refused(packed: Path, source: Path) -> None:
     remembered(packed, source)
-    flip(source)
+    flip_weights(source)
     with pytest.raises(FormatError, match="has other bytes than the original that was converted"):
         found(packed)
 
@@ -182,7 +173,7 @@ def test_it_is_found_beside_without_a_memory(made: Path) -> None:
     assert found(made / "out") == made / "source"
 
 
-@pytest.mark.parametrize("change", [*HEADERS_DIFFER, flip])
+@pytest.mark.parametrize("change", [*HEADERS_DIFFER, flip_weights])
 def test_the_right_one_of_several_is_found(packed: Path, source: Path, change: Change) -> None:
     right = Path(shutil.copytree(source, packed.parent / "right"))
     wrong = source.rename(packed.parent / "a-wrong-one")
@@ -197,7 +188,7 @@ def test_two_that_are_equal_are_one(packed: Path, source: Path) -> None:
 
 
 def test_two_that_are_both_wrong_are_refused(packed: Path, source: Path) -> None:
-    flip(source)
+    flip_weights(source)
     shutil.copytree(source, packed.parent / "b")
     source.rename(packed.parent / "a")
     with pytest.raises(FormatError, match=r"`.*/packed/a` has other bytes .*\(and 1 more like it"):
@@ -218,7 +209,7 @@ def test_absent(packed: Path) -> None:
     assert caught.value.hint == "name it with --source, a folder or a Hub id"
 
 
-@pytest.mark.parametrize("change", [*HEADERS_DIFFER, flip])
+@pytest.mark.parametrize("change", [*HEADERS_DIFFER, flip_weights])
 @pytest.mark.parametrize("how", ["given", "answered"])
 def test_what_the_user_names_is_checked_too(
     packed: Path, source: Path, how: str, change: Change
@@ -244,7 +235,7 @@ def test_every_candidate_is_opened_once(
     packed: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beside = Path(shutil.copytree(source, packed.parent / "another"))
-    flip(beside)
+    flip_weights(beside)
     remembered(packed, source)
     opened: list[Path] = []
 

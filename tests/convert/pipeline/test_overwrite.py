@@ -15,6 +15,7 @@ from lowbit.formats.errors import ResourceError
 from lowbit.formats.packed import open_packed
 from lowbit.formats.tasks import TaskReport, write_tasks
 from tests.conversions import convert
+from tests.convert.edits import flip, stop_at
 from tests.convert.fixture_types import Hashes, MakeModel
 
 Put = Callable[[Path], object]
@@ -32,15 +33,6 @@ def edit(name: str) -> Put:
     def put(folder: Path) -> None:
         with (folder / name).open("a") as opened:
             opened.write(MINE)
-
-    return put
-
-
-def flip(name: str) -> Put:
-    def put(folder: Path) -> None:
-        content = bytearray((folder / name).read_bytes())
-        content[-1] ^= 1
-        (folder / name).write_bytes(content)
 
     return put
 
@@ -98,7 +90,7 @@ OURS: dict[str, Put] = {
     "killed-rename": file(".journal.jsonl"),
     "missing-file": lambda folder: (folder / "LICENSE").unlink(),
     "missing-report": lambda folder: (folder / "quality.html").unlink(),
-    "damaged-weights": flip("model.safetensors"),
+    "damaged-weights": lambda folder: flip(folder / "model.safetensors"),
     "damaged-report": file("quality.json"),
 }
 
@@ -189,13 +181,9 @@ WORKING: dict[str, Put] = {
 def test_nothing_of_others_is_lost_in_a_working_folder(
     made: Path, tmp_path: Path, name: str, overwrite: bool
 ) -> None:
-    def stop(phase: str, done: int, total: int) -> None:
-        if phase == "verify":
-            raise KeyboardInterrupt
-
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     with pytest.raises(KeyboardInterrupt):
-        convert(made / "source", out, Recipe(), progress=stop)
+        convert(made / "source", out, Recipe(), progress=stop_at("verify"))
     WORKING[name](partial)
     before = everything(tmp_path)
     with pytest.raises(ResourceError, match="was not written by lowbit-convert"):
@@ -208,14 +196,10 @@ def test_a_working_folder_of_another_source_is_known(
 ) -> None:
     """What was passed through from the other source is told from files of others."""
 
-    def stop(phase: str, done: int, total: int) -> None:
-        if phase == "verify":
-            raise KeyboardInterrupt
-
     other = make_model(tmp_path / "other", num_hidden_layers=1, seed=1)
     (other / "vocab.txt").write_text("of the other source")
     with pytest.raises(KeyboardInterrupt):
-        convert(other, tmp_path / "out", Recipe(), progress=stop)
+        convert(other, tmp_path / "out", Recipe(), progress=stop_at("verify"))
     assert (tmp_path / "out.partial" / "vocab.txt").exists()
     with pytest.raises(ResourceError, match="another recipe or source"):
         convert(made / "source", tmp_path / "out", Recipe("int8"))
@@ -224,14 +208,10 @@ def test_a_working_folder_of_another_source_is_known(
 
 
 def test_a_file_that_joins_the_source_meanwhile(tmp_path: Path, make_model: MakeModel) -> None:
-    def stop(phase: str, done: int, total: int) -> None:
-        if phase == "verify":
-            raise KeyboardInterrupt
-
     source = make_model(tmp_path / "source", num_hidden_layers=1)
     for number in range(3):
         with pytest.raises(KeyboardInterrupt):
-            convert(source, tmp_path / "out", Recipe(), progress=stop)
+            convert(source, tmp_path / "out", Recipe(), progress=stop_at("verify"))
         (source / f"late-{number}.txt").write_text("late")
     done = convert(source, tmp_path / "out", Recipe())
     assert done.resumed == len(done.plan.steps)

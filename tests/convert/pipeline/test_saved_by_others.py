@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,12 +13,12 @@ from torch import Tensor
 from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.errors import CheckpointError
-from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.layout.scheme import SERVED_BITS
 from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors import checkpoint as checkpoint_module
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 from tests.conversions import convert
+from tests.convert.edits import manifest_of, set_config
 from tests.convert.fixture_types import Cli
 from tests.oracle import dequantized_weights
 
@@ -56,11 +55,6 @@ def agree(folder: Path) -> Checkpoint:
 
 def rewrite(folder: Path, edit: Edit) -> None:
     save_file(edit(load_file(folder / FILE)), folder / FILE, metadata={"format": "pt"})
-
-
-def set_config(folder: Path, **values: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 @pytest.fixture
@@ -292,8 +286,7 @@ def test_leftovers_are_dropped_with_a_reason(small: Path, tmp_path: Path) -> Non
     agree(small)
     open_packed(small)  # what lowbit-run reads
     convert(small, tmp_path / "out", Recipe())
-    manifest = read_manifest(tmp_path / "out")
-    assert manifest is not None
+    manifest = manifest_of(tmp_path / "out")
     rows = {row.name: row for row in manifest.source_tensors}
     for name, words in LEFTOVERS.items():
         assert rows[name].fate == "dropped"

@@ -18,11 +18,11 @@ from lowbit.convert.plan.recipe import Override, Recipe
 from lowbit.convert.quantize.session import CalibrationRequest
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.files.reading import open_file
-from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.safetensors import hashing
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from lowbit.formats.safetensors.hashing import hash_file, hash_tensor
 from tests.conversions import convert
+from tests.convert.edits import edit_json, flip, manifest_of
 from tests.convert.fixture_types import MakeModel
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -55,18 +55,6 @@ def failure(folder: Path, source: Path | None = None) -> str:
     with pytest.raises(LowbitError) as caught:
         verify(folder, source)
     return str(caught.value)
-
-
-def flip(path: Path, offset: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1
-    path.write_bytes(content)
-
-
-def edit_json(path: Path, edit: Edit) -> None:
-    content = json.loads(path.read_text())
-    edit(content)
-    path.write_text(json.dumps(content))
 
 
 def edit_header(path: Path, edit: Edit) -> None:
@@ -129,8 +117,7 @@ def test_every_shard_is_read_once(packed: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(hashing, "open_file", counted)
     verify_folder(packed, None, lambda *_: None)
-    manifest = read_manifest(packed)
-    assert manifest is not None
+    manifest = manifest_of(packed)
     assert sorted(opened) == sorted(file.name for file in manifest.files)
 
 
@@ -332,8 +319,7 @@ def test_bytes_follow_from_the_source(
 
 def forge(folder: Path, name: str) -> None:
     """Change a tensor and every hash of it, as somebody would who wants to pass."""
-    manifest = read_manifest(folder)
-    assert manifest is not None
+    manifest = manifest_of(folder)
     shard = next(row.file for row in manifest.tensors if row.name == name)
     info = open_checkpoint(folder).tensors[name]
     flip(folder / shard, info.offset)

@@ -38,7 +38,7 @@ MEASURE_ROTATED = (
 import torch
 from lowbit.convert.original.rotation import rotation_bytes
 from lowbit.convert.pipeline.folder import prepare_shards
-from lowbit.convert.pipeline.stream import stream
+from lowbit.convert.pipeline.stream import Blocks, stream
 from lowbit.convert.plan.memory import block_elements
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.plan import make_plan
@@ -55,7 +55,8 @@ elements = block_elements(limit, core_count(), torch.device("cpu"), held)
 out.mkdir()
 prepare_shards(plan, out)
 steps = range(len(plan.steps))
-stream(plan, source, out, lambda _: None, steps, elements, torch.device("cpu"), lambda _: None)
+blocks = Blocks(elements, torch.device("cpu"))
+stream(plan, source, out, lambda _: None, steps, blocks, lambda _: None)
 print(before, limit, peak())
 """
 )

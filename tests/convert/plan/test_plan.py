@@ -332,14 +332,17 @@ def test_missing_extra_and_misshapen_tensors(small_config: Config) -> None:
         make_plan(small_config, lacking, Recipe())
     message = "the checkpoint lacks `model.layers.0.input_layernorm.weight` and 8 more"
     assert str(caught.value) == message
+    assert "do not belong together" in (caught.value.hint or "")
     bias = "model.layers.0.self_attn.q_proj.bias"
     extra = {**sources, bias: replace(sources[UP], name=bias)}
     with pytest.raises(CheckpointError, match=rf"holds `{bias}`, which its architecture"):
         make_plan(small_config, extra, Recipe())
-    turned = {**sources, UP: replace(sources[UP], shape=(128, 256))}
-    with pytest.raises(CheckpointError) as caught:
-        make_plan(small_config, turned, Recipe())
-    assert str(caught.value) == f"`{UP}`: shape [128, 256], expected [256, 128]"
+    for shape in ((128, 256), (32768,)):
+        other = {**sources, UP: replace(sources[UP], shape=shape)}
+        with pytest.raises(CheckpointError) as caught:
+            make_plan(small_config, other, Recipe())
+        assert str(caught.value) == f"`{UP}`: shape {list(shape)}, expected [256, 128]"
+        assert "do not belong together" in (caught.value.hint or "")
 
 
 def test_untied_model_needs_its_head(small_config: Config) -> None:
@@ -357,6 +360,7 @@ def test_unexpected_dtype(small_config: Config, dtype: torch.dtype, name: str) -
     with pytest.raises(CheckpointError) as caught:
         make_plan(small_config, sources, Recipe())
     assert str(caught.value) == f"`{UP}`: dtype {name}, expected BF16, F16 or F32"
+    assert (caught.value.hint is not None) == ("8" in name)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lowbit.convert import Recipe, cut_vocabulary
+from lowbit.convert import CutRequest, Recipe, cut_vocabulary
 from lowbit.convert.pipeline.verification import verify_folder
 from lowbit.convert.plan.method import ABSMAX
 from lowbit.convert.report.files import source_card
-from lowbit.convert.vocabulary.beside import CutRequest, cut_beside
+from lowbit.convert.vocabulary.beside import cut_beside
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.kept_vocabulary import read_kept_vocabulary
 from tests.conversions import convert
@@ -32,7 +32,7 @@ def beside(short_hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     """A folder with an original and its cut form, as a conversion to `out` leaves it."""
     folder = tmp_path_factory.mktemp("beside")
     source = Path(shutil.copytree(short_hybrid, folder / "source"))
-    cut_vocabulary(source, folder / "out.original", FEW, texts=())
+    cut_vocabulary(source, folder / "out.original", CutRequest(FEW, texts=()))
     return folder
 
 
@@ -44,7 +44,7 @@ def test_the_option_does_both_steps(
     assert done.exit_code == 0, done.stderr
     assert "512 of 4,096 tokens" in done.stdout
     assert "Chinese prose" in done.stdout
-    cut = cut_vocabulary(short_hybrid, tmp_path / "cut", FEW)
+    cut = cut_vocabulary(short_hybrid, tmp_path / "cut", CutRequest(FEW))
     assert hashes(tmp_path / "out.original") == hashes(cut.folder)
     packed = convert(cut.folder, tmp_path / "packed", Recipe(method=ABSMAX)).folder
     name = "model.safetensors"
@@ -137,7 +137,7 @@ def test_the_card_names_the_whole_original(
     """The cut original is in a local folder alone; the license is that of the whole one's card."""
     source = Path(shutil.copytree(short_hybrid, tmp_path / "source"))
     (source / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
-    cut = cut_vocabulary(source, tmp_path / "cut", FEW, texts=()).folder
+    cut = cut_vocabulary(source, tmp_path / "cut", CutRequest(FEW, texts=())).folder
     record = read_kept_vocabulary(cut)
     assert record is not None
     (cut / "kept_vocabulary.json").write_bytes(replace(record, repo=repo).to_bytes())

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowbit.convert import cut_vocabulary
+from lowbit.convert import CutRequest, cut_vocabulary
 from lowbit.convert.texts.evaluation import Text
 from lowbit.convert.vocabulary.bits import text_bits
 from tests.short_models import Shorten
@@ -40,7 +40,8 @@ def expected(folder: Path, text: Text) -> float:
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3.5"])
 def test_bits_are_those_of_transformers(shorten: Shorten, tmp_path: Path, name: str) -> None:
     source = shorten(name)
-    done = cut_vocabulary(source, tmp_path / "out", 512, texts=texts(), measure_on="cpu")
+    request = CutRequest(512, texts=texts(), measure_on="cpu")
+    done = cut_vocabulary(source, tmp_path / "out", request)
     for row, text in zip(done.record.lengths, texts(), strict=True):
         assert row.bits_before == pytest.approx(expected(source, text), rel=1e-5)
         assert row.bits_after == pytest.approx(expected(done.folder, text), rel=1e-5)

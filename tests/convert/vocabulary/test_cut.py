@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lowbit.convert import Recipe, cut_vocabulary
+from lowbit.convert import CutRequest, Recipe, cut_vocabulary
 from lowbit.convert.pipeline.verification import verify_folder
 from lowbit.convert.texts.evaluation import Text
 from lowbit.convert.vocabulary.cut import CutModel, plan_cut
@@ -32,7 +32,7 @@ EMBEDDING = "model.language_model.embed_tokens.weight"
 @pytest.fixture(scope="module")
 def small_cut(short_hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> CutModel:
     folder = tmp_path_factory.mktemp("cut")
-    return cut_vocabulary(short_hybrid, folder / "out", MANY - 100)
+    return cut_vocabulary(short_hybrid, folder / "out", CutRequest(MANY - 100))
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def test_packed_greedy_text_is_the_originals(short_hybrid: Path, tmp_path: Path)
         if name == "whole":
             file = tmp_path / "text.txt"
             file.write_text((TEXT + done.text) * 50, encoding="utf-8")
-            made = cut_vocabulary(short_hybrid, tmp_path / "small", FEW, text=file)
+            made = cut_vocabulary(short_hybrid, tmp_path / "small", CutRequest(FEW, text=file))
             source = made.folder
             assert set(written[0]) <= set(made.record.ids)
     assert texts[0] == texts[1] != ""
@@ -170,7 +170,7 @@ def test_an_untied_model_in_shards(tmp_path: Path, make_model: MakeModel) -> Non
     settings = json.loads((source / "tokenizer_config.json").read_text())
     settings["added_tokens_decoder"] = {str(row.pop("id")): row for row in listed}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
-    done = cut_vocabulary(source, tmp_path / "out", 300, max_shard_bytes=400_000)
+    done = cut_vocabulary(source, tmp_path / "out", CutRequest(300, max_shard_bytes=400_000))
     ids = torch.tensor(done.record.ids)
     assert len(ids) == 384
     before = {n: w for shard in shards for n, w in load_file(source / shard).items()}
@@ -196,7 +196,7 @@ def test_an_untied_model_in_shards(tmp_path: Path, make_model: MakeModel) -> Non
 
 def test_fused_experts_stay_fused(tmp_path: Path, shorten: Shorten) -> None:
     source = shorten("tiny-qwen3.5-moe")
-    done = cut_vocabulary(source, tmp_path / "out", FEW)
+    done = cut_vocabulary(source, tmp_path / "out", CutRequest(FEW))
     before = load_file(source / "model.safetensors")
     after = load_file(done.folder / "model.safetensors")
     assert {n: w.shape[1:] for n, w in before.items()} == {n: w.shape[1:] for n, w in after.items()}
@@ -207,7 +207,7 @@ def test_the_tokens_that_a_text_uses_are_kept(short_hybrid: Path, tmp_path: Path
 
     file = tmp_path / "text.txt"
     file.write_text(TEXT * 100)
-    done = cut_vocabulary(short_hybrid, tmp_path / "out", FEW, text=file).record
+    done = cut_vocabulary(short_hybrid, tmp_path / "out", CutRequest(FEW, text=file)).record
     used = Counter(Tokenizer.from_file(str(short_hybrid / "tokenizer.json")).encode(TEXT).ids)
     assert used.keys() <= set(done.ids)
     assert (done.coverage, done.text, done.source_rows) == (1.0, "text.txt", 4096)
@@ -217,7 +217,7 @@ def test_the_tokens_that_a_text_uses_are_kept(short_hybrid: Path, tmp_path: Path
 def test_the_same_bytes_again(
     short_hybrid: Path, tmp_path: Path, small_cut: CutModel, hashes: Hashes
 ) -> None:
-    again = cut_vocabulary(short_hybrid, tmp_path / "again", MANY)
+    again = cut_vocabulary(short_hybrid, tmp_path / "again", CutRequest(MANY))
     assert hashes(again.folder) == hashes(small_cut.folder)
 
 
@@ -229,9 +229,9 @@ def test_an_interrupted_cut_starts_over(
 
     source, out = short_hybrid, tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        cut_vocabulary(source, out, MANY, progress=stop)
+        cut_vocabulary(source, out, CutRequest(MANY), progress=stop)
     assert not out.exists()
-    assert hashes(cut_vocabulary(source, out, MANY).folder) == hashes(small_cut.folder)
+    assert hashes(cut_vocabulary(source, out, CutRequest(MANY)).folder) == hashes(small_cut.folder)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -295,7 +295,7 @@ def test_what_cannot_be_cut_is_refused_by_name(
     source = Path(shutil.copytree(short_hybrid, tmp_path / "source"))
     spoil(source)
     with pytest.raises(LowbitError) as found:
-        cut_vocabulary(source, tmp_path / "out", FEW)
+        cut_vocabulary(source, tmp_path / "out", CutRequest(FEW))
     assert named in str(found.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
@@ -312,26 +312,26 @@ def test_too_few_or_too_many_tokens(
     short_hybrid: Path, tmp_path: Path, tokens: int, named: str
 ) -> None:
     with pytest.raises(LowbitError, match=named):
-        cut_vocabulary(short_hybrid, tmp_path / "out", tokens)
+        cut_vocabulary(short_hybrid, tmp_path / "out", CutRequest(tokens))
     assert not list(tmp_path.iterdir())
 
 
 def test_a_text_too_short_to_measure_is_refused_first(short_hybrid: Path, tmp_path: Path) -> None:
-    texts = (Text("a", "A", ""),)
+    request = CutRequest(FEW, texts=(Text("a", "A", ""),), measure_on="cpu")
     with pytest.raises(LowbitError, match="`a` has 0 tokens"):
-        cut_vocabulary(short_hybrid, tmp_path / "out", FEW, texts=texts, measure_on="cpu")
+        cut_vocabulary(short_hybrid, tmp_path / "out", request)
     assert not list(tmp_path.iterdir())
 
 
 def test_drafters_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LowbitError, match="its vocabulary is another model's"):
-        cut_vocabulary(MODELS / "tiny-qwen3.5-dflash", tmp_path / "out", FEW)
+        cut_vocabulary(MODELS / "tiny-qwen3.5-dflash", tmp_path / "out", CutRequest(FEW))
 
 
 def test_a_folder_in_use_is_refused(short_hybrid: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(LowbitError, match="is not empty"):
-        cut_vocabulary(short_hybrid, tmp_path, FEW)
+        cut_vocabulary(short_hybrid, tmp_path, CutRequest(FEW))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -387,12 +387,12 @@ def test_listed_tokens_are_kept(
     """A record lists the same cut again; an array is filled up with what its tokens need."""
     file = small_cut.folder / "kept_vocabulary.json"
     if form == "record":
-        again = cut_vocabulary(short_hybrid, tmp_path / "out", file)
+        again = cut_vocabulary(short_hybrid, tmp_path / "out", CutRequest(file))
         assert again.record.ids == small_cut.record.ids
         return
     file = tmp_path / "tokens.json"
     file.write_text("[4000, 3999, 3]")
-    kept = cut_vocabulary(short_hybrid, tmp_path / "out", file).record.ids
+    kept = cut_vocabulary(short_hybrid, tmp_path / "out", CutRequest(file)).record.ids
     assert {4000, 3999, 3} <= set(kept)
     assert len(kept) == 384
 
@@ -415,7 +415,7 @@ def test_lists_that_name_no_tokens_are_refused(
     file = tmp_path / "tokens.json"
     file.write_bytes(content.encode(errors="surrogatepass"))
     with pytest.raises(LowbitError) as found:
-        cut_vocabulary(short_hybrid, tmp_path / "out", file)
+        cut_vocabulary(short_hybrid, tmp_path / "out", CutRequest(file))
     assert named in str(found.value)
     assert "tokens.json" in str(found.value)
     assert [path.name for path in tmp_path.iterdir()] == ["tokens.json"]
@@ -426,5 +426,6 @@ def test_a_record_of_another_tokenizer_is_refused(
 ) -> None:
     source = Path(shutil.copytree(short_hybrid, tmp_path / "source"))
     _edit("tokenizer.json", lambda c: c["model"].update(dropout=None))(source)
+    request = CutRequest(small_cut.folder / "kept_vocabulary.json")
     with pytest.raises(LowbitError, match="is of another tokenizer"):
-        cut_vocabulary(source, tmp_path / "out", small_cut.folder / "kept_vocabulary.json")
+        cut_vocabulary(source, tmp_path / "out", request)
