@@ -156,7 +156,6 @@ def _stride(rows: int) -> int:
 
 
 def _head_rows(model: LayeredModel, device: torch.device) -> list[Tensor]:
-    """The sampled rows of the head."""
     stride = _stride(model.vocabulary)
     blocks = model.weights.rows(model.head, HEAD_ROWS, device)
     return [torch.cat([rows[-first % stride :: stride] for first, rows in blocks])]

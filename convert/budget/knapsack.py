@@ -106,7 +106,6 @@ def _relax(sets: Sequence[_Set], room: int) -> tuple[float, list[int]]:
 
 
 def _hull(one: _Set) -> list[int]:
-    """Positions of the options on the lower convex hull."""
     hull: list[int] = []
     for b in range(len(one.sizes)):
         while len(hull) > 1 and _above(one, hull[-2], hull[-1], b):

@@ -263,7 +263,6 @@ def _identity(
     settings: Settings,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Identity of a measurement, less the choices."""
     import transformers
 
     learned, measured = windows

@@ -117,7 +117,6 @@ def difference(a: Path, b: Path, progress: Progress) -> Difference:
 
 
 def _names(packed: PackedCheckpoint) -> dict[str, None]:
-    """Names of the weights and other tensors, and of the draft head's file."""
     names = [spec.name for spec in packed.specs]
     names += sorted(info.name for info in packed.carried)
     has_draft = (packed.checkpoint.folder / DRAFT_FILE).exists()
@@ -136,7 +135,6 @@ def _changed_values(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Changed
 
 
 def _same_bytes(weights: tuple[Weights, Weights], name: str) -> bool:
-    """True if a tensor is stored alike on both sides."""
     first, second = (side.checkpoint for side in weights)
     info, other = first.tensors[name], second.tensors[name]
     if (info.dtype, info.shape) != (other.dtype, other.shape):
@@ -155,7 +153,6 @@ def _compare(
     module: str,
     name: str,
 ) -> _Change | None:
-    """The difference of a linear; None where there is none."""
     schemes = [side.schemes.get(module) for side in packed]
     scheme = schemes[0] if schemes[0] == schemes[1] else None
     stored = [name] if schemes == [None, None] else [f"{module}.{PACKED}", f"{module}.{SCALE}"]
@@ -213,7 +210,6 @@ def _mean(shares: Iterable[float | None]) -> float | None:
 def _changed(
     weights: tuple[Weights, Weights], module: str, scheme: Scheme, N: int, K: int
 ) -> tuple[float, float]:
-    """Shares of codes and of scales that differ."""
     rows = max(1, BLOCK_WEIGHTS // K)
     codes = 0
     for start in range(0, N, rows):

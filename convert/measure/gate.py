@@ -127,7 +127,6 @@ def _outcome(condition: Condition, report: QualityReport) -> Outcome:
 
 
 def _figure(condition: Condition, report: QualityReport) -> float | str:
-    """The figure of a condition, or why it is not known."""
     if condition.figure == SIZE:
         return report.sizes.bits_per_weight
     if condition.figure in OF_LONG_TEXTS:

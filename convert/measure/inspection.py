@@ -117,7 +117,6 @@ def _method(config: Mapping[str, Any]) -> str:
 
 
 def _remote_bytes(packed: PackedCheckpoint, remote: RemoteHeaders) -> int:
-    """Bytes of a folder on the Hub."""
     sizes = dict(remote.other_files)
     if packed.manifest is not None:
         sizes |= {file.name: file.size_bytes for file in packed.manifest.files}
@@ -137,7 +136,6 @@ class _Scales:
 
 
 def _read_scales(packed: PackedCheckpoint) -> dict[str, _Scales]:
-    """Scales of every packed linear, by the name of their tensor."""
     names = [f"{module}.{SCALE}" for module, scheme in packed.schemes.items() if scheme is not None]
 
     def read(name: str) -> _Scales:
@@ -223,7 +221,6 @@ def _inspection(
 
 
 def _draft_head(manifest: Manifest | None, hidden: int) -> list[Entry]:
-    """The draft head as lowbit.json describes it."""
     if manifest is None or manifest.draft_head is None:
         return []
     rows, group = manifest.draft_head.rows, manifest.draft_head.group_size

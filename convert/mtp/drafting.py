@@ -187,7 +187,6 @@ def _text_columns(
 
 
 def _join(model: LayeredModel, head: MtpHead, rounds: Sequence[_Rounds]) -> None:
-    """Add a column of the last draft to every round."""
     drafts = torch.cat([one.drafts for one in rounds])
     if not len(drafts):
         return
@@ -203,7 +202,6 @@ def _draft(
     choose: Callable[[Tensor], Tensor],
     pool: Pool,
 ) -> None:
-    """Draft the next token of every round."""
 
     def run(part: slice) -> None:
         for number in range(part.start, part.stop):

@@ -118,7 +118,6 @@ def load_mtp_head(model: LayeredModel, device: torch.device) -> MtpHead | None:
 def _filled(
     module: torch.nn.Module, weights: Weights, prefix: str, device: torch.device
 ) -> torch.nn.Module:
-    """A copy of a module without storage, with its weights."""
     copied = copy.deepcopy(module).requires_grad_(False)
     values = {
         name: weights.read(f"{prefix}{name}", tuple(w.shape), device)

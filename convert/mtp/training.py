@@ -94,8 +94,6 @@ class Trained:
 
 
 class _Called(torch.nn.Module):
-    """A module that is called with other weights."""
-
     def __init__(self, module: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._call = partial(torch.func.functional_call, module, dict(weights))

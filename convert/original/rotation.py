@@ -134,7 +134,6 @@ class Rotation:
         return 1.0 if stream is not None and stream.zero_centred else 0.0
 
     def _gain(self, norm: str) -> Tensor:
-        """Gain of a norm: [h] float32, on the CPU."""
         return self.checkpoint.read(norm).to(torch.float32) + self._added
 
     def _ratio(self) -> Tensor:

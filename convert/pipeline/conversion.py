@@ -208,7 +208,6 @@ def carry_out(
 
 
 def _weight_rows(plan: Plan, finished: list[CompletedStep]) -> tuple[WeightQuality, ...]:
-    """Quality of all quantized tensors."""
     return quality_rows(
         (step.module, step.scheme, row.sums)
         for row in finished

@@ -96,7 +96,6 @@ def _check_files(manifest: Manifest, plan: Plan, source: Path) -> None:
 def _check_draft_head(
     folder: Path, manifest: Manifest, plan: Plan, source: Checkpoint, device: torch.device
 ) -> None:
-    """Make the rows of the draft head again, of the tokens that it names."""
     head = open_draft_head(folder, plan.config)
     if (0 if head is None else len(head.ids)) != plan.draft_rows:
         raise FormatError(

@@ -106,7 +106,6 @@ def _check_beside(folder: Path, mark: str) -> None:
 
 
 def _check_owned(folder: Path) -> None:
-    """Refuse to remove a packed folder in which there is anything that is not ours."""
     try:
         foreign = foreign_entries(folder)
     except LowbitError as error:
@@ -155,7 +154,6 @@ def prepare_shards(plan: Plan, folder: Path) -> None:
 
 
 def _missing_bytes(plan: Plan, folder: Path) -> int:
-    """Bytes of the shards that the disk does not hold yet."""
     allocated = {path.name: path.stat().st_blocks * 512 for path in entries(folder)}
     return sum(max(0, shard.size - allocated.get(shard.file, 0)) for shard in plan.shards)
 

@@ -51,7 +51,6 @@ def _check_text(path: Path) -> None:
 
 
 def _check_parent(parent: Path) -> None:
-    """Refuse a parent in which no folder can be made."""
     if not parent.is_dir():
         kind = kind_of(parent.stat().st_mode) if parent.exists() else "a link to nothing"
         raise ResourceError(f"`{parent}` is {kind}, expected a folder to write into")

@@ -14,7 +14,7 @@ import torch
 
 from lowbit.convert.pipeline.folder import copies, generated_files
 from lowbit.convert.plan.plan import Plan, draft_scheme, source_rows
-from lowbit.convert.quantize.session import SAMPLES, CalibrationRequest
+from lowbit.convert.quantize.session import SAMPLES, CalibrationRequest, record_of
 from lowbit.convert.texts.calibration import BUNDLED_NAME
 from lowbit.formats.architectures.names import any_expert
 from lowbit.formats.draft_head import DRAFT_FILE
@@ -152,18 +152,9 @@ def _tensors(plan: Plan, scale: float) -> tuple[OutputTensor, ...]:
 
 def _calibration(request: CalibrationRequest, device: torch.device) -> Calibration:
     """A record with the longest numbers that the request allows."""
-    on_cpu = device.type == "cpu"
-    return Calibration(
-        text=BUNDLED_NAME if request.file is None else printable(request.file.name),
-        text_sha256=HASH,
-        samples=request.samples or SAMPLES[device.type],
-        length=request.length,
-        chat=request.chat,
-        device="cpu" if on_cpu else torch.cuda.get_device_name(device),
-        threads=torch.get_num_threads() if on_cpu else 0,
-        torch_version=torch.__version__,
-        transformers_version=version("transformers"),
-    )
+    text = BUNDLED_NAME if request.file is None else printable(request.file.name)
+    samples = request.samples or SAMPLES[device.type]
+    return record_of(text, HASH, samples, request.length, request.chat, device)
 
 
 def _draft_head(plan: Plan, text: Path | None, share: float) -> DraftVocabulary:

@@ -65,8 +65,6 @@ class _Work:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Some rows of a source tensor."""
-
     work: _Work
     start: int  # first row
     rows: Tensor

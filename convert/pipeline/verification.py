@@ -139,7 +139,6 @@ def _check_layout(packed: PackedCheckpoint, manifest: Manifest) -> None:
 
 
 def _check_shapes(packed: PackedCheckpoint) -> None:
-    """Compare every `weight_shape` with the architecture."""
     for spec in packed.specs:
         if packed.schemes.get(spec.module) is None:
             continue
@@ -150,7 +149,6 @@ def _check_shapes(packed: PackedCheckpoint) -> None:
 
 
 def _check_scales(packed: PackedCheckpoint, manifest: Manifest) -> None:
-    """Compare the range of every linear's scales with the recorded one."""
     for row in manifest.tensors:
         found: tuple[float | None, float | None] = None, None
         if row.name.endswith(f".{SCALE}"):
@@ -206,7 +204,6 @@ def _check_files(packed: PackedCheckpoint, manifest: Manifest, progress: Progres
 
 
 def _require(name: str, found: str, expected: str, where: str = "") -> None:
-    """Refuse a file or tensor whose hash is not the recorded one."""
     if found != expected:
         raise FormatError(
             f"`{name}`{where} is not what {MANIFEST_FILE} says (sha256 {found[:12]}…, expected "

@@ -167,7 +167,6 @@ def _beside_blocks(rotated: int, device: str) -> int:
 
 
 def _block_bytes(workers: int, device: str) -> int:
-    """Bytes per weight of a block."""
     return QUEUED_BYTES + workers * (CUDA_WORKER_BYTES if device == "cuda" else WORKER_BYTES)
 
 

@@ -299,7 +299,6 @@ def _check_length(config: Mapping[str, Any]) -> None:
 
 
 def _check_records(names: Sequence[str]) -> None:
-    """Refuse more tensors than a lowbit.json that readers take can list."""
     length = sum(len(name) + RECORD_BYTES for name in names)
     if length > MAX_TEXT_BYTES:
         raise CheckpointError(
@@ -414,7 +413,6 @@ def _step(
 
 
 def _stored(source: TensorInfo, rotated: Collection[str]) -> Fate:
-    """Fate of a tensor that is not quantized."""
     return "rotated" if source.name in rotated else "copied"
 
 
@@ -428,7 +426,6 @@ def _carry(source: TensorInfo, dropped: bool, rotated: Collection[str]) -> Tenso
 
 
 def _drop(source: TensorInfo, part: str) -> TensorPlan:
-    """A tensor of a part that the recipe leaves out."""
     return TensorPlan(source, "dropped", f"{part}: as the recipe says", None, None, ())
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -62,21 +63,9 @@ class Session:
     @property
     def record(self) -> Calibration:
         """The record of the calibration in lowbit.json."""
-        import transformers
-
-        on_cpu = self.device.type == "cpu"
         samples, length = self.text.samples.shape
-        return Calibration(
-            text=self.text.name,
-            text_sha256=self.text.sha256,
-            samples=samples,
-            length=length,
-            chat=self.text.chat,
-            device="cpu" if on_cpu else torch.cuda.get_device_name(self.device),
-            threads=torch.get_num_threads() if on_cpu else 0,
-            torch_version=torch.__version__,
-            transformers_version=str(transformers.__version__),
-        )
+        text = self.text
+        return record_of(text.name, text.sha256, samples, length, text.chat, self.device)
 
     @property
     def digest(self) -> str:
@@ -115,3 +104,21 @@ class Session:
             model = load_layered_model(weights, self.text.samples.shape[1], self.device)
             samples = shuffled(self.text.samples)
             return calibrate(model, samples, self.plan, store, self.digest, self.device, progress)
+
+
+def record_of(
+    text: str, sha256: str, samples: int, length: int, chat: bool, device: torch.device
+) -> Calibration:
+    """The record of a calibration on this machine; see `Calibration` for the arguments."""
+    on_cpu = device.type == "cpu"
+    return Calibration(
+        text=text,
+        text_sha256=sha256,
+        samples=samples,
+        length=length,
+        chat=chat,
+        device="cpu" if on_cpu else torch.cuda.get_device_name(device),
+        threads=torch.get_num_threads() if on_cpu else 0,
+        torch_version=torch.__version__,
+        transformers_version=version("transformers"),
+    )

@@ -201,7 +201,6 @@ def _as_chat(text: str) -> list[list[Turn]]:
 
 
 def _load_template(folder: Path) -> Render:
-    """Function that renders conversations for this checkpoint."""
     template = load_chat_template(folder)
     if template is None:
         raise CheckpointError(
@@ -221,7 +220,6 @@ def _load_template(folder: Path) -> Render:
 
 
 def _context(folder: Path) -> int:
-    """The longest sequence of the model."""
     context = read_config(read_json(folder / CONFIG_FILE)).max_position_embeddings
     if context < 2:
         raise CheckpointError(

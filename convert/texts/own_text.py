@@ -140,7 +140,6 @@ def write_own_text(
 
 
 def _check_output(out: Path, overwrite: bool) -> None:
-    """Refuse, before any work, a file that exists or cannot be written."""
     if out.suffix != ".txt":
         raise ResourceError(f"`{out}`: a calibration text has a name that ends in .txt")
     if out.exists() and not overwrite:

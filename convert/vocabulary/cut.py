@@ -222,7 +222,6 @@ def open_as_stored(folder: Path) -> Checkpoint:
 
 
 def _cut_names(checkpoint: Checkpoint, rows: int) -> frozenset[str]:
-    """Names of the tensors that have a row a token."""
     config, tensors = checkpoint.config, checkpoint.tensors
     table = tensor_table(config, tensors)
     cut_specs = {spec.name: spec for spec in table if spec.role in ("embedding", "head")}
@@ -246,7 +245,6 @@ def _cut_names(checkpoint: Checkpoint, rows: int) -> frozenset[str]:
 def _named(
     folder: Path, names: list[str], config: Mapping[str, Any], bpe: ByteLevelBpe
 ) -> set[int]:
-    """Tokens that the model's files name by id."""
     files = {CONFIG_FILE: config} | {
         name: read_json(folder / name, MAX_SETTINGS_BYTES) for name in NAMING if name in names
     }
@@ -319,7 +317,6 @@ def cut_tensors(work: PlannedCut) -> list[Output]:
 
 
 def _write_weights(work: PlannedCut, out: Path, max_shard_bytes: int, on_progress: Progress) -> int:
-    """Write `cut_tensors`; bytes of the files."""
     outputs = cut_tensors(work)
     total = sum(math.prod(one.shape) * one.dtype.itemsize for one in outputs)
     meter = Meter(on_progress, "export", total)
@@ -337,7 +334,6 @@ def _kept_rows(source: Checkpoint, info: TensorInfo, ids: Tensor) -> Callable[[]
 
 
 def _lengths(before: TextTokenizer, out: Path, texts: Sequence[Text]) -> tuple[TextLength, ...]:
-    """Tokens of texts, by both tokenizers."""
     contents = [text.content for text in texts]
     after = load_text_tokenizer(out)
     pairs = zip(before.encode_all(contents), after.encode_all(contents), strict=True)

@@ -38,7 +38,6 @@ def renumbered(content: Mapping[str, Any], new: Mapping[int, int]) -> dict[str, 
 
 
 def _entries(content: Any) -> Iterator[tuple[str, Any]]:
-    """Keys and values at any depth."""
     if isinstance(content, dict):
         for key, value in content.items():
             yield key, value

@@ -210,7 +210,6 @@ def _check_model(content: Mapping[str, Any], tokenizer: TextTokenizer, path: Pat
 
 
 def _check_ids(ids: Mapping[str, int], path: Path) -> None:
-    """Refuse two tokens with one id."""
     texts: dict[int, str] = {}
     for text, id in ids.items():
         if id in texts:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,14 @@ def _few_threads() -> Iterator[None]:
 def rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Estimates assume a fast machine instead of measuring this one."""
     monkeypatch.setattr(estimate, "matmul_rate", lambda *_: 1e12)
+
+
+@pytest.fixture
+def foreign_warnings() -> Iterator[None]:
+    """Warnings inside other libraries are not ours to fail on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +29,7 @@ SINGLE, FUSED = MODELS / "tiny-qwen3-moe", MODELS / "tiny-qwen3.5-moe"
 LAYER = "model.language_model.layers.1.mlp"
 
 
-@pytest.fixture(autouse=True)
-def _foreign_warnings() -> Iterator[None]:
-    """Warnings inside transformers are not ours to fail on."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
-        yield
+pytestmark = pytest.mark.usefixtures("foreign_warnings")
 
 
 @pytest.fixture(scope="module")
