@@ -1,7 +1,6 @@
 """Prefix reuse where layers have a state that cannot go back: never at the price of the answer."""
 
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,7 +28,7 @@ def load(make_qwen3_5: "Callable[..., PackedModel]") -> Load:
 
 def run(model: lowbit.Model, prompt: list[int]) -> tuple[list[int], int]:
     """The answer, and how many tokens of the prompt were reused."""
-    request = lowbit.TokenRequest(tuple(prompt), GREEDY, 12, message_ends=frozenset({END}))
+    request = lowbit.TokenRequest(tuple(prompt), GREEDY, 8, message_ends=frozenset({END}))
     handle = model.engine.submit(request)
     return list(handle), handle.reused
 
@@ -70,8 +69,8 @@ def test_conversations_in_turn_go_on_from_where_each_was(
         )
 
     model = new_model()
-    talks = [talk(model, number) for number in range(6)]
-    alone = [talk(new_model(), number) for number in range(6)]
+    talks = [talk(model, number) for number in range(4)]
+    alone = [talk(new_model(), number) for number in range(4)]
     for _ in range(3):
         for together, fresh in zip(talks, alone, strict=True):
             answer, reused, run_before = next(together)
@@ -113,22 +112,6 @@ def test_a_state_of_other_tokens_is_never_taken_for_these(load: Load) -> None:
     got, reused = run(model, PROMPT)
     assert reused == 0
     assert got == run(load(), PROMPT)[0]
-
-
-def test_logits_after_generating_are_those_of_a_fresh_model(load: Load) -> None:
-    model = load()
-    fresh = model.logits(PROMPT)
-    run(model, [5, 6, 7])
-    assert torch.equal(model.logits(PROMPT), fresh)
-
-
-def test_an_abandoned_request_leaves_the_engine_usable(load: Load) -> None:
-    model = load()
-    request = model.engine.generate(PROMPT, GREEDY, 10)
-    begun = list(islice(request, 3))
-    del request
-    longer = [*PROMPT, *begun, 1]
-    assert run(model, longer)[0] == run(load(), longer)[0]
 
 
 # Three layers: in the first message, at its end, in the last chunk of the prompt, in decoding.

@@ -23,20 +23,23 @@ from tests.runtime.engine.small_engine import (
 )
 
 if TYPE_CHECKING:
-    from tests.runtime.conftest import PackedModel
+    pass
 
 PROMPT = [10, 20, 30, 40, 50, 60]
 ONE = CacheSize(context=CONTEXT, sequences=1, pages=4, snapshots=4)
 
 
-@pytest.fixture(params=["dense", "hybrid"])
-def model(
-    request: pytest.FixtureRequest,
-    make_model: "Callable[..., PackedModel]",
-    make_qwen3_5: "Callable[..., PackedModel]",
-) -> lowbit.Model:
-    packed = make_model() if request.param == "dense" else make_qwen3_5()
-    return lowbit.load(packed.folder, device="cpu", dtype=torch.float32)
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, lowbit.Model]:
+    return {}
+
+
+@pytest.fixture(params=["make_model", "make_qwen3_5"])
+def model(request: pytest.FixtureRequest, loaded: dict[str, lowbit.Model]) -> lowbit.Model:
+    if request.param not in loaded:
+        folder = request.getfixturevalue(request.param)().folder
+        loaded[request.param] = lowbit.load(folder, device="cpu", dtype=torch.float32)
+    return loaded[request.param]
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, handle: lowbit.Handle) -> None:
