@@ -327,7 +327,6 @@ class Engine:
         return count
 
     def _open_chunk(self, sequence: Sequence, last: bool) -> Chunk:
-        """The chunk up to the next cut of a prompt; `last` as in `Runner.chunk`."""
         prompt = sequence.request.prompt
         stop = next_chunk_end(sequence.chunk_ends, sequence.length, len(prompt))
         layers = self.runner.chunk(sequence, prompt[sequence.length : stop], last)
@@ -407,7 +406,6 @@ class Engine:
         self._apply_changes()
 
     def _next_prompt(self) -> Sequence | None:
-        """Sequence whose prompt runs next; None without one."""
         found = self.scheduler.next_prompt()
         try:
             self._apply_changes()
@@ -418,7 +416,6 @@ class Engine:
         return found
 
     def _apply_changes(self) -> None:
-        """Let the runner make what the scheduler has decided."""
         self.runner.apply(self.scheduler.take_changes())
 
     def _fail(self, error: BaseException) -> None:

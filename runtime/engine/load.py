@@ -150,14 +150,12 @@ def cpu_chunk(layer_weights: int) -> int:
 
 
 def _launches_here() -> "Launches | None":
-    """Launches that `lowbit-run tune` has kept for this GPU; None where it has kept none."""
     from lowbit.runtime.kernels.launch.tuned import card_here, read_launches  # needs triton
 
     return read_launches(card_here())
 
 
 def _check_types(dtype: torch.dtype, options: LoadOptions, device: str) -> None:
-    """Refuse types of activations and of the cache that a device does not compute with."""
     if dtype == torch.float32 and device != "cpu":
         raise RequestError("float32 runs on the CPU only", hint="use device='cpu'")
 
@@ -205,7 +203,6 @@ def default_mode(account: Account, options: LoadOptions) -> Mode:
 
 
 def _cache_of(account: Account, options: LoadOptions, drafts: int) -> tuple[ChosenType, CacheSize]:
-    """Type and sizes of the cache; arguments and errors as of `choose_cache`."""
     chosen = choose_cache_type(account, options, drafts)
     return chosen, choose_cache(replace(account, cache_type=chosen.cache_type), options, drafts)
 

@@ -143,7 +143,6 @@ class PrefixCache:
             self._remove(prefix)
 
     def _possible(self) -> int:
-        """Pages that would be free if all prefixes were dropped."""
         held = Counter(page for prefix in self._prefixes for page in prefix.pages)
         return self._pages.free + sum(self._pages.owners(page) == n for page, n in held.items())
 
@@ -204,7 +203,6 @@ def _number(origin: bytes) -> int:
 
 
 def _common(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
-    """Length of the common beginning of two arrays."""
     count = min(len(a), len(b))
     if count == 0 or a[0] != b[0]:  # as with most prefixes, each of which a prompt is compared with
         return 0

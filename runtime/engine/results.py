@@ -93,7 +93,6 @@ class Results:
     def _log_probabilities_of(
         self, sequence: Sequence, position: int, top: int
     ) -> TokenLogProbabilities:
-        """Log-probabilities of the token at a position and of the `top` likeliest ones there."""
         at = (position % RING, sequence.row, slice(1 + top))
         values = self.log_probabilities.values[at].tolist()
         ids = self.log_probabilities.ids[at].tolist()

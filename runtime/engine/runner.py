@@ -135,7 +135,6 @@ class Runner:
         self.sampler.configure_row(row, params, sequence.request.prompt, masked)
 
     def _copy_page(self, source: int, target: int) -> None:
-        """Copy a page to another, in the drafter's pages too."""
         self.state.pages.copy(source, target)
         if self.blocks is not None:
             self.blocks.pages.copy(source, target)
@@ -379,7 +378,6 @@ class Runner:
 
 
 def _count_sent(sequences: list[Sequence]) -> None:
-    """Count a token of each sequence as sent, and the next one as chosen."""
     for each in sequences:
         each.length += 1
         each.chosen += 1

@@ -112,5 +112,4 @@ class Tally:
 
 
 def _sums(a: Sequence[int], b: Sequence[int]) -> list[int]:
-    """Element-wise sums; the shorter list is padded with zeros."""
     return [x + y for x, y in zip_longest(a, b, fillvalue=0)]

@@ -398,7 +398,6 @@ def _pieces(
 
 
 def _pieces_of(events: Iterable[Event]) -> list[Piece]:
-    """The texts among events."""
     return [event for event in events if isinstance(event, Piece)]
 
 

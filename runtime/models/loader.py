@@ -79,7 +79,6 @@ class OpenedModel:
         return sum(self._bytes_of(spec, device, dtype) for spec in experts)
 
     def _bytes_of(self, spec: TensorSpec, device: str, dtype: torch.dtype) -> int:
-        """Memory that a tensor will take."""
         if not spec.quantizable:
             wide = spec.role in architecture_of(self.checkpoint.config).float32_roles
             return torch.Size(spec.shape).numel() * (4 if wide else dtype.itemsize)

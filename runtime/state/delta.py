@@ -97,7 +97,6 @@ class DeltaSlots:
         self.conv[:, slot].copy_(conv)
 
     def _parts(self, packed: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory and inputs of the convolution in a packed state, as views."""
         memory, conv = self.memory[:, 0], self.conv[:, 0]
         return (
             packed[: memory.nbytes].view(memory.dtype).view(memory.shape),

@@ -192,7 +192,6 @@ class MtpRound:
         return ended
 
     def _accepted(self, sequence: Sequence) -> list[int]:
-        """Tokens that the round adds to a sequence's output."""
         first, ring = sequence.last, self.rounds.runner.results.tokens
         count = 1 + int(self.rounds.inputs.right[first % RING, sequence.row])
         found = ring[[(first + 1 + place) % RING for place in range(count)], sequence.row]

@@ -263,7 +263,6 @@ class Drafts:
         return min(self.most, ROUND_TOKENS // max(1, len(sequences)) - 1)
 
     def _keep_up(self, sequences: Numbers[Sequence]) -> None:
-        """Let the MTP head catch up before its ring is overwritten."""
         if self.mtp is not None:
             for each in sequences:
                 if drafts_of(each).rates is not None and behind(each) >= MOST_BEHIND:
@@ -341,7 +340,6 @@ def _allowed(sequence: Sequence, drafts: Numbers[int]) -> Numbers[int]:
 
 
 def _forced(ahead: Constraint, most: int) -> tuple[int, ...]:
-    """Tokens that a copy of a constraint forces next; none if it fails."""
     try:
         return tuple(ahead.forced(most))
     except Exception:  # foreign; a copy, so no request fails

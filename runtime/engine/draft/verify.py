@@ -185,7 +185,6 @@ class Verifier:
         runner.send(self.graphs, key, runner.run_choice, plan)
 
     def _prepare(self, parts: list[Part]) -> StepPlan:
-        """Write the inputs of a round."""
         spans = tuple(part.span for part in parts)
         M, B = sum(span.count for span in spans), len(spans)
         max_kv_len = self.runner.kv_len_for(max(span.first + span.count for span in spans))
