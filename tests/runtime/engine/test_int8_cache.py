@@ -33,7 +33,7 @@ def load(folder: Path, kv_cache: KVCache = "int8", **options: Any) -> lowbit.Mod
     return lowbit.load(folder, device="cpu", kv_cache=kv_cache, **given)
 
 
-def request_of(number: int, count: int = 14) -> lowbit.TokenRequest:
+def request_of(number: int, count: int = 8) -> lowbit.TokenRequest:
     generator = torch.Generator().manual_seed(number)
     ids = torch.randint(4000, ((30, 129, 64, 7)[number],), generator=generator).tolist()
     return lowbit.TokenRequest(tuple(ids), HOT if number % 2 else GREEDY, count)

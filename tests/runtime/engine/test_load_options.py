@@ -105,7 +105,7 @@ def test_the_default_does_not_shorten_the_context(monkeypatch: pytest.MonkeyPatc
     account = open_with_head(BUNDLED.parent / "tiny-qwen3.5", "cuda")
     options = lowbit.LoadOptions()
     modes = []
-    for free in range(1, 600):
+    for free in range(1, 600, 7):
         monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free << 20)
         plain = replace(account, opened=without_head(account.opened))
         try:

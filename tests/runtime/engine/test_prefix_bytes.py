@@ -1,7 +1,7 @@
 """What a hit takes over has the bytes that a fresh run of the same prompt computes."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ def message(tokens: int) -> list[int]:
 
 
 SYSTEM, FIRST, SECOND = message(90), message(70), message(130)
-LONG = message(1100)  # longer than a chunk
+LONG = message(300)  # longer than a chunk of 256
 CASES = [
     ("tiny-qwen3", torch.float32, "bf16"),
     ("tiny-qwen3.5", torch.bfloat16, "bf16"),
@@ -129,11 +129,14 @@ def test_logits_between_do_not_move_the_cuts(model: lowbit.Model, watch: Watch) 
         assert_same(watch.run(engine, prompt)[1], expected)
 
 
-def test_chunks_longer_than_a_message_allows(model: lowbit.Model, watch: Watch) -> None:
+def test_chunks_longer_than_a_message_allows(
+    model: lowbit.Model, watch: Watch, set_chunk: Callable[[int], None]
+) -> None:
+    set_chunk(256)
     engine = new_engine(model)
-    for prompt in ([*LONG[:1060], 3], [*LONG[:1080], 5, *FIRST], [*LONG, *FIRST, 6]):
+    for prompt in ([*LONG[:270], 3], [*LONG[:280], 5, *FIRST], [*LONG, *FIRST, 6]):
         reused, found = watch.run(engine, prompt, 2)
-        assert reused == 0 if prompt[1060] == 3 else reused in (0, 1024)
+        assert reused == 0 if prompt[270] == 3 else reused in (0, 256)
         assert_same(found, watch.run(new_engine(model), prompt, 2)[1])
 
 

@@ -39,7 +39,7 @@ def load(request: pytest.FixtureRequest, tmp_path: Path, shorten: Shorten) -> Lo
     return lambda: lowbit.load(folder, device="cpu", dtype=torch.float32, context=1024)
 
 
-@pytest.mark.parametrize(("thinking", "tokens"), [(True, 8), (False, 12)])
+@pytest.mark.parametrize(("thinking", "tokens"), [(True, 6), (False, 8)])
 def test_every_turn_is_what_a_fresh_model_answers(load: Load, thinking: bool, tokens: int) -> None:
     model, fresh, messages = load(), load(), list[lowbit.Message]()
     reused = []
@@ -78,7 +78,7 @@ def test_a_turn_taken_back_or_repeated_or_redrawn_changes_nothing(
     for messages in ([first], [first], [other], [first, short], [first]):
         for sampling in (GREEDY, hot):
             made, expected = (
-                held.generate(messages, sampling=sampling, thinking=thinking, max_new_tokens=6)
+                held.generate(messages, sampling=sampling, thinking=thinking, max_new_tokens=4)
                 for held in (model, fresh)
             )
             assert made.token_ids == expected.token_ids

@@ -176,7 +176,7 @@ def test_the_head_keeps_up_beside_a_constrained_sequence(flying: lowbit.Model) -
     assert sequence.tally.rounds > 5
 
 
-@MOST
+@pytest.mark.parametrize("flying", [2], ids=["k2"], indirect=True)
 def test_the_head_drafts_up_to_the_first_mask(plain: lowbit.Model, flying: lowbit.Model) -> None:
     first = 66  # from 64 free tokens on the head drafts
     plain.engine.forget()
