@@ -26,6 +26,7 @@ from lowbit.runtime.lab.machine_speed import read_bandwidth
 from lowbit.runtime.state.pages import PAGE, KVPages, new_pages, pages_for
 from lowbit.runtime.state.rope import Rope, rope_tables
 from lowbit.runtime.state.step import Span, Step
+from lowbit.runtime.weights.layers import AttentionLayer
 
 TASKS = ("decode", "prompts")
 EPS = 1e-6
@@ -134,7 +135,8 @@ def check(heads: Heads, rope: Rope, cache_type: CacheType) -> None:
     )
     for name, attend, step in steps:
         qkv = torch.randn(len(step.positions), heads.width, device="cuda").bfloat16()
-        given = qkv, q_norm, k_norm, EPS, rope, pages, step, 0, heads.gated
+        layer = AttentionLayer(0, rope, EPS, q_norm, k_norm, heads.gated)
+        given = qkv, layer, pages, step
         ref, _, _ = attention_ref(*given)
         error = float((attend(*given).double() - ref).norm() / ref.norm())
         if not error < MOST_ERROR:
@@ -152,11 +154,12 @@ def decode_us(heads: Heads, rope: Rope, length: int, sequences: int, kind: Cache
     pages = filled(heads, copies, sequences * needed + 1, kind)
     step = next_tokens(length, sequences, shuffled(sequences, needed))
     qkv = torch.randn(sequences, heads.width, device="cuda").bfloat16()
-    given = qkv, *gains(heads), EPS, rope, pages, step
+    q_norm, k_norm = gains(heads)
+    own = [AttentionLayer(n, rope, EPS, q_norm, k_norm, heads.gated) for n in range(copies)]
 
     def layers() -> None:
-        for layer in range(copies):
-            attention_decode(*given, layer, heads.gated)  # type: ignore[call-arg]
+        for layer in own:
+            attention_decode(qkv, layer, pages, step)
 
     return graph_us(layers, 10) / copies
 

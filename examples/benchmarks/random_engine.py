@@ -23,9 +23,9 @@ from lowbit.runtime.engine.plan import OpenRow
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.sequence import Sequence as TokenSequence
+from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.experts.tiled import TiledExperts
 from lowbit.runtime.kernels.linear.tiles import TILE, GpuLinear, TiledLinear, counters
-from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.models.architectures import BUILD, HEADS
 from lowbit.runtime.models.qwen3_5_mtp import DraftRows
 from lowbit.runtime.state.device_state import CacheSize
@@ -46,7 +46,7 @@ def bits_of(module: str, bits: int) -> int:
 
 def packed(bits: int, N: int, K: int, paired: bool = False) -> TiledLinear:
     """Random codes, and scales that keep activations near one."""
-    width = WIDTHS[bits]
+    width = CODECS[bits]
     shape = (N // TILE, -(-K // width.STEP_K), width.LOADS, 8, 4, 4)
     words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device="cuda")
     scales = torch.randn(N // TILE, K // GROUP, 8, 2, device="cuda") / (2 ** (bits - 1) * K**0.5)

@@ -18,11 +18,11 @@ from pathlib import Path
 import click
 import numpy as np
 
+from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.launch.card import OLDER_REGISTERS, REGISTERS, RESERVED
 from lowbit.runtime.kernels.launch.card import Card as LaunchCard
 from lowbit.runtime.kernels.launch.linear import GemvLaunch, gemv_launch, measured
 from lowbit.runtime.kernels.linear.program import blocks_of, shared_bytes
-from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.lab.tuning.candidates import (
     MOST_AHEAD,
     OWN_REGISTERS,
@@ -90,7 +90,7 @@ class Linear:
 
     @property
     def steps(self) -> int:
-        return -(-self.K // WIDTHS[self.bits].STEP_K)
+        return -(-self.K // CODECS[self.bits].STEP_K)
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ def outlook(card: Card, costs: np.ndarray) -> tuple[list[float], list[float]]:
     """Gains of the model's launches over the tables': of all, and of those with as many parts."""
     gains: tuple[list[float], list[float]] = [], []
     for bits, tiles, steps in measured("one"):
-        K = steps * WIDTHS[bits].STEP_K
+        K = steps * CODECS[bits].STEP_K
         linear = Linear(bits, 16 * tiles, K, False, 16 * tiles > K)
         table = table_of(linear, False)
         if not is_simple(table):

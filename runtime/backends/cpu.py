@@ -11,10 +11,11 @@ from lowbit.runtime.backends.cpu_sampling import accept as accept
 from lowbit.runtime.backends.cpu_sampling import choose as choose
 from lowbit.runtime.backends.cpu_sampling import log_probabilities as log_probabilities
 from lowbit.runtime.backends.delta_rule import delta_net
-from lowbit.runtime.state.delta import DeltaWeights, LayerStates
+from lowbit.runtime.state.delta import LayerStates
 from lowbit.runtime.state.pages import PAGE, KVPages, pages_for
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span, Step
+from lowbit.runtime.weights.layers import AttentionLayer, DeltaLayer
 from lowbit.runtime.weights.linear import ExpertWeights
 
 
@@ -56,37 +57,26 @@ def moe(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[CpuLinear]) 
     return (x.float() + mixture(rms_norm(x, norm, eps), experts)).to(x.dtype)
 
 
-def attention(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    rope: Rope,
-    pages: KVPages,
-    step: Step,
-    layer: int,
-    gated: bool = False,
-) -> Tensor:
+def attention(qkv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step) -> Tensor:
     """Norm and rotate q and k, append k and v to their pages, attend causally: [M, Hq * D]."""
     M, Hkv, D = qkv.shape[0], pages.heads, pages.head_dim
     heads = qkv.view(M, -1, D).transpose(0, 1)  # [Hq + 2 * Hkv, M, D], a gate beside each q
     q, k, v = heads[: -2 * Hkv], heads[-2 * Hkv : -Hkv], heads[-Hkv:]
-    if gated:
+    if layer.gated:
         q, gate = q[0::2], q[1::2]
-    if q_norm is not None:
-        q = rms_norm(q, q_norm, eps)
-    if k_norm is not None:
-        k = rms_norm(k, k_norm, eps)
-    rotated = _rotate(torch.cat((q, k)), rope, step)  # in one go, which is faster
+    q, k = _normed(q, layer.q_norm, layer.eps), _normed(k, layer.k_norm, layer.eps)
+    rotated = _rotate(torch.cat((q, k)), layer.rope, step)  # in one go, which is faster
     q, k = rotated[:-Hkv], rotated[-Hkv:]
     outs = []
     start = 0
     for span in step.spans:
         part = slice(start, start + span.count)
-        outs.append(_attended(q[:, part], k[:, part], v[:, part], pages, span, layer, step.prompt))
+        outs.append(
+            _attended(q[:, part], k[:, part], v[:, part], pages, span, layer.index, step.prompt)
+        )
         start += span.count
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
-    mixed = out * torch.sigmoid(gate) if gated else out
+    mixed = out * torch.sigmoid(gate) if layer.gated else out
     return mixed.transpose(0, 1).reshape(M, -1)
 
 
@@ -176,53 +166,46 @@ def _adjacent(ids: tuple[int, ...]) -> bool:
     return ids[-1] - ids[0] == len(ids) - 1 and ids == tuple(range(ids[0], ids[-1] + 1))
 
 
-def write_context(
-    kv: Tensor, k_norm: Tensor, eps: float, rope: Rope, pages: KVPages, step: Step, layer: int
-) -> None:
+def write_context(kv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step) -> None:
     """Norm and rotate k, write k and v; see `DraftOps.write_context`."""
-    k, v = _key_heads(kv, k_norm, eps, pages)
-    k = _rotate(k, rope, step)
+    k, v = _key_heads(kv, layer, pages)
+    k = _rotate(k, layer.rope, step)
     start = 0
     for span in step.spans:
         part = slice(start, start + span.count)
-        _append(k[:, part], v[:, part], pages, span, layer)
+        _append(k[:, part], v[:, part], pages, span, layer.index)
         start += span.count
 
 
 def attend_block(
-    q: Tensor,
-    kv: Tensor,
-    gains: tuple[Tensor, Tensor],
-    eps: float,
-    rope: Rope,
-    pages: KVPages,
-    step: Step,
-    layer: int,
-    window: int | None,
-    causal: bool,
+    q: Tensor, kv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step
 ) -> Tensor:
     """Attend to what stands before each block and to the block; see `DraftOps.attend_block`."""
     M, D = q.shape[0], pages.head_dim
-    k, v = _key_heads(kv, gains[1], eps, pages)
-    queries = rms_norm(q.view(M, -1, D).transpose(0, 1), gains[0], eps)
-    rotated = _rotate(torch.cat((queries, k)), rope, step)
+    k, v = _key_heads(kv, layer, pages)
+    queries = _normed(q.view(M, -1, D).transpose(0, 1), layer.q_norm, layer.eps)
+    rotated = _rotate(torch.cat((queries, k)), layer.rope, step)
     queries, k = rotated[: -len(k)], rotated[-len(k) :]
     outs, start = [], 0
     for span in step.spans:
         part = slice(start, start + span.count)
-        keys, values = _stored(pages, span, layer, span.first, k.dtype)
+        keys, values = _stored(pages, span, layer.index, span.first, k.dtype)
         both = torch.cat((keys, k[:, part]), dim=1), torch.cat((values, v[:, part]), dim=1)
-        mask = _block_mask(span, window, causal)
+        mask = _block_mask(span, layer.window, layer.causal)
         outs.append(_attention(queries[:, part], *both, mask))
         start += span.count
     return torch.cat(outs, dim=1).transpose(0, 1).reshape(M, -1)
 
 
-def _key_heads(kv: Tensor, k_norm: Tensor, eps: float, pages: KVPages) -> tuple[Tensor, Tensor]:
+def _key_heads(kv: Tensor, layer: AttentionLayer, pages: KVPages) -> tuple[Tensor, Tensor]:
     """Normed keys and values of [M, 2 * Hkv * D]: [Hkv, M, D] each."""
     Hkv, D = pages.heads, pages.head_dim
     heads = kv.view(len(kv), -1, D).transpose(0, 1)
-    return rms_norm(heads[:Hkv], k_norm, eps), heads[Hkv:]
+    return _normed(heads[:Hkv], layer.k_norm, layer.eps), heads[Hkv:]
+
+
+def _normed(heads: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    return heads if gain is None else rms_norm(heads, gain, eps)
 
 
 def _block_mask(span: Span, window: int | None, causal: bool) -> Tensor | None:
@@ -244,14 +227,14 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> T
 def delta_linear(
     qkvz: Tensor,
     ba: Tensor,
-    weights: DeltaWeights,
+    layer: DeltaLayer,
     states: LayerStates,
     step: Step,
     w: CpuLinear,
     residual: Tensor,
 ) -> Tensor:
     """Gated DeltaNet and its output linear; see `Ops.delta_linear`."""
-    return product(delta_net(qkvz, ba, weights, states, step), w, added=residual)
+    return product(delta_net(qkvz, ba, layer, states, step), w, added=residual)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -23,7 +23,7 @@ from lowbit.runtime.kernels.head import head_input as head_input
 from lowbit.runtime.kernels.head import store_hidden as store_hidden
 from lowbit.runtime.kernels.launch.choose import choose as choose_product
 from lowbit.runtime.kernels.launch.choose import takes_rows
-from lowbit.runtime.kernels.launch.delta import MOST_DIM
+from lowbit.runtime.kernels.launch.delta import MOST_DIM, norms_later
 from lowbit.runtime.kernels.launch.device import card_of
 from lowbit.runtime.kernels.launch.tuned import Launches
 from lowbit.runtime.kernels.linear.dense import dense_gemm, dense_gemv
@@ -37,11 +37,10 @@ from lowbit.runtime.kernels.rows import swiglu as swiglu_of
 from lowbit.runtime.kernels.sampling.accept import accept as accept
 from lowbit.runtime.kernels.sampling.choose import choose as choose
 from lowbit.runtime.kernels.sampling.logprobs import log_probabilities as log_probabilities
-from lowbit.runtime.state.delta import DeltaWeights, LayerStates
+from lowbit.runtime.state.delta import LayerStates
 from lowbit.runtime.state.pages import KVPages
-from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Step
-from lowbit.runtime.thresholds import EXACT_TOKENS
+from lowbit.runtime.weights.layers import AttentionLayer, DeltaLayer
 from lowbit.runtime.weights.linear import DenseLinear, ExpertWeights, Linear, PackedLinear
 
 LEAST_HEAD = 16  # what a tensor-core tile takes
@@ -160,35 +159,24 @@ def moe(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[GpuLinear]) 
     return mixture(x, norm, eps, experts)
 
 
-def attention(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    rope: Rope,
-    pages: KVPages,
-    step: Step,
-    layer: int,
-    gated: bool = False,
-) -> Tensor:
+def attention(qkv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step) -> Tensor:
     """Norm, rotate, append, attend; see `Ops.attention`."""
     attend = attention_prefill if step.prompt else attention_decode
-    return attend(qkv, q_norm, k_norm, eps, rope, pages, step, layer, gated)
+    return attend(qkv, layer, pages, step)
 
 
 def delta_linear(
     qkvz: Tensor,
     ba: Tensor,
-    weights: DeltaWeights,
+    layer: DeltaLayer,
     states: LayerStates,
     step: Step,
     w: GpuLinear,
     residual: Tensor,
 ) -> Tensor:
     """Gated DeltaNet and its output linear; see `Ops.delta_linear`."""
-    exact = not step.prompt and qkvz.shape[0] <= EXACT_TOKENS
-    if exact and isinstance(w, TiledLinear):  # which norms the heads as it reads them
-        parts, squares = delta_decode_parts(qkvz, ba, weights, states, step)
-        return product(parts, w, squares=squares, eps=weights.eps, added=residual)
+    if isinstance(w, TiledLinear) and norms_later(len(qkvz), step.prompt):
+        parts, squares = delta_decode_parts(qkvz, ba, layer, states, step)
+        return product(parts, w, squares=squares, eps=layer.eps, added=residual)
     advance = delta_prefill if step.prompt else delta_decode
-    return product(advance(qkvz, ba, weights, states, step), w, added=residual)
+    return product(advance(qkvz, ba, layer, states, step), w, added=residual)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from lowbit.formats.architectures.config import Experts
 from lowbit.formats.errors import UnsupportedModelError
+from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.experts.down import experts_down, experts_down_bytes
 from lowbit.runtime.kernels.experts.gate_up import experts_gate_up, experts_gate_up_bytes
 from lowbit.runtime.kernels.experts.gemm import experts_gemm
@@ -12,11 +13,10 @@ from lowbit.runtime.kernels.experts.route import experts_route
 from lowbit.runtime.kernels.experts.tiled import stacked
 from lowbit.runtime.kernels.experts.together import experts_together, together_bytes
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
+from lowbit.runtime.kernels.launch.experts import experts_way
 from lowbit.runtime.kernels.linear.dense import dense_gemv
 from lowbit.runtime.kernels.linear.tiles import GpuLinear
-from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.kernels.rows import rms_norm
-from lowbit.runtime.thresholds import EXPERTS_APART, EXPERTS_TOKENS
 from lowbit.runtime.weights.linear import ExpertWeights
 
 MOST_SLOTS = 32  # of a warp's lanes
@@ -34,8 +34,8 @@ def check_experts(experts: Experts, hidden: int) -> None:
         UnsupportedModelError: naming the size.
     """
     slots = experts.chosen + (experts.shared_inner is not None)
-    down = max(experts_down_bytes(bits, experts.inner, hidden, slots) for bits in WIDTHS)
-    gate_up = max(experts_gate_up_bytes(bits, experts.inner, hidden) for bits in WIDTHS)
+    down = max(experts_down_bytes(bits, experts.inner, hidden, slots) for bits in CODECS)
+    gate_up = max(experts_gate_up_bytes(bits, experts.inner, hidden) for bits in CODECS)
     for wrong, what in (
         (slots > MOST_SLOTS, f"{slots} experts of a token, at most {MOST_SLOTS}"),
         (down > MOST_SHARED, f"{slots} experts of a token as wide as {experts.inner}"),
@@ -51,14 +51,14 @@ def mixture(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[GpuLinea
     """Add the output of the experts for the normed x to x; see `Ops.moe`."""
     gate_up, down = stacked(experts.gate_up), stacked(experts.down)
     chosen, shared, normed = experts.chosen, experts.shared, experts.normed
-    if x.shape[0] <= EXPERTS_TOKENS:
-        scores = dense_gemv(x, experts.router, norm=norm, eps=eps, dtype=torch.float32)
-        routes = None if x.shape[0] == 1 else experts_route(scores, chosen, shared, normed)
-        apart = x.shape[0] <= EXPERTS_APART or together_bytes(gate_up, down) > MOST_SHARED
-        if routes is not None and not apart:
-            return experts_together(x, norm, eps, routes, gate_up, down, chosen, shared)
-        act = experts_gate_up(x, norm, eps, scores, routes, gate_up, chosen, shared)
-        return experts_down(act, scores, routes, down, chosen, shared, x, normed)
-    h = rms_norm(x, norm, eps)
-    scores = torch.mm(h, experts.router.T, out_dtype=torch.float32)
-    return experts_gemm(h, scores, gate_up, down, chosen, shared, x, normed)
+    way = experts_way(len(x))
+    if way == "grouped":
+        h = rms_norm(x, norm, eps)
+        scores = torch.mm(h, experts.router.T, out_dtype=torch.float32)
+        return experts_gemm(h, scores, gate_up, down, chosen, shared, x, normed)
+    scores = dense_gemv(x, experts.router, norm=norm, eps=eps, dtype=torch.float32)
+    routes = None if way == "lone" else experts_route(scores, chosen, shared, normed)
+    if routes and way == "together" and together_bytes(gate_up, down) <= MOST_SHARED:
+        return experts_together(x, norm, eps, routes, gate_up, down, chosen, shared)
+    act = experts_gate_up(x, norm, eps, scores, routes, gate_up, chosen, shared)
+    return experts_down(act, scores, routes, down, chosen, shared, x, normed)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from lowbit.runtime.state.delta import L2_EPS, DeltaWeights, LayerStates
+from lowbit.runtime.state.delta import L2_EPS, LayerStates
 from lowbit.runtime.state.step import NO_SLOT, Step
+from lowbit.runtime.weights.layers import DeltaLayer
 
 CHUNK = 64
 
@@ -21,7 +22,7 @@ State = tuple[Tensor, Tensor]  # window [W - 1, C] and memory [H, Dk, Dv] of a s
 
 
 def delta_net(
-    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, states: LayerStates, step: Step
+    qkvz: Tensor, ba: Tensor, layer: DeltaLayer, states: LayerStates, step: Step
 ) -> Tensor:
     """Convolution, gates, delta rule and gated norm; see `Ops.delta_linear`."""
     rule = chunked if step.prompt else recurrent
@@ -38,7 +39,7 @@ def delta_net(
             x, gates = qkvz, ba
             if size < qkvz.shape[0]:
                 x, gates = qkvz[first : first + size], ba[first : first + size]
-            outs.append(_tokens(x, gates, weights, rule, before, state))
+            outs.append(_tokens(x, gates, layer, rule, before, state))
             first += size
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
@@ -53,32 +54,32 @@ def _state(states: LayerStates, slot: int, like: State) -> State:
 def _tokens(
     qkvz: Tensor,
     ba: Tensor,
-    weights: DeltaWeights,
+    layer: DeltaLayer,
     rule: Callable[..., Tensor],
     before: State,
     after: State,
 ) -> Tensor:
     """T tokens of a sequence: [T, H * Dv]; `after`, which may be `before`, is written."""
     T = qkvz.shape[0]
-    heads, shared = weights.value_heads, weights.value_heads // weights.key_heads
-    channels = weights.conv.shape[0]
-    keys = weights.key_heads * weights.key_dim
-    qkv = convolved(qkvz[:, :channels], weights.conv, before[0], after[0])
+    heads, shared = layer.value_heads, layer.value_heads // layer.key_heads
+    channels = layer.conv.shape[0]
+    keys = layer.key_heads * layer.key_dim
+    qkv = convolved(qkvz[:, :channels], layer.conv, before[0], after[0])
     q, k, v = qkv[:, :keys], qkv[:, keys : 2 * keys], qkv[:, 2 * keys :]
     z = qkvz[:, channels:]
-    q = l2_normed(q.reshape(T, -1, weights.key_dim)) * weights.key_dim**-0.5
-    k = l2_normed(k.reshape(T, -1, weights.key_dim))
+    q = l2_normed(q.reshape(T, -1, layer.key_dim)) * layer.key_dim**-0.5
+    k = l2_normed(k.reshape(T, -1, layer.key_dim))
     b, a = ba.float().chunk(2, dim=1)  # [T, H]
     out = rule(
         per_value_head(q, shared),
         per_value_head(k, shared),
         v.reshape(T, heads, -1),
-        weights.decay * softplus(a + weights.dt_bias),
+        layer.decay * softplus(a + layer.dt_bias),
         torch.sigmoid(b),
         before[1],
         after[1],
     )
-    normed = gated_norm(out, z.reshape(T, heads, -1), weights.norm, weights.eps)
+    normed = gated_norm(out, z.reshape(T, heads, -1), layer.norm, layer.eps)
     return normed.reshape(T, -1).to(qkvz.dtype)
 
 

@@ -10,12 +10,12 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from lowbit.runtime.state.decode_inputs import DecodeInputs
-from lowbit.runtime.state.delta import DeltaWeights, LayerStates
+from lowbit.runtime.state.delta import LayerStates
 from lowbit.runtime.state.host_rings import LogProbabilities
 from lowbit.runtime.state.pages import KVPages
-from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.sampler import SamplerRows
 from lowbit.runtime.state.step import Step
+from lowbit.runtime.weights.layers import AttentionLayer, DeltaLayer
 from lowbit.runtime.weights.linear import ExpertWeights
 
 W = TypeVar("W", contravariant=True)
@@ -85,31 +85,15 @@ class Ops(Protocol[W]):
             [M, h].
         """
 
-    def attention(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        rope: Rope,
-        pages: KVPages,
-        step: Step,
-        layer: int,
-        gated: bool = False,
-    ) -> Tensor:
+    def attention(self, qkv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step) -> Tensor:
         """Norm and rotate q and k, append k and v to the sequences' pages, attend causally.
 
         Args:
             qkv: [M, (Hq + 2 * Hkv) * D], q heads first, then k, then v; where gated, a q head is
                 2 * D wide: its query, then its gate.
-            q_norm: [D] gain of every q head; None leaves q as it is.
-            k_norm: [D] gain of every k head; None leaves k as it is.
-            eps: of the norms.
-            rope: tables for every position of the context.
+            layer: gains, rotation and gate.
             pages: written at every token's position.
             step: sequence and position of every token.
-            layer: which of the pages' L layers.
-            gated: multiply each head's output by the sigmoid of its gate.
 
         Returns:
             [M, Hq * D].
@@ -119,7 +103,7 @@ class Ops(Protocol[W]):
         self,
         qkvz: Tensor,
         ba: Tensor,
-        weights: DeltaWeights,
+        layer: DeltaLayer,
         states: LayerStates,
         step: Step,
         w: W,
@@ -130,9 +114,9 @@ class Ops(Protocol[W]):
         That is convolution, gates, delta rule, gated norm, and `product`.
 
         Args:
-            qkvz: [M, C + Hv * Dv], the channels of q, k, v (see `DeltaWeights.conv`), then z.
+            qkvz: [M, C + Hv * Dv], the channels of q, k, v (see `DeltaLayer.conv`), then z.
             ba: [M, 2 * Hv], b of every value head, then a.
-            weights: of this layer.
+            layer: its small weights.
             states: of this layer, read and written where the step says.
             step: sequence of every token.
             w: [h, Hv * Dv].
@@ -233,54 +217,27 @@ class Ops(Protocol[W]):
 class DraftOps(Ops[W], Protocol[W]):
     """Operations that a drafter of blocks calls beside these."""
 
-    def write_context(
-        self,
-        kv: Tensor,
-        k_norm: Tensor,
-        eps: float,
-        rope: Rope,
-        pages: KVPages,
-        step: Step,
-        layer: int,
-    ) -> None:
+    def write_context(self, kv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step) -> None:
         """Norm and rotate k, write k and v to the sequences' pages.
 
         Args:
             kv: [M, 2 * Hkv * D], k heads first, then v.
-            k_norm: [D] gain of every k head.
-            eps: of the norm.
-            rope: tables for every position.
+            layer: gain of k, and rotation.
             pages: written at every token's position.
             step: sequence and position of every token.
-            layer: which of the pages' L layers.
         """
 
     def attend_block(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        gains: tuple[Tensor, Tensor],
-        eps: float,
-        rope: Rope,
-        pages: KVPages,
-        step: Step,
-        layer: int,
-        window: int | None,
-        causal: bool,
+        self, q: Tensor, kv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step
     ) -> Tensor:
         """Norm and rotate q and k, attend to what stands before a block and to the block itself.
 
         Args:
             q: [M, Hq * D].
             kv: [M, 2 * Hkv * D] of the blocks, k heads first, then v; they are not kept.
-            gains: [D] of every q head, and of every k head.
-            eps: of the norms.
-            rope: tables for every position.
+            layer: gains, rotation, and what a token of a block sees.
             pages: read up to the first position of each block.
             step: sequence and position of every token; those of a sequence are a block.
-            layer: which of the pages' L layers.
-            window: a token sees so many positions, itself included; None for all.
-            causal: a token of a block sees those before it alone.
 
         Returns:
             [M, Hq * D].

@@ -12,8 +12,9 @@ from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.runtime.backends.ops import Ops
 from lowbit.runtime.models.layer_parts import Mlp, embed, last_of, read_mlp, run_mlp
 from lowbit.runtime.state.device_state import DeviceState
-from lowbit.runtime.state.rope import Rope, rope_tables
+from lowbit.runtime.state.rope import rope_tables
 from lowbit.runtime.state.step import Step
+from lowbit.runtime.weights.layers import AttentionLayer
 from lowbit.runtime.weights.weights import Weights
 
 W = TypeVar("W")  # what the backend keeps a linear as
@@ -28,9 +29,8 @@ class Layer(Generic[W]):
     o: W  # [h, Hq * D]
     post_norm: Tensor  # [h]
     mlp: Mlp[W]
+    attention: AttentionLayer
     qkv_bias: Tensor | None = None  # [(Hq + 2 * Hkv) * D]
-    q_norm: Tensor | None = None  # [D]
-    k_norm: Tensor | None = None  # [D]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,6 @@ class Dense(Generic[W]):
     layers: tuple[Layer[W], ...]
     norm: Tensor  # [h]
     head: W  # [V, h]
-    rope: Rope
     ops: Ops[W]
     mtp: None = None  # no checkpoint of these families has a head that predicts several tokens
 
@@ -62,11 +61,9 @@ class Dense(Generic[W]):
         """
         ops, eps = self.ops, self.config.rms_norm_eps
         x = embed(ops, ids, self.embedding, step)  # [M, h]
-        for index, layer in enumerate(self.layers):
+        for layer in self.layers:
             qkv = ops.product(x, layer.qkv, norm=layer.input_norm, eps=eps, added=layer.qkv_bias)
-            mixed = ops.attention(
-                qkv, layer.q_norm, layer.k_norm, eps, self.rope, state.pages, step, index
-            )  # [M, Hq * D]
+            mixed = ops.attention(qkv, layer.attention, state.pages, step)  # [M, Hq * D]
             finish = partial(self._finish, layer)
             x = step.end(finish, mixed, x) if layer is self.layers[-1] else finish(mixed, x)
             yield x
@@ -87,6 +84,9 @@ def build(
     config: DenseConfig, prefix: str, weights: Weights[W], ops: Ops[W], context: int
 ) -> Dense[W]:
     """Read the weights of a checked checkpoint into a model for `context` positions."""
+    rope = rope_tables(
+        context, config.head_dim, config.rope_theta, weights.device, config.rope_scaling
+    )
     layers = []
     for index in range(config.num_hidden_layers):
         p = f"{prefix}layers.{index}"
@@ -99,13 +99,18 @@ def build(
                 o=weights.linear(f"{attn}.o_proj"),
                 post_norm=weights.tensor(f"{p}.post_attention_layernorm.weight"),
                 mlp=read_mlp(weights, f"{p}.mlp", config.experts),
+                attention=AttentionLayer(
+                    index,
+                    rope,
+                    config.rms_norm_eps,
+                    weights.tensor(f"{attn}.q_norm.weight") if config.qk_norm else None,
+                    weights.tensor(f"{attn}.k_norm.weight") if config.qk_norm else None,
+                ),
                 qkv_bias=(
                     torch.cat([weights.tensor(f"{module}.bias") for module in qkv])
                     if config.qkv_bias
                     else None
                 ),
-                q_norm=weights.tensor(f"{attn}.q_norm.weight") if config.qk_norm else None,
-                k_norm=weights.tensor(f"{attn}.k_norm.weight") if config.qk_norm else None,
             )
         )
     embedding = weights.tensor(f"{prefix}embed_tokens.weight")
@@ -116,8 +121,5 @@ def build(
         layers=tuple(layers),
         norm=weights.tensor(f"{prefix}norm.weight"),
         head=weights.dense(embedding) if tied else weights.linear("lm_head"),
-        rope=rope_tables(
-            context, config.head_dim, config.rope_theta, weights.device, config.rope_scaling
-        ),
         ops=ops,
     )

@@ -17,8 +17,9 @@ from lowbit.formats.architectures.dflash import DFlashConfig
 from lowbit.runtime.backends.ops import DraftOps
 from lowbit.runtime.models.layer_parts import Mlp, read_mlp, run_mlp
 from lowbit.runtime.state.pages import KVPages
-from lowbit.runtime.state.rope import Rope, rope_tables
+from lowbit.runtime.state.rope import rope_tables
 from lowbit.runtime.state.step import Step
+from lowbit.runtime.weights.layers import AttentionLayer
 from lowbit.runtime.weights.weights import Weights
 
 W = TypeVar("W")  # what the backend keeps a linear as
@@ -31,8 +32,7 @@ class Layer(Generic[W]):
     input_norm: Tensor  # [h]
     q: W  # [Hq * D, h]
     kv: W  # [2 * Hkv * D, h]
-    q_norm: Tensor  # [D]
-    k_norm: Tensor  # [D]
+    attention: AttentionLayer
     o: W  # [h, Hq * D]
     post_norm: Tensor  # [h]
     mlp: Mlp[W]
@@ -47,7 +47,6 @@ class DFlash(Generic[W]):
     hidden_norm: Tensor  # [h]
     layers: tuple[Layer[W], ...]
     norm: Tensor  # [h]
-    rope: Rope
     ops: DraftOps[W]
 
     @property
@@ -63,9 +62,8 @@ class DFlash(Generic[W]):
         """
         ops, eps = self.ops, self.config.rms_norm_eps
         context = ops.rms_norm(ops.product(hidden_taps, self.fc), self.hidden_norm, eps)  # [M, h]
-        for index, layer in enumerate(self.layers):
-            kv = ops.product(context, layer.kv)
-            ops.write_context(kv, layer.k_norm, eps, self.rope, pages, step, index)
+        for layer in self.layers:
+            ops.write_context(ops.product(context, layer.kv), layer.attention, pages, step)
 
     def hidden(self, x: Tensor, pages: KVPages, step: Step) -> Tensor:
         """Run a block of each sequence through the layers.
@@ -76,12 +74,10 @@ class DFlash(Generic[W]):
         Returns:
             [M, h], before the final norm.
         """
-        ops, config, eps = self.ops, self.config, self.config.rms_norm_eps
-        for index, layer in enumerate(self.layers):
+        ops, eps = self.ops, self.config.rms_norm_eps
+        for layer in self.layers:
             q, kv = ops.two_products(x, layer.q, layer.kv, layer.input_norm, eps)
-            gains = layer.q_norm, layer.k_norm
-            sight = config.windows[index], config.causal[index]
-            mixed = ops.attend_block(q, kv, gains, eps, self.rope, pages, step, index, *sight)
+            mixed = ops.attend_block(q, kv, layer.attention, pages, step)
             x = ops.product(mixed, layer.o, added=x)
             x = run_mlp(ops, x, layer.post_norm, eps, layer.mlp)
         return x
@@ -89,6 +85,8 @@ class DFlash(Generic[W]):
 
 def build(config: DFlashConfig, weights: Weights[W], ops: DraftOps[W], context: int) -> DFlash[W]:
     """Read the weights of a checked checkpoint into a drafter for `context` positions."""
+    positions, scaling = context + config.blocks.size, config.rope_scaling
+    rope = rope_tables(positions, config.head_dim, config.rope_theta, weights.device, scaling)
     layers = []
     for index in range(config.num_hidden_layers):
         p, attn = f"layers.{index}", f"layers.{index}.self_attn"
@@ -97,21 +95,25 @@ def build(config: DFlashConfig, weights: Weights[W], ops: DraftOps[W], context: 
                 input_norm=weights.tensor(f"{p}.input_layernorm.weight"),
                 q=weights.linear(f"{attn}.q_proj"),
                 kv=weights.linear(f"{attn}.k_proj", f"{attn}.v_proj"),
-                q_norm=weights.tensor(f"{attn}.q_norm.weight"),
-                k_norm=weights.tensor(f"{attn}.k_norm.weight"),
+                attention=AttentionLayer(
+                    index,
+                    rope,
+                    config.rms_norm_eps,
+                    weights.tensor(f"{attn}.q_norm.weight"),
+                    weights.tensor(f"{attn}.k_norm.weight"),
+                    window=config.windows[index],
+                    causal=config.causal[index],
+                ),
                 o=weights.linear(f"{attn}.o_proj"),
                 post_norm=weights.tensor(f"{p}.post_attention_layernorm.weight"),
                 mlp=read_mlp(weights, f"{p}.mlp", None),
             )
         )
-    positions = context + config.blocks.size
-    scaling = config.rope_scaling
     return DFlash(
         config=config,
         fc=weights.linear("fc"),
         hidden_norm=weights.tensor("hidden_norm.weight"),
         layers=tuple(layers),
         norm=weights.tensor("norm.weight"),
-        rope=rope_tables(positions, config.head_dim, config.rope_theta, weights.device, scaling),
         ops=ops,
     )

@@ -12,10 +12,10 @@ from lowbit.formats.architectures.decoder import FULL
 from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.runtime.backends.ops import Ops
 from lowbit.runtime.models.layer_parts import Mlp, embed, last_of, read_mlp, run_mlp
-from lowbit.runtime.state.delta import DeltaWeights
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.rope import Rope, rope_tables
 from lowbit.runtime.state.step import Step
+from lowbit.runtime.weights.layers import AttentionLayer, DeltaLayer
 from lowbit.runtime.weights.weights import Weights
 
 if TYPE_CHECKING:
@@ -28,10 +28,8 @@ W = TypeVar("W")  # what the backend keeps a linear as
 class Attention(Generic[W]):
     """Full attention with an output gate."""
 
-    index: int  # of the layer among those with keys and values
     qkv: W  # [(2 * Hq + 2 * Hkv) * D, h]; each q head is its query, then its gate
-    q_norm: Tensor  # [D] float32
-    k_norm: Tensor  # [D] float32
+    layer: AttentionLayer  # between the linears; gains are float32
     out: W  # [h, Hq * D]
 
 
@@ -39,10 +37,9 @@ class Attention(Generic[W]):
 class DeltaNet(Generic[W]):
     """Linear attention."""
 
-    index: int  # of the layer among those with a recurrent state
     qkvz: W  # [C + Hv * Dv, h]
     ba: W  # [2 * Hv, h], dense
-    weights: DeltaWeights  # around the recurrence
+    layer: DeltaLayer  # between the linears
     out: W  # [h, Hv * Dv]
 
 
@@ -95,15 +92,12 @@ class Qwen35(Generic[W]):
         ops, eps, mixer = self.ops, self.config.rms_norm_eps, layer.mixer
         if isinstance(mixer, DeltaNet):
             qkvz, ba = ops.two_products(x, mixer.qkvz, mixer.ba, layer.input_norm, eps)
-            states = state.slots.layer(mixer.index)
-            x = ops.delta_linear(qkvz, ba, mixer.weights, states, step, mixer.out, x)
+            states = state.slots.layer(mixer.layer.index)
+            x = ops.delta_linear(qkvz, ba, mixer.layer, states, step, mixer.out, x)
             finish = partial(run_mlp, ops, norm=layer.post_norm, eps=eps, mlp=layer.mlp)
             return step.end(finish, x) if ends else finish(x)
         qkv = ops.product(x, mixer.qkv, norm=layer.input_norm, eps=eps)
-        index, pages = mixer.index, state.pages
-        mixed = ops.attention(
-            qkv, mixer.q_norm, mixer.k_norm, eps, self.rope, pages, step, index, gated=True
-        )
+        mixed = ops.attention(qkv, mixer.layer, state.pages, step)
         attended = partial(self._finish, layer, mixer.out)
         return step.end(attended, mixed, x) if ends else attended(mixed, x)
 
@@ -123,10 +117,13 @@ def build(
     config: Qwen35Config, prefix: str, weights: Weights[W], ops: Ops[W], context: int
 ) -> Qwen35[W]:
     """Read the weights of a checked checkpoint into a model for `context` positions."""
+    rope = rope_tables(
+        context, config.rotary_dim, config.rope_theta, weights.device, config.rope_scaling
+    )
     layers = []
     for i, kind in enumerate(config.layer_types):
         index = config.layer_types[:i].count(kind)
-        layers.append(read_layer(weights, f"{prefix}layers.{i}", kind, index, config))
+        layers.append(read_layer(weights, f"{prefix}layers.{i}", kind, index, config, rope))
     embedding = weights.tensor(f"{prefix}embed_tokens.weight")
     tied = config.tie_word_embeddings
     return Qwen35(
@@ -135,21 +132,20 @@ def build(
         layers=tuple(layers),
         norm=read_gain(weights, f"{prefix}norm.weight"),
         head=weights.dense(embedding) if tied else weights.linear("lm_head"),
-        rope=rope_tables(
-            context, config.rotary_dim, config.rope_theta, weights.device, config.rope_scaling
-        ),
+        rope=rope,
         ops=ops,
     )
 
 
 def read_layer(
-    weights: Weights[W], p: str, kind: str, index: int, config: Qwen35Config
+    weights: Weights[W], p: str, kind: str, index: int, config: Qwen35Config, rope: Rope
 ) -> Layer[W]:
     """Read the layer whose tensors begin with `p`, the index-th of its kind."""
+    eps = config.rms_norm_eps
     return Layer(
         input_norm=read_gain(weights, f"{p}.input_layernorm.weight"),
         mixer=(
-            _attention(weights, f"{p}.self_attn", index)
+            _attention(weights, f"{p}.self_attn", index, rope, eps)
             if kind == FULL
             else _delta_net(config, weights, f"{p}.linear_attn", index)
         ),
@@ -163,22 +159,21 @@ def read_gain(weights: Weights[W], name: str) -> Tensor:
     return 1 + weights.tensor(name, torch.float32)
 
 
-def _attention(weights: Weights[W], p: str, index: int) -> Attention[W]:
+def _attention(weights: Weights[W], p: str, index: int, rope: Rope, eps: float) -> Attention[W]:
+    q_norm, k_norm = (read_gain(weights, f"{p}.{x}_norm.weight") for x in "qk")
     return Attention(
-        index=index,
         qkv=weights.linear(f"{p}.q_proj", f"{p}.k_proj", f"{p}.v_proj"),
-        q_norm=read_gain(weights, f"{p}.q_norm.weight"),
-        k_norm=read_gain(weights, f"{p}.k_norm.weight"),
+        layer=AttentionLayer(index, rope, eps, q_norm, k_norm, gated=True),
         out=weights.linear(f"{p}.o_proj"),
     )
 
 
 def _delta_net(config: Qwen35Config, weights: Weights[W], p: str, index: int) -> DeltaNet[W]:
     return DeltaNet(
-        index=index,
         qkvz=weights.linear(f"{p}.in_proj_qkv", f"{p}.in_proj_z"),
         ba=weights.linear(f"{p}.in_proj_b", f"{p}.in_proj_a"),
-        weights=DeltaWeights(
+        layer=DeltaLayer(
+            index=index,
             conv=weights.tensor(f"{p}.conv1d.weight", torch.float32)[:, 0],
             decay=-weights.tensor(f"{p}.A_log", torch.float32).exp(),
             dt_bias=weights.tensor(f"{p}.dt_bias", torch.float32),

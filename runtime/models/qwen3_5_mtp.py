@@ -124,7 +124,7 @@ def with_head(model: Qwen35[W], weights: Weights[W], draft: DraftHead | None = N
         embedding_norm=read_gain(weights, "mtp.pre_fc_norm_embedding.weight"),
         hidden_norm=read_gain(weights, "mtp.pre_fc_norm_hidden.weight"),
         fc=weights.linear("mtp.fc"),
-        layer=read_layer(weights, "mtp.layers.0", FULL, index, model.config),
+        layer=read_layer(weights, "mtp.layers.0", FULL, index, model.config, model.rope),
         norm=read_gain(weights, "mtp.norm.weight"),
         rows=None if draft is None else _rows(draft, weights),
     )

@@ -1,4 +1,4 @@
-"""Gated DeltaNet: small weights of a layer, and the recurrent states of all sequences."""
+"""Recurrent states of gated DeltaNet, of all sequences."""
 
 from dataclasses import dataclass
 
@@ -8,31 +8,6 @@ from torch import Tensor
 from lowbit.formats.architectures.config import LinearLayers
 
 L2_EPS = 1e-6  # added to the sum of squares of each head of q and k, whatever the norms use
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaWeights:
-    """Weights around the recurrence of a layer, in FP32 whatever the checkpoint stores."""
-
-    # [C, W] taps of the causal depthwise convolution, the last one for the current token; channels
-    # in the order q, k, v: C = 2 * Hk * Dk + Hv * Dv
-    conv: Tensor
-    decay: Tensor  # [Hv], `-exp(A_log)`
-    dt_bias: Tensor  # [Hv]
-    norm: Tensor  # [Dv], gain of the norm of each head's output
-    key_heads: int  # Hk; value head i reads q and k of head i // (Hv / Hk)
-    key_dim: int  # Dk
-    eps: float  # of the norm
-
-    @property
-    def value_heads(self) -> int:
-        """Hv."""
-        return self.decay.shape[0]
-
-    @property
-    def value_dim(self) -> int:
-        """Dv."""
-        return self.norm.shape[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,24 +40,14 @@ from lowbit.runtime.kernels.launch.device import (
     run,
 )
 from lowbit.runtime.state.pages import KVPages
-from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.thresholds import SEQUENCE_TOKENS
+from lowbit.runtime.weights.layers import AttentionLayer
 
 LOG2_E = 1.4426950408889634
 
 
-def attention_decode(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    rope: Rope,
-    pages: KVPages,
-    step: Step,
-    layer: int,
-    gated: bool = False,
-) -> Tensor:
+def attention_decode(qkv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step) -> Tensor:
     """Attention of some tokens of each of several sequences; see `Ops.attention`.
 
     Returns:
@@ -69,21 +59,22 @@ def attention_decode(
     M, together = qkv.shape[0], power_of_two(step.longest)
     if together > SEQUENCE_TOKENS:
         raise ValueError(f"{step.longest} tokens of one sequence, at most {SEQUENCE_TOKENS}")
-    heads = heads_of(qkv, rope, pages, gated)
+    heads = heads_of(qkv, layer, pages)
     Hq, D = heads.queries, heads.dim
     tiles = in_programs(heads)
     launch = attention_launch(
         tiles.kv, tiles.shared, D, step.max_kv_len, M, together, pages.quantized
     )
     pdl = programmatic_launch(qkv)
-    gains = None if q_norm is None else q_norm.dtype
+    gains = None if layer.q_norm is None else layer.q_norm.dtype
     constants = plan(heads, gains, launch, together, pdl, pages.quantized)
-    scales = pages.layer_scales(layer) or (None, None)
+    scales = pages.layer_scales(layer.index) or (None, None)
     given = (
-        *(qkv, q_norm, k_norm, rope.cos, rope.sin, *pages.layer(layer), *scales),
+        *(qkv, layer.q_norm, layer.k_norm, layer.rope.cos, layer.rope.sin),
+        *(*pages.layer(layer.index), *scales),
         *(step.positions, step.angles, step.rows, step.tables),
     )
-    numbers = step.tables.shape[1], eps, D**-0.5 * LOG2_E
+    numbers = step.tables.shape[1], layer.eps, D**-0.5 * LOG2_E
     options = {
         "PLAN": constants,
         "num_warps": constants.running,
@@ -104,5 +95,5 @@ def attention_decode(
     state = torch.empty((M * Hq, launch.splits, 2), dtype=torch.float32, device=qkv.device)
     grid = tiles.kv, M, launch.splits
     run(attention_split_kernel, grid, *given, sums, state, *numbers, **options)
-    join_splits(sums, state, qkv, step.positions, out, launch.keys, launch.early, gated, pdl)
+    join_splits(sums, state, qkv, step.positions, out, launch.keys, launch.early, layer.gated, pdl)
     return out

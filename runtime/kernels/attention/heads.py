@@ -21,7 +21,7 @@ from lowbit.runtime.kernels.launch.attention import (
 )
 from lowbit.runtime.kernels.ptx.memory import declaration
 from lowbit.runtime.state.pages import KVPages
-from lowbit.runtime.state.rope import Rope
+from lowbit.runtime.weights.layers import AttentionLayer
 
 MOST_SHARED = 8  # query heads of a program: rows of half a tile
 
@@ -50,11 +50,11 @@ class Heads:
         return self.kv * self.shared
 
 
-def heads_of(qkv: Tensor, rope: Rope, pages: KVPages, gated: bool) -> Heads:
+def heads_of(qkv: Tensor, layer: AttentionLayer, pages: KVPages) -> Heads:
     """Sizes of the heads in qkv [M, width], whose keys and values go to these pages."""
     kv, dim = pages.heads, pages.head_dim
-    shared = (qkv.shape[1] // dim // kv - 2) // (2 if gated else 1)
-    return Heads(kv, shared, dim, 2 * rope.cos.shape[1], gated)
+    shared = (qkv.shape[1] // dim // kv - 2) // (2 if layer.gated else 1)
+    return Heads(kv, shared, dim, 2 * layer.rope.cos.shape[1], layer.gated)
 
 
 def in_programs(heads: Heads) -> Heads:

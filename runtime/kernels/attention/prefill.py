@@ -28,17 +28,15 @@ from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 
 from lowbit.runtime.kernels.attention.heads import heads_of
 from lowbit.runtime.kernels.attention.prefill_hopper import (
-    HEAD_DIMS,
     attend_on_hopper,
     prompt_plan,
 )
 from lowbit.runtime.kernels.attention.widen_pages import widen_pages
-from lowbit.runtime.kernels.launch.attention import prompt_launch
+from lowbit.runtime.kernels.launch.attention import prompt_launch, prompt_way
 from lowbit.runtime.kernels.launch.device import card_of, run
 from lowbit.runtime.state.pages import PAGE, KVPages, pages_for
-from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span, Step
-from lowbit.runtime.thresholds import PROMPT_TOKENS
+from lowbit.runtime.weights.layers import AttentionLayer
 
 LOG2E = math.log2(math.e)
 BLOCK_H = 8  # heads of a program that rotates
@@ -235,17 +233,7 @@ def _attend_kernel(
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=there)
 
 
-def attention_prefill(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    rope: Rope,
-    pages: KVPages,
-    step: Step,
-    layer: int,
-    gated: bool = False,
-) -> Tensor:
+def attention_prefill(qkv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step) -> Tensor:
     """Attention of M tokens of one sequence after the tokens it has; see `Ops.attention`.
 
     Padding behind the tokens (`Step.starts`) is for the kernels alone, not for PyTorch's attention.
@@ -255,24 +243,24 @@ def attention_prefill(
         [M, Hq * D] in the dtype of qkv; anything for padding.
     """
     M, (span,) = qkv.shape[0], step.spans
-    heads = heads_of(qkv, rope, pages, gated)
+    heads = heads_of(qkv, layer, pages)
     Hq, D = heads.queries, heads.dim
     q = torch.empty((M, Hq, D), dtype=qkv.dtype, device=qkv.device)
-    stored = (*pages.layer(layer), *(pages.layer_scales(layer) or (None, None)))
+    stored = (*pages.layer(layer.index), *(pages.layer_scales(layer.index) or (None, None)))
     where = (step.tables, step.rows, step.positions, step.starts, step.tables.shape[1])
     run(
         _rotate_append_kernel,
         (M, triton.cdiv(Hq, BLOCK_H) + 2 * triton.cdiv(heads.kv, BLOCK_H)),
         qkv,
-        q_norm,
-        k_norm,
-        rope.cos,
-        rope.sin,
+        layer.q_norm,
+        layer.k_norm,
+        layer.rope.cos,
+        layer.rope.sin,
         q,
         *stored,
         *where,
         step.angles,
-        eps,
+        layer.eps,
         HEADS=heads,
         BLOCK_H=BLOCK_H,
         ROWS=PAGE,
@@ -280,12 +268,12 @@ def attention_prefill(
         enable_fp_fusion=True,
     )
     scale = D**-0.5 * LOG2E
-    hopper = card_of(qkv).is_hopper
-    if hopper and M > PROMPT_TOKENS and D in HEAD_DIMS:
+    way = prompt_way(M, D, card_of(qkv).is_hopper)
+    if way == "hopper":
         k, v = widen_pages(stored, where, step.tables.shape[1]) if pages.quantized else stored[:2]
         plan = prompt_plan(heads, in_order=pages.quantized)
         return attend_on_hopper(q, k, v, qkv, where, scale, plan).view(M, Hq * D)
-    if hopper or M <= PROMPT_TOKENS:
+    if way == "blocks":
         launch = prompt_launch(D)
         attended = torch.empty_like(q)
         run(
@@ -309,7 +297,7 @@ def attention_prefill(
         return attended.view(M, Hq * D)
     k, v = (_rows(*each, step, span, q.dtype) for each in zip(stored[:2], stored[2:], strict=True))
     mixed = _attend_many(q, k, v, span)
-    if gated:
+    if layer.gated:
         gate = qkv[:, : 2 * Hq * D].view(M, Hq, 2, D)[:, :, 1]
         mixed = (mixed.float() * torch.sigmoid(gate.float())).to(qkv.dtype)
     return mixed.reshape(M, Hq * D)

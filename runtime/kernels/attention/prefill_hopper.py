@@ -29,7 +29,6 @@ from lowbit.runtime.kernels.attention.heads import Heads
 from lowbit.runtime.kernels.launch.device import run
 from lowbit.runtime.state.pages import PAGE
 
-HEAD_DIMS = (64, 128, 256)
 TOKENS = 128  # of a program
 ROWS = gl.constexpr(64)  # tokens of a warpgroup
 WARPS = gl.constexpr(4)  # of each of them
@@ -297,7 +296,7 @@ def attend_on_hopper(
         qkv: [M, width], of which gates are read.
         where: the step's block tables, rows, positions, starts, and the tables' row stride.
         scale: of scores, times log2(e).
-        plan: constants; D is one of HEAD_DIMS.
+        plan: constants; D is one of `launch.attention.HOPPER_DIMS`.
 
     Returns:
         [M, Hq, D] bfloat16; anything for padding.

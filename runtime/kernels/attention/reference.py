@@ -5,20 +5,12 @@ from torch import Tensor
 
 from lowbit.formats.kv_cache import quantize_vectors, widen_vectors
 from lowbit.runtime.state.pages import KVPages
-from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Step
+from lowbit.runtime.weights.layers import AttentionLayer
 
 
 def attention_ref(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    rope: Rope,
-    pages: KVPages,
-    step: Step,
-    layer: int,
-    gated: bool = False,
+    qkv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention in float64, token by token; the pages are not written.
 
@@ -32,19 +24,19 @@ def attention_ref(
     heads = qkv.double().view(M, -1, D)
     q, k, v = heads[:, : -2 * Hkv], heads[:, -2 * Hkv : -Hkv], heads[:, -Hkv:]
     gate = torch.ones_like(q)
-    if gated:
+    if layer.gated:
         q, gate = q[:, 0::2], q[:, 1::2].sigmoid()
     positions, rows = step.positions.tolist(), step.rows.tolist()
     angles = step.angles.tolist()
-    q = torch.stack([_rotated(q[m], q_norm, eps, rope, p) for m, p in enumerate(angles)])
-    k = torch.stack([_rotated(k[m], k_norm, eps, rope, p) for m, p in enumerate(angles)])
+    q = torch.stack([_rotated(q[m], layer.q_norm, layer, p) for m, p in enumerate(angles)])
+    k = torch.stack([_rotated(k[m], layer.k_norm, layer, p) for m, p in enumerate(angles)])
     if pages.quantized:
         stored, stored_v, rounded = _through_codes(k), _through_codes(v), q
     else:
         stored, stored_v, rounded = k.to(dtype).double(), v, q.to(dtype).double()
     out = torch.empty_like(q)
     for m, (row, last) in enumerate(zip(rows, positions, strict=True)):
-        keys, values = (_rows(*paged, step, row, last) for paged in _layer(pages, layer))
+        keys, values = (_rows(*paged, step, row, last) for paged in _layer(pages, layer.index))
         for n in range(m + 1):  # tokens of this step
             if rows[n] == row:
                 keys[positions[n]], values[positions[n]] = stored[n], stored_v[n]
@@ -55,12 +47,12 @@ def attention_ref(
     return (out * gate).view(M, -1), k, v
 
 
-def _rotated(x: Tensor, gain: Tensor | None, eps: float, rope: Rope, angle: int) -> Tensor:
+def _rotated(x: Tensor, gain: Tensor | None, layer: AttentionLayer, angle: int) -> Tensor:
     """Heads x [..., D], normed and rotated by a row of the tables, in float64."""
     x = x.double()
     if gain is not None:
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain.double()
-    cos, sin = rope.cos[angle].double(), rope.sin[angle].double()
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + layer.eps) * gain.double()
+    cos, sin = layer.rope.cos[angle].double(), layer.rope.sin[angle].double()
     half = cos.shape[0]
     low, high, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)

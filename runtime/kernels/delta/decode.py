@@ -33,12 +33,13 @@ from lowbit.runtime.kernels.delta.recurrence import recurrence_kernel
 from lowbit.runtime.kernels.launch.delta import REGISTERS, delta_splits
 from lowbit.runtime.kernels.launch.device import programmatic_launch, register_cap, run
 from lowbit.runtime.kernels.linear.norm import SQUARES
-from lowbit.runtime.state.delta import DeltaWeights, LayerStates
+from lowbit.runtime.state.delta import LayerStates
 from lowbit.runtime.state.step import Step
+from lowbit.runtime.weights.layers import DeltaLayer
 
 
 def delta_decode(
-    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, states: LayerStates, step: Step
+    qkvz: Tensor, ba: Tensor, layer: DeltaLayer, states: LayerStates, step: Step
 ) -> Tensor:
     """Result of a gated DeltaNet layer for tokens of several sequences; see `Ops.delta_linear`.
 
@@ -47,19 +48,19 @@ def delta_decode(
     Returns:
         [M, Hv * Dv] in the dtype of qkvz; the slots that the step names hold the states.
     """
-    Hv, Dv = weights.value_heads, weights.value_dim
-    if delta_splits(weights.key_dim, Dv, Hv * step.read.shape[0]) > 1:
-        parts, squares = delta_decode_parts(qkvz, ba, weights, states, step, torch.float32)
-        return norm_heads(parts, squares, weights.eps, qkvz.dtype)
+    Hv, Dv = layer.value_heads, layer.value_dim
+    if delta_splits(layer.key_dim, Dv, Hv * step.read.shape[0]) > 1:
+        parts, squares = delta_decode_parts(qkvz, ba, layer, states, step, torch.float32)
+        return norm_heads(parts, squares, layer.eps, qkvz.dtype)
     out = torch.empty((qkvz.shape[0], Hv * Dv), dtype=qkvz.dtype, device=qkvz.device)
-    _launch(qkvz, ba, weights, states, step, out, None)
+    _launch(qkvz, ba, layer, states, step, out, None)
     return out
 
 
 def delta_decode_parts(
     qkvz: Tensor,
     ba: Tensor,
-    weights: DeltaWeights,
+    layer: DeltaLayer,
     states: LayerStates,
     step: Step,
     dtype: torch.dtype | None = None,
@@ -70,32 +71,32 @@ def delta_decode_parts(
         parts [M, Hv * Dv] in a dtype, that of qkvz if it is None, and the sums of squares that the
         factors follow from, [M, Hv, SQUARES] float32.
     """
-    M, Hv, device = qkvz.shape[0], weights.value_heads, qkvz.device
-    parts = torch.empty((M, Hv * weights.value_dim), dtype=dtype or qkvz.dtype, device=device)
+    M, Hv, device = qkvz.shape[0], layer.value_heads, qkvz.device
+    parts = torch.empty((M, Hv * layer.value_dim), dtype=dtype or qkvz.dtype, device=device)
     squares = torch.empty((M, Hv, SQUARES), dtype=torch.float32, device=device)
-    _launch(qkvz, ba, weights, states, step, parts, squares)
+    _launch(qkvz, ba, layer, states, step, parts, squares)
     return parts, squares
 
 
 def _launch(
     qkvz: Tensor,
     ba: Tensor,
-    weights: DeltaWeights,
+    layer: DeltaLayer,
     states: LayerStates,
     step: Step,
     out: Tensor,
     squares: Tensor | None,
 ) -> None:
     """Run the recurrence; heads are normed unless their sums of squares are wanted."""
-    sizes, sequences = sizes_of(weights), step.read.shape[0]
+    sizes, sequences = sizes_of(layer), step.read.shape[0]
     constants = plan(sizes, sequences, squares is None, programmatic_launch(qkvz))
     run(
         recurrence_kernel,
         (sizes.Hv * constants.splits, sequences),
         *(qkvz, ba, states.window, states.memory, states.arrived),
         *(step.starts, step.read, step.write),
-        *(weights.conv, weights.decay, weights.dt_bias, weights.norm),
-        *(out, squares, weights.eps),
+        *(layer.conv, layer.decay, layer.dt_bias, layer.norm),
+        *(out, squares, layer.eps),
         PLAN=constants,
         num_warps=constants.warps,
         maxnreg=register_cap(qkvz, REGISTERS[constants.splits]),

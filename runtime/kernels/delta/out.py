@@ -21,8 +21,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lowbit.runtime.kernels.delta.program import sizes_of
 from lowbit.runtime.kernels.launch.device import programmatic_launch, run
 from lowbit.runtime.kernels.linear.norm import SQUARES
-from lowbit.runtime.state.delta import DeltaWeights, LayerStates
+from lowbit.runtime.state.delta import LayerStates
 from lowbit.runtime.state.step import Step
+from lowbit.runtime.weights.layers import DeltaLayer
 
 
 @triton.jit
@@ -108,14 +109,14 @@ def norm_heads(parts: Tensor, squares: Tensor, eps: float, dtype: torch.dtype) -
 
 
 def gated_norm(
-    o: Tensor, qkvz: Tensor, weights: DeltaWeights, states: LayerStates, step: Step
+    o: Tensor, qkvz: Tensor, layer: DeltaLayer, states: LayerStates, step: Step
 ) -> Tensor:
     """Gated RMS norm of every head of a prompt; the window moves past its tokens.
 
     Args:
         o: [M, Hv * Dv] float32, the recurrence's output.
         qkvz: [M, C + Hv * Dv], inputs of the convolution and then z.
-        weights: of the layer; Dv is a power of two.
+        layer: of the layer; Dv is a power of two.
         states: of the layer.
         step: the slot `read[0]` has the window before the first token, the one that `write` has for
             the last token takes the window after it; M rows may have padding behind that.
@@ -123,13 +124,13 @@ def gated_norm(
     Returns:
         [M, Hv * Dv] in the dtype of qkvz; anything for padding.
     """
-    M, sizes = o.shape[0], sizes_of(weights)
+    M, sizes = o.shape[0], sizes_of(layer)
     out = torch.empty(o.shape, dtype=qkvz.dtype, device=qkvz.device)
     run(
         _gated_norm_kernel,
         (M, sizes.Hv),
-        *(o, qkvz, weights.norm, states.window, step.read, step.write, step.starts, out),
-        weights.eps,
+        *(o, qkvz, layer.norm, states.window, step.read, step.write, step.starts, out),
+        layer.eps,
         SIZES=sizes,
         BLOCK_C=triton.next_power_of_2(triton.cdiv(sizes.C, sizes.Hv)),
         num_warps=1,

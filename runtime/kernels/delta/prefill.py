@@ -29,8 +29,9 @@ from lowbit.runtime.kernels.delta.out import gated_norm
 from lowbit.runtime.kernels.delta.program import L2_EPS, sizes_of
 from lowbit.runtime.kernels.launch.delta import BLOCK_K, BLOCK_M, BLOCK_V, CHUNK
 from lowbit.runtime.kernels.launch.device import run
-from lowbit.runtime.state.delta import DeltaWeights, LayerStates
+from lowbit.runtime.state.delta import LayerStates
 from lowbit.runtime.state.step import Step
+from lowbit.runtime.weights.layers import DeltaLayer
 
 
 @triton.jit
@@ -210,7 +211,7 @@ def _scan_kernel(
 
 
 def delta_prefill(
-    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, states: LayerStates, step: Step
+    qkvz: Tensor, ba: Tensor, layer: DeltaLayer, states: LayerStates, step: Step
 ) -> Tensor:
     """Result of a gated DeltaNet layer for M tokens of one prompt; see `Ops.delta_linear`.
 
@@ -218,7 +219,7 @@ def delta_prefill(
         [M, Hv * Dv] in the dtype of qkvz, anything for padding; the slot `write` has for the last
         token, which may be the slot `read[0]`, holds the state after it.
     """
-    M, sizes = qkvz.shape[0], sizes_of(weights)
+    M, sizes = qkvz.shape[0], sizes_of(layer)
     Hv, Dv, chunks = sizes.Hv, sizes.Dv, triton.cdiv(M, CHUNK)
 
     def scratch(*shape: int) -> Tensor:
@@ -230,7 +231,7 @@ def delta_prefill(
     run(
         _mix_kernel,
         (triton.cdiv(M, BLOCK_M), 2 * sizes.Hk + Hv),
-        *(qkvz, states.window, step.read, weights.conv, mixed, step.starts),
+        *(qkvz, states.window, step.read, layer.conv, mixed, step.starts),
         SIZES=sizes,
         BLOCK_M=BLOCK_M,
         num_warps=4,
@@ -240,7 +241,7 @@ def delta_prefill(
     run(
         _chunk_kernel,
         (chunks, Hv),
-        *(mixed, ba, weights.decay, weights.dt_bias, inverse, scores, steps, step.starts),
+        *(mixed, ba, layer.decay, layer.dt_bias, inverse, scores, steps, step.starts),
         SIZES=sizes,
         CHUNK=CHUNK,
         BLOCK_K=min(BLOCK_K, sizes.Dk),
@@ -257,4 +258,4 @@ def delta_prefill(
         BLOCK_V=block_v,
         **options,
     )
-    return gated_norm(o, qkvz, weights, states, step)
+    return gated_norm(o, qkvz, layer, states, step)

@@ -20,7 +20,7 @@ from lowbit.runtime.kernels.launch.delta import (
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
 from lowbit.runtime.kernels.ptx.memory import declaration
 from lowbit.runtime.state import delta
-from lowbit.runtime.state.delta import DeltaWeights
+from lowbit.runtime.weights.layers import DeltaLayer
 
 L2_EPS = gl.constexpr(delta.L2_EPS)
 
@@ -50,10 +50,10 @@ class Sizes:
     shared: int
 
 
-def sizes_of(weights: DeltaWeights) -> Sizes:
-    """Sizes of the layer that has these weights."""
-    heads = weights.key_heads, weights.value_heads
-    return _sizes(*heads, weights.key_dim, weights.value_dim, weights.conv.shape[1])
+def sizes_of(layer: DeltaLayer) -> Sizes:
+    """Sizes of a layer."""
+    heads = layer.key_heads, layer.value_heads
+    return _sizes(*heads, layer.key_dim, layer.value_dim, layer.conv.shape[1])
 
 
 @cache

@@ -23,6 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.experts.choice import expert_of, likeliest, scores_of, shares
 from lowbit.runtime.kernels.experts.program import (
     Choice,
@@ -50,7 +51,6 @@ from lowbit.runtime.kernels.linear.products import (
 from lowbit.runtime.kernels.linear.program import BLOCK_K, Packed, staged_digits
 from lowbit.runtime.kernels.linear.sums import store_result, store_sums, sum_of_parts
 from lowbit.runtime.kernels.linear.tiles import TILE
-from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.kernels.ptx.memory import barrier, load4_l2, shared_memory
 from lowbit.runtime.kernels.ptx.mma import as_float, threads
 
@@ -123,7 +123,7 @@ def _experts_down_kernel(
             added = added + (gl.load(added_ptr + token.to(gl.int64) * N + n).to(gl.float32),)
     stage_tokens(
         act_ptr + token.to(gl.int64) * (SLOTS * PLAN.WIDTH), (), (), None, buffer, warp, lane, none,
-        1, 0.0, 0, W.BITS, WARPS, X,
+        1, 0.0, 0, W.CODEC.SUBBYTE, WARPS, X,
     )  # fmt: skip
     barrier()
     sums_at = buffer + PLAN.SUMS
@@ -146,7 +146,7 @@ def _experts_down_kernel(
             )  # fmt: skip
         loaded = next_loaded
     barrier()
-    factor = none + W.WIDTH.FACTOR
+    factor = none + W.CODEC.FACTOR
     for first in gl.static_range(0, ITEMS, WARPS):
         item = first + warp
         at = sums_at + (gl.minimum(item, ITEMS - 1) * (UNITS * 8) + g) * 8
@@ -194,7 +194,7 @@ def _multiply_unit(
     slot = unit // STEPS
     step = unit % STEPS
     digits = buffer + column_of(lane, X)
-    digits += slot * PLAN.WIDTH + step * (W.WIDTH.BLOCKS * 64)  # 64 k are 64 bytes of a plane
+    digits += slot * PLAN.WIDTH + step * (W.CODEC.BLOCKS * 64)  # 64 k are 64 bytes of a plane
     units = buffer + X.UNITS + slot * (PLAN.WIDTH // BLOCK_K * 4) + unit_of(lane, 1)
     mixed = gl.where(lane % 2 == 0, 256, 0)
     acc = multiply_steps(
@@ -274,7 +274,7 @@ def _plan(choice: Choice, W: Packed, launch: ExpertsDownLaunch, pdl: bool) -> Ex
 
 def experts_down_bytes(bits: int, inner: int, hidden: int, slots: int) -> int:
     """The most shared memory of a program, for any number of tokens."""
-    tiles, steps = -(-hidden // TILE), -(-inner // WIDTHS[bits].STEP_K)
+    tiles, steps = -(-hidden // TILE), -(-inner // CODECS[bits].STEP_K)
     launches = experts_down_launches(bits, tiles, steps)
     return max(_needed(inner, slots, steps, launch) for launch in launches)
 

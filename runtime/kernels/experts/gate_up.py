@@ -19,6 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.experts.choice import expert_of, likeliest, scores_of
 from lowbit.runtime.kernels.experts.program import (
     Choice,
@@ -52,7 +53,6 @@ from lowbit.runtime.kernels.linear.program import (
 )
 from lowbit.runtime.kernels.linear.sums import sum_of_parts
 from lowbit.runtime.kernels.linear.tiles import TILE
-from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.kernels.ptx.memory import barrier, shared_memory
 from lowbit.runtime.kernels.ptx.mma import threads
 
@@ -98,12 +98,12 @@ def _experts_gate_up_kernel(
     loaded = load_steps(at, part, 0, AHEAD, PARTS, W)
     stage_tokens(
         x_ptr + token.to(gl.int64) * W.K, (), gains, None, buffer, warp, lane, none, 1, eps, 0,
-        W.BITS, WARPS, X,
+        W.CODEC.SUBBYTE, WARPS, X,
     )  # fmt: skip
     barrier()
-    factor = none + W.WIDTH.FACTOR
+    factor = none + W.CODEC.FACTOR
     factor *= norm_factor(total_of(buffer + X.SQUARES, lane, none, X), eps, W.K)
-    digits = buffer + column_of(lane, X) + part * (W.WIDTH.BLOCKS * X.NEXT)
+    digits = buffer + column_of(lane, X) + part * (W.CODEC.BLOCKS * X.NEXT)
     units = buffer + X.UNITS + unit_of(lane, 1)
     own = (part, gl.where(t % 2 == 0, 256, 0), t == 0, g)
     for turn in gl.static_range(ROUNDS):
@@ -132,7 +132,7 @@ def _experts_gate_up_kernel(
 
 def experts_gate_up_bytes(bits: int, inner: int, hidden: int) -> int:
     """The most shared memory of a program, for any number of tokens."""
-    tiles, steps = -(-2 * inner // TILE), -(-hidden // WIDTHS[bits].STEP_K)
+    tiles, steps = -(-2 * inner // TILE), -(-hidden // CODECS[bits].STEP_K)
     launches = experts_gate_up_launches(bits, tiles, steps)
     return max(shared_bytes(hidden, launch, 1, True) for launch in launches)
 

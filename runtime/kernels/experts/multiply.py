@@ -98,7 +98,7 @@ def block_of(W: Packed, launch: GemmTiles, tiles: int, rows: int, limit: int) ->
         least=min(launch.least, rows),
     )
     stage = _block(W, launch, rows).STAGE
-    if launch.warps * 32 % (launch.steps * W.WIDTH.STEP_K // 4):
+    if launch.warps * 32 % (launch.steps * W.CODEC.STEP_K // 4):
         raise ValueError(f"{launch} copies no whole pairs of rows of x at a time")
     launch = replace(launch, stages=min(launch.stages, limit // stage))
     if launch.stages < 2:
@@ -109,12 +109,12 @@ def block_of(W: Packed, launch: GemmTiles, tiles: int, rows: int, limit: int) ->
 
 
 def _block(W: Packed, launch: GemmTiles, rows: int) -> Block:
-    step = W.WIDTH.STEP_K
+    step = W.CODEC.STEP_K
     columns, unit = launch.steps * step, min(step, W.G & -W.G)
     parts = 2 if W.SCALES == "fp32" else 1
     tiles = launch.warps * launch.tiles
     words_at = rows * columns * 2
-    scales_at = words_at + tiles * launch.steps * W.WIDTH.STEP_BYTES
+    scales_at = words_at + tiles * launch.steps * W.CODEC.STEP_BYTES
     return Block(
         W,
         launch,
@@ -202,8 +202,8 @@ def _copy_turn(weights, x, buffer, turns, tiles, warp, lane, B: gl.constexpr):
     turn = turns % B.TURNS
     tile = tile_of(turns, tiles, warp, B).to(gl.int64)
     thread = warp * 32 + lane
-    OWN: gl.constexpr = C * W.WIDTH.STEP_BYTES  # bytes of a tile in a turn
-    TILE: gl.constexpr = W.STEPS * W.WIDTH.STEP_BYTES
+    OWN: gl.constexpr = C * W.CODEC.STEP_BYTES  # bytes of a tile in a turn
+    TILE: gl.constexpr = W.STEPS * W.CODEC.STEP_BYTES
     own = buffer + warp * (R * OWN) + lane * 16
     here = words + tile * TILE + turn * OWN
     for r in gl.static_range(R):
@@ -237,10 +237,10 @@ def _copy_turn(weights, x, buffer, turns, tiles, warp, lane, B: gl.constexpr):
 def _multiply_turn(acc, buffer, warp, lane, B: gl.constexpr):
     """Accumulate one K block."""
     SCALES: gl.constexpr = B.W.SCALES  # Triton 3.6 takes no text from a record as an argument,
-    WIDTH: gl.constexpr = B.W.WIDTH  # and no record
-    STEP_K: gl.constexpr = B.W.WIDTH.STEP_K
-    STEP_BYTES: gl.constexpr = B.W.WIDTH.STEP_BYTES
-    Q: gl.constexpr = B.W.WIDTH.PRODUCTS
+    CODEC: gl.constexpr = B.W.CODEC  # and no record
+    STEP_K: gl.constexpr = B.W.CODEC.STEP_K
+    STEP_BYTES: gl.constexpr = B.W.CODEC.STEP_BYTES
+    Q: gl.constexpr = B.W.CODEC.PRODUCTS
     R: gl.constexpr = B.LAUNCH.tiles
     C: gl.constexpr = B.LAUNCH.steps
     UNIT: gl.constexpr = B.UNIT
@@ -271,8 +271,8 @@ def _multiply_turn(acc, buffer, warp, lane, B: gl.constexpr):
                     )
             a = ()
             for r in gl.static_range(R):
-                first = _weights(loads[r], q, 0, scale[r][0], SCALES, WIDTH)
-                second = _weights(loads[r], q, 1, scale[r][1], SCALES, WIDTH)
+                first = _weights(loads[r], q, 0, scale[r][0], SCALES, CODEC)
+                second = _weights(loads[r], q, 1, scale[r][1], SCALES, CODEC)
                 a = a + ((first, second),)
             new = ()
             for nb in gl.static_range(B.ROWS // 8):
@@ -291,7 +291,7 @@ def _multiply_turn(acc, buffer, warp, lane, B: gl.constexpr):
 @gluon.jit
 def _load_step(address, OFFSET: gl.constexpr, B: gl.constexpr):
     """A lane's words of a step; see `unpack`."""
-    LOADS: gl.constexpr = B.W.WIDTH.LOADS
+    LOADS: gl.constexpr = B.W.CODEC.LOADS
     loads = ()
     for i in gl.static_range(LOADS):
         loads = loads + (load_shared16(address, OFFSET + 512 * i),)
@@ -316,15 +316,15 @@ def _scales_of(address, OFFSET: gl.constexpr, SCALES: gl.constexpr):
 
 @gluon.jit
 def _weights(
-    loads, q: gl.constexpr, half: gl.constexpr, scale, SCALES: gl.constexpr, WIDTH: gl.constexpr
+    loads, q: gl.constexpr, half: gl.constexpr, scale, SCALES: gl.constexpr, CODEC: gl.constexpr
 ):  # fmt: skip
     """A lane's q-th chunk of a row: four words of two weights, rounded once as `widen` does it."""
     codes = ()
-    if WIDTH.BITS <= 4:
-        codes = chunk_pairs(loads, q, half, WIDTH)
+    if CODEC.SUBBYTE:
+        codes = chunk_pairs(loads, q, half, CODEC)
     else:
         for i in gl.static_range(2):
-            low0, high0, low1, high1 = pairs(loads[half][2 * q + i], 8)
+            low0, high0, low1, high1 = pairs(loads[half][2 * q + i], False)
             # exact: a code has 8 bits, as BF16 has
             codes = codes + (
                 times_plus(high0, 0x41804180, low0),

@@ -67,7 +67,7 @@ def _multiply_expert(
     LAUNCH: gl.constexpr = BLOCK.LAUNCH
     W: gl.constexpr = BLOCK.W
     SIZE: gl.constexpr = (LAUNCH.stages * BLOCK.STAGE + 1023) // 1024 * 1024
-    TILE_BYTES: gl.constexpr = W.STEPS * W.WIDTH.STEP_BYTES
+    TILE_BYTES: gl.constexpr = W.STEPS * W.CODEC.STEP_BYTES
     TILE_SCALES: gl.constexpr = W.GROUPS * 32 * BLOCK.PARTS
     warp, lane, zero, none = threads(LAUNCH.warps)
     block = blocks_ptr + gl.program_id(1) * 3

@@ -42,7 +42,7 @@ class TiledExperts(Sequence[TiledLinear]):
 
     @property
     def steps(self) -> int:
-        """Steps of a row; see `Width`."""
+        """Steps of a row; see `Codec`."""
         return self.words.shape[2]
 
     @property

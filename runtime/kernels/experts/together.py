@@ -134,7 +134,7 @@ def _gate_up(
     at = tile_addresses(words_ptr, scales_ptr, tile, end, part, lane, TILES, W)
     loaded = load_steps(at, part, 0, AHEAD, PARTS, W)
     _copy_digits(digits_ptr, pairs, buffer, warp, lane, none, PLAN, GIVEN)
-    digits = buffer + column_of(lane, X) + part * (W.WIDTH.BLOCKS * X.NEXT)
+    digits = buffer + column_of(lane, X) + part * (W.CODEC.BLOCKS * X.NEXT)
     units = buffer + X.UNITS + unit_of(lane, X.TOKENS)
     own = (part, gl.where(t % 2 == 0, 256, 0), t % 2 == 0, lane // 2)
     sums_at = buffer + PLAN.SUMS
@@ -154,7 +154,7 @@ def _gate_up(
         b = item % NT * 2 + t // 2
         pair = _pair_of(b, pairs)
         factor = given_factor(digits_ptr, gl.maximum(pair, 0) // PLAN.CHOICE.SLOTS, GIVEN)
-        factor *= W.WIDTH.FACTOR
+        factor *= W.CODEC.FACTOR
         gate = y[0] * factor
         act = gate * (y[1] * factor) / (1.0 + gl.exp(-gate))
         n = (first_tile + item // NT) * 8 + g
@@ -241,8 +241,9 @@ def _down(
     loaded = _load_own(words_ptr, scales_ptr, expert, tiles, first_tile, warp, lane, PLAN)
     rows = _row_addresses(act_ptr, pairs, none, PLAN.WIDTH)
     stage_tokens(
-        act_ptr, rows, (), None, buffer, warp, lane, none, X.TOKENS, 0.0, 0, W.BITS, WARPS, X
-    )
+        act_ptr, rows, (), None, buffer, warp, lane, none, X.TOKENS, 0.0, 0, W.CODEC.SUBBYTE,
+        WARPS, X,
+    )  # fmt: skip
     barrier()
     sums_at = buffer + PLAN.SUMS
     mixed = gl.where(t % 2 == 0, 256, 0)
@@ -256,7 +257,7 @@ def _down(
         for i in gl.static_range(OWN):
             step = i * WARPS + warp
             mine = gl.minimum(step, STEPS - 1)
-            digits = buffer + column_of(lane, X) + mine * (W.WIDTH.BLOCKS * X.NEXT)
+            digits = buffer + column_of(lane, X) + mine * (W.CODEC.BLOCKS * X.NEXT)
             units = buffer + X.UNITS + unit_of(lane, X.TOKENS)
             acc = multiply_steps(
                 zero_sums(none, TILES, X.TOKENS), loaded[i], digits, units, mine, mixed, 0, 1,
@@ -268,7 +269,7 @@ def _down(
                 store_sums(acc[j], to, (t % 2 == 0) & (step < STEPS), True)
         loaded = next_loaded
     barrier()
-    factor = none + W.WIDTH.FACTOR
+    factor = none + W.CODEC.FACTOR
     for first in gl.static_range(0, ITEMS, WARPS):
         item = first + warp
         here = sums_at + (gl.minimum(item, ITEMS - 1) * STEPS * LANES + lane // 2) * 8

@@ -4,9 +4,10 @@ Measured on an H200; elsewhere the same but for `hopper_registers`.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED, power_of_two
-from lowbit.runtime.thresholds import SEQUENCE_TOKENS
+from lowbit.runtime.thresholds import PROMPT_TOKENS, SEQUENCE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +200,18 @@ class PromptLaunch:
     keys: int
     warps: int
     stages: int
+
+
+HOPPER_DIMS = (64, 128, 256)  # of heads that `attend_on_hopper` takes
+
+
+def prompt_way(tokens: int, head_dim: int, hopper: bool) -> Literal["hopper", "blocks", "torch"]:
+    """Attention of a chunk of so many tokens: large programs, small ones, or PyTorch's."""
+    if tokens <= PROMPT_TOKENS:
+        return "blocks"
+    if hopper:
+        return "hopper" if head_dim in HOPPER_DIMS else "blocks"
+    return "torch"
 
 
 def prompt_launch(head_dim: int) -> PromptLaunch:

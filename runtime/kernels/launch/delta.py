@@ -3,6 +3,8 @@
 Measured on an H200; elsewhere the same but for the cap of registers (`register_cap`).
 """
 
+from lowbit.runtime.thresholds import EXACT_TOKENS
+
 # A decode step.
 WARPS = 8  # of a program
 MOST_SPLITS = 4  # programs of a value head
@@ -17,6 +19,14 @@ CHUNK = 64  # tokens
 BLOCK_M = 16  # tokens that a program convolves
 BLOCK_K = 32  # of Dk that a program of chunks multiplies at a time
 BLOCK_V = 32  # columns of S that a program carries through the chunks
+
+
+def norms_later(tokens: int, prompt: bool) -> bool:
+    """True if the linear behind the delta rule norms the heads of so many tokens as it reads them.
+
+    More tokens pass through linears that only take normed heads.
+    """
+    return not prompt and tokens <= EXACT_TOKENS
 
 
 def delta_splits(key_dim: int, value_dim: int, heads: int) -> int:

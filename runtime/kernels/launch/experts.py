@@ -7,10 +7,12 @@ find room at once. Those of 4 bits are measured on an H200 (LOG.md).
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Literal
 
 from lowbit.runtime.kernels.launch.device import power_of_two
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
 from lowbit.runtime.kernels.launch.tables import rows
+from lowbit.runtime.thresholds import EXPERTS_APART, EXPERTS_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,18 @@ def experts_down_launch(bits: int, tiles: int, steps: int, tokens: int) -> Exper
     if tokens == 1:
         return lone
     return replace(several, rounds=min(several.rounds, power_of_two(tokens) // 2))
+
+
+def experts_way(tokens: int) -> Literal["lone", "apart", "together", "grouped"]:
+    """Reading of experts for so many tokens.
+
+    By one token, by each token for itself, once for several of a step, or once for all of a prompt.
+    """
+    if tokens > EXPERTS_TOKENS:
+        return "grouped"
+    if tokens == 1:
+        return "lone"
+    return "apart" if tokens <= EXPERTS_APART else "together"
 
 
 GROUP = 4  # tokens for which a program of `experts_together` reads an expert once

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
+from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.launch.card import MULTIPROCESSORS
 from lowbit.runtime.kernels.launch.tables import rows
-from lowbit.runtime.kernels.linear.width import WIDTHS
-from lowbit.runtime.thresholds import GEMV_TOKENS
+from lowbit.runtime.thresholds import GEMV_TOKENS, SHORT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class GemvLaunch:
 
     def shares(self, bits: int) -> bool:
         """Tell if programs can share a lone token: each takes blocks of 256 columns as a whole."""
-        return self.each * WIDTHS[bits].STEP_K % UNIT_K == 0
+        return self.each * CODECS[bits].STEP_K % UNIT_K == 0
 
     @property
     def program_tiles(self) -> int:
@@ -158,10 +158,10 @@ def _rounds_on(count: int, launch: GemvLaunch, tiles: int) -> GemvLaunch:
 
 
 def _for_one(bits: int, tiles: int, steps: int, paired: bool) -> GemvLaunch:
-    size = bits, tiles, steps
-    if bits < 4 and size not in measured("one"):
-        # As 4 bits for as many columns, of which a step has half as many.
-        size = 4, tiles, 2 * steps
+    size, codec = (bits, tiles, steps), CODECS[bits]
+    if size not in measured("one"):
+        like = CODECS[codec.MEASURED_AS]
+        size = like.BITS, tiles, steps * codec.STEP_K // like.STEP_K
     one = (None if paired else measured("unpaired").get(size)) or measured("one").get(size)
     if one is None:
         one = next(
@@ -169,7 +169,7 @@ def _for_one(bits: int, tiles: int, steps: int, paired: bool) -> GemvLaunch:
             for words, depth, launch in GEMV_SHARES
             if tiles * steps >= words and steps >= depth
         )
-    if bits == 3 and one.registers is not None:  # a third load
+    if codec.LOADS > 2 and one.registers is not None:
         one = replace(one, registers=max(one.registers, 96))
     return one
 
@@ -184,7 +184,7 @@ def _for_several(
     one: GemvLaunch, tiles: int, steps: int, tokens: int, bits: int, count: int
 ) -> GemvLaunch:
     """The share of a program that stages x once for several rounds of tiles."""
-    parts, step_k = one.parts, WIDTHS[bits].STEP_K
+    parts, step_k = one.parts, CODECS[bits].STEP_K
     most = max(MOST_STEPS[tokens], UNIT_K // (parts * step_k))  # whole units, for a loop
     ahead = _divisor(-(-steps // parts), most)
     if ahead == 1 and steps * step_k > MEASURED_K:  # a prime number of steps
@@ -234,9 +234,9 @@ class WgmmaLaunch:
     def shared_bytes(self, bits: int, parts: int, tokens: int) -> int:
         """Shared memory: digits and units of a slice, a barrier a step, the words in flight."""
         steps = self.part_steps * (parts // self.slices)
-        width = WIDTHS[bits]
-        digits = steps * tokens * (3 * width.STEP_K + 4 * width.ROWS)
-        ring = WGMMA_WARPS * self.ahead * (width.STEP_BYTES + 128 * width.ROWS)
+        codec = CODECS[bits]
+        digits = steps * tokens * (3 * codec.STEP_K + 4 * codec.ROWS)
+        ring = WGMMA_WARPS * self.ahead * (codec.STEP_BYTES + 128 * codec.ROWS)
         return 1024 + digits + self.part_steps * 8 + 16 + ring
 
 
@@ -270,9 +270,9 @@ def wgmma_launch(
         parts: of a lone token's launch.
         count: of multiprocessors.
     """
-    step_k = WIDTHS[bits].STEP_K
+    step_k = CODECS[bits].STEP_K
     deep = steps * step_k >= LEAST_DEEP[0] and tiles * steps << 10 >= LEAST_DEEP[1]
-    halves = WIDTHS[bits].ROWS > 1  # each of which must end a group, as in `gemv`
+    halves = CODECS[bits].ROWS > 1  # each of which must end a group, as in `gemv`
     if group_size % (256 if halves else step_k) != (128 if halves else 0):
         return None
     if tokens == 16 and not deep:
@@ -321,6 +321,17 @@ def dense_launch(rows: int, tokens: int) -> DenseLaunch:
     if tokens > DENSE_BLOCK and rows > FEW_DENSE_ROWS:
         return LARGE_DENSE
     return DenseLaunch(min(tokens, DENSE_BLOCK))
+
+
+# Weights widened at a time: 50 MB. Of a short prompt the host takes longer to launch a product than
+# the GPU to multiply it. 8B, 512 tokens, H200: 24 ms with such blocks, 19 with blocks of twice the
+# size, 18.7 of four times it.
+WIDE_WEIGHTS = 3 << 23
+
+
+def wide_weights(tokens: int) -> int:
+    """Weights that are widened at a time for so many tokens."""
+    return WIDE_WEIGHTS * (2 if tokens <= SHORT_TOKENS else 1)
 
 
 @dataclass(frozen=True, slots=True)

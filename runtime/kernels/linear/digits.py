@@ -29,6 +29,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.launch.device import power_of_two, programmatic_launch, run
 from lowbit.runtime.kernels.linear.norm import (
     add_squares,
@@ -73,10 +74,10 @@ SPREAD_WARPS = 4  # of a program where a token is spread over several
 
 
 @gluon.jit
-def digits_of(w, factor, SCALED: gl.constexpr, BITS: gl.constexpr):
+def digits_of(w, factor, SCALED: gl.constexpr, SUBBYTE: gl.constexpr):
     """A lane's chunk of 8 elements as two words for each plane, and the unit of the warp's block.
 
-    factor: what the chunk is multiplied by, where SCALED.
+    factor: what the chunk is multiplied by, where SCALED. SUBBYTE: of the `Codec`.
     """
     most = larger(
         larger(w[0] & 0x7FFF7FFF, w[1] & 0x7FFF7FFF),
@@ -95,7 +96,7 @@ def digits_of(w, factor, SCALED: gl.constexpr, BITS: gl.constexpr):
     k2, k3 = _fixed(w[1], scale)
     k4, k5 = _fixed(w[2], scale)
     k6, k7 = _fixed(w[3], scale)
-    if BITS <= 4:
+    if SUBBYTE:
         a = _digits(k0, k4, k1, k5)
         b = _digits(k2, k6, k3, k7)
     else:
@@ -114,7 +115,7 @@ def place_of_chunk(chunk, STRIDE: gl.constexpr):
 @gluon.jit
 def stage_tokens(
     x_ptr, rows, gains, head_squares_ptr, buffer, warp, lane, none, B, eps,
-    HEAD: gl.constexpr, BITS: gl.constexpr, WARPS: gl.constexpr, X: gl.constexpr, share=0,
+    HEAD: gl.constexpr, SUBBYTE: gl.constexpr, WARPS: gl.constexpr, X: gl.constexpr, share=0,
 ):  # fmt: skip
     """Put the digits of all tokens into shared memory, and sums of squares where there are gains.
 
@@ -165,7 +166,7 @@ def stage_tokens(
             factor = none
             if HEAD > 0:
                 factor = head_factor(squares[turn - first], eps, HEAD)
-            planes, unit = digits_of(scaled, factor, HEAD > 0, BITS)
+            planes, unit = digits_of(scaled, factor, HEAD > 0, SUBBYTE)
             here = buffer + place_of_chunk(chunk, X.NEXT)
             if X.TOKENS > 1:
                 here += token * X.TOKEN
@@ -225,7 +226,7 @@ def _digits(a, b, c, d):
 
 @gluon.jit
 def _digits_kernel(
-    x_ptr, gain_ptr, head_squares_ptr, out_ptr, eps, HEAD: gl.constexpr, BITS: gl.constexpr,
+    x_ptr, gain_ptr, head_squares_ptr, out_ptr, eps, HEAD: gl.constexpr, SUBBYTE: gl.constexpr,
     TURNS: gl.constexpr, WARPS: gl.constexpr, X: gl.constexpr, SHARED: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
@@ -268,7 +269,7 @@ def _digits_kernel(
         factor = none
         if HEAD > 0:
             factor = head_factor(squares[turn], eps, HEAD)
-        planes, unit = digits_of(w, factor, HEAD > 0, BITS)
+        planes, unit = digits_of(w, factor, HEAD > 0, SUBBYTE)
         if X.ROW > 0:
             _store_swizzled(out_ptr, planes, unit, token, chunk, lane, inside, X)
         else:
@@ -342,7 +343,7 @@ def digits(
         out,
         eps,
         HEAD=0 if squares is None else K // squares.shape[1],
-        BITS=bits,
+        SUBBYTE=CODECS[bits].SUBBYTE,
         TURNS=turns,
         WARPS=warps,
         X=places,

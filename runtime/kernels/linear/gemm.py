@@ -328,7 +328,7 @@ def _place_of(
 ):  # fmt: skip
     """Addresses of words and scales of a warp's tile in a block; past the end the last tile's."""
     own = gl.minimum(block // token_blocks * WARPS + warp, tiles - 1)
-    TILE_BYTES: gl.constexpr = W.STEPS * W.WIDTH.STEP_BYTES
+    TILE_BYTES: gl.constexpr = W.STEPS * W.CODEC.STEP_BYTES
     words = words_ptr.to(gl.int64, bitcast=True) + lane * 16 + own.to(gl.int64) * TILE_BYTES
     row = own * (W.GROUPS * 8) + lane // 4
     scales = scales_ptr.to(gl.int64, bitcast=True) + row.to(gl.int64) * 4
@@ -340,15 +340,15 @@ def _load_step(words, scales, step, W: gl.constexpr):
     """A lane's words of 128 k, as `widened` takes them."""
     low = ()
     high = ()
-    if W.WIDTH.STEP_K <= STEP_K:
-        COUNT: gl.constexpr = STEP_K // W.WIDTH.STEP_K  # of the weight's own steps
+    if W.CODEC.STEP_K <= STEP_K:
+        COUNT: gl.constexpr = STEP_K // W.CODEC.STEP_K  # of the weight's own steps
         for i in gl.static_range(COUNT):
-            at = words + gl.minimum(step * COUNT + i, W.STEPS - 1) * W.WIDTH.STEP_BYTES
+            at = words + gl.minimum(step * COUNT + i, W.STEPS - 1) * W.CODEC.STEP_BYTES
             low = low + stream16(at)
             high = high + stream16(at, 512)
     else:  # half of one
-        at = words + gl.minimum(step // 2, W.STEPS - 1) * W.WIDTH.STEP_BYTES + step % 2 * 8
-        if W.BITS == 3:
+        at = words + gl.minimum(step // 2, W.STEPS - 1) * W.CODEC.STEP_BYTES + step % 2 * 8
+        if W.CODEC.SPANS:
             for i in gl.static_range(3):
                 both = stream8(at, 512 * i)
                 low = low + (both[0],)

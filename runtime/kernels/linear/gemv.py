@@ -263,7 +263,7 @@ def _plan(
 ) -> GemvPlan:
     """Constants of a launch; limit: bytes of shared memory on the GPU."""
     launch, tokens = variant.gemv, variant.room
-    places = places_of(W.K, launch, tokens, W.WIDTH.STEP_K)
+    places = places_of(W.K, launch, tokens, W.CODEC.STEP_K)
     digits_bytes = places_bytes(places, fused.normed) if variant.staged else 0
     needed = digits_bytes + launch.sums_bytes(tokens)
     if not variant.staged and launch.split > 1:

@@ -107,17 +107,17 @@ def _multiply_tiles(
             for half in gl.static_range(2):
                 n = (first_tile + (first + warp)) * 16 + half * 8 + g
                 added = added + (gl.load(added_ptr + gl.minimum(n, N - 1)).to(gl.float32),)
-    factor = none + W.WIDTH.FACTOR
+    factor = none + W.CODEC.FACTOR
     sums_at = buffer + PLAN.SUMS
     stage_tokens(
-        x_ptr, (), gains, head_squares_ptr, buffer, warp, lane, none, 1, eps, PLAN.HEAD, W.BITS,
-        WARPS, X, split,
+        x_ptr, (), gains, head_squares_ptr, buffer, warp, lane, none, 1, eps, PLAN.HEAD,
+        W.CODEC.SUBBYTE, WARPS, X, split,
     )  # fmt: skip
     barrier()
     if NORM and not LATE:  # before the products, which hide it
         factor *= norm_factor(total_of(buffer + X.SQUARES, lane, none, X), eps, W.K)
     units = buffer + X.UNITS + unit_of(lane, 1)
-    digits = buffer + column_of(lane, X) + own_part(part, PARTS, X) * (W.WIDTH.BLOCKS * X.NEXT)
+    digits = buffer + column_of(lane, X) + own_part(part, PARTS, X) * (W.CODEC.BLOCKS * X.NEXT)
     mixed = gl.where(t % 2 == 0, 256, 0)
     own = (part, mixed, held, g)
     if ROUNDS > 1:

@@ -137,7 +137,7 @@ def _multiply_tiles(
                     b = (first + warp) % NT * (2 if HALVED else 8) + token + i % COLUMNS
                     n += gl.minimum(b, B - 1) * N
                 added = added + (gl.load(added_ptr + n).to(gl.float32),)
-    factor = none + W.WIDTH.FACTOR
+    factor = none + W.CODEC.FACTOR
     if SPLIT > 1:
         sums_at = sums_ptr.to(gl.int64, bitcast=True) + first_tile * (NT * PARTS * LANES * 16)
     else:
@@ -145,8 +145,8 @@ def _multiply_tiles(
     digits = buffer
     if X.STAGED:
         stage_tokens(
-            x_ptr, (), gains, head_squares_ptr, buffer, warp, lane, none, B, eps, PLAN.HEAD, W.BITS,
-            WARPS, X,
+            x_ptr, (), gains, head_squares_ptr, buffer, warp, lane, none, B, eps, PLAN.HEAD,
+            W.CODEC.SUBBYTE, WARPS, X,
         )  # fmt: skip
         barrier()
         if NORM:
@@ -154,7 +154,7 @@ def _multiply_tiles(
     else:
         digits = digits_ptr.to(gl.int64, bitcast=True)
     units = digits + X.UNITS + unit_of(lane, X.TOKENS)
-    digits = digits + column_of(lane, X) + part * (W.WIDTH.BLOCKS * X.NEXT)
+    digits = digits + column_of(lane, X) + part * (W.CODEC.BLOCKS * X.NEXT)
     mixed = gl.where(t % 2 == 0, 256, 0)
     own = (part, mixed, held, slot)
     if ROUNDS == 1:
@@ -221,7 +221,7 @@ def multiply_looped(
     only some warps have follow.
     """
     OWN: gl.constexpr = (W.STEPS + PARTS - 1) // PARTS
-    STEP_K: gl.constexpr = W.WIDTH.STEP_K
+    STEP_K: gl.constexpr = W.CODEC.STEP_K
     TURN_K: gl.constexpr = AHEAD * PARTS * STEP_K
     EVEN: gl.constexpr = TURN_K % BLOCK_K == 0 and TURN_K % W.G == 0 and W.K % STEP_K == 0
     ALL: gl.constexpr = W.STEPS % PARTS == 0 and OWN % AHEAD == 0  # are in the loop
@@ -237,7 +237,7 @@ def multiply_looped(
             words_at = ()
             scales_at = ()
             for r in gl.static_range(len(words)):
-                own_words = words[r] + (turn + 1) * (AHEAD * PARTS * W.WIDTH.STEP_BYTES)
+                own_words = words[r] + (turn + 1) * (AHEAD * PARTS * W.CODEC.STEP_BYTES)
                 own_scales = scales[r] + (turn + 1) * (TURN_K // W.G * GROUP_BYTES)
                 if ALL:
                     last = turn + 1 + own[0] * 0 == TURNS
@@ -296,7 +296,7 @@ def gemv_join_kernel(
                 n += gl.minimum(first + i % 2, B - 1) * N
             added = added + (gl.load(added_ptr + n).to(gl.float32),)
     y = tree_sum(loaded, 4)
-    factor = none + PLAN.W.WIDTH.FACTOR
+    factor = none + PLAN.W.CODEC.FACTOR
     for column in gl.static_range(2):
         b = first + column
         own = factor

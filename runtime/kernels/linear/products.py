@@ -45,7 +45,7 @@ def tile_addresses(
 ):  # fmt: skip
     """Addresses, for this lane, of the warp's first step and the first scales of COUNT tiles."""
     SCALE_BYTES: gl.constexpr = 8 if W.SCALES == "fp32" else 4  # of two rows
-    STEP_BYTES: gl.constexpr = W.WIDTH.STEP_BYTES
+    STEP_BYTES: gl.constexpr = W.CODEC.STEP_BYTES
     words = ()
     scales = ()
     for r in gl.static_range(COUNT):
@@ -68,8 +68,8 @@ def load_steps(
     words, scales = at
     SCALES: gl.constexpr = W.SCALES
     STEPS: gl.constexpr = W.STEPS
-    STEP_BYTES: gl.constexpr = W.WIDTH.STEP_BYTES
-    STEP_K: gl.constexpr = W.WIDTH.STEP_K
+    STEP_BYTES: gl.constexpr = W.CODEC.STEP_BYTES
+    STEP_K: gl.constexpr = W.CODEC.STEP_K
     UNIT: gl.constexpr = min(STEP_K, W.G & -W.G)  # k of a step that surely share a scale
     GROUP_BYTES: gl.constexpr = 64 if SCALES == "fp32" else 32
     # A warp goes from one of its steps to the next by whole groups.
@@ -100,7 +100,7 @@ def load_steps(
 @gluon.jit
 def _load_step(address, OFFSET: gl.constexpr, W: gl.constexpr):
     """A lane's words of a step; see `unpack`."""
-    LOADS: gl.constexpr = W.WIDTH.LOADS
+    LOADS: gl.constexpr = W.CODEC.LOADS
     loads = ()
     for i in gl.static_range(LOADS):
         loads = loads + (stream16(address, OFFSET + 512 * i),)
@@ -172,7 +172,7 @@ def multiply_steps(
     units: address of the lane's first unit.
     mixed: 256 in even lanes, 0 in odd ones.
     """
-    Q: gl.constexpr = W.WIDTH.PRODUCTS
+    Q: gl.constexpr = W.CODEC.PRODUCTS
     GROUP_Q: gl.constexpr = min(Q, (W.G & -W.G) // 32)  # products that surely share a scale
     AT_ONCE: gl.constexpr = COUNT if GROUP_Q == Q and X.TOKENS <= 2 else 1
     for first in gl.static_range(0, COUNT, AT_ONCE):
@@ -189,10 +189,10 @@ def _multiply(
 ):  # fmt: skip
     """`multiply_steps` for COUNT of ALL loaded steps, from BEGIN on."""
     words, raw = loaded
-    WIDTH: gl.constexpr = W.WIDTH  # Triton 3.6 takes no record from a record as an argument
+    CODEC: gl.constexpr = W.CODEC  # Triton 3.6 takes no record from a record as an argument
     SCALES: gl.constexpr = W.SCALES
     TILES: gl.constexpr = len(words) // ALL
-    Q: gl.constexpr = W.WIDTH.PRODUCTS
+    Q: gl.constexpr = W.CODEC.PRODUCTS
     GROUP_Q: gl.constexpr = min(Q, (W.G & -W.G) // 32)
     HALVED: gl.constexpr = halved(X.TOKENS)
     NT: gl.constexpr = (X.TOKENS + 1) // 2 if HALVED else X.TOKENS // 8
@@ -219,7 +219,7 @@ def _multiply(
         new = ()
         for c in gl.static_range(COUNT):
             for r in gl.static_range(TILES):
-                a = product_codes(words[r * ALL + BEGIN + c], q, WIDTH)
+                a = product_codes(words[r * ALL + BEGIN + c], q, CODEC)
                 for nb in gl.static_range(NB):
                     b = pairs[c * NB + nb]
                     d = sums[(c * TILES + r) * NB + nb]
@@ -267,7 +267,7 @@ def _units(
     units, part, c: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr, X: gl.constexpr
 ):  # fmt: skip
     """Units of the warp's step c, one for each of this lane's tokens; 0 past the last step."""
-    STEP_K: gl.constexpr = W.WIDTH.STEP_K
+    STEP_K: gl.constexpr = W.CODEC.STEP_K
     HALVED: gl.constexpr = halved(X.TOKENS)
     NT: gl.constexpr = (X.TOKENS + 1) // 2 if HALVED else X.TOKENS // 8
     BYTES: gl.constexpr = X.TOKENS * 4  # of a block
@@ -308,7 +308,7 @@ def _columns(
     X: gl.constexpr,
 ):  # fmt: skip
     """16 bytes of this lane's column in a step: what it multiplies in two products."""
-    STEP_BYTES: gl.constexpr = W.WIDTH.BLOCKS * X.NEXT
+    STEP_BYTES: gl.constexpr = W.CODEC.BLOCKS * X.NEXT
     if (c + 1) * PARTS <= W.STEPS or X.SHARERS > 1:
         if X.STAGED:
             words = load_shared16(digits, c * (PARTS // X.SHARERS) * STEP_BYTES + OFFSET)

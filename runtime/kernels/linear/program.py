@@ -11,8 +11,8 @@ from functools import cache
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from lowbit.runtime.kernels.codec import CODECS, Codec
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
-from lowbit.runtime.kernels.linear.width import WIDTHS, Width
 
 BLOCK_K = gl.constexpr(256)  # columns that share a unit: a warp makes them digits at a time
 SQUARES_BYTES = gl.constexpr(32)  # of a block: one sum of squares for each row of a diagonal
@@ -26,16 +26,16 @@ class Packed:
         K: columns.
         G: columns that share a scale.
         BITS: of a code.
-        WIDTH: what follows from that.
+        CODEC: of its codes.
         SCALES: `bf16`, `fp16` or `fp32`.
-        STEPS: of a row; see `Width`.
+        STEPS: of a row; see `Codec`.
         GROUPS: of a row.
     """
 
     K: int
     G: int
     BITS: int
-    WIDTH: Width
+    CODEC: Codec
     SCALES: str
     STEPS: int
     GROUPS: int
@@ -44,8 +44,8 @@ class Packed:
 @cache
 def packed(K: int, G: int, bits: int, scales: str) -> Packed:
     """Constants of a weight with K columns in groups of G."""
-    width = WIDTHS[bits]
-    return Packed(K, G, bits, width, scales, STEPS=-(-K // width.STEP_K), GROUPS=-(-K // G))
+    codec = CODECS[bits]
+    return Packed(K, G, bits, codec, scales, STEPS=-(-K // codec.STEP_K), GROUPS=-(-K // G))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +109,7 @@ def staged_digits(K: int, tokens: int = 1, sharers: int = 1, run: int = 1) -> Di
 def global_digits(K: int, bits: int, tokens: int) -> Digits:
     """Digits in global memory, as the kernel `digits` leaves them, and room for whole steps."""
     blocks = blocks_of(K)
-    step = max(128, WIDTHS[bits].STEP_K)
+    step = max(128, CODECS[bits].STEP_K)
     units = -(-K // step) * step * 3 * tokens
     factors = units + blocks * tokens * 4
     return Digits(K, tokens, False, 192 * tokens, 64 * tokens, 64, units, blocks, factors, factors)
@@ -118,8 +118,8 @@ def global_digits(K: int, bits: int, tokens: int) -> Digits:
 @cache
 def swizzled_digits(K: int, bits: int, tokens: int, steps: int) -> Digits:
     """Digits in global memory, as programs of `wgmma` copy them into their shared memory."""
-    row = WIDTHS[bits].STEP_K // WIDTHS[bits].ROWS
-    steps *= WIDTHS[bits].ROWS
+    row = CODECS[bits].STEP_K // CODECS[bits].ROWS
+    steps *= CODECS[bits].ROWS
     units = steps * 3 * tokens * row
     factors = units + steps * tokens * 4
     plane = tokens * row

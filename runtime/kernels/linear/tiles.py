@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import FormatError
+from lowbit.runtime.kernels.codec import CODECS, Codec
 from lowbit.runtime.kernels.launch.linear import Tuned
 from lowbit.runtime.kernels.linear.program import Packed, packed
-from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
 
 TILE = 16  # rows
@@ -78,7 +78,7 @@ class TiledLinear:
 
     @property
     def steps(self) -> int:
-        """Steps of a row; see `Width`."""
+        """Steps of a row; see `Codec`."""
         return self.words.shape[1]
 
     @property
@@ -116,7 +116,7 @@ def tiled(w: PackedLinear, paired: bool = False) -> TiledLinear:
             f"both must be multiples of {LEAST_GROUP}",
             hint="convert with another --group-size, or run on the CPU",
         )
-    words = _words(w.codes, w.bits, paired)
+    words = _words(w.codes, CODECS[w.bits], paired)
     sizes = w.bits, w.group_size, w.N, w.K, paired
     return TiledLinear(words, _scales(w, paired), *sizes, arrived=counters(words))
 
@@ -128,22 +128,18 @@ def counters(words: Tensor) -> Tensor:
 
 def dequantized(w: TiledLinear) -> Tensor:
     """The weight as [N, K] float32, exactly `code * scale`: the reference of every kernel."""
-    if w.bits == 3:
+    codec = CODECS[w.bits]
+    if codec.SPANS:
         codes = _three_bits(w.words)
     else:
-        codes = _placed_codes(w.words, w.bits)  # [tiles, steps, 2, 8, 4, 4, codes]
+        shifts = torch.tensor(codec.PLACES, dtype=torch.int32, device=w.words.device)
+        codes = w.words[..., None] >> shifts  # [tiles, steps, 2, 8, 4, 4, codes]
         codes = codes << (32 - w.bits) >> (32 - w.bits)  # the sign comes along
-        codes = codes.flatten(-2).unflatten(-1, (WIDTHS[w.bits].PRODUCTS, 8))
+        codes = codes.flatten(-2).unflatten(-1, (codec.PRODUCTS, 8))
     codes = codes.permute(2, 0, 3, 1, 5, 4, 6)  # half, tile, row, step, q, lane, k
     values = _untiled(codes.reshape(2, w.tiles, 8, -1).float(), w)[:, : w.K]
     scales = _untiled(w.scales.float().permute(3, 0, 2, 1), w)
     return values * scales.repeat_interleave(w.group_size, 1)[:, : w.K]
-
-
-def _placed_codes(words: Tensor, bits: int) -> Tensor:
-    """The codes of each word in order of k, in the lowest bits of as many words."""
-    shifts = torch.tensor(_places(bits), dtype=torch.int32, device=words.device)
-    return words[..., None] >> shifts
 
 
 def _untiled(halves: Tensor, w: TiledLinear) -> Tensor:
@@ -167,46 +163,46 @@ def _halves(rows: Tensor, paired: bool, fill: int) -> Tensor:
     return blocks[0].view(count, 2, 8, -1).transpose(0, 1)
 
 
-def _words(codes: Tensor, bits: int, paired: bool) -> Tensor:
+def _words(codes: Tensor, codec: Codec, paired: bool) -> Tensor:
     """Native words [N, K * bits / 32] to tiles of them."""
     N, width = codes.shape
-    steps = -(-width * 32 // bits // WIDTHS[bits].STEP_K)
+    steps = -(-width * 32 // codec.BITS // codec.STEP_K)
     tiles = -(-N // TILE)
-    out = codes.new_empty((tiles, steps, WIDTHS[bits].LOADS, 8, 4, 4))
+    out = codes.new_empty((tiles, steps, codec.LOADS, 8, 4, 4))
     if out.is_meta:  # each of some hundred operations would take longer than with data
         return out
     block = max(1, BLOCK_WORDS // (TILE * steps * WORDS))
     for tile in range(0, tiles, block):
         part = slice(tile, min(tile + block, tiles))
         rows = _rows(codes, part, paired)
-        if bits == 3:
-            out[part] = _words_of_three_bits(rows, steps, paired)
+        if codec.SPANS:
+            out[part] = _words_of_three_bits(rows, steps, paired, codec.SIGN_BITS)
         else:
-            out[part] = _halves_of_words(rows, bits, steps, paired)
+            out[part] = _halves_of_words(rows, codec, steps, paired)
     return out
 
 
-def _halves_of_words(rows: Tensor, bits: int, steps: int, paired: bool) -> Tensor:
-    """Native words of 2, 4 or 8 bits to [tiles, steps, 2, 8, 4, 4]."""
-    zero = {2: -0x55555556, 4: -0x77777778, 8: -0x7F7F7F80}[bits]  # every code is 2^(bits - 1)
+def _halves_of_words(rows: Tensor, codec: Codec, steps: int, paired: bool) -> Tensor:
+    """Native words whose codes do not span them to [tiles, steps, 2, 8, 4, 4]."""
+    zero = codec.SIGN_BITS  # of a native word: every code is 2^(bits - 1)
     halves = _padded(_halves(rows, paired, zero), steps * WORDS, zero)
     count = halves.shape[1]
-    if bits == 2:  # two chunks of every word, of two lanes
+    if len(codec.PLACES) > 8:  # two chunks of every word, of two lanes
         chunks = halves.view(torch.int16).view(2, count, 8, steps, 4, 2, 4)
         words = chunks.permute(1, 3, 0, 2, 6, 4, 5).contiguous().view(torch.int32)
-        words = _placed(words.view(count, steps, 2, 8, 4, 4), bits)
+        words = _placed(words.view(count, steps, 2, 8, 4, 4), codec)
     else:
-        inner = bits // 4  # words of a chunk
-        chunks = _placed(halves, bits).view(2, count, 8, steps, 4 // inner, 4, inner)
+        inner = 8 // len(codec.PLACES)  # words of a chunk
+        chunks = _placed(halves, codec).view(2, count, 8, steps, 4 // inner, 4, inner)
         words = chunks.permute(1, 3, 0, 2, 5, 4, 6).reshape(count, steps, 2, 8, 4, 4)
     return words ^ zero  # two's complement
 
 
-def _words_of_three_bits(rows: Tensor, steps: int, paired: bool) -> Tensor:
+def _words_of_three_bits(rows: Tensor, steps: int, paired: bool, sign_bits: int) -> Tensor:
     """Native words of 3 bits to [tiles, steps, 3, 8, 4, 4]."""
     three = rows.view(torch.uint8).view(len(rows), -1, 3).to(torch.int32)  # bytes of a chunk
     chunks = three[..., 0] | three[..., 1] << 8 | three[..., 2] << 16
-    chunks ^= 0o44444444  # two's complement
+    chunks ^= sign_bits  # two's complement
     halves = _padded(_halves(chunks, paired, 0), steps * 32, 0)
     count = halves.shape[1]
     halves = halves.view(2, count, 8, steps, 2, 4, 4)  # half of rows, row, step, half of K, q, lane
@@ -253,20 +249,12 @@ def _rows(codes: Tensor, tiles: slice, paired: bool) -> Tensor:
     return torch.cat([half[rows] for half in codes.chunk(2)])
 
 
-def _places(bits: int) -> tuple[int, ...]:
-    """To which bit of a word its codes go, in order of k."""
-    if bits == 8:
-        return (0, 16, 8, 24)
-    chunk = ((0, 0), (2, 0), (0, 1), (2, 1), (1, 0), (3, 0), (1, 1), (3, 1))  # byte, slot of it
-    return tuple(8 * byte + bits * (2 * n + slot) for n in range(4 // bits) for byte, slot in chunk)
-
-
-def _placed(words: Tensor, bits: int) -> Tensor:
+def _placed(words: Tensor, codec: Codec) -> Tensor:
     """Words whose codes, in order of k, have moved to their places."""
-    mask = (1 << bits) - 1
+    mask = (1 << codec.BITS) - 1
     out = torch.zeros_like(words)
-    for k, place in enumerate(_places(bits)):
-        out |= ((words >> (bits * k)) & mask) << place
+    for k, place in enumerate(codec.PLACES):
+        out |= ((words >> (codec.BITS * k)) & mask) << place
     return out
 
 

@@ -15,53 +15,53 @@ ONES = gl.constexpr(0x3F803F80)  # two of 1.0
 
 
 @gluon.jit
-def product_codes(loads, q: gl.constexpr, WIDTH: gl.constexpr):
+def product_codes(loads, q: gl.constexpr, CODEC: gl.constexpr):
     """The four registers of A of a step's q-th product: codes times 1 / FACTOR, as signed bytes."""
     return (
-        _code_bytes(loads, q, 0, 0, WIDTH),
-        _code_bytes(loads, q, 0, 1, WIDTH),
-        _code_bytes(loads, q, 1, 0, WIDTH),
-        _code_bytes(loads, q, 1, 1, WIDTH),
+        _code_bytes(loads, q, 0, 0, CODEC),
+        _code_bytes(loads, q, 0, 1, CODEC),
+        _code_bytes(loads, q, 1, 0, CODEC),
+        _code_bytes(loads, q, 1, 1, CODEC),
     )
 
 
 @gluon.jit
 def _code_bytes(
-    loads, q: gl.constexpr, part: gl.constexpr, half: gl.constexpr, WIDTH: gl.constexpr
+    loads, q: gl.constexpr, part: gl.constexpr, half: gl.constexpr, CODEC: gl.constexpr
 ):  # fmt: skip
     """Four codes of a row, of the first or second columns of a product."""
-    if WIDTH.BITS == 8:
+    if not CODEC.SUBBYTE:
         word = loads[half][2 * q + part]
-    elif WIDTH.BITS == 3:
+    elif CODEC.SPANS:
         n: gl.constexpr = 2 * q % 8 + part
         at: gl.constexpr = q // 4 * 2 + half
         if n < 6:
-            word = _shifted(loads[n % 3][at], n // 3 * 3) & WIDTH.TOP
+            word = _shifted(loads[n % 3][at], n // 3 * 3) & CODEC.TOP
         else:
             word = _shifted(loads[n - 6][at], 6) & UPPER | _shifted(loads[2][at], 11 - n) & LOWEST
     else:
-        EACH: gl.constexpr = 4 // WIDTH.BITS  # products of a word
+        EACH: gl.constexpr = 4 // CODEC.BITS  # products of a word
         SLOT: gl.constexpr = 2 * (q % EACH) + part  # of these codes in their bytes
-        word = _shifted(loads[half][q // EACH], 8 - WIDTH.BITS * (SLOT + 1)) & WIDTH.TOP
+        word = _shifted(loads[half][q // EACH], 8 - CODEC.BITS * (SLOT + 1)) & CODEC.TOP
     return word
 
 
 @gluon.jit
-def chunk_pairs(loads, q: gl.constexpr, half: gl.constexpr, WIDTH: gl.constexpr):
+def chunk_pairs(loads, q: gl.constexpr, half: gl.constexpr, CODEC: gl.constexpr):
     """A row's q-th chunk of codes of up to 4 bits as four pairs of BF16, in the order of k.
 
     A code in the lowest bits of the mantissa of 128.0, with its sign bit turned, is 128 and half of
     its range more than itself.
     """
-    if WIDTH.BITS == 4:
-        found = pairs(loads[half][q], 4)
+    if CODEC.BITS == 4:
+        found = pairs(loads[half][q], True)
     else:
         found = ()
         for i in gl.static_range(4):
-            if WIDTH.BITS == 2:
-                pair = _pair_of_two(loads[half][q // 2], i // 2, 2 * (q % 2) + i % 2)
-            else:
+            if CODEC.SPANS:
                 pair = _pair_of_three(loads, q // 4 * 2 + half, i // 2, 2 * q % 8 + i % 2)
+            else:
+                pair = _pair_of_two(loads[half][q // 2], i // 2, 2 * (q % 2) + i % 2)
             found = found + (pair,)
     return found
 

@@ -126,7 +126,7 @@ def wgmma(planes: Tensor, w: TiledLinear, plan: WgmmaPlan) -> Tensor:
         turns,
         PLAN=plan,
         num_warps=4 * WARPGROUPS.value,
-        maxnreg=REGISTERS[tokens] if plan.W.WIDTH.ROWS == 1 else MOST_REGISTERS,
+        maxnreg=REGISTERS[tokens] if plan.W.CODEC.ROWS == 1 else MOST_REGISTERS,
         launch_pdl=True,
         enable_fp_fusion=True,
     )
@@ -143,9 +143,9 @@ def _wgmma_kernel(
     SLICES: gl.constexpr = PLAN.LAUNCH.slices
     TOKENS: gl.constexpr = PLAN.X.TOKENS
     ROW: gl.constexpr = PLAN.X.ROW
-    ROWS: gl.constexpr = W.WIDTH.ROWS
-    LOADS: gl.constexpr = W.WIDTH.LOADS
-    SLOT: gl.constexpr = W.WIDTH.STEP_BYTES + 128 * ROWS  # of a warp's step in the ring
+    ROWS: gl.constexpr = W.CODEC.ROWS
+    LOADS: gl.constexpr = W.CODEC.LOADS
+    SLOT: gl.constexpr = W.CODEC.STEP_BYTES + 128 * ROWS  # of a warp's step in the ring
     S: gl.constexpr = PLAN.S
     OWN: gl.constexpr = PLAN.PARTS // SLICES  # parts of a program
     C: gl.constexpr = PLAN.LAUNCH.ahead
@@ -165,7 +165,7 @@ def _wgmma_kernel(
     init_barriers(done, (warp == 0) & (lane == 0), S)
     for c in gl.static_range(C):
         _begin_step(
-            ring + c * SLOT, lane, words + slice_ * (OWN * W.WIDTH.STEP_BYTES), scales, there,
+            ring + c * SLOT, lane, words + slice_ * (OWN * W.CODEC.STEP_BYTES), scales, there,
             zero + slice_ * OWN, c, PLAN,
         )  # fmt: skip
     barrier()
@@ -191,7 +191,7 @@ def _wgmma_kernel(
                 slice_ * OWN + (turn + 1) % OWN,
                 slice_ * OWN + part + (first + C) * PLAN.PARTS,
             )
-            then_words = gl.where(last, next_words, words) + then_step * W.WIDTH.STEP_BYTES
+            then_words = gl.where(last, next_words, words) + then_step * W.CODEC.STEP_BYTES
             then_scales = gl.where(last, next_scales, scales)
             then_there = gl.where(last, next_there, there)
             here = digits + (first * (OWN * STEP_BYTES // 16)).to(gl.int64)
@@ -240,7 +240,7 @@ def _copy_digits(
     """Begin to copy this slice's digits and units: a lane each for a step of all OWN parts."""
     S: gl.constexpr = PLAN.S
     TOKENS: gl.constexpr = PLAN.X.TOKENS
-    ROWS: gl.constexpr = OWN * PLAN.W.WIDTH.ROWS
+    ROWS: gl.constexpr = OWN * PLAN.W.CODEC.ROWS
     BYTES: gl.constexpr = ROWS * 3 * TOKENS * PLAN.X.ROW
     UNIT_BYTES: gl.constexpr = ROWS * TOKENS * 4
     source = digits_ptr.to(gl.int64, bitcast=True)
@@ -250,7 +250,7 @@ def _copy_digits(
         step = gl.minimum(step, S - 1)
         own = done + step * 8
         expect_bytes(own, leads, BYTES + UNIT_BYTES)
-        at = ((step * PLAN.PARTS + slice_ * OWN) * PLAN.W.WIDTH.ROWS).to(gl.int64)
+        at = ((step * PLAN.PARTS + slice_ * OWN) * PLAN.W.CODEC.ROWS).to(gl.int64)
         bulk_copy(buffer + step * BYTES, source + at * (3 * TOKENS * PLAN.X.ROW), own, leads, BYTES)
         bulk_copy(
             units + step * UNIT_BYTES, source + PLAN.X.UNITS + at * (TOKENS * 4), own, leads,
@@ -269,15 +269,15 @@ def _begin_step(
     scales: of the first group.
     """
     W: gl.constexpr = PLAN.W
-    STEP_K: gl.constexpr = W.WIDTH.STEP_K
+    STEP_K: gl.constexpr = W.CODEC.STEP_K
     FORWARD: gl.constexpr = c * PLAN.PARTS
     ROW: gl.constexpr = PLAN.X.ROW
-    ROWS: gl.constexpr = W.WIDTH.ROWS
-    LOADS: gl.constexpr = W.WIDTH.LOADS
+    ROWS: gl.constexpr = W.CODEC.ROWS
+    LOADS: gl.constexpr = W.CODEC.LOADS
     WHOLE: gl.constexpr = PLAN.X.STEPS == W.STEPS * ROWS  # no step is past K
-    AT: gl.constexpr = FORWARD * W.WIDTH.STEP_BYTES if WHOLE else 0
+    AT: gl.constexpr = FORWARD * W.CODEC.STEP_BYTES if WHOLE else 0
     if not WHOLE:
-        words = words + gl.minimum(FORWARD, W.STEPS - 1 - step) * W.WIDTH.STEP_BYTES
+        words = words + gl.minimum(FORWARD, W.STEPS - 1 - step) * W.CODEC.STEP_BYTES
     for i in gl.static_range(LOADS):
         copy16_or_zeros(slot + lane * 16, words, there, 512 * i, AT + 512 * i)
     for half in gl.static_range(ROWS):
@@ -324,7 +324,7 @@ def _place_of(
     block = gl.program_id(0) + (turn // OWN * WARPGROUPS + warp // 4) * gl.num_programs(0)
     tile = block * 4 + warp % 4
     own = gl.minimum(tile, tiles - 1)
-    TILE_BYTES: gl.constexpr = W.STEPS * W.WIDTH.STEP_BYTES
+    TILE_BYTES: gl.constexpr = W.STEPS * W.CODEC.STEP_BYTES
     words = words_ptr.to(gl.int64, bitcast=True) + lane * 16 + own.to(gl.int64) * TILE_BYTES
     row = own * (W.GROUPS * 8) + lane // 4
     scales = scales_ptr.to(gl.int64, bitcast=True) + row.to(gl.int64) * 4

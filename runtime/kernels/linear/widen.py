@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.launch.device import run
+from lowbit.runtime.kernels.launch.linear import wide_weights
 from lowbit.runtime.kernels.linear.tiles import TILE, TiledLinear, dequantized
 from lowbit.runtime.kernels.linear.unpack import chunk_pairs
 from lowbit.runtime.kernels.ptx.memory import store16, stream16
@@ -26,13 +27,8 @@ from lowbit.runtime.kernels.ptx.mma import (
     unpacked_scales,
 )
 from lowbit.runtime.kernels.rows import swiglu
-from lowbit.runtime.thresholds import SHORT_TOKENS
 
 WARPS = 4
-BLOCK_WEIGHTS = 3 << 23  # widened at a time: 50 MB
-# Of a short prompt the host takes longer to launch a product than the GPU to multiply it. 8B, 512
-# tokens, H200: 24 ms with blocks of this size, 19 of twice it, 18.7 of four times it.
-LARGER = 2  # times the size
 
 
 def widen_ref(w: TiledLinear) -> Tensor:
@@ -41,16 +37,16 @@ def widen_ref(w: TiledLinear) -> Tensor:
 
 
 @gluon.jit
-def _chunk(loads, q: gl.constexpr, half: gl.constexpr, WIDTH: gl.constexpr, scale):
+def _chunk(loads, q: gl.constexpr, half: gl.constexpr, CODEC: gl.constexpr, scale):
     """Four words of two BF16 weights: a lane's q-th chunk of a row."""
     out = ()
-    if WIDTH.BITS <= 4:
-        codes = chunk_pairs(loads, q, half, WIDTH)
+    if CODEC.SUBBYTE:
+        codes = chunk_pairs(loads, q, half, CODEC)
         for i in gl.static_range(4):
             out = out + (bf16_pair(low_half(codes[i]) * scale, high_half(codes[i]) * scale),)
     else:
         for i in gl.static_range(2):
-            low0, high0, low1, high1 = pairs(loads[half][2 * q + i], 8)
+            low0, high0, low1, high1 = pairs(loads[half][2 * q + i], False)
             out = out + (
                 _code_pair(low0, high0, scale),
                 _code_pair(low1, high1, scale),
@@ -74,11 +70,11 @@ def _widen_kernel(
     """rows: of the output; past it nothing is stored."""
     K: gl.constexpr = W.K
     SCALES: gl.constexpr = W.SCALES
-    WIDTH: gl.constexpr = W.WIDTH  # Triton 3.6 takes no record from a record as an argument
-    STEP_K: gl.constexpr = WIDTH.STEP_K
-    STEP_BYTES: gl.constexpr = W.WIDTH.STEP_BYTES
-    PRODUCTS: gl.constexpr = W.WIDTH.PRODUCTS
-    LOADS: gl.constexpr = W.WIDTH.LOADS
+    CODEC: gl.constexpr = W.CODEC  # Triton 3.6 takes no record from a record as an argument
+    STEP_K: gl.constexpr = CODEC.STEP_K
+    STEP_BYTES: gl.constexpr = W.CODEC.STEP_BYTES
+    PRODUCTS: gl.constexpr = W.CODEC.PRODUCTS
+    LOADS: gl.constexpr = W.CODEC.LOADS
     STEPS: gl.constexpr = W.STEPS
     GROUPS: gl.constexpr = W.GROUPS
     SCALE_WORDS: gl.constexpr = 2 if SCALES == "fp32" else 1
@@ -106,8 +102,8 @@ def _widen_kernel(
         out = out_ptr.to(gl.int64, bitcast=True) + k.to(gl.int64) * 2
         low_at = out + low_row.to(gl.int64) * (2 * K)
         high_at = out + high_row.to(gl.int64) * (2 * K)
-        store16(low_at, _chunk(loads, q, 0, WIDTH, low_scale), inside & (low_row < rows))
-        store16(high_at, _chunk(loads, q, 1, WIDTH, high_scale), inside & (high_row < rows))
+        store16(low_at, _chunk(loads, q, 0, CODEC, low_scale), inside & (low_row < rows))
+        store16(high_at, _chunk(loads, q, 1, CODEC, high_scale), inside & (high_row < rows))
 
 
 def widen(w: TiledLinear, first: int = 0, count: int | None = None) -> Tensor:
@@ -181,7 +177,6 @@ def widened_gemm(
 
 def _blocks(w: TiledLinear, tokens: int) -> Iterator[tuple[int, Tensor]]:
     """First tile and transposed rows, [K, rows], of every part that is wide at a time."""
-    weights = BLOCK_WEIGHTS * (LARGER if tokens <= SHORT_TOKENS else 1)
-    step = max(1, weights // (TILE * w.K))
+    step = max(1, wide_weights(tokens) // (TILE * w.K))
     for first in range(0, w.tiles, step):
         yield first, widen(w, first, min(step, w.tiles - first)).T

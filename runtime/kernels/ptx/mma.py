@@ -59,14 +59,14 @@ def integer_mma(c, a0, a1, a2, a3, b0, b1):
 
 
 @gluon.jit
-def pairs(word, BITS: gl.constexpr):
+def pairs(word, SIGNED: gl.constexpr):
     """The nibbles of a word as four pairs of BF16: (0, 4), (1, 5), (2, 6), (3, 7).
 
-    A nibble n in the low mantissa bits of 128.0 is exactly 128 + n. From signed nibbles (all of
-    4-bit codes, the upper ones of 8-bit codes), whose sign bit is flipped, 136 is taken away; from
-    the others 128.
+    A nibble n in the low mantissa bits of 128.0 is exactly 128 + n. From signed nibbles, whose sign
+    bit is flipped, 136 is taken away; from others 128. The upper nibbles of bytes are signed, the
+    lower ones where SIGNED: 4-bit codes, not halves of 8-bit codes.
     """
-    EVEN: gl.constexpr = 0x43084308 if BITS == 4 else 0x43004300
+    EVEN: gl.constexpr = 0x43084308 if SIGNED else 0x43004300
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 t, one, p0, p1, p2, p3;
@@ -84,7 +84,7 @@ def pairs(word, BITS: gl.constexpr):
         fma.rn.bf16x2 $3, p3, one, $9;
         }""",
         "=&r,=&r,=&r,=&r,r,r,r,r,r,r",
-        [word, 0x000F000F, EVEN, 0x43084308, 0xC308C308 if BITS == 4 else 0xC300C300, 0xC308C308],
+        [word, 0x000F000F, EVEN, 0x43084308, 0xC308C308 if SIGNED else 0xC300C300, 0xC308C308],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
         is_pure=True,
         pack=1,

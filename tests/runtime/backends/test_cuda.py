@@ -23,6 +23,7 @@ from lowbit.runtime.state.pages import pages_for
 from lowbit.runtime.state.rope import rope_tables
 from lowbit.runtime.state.step_buffers import lone_step
 from lowbit.runtime.thresholds import DENSE_TOKENS, PACKED_TOKENS
+from lowbit.runtime.weights.layers import AttentionLayer
 from lowbit.runtime.weights.linear import DenseLinear, MlpWeights, PackedLinear
 from tests.runtime.kernels.interpreter import quick_interpreter
 
@@ -70,17 +71,19 @@ def random_model(config: DenseConfig, kind: str) -> Dense[GpuLinear]:
     torch.manual_seed(0)
     h, inner, D = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_attention_heads * D, config.num_key_value_heads * D
+    rope = rope_tables(config.max_position_embeddings, D, config.rope_theta, DEVICE)
     layers = tuple(
         Layer(
             input_norm=1 + 0.1 * randn(h),
             qkv=linear(kind, q + 2 * kv, h),
-            q_norm=1 + 0.1 * randn(D),
-            k_norm=1 + 0.1 * randn(D),
+            attention=AttentionLayer(
+                index, rope, config.rms_norm_eps, 1 + 0.1 * randn(D), 1 + 0.1 * randn(D)
+            ),
             o=linear(kind, h, q),
             post_norm=1 + 0.1 * randn(h),
             mlp=MlpWeights(linear(kind, 2 * inner, h, paired=True), linear(kind, h, inner)),
         )
-        for _ in range(config.num_hidden_layers)
+        for index in range(config.num_hidden_layers)
     )
     return Dense(
         config=config,
@@ -88,7 +91,6 @@ def random_model(config: DenseConfig, kind: str) -> Dense[GpuLinear]:
         layers=layers,
         norm=1 + 0.1 * randn(h),
         head=linear(kind, config.vocab_size, h),
-        rope=rope_tables(config.max_position_embeddings, D, config.rope_theta, DEVICE),
         ops=cuda,
     )
 

@@ -15,8 +15,9 @@ from lowbit.runtime.backends.delta_rule import (
     l2_normed,
     recurrent,
 )
-from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights, new_slots
+from lowbit.runtime.state.delta import DeltaSlots, new_slots
 from lowbit.runtime.state.step import NO_SLOT, Span, Step
+from lowbit.runtime.weights.layers import DeltaLayer
 
 EPS = 1e-6
 
@@ -116,8 +117,8 @@ class Layer:
         channels = 2 * Hk * Dk + Hv * Dv
         self.generator = torch.Generator().manual_seed(1)
         decay, norm = -self.randn(Hv).exp(), 1 + self.randn(Dv) * 0.1
-        self.weights = DeltaWeights(
-            self.randn(channels, W), decay, self.randn(Hv), norm, Hk, Dk, EPS
+        self.weights = DeltaLayer(
+            1, self.randn(channels, W), decay, self.randn(Hv), norm, Hk, Dk, EPS
         )
         self.slots = new_slots(LinearLayers(2, Hk, Hv, Dk, Dv, W), slots, torch.float32, "cpu")
         self.slots.conv.normal_(generator=self.generator)

@@ -83,11 +83,11 @@ def packed(low: Any, high: Any) -> Lanes:
     return lanes(bf16_bits(both).view(INT)[..., 0])
 
 
-def pairs(word: Lanes, bits: int) -> tuple[Lanes, ...]:
+def pairs(word: Lanes, all_signed: bool) -> tuple[Lanes, ...]:
     """Nibbles in the mantissa of 128.0, as the kernel makes them, less what was added."""
     found = []
     for i in range(4):
-        signed = bits == 4 or i % 2 == 1
+        signed = all_signed or i % 2 == 1
         biased = (word >> (4 * i) & 0x000F000F) ^ (0x43084308 if signed else 0x43004300)
         low, high = halves(lanes(biased))
         found.append(packed(low - (136 if signed else 128), high - (136 if signed else 128)))

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator
 
-from lowbit.runtime.kernels.linear.width import WIDTHS
+from lowbit.runtime.kernels.codec import CODECS
 from tests.runtime.kernels.meta_inputs import weight, zeros
 
 EPS = 1e-6
@@ -83,7 +83,7 @@ def sizes(model: str, bits: int) -> set[tuple[int, int, int]]:
     """Bits, tiles and steps of a model's linears."""
     hidden, inner, qkv, heads = MODELS[model]
     shapes = [(qkv, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner)]
-    return {(bits, N // 16, K // WIDTHS[bits].STEP_K) for N, K in shapes}
+    return {(bits, N // 16, K // CODECS[bits].STEP_K) for N, K in shapes}
 
 
 def lone(full: bool) -> Iterator[str]:
@@ -116,7 +116,7 @@ def measured(known: set[tuple[int, int, int]]) -> Iterator[str]:
     for bits, tiles, steps in sorted(
         (measured("one").keys() - known) | measured("unpaired").keys()
     ):
-        N, K = 16 * tiles, steps * WIDTHS[bits].STEP_K
+        N, K = 16 * tiles, steps * CODECS[bits].STEP_K
         if N > K:
             cuda.product(zeros(1, K), weight(bits, N, K), norm=zeros(K), eps=EPS)
         else:

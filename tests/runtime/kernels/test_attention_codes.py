@@ -23,6 +23,7 @@ from lowbit.runtime.kernels.launch.attention import attention_launch
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span, Step
+from lowbit.runtime.weights.layers import AttentionLayer
 from tests.runtime.kernels.coded_pages import bits, clone, in_codes, same
 from tests.runtime.kernels.emulated_join import join_splits
 from tests.runtime.kernels.emulator import run_kernel
@@ -93,9 +94,7 @@ class Model:
     """Attention of one layer, and sequences of random tokens in pages of codes."""
 
     heads: Heads
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    rope: Rope
+    layer: AttentionLayer
     pages: KVPages
     tables: Tensor
 
@@ -106,8 +105,7 @@ class Model:
         return torch.randn(count, width, device=self.tables.device).bfloat16()
 
     def attend(self, qkv: Tensor, step: Step) -> Tensor:
-        given = qkv, self.q_norm, self.k_norm, EPS, self.rope, self.pages, step, LAYER
-        return attention_decode(*given, self.heads.gated).float()
+        return attention_decode(qkv, self.layer, self.pages, step).float()
 
     def attended(self, qkv: Tensor, spans: list[Span], reach: int = 0) -> tuple[Tensor, KVPages]:
         """The result and the pages after it; those of this model stay as they are."""
@@ -119,8 +117,7 @@ class Model:
         step = step_of(self.tables, spans, reach)
         M, label = len(step.positions), str(spans)[:200]
         qkv = self.given(M)
-        given = qkv, self.q_norm, self.k_norm, EPS, self.rope, self.pages, step, LAYER
-        ref, k, v = attention_ref(*given, self.heads.gated)
+        ref, k, v = attention_ref(qkv, self.layer, self.pages, step)
         out, pages = self.attended(qkv, spans, reach)
         error = (out.double() - ref).view(M, self.heads.Hq, -1).norm(dim=-1)
         relative = error / ref.view(M, self.heads.Hq, -1).norm(dim=-1)
@@ -163,7 +160,8 @@ def make_model(make_rope: Callable[[int, int], Rope], device: str) -> MakeModel:
         if heads.gain is not None:
             q_norm, k_norm = (1.5 + 0.3 * torch.randn(2, heads.D, device=device)).to(heads.gain)
         rope = make_rope(context, heads.R)
-        return Model(heads, q_norm, k_norm, rope, in_codes(pages), tables)
+        layer = AttentionLayer(LAYER, rope, EPS, q_norm, k_norm, heads.gated)
+        return Model(heads, layer, in_codes(pages), tables)
 
     return make
 

@@ -21,6 +21,7 @@ from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span, Step
 from lowbit.runtime.thresholds import ROUND_TOKENS
+from lowbit.runtime.weights.layers import AttentionLayer
 from tests.runtime.kernels.paged import clone, random_pages, rows_of, step_of
 
 pytestmark = pytest.mark.gpu
@@ -79,9 +80,7 @@ class Model:
     """Attention of one layer, and sequences of random tokens in pages."""
 
     heads: Heads
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    rope: Rope
+    layer: AttentionLayer
     pages: KVPages
     tables: Tensor
 
@@ -92,9 +91,7 @@ class Model:
         return torch.randn(count, width, device=self.tables.device).bfloat16()
 
     def attend(self, qkv: Tensor, step: Step, layer: int = LAYER) -> Tensor:
-        norms = self.q_norm, self.k_norm
-        gated = self.heads.gated
-        return attention_decode(qkv, *norms, EPS, self.rope, self.pages, step, layer, gated)
+        return attention_decode(qkv, replace(self.layer, index=layer), self.pages, step)
 
     def attended(self, qkv: Tensor, spans: list[Span], reach: int = 0) -> tuple[Tensor, KVPages]:
         """The result and the pages after it; those of this model stay as they are."""
@@ -107,9 +104,7 @@ class Model:
         M, label = len(step.positions), str(spans)[:200]
         qkv = self.given(M)
         before = clone(self.pages)
-        norms = self.q_norm, self.k_norm
-        gated = self.heads.gated
-        ref, k, v = attention_ref(qkv, *norms, EPS, self.rope, self.pages, step, LAYER, gated)
+        ref, k, v = attention_ref(qkv, self.layer, self.pages, step)
         out, again = self.attend(qkv, step), self.attend(qkv, step)
         assert torch.equal(out, again), label
         error = (out.double() - ref).view(M, self.heads.Hq, -1).norm(dim=-1)
@@ -154,7 +149,8 @@ def make_model(make_rope: MakeRope, device: str) -> MakeModel:
         pages, tables = random_pages(2, heads.Hkv, heads.D, lengths, context, device)
         rope = make_rope(context, heads.R)
         q_norm, k_norm = gains(heads.D, heads.gain, device)
-        return Model(heads, q_norm, k_norm, rope, pages, tables)
+        layer = AttentionLayer(LAYER, rope, EPS, q_norm, k_norm, heads.gated)
+        return Model(heads, layer, pages, tables)
 
     return make
 
@@ -351,9 +347,8 @@ def test_appends_what_prefill_appends(
     model = make_model(ODD["tiny-qwen3"], [position], 128)
     span, given = Span(0, position, 3), model.given(3)
     a, pages = model.attended(given, [span])
-    norms = model.q_norm, model.k_norm
     prompt = step_of(model.tables, [span], prompt=True)
-    b = attention_prefill(given, *norms, EPS, model.rope, model.pages, prompt, LAYER)
+    b = attention_prefill(given, model.layer, model.pages, prompt)
     assert float((a.double() - b.double()).norm() / b.double().norm()) < ROUNDINGS * bf16_error
     assert torch.equal(pages.v.view(torch.int16), model.pages.v.view(torch.int16))
     torch.testing.assert_close(pages.k, model.pages.k, rtol=2.0**-7, atol=1e-5, equal_nan=True)

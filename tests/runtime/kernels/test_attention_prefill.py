@@ -13,6 +13,7 @@ from lowbit.runtime.state.pages import PAGE, KVPages, pages_for
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span
 from lowbit.runtime.thresholds import PROMPT_TOKENS
+from lowbit.runtime.weights.layers import AttentionLayer
 from tests.runtime.kernels.paged import clone, random_pages, rows_of, step_of
 
 Randn = Callable[..., Tensor]
@@ -95,8 +96,9 @@ def test_prefill(
     qkv, rope = randn(M, ((2 if gated else 1) * Hq + 2 * Hkv) * D), make_rope(T, R)
     pages, tables = random_pages(2, Hkv, D, [5, past], T, device, room=M)
     step, before = step_of(tables, [Span(1, past, M)], prompt=True), clone(pages)
-    ref, _, _ = attention_ref(qkv, q_norm, k_norm, EPS, rope, pages, step, 1, gated)
-    out = attention_prefill(qkv, q_norm, k_norm, EPS, rope, pages, step, 1, gated)
+    layer = AttentionLayer(1, rope, EPS, q_norm, k_norm, gated)
+    ref, _, _ = attention_ref(qkv, layer, pages, step)
+    out = attention_prefill(qkv, layer, pages, step)
     error = float((out.double() - ref).norm() / ref.norm())
     assert error < ROUNDINGS[gated] * bf16_error
     new = tables, 1, past, M
@@ -113,10 +115,10 @@ def test_where_pages_lie_changes_nothing(
     randn: Randn, make_rope: MakeRope, device: str, M: int
 ) -> None:
     Hq, Hkv, D, past = 4, 2, 32, 70
-    qkv, rope = randn(M, (Hq + 2 * Hkv) * D), make_rope(256, D)
+    qkv, layer = randn(M, (Hq + 2 * Hkv) * D), AttentionLayer(0, make_rope(256, D), EPS)
     pages, tables = random_pages(1, Hkv, D, [past + M], 256, device)
     step = step_of(tables, [Span(0, past, M)], prompt=True)
-    out = attention_prefill(qkv, None, None, EPS, rope, pages, step, 0)
+    out = attention_prefill(qkv, layer, pages, step)
     # The same sequence in pages 2, 3, 4... of other pages; the host may know that, or not.
     own = tables[0, : pages_for(past + M)].long()
     other = KVPages(k=torch.zeros_like(pages.k), v=torch.zeros_like(pages.v))
@@ -124,7 +126,7 @@ def test_where_pages_lie_changes_nothing(
     moved = torch.arange(2, 2 + tables.shape[1], device=device, dtype=torch.int32)[None]
     for known in ((), tuple(moved[0].tolist())):
         step = step_of(moved, [Span(0, past, M, known)], prompt=True)
-        assert torch.equal(attention_prefill(qkv, None, None, EPS, rope, other, step, 0), out)
+        assert torch.equal(attention_prefill(qkv, layer, other, step), out)
 
 
 # Heads, tokens before, tokens, with padding: in small programs, and in those of Hopper alone.
@@ -151,14 +153,13 @@ def test_padding_changes_no_bit(
     q_norm, k_norm = gains(D, gain, device)
     qkv = randn(width, ((2 if gated else 1) * Hq + 2 * Hkv) * D)
     qkv[M:] = float("inf")  # pages hold NaN there
-    rope = make_rope(4096, R)
+    layer = AttentionLayer(1, make_rope(4096, R), EPS, q_norm, k_norm, gated)
     pages, tables = random_pages(2, Hkv, D, [5, past], 4096, device, room=M)
     padded = clone(pages)
     found = []
     for stored, rows in ((pages, M), (padded, width)):
         step = step_of(tables, [Span(1, past, M)], prompt=True, padding=rows - M)
-        given = qkv[:rows], q_norm, k_norm, EPS, rope, stored, step, 1, gated
-        found.append(attention_prefill(*given)[:M])
+        found.append(attention_prefill(qkv[:rows], layer, stored, step)[:M])
     assert bool(found[0].isfinite().all())
     assert torch.equal(*found)
     for one, other in ((pages.k, padded.k), (pages.v, padded.v)):
@@ -178,7 +179,7 @@ def test_a_closed_gate_gives_nothing(randn: Randn, make_rope: MakeRope, device: 
     heads[:, 1 : 2 * Hq : 2] = 100.0  # open
     heads[:, 2 * 2 + 1] = -float("inf")  # of head 2
     step = step_of(tables, [Span(0, 9, M)], prompt=True)
-    out = attention_prefill(qkv, None, None, EPS, make_rope(64, 16), pages, step, 0, True)
+    out = attention_prefill(qkv, AttentionLayer(0, make_rope(64, 16), EPS, gated=True), pages, step)
     silent = (out.view(M, Hq, D) == 0).all(dim=-1)
     assert silent.tolist() == [[False, False, True, False]] * M
 
@@ -188,7 +189,7 @@ def test_the_rest_of_a_head_is_not_rotated(randn: Randn, make_rope: MakeRope, de
     qkv = randn(M, 4 * Hkv * D)
     pages, tables = random_pages(1, Hkv, D, [40], 64, device)
     step = step_of(tables, [Span(0, 40, M)], prompt=True)
-    attention_prefill(qkv, None, None, EPS, make_rope(64, R), pages, step, 0)
+    attention_prefill(qkv, AttentionLayer(0, make_rope(64, R), EPS), pages, step)
     given = qkv.view(M, -1, D)[:, 2 * Hkv : 3 * Hkv]
     stored = rows_of(pages.k, tables, 0, 40, M)[0]
     assert torch.equal(stored[..., R:], given[..., R:])

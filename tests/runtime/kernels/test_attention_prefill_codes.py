@@ -14,6 +14,7 @@ from lowbit.runtime.state.pages import PAGE, KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span
 from lowbit.runtime.thresholds import PROMPT_TOKENS
+from lowbit.runtime.weights.layers import AttentionLayer
 from tests.runtime.kernels.coded_pages import clone, in_codes, same
 from tests.runtime.kernels.paged import random_pages, rows_of, step_of
 
@@ -80,10 +81,10 @@ def test_prompts(
     wide, tables = random_pages(2, Hkv, D, [5, past], context, device, room=M)
     before = in_codes(wide)
     step = step_of(tables, [Span(1, past, M)], prompt=True)
-    about = q_norm, k_norm, EPS, rope
-    ref, k, v = attention_ref(given[:M], *about, before, step, 1, gated)
+    layer = AttentionLayer(1, rope, EPS, q_norm, k_norm, gated)
+    ref, k, v = attention_ref(given[:M], layer, before, step)
     pages = clone(before)
-    out = attention_prefill(given[:M], *about, pages, step, 1, gated)
+    out = attention_prefill(given[:M], layer, pages, step)
     error = float((out.double() - ref).norm() / ref.norm())
     assert error < ROUNDINGS[gated] * bf16_error
     new = tables, 1, past, M
@@ -105,7 +106,7 @@ def test_prompts(
         given[M:] = float("inf")
         padded = clone(before)
         step = step_of(tables, [Span(1, past, M)], prompt=True, padding=3)
-        assert torch.equal(attention_prefill(given, *about, padded, step, 1, gated)[:M], out)
+        assert torch.equal(attention_prefill(given, layer, padded, step)[:M], out)
         assert same(pages, padded)
 
 
@@ -119,7 +120,7 @@ def test_vectors_without_numbers(randn: Randn, make_rope: MakeRope, device: str)
     wide, tables = random_pages(1, Hkv, D, [10], 64, device)
     pages: KVPages = in_codes(wide)
     step = step_of(tables, [Span(0, 10, 2)], prompt=True)
-    attention_prefill(given, None, None, EPS, make_rope(64, D), pages, step, 0)
+    attention_prefill(given, AttentionLayer(0, make_rope(64, D), EPS), pages, step)
     codes, scales = (rows_of(x, tables, 0, 10, 2)[0] for x in pages.stores[1::2])
     expected, expected_scales = quantize_vectors(values)
     assert torch.equal(codes, expected)

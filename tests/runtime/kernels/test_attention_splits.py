@@ -18,6 +18,7 @@ from lowbit.runtime.kernels.attention.decode import attention_decode
 from lowbit.runtime.kernels.launch.attention import NARROW, attention_launch
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span
+from lowbit.runtime.weights.layers import AttentionLayer
 from tests.runtime.kernels.emulated_join import join_splits
 from tests.runtime.kernels.emulator import run_kernel
 from tests.runtime.kernels.paged import clone, random_pages, step_of
@@ -60,9 +61,9 @@ def test_one_program_joins_all_splits(
     gain: torch.dtype,
 ) -> None:
     pages, tables = random_pages(1, Hkv, D, LENGTHS, CONTEXT, "cpu")
-    rope = make_rope(CONTEXT, 64)
     qkv = torch.randn(len(LENGTHS), ((2 if gated else 1) * Hq + 2 * Hkv) * D).bfloat16()
     q_norm, k_norm = (1.5 + 0.3 * torch.randn(2, D)).to(gain)
+    layer = AttentionLayer(0, make_rope(CONTEXT, 64), EPS, q_norm, k_norm, gated)
     step = step_of(tables, [Span(row, length, 1) for row, length in enumerate(LENGTHS)])
     found = []
     apart, joined = (  # as many programs as so many tokens have
@@ -74,7 +75,7 @@ def test_one_program_joins_all_splits(
     for launch in (apart, replace(joined, warps=None), replace(joined, warps=NARROW)):
         monkeypatch.setattr(module, "attention_launch", lambda *sizes, launch=launch: launch)
         own = clone(pages)
-        out = attention_decode(qkv, q_norm, k_norm, EPS, rope, own, step, 0, gated)
+        out = attention_decode(qkv, layer, own, step)
         found.append((out, own.k.view(torch.int16), own.v.view(torch.int16)))
     for one, wide, narrow in zip(*found, strict=True):
         assert torch.equal(one, wide)

@@ -225,6 +225,7 @@ def attentions(full: bool) -> Iterator[str]:
     from lowbit.runtime.backends import cuda
     from lowbit.runtime.state.pages import PAGE, new_pages
     from lowbit.runtime.state.rope import Rope
+    from lowbit.runtime.weights.layers import AttentionLayer
 
     # query heads, kv heads, head size, rotated part, gated
     shapes = [(32, 8, 128, 128, False), (16, 4, 256, 64, True)]
@@ -237,6 +238,7 @@ def attentions(full: bool) -> Iterator[str]:
         pages = new_pages(1, 32768 // PAGE, Hkv, D, kind, "meta")
         rope = Rope(torch.empty(32768, R // 2), torch.empty(32768, R // 2))
         norms = (torch.empty(D), torch.empty(D)) if gated else (zeros(D), zeros(D))
+        layer = AttentionLayer(0, rope, EPS, *norms, gated)
         width = Hq * D * (2 if gated else 1) + 2 * Hkv * D
         # sequences, tokens, reach
         steps = [(1, 1, 32768), (64, 64, 1024)]
@@ -245,15 +247,15 @@ def attentions(full: bool) -> Iterator[str]:
         steps += [(1, 4, 256), (1, 8, 32768)] if every else [(1, 4, 32768)]
         for sequences, tokens, reach in steps:
             step = step_of(sequences, tokens, reach=reach)
-            cuda.attention(zeros(tokens, width), *norms, EPS, rope, pages, step, 0, gated)
+            cuda.attention(zeros(tokens, width), layer, pages, step)
             counts = f"{sequences} x {tokens // sequences}"
             yield f"{Hq}/{Hkv} heads of {D} reach {reach}, {counts}{label}"
         step = step_of(1, 2, prompt=True)
-        cuda.attention(zeros(2, width), *norms, EPS, rope, pages, step, 0, gated)
+        cuda.attention(zeros(2, width), layer, pages, step)
         yield f"{Hq}/{Hkv} heads of {D}{label}"
         if full:
             step = step_of(1, 200, prompt=True)
-            cuda.attention(zeros(200, width), *norms, EPS, rope, pages, step, 0, gated)
+            cuda.attention(zeros(200, width), layer, pages, step)
             yield f"{Hq}/{Hkv} heads of {D}, 200 tokens{label}"
 
 
@@ -263,12 +265,14 @@ def delta_nets(full: bool) -> Iterator[str]:
     from lowbit.runtime.backends import cuda
     from lowbit.runtime.kernels.linear.gemv import gemv
     from lowbit.runtime.kernels.linear.norm import SQUARES
-    from lowbit.runtime.state.delta import DeltaWeights, new_slots
+    from lowbit.runtime.state.delta import new_slots
+    from lowbit.runtime.weights.layers import DeltaLayer
     from lowbit.runtime.weights.linear import DenseLinear
 
     Hk, Hv, D = 16, 32, 128
     C = 2 * Hk * D + Hv * D
-    weights = DeltaWeights(
+    layer = DeltaLayer(
+        index=0,
         conv=torch.empty(C, 4),
         decay=torch.empty(Hv),
         dt_bias=torch.empty(Hv),
@@ -289,7 +293,7 @@ def delta_nets(full: bool) -> Iterator[str]:
         qkvz, ba = zeros(tokens, C + Hv * D), zeros(tokens, 2 * Hv)
         step = step_of(1 if prompt else tokens, tokens, prompt)
         residual = zeros(tokens, 4096)
-        cuda.delta_linear(qkvz, ba, weights, slots.layer(0), step, w, residual)
+        cuda.delta_linear(qkvz, ba, layer, slots.layer(0), step, w, residual)
         yield f"delta, {tokens} tokens"
     smaller = ((1024, 2048), (2048, 2048), (2560, 4096))
     for bits, (hidden, K) in itertools.product((4, 8), smaller) if full else ():

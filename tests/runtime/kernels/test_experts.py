@@ -235,7 +235,7 @@ def test_experts_read_once_give_a_token_the_same_bits(
     """Two groups of tokens have the same experts, the last of them not full, and some have one."""
     w, norm, x = random_experts(size, device), 1 + 0.2 * randn(size.h), randn(6, size.h)
     alone = torch.cat([cuda.moe(one, norm, EPS, w) for one in torch.split(x, 1)])
-    monkeypatch.setattr(cuda_experts, "EXPERTS_APART", 1)
+    monkeypatch.setattr(cuda_experts, "experts_way", lambda M: "lone" if M == 1 else "together")
     assert torch.equal(cuda.moe(x, norm, EPS, w), alone)
 
 

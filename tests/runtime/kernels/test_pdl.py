@@ -21,10 +21,11 @@ from lowbit.runtime.kernels.launch.linear import gemv_launch
 from lowbit.runtime.kernels.linear.gemv import gemv
 from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
-from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
+from lowbit.runtime.state.delta import DeltaSlots
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.sampler import SamplingParams, new_sampler_rows
 from lowbit.runtime.state.step import Span, Step
+from lowbit.runtime.weights.layers import AttentionLayer, DeltaLayer
 from lowbit.runtime.weights.linear import DenseLinear
 from tests.runtime.kernels.expert_layers import Size, random_experts
 from tests.runtime.kernels.paged import random_pages, rows_of, step_of
@@ -199,13 +200,13 @@ def test_attention_waits(
     The rows of the new tokens are written by the call and must not be what a call reads early.
     """
     Hq, Hkv, D, R, gated = heads
-    q_norm, k_norm, rope = randn(D), randn(D), make_rope(4096, R)
+    layer = AttentionLayer(0, make_rope(4096, R), EPS, randn(D), randn(D), gated)
     position = min(3000, reach - 6)
     pages, tables = random_pages(1, Hkv, D, [position], 4096, "cuda")
     step = step_of(tables, [Span(0, position, tokens)], reach)
 
     def attend(qkv: Tensor) -> Tensor:
-        out = cuda.attention(qkv, q_norm, k_norm, EPS, rope, pages, step, 0, gated)
+        out = cuda.attention(qkv, layer, pages, step)
         new = [rows_of(each, tables, 0, position, tokens) for each in (pages.k, pages.v)]
         return torch.cat([part.flatten() for part in (out, *new)])
 
@@ -215,7 +216,7 @@ def test_attention_waits(
 
     def attend_and_project(qkv: Tensor) -> Tensor:
         """The linear may start while splits are read."""
-        out = cuda.attention(qkv, q_norm, k_norm, EPS, rope, pages, step, 0, gated)
+        out = cuda.attention(qkv, layer, pages, step)
         return cuda.product(out, w, added=residual)
 
     assert waits(attend_and_project, qkv, stale=True)
@@ -274,7 +275,8 @@ def test_delta_net_waits(
     C = 2 * Hk * D + Hv * D
     w = make_tiled(8, 1024, Hv * D, 128) if M == 1 else DenseLinear(randn(1024, Hv * D))
     residual = randn(M, 1024)
-    weights = DeltaWeights(
+    layer = DeltaLayer(
+        index=0,
         conv=randn(C, 4).float(),
         decay=-randn(Hv).float().abs(),
         dt_bias=randn(Hv).float(),
@@ -308,7 +310,7 @@ def test_delta_net_waits(
         torch.cuda.synchronize()
         if late is not None:
             late_copy(inputs[late], given[late])
-        out = cuda.delta_linear(qkvz, ba, weights, slots.layer(0), step, w, residual)
+        out = cuda.delta_linear(qkvz, ba, layer, slots.layer(0), step, w, residual)
         return [out, slots.conv, slots.memory, arrived]
 
     expected = advance(None)

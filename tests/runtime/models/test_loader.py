@@ -20,6 +20,7 @@ from lowbit.formats.errors import (
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime import load
 from lowbit.runtime.models.loader import load_decoder, open_model
+from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.weights.linear import DenseLinear
 
 if TYPE_CHECKING:
@@ -270,11 +271,11 @@ def test_memory_is_known_before_loading(
 
 
 def nbytes_in(part: Any) -> int:
-    """Bytes of all tensors below a tuple or dataclass."""
+    """Bytes of all weights below a tuple or dataclass; rotation tables are none."""
     if isinstance(part, Tensor):
         return part.nbytes
     if isinstance(part, tuple):
         return sum(nbytes_in(item) for item in part)
-    if is_dataclass(part):
+    if is_dataclass(part) and not isinstance(part, Rope):
         return sum(nbytes_in(getattr(part, item.name)) for item in fields(part))
     return 0

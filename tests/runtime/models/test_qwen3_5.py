@@ -136,11 +136,11 @@ def test_memory_is_known_before_loading(make_qwen3_5: Make35, dtype: torch.dtype
         held += layer.input_norm.nbytes + layer.post_norm.nbytes
         held += sum(w.size_bytes for w in (layer.mlp.gate_up, layer.mlp.down, mixer.out))
         if hasattr(mixer, "qkvz"):
-            small = mixer.weights
+            small = mixer.layer
             held += mixer.qkvz.size_bytes + mixer.ba.size_bytes
             held += sum(x.nbytes for x in (small.conv, small.decay, small.dt_bias, small.norm))
         else:
-            held += mixer.qkv.size_bytes + mixer.q_norm.nbytes + mixer.k_norm.nbytes
+            held += mixer.qkv.size_bytes + mixer.layer.q_norm.nbytes + mixer.layer.k_norm.nbytes
     assert opened.weight_bytes("cpu", dtype) == held
     state, size = new_state(opened.config, 3, 4, dtype, "cpu"), dtype.itemsize
     assert state.pages.size_bytes == footprint.kv_bytes(opened.config, 3 * PAGE, size)
@@ -148,7 +148,7 @@ def test_memory_is_known_before_loading(make_qwen3_5: Make35, dtype: torch.dtype
 
 
 def small_weights(decoder: Any) -> Any:
-    return decoder.layers[0].mixer.weights
+    return decoder.layers[0].mixer.layer
 
 
 def test_f32_tensors_reach_the_recurrence_unrounded(make_qwen3_5: Make35) -> None:

@@ -10,8 +10,9 @@ from lowbit.formats.architectures.config import LinearLayers
 from lowbit.runtime.kernels.delta.decode import delta_decode, delta_decode_parts
 from lowbit.runtime.kernels.delta.prefill import delta_prefill
 from lowbit.runtime.kernels.delta.reference import delta_ref
-from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights, LayerStates, new_slots
+from lowbit.runtime.state.delta import DeltaSlots, LayerStates, new_slots
 from lowbit.runtime.state.step import NO_SLOT, Span, Step
+from lowbit.runtime.weights.layers import DeltaLayer
 
 EPS = 1e-6
 FP32_ERROR = 1e-5  # of the memory, relative to its norm; one TF32 product would err by 3e-4
@@ -62,7 +63,7 @@ def step_of(device: torch.device, sequences: Sequence[Tokens], prompt: bool = Fa
 class Layer:
     """One layer's weights, and slots of two layers whose states have seen tokens."""
 
-    weights: DeltaWeights
+    weights: DeltaLayer
     slots: DeltaSlots
 
     @property
@@ -126,7 +127,8 @@ def make_layer(device: str, sizes: Sizes, decay: float | None = None, count: int
     """A random layer; decays from none to a few tokens' memory unless all are one."""
     C = 2 * sizes.Hk * sizes.Dk + sizes.Hv * sizes.Dv
     decays = -(torch.linspace(0, 4, sizes.Hv) ** 2)
-    weights = DeltaWeights(
+    weights = DeltaLayer(
+        index=0,
         conv=(0.5 * torch.randn(C, 4)).to(device),
         decay=(decays if decay is None else torch.full_like(decays, decay)).to(device),
         dt_bias=torch.randn(sizes.Hv).to(device) - 2,

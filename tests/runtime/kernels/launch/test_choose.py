@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.launch.card import H200, Card
 from lowbit.runtime.kernels.launch.choose import choose, takes_rows
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
-from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.weights.linear import DenseLinear
 
 RTX_4090 = Card((8, 9), 128)
@@ -16,7 +16,7 @@ DENSE = DenseLinear(torch.empty(64, 256, dtype=torch.bfloat16, device="meta"))
 def tiled(
     N: int, K: int, bits: int = 4, dtype: torch.dtype = torch.bfloat16, G: int = 128
 ) -> TiledLinear:
-    tiles, steps = -(-N // 16), -(-K // WIDTHS[bits].STEP_K)
+    tiles, steps = -(-N // 16), -(-K // CODECS[bits].STEP_K)
     words = torch.empty((tiles, steps, 2, 8, 4, 4), dtype=torch.int32, device="meta")
     scales = torch.empty((tiles, -(-K // G), 8, 2), dtype=dtype, device="meta")
     return TiledLinear(words, scales, bits, G, N, K)

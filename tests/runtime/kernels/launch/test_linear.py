@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.launch.choose import Variant
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
 from lowbit.runtime.kernels.launch.linear import (
@@ -20,7 +21,6 @@ from lowbit.runtime.kernels.launch.linear import (
 )
 from lowbit.runtime.kernels.linear.gemv import Fused, _plan
 from lowbit.runtime.kernels.linear.program import packed, places_of, shared_bytes
-from lowbit.runtime.kernels.linear.width import WIDTHS
 
 KB = 1024
 ONE = [*measured("one").values(), *(launch for _, _, launch in GEMV_SHARES)]
@@ -51,7 +51,7 @@ def test_programs_that_share_a_token_take_whole_blocks_of_it() -> None:
     assert sharing
     for (bits, _, steps), launch in sharing.items():
         assert launch.shares(bits)
-        places = places_of(steps * 512 // bits, launch, 1, WIDTHS[bits].STEP_K)
+        places = places_of(steps * 512 // bits, launch, 1, CODECS[bits].STEP_K)
         assert places.BLOCKS * launch.split >= steps * 2 // bits
         assert places.BLOCKS % places.RUN == 0
     assert not GemvLaunch(1, 2, 4, abreast=2, split=2).shares(8)  # 128 columns each
@@ -158,7 +158,7 @@ def test_programs_of_wgmma_have_whole_parts_of_all_steps_in_shared_memory(tokens
         parts = gemv_launch(*size, 1, False).parts
         launch = wgmma_launch(bits, tiles, steps, 128, tokens, parts)
         if launch is None:
-            step_k = WIDTHS[bits].STEP_K
+            step_k = CODECS[bits].STEP_K
             deep = steps * step_k >= 4096 and tiles * steps >= 8192
             part = -(-steps // parts) * tokens * 3 * step_k  # bytes of digits
             assert (tokens == 16 and not deep) or part > 180 * KB

@@ -163,7 +163,9 @@ def test_a_pipe_is_refused() -> None:
 def test_the_version_is_that_of_the_sources() -> None:
     """Of all that kernels of linears are made of; `launch` is measured, `rows` is not."""
     assert len(kernels_version()) == tuned.DIGITS
-    rooms = tuple(f"lowbit.runtime.kernels.{name}" for name in ("linear", "ptx", "launch", "rows"))
+    rooms = tuple(
+        f"lowbit.runtime.kernels.{name}" for name in ("linear", "ptx", "codec", "launch", "rows")
+    )
     for path in Path(linear.__path__[0]).glob("*.py"):
         names = [
             node.module

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.backends import cuda
+from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.launch import choose
 from lowbit.runtime.kernels.launch.linear import GemvLaunch, gemv_launch
 from lowbit.runtime.kernels.linear.dense import dense_gemv
 from lowbit.runtime.kernels.linear.gemv import gemv
 from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
-from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.thresholds import EXACT_TOKENS
 from lowbit.runtime.weights.linear import DenseLinear
 
@@ -121,7 +121,7 @@ def changed(launch: GemvLaunch, way: str) -> GemvLaunch:
 
 def shared(launch: GemvLaunch, bits: int) -> GemvLaunch:
     """The launch of a lone token with as many parts, where programs share tiles if they can."""
-    split = 2 if launch.parts // 2 * WIDTHS[bits].STEP_K % 256 == 0 else 1
+    split = 2 if launch.parts // 2 * CODECS[bits].STEP_K % 256 == 0 else 1
     each = launch.parts // split
     return GemvLaunch(1, 2, 2 * each, abreast=2, rounds=3, split=split)
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.layout.packing import unpack
+from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.linear import gemm
 from lowbit.runtime.kernels.linear.tiles import dequantized, tiled
-from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.kernels.ptx import wgmma
 from lowbit.runtime.kernels.ptx.wgmma import product_code, widened_code
 from lowbit.runtime.weights.linear import PackedLinear
@@ -134,12 +134,12 @@ def test_a_warp_multiplies_codes_in_the_order_of_digits(make_packed: MakePacked,
     w = make_packed(bits, 16, 512, 128)
     t, codes = tiled(w), unpack(w.codes, bits, 512).cpu()
     order = (0, 4, 1, 5, 2, 6, 3, 7) if bits <= 4 else (0, 2, 1, 3, 4, 6, 5, 7)
-    step_k, columns = WIDTHS[bits].STEP_K, 24
-    row_k = step_k // WIDTHS[bits].ROWS
+    step_k, columns = CODECS[bits].STEP_K, 24
+    row_k = step_k // CODECS[bits].ROWS
     g, lane = torch.arange(LANES) // 4, torch.arange(LANES) % 4
     for first in range(0, 512, row_k):
         step, inside = divmod(first, step_k)
-        each = 4 // WIDTHS[bits].ROWS  # words of a row
+        each = 4 // CODECS[bits].ROWS  # words of a row
         loads = t.words[0, step].reshape(-1, LANES, 4).cpu()[..., inside // row_k * each :]
         inputs = [load[:, i] for load in loads for i in range(each)] + [torch.zeros(LANES)]
         registers, products = run(product_code(columns, bits, 0), columns // 2, inputs)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import unpack
-from lowbit.runtime.kernels.linear import tiles
+from lowbit.runtime.kernels.codec import CODECS
+from lowbit.runtime.kernels.linear import tiles as module
 from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized, tiled
-from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.weights.linear import PackedLinear
 
 MakePacked = Callable[[int, int, int, int], PackedLinear]
@@ -42,8 +42,8 @@ def test_round_trip(
     assert t.words.is_contiguous()
     assert t.scales.is_contiguous()
     assert t.tiles == -(-t.N // 16)
-    assert t.steps == -(-K // WIDTHS[bits].STEP_K)
-    assert t.words.nbytes == t.tiles * t.steps * WIDTHS[bits].STEP_BYTES
+    assert t.steps == -(-K // CODECS[bits].STEP_K)
+    assert t.words.nbytes == t.tiles * t.steps * CODECS[bits].STEP_BYTES
     assert t.size_bytes == t.words.nbytes + t.scales.nbytes
 
 
@@ -54,7 +54,7 @@ def test_rows_rearranged_in_blocks(
     """A large weight goes through in blocks of tiles; no seam shows."""
     w = make_packed(4, 182, 256, 64)
     whole = tiled(w, paired)
-    monkeypatch.setattr(tiles, "BLOCK_WORDS", 16 * 2 * 16 * 5)  # five tiles
+    monkeypatch.setattr(module, "BLOCK_WORDS", 16 * 2 * 16 * 5)  # five tiles
     parts = tiled(w, paired)
     assert torch.equal(parts.words, whole.words)
     assert torch.equal(parts.scales, whole.scales)
@@ -66,7 +66,7 @@ def test_padding_weighs_nothing(make_packed: MakePacked, bits: int, paired: bool
     """What lies past N and K is zero, code and scale, wherever the order puts it."""
     w = make_packed(bits, 38, 160, 32)
     t = tiled(w, paired)
-    K = WIDTHS[bits].STEP_K * t.steps
+    K = CODECS[bits].STEP_K * t.steps
     whole = replace(t, N=16 * t.tiles, K=K, group_size=K)
     ones = torch.ones_like(t.scales[:, :1])
     codes = dequantized(replace(whole, scales=ones))
@@ -131,14 +131,14 @@ def widened(word: Tensor, bits: int) -> list[Tensor]:
 
 def warp_product(t: TiledLinear, x: Tensor) -> Tensor:
     """[8, N] float64 of x [8, K] and the weight, as the lanes of a warp see it."""
-    step_k = WIDTHS[t.bits].STEP_K
+    step_k = CODECS[t.bits].STEP_K
     x = torch.nn.functional.pad(x, (0, t.steps * step_k - t.K))
     lanes = torch.arange(32, device=x.device)
     loads = t.words.reshape(t.tiles, t.steps, -1, 32, 4)  # loads of 512 bytes, 16 a lane
     scales = t.scales.reshape(t.tiles, -1, 8, 2).double()
     total = torch.zeros(t.tiles, 16, 8, dtype=torch.float64, device=x.device)
     for step in range(t.steps):
-        for q in range(WIDTHS[t.bits].PRODUCTS):
+        for q in range(CODECS[t.bits].PRODUCTS):
             start = step * step_k + 32 * q
             if start >= t.K:
                 continue
@@ -187,14 +187,14 @@ def integer_product(t: TiledLinear, x: Tensor) -> Tensor:
     B at column g. Which k of x these are is for `gemv_digits` to get right: in a chunk of 8,
     those of even nibbles and then those of odd ones, or of one byte after the other.
     """
-    step_k = WIDTHS[t.bits].STEP_K
+    step_k = CODECS[t.bits].STEP_K
     x = torch.nn.functional.pad(x, (0, t.steps * step_k - t.K))
     order = (0, 4, 1, 5, 2, 6, 3, 7) if t.bits <= 4 else (0, 2, 1, 3, 4, 6, 5, 7)
     loads = t.words[:, :, :2]  # half, g, t
     scales = t.scales.double().permute(0, 1, 3, 2).reshape(t.tiles, -1, 16)
     total = torch.zeros(t.tiles, 16, 8, dtype=torch.float64, device=x.device)
     for step in range(t.steps):
-        for q in range(WIDTHS[t.bits].PRODUCTS):
+        for q in range(CODECS[t.bits].PRODUCTS):
             start = step * step_k + 32 * q
             if start >= t.K:
                 continue
@@ -270,7 +270,7 @@ def test_any_other_order_is_noticed(
 ) -> None:
     """The check above can fail, where the round trip cannot."""
     w, x = make_packed(bits, 16, 256, 256), integers(256)
-    monkeypatch.setattr(tiles, "_places", lambda bits: places)
+    monkeypatch.setitem(CODECS, bits, replace(CODECS[bits], PLACES=places))
     t = tiled(w)
     assert torch.equal(dequantized(t), w.dequantized())
     for product in (warp_product, integer_product):

@@ -150,8 +150,7 @@ def test_blocks_of_tiles_join(
         seen.append((first, count))
         return widen(w, first, count)
 
-    monkeypatch.setattr(module, "BLOCK_WEIGHTS", tiles * TILE * K)
-    monkeypatch.setattr(module, "LARGER", 1)
+    monkeypatch.setattr(module, "wide_weights", lambda tokens: tiles * TILE * K)
     monkeypatch.setattr(module, "widen", noted)
     if paired:
         gate, up = product(x, w).chunk(2, 1)

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.launch.card import H200, Card
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
 from lowbit.runtime.kernels.launch.linear import GemvLaunch, measured
 from lowbit.runtime.kernels.launch.tuned import MOST_SUMS
 from lowbit.runtime.kernels.linear.program import staged_bytes
-from lowbit.runtime.kernels.linear.width import WIDTHS
 from lowbit.runtime.lab.tuning.candidates import (
     MOST_AHEAD,
     capped,
@@ -28,7 +28,7 @@ def shape(launch: GemvLaunch) -> GemvLaunch:
 
 def found_for(size: tuple[int, int, int], card: Card = H200) -> list[GemvLaunch]:
     bits, tiles, steps = size
-    return for_one(bits, tiles, steps, steps * WIDTHS[bits].STEP_K, card, 20)
+    return for_one(bits, tiles, steps, steps * CODECS[bits].STEP_K, card, 20)
 
 
 def test_most_of_the_measured_launches_are_among_the_first() -> None:
@@ -50,7 +50,7 @@ def test_launches_for_one_leave_nothing_idle(card: Card) -> None:
             assert launch.staged
             if launch.split > 1:
                 assert launch.shares(bits)
-                assert steps * WIDTHS[bits].STEP_K >= 16 * tiles  # not behind a norm
+                assert steps * CODECS[bits].STEP_K >= 16 * tiles  # not behind a norm
         assert sum(launch.split > 1 for launch in found) <= 4
         assert any(launch.split == 1 for launch in found)
 
