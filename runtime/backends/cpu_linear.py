@@ -48,19 +48,13 @@ class Planes:
 
     Up to 4 bits are one plane; INT8 is two, the high and the low half of the codes. Made at load
     only.
-
-    Attributes:
-        blocks: [N, P * K / 2] uint8.
-        scale_zero: [P * K / group_size, N, 2] bfloat16; a plane's weight is
-            `(code - 8) * scale + zero`.
-        group_size: one of PLANE_GROUPS.
-        planes: P, 1 or 2.
     """
 
-    blocks: Tensor
+    blocks: Tensor  # [N, P * K / 2] uint8
+    # [P * K / group_size, N, 2] bfloat16; a plane's weight is `(code - 8) * scale + zero`
     scale_zero: Tensor
-    group_size: int
-    planes: int
+    group_size: int  # one of PLANE_GROUPS
+    planes: int  # P, 1 or 2
 
     @property
     def size_bytes(self) -> int:
@@ -83,19 +77,13 @@ class Int8Rows:
 
 @dataclass(frozen=True, slots=True)
 class WatchedLinear:
-    """Dense weight [N, K] that is read at each use and notes the power of its input.
+    """Dense weight [N, K] that is read at each use and notes the power of its input."""
 
-    Attributes:
-        read: gives the weight on the device of the input.
-        modules: names of the linears whose rows are stacked in it.
-        power: mean square of each input channel [K] float32 by module; filled by `linear`.
-        least: tokens from which on their power counts.
-    """
-
-    read: Callable[[], Tensor]
-    modules: tuple[str, ...]
+    read: Callable[[], Tensor]  # gives the weight on the device of the input
+    modules: tuple[str, ...]  # names of the linears whose rows are stacked in it
+    # mean square of each input channel [K] float32 by module; filled by `linear`
     power: dict[str, Tensor]
-    least: int = 1
+    least: int = 1  # tokens from which on their power counts
 
 
 CpuLinear = Planes | Int8Rows | DenseLinear | WatchedLinear

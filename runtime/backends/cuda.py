@@ -51,7 +51,6 @@ def prepare(w: Linear, paired: bool = False, launches: Launches | None = None) -
     """The form of a linear that the kernels read.
 
     Args:
-        w: packed or dense.
         paired: rows of its first half meet those of the second, see `TiledLinear`.
         launches: measured on this card; None for those of the tables alone.
 
@@ -119,12 +118,7 @@ def product(
 
     Args:
         x: [M, K].
-        w: packed or dense.
-        norm: gain.
-        eps: of the norm.
-        added: residual or bias.
         swiglu: of gate and up; a packed weight must have been prepared as paired.
-        logits: in float32.
         squares: of the heads of x, whose norm takes the place of `norm`; see `gemv`.
     """
     dtype = torch.float32 if logits else x.dtype

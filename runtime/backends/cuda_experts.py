@@ -27,7 +27,6 @@ def check_experts(experts: Experts, hidden: int) -> None:
     """Refuse experts that the kernels cannot compute.
 
     Args:
-        experts: of the config.
         hidden: size of a token.
 
     Raises:

@@ -49,7 +49,6 @@ class Ops(Protocol[W]):
             x: [M, K].
             w: [N, K].
             norm: [K] gain of the RMS norm; None leaves x as it is.
-            eps: of the norm.
             added: residual [M, N] or bias [N].
             swiglu: `silu(gate) * up`; gate is the first N / 2 rows of w. Without `added`.
             logits: float32, not rounded where the kernel allows.
@@ -77,7 +76,6 @@ class Ops(Protocol[W]):
         Args:
             x: [M, h].
             norm: [h] gain.
-            eps: of the norm.
             experts: router [E or E + 1, h], gate and up [E, 2 * I, h], down [E, h, I], and the
                 shared expert's [2 * S, h] and [h, S] behind them.
 
@@ -91,9 +89,7 @@ class Ops(Protocol[W]):
         Args:
             qkv: [M, (Hq + 2 * Hkv) * D], q heads first, then k, then v; where gated, a q head is
                 2 * D wide: its query, then its gate.
-            layer: gains, rotation and gate.
             pages: written at every token's position.
-            step: sequence and position of every token.
 
         Returns:
             [M, Hq * D].
@@ -116,9 +112,7 @@ class Ops(Protocol[W]):
         Args:
             qkvz: [M, C + Hv * Dv], the channels of q, k, v (see `DeltaLayer.conv`), then z.
             ba: [M, 2 * Hv], b of every value head, then a.
-            layer: its small weights.
             states: of this layer, read and written where the step says.
-            step: sequence of every token.
             w: [h, Hv * Dv].
             residual: [M, h].
 
@@ -204,7 +198,6 @@ class Ops(Protocol[W]):
             x: [M, h], hidden state of each position.
             gains: [h] each: of the embedding's norm, of the norm that ends what x comes from, and
                 of the norm of that.
-            eps: of the norms.
 
         Returns:
             [M, 2 * h], the embedding's part first.
@@ -222,9 +215,7 @@ class DraftOps(Ops[W], Protocol[W]):
 
         Args:
             kv: [M, 2 * Hkv * D], k heads first, then v.
-            layer: gain of k, and rotation.
             pages: written at every token's position.
-            step: sequence and position of every token.
         """
 
     def attend_block(

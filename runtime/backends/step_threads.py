@@ -23,15 +23,10 @@ LONGEST_S = 60.0  # longest such pause, seconds
 
 @dataclass(slots=True)
 class StepThreads:
-    """The count of threads, and the trials of others.
+    """The count of threads, and the trials of others."""
 
-    Attributes:
-        clock: gives seconds.
-        count: threads that were fastest so far; 0 before the first step.
-    """
-
-    clock: Callable[[], float] = time.perf_counter
-    count: int = 0
+    clock: Callable[[], float] = time.perf_counter  # gives seconds
+    count: int = 0  # threads that were fastest so far; 0 before the first step
     _kind: Hashable = None  # of the last step: only steps alike are compared
     _times: deque[float] = field(default_factory=lambda: deque(maxlen=BURST))  # with `count`
     _trial: int = 0  # threads that are tried; 0 while none are

@@ -13,40 +13,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codec:
-    """Constants of a width; made once, so compared by identity.
+    """Constants of a width; made once, so compared by identity."""
 
-    Attributes:
-        BITS: of a code.
-        SUBBYTE: a byte holds several codes: chunks are in the order k 0, 4, 1, 5, 2, 6, 3, 7.
-        SPANS: codes span words, so that every load has words of both rows of a lane.
-        TOP: mask of the upper bits of each byte that hold a code once the word is shifted.
-        SIGN_BITS: of the native codes of a word (of 3 bits: of 24 bits); flipping them makes codes
-            two's complement.
-        PLACES: bit of a word at which each code lies, in order of k; none where they span words.
-        LOADS: of 16 bytes by which a lane gets a step.
-        STEP_K: columns of a step of a tile.
-        STEP_BYTES: of a step's words, of all 16 rows.
-        PRODUCTS: of a step, of 32 columns each.
-        BLOCKS: of a step, of 64 columns, whose digits lie beside each other.
-        ROWS: of wgmma's digits that a step takes: one has as many columns as the widest swizzle.
-        FACTOR: makes a product of digits one of codes.
-        MEASURED_AS: bits whose launches serve as many columns where none were measured.
-    """
-
-    BITS: int
-    SUBBYTE: bool
-    SPANS: bool
-    TOP: int
+    BITS: int  # of a code
+    SUBBYTE: bool  # a byte holds several codes: chunks are in the order k 0, 4, 1, 5, 2, 6, 3, 7
+    SPANS: bool  # codes span words, so that every load has words of both rows of a lane
+    TOP: int  # mask of the upper bits of each byte that hold a code once the word is shifted
+    # of the native codes of a word (of 3 bits: of 24 bits); flipping them makes codes two's
+    # complement
     SIGN_BITS: int
+    # bit of a word at which each code lies, in order of k; none where they span words
     PLACES: tuple[int, ...]
-    LOADS: int
-    STEP_K: int
-    STEP_BYTES: int
-    PRODUCTS: int
-    BLOCKS: int
-    ROWS: int
-    FACTOR: float
-    MEASURED_AS: int
+    LOADS: int  # of 16 bytes by which a lane gets a step
+    STEP_K: int  # columns of a step of a tile
+    STEP_BYTES: int  # of a step's words, of all 16 rows
+    PRODUCTS: int  # of a step, of 32 columns each
+    BLOCKS: int  # of a step, of 64 columns, whose digits lie beside each other
+    ROWS: int  # of wgmma's digits that a step takes: one has as many columns as the widest swizzle
+    FACTOR: float  # makes a product of digits one of codes
+    MEASURED_AS: int  # bits whose launches serve as many columns where none were measured
 
 
 _NIBBLES = (0, 16, 4, 20, 8, 24, 12, 28)

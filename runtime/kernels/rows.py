@@ -117,7 +117,6 @@ def swiglu(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """`silu(gate) * up` of [M, N], gate first: [M, N / 2].
 
     Args:
-        gate_up: contiguous.
         out: of the first so many columns where it has fewer; its rows may lie apart.
     """
     M, inner = gate_up.shape[0], gate_up.shape[1] // 2

@@ -31,19 +31,12 @@ SAMPLED = SamplingParams(temperature=0.7, top_k=20, top_p=0.95, seed=0)
 
 @dataclass(frozen=True, slots=True)
 class TimedRun:
-    """One run, of one sequence or of several together.
+    """One run, of one sequence or of several together."""
 
-    Attributes:
-        first_token_s: from its start to the first token of every sequence.
-        decode_s: from there to its last token.
-        tokens: of all sequences, that came in `decode_s`.
-        speculation: its drafts; None where speculation is off.
-    """
-
-    first_token_s: float
-    decode_s: float
-    tokens: int
-    speculation: Speculated | None = None
+    first_token_s: float  # from its start to the first token of every sequence
+    decode_s: float  # from there to its last token
+    tokens: int  # of all sequences, that came in `decode_s`
+    speculation: Speculated | None = None  # its drafts; None where speculation is off
 
     @property
     def tokens_per_s(self) -> float:
@@ -53,36 +46,23 @@ class TimedRun:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Medians over the runs of one sequence after the first, which warms up.
+    """Medians over the runs of one sequence after the first, which warms up."""
 
-    Attributes:
-        cold_first_token_s: first-token time of the first run.
-        first_token_s: see `TimedRun`.
-        tokens_per_s: over the tokens after the first.
-        speculation: drafts of the runs after the first; None where speculation is off.
-        speculation_factor: see `in_turn`.
-    """
-
-    cold_first_token_s: float
-    first_token_s: float
-    tokens_per_s: float
+    cold_first_token_s: float  # first-token time of the first run
+    first_token_s: float  # see `TimedRun`
+    tokens_per_s: float  # over the tokens after the first
+    # drafts of the runs after the first; None where speculation is off
     speculation: Speculated | None = None
-    speculation_factor: float | None = None
+    speculation_factor: float | None = None  # see `in_turn`
 
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """Bytes that one decode step must move, without drafts and their model.
+    """Bytes that one decode step must move, without drafts and their model."""
 
-    Attributes:
-        weights: read; an untied embedding is read one row at a time and not counted.
-        kv: keys and values that are read.
-        states: of linear layers, read and written.
-    """
-
-    weights: int
-    kv: int
-    states: int
+    weights: int  # read; an untied embedding is read one row at a time and not counted
+    kv: int  # keys and values that are read
+    states: int  # of linear layers, read and written
 
     @property
     def total(self) -> int:
@@ -92,52 +72,39 @@ class StepBytes:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """Figures of a measured model.
-
-    Attributes:
-        sampled: tokens were drawn by `SAMPLED`; else the likeliest were taken.
-        load_s: folder to model in memory.
-        start_s: from the beginning of the load to the first token of the first request, without
-            the wait between the two; cold only where the model had not run before.
-        first_token_s: median time of the prompt and the first token.
-        decode_tokens_per_s: median over the runs, batch 1.
-        weight_bytes: memory of the weights.
-        cache_bytes: memory of keys, values and the states of linear layers.
-        kv_cache: type of keys and values: bf16, int8 or fp32.
-        peak_bytes: most memory in use: of the GPU from the end of loading on, or resident in this
-            process on a CPU.
-        extra_bytes: graphs and scratch: the peak without weights, cache and the allocator's
-            rounding; None on a CPU, where it would be mostly the interpreter and the libraries.
-        step_bytes: moved by one plain step at the middle of the run, see `StepBytes`.
-        bandwidth: bytes per second that a plain read of a large buffer reaches here.
-        roofline_share: of the tokens per second that `bandwidth` would allow, a step for each. A
-            model that fits the processor's cache can exceed 1, speculation too.
-        expected_tokens_per_s: a step for each, as long as `expected_step_s` says.
-        speculation: drafts of the timed runs; None where speculation is off. They follow a prompt
-            without a meaning; real text may have other shares accepted.
-        speculation_factor: decode speed against runs without drafts, which took turns with these;
-            None where speculation is off.
-    """
+    """Figures of a measured model."""
 
     device: str
     context: int
     prompt_tokens: int
     new_tokens: int
-    sampled: bool
-    load_s: float
+    sampled: bool  # tokens were drawn by `SAMPLED`; else the likeliest were taken
+    load_s: float  # folder to model in memory
+    # from the beginning of the load to the first token of the first request, without the wait
+    # between the two; cold only where the model had not run before
     start_s: float
-    first_token_s: float
-    decode_tokens_per_s: float
-    weight_bytes: int
-    cache_bytes: int
-    kv_cache: str
+    first_token_s: float  # median time of the prompt and the first token
+    decode_tokens_per_s: float  # median over the runs, batch 1
+    weight_bytes: int  # memory of the weights
+    cache_bytes: int  # memory of keys, values and the states of linear layers
+    kv_cache: str  # type of keys and values: bf16, int8 or fp32
+    # most memory in use: of the GPU from the end of loading on, or resident in this process on a
+    # CPU
     peak_bytes: int
+    # graphs and scratch: the peak without weights, cache and the allocator's rounding; None on a
+    # CPU, where it would be mostly the interpreter and the libraries
     extra_bytes: int | None
-    step_bytes: int
-    bandwidth: float
+    step_bytes: int  # moved by one plain step at the middle of the run, see `StepBytes`
+    bandwidth: float  # bytes per second that a plain read of a large buffer reaches here
+    # of the tokens per second that `bandwidth` would allow, a step for each. A model that fits the
+    # processor's cache can exceed 1, speculation too.
     roofline_share: float
-    expected_tokens_per_s: float
+    expected_tokens_per_s: float  # a step for each, as long as `expected_step_s` says
+    # drafts of the timed runs; None where speculation is off. They follow a prompt without a
+    # meaning; real text may have other shares accepted.
     speculation: Speculated | None = None
+    # decode speed against runs without drafts, which took turns with these; None where speculation
+    # is off
     speculation_factor: float | None = None
 
 
@@ -146,7 +113,6 @@ def bench(model: Model, settings: BenchSettings) -> BenchResult:
 
     Args:
         model: loaded; the conversations in its cache are dropped.
-        settings: of the runs.
 
     Raises:
         RequestError: the run does not fit the context.

@@ -5,19 +5,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """A measured run.
+    """A measured run."""
 
-    Attributes:
-        prompt_tokens: length of the prompt.
-        new_tokens: decoded after it, at least 2; stop tokens are ignored.
-        runs: repetitions, of which the median counts; one more warms up.
-        sampled: draw tokens by `SAMPLED` instead of taking the likeliest.
-    """
-
-    prompt_tokens: int = 64
-    new_tokens: int = 128
-    runs: int = 3
-    sampled: bool = False
+    prompt_tokens: int = 64  # length of the prompt
+    new_tokens: int = 128  # decoded after it, at least 2; stop tokens are ignored
+    runs: int = 3  # repetitions, of which the median counts; one more warms up
+    sampled: bool = False  # draw tokens by `SAMPLED` instead of taking the likeliest
 
     @property
     def tokens(self) -> int:

@@ -30,19 +30,12 @@ REQUIREMENT = re.compile(r"([\w.-]+).*;.*extra == ['\"](\w+)['\"]")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was looked at."""
 
-    Attributes:
-        what: its name.
-        state: `missing` if a command that was asked about cannot work without it.
-        found: what is there.
-        hint: what to do about it; empty where nothing is to be done.
-    """
-
-    what: str
-    state: State
-    found: str
-    hint: str = ""
+    what: str  # its name
+    state: State  # `missing` if a command that was asked about cannot work without it
+    found: str  # what is there
+    hint: str = ""  # what to do about it; empty where nothing is to be done
 
 
 def look(device: str | None, ask_hub: bool) -> list[Finding]:

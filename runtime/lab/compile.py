@@ -29,19 +29,12 @@ INTERPRET = "TRITON_INTERPRET"  # variable under which nothing is compiled
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Kernels for one kind of GPU.
+    """Kernels for one kind of GPU."""
 
-    Attributes:
-        arch: `sm_90`.
-        compiled: numbers of kernels by name.
-        found: numbers of those that were in the cache, by name.
-        seconds: that it took.
-    """
-
-    arch: str
-    compiled: Mapping[str, int]
-    found: Mapping[str, int]
-    seconds: float
+    arch: str  # `sm_90`
+    compiled: Mapping[str, int]  # numbers of kernels by name
+    found: Mapping[str, int]  # numbers of those that were in the cache, by name
+    seconds: float  # that it took
 
 
 def compile_for(
@@ -58,7 +51,6 @@ def compile_for(
         capabilities: 90 for compute capability 9.0.
         sequences: numbers of sequences that the model will be loaded for.
         options: context, type of the cache, and quantization at load.
-        multiprocessors: of the GPUs.
 
     Raises:
         LowbitError: as `load`, or a compiler that failed.

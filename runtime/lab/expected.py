@@ -56,27 +56,18 @@ WORKSPACE = {"cpu": 1 << 30, "cuda": 1 << 30}  # libraries, activations, graphs
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Bytes of a model: stored, read for a token, kept for a sequence.
+    """Bytes of a model: stored, read for a token, kept for a sequence."""
 
-    Attributes:
-        name: of the model.
-        weights: bytes of its weights.
-        token_bytes: read for a token, with few tokens in the cache.
-        sequence_bytes: of a sequence's keys, values and states, as long as `DEFAULT_CONTEXT` if
-            the model takes so many tokens.
-        layers: of its decoder.
-        token_weights: of its decoder's layers, that a token is multiplied by.
-        experts: it is a mixture of experts.
-        recipe: that the bytes are counted by; None where they are those of a packed folder.
-    """
-
-    name: str
-    weights: int
-    token_bytes: int
+    name: str  # of the model
+    weights: int  # bytes of its weights
+    token_bytes: int  # read for a token, with few tokens in the cache
+    # of a sequence's keys, values and states, as long as `DEFAULT_CONTEXT` if the model takes so
+    # many tokens
     sequence_bytes: int
-    layers: int
-    token_weights: int
-    experts: bool = False
+    layers: int  # of its decoder
+    token_weights: int  # of its decoder's layers, that a token is multiplied by
+    experts: bool = False  # it is a mixture of experts
+    # that the bytes are counted by; None where they are those of a packed folder
     recipe: Base | None = RECIPE
 
 
@@ -91,46 +82,28 @@ def usual() -> tuple[Demand, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The speed to expect of one sequence.
+    """The speed to expect of one sequence."""
 
-    Attributes:
-        name: of the model.
-        recipe: see `Demand`.
-        token_bytes: read for a token.
-        memory_bytes: of weights, one sequence and what comes with them.
-        fits: that is free; None if the system does not tell.
-        most_tokens_per_s: that the bandwidth allows.
-        tokens_per_s: to expect.
-        share: of the bandwidth, at that speed.
-        prompt_tokens_per_s: to expect of a prompt of PROMPT tokens on a CPU; None on a GPU.
-    """
-
-    name: str
-    recipe: Base | None
-    token_bytes: int
-    memory_bytes: int
-    fits: bool | None
-    most_tokens_per_s: float
-    tokens_per_s: float
-    share: float
+    name: str  # of the model
+    recipe: Base | None  # see `Demand`
+    token_bytes: int  # read for a token
+    memory_bytes: int  # of weights, one sequence and what comes with them
+    fits: bool | None  # that is free; None if the system does not tell
+    most_tokens_per_s: float  # that the bandwidth allows
+    tokens_per_s: float  # to expect
+    share: float  # of the bandwidth, at that speed
+    # to expect of a prompt of PROMPT tokens on a CPU; None on a GPU
     prompt_tokens_per_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The speeds to expect of models on one device.
+    """The speeds to expect of models on one device."""
 
-    Attributes:
-        device: `cpu` or `cuda`.
-        name: the GPU's, or `cpu`.
-        bandwidth: bytes per second that a plain read of memory reaches.
-        models: one or more.
-    """
-
-    device: str
-    name: str
-    bandwidth: float
-    models: tuple[Expected, ...]
+    device: str  # `cpu` or `cuda`
+    name: str  # the GPU's, or `cpu`
+    bandwidth: float  # bytes per second that a plain read of memory reaches
+    models: tuple[Expected, ...]  # one or more
 
 
 def measured_speed(name: str | None, device: str) -> Speed:
@@ -138,7 +111,6 @@ def measured_speed(name: str | None, device: str) -> Speed:
 
     Args:
         name: as in `demand_of`; None for the usual sizes.
-        device: `cpu` or `cuda`.
 
     Raises:
         LowbitError: as `demand_of`.
@@ -166,8 +138,6 @@ def expected(
     """The speed of a model.
 
     Args:
-        demand: of the model.
-        device: `cpu` or `cuda`.
         bandwidth: bytes per second that a plain read of memory reaches.
         layer_s: see `expected_step_s`.
         products: see `products_per_s`; None on a GPU.
@@ -200,7 +170,6 @@ def demand_of(name: str, device: str) -> Demand:
 
     Args:
         name: folder, config.json, or Hub id, whose headers are fetched.
-        device: `cpu` or `cuda`.
 
     Raises:
         LowbitError: no model, a damaged one, or one that cannot be served.

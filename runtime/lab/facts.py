@@ -22,82 +22,49 @@ SMI_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """Clocks of a GPU in MHz, and the power that it may take in watts.
+    """Clocks of a GPU in MHz, and the power that it may take in watts."""
 
-    Attributes:
-        now_mhz: of the multiprocessors, right after the measurement.
-        most_mhz: of the multiprocessors.
-        memory_mhz: most of the memory.
-        power_limit_w: of the board.
-    """
-
-    now_mhz: float
-    most_mhz: float
-    memory_mhz: float
-    power_limit_w: float
+    now_mhz: float  # of the multiprocessors, right after the measurement
+    most_mhz: float  # of the multiprocessors
+    memory_mhz: float  # most of the memory
+    power_limit_w: float  # of the board
 
 
 @dataclass(frozen=True, slots=True)
 class TunedFor:
-    """Launches that models load with.
+    """Launches that models load with."""
 
-    Attributes:
-        file: name of the file that keeps them.
-        date: on which they were measured.
-        linears: sizes of linears that have some.
-    """
-
-    file: str
-    date: str
-    linears: int
+    file: str  # name of the file that keeps them
+    date: str  # on which they were measured
+    linears: int  # sizes of linears that have some
 
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """A GPU.
+    """A GPU."""
 
-    Attributes:
-        name: of the card.
-        capability: `9.0`.
-        memory_bytes: of the card.
-        multiprocessors: of the card.
-        driver: its version; None where the system does not name it.
-        clocks: None where nvidia-smi does not tell.
-        kernels: version of the kernels of linears.
-        launches: None for those of the bundled tables.
-    """
-
-    name: str
-    capability: str
-    memory_bytes: int
-    multiprocessors: int
-    driver: str | None
-    clocks: Clocks | None
-    kernels: str
-    launches: TunedFor | None
+    name: str  # of the card
+    capability: str  # `9.0`
+    memory_bytes: int  # of the card
+    multiprocessors: int  # of the card
+    driver: str | None  # its version; None where the system does not name it
+    clocks: Clocks | None  # None where nvidia-smi does not tell
+    kernels: str  # version of the kernels of linears
+    launches: TunedFor | None  # None for those of the bundled tables
 
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """Software and hardware.
+    """Software and hardware."""
 
-    Attributes:
-        lowbit: version, as those that follow.
-        cuda: that PyTorch is built for; None for CPUs.
-        triton: None where it is not installed.
-        system: `Linux x86_64`.
-        cores: that this process may use.
-        gpu: None where none was measured.
-    """
-
-    lowbit: str
+    lowbit: str  # version, as those that follow
     python: str
     torch: str
-    cuda: str | None
-    triton: str | None
-    system: str
-    cores: int
-    gpu: GpuFacts | None
+    cuda: str | None  # that PyTorch is built for; None for CPUs
+    triton: str | None  # None where it is not installed
+    system: str  # `Linux x86_64`
+    cores: int  # that this process may use
+    gpu: GpuFacts | None  # None where none was measured
 
 
 def machine_facts(device: str) -> MachineFacts:

@@ -74,14 +74,10 @@ def compile_only(
 
 @dataclass(frozen=True, slots=True)
 class FakeGpu:
-    """Triton's driver for a card that is not there.
+    """Triton's driver for a card that is not there."""
 
-    Attributes:
-        card: that kernels are chosen and compiled for.
-        compile: takes the place of every launch for tensors on `meta` (`launch.device.run`).
-    """
-
-    card: Card
+    card: Card  # that kernels are chosen and compiled for
+    # takes the place of every launch for tensors on `meta` (`launch.device.run`)
     compile: Compile = compile_only
 
     def get_current_target(self) -> GPUTarget:

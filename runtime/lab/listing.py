@@ -25,46 +25,27 @@ PARTIAL = ".partial"  # ends the name of a conversion that is not done
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A model, or what is left of one.
+    """A model, or what is left of one."""
 
-    Attributes:
-        name: a folder as it was named, or a Hub id.
-        folder: that holds its files.
-        in_cache: it is in the cache of the Hub.
-        kind: packed, original (to be converted), or broken.
-        size_bytes: of its files, reports and cards aside.
-        date: of its config, `2026-05-31`; None if that is missing.
-        recipe: by which it was packed, or the dtype of an original; None if broken.
-        bits_per_weight: of its weight files; None if broken.
-        judgement: of its report; None without one.
-        problem: why it is broken, or its report cannot be read; empty otherwise.
-    """
-
-    name: str
-    folder: str
-    in_cache: bool
-    kind: Kind
-    size_bytes: int
-    date: str | None
-    recipe: str | None = None
-    bits_per_weight: float | None = None
-    judgement: Judgement | None = None
-    problem: str = ""
+    name: str  # a folder as it was named, or a Hub id
+    folder: str  # that holds its files
+    in_cache: bool  # it is in the cache of the Hub
+    kind: Kind  # packed, original (to be converted), or broken
+    size_bytes: int  # of its files, reports and cards aside
+    date: str | None  # of its config, `2026-05-31`; None if that is missing
+    recipe: str | None = None  # by which it was packed, or the dtype of an original; None if broken
+    bits_per_weight: float | None = None  # of its weight files; None if broken
+    judgement: Judgement | None = None  # of its report; None without one
+    problem: str = ""  # why it is broken, or its report cannot be read; empty otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """The models in the cache of the Hub.
+    """The models in the cache of the Hub."""
 
-    Attributes:
-        folder: of the cache.
-        models: those that lowbit reads.
-        others: number of models that it does not.
-    """
-
-    folder: str
-    models: tuple[Listed, ...]
-    others: int
+    folder: str  # of the cache
+    models: tuple[Listed, ...]  # those that lowbit reads
+    others: int  # number of models that it does not
 
 
 def in_folder(folder: Path) -> list[Listed]:

@@ -48,10 +48,7 @@ def expected_step_s(
     A CPU reaches a share of the bandwidth.
 
     Args:
-        step_bytes: that it moves.
-        layers: of the decoder.
         layer_s: seconds of a layer beyond the read; see `seconds_beside_read`.
-        device: `cpu` or `cuda`.
         bandwidth: bytes per second that a plain read of memory reaches.
     """
     read = step_bytes / bandwidth
@@ -63,10 +60,6 @@ def seconds_beside_read(device: str, mixture: bool) -> float:
 
     Those of a GPU are an H200's. A CPU spends them in the interpreter and in PyTorch's calls, whose
     time is measured on an RMS norm of one token, now.
-
-    Args:
-        device: `cpu` or `cuda`.
-        mixture: of experts.
     """
     if device != "cpu":
         return EXPERTS_LAYER_S if mixture else LAYER_S

@@ -19,19 +19,12 @@ W = TypeVar("W", covariant=True)  # a backend's form of a linear
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """Weight [N, K] in the native layout of `lowbit.formats.layout.packing`, checked once at load.
+    """Weight [N, K] in the native layout of `formats.layout.packing`, checked once at load."""
 
-    Attributes:
-        codes: [N, K * bits / 32] int32.
-        scales: [N, K / group_size] bfloat16, float16 or float32; may be negative.
-        bits: 2, 3, 4 or 8.
-        group_size: weights that share a scale; K where there is one scale per row.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    bits: int
-    group_size: int
+    codes: Tensor  # [N, K * bits / 32] int32
+    scales: Tensor  # [N, K / group_size] bfloat16, float16 or float32; may be negative
+    bits: int  # 2, 3, 4 or 8
+    group_size: int  # weights that share a scale; K where there is one scale per row
 
     def __post_init__(self) -> None:
         """Refuse buffers whose shapes or dtypes the kernels would misread."""
@@ -99,15 +92,10 @@ Linear = PackedLinear | DenseLinear
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights(Generic[W]):
-    """A gated MLP of width I.
+    """A gated MLP of width I."""
 
-    Attributes:
-        gate_up: [2 * I, h], gate rows first.
-        down: [h, I].
-    """
-
-    gate_up: W
-    down: W
+    gate_up: W  # [2 * I, h], gate rows first
+    down: W  # [h, I]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,21 +104,15 @@ class ExpertWeights(Generic[W]):
 
     Linears of experts have one shape and one scheme, so that a backend may keep them in one buffer,
     [E, 2 * I, h] and [E, h, I]. An item of the sequence is one expert's.
-
-    Attributes:
-        router: [E, h]; with a shared expert [E + 1, h], the last row is that expert's gate.
-        gate_up: E of [2 * I, h], gate rows first, and then that of the shared expert.
-        down: E of [h, I], and then that of the shared expert.
-        chosen: experts of a token.
-        shared: the last expert is one that all tokens pass through, which may have another width
-            and another scheme.
-        normed: the shares of a token's chosen experts sum to one; else each is its share in a
-            softmax over all experts.
     """
 
-    router: Tensor
-    gate_up: Sequence[W]
-    down: Sequence[W]
-    chosen: int
+    router: Tensor  # [E, h]; with a shared expert [E + 1, h], the last row is that expert's gate
+    gate_up: Sequence[W]  # E of [2 * I, h], gate rows first, and then that of the shared expert
+    down: Sequence[W]  # E of [h, I], and then that of the shared expert
+    chosen: int  # experts of a token
+    # the last expert is one that all tokens pass through, which may have another width and another
+    # scheme
     shared: bool
+    # the shares of a token's chosen experts sum to one; else each is its share in a softmax over
+    # all experts
     normed: bool = True

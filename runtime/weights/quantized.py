@@ -48,9 +48,7 @@ def quantized(
 
     Args:
         source: BF16, F16 or F32.
-        base: decides the bits of every linear.
         group_size: weights that share a scale; where it does not divide a row, a smaller one.
-        rule: how scales are chosen.
         power: mean square of each input channel [K] by module; weights the search of scales.
 
     Raises:
@@ -103,19 +101,16 @@ def _check_plain(source: Checkpoint) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """One weight of the source, quantized as its rows are read.
-
-    Attributes:
-        power: of the input, [K] float32, which weights the errors of the search; None for none.
-        found: scales by first row: one search gives the codes and scales of a block, and the
-            scales wait here until they are read.
-    """
+    """One weight of the source, quantized as its rows are read."""
 
     source: Checkpoint
     name: str
     scheme: Scheme
     rule: ScaleRule
+    # of the input, [K] float32, which weights the errors of the search; None for none
     power: Tensor | None
+    # scales by first row: one search gives the codes and scales of a block, and the scales wait
+    # here until they are read
     found: dict[int, Tensor] = field(default_factory=dict)
 
     def packed(self, start: int, stop: int, device: torch.device) -> Tensor:

@@ -48,25 +48,19 @@ def one_by_one(read: Callable[[int, int], W], count: int) -> Sequence[W]:
 
 @dataclass(frozen=True, slots=True)
 class Weights(Generic[W]):
-    """Reads dense tensors and fused linears.
+    """Reads dense tensors and fused linears."""
 
-    Attributes:
-        checkpoint: whose tensors have been checked against the architecture's table.
-        schemes: of every linear module; None, or no entry, where its weight is dense.
-        device: where the model lives.
-        dtype: of its dense tensors and activations.
-        prepare: makes the backend's form of a linear; the flag says that its two halves are paired.
-        gather: makes the linears of all experts of a layer, from a function that reads a range of
-            them, their rows below each other, and the number of experts.
-        extremes: least and largest value of every dense tensor read so far, on its device.
-    """
-
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint  # whose tensors have been checked against the architecture's table
+    # of every linear module; None, or no entry, where its weight is dense
     schemes: Mapping[str, Scheme | None]
-    device: str
-    dtype: torch.dtype
+    device: str  # where the model lives
+    dtype: torch.dtype  # of its dense tensors and activations
+    # makes the backend's form of a linear; the flag says that its two halves are paired
     prepare: Callable[[Linear, bool], W]
+    # makes the linears of all experts of a layer, from a function that reads a range of them, their
+    # rows below each other, and the number of experts
     gather: Gather[W] = one_by_one
+    # least and largest value of every dense tensor read so far, on its device
     extremes: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _staging: list["_PinnedBlock"] = field(default_factory=list)
 

@@ -28,21 +28,13 @@ MOST_SHARED = 8  # query heads of a program: rows of half a tile
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Heads of a layer.
+    """Heads of a layer."""
 
-    Attributes:
-        kv: heads of keys and of values.
-        shared: query heads of each.
-        dim: elements of a head, a power of two.
-        rotated: elements that the position turns, an even number.
-        gated: a gate follows every query.
-    """
-
-    kv: int
-    shared: int
-    dim: int
-    rotated: int
-    gated: bool
+    kv: int  # heads of keys and of values
+    shared: int  # query heads of each
+    dim: int  # elements of a head, a power of two
+    rotated: int  # elements that the position turns, an even number
+    gated: bool  # a gate follows every query
 
     @property
     def queries(self) -> int:
@@ -73,77 +65,43 @@ def in_programs(heads: Heads) -> Heads:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Constants of a launch of a kernel of `attention_decode`.
+    """Constants of a launch of a kernel of `attention_decode`."""
 
-    Attributes:
-        heads: as programs take them, see `in_programs`.
-        stored: kv heads in pages.
-        readers: programs that share one of them.
-        keys: the order in which keys are added up.
-        normed: queries and keys are normed, by gains in FP32 where `wide_gains`, else in BF16.
-        wide_gains: see `normed`.
-        coded: pages hold INT8 codes with a scale of each vector, not BF16.
-        together: most tokens of one sequence in the step, a power of two.
-        held: heads in shared memory: queries, the new key, the keys of earlier tokens of this step;
-            of codes as many values too.
-        most_row: up to which of them lanes look for their query.
-        key_row: of the new key in shared memory.
-        scales_at: bytes from the heads in shared memory to their scales, of codes.
-        heads_bytes: of shared memory that the heads take.
-        query: elements from one query to the next.
-        width: elements from one token to the next.
-        size: bytes of an element in pages.
-        row: bytes from one key to the next, in pages.
-        staged: bytes from one head to the next, in shared memory.
-        chunks: of 64 bytes of a key, four lanes' 16 bytes each.
-        columns: of the values that a program takes.
-        sets: of 64 columns.
-        piece: bytes of a value that a lane loads at a time.
-        loads: pieces of a lane.
-        splits: that a program takes beside each other, a warp each, where the keys are split.
-        groups: of warps in a program, each with a softmax of its own.
-        warps: that add up keys, in order.
-        running: warps of a program; fewer than `warps` take the keys of several in turn.
-        turn: keys that all of them take at a time.
-        ahead: turns whose keys and values are all loaded at first; 0 loads each during the one
-            before.
-        early: the next kernel may start before this one has its input.
-        pdl: the kernel may start before the one that feeds it ends.
-        buffer: the declaration of the shared memory.
-    """
-
-    heads: Heads
-    stored: int
-    readers: int
-    keys: KeySplit
-    normed: bool
-    wide_gains: bool
-    coded: bool
-    together: int
+    heads: Heads  # as programs take them, see `in_programs`
+    stored: int  # kv heads in pages
+    readers: int  # programs that share one of them
+    keys: KeySplit  # the order in which keys are added up
+    normed: bool  # queries and keys are normed, by gains in FP32 where `wide_gains`, else in BF16
+    wide_gains: bool  # see `normed`
+    coded: bool  # pages hold INT8 codes with a scale of each vector, not BF16
+    together: int  # most tokens of one sequence in the step, a power of two
+    # heads in shared memory: queries, the new key, the keys of earlier tokens of this step; of
+    # codes as many values too
     held: int
-    most_row: int
-    key_row: int
-    scales_at: int
-    heads_bytes: int
-    query: int
-    width: int
-    size: int
-    row: int
-    staged: int
-    chunks: int
-    columns: int
-    sets: int
-    piece: int
-    loads: int
-    splits: int
-    groups: int
-    warps: int
-    running: int
-    turn: int
+    most_row: int  # up to which of them lanes look for their query
+    key_row: int  # of the new key in shared memory
+    scales_at: int  # bytes from the heads in shared memory to their scales, of codes
+    heads_bytes: int  # of shared memory that the heads take
+    query: int  # elements from one query to the next
+    width: int  # elements from one token to the next
+    size: int  # bytes of an element in pages
+    row: int  # bytes from one key to the next, in pages
+    staged: int  # bytes from one head to the next, in shared memory
+    chunks: int  # of 64 bytes of a key, four lanes' 16 bytes each
+    columns: int  # of the values that a program takes
+    sets: int  # of 64 columns
+    piece: int  # bytes of a value that a lane loads at a time
+    loads: int  # pieces of a lane
+    splits: int  # that a program takes beside each other, a warp each, where the keys are split
+    groups: int  # of warps in a program, each with a softmax of its own
+    warps: int  # that add up keys, in order
+    running: int  # warps of a program; fewer than `warps` take the keys of several in turn
+    turn: int  # keys that all of them take at a time
+    # turns whose keys and values are all loaded at first; 0 loads each during the one before
     ahead: int
-    early: bool
-    pdl: bool
-    buffer: str
+    early: bool  # the next kernel may start before this one has its input
+    pdl: bool  # the kernel may start before the one that feeds it ends
+    buffer: str  # the declaration of the shared memory
 
 
 @cache
@@ -158,12 +116,8 @@ def plan(
     """The constants of a launch.
 
     Args:
-        heads: of the layer.
         gains: dtype of those of queries and keys; None where they are not normed.
-        launch: of the step.
         together: most tokens of one sequence, a power of two.
-        pdl: whether the kernel may start early.
-        coded: whether pages hold codes.
     """
     stored, heads = heads.kv, in_programs(heads)
     keys, split = launch.keys, launch.splits > 1 and not launch.joined

@@ -99,7 +99,6 @@ def join_splits(
         out: [M, Hq * D], written.
         keys: the rule by which the keys were split.
         early: whether the next kernel may start while the splits are still read.
-        gated: whether heads have gates.
         pdl: whether the kernel may start before the one that attends ends.
     """
     rows, splits, D = sums.shape

@@ -43,21 +43,13 @@ copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptPlan:
-    """Constants of `attend_on_hopper`; made once, so compared by identity.
+    """Constants of `attend_on_hopper`; made once, so compared by identity."""
 
-    Attributes:
-        heads: of the layer.
-        keys: of a block, whole pages.
-        stages: blocks of keys, and as many of values, on their way or in use.
-        page: its rows.
-        in_order: pages follow one another, whatever the block table says.
-    """
-
-    heads: Heads
-    keys: int
-    stages: int
-    page: int
-    in_order: bool
+    heads: Heads  # of the layer
+    keys: int  # of a block, whole pages
+    stages: int  # blocks of keys, and as many of values, on their way or in use
+    page: int  # its rows
+    in_order: bool  # pages follow one another, whatever the block table says
 
 
 @cache

@@ -88,7 +88,6 @@ def norm_heads(parts: Tensor, squares: Tensor, eps: float, dtype: torch.dtype) -
     Args:
         parts: [M, Hv * Dv].
         squares: [M, Hv, SQUARES] float32.
-        eps: of the norm.
         dtype: of the result.
     """
     M, Hv, _ = squares.shape
@@ -117,7 +116,6 @@ def gated_norm(
         o: [M, Hv * Dv] float32, the recurrence's output.
         qkvz: [M, C + Hv * Dv], inputs of the convolution and then z.
         layer: of the layer; Dv is a power of two.
-        states: of the layer.
         step: the slot `read[0]` has the window before the first token, the one that `write` has for
             the last token takes the window after it; M rows may have padding behind that.
 

@@ -27,27 +27,16 @@ L2_EPS = gl.constexpr(delta.L2_EPS)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sizes:
-    """Sizes of a layer.
+    """Sizes of a layer."""
 
-    Attributes:
-        Hk: heads of q and k.
-        Hv: heads of v and z, each with a state of its own.
-        Dk: channels of a head of q or k, rows of S.
-        Dv: channels of a head of v or z, columns of S.
-        W: taps of the convolution.
-        C: channels of the convolution: q, k, v.
-        width: elements of a token in qkvz: the channels, then z.
-        shared: value heads that share a head of q and k.
-    """
-
-    Hk: int
-    Hv: int
-    Dk: int
-    Dv: int
-    W: int
-    C: int
-    width: int
-    shared: int
+    Hk: int  # heads of q and k
+    Hv: int  # heads of v and z, each with a state of its own
+    Dk: int  # channels of a head of q or k, rows of S
+    Dv: int  # channels of a head of v or z, columns of S
+    W: int  # taps of the convolution
+    C: int  # channels of the convolution: q, k, v
+    width: int  # elements of a token in qkvz: the channels, then z
+    shared: int  # value heads that share a head of q and k
 
 
 def sizes_of(layer: DeltaLayer) -> Sizes:
@@ -67,42 +56,24 @@ class DeltaPlan:
     """A program of `recurrence_kernel`: some columns of S of one value head and sequence.
 
     A thread has four columns of some rows of S. Tokens are taken in turns of a few.
-
-    Attributes:
-        sizes: of the layer.
-        warps: of a program.
-        half: threads that convolve q; as many convolve k.
-        splits: programs of a value head.
-        sharers: programs that convolve the same q and k.
-        columns: of S that a program has.
-        lanes: that have a row of S between them.
-        rows: of S that a thread has.
-        unit: rows whose products a thread sums one after another, before it sums units in pairs.
-        group: columns that one sum of squares is of.
-        turn: tokens that are convolved at a time.
-        normed: the program has a whole head, and norms it; else it leaves sums of squares.
-        key_bytes: of a token in shared memory, its q and k.
-        value_bytes: of a token in shared memory, v and gain * silu(z), or S^T k and S^T q.
-        pdl: the kernel may start before the one that feeds it ends.
-        buffer: the declaration of the shared memory.
     """
 
-    sizes: Sizes
-    warps: int
-    half: int
-    splits: int
-    sharers: int
-    columns: int
-    lanes: int
-    rows: int
-    unit: int
-    group: int
-    turn: int
-    normed: bool
-    key_bytes: int
-    value_bytes: int
-    pdl: bool
-    buffer: str
+    sizes: Sizes  # of the layer
+    warps: int  # of a program
+    half: int  # threads that convolve q; as many convolve k
+    splits: int  # programs of a value head
+    sharers: int  # programs that convolve the same q and k
+    columns: int  # of S that a program has
+    lanes: int  # that have a row of S between them
+    rows: int  # of S that a thread has
+    unit: int  # rows whose products a thread sums one after another, before it sums units in pairs
+    group: int  # columns that one sum of squares is of
+    turn: int  # tokens that are convolved at a time
+    normed: bool  # the program has a whole head, and norms it; else it leaves sums of squares
+    key_bytes: int  # of a token in shared memory, its q and k
+    value_bytes: int  # of a token in shared memory, v and gain * silu(z), or S^T k and S^T q
+    pdl: bool  # the kernel may start before the one that feeds it ends
+    buffer: str  # the declaration of the shared memory
 
 
 def plan(sizes: Sizes, sequences: int, normed: bool, pdl: bool) -> DeltaPlan:

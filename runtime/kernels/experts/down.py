@@ -222,7 +222,6 @@ def experts_down(
         routes: of `experts_route`; None lets every warp choose for itself.
         w: [N, K] of every expert.
         chosen: experts of a token, beside the shared one.
-        shared: the last expert is every token's.
         x: [M, N], the residual.
         normed: the shares of chosen experts sum to one; else a softmax over all experts has them.
 

@@ -152,12 +152,10 @@ def experts_gate_up(
     Args:
         x: [M, K] bfloat16, contiguous.
         norm: [K] gain of the RMS norm.
-        eps: of the norm.
         scores: [M, experts] float32, of the router.
         routes: of `experts_route`; None lets every warp choose for itself.
         w: [2 * I, K] of every expert, paired.
         chosen: experts of a token, beside the shared one.
-        shared: the last expert is every token's.
 
     Returns:
         [M, slots, padded_width(I)] in x's dtype.

@@ -53,7 +53,6 @@ def experts_gemm(
         gate_up: [2 * I, K] of every expert, paired.
         down: [K, I] of every expert.
         chosen: experts of a token, beside the shared one.
-        shared: the last expert is every token's.
         x: [M, K], the residual.
         normed: the shares of chosen experts sum to one; else a softmax over all experts has them.
 

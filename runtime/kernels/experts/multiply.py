@@ -45,36 +45,22 @@ class Block:
 
     A turn multiplies one stage, which lies in shared memory: some columns of x for every token,
     then the words of every warp, then their scales.
-
-    Attributes:
-        W: weight of an expert.
-        LAUNCH: share of the program; its steps are those of a turn, and divide those of a row.
-        ROWS: tokens of the loop.
-        TURNS: of a row.
-        COLUMNS: of a turn.
-        UNIT: columns that surely share a scale.
-        UNITS: of a turn.
-        PARTS: words that hold the scales of two rows.
-        STRIDE: bytes from one token to the next.
-        WORDS_AT: bytes before the words of a stage.
-        SCALES_AT: bytes before its scales.
-        STAGE: bytes from one stage to the next.
-        SHORTER: of the loops over fewer tokens, the shortest first.
     """
 
-    W: Packed
+    W: Packed  # weight of an expert
+    # share of the program; its steps are those of a turn, and divide those of a row
     LAUNCH: GemmTiles
-    ROWS: int
-    TURNS: int
-    COLUMNS: int
-    UNIT: int
-    UNITS: int
-    PARTS: int
-    STRIDE: int
-    WORDS_AT: int
-    SCALES_AT: int
-    STAGE: int
-    SHORTER: tuple["Block", ...] = ()
+    ROWS: int  # tokens of the loop
+    TURNS: int  # of a row
+    COLUMNS: int  # of a turn
+    UNIT: int  # columns that surely share a scale
+    UNITS: int  # of a turn
+    PARTS: int  # words that hold the scales of two rows
+    STRIDE: int  # bytes from one token to the next
+    WORDS_AT: int  # bytes before the words of a stage
+    SCALES_AT: int  # bytes before its scales
+    STAGE: int  # bytes from one stage to the next
+    SHORTER: tuple["Block", ...] = ()  # of the loops over fewer tokens, the shortest first
 
 
 @cache
@@ -82,9 +68,7 @@ def block_of(W: Packed, launch: GemmTiles, tiles: int, rows: int, limit: int) ->
     """Constants for blocks of up to `rows` tokens.
 
     Args:
-        W: of an expert.
         launch: share of a program, reduced here to fit the weight and shared memory.
-        tiles: of an expert.
         rows: a multiple of 8.
         limit: bytes of shared memory on the GPU.
 

@@ -39,7 +39,6 @@ def by_expert(numbers: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
     Args:
         numbers: [M, slots].
-        experts: how many there are.
 
     Returns:
         [M * slots] int64, token * slots + slot of each place, and [experts] int32, the place at

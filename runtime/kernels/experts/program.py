@@ -13,19 +13,12 @@ from lowbit.runtime.kernels.linear.program import Digits, Packed
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """The experts from which a token's are chosen.
+    """The experts from which a token's are chosen."""
 
-    Attributes:
-        EXPERTS: that may be chosen; the number of the shared one follows theirs.
-        CHOSEN: of a token.
-        SLOTS: of a token, that of the shared one included, which is the last.
-        NORMED: shares of the chosen ones sum to one; else a softmax over all EXPERTS has them.
-    """
-
-    EXPERTS: int
-    CHOSEN: int
-    SLOTS: int
-    NORMED: bool
+    EXPERTS: int  # that may be chosen; the number of the shared one follows theirs
+    CHOSEN: int  # of a token
+    SLOTS: int  # of a token, that of the shared one included, which is the last
+    NORMED: bool  # shares of the chosen ones sum to one; else a softmax over all EXPERTS has them
 
 
 @cache
@@ -36,29 +29,17 @@ def choice_of(experts: int, chosen: int, shared: bool, normed: bool = True) -> C
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertsPlan:
-    """Constants of `experts_gate_up` or of `experts_down`.
+    """Constants of `experts_gate_up` or of `experts_down`."""
 
-    Attributes:
-        CHOICE: of experts.
-        W: weight of an expert.
-        X: places of the digits.
-        LAUNCH: share of a program.
-        INNER: width of an expert.
-        WIDTH: elements from one slot of `act` to the next.
-        SUMS: bytes before the sums of warps in shared memory.
-        SHARED: bytes of shared memory.
-        PDL: whether the kernel takes part in programmatic launch.
-    """
-
-    CHOICE: Choice
-    W: Packed
-    X: Digits
-    LAUNCH: GemvLaunch | ExpertsDownLaunch
-    INNER: int
-    WIDTH: int
-    SUMS: int
-    SHARED: int
-    PDL: bool
+    CHOICE: Choice  # of experts
+    W: Packed  # weight of an expert
+    X: Digits  # places of the digits
+    LAUNCH: GemvLaunch | ExpertsDownLaunch  # share of a program
+    INNER: int  # width of an expert
+    WIDTH: int  # elements from one slot of `act` to the next
+    SUMS: int  # bytes before the sums of warps in shared memory
+    SHARED: int  # bytes of shared memory
+    PDL: bool  # whether the kernel takes part in programmatic launch
 
 
 def padded_width(inner: int) -> int:

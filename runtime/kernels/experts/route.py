@@ -24,15 +24,10 @@ from lowbit.runtime.kernels.ptx.mma import threads
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The experts of some tokens.
+    """The experts of some tokens."""
 
-    Attributes:
-        numbers: [M, slots] int32; a shared expert, the last, has the last slot.
-        shares: [M, slots] float32, of what they give.
-    """
-
-    numbers: Tensor
-    shares: Tensor
+    numbers: Tensor  # [M, slots] int32; a shared expert, the last, has the last slot
+    shares: Tensor  # [M, slots] float32, of what they give
 
 
 @gluon.jit
@@ -63,7 +58,6 @@ def experts_route(scores: Tensor, chosen: int, shared: bool, normed: bool = True
     Args:
         scores: [M, experts] float32, of the router.
         chosen: experts of a token, beside the shared one.
-        shared: the last expert is every token's.
         normed: the shares of chosen experts sum to one; else a softmax over all experts has them.
 
     Returns:

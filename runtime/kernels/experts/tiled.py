@@ -15,25 +15,15 @@ BLOCK_BYTES = 64 << 20  # of packed weights that are read and rearranged at a ti
 
 @dataclass(frozen=True, slots=True)
 class TiledExperts(Sequence[TiledLinear]):
-    """Linears [N, K] of one scheme, one for each expert; an item is a view of one of them.
+    """Linears [N, K] of one scheme, one for each expert; an item is a view of one of them."""
 
-    Attributes:
-        words: [experts, tiles, steps, 2, 8, 4, 4] int32; see `TiledLinear`, as the rest.
-        scales: [experts, tiles, groups, 8, 2].
-        bits: 2, 3, 4 or 8.
-        group_size: weights that share a scale.
-        N: outputs of an expert.
-        K: inputs.
-        paired: a tile holds 8 rows of gate and the same 8 rows of up.
-    """
-
-    words: Tensor
-    scales: Tensor
-    bits: int
-    group_size: int
-    N: int
-    K: int
-    paired: bool = False
+    words: Tensor  # [experts, tiles, steps, 2, 8, 4, 4] int32; see `TiledLinear`, as the rest
+    scales: Tensor  # [experts, tiles, groups, 8, 2]
+    bits: int  # 2, 3, 4 or 8
+    group_size: int  # weights that share a scale
+    N: int  # outputs of an expert
+    K: int  # inputs
+    paired: bool = False  # a tile holds 8 rows of gate and the same 8 rows of up
 
     @property
     def tiles(self) -> int:
@@ -75,7 +65,6 @@ def gathered(read: Callable[[int, int], GpuLinear], count: int) -> TiledExperts:
     Args:
         read: experts from one number up to another, their rows below each other: where paired, the
             gates of all of them and then the ups of all of them.
-        count: experts.
 
     Raises:
         UnsupportedModelError: the experts are not quantized.

@@ -317,12 +317,10 @@ def experts_together(
     Args:
         x: [M, h] bfloat16, contiguous.
         norm: [h] gain of the RMS norm.
-        eps: of the norm.
         routes: of `experts_route`.
         gate_up: [2 * I, h] of every expert, paired.
         down: [h, I] of every expert.
         chosen: experts of a token, beside the shared one.
-        shared: the last expert is every token's.
 
     Returns:
         [M, h] in x's dtype; a token has the bits of `experts_gate_up` and `experts_down`.

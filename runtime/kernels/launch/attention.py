@@ -18,20 +18,13 @@ class KeySplit:
     Up to `whole` keys there are `groups` splits that take turns; more keys are divided into splits
     of whole turns, as few turns as leave no more than `most` splits. In a turn each warp of a split
     takes its blocks, one warp after another. Warps are added up in order, then splits.
-
-    Attributes:
-        most: splits of one sequence; a power of two.
-        warps: of a split.
-        groups: splits up to `whole` keys, 1 or 2.
-        blocks: of 8 keys that a warp takes at a time: 1 or 2; 4 of codes, of half the bytes.
-        whole: keys, a multiple of a turn of all groups.
     """
 
-    most: int
-    warps: int
-    groups: int
-    blocks: int
-    whole: int
+    most: int  # splits of one sequence; a power of two
+    warps: int  # of a split
+    groups: int  # splits up to `whole` keys, 1 or 2
+    blocks: int  # of 8 keys that a warp takes at a time: 1 or 2; 4 of codes, of half the bytes
+    whole: int  # keys, a multiple of a turn of all groups
 
     @property
     def turn(self) -> int:
@@ -41,32 +34,26 @@ class KeySplit:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLaunch:
-    """Programs of a decode step's attention; nothing but `keys` changes a bit.
+    """Programs of a decode step's attention; nothing but `keys` changes a bit."""
 
-    Attributes:
-        keys: the order in which keys are added up.
-        splits: for each kv head and token; 1 where a program takes all keys.
-        parts: of the columns of the values, where a program takes all keys: programs of a kv head
-            that all do.
-        ahead: turns of keys and values that a program loads at first, of `keys.whole` keys at most;
-            0 loads each turn during the one before.
-        early: whether the next kernel may start before this one has its input; where the keys are
-            split, while they are still read.
-        registers: of a thread on Hopper; None leaves them to the compiler. With more than 168 two
-            programs of four warps fit on a multiprocessor, not three; with more than 128 one of
-            eight warps, not two.
-        joined: one program takes all splits, a warp each in turn, and no kernel joins them.
-        warps: of a program that takes all keys or all splits, by turns where they are fewer; None
-            for those of all groups.
-    """
-
-    keys: KeySplit
-    splits: int
+    keys: KeySplit  # the order in which keys are added up
+    splits: int  # for each kv head and token; 1 where a program takes all keys
+    # of the columns of the values, where a program takes all keys: programs of a kv head that all
+    # do
     parts: int = 1
+    # turns of keys and values that a program loads at first, of `keys.whole` keys at most; 0 loads
+    # each turn during the one before
     ahead: int = 0
+    # whether the next kernel may start before this one has its input; where the keys are split,
+    # while they are still read
     early: bool = False
+    # of a thread on Hopper; None leaves them to the compiler. With more than 168 two programs of
+    # four warps fit on a multiprocessor, not three; with more than 128 one of eight warps, not two.
     registers: int | None = None
+    # one program takes all splits, a warp each in turn, and no kernel joins them
     joined: bool = False
+    # of a program that takes all keys or all splits, by turns where they are fewer; None for those
+    # of all groups
     warps: int | None = None
 
 
@@ -117,11 +104,8 @@ def attention_launch(
     """The programs of a step of `tokens` tokens at positions below `reach`.
 
     Args:
-        kv_heads: of the layer.
         shared: query heads of each.
-        head_dim: of a head.
         reach: keys that there may be.
-        tokens: of the step.
         together: most of them of one sequence, a power of two.
         coded: keys and values are INT8 codes.
     """
@@ -187,19 +171,12 @@ def head_row_bytes(head_dim: int, coded: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PromptLaunch:
-    """Share of a program of a prompt's attention.
+    """Share of a program of a prompt's attention."""
 
-    Attributes:
-        tokens: that it takes, of one query head.
-        keys: that it takes at a time.
-        warps: of a program.
-        stages: of keys and values on their way.
-    """
-
-    tokens: int
-    keys: int
-    warps: int
-    stages: int
+    tokens: int  # that it takes, of one query head
+    keys: int  # that it takes at a time
+    warps: int  # of a program
+    stages: int  # of keys and values on their way
 
 
 HOPPER_DIMS = (64, 128, 256)  # of heads that `attend_on_hopper` takes

@@ -13,15 +13,10 @@ TIGHT = 80  # registers of a thread
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU.
+    """A GPU."""
 
-    Attributes:
-        capability: compute capability.
-        multiprocessors: of the card.
-    """
-
-    capability: tuple[int, int]
-    multiprocessors: int = MULTIPROCESSORS
+    capability: tuple[int, int]  # compute capability
+    multiprocessors: int = MULTIPROCESSORS  # of the card
 
     @property
     def is_hopper(self) -> bool:

@@ -31,24 +31,16 @@ GEMM_K = 128  # columns of a step of `gemm`, which takes no weight of one step
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A way to multiply tokens by a weight.
+    """A way to multiply tokens by a weight."""
 
-    Attributes:
-        way: kernel: `gemv` and `wgmma` multiply packed codes, `gemm` widens them in registers,
-            `widened` in memory, for cuBLAS; `rows` and `cublas` multiply dense rows.
-        most: tokens of a launch, of which more tokens take several.
-        room: power of two of tokens that the launch of a packed weight has room for.
-        launch: share of a program of `gemv` or `wgmma`.
-        parts: into which these divide K.
-        staged: programs of `gemv` turn x into digits; else a kernel before does.
-    """
-
+    # kernel: `gemv` and `wgmma` multiply packed codes, `gemm` widens them in registers, `widened`
+    # in memory, for cuBLAS; `rows` and `cublas` multiply dense rows
     way: Literal["gemv", "wgmma", "gemm", "widened", "rows", "cublas"]
-    most: int
-    room: int = 0
-    launch: GemvLaunch | WgmmaLaunch | None = None
-    parts: int = 1
-    staged: bool = False
+    most: int  # tokens of a launch, of which more tokens take several
+    room: int = 0  # power of two of tokens that the launch of a packed weight has room for
+    launch: GemvLaunch | WgmmaLaunch | None = None  # share of a program of `gemv` or `wgmma`
+    parts: int = 1  # into which these divide K
+    staged: bool = False  # programs of `gemv` turn x into digits; else a kernel before does
 
     @property
     def gemv(self) -> GemvLaunch:
@@ -70,11 +62,7 @@ def choose(
     """The fastest product of a weight for so many tokens; a token's bits are the same in any few.
 
     Args:
-        w: packed or dense.
         tokens: of a step or a chunk.
-        card: that multiplies.
-        normed: with the RMS norm of x.
-        logits: in FP32.
         beside: with dense rows in the same launch (`takes_rows`).
     """
     if isinstance(w, DenseLinear):

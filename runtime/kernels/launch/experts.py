@@ -17,25 +17,16 @@ from lowbit.runtime.thresholds import EXPERTS_APART, EXPERTS_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class ExpertsDownLaunch:
-    """Share of one program of `experts_down`.
+    """Share of one program of `experts_down`."""
 
-    Attributes:
-        tiles: of 16 rows, which have the same digits.
-        rounds: in which a program takes that many tiles one after the other.
-        warps: of a program; each takes one step of an expert at a time.
-        early: whether the next kernel may start before this one has its input.
-        ahead: whether weights are asked for before it has, by experts chosen from older scores.
-        registers: of a thread at most.
-        shared: KB of shared memory that a program takes at least; see `GemvLaunch`.
-    """
-
-    tiles: int = 1
-    warps: int = 8
-    rounds: int = 1
-    early: bool = False
+    tiles: int = 1  # of 16 rows, which have the same digits
+    warps: int = 8  # of a program; each takes one step of an expert at a time
+    rounds: int = 1  # in which a program takes that many tiles one after the other
+    early: bool = False  # whether the next kernel may start before this one has its input
+    # whether weights are asked for before it has, by experts chosen from older scores
     ahead: bool = True
-    registers: int | None = 128
-    shared: int = 0
+    registers: int | None = 128  # of a thread at most
+    shared: int = 0  # KB of shared memory that a program takes at least; see `GemvLaunch`
 
 
 GATE_UP_DEFAULT = {"tiles": 1, "steps": 4, "warps": 4, "registers": 128}
@@ -102,41 +93,26 @@ def together_launches(bits: int, tiles: int, steps: int) -> tuple[GemvLaunch, Ge
 
 @dataclass(frozen=True, slots=True)
 class GemmTiles:
-    """Share of one program of a linear of a prompt's experts.
+    """Share of one program of a linear of a prompt's experts."""
 
-    Attributes:
-        tiles: of 16 rows, of a warp.
-        warps: of a program.
-        passes: of a program, each over as many tiles; copies go on from one to the next.
-        steps: of a tile that are multiplied between two barriers; 1 where so many do
-            not divide a row.
-        stages: of so many steps in shared memory, from 2 on: one is multiplied, the others arrive.
-        least: tokens of the shortest loop; a block takes the next multiple of them.
-        registers: of a thread at most.
-    """
-
-    tiles: int = 2
-    warps: int = 4
-    passes: int = 1
+    tiles: int = 2  # of 16 rows, of a warp
+    warps: int = 4  # of a program
+    passes: int = 1  # of a program, each over as many tiles; copies go on from one to the next
+    # of a tile that are multiplied between two barriers; 1 where so many do not divide a row
     steps: int = 1
+    # of so many steps in shared memory, from 2 on: one is multiplied, the others arrive
     stages: int = 3
-    least: int = 16
-    registers: int | None = None
+    least: int = 16  # tokens of the shortest loop; a block takes the next multiple of them
+    registers: int | None = None  # of a thread at most
 
 
 @dataclass(frozen=True, slots=True)
 class GemmLaunch:
-    """Shares of programs that multiply a prompt's tokens by their experts.
+    """Shares of programs that multiply a prompt's tokens by their experts."""
 
-    Attributes:
-        rows: tokens of a block, a multiple of 8.
-        gate_up: of gate and up.
-        down: of down.
-    """
-
-    rows: int = 64
-    gate_up: GemmTiles = GemmTiles()
-    down: GemmTiles = GemmTiles()
+    rows: int = 64  # tokens of a block, a multiple of 8
+    gate_up: GemmTiles = GemmTiles()  # of gate and up
+    down: GemmTiles = GemmTiles()  # of down
 
 
 # For every prompt: blocks of few tokens take a shorter loop of the same kernel, within 4 % of the

@@ -17,34 +17,25 @@ from lowbit.runtime.thresholds import GEMV_TOKENS, SHORT_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class GemvLaunch:
-    """Share of one GEMV program.
+    """Share of one GEMV program."""
 
-    Attributes:
-        tiles: blocks of 16 rows that a warp multiplies together.
-        steps: loads of 16 words a row, of each tile, that a warp has in flight at a time.
-        warps: of a program.
-        early: let the next kernel start before this one has its input.
-        registers: most registers of a thread; None lets the compiler spill for occupancy's sake.
-        abreast: groups of warps side by side. Each has tiles of its own, whose steps its warps
-            share.
-        shared: KB of shared memory that a program takes at least on Hopper. Programs that start
-            early crowd on the multiprocessors that have room first; so fewer of them fit on one.
-        rounds: times that a group takes tiles, one after the other, with the same x.
-        split: programs that share a tile, each with some of its parts. Of a lone token they share
-            x too, and the last of them joins their sums; of 17 and more a kernel does.
-        staged: let every program turn x into digits, if shared memory has room for them; else a
-            kernel before does.
-    """
-
-    tiles: int
-    steps: int
-    warps: int
-    early: bool = False
+    tiles: int  # blocks of 16 rows that a warp multiplies together
+    steps: int  # loads of 16 words a row, of each tile, that a warp has in flight at a time
+    warps: int  # of a program
+    early: bool = False  # let the next kernel start before this one has its input
+    # most registers of a thread; None lets the compiler spill for occupancy's sake
     registers: int | None = None
+    # groups of warps side by side. Each has tiles of its own, whose steps its warps share.
     abreast: int = 1
+    # KB of shared memory that a program takes at least on Hopper. Programs that start early crowd
+    # on the multiprocessors that have room first; so fewer of them fit on one.
     shared: int = 0
-    rounds: int = 1
+    rounds: int = 1  # times that a group takes tiles, one after the other, with the same x
+    # programs that share a tile, each with some of its parts. Of a lone token they share x too, and
+    # the last of them joins their sums; of 17 and more a kernel does.
     split: int = 1
+    # let every program turn x into digits, if shared memory has room for them; else a kernel before
+    # does
     staged: bool = True
 
     @property
@@ -130,13 +121,8 @@ def gemv_launch(
     As many warps share a tile for any number of tokens: their sums are joined in order.
 
     Args:
-        bits: of a code.
-        tiles: of 16 rows.
-        steps: of a tile.
-        tokens: of a step.
         paired: whether rows are those of gate and up in turn.
         tuned: launches of this linear that count before those of the tables.
-        count: of multiprocessors.
     """
     own = dict(tuned)
     one = own.get(1) or _for_one(bits, tiles, steps, paired)
@@ -217,19 +203,13 @@ def _divisor(n: int, most: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WgmmaLaunch:
-    """Share of a program of `wgmma`, which has two warpgroups.
+    """Share of a program of `wgmma`, which has two warpgroups."""
 
-    Attributes:
-        slices: programs that share rows, each with as many of the parts into which `gemv` splits K.
-        columns: programs beside each other.
-        ahead: steps that a warp has in flight.
-        part_steps: steps of a part, a multiple of `ahead`.
-    """
-
+    # programs that share rows, each with as many of the parts into which `gemv` splits K
     slices: int
-    columns: int
-    ahead: int
-    part_steps: int
+    columns: int  # programs beside each other
+    ahead: int  # steps that a warp has in flight
+    part_steps: int  # steps of a part, a multiple of `ahead`
 
     def shared_bytes(self, bits: int, parts: int, tokens: int) -> int:
         """Shared memory: digits and units of a slice, a barrier a step, the words in flight."""
@@ -262,13 +242,9 @@ def wgmma_launch(
     program win.
 
     Args:
-        bits: of a code.
-        tiles: of 16 rows.
-        steps: of a tile.
         group_size: weights that share a scale, in BF16 or FP16.
         tokens: that there is room for: 16, 32 or 64.
         parts: of a lone token's launch.
-        count: of multiprocessors.
     """
     step_k = CODECS[bits].STEP_K
     deep = steps * step_k >= LEAST_DEEP[0] and tiles * steps << 10 >= LEAST_DEEP[1]
@@ -300,15 +276,10 @@ def wgmma_launch(
 
 @dataclass(frozen=True, slots=True)
 class DenseLaunch:
-    """Share of a program that multiplies dense rows; nothing here changes a bit.
+    """Share of a program that multiplies dense rows; nothing here changes a bit."""
 
-    Attributes:
-        tokens: that it takes, a power of two.
-        tiles: of 16 rows.
-    """
-
-    tokens: int
-    tiles: int = 1
+    tokens: int  # that it takes, a power of two
+    tiles: int = 1  # of 16 rows
 
 
 FEW_DENSE_ROWS = 1024  # which leave multiprocessors without a program
@@ -336,15 +307,10 @@ def wide_weights(tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GemmShare:
-    """Share of a program of `gemm`.
+    """Share of a program of `gemm`."""
 
-    Attributes:
-        tokens: of a block.
-        splits: into which the k of a block is divided, a divisor of its steps.
-    """
-
-    tokens: int
-    splits: int = 1
+    tokens: int  # of a block
+    splits: int = 1  # into which the k of a block is divided, a divisor of its steps
 
 
 GEMM_COST = {256: 1.0, 192: 0.77, 128: 0.57, 64: 0.44}  # of a block, by its tokens
@@ -358,9 +324,7 @@ def gemm_share(row_blocks: int, tokens: int, steps: int, count: int = MULTIPROCE
 
     Args:
         row_blocks: blocks of rows of the weight.
-        tokens: of the prompt.
         steps: of 128 k.
-        count: of multiprocessors.
     """
 
     def cost(share: GemmShare) -> float:

@@ -36,32 +36,20 @@ Size = tuple[int, int, int, bool]  # bits, tiles, steps, paired: the arguments o
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCard:
-    """A GPU and the kernels that run on it.
+    """A GPU and the kernels that run on it."""
 
-    Attributes:
-        name: of the GPU.
-        capability: 90 for compute capability 9.0.
-        kernels: version of the kernels of linears.
-    """
-
-    name: str
-    capability: int
-    kernels: str
+    name: str  # of the GPU
+    capability: int  # 90 for compute capability 9.0
+    kernels: str  # version of the kernels of linears
 
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """Launches that were measured on a card.
+    """Launches that were measured on a card."""
 
-    Attributes:
-        card: that they are for.
-        date: of the newest, `2026-05-31`.
-        linears: launches by the size of a linear.
-    """
-
-    card: MeasuredCard
-    date: str
-    linears: Mapping[Size, Tuned]
+    card: MeasuredCard  # that they are for
+    date: str  # of the newest, `2026-05-31`
+    linears: Mapping[Size, Tuned]  # launches by the size of a linear
 
     def of(self, size: Size) -> Tuned:
         """Launches of a linear, empty where none was measured."""

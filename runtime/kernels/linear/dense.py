@@ -66,33 +66,20 @@ AHEAD = gl.constexpr(8)  # steps of 16 rows that are on their way
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Constants of a program that multiplies dense rows.
+    """Constants of a program that multiplies dense rows."""
 
-    Attributes:
-        K: columns.
-        TOKENS: that there is room for.
-        TILES: of 16 rows.
-        WARPS: of the program.
-        STAGED: whether each warp reads all of its part of one token at once and hands it round
-            through shared memory; K is a multiple of 256 then. Else x is read from L2, AT_ONCE
-            steps at a time.
-        PDL: whether the kernel takes part in programmatic launch.
-        EARLY: whether it has let the next kernel start before.
-        STEPS: of 32 columns of a part.
-        EACH: parts of a warp.
-        AHEAD: steps whose rows are on their way.
-    """
-
-    K: int
-    TOKENS: int
-    TILES: int
-    WARPS: int
+    K: int  # columns
+    TOKENS: int  # that there is room for
+    TILES: int  # of 16 rows
+    WARPS: int  # of the program
+    # whether each warp reads all of its part of one token at once and hands it round through shared
+    # memory; K is a multiple of 256 then. Else x is read from L2, AT_ONCE steps at a time.
     STAGED: bool
-    PDL: bool
-    EARLY: bool
-    STEPS: int
-    EACH: int
-    AHEAD: int
+    PDL: bool  # whether the kernel takes part in programmatic launch
+    EARLY: bool  # whether it has let the next kernel start before
+    STEPS: int  # of 32 columns of a part
+    EACH: int  # parts of a warp
+    AHEAD: int  # steps whose rows are on their way
 
 
 @cache
@@ -378,7 +365,6 @@ def dense_gemv(
         x: [B, K] bfloat16, contiguous.
         w: [N, K] bfloat16, contiguous; K is a multiple of 8.
         norm: [K] gain of the RMS norm; None leaves x as it is.
-        eps: of the norm.
         added: [B, N] or [1, N], a residual or a bias, added in FP32 before the one rounding.
         dtype: of the result; None is x's.
 

@@ -325,7 +325,6 @@ def digits(
         places: of `global_digits` or `swizzled_digits`, for B tokens or more.
         norm: [K] gain of the RMS norm, whose factors follow the units.
         squares: [B, heads, SQUARES] float32, of the heads of x.
-        eps: of the norm.
     """
     B, K = x.shape
     size = places.FACTORS // 4 + places.TOKENS

@@ -66,25 +66,15 @@ REGISTERS = 255  # of a thread
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GemmPlan:
-    """Constants of `gemm`; made once, so compared by identity.
+    """Constants of `gemm`; made once, so compared by identity."""
 
-    Attributes:
-        W: the weight.
-        TOKENS: of a program, one of STAGES.
-        STAGES: steps of x that are on their way or in use.
-        STEPS: of 128 k, the last perhaps beyond K.
-        SPLITS: of a block's steps, a program's each.
-        PAIRED: whether rows are those of gate and up in turn.
-        SHARED: bytes of shared memory.
-    """
-
-    W: Packed
-    TOKENS: int
-    STAGES: int
-    STEPS: int
-    SPLITS: int
-    PAIRED: bool
-    SHARED: int
+    W: Packed  # the weight
+    TOKENS: int  # of a program, one of STAGES
+    STAGES: int  # steps of x that are on their way or in use
+    STEPS: int  # of 128 k, the last perhaps beyond K
+    SPLITS: int  # of a block's steps, a program's each
+    PAIRED: bool  # whether rows are those of gate and up in turn
+    SHARED: int  # bytes of shared memory
 
 
 def steps_of(K: int) -> int:
@@ -157,7 +147,6 @@ def arrange(
         steps: of 128 k; what is past K becomes zeros.
         tokens: of a program, of which rows are a multiple.
         norm: [K] gain of an RMS norm.
-        eps: of the norm.
         counts: [M, C] int32, C a power of two, which become zeros.
     """
     M, K = x.shape
@@ -386,7 +375,6 @@ def gemm(
         x: [M, K] bfloat16, contiguous.
         w: [N, K]; of a paired one `silu(gate) * up`, without `added`.
         norm: [K] gain of an RMS norm.
-        eps: of the norm.
         added: [M, N] or [1, N], added in FP32 before the one rounding.
 
     Returns:

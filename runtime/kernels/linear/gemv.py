@@ -82,11 +82,9 @@ def gemv(
     Args:
         x: [B, K] bfloat16, contiguous.
         w: [N, K].
-        variant: of `choose`; None to choose here.
         norm: [K] gain of the RMS norm; None leaves x as it is.
         squares: [B, heads, SQUARES] float32, parts of the sum of the squares that norm each head of
             x, which need not be those of x; without `norm`.
-        eps: of the norm.
         added: [B, N] or [1, N], a residual or a bias, added in FP32 before the one rounding.
         dtype: of the result; None is x's.
 
@@ -121,7 +119,6 @@ def gemv_and_rows(
         w: [N, K], not paired.
         rows: [n, K] bfloat16, few: a program takes 16 of them.
         norm: [K] gain of the RMS norm.
-        eps: of the norm.
 
     Returns:
         [B, N] and [B, n] in x's dtype.
@@ -134,35 +131,20 @@ def gemv_and_rows(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GemvPlan:
-    """A GEMV's constants; made once, so compared by identity (see `program`).
+    """A GEMV's constants; made once, so compared by identity (see `program`)."""
 
-    Attributes:
-        W: the weight.
-        X: places of the digits.
-        LAUNCH: share of a program.
-        PAIRED: whether rows are those of gate and up in turn, which become their SwiGLU.
-        HEAD: elements of x that are normed by one of the sums of squares, where those are given.
-        ADDED_ROWS: whether each token has its own row of what is added, not all the same.
-        ROWS: dense rows beside the tiles.
-        DENSE: constants of the programs that multiply those.
-        SHARED: bytes of shared memory.
-        SUMS: to the sums of warps in shared memory.
-        JOINED: sums of a tile, which programs that share it leave for the join.
-        PDL: whether the kernel takes part in programmatic launch.
-    """
-
-    W: Packed
-    X: Digits
-    LAUNCH: GemvLaunch
-    PAIRED: bool
-    HEAD: int
-    ADDED_ROWS: bool
-    ROWS: int
-    DENSE: Rows
-    SHARED: int
-    SUMS: int
-    JOINED: int
-    PDL: bool
+    W: Packed  # the weight
+    X: Digits  # places of the digits
+    LAUNCH: GemvLaunch  # share of a program
+    PAIRED: bool  # whether rows are those of gate and up in turn, which become their SwiGLU
+    HEAD: int  # elements of x that are normed by one of the sums of squares, where those are given
+    ADDED_ROWS: bool  # whether each token has its own row of what is added, not all the same
+    ROWS: int  # dense rows beside the tiles
+    DENSE: Rows  # constants of the programs that multiply those
+    SHARED: int  # bytes of shared memory
+    SUMS: int  # to the sums of warps in shared memory
+    JOINED: int  # sums of a tile, which programs that share it leave for the join
+    PDL: bool  # whether the kernel takes part in programmatic launch
 
 
 class Fused(NamedTuple):

@@ -20,25 +20,15 @@ SQUARES_BYTES = gl.constexpr(32)  # of a block: one sum of squares for each row 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """A packed weight, but for its number of rows.
+    """A packed weight, but for its number of rows."""
 
-    Attributes:
-        K: columns.
-        G: columns that share a scale.
-        BITS: of a code.
-        CODEC: of its codes.
-        SCALES: `bf16`, `fp16` or `fp32`.
-        STEPS: of a row; see `Codec`.
-        GROUPS: of a row.
-    """
-
-    K: int
-    G: int
-    BITS: int
-    CODEC: Codec
-    SCALES: str
-    STEPS: int
-    GROUPS: int
+    K: int  # columns
+    G: int  # columns that share a scale
+    BITS: int  # of a code
+    CODEC: Codec  # of its codes
+    SCALES: str  # `bf16`, `fp16` or `fp32`
+    STEPS: int  # of a row; see `Codec`
+    GROUPS: int  # of a row
 
 
 @cache
@@ -50,42 +40,27 @@ def packed(K: int, G: int, bits: int, scales: str) -> Packed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Digits:
-    """Places of x as digits: bytes from one thing to the next.
+    """Places of x as digits: bytes from one thing to the next."""
 
-    Attributes:
-        K: elements of a token.
-        TOKENS: that there is room for, a power of two.
-        STAGED: whether they lie in a program's shared memory, one token after another; else in
-            global memory, where every 64 columns of all planes and tokens lie side by side.
-        NEXT: to the next 64 columns of a plane.
-        PLANE: to a token's next plane.
-        TOKEN: to the next token.
-        UNITS: to the units, for each block those of all tokens.
-        BLOCKS: of 256 elements of a token.
-        SQUARES: to the sums of squares of all blocks, where staged; the end of the units.
-        FACTORS: to the factors of the norm.
-        ROW: bytes of a row in wgmma's swizzle, where they lie so (`wgmma`): for a step of up to 128
-            columns, or each half of one of 256, the rows of 3 planes times all tokens, and units
-            for every such row, not every block; else 0.
-        STEPS: of such rows; those past K have units of zero.
-        SHARERS: programs that share a lone token's blocks, where it is staged.
-        RUN: blocks next to each other of which each of them takes one run after another.
-    """
-
-    K: int
-    TOKENS: int
+    K: int  # elements of a token
+    TOKENS: int  # that there is room for, a power of two
+    # whether they lie in a program's shared memory, one token after another; else in global memory,
+    # where every 64 columns of all planes and tokens lie side by side
     STAGED: bool
-    NEXT: int
-    PLANE: int
-    TOKEN: int
-    UNITS: int
-    BLOCKS: int
-    SQUARES: int
-    FACTORS: int
+    NEXT: int  # to the next 64 columns of a plane
+    PLANE: int  # to a token's next plane
+    TOKEN: int  # to the next token
+    UNITS: int  # to the units, for each block those of all tokens
+    BLOCKS: int  # of 256 elements of a token
+    SQUARES: int  # to the sums of squares of all blocks, where staged; the end of the units
+    FACTORS: int  # to the factors of the norm
+    # bytes of a row in wgmma's swizzle, where they lie so (`wgmma`): for a step of up to 128
+    # columns, or each half of one of 256, the rows of 3 planes times all tokens, and units for
+    # every such row, not every block; else 0
     ROW: int = 0
-    STEPS: int = 0
-    SHARERS: int = 1
-    RUN: int = 1
+    STEPS: int = 0  # of such rows; those past K have units of zero
+    SHARERS: int = 1  # programs that share a lone token's blocks, where it is staged
+    RUN: int = 1  # blocks next to each other of which each of them takes one run after another
 
 
 @cache

@@ -45,30 +45,20 @@ SCALES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"} 
 
 @dataclass(frozen=True, slots=True)
 class TiledLinear:
-    """A weight [N, K] for the GPU's kernels.
+    """A weight [N, K] for the GPU's kernels."""
 
-    Attributes:
-        words: [tiles, steps, 2, 8, 4, 4] int32, of 3 bits [tiles, steps, 3, 8, 4, 4].
-        scales: [tiles, groups, 8, 2] bfloat16, float16 or float32.
-        bits: 2, 3, 4 or 8.
-        group_size: weights that share a scale.
-        N: outputs.
-        K: inputs.
-        paired: the first half of a tile is of the first N / 2 rows, the second half is the same
-            rows of the others: gate and up.
-        tuned: launches of its GEMVs that count before those of the tables (`gemv_launch`).
-        arrived: [tiles] int32, zeros between GEMVs: of the programs that share a tile, those that
-            have left their sums. None where none are shared.
-    """
-
-    words: Tensor
-    scales: Tensor
-    bits: int
-    group_size: int
-    N: int
-    K: int
+    words: Tensor  # [tiles, steps, 2, 8, 4, 4] int32, of 3 bits [tiles, steps, 3, 8, 4, 4]
+    scales: Tensor  # [tiles, groups, 8, 2] bfloat16, float16 or float32
+    bits: int  # 2, 3, 4 or 8
+    group_size: int  # weights that share a scale
+    N: int  # outputs
+    K: int  # inputs
+    # the first half of a tile is of the first N / 2 rows, the second half is the same rows of the
+    # others: gate and up
     paired: bool = False
-    tuned: Tuned = ()
+    tuned: Tuned = ()  # launches of its GEMVs that count before those of the tables (`gemv_launch`)
+    # [tiles] int32, zeros between GEMVs: of the programs that share a tile, those that have left
+    # their sums. None where none are shared.
     arrived: Tensor | None = None
 
     @property
@@ -104,7 +94,6 @@ def tiled(w: PackedLinear, paired: bool = False) -> TiledLinear:
     """Rearrange a packed weight into the order of the kernels.
 
     Args:
-        w: packed.
         paired: see `TiledLinear`; the rows of the two halves are equal in number.
 
     Raises:

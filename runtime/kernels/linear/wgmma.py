@@ -61,31 +61,18 @@ REGISTERS = {16: 240, 32: 208, 64: 240}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WgmmaPlan:
-    """Constants of `wgmma` and of the join behind it; made once, so compared by identity.
+    """Constants of `wgmma` and of the join behind it; made once, so compared by identity."""
 
-    Attributes:
-        W: the weight.
-        X: places of the digits.
-        LAUNCH: share of a program.
-        PARTS: into which `gemv` splits K.
-        S: steps of a part, those past K included.
-        JOINED: sums of a tile, which the join adds.
-        PAIRED: whether rows are those of gate and up in turn.
-        ADDED_ROWS: whether each token has its own row of what is added.
-        SHARED: bytes of shared memory.
-        PDL: true, as the join's other plans say it.
-    """
-
-    W: Packed
-    X: Digits
-    LAUNCH: WgmmaLaunch
-    PARTS: int
-    S: int
-    JOINED: int
-    PAIRED: bool
-    ADDED_ROWS: bool
-    SHARED: int
-    PDL: bool = True
+    W: Packed  # the weight
+    X: Digits  # places of the digits
+    LAUNCH: WgmmaLaunch  # share of a program
+    PARTS: int  # into which `gemv` splits K
+    S: int  # steps of a part, those past K included
+    JOINED: int  # sums of a tile, which the join adds
+    PAIRED: bool  # whether rows are those of gate and up in turn
+    ADDED_ROWS: bool  # whether each token has its own row of what is added
+    SHARED: int  # bytes of shared memory
+    PDL: bool = True  # true, as the join's other plans say it
 
 
 @cache
@@ -101,13 +88,7 @@ def wgmma_plan(
 
 
 def wgmma(planes: Tensor, w: TiledLinear, plan: WgmmaPlan) -> Tensor:
-    """Sums of every slice, for the join: [tiles, tokens / 8, slices, 32 lanes, 4] float32.
-
-    Args:
-        planes: of `digits`.
-        w: packed.
-        plan: for it.
-    """
+    """Sums of every slice, for the join: [tiles, tokens / 8, slices, 32 lanes, 4] float32."""
     tokens, slices = plan.X.TOKENS, plan.LAUNCH.slices
     sums = torch.empty(
         w.tiles * (tokens // 8) * slices * 128, dtype=torch.float32, device=planes.device

@@ -44,12 +44,6 @@ def for_one(
     """Launches for one token, each late and, where kernels overlap, early; `most` at most.
 
     Args:
-        bits: of a code.
-        tiles: of a linear.
-        steps: of a tile.
-        K: columns.
-        card: that they are for.
-        most: launches.
         fits: tells if one may be tried.
     """
 
@@ -118,10 +112,7 @@ def several(tokens: int, tiles: int, steps: int, one: GemvLaunch, card: Card) ->
 
     Args:
         tokens: a power of two from 2 to GEMV_TOKENS.
-        tiles: of a linear.
-        steps: of a tile.
         one: launch of a lone token.
-        card: that they are for.
     """
     found: dict[GemvLaunch, None] = {}
     share = -(-steps // one.parts)  # steps of a warp
@@ -155,13 +146,7 @@ def capped(launch: GemvLaunch, card: Card) -> Iterator[GemvLaunch]:
 
 
 def spread(launch: GemvLaunch, K: int, card: Card) -> Iterator[GemvLaunch]:
-    """Variants of a launch with fewer programs at a time on a multiprocessor, if kernels overlap.
-
-    Args:
-        launch: of a lone token.
-        K: columns.
-        card: that it is for.
-    """
+    """Variants with fewer programs at a time on a multiprocessor, where kernels overlap."""
     needed = staged_bytes(K, 1, normed=True) + launch.sums_bytes(1)
     wider = (replace(launch, shared=kb) for kb in SHARED if card.overlaps)
     return (each for each in wider if each.spread_bytes(card.shared_bytes) > needed)

@@ -29,40 +29,24 @@ Vary = Callable[..., Iterable[GemvLaunch]]  # of a launch and, by name, the card
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A launch to be tried.
+    """A launch to be tried."""
 
-    Attributes:
-        linear: whose launch it is.
-        tokens: of a step.
-        launch: of the linear for as many.
-    """
-
-    linear: Linear
-    tokens: int
-    launch: GemvLaunch
+    linear: Linear  # whose launch it is
+    tokens: int  # of a step
+    launch: GemvLaunch  # of the linear for as many
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Result of the search for a linear.
+    """Result of the search for a linear."""
 
-    Attributes:
-        linear: of the model.
-        tokens: of a step.
-        before: launch by the tables.
-        after: the fastest; the same where none was faster.
-        before_us: microseconds of a step of the short model by the one, in turn with the other.
-        after_us: by the other.
-        tried: launches.
-    """
-
-    linear: Linear
-    tokens: int
-    before: GemvLaunch
-    after: GemvLaunch
-    before_us: float
-    after_us: float
-    tried: int
+    linear: Linear  # of the model
+    tokens: int  # of a step
+    before: GemvLaunch  # launch by the tables
+    after: GemvLaunch  # the fastest; the same where none was faster
+    before_us: float  # microseconds of a step of the short model by the one, in turn with the other
+    after_us: float  # by the other
+    tried: int  # launches
 
     @property
     def call_us(self) -> float:
@@ -95,18 +79,13 @@ def with_trial(launches: Launches, trial: Trial) -> Launches:
 
 @dataclass(slots=True)
 class Search:
-    """Choices so far.
+    """Choices so far."""
 
-    Attributes:
-        bench: machine.
-        card: that launches are for.
-        chosen: launches by linear and tokens.
-        times: microseconds of a step by each launch that was tried, of a linear and tokens.
-    """
-
-    bench: Bench
-    card: Card
+    bench: Bench  # machine
+    card: Card  # that launches are for
+    # launches by linear and tokens
     chosen: dict[Size, dict[int, GemvLaunch]] = field(default_factory=dict)
+    # microseconds of a step by each launch that was tried, of a linear and tokens
     times: dict[tuple[Size, int], dict[GemvLaunch, float]] = field(default_factory=dict)
 
     def launches(self) -> Launches:

@@ -48,23 +48,14 @@ class RandomWeights(MetaWeights):
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A packed linear of a decoder.
+    """A packed linear of a decoder."""
 
-    Attributes:
-        size: what its launches are looked up by.
-        K: columns.
-        calls: of a step of the short model.
-        whole_calls: of a step of the whole model, as many as the short one's proportions give.
-        size_bytes: that one pass reads.
-        example: one of them.
-    """
-
-    size: Size
-    K: int
-    calls: int
-    whole_calls: float
-    size_bytes: int
-    example: TiledLinear = field(repr=False, compare=False)
+    size: Size  # what its launches are looked up by
+    K: int  # columns
+    calls: int  # of a step of the short model
+    whole_calls: float  # of a step of the whole model, as many as the short one's proportions give
+    size_bytes: int  # that one pass reads
+    example: TiledLinear = field(repr=False, compare=False)  # one of them
 
     @property
     def name(self) -> str:
@@ -77,7 +68,6 @@ def shortened(opened: OpenedModel, least_bytes: int) -> OpenedModel:
     """The model with its first layers alone: every kind of layer, in their usual proportion.
 
     Args:
-        opened: the whole model.
         least_bytes: of the weights of these layers, where the model has so many.
     """
     whole = opened.config.num_hidden_layers
@@ -141,7 +131,6 @@ def new_short_runner(opened: OpenedModel, device: str, tokens: int) -> Runner:
     Args:
         opened: of `shortened`.
         device: `cuda` or `meta`.
-        tokens: of the largest step.
     """
     kind = MetaWeights if device == "meta" else RandomWeights
     weights = kind(opened.checkpoint, opened.schemes, device, DTYPE, cuda.prepare, cuda.gathered)
@@ -163,7 +152,6 @@ def linears_of(runner: Runner, whole: OpenedModel) -> list[Linear]:
     """The packed linears of a decoder by size, those that read most first.
 
     Args:
-        runner: of the short model.
         whole: the model that it stands for.
     """
     decoder = runner.decoder

@@ -27,15 +27,10 @@ Launches = Mapping[Size, Tuned]
 
 @dataclass(frozen=True, slots=True)
 class ShortSteps:
-    """Steps of a short model that take one token of each of some sequences.
+    """Steps of a short model that take one token of each of some sequences."""
 
-    Attributes:
-        runner: of the model.
-        step: inputs of the layers.
-    """
-
-    runner: Runner
-    step: Step
+    runner: Runner  # of the model
+    step: Step  # inputs of the layers
 
     @property
     def tokens(self) -> int:

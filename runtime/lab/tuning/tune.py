@@ -42,48 +42,28 @@ Progressed = Callable[[str, int, int], None]  # phase, done, total
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Microseconds of a step by the bundled tables, and by what was found.
+    """Microseconds of a step by the bundled tables, and by what was found."""
 
-    Attributes:
-        tokens: of the step, one of each sequence.
-        before_us: of the short model by the tables.
-        after_us: of the short model by what was found.
-        whole_before_us: estimate for the whole model.
-        whole_after_us: likewise.
-    """
-
-    tokens: int
-    before_us: float
-    after_us: float
-    whole_before_us: float
-    whole_after_us: float
+    tokens: int  # of the step, one of each sequence
+    before_us: float  # of the short model by the tables
+    after_us: float  # of the short model by what was found
+    whole_before_us: float  # estimate for the whole model
+    whole_after_us: float  # likewise
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Result of a search.
+    """Result of a search."""
 
-    Attributes:
-        card: that it ran on.
-        layers: of the short model.
-        whole_layers: of the model.
-        choices: for every linear and number of tokens that was tried.
-        steps: times of steps.
-        seconds: that it took.
-        compile_s: of that, until kernels were compiled.
-        complete: nothing was left out for want of time.
-        path: of the file that keeps the launches; None where they were not kept.
-    """
-
-    card: MeasuredCard
-    layers: int
-    whole_layers: int
-    choices: tuple[Choice, ...]
-    steps: tuple[StepTimes, ...]
-    seconds: float
-    compile_s: float
-    complete: bool
-    path: Path | None
+    card: MeasuredCard  # that it ran on
+    layers: int  # of the short model
+    whole_layers: int  # of the model
+    choices: tuple[Choice, ...]  # for every linear and number of tokens that was tried
+    steps: tuple[StepTimes, ...]  # times of steps
+    seconds: float  # that it took
+    compile_s: float  # of that, until kernels were compiled
+    complete: bool  # nothing was left out for want of time
+    path: Path | None  # of the file that keeps the launches; None where they were not kept
 
     @property
     def lines(self) -> list[str]:
@@ -98,23 +78,14 @@ class Tuning:
 
 @dataclass(slots=True)
 class GpuBench:
-    """The GPU of this process, and the processes that compile for it; see `search.Bench`.
+    """The GPU of this process, and the processes that compile for it; see `search.Bench`."""
 
-    Attributes:
-        workers: that compile.
-        steps: of the short model, by tokens.
-        trials_end: time after which nothing more is tried.
-        show: shows progress.
-        complete: nothing was left out so far.
-        compile_s: seconds until kernels were compiled.
-    """
-
-    workers: Workers
-    steps: Mapping[int, ShortSteps]
-    trials_end: float
-    show: Progressed
-    complete: bool = True
-    compile_s: float = 0.0
+    workers: Workers  # that compile
+    steps: Mapping[int, ShortSteps]  # of the short model, by tokens
+    trials_end: float  # time after which nothing more is tried
+    show: Progressed  # shows progress
+    complete: bool = True  # nothing was left out so far
+    compile_s: float = 0.0  # seconds until kernels were compiled
     _measured: int = 0
     _total: int = 1
 

@@ -34,34 +34,22 @@ WORKER_BYTES = 700 << 20  # of one with PyTorch and Triton
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Kernels of a step to be compiled.
+    """Kernels of a step to be compiled."""
 
-    Attributes:
-        tokens: of the step.
-        launches: of linears.
-        wanted: compile what has this launch; None for the kernels of a share.
-        share: number of the share.
-        shares: into which all other kernels of the step are dealt out.
-    """
-
-    tokens: int
-    launches: "Mapping[Size, Tuned]"
+    tokens: int  # of the step
+    launches: "Mapping[Size, Tuned]"  # of linears
+    # compile what has this launch; None for the kernels of a share
     wanted: GemvLaunch | None = None
-    share: int = 0
-    shares: int = 1
+    share: int = 0  # number of the share
+    shares: int = 1  # into which all other kernels of the step are dealt out
 
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Processes that compile.
+    """Processes that compile."""
 
-    Attributes:
-        pool: of them.
-        count: of them.
-    """
-
-    pool: ProcessPoolExecutor
-    count: int
+    pool: ProcessPoolExecutor  # of them
+    count: int  # of them
 
     def compile(self, jobs: Sequence[Job], seconds: float) -> Iterator[int]:
         """Numbers of the jobs whose kernels are there, as they are done, until the time is over.
@@ -96,8 +84,6 @@ def new_workers(
 
     Args:
         opened: the short model, without functions that read weights.
-        card: that they compile for.
-        tokens: of the largest step.
         count: of processes; None for as many as there are cores and there is memory for.
     """
     count = count or worker_count()
@@ -124,17 +110,12 @@ def worker_count() -> int:
 
 @dataclass(slots=True)
 class _Filter:
-    """Compiled kernels of the launches of a step.
+    """Compiled kernels of the launches of a step."""
 
-    Attributes:
-        job: of the process.
-        seen: numbers of the kernels of the step, by what decides about them.
-        failed: a kernel that was wanted could not be compiled.
-    """
-
-    job: Job
+    job: Job  # of the process
+    # numbers of the kernels of the step, by what decides about them
     seen: dict[str, int] = field(default_factory=dict)
-    failed: bool = False
+    failed: bool = False  # a kernel that was wanted could not be compiled
 
     def takes(self, kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
         """Tell if a launch is one to compile."""
