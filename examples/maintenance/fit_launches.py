@@ -34,7 +34,19 @@ from lowbit.runtime.lab.tuning.candidates import (
 
 MEASURED = Path(__file__).parents[1] / "data" / "launches.json"
 COLUMNS = (
-    *("bits", "N", "K", "paired", "normed", "tiles", "steps", "warps", "early", "cap", "abreast"),
+    *(
+        "bits",
+        "N",
+        "K",
+        "paired",
+        "normed",
+        "tiles",
+        "steps",
+        "warps",
+        "early",
+        "cap",
+        "warp_groups",
+    ),
     *("shared", "programmatic", "registers", "spilled", "table", "us"),
 )
 TERMS = ("start", "norm", "staging", "reading", "uneven", "waiting", "multiplying")
@@ -131,7 +143,7 @@ def read_file(path: Path) -> tuple[list[Card], list[Trial]]:
             it["warps"],
             bool(it["early"]),
             it["cap"],
-            it["abreast"],
+            it["warp_groups"],
             it["shared"],
         )
         needs = it["registers"], it["spilled"], bool(it["table"])
@@ -232,7 +244,7 @@ def order_of(linear: Linear, card: Card) -> dict[tuple[int, ...], int]:
 
 
 def share_of(launch: GemvLaunch) -> tuple[int, ...]:
-    return launch.tiles, launch.steps, launch.warps, launch.abreast
+    return launch.tiles, launch.steps, launch.warps, launch.warp_groups
 
 
 def is_simple(launch: GemvLaunch) -> bool:
@@ -320,13 +332,13 @@ def show_choices(cards: Sequence[Card], trials: Sequence[Trial]) -> None:
 def candidates(linear: Linear) -> Iterable[GemvLaunch]:
     """Launches that divide K into four or eight parts."""
     for warps in WARPS:
-        for abreast in (each for each in (1, 2) if warps // each >= 4):
-            own = -(-linear.steps * abreast // warps)
+        for warp_groups in (each for each in (1, 2) if warps // each >= 4):
+            own = -(-linear.steps * warp_groups // warps)
             for tiles in TILES:
                 for depth in {own, -(-own // 2), -(-own // 3), -(-own // 4), 2, 3, 4}:
                     if depth <= own and depth * tiles <= MOST_AHEAD:
                         yield GemvLaunch(
-                            tiles, depth, warps, abreast=abreast, registers=OLDER_REGISTERS
+                            tiles, depth, warps, warp_groups=warp_groups, registers=OLDER_REGISTERS
                         )
 
 

@@ -8,13 +8,10 @@ from lowbit.formats.layout.packing import packed_words
 from lowbit.formats.machine.memory import free_bytes
 from lowbit.runtime.backends.cpu import rms_norm
 from lowbit.runtime.backends.cpu_linear import linear, prepare
+from lowbit.runtime.kernels.launch import tables
 from lowbit.runtime.weights.linear import PackedLinear
 
 BANDWIDTH_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}
-# Seconds of a layer beyond the read of its bytes, of dense models and of mixtures: what
-# measurements on one H200 leave (BENCHMARKS.md).
-LAYER_S = 7.5e-6
-EXPERTS_LAYER_S = 11.5e-6
 # A CPU's layer takes as long beyond its read as so many norms: 210 tok/s expected for 184 measured
 # on AVX2, 250 for 238 on an AMX Xeon (tiny-qwen3, INT4).
 NORMS, NORM_SIZE, NORM_ROUNDS = 30, 256, 20
@@ -62,7 +59,7 @@ def seconds_beside_read(device: str, mixture: bool) -> float:
     time is measured on an RMS norm of one token, now.
     """
     if device != "cpu":
-        return EXPERTS_LAYER_S if mixture else LAYER_S
+        return tables.seconds_beside_read("experts" if mixture else "dense")
     x, gain = torch.ones(1, NORM_SIZE, dtype=torch.bfloat16), torch.ones(NORM_SIZE)
     best = float("inf")
     with torch.inference_mode():

@@ -78,12 +78,12 @@ def stage_codes(
     are those of `score_new_key`.
     """
     SHARED: gl.constexpr = PLAN.heads.shared
-    KEYS_END: gl.constexpr = PLAN.heads.shared + PLAN.together
+    KEYS_END: gl.constexpr = PLAN.heads.shared + PLAN.tokens_per_sequence
     HELD: gl.constexpr = PLAN.held
     WARPS: gl.constexpr = PLAN.running
     D: gl.constexpr = PLAN.heads.dim
     HALF: gl.constexpr = gl.pointer_type(gl.int16)
-    warp, lane, _, none = thread
+    warp, lane, _, zero_f32 = thread
     head, token, position, _ = place
     angles, gains = rotations
     scales_at = buffer + PLAN.scales_at
@@ -98,8 +98,8 @@ def stage_codes(
         x = gl.where(of_value, key + PLAN.stored * D, key)
         x = gl.where(of_query, (head * SHARED + row) * PLAN.query, x).to(gl.int64)
         x -= gl.minimum(back, token).to(gl.int64) * PLAN.width
-        angle = angles[i // WARPS if PLAN.together > 1 else 0]
-        y = rotated(qkv + x * 2, gains[i // WARPS], angle, lane, none, eps, PLAN, of_value)
+        angle = angles[i // WARPS if PLAN.tokens_per_sequence > 1 else 0]
+        y = rotated(qkv + x * 2, gains[i // WARPS], angle, lane, zero_f32, eps, PLAN, of_value)
         bits = lane * 0
         for j in gl.static_range(len(y)):
             bits = gl.maximum(bits, as_word(y[j]) & 0x7FFFFFFF)
@@ -146,7 +146,7 @@ def query_digits(at, j: gl.constexpr, t, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def code_scores(q, keys, none, t, PLAN: gl.constexpr):
+def code_scores(q, keys, zero_f32, t, PLAN: gl.constexpr):
     """`key_scores` of codes, and the scales of the values of those keys.
 
     q: the query's place in shared memory, and its scale.
@@ -154,7 +154,7 @@ def code_scores(q, keys, none, t, PLAN: gl.constexpr):
     CHUNKS: gl.constexpr = PLAN.chunks
     BLOCKS: gl.constexpr = (len(keys) - 1) // CHUNKS
     words, scale = q
-    zero = none.to(gl.int32)
+    zero = zero_f32.to(gl.int32)
     sums = ()
     for _ in gl.static_range(BLOCKS):
         sums = sums + ((zero, zero, zero, zero),)
@@ -190,7 +190,7 @@ def fresh_scales(scales, buffer, row, end, first, position, g, t, PLAN: gl.const
     fresh = r >= first
     at = PLAN.heads.shared + gl.where(fresh, position - r, 0)
     k = staged_scale(buffer, at, PLAN)
-    v = staged_scale(buffer, at + PLAN.together, PLAN)
+    v = staged_scale(buffer, at + PLAN.tokens_per_sequence, PLAN)
     return gl.where(fresh, _two_scales(k, v), scales)
 
 

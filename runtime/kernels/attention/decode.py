@@ -56,18 +56,18 @@ def attention_decode(qkv: Tensor, layer: AttentionLayer, pages: KVPages, step: S
     Raises:
         ValueError: more than SEQUENCE_TOKENS tokens of one sequence.
     """
-    M, together = qkv.shape[0], power_of_two(step.longest)
-    if together > SEQUENCE_TOKENS:
+    M, tokens_per_sequence = qkv.shape[0], power_of_two(step.longest)
+    if tokens_per_sequence > SEQUENCE_TOKENS:
         raise ValueError(f"{step.longest} tokens of one sequence, at most {SEQUENCE_TOKENS}")
     heads = heads_of(qkv, layer, pages)
     Hq, D = heads.queries, heads.dim
     tiles = in_programs(heads)
     launch = attention_launch(
-        tiles.kv, tiles.shared, D, step.max_kv_len, M, together, pages.quantized
+        tiles.kv, tiles.shared, D, step.max_kv_len, M, tokens_per_sequence, pages.quantized
     )
     pdl = programmatic_launch(qkv)
     gains = None if layer.q_norm is None else layer.q_norm.dtype
-    constants = plan(heads, gains, launch, together, pdl, pages.quantized)
+    constants = plan(heads, gains, launch, tokens_per_sequence, pdl, pages.quantized)
     scales = pages.layer_scales(layer.index) or (None, None)
     given = (
         *(qkv, layer.q_norm, layer.k_norm, layer.rope.cos, layer.rope.sin),
@@ -95,5 +95,5 @@ def attention_decode(qkv: Tensor, layer: AttentionLayer, pages: KVPages, step: S
     state = torch.empty((M * Hq, launch.splits, 2), dtype=torch.float32, device=qkv.device)
     grid = tiles.kv, M, launch.splits
     run(attention_split_kernel, grid, *given, sums, state, *numbers, **options)
-    join_splits(sums, state, qkv, step.positions, out, launch.keys, launch.early, layer.gated, pdl)
+    join_splits(sums, state, qkv, step.positions, out, launch, layer.gated, pdl)
     return out

@@ -46,7 +46,7 @@ def load_keys(bases, page, row, end, g, t, wanted, PLAN: gl.constexpr):
         for j in gl.static_range(CHUNKS):
             chunk = at + gl.minimum(4 * j + t, PLAN.heads.dim * PLAN.size // 16 - 1) * 16
             keys = keys + (stream16(chunk) if wanted is None else stream16_if(chunk, wanted),)
-    if PLAN.coded:
+    if PLAN.quantized:
         keys = keys + (load_scales(bases, page, row, end, g, t, wanted, PLAN),)
     return keys
 
@@ -103,7 +103,7 @@ def with_fresh_keys(keys, buffer, row, end, first, position, g, t, PLAN: gl.cons
             for i in gl.static_range(4):
                 one = one + (gl.where(fresh, words[i], old[i]),)
             new = new + (one,)
-    if PLAN.coded:
+    if PLAN.quantized:
         scales = keys[BLOCKS * CHUNKS]
         new = new + (fresh_scales(scales, buffer, row, end, first, position, g, t, PLAN),)
     return new
@@ -123,13 +123,13 @@ def with_fresh_values(values, value, row, end, first, position, g, PLAN: gl.cons
         for i in gl.static_range(2):
             r = gl.maximum(gl.minimum(row + b * 8 + i, end - 1), 0)
             fresh = r >= first
-            if PLAN.coded:
+            if PLAN.quantized:
                 at = value[0] + gl.where(fresh, position - r, 0) * PLAN.staged
             else:
                 at = value - gl.where(fresh, position - r, 0).to(gl.int64) * (2 * PLAN.width)
             for j in gl.static_range(LOADS):
                 piece = at + _piece(j, g, PLAN)
-                if not PLAN.coded:
+                if not PLAN.quantized:
                     words = stream16_if(piece, fresh)
                 elif PLAN.piece == 8:
                     words = load_shared8(piece)
@@ -153,7 +153,7 @@ def load_queries(at, j: gl.constexpr, t, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def key_scores(q, keys, none, t, PLAN: gl.constexpr):
+def key_scores(q, keys, zero_f32, t, PLAN: gl.constexpr):
     """Products of head g of this lane with keys 2 * t, 2 * t + 1 of each block.
 
     q: words of the chunks; of wide heads, where they would be too many registers, the shared memory
@@ -162,21 +162,21 @@ def key_scores(q, keys, none, t, PLAN: gl.constexpr):
     Returns:
         The products; of codes also what the weights of those keys are multiplied by.
     """
-    if PLAN.coded:
-        found = code_scores(q, keys, none, t, PLAN)
+    if PLAN.quantized:
+        found = code_scores(q, keys, zero_f32, t, PLAN)
     else:
-        found = (_bf16_scores(q, keys, none, t, PLAN), ())
+        found = (_bf16_scores(q, keys, zero_f32, t, PLAN), ())
     return found
 
 
 @gluon.jit
-def _bf16_scores(q, keys, none, t, PLAN: gl.constexpr):
+def _bf16_scores(q, keys, zero_f32, t, PLAN: gl.constexpr):
     CHUNKS: gl.constexpr = PLAN.chunks
-    zero = none.to(gl.int32)
+    zero = zero_f32.to(gl.int32)
     scores = ()
     for b in gl.static_range(len(keys) // CHUNKS):
-        s = (none, none, none, none)
-        r = (none, none, none, none)  # a second chain, for latency
+        s = (zero_f32, zero_f32, zero_f32, zero_f32)
+        r = (zero_f32, zero_f32, zero_f32, zero_f32)  # a second chain, for latency
         for j in gl.static_range(CHUNKS):
             k = keys[b * CHUNKS + j]
             a = load_queries(q, j, t, PLAN) if PLAN.heads.dim > 128 else q[j]
@@ -219,13 +219,13 @@ def online_softmax(top, total, scores):
 
 
 @gluon.jit
-def add_values(acc, fade, p, shares, values, none, t, PLAN: gl.constexpr):
+def add_values(acc, fade, p, shares, values, zero_f32, t, PLAN: gl.constexpr):
     """Acc * fade + v^T @ p: columns 2 * u and 2 * u + 1 of chunks 8 * j + g, heads 2 * t and + 1.
 
     p, as the scores lie in the lanes, is a B fragment; shares: see `key_scores`; fade is that of
     head g. None: acc is zero.
     """
-    b = weight_words(p, shares, none, PLAN)
+    b = weight_words(p, shares, zero_f32, PLAN)
     if fade is not None:
         even = from_lane(fade, t * 8)
         odd = from_lane(fade, t * 8 + 4)
@@ -234,45 +234,45 @@ def add_values(acc, fade, p, shares, values, none, t, PLAN: gl.constexpr):
         c = acc[quad]
         if fade is not None:
             c = (c[0] * even, c[1] * odd, c[2] * even, c[3] * odd)
-        new = new + (add_column(c, values, quad, b, none, PLAN),)
+        new = new + (add_column(c, values, quad, b, zero_f32, PLAN),)
     return new
 
 
 @gluon.jit
-def weight_words(p, shares, none, PLAN: gl.constexpr):
+def weight_words(p, shares, zero_f32, PLAN: gl.constexpr):
     """The weights of a turn's keys as the B fragment that values are multiplied by."""
     BLOCKS: gl.constexpr = PLAN.keys.blocks
     words = ()
     for b in gl.static_range(BLOCKS):
         low = p[2 * b]
         high = p[2 * b + 1]
-        if PLAN.coded:
+        if PLAN.quantized:
             low = low * shares[2 * b]
             high = high * shares[2 * b + 1]
         words = words + (bf16_pair(low, high),)
     if PLAN.keys.blocks == 1:
-        words = words + (none.to(gl.int32),)
+        words = words + (zero_f32.to(gl.int32),)
     return words
 
 
 @gluon.jit
-def add_column(c, values, quad: gl.constexpr, b, none, PLAN: gl.constexpr):
+def add_column(c, values, quad: gl.constexpr, b, zero_f32, PLAN: gl.constexpr):
     """C + v^T @ p of the columns of a quad; b: see `weight_words`."""
-    if PLAN.coded:
+    if PLAN.quantized:
         c = add_code_column(c, values, quad, b, PLAN)
     else:
-        c = _add_bf16_column(c, values, quad, b, none, PLAN)
+        c = _add_bf16_column(c, values, quad, b, zero_f32, PLAN)
     return c
 
 
 @gluon.jit
-def _add_bf16_column(c, values, quad: gl.constexpr, b, none, PLAN: gl.constexpr):
+def _add_bf16_column(c, values, quad: gl.constexpr, b, zero_f32, PLAN: gl.constexpr):
     SETS: gl.constexpr = PLAN.sets
     first = values[quad // 4][quad % 4]
     second = values[SETS + quad // 4][quad % 4]
     a0 = bytes_of(first, second, 0x5410)
     a1 = bytes_of(first, second, 0x7632)
-    a2 = none.to(gl.int32)
+    a2 = zero_f32.to(gl.int32)
     a3 = a2
     if PLAN.keys.blocks == 2:
         third = values[2 * SETS + quad // 4][quad % 4]

@@ -73,8 +73,8 @@ class Plan:
     keys: KeySplit  # the order in which keys are added up
     normed: bool  # queries and keys are normed, by gains in FP32 where `wide_gains`, else in BF16
     wide_gains: bool  # see `normed`
-    coded: bool  # pages hold INT8 codes with a scale of each vector, not BF16
-    together: int  # most tokens of one sequence in the step, a power of two
+    quantized: bool  # pages hold INT8 codes with a scale of each vector, not BF16
+    tokens_per_sequence: int  # most tokens of one sequence in the step, a power of two
     # heads in shared memory: queries, the new key, the keys of earlier tokens of this step; of
     # codes as many values too
     held: int
@@ -109,15 +109,15 @@ def plan(
     heads: Heads,
     gains: torch.dtype | None,
     launch: AttentionLaunch,
-    together: int,
+    tokens_per_sequence: int,
     pdl: bool,
-    coded: bool = False,
+    quantized: bool = False,
 ) -> Plan:
     """The constants of a launch.
 
     Args:
         gains: dtype of those of queries and keys; None where they are not normed.
-        together: most tokens of one sequence, a power of two.
+        tokens_per_sequence: most tokens of one sequence, a power of two.
     """
     stored, heads = heads.kv, in_programs(heads)
     keys, split = launch.keys, launch.splits > 1 and not launch.joined
@@ -125,8 +125,8 @@ def plan(
     warps, columns = keys.warps * groups, heads.dim // launch.parts
     sums = max(warps, launch.splits) if launch.joined else warps
     query = 2 * heads.dim if heads.gated else heads.dim
-    size = 1 if coded else 2
-    piece = 8 if coded and columns < 128 else 16
+    size = 1 if quantized else 2
+    piece = 8 if quantized and columns < 128 else 16
     return Plan(
         heads=heads,
         stored=stored,
@@ -134,18 +134,18 @@ def plan(
         keys=keys,
         normed=gains is not None,
         wide_gains=gains == torch.float32,
-        coded=coded,
-        together=together,
-        held=heads.shared + (2 if coded else 1) * together,
-        most_row=heads.shared - 1 if coded else heads.shared,
-        key_row=2 * heads.shared if coded else heads.shared,
-        scales_at=2 * (heads.shared + together) * head_row_bytes(heads.dim, coded),
-        heads_bytes=heads_bytes(heads.shared, heads.dim, together, coded),
+        quantized=quantized,
+        tokens_per_sequence=tokens_per_sequence,
+        held=heads.shared + (2 if quantized else 1) * tokens_per_sequence,
+        most_row=heads.shared - 1 if quantized else heads.shared,
+        key_row=2 * heads.shared if quantized else heads.shared,
+        scales_at=2 * (heads.shared + tokens_per_sequence) * head_row_bytes(heads.dim, quantized),
+        heads_bytes=heads_bytes(heads.shared, heads.dim, tokens_per_sequence, quantized),
         query=query,
         width=heads.queries * query + 2 * stored * heads.dim,
         size=size,
         row=stored * heads.dim * size,
-        staged=head_row_bytes(heads.dim, coded),
+        staged=head_row_bytes(heads.dim, quantized),
         chunks=-(-heads.dim * size // 64),
         columns=columns,
         sets=-(-columns // 64),
@@ -160,6 +160,6 @@ def plan(
         early=launch.early and not split,
         pdl=pdl,
         buffer=declaration(
-            join_bytes(heads.shared, heads.dim, sums, launch.parts, together, coded)
+            join_bytes(heads.shared, heads.dim, sums, launch.parts, tokens_per_sequence, quantized)
         ),
     )

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.launch.attention import KeySplit
+from lowbit.runtime.kernels.launch.attention import AttentionLaunch
 from lowbit.runtime.kernels.launch.device import run
 
 WARP_COLUMNS = 16
@@ -86,8 +86,8 @@ def _attention_join_kernel(
 
 
 def join_splits(
-    sums: Tensor, state: Tensor, qkv: Tensor, positions: Tensor, out: Tensor, keys: KeySplit,
-    early: bool, gated: bool, pdl: bool,
+    sums: Tensor, state: Tensor, qkv: Tensor, positions: Tensor, out: Tensor,
+    launch: AttentionLaunch, gated: bool, pdl: bool,
 ) -> None:  # fmt: skip
     """Join the splits of every head, writing to `out`.
 
@@ -97,8 +97,7 @@ def join_splits(
         qkv: [M, (Hq + 2 * Hkv) * D], each query followed by its gate where gated.
         positions: [M] int32 on the device.
         out: [M, Hq * D], written.
-        keys: the rule by which the keys were split.
-        early: whether the next kernel may start while the splits are still read.
+        launch: with the rule by which the keys were split.
         pdl: whether the kernel may start before the one that attends ends.
     """
     rows, splits, D = sums.shape
@@ -115,14 +114,14 @@ def join_splits(
         out,
         splits,
         qkv.shape[1],
-        RULE=keys,
-        TURN=keys.turn,
+        RULE=launch.keys,
+        TURN=launch.keys.turn,
         GATED=gated,
         D=D,
         COLUMNS=columns,
         WARPS=warps,
         PDL=pdl,
-        EARLY=early,
+        EARLY=launch.early,
         num_warps=warps,
         launch_pdl=pdl,
         enable_fp_fusion=False,

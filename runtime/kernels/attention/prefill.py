@@ -83,9 +83,9 @@ def _append_codes(x, codes_ptr, scales_ptr, heads, inside, D: tl.constexpr):
     most = bits.to(tl.float32, bitcast=True)
     scale = (tl.math.div_rn(most, 127.0).to(tl.int32, bitcast=True) + 0xFFFF) >> 16 << 16
     scale = tl.where(bits > 0x7F800000, most, scale.to(tl.float32, bitcast=True))
-    coded = (bits > 0) & (bits < 0x7F800000)
-    ratio = tl.math.div_rn(x, tl.where(coded, scale, 1.0)[:, None] + tl.zeros_like(x))
-    ratio = tl.where(coded[:, None], ratio, 0.0)
+    quantized = (bits > 0) & (bits < 0x7F800000)
+    ratio = tl.math.div_rn(x, tl.where(quantized, scale, 1.0)[:, None] + tl.zeros_like(x))
+    ratio = tl.where(quantized[:, None], ratio, 0.0)
     codes = (ratio + 12582912.0) - 12582912.0  # the nearest integer, halves to even
     at = heads[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(codes_ptr + at, codes.to(tl.int8), mask=inside[:, None])

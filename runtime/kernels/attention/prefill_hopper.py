@@ -119,9 +119,9 @@ def _scores(q, ring, slot, full, phase, PLAN: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, KEYS, 16])
     mbarrier.wait(full.index(slot), phase)
     hopper.fence_async_shared()  # what the other warpgroup copied becomes visible to wgmma
-    none = gl.zeros([ROWS, KEYS], gl.float32, LAYOUT)
+    zero_f32 = gl.zeros([ROWS, KEYS], gl.float32, LAYOUT)
     k = ring.index(slot).permute((1, 0))
-    return hopper.warpgroup_mma(q, k, none, use_acc=False, is_async=True)
+    return hopper.warpgroup_mma(q, k, zero_f32, use_acc=False, is_async=True)
 
 
 @gluon.jit

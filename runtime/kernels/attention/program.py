@@ -47,7 +47,7 @@ from lowbit.runtime.kernels.ptx.mma import (
 @gluon.jit
 def first_fresh(rows_ptr, token, row, position, PLAN: gl.constexpr):
     """The position of the sequence's first token in this step: its tokens stand side by side."""
-    TOGETHER: gl.constexpr = PLAN.together
+    TOGETHER: gl.constexpr = PLAN.tokens_per_sequence
     same = True
     first = position
     for i in gl.static_range(1, TOGETHER):
@@ -65,24 +65,24 @@ def kv_head(head, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def bases_of(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, head, column, PLAN: gl.constexpr):
+def bases_of(page_ptrs, head, column, PLAN: gl.constexpr):
     """Where a head begins in row 0 of page 0: keys, a column of values, and of codes the scales."""
+    k_ptr, v_ptr, k_scales_ptr, v_scales_ptr = page_ptrs
     WIDTH: gl.constexpr = PLAN.heads.dim * PLAN.size
     head = kv_head(head, PLAN)
     bases = (
         k_ptr.to(gl.int64, bitcast=True) + head * WIDTH,
         v_ptr.to(gl.int64, bitcast=True) + head * WIDTH + column * PLAN.size,
     )
-    if PLAN.coded:
+    if PLAN.quantized:
         bases = bases + (k_scales_ptr + head, v_scales_ptr + head)
     return bases
 
 
 @gluon.jit
-def load_rotations(
-    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, angle, warp, lane, zero, PLAN: gl.constexpr
-):  # fmt: skip
+def load_rotations(rope_ptrs, angle, warp, lane, zero, PLAN: gl.constexpr):
     """Angles and gains of the heads that a warp stages, in its turns; angle: of the token."""
+    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr = rope_ptrs
     SHARED: gl.constexpr = PLAN.heads.shared
     HELD: gl.constexpr = PLAN.held
     WARPS: gl.constexpr = PLAN.running
@@ -97,7 +97,7 @@ def load_rotations(
     gains = ()
     for i in gl.static_range(0, HELD, WARPS):
         back = gl.maximum(i + warp - SHARED, 0)
-        if i == 0 or PLAN.together > 1:
+        if i == 0 or PLAN.tokens_per_sequence > 1:
             at = gl.maximum(angle - back, 0)
             angles = angles + (load_angles(cos, sin, at, lane, PLAN),)
         gain = gl.where(i + warp < SHARED, q_gain, k_gain)
@@ -107,7 +107,7 @@ def load_rotations(
 
 @gluon.jit
 def stage_heads(
-    qkv, key, k_base, new_at, rotations, buffer, head, token, warp, lane, none, eps,
+    qkv, key, k_base, new_at, rotations, buffer, head, token, warp, lane, zero_f32, eps,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """Leave queries, the new key and those of earlier tokens of this step in shared memory.
@@ -126,11 +126,11 @@ def stage_heads(
     for i in gl.static_range(0, HELD, WARPS):
         row_of = i + warp
         x = gl.where(row_of < SHARED, (head * SHARED + row_of) * PLAN.query, key).to(gl.int64)
-        if PLAN.together > 1:
+        if PLAN.tokens_per_sequence > 1:
             back = gl.minimum(gl.maximum(row_of - SHARED, 0), token)
             x -= back.to(gl.int64) * PLAN.width
-        angle = angles[i // WARPS if PLAN.together > 1 else 0]
-        words = rotated(qkv + x * 2, gains[i // WARPS], angle, lane, none, eps, PLAN)
+        angle = angles[i // WARPS if PLAN.tokens_per_sequence > 1 else 0]
+        words = rotated(qkv + x * 2, gains[i // WARPS], angle, lane, zero_f32, eps, PLAN)
         for j in gl.static_range((D + 63) // 64):
             word = lane + 32 * j
             inside = (row_of < HELD) & (word < D // 2)
@@ -157,7 +157,7 @@ def score_new_key(
         the bytes from row 0 of page 0 to the token's own row.
     """
     CHUNKS: gl.constexpr = PLAN.chunks
-    warp, lane, _, none = thread
+    warp, lane, _, zero_f32 = thread
     row, end, until = rows
     head, token, position, first = place
     heads = buffer
@@ -166,15 +166,16 @@ def score_new_key(
     staged = buffer + PLAN.key_row * PLAN.staged + t * 16
     new_at = new_page.to(gl.int64) * (PAGE_ROWS * PLAN.row)
     new_at += (position & (PAGE_ROWS - 1)).to(gl.int64) * PLAN.row
-    if PLAN.coded:
+    if PLAN.quantized:
         stage_codes(
             qkv, key, bases, new_page, new_at, rotations, buffer, place, thread, eps, PLAN
         )  # fmt: skip
     else:
         stage_heads(
-            qkv, key, bases[0], new_at, rotations, buffer, head, token, warp, lane, none, eps, PLAN
+            qkv, key, bases[0], new_at, rotations, buffer, head, token, warp, lane, zero_f32, eps,
+            PLAN,
         )  # fmt: skip
-        if PLAN.together > 1:
+        if PLAN.tokens_per_sequence > 1:
             any_fresh = until > first
             if any_fresh:
                 values = with_fresh_values(
@@ -185,26 +186,26 @@ def score_new_key(
     new_key = ()
     for j in gl.static_range(CHUNKS):
         new_key = new_key + (load_queries(staged, j, t, PLAN),)
-    if PLAN.heads.dim <= 128 and not PLAN.coded:
+    if PLAN.heads.dim <= 128 and not PLAN.quantized:
         q_at = q
         q = ()
         for j in gl.static_range(CHUNKS):
             q = q + (load_queries(q_at, j, t, PLAN),)
-    if PLAN.coded:
+    if PLAN.quantized:
         q = (q, staged_scale(heads, gl.minimum(g, PLAN.most_row), PLAN))
         k_scale = staged_scale(heads, PLAN.heads.shared + lane * 0, PLAN)
         new_key = new_key + (as_word(k_scale) >> 16,)
-        at = heads + (PLAN.key_row + PLAN.together) * PLAN.staged + value
-        scale_row = PLAN.heads.shared + PLAN.together + lane * 0
+        at = heads + (PLAN.key_row + PLAN.tokens_per_sequence) * PLAN.staged + value
+        scale_row = PLAN.heads.shared + PLAN.tokens_per_sequence + lane * 0
         value = (at, staged_scale(heads, scale_row, PLAN))
     buffer += PLAN.heads_bytes
-    first_score = key_scores(q, new_key, none, t, PLAN)[0]
+    first_score = key_scores(q, new_key, zero_f32, t, PLAN)[0]
     new_score = from_lane(first_score[0] * scale, g * 4)  # every column is the new key
-    if PLAN.together > 1:
+    if PLAN.tokens_per_sequence > 1:
         any_fresh = until > first
         if any_fresh:
             keys = with_fresh_keys(keys, heads, row + g, end, first, position, g, t, PLAN)
-            if PLAN.coded:
+            if PLAN.quantized:
                 values = with_fresh_values(
                     values, value, row + 2 * t, end, first, position, g, PLAN
                 )  # fmt: skip
@@ -216,7 +217,7 @@ def score_new_key(
 def with_fresh(keys, values, row, end, until, fresh, g, t, PLAN: gl.constexpr):
     """Keys and values of a turn, with those that this step appends where rows up to `until` are."""
     first, position, value, heads = fresh
-    if PLAN.together > 1:
+    if PLAN.tokens_per_sequence > 1:
         any_fresh = until > first
         if any_fresh:
             values = with_fresh_values(values, value, row + 2 * t, end, first, position, g, PLAN)
@@ -225,18 +226,18 @@ def with_fresh(keys, values, row, end, until, fresh, g, t, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def nothing_yet(top, none, PLAN: gl.constexpr):
+def nothing_yet(top, zero_f32, PLAN: gl.constexpr):
     """The softmax before any keys but the new one."""
     QUADS: gl.constexpr = 4 * PLAN.sets
     acc = ()
     for _ in gl.static_range(QUADS):
-        acc = acc + ((none, none, none, none),)
-    return acc, top, none
+        acc = acc + ((zero_f32, zero_f32, zero_f32, zero_f32),)
+    return acc, top, zero_f32
 
 
 @gluon.jit
 def attend_turns(
-    row, next_page, keys, values, softmax, q, bases, table, span, fresh, g, t, none, scale,
+    row, next_page, keys, values, softmax, q, bases, table, span, fresh, g, t, zero_f32, scale,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """Attend to all turns but the last, each loaded during the one before.
@@ -251,13 +252,13 @@ def attend_turns(
     acc, top, total = softmax
     start, end, stride = span
     for at in range(start, end - stride, stride):
-        scores, shares = key_scores(q, keys, none, t, PLAN)
+        scores, shares = key_scores(q, keys, zero_f32, t, PLAN)
         keys = load_keys(bases, next_page, row + stride + g, end, g, t, None, PLAN)
         page = next_page
         next_page = page_of(table, row + 2 * stride, end)
         scores = visible(scores, row, end, t, scale)
         top, total, fade, p = online_softmax(top, total, scores)
-        acc = add_values(acc, fade, p, shares, values, none, t, PLAN)
+        acc = add_values(acc, fade, p, shares, values, zero_f32, t, PLAN)
         row += stride
         values = load_values(bases, page, row + 2 * t, end, g, None, PLAN)
         until = at + stride + PLAN.turn
@@ -267,14 +268,14 @@ def attend_turns(
 
 @gluon.jit
 def attend(
-    softmax, q, keys, values, row, end, t, none, scale, FIRST: gl.constexpr, PLAN: gl.constexpr
+    softmax, q, keys, values, row, end, t, zero_f32, scale, FIRST: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
     """The softmax with one turn of keys and values; FIRST: it has only the new token's score."""
     acc, top, total = softmax
-    scores, shares = key_scores(q, keys, none, t, PLAN)
+    scores, shares = key_scores(q, keys, zero_f32, t, PLAN)
     scores = visible(scores, row, end, t, scale)
     top, total, fade, p = online_softmax(top, total, scores)
-    acc = add_values(acc, None if FIRST else fade, p, shares, values, none, t, PLAN)
+    acc = add_values(acc, None if FIRST else fade, p, shares, values, zero_f32, t, PLAN)
     return acc, top, total
 
 
@@ -360,7 +361,7 @@ def element_of(quad, g, PLAN: gl.constexpr):
 @gluon.jit
 def new_pair(value, d, PLAN: gl.constexpr):
     """Columns d and d + 1 of the new value, for `of_pair`; value: see `score_new_key`."""
-    if PLAN.coded:
+    if PLAN.quantized:
         pair = new_columns(value, d, PLAN)
     else:
         pair = load4(value + d.to(gl.int64) * 2)
@@ -370,7 +371,7 @@ def new_pair(value, d, PLAN: gl.constexpr):
 @gluon.jit
 def of_pair(pair, i: gl.constexpr, PLAN: gl.constexpr):
     """The first or second column of a `new_pair` in FP32."""
-    if PLAN.coded:
+    if PLAN.quantized:
         x = pair[i]
     elif i == 0:
         x = low_half(pair)
@@ -383,12 +384,12 @@ def of_pair(pair, i: gl.constexpr, PLAN: gl.constexpr):
 def append_pair(v_base, new_at, d, pair, mine, PLAN: gl.constexpr):
     """Store two columns of the new value in its page; codes are there already."""
     WORD: gl.constexpr = gl.pointer_type(gl.int32)
-    if not PLAN.coded:
+    if not PLAN.quantized:
         gl.store((v_base + new_at).to(WORD, bitcast=True) + d // 2, pair, mask=mine)
 
 
 @gluon.jit
-def sum_warps(quad, sums_at, weights, news, v, none, PLAN: gl.constexpr):
+def sum_warps(quad, sums_at, weights, news, v, zero_f32, PLAN: gl.constexpr):
     """Four sums of every group over its warps: two columns of each of two heads.
 
     v: the new value's two columns (`new_pair`), which the first group counts.
@@ -399,7 +400,7 @@ def sum_warps(quad, sums_at, weights, news, v, none, PLAN: gl.constexpr):
     BYTES: gl.constexpr = 128 * ((PLAN.heads.shared + 1) // 2)  # of a quad
     of_groups = ()
     for n in gl.static_range(GROUPS):
-        sums = (none, none, none, none)
+        sums = (zero_f32, zero_f32, zero_f32, zero_f32)
         for w in gl.static_range(n * (WARPS // GROUPS), (n + 1) * (WARPS // GROUPS)):
             part = load_shared16(sums_at + (w * QUADS + gl.minimum(quad, QUADS - 1)) * BYTES)
             sums = (

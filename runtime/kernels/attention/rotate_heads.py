@@ -71,7 +71,7 @@ def load_head_gains(gain, lane, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def rotated(x, gains, angles, lane, none, eps, PLAN: gl.constexpr, plain=None):
+def rotated(x, gains, angles, lane, zero_f32, eps, PLAN: gl.constexpr, plain=None):
     """A head, normed and rotated: words lane, lane + 32... of it in BF16.
 
     For codes their elements in FP32 instead, two a word.
@@ -87,7 +87,7 @@ def rotated(x, gains, angles, lane, none, eps, PLAN: gl.constexpr, plain=None):
         word = _own(lane, i, D)
         words = words + (load4(x + word.to(gl.int64) * 4),)
         words = words + (load4(x + _partner(word, R).to(gl.int64) * 4),)
-    square = none
+    square = zero_f32
     turned = ()
     for i in gl.static_range((D + 63) // 64):
         low = low_half(words[2 * i])
@@ -107,14 +107,14 @@ def rotated(x, gains, angles, lane, none, eps, PLAN: gl.constexpr, plain=None):
                 s = gl.where(word < R // 2, s, 0.0)
             pair = pair + (gl.fma(own[j], c, other[j] * s),)
         turned = turned + (pair,)
-    factor = none + 1.0
+    factor = zero_f32 + 1.0
     if NORM:
         for i in gl.static_range(5):
             square += across(square, 1 << i)
         factor = gl.rsqrt(square / D + eps)
     out = ()
     for i in gl.static_range((D + 63) // 64):
-        if PLAN.coded:
+        if PLAN.quantized:
             out = out + (gl.where(plain, low_half(words[2 * i]), turned[i][0] * factor),)
             out = out + (gl.where(plain, high_half(words[2 * i]), turned[i][1] * factor),)
         else:

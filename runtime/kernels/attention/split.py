@@ -43,7 +43,7 @@ def attention_split_kernel(
     SHARED: gl.constexpr = PLAN.heads.shared
     D: gl.constexpr = PLAN.heads.dim
     thread = threads(WARPS)
-    warp, lane, zero, none = thread
+    warp, lane, zero, zero_f32 = thread
     g = lane // 4
     t = lane % 4
     head, token, split = gl.program_id(0), gl.program_id(1), gl.program_id(2)
@@ -57,22 +57,21 @@ def attention_split_kernel(
     first = first_fresh(rows_ptr, token, sequence, position, PLAN)
     table = tables_ptr.to(gl.int64, bitcast=True) + sequence.to(gl.int64) * table_stride * 4
     row = start + warp * KEYS
-    bases = bases_of(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, head, 0, PLAN)
+    bases = bases_of((k_ptr, v_ptr, k_scales_ptr, v_scales_ptr), head, 0, PLAN)
     new_page = page_of(table, position + zero, position + 1)
     page = page_of(table, row, end)
     next_page = page_of(table, row + stride, end)
     keys = load_keys(bases, page, row + g, end, g, t, row < end, PLAN)
     values = load_values(bases, page, row + 2 * t, end, g, row < end, PLAN)
-    rotations = load_rotations(
-        cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, angle, warp, lane, zero, PLAN
-    )
+    rope_ptrs = (cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr)
+    rotations = load_rotations(rope_ptrs, angle, warp, lane, zero, PLAN)
     if PLAN.pdl:
         gdc_wait()
         gdc_launch_dependents()
 
     key = PLAN.heads.kv * SHARED * PLAN.query + kv_head(head, PLAN) * D
     qkv = qkv_ptr.to(gl.int64, bitcast=True) + token.to(gl.int64) * (2 * PLAN.width)
-    value = 0 if PLAN.coded else qkv + (key + PLAN.stored * D) * 2
+    value = 0 if PLAN.quantized else qkv + (key + PLAN.stored * D) * 2
     q, new_score, keys, values, fresh, buffer, new_at = score_new_key(
         qkv, key, bases, new_page, rotations, keys, values, (row, end, start + TURN),
         value, (head, token, position, first), shared_buffer(BUFFER) + zero, thread, eps,
@@ -80,11 +79,11 @@ def attention_split_kernel(
     )  # fmt: skip
     sums_at = own_sums(buffer, g, t, WARPS, PLAN)
     softmax, keys, values, row = attend_turns(
-        row, next_page, keys, values, nothing_yet(new_score, none, PLAN), q, bases, table,
-        (start, end, stride), fresh, g, t, none, score_scale, PLAN,
+        row, next_page, keys, values, nothing_yet(new_score, zero_f32, PLAN), q, bases, table,
+        (start, end, stride), fresh, g, t, zero_f32, score_scale, PLAN,
     )  # fmt: skip
     softmax = attend(  # the last keys, or none at all
-        softmax, q, keys, values, row, end, t, none, score_scale, False, PLAN
+        softmax, q, keys, values, row, end, t, zero_f32, score_scale, False, PLAN
     )
     _store(
         part_ptr, state_ptr, fresh[2], bases[1], new_at, softmax, new_score, buffer, sums_at, head,
@@ -103,7 +102,7 @@ def _store(
     D: gl.constexpr = PLAN.heads.dim
     QUADS: gl.constexpr = 4 * PLAN.sets  # of sums a lane: elements d, d + 1 of heads 2 t, 2 t + 1
     EACH: gl.constexpr = (QUADS + WARPS - 1) // WARPS  # quads of a warp, side by side
-    warp, lane, _, none = thread
+    warp, lane, _, zero_f32 = thread
     g = lane // 4
     t = lane % 4
     new_values = ()
@@ -118,7 +117,7 @@ def _store(
         d = element_of(quad, g, PLAN)
         owned = (quad < QUADS) & (d < D) & (split == 0) & (t == 0)
         append_pair(v_base, new_at, d, new_values[e], owned, PLAN)
-        (sums,) = sum_warps(quad, sums_at, weights, news, new_values[e], none, PLAN)
+        (sums,) = sum_warps(quad, sums_at, weights, news, new_values[e], zero_f32, PLAN)
         lines = (lines[0] + (sums[0], sums[2]), lines[1] + (sums[1], sums[3]))
     d = element_of(warp * EACH, g, PLAN)
     for h in gl.static_range(2):

@@ -40,17 +40,16 @@ def attention_whole_kernel(
     BUFFER: gl.constexpr = PLAN.buffer
     position = gl.load(positions_ptr + gl.program_id(1))  # of an earlier step: before the wait
     attend_whole(
-        qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr,
-        v_scales_ptr, position, angles_ptr, rows_ptr, tables_ptr, out_ptr, shared_buffer(BUFFER),
-        table_stride, eps, score_scale, PLAN,
+        qkv_ptr, (cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr),
+        (k_ptr, v_ptr, k_scales_ptr, v_scales_ptr), position, angles_ptr, rows_ptr, tables_ptr,
+        out_ptr, shared_buffer(BUFFER), table_stride, eps, score_scale, PLAN,
     )  # fmt: skip
 
 
 @gluon.jit
 def attend_whole(
-    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
-    position, angles_ptr, rows_ptr, tables_ptr, out_ptr, buffer, table_stride, eps, score_scale,
-    PLAN: gl.constexpr,
+    qkv_ptr, rope_ptrs, page_ptrs, position, angles_ptr, rows_ptr, tables_ptr, out_ptr, buffer,
+    table_stride, eps, score_scale, PLAN: gl.constexpr,
 ):  # fmt: skip
     """A program's columns of one kv head of the token at `position`; buffer: shared memory."""
     KEYS: gl.constexpr = 8 * PLAN.keys.blocks  # of a warp at a time
@@ -61,7 +60,7 @@ def attend_whole(
     SHARED: gl.constexpr = PLAN.heads.shared
     D: gl.constexpr = PLAN.heads.dim
     thread = threads(RUNNING)
-    warp, lane, zero, none = thread
+    warp, lane, zero, zero_f32 = thread
     g = lane // 4
     t = lane % 4
     head, token = gl.program_id(0), gl.program_id(1)
@@ -71,7 +70,7 @@ def attend_whole(
     first = first_fresh(rows_ptr, token, sequence, position, PLAN)
     table = tables_ptr.to(gl.int64, bitcast=True) + sequence.to(gl.int64) * table_stride * 4
     row = warp * KEYS
-    bases = bases_of(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, head, column, PLAN)
+    bases = bases_of(page_ptrs, head, column, PLAN)
     new_page = page_of(table, position + zero, position + 1)
     pages = ()
     next_page = new_page
@@ -87,9 +86,7 @@ def attend_whole(
             load_keys(bases, pages[i], at + g, position, g, t, at < position, PLAN),
             load_values(bases, pages[i], at + 2 * t, position, g, at < position, PLAN),
         )
-    rotations = load_rotations(
-        cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, angle, warp, lane, zero, PLAN
-    )
+    rotations = load_rotations(rope_ptrs, angle, warp, lane, zero, PLAN)
     if PLAN.pdl:
         gdc_wait()
         if not PLAN.early:
@@ -97,21 +94,21 @@ def attend_whole(
 
     key = PLAN.heads.kv * SHARED * PLAN.query + kv_head(head, PLAN) * D
     qkv = qkv_ptr.to(gl.int64, bitcast=True) + token.to(gl.int64) * (2 * PLAN.width)
-    value = column if PLAN.coded else qkv + (key + PLAN.stored * D + column) * 2
+    value = column if PLAN.quantized else qkv + (key + PLAN.stored * D + column) * 2
     q, new_score, keys, values, fresh, buffer, new_at = score_new_key(
         qkv, key, bases, new_page, rotations, *loaded[:2],
         (row, position, TURN), value, (head, token, position, first), buffer + zero, thread, eps,
         score_scale, PLAN,
     )  # fmt: skip
     sums_at = own_sums(buffer, g, t, WARPS, PLAN)
-    softmax = nothing_yet(new_score, none, PLAN)
+    softmax = nothing_yet(new_score, zero_f32, PLAN)
     if AHEAD == 0:
         softmax, keys, values, row = attend_turns(
             row, next_page, keys, values, softmax, q, bases, table, (0, position, TURN), fresh,
-            g, t, none, score_scale, PLAN,
+            g, t, zero_f32, score_scale, PLAN,
         )  # fmt: skip
     softmax = attend(  # the last keys, or none at all
-        softmax, q, keys, values, row, position, t, none, score_scale, AHEAD > 0, PLAN
+        softmax, q, keys, values, row, position, t, zero_f32, score_scale, AHEAD > 0, PLAN
     )
     for i in gl.static_range(1, AHEAD):
         if position > i * TURN:
@@ -120,12 +117,13 @@ def attend_whole(
                 loaded[2 * i], loaded[2 * i + 1], row, position, (i + 1) * TURN, fresh, g, t, PLAN
             )
             softmax = attend(
-                softmax, q, keys, values, row, position, t, none, score_scale, False, PLAN
+                softmax, q, keys, values, row, position, t, zero_f32, score_scale, False, PLAN
             )
     leave_warp(softmax, buffer, sums_at, warp, g, t, PLAN)
     for after in gl.static_range(RUNNING, WARPS, RUNNING):
         softmax = _attend_as(
-            warp + after, q, new_score, bases, table, position, fresh, g, t, none, score_scale, PLAN
+            warp + after, q, new_score, bases, table, position, fresh, g, t, zero_f32, score_scale,
+            PLAN,
         )  # fmt: skip
         leave_warp(softmax, buffer, sums_at, warp + after, g, t, PLAN)
     _store(
@@ -136,7 +134,7 @@ def attend_whole(
 
 @gluon.jit
 def _attend_as(
-    warp, q, new_score, bases, table, end, fresh, g, t, none, scale, PLAN: gl.constexpr
+    warp, q, new_score, bases, table, end, fresh, g, t, zero_f32, scale, PLAN: gl.constexpr
 ):  # fmt: skip
     """The softmax over the keys of another warp, for which the program has none."""
     KEYS: gl.constexpr = 8 * PLAN.keys.blocks
@@ -146,12 +144,12 @@ def _attend_as(
     next_page = page_of(table, row + TURN, end)
     keys = load_keys(bases, page, row + g, end, g, t, row < end, PLAN)
     values = load_values(bases, page, row + 2 * t, end, g, row < end, PLAN)
-    softmax = nothing_yet(new_score, none, PLAN)
+    softmax = nothing_yet(new_score, zero_f32, PLAN)
     softmax, keys, values, row = attend_turns(
         row, next_page, keys, values, softmax, q, bases, table, (0, end, TURN), fresh, g, t,
-        none, scale, PLAN,
+        zero_f32, scale, PLAN,
     )  # fmt: skip
-    return attend(softmax, q, keys, values, row, end, t, none, scale, False, PLAN)
+    return attend(softmax, q, keys, values, row, end, t, zero_f32, scale, False, PLAN)
 
 
 @gluon.jit
@@ -165,7 +163,7 @@ def _store(
     GROUPS: gl.constexpr = PLAN.groups
     QUADS: gl.constexpr = 4 * PLAN.sets  # of sums a lane: elements d, d + 1 of heads 2 t, 2 t + 1
     EACH: gl.constexpr = (QUADS + WARPS - 1) // WARPS  # quads of a warp, side by side
-    warp, lane, _, none = thread
+    warp, lane, _, zero_f32 = thread
     g = lane // 4
     t = lane % 4
     new_values = ()
@@ -186,9 +184,9 @@ def _store(
         there = (quad < QUADS) & (d < PLAN.columns)
         v = new_values[e]
         append_pair(v_base, new_at, d, v, there & (t == 0), PLAN)
-        of_groups = sum_warps(quad, sums_at, weights, news, v, none, PLAN)
+        of_groups = sum_warps(quad, sums_at, weights, news, v, zero_f32, PLAN)
         for h in gl.static_range(4):
-            y = none
+            y = zero_f32
             for n in gl.static_range(GROUPS):
                 if GROUPS == 1:
                     y = of_groups[n][h]

@@ -66,25 +66,24 @@ def attention_whole_splits_kernel(
     BUFFER: gl.constexpr = PLAN.buffer
     buffer = shared_buffer(BUFFER)  # once for both
     position = gl.load(positions_ptr + gl.program_id(1))  # of an earlier step: before the wait
+    rope_ptrs = (cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr)
+    page_ptrs = (k_ptr, v_ptr, k_scales_ptr, v_scales_ptr)
     if position <= PLAN.keys.whole:
         attend_whole(
-            qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr,
-            v_scales_ptr, position, angles_ptr, rows_ptr, tables_ptr, out_ptr, buffer,
-            table_stride, eps, score_scale, PLAN,
+            qkv_ptr, rope_ptrs, page_ptrs, position, angles_ptr, rows_ptr, tables_ptr, out_ptr,
+            buffer, table_stride, eps, score_scale, PLAN,
         )  # fmt: skip
     else:
         _attend_splits(
-            qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr,
-            v_scales_ptr, position, angles_ptr, rows_ptr, tables_ptr, out_ptr, buffer,
-            table_stride, eps, score_scale, PLAN,
+            qkv_ptr, rope_ptrs, page_ptrs, position, angles_ptr, rows_ptr, tables_ptr, out_ptr,
+            buffer, table_stride, eps, score_scale, PLAN,
         )  # fmt: skip
 
 
 @gluon.jit
 def _attend_splits(
-    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
-    position, angles_ptr, rows_ptr, tables_ptr, out_ptr, buffer, table_stride, eps, score_scale,
-    PLAN: gl.constexpr,
+    qkv_ptr, rope_ptrs, page_ptrs, position, angles_ptr, rows_ptr, tables_ptr, out_ptr, buffer,
+    table_stride, eps, score_scale, PLAN: gl.constexpr,
 ):  # fmt: skip
     """More keys than `whole`, and at most a turn for each split."""
     WARPS: gl.constexpr = PLAN.running
@@ -93,7 +92,7 @@ def _attend_splits(
     D: gl.constexpr = PLAN.heads.dim
     TURN: gl.constexpr = PLAN.keys.turn
     thread = threads(WARPS)
-    warp, lane, zero, none = thread
+    warp, lane, zero, zero_f32 = thread
     g = lane // 4
     t = lane % 4
     head, token = gl.program_id(0), gl.program_id(1)
@@ -101,19 +100,17 @@ def _attend_splits(
     angle = gl.load(angles_ptr + token)
     sequence = gl.load(rows_ptr + token)
     table = tables_ptr.to(gl.int64, bitcast=True) + sequence.to(gl.int64) * table_stride * 4
-    bases = bases_of(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, head, column, PLAN)
+    bases = bases_of(page_ptrs, head, column, PLAN)
     new_page = page_of(table, position + zero, position + 1)
     loaded = _load_block(bases, table, warp * TURN, position, 0, g, t, PLAN)
-    rotations = load_rotations(
-        cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, angle, warp, lane, zero, PLAN
-    )
+    rotations = load_rotations(rope_ptrs, angle, warp, lane, zero, PLAN)
     if PLAN.pdl:
         gdc_wait()
         gdc_launch_dependents()
 
     key = PLAN.heads.kv * SHARED * PLAN.query + kv_head(head, PLAN) * D
     qkv = qkv_ptr.to(gl.int64, bitcast=True) + token.to(gl.int64) * (2 * PLAN.width)
-    value = column if PLAN.coded else qkv + (key + PLAN.stored * D + column) * 2
+    value = column if PLAN.quantized else qkv + (key + PLAN.stored * D + column) * 2
     q, new_score, _, _, fresh, buffer, new_at = score_new_key(
         qkv, key, bases, new_page, rotations, (), (), (0, position, 0), value,
         (head, token, position, position), buffer + zero, thread, eps, score_scale, PLAN,
@@ -121,12 +118,13 @@ def _attend_splits(
     sums_at = own_sums(buffer, g, t, SPLITS, PLAN)
     for first in gl.static_range(0, SPLITS, WARPS):
         split = first + warp
-        acc, top, total = nothing_yet(new_score, none, PLAN)
+        acc, top, total = nothing_yet(new_score, zero_f32, PLAN)
         if position > first * TURN:
             if first > 0:
                 loaded = _load_block(bases, table, split * TURN, position, 0, g, t, PLAN)
             acc, top, total = _attend_split(
-                loaded, q, bases, table, split, position, new_score, g, t, none, score_scale, PLAN
+                loaded, q, bases, table, split, position, new_score, g, t, zero_f32, score_scale,
+                PLAN,
             )  # fmt: skip
         _leave_split(acc, top, total, buffer, sums_at, split, g, t, PLAN)
     barrier()
@@ -155,7 +153,7 @@ def _load_block(bases, table, row, end, i: gl.constexpr, g, t, PLAN: gl.constexp
 
 @gluon.jit
 def _attend_split(
-    loaded, q, bases, table, split, end, new_score, g, t, none, scale, PLAN: gl.constexpr
+    loaded, q, bases, table, split, end, new_score, g, t, zero_f32, scale, PLAN: gl.constexpr
 ):  # fmt: skip
     """A split's sums, highest score and sum of weights, without the new value.
 
@@ -171,17 +169,17 @@ def _attend_split(
     for i in gl.static_range(BLOCKS):
         keys = loaded
         loaded = _load_block(bases, table, row, end, i + 1, g, t, PLAN)
-        scores, shares = key_scores(q, keys, none, t, PLAN)
+        scores, shares = key_scores(q, keys, zero_f32, t, PLAN)
         scores = visible(scores, row + i * KEYS, end, t, scale)
-        top, total, _, p = online_softmax(new_score, none, scores)
+        top, total, _, p = online_softmax(new_score, zero_f32, scores)
         total += across(total, 1)
         total += across(total, 2)
-        weights = weights + (weight_words(p, shares, none, PLAN),)
+        weights = weights + (weight_words(p, shares, zero_f32, PLAN),)
         tops = tops + (top,)
         totals = totals + (total,)
         highest = gl.maximum(highest, top)
     whole = gl.where(split == 0, gl.exp2(new_score - highest), 0.0)
-    sums, _, _ = nothing_yet(new_score, none, PLAN)
+    sums, _, _ = nothing_yet(new_score, zero_f32, PLAN)
     for i in gl.static_range(BLOCKS):
         values = loaded
         if i + 1 < BLOCKS:
@@ -193,7 +191,8 @@ def _attend_split(
         new = ()
         for quad in gl.static_range(len(sums)):
             s = sums[quad]
-            a = add_column((none, none, none, none), values, quad, weights[i], none, PLAN)
+            no_sums = (zero_f32, zero_f32, zero_f32, zero_f32)
+            a = add_column(no_sums, values, quad, weights[i], zero_f32, PLAN)
             pair = gl.fma(even, a[0], s[0]), gl.fma(odd, a[1], s[1])
             new = new + (pair + (gl.fma(even, a[2], s[2]), gl.fma(odd, a[3], s[3])),)
         sums = new
@@ -229,7 +228,7 @@ def _store(
     QUADS: gl.constexpr = 4 * PLAN.sets
     EACH: gl.constexpr = (QUADS + WARPS - 1) // WARPS
     BYTES: gl.constexpr = 128 * ((SHARED + 1) // 2)  # of a quad
-    warp, lane, _, none = thread
+    warp, lane, _, zero_f32 = thread
     g = lane // 4
     t = lane % 4
     shares = ()
@@ -267,7 +266,7 @@ def _store(
             for s in gl.static_range(SPLITS):
                 one = as_float(of_splits[s][h])
                 new = of_pair(v, h // 2, PLAN)
-                one = gl.fma(news[h % 2] if s == 0 else none, new, one)
+                one = gl.fma(news[h % 2] if s == 0 else zero_f32, new, one)
                 parts = parts + (shares[SPLITS * (h % 2) + s] * one,)
             y = joined(parts, PLAN.keys.most) * inverses[h % 2]
             if PLAN.heads.gated:

@@ -156,7 +156,7 @@ def row_values(at, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def products(S, q, k, none, PLAN: gl.constexpr):
+def products(S, q, k, zero_f32, PLAN: gl.constexpr):
     """S^T q and S^T k over a thread's rows of S, four columns each.
 
     Rows of a unit are summed one after another, then units in pairs, as lanes are. So the order of
@@ -166,8 +166,8 @@ def products(S, q, k, none, PLAN: gl.constexpr):
     UNITS: gl.constexpr = PLAN.rows // PLAN.unit
     sums = ()
     for unit in gl.static_range(UNITS):
-        part_q = (none, none, none, none)
-        part_k = (none, none, none, none)
+        part_q = (zero_f32, zero_f32, zero_f32, zero_f32)
+        part_k = (zero_f32, zero_f32, zero_f32, zero_f32)
         for i in gl.static_range(UNIT):
             part_q = _add4(part_q, S[unit * UNIT + i], q[unit * UNIT + i])
             part_k = _add4(part_k, S[unit * UNIT + i], k[unit * UNIT + i])
@@ -215,25 +215,25 @@ def store_products(at, whole, first_row, warp, lane, own, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def store_totals(sums_at, totals_at, thread, none, PLAN: gl.constexpr):
+def store_totals(sums_at, totals_at, thread, zero_f32, PLAN: gl.constexpr):
     """Products summed over the warps, in shared memory: [2, columns]."""
     WARPS: gl.constexpr = PLAN.warps
     COLUMNS: gl.constexpr = PLAN.columns
     which = gl.where(thread >= PLAN.half, 1, 0)
     column = thread % PLAN.half
     at = sums_at + (which * (WARPS * COLUMNS) + gl.minimum(column, COLUMNS - 1)) * 4
-    total = none
+    total = zero_f32
     for w in gl.static_range(WARPS):
         total += load_shared4(at, w * COLUMNS * 4)
     store_shared4(totals_at + (which * COLUMNS + column) * 4, total, column < COLUMNS)
 
 
 @gluon.jit
-def norms(q_at, k_at, lane, none, Dk: gl.constexpr):
+def norms(q_at, k_at, lane, zero_f32, Dk: gl.constexpr):
     """Factors of q (its norm and scale) and of k (its norm), and q . k before them."""
-    qq = none
-    kk = none
-    qk = none
+    qq = zero_f32
+    kk = zero_f32
+    qk = zero_f32
     if Dk == 128:
         q = floats(q_at + lane * 16, 4)
         k = floats(k_at + lane * 16, 4)

@@ -60,7 +60,7 @@ def recurrence_kernel(
     TURN: gl.constexpr = PLAN.turn
     SLOT: gl.constexpr = PLAN.sizes.Hv * PLAN.sizes.Dk * PLAN.sizes.Dv * 4  # bytes
     BUFFER: gl.constexpr = PLAN.buffer
-    warp, lane, zero, none = threads(PLAN.warps)
+    warp, lane, zero, zero_f32 = threads(PLAN.warps)
     thread = warp * 32 + lane
     head = gl.program_id(0) // PLAN.splits
     split = gl.program_id(0) % PLAN.splits
@@ -127,10 +127,10 @@ def recurrence_kernel(
         before = count_reader(arrived + zero, slot, targets, zero, thread, PLAN)
         moved = part(v_before, 1, W - 2) + (vz_input,)
         store_window(window_ptr, v_target, moved, vz, v_target >= 0, SIZES)
-        store_factors(places, gated, b, a, decay, dt_bias, (warp, lane, none), PLAN)
+        store_factors(places, gated, b, a, decay, dt_bias, (warp, lane, zero_f32), PLAN)
         for t in range(0, count):
             target = gl.load(write_ptr + base + t)
-            S = after_token(S, t, places, before, first_row, own, (warp, lane, none), PLAN)
+            S = after_token(S, t, places, before, first_row, own, (warp, lane, zero_f32), PLAN)
             if target >= 0:
                 for i in gl.static_range(ROWS):
                     row_at = memory + target.to(gl.int64) * SLOT + i * (Dv * 4)
@@ -202,12 +202,12 @@ def moves_window(places, slot, target, PLAN: gl.constexpr):
 @gluon.jit
 def store_factors(places, token, b, a, decay, dt_bias, thread, PLAN: gl.constexpr):
     """Leave the factors of a warp's token in shared memory."""
-    warp, lane, none = thread
+    warp, lane, zero_f32 = thread
     keys_at = places[0] + token * PLAN.key_bytes
     at = places[3] + token * 32
-    q_norm, k_norm, q_k = norms(keys_at, keys_at + PLAN.half * 4, lane, none, PLAN.sizes.Dk)
+    q_norm, k_norm, q_k = norms(keys_at, keys_at + PLAN.half * 4, lane, zero_f32, PLAN.sizes.Dk)
     beta, g = gates(b, a, decay, dt_bias)
-    words = (as_word(beta + none), as_word(gl.exp(g)), as_word(k_norm), as_word(q_norm))
+    words = (as_word(beta + zero_f32), as_word(gl.exp(g)), as_word(k_norm), as_word(q_norm))
     store_shared16(at, words, (lane == 0) & (warp < PLAN.turn))
     store_shared4(at + 16, q_k, (lane == 0) & (warp < PLAN.turn))
 
@@ -219,16 +219,16 @@ def after_token(S, t, places, before, first_row, own, thread, PLAN: gl.constexpr
     first_row, own: first of the thread's rows and columns; before: see `count_reader`.
     """
     ROWS: gl.constexpr = PLAN.rows
-    warp, lane, none = thread
+    warp, lane, zero_f32 = thread
     thread = warp * 32 + lane
     keys_at, values_at, totals_at, factors_at, _, before_at, sums_at = places
     totals_at += t * PLAN.value_bytes
     rows_at = keys_at + t * PLAN.key_bytes + first_row * 4
     q = row_values(rows_at, ROWS)
     k = row_values(rows_at + PLAN.half * 4, ROWS)
-    store_products(sums_at, products(S, q, k, none, PLAN), first_row, warp, lane, own, PLAN)
+    store_products(sums_at, products(S, q, k, zero_f32, PLAN), first_row, warp, lane, own, PLAN)
     barrier()
-    store_totals(sums_at, totals_at, thread, none, PLAN)
+    store_totals(sums_at, totals_at, thread, zero_f32, PLAN)
     if PLAN.sharers > 1:
         store_shared4(before_at, as_float(before), thread == 0)
     values = floats(values_at + t * PLAN.value_bytes + own * 4, 4)

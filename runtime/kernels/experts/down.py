@@ -76,7 +76,7 @@ def _experts_down_kernel(
     ITEMS: gl.constexpr = ROUNDS * R
     if PLAN.PDL and PLAN.LAUNCH.early:
         gdc_launch_dependents()
-    warp, lane, zero, none = threads(WARPS)
+    warp, lane, zero, zero_f32 = threads(WARPS)
     buffer = shared_memory(PLAN.SHARED, WARPS, N < 0) + zero
     g = lane // 4
     t = lane % 4
@@ -122,8 +122,8 @@ def _experts_down_kernel(
             n = gl.minimum(tile * 16 + half * 8 + g, N - 1)
             added = added + (gl.load(added_ptr + token.to(gl.int64) * N + n).to(gl.float32),)
     stage_tokens(
-        act_ptr + token.to(gl.int64) * (SLOTS * PLAN.WIDTH), (), (), None, buffer, warp, lane, none,
-        1, 0.0, 0, W.CODEC.SUBBYTE, WARPS, X,
+        act_ptr + token.to(gl.int64) * (SLOTS * PLAN.WIDTH), (), (), None, buffer, warp, lane,
+        zero_f32, 1, 0.0, 0, W.CODEC.SUBBYTE, WARPS, X,
     )  # fmt: skip
     barrier()
     sums_at = buffer + PLAN.SUMS
@@ -140,18 +140,18 @@ def _experts_down_kernel(
                     ),
                 )  # fmt: skip
             _multiply_unit(
-                loaded[i], buffer, own_unit, lane, none,
+                loaded[i], buffer, own_unit, lane, zero_f32,
                 sums_at + turn * (R * UNITS * SUM_BYTES) + (unit * 8 + g) * 8,
                 (t == 0) & (unit < UNITS), PLAN,
             )  # fmt: skip
         loaded = next_loaded
     barrier()
-    factor = none + W.CODEC.FACTOR
+    factor = zero_f32 + W.CODEC.FACTOR
     for first in gl.static_range(0, ITEMS, WARPS):
         item = first + warp
         at = sums_at + (gl.minimum(item, ITEMS - 1) * (UNITS * 8) + g) * 8
-        low = none
-        high = none
+        low = zero_f32
+        high = zero_f32
         for slot in gl.static_range(SLOTS):
             y = sum_of_parts(at + slot * (STEPS * SUM_BYTES), STEPS, 8, 1)
             low = gl.fma(share[slot], y[0], low)
@@ -182,7 +182,7 @@ def _address(pointer, zero):
 
 @gluon.jit
 def _multiply_unit(
-    loaded, buffer, unit, lane, none, sums_at, held,
+    loaded, buffer, unit, lane, zero_f32, sums_at, held,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """One step of one expert times its slot, for all tiles; leaves their sums side by side."""
@@ -198,7 +198,7 @@ def _multiply_unit(
     units = buffer + X.UNITS + slot * (PLAN.WIDTH // BLOCK_K * 4) + unit_of(lane, 1)
     mixed = gl.where(lane % 2 == 0, 256, 0)
     acc = multiply_steps(
-        zero_sums(none, R, 1), loaded, digits, units, step, mixed, 0, 1, STEPS, W, X
+        zero_sums(zero_f32, R, 1), loaded, digits, units, step, mixed, 0, 1, STEPS, W, X
     )
     for r in gl.static_range(R):
         store_sums(acc[r], sums_at + r * TILE_BYTES, held, True)

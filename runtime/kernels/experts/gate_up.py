@@ -70,13 +70,13 @@ def _experts_gate_up_kernel(
     X: gl.constexpr = PLAN.X
     TILES: gl.constexpr = PLAN.LAUNCH.tiles
     WARPS: gl.constexpr = PLAN.LAUNCH.warps
-    ABREAST: gl.constexpr = PLAN.LAUNCH.abreast
+    WARP_GROUPS: gl.constexpr = PLAN.LAUNCH.warp_groups
     ROUNDS: gl.constexpr = PLAN.LAUNCH.rounds
     SUMS: gl.constexpr = PLAN.SUMS
-    PARTS: gl.constexpr = WARPS // ABREAST  # warps that share a tile
+    PARTS: gl.constexpr = WARPS // WARP_GROUPS  # warps that share a tile
     AHEAD: gl.constexpr = min(PLAN.LAUNCH.steps, (W.STEPS + PARTS - 1) // PARTS)
-    ITEMS: gl.constexpr = ROUNDS * ABREAST * TILES
-    warp, lane, zero, none = threads(WARPS)
+    ITEMS: gl.constexpr = ROUNDS * WARP_GROUPS * TILES
+    warp, lane, zero, zero_f32 = threads(WARPS)
     buffer = shared_memory(PLAN.SHARED, WARPS, tiles < 0) + zero
     g = lane // 4
     t = lane % 4
@@ -97,23 +97,23 @@ def _experts_gate_up_kernel(
     at = tile_addresses(words_ptr, scales_ptr, own_tile, (expert + 1) * tiles, part, lane, TILES, W)
     loaded = load_steps(at, part, 0, AHEAD, PARTS, W)
     stage_tokens(
-        x_ptr + token.to(gl.int64) * W.K, (), gains, None, buffer, warp, lane, none, 1, eps, 0,
+        x_ptr + token.to(gl.int64) * W.K, (), gains, None, buffer, warp, lane, zero_f32, 1, eps, 0,
         W.CODEC.SUBBYTE, WARPS, X,
     )  # fmt: skip
     barrier()
-    factor = none + W.CODEC.FACTOR
-    factor *= norm_factor(total_of(buffer + X.SQUARES, lane, none, X), eps, W.K)
+    factor = zero_f32 + W.CODEC.FACTOR
+    factor *= norm_factor(total_of(buffer + X.SQUARES, lane, zero_f32, X), eps, W.K)
     digits = buffer + column_of(lane, X) + part * (W.CODEC.BLOCKS * X.NEXT)
     units = buffer + X.UNITS + unit_of(lane, 1)
     own = (part, gl.where(t % 2 == 0, 256, 0), t == 0, g)
     for turn in gl.static_range(ROUNDS):
         next_at = tile_addresses(
-            words_ptr, scales_ptr, own_tile + (turn + 1) * (ABREAST * TILES), (expert + 1) * tiles,
-            part, lane, TILES, W,
+            words_ptr, scales_ptr, own_tile + (turn + 1) * (WARP_GROUPS * TILES),
+            (expert + 1) * tiles, part, lane, TILES, W,
         )  # fmt: skip
         loaded = multiply_round(
-            loaded, at, next_at, digits, units, own, turn * ABREAST + warp // PARTS, buffer + SUMS,
-            none, turn + 1 < ROUNDS, AHEAD, PARTS, W, X,
+            loaded, at, next_at, digits, units, own, turn * WARP_GROUPS + warp // PARTS,
+            buffer + SUMS, zero_f32, turn + 1 < ROUNDS, AHEAD, PARTS, W, X,
         )  # fmt: skip
         at = next_at
     barrier()

@@ -139,7 +139,7 @@ def begin(weights, x, buffer, tiles, warp, lane, B: gl.constexpr):
 
 @gluon.jit
 def multiply(
-    weights, x, buffer, read_at, write_at, done, tiles, warp, lane, none, B: gl.constexpr
+    weights, x, buffer, read_at, write_at, done, tiles, warp, lane, zero_f32, B: gl.constexpr
 ):  # fmt: skip
     """Sums [ROWS / 8][tiles] of four: rows g and g + 8 of a tile, of tokens 2 * t and 2 * t + 1.
 
@@ -151,7 +151,7 @@ def multiply(
     LAST: gl.constexpr = (B.LAUNCH.stages - 1) * B.STAGE
     acc = ()
     for _i in gl.static_range(B.LAUNCH.tiles * (B.ROWS // 8)):
-        acc = acc + ((none, none, none, none),)
+        acc = acc + ((zero_f32, zero_f32, zero_f32, zero_f32),)
     for turn in range(0, B.TURNS):
         wait_copies(B.LAUNCH.stages - 2)
         barrier()

@@ -69,7 +69,7 @@ def _multiply_expert(
     SIZE: gl.constexpr = (LAUNCH.stages * BLOCK.STAGE + 1023) // 1024 * 1024
     TILE_BYTES: gl.constexpr = W.STEPS * W.CODEC.STEP_BYTES
     TILE_SCALES: gl.constexpr = W.GROUPS * 32 * BLOCK.PARTS
-    warp, lane, zero, none = threads(LAUNCH.warps)
+    warp, lane, zero, zero_f32 = threads(LAUNCH.warps)
     block = blocks_ptr + gl.program_id(1) * 3
     first = gl.load(block + 1)
     end = gl.load(block + 2)
@@ -83,20 +83,21 @@ def _multiply_expert(
         SHORTER: gl.constexpr = len(BLOCK.SHORTER)
         if end - first > SHORTER * LAUNCH.least:
             _multiply_block(
-                given, columns, weights, tiles, buffer, first, end, warp, lane, none, SLOTS, BLOCK
-            )
+                given, columns, weights, tiles, buffer, first, end, warp, lane, zero_f32, SLOTS,
+                BLOCK,
+            )  # fmt: skip
         else:
             for i in gl.static_range(SHORTER):
                 if (end - first > i * LAUNCH.least) & (end - first <= (i + 1) * LAUNCH.least):
                     _multiply_block(
-                        given, columns, weights, tiles, buffer, first, end, warp, lane, none,
+                        given, columns, weights, tiles, buffer, first, end, warp, lane, zero_f32,
                         SLOTS, shorter(BLOCK, i),
                     )  # fmt: skip
 
 
 @gluon.jit
 def _multiply_block(
-    given, columns, weights, tiles, buffer, first, end, warp, lane, none,
+    given, columns, weights, tiles, buffer, first, end, warp, lane, zero_f32,
     SLOTS: gl.constexpr, B: gl.constexpr,
 ):  # fmt: skip
     """The places from `first` to `end` times this program's tiles of their expert."""
@@ -116,7 +117,7 @@ def _multiply_block(
     write_at = lane * 0 + (B.LAUNCH.stages - 1) * B.STAGE
     for turn in range(0, B.LAUNCH.passes * B.TURNS, B.TURNS):
         acc, read_at, write_at = multiply(
-            weights, x, buffer, read_at, write_at, turn, tiles, warp, lane, none, B
+            weights, x, buffer, read_at, write_at, turn, tiles, warp, lane, zero_f32, B
         )
         tile = tile_of(turn, tiles, warp, B)
         own = recomputed(lane)

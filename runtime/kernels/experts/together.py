@@ -74,7 +74,7 @@ def _experts_gate_up_together_kernel(
     """PLAN: an `ExpertsPlan`; GIVEN: `Digits` of all tokens."""
     X: gl.constexpr = PLAN.X
     WARPS: gl.constexpr = PLAN.LAUNCH.warps
-    warp, lane, zero, none = threads(WARPS)
+    warp, lane, zero, zero_f32 = threads(WARPS)
     buffer = shared_memory(PLAN.SHARED, WARPS, tiles < 0) + zero
     if PLAN.PDL:
         gdc_wait()
@@ -84,7 +84,7 @@ def _experts_gate_up_together_kernel(
         expert = gl.load(numbers_ptr + pairs[0]) + zero
         _gate_up(
             digits_ptr, expert, pairs, words_ptr, scales_ptr, act_ptr, tiles, buffer, warp, lane,
-            none, PLAN, GIVEN,
+            zero_f32, PLAN, GIVEN,
         )  # fmt: skip
 
 
@@ -99,9 +99,9 @@ def _pairs_of_group(groups_ptr, X: gl.constexpr):
 
 
 @gluon.jit
-def _row_addresses(act_ptr, pairs, none, WIDTH: gl.constexpr):
+def _row_addresses(act_ptr, pairs, zero_f32, WIDTH: gl.constexpr):
     """Addresses of the rows of all pairs, that of the first for none."""
-    zero = none.to(gl.int64)
+    zero = zero_f32.to(gl.int64)
     rows = ()
     for i in gl.static_range(len(pairs)):
         row = gl.where(pairs[i] < 0, pairs[0], pairs[i]).to(gl.int64)
@@ -111,7 +111,7 @@ def _row_addresses(act_ptr, pairs, none, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _gate_up(
-    digits_ptr, expert, pairs, words_ptr, scales_ptr, act_ptr, tiles, buffer, warp, lane, none,
+    digits_ptr, expert, pairs, words_ptr, scales_ptr, act_ptr, tiles, buffer, warp, lane, zero_f32,
     PLAN: gl.constexpr, GIVEN: gl.constexpr,
 ):  # fmt: skip
     """A program's tiles of gate and up of an expert for the tokens of some pairs."""
@@ -119,31 +119,31 @@ def _gate_up(
     X: gl.constexpr = PLAN.X
     TILES: gl.constexpr = PLAN.LAUNCH.tiles
     WARPS: gl.constexpr = PLAN.LAUNCH.warps
-    ABREAST: gl.constexpr = PLAN.LAUNCH.abreast
+    WARP_GROUPS: gl.constexpr = PLAN.LAUNCH.warp_groups
     ROUNDS: gl.constexpr = PLAN.LAUNCH.rounds
-    PARTS: gl.constexpr = WARPS // ABREAST  # warps that share a tile, as of a lone token
+    PARTS: gl.constexpr = WARPS // WARP_GROUPS  # warps that share a tile, as of a lone token
     AHEAD: gl.constexpr = min(PLAN.LAUNCH.steps, (W.STEPS + PARTS - 1) // PARTS)
     NT: gl.constexpr = (X.TOKENS + 1) // 2
-    ITEMS: gl.constexpr = ROUNDS * ABREAST * TILES * NT
+    ITEMS: gl.constexpr = ROUNDS * WARP_GROUPS * TILES * NT
     g = lane // 4
     t = lane % 4
     part = warp % PARTS
-    first_tile = gl.program_id(0) * (ROUNDS * ABREAST * TILES)
+    first_tile = gl.program_id(0) * (ROUNDS * WARP_GROUPS * TILES)
     tile = expert * tiles + first_tile + warp // PARTS * TILES
     end = (expert + 1) * tiles
     at = tile_addresses(words_ptr, scales_ptr, tile, end, part, lane, TILES, W)
     loaded = load_steps(at, part, 0, AHEAD, PARTS, W)
-    _copy_digits(digits_ptr, pairs, buffer, warp, lane, none, PLAN, GIVEN)
+    _copy_digits(digits_ptr, pairs, buffer, warp, lane, zero_f32, PLAN, GIVEN)
     digits = buffer + column_of(lane, X) + part * (W.CODEC.BLOCKS * X.NEXT)
     units = buffer + X.UNITS + unit_of(lane, X.TOKENS)
     own = (part, gl.where(t % 2 == 0, 256, 0), t % 2 == 0, lane // 2)
     sums_at = buffer + PLAN.SUMS
     for turn in range(ROUNDS):
-        next_tile = tile + gl.minimum(turn + 1, ROUNDS - 1) * (ABREAST * TILES)
+        next_tile = tile + gl.minimum(turn + 1, ROUNDS - 1) * (WARP_GROUPS * TILES)
         next_at = tile_addresses(words_ptr, scales_ptr, next_tile, end, part, lane, TILES, W)
         loaded = multiply_looped(
-            loaded, at, next_at, digits, units, own, turn * ABREAST + warp // PARTS, sums_at, none,
-            True, AHEAD, PARTS, W, X,
+            loaded, at, next_at, digits, units, own, turn * WARP_GROUPS + warp // PARTS, sums_at,
+            zero_f32, True, AHEAD, PARTS, W, X,
         )  # fmt: skip
         at = next_at
     barrier()
@@ -166,7 +166,7 @@ def _gate_up(
 
 @gluon.jit
 def _copy_digits(
-    digits_ptr, pairs, buffer, warp, lane, none, PLAN: gl.constexpr, GIVEN: gl.constexpr
+    digits_ptr, pairs, buffer, warp, lane, zero_f32, PLAN: gl.constexpr, GIVEN: gl.constexpr
 ):  # fmt: skip
     """Put digits and units of a group's tokens into shared memory, the first's again for none."""
     X: gl.constexpr = PLAN.X
@@ -174,7 +174,7 @@ def _copy_digits(
     CHUNKS: gl.constexpr = X.TOKEN // 16
     BLOCKS: gl.constexpr = X.BLOCKS
     thread = warp * 32 + lane
-    given = digits_ptr.to(gl.int64, bitcast=True) + none.to(gl.int64)
+    given = digits_ptr.to(gl.int64, bitcast=True) + zero_f32.to(gl.int64)
     for i in gl.static_range(len(pairs)):
         token = gl.where(pairs[i] < 0, pairs[0], pairs[i]) // PLAN.CHOICE.SLOTS
         for first in gl.static_range(0, CHUNKS, THREADS):
@@ -206,7 +206,7 @@ def _experts_down_together_kernel(
     """PLAN: an `ExpertsPlan`."""
     X: gl.constexpr = PLAN.X
     WARPS: gl.constexpr = PLAN.LAUNCH.warps
-    warp, lane, zero, none = threads(WARPS)
+    warp, lane, zero, zero_f32 = threads(WARPS)
     buffer = shared_memory(PLAN.SHARED, WARPS, N < 0) + zero
     if PLAN.PDL:
         gdc_wait()
@@ -216,13 +216,13 @@ def _experts_down_together_kernel(
         expert = gl.load(numbers_ptr + pairs[0]) + zero
         _down(
             act_ptr, expert, pairs, words_ptr, scales_ptr, part_ptr, N, tiles, buffer, warp, lane,
-            none, PLAN,
+            zero_f32, PLAN,
         )  # fmt: skip
 
 
 @gluon.jit
 def _down(
-    act_ptr, expert, pairs, words_ptr, scales_ptr, part_ptr, N, tiles, buffer, warp, lane, none,
+    act_ptr, expert, pairs, words_ptr, scales_ptr, part_ptr, N, tiles, buffer, warp, lane, zero_f32,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """A program's tiles of down of an expert for some pairs; each step is summed by itself."""
@@ -239,9 +239,9 @@ def _down(
     t = lane % 4
     first_tile = gl.program_id(0) * (ROUNDS * TILES)
     loaded = _load_own(words_ptr, scales_ptr, expert, tiles, first_tile, warp, lane, PLAN)
-    rows = _row_addresses(act_ptr, pairs, none, PLAN.WIDTH)
+    rows = _row_addresses(act_ptr, pairs, zero_f32, PLAN.WIDTH)
     stage_tokens(
-        act_ptr, rows, (), None, buffer, warp, lane, none, X.TOKENS, 0.0, 0, W.CODEC.SUBBYTE,
+        act_ptr, rows, (), None, buffer, warp, lane, zero_f32, X.TOKENS, 0.0, 0, W.CODEC.SUBBYTE,
         WARPS, X,
     )  # fmt: skip
     barrier()
@@ -260,7 +260,7 @@ def _down(
             digits = buffer + column_of(lane, X) + mine * (W.CODEC.BLOCKS * X.NEXT)
             units = buffer + X.UNITS + unit_of(lane, X.TOKENS)
             acc = multiply_steps(
-                zero_sums(none, TILES, X.TOKENS), loaded[i], digits, units, mine, mixed, 0, 1,
+                zero_sums(zero_f32, TILES, X.TOKENS), loaded[i], digits, units, mine, mixed, 0, 1,
                 STEPS, W, X,
             )  # fmt: skip
             for j in gl.static_range(len(acc)):
@@ -269,7 +269,7 @@ def _down(
                 store_sums(acc[j], to, (t % 2 == 0) & (step < STEPS), True)
         loaded = next_loaded
     barrier()
-    factor = none + W.CODEC.FACTOR
+    factor = zero_f32 + W.CODEC.FACTOR
     for first in gl.static_range(0, ITEMS, WARPS):
         item = first + warp
         here = sums_at + (gl.minimum(item, ITEMS - 1) * STEPS * LANES + lane // 2) * 8

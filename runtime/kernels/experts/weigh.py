@@ -24,7 +24,7 @@ def _experts_weigh_kernel(
     SLOTS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A column of a token for each lane."""
-    warp, lane, zero, none = threads(WARPS)
+    warp, lane, zero, zero_f32 = threads(WARPS)
     n = (gl.program_id(0) * WARPS + warp) * 32 + lane
     there = n < N
     n = gl.minimum(n, N - 1)
@@ -36,7 +36,7 @@ def _experts_weigh_kernel(
     parts = ()
     for slot in gl.static_range(SLOTS):
         parts = parts + (gl.load(parts_ptr + (token * SLOTS + slot) * N + n),)
-    total = none
+    total = zero_f32
     for slot in gl.static_range(SLOTS):
         total = gl.fma(gl.load(shares_ptr + token * SLOTS + slot), parts[slot], total)
     gl.store(y_ptr + token * N + n, (total + added).to(y_ptr.dtype.element_ty), mask=there)

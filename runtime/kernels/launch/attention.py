@@ -75,19 +75,19 @@ LOADED = 4  # splits whose highest scores are loaded from shared memory at once
 CROWDED = 128  # programs that leave no multiprocessor for more parts, nor for splits
 
 
-def key_split(kv_heads: int, shared: int, head_dim: int, coded: bool = False) -> KeySplit:
+def key_split(kv_heads: int, shared: int, head_dim: int, quantized: bool = False) -> KeySplit:
     """The order of keys for `shared` query heads on each of `kv_heads` kv heads.
 
-    coded: keys and values are INT8 codes.
+    quantized: keys and values are INT8 codes.
     """
-    wide_bytes = join_bytes(shared, head_dim, 8, 1, SEQUENCE_TOKENS, coded)
+    wide_bytes = join_bytes(shared, head_dim, 8, 1, SEQUENCE_TOKENS, quantized)
     wide = head_dim > 128 and wide_bytes <= STATIC_SHARED
     most = min(MOST_SPLITS, (128 if wide else 256) // kv_heads)  # on some 130 multiprocessors
     return KeySplit(
         most=1 << max(most, 1).bit_length() - 1,
         warps=8 if wide else 4,
         groups=1 if wide else 2,
-        blocks=4 if coded else 2,
+        blocks=4 if quantized else 2,
         whole=KEYS_OF_ONE if most > 1 else UNSPLIT,
     )
 
@@ -96,77 +96,87 @@ def attention_launch(
     kv_heads: int,
     shared: int,
     head_dim: int,
-    reach: int,
+    max_kv_len: int,
     tokens: int,
-    together: int = 1,
-    coded: bool = False,
+    tokens_per_sequence: int = 1,
+    quantized: bool = False,
 ) -> AttentionLaunch:
-    """The programs of a step of `tokens` tokens at positions below `reach`.
+    """The programs of a step of `tokens` tokens at positions below `max_kv_len`.
 
     Args:
         shared: query heads of each.
-        reach: keys that there may be.
-        together: most of them of one sequence, a power of two.
-        coded: keys and values are INT8 codes.
+        max_kv_len: keys that there may be.
+        tokens_per_sequence: most of them of one sequence, a power of two.
+        quantized: keys and values are INT8 codes.
     """
-    keys = key_split(kv_heads, shared, head_dim, coded)
+    keys = key_split(kv_heads, shared, head_dim, quantized)
     width = shared * kv_heads * head_dim
-    if reach <= keys.whole:
+    if max_kv_len <= keys.whole:
         parts = max(1, head_dim // PART)
         warps = keys.warps * keys.groups
         while parts > 1 and tokens * kv_heads * parts > CROWDED:
-            fewer = join_bytes(shared, head_dim, warps, parts // 2, SEQUENCE_TOKENS, coded)
+            fewer = join_bytes(shared, head_dim, warps, parts // 2, SEQUENCE_TOKENS, quantized)
             if fewer > STATIC_SHARED:
                 break
             parts //= 2
         many = tokens * kv_heads * parts > MOST_WIDE
-        if together == 1 and many and head_dim == 128 and not coded:
+        if tokens_per_sequence == 1 and many and head_dim == 128 and not quantized:
             return AttentionLaunch(
                 keys, 1, parts, early=width <= WIDTH, registers=JOINED_REGISTERS, warps=NARROW
             )
-        near = reach <= KEYS_OF_ONE and head_dim // parts <= PART
+        near = max_kv_len <= KEYS_OF_ONE and head_dim // parts <= PART
         ahead = KEYS_OF_ONE // (keys.turn * keys.groups) if near else 0
         return AttentionLaunch(keys, 1, parts, ahead, early=width <= WIDTH)
-    splits = min(-(-reach // keys.turn), keys.most)
+    splits = min(-(-max_kv_len // keys.turn), keys.most)
     parts = max(1, head_dim // MOST_COLUMNS)
-    crowded = together == 1 and tokens * kv_heads * parts > CROWDED
-    spills = coded and head_dim > 128  # eight blocks of a split, which one warp would take
-    if crowded and not spills and reach <= keys.most * keys.turn:
+    crowded = tokens_per_sequence == 1 and tokens * kv_heads * parts > CROWDED
+    spills = quantized and head_dim > 128  # eight blocks of a split, which one warp would take
+    if crowded and not spills and max_kv_len <= keys.most * keys.turn:
         rounded = max(power_of_two(splits), LOADED)
-        if join_bytes(shared, head_dim, rounded, parts, together, coded) <= STATIC_SHARED:
+        if (
+            join_bytes(shared, head_dim, rounded, parts, tokens_per_sequence, quantized)
+            <= STATIC_SHARED
+        ):
             short = keys.turn <= SHORT_TURN and tokens * kv_heads * parts > MOST_WIDE
             warps = NARROW if rounded <= NARROW or short else None
             registers = JOINED_REGISTERS if head_dim == 128 else None
             return AttentionLaunch(
                 keys, rounded, parts, registers=registers, joined=True, warps=warps
             )
-    early = head_dim > 128 or width > WIDTH or reach <= SHORT
+    early = head_dim > 128 or width > WIDTH or max_kv_len <= SHORT
     registers = REGISTERS if tokens == 1 and head_dim == 128 else None
     return AttentionLaunch(keys, splits, early=early, registers=registers)
 
 
 def join_bytes(
-    shared: int, head_dim: int, warps: int, parts: int, together: int, coded: bool = False
+    shared: int,
+    head_dim: int,
+    warps: int,
+    parts: int,
+    tokens_per_sequence: int,
+    quantized: bool = False,
 ) -> int:
     """Shared memory of an attention program: queries and new keys, then sums of each warp."""
     sums = 4 * -(-head_dim // (64 * parts)) * 128 * -(-shared // 2)
-    return heads_bytes(shared, head_dim, together, coded) + warps * (64 + sums)
+    return heads_bytes(shared, head_dim, tokens_per_sequence, quantized) + warps * (64 + sums)
 
 
-def heads_bytes(shared: int, head_dim: int, together: int, coded: bool) -> int:
+def heads_bytes(shared: int, head_dim: int, tokens_per_sequence: int, quantized: bool) -> int:
     """Shared memory of queries and new keys; of codes also new values and all scales.
 
     Queries have two bytes an element then too, in rows of their own.
     """
-    row = head_row_bytes(head_dim, coded)
-    if not coded:
-        return (shared + together) * row
-    return 2 * (shared + together) * row + -(-(shared + 2 * together) // 4) * 16
+    row = head_row_bytes(head_dim, quantized)
+    if not quantized:
+        return (shared + tokens_per_sequence) * row
+    return (
+        2 * (shared + tokens_per_sequence) * row + -(-(shared + 2 * tokens_per_sequence) // 4) * 16
+    )
 
 
-def head_row_bytes(head_dim: int, coded: bool) -> int:
+def head_row_bytes(head_dim: int, quantized: bool) -> int:
     """Bytes from one head in shared memory to the next, padded so that they share no bank."""
-    return (1 if coded else 2) * head_dim + 64
+    return (1 if quantized else 2) * head_dim + 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,9 @@ def _staged(
 ) -> tuple[GemvLaunch, bool]:
     """The launch as it can be, and whether its programs stage x in so much shared memory."""
     if tokens == 1 and launch.split > 1 and normed:  # every program needs all squares
-        launch = replace(launch, warps=launch.parts, abreast=1, rounds=1, split=1, registers=128)
+        launch = replace(
+            launch, warps=launch.parts, warp_groups=1, rounds=1, split=1, registers=128
+        )
     places = places_of(W.K, launch, tokens, W.CODEC.STEP_K)
     needed = places_bytes(places, normed) + launch.sums_bytes(tokens)
     alone = launch.split == 1 or tokens == 1

@@ -26,7 +26,7 @@ class GemvLaunch:
     # most registers of a thread; None lets the compiler spill for occupancy's sake
     registers: int | None = None
     # groups of warps side by side. Each has tiles of its own, whose steps its warps share.
-    abreast: int = 1
+    warp_groups: int = 1
     # KB of shared memory that a program takes at least on Hopper. Programs that start early crowd
     # on the multiprocessors that have room first; so fewer of them fit on one.
     shared: int = 0
@@ -46,7 +46,7 @@ class GemvLaunch:
     @property
     def each(self) -> int:
         """Parts of a program."""
-        return self.warps // self.abreast
+        return self.warps // self.warp_groups
 
     def shares(self, bits: int) -> bool:
         """Tell if programs can share a lone token: each takes blocks of 256 columns as a whole."""
@@ -55,7 +55,7 @@ class GemvLaunch:
     @property
     def program_tiles(self) -> int:
         """Tiles of a program."""
-        return self.tiles * self.abreast * self.rounds
+        return self.tiles * self.warp_groups * self.rounds
 
     def spread_bytes(self, limit: int) -> int:
         """Shared memory that a program takes at least, of which as many fit as on Hopper.
@@ -100,7 +100,7 @@ GEMV_SHARES = (
     (40_000, 24, GemvLaunch(1, 4, 4, early=True, registers=128)),
     (10_000, 64, GemvLaunch(1, 4, 8, early=True)),
     (10_000, 24, GemvLaunch(1, 3, 8)),
-    (10_000, 0, GemvLaunch(1, 3, 8, early=True, abreast=2)),
+    (10_000, 0, GemvLaunch(1, 3, 8, early=True, warp_groups=2)),
     (0, 33, GemvLaunch(1, 6, 8, early=True)),
     (0, 16, GemvLaunch(1, 2, 8, early=True, registers=80)),
     (0, 0, GemvLaunch(2, 2, 4, registers=128)),
@@ -138,7 +138,7 @@ def _rounds_on(count: int, launch: GemvLaunch, tiles: int) -> GemvLaunch:
     """A launch of an H200 with as many programs for each multiprocessor of another card."""
     if launch.rounds == 1 or count == MULTIPROCESSORS:
         return launch
-    groups = -(-tiles // (launch.tiles * launch.abreast))
+    groups = -(-tiles // (launch.tiles * launch.warp_groups))
     each = -(-(-(-groups // launch.rounds) * launch.split) // MULTIPROCESSORS)
     return replace(launch, rounds=-(-groups * launch.split // (each * count)))
 
@@ -175,22 +175,22 @@ def _for_several(
     ahead = _divisor(-(-steps // parts), most)
     if ahead == 1 and steps * step_k > MEASURED_K:  # a prime number of steps
         ahead = min(2, most)
-    abreast = max(1, (16 if tiles < LARGE and tokens < GEMV_TOKENS else 8) // parts)
+    warp_groups = max(1, (16 if tiles < LARGE and tokens < GEMV_TOKENS else 8) // parts)
     launch = GemvLaunch(
         tiles=1,
         steps=ahead,
-        warps=parts * abreast,
+        warps=parts * warp_groups,
         early=one.early if tiles > LARGE or tokens == GEMV_TOKENS else True,
         registers=128 if tokens < GEMV_TOKENS else 255,
-        abreast=abreast,
+        warp_groups=warp_groups,
         staged=tokens < GEMV_TOKENS,
     )
     if (
         tokens == GEMV_TOKENS and parts > 1 and tiles <= LARGE
     ):  # digits are read from L2 by few programs
         rounds = -(-tiles * parts // (8 * count))
-        return replace(launch, warps=8, abreast=8, split=parts, rounds=rounds)
-    rounds = min(MOST_ROUNDS[tokens], -(-tiles // (abreast * count)))
+        return replace(launch, warps=8, warp_groups=8, split=parts, rounds=rounds)
+    rounds = min(MOST_ROUNDS[tokens], -(-tiles // (warp_groups * count)))
     if rounds == 2 and tokens < GEMV_TOKENS:  # digits are read once for two tiles
         return replace(launch, tiles=2, steps=max(1, launch.steps // 2))
     return replace(launch, rounds=rounds)

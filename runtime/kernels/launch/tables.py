@@ -17,13 +17,27 @@ SIZE = ("bits", "tiles", "steps", "tokens")  # of a linear; tokens only in `seve
 
 
 @cache
+def _sections() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(H200.read_text())
+    return found
+
+
+@cache
 def rows(section: Section) -> dict[tuple[int, ...], tuple[dict[str, Any], ...]]:
     """Numbers of launches by size: of a row's `launch`, and of its `several` where it has one."""
     found = {}
-    for row in json.loads(H200.read_text())[section]:
+    for row in _sections()[section]:
         size = tuple(row[name] for name in SIZE if name in row)
         found[size] = tuple(row[name] for name in ("launch", "several") if name in row)
     return found
+
+
+def seconds_beside_read(kind: Literal["dense", "experts"]) -> float:
+    """Seconds of a decode step's layer beyond the read of its bytes, of dense models or mixtures.
+
+    What measurements of whole models leave (BENCHMARKS.md).
+    """
+    return float(_sections()["beside_read_us"][kind]) * 1e-6
 
 
 def row_text(size: tuple[int, ...], launch: Any) -> str:

@@ -169,7 +169,7 @@ _LAUNCH = (
     Field("warps", least=1, most=16),
     Field("early", "flag"),
     Field("registers", least=32, most=255, default=None, nullable=True),
-    Field("abreast", least=1, most=16),
+    Field("warp_groups", least=1, most=16),
     Field("shared", least=0, most=STATIC_SHARED >> 10),
     Field("rounds", least=1, most=128),
     Field("split", least=1, most=16),
@@ -223,8 +223,8 @@ def _row(row: Any, where: str) -> tuple[Size, int, GemvLaunch]:
         raise FormatError(f"{where}: `tokens` must be a power of two, got {tokens}")
     shared = launch.split == 1 or launch.shares(about["bits"])
     alone = launch.staged and shared and launch.parts <= MOST_PARTS
-    if launch.warps & (launch.warps - 1) or launch.warps % launch.abreast:
-        raise FormatError(f"{where}: {launch.warps} warps, {launch.abreast} abreast")
+    if launch.warps & (launch.warps - 1) or launch.warps % launch.warp_groups:
+        raise FormatError(f"{where}: {launch.warps} warps, {launch.warp_groups} warp groups")
     if launch.sums_bytes(tokens) > MOST_SUMS or (tokens == 1 and not alone):
         raise FormatError(f"{where}: no kernel has such a launch for {tokens} tokens")
     return (about["bits"], about["tiles"], about["steps"], about["paired"]), tokens, launch

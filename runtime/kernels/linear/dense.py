@@ -108,7 +108,7 @@ def multiply_rows(
 
     own: the program's number; warp, lane and zero of each thread.
     """
-    number, warp, lane, none = own
+    number, warp, lane, zero_f32 = own
     K: gl.constexpr = D.K
     S: gl.constexpr = D.STEPS
     EACH: gl.constexpr = D.EACH
@@ -144,9 +144,9 @@ def multiply_rows(
         sums = ()
         squares = ()
         for _i in gl.static_range(2 * TILES * NT):
-            sums = sums + ((none, none, none, none),)
+            sums = sums + ((zero_f32, zero_f32, zero_f32, zero_f32),)
         for _i in gl.static_range(NT):
-            squares = squares + ((none, none, none, none),)
+            squares = squares + ((zero_f32, zero_f32, zero_f32, zero_f32),)
         for c in gl.static_range(0, S, AT_ONCE):
             loaded = _load_rows(
                 loaded, rows, first_chunk, len(loaded) // (2 * TILES),
@@ -172,8 +172,8 @@ def multiply_rows(
     for i in gl.static_range(TILES * NT):  # a warp each
         n = first_row + (i % TILES * 16 + g)
         _store_rows(
-            added_ptr, y_ptr, buffer + i * ROW_PARTS * PART_BYTES, warp == i % D.WARPS, lane, none,
-            n, i // TILES * 8 + 2 * t, B, N, added_stride, eps, K, NORM,
+            added_ptr, y_ptr, buffer + i * ROW_PARTS * PART_BYTES, warp == i % D.WARPS, lane,
+            zero_f32, n, i // TILES * 8 + 2 * t, B, N, added_stride, eps, K, NORM,
         )  # fmt: skip
 
 
@@ -290,7 +290,7 @@ def _add_rows(
 
 @gluon.jit
 def _store_rows(
-    added_ptr, y_ptr, at, mine, lane, none, row, token, B, N, added_stride, eps,
+    added_ptr, y_ptr, at, mine, lane, zero_f32, row, token, B, N, added_stride, eps,
     K: gl.constexpr, NORM: gl.constexpr,
 ):  # fmt: skip
     """Join the parts of 16 rows times 8 tokens and store them.
@@ -304,7 +304,7 @@ def _store_rows(
         b = token + i % 2
         v = y[i]
         if NORM:
-            square = none
+            square = zero_f32
             for part in gl.static_range(ROW_PARTS):
                 square += load_shared4(at + (512 + i % 2 * 4) + t * 8, part * PART_BYTES)
             v *= norm_factor(square, eps, K)
@@ -334,7 +334,7 @@ def _dense_gemv_kernel(
     D: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """BLOCKS: of tokens, whose programs for the same rows have numbers side by side."""
-    warp, lane, zero, none = threads(D.WARPS)
+    warp, lane, zero, zero_f32 = threads(D.WARPS)
     number = gl.program_id(0)
     if BLOCKS > 1:
         first = number % BLOCKS * D.TOKENS
@@ -346,7 +346,7 @@ def _dense_gemv_kernel(
             added_ptr += first.to(gl.int64) * added_stride
     multiply_rows(
         x_ptr, gain_ptr, w_ptr, added_ptr, y_ptr, shared_buffer(SHARED) + zero,
-        (number, warp, lane, none), B, N, added_stride, eps, D,
+        (number, warp, lane, zero_f32), B, N, added_stride, eps, D,
     )  # fmt: skip
 
 

@@ -114,7 +114,7 @@ def place_of_chunk(chunk, STRIDE: gl.constexpr):
 
 @gluon.jit
 def stage_tokens(
-    x_ptr, rows, gains, head_squares_ptr, buffer, warp, lane, none, B, eps,
+    x_ptr, rows, gains, head_squares_ptr, buffer, warp, lane, zero_f32, B, eps,
     HEAD: gl.constexpr, SUBBYTE: gl.constexpr, WARPS: gl.constexpr, X: gl.constexpr, share=0,
 ):  # fmt: skip
     """Put the digits of all tokens into shared memory, and sums of squares where there are gains.
@@ -163,7 +163,7 @@ def stage_tokens(
             scaled = w
             if NORM:
                 scaled = times_gains(w, gains[turn % len(gains)])
-            factor = none
+            factor = zero_f32
             if HEAD > 0:
                 factor = head_factor(squares[turn - first], eps, HEAD)
             planes, unit = digits_of(scaled, factor, HEAD > 0, SUBBYTE)
@@ -174,7 +174,8 @@ def stage_tokens(
                 store_shared8(here + plane * X.PLANE, planes[plane], inside)
             store_shared4(units + (block * X.TOKENS + token) * 4, unit, inside & (lane == 0))
             if NORM:
-                own, there = diagonal(add_squares((none, none, none, none), w), lane)
+                no_sums = (zero_f32, zero_f32, zero_f32, zero_f32)
+                own, there = diagonal(add_squares(no_sums, w), lane)
                 at = buffer + X.SQUARES + (token * X.BLOCKS + block) * SQUARES_BYTES
                 if (turn + 1) * WARPS > ALL:
                     there = there & (block < X.BLOCKS)
@@ -232,7 +233,7 @@ def _digits_kernel(
 ):  # fmt: skip
     """TURNS: blocks that a warp takes; HEAD: see `stage_tokens`."""
     NORM: gl.constexpr = gain_ptr is not None
-    warp, lane, zero, none = threads(WARPS)
+    warp, lane, zero, zero_f32 = threads(WARPS)
     first = gl.program_id(1) * (TURNS * WARPS) + warp
     token = gl.program_id(0)
     gains = ()
@@ -262,11 +263,11 @@ def _digits_kernel(
         w = loaded[turn]
         if NORM:
             w = words_where(inside, w)
-            own, there = diagonal(add_squares((none, none, none, none), w), lane)
+            own, there = diagonal(add_squares((zero_f32, zero_f32, zero_f32, zero_f32), w), lane)
             at = buffer + block * SQUARES_BYTES + lane // 4 * 4
             store_shared4(at, own, there & (block < X.BLOCKS))
             w = times_gains(w, gains[turn])
-        factor = none
+        factor = zero_f32
         if HEAD > 0:
             factor = head_factor(squares[turn], eps, HEAD)
         planes, unit = digits_of(w, factor, HEAD > 0, SUBBYTE)
@@ -280,7 +281,7 @@ def _digits_kernel(
             gl.store(unit_at, as_word(unit), mask=inside & (lane == 0))
     if NORM:
         barrier()
-        factor = norm_factor(total_of(buffer, lane, none, X), eps, X.K)
+        factor = norm_factor(total_of(buffer, lane, zero_f32, X), eps, X.K)
         at = out_ptr + (X.FACTORS // 4 + token) + zero
         stored = (warp == 0) & (lane == 0)
         gl.store(at, as_word(factor), mask=stored)

@@ -187,7 +187,7 @@ def _gemm_kernel(
     STEPS: gl.constexpr = PLAN.STEPS // PLAN.SPLITS
     STAGES: gl.constexpr = PLAN.STAGES
     STAGE: gl.constexpr = TOKENS * 256
-    warp, lane, zero, none = threads(WARPS)
+    warp, lane, zero, zero_f32 = threads(WARPS)
     buffer = (large_shared_buffer(tiles < 0, PLAN.SHARED, WARPS) + zero + 1023) & -1024
     full = buffer + STAGES * STAGE
     counts = full + STAGES * 8  # of warps that have read a stage
@@ -195,7 +195,7 @@ def _gemm_kernel(
     gdc_launch_dependents()
     init_barriers(full, leads, STAGES)
     for i in gl.static_range(STAGES):
-        store_shared4(counts + i * 4, none, leads)
+        store_shared4(counts + i * 4, zero_f32, leads)
     barrier()
     programs = gl.num_programs(0)
     turns = (units - gl.program_id(0) + programs - 1) // programs
@@ -212,7 +212,7 @@ def _gemm_kernel(
         wanted, at = _ahead(i, STEPS, row, next_row, more, rows)
         _begin_stage(x_ptr, buffer + i * STAGE, full + i * 8, leads & wanted, at, rows, PLAN)
     a = widened(now, W.BITS)
-    acc = _zeros(none, TOKENS // 2)
+    acc = _zeros(zero_f32, TOKENS // 2)
     stage = turns * 0
     slot = turns * 0
     phase = turns * 0
@@ -257,16 +257,16 @@ def _gemm_kernel(
             acc, own = joined(acc, parts_ptr, counts_ptr, unit, warp, lane, PLAN)
             first_token += own
         store_block(acc, added_ptr, out_ptr, first_token, tile, lane, M, N, stride, PLAN)
-        acc = _zeros(none, TOKENS // 2)  # so that joined sums find the registers of these free
+        acc = _zeros(zero_f32, TOKENS // 2)  # so that joined sums find the registers of these free
         words = next_words
         scales = next_scales
 
 
 @gluon.jit
-def _zeros(none, COUNT: gl.constexpr):
+def _zeros(zero_f32, COUNT: gl.constexpr):
     zeros = ()
     for _ in gl.static_range(COUNT):
-        zeros = zeros + (none,)
+        zeros = zeros + (zero_f32,)
     return zeros
 
 

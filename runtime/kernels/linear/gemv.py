@@ -98,14 +98,14 @@ def gemv(
     normed, card = norm is not None, card_of(x)
     variant = variant or choose(w, min(B, PACKED_TOKENS), card, normed=normed)
     if variant.most >= B:
-        _launch(x, w, y, variant, eps, norm, squares, added)
+        _launch(x, w, y, variant, Norm(eps, norm, squares), added)
         return y
     for first in range(0, B, variant.most):
         part = slice(first, first + variant.most)
         of_part = added if added is None or added.shape[0] == 1 else added[part]
         of_heads = None if squares is None else squares[part]
         own = choose(w, len(x[part]), card, normed=normed)
-        _launch(x[part], w, y[part], own, eps, norm, of_heads, of_part)
+        _launch(x[part], w, y[part], own, Norm(eps, norm, of_heads), of_part)
     return y
 
 
@@ -125,7 +125,7 @@ def gemv_and_rows(
     """
     y, rows_y = x.new_empty((x.shape[0], w.N)), x.new_empty((x.shape[0], rows.shape[0]))
     variant = choose(w, x.shape[0], card_of(x), normed=True, beside=True)
-    _launch(x, w, y, variant, eps, norm, rows=(rows, rows_y))
+    _launch(x, w, y, variant, Norm(eps, norm), rows=(rows, rows_y))
     return y, rows_y
 
 
@@ -147,6 +147,14 @@ class GemvPlan:
     PDL: bool  # whether the kernel takes part in programmatic launch
 
 
+class Norm(NamedTuple):
+    """Norm of x, or of its heads where their squares are given."""
+
+    eps: float
+    gain: Tensor | None = None
+    squares: Tensor | None = None
+
+
 class Fused(NamedTuple):
     """Work that a GEMV does beside the product: norms, residual and dense rows."""
 
@@ -161,19 +169,17 @@ def _launch(
     w: TiledLinear,
     y: Tensor,
     variant: Variant,
-    eps: float,
-    norm: Tensor | None = None,
-    squares: Tensor | None = None,
+    norm: Norm,
     added: Tensor | None = None,
     rows: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Launch one product into y; rows: dense weights beside w, and the output of theirs."""
-    B, card = x.shape[0], card_of(x)
-    normed, added_rows = norm is not None, added is not None and added.shape[0] > 1
+    B, card, (eps, gain, squares) = x.shape[0], card_of(x), norm
+    normed, added_rows = gain is not None, added is not None and added.shape[0] > 1
     if isinstance(variant.launch, WgmmaLaunch):
         share, room = variant.launch, variant.room
         hopper = wgmma_plan(w.constants, share, variant.parts, room, w.paired, added_rows)
-        planes = digits(x, w.bits, hopper.X, norm=norm, squares=squares, eps=eps)
+        planes = digits(x, w.bits, hopper.X, norm=gain, squares=squares, eps=eps)
         _join(wgmma(planes, w, hopper), planes, w, y, added, hopper, normed)
         return
     dense, rows_y = (None, None) if rows is None else rows
@@ -184,14 +190,14 @@ def _launch(
     planes = sums = arrived = None
     one = plan.X.TOKENS == 1
     if not plan.X.STAGED:
-        planes = digits(x, w.bits, plan.X, norm=norm, squares=squares, eps=eps)
+        planes = digits(x, w.bits, plan.X, norm=gain, squares=squares, eps=eps)
         squares = None
     if launch.split > 1:
         count = launch.split * 16 if one else plan.X.TOKENS // 8 * launch.parts * 128
         count *= w.tiles + launch.program_tiles
         arrived = w.arrived
         sums = torch.empty(count, dtype=torch.float32, device=x.device)
-    tensors = norm, squares, w.words, w.scales.view(torch.int32), added, dense, y, rows_y
+    tensors = gain, squares, w.words, w.scales.view(torch.int32), added, dense, y, rows_y
     run(
         gemv_one_kernel if one else gemv_several_kernel,
         (-(-w.tiles // launch.program_tiles) + -(-plan.ROWS // 16), launch.split),

@@ -48,34 +48,34 @@ def gemv_one_kernel(
     FIRST: gl.constexpr = (PLAN.ROWS + 15) // 16  # programs with dense rows: they take longest
     if PLAN.PDL and PLAN.LAUNCH.early:
         gdc_launch_dependents()
-    warp, lane, zero, none = threads(WARPS)
+    warp, lane, zero, zero_f32 = threads(WARPS)
     buffer = shared_memory(PLAN.SHARED, WARPS, N < 0) + zero
     if FIRST > 0 and gl.program_id(0) < FIRST:
         multiply_rows(
             x_ptr, gain_ptr, rows_ptr, None, rows_y_ptr, buffer,
-            (gl.program_id(0), warp, lane, none), 1, PLAN.ROWS, 0, eps, DENSE,
+            (gl.program_id(0), warp, lane, zero_f32), 1, PLAN.ROWS, 0, eps, DENSE,
         )  # fmt: skip
     else:
         _multiply_tiles(
             x_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr,
-            (sums_ptr, arrived_ptr), N, tiles, eps, buffer, warp, lane, none, PLAN,
+            (sums_ptr, arrived_ptr), N, tiles, eps, buffer, warp, lane, zero_f32, PLAN,
         )  # fmt: skip
 
 
 @gluon.jit
 def _multiply_tiles(
     x_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, shared_ptrs, N,
-    tiles, eps, buffer, warp, lane, none, PLAN: gl.constexpr,
+    tiles, eps, buffer, warp, lane, zero_f32, PLAN: gl.constexpr,
 ):  # fmt: skip
     """One program's tiles of the packed weight."""
     W: gl.constexpr = PLAN.W
     X: gl.constexpr = PLAN.X
     TILES: gl.constexpr = PLAN.LAUNCH.tiles
     WARPS: gl.constexpr = PLAN.LAUNCH.warps
-    ABREAST: gl.constexpr = PLAN.LAUNCH.abreast
+    WARP_GROUPS: gl.constexpr = PLAN.LAUNCH.warp_groups
     ROUNDS: gl.constexpr = PLAN.LAUNCH.rounds
     SPLIT: gl.constexpr = PLAN.LAUNCH.split
-    EACH: gl.constexpr = WARPS // ABREAST  # warps of a program that share a tile
+    EACH: gl.constexpr = WARPS // WARP_GROUPS  # warps of a program that share a tile
     PARTS: gl.constexpr = EACH * SPLIT  # of a tile's steps
     OWN: gl.constexpr = (W.STEPS + PARTS - 1) // PARTS  # steps of a warp
     AHEAD: gl.constexpr = min(PLAN.LAUNCH.steps, OWN)
@@ -89,7 +89,7 @@ def _multiply_tiles(
     if SPLIT > 1:
         split = gl.program_id(1)
         part += split * EACH
-    first_tile = program * (ROUNDS * ABREAST * TILES)
+    first_tile = program * (ROUNDS * WARP_GROUPS * TILES)
     at = tile_addresses(
         words_ptr, scales_ptr, first_tile + warp // EACH * TILES, tiles, part, lane, TILES, W
     )
@@ -99,7 +99,7 @@ def _multiply_tiles(
         gdc_wait()
         if not PLAN.LAUNCH.early:
             gdc_launch_dependents()
-    ITEMS: gl.constexpr = ROUNDS * ABREAST * TILES  # of 16 rows
+    ITEMS: gl.constexpr = ROUNDS * WARP_GROUPS * TILES  # of 16 rows
     held = t == 0
     added = ()
     if added_ptr is not None:
@@ -107,35 +107,35 @@ def _multiply_tiles(
             for half in gl.static_range(2):
                 n = (first_tile + (first + warp)) * 16 + half * 8 + g
                 added = added + (gl.load(added_ptr + gl.minimum(n, N - 1)).to(gl.float32),)
-    factor = none + W.CODEC.FACTOR
+    factor = zero_f32 + W.CODEC.FACTOR
     sums_at = buffer + PLAN.SUMS
     stage_tokens(
-        x_ptr, (), gains, head_squares_ptr, buffer, warp, lane, none, 1, eps, PLAN.HEAD,
+        x_ptr, (), gains, head_squares_ptr, buffer, warp, lane, zero_f32, 1, eps, PLAN.HEAD,
         W.CODEC.SUBBYTE, WARPS, X, split,
     )  # fmt: skip
     barrier()
     if NORM and not LATE:  # before the products, which hide it
-        factor *= norm_factor(total_of(buffer + X.SQUARES, lane, none, X), eps, W.K)
+        factor *= norm_factor(total_of(buffer + X.SQUARES, lane, zero_f32, X), eps, W.K)
     units = buffer + X.UNITS + unit_of(lane, 1)
     digits = buffer + column_of(lane, X) + own_part(part, PARTS, X) * (W.CODEC.BLOCKS * X.NEXT)
     mixed = gl.where(t % 2 == 0, 256, 0)
     own = (part, mixed, held, g)
     if ROUNDS > 1:
         for turn in range(ROUNDS - 1):
-            share = turn * ABREAST + warp // EACH
-            tile = first_tile + (share + ABREAST) * TILES
+            share = turn * WARP_GROUPS + warp // EACH
+            tile = first_tile + (share + WARP_GROUPS) * TILES
             next_at = tile_addresses(words_ptr, scales_ptr, tile, tiles, part, lane, TILES, W)
             loaded = multiply_round(
-                loaded, at, next_at, digits, units, own, share, sums_at, none, True, AHEAD, PARTS,
-                W, X,
+                loaded, at, next_at, digits, units, own, share, sums_at, zero_f32, True, AHEAD,
+                PARTS, W, X,
             )  # fmt: skip
             at = next_at
     multiply_round(
-        loaded, at, at, digits, units, own, (ROUNDS - 1) * ABREAST + warp // EACH, sums_at, none,
-        False, AHEAD, PARTS, W, X,
+        loaded, at, at, digits, units, own, (ROUNDS - 1) * WARP_GROUPS + warp // EACH, sums_at,
+        zero_f32, False, AHEAD, PARTS, W, X,
     )  # fmt: skip
     if NORM and LATE:
-        factor *= norm_factor(total_of(buffer + X.SQUARES, lane, none, X), eps, W.K)
+        factor *= norm_factor(total_of(buffer + X.SQUARES, lane, zero_f32, X), eps, W.K)
     barrier()
     for first in gl.static_range(0, ITEMS, WARPS):
         item = first + warp

@@ -58,26 +58,26 @@ def gemv_several_kernel(
     FIRST: gl.constexpr = (PLAN.ROWS + 15) // 16  # programs with dense rows: they take longest
     if PLAN.PDL and PLAN.LAUNCH.early:
         gdc_launch_dependents()
-    warp, lane, zero, none = threads(WARPS)
+    warp, lane, zero, zero_f32 = threads(WARPS)
     buffer = shared_memory(PLAN.SHARED, WARPS, N < 0) + zero
     if FIRST > 0 and gl.program_id(0) < FIRST:
         if PLAN.LAUNCH.split == 1 or gl.program_id(1) == 0:
             multiply_rows(
                 x_ptr, gain_ptr, rows_ptr, None, rows_y_ptr, buffer,
-                (gl.program_id(0), warp, lane, none), B, PLAN.ROWS, 0, eps, DENSE,
+                (gl.program_id(0), warp, lane, zero_f32), B, PLAN.ROWS, 0, eps, DENSE,
             )  # fmt: skip
         elif PLAN.PDL:
             gdc_wait()
     else:
         _multiply_tiles(
             (x_ptr, digits_ptr, gain_ptr, head_squares_ptr), (words_ptr, scales_ptr), added_ptr,
-            y_ptr, sums_ptr, B, N, tiles, eps, buffer, warp, lane, none, PLAN,
+            y_ptr, sums_ptr, B, N, tiles, eps, buffer, warp, lane, zero_f32, PLAN,
         )  # fmt: skip
 
 
 @gluon.jit
 def _multiply_tiles(
-    x_ptrs, weight_ptrs, added_ptr, y_ptr, sums_ptr, B, N, tiles, eps, buffer, warp, lane, none,
+    x_ptrs, weight_ptrs, added_ptr, y_ptr, sums_ptr, B, N, tiles, eps, buffer, warp, lane, zero_f32,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """One program's tiles of the packed weight."""
@@ -87,10 +87,10 @@ def _multiply_tiles(
     X: gl.constexpr = PLAN.X
     TILES: gl.constexpr = PLAN.LAUNCH.tiles
     WARPS: gl.constexpr = PLAN.LAUNCH.warps
-    ABREAST: gl.constexpr = PLAN.LAUNCH.abreast
+    WARP_GROUPS: gl.constexpr = PLAN.LAUNCH.warp_groups
     ROUNDS: gl.constexpr = PLAN.LAUNCH.rounds
     SPLIT: gl.constexpr = PLAN.LAUNCH.split
-    EACH: gl.constexpr = WARPS // ABREAST  # warps of a program that share a tile
+    EACH: gl.constexpr = WARPS // WARP_GROUPS  # warps of a program that share a tile
     PARTS: gl.constexpr = EACH * SPLIT  # of a tile's steps
     OWN: gl.constexpr = (W.STEPS + PARTS - 1) // PARTS  # steps of a warp
     AHEAD: gl.constexpr = min(PLAN.LAUNCH.steps, OWN)
@@ -100,7 +100,7 @@ def _multiply_tiles(
     part = warp % EACH
     if SPLIT > 1:
         part += gl.program_id(1) * EACH
-    first_tile = (gl.program_id(0) - (PLAN.ROWS + 15) // 16) * (ROUNDS * ABREAST * TILES)
+    first_tile = (gl.program_id(0) - (PLAN.ROWS + 15) // 16) * (ROUNDS * WARP_GROUPS * TILES)
     at = tile_addresses(
         words_ptr, scales_ptr, first_tile + warp // EACH * TILES, tiles, part, lane, TILES, W
     )
@@ -119,7 +119,7 @@ def _multiply_tiles(
     LANES: gl.constexpr = results_of(X.TOKENS)[0]  # with results
     COLUMNS: gl.constexpr = results_of(X.TOKENS)[1]  # tokens of a lane
     NT: gl.constexpr = (X.TOKENS + 1) // 2 if HALVED else X.TOKENS // 8
-    ITEMS: gl.constexpr = ROUNDS * ABREAST * TILES * NT
+    ITEMS: gl.constexpr = ROUNDS * WARP_GROUPS * TILES * NT
     held = lane >= 0
     slot = lane
     token = 2 * t
@@ -137,7 +137,7 @@ def _multiply_tiles(
                     b = (first + warp) % NT * (2 if HALVED else 8) + token + i % COLUMNS
                     n += gl.minimum(b, B - 1) * N
                 added = added + (gl.load(added_ptr + n).to(gl.float32),)
-    factor = none + W.CODEC.FACTOR
+    factor = zero_f32 + W.CODEC.FACTOR
     if SPLIT > 1:
         sums_at = sums_ptr.to(gl.int64, bitcast=True) + first_tile * (NT * PARTS * LANES * 16)
     else:
@@ -145,12 +145,12 @@ def _multiply_tiles(
     digits = buffer
     if X.STAGED:
         stage_tokens(
-            x_ptr, (), gains, head_squares_ptr, buffer, warp, lane, none, B, eps, PLAN.HEAD,
+            x_ptr, (), gains, head_squares_ptr, buffer, warp, lane, zero_f32, B, eps, PLAN.HEAD,
             W.CODEC.SUBBYTE, WARPS, X,
         )  # fmt: skip
         barrier()
         if NORM:
-            _leave_factors(buffer, warp, lane, none, eps, WARPS, X)
+            _leave_factors(buffer, warp, lane, zero_f32, eps, WARPS, X)
     else:
         digits = digits_ptr.to(gl.int64, bitcast=True)
     units = digits + X.UNITS + unit_of(lane, X.TOKENS)
@@ -159,18 +159,18 @@ def _multiply_tiles(
     own = (part, mixed, held, slot)
     if ROUNDS == 1:
         loaded = multiply_looped(
-            loaded, at, at, digits, units, own, warp // EACH, sums_at, none, False, AHEAD, PARTS,
-            W, X,
+            loaded, at, at, digits, units, own, warp // EACH, sums_at, zero_f32, False, AHEAD,
+            PARTS, W, X,
         )  # fmt: skip
     else:
         for turn in range(ROUNDS):
-            tile = gl.minimum(turn + 1, ROUNDS - 1) * ABREAST + warp // EACH
+            tile = gl.minimum(turn + 1, ROUNDS - 1) * WARP_GROUPS + warp // EACH
             next_at = tile_addresses(
                 words_ptr, scales_ptr, first_tile + tile * TILES, tiles, part, lane, TILES, W
             )
             loaded = multiply_looped(
-                loaded, at, next_at, digits, units, own, turn * ABREAST + warp // EACH, sums_at,
-                none, True, AHEAD, PARTS, W, X,
+                loaded, at, next_at, digits, units, own, turn * WARP_GROUPS + warp // EACH, sums_at,
+                zero_f32, True, AHEAD, PARTS, W, X,
             )  # fmt: skip
             at = next_at
     barrier()
@@ -200,19 +200,19 @@ def _multiply_tiles(
 
 @gluon.jit
 def _leave_factors(
-    buffer, warp, lane, none, eps, WARPS: gl.constexpr, X: gl.constexpr
+    buffer, warp, lane, zero_f32, eps, WARPS: gl.constexpr, X: gl.constexpr
 ):  # fmt: skip
     """Put the factor of each token's norm behind the sums of squares."""
     for turn in gl.static_range((X.TOKENS + WARPS - 1) // WARPS):
         b = gl.minimum(turn * WARPS + warp, X.TOKENS - 1)
         at = buffer + X.SQUARES + b * (X.BLOCKS * SQUARES_BYTES)
-        total = total_of(at, lane, none, X)
+        total = total_of(at, lane, zero_f32, X)
         store_shared4(buffer + X.FACTORS + b * 4, norm_factor(total, eps, X.K), lane == 0)
 
 
 @gluon.jit
 def multiply_looped(
-    loaded, at, next_at, digits, units, own, share, sums_at, none, NEXT: gl.constexpr,
+    loaded, at, next_at, digits, units, own, share, sums_at, zero_f32, NEXT: gl.constexpr,
     AHEAD: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr, X: gl.constexpr,
 ):  # fmt: skip
     """`multiply_round` of several tokens, with a loop where every turn is like the others.
@@ -229,7 +229,7 @@ def multiply_looped(
     LOOP: gl.constexpr = X.TOKENS >= 4 or OWN > MOST_UNROLLED
     TURNS: gl.constexpr = MOST if LOOP and EVEN and OWN > AHEAD else 0
     GROUP_BYTES: gl.constexpr = 64 if W.SCALES == "fp32" else 32
-    acc = zero_sums(none, len(at[0]), X.TOKENS)
+    acc = zero_sums(zero_f32, len(at[0]), X.TOKENS)
     if TURNS > 0:
         words, scales = at
         next_words, next_scales = next_at
@@ -274,7 +274,7 @@ def gemv_join_kernel(
     X: gl.constexpr = PLAN.X
     PARTS: gl.constexpr = PLAN.JOINED
     NT: gl.constexpr = X.TOKENS // 8
-    warp, lane, _, none = threads(WARPS)
+    warp, lane, _, zero_f32 = threads(WARPS)
     item = gl.program_id(0) * WARPS + warp
     tile = item // NT
     inside = tile < tiles
@@ -296,7 +296,7 @@ def gemv_join_kernel(
                 n += gl.minimum(first + i % 2, B - 1) * N
             added = added + (gl.load(added_ptr + n).to(gl.float32),)
     y = tree_sum(loaded, 4)
-    factor = none + PLAN.W.CODEC.FACTOR
+    factor = zero_f32 + PLAN.W.CODEC.FACTOR
     for column in gl.static_range(2):
         b = first + column
         own = factor

@@ -112,9 +112,9 @@ def diagonal(sums, lane):
 
 
 @gluon.jit
-def total_of(at, lane, none, X: gl.constexpr):
+def total_of(at, lane, zero_f32, X: gl.constexpr):
     """The sum of squares of a token, in every lane, from those of its blocks in shared memory."""
-    total = none
+    total = zero_f32
     BLOCKS: gl.constexpr = X.BLOCKS
     for block in gl.static_range(BLOCKS):
         total += load_shared4(at + lane // 4 * 4, block * SQUARES_BYTES)

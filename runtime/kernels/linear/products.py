@@ -142,15 +142,16 @@ def unit_of(lane, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def zero_sums(none, TILES: gl.constexpr, TOKENS: gl.constexpr):
+def zero_sums(zero_f32, TILES: gl.constexpr, TOKENS: gl.constexpr):
     """Sums with which `multiply_steps` begins."""
     acc = ()
     if halved(TOKENS):
         for _i in gl.static_range(TILES * ((TOKENS + 1) // 2)):
-            acc = acc + ((none, none),)
+            acc = acc + ((zero_f32, zero_f32),)
     else:
         for _i in gl.static_range(TILES * (TOKENS // 8)):
-            acc = acc + ((none, none, none, none, none, none, none, none),)
+            four = (zero_f32, zero_f32, zero_f32, zero_f32)
+            acc = acc + (four + four,)
     return acc
 
 
@@ -347,7 +348,7 @@ def _add_planes(a, d, scale, unit):
 
 @gluon.jit
 def multiply_round(
-    loaded, at, next_at, digits, units, own, share, sums_at, none, NEXT: gl.constexpr,
+    loaded, at, next_at, digits, units, own, share, sums_at, zero_f32, NEXT: gl.constexpr,
     AHEAD: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr, X: gl.constexpr,
 ):  # fmt: skip
     """Multiply a warp's steps of some tiles, leave their sums, return what it has loaded next.
@@ -359,7 +360,7 @@ def multiply_round(
     own: of the lane: part, `mixed` of `multiply_steps`, whether it holds results, and their place.
     share: number of the warp's tiles among those of the program.
     """
-    acc = zero_sums(none, len(at[0]), X.TOKENS)
+    acc = zero_sums(zero_f32, len(at[0]), X.TOKENS)
     acc, loaded = multiply_rest(
         acc, loaded, at, next_at, digits, units, own, 0, NEXT, AHEAD, PARTS, W, X
     )

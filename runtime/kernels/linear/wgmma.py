@@ -136,7 +136,7 @@ def _wgmma_kernel(
     UNIT_BYTES: gl.constexpr = TOKENS * 4 * ROWS
     SCALES: gl.constexpr = W.SCALES  # Triton 3.6 takes no text from a record as an argument
     gdc_launch_dependents()
-    warp, lane, zero, none = threads(WARPS)
+    warp, lane, zero, zero_f32 = threads(WARPS)
     buffer = (large_shared_buffer(tiles < 0, PLAN.SHARED, WARPS) + zero + 1023) & -1024
     units = buffer + S * OWN * STEP_BYTES
     done = units + S * OWN * UNIT_BYTES
@@ -152,8 +152,8 @@ def _wgmma_kernel(
     barrier()
     gdc_wait()
     _copy_digits(digits_ptr, buffer, units, done, warp, lane, slice_, OWN, PLAN)
-    y = _zeros(none, 4 * NT if OWN > 1 else 0)
-    pair = _zeros(none, 4 * NT if OWN > 2 else 0)
+    y = _zeros(zero_f32, 4 * NT if OWN > 1 else 0)
+    pair = _zeros(zero_f32, 4 * NT if OWN > 2 else 0)
     for turn in range(turns):
         next_tile, next_there, next_words, next_scales = _place_of(
             turn + 1, warp, lane, tiles, words_ptr, scales_ptr, OWN, W
@@ -161,8 +161,8 @@ def _wgmma_kernel(
         part = turn % OWN
         digits = descriptor(buffer + part * STEP_BYTES, ROW)
         part_units = units + (part * (TOKENS * ROWS) + lane % 4 * 2) * 4
-        low = _zeros(none, 4 * NT)
-        top = _zeros(none, 4 * NT)
+        low = _zeros(zero_f32, 4 * NT)
+        top = _zeros(zero_f32, 4 * NT)
         for first in range(0, S, C):
             for c in gl.static_range(C):  # free here; between products each would wait for them
                 wait_bytes(done + (first + c) * 8, turn + zero < OWN)
@@ -313,10 +313,10 @@ def _place_of(
 
 
 @gluon.jit
-def _zeros(none, COUNT: gl.constexpr):
+def _zeros(zero_f32, COUNT: gl.constexpr):
     out = ()
     for _i in gl.static_range(COUNT):
-        out = out + (none,)
+        out = out + (zero_f32,)
     return out
 
 

@@ -16,7 +16,7 @@ from lowbit.runtime.kernels.launch.tuned import MOST_SUMS
 from lowbit.runtime.kernels.linear.program import staged_bytes
 
 WARPS = (4, 8)
-ABREAST = (1, 2, 4, 8)
+WARP_GROUPS = (1, 2, 4, 8)
 TILES = (1, 2, 4)
 SPLITS = (2, 4)
 LEAST_BUSY = 0.9  # of the multiprocessors' time, with programs that share tiles
@@ -61,31 +61,34 @@ def for_one(
 def _late(tiles: int, steps: int, card: Card) -> Iterator[GemvLaunch]:
     """Launches that leave few multiprocessors and few steps idle."""
     for warps in WARPS:
-        for abreast in (each for each in ABREAST if each <= warps):
-            share = -(-steps // (warps // abreast))  # steps of a warp
+        for warp_groups in (each for each in WARP_GROUPS if each <= warps):
+            share = -(-steps // (warps // warp_groups))  # steps of a warp
             for rows in TILES:
-                if rows * abreast > 1 and tiles / (rows * abreast) < 0.9 * card.multiprocessors:
+                if (
+                    rows * warp_groups > 1
+                    and tiles / (rows * warp_groups) < 0.9 * card.multiprocessors
+                ):
                     continue
                 depths = {share, -(-share // 2), -(-share // 3), -(-share // 4), 3, 4}
                 fitting = [d for d in depths if d <= share and d * rows <= MOST_AHEAD]
                 fitting.sort(key=lambda d: (-(-share // d) * d, -d))  # the fewest idle steps first
                 for depth in fitting[:3]:
-                    yield GemvLaunch(rows, depth, warps, abreast=abreast)
+                    yield GemvLaunch(rows, depth, warps, warp_groups=warp_groups)
 
 
 def _sharing(bits: int, tiles: int, steps: int, card: Card) -> Iterator[GemvLaunch]:
     """Launches whose programs share tiles, in rounds: as many programs as have room at once."""
-    for warps, abreast, split in itertools.product(WARPS, (1, 2), SPLITS):
-        plain = GemvLaunch(1, 1, warps, abreast=abreast, split=split)
+    for warps, warp_groups, split in itertools.product(WARPS, (1, 2), SPLITS):
+        plain = GemvLaunch(1, 1, warps, warp_groups=warp_groups, split=split)
         share = -(-steps // plain.parts)
         depth = -(-share // -(-share // MOST_AHEAD))
         if plain.parts > MOST_PARTS or not plain.shares(bits):
             continue
         for together in range(max(1, 8 // warps), 16 // warps + 1):  # programs
             room = together * card.multiprocessors
-            rounds = -(-tiles * split // (abreast * room))
+            rounds = -(-tiles * split // (warp_groups * room))
             registers = min(255, REGISTERS // (32 * warps * together) // 8 * 8)
-            if tiles * split / (abreast * room * rounds) >= LEAST_BUSY:
+            if tiles * split / (warp_groups * room * rounds) >= LEAST_BUSY:
                 yield replace(plain, steps=depth, rounds=rounds, registers=registers)
 
 
@@ -118,9 +121,9 @@ def several(tokens: int, tiles: int, steps: int, one: GemvLaunch, card: Card) ->
     share = -(-steps // one.parts)  # steps of a warp
 
     def add(depths: tuple[int, ...], programs: int, launch: GemvLaunch) -> None:
-        if not launch.abreast:
+        if not launch.warp_groups:
             return
-        most = launch.abreast * launch.tiles * card.multiprocessors * programs
+        most = launch.warp_groups * launch.tiles * card.multiprocessors * programs
         rounds = min(MOST_ROUNDS[tokens], -(-tiles // most))
         for depth in depths:
             candidate = replace(launch, steps=depth, rounds=rounds, early=True)
@@ -128,14 +131,14 @@ def several(tokens: int, tiles: int, steps: int, one: GemvLaunch, card: Card) ->
                 found[candidate] = None
 
     for warps in (8, 16):
-        plain = GemvLaunch(1, 1, warps, registers=128, abreast=warps // one.parts)
+        plain = GemvLaunch(1, 1, warps, registers=128, warp_groups=warps // one.parts)
         for programs in (1, 2) if warps == 8 else (1,):
             add((1, 2, 4), programs, plain)
             add((1, 2), programs, replace(plain, tiles=2))
-    add((1, 2), 1, GemvLaunch(2, 1, 8, registers=255, abreast=8 // one.parts))
+    add((1, 2), 1, GemvLaunch(2, 1, 8, registers=255, warp_groups=8 // one.parts))
     if tokens > 16:
-        add((1,), 1, GemvLaunch(1, 1, 8, registers=255, abreast=8 // one.parts))
-        add((1,), 2, GemvLaunch(1, 1, 8, registers=255, abreast=8 // one.parts))
+        add((1,), 1, GemvLaunch(1, 1, 8, registers=255, warp_groups=8 // one.parts))
+        add((1,), 2, GemvLaunch(1, 1, 8, registers=255, warp_groups=8 // one.parts))
     return list(found)
 
 

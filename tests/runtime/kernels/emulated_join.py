@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lowbit.runtime.kernels.launch.attention import KeySplit
+from lowbit.runtime.kernels.launch.attention import AttentionLaunch, KeySplit
 from tests.runtime.kernels.arithmetic import Array, exp, exp2
 
 
@@ -30,12 +30,12 @@ def added(parts: Tensor) -> Tensor:
 
 
 def join_splits(
-    sums: Tensor, state: Tensor, qkv: Tensor, positions: Tensor, out: Tensor, keys: KeySplit,
-    early: bool, gated: bool, pdl: bool,
+    sums: Tensor, state: Tensor, qkv: Tensor, positions: Tensor, out: Tensor,
+    launch: AttentionLaunch, gated: bool, pdl: bool,
 ) -> None:  # fmt: skip
     """In place of the kernel, which works on blocks and is not emulated."""
     M, D = len(positions), sums.shape[2]
-    heads = len(sums) // M
+    heads, keys = len(sums) // M, launch.keys
     for row, y in enumerate(out.view(M * heads, D)):
         count = running(int(positions[row // heads]), keys)
         missing = keys.most - count

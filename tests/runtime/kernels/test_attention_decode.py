@@ -14,6 +14,7 @@ from lowbit.runtime.kernels.attention.join import join_splits
 from lowbit.runtime.kernels.attention.prefill import attention_prefill
 from lowbit.runtime.kernels.attention.reference import attention_ref
 from lowbit.runtime.kernels.launch.attention import (
+    AttentionLaunch,
     KeySplit,
     attention_launch,
 )
@@ -319,6 +320,7 @@ def test_splits_join(
 ) -> None:
     """In float64 they make the same; what splits without rows have left is not looked at."""
     keys, M = KeySplit(most=64, warps=4, groups=1, blocks=1, whole=0), 4
+    launch = AttentionLaunch(keys, splits)
     running = (splits, splits // 2, 1, 1)
     positions = torch.tensor([32 * n for n in running], dtype=torch.int32, device=device)
     sums = randn(M, heads, splits, D).float()
@@ -328,7 +330,7 @@ def test_splits_join(
             each[sequence, :, count:] = float("nan")
     qkv, out = randn(M, 2 * heads * D + 2 * D), randn(M, heads * D)
     state = torch.stack((tops, totals), dim=-1).flatten(0, 1)
-    join_splits(sums.flatten(0, 1), state, qkv, positions, out, keys, False, gated, False)
+    join_splits(sums.flatten(0, 1), state, qkv, positions, out, launch, gated, False)
     weights = torch.exp2((tops - tops.nan_to_num(-1e30).amax(-1, True)).double())
     weights = weights.nan_to_num(0)[..., None]
     whole = (weights * totals.nan_to_num(0)[..., None]).sum(2)

@@ -388,7 +388,7 @@ def tokens_of(arguments: dict[str, Any]) -> int:
         return 17
     if isinstance(plan, AttentionPlan):
         many = plan.splits > 1 or plan.running < plan.warps
-        return 17 if many else plan.together
+        return 17 if many else plan.tokens_per_sequence
     if isinstance(plan, GemmPlan):
         return plan.TOKENS
     if isinstance(plan, PromptPlan):

@@ -127,10 +127,10 @@ def test_launches_have_the_same_bits(
     check(experts_down, "experts_down_launch", {"rounds": 4})
     check(experts_down, "experts_down_launch", {"tiles": 2, "rounds": 5, "warps": 4})
     check(experts_gate_up, "experts_gate_up_launch", {"tiles": 1, "steps": 1})
-    check(experts_gate_up, "experts_gate_up_launch", {"warps": 8, "abreast": 2})
+    check(experts_gate_up, "experts_gate_up_launch", {"warps": 8, "warp_groups": 2})
     check(experts_gate_up, "experts_gate_up_launch", {"steps": 3, "shared": 32})
     check(experts_gate_up, "experts_gate_up_launch", {"rounds": 3, "tiles": 1})
-    check(experts_gate_up, "experts_gate_up_launch", {"rounds": 2, "warps": 8, "abreast": 2})
+    check(experts_gate_up, "experts_gate_up_launch", {"rounds": 2, "warps": 8, "warp_groups": 2})
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,8 @@ def test_attention_takes_every_key_and_column_once(head_dim: int, coded: bool) -
         assert launch.parts == 1 or columns % 64 == 0  # what lanes load of a row at a time
         warps = keys.warps * (keys.groups if launch.splits == 1 or launch.joined else 1)
         sums = max(warps, launch.splits) if launch.joined else warps
-        together = 1 if launch.joined else SEQUENCE_TOKENS
-        needed = join_bytes(shared, head_dim, sums, launch.parts, together, coded)
+        tokens_per_sequence = 1 if launch.joined else SEQUENCE_TOKENS
+        needed = join_bytes(shared, head_dim, sums, launch.parts, tokens_per_sequence, coded)
         assert needed <= STATIC_SHARED
         if launch.ahead:
             assert launch.splits == 1
@@ -109,7 +109,7 @@ def test_narrow_programs_where_they_take_no_more_rounds_or_are_many() -> None:
     assert attention_launch(8, 4, 128, 256, 64, 2).warps is None
     assert attention_launch(8, 4, 128, 1024, 64).warps == NARROW
     assert attention_launch(8, 4, 128, 1024, 32).warps is None
-    assert attention_launch(8, 4, 128, 1024, 64, coded=True).warps is None
-    assert attention_launch(8, 4, 128, 512, 64, coded=True).warps == NARROW
+    assert attention_launch(8, 4, 128, 1024, 64, quantized=True).warps is None
+    assert attention_launch(8, 4, 128, 512, 64, quantized=True).warps == NARROW
     assert attention_launch(4, 4, 256, 512, 64).warps == NARROW
     assert attention_launch(4, 4, 256, 1024, 64).warps is None

@@ -20,6 +20,6 @@ def test_launches_of_experts_fit_what_kernels_take_for_granted(
     assert lone.parts == several.parts == together_launches(*size)[0].parts
     for launch in launches:
         assert launch.warps & (launch.warps - 1) == 0
-        assert launch.warps % launch.abreast == 0
+        assert launch.warps % launch.warp_groups == 0
         needed = shared_bytes(steps * 512 // bits, launch, 1, True)
         assert max(needed, launch.shared * KB) <= STATIC_SHARED

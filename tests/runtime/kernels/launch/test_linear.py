@@ -42,7 +42,7 @@ def test_gemv_programs_ask_for_what_a_kernel_may_declare() -> None:
     assert any(launch.shared for launch in ONE)
     for launch in ONE:
         assert launch.shared * KB <= STATIC_SHARED
-        assert launch.warps % launch.abreast == 0
+        assert launch.warps % launch.warp_groups == 0
         assert launch.staged  # for one token
 
 
@@ -54,8 +54,8 @@ def test_programs_that_share_a_token_take_whole_blocks_of_it() -> None:
         places = places_of(steps * 512 // bits, launch, 1, CODECS[bits].STEP_K)
         assert places.BLOCKS * launch.split >= steps * 2 // bits
         assert places.BLOCKS % places.RUN == 0
-    assert not GemvLaunch(1, 2, 4, abreast=2, split=2).shares(8)  # 128 columns each
-    assert GemvLaunch(1, 2, 4, abreast=2, split=2).shares(4)
+    assert not GemvLaunch(1, 2, 4, warp_groups=2, split=2).shares(8)  # 128 columns each
+    assert GemvLaunch(1, 2, 4, warp_groups=2, split=2).shares(4)
 
 
 @pytest.mark.parametrize("count", [20, 58, 84, 108, 132, 170])
@@ -111,7 +111,7 @@ def test_as_many_warps_share_a_tile_for_any_number_of_tokens(paired: bool) -> No
         for launch in launches:
             assert launch.warps & (launch.warps - 1) == 0
             assert launch.warps <= 16
-            assert launch.parts * launch.abreast == launch.warps * launch.split
+            assert launch.parts * launch.warp_groups == launch.warps * launch.split
 
 
 @pytest.mark.parametrize("paired", [False, True])
@@ -130,7 +130,7 @@ def test_measured_launches_leave_no_warp_without_steps(bits: int) -> None:
             launch = gemv_launch(bits, tiles, steps, 1, paired)
             assert launch is table[bits, tiles, steps]
             assert launch.parts <= steps
-            assert launch.tiles * launch.abreast <= tiles
+            assert launch.tiles * launch.warp_groups <= tiles
 
 
 @pytest.mark.parametrize("bits", [2, 3])

@@ -31,7 +31,7 @@ from lowbit.runtime.weights.linear import PackedLinear
 CARD = MeasuredCard("NVIDIA GeForce RTX 4090", 89, "0123456789ab")
 QKV = (4, 384, 32, False)
 ONE = GemvLaunch(2, 2, 8, early=True, registers=128, shared=32)
-SEVERAL = GemvLaunch(2, 2, 16, early=True, registers=128, abreast=2)
+SEVERAL = GemvLaunch(2, 2, 16, early=True, registers=128, warp_groups=2)
 FOUND = Launches(CARD, "2026-11-26", {QKV: ((1, ONE), (4, SEVERAL))})
 
 
@@ -119,7 +119,7 @@ def changed(**changes: Any) -> Any:
         (changed(bits=True), "`bits` must be"),
         (changed(tokens=3), "`tokens` must be a power of two"),
         (changed(tokens=64), "`tokens` must be an integer from 1 to 32"),
-        (changed(warps=12), "12 warps, 2 abreast"),
+        (changed(warps=12), "12 warps, 2 warp groups"),
         (changed(warps=10**30), "`warps` must be an integer from 1 to 16"),
         (changed(warps=8), r"divides K into 4 parts, expected 8 as for one token"),
         (changed(registers=1), "`registers` must be"),
@@ -127,7 +127,7 @@ def changed(**changes: Any) -> Any:
         (changed(rounds=16), "no kernel has such a launch for 4 tokens"),
         (changed(tokens=1, staged=False), "no kernel has such a launch for 1 tokens"),
         (changed(tokens=1, split=16), "no kernel has such a launch for 1 tokens"),
-        (changed(tokens=1, abreast=16, split=2), "no kernel has such a launch for 1 tokens"),
+        (changed(tokens=1, warp_groups=16, split=2), "no kernel has such a launch for 1 tokens"),
         (lambda it: it["linears"].append(it["linears"][1] | {"launch": it["linears"][0]["launch"]}),
          "two launches of"),
     ],

@@ -274,16 +274,16 @@ LAUNCHES = [
     GemvLaunch(tiles=2, steps=2, warps=8),
     GemvLaunch(tiles=3, steps=4, warps=1),
     GemvLaunch(tiles=4, steps=8, warps=2),
-    GemvLaunch(tiles=1, steps=3, warps=8, abreast=4),
-    GemvLaunch(tiles=2, steps=2, warps=8, abreast=2),
-    GemvLaunch(tiles=1, steps=5, warps=4, early=True, abreast=4),
+    GemvLaunch(tiles=1, steps=3, warps=8, warp_groups=4),
+    GemvLaunch(tiles=2, steps=2, warps=8, warp_groups=2),
+    GemvLaunch(tiles=1, steps=5, warps=4, early=True, warp_groups=4),
 ]
 
 
 @pytest.mark.parametrize("staged", [True, False], ids=["staged", "given"])
 @pytest.mark.parametrize(("bits", "B"), [(4, 1), (8, 1), (4, 3), (4, 7), (2, 1), (3, 1), (3, 7)])
 @pytest.mark.parametrize(
-    "launch", LAUNCHES, ids=[f"R{x.tiles}-C{x.steps}-W{x.warps}-A{x.abreast}" for x in LAUNCHES]
+    "launch", LAUNCHES, ids=[f"R{x.tiles}-C{x.steps}-W{x.warps}-A{x.warp_groups}" for x in LAUNCHES]
 )
 def test_every_launch(
     make_tiled: MakeTiled,
@@ -308,11 +308,11 @@ def test_every_launch(
     "launch",
     [
         GemvLaunch(1, 4, 4, split=4),
-        GemvLaunch(1, 2, 8, early=True, abreast=2, split=2),
+        GemvLaunch(1, 2, 8, early=True, warp_groups=2, split=2),
         GemvLaunch(1, 5, 8, early=True, registers=255, rounds=5, split=2),
         GemvLaunch(2, 3, 4, rounds=2),
     ],
-    ids=["split", "abreast", "rounds", "alone"],
+    ids=["split", "warp_groups", "rounds", "alone"],
 )
 def test_programs_that_share_a_tile(
     make_tiled: MakeTiled, randn: Randn, launch: GemvLaunch, bits: int, N: int, K: int

@@ -106,15 +106,15 @@ def changed(launch: GemvLaunch, way: str) -> GemvLaunch:
     if way in ("staged", "given"):
         return replace(launch, staged=way == "staged")
     if way == "split":
-        return replace(launch, tiles=1, rounds=3, abreast=4, warps=4, split=launch.parts)
-    abreast = max(1, 8 // launch.parts)
+        return replace(launch, tiles=1, rounds=3, warp_groups=4, warps=4, split=launch.parts)
+    warp_groups = max(1, 8 // launch.parts)
     return replace(
         launch,
         tiles=2 if way == "pairs" else 1,
         steps=min(launch.steps, 2),
         rounds=3,
-        abreast=abreast,
-        warps=abreast * launch.parts,
+        warp_groups=warp_groups,
+        warps=warp_groups * launch.parts,
         split=1,
     )
 
@@ -123,7 +123,7 @@ def shared(launch: GemvLaunch, bits: int) -> GemvLaunch:
     """The launch of a lone token with as many parts, where programs share tiles if they can."""
     split = 2 if launch.parts // 2 * CODECS[bits].STEP_K % 256 == 0 else 1
     each = launch.parts // split
-    return GemvLaunch(1, 2, 2 * each, abreast=2, rounds=3, split=split)
+    return GemvLaunch(1, 2, 2 * each, warp_groups=2, rounds=3, split=split)
 
 
 # Shapes of which each way of dividing the work is tried.

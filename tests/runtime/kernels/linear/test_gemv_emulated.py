@@ -50,7 +50,10 @@ def test_long_rows(make_tiled: MakeTiled, bits: int, K: int) -> None:
     "tuned",
     [
         ((1, GemvLaunch(2, 2, 4, registers=128)),),
-        ((1, GemvLaunch(1, 3, 8, early=True, abreast=4)), (2, GemvLaunch(2, 1, 8, abreast=4))),
+        (
+            (1, GemvLaunch(1, 3, 8, early=True, warp_groups=4)),
+            (2, GemvLaunch(2, 1, 8, warp_groups=4)),
+        ),
         ((1, GemvLaunch(1, 4, 16)), (4, GemvLaunch(1, 2, 16, rounds=2))),
     ],
 )
@@ -67,10 +70,10 @@ def test_launches_of_a_card(make_tiled: MakeTiled, tuned: Tuned) -> None:
 
 SHARED = [
     (4, GemvLaunch(1, 2, 4, split=2)),
-    (4, GemvLaunch(2, 3, 8, abreast=2, rounds=2, split=4)),
+    (4, GemvLaunch(2, 3, 8, warp_groups=2, rounds=2, split=4)),
     (8, GemvLaunch(1, 3, 8, early=True, rounds=3, split=2)),
     (8, GemvLaunch(1, 4, 4, rounds=8)),
-    (3, GemvLaunch(1, 2, 4, abreast=4, rounds=2, split=4)),
+    (3, GemvLaunch(1, 2, 4, warp_groups=4, rounds=2, split=4)),
     (2, GemvLaunch(1, 1, 2, rounds=3, split=2)),
 ]
 
@@ -83,7 +86,7 @@ def test_programs_that_share_a_tile(
     """The last of them has the sums of all; nothing divides evenly, and blocks may have no step."""
     w, x = make_tiled(bits, 104, K, 32), torch.randn(3, K).bfloat16()
     shared, squares = replace(w, tuned=((1, launch),)), torch.rand(1, K // 16, 4)
-    together = replace(launch, warps=launch.parts, abreast=1, rounds=1, split=1)
+    together = replace(launch, warps=launch.parts, warp_groups=1, rounds=1, split=1)
     whole = replace(w, tuned=((1, together),))
     check(shared, x, (2, 3))
     ways: list[dict[str, Any]] = [
