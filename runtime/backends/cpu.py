@@ -162,7 +162,6 @@ def _page_ids(span: Span, stop: int) -> tuple[int, ...]:
 
 
 def _adjacent(ids: tuple[int, ...]) -> bool:
-    """True if pages are one block of memory."""
     return ids[-1] - ids[0] == len(ids) - 1 and ids == tuple(range(ids[0], ids[-1] + 1))
 
 

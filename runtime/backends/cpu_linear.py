@@ -152,7 +152,6 @@ def _dense(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _int8_rows_fit(K: int, bits: int, group_size: int) -> bool:
-    """True if PyTorch's INT8 product takes the shape."""
     return bits == 8 and group_size == K and K % INT8_COLUMNS == 0
 
 

@@ -246,10 +246,8 @@ def _mix(z: Tensor) -> Tensor:
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:
-    """Shift right, zeros from the left."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _signed(word: int) -> int:
-    """The int64 of the same 64 bits."""
     return word - (1 << 64) if word >> 63 else word

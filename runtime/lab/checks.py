@@ -64,7 +64,6 @@ def _python() -> Finding:
 
 
 def _processor() -> Finding:
-    """Cores and free memory."""
     from lowbit.formats.machine.memory import free_bytes
 
     free, cores = free_bytes("cpu"), core_count()
@@ -196,7 +195,6 @@ def _compiler() -> Finding:
 
 
 def _headers() -> Finding:
-    """Python.h, which Triton's launcher includes."""
     scheme = sysconfig.get_default_scheme()
     scheme = "posix_prefix" if scheme == "posix_local" else scheme  # Debian's, as Triton does it
     path = Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
@@ -207,7 +205,6 @@ def _headers() -> Finding:
 
 
 def _kernel_cache() -> Finding:
-    """The folder that Triton keeps compiled kernels in."""
     try:
         knobs = importlib.import_module("triton.knobs")
     except (ImportError, OSError):
@@ -233,7 +230,6 @@ def _writable(what: str, folder: Path, hint: str) -> Finding:
 
 
 def _server() -> Finding:
-    """The libraries of the extra `serve`."""
     absent = [name for name in _of_extra("serve") if not _installed(name)]
     if not absent:
         return Finding("server", "ok", "its libraries are installed")

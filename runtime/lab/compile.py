@@ -86,7 +86,6 @@ def cache_folder() -> Path:
 
 
 def _compile(task: Mapping[str, Any]) -> Compiled:
-    """Run the program for one kind of GPU."""
     arch, started = f"sm_{task['capability']}", time.perf_counter()
     env = {name: value for name, value in os.environ.items() if name != INTERPRET}
     done = subprocess.run(

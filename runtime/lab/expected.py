@@ -222,7 +222,6 @@ def open_headers(
 
 
 def _recipe(config: Mapping[str, Any], quantize: Base | None) -> Base | None:
-    """The recipe by which a model is quantized; None for one that is."""
     return quantize or (RECIPE if method_of(config) is None else None)
 
 

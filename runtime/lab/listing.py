@@ -164,7 +164,6 @@ def _has(folder: Path, name: str) -> bool:
 
 
 def _date(folder: Path) -> str | None:
-    """Date of the manifest, or of the config."""
     for name in (MANIFEST_FILE, CONFIG_FILE):
         try:
             seconds = (folder / name).stat().st_mtime

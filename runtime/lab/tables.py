@@ -169,13 +169,11 @@ def _percent(share: float) -> str:
 
 
 def _rounds(found: "Speculated") -> str:
-    """Tokens a round, and the number of rounds."""
     if found.tokens_a_round is None:
         return "no rounds"
     return f"{found.tokens_a_round:.2f} in {found.rounds:,} round{'s' if found.rounds > 1 else ''}"
 
 
 def _accepted(found: "Speculated") -> str:
-    """Accepted share of the drafts of each position."""
     counts = zip(found.accepted, found.drafted, strict=True)
     return " ".join(_percent(right / drafted) for right, drafted in counts) or "no drafts"

@@ -87,7 +87,6 @@ def quantized(
 
 
 def _check_plain(source: Checkpoint) -> None:
-    """Refuse a checkpoint that is quantized already, or damaged."""
     stored = method_of(source.config)
     if stored is not None:
         raise QuantizationError(

@@ -186,7 +186,6 @@ class Weights(Generic[W]):
                 out[start : start + len(block)] = block
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows of a tensor on the model's device."""
         device = torch.device(self.device)
         derived = self.checkpoint.derived.get(name)
         if derived is not None:

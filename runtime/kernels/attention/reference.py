@@ -72,5 +72,4 @@ def _rows(paged: Tensor, scales: Tensor | None, step: Step, row: int, last: int)
 
 
 def _through_codes(x: Tensor) -> Tensor:
-    """Vectors [..., D] as a cache of codes stores them."""
     return widen_vectors(*quantize_vectors(x.float())).double()

@@ -24,7 +24,6 @@ def _partner(word, R: gl.constexpr):
 
 @gluon.jit
 def _gains(gain, word, FP32: gl.constexpr):
-    """Two gains as they are stored."""
     if FP32:
         pair = load8(gain + word.to(gl.int64) * 8)
     else:

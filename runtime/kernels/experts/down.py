@@ -62,7 +62,6 @@ def _experts_down_kernel(
     act_ptr, scores_ptr, numbers_ptr, shares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, N, tiles,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """PLAN: an `ExpertsPlan`."""
     CHOICE: gl.constexpr = PLAN.CHOICE
     W: gl.constexpr = PLAN.W
     X: gl.constexpr = PLAN.X

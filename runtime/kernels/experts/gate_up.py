@@ -64,7 +64,6 @@ def _experts_gate_up_kernel(
     x_ptr, gain_ptr, scores_ptr, numbers_ptr, words_ptr, scales_ptr, act_ptr, tiles, eps,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """PLAN: an `ExpertsPlan`."""
     CHOICE: gl.constexpr = PLAN.CHOICE
     W: gl.constexpr = PLAN.W
     X: gl.constexpr = PLAN.X

@@ -72,7 +72,6 @@ def experts_gemm(
 
 
 def _sum(x: Tensor, out: Tensor, y: Tensor) -> None:
-    """Fill y with the residual and what a token's slots add, in order."""
     M, N = x.shape
     run(
         _experts_sum_kernel,

@@ -219,7 +219,6 @@ def _copy_turn(weights, x, buffer, turns, tiles, warp, lane, B: gl.constexpr):
 
 @gluon.jit
 def _multiply_turn(acc, buffer, warp, lane, B: gl.constexpr):
-    """Accumulate one K block."""
     SCALES: gl.constexpr = B.W.SCALES  # Triton 3.6 takes no text from a record as an argument,
     CODEC: gl.constexpr = B.W.CODEC  # and no record
     STEP_K: gl.constexpr = B.W.CODEC.STEP_K
@@ -274,7 +273,6 @@ def _multiply_turn(acc, buffer, warp, lane, B: gl.constexpr):
 
 @gluon.jit
 def _load_step(address, OFFSET: gl.constexpr, B: gl.constexpr):
-    """A lane's words of a step; see `unpack`."""
     LOADS: gl.constexpr = B.W.CODEC.LOADS
     loads = ()
     for i in gl.static_range(LOADS):

@@ -212,7 +212,6 @@ def _programs(w: TiledExperts, launch: GemmTiles) -> int:
 
 
 def _options(block: Block) -> dict[str, Any]:
-    """The constants and options of both kernels."""
     launch = block.LAUNCH
     return {
         "BLOCK": block,

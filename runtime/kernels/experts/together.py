@@ -191,7 +191,6 @@ def _copy_digits(
 
 @gluon.jit
 def _pair_of(b, pairs):
-    """The pair of column b."""
     pair = b * 0 + pairs[0]
     for i in gl.static_range(1, len(pairs)):
         pair = gl.where(b == i, pairs[i], pair)
@@ -203,7 +202,6 @@ def _experts_down_together_kernel(
     act_ptr, numbers_ptr, groups_ptr, words_ptr, scales_ptr, part_ptr, N, tiles,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """PLAN: an `ExpertsPlan`."""
     X: gl.constexpr = PLAN.X
     WARPS: gl.constexpr = PLAN.LAUNCH.warps
     warp, lane, zero, zero_f32 = threads(WARPS)

@@ -197,7 +197,6 @@ def _for_several(
 
 
 def _divisor(n: int, most: int) -> int:
-    """The largest divisor of n up to a bound."""
     return max(d for d in range(1, most + 1) if n % d == 0)
 
 

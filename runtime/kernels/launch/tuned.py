@@ -213,7 +213,6 @@ def _parsed(content: dict[str, Any], card: MeasuredCard, where: str) -> Launches
 
 
 def _row(row: Any, where: str) -> tuple[Size, int, GemvLaunch]:
-    """Size, tokens and launch of an entry."""
     if not isinstance(row, dict) or not isinstance(row.get("launch"), dict):
         raise FormatError(f"{where} must be an object with a `launch`, got {shown(row)}")
     about = _exactly(row, _SIZE, where, beside={"launch"})
@@ -245,7 +244,6 @@ def _check_parts(size: Size, by_tokens: Mapping[int, GemvLaunch], where: str) ->
 def _exactly(
     content: Mapping[str, Any], known: tuple[Field, ...], where: str, beside: set[str] | None = None
 ) -> dict[str, Any]:
-    """Values of all known keys; others are refused."""
     names = {field.key for field in known} | (beside or set())
     for key in content:
         if key not in names:

@@ -194,7 +194,6 @@ def shared_block(block, share, X: gl.constexpr):
 
 @gluon.jit
 def _row_of(token, rows):
-    """The address of a token."""
     row = rows[0]
     for i in gl.static_range(1, len(rows)):
         row = gl.where(token == i, rows[i], row)

@@ -283,13 +283,11 @@ def _begin_stage(x_ptr, target, barrier, leads, row, rows, PLAN: gl.constexpr):
 
 @gluon.jit
 def _share_of(unit, PLAN: gl.constexpr):
-    """A unit's block and its first step."""
     return unit // PLAN.SPLITS, unit % PLAN.SPLITS * (PLAN.STEPS // PLAN.SPLITS)
 
 
 @gluon.jit
 def _row_of(block, first, rows, token_blocks, PLAN: gl.constexpr):
-    """The first row in x of a unit's first step."""
     return first * 2 * rows + block % token_blocks * PLAN.TOKENS
 
 

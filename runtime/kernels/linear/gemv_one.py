@@ -67,7 +67,6 @@ def _multiply_tiles(
     x_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, shared_ptrs, N,
     tiles, eps, buffer, warp, lane, zero_f32, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """One program's tiles of the packed weight."""
     W: gl.constexpr = PLAN.W
     X: gl.constexpr = PLAN.X
     TILES: gl.constexpr = PLAN.LAUNCH.tiles

@@ -80,7 +80,6 @@ def _multiply_tiles(
     x_ptrs, weight_ptrs, added_ptr, y_ptr, sums_ptr, B, N, tiles, eps, buffer, warp, lane, zero_f32,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """One program's tiles of the packed weight."""
     x_ptr, digits_ptr, gain_ptr, head_squares_ptr = x_ptrs
     words_ptr, scales_ptr = weight_ptrs
     W: gl.constexpr = PLAN.W

@@ -99,7 +99,6 @@ def load_steps(
 
 @gluon.jit
 def _load_step(address, OFFSET: gl.constexpr, W: gl.constexpr):
-    """A lane's words of a step; see `unpack`."""
     LOADS: gl.constexpr = W.CODEC.LOADS
     loads = ()
     for i in gl.static_range(LOADS):
@@ -256,7 +255,6 @@ def _multiply(
 
 @gluon.jit
 def _zeros(zero, COUNT: gl.constexpr):
-    """COUNT sums of four zeros."""
     sums = ()
     for _i in gl.static_range(COUNT):
         sums = sums + ((zero, zero, zero, zero),)

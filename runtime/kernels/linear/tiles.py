@@ -225,7 +225,6 @@ def _three_bits(words: Tensor) -> Tensor:
 
 
 def _padded(halves: Tensor, width: int, fill: int) -> Tensor:
-    """Rows of so many words."""
     short = width - halves.shape[-1]
     return torch.nn.functional.pad(halves, (0, short), value=fill) if short else halves
 

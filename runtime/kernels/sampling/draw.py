@@ -48,19 +48,16 @@ RANK_WARPS = gl.constexpr(BLOCK.value // PART.value // 32)  # of a program that 
 
 @gluon.jit
 def _words(key):
-    """A key as two words, the lower half first."""
     return key.to(gl.int32), (key >> 32).to(gl.int32)
 
 
 @gluon.jit
 def _joined(low, high):
-    """The key of two words."""
     return (high.to(gl.int64) << 32) | (low.to(gl.int64) & 0xFFFFFFFF)
 
 
 @gluon.jit
 def _load_key(at):
-    """The key at an address of shared memory."""
     low, high = load_shared8(at)
     return _joined(low, high)
 

@@ -138,7 +138,6 @@ class Search:
         return (variant for launch in best for variant in vary(launch, card=self.card))
 
     def _best(self, linear: Linear, tokens: int) -> list[GemvLaunch]:
-        """The fastest launches so far."""
         times = self.times.get((linear.size, tokens), {})
         return sorted(times, key=lambda launch: times[launch])[:REFINED]
 

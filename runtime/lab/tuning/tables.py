@@ -86,5 +86,4 @@ def _whole(step: StepTimes) -> tuple[float, float]:
 
 
 def _rate(step: StepTimes, us: float) -> float:
-    """Tokens per second of all sequences."""
     return step.tokens * 1e6 / us

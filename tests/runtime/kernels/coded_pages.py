@@ -16,11 +16,6 @@ def in_codes(pages: KVPages) -> KVPages:
     return KVPages(k, v, k_scales, v_scales)
 
 
-def clone(pages: KVPages) -> KVPages:
-    """Pages with a memory of their own."""
-    return KVPages(*(each.clone() for each in pages.stores))
-
-
 def bits(pages: KVPages) -> list[Tensor]:
     """All that the pages hold, where NaN equals itself."""
     return [each.view(dtype) for each, dtype in zip(pages.stores, _BITS, strict=True)]

@@ -48,7 +48,7 @@ def rows_of(paged: Tensor, tables: Tensor, row: int, first: int, count: int) -> 
 
 def clone(pages: KVPages) -> KVPages:
     """Pages with a memory of their own."""
-    return KVPages(k=pages.k.clone(), v=pages.v.clone())
+    return KVPages(*(each.clone() for each in pages.stores))
 
 
 def step_of(

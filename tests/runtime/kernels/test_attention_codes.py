@@ -6,10 +6,10 @@ formula.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,35 +17,21 @@ from torch import Tensor
 
 from lowbit.formats.kv_cache import quantize_vectors, widen_vectors
 from lowbit.runtime.kernels.attention import decode as module
-from lowbit.runtime.kernels.attention.decode import attention_decode
 from lowbit.runtime.kernels.attention.reference import attention_ref
 from lowbit.runtime.kernels.launch.attention import attention_launch
-from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
-from lowbit.runtime.state.step import Span, Step
-from lowbit.runtime.weights.layers import AttentionLayer
-from tests.runtime.kernels.coded_pages import bits, clone, in_codes, same
+from lowbit.runtime.state.step import Span
+from tests.runtime.kernels.attention_layers import BF16, FP32, LAYER, REAL, Heads, Model, layer_of
+from tests.runtime.kernels.coded_pages import bits, in_codes, same
 from tests.runtime.kernels.emulated_join import join_splits
 from tests.runtime.kernels.emulator import run_kernel
-from tests.runtime.kernels.paged import random_pages, rows_of, step_of
+from tests.runtime.kernels.paged import clone, random_pages, rows_of, step_of
 
-EPS = 1e-6
 # Weights times the scales of values are rounded to bfloat16, on a GPU the result as well: relative
 # to a head's norm, in units of one such rounding.
 ROUNDINGS = 2
 HALF_ULP = 2.0**-8 * 1.001
-BF16, FP32 = torch.bfloat16, torch.float32
-LAYER = 1
 CONTEXT = 1024
-
-
-class Heads(NamedTuple):
-    Hq: int
-    Hkv: int
-    D: int
-    R: int
-    gated: bool = False
-    gain: torch.dtype | None = None
 
 
 SMALL = {
@@ -58,21 +44,13 @@ SMALL = {
     "32": Heads(6, 2, 32, 32),
     "ten-shared": Heads(20, 2, 32, 32, True, BF16),
 }
-REAL = {
-    "qwen3-0.6b": Heads(16, 8, 128, 128, gain=BF16),
-    "qwen3-8b": Heads(32, 8, 128, 128, gain=BF16),
-    "qwen3-32b": Heads(64, 8, 128, 128, gain=BF16),
-    "qwen3.5-2b": Heads(8, 2, 256, 64, gated=True, gain=FP32),
-    "qwen3.5-9b": Heads(16, 4, 256, 64, gated=True, gain=FP32),
-    "qwen3.5-27b": Heads(24, 4, 256, 64, gated=True, gain=FP32),
-    "qwen2.5-0.5b": Heads(14, 2, 64, 64),
-    "qwen2.5-7b": Heads(28, 4, 128, 128),
-    "llama-3.2-1b": Heads(32, 8, 64, 64),
+MORE = {
     "most-256": Heads(16, 2, 256, 64, gated=True, gain=FP32),
     "unsplit": Heads(600, 300, 16, 16),
-    "qwen3-235b": Heads(64, 4, 128, 128, gain=BF16),
 }
-ON_GPU = [pytest.param(heads, id=name, marks=pytest.mark.gpu) for name, heads in REAL.items()]
+ON_GPU = [
+    pytest.param(heads, id=name, marks=pytest.mark.gpu) for name, heads in (REAL | MORE).items()
+]
 HEADS = [pytest.param(heads, id=name) for name, heads in SMALL.items()] + ON_GPU
 
 
@@ -89,28 +67,8 @@ def _emulated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "torch", SimpleNamespace(empty=empty, float32=torch.float32))
 
 
-@dataclass(frozen=True)
-class Model:
-    """Attention of one layer, and sequences of random tokens in pages of codes."""
-
-    heads: Heads
-    layer: AttentionLayer
-    pages: KVPages
-    tables: Tensor
-
-    def given(self, count: int) -> Tensor:
-        """Random input of so many tokens."""
-        Hq, Hkv, D, _, gated, _ = self.heads
-        width = ((2 if gated else 1) * Hq + 2 * Hkv) * D
-        return torch.randn(count, width, device=self.tables.device).bfloat16()
-
-    def attend(self, qkv: Tensor, step: Step) -> Tensor:
-        return attention_decode(qkv, self.layer, self.pages, step).float()
-
-    def attended(self, qkv: Tensor, spans: list[Span], reach: int = 0) -> tuple[Tensor, KVPages]:
-        """The result and the pages after it; those of this model stay as they are."""
-        own = replace(self, pages=clone(self.pages))
-        return own.attend(qkv, step_of(self.tables, spans, reach)), own.pages
+class CodedModel(Model):
+    """Attention over pages of codes."""
 
     def check(self, spans: list[Span], reach: int = 0) -> None:
         """Compare results and appended rows with float64; no other row may change."""
@@ -119,9 +77,7 @@ class Model:
         qkv = self.given(M)
         ref, k, v = attention_ref(qkv, self.layer, self.pages, step)
         out, pages = self.attended(qkv, spans, reach)
-        error = (out.double() - ref).view(M, self.heads.Hq, -1).norm(dim=-1)
-        relative = error / ref.view(M, self.heads.Hq, -1).norm(dim=-1)
-        assert float(relative.max()) < ROUNDINGS * HALF_ULP, label
+        assert self.error(out, ref) < ROUNDINGS * HALF_ULP, label
         rows, expected = clone(pages), clone(self.pages)
         done = 0
         for span in spans:
@@ -147,21 +103,17 @@ class Model:
         assert bool((codes.abs().amax(-1) >= 126).all())
 
 
-MakeModel = Callable[..., Model]
+MakeModel = Callable[..., CodedModel]
 
 
 @pytest.fixture
 def make_model(make_rope: Callable[[int, int], Rope], device: str) -> MakeModel:
     """`make_model(heads, lengths, context)`: sequences of such lengths."""
 
-    def make(heads: Heads, lengths: list[int], context: int = CONTEXT) -> Model:
+    def make(heads: Heads, lengths: list[int], context: int = CONTEXT) -> CodedModel:
         pages, tables = random_pages(2, heads.Hkv, heads.D, lengths, context, device)
-        q_norm = k_norm = None
-        if heads.gain is not None:
-            q_norm, k_norm = (1.5 + 0.3 * torch.randn(2, heads.D, device=device)).to(heads.gain)
-        rope = make_rope(context, heads.R)
-        layer = AttentionLayer(LAYER, rope, EPS, q_norm, k_norm, heads.gated)
-        return Model(heads, layer, in_codes(pages), tables)
+        layer = layer_of(heads, make_rope(context, heads.R), device)
+        return CodedModel(heads, layer, in_codes(pages), tables)
 
     return make
 

@@ -1,15 +1,14 @@
 """Decode attention against float64, and bit for bit against itself in other company."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from lowbit.runtime.kernels.attention import decode as module
-from lowbit.runtime.kernels.attention.decode import attention_decode
 from lowbit.runtime.kernels.attention.join import join_splits
 from lowbit.runtime.kernels.attention.prefill import attention_prefill
 from lowbit.runtime.kernels.attention.reference import attention_ref
@@ -18,11 +17,10 @@ from lowbit.runtime.kernels.launch.attention import (
     KeySplit,
     attention_launch,
 )
-from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
-from lowbit.runtime.state.step import Span, Step
+from lowbit.runtime.state.step import Span
 from lowbit.runtime.thresholds import ROUND_TOKENS
-from lowbit.runtime.weights.layers import AttentionLayer
+from tests.runtime.kernels.attention_layers import BF16, FP32, LAYER, REAL, Heads, Model, layer_of
 from tests.runtime.kernels.paged import clone, random_pages, rows_of, step_of
 
 pytestmark = pytest.mark.gpu
@@ -30,34 +28,11 @@ pytestmark = pytest.mark.gpu
 Randn = Callable[..., Tensor]
 MakeRope = Callable[[int, int], Rope]
 
-EPS = 1e-6
 # Softmax weights and the result are rounded to bfloat16: relative to a head's norm, in units of one
 # such rounding.
 ROUNDINGS = 2
-BF16, FP32 = torch.bfloat16, torch.float32
 
 
-class Heads(NamedTuple):
-    Hq: int
-    Hkv: int
-    D: int
-    R: int
-    gated: bool = False
-    gain: torch.dtype | None = None
-
-
-REAL = {
-    "qwen3-0.6b": Heads(16, 8, 128, 128, gain=BF16),
-    "qwen3-8b": Heads(32, 8, 128, 128, gain=BF16),
-    "qwen3-32b": Heads(64, 8, 128, 128, gain=BF16),
-    "qwen3.5-2b": Heads(8, 2, 256, 64, gated=True, gain=FP32),
-    "qwen3.5-9b": Heads(16, 4, 256, 64, gated=True, gain=FP32),
-    "qwen3.5-27b": Heads(24, 4, 256, 64, gated=True, gain=FP32),
-    "qwen2.5-0.5b": Heads(14, 2, 64, 64),
-    "qwen2.5-7b": Heads(28, 4, 128, 128),
-    "llama-3.2-1b": Heads(32, 8, 64, 64),
-    "qwen3-235b": Heads(64, 4, 128, 128, gain=BF16),
-}
 ODD = {
     "tiny-qwen3": Heads(4, 2, 64, 64, gain=BF16),
     "tiny-qwen3.5": Heads(4, 2, 64, 16, gated=True, gain=FP32),
@@ -73,31 +48,10 @@ ODD = {
 BITS = ("qwen3-0.6b", "qwen3-8b", "qwen3.5-9b", "qwen3.5-27b", "qwen2.5-0.5b", "qwen3-235b")
 CONTEXT = 4096
 POSITIONS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 4095)
-LAYER = 1
 
 
-@dataclass(frozen=True)
-class Model:
-    """Attention of one layer, and sequences of random tokens in pages."""
-
-    heads: Heads
-    layer: AttentionLayer
-    pages: KVPages
-    tables: Tensor
-
-    def given(self, count: int) -> Tensor:
-        """Random input of so many tokens."""
-        Hq, Hkv, D, _, gated, _ = self.heads
-        width = ((2 if gated else 1) * Hq + 2 * Hkv) * D
-        return torch.randn(count, width, device=self.tables.device).bfloat16()
-
-    def attend(self, qkv: Tensor, step: Step, layer: int = LAYER) -> Tensor:
-        return attention_decode(qkv, replace(self.layer, index=layer), self.pages, step)
-
-    def attended(self, qkv: Tensor, spans: list[Span], reach: int = 0) -> tuple[Tensor, KVPages]:
-        """The result and the pages after it; those of this model stay as they are."""
-        own = replace(self, pages=clone(self.pages))
-        return own.attend(qkv, step_of(self.tables, spans, reach)), own.pages
+class PlainModel(Model):
+    """Attention over pages of BF16."""
 
     def check(self, spans: list[Span], bf16_error: float, reach: int = 0) -> None:
         """Compare results and appended rows with float64; no other row may change."""
@@ -108,9 +62,7 @@ class Model:
         ref, k, v = attention_ref(qkv, self.layer, self.pages, step)
         out, again = self.attend(qkv, step), self.attend(qkv, step)
         assert torch.equal(out, again), label
-        error = (out.double() - ref).view(M, self.heads.Hq, -1).norm(dim=-1)
-        relative = error / ref.view(M, self.heads.Hq, -1).norm(dim=-1)
-        assert float(relative.max()) < ROUNDINGS * bf16_error, label
+        assert self.error(out, ref) < ROUNDINGS * bf16_error, label
         done = 0
         for span in spans:
             new = slice(done, done + span.count)
@@ -129,29 +81,17 @@ class Model:
             assert torch.equal(new_rows.view(torch.int16), old.view(torch.int16)), label
 
 
-MakeModel = Callable[..., Model]
-
-
-def gains(
-    D: int, dtype: torch.dtype | None, device: str
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Of queries and keys; some softmax weights dominate."""
-    if dtype is None:
-        return None, None
-    q, k = (1.5 + 0.3 * torch.randn(2, D, device=device)).to(dtype)
-    return q, k
+MakeModel = Callable[..., PlainModel]
 
 
 @pytest.fixture
 def make_model(make_rope: MakeRope, device: str) -> MakeModel:
     """`make_model(heads, lengths, context)`: sequences of such lengths."""
 
-    def make(heads: Heads, lengths: list[int], context: int = CONTEXT) -> Model:
+    def make(heads: Heads, lengths: list[int], context: int = CONTEXT) -> PlainModel:
         pages, tables = random_pages(2, heads.Hkv, heads.D, lengths, context, device)
-        rope = make_rope(context, heads.R)
-        q_norm, k_norm = gains(heads.D, heads.gain, device)
-        layer = AttentionLayer(LAYER, rope, EPS, q_norm, k_norm, heads.gated)
-        return Model(heads, layer, pages, tables)
+        layer = layer_of(heads, make_rope(context, heads.R), device)
+        return PlainModel(heads, layer, pages, tables)
 
     return make
 

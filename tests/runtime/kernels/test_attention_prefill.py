@@ -1,7 +1,6 @@
 """Prefill attention against float64: plain, gated, partly rotated, without norms."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,30 +13,16 @@ from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span
 from lowbit.runtime.thresholds import PROMPT_TOKENS
 from lowbit.runtime.weights.layers import AttentionLayer
+from tests.runtime.kernels.attention_layers import BF16, EPS, FP32, REAL, Heads, layer_of
 from tests.runtime.kernels.paged import clone, random_pages, rows_of, step_of
 
 Randn = Callable[..., Tensor]
 MakeRope = Callable[[int, int], Rope]
 
-EPS = 1e-6
 # Softmax weights and the result are rounded to bfloat16, queries too (and the interpreter truncates
 # them, the reference rounds); the result of a gated head is rounded before the gate as well.
 # Relative to the norm of the result, in units of one such rounding.
 ROUNDINGS = {False: 2, True: 3}
-BF16, FP32 = torch.bfloat16, torch.float32
-
-
-class Heads(NamedTuple):
-    Hq: int
-    Hkv: int
-    D: int
-    R: int
-    gated: bool = False
-    gain: torch.dtype | None = None
-
-    def __str__(self) -> str:
-        gain = str(self.gain).removeprefix("torch.")
-        return f"{self.Hq}x{self.Hkv}x{self.D}-r{self.R}{'-gated' * self.gated}-{gain}"
 
 
 QWEN3 = [Heads(4, 2, 64, 64, gain=BF16), Heads(8, 1, 128, 128, gain=BF16)]
@@ -48,32 +33,14 @@ SMALL = [
     Heads(8, 1, 64, 32, gated=True),
     Heads(2, 1, 256, 64, gated=True, gain=FP32),
 ]
-REAL = [
-    Heads(16, 8, 128, 128, gain=BF16),  # Qwen3 0.6B
-    Heads(32, 8, 128, 128, gain=BF16),  # 8B
-    Heads(8, 2, 256, 64, gated=True, gain=FP32),  # Qwen3.5 2B
-    Heads(16, 4, 256, 64, gated=True, gain=FP32),  # 9B
-    Heads(24, 4, 256, 64, gated=True, gain=FP32),  # 27B
-    Heads(32, 8, 64, 64),  # Llama 3.2 1B
-    Heads(28, 4, 128, 128),  # Qwen2.5 7B
-]
+ON_HOPPER = [REAL[name] for name in ("qwen3-0.6b", "qwen3-8b", "qwen3.5-2b")]
 CASES = [(QWEN3[0], 100, 0, 7), (QWEN3[0], 100, 33, 67), (QWEN3[1], 100, 99, 1)]
 CASES += [(heads, 100, past, M) for heads in SMALL for past, M in ((0, 7), (33, 20))]
 # Beyond PROMPT_TOKENS: large programs on Hopper, PyTorch elsewhere.
 MANY = Heads(2, 1, 32, 32, gain=BF16), Heads(2, 1, 32, 16, gated=True, gain=FP32)
 CASES += [(MANY[0], 180, 33, 130)]  # `test_attention_prefill_codes` has the other
 LENGTHS = ((0, 777), (1000, 129), (0, 128), (3000, 33), (4001, 200))
-ON_GPU = [(heads, 8192, past, M) for heads in REAL for past, M in LENGTHS]
-
-
-def gains(
-    D: int, dtype: torch.dtype | None, device: str
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Of queries and keys; some softmax weights dominate."""
-    if dtype is None:
-        return None, None
-    q, k = (1.5 + 0.3 * torch.randn(2, D, device=device)).to(dtype)
-    return q, k
+ON_GPU = [(heads, 8192, past, M) for heads in REAL.values() for past, M in LENGTHS]
 
 
 @pytest.mark.parametrize(
@@ -91,16 +58,14 @@ def test_prefill(
     past: int,
     M: int,
 ) -> None:
-    Hq, Hkv, D, R, gated, gain = heads
-    q_norm, k_norm = gains(D, gain, device)
-    qkv, rope = randn(M, ((2 if gated else 1) * Hq + 2 * Hkv) * D), make_rope(T, R)
+    Hkv, D, qkv = heads.Hkv, heads.D, randn(M, heads.width)
+    layer = layer_of(heads, make_rope(T, heads.R), device)
     pages, tables = random_pages(2, Hkv, D, [5, past], T, device, room=M)
     step, before = step_of(tables, [Span(1, past, M)], prompt=True), clone(pages)
-    layer = AttentionLayer(1, rope, EPS, q_norm, k_norm, gated)
     ref, _, _ = attention_ref(qkv, layer, pages, step)
     out = attention_prefill(qkv, layer, pages, step)
     error = float((out.double() - ref).norm() / ref.norm())
-    assert error < ROUNDINGS[gated] * bf16_error
+    assert error < ROUNDINGS[heads.gated] * bf16_error
     new = tables, 1, past, M
     assert torch.equal(rows_of(pages.v, *new)[1], qkv.view(M, -1, D)[:, -Hkv:])
     positions = torch.arange(past, past + M, device=device)
@@ -136,7 +101,7 @@ PADDED = [
     (SMALL[1], 60, 1, 32),
     *(
         pytest.param(heads, past, M, width, marks=pytest.mark.gpu)
-        for heads in (REAL[0], REAL[1], REAL[2])
+        for heads in ON_HOPPER
         for past, M, width in ((0, 65, 128), (70, 130, 192), (3000, 257, 384))
     ),
 ]
@@ -149,12 +114,10 @@ def test_padding_changes_no_bit(
     """Padding changes neither result nor pages, whatever it holds."""
     if width > PROMPT_TOKENS and not hopper():
         pytest.skip("PyTorch attends to so many tokens, without padding")
-    Hq, Hkv, D, R, gated, gain = heads
-    q_norm, k_norm = gains(D, gain, device)
-    qkv = randn(width, ((2 if gated else 1) * Hq + 2 * Hkv) * D)
+    qkv = randn(width, heads.width)
     qkv[M:] = float("inf")  # pages hold NaN there
-    layer = AttentionLayer(1, make_rope(4096, R), EPS, q_norm, k_norm, gated)
-    pages, tables = random_pages(2, Hkv, D, [5, past], 4096, device, room=M)
+    layer = layer_of(heads, make_rope(4096, heads.R), device)
+    pages, tables = random_pages(2, heads.Hkv, heads.D, [5, past], 4096, device, room=M)
     padded = clone(pages)
     found = []
     for stored, rows in ((pages, M), (padded, width)):

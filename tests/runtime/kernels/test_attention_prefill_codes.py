@@ -1,7 +1,6 @@
 """Prefill attention over INT8 codes: against float64 on what is stored."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,26 +14,16 @@ from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span
 from lowbit.runtime.thresholds import PROMPT_TOKENS
 from lowbit.runtime.weights.layers import AttentionLayer
-from tests.runtime.kernels.coded_pages import clone, in_codes, same
-from tests.runtime.kernels.paged import random_pages, rows_of, step_of
+from tests.runtime.kernels.attention_layers import BF16, EPS, FP32, REAL, Heads, layer_of
+from tests.runtime.kernels.coded_pages import in_codes, same
+from tests.runtime.kernels.paged import clone, random_pages, rows_of, step_of
 
-EPS = 1e-6
 # Queries, weights times the scales of values and the result are rounded to bfloat16, of gated heads
 # also the result before the gate, of many tokens keys and values: relative to the result's norm.
 ROUNDINGS = {False: 2, True: 3}
-BF16, FP32 = torch.bfloat16, torch.float32
 
 Randn = Callable[..., Tensor]
 MakeRope = Callable[[int, int], Rope]
-
-
-class Heads(NamedTuple):
-    Hq: int
-    Hkv: int
-    D: int
-    R: int
-    gated: bool = False
-    gain: torch.dtype | None = None
 
 
 SMALL = [
@@ -43,18 +32,13 @@ SMALL = [
     Heads(4, 2, 64, 16, gated=True, gain=FP32),
     Heads(2, 1, 256, 64, gated=True, gain=FP32),
 ]
-REAL = [
-    Heads(16, 8, 128, 128, gain=BF16),  # Qwen3 0.6B
-    Heads(32, 8, 128, 128, gain=BF16),  # 8B
-    Heads(16, 4, 256, 64, gated=True, gain=FP32),  # Qwen3.5 9B
-    Heads(32, 8, 64, 64),  # Llama 3.2 1B
-]
 CASES = [(heads, 70, 20) for heads in SMALL] + [(heads, 0, 7) for heads in SMALL[1:3]]
 # Past PROMPT_TOKENS there are large programs on Hopper, PyTorch elsewhere.
 MANY = Heads(2, 1, 32, 32, gain=BF16), Heads(2, 1, 32, 16, gated=True, gain=FP32)
 CASES += [(MANY[1], 33, 130)]  # `test_attention_prefill` has the other
+WIDE = [REAL[name] for name in ("qwen3-0.6b", "qwen3-8b", "qwen3.5-9b", "llama-3.2-1b")]
 LENGTHS = ((0, 777), (1000, 129), (0, 128), (3000, 33), (4001, 200))
-ON_GPU = [(heads, past, M) for heads in REAL for past, M in LENGTHS]
+ON_GPU = [(heads, past, M) for heads in WIDE for past, M in LENGTHS]
 
 
 @pytest.mark.parametrize(
@@ -72,21 +56,16 @@ def test_prompts(
     M: int,
 ) -> None:
     """Results, appended rows, and with padding behind the tokens the same bits."""
-    Hq, Hkv, D, R, gated, gain = heads
-    q_norm = k_norm = None
-    if gain is not None:
-        q_norm, k_norm = (1.5 + 0.3 * torch.randn(2, D, device=device)).to(gain)
-    context = past + M + PAGE
-    given, rope = randn(M + 3, ((2 if gated else 1) * Hq + 2 * Hkv) * D), make_rope(context, R)
-    wide, tables = random_pages(2, Hkv, D, [5, past], context, device, room=M)
+    context, given = past + M + PAGE, randn(M + 3, heads.width)
+    layer = layer_of(heads, make_rope(context, heads.R), device)
+    wide, tables = random_pages(2, heads.Hkv, heads.D, [5, past], context, device, room=M)
     before = in_codes(wide)
     step = step_of(tables, [Span(1, past, M)], prompt=True)
-    layer = AttentionLayer(1, rope, EPS, q_norm, k_norm, gated)
     ref, k, v = attention_ref(given[:M], layer, before, step)
     pages = clone(before)
     out = attention_prefill(given[:M], layer, pages, step)
     error = float((out.double() - ref).norm() / ref.norm())
-    assert error < ROUNDINGS[gated] * bf16_error
+    assert error < ROUNDINGS[heads.gated] * bf16_error
     new = tables, 1, past, M
     codes, scales, k_scales, v_scales = (rows_of(x, *new)[1] for x in pages.stores)
     assert torch.equal(scales, quantize_vectors(v.float())[0])
