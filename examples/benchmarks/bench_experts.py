@@ -75,16 +75,15 @@ def scores(x: Tensor, norm: Tensor, layer: Layer) -> Tensor:
 
 def routes_of(given: Tensor, layer: Layer) -> Routes | None:
     """As `cuda.moe` has them: a lone token's experts are chosen where they are needed."""
-    return None if len(given) == 1 else experts_route(given, layer.chosen, layer.shared)
+    return None if len(given) == 1 else experts_route(given, layer)
 
 
 def gate_up(x: Tensor, norm: Tensor, given: Tensor, routes: Routes | None, layer: Layer) -> Tensor:
-    w = stacked(layer.gate_up)
-    return experts_gate_up(x, norm, EPS, given, routes, w, layer.chosen, layer.shared)
+    return experts_gate_up(x, norm, EPS, given, routes, layer)
 
 
 def down(x: Tensor, act: Tensor, given: Tensor, routes: Routes | None, layer: Layer) -> Tensor:
-    return experts_down(act, given, routes, stacked(layer.down), layer.chosen, layer.shared, x)
+    return experts_down(act, given, routes, layer, x)
 
 
 def chosen_of(given: Tensor, experts: Experts) -> list[int]:

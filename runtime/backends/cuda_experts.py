@@ -10,7 +10,6 @@ from lowbit.runtime.kernels.experts.down import experts_down, experts_down_bytes
 from lowbit.runtime.kernels.experts.gate_up import experts_gate_up, experts_gate_up_bytes
 from lowbit.runtime.kernels.experts.gemm import experts_gemm
 from lowbit.runtime.kernels.experts.route import experts_route
-from lowbit.runtime.kernels.experts.tiled import stacked
 from lowbit.runtime.kernels.experts.together import experts_together, together_bytes
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
 from lowbit.runtime.kernels.launch.experts import experts_way
@@ -48,16 +47,14 @@ def check_experts(experts: Experts, hidden: int) -> None:
 
 def mixture(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[GpuLinear]) -> Tensor:
     """Add the output of the experts for the normed x to x; see `Ops.moe`."""
-    gate_up, down = stacked(experts.gate_up), stacked(experts.down)
-    chosen, shared, normed = experts.chosen, experts.shared, experts.normed
     way = experts_way(len(x))
     if way == "grouped":
         h = rms_norm(x, norm, eps)
         scores = torch.mm(h, experts.router.T, out_dtype=torch.float32)
-        return experts_gemm(h, scores, gate_up, down, chosen, shared, x, normed)
+        return experts_gemm(h, scores, experts, x)
     scores = dense_gemv(x, experts.router, norm=norm, eps=eps, dtype=torch.float32)
-    routes = None if way == "lone" else experts_route(scores, chosen, shared, normed)
-    if routes and way == "together" and together_bytes(gate_up, down) <= MOST_SHARED:
-        return experts_together(x, norm, eps, routes, gate_up, down, chosen, shared)
-    act = experts_gate_up(x, norm, eps, scores, routes, gate_up, chosen, shared)
-    return experts_down(act, scores, routes, down, chosen, shared, x, normed)
+    routes = None if way == "lone" else experts_route(scores, experts)
+    if routes and way == "together" and together_bytes(experts) <= MOST_SHARED:
+        return experts_together(x, norm, eps, routes, experts)
+    act = experts_gate_up(x, norm, eps, scores, routes, experts)
+    return experts_down(act, scores, routes, experts, x)

@@ -32,7 +32,7 @@ from lowbit.runtime.kernels.experts.program import (
     padded_width,
 )
 from lowbit.runtime.kernels.experts.route import Routes
-from lowbit.runtime.kernels.experts.tiled import TiledExperts
+from lowbit.runtime.kernels.experts.tiled import stacked
 from lowbit.runtime.kernels.launch.device import programmatic_launch, register_cap, run
 from lowbit.runtime.kernels.launch.experts import (
     ExpertsDownLaunch,
@@ -50,9 +50,10 @@ from lowbit.runtime.kernels.linear.products import (
 )
 from lowbit.runtime.kernels.linear.program import BLOCK_K, Packed, staged_digits
 from lowbit.runtime.kernels.linear.sums import store_result, store_sums, sum_of_parts
-from lowbit.runtime.kernels.linear.tiles import TILE
+from lowbit.runtime.kernels.linear.tiles import TILE, GpuLinear
 from lowbit.runtime.kernels.ptx.memory import barrier, load4_l2, shared_memory
 from lowbit.runtime.kernels.ptx.mma import as_float, threads
+from lowbit.runtime.weights.linear import ExpertWeights
 
 SUM_BYTES = gl.constexpr(64)  # of 16 rows
 
@@ -207,11 +208,8 @@ def experts_down(
     act: Tensor,
     scores: Tensor,
     routes: Routes | None,
-    w: TiledExperts,
-    chosen: int,
-    shared: bool,
+    experts: ExpertWeights[GpuLinear],
     x: Tensor,
-    normed: bool = True,
 ) -> Tensor:
     """Multiply by the down weights of every token's experts, weigh, and add the residual.
 
@@ -219,15 +217,13 @@ def experts_down(
         act: [M, slots, width], of `experts_gate_up`.
         scores: [M, experts] float32, of the router.
         routes: of `experts_route`; None lets every warp choose for itself.
-        w: [N, K] of every expert.
-        chosen: experts of a token, beside the shared one.
+        experts: of `gathered`.
         x: [M, N], the residual.
-        normed: the shares of chosen experts sum to one; else a softmax over all experts has them.
 
     Returns:
         [M, N] in x's dtype.
     """
-    M = x.shape[0]
+    M, w = x.shape[0], stacked(experts.down)
     launch = experts_down_launch(w.bits, w.tiles, w.steps, M)
     pdl = programmatic_launch(x)
     y = torch.empty_like(x)
@@ -244,7 +240,7 @@ def experts_down(
         y,
         w.N,
         w.tiles,
-        PLAN=_plan(choice_of(len(w), chosen, shared, normed), w.constants, launch, pdl),
+        PLAN=_plan(choice_of(experts), w.constants, launch, pdl),
         num_warps=launch.warps,
         maxnreg=register_cap(x, launch.registers),
         launch_pdl=pdl,

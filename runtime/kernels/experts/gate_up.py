@@ -28,7 +28,7 @@ from lowbit.runtime.kernels.experts.program import (
     padded_width,
 )
 from lowbit.runtime.kernels.experts.route import Routes
-from lowbit.runtime.kernels.experts.tiled import TiledExperts
+from lowbit.runtime.kernels.experts.tiled import stacked
 from lowbit.runtime.kernels.launch.device import programmatic_launch, register_cap, run
 from lowbit.runtime.kernels.launch.experts import (
     experts_gate_up_launch,
@@ -52,9 +52,10 @@ from lowbit.runtime.kernels.linear.program import (
     staged_digits,
 )
 from lowbit.runtime.kernels.linear.sums import sum_of_parts
-from lowbit.runtime.kernels.linear.tiles import TILE
+from lowbit.runtime.kernels.linear.tiles import TILE, GpuLinear
 from lowbit.runtime.kernels.ptx.memory import barrier, shared_memory
 from lowbit.runtime.kernels.ptx.mma import threads
+from lowbit.runtime.weights.linear import ExpertWeights
 
 HELD = gl.constexpr(8)  # lanes with results
 
@@ -142,9 +143,7 @@ def experts_gate_up(
     eps: float,
     scores: Tensor,
     routes: Routes | None,
-    w: TiledExperts,
-    chosen: int,
-    shared: bool,
+    experts: ExpertWeights[GpuLinear],
 ) -> Tensor:
     """SwiGLU of every token by each of its experts.
 
@@ -153,14 +152,14 @@ def experts_gate_up(
         norm: [K] gain of the RMS norm.
         scores: [M, experts] float32, of the router.
         routes: of `experts_route`; None lets every warp choose for itself.
-        w: [2 * I, K] of every expert, paired.
-        chosen: experts of a token, beside the shared one.
+        experts: of `gathered`.
 
     Returns:
         [M, slots, padded_width(I)] in x's dtype.
     """
-    M, inner = x.shape[0], w.N // 2
-    slots, width = chosen + shared, padded_width(inner)
+    w, choice = stacked(experts.gate_up), choice_of(experts)
+    M, inner, slots = x.shape[0], w.N // 2, choice.SLOTS
+    width = padded_width(inner)
     launch = experts_gate_up_launch(w.bits, w.tiles, w.steps, M)
     pdl = programmatic_launch(x)
     act = torch.empty((M, slots, width), dtype=x.dtype, device=x.device)
@@ -176,7 +175,7 @@ def experts_gate_up(
         act,
         w.tiles,
         eps,
-        PLAN=_plan(choice_of(len(w), chosen, shared), w.constants, launch, inner, pdl),
+        PLAN=_plan(choice, w.constants, launch, inner, pdl),
         num_warps=launch.warps,
         maxnreg=register_cap(x, launch.registers),
         launch_pdl=pdl,

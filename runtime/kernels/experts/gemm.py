@@ -16,10 +16,12 @@ from torch import Tensor
 from lowbit.runtime.kernels.experts.order import blocks_of, by_expert
 from lowbit.runtime.kernels.experts.products import down_blocks, gate_up_blocks
 from lowbit.runtime.kernels.experts.route import experts_route
-from lowbit.runtime.kernels.experts.tiled import TiledExperts
+from lowbit.runtime.kernels.experts.tiled import stacked
 from lowbit.runtime.kernels.launch.device import run
 from lowbit.runtime.kernels.launch.experts import EXPERTS_GEMM
+from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.thresholds import EXPERTS_CHUNK
+from lowbit.runtime.weights.linear import ExpertWeights
 
 BLOCK = 1024  # columns of a sum
 
@@ -35,37 +37,27 @@ def _experts_sum_kernel(x_ptr, out_ptr, y_ptr, N, SLOTS: tl.constexpr, BLOCK: tl
     tl.store(y_ptr + token * N + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
 
 
-def experts_gemm(
-    h: Tensor,
-    scores: Tensor,
-    gate_up: TiledExperts,
-    down: TiledExperts,
-    chosen: int,
-    shared: bool,
-    x: Tensor,
-    normed: bool = True,
-) -> Tensor:
+def experts_gemm(h: Tensor, scores: Tensor, experts: ExpertWeights[GpuLinear], x: Tensor) -> Tensor:
     """Add the output of its experts to every token, for many tokens.
 
     Args:
         h: [M, K] bfloat16, the normed tokens.
         scores: [M, experts] float32, of the router.
-        gate_up: [2 * I, K] of every expert, paired.
-        down: [K, I] of every expert.
-        chosen: experts of a token, beside the shared one.
+        experts: of `gathered`.
         x: [M, K], the residual.
-        normed: the shares of chosen experts sum to one; else a softmax over all experts has them.
 
     Returns:
         [M, K] in x's dtype.
     """
+    gate_up, down = stacked(experts.gate_up), stacked(experts.down)
+    slots = experts.chosen + experts.shared
     y = torch.empty_like(x)
     for first in range(0, x.shape[0], EXPERTS_CHUNK):
         part = slice(first, first + EXPERTS_CHUNK)
-        routes = experts_route(scores[part], chosen, shared, normed)
+        routes = experts_route(scores[part], experts)
         order, ends = by_expert(routes.numbers, len(gate_up))
         blocks = blocks_of(order, ends, EXPERTS_GEMM.rows)
-        act = gate_up_blocks(h[part], order, blocks, gate_up, chosen + shared, EXPERTS_GEMM)
+        act = gate_up_blocks(h[part], order, blocks, gate_up, slots, EXPERTS_GEMM)
         out = down_blocks(act, order, blocks, routes.shares, down, EXPERTS_GEMM)
         _sum(x[part], out, y[part])
     return y

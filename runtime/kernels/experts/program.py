@@ -9,6 +9,8 @@ from functools import cache
 from lowbit.runtime.kernels.launch.experts import ExpertsDownLaunch
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
 from lowbit.runtime.kernels.linear.program import Digits, Packed
+from lowbit.runtime.kernels.linear.tiles import GpuLinear
+from lowbit.runtime.weights.linear import ExpertWeights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,9 +23,13 @@ class Choice:
     NORMED: bool  # shares of the chosen ones sum to one; else a softmax over all EXPERTS has them
 
 
+def choice_of(experts: ExpertWeights[GpuLinear]) -> Choice:
+    """The choice of a token's experts."""
+    return _choice(len(experts.gate_up), experts.chosen, experts.shared, experts.normed)
+
+
 @cache
-def choice_of(experts: int, chosen: int, shared: bool, normed: bool = True) -> Choice:
-    """The choice of `chosen` among so many experts, of which the last may be every token's."""
+def _choice(experts: int, chosen: int, shared: bool, normed: bool) -> Choice:
     return Choice(experts - shared, chosen, chosen + shared, normed)
 
 

@@ -19,7 +19,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lowbit.runtime.kernels.experts.choice import expert_of, likeliest, scores_of, shares
 from lowbit.runtime.kernels.experts.program import choice_of
 from lowbit.runtime.kernels.launch.device import programmatic_launch, run
+from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.kernels.ptx.mma import threads
+from lowbit.runtime.weights.linear import ExpertWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +54,17 @@ def _experts_route_kernel(
     gl.store(shares_ptr + at, own, mask=lane < SLOTS)
 
 
-def experts_route(scores: Tensor, chosen: int, shared: bool, normed: bool = True) -> Routes:
+def experts_route(scores: Tensor, experts: ExpertWeights[GpuLinear]) -> Routes:
     """Experts of every token.
 
     Args:
         scores: [M, experts] float32, of the router.
-        chosen: experts of a token, beside the shared one.
-        normed: the shares of chosen experts sum to one; else a softmax over all experts has them.
 
     Returns:
         Numbers and shares; slots are at most 32.
     """
-    M, experts = scores.shape
-    slots = chosen + shared
+    M, choice = len(scores), choice_of(experts)
+    slots = choice.SLOTS
     numbers = torch.empty((M, slots), dtype=torch.int32, device=scores.device)
     found = torch.empty((M, slots), dtype=torch.float32, device=scores.device)
     pdl = programmatic_launch(scores)
@@ -74,7 +74,7 @@ def experts_route(scores: Tensor, chosen: int, shared: bool, normed: bool = True
         scores,
         numbers,
         found,
-        CHOICE=choice_of(experts, chosen, shared, normed),
+        CHOICE=choice,
         PDL=pdl,
         num_warps=1,
         launch_pdl=pdl,

@@ -31,7 +31,7 @@ from lowbit.runtime.kernels.experts.program import (
     padded_width,
 )
 from lowbit.runtime.kernels.experts.route import Routes
-from lowbit.runtime.kernels.experts.tiled import TiledExperts
+from lowbit.runtime.kernels.experts.tiled import stacked
 from lowbit.runtime.kernels.experts.weigh import weighed
 from lowbit.runtime.kernels.launch.device import (
     programmatic_launch,
@@ -52,6 +52,7 @@ from lowbit.runtime.kernels.linear.products import (
 )
 from lowbit.runtime.kernels.linear.program import Packed, staged_bytes, staged_digits
 from lowbit.runtime.kernels.linear.sums import store_sums, sum_of_parts
+from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
     commit_copies,
@@ -62,6 +63,7 @@ from lowbit.runtime.kernels.ptx.memory import (
 )
 from lowbit.runtime.kernels.ptx.mma import threads
 from lowbit.runtime.thresholds import EXPERTS_TOKENS
+from lowbit.runtime.weights.linear import ExpertWeights
 
 LANES = gl.constexpr(16)  # with results: rows g and g + 8 of one of two tokens
 
@@ -301,14 +303,7 @@ def _load_own(
 
 
 def experts_together(
-    x: Tensor,
-    norm: Tensor,
-    eps: float,
-    routes: Routes,
-    gate_up: TiledExperts,
-    down: TiledExperts,
-    chosen: int,
-    shared: bool,
+    x: Tensor, norm: Tensor, eps: float, routes: Routes, experts: ExpertWeights[GpuLinear]
 ) -> Tensor:
     """Add to every token what its experts make of it, normed.
 
@@ -316,16 +311,14 @@ def experts_together(
         x: [M, h] bfloat16, contiguous.
         norm: [h] gain of the RMS norm.
         routes: of `experts_route`.
-        gate_up: [2 * I, h] of every expert, paired.
-        down: [h, I] of every expert.
-        chosen: experts of a token, beside the shared one.
+        experts: of `gathered`.
 
     Returns:
         [M, h] in x's dtype; a token has the bits of `experts_gate_up` and `experts_down`.
     """
-    (M, h), slots, inner = x.shape, chosen + shared, gate_up.N // 2
-    pairs, width, pdl = M * slots, padded_width(inner), programmatic_launch(x)
-    choice = choice_of(len(gate_up), chosen, shared)
+    gate_up, down = stacked(experts.gate_up), stacked(experts.down)
+    (M, h), inner, choice = x.shape, gate_up.N // 2, choice_of(experts)
+    pairs, width, pdl = M * choice.SLOTS, padded_width(inner), programmatic_launch(x)
     of_gate_up, of_down = together_launches(gate_up.bits, gate_up.tiles, gate_up.steps)
     given = staged_digits(h, EXPERTS_TOKENS)
     planes = digits(x, gate_up.bits, given, norm=norm, eps=eps)
@@ -369,8 +362,9 @@ def experts_together(
     return weighed(parts, routes.shares, x)
 
 
-def together_bytes(gate_up: TiledExperts, down: TiledExperts) -> int:
+def together_bytes(experts: ExpertWeights[GpuLinear]) -> int:
     """The most shared memory of a program of `experts_together`."""
+    gate_up, down = stacked(experts.gate_up), stacked(experts.down)
     of_gate_up, of_down = together_launches(gate_up.bits, gate_up.tiles, gate_up.steps)
     return max(_gate_up_bytes(gate_up.K, of_gate_up), _down_bytes(down.K, down.steps, of_down))
 

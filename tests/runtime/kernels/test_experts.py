@@ -20,9 +20,10 @@ from lowbit.runtime.kernels.experts import order as experts_order
 from lowbit.runtime.kernels.experts import route as experts_route
 from lowbit.runtime.kernels.experts.groups import groups_of
 from lowbit.runtime.kernels.experts.program import padded_width
-from lowbit.runtime.kernels.experts.tiled import stacked
 from lowbit.runtime.kernels.launch.experts import GROUP
+from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.thresholds import EXPERTS_CHUNK, EXPERTS_TOKENS
+from lowbit.runtime.weights.linear import ExpertWeights
 from tests.runtime.kernels.expert_layers import (
     EPS,
     FP32_ERROR,
@@ -51,12 +52,10 @@ GIVEN = pytest.mark.parametrize("given", [False, True], ids=["chosen by warps", 
 ON_GPU = pytest.mark.parametrize("size", [SMALL[0], SMALL[1], SMALL[5], *REAL], ids=str)
 
 
-def made_routes(scores: Tensor, size: Size, given: bool) -> experts_route.Routes | None:
-    return (
-        experts_route.experts_route(scores, size.chosen, size.shared, size.normed)
-        if given
-        else None
-    )
+def made_routes(
+    scores: Tensor, w: ExpertWeights[GpuLinear], given: bool
+) -> experts_route.Routes | None:
+    return experts_route.experts_route(scores, w) if given else None
 
 
 @GIVEN
@@ -66,16 +65,8 @@ def test_gate_up(size: Size, given: bool, device: str, randn: Randn) -> None:
     x, norm = 3 * randn(M, size.h), 1 + 0.2 * randn(size.h)
     norm = norm.float() if size.bits == 4 else norm
     scores = scores_of(M, size, device)
-    found = experts_gate_up.experts_gate_up(
-        x,
-        norm,
-        EPS,
-        scores,
-        made_routes(scores, size, given),
-        stacked(w.gate_up),
-        size.chosen,
-        size.shared,
-    )
+    routes = made_routes(scores, w, given)
+    found = experts_gate_up.experts_gate_up(x, norm, EPS, scores, routes, w)
     expected = acts(normed(x, norm), scores, w)
     assert relative_error(found[..., : size.inner], expected) < 2**-8
     assert not found[..., size.inner :].any()
@@ -92,16 +83,7 @@ def test_down(size: Size, given: bool, device: str, randn: Randn) -> None:
     act = torch.zeros(M, slots, padded_width(size.inner), device=device)
     act = act.bfloat16()
     act[..., : size.inner] = randn(M, slots, size.inner)
-    found = experts_down.experts_down(
-        act,
-        scores,
-        made_routes(scores, size, given),
-        stacked(w.down),
-        size.chosen,
-        size.shared,
-        x,
-        size.normed,
-    )
+    found = experts_down.experts_down(act, scores, made_routes(scores, w, given), w, x)
     expected = added(act[..., : size.inner], scores, w) + x.double()
     assert relative_error(found, expected) < FP32_ERROR
 
@@ -164,10 +146,12 @@ def test_nan_stays_in_its_token(device: str, randn: Randn) -> None:
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 def test_routes(shared: bool, normed: bool, device: str) -> None:
-    size = Size(4, 32, 32, 40, 8, shared)
+    size = Size(4, 32, 32, 40, 8, shared, 32)
     scores = scores_of(12, size, device)
     scores[7], scores[8] = 1.5, torch.nan
-    found = experts_route.experts_route(scores, 8, shared, normed)
+    found = experts_route.experts_route(
+        scores, replace(random_experts(size, device), normed=normed)
+    )
     numbers, shares = found.numbers, found.shares
     assert bool(((numbers >= 0) & (numbers < 40 + shared)).all())
     wanted = [pairs for i, pairs in enumerate(routes(scores, 8, shared, normed)) if i != 8]

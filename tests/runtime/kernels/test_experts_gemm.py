@@ -54,9 +54,7 @@ def test_gemm(size: Size, M: int, device: str, randn: Randn, bf16_error: float) 
         scores_of(M, size, device),
     )
     scores[M // 2 :] = scores[M // 2]  # many tokens have the same experts
-    found = experts_gemm(
-        h, scores, stacked(w.gate_up), stacked(w.down), size.chosen, size.shared, x, size.normed
-    )
+    found = experts_gemm(h, scores, w, x)
     expected = added(acts(h, scores, w), scores, w)
     assert relative_error(found.double() - x.double(), expected) < bf16_error
     assert bool(found.isfinite().all())
@@ -102,7 +100,7 @@ def test_gemm_launches_have_the_same_bits(
     scores[1:] = scores[0]
 
     def found() -> Tensor:
-        return experts_gemm(h, scores, gate_up, down, size.chosen, size.shared, x)
+        return experts_gemm(h, scores, replace(w, gate_up=gate_up, down=down), x)
 
     expected = found()
     wanted = added(acts(h, scores, w), scores, w)
@@ -126,7 +124,7 @@ def test_weights_are_rounded_once(bits: int, dtype: torch.dtype, device: str, ra
     down = with_random_scales(stacked(made.down), dtype)
     w = replace(made, gate_up=gate_up, down=down)
     h, scores = randn(M, size.h), scores_of(M, size, device)
-    found = experts_route.experts_route(scores, size.chosen, size.shared)
+    found = experts_route.experts_route(scores, w)
     order, ends = experts_order.by_expert(found.numbers, len(gate_up))
     blocks = experts_order.blocks_of(order, ends, EXPERTS_GEMM.rows)
 
@@ -156,7 +154,7 @@ def test_shorter_loops_have_the_same_bits(
     scores = torch.nn.functional.one_hot(numbers[torch.randperm(M)], size.E).float().to(device)
 
     def found() -> Tensor:
-        return experts_gemm(h, scores, stacked(w.gate_up), stacked(w.down), 1, False, x)
+        return experts_gemm(h, scores, w, x)
 
     def launch(least: int) -> None:
         tiles = GemmTiles(least=least)
@@ -178,7 +176,7 @@ def test_long_prompts_are_taken_in_parts(
     scores = torch.randn(M, size.E + size.shared, device=device)
 
     def found() -> Tensor:
-        return experts_gemm(h, scores, stacked(w.gate_up), stacked(w.down), 2, True, x)
+        return experts_gemm(h, scores, w, x)
 
     expected = found()
     monkeypatch.setattr(f"{experts_gemm.__module__}.EXPERTS_CHUNK", 8)
@@ -195,7 +193,7 @@ def test_nan_stays_in_its_token_of_a_prompt(bad: float, device: str, randn: Rand
     others = torch.arange(M, device=device) != 4
 
     def found() -> Tensor:
-        return experts_gemm(h, scores, stacked(w.gate_up), stacked(w.down), 2, True, x)
+        return experts_gemm(h, scores, w, x)
 
     clean = found()
     h[4] = bad
