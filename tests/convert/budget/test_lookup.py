@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,16 @@ pytestmark = pytest.mark.usefixtures("cache")
 @pytest.fixture
 def settings(short_text: Path) -> Settings:
     return Settings(calib=short_text, windows=1, groups=(64, 128))
+
+
+@pytest.fixture
+def fake_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One figure per choice, in place of a pass through the model."""
+
+    def compute(_: object, choices: Sequence[Choice], *__: object) -> list[float]:
+        return [scheme.group_size / 2 ** (scheme.bits + 4) for _, scheme in choices]
+
+    monkeypatch.setattr(lookup, "_compute", compute)
 
 
 def test_computed_once(readable: Path, settings: Settings, cache: Path) -> None:
@@ -101,6 +111,7 @@ def exchange(path: Path) -> None:
     path.write_bytes(RECORD.to_bytes())
 
 
+@pytest.mark.usefixtures("fake_figures")
 @pytest.mark.parametrize("damage", [flip_a_digit, cut, exchange])
 def test_a_damaged_file_of_the_cache_is_computed_again(
     readable: Path, settings: Settings, damage: Callable[[Path], None]
@@ -123,6 +134,7 @@ def test_a_named_file_that_was_changed(readable: Path, tmp_path: Path) -> None:
         read_checked(path, open_dense(readable), (4,), silent)
 
 
+@pytest.mark.usefixtures("fake_figures")
 def test_all_that_figures_depend_on_counts(
     readable: Path, settings: Settings, tmp_path: Path
 ) -> None:
