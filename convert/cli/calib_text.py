@@ -71,10 +71,10 @@ def calib_text(source: str, out: Path, as_json: bool, **settings: Any) -> None:
     """
     from lowbit.convert.cli.progress import progress_bars
     from lowbit.convert.cli.tables import conversion as render
-    from lowbit.convert.texts.own_text import write_own_text
+    from lowbit.convert.texts.own_text import OwnTextRequest, write_own_text
 
     with progress_bars(quiet=as_json) as progress:
-        done = write_own_text(source, out, progress=progress, **settings)
+        done = write_own_text(source, out, OwnTextRequest(**settings), progress)
     if as_json:
         print_json(render.own_text_json(done))
     else:

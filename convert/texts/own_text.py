@@ -40,6 +40,18 @@ CUT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True, slots=True)
+class OwnTextRequest:
+    """Settings of `write_own_text`."""
+
+    answers: int
+    tokens: int  # of an answer at most
+    device: str
+    seed: int
+    revision: str | None  # of the source on the Hub
+    overwrite: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """A prompt and its answer."""
 
@@ -83,24 +95,12 @@ class OwnText:
 
 
 def write_own_text(
-    source: str | Path,
-    out: Path,
-    *,
-    answers: int = 240,
-    tokens: int = 400,
-    device: str = "cpu",
-    seed: int = 0,
-    revision: str | None = None,
-    overwrite: bool = False,
-    progress: Progress | None = None,
+    source: str | Path, out: Path, request: OwnTextRequest, progress: Progress = silent
 ) -> OwnText:
     """Let a model answer prompts, and write prompts, answers and the bundled texts into a file.
 
     The same arguments give the same bytes on the same machine, as long as its free memory allows
     the same batches.
-
-    Args:
-        tokens: of an answer at most.
 
     Raises:
         ResourceError: `out` exists or cannot be written, or the model does not fit into memory.
@@ -110,9 +110,9 @@ def write_own_text(
         RequestError: prompts and answers exceed the model's context.
     """
     started = time.monotonic()
-    target = open_device(device)
-    _check_output(out, overwrite)
-    folder = locate(str(source), revision).folder
+    tokens, seed, target = request.tokens, request.seed, open_device(request.device)
+    _check_output(out, request.overwrite)
+    folder = locate(str(source), request.revision).folder
     weights = open_dense(folder)
     checkpoint, config = weights.checkpoint, weights.checkpoint.sizes
     make_plan(checkpoint.config, checkpoint.tensors, Recipe())  # checks every tensor
@@ -124,7 +124,7 @@ def write_own_text(
             f"`{folder}` has no chat template, by which it would be asked",
             hint="a base model is calibrated on the bundled text or a --calib text of yours",
         )
-    rendered = render_prompts(prompts(answers, seed), template, tokenizer, config, tokens)
+    rendered = render_prompts(prompts(request.answers, seed), template, tokenizer, config, tokens)
     generation = load_generation_config(folder, config.vocab_size)
     ends = generation.eos_token_ids or config.eos_token_ids
     with without_advice():
@@ -133,7 +133,7 @@ def write_own_text(
         each = answer_bytes(config, rendered.longest, tokens, dtype.itemsize)
         batch = answers_that_fit(each, size_bytes(model), BATCH[target.type], target.type)
         load_weights(model, weights, target)
-        found = answer(model, rendered, tokenizer, ends, batch, seed, progress or silent)
+        found = answer(model, rendered, tokenizer, ends, batch, seed, progress)
     texts = [*(one.text for one in found), *bundled_texts()]
     replace_file(out, "\n".join(texts).encode())
     return OwnText(out, tuple(found), batch, time.monotonic() - started)
