@@ -173,9 +173,9 @@ def convert(
         remember(done.manifest.source, done.source.folder)
     compared = LogitRequest(report.texts, request.device, note) if report.texts else None
     with _explained_measuring(out):
-        found = complete_report(done, compared, on_progress)
-    gate = () if found.quality.logits is None else evaluate(report.gate, found.quality)
-    return Result(done, found, gate, cut)
+        completed = complete_report(done, compared, on_progress)
+    gate = () if completed.quality.logits is None else evaluate(report.gate, completed.quality)
+    return Result(done, completed, gate, cut)
 
 
 def plan_conversion(

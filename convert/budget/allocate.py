@@ -127,7 +127,7 @@ def _candidates(
     """Choices of each set; one of no loss for a set that is fixed."""
     specs = {spec.module: spec for spec in tensor_table(config, tensors) if spec.quantizable}
     measured = by_set(rows)
-    found: dict[str, list[_Candidate]] = {}
+    candidates: dict[str, list[_Candidate]] = {}
     for fused in sets:
         members = [specs[module] for module in fused.modules]
         is_fixed = any(o.matches(spec) for o in recipe.overrides for spec in members)
@@ -144,11 +144,11 @@ def _candidates(
             losses = {} if stays else {None: 0.0}
             given = measured[fused.name]
             losses |= {row.scheme: row.kl for row in given if math.isfinite(row.kl)}
-        found[fused.name] = [
+        candidates[fused.name] = [
             _Candidate(scheme, Option(fused.file_bytes(scheme), kl))
             for scheme, kl in losses.items()
         ]
-    return found
+    return candidates
 
 
 def _one_scheme(recipe: Recipe, members: Sequence[TensorSpec]) -> Scheme | None:

@@ -132,8 +132,8 @@ def _narrow(
 ) -> dict[FusedSet, dict[str, Tensor]]:
     """Weights of a layer's sets as a calibration on its own input makes them, by linear."""
     members = {fused: [split_layer(module).rest for module in fused.modules] for fused in sets}
-    names = [name for found in members.values() for name in found]
-    found: dict[FusedSet, dict[str, Tensor]] = {}
+    names = [name for own in members.values() for name in own]
+    narrowed: dict[FusedSet, dict[str, Tensor]] = {}
     device, pool = quantizer.device, quantizer.pool
     for group in stages(layer, windows.original[:1].to(device), names):
         moments = measure(layer, layer, group[0], windows, device, pool)
@@ -141,8 +141,8 @@ def _narrow(
             weights = {name: layer.weight(name).data for name in members[fused]}
             given = dict.fromkeys(weights, base[fused])
             chosen = quantizer.linears(weights, given, *moments)
-            found[fused] = {name: linear.weight for name, linear in chosen.items()}
-    return found
+            narrowed[fused] = {name: linear.weight for name, linear in chosen.items()}
+    return narrowed
 
 
 def _rounding(weights: Sequence[Tensor], scheme: Scheme, rule: ScaleRule) -> float:

@@ -144,18 +144,18 @@ def _search(
         wide_size = (size[:, None] + one.sizes).ravel()
         wide_loss = (loss[:, None] + one.losses).ravel()
         bound = wide_loss + price * (wide_size - room) + sum(least[position + 1 :])
-        found = np.flatnonzero((bound <= goal + margin) & (wide_size <= room))
-        found = found[np.lexsort((wide_loss[found], wide_size[found]))]
-        lowest = np.minimum.accumulate(wide_loss[found])
-        better = np.ones(len(found), dtype=bool)
-        better[1:] = wide_loss[found][1:] < lowest[:-1]
-        found = found[better]
-        if width is not None and len(found) > width:
-            found = np.sort(found[np.argsort(bound[found], kind="stable")[:width]])
-        if not len(found):
+        chosen = np.flatnonzero((bound <= goal + margin) & (wide_size <= room))
+        chosen = chosen[np.lexsort((wide_loss[chosen], wide_size[chosen]))]
+        lowest = np.minimum.accumulate(wide_loss[chosen])
+        better = np.ones(len(chosen), dtype=bool)
+        better[1:] = wide_loss[chosen][1:] < lowest[:-1]
+        chosen = chosen[better]
+        if width is not None and len(chosen) > width:
+            chosen = np.sort(chosen[np.argsort(bound[chosen], kind="stable")[:width]])
+        if not len(chosen):
             return start
-        size, loss = wide_size[found], wide_loss[found]
-        trail.append((found // len(one.sizes), found % len(one.sizes)))
+        size, loss = wide_size[chosen], wide_loss[chosen]
+        trail.append((chosen // len(one.sizes), chosen % len(one.sizes)))
     state = int(np.argmin(loss))
     if int(loss[state]) >= goal:
         return start

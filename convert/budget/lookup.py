@@ -150,9 +150,9 @@ def find_or_estimate(
         )
     read = weights.rotated() if settings.method.rotate else weights
     rows = rows_of(choices, _compute(read, choices, windows, settings, progress))
-    found = Sensitivities(**identity, device=device.type, rows=_joined(sets, known, rows))
-    failure = attempt(lambda: write_file(path, found.to_bytes()))
-    return CachedSensitivities(found, path, is_new=True, failure=failure)
+    sensitivities = Sensitivities(**identity, device=device.type, rows=_joined(sets, known, rows))
+    failure = attempt(lambda: write_file(path, sensitivities.to_bytes()))
+    return CachedSensitivities(sensitivities, path, is_new=True, failure=failure)
 
 
 def _kept(path: Path, identity: Mapping[str, Any], note: Note | None) -> Sensitivities | None:
@@ -160,16 +160,16 @@ def _kept(path: Path, identity: Mapping[str, Any], note: Note | None) -> Sensiti
     if not path.exists():
         return None
     try:
-        found = read_sensitivities(path)
+        sensitivities = read_sensitivities(path)
     except LowbitError as error:
         if note is not None:
             note(f"! {error}: computed again")
         return None
-    if any(getattr(found, name) != value for name, value in identity.items()):
+    if any(getattr(sensitivities, name) != value for name, value in identity.items()):
         if note is not None:
             note(f"! `{path}` is of other figures than its name says: computed again")
         return None
-    return found
+    return sensitivities
 
 
 def _passing_work(config: Mapping[str, Any]) -> float:
@@ -211,21 +211,21 @@ def read_checked(
     Raises:
         FormatError: the file is malformed, of another checkpoint, or lacks bits.
     """
-    found = read_sensitivities(path)
-    if lacking := sorted(set(bits) - {row.bits for row in found.rows}):
+    sensitivities = read_sensitivities(path)
+    if lacking := sorted(set(bits) - {row.bits for row in sensitivities.rows}):
         wanted = ",".join(map(str, bits))
         raise FormatError(
             f"`{path}` has no figures of {lacking[0]} bits",
             hint=f"compute them with `lowbit-convert sensitivity --bits {wanted}`",
         )
     digest = hash_weights(weights.checkpoint, progress)
-    if found.weights_sha256 != digest:
+    if sensitivities.weights_sha256 != digest:
         raise FormatError(
-            f"`{path}` is of weights {found.weights_sha256[:12]}, "
+            f"`{path}` is of weights {sensitivities.weights_sha256[:12]}, "
             f"`{weights.checkpoint.folder}` has {digest[:12]}",
             hint="compute them again with `lowbit-convert sensitivity`",
         )
-    return CachedSensitivities(found, path, is_new=False)
+    return CachedSensitivities(sensitivities, path, is_new=False)
 
 
 def _split(samples: Tensor, count: int, learned: int) -> tuple[Tensor, Tensor]:

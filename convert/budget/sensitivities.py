@@ -79,10 +79,10 @@ class Sensitivities:
 
 def by_set(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Rows of every set, by the set's name."""
-    found: dict[str, list[Row]] = {}
+    by_name: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(row.name, []).append(row)
-    return found
+        by_name.setdefault(row.name, []).append(row)
+    return by_name
 
 
 def read_sensitivities(path: Path) -> Sensitivities:
@@ -97,8 +97,8 @@ def read_sensitivities(path: Path) -> Sensitivities:
     raw = read_user_file(path, "sensitivities")
     content = parse_object(raw, path, "schema", SCHEMA, hint)
     intact = take_seal(content)
-    found = record(Sensitivities, content, str(path))
-    for row in found.rows:
+    sensitivities = record(Sensitivities, content, str(path))
+    for row in sensitivities.rows:
         if row.bits not in BITS or row.group_size not in GROUP_SIZES:
             raise FormatError(
                 f"`{path}`: `{row.name}` has {row.bits} bits in groups of {row.group_size}, "
@@ -107,4 +107,4 @@ def read_sensitivities(path: Path) -> Sensitivities:
             )
     if not intact:
         raise broken_seal(path, hint)
-    return found
+    return sensitivities

@@ -122,12 +122,12 @@ def _head(
         hidden = last.detach().requires_grad_(True)
         final = norm(hidden)
     scored = final.detach()[:, :-1]
-    found = pass_head(model, scored.flatten(0, 1), schemes, DRAWS, pool, rule)
+    passed = pass_head(model, scored.flatten(0, 1), schemes, DRAWS, pool, rule)
     above = torch.zeros(DRAWS, *final.shape, device=final.device)
-    above[:, :, :-1] = found.gradients.view(DRAWS, *scored.shape)
+    above[:, :, :-1] = passed.gradients.view(DRAWS, *scored.shape)
     for one in above:
         one.copy_(torch.autograd.grad(final, hidden, one.clone(), retain_graph=True)[0])
-    return above, found.kl
+    return above, passed.kl
 
 
 def _backward(
@@ -182,6 +182,6 @@ def _cost(
             error = rounding_error(weight[rows], scheme, rule)
             return error.mul_(error).mul_(square[rows]).sum(dtype=torch.float64)
 
-        for found in ordered(pool, part, row_blocks(weight)):
-            total += found
+        for block_cost in ordered(pool, part, row_blocks(weight)):
+            total += block_cost
     return float(total) if bool(total.isfinite()) else float("inf")

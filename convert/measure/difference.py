@@ -90,13 +90,13 @@ def difference(a: Path, b: Path, progress: Progress) -> Difference:
     names = [_names(side) for side in packed]
     both = [name for name in names[0] if name in names[1]]
     modules = {spec.name: spec.module for spec in packed[0].specs if spec.quantizable}
-    found: list[_Change] = []
+    changes: list[_Change] = []
     others = []
     for number, name in enumerate(both):
         progress("compare", number, len(both))
         if name in modules:
             change = _compare(packed, weights, modules[name], name)
-            found += [] if change is None else [change]
+            changes += [] if change is None else [change]
         elif name == DRAFT_FILE:
             others += [] if hash_file(a / name) == hash_file(b / name) else [name]
         elif not _same_bytes(weights, name):
@@ -109,9 +109,9 @@ def difference(a: Path, b: Path, progress: Progress) -> Difference:
         recipe=_changed_values(*recipes) if len(recipes) == 2 else (),
         only_a=tuple(sorted(names[0].keys() - names[1])),
         only_b=tuple(sorted(names[1].keys() - names[0])),
-        linears=_rows(found),
+        linears=_rows(changes),
         others=tuple(others),
-        equal=len(both) - len(found) - len(others),
+        equal=len(both) - len(changes) - len(others),
         other_basis=len({is_rotated(side.manifest) for side in packed}) > 1,
     )
 
@@ -177,10 +177,10 @@ def _compare(
     return _Change(module, a, b, codes, scales, error, power)
 
 
-def _rows(found: Sequence[_Change]) -> tuple[LinearDifference, ...]:
+def _rows(changes: Sequence[_Change]) -> tuple[LinearDifference, ...]:
     """A row of every linear, one for all experts of a layer with the same schemes."""
     groups: dict[tuple[str, str, str], list[_Change]] = {}
-    for change in found:
+    for change in changes:
         groups.setdefault((any_expert(change.module), change.a, change.b), []).append(change)
     return tuple(
         LinearDifference(

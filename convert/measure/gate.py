@@ -120,10 +120,10 @@ def evaluate(conditions: Sequence[Condition], report: QualityReport) -> tuple[Ou
 
 
 def _outcome(condition: Condition, report: QualityReport) -> Outcome:
-    found = _figure(condition, report)
-    if isinstance(found, str):
-        return Outcome(str(condition), None, False, found)
-    return Outcome(str(condition), found, OPERATORS[condition.operator](found, condition.bound))
+    figure = _figure(condition, report)
+    if isinstance(figure, str):
+        return Outcome(str(condition), None, False, figure)
+    return Outcome(str(condition), figure, OPERATORS[condition.operator](figure, condition.bound))
 
 
 def _figure(condition: Condition, report: QualityReport) -> float | str:
@@ -140,7 +140,7 @@ def _figure(condition: Condition, report: QualityReport) -> float | str:
     is_first = condition.text is None or (not logits.kinds and logits.text_name == condition.text)
     if kind is None and not is_first:
         return "no text of that name was evaluated"
-    found: float | None = getattr(kind or logits, HEADLINE[condition.figure])
-    if found is None:
+    value: float | None = getattr(kind or logits, HEADLINE[condition.figure])
+    if value is None:
         return "which was not measured, or on too few windows; a longer text gives it"
-    return found
+    return value

@@ -153,19 +153,19 @@ def _read_scales(packed: PackedCheckpoint) -> dict[str, _Scales]:
 def _damage(stored: Mapping[str, _Scales], manifest: Manifest | None) -> list[str]:
     """Sentences on scales that are not finite, or of another range than lowbit.json says."""
     listed = {} if manifest is None else {tensor.name: tensor for tensor in manifest.tensors}
-    found = []
+    damage = []
     for name, scales in stored.items():
         counts = ((scales.nan, "NaN"), (scales.infinite, "infinite"))
         parts = [f"{count:,} {kind}" for count, kind in counts if count]
         row = listed.get(name)
         if parts:
-            found.append(f"`{name}` holds {' and '.join(parts)} scales")
+            damage.append(f"`{name}` holds {' and '.join(parts)} scales")
         elif row is not None and (row.scale_min, row.scale_max) != (scales.low, scales.high):
-            found.append(
+            damage.append(
                 f"`{name}` holds {scales.low} to {scales.high}, {MANIFEST_FILE} says "
                 f"{row.scale_min} to {row.scale_max}"
             )
-    return found
+    return damage
 
 
 def _inspection(

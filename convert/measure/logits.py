@@ -221,10 +221,10 @@ def squares(linear: torch.nn.Module, calls: Iterable[Call]) -> list[Squares]:
     return [(_square(linear(x) - y), _square(y)) for x, y in calls]
 
 
-def output_error(found: Sequence[Squares]) -> float:
+def output_error(squares: Sequence[Squares]) -> float:
     """|x P^T - y| / |y| over all calls, of one linear or of several."""
     # Threads record calls in any order, and fsum gives one sum for all orders.
-    error, norm = (math.fsum(column) for column in zip(*found, strict=True))
+    error, norm = (math.fsum(column) for column in zip(*squares, strict=True))
     if norm == 0:
         return 0.0 if error == 0 else math.inf
     return math.sqrt(error / norm)

@@ -64,8 +64,8 @@ def measure_long(
             f"{need / 1e9:.2f} GB of memory"
         )
     figures = _compared(pair, windows, target, progress)
-    for found in figures:
-        if not (found.nll_original.isfinite().all() and found.nll_packed.isfinite().all()):
+    for part in figures:
+        if not (part.nll_original.isfinite().all() and part.nll_packed.isfinite().all()):
             raise QuantizationError(
                 f"`{source}` or `{pair.packed.checkpoint.folder}` gives NaN or infinite logits on "
                 "a long text"
@@ -110,7 +110,7 @@ def _needles(
     ]
     for line in sorted({lookup.line for lookup in samples.lookups}):
         same = [lookup for lookup in samples.lookups if lookup.line == line]
-        found = [
+        means = [
             # The logits of a token are those of the position before it.
             sum(
                 bool(hits[one.window, one.answer.start - 1 : one.answer.stop - 1].all())
@@ -119,7 +119,7 @@ def _needles(
             for hits in right
         ]
         distance = round(sum(lookup.distance for lookup in same) / len(same))
-        yield Needle(distance, len(same), *found)
+        yield Needle(distance, len(same), *means)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,24 +86,26 @@ def measure_logits(
         meter = Meter(progress, "logits", total)
         meter.add(0)
         drafted = drafted_windows([len(text.windows) for text in cut])
-        found = compare(models, windows, target, meter.add, noisy, watched, drafted)
-        _check_finite(found.figures, pair)
-        drafting = _drafting(models, windows[drafted], found, target)
+        comparison = compare(models, windows, target, meter.add, noisy, watched, drafted)
+        _check_finite(comparison.figures, pair)
+        drafting = _drafting(models, windows[drafted], comparison, target)
         far: tuple[Position, ...] = ()
         if len(long):
             models = _load(pair, long.shape[1], target)
             figures = compare(models, long, target, meter.add).figures
             _check_finite(figures, pair)
             far = metrics.positions(figures, long.shape[1])
-    flips = find_flips(source, cut, found.figures)
+    flips = find_flips(source, cut, comparison.figures)
     logits = replace(
-        _summarize(found, cut, far, flips, target), drafting=drafting, routing=found.routing
+        _summarize(comparison, cut, far, flips, target),
+        drafting=drafting,
+        routing=comparison.routing,
     )
-    return Measured(logits, found.output_errors)
+    return Measured(logits, comparison.output_errors)
 
 
 def _drafting(
-    models: Models, windows: Tensor, found: Comparison, device: torch.device
+    models: Models, windows: Tensor, comparison: Comparison, device: torch.device
 ) -> Drafting | None:
     """Rounds of both models' heads for multi-token prediction; None where the packed has none."""
     checkpoint = models[1].weights.checkpoint
@@ -111,7 +113,7 @@ def _drafting(
         return None
     draft_head = open_draft_head(checkpoint.folder, checkpoint.config)
     with alone_on_threads(device) as pool:
-        return measure_drafting(models, windows, found.states, draft_head, pool)
+        return measure_drafting(models, windows, comparison.states, draft_head, pool)
 
 
 def _load(pair: Pair, window: int, device: torch.device) -> Models:
@@ -140,7 +142,7 @@ def _check_finite(figures: TokenFigures, pair: Pair) -> None:
 
 
 def _summarize(
-    found: Comparison,
+    comparison: Comparison,
     texts: Sequence[EvalText],
     far: tuple[Position, ...],
     flips: tuple[Flip, ...],
@@ -150,7 +152,7 @@ def _summarize(
 
     first = texts[0]
     windows, window = first.windows.shape
-    figures = found.figures.part(slice(0, windows * (window - 1)))
+    figures = comparison.figures.part(slice(0, windows * (window - 1)))
     return LogitQuality(
         **_common(figures, window),
         text_name=first.text.title,
@@ -169,9 +171,9 @@ def _summarize(
         device=device.type,
         torch_version=torch.__version__,
         transformers_version=str(transformers.__version__),
-        noise=None if found.noise is None else metrics.noise(found.noise),
+        noise=None if comparison.noise is None else metrics.noise(comparison.noise),
         positions=far,
-        kinds=tuple(_kinds(texts, found.figures)) if len(texts) > 1 else (),
+        kinds=tuple(_kinds(texts, comparison.figures)) if len(texts) > 1 else (),
         flips=flips,
     )
 

@@ -65,15 +65,15 @@ def _looks_rotated(original: Weights, packed: Weights) -> bool:
     if stream is None or packed.checkpoint.tied:
         return False
     one = 0 if stream.zero_centred else 1
-    found = [
+    norms = [
         name
         for name, role in rotation_roles(config, original.checkpoint.tensors).items()
         if role.kind == "gain" and name in packed.checkpoint.tensors
         if not name.startswith(MTP_PREFIX)  # which may have been trained since
     ]
-    before, after = ([w.checkpoint.read(name) for name in found] for w in (original, packed))
+    before, after = ([w.checkpoint.read(name) for name in norms] for w in (original, packed))
     return (
-        bool(found)
+        bool(norms)
         and all((gain == one).all() for gain in after)
         and not all((gain == one).all() for gain in before)
     )

@@ -246,8 +246,8 @@ def read_quality(folder: Path) -> QualityReport | None:
         return None
     intact = take_seal(content)
     content.pop(VERDICT, None)  # it follows from the figures
-    found = record(QualityReport, content, str(path))
-    check_ranges(found, str(path))
+    report = record(QualityReport, content, str(path))
+    check_ranges(report, str(path))
     if not intact:
         raise broken_seal(path, REPORT_AGAIN)
-    return found
+    return report

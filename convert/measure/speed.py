@@ -59,6 +59,6 @@ def _read(path: Path, manifest: Path, hint: str) -> Speed:
     if content.get("speculation") is not None:
         raise FormatError(f"`{path}`: measured with --speculate, on a text of no meaning")
     names = {field.name for field in fields(Speed)}
-    found = record(Speed, {k: v for k, v in content.items() if k in names}, str(path))
-    check_ranges(found, str(path))
-    return found
+    speed = record(Speed, {k: v for k, v in content.items() if k in names}, str(path))
+    check_ranges(speed, str(path))
+    return speed

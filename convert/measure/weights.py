@@ -98,10 +98,10 @@ class WeightSums:
         )
 
 
-def quality_rows(found: Iterable[tuple[str, Scheme, WeightSums]]) -> tuple[WeightQuality, ...]:
+def quality_rows(linears: Iterable[tuple[str, Scheme, WeightSums]]) -> tuple[WeightQuality, ...]:
     """A row of every linear, one for all experts of a layer, in the given order."""
     groups: dict[tuple[str, Scheme], dict[str, WeightSums]] = {}
-    for module, scheme, sums in found:
+    for module, scheme, sums in linears:
         groups.setdefault((any_expert(module), scheme), {})[module] = sums
     rows = []
     for (name, scheme), members in groups.items():
@@ -144,7 +144,7 @@ def measure_weights(
         raise CheckpointError(f"`{quantized.checkpoint.folder}` holds no packed linear")
     sizes = {module: _size(quantized, module) for module in schemes}
     meter = Meter(progress, "weights", sum(sizes.values()))
-    found = []
+    linears = []
     for module, scheme in schemes.items():
         name = _source_name(originals, module)
         if originals.shape(name) != quantized.shape(f"{module}.weight"):
@@ -157,9 +157,9 @@ def measure_weights(
         blocks = quantized.packed_rows(module, count, target)
         for (_, w), (_, p, scale) in zip(originals.rows(name, count, target), blocks, strict=True):
             sums.add(w, p, scale, scheme)
-        found.append((module, scheme, sums))
+        linears.append((module, scheme, sums))
         meter.add(sizes[module])
-    return quality_rows(found)
+    return quality_rows(linears)
 
 
 def _size(weights: Weights, module: str) -> int:

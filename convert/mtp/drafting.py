@@ -106,11 +106,11 @@ def measure_drafting(
     Returns:
         None where the packed folder has no head for multi-token prediction.
     """
-    found = []
+    drafts = []
     for model, own in zip(models, states, strict=True):
         greedy = greedy_tokens(model, own.flatten(0, 1), pool).view(own.shape[:2])
-        found.append(count_drafts(model, windows, own, greedy, pool))
-    original, packed = found
+        drafts.append(count_drafts(model, windows, own, greedy, pool))
+    original, packed = drafts
     if not packed:
         return None
     if draft_head is None:
@@ -157,7 +157,7 @@ def count_drafts(
     text = _text_columns(model, head, windows, states, pool)
     columns = torch.arange(states.shape[1] - 1, device=states.device)
     rounds = [_Rounds(columns) for _ in windows]
-    found: list[Draft] = []
+    drafts: list[Draft] = []
     for depth in range(1, MOST_DRAFTS + 1):
         if depth > 1:
             _join(model, head, rounds)
@@ -166,11 +166,11 @@ def count_drafts(
         right = _follow(rounds, greedy, windows, depth)
         if not reached:
             break
-        before = found[-1].accepted if found else 1.0
-        tokens = found[-1].tokens_a_round if found else 1.0
+        before = drafts[-1].accepted if drafts else 1.0
+        tokens = drafts[-1].tokens_a_round if drafts else 1.0
         accepted = before * right / reached
-        found.append(Draft(reached, right, right / reached, accepted, tokens + accepted))
-    return tuple(found)
+        drafts.append(Draft(reached, right, right / reached, accepted, tokens + accepted))
+    return tuple(drafts)
 
 
 def _text_columns(
@@ -227,11 +227,13 @@ def _states(head: MtpHead, text: Tensor, rounds: _Rounds) -> Tensor:
     if not rounds.inputs:
         columns = torch.arange(len(text), device=text.device)
         return head(text, columns, columns[:, None] >= columns)[rounds.starts]
-    found = [text[:0]]
+    outputs = [text[:0]]
     for part in blocks(len(rounds), ROUNDS):
         starts = rounds.starts[part]
-        found.append(head(*chained(text, starts, [x[part] for x in rounds.inputs]))[-len(starts) :])
-    return torch.cat(found)
+        outputs.append(
+            head(*chained(text, starts, [x[part] for x in rounds.inputs]))[-len(starts) :]
+        )
+    return torch.cat(outputs)
 
 
 def _follow(rounds: Sequence[_Rounds], greedy: Tensor, windows: Tensor, depth: int) -> int:

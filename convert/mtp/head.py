@@ -163,14 +163,14 @@ def _rows(head: DraftHead, states: Tensor) -> Iterator[tuple[int, Tensor]]:
 def _highest(rows: Iterable[tuple[int, Tensor]], states: Tensor, pool: Pool) -> Tensor:
     """Number of the row with the largest product with every state: [tokens] int64."""
     best = torch.full((len(states),), -torch.inf, device=states.device)
-    found = torch.zeros(len(states), dtype=torch.int64, device=states.device)
+    winners = torch.zeros(len(states), dtype=torch.int64, device=states.device)
     for first, block in rows:
 
         def add(tokens: slice, block: Tensor = block, first: int = first) -> None:
             values, indices = (states[tokens] @ block.T).max(dim=1)
             higher = values > best[tokens]
             best[tokens] = torch.where(higher, values, best[tokens])
-            found[tokens] = torch.where(higher, indices + first, found[tokens])
+            winners[tokens] = torch.where(higher, indices + first, winners[tokens])
 
         for_each(pool, add, blocks(len(states), HEAD_TOKENS[states.device.type]))
-    return found
+    return winners

@@ -200,15 +200,15 @@ def training_windows(
 
 def stored_tensors(packed: PackedCheckpoint, trained: Trained) -> dict[str, Tensor]:
     """Tensors to store, by name; weights that are not packed become what their dtype holds."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, grid in trained.grids.items():
             words = pack(grid.codes().cpu(), grid.scheme.bits)
-            found[f"{name.removesuffix('.weight')}.{PACKED}"] = words
+            tensors[f"{name.removesuffix('.weight')}.{PACKED}"] = words
         for name, weight in trained.plain.items():
-            found[name] = weight.to(packed.checkpoint.tensors[name].dtype).cpu()
-            weight.copy_(found[name])
-    return found
+            tensors[name] = weight.to(packed.checkpoint.tensors[name].dtype).cpu()
+            weight.copy_(tensors[name])
+    return tensors
 
 
 def loss_of(head: MtpHead, lesson: TrainingWindow, rows: Tensor, starts: Tensor) -> Tensor:
@@ -308,9 +308,9 @@ def save_state(
     file: Path, digest: str, step: int, parameters: Mapping[str, Tensor], adam: torch.optim.Adam
 ) -> None:
     """Keep parameters and their moments after a step."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in parameters.items():
-        found[name] = value.detach().cpu()
-        found[f"{name}:first"] = adam.state[value]["exp_avg"].cpu()
-        found[f"{name}:second"] = adam.state[value]["exp_avg_sq"].cpu()
-    write_sealed(file, found, {"step": step}, digest)
+        tensors[name] = value.detach().cpu()
+        tensors[f"{name}:first"] = adam.state[value]["exp_avg"].cpu()
+        tensors[f"{name}:second"] = adam.state[value]["exp_avg_sq"].cpu()
+    write_sealed(file, tensors, {"step": step}, digest)

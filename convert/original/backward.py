@@ -60,11 +60,11 @@ def traced(layer: Layer, linears: Sequence[str]) -> Iterator[Backward]:
         traces = {
             name: LinearTrace(
                 calls[name][0].detach().flatten(0, -2),
-                tuple(found[number].flatten(0, -2) for found in by_draw),
+                tuple(gradients[number].flatten(0, -2) for gradients in by_draw),
             )
             for number, name in enumerate(reached, 1)
         }
-        return torch.stack([found[0][0] for found in by_draw]), traces
+        return torch.stack([gradients[0][0] for gradients in by_draw]), traces
 
     with hooked(layer.module, linears, note):
         yield backward

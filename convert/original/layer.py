@@ -64,15 +64,15 @@ def stages(layer: Layer, window: Tensor, linears: Sequence[str]) -> list[tuple[s
     calls: list[tuple[str, Tensor]] = []
     with torch.no_grad(), hooked(layer.module, linears, lambda name, x, _: calls.append((name, x))):
         layer(window)
-    found: list[tuple[str, ...]] = []
+    groups: list[tuple[str, ...]] = []
     last: Tensor | None = None
     for name, x in calls:
         if x is last:
-            found[-1] = (*found[-1], name)
+            groups[-1] = (*groups[-1], name)
         else:
-            found.append((name,))
+            groups.append((name,))
         last = x
-    return found
+    return groups
 
 
 class _Reached(Exception):  # noqa: N818  # no error: the rest of the layer is not needed

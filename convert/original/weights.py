@@ -93,10 +93,10 @@ class Weights:
             CheckpointError: no such weight, or one of another shape or dtype.
             FormatError: a packed weight that breaks the layout.
         """
-        found = self.shape(name)
-        if found != shape:
+        actual = self.shape(name)
+        if actual != shape:
             raise CheckpointError(
-                f"`{self.name}`: `{name}` has shape {list(found)}, expected {list(shape)}"
+                f"`{self.name}`: `{name}` has shape {list(actual)}, expected {list(shape)}"
             )
         if self.rotation is not None:
             self._check_dtype(self.rotation.source(name))

@@ -85,11 +85,11 @@ def check_derived(
 
 def _check_files(manifest: Manifest, plan: Plan, source: Path) -> None:
     """config.json, and what is passed through from the source."""
-    found = expected_files(plan, source)
+    files = expected_files(plan, source)
     # The plan's shards have the default size; a card is edited without a change of the model.
-    compared = found.keys() - {INDEX_FILE, SOURCE_README}
+    compared = files.keys() - {INDEX_FILE, SOURCE_README}
     for file in manifest.files:
-        if file.name in compared and found[file.name] != file.sha256:
+        if file.name in compared and files[file.name] != file.sha256:
             raise FormatError(f"`{file.name}` does not follow from the source")
 
 

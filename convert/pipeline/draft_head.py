@@ -69,7 +69,9 @@ def make_draft_head(plan: Plan, source: Checkpoint, ids: Tensor, device: torch.d
     codes, scales = [], []
     for first, block in weights.rows(name, BLOCK_ROWS, device):
         here = ids[(ids >= first) & (ids < first + len(block))].to(device).long() - first
-        found, scale = quantize(block[here], scheme, plan.recipe.rule, search_on(device, scheme))
-        codes.append(pack(found, scheme.bits).cpu())
+        block_codes, scale = quantize(
+            block[here], scheme, plan.recipe.rule, search_on(device, scheme)
+        )
+        codes.append(pack(block_codes, scheme.bits).cpu())
         scales.append(scale.cpu())
     return DraftHead(ids, torch.cat(codes), torch.cat(scales), scheme)

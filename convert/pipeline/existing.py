@@ -59,11 +59,11 @@ def quality_of(folder: Path, digest: str | None, note: Note = unsaid) -> Quality
         note: told of a report that cannot be read.
     """
     try:
-        found = read_quality(folder)
+        report = read_quality(folder)
     except LowbitError as error:
         note(f"! {error}: measured again")
         return None
-    return found if found is not None and found.manifest_sha256 == digest else None
+    return report if report is not None and report.manifest_sha256 == digest else None
 
 
 @disk_errors()

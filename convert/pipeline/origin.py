@@ -95,9 +95,9 @@ def find_origin(
         return _located(manifest.source.repo, manifest.source.commit, manifest)
     known = () if manifest is None else recall(manifest.source)
     if manifest is not None:
-        found = tuple(_look_around(folder, manifest, known))
-        if found:
-            return Origin(found, manifest, guessed=True)
+        candidates = tuple(_look_around(folder, manifest, known))
+        if candidates:
+            return Origin(candidates, manifest, guessed=True)
     if ask is not None:
         answer = ask(f"Where is the original of {folder}? A folder or a Hub id").strip()
         return _located(answer, None, manifest, NAME_ANOTHER)
@@ -109,12 +109,12 @@ def find_origin(
 def _located(
     source: str, revision: str | None, manifest: Manifest | None, hint: str = NAME_IT
 ) -> Origin:
-    found = locate(source, revision)
+    location = locate(source, revision)
     try:
-        opened = open_origin(manifest, found.folder)
+        opened = open_origin(manifest, location.folder)
     except FormatError as error:
         raise FormatError(str(error), hint=hint) from None
-    return Origin((opened,), manifest, repo=found.repo, hint=hint)
+    return Origin((opened,), manifest, repo=location.repo, hint=hint)
 
 
 def _look_around(folder: Path, manifest: Manifest, known: Sequence[Path]) -> Iterator[Checkpoint]:
@@ -167,14 +167,14 @@ def check_origin(manifest: Manifest, source: Checkpoint, progress: Progress) -> 
     meter = Meter(progress, "source", sum(info.nbytes for info in tensors))
 
     def digest(info: TensorInfo) -> str:
-        found = hash_tensor(folder / info.file, info)
+        actual = hash_tensor(folder / info.file, info)
         meter.add(info.nbytes)
-        return found
+        return actual
 
     with ThreadPoolExecutor(core_count()) as pool:
         try:
-            for row, found in zip(manifest.source_tensors, pool.map(digest, tensors), strict=True):
-                if found != row.sha256:
+            for row, actual in zip(manifest.source_tensors, pool.map(digest, tensors), strict=True):
+                if actual != row.sha256:
                     raise FormatError(
                         f"`{row.name}` in `{folder}` has other bytes than the original that was "
                         "converted"

@@ -124,12 +124,12 @@ def check_recorded(packed: PackedCheckpoint, manifest: Manifest, progress: Progr
 
 
 def _check_layout(packed: PackedCheckpoint, manifest: Manifest) -> None:
-    found = packed.checkpoint.tensors
+    tensors = packed.checkpoint.tensors
     listed = {tensor.name: tensor for tensor in manifest.tensors}
-    for name in sorted(found.keys() ^ listed.keys()):
-        where = "the weights" if name in found else MANIFEST_FILE
+    for name in sorted(tensors.keys() ^ listed.keys()):
+        where = "the weights" if name in tensors else MANIFEST_FILE
         raise FormatError(f"`{name}` is only in {where}")
-    for name, info in found.items():
+    for name, info in tensors.items():
         expected = (listed[name].dtype, listed[name].shape, listed[name].file)
         if (info.dtype_name, info.shape, info.file) != expected:
             raise FormatError(
@@ -143,20 +143,20 @@ def _check_shapes(packed: PackedCheckpoint) -> None:
         if packed.schemes.get(spec.module) is None:
             continue
         name = f"{spec.module}.{SHAPE}"
-        found = packed.checkpoint.read(name).tolist()
-        if found != list(spec.shape):
-            raise FormatError(f"`{name}` holds {found}, expected {list(spec.shape)}")
+        stored = packed.checkpoint.read(name).tolist()
+        if stored != list(spec.shape):
+            raise FormatError(f"`{name}` holds {stored}, expected {list(spec.shape)}")
 
 
 def _check_scales(packed: PackedCheckpoint, manifest: Manifest) -> None:
     for row in manifest.tensors:
-        found: tuple[float | None, float | None] = None, None
+        extremes: tuple[float | None, float | None] = None, None
         if row.name.endswith(f".{SCALE}"):
             scale = packed.checkpoint.read(row.name)
-            found = float(scale.min()), float(scale.max())
-        if found != (row.scale_min, row.scale_max):
+            extremes = float(scale.min()), float(scale.max())
+        if extremes != (row.scale_min, row.scale_max):
             raise FormatError(
-                f"`{row.name}` has scales of {found[0]} to {found[1]}, {MANIFEST_FILE} says "
+                f"`{row.name}` has scales of {extremes[0]} to {extremes[1]}, {MANIFEST_FILE} says "
                 f"{row.scale_min} to {row.scale_max}",
                 hint=DAMAGED,
             )
@@ -187,7 +187,7 @@ def _check_files(packed: PackedCheckpoint, manifest: Manifest, progress: Progres
     shards = {file.name for file in manifest.files if file.name in by_file}
     others = [file for file in manifest.files if file.name not in shards]
     with ThreadPoolExecutor(core_count()) as pool:
-        found = {
+        hashes = {
             name: pool.submit(hash_shard, folder / name, by_file[name], advance) for name in shards
         }
         for file in others:
@@ -196,17 +196,17 @@ def _check_files(packed: PackedCheckpoint, manifest: Manifest, progress: Progres
         for file in manifest.files:
             if file.name not in shards:
                 continue
-            whole, parts = found[file.name].result()
+            whole, parts = hashes[file.name].result()
             for name, digest in parts.items():
                 _require(name, digest, expected[name], f" in `{file.name}`")
             _require(file.name, whole, file.sha256)
     progress("verify", total, total)
 
 
-def _require(name: str, found: str, expected: str, where: str = "") -> None:
-    if found != expected:
+def _require(name: str, actual: str, expected: str, where: str = "") -> None:
+    if actual != expected:
         raise FormatError(
-            f"`{name}`{where} is not what {MANIFEST_FILE} says (sha256 {found[:12]}…, expected "
+            f"`{name}`{where} is not what {MANIFEST_FILE} says (sha256 {actual[:12]}…, expected "
             f"{expected[:12]}…)",
             hint=DAMAGED,
         )

@@ -177,8 +177,8 @@ def matmul_rate(device: torch.device, N: int, K: int) -> float:
         if pool is None:
             return flops * calls_a_second(multiply)
         threads = torch.get_num_threads()
-        found = [pool.submit(calls_a_second, multiply) for _ in range(threads)]
-        return flops * sum(future.result() for future in found)
+        futures = [pool.submit(calls_a_second, multiply) for _ in range(threads)]
+        return flops * sum(future.result() for future in futures)
 
 
 def calls_a_second(

@@ -79,8 +79,8 @@ def gain_of(method: Method, rotatable: bool, experts: bool = False) -> Gain | No
         WEIGHTED: Gain(best, TO_GPTQ),
         GPTQ: Gain(best, TO_ROTATED) if rotatable else learned,
     }
-    found = steps.get(method)
-    return None if found is None or (experts and found.method not in WITH_EXPERTS) else found
+    step = steps.get(method)
+    return None if step is None or (experts and step.method not in WITH_EXPERTS) else step
 
 
 def automatic_method(
@@ -99,8 +99,8 @@ def automatic_method(
     if needs_no_calibration(schemes):
         return RTN
     fast = device == "cuda" or gptq_operations <= LONGEST_SECONDS * CORE_RATE * cores
-    found = best_gptq(rotatable) if fast else WEIGHTED
-    return WITH_EXPERTS[-1] if experts and found not in WITH_EXPERTS else found
+    method = best_gptq(rotatable) if fast else WEIGHTED
+    return WITH_EXPERTS[-1] if experts and method not in WITH_EXPERTS else method
 
 
 def check_method(method: Method, experts: bool, drafter: bool = False) -> None:

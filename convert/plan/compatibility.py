@@ -115,13 +115,13 @@ def transformers_verdict(plan: Plan) -> str | None:
 
     It unpacks all experts by the scheme of one group, and drops those that are not packed.
     """
-    found = {
+    present = {
         scheme
         for module, scheme in plan.schemes.items()
         if expert_of(module) is not None and not module.startswith(MTP_PREFIX)
     }
-    names = sorted(str(scheme) for scheme in found if scheme is not None)
-    if None in found and any(plan.schemes.values()):
+    names = sorted(str(scheme) for scheme in present if scheme is not None)
+    if None in present and any(plan.schemes.values()):
         return "experts that are not quantized beside linears that are: it leaves them random"
     if len(names) > 1:
         return f"experts in several schemes ({', '.join(names)}): it reads all of them by one"
@@ -134,7 +134,7 @@ def _mixed_experts(schemes: Mapping[str, Scheme | None]) -> list[str]:
     for module, scheme in schemes.items():
         if expert_of(module) is not None:
             layers.setdefault(module.partition(".experts.")[0], set()).add(scheme)
-    mixed = [f"{layer}.experts" for layer, found in layers.items() if len(found) > 1]
+    mixed = [f"{layer}.experts" for layer, per_layer in layers.items() if len(per_layer) > 1]
     return (
         [f"experts of one layer in several schemes: `{mixed[0]}`{and_more(mixed)}"] if mixed else []
     )

@@ -26,14 +26,14 @@ class Method:
         Raises:
             QuantizationError: an unknown step, or steps that do not follow one another.
         """
-        found = METHODS.get("autoround" if text == "rtn+autoround" else text)
-        if found is None:
+        known = METHODS.get("autoround" if text == "rtn+autoround" else text)
+        if known is None:
             raise QuantizationError(
                 f"method `{text}` is not known",
                 hint="auto, absmax, rtn, weighted or gptq; the last three may be followed by "
                 "+autoround, gptq by +rotate before it, as in gptq+rotate",
             )
-        return found
+        return known
 
     @property
     def from_original(self) -> bool:

@@ -132,8 +132,8 @@ def _layer(
     chosen, error = kept, None
     if chosen is None:
         own = {m.removeprefix(prefix): s for m, s in schemes.items() if m.startswith(prefix)}
-        found, error = choose_layer(quantizer, number, layer, original, own, windows)
-        chosen = {f"{prefix}{name}": linear for name, linear in found.items()}
+        quantized, error = choose_layer(quantizer, number, layer, original, own, windows)
+        chosen = {f"{prefix}{name}": linear for name, linear in quantized.items()}
     else:
         device = quantizer.device
         layer.put({m.removeprefix(prefix): c.weight.to(device) for m, c in chosen.items()})

@@ -42,9 +42,9 @@ def choose_layer(
     before = windows.original[windows.heldout].clone()
     alone = quantizer.method.from_original
     if alone:
-        found, tokens = _from_original(quantizer, original, schemes, windows)
+        quantized, tokens = _from_original(quantizer, original, schemes, windows)
     else:
-        found, tokens = _sequential(quantizer, layer, original, schemes, windows)
+        quantized, tokens = _sequential(quantizer, layer, original, schemes, windows)
         quantizer.pass_through(original, windows.original)
     after = windows.original[windows.heldout]
     added = _finite_power(number, before, after)
@@ -58,7 +58,7 @@ def choose_layer(
         return math.sqrt(square / added) if added else 0.0
 
     plain = {n: nearest(original.weight(n).data, s, quantizer.rule) for n, s in schemes.items()}
-    rtn, chosen = error(plain), error(found)
+    rtn, chosen = error(plain), error(quantized)
     del plain
     if not math.isfinite(chosen):
         raise QuantizationError(
@@ -66,16 +66,17 @@ def choose_layer(
             hint="try another --calib text, or --method rtn",
         )
     if quantizer.method.autoround and schemes:
-        place = quantizer.device, quantizer.pool
-        better = learn_rounding(layer, original, found, schemes, windows, *place)
+        better = learn_rounding(
+            layer, original, quantized, schemes, windows, quantizer.device, quantizer.pool
+        )
         if (learned := error(better)) < chosen:
-            found, chosen = better, learned
+            quantized, chosen = better, learned
     seen = None
     if not alone and windows.holds_out:
         count = len(after)
-        seen = error(found, windows.hidden[:count], windows.original[:count])
-    layer.put({name: linear.weight for name, linear in found.items()})
-    return found, LayerError(number, rtn, chosen, seen, tokens)
+        seen = error(quantized, windows.hidden[:count], windows.original[:count])
+    layer.put({name: linear.weight for name, linear in quantized.items()})
+    return quantized, LayerError(number, rtn, chosen, seen, tokens)
 
 
 def _from_original(
@@ -86,14 +87,14 @@ def _from_original(
 ) -> tuple[dict[str, QuantizedLinear], tuple[int, ...]]:
     """Scales weighted by the inputs' power in the original, whose states are passed on."""
     power = input_power(original, list(schemes), windows.original, quantizer.device, quantizer.pool)
-    found = {}
+    quantized = {}
     for name, scheme in schemes.items():
         w, seen = original.weight(name).data, power[name]
         if expert_of(name) is not None and seen.tokens < FEWEST_TOKENS:
-            found[name] = nearest(w, scheme, quantizer.rule)
+            quantized[name] = nearest(w, scheme, quantizer.rule)
         else:
-            found[name] = weighted(w, scheme, quantizer.rule, seen.mean)
-    return found, tokens_of_experts({name: seen.tokens for name, seen in power.items()})
+            quantized[name] = weighted(w, scheme, quantizer.rule, seen.mean)
+    return quantized, tokens_of_experts({name: seen.tokens for name, seen in power.items()})
 
 
 def _sequential(
@@ -104,22 +105,22 @@ def _sequential(
     windows: WindowStates,
 ) -> tuple[dict[str, QuantizedLinear], tuple[int, ...]]:
     """All linears of a layer, each put in place before those that read its output."""
-    found: dict[str, QuantizedLinear] = {}
+    linears: dict[str, QuantizedLinear] = {}
     if quantizer.method.codes == "rtn":
-        found = {n: nearest(layer.weight(n).data, s, quantizer.rule) for n, s in schemes.items()}
-        return found, ()
+        linears = {n: nearest(layer.weight(n).data, s, quantizer.rule) for n, s in schemes.items()}
+        return linears, ()
     window = windows.hidden[:1].to(quantizer.device)
     common, experts = split(list(schemes))
     for names in stages(layer, window, common):
         moments = measure(layer, original, names[0], windows, quantizer.device, quantizer.pool)
         weights = {name: layer.weight(name).data for name in names}
-        found |= quantizer.linears(weights, schemes, *moments)
-        layer.put({name: found[name].weight for name in names})
+        linears |= quantizer.linears(weights, schemes, *moments)
+        layer.put({name: linears[name].weight for name in names})
     if not experts:
-        return found, ()
+        return linears, ()
     own = {name: schemes[name] for name in experts}
     chosen, tokens = choose_experts(quantizer, layer, original, own, windows)
-    return found | chosen, tokens
+    return linears | chosen, tokens
 
 
 def _finite_power(number: int, before: Tensor, after: Tensor) -> float:

@@ -49,10 +49,10 @@ def split(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def tokens_of_experts(seen: Mapping[str, int]) -> tuple[int, ...]:
     """Tokens of every expert, by number, from those of its linears by name; empty without any."""
-    found = {
+    counts = {
         number: count for name, count in seen.items() if (number := expert_of(name)) is not None
     }
-    return tuple(found[number] for number in sorted(found))
+    return tuple(counts[number] for number in sorted(counts))
 
 
 def route(
@@ -100,16 +100,16 @@ def choose_experts(
         own = {name: scheme for name, scheme in schemes.items() if expert_of(name) == number}
         learned, heldout = routed.tokens_of(number)
         if len(learned) < FEWEST_TOKENS:
-            found = {n: nearest(layer.weight(n).data, s, quantizer.rule) for n, s in own.items()}
+            linears = {n: nearest(layer.weight(n).data, s, quantizer.rule) for n, s in own.items()}
         else:
-            found = _choose(quantizer, layer, original, prefix, own, routed, (learned, heldout))
-        layer.put({name: linear.weight for name, linear in found.items()})
-        return found, len(learned)
+            linears = _choose(quantizer, layer, original, prefix, own, routed, (learned, heldout))
+        layer.put({name: linear.weight for name, linear in linears.items()})
+        return linears, len(learned)
 
     chosen: dict[str, QuantizedLinear] = {}
     tokens = []
-    for found, seen in ordered(quantizer.pool, one, range(count)):
-        chosen |= found
+    for linears, seen in ordered(quantizer.pool, one, range(count)):
+        chosen |= linears
         tokens.append(seen)
     return chosen, tuple(tokens)
 
@@ -127,14 +127,14 @@ def _choose(
     here, there = (cast(Expert, side.module.get_submodule(prefix)) for side in (layer, original))
     device = quantizer.device
     inputs = [(routed.x[part].to(device), routed.y[part].to(device)) for part in tokens]
-    found: dict[str, QuantizedLinear] = {}
+    linears: dict[str, QuantizedLinear] = {}
     for kinds in (("gate_proj", "up_proj"), ("down_proj",)):
         names = [name for kind in kinds if (name := f"{prefix}.{kind}") in schemes]
         if names:
             weights = {name: layer.weight(name).data for name in names}
             heldout = paired(*inputs[1], names[0]) if len(inputs[1][0]) >= FEWEST_TOKENS else None
-            found |= quantizer.linears(weights, schemes, paired(*inputs[0], names[0]), heldout)
-            layer.put({name: found[name].weight for name in names})
+            linears |= quantizer.linears(weights, schemes, paired(*inputs[0], names[0]), heldout)
+            layer.put({name: linears[name].weight for name in names})
         if kinds[0] == "gate_proj":
             inputs = [(here.inner(x), there.inner(y)) for x, y in inputs]
-    return found
+    return linears

@@ -152,7 +152,7 @@ class Learned:
 def learn_rounding(
     layer: Layer,
     original: Layer,
-    found: Mapping[str, QuantizedLinear],
+    quantized: Mapping[str, QuantizedLinear],
     schemes: Mapping[str, Scheme],
     windows: WindowStates,
     device: torch.device,
@@ -162,12 +162,12 @@ def learn_rounding(
 
     Args:
         layer: its quantized linears are overwritten.
-        found: codes and scales to begin with, by name.
+        quantized: codes and scales to begin with, by name.
         windows: hidden states before the layer, and after it those of the original.
     """
     linears = {
         name: Learned.begin(linear, original.weight(name), schemes[name], device)
-        for name, linear in found.items()
+        for name, linear in quantized.items()
     }
     batches = random_batches(windows.learned, windows.hidden.shape[1], AUTOROUND_STEPS)
     for number, batch in enumerate(batches):

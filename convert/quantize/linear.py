@@ -73,9 +73,9 @@ def gptq(
     w: Tensor, scheme: Scheme, rule: ScaleRule, moments: Moments, factor: Factor
 ) -> QuantizedLinear:
     """Quantize the error-corrected target by GPTQ, then by coordinate descent."""
-    target, found = compensated(w, scheme, rule, moments, factor)
-    codes = coordinate_descent(target, found.codes, found.scale, scheme, factor)
-    return QuantizedLinear(codes, refitted_scales(target, codes, found.scale, factor))
+    target, start = compensated(w, scheme, rule, moments, factor)
+    codes = coordinate_descent(target, start.codes, start.scale, scheme, factor)
+    return QuantizedLinear(codes, refitted_scales(target, codes, start.scale, factor))
 
 
 def choose_damping(
@@ -102,15 +102,15 @@ def choose_damping(
     rows = w[:: -(-len(w) // DAMPING_ROWS)]
 
     def error(factor: Factor) -> float:
-        found = compensated(rows, scheme, rule, moments, factor)[1]
-        return heldout.error(rows, found.weight)
+        result = compensated(rows, scheme, rule, moments, factor)[1]
+        return heldout.error(rows, result.weight)
 
     least = error(best)
     for damping in DAMPINGS[1:]:
         factor = factorize(moments.damped(damping))
-        if (found := error(factor)) >= least:
+        if (result := error(factor)) >= least:
             break
-        best, least = factor, found
+        best, least = factor, result
     return best
 
 
@@ -148,15 +148,15 @@ class LinearQuantizer:
                 first = schemes[next(iter(weights))]
                 factor = choose_damping(rows, first, self.rule, moments, heldout)
                 del rows
-            found: dict[str, QuantizedLinear] = {}
+            quantized: dict[str, QuantizedLinear] = {}
             for scheme in dict.fromkeys(schemes[name] for name in weights):
                 names = [name for name in weights if schemes[name] == scheme]
                 rows = torch.cat([weights[name] for name in names])
                 sizes = [len(weights[name]) for name in names]
                 chosen = self._choose(rows, scheme, moments, factor)
                 codes, scales = torch.split(chosen.codes, sizes), torch.split(chosen.scale, sizes)
-                found |= dict(zip(names, map(QuantizedLinear, codes, scales), strict=True))
-        return {name: found[name] for name in weights}
+                quantized |= dict(zip(names, map(QuantizedLinear, codes, scales), strict=True))
+        return {name: quantized[name] for name in weights}
 
     def _choose(
         self, w: Tensor, scheme: Scheme, moments: Moments, factor: Factor | None

@@ -44,14 +44,14 @@ class Moments:
         diagonal += damping * torch.where(mean > 0, mean, 1.0)  # no input at all: any codes do
         return H
 
-    def error(self, w: Tensor, found: Tensor) -> float:
+    def error(self, w: Tensor, rounded: Tensor) -> float:
         """Mean square of the output's error, less a constant that does not depend on `found`.
 
         Args:
             w: [N, K] float32, the original's weights.
-            found: [N, K] float32, those that take their place.
+            rounded: [N, K] float32, those that take their place.
         """
-        return float(((found @ self.H - 2 * (w @ self.C)) * found).sum(dtype=torch.float64))
+        return float(((rounded @ self.H - 2 * (w @ self.C)) * rounded).sum(dtype=torch.float64))
 
     def target(self, w: Tensor, factor: Factor) -> Tensor:
         """Weights that give the original's output from the quantized model's input: [N, K] float32.
@@ -225,13 +225,13 @@ def input_power(
         vars(here)[name] = _power(x)
 
     def collect() -> dict[str, tuple[Tensor, int]]:
-        found = dict(vars(here))
+        squares = dict(vars(here))
         vars(here).clear()
-        return found
+        return squares
 
     with hooked(layer.module, linears, note):
-        for _, found in passing(layer, hidden, device, pool, collect, LEARNING_TOKENS):
-            for name, (square, count) in found.items():
+        for _, squares in passing(layer, hidden, device, pool, collect, LEARNING_TOKENS):
+            for name, (square, count) in squares.items():
                 totals[name] += square
                 tokens[name] += count
     for name, total in totals.items():

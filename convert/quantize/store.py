@@ -108,11 +108,11 @@ class Store:
             self.note(f"! `{path}` is damaged or of other weights: {name} is calibrated again")
             return None
         self._identities[name] = identity
-        found = {}
+        linears = {}
         for module, K in file.facts["columns"].items():
             codes = unpack(file.content.read(f"{module}.codes"), schemes[module].bits, K)
-            found[module] = QuantizedLinear(codes, file.content.read(f"{module}.scale"))
-        return found
+            linears[module] = QuantizedLinear(codes, file.content.read(f"{module}.scale"))
+        return linears
 
     def finished(self) -> Calibrated:
         """All linears of finished layers, for the conversion to write.

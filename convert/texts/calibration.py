@@ -142,13 +142,13 @@ def _parse_line(line: str, where: str) -> Document:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{WHAT} `{where}` is not valid JSON: {error}") from None
-    found = content.keys() & {"text", "messages"} if isinstance(content, dict) else set()
-    if len(found) != 1:
+    kinds = content.keys() & {"text", "messages"} if isinstance(content, dict) else set()
+    if len(kinds) != 1:
         raise RequestError(
             f"{WHAT} `{where}`: expected an object with either `text` or `messages`",
             hint='write lines like {"text": "..."}',
         )
-    if "text" in found:
+    if "text" in kinds:
         if not isinstance(content["text"], str):
             raise RequestError(f"{WHAT} `{where}`: `text` must be a string")
         _check_unicode(content["text"], where)

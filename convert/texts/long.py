@@ -83,9 +83,9 @@ def long_text(folder: Path, text: Text, context: int) -> LongText:
     count = min(MOST_SEARCHED, max(1, ALL_TOKENS // 3 * 2 // length))
     for number, filling in enumerate(_spread(ids, length, count)):
         lines = [_line(tokenizer, name, chance.sample(COLORS, ASKED)) for name in NAMES]
-        window, found = _hide(filling, lines, number)
+        window, placed = _hide(filling, lines, number)
         windows.append(window)
-        lookups += found
+        lookups += placed
     return LongText(
         repeated=torch.tensor([passage * 2 for passage in passages]),
         searched=torch.tensor(windows),

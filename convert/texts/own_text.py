@@ -133,10 +133,10 @@ def write_own_text(
         each = answer_bytes(config, rendered.longest, tokens, dtype.itemsize)
         batch = answers_that_fit(each, size_bytes(model), BATCH[target.type], target.type)
         load_weights(model, weights, target)
-        found = answer(model, rendered, tokenizer, ends, batch, seed, progress)
-    texts = [*(one.text for one in found), *bundled_texts()]
+        answers = answer(model, rendered, tokenizer, ends, batch, seed, progress)
+    texts = [*(one.text for one in answers), *bundled_texts()]
     replace_file(out, "\n".join(texts).encode())
-    return OwnText(out, tuple(found), batch, time.monotonic() - started)
+    return OwnText(out, tuple(answers), batch, time.monotonic() - started)
 
 
 def _check_output(out: Path, overwrite: bool) -> None:
@@ -200,7 +200,7 @@ def answer(
     """
     model.generation_config = _sampling(rendered.tokens, ends)
     count, total = len(rendered.ids), len(rendered.ids) * rendered.tokens
-    found: list[Answer] = []
+    answers: list[Answer] = []
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.inference_mode():
         torch.manual_seed(seed)
@@ -210,9 +210,9 @@ def answer(
             for text, new in zip(
                 rendered.texts[start:], _generate(model, ids, steps), strict=False
             ):
-                found.append(_as_answer(text, new, tokenizer, ends))
+                answers.append(_as_answer(text, new, tokenizer, ends))
             progress("answer", (start + len(ids)) * rendered.tokens, total)
-    return found
+    return answers
 
 
 class _Steps:
@@ -296,10 +296,10 @@ def build_model(weights: Weights, dtype: torch.dtype) -> Any:
     """
     model = without_storage(weights, dtype)
     for name, parameter in model.named_parameters():
-        found = weights.shape(_in_file(name, weights))
-        if found != tuple(parameter.shape):
+        shape = weights.shape(_in_file(name, weights))
+        if shape != tuple(parameter.shape):
             raise CheckpointError(
-                f"`{weights.name}`: `{_in_file(name, weights)}` has shape {list(found)}, expected "
+                f"`{weights.name}`: `{_in_file(name, weights)}` has shape {list(shape)}, expected "
                 f"{list(parameter.shape)}"
             )
     return model

@@ -96,20 +96,20 @@ def _same_file(one: Path, other: Path) -> bool:
     return one.is_file() and hash_file(one) == hash_file(other)
 
 
-def _other_tensor(found: Checkpoint, expected: Sequence[Output], progress: Progress) -> str | None:
+def _other_tensor(cut: Checkpoint, expected: Sequence[Output], progress: Progress) -> str | None:
     """Name of the first tensor that is not the expected one; None where all are."""
-    if extra := found.tensors.keys() ^ {one.name for one in expected}:
+    if extra := cut.tensors.keys() ^ {one.name for one in expected}:
         return f"`{min(extra)}`"
     for number, one in enumerate(expected):
-        info = found.tensors[one.name]
+        info = cut.tensors[one.name]
         if (info.dtype, info.shape) != (one.dtype, one.shape):
             return f"`{one.name}`"
         row = 0
         for block in one.blocks():
             if not info.shape:
-                here = found.read(one.name)
+                here = cut.read(one.name)
             else:
-                here = found.read_rows(one.name, row, row + len(block))
+                here = cut.read_rows(one.name, row, row + len(block))
                 row += len(block)
             if not torch.equal(_bits(here), _bits(block)):
                 return f"`{one.name}`"

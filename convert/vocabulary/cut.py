@@ -248,15 +248,15 @@ def _named(
     files = {CONFIG_FILE: config} | {
         name: read_json(folder / name, MAX_SETTINGS_BYTES) for name in NAMING if name in names
     }
-    found = set()
+    ids_named = set()
     for name, content in files.items():
         ids = named_ids(content, f"`{folder / name}`")
         if unknown := ids - bpe.ids:
             raise CheckpointError(
                 f"`{folder / name}` names token {min(unknown)}, which `{bpe.path.name}` lacks"
             )
-        found |= ids
-    return found
+        ids_named |= ids
+    return ids_named
 
 
 def write_small_files(work: PlannedCut, out: Path) -> tuple[str, ...]:

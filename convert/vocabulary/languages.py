@@ -94,10 +94,10 @@ def tokens_of_languages(languages: Sequence[str], tokenizer: TextTokenizer) -> l
 
 def by_script(source: ByteLevelBpe) -> Mapping[str, Sequence[int]]:
     """Ids of each script's tokens, ascending."""
-    found: dict[str, list[int]] = {}
+    ids_by_script: dict[str, list[int]] = {}
     for id, text in sorted(source.written.items()):
-        found.setdefault(script_of(text), []).append(id)
-    return found
+        ids_by_script.setdefault(script_of(text), []).append(id)
+    return ids_by_script
 
 
 def script_of(text: str) -> str:

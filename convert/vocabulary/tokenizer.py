@@ -68,14 +68,14 @@ class ByteLevelBpe:
 
     def with_parts(self, id: int, kept: Collection[int]) -> set[int]:
         """A token and the others that its merges need, less those that are kept already."""
-        found: set[int] = set()
+        parts: set[int] = set()
         waiting = [id]
         while waiting:
             one = waiting.pop()
-            if one not in kept and one not in found:
-                found.add(one)
+            if one not in kept and one not in parts:
+                parts.add(one)
                 waiting += [self.vocab[part] for part in self._parts(one)]
-        return found
+        return parts
 
     @cached_property
     def _texts(self) -> dict[int, str]:
