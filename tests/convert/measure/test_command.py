@@ -54,12 +54,12 @@ def test_a_local_source_and_a_foreign_recipe(tiny: Path) -> None:
     assert command_of(replace(manifest, recipe={**recipe, "x": 1}), "out") is None
 
 
-def test_what_was_calibrated_on_is_named(tiny: Path, tmp_path: Path, stories: str) -> None:
+def test_what_was_calibrated_on_is_named(short: Path, tmp_path: Path, stories: str) -> None:
     text = tmp_path / "my text.txt"
     text.write_text(stories[:5000])
     given = "--calib-samples 2 --calib-length 128 --device cpu"
     options = ["--method", "weighted", *given.split()]
-    arguments = [tiny, tmp_path / "out", *options, "--calib", text]
+    arguments = [short, tmp_path / "out", *options, "--calib", text]
     result = CliRunner().invoke(main, list(map(str, arguments)))
     assert result.exit_code == 0, result.output
     manifest = manifest_of(tmp_path / "out")
