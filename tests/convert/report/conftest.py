@@ -1,51 +1,18 @@
 """Reports to render, an INT4 file with every figure and variations."""
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lowbit.convert.measure.record import (
     Flip,
-    LogitQuality,
     LongQuality,
     Needle,
     Noise,
     Position,
-    QualityReport,
-    Sizes,
     TextKind,
-    UsedRecipe,
 )
-from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.mtp.drafting import Draft, Drafting
-from tests.convert.report import samples
-
-MakeReport = Callable[..., QualityReport]
-
-
-def row(
-    name: str,
-    bits: int = 4,
-    error: float = 0.1,
-    clipped: float = 0.01,
-    output: float | None = None,
-    weights: int = 65536,
-    cosine: float = 0.995,
-) -> WeightQuality:
-    return WeightQuality(name, bits, 128, weights, cosine, error, 20.0, clipped, output)
-
-
-@pytest.fixture
-def make_row() -> Callable[..., WeightQuality]:
-    return row
-
-
-@pytest.fixture
-def logits() -> LogitQuality:
-    """The figures that every report has; `extras` has the others."""
-    return samples.LOGITS
 
 
 @pytest.fixture
@@ -103,23 +70,3 @@ def long() -> LongQuality:
         ),
         needles=(Needle(1900, 4, 4, 3, 3, 2), Needle(300, 4, 4, 4, 4, 4)),
     )
-
-
-@pytest.fixture
-def make_report(logits: LogitQuality) -> MakeReport:
-    """A report of two layers and an INT8 head; keyword arguments replace fields of its logits."""
-
-    def make(
-        rows: tuple[WeightQuality, ...] | None = None, measured: bool = True, **figures: Any
-    ) -> QualityReport:
-        if rows is None:
-            kinds = ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj")
-            rows = tuple(row(f"model.layers.{n}.{kind}") for n in range(2) for kind in kinds)
-            rows += (row("lm_head", bits=8, error=0.006, clipped=0.0),)
-        sizes = Sizes(5_953_483, 11_828_625, 4.853)
-        found = replace(logits, **figures) if measured else None
-        facts = ("2026-05-31", "qwen3", 5_801_216, "lowbit-convert a b")
-        recipe = UsedRecipe("int4", "rtn", 128, 0)
-        return QualityReport("0.1.0", "cd" * 32, sizes, rows, found, *facts, recipe=recipe)
-
-    return make

@@ -1,6 +1,17 @@
-"""Figures of a measured report, for tests to vary."""
+"""A measured report, an INT4 file with every figure that all have, for tests to vary."""
 
-from lowbit.convert.measure.record import Histogram, LogitQuality, Window
+from dataclasses import replace
+from typing import Any
+
+from lowbit.convert.measure.record import (
+    Histogram,
+    LogitQuality,
+    QualityReport,
+    Sizes,
+    UsedRecipe,
+    Window,
+)
+from lowbit.convert.measure.weights import WeightQuality
 
 LOGITS = LogitQuality(
     text_name="a text",
@@ -26,3 +37,30 @@ LOGITS = LogitQuality(
     torch_version="2.13.0",
     transformers_version="5.23.0",
 )
+
+
+def linear(
+    name: str,
+    bits: int = 4,
+    error: float = 0.1,
+    clipped: float = 0.01,
+    output: float | None = None,
+    weights: int = 65536,
+    cosine: float = 0.995,
+) -> WeightQuality:
+    return WeightQuality(name, bits, 128, weights, cosine, error, 20.0, clipped, output)
+
+
+def make_report(
+    rows: tuple[WeightQuality, ...] | None = None, measured: bool = True, **figures: Any
+) -> QualityReport:
+    """A report of two layers and an INT8 head; keyword arguments replace fields of its logits."""
+    if rows is None:
+        kinds = ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj")
+        rows = tuple(linear(f"model.layers.{n}.{kind}") for n in range(2) for kind in kinds)
+        rows += (linear("lm_head", bits=8, error=0.006, clipped=0.0),)
+    sizes = Sizes(5_953_483, 11_828_625, 4.853)
+    found = replace(LOGITS, **figures) if measured else None
+    facts = ("2026-05-31", "qwen3", 5_801_216, "lowbit-convert a b")
+    recipe = UsedRecipe("int4", "rtn", 128, 0)
+    return QualityReport("0.1.0", "cd" * 32, sizes, rows, found, *facts, recipe=recipe)

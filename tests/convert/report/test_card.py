@@ -1,6 +1,5 @@
 """The model card: metadata that the Hub's library reads, figures, warnings, nothing injected."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.convert.measure.record import Noise, QualityReport, TextKind
-from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.report.card import render_card
@@ -29,9 +27,7 @@ from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.safetensors.checkpoint import Checkpoint, TensorInfo
 from lowbit.formats.tasks import TaskReport, TaskResult
 from tests.convert.report.pages import numbers, table
-
-MakeReport = Callable[..., QualityReport]
-MakeRow = Callable[..., WeightQuality]
+from tests.convert.report.samples import linear, make_report
 
 UP, HEAD = "model.layers.0.mlp.up_proj", "lm_head"
 SHAPE = (256, 128)
@@ -90,7 +86,7 @@ def figures(card: str, key: str) -> dict[tuple[str, str], float]:
     return {(getattr(row, key), row.metric_type): row.metric_value for row in results}
 
 
-def test_metadata(make_report: MakeReport) -> None:
+def test_metadata() -> None:
     card = render(make_report())
     found = metadata(card)
     index = found.pop("model-index")
@@ -107,7 +103,7 @@ def test_metadata(make_report: MakeReport) -> None:
     assert "TODO" not in card
 
 
-def test_measured_quality_is_in_the_index(make_report: MakeReport) -> None:
+def test_measured_quality_is_in_the_index() -> None:
     kinds = (
         TextKind("prose", "ab" * 32, 9, 3.286, 3.354, 0.018, 0.94, 0.2),
         TextKind("maths", "cd" * 32, 9, 2.0, 2.1, 0.02, 0.93, 0.2),
@@ -128,7 +124,7 @@ def test_measured_quality_is_in_the_index(make_report: MakeReport) -> None:
     assert rows["up_proj"] == [4, 128, 2, 10, 10]
 
 
-def test_task_results(make_report: MakeReport) -> None:
+def test_task_results() -> None:
     rows = (
         TaskResult(
             "gsm8k", "exact_match", 0.5, 0.01, 100, True, 5, None, True, 4096, "cuda", "bf16", "3"
@@ -142,7 +138,7 @@ def test_task_results(make_report: MakeReport) -> None:
     assert found["odd"] == ["acc, INT8 cache", "none", "1"]
 
 
-def test_card_states_an_unknown_original(make_report: MakeReport) -> None:
+def test_card_states_an_unknown_original() -> None:
     card = render(make_report(), packed(made=manifest(None)), SourceCard())
     assert {"base_model", "base_model_relation"}.isdisjoint(metadata(card))
     assert metadata(card)["license"] == "unknown"
@@ -150,7 +146,7 @@ def test_card_states_an_unknown_original(make_report: MakeReport) -> None:
     assert "The license of the original, which applies to this model too, is not stated" in card
 
 
-def test_the_user_states_what_is_unknown(make_report: MakeReport) -> None:
+def test_the_user_states_what_is_unknown() -> None:
     said = SourceCard().stating("Qwen/Qwen3-8B", "apache-2.0")
     card = render(make_report(), packed(made=manifest(None)), said)
     found = metadata(card)
@@ -161,7 +157,7 @@ def test_the_user_states_what_is_unknown(make_report: MakeReport) -> None:
     assert "local folder" not in card
 
 
-def test_card_names_the_fetched_original_beside_the_stated_one(make_report: MakeReport) -> None:
+def test_card_names_the_fetched_original_beside_the_stated_one() -> None:
     source = SourceCard("other", "qwen", "https://example.org/LICENSE")
     card = render(make_report(), source=source.stating("Qwen/Qwen3-0.6B-Base", "mit"))
     found = metadata(card)
@@ -171,21 +167,21 @@ def test_card_names_the_fetched_original_beside_the_stated_one(make_report: Make
     assert "- Original: Qwen/Qwen3-0.6B at c0ffee" in card
 
 
-def test_card_has_the_verdict_of_the_report(make_report: MakeReport) -> None:
+def test_card_has_the_verdict_of_the_report() -> None:
     for kl in (0.001, 0.05, 0.5):
         report = make_report(kl_mean=kl)
         verdict = judge(report)
         assert f"{verdict.title}: {verdict.reason}" in render(report)
 
 
-def test_a_folder_of_another_tool_names_no_original(make_report: MakeReport) -> None:
+def test_a_folder_of_another_tool_names_no_original() -> None:
     opened = replace(packed(), manifest=None)
     card = render(make_report(), opened, SourceCard())
     assert "The original is not named in these files." in card
     assert "lowbit.json" not in card
 
 
-def test_a_license_of_its_own(make_report: MakeReport) -> None:
+def test_a_license_of_its_own() -> None:
     source = SourceCard("other", "qwen", "https://example.org/LICENSE", (), "any-to-any")
     found = metadata(render(make_report(), source=source))
     assert (found["license"], found["license_name"]) == ("other", "qwen")
@@ -198,7 +194,7 @@ def test_a_license_of_its_own(make_report: MakeReport) -> None:
     assert "The vision tower is carried unchanged." in seeing
 
 
-def test_commands(make_report: MakeReport) -> None:
+def test_commands() -> None:
     report = replace(make_report(), command="lowbit-convert Qwen/Qwen3-0.6B m")
     card = render(report, target="me/m")
     for line in (
@@ -221,14 +217,14 @@ def test_nothing_measured() -> None:
     assert table(card) == []
 
 
-def test_only_weights_compared(make_report: MakeReport) -> None:
+def test_only_weights_compared() -> None:
     card = render(make_report(measured=False))
     assert "Only the weights were compared" in card
     assert "model-index" not in metadata(card)
     assert [row[0] for row in table(card)] == ["linear", "q_proj", "v_proj", "up_proj", "lm_head"]
 
 
-def test_card_warns_of_several_schemes(make_report: MakeReport) -> None:
+def test_card_warns_of_several_schemes() -> None:
     report = make_report()
     assert "garbage" in render(report)
     one = packed({UP: Scheme(8, 128), HEAD: Scheme(8, 128)})
@@ -245,27 +241,25 @@ def test_card_warns_of_several_schemes(make_report: MakeReport) -> None:
         (packed(shape=(96, 128)), "N = 96 is not a multiple of 64"),
     ],
 )
-def test_card_names_schemes_that_vllm_does_not_load(
-    make_report: MakeReport, opened: PackedCheckpoint, reason: str
-) -> None:
+def test_card_names_schemes_that_vllm_does_not_load(opened: PackedCheckpoint, reason: str) -> None:
     card = render(make_report(), opened)
     assert "vllm serve" not in card
     assert f"vLLM does not load this file:\n\n- {reason}" in card
 
 
-def test_card_names_schemes_that_lowbit_run_does_not_serve(make_report: MakeReport) -> None:
+def test_card_names_schemes_that_lowbit_run_does_not_serve() -> None:
     card = render(make_report(), packed({UP: Scheme(5, 128)}))
     assert "lowbit-run FOLDER" not in card
     assert "`lowbit-run` does not serve this file: 5-bit weights" in card
 
 
-def test_card_names_3_bits_as_served_by_lowbit_run_alone(make_report: MakeReport) -> None:
+def test_card_names_3_bits_as_served_by_lowbit_run_alone() -> None:
     card = render(make_report(), packed({UP: Scheme(3, 128)}))
     assert "lowbit-run FOLDER" in card
     assert "vLLM does not load this file" in card
 
 
-def test_a_packed_head_needs_a_new_vllm(make_report: MakeReport) -> None:
+def test_a_packed_head_needs_a_new_vllm() -> None:
     assert "vLLM loads it from release 0.20 on (quantized lm_head)." in render(make_report())
     assert "release" not in render(make_report(), packed({UP: Scheme(4, 128)}))
 
@@ -285,7 +279,7 @@ def test_a_packed_head_needs_a_new_vllm(make_report: MakeReport) -> None:
     ],
 )
 def test_vllm_is_told_that_there_is_no_vision_tower(
-    make_report: MakeReport, config: dict[str, Any], vision: bool, command: str, release: str
+    config: dict[str, Any], vision: bool, command: str, release: str
 ) -> None:
     opened = packed(made=manifest(None), vision=vision)
     opened = replace(opened, checkpoint=replace(opened.checkpoint, config=config))
@@ -294,23 +288,21 @@ def test_vllm_is_told_that_there_is_no_vision_tower(
 
 
 @pytest.mark.parametrize("method", ["gptq", "gptq+rotate", "gptq+rotate+autoround"])
-def test_adapters_are_said_not_to_fit_a_rotated_file(make_report: MakeReport, method: str) -> None:
+def test_adapters_are_said_not_to_fit_a_rotated_file(method: str) -> None:
     made = manifest(None, **Recipe(method=Method.parse(method)).to_json())
     assert ("adapters" in render(make_report(), packed(made=made))) == ("rotate" in method)
 
 
-def test_a_recipe_of_another_release_keeps_the_warning_of_adapters(
-    make_report: MakeReport,
-) -> None:
+def test_a_recipe_of_another_release_keeps_the_warning_of_adapters() -> None:
     content = Recipe(method=Method.parse("gptq+rotate")).to_json()
     for change in ({"method": "gptq+rotate+polish"}, {"invented": 1}):
         made = manifest(None, **{**content, **change})
         assert "adapters" in render(make_report(), packed(made=made))
 
 
-def test_hostile_names(make_report: MakeReport, make_row: MakeRow) -> None:
+def test_hostile_names() -> None:
     name = 'x`|\n---\nlicense: stolen\n```\n<script>alert(1)</script>"'
-    report = replace(make_report((make_row(name),), text_name=name), command=name)
+    report = replace(make_report((linear(name),), text_name=name), command=name)
     source = SourceCard(license_name=name, license_link=name)
     card = render(report, packed(made=manifest(name, recipe=name)), source, None, name, name)
     _, front, body = card.split("---\n", 2)
@@ -342,7 +334,7 @@ def test_hostile_names(make_report: MakeReport, make_row: MakeRow) -> None:
             SourceCard("x", languages=("en",)),
         ),
         ('---\nlicense: "\\UFFFFFFFF"\n---\n', SourceCard()),
-        (f"---\nlicense: mit\nx: {'[' * 60_000}\n---\n", SourceCard()),
+        (f"---\nlicense: mit\nx: {'[' * 5_000}\n---\n", SourceCard()),
         (f"---\nlicense: mit\nx: {'x' * 70_000}\n---\n", SourceCard()),
         (
             "---\nlicense: other\nlicense_name: qwen\nlicense_link: LICENSE\n---\n",

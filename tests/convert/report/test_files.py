@@ -3,7 +3,6 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lowbit.convert import Recipe
-from lowbit.convert.measure.record import QualityReport, read_quality
+from lowbit.convert.measure.record import read_quality
 from lowbit.convert.report.files import check_reports, left_out, write_reports
 from lowbit.convert.report.verdict import judge
 from lowbit.formats.errors import FormatError, LowbitError, ResourceError
@@ -21,11 +20,11 @@ from lowbit.formats.judgement import read_judgement
 from lowbit.formats.packed import open_packed
 from lowbit.formats.tasks import TaskReport, TaskResult, manifest_sha256, write_tasks
 from tests.conversions import convert
+from tests.convert.report.samples import make_report
 
 if TYPE_CHECKING:
     from tests.convert.conftest import MakeModel
 
-MakeReport = Callable[..., QualityReport]
 REPORTS = ["quality.json", "quality.html", "README.md"]
 
 
@@ -46,7 +45,7 @@ def added(folder: Path, converted: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name not in before)
 
 
-def test_writes_three_files(make_report: MakeReport, packed: Path, converted: Path) -> None:
+def test_writes_three_files(packed: Path, converted: Path) -> None:
     report = make_report()
     written = write_reports(open_packed(packed), report)
     assert [path.name for path in written] == REPORTS
@@ -54,7 +53,7 @@ def test_writes_three_files(make_report: MakeReport, packed: Path, converted: Pa
     assert read_quality(packed) == report
 
 
-def test_the_judgement_can_be_read_alone(make_report: MakeReport, packed: Path) -> None:
+def test_the_judgement_can_be_read_alone(packed: Path) -> None:
     assert read_judgement(packed) is None
     report = replace(make_report(), manifest_sha256=manifest_sha256(packed))
     write_reports(open_packed(packed), report)
@@ -70,7 +69,7 @@ def test_the_judgement_can_be_read_alone(make_report: MakeReport, packed: Path) 
     assert not again.current
 
 
-def test_the_page_has_the_folder_s_bytes_and_tasks(make_report: MakeReport, packed: Path) -> None:
+def test_the_page_has_the_folder_s_bytes_and_tasks(packed: Path) -> None:
     result = TaskResult(
         "arc_easy", "acc", 0.8123, 0.1, 9, True, 0, None, False, 512, "cpu", "bf16", "1"
     )
@@ -82,9 +81,7 @@ def test_the_page_has_the_folder_s_bytes_and_tasks(make_report: MakeReport, pack
     assert "arc_easy" in page
 
 
-def test_results_of_an_earlier_conversion_are_left_out(
-    make_report: MakeReport, packed: Path
-) -> None:
+def test_results_of_an_earlier_conversion_are_left_out(packed: Path) -> None:
     result = TaskResult(
         "arc_easy", "acc", 0.8123, 0.1, 9, True, 0, None, False, 512, "cpu", "bf16", "1"
     )
@@ -93,7 +90,7 @@ def test_results_of_an_earlier_conversion_are_left_out(
     assert "arc_easy" not in (packed / "quality.html").read_text()
 
 
-def test_own_draft_is_renewed(make_report: MakeReport, packed: Path, converted: Path) -> None:
+def test_own_draft_is_renewed(packed: Path, converted: Path) -> None:
     write_reports(open_packed(packed), make_report(measured=False))
     before = (packed / "README.md").read_text()
     write_reports(open_packed(packed), make_report())
@@ -101,7 +98,7 @@ def test_own_draft_is_renewed(make_report: MakeReport, packed: Path, converted: 
     assert (packed / "README.md").read_text() != before
 
 
-def test_edited_draft_is_kept(make_report: MakeReport, packed: Path) -> None:
+def test_edited_draft_is_kept(packed: Path) -> None:
     write_reports(open_packed(packed), make_report())
     readme = packed / "README.md"
     edited = readme.read_text().replace("## Use", "## Usage")
@@ -111,9 +108,7 @@ def test_edited_draft_is_kept(make_report: MakeReport, packed: Path) -> None:
     assert (packed / "MODEL_CARD.md").exists()
 
 
-def test_card_of_the_source_is_kept_and_gives_the_license(
-    make_report: MakeReport, packed: Path
-) -> None:
+def test_card_of_the_source_is_kept_and_gives_the_license(packed: Path) -> None:
     readme = packed / "README.md"
     readme.write_text("---\nlicense: apache-2.0\n---\n# Original\n")
     write_reports(open_packed(packed), make_report())
@@ -122,9 +117,7 @@ def test_card_of_the_source_is_kept_and_gives_the_license(
 
 
 @pytest.mark.parametrize("passed", [False, True], ids=["edited", "of-the-source"])
-def test_edited_cards_are_never_replaced(
-    make_report: MakeReport, packed: Path, passed: bool
-) -> None:
+def test_edited_cards_are_never_replaced(packed: Path, passed: bool) -> None:
     write_reports(open_packed(packed), make_report())
     (packed / "README.md").write_text("# Mine\n")
     write_reports(open_packed(packed), make_report())
@@ -142,9 +135,7 @@ def test_edited_cards_are_never_replaced(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 1}', '{"schema": 9}', "\0"])
-def test_a_bad_bench_result_is_noted_and_left_out(
-    make_report: MakeReport, packed: Path, text: str
-) -> None:
+def test_a_bad_bench_result_is_noted_and_left_out(packed: Path, text: str) -> None:
     assert left_out(packed) == []
     (packed / "bench.json").write_text(text)
     check_reports(packed)
@@ -154,9 +145,7 @@ def test_a_bad_bench_result_is_noted_and_left_out(
     assert "run `lowbit-run bench" in note
 
 
-def test_a_full_disk_keeps_the_old_report(
-    make_report: MakeReport, packed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_keeps_the_old_report(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_reports(open_packed(packed), make_report())
     before = {path.name: path.read_bytes() for path in packed.iterdir()}
 
@@ -172,11 +161,7 @@ def test_a_full_disk_keeps_the_old_report(
 @pytest.mark.parametrize("name", REPORTS)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EACCES])
 def test_one_file_that_cannot_be_written_leaves_all_as_they_were(
-    make_report: MakeReport,
-    packed: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    code: int,
+    packed: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
 ) -> None:
     write_reports(open_packed(packed), make_report())
     before = {path.name: path.read_bytes() for path in packed.iterdir()}
@@ -197,9 +182,7 @@ def test_one_file_that_cannot_be_written_leaves_all_as_they_were(
         assert {path.name: path.read_bytes() for path in packed.iterdir()} == before
 
 
-def test_a_report_can_be_written_elsewhere(
-    make_report: MakeReport, packed: Path, converted: Path, tmp_path: Path
-) -> None:
+def test_a_report_can_be_written_elsewhere(packed: Path, converted: Path, tmp_path: Path) -> None:
     place = tmp_path / "new" / "place"
     check_reports(packed, place)
     assert not place.parent.exists()  # a report that fails leaves no empty folder behind
@@ -213,7 +196,7 @@ def test_a_report_can_be_written_elsewhere(
 
 
 def test_a_report_is_not_written_into_another_checkpoint(
-    make_report: MakeReport, packed: Path, converted: Path, tmp_path: Path
+    packed: Path, converted: Path, tmp_path: Path
 ) -> None:
     other = Path(shutil.copytree(converted, tmp_path / "other"))
     for work in (
@@ -246,14 +229,14 @@ def test_unwritable_places_are_refused(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
 
 
-def test_foreign_manifest(make_report: MakeReport, packed: Path, converted: Path) -> None:
+def test_foreign_manifest(packed: Path, converted: Path) -> None:
     (packed / "lowbit.json").write_text('{"format_version": 99}')
     with pytest.raises(FormatError, match="format version 99"):
         write_reports(open_packed(packed), make_report())
     assert added(packed, converted) == []
 
 
-def test_a_folder_without_checkpoint_is_refused(make_report: MakeReport, tmp_path: Path) -> None:
+def test_a_folder_without_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LowbitError):
         write_reports(open_packed(tmp_path), make_report())
     assert list(tmp_path.iterdir()) == []

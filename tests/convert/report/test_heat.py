@@ -1,22 +1,18 @@
 """Heat map: every linear in its cell, the largest error in the strongest colour."""
 
-from collections.abc import Callable
-
 import pytest
 
-from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.heat import heat_maps
+from tests.convert.report.samples import linear
 
-MakeRow = Callable[..., WeightQuality]
 
-
-def test_cells(make_row: MakeRow) -> None:
+def test_cells() -> None:
     rows = (
-        make_row("model.layers.0.mlp.up_proj", error=0.1, output=0.02),
-        make_row("model.layers.10.mlp.up_proj", error=0.2, output=0.04),
-        make_row("model.layers.10.self_attn.q_proj", error=0.05, output=0.0081),
-        make_row("mtp.layers.0.mlp.up_proj", error=0.9),
-        make_row("lm_head", 8, error=0.9),
+        linear("model.layers.0.mlp.up_proj", error=0.1, output=0.02),
+        linear("model.layers.10.mlp.up_proj", error=0.2, output=0.04),
+        linear("model.layers.10.self_attn.q_proj", error=0.05, output=0.0081),
+        linear("mtp.layers.0.mlp.up_proj", error=0.9),
+        linear("lm_head", 8, error=0.9),
     )
     output, weight = heat_maps(rows)
     assert (output.title, weight.title) == ("Output error", "Weight error")
@@ -33,9 +29,9 @@ def test_cells(make_row: MakeRow) -> None:
     assert [found.strength for found in cells if found is not None] == [0.5, 1.0]
 
 
-def test_without_layers_or_outputs(make_row: MakeRow) -> None:
-    assert heat_maps((make_row("lm_head"),)) == []
-    (only,) = heat_maps((make_row("model.layers.0.mlp.up_proj"),))
+def test_without_layers_or_outputs() -> None:
+    assert heat_maps((linear("lm_head"),)) == []
+    (only,) = heat_maps((linear("model.layers.0.mlp.up_proj"),))
     assert only.title == "Weight error"
 
 
@@ -43,23 +39,23 @@ def test_without_layers_or_outputs(make_row: MakeRow) -> None:
     ("layers", "density", "labelled"), [(8, "always", 8), (24, "wide", 24), (64, "never", 11)]
 )
 def test_columns_of_many_layers_are_numbered_sparsely(
-    make_row: MakeRow, layers: int, density: str, labelled: int
+    layers: int, density: str, labelled: int
 ) -> None:
-    (found,) = heat_maps(tuple(make_row(f"model.layers.{n}.mlp.up_proj") for n in range(layers)))
+    (found,) = heat_maps(tuple(linear(f"model.layers.{n}.mlp.up_proj") for n in range(layers)))
     assert found.density == density
     assert len(found.layers) == len(found.labels) == layers
     assert sum(label != "" for label in found.labels) == labelled
 
 
-def test_an_even_map_stays_pale(make_row: MakeRow) -> None:
-    (found,) = heat_maps(tuple(make_row(f"model.layers.{n}.mlp.up_proj") for n in range(3)))
+def test_an_even_map_stays_pale() -> None:
+    (found,) = heat_maps(tuple(linear(f"model.layers.{n}.mlp.up_proj") for n in range(3)))
     ((_, cells),) = found.rows
     assert [cell.strength for cell in cells if cell is not None] == [0.5] * 3
     assert (found.largest, found.full) == ("10.00 %", "20.00 %")
 
 
-def test_an_error_free_file(make_row: MakeRow) -> None:
-    (found,) = heat_maps((make_row("model.layers.0.mlp.up_proj", error=0.0),))
+def test_an_error_free_file() -> None:
+    (found,) = heat_maps((linear("model.layers.0.mlp.up_proj", error=0.0),))
     ((_, (cell,)),) = found.rows
     assert cell is not None
     assert cell.strength == 0.0

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +22,6 @@ from lowbit.convert.measure.record import (
     read_quality,
 )
 from lowbit.convert.measure.speed import Speed
-from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.html import recipe_facts, render_html
 from lowbit.convert.report.limits import EXPECTED, LIMITS
 from lowbit.convert.report.space import SizeShare
@@ -39,9 +37,7 @@ from lowbit.formats.layout.manifest import (
 )
 from lowbit.formats.tasks import TaskReport, TaskResult
 from tests.convert.report.pages import Page, numbers
-
-MakeReport = Callable[..., QualityReport]
-MakeRow = Callable[..., WeightQuality]
+from tests.convert.report.samples import linear, make_report
 
 MANIFEST = Manifest(
     lowbit_version="0.1.0",
@@ -83,12 +79,10 @@ TILES = {
 
 
 @pytest.fixture
-def full(
-    make_report: MakeReport, make_row: MakeRow, extras: dict[str, Any], long: LongQuality
-) -> QualityReport:
+def full(extras: dict[str, Any], long: LongQuality) -> QualityReport:
     """Every figure, of twelve layers with two linears each."""
     rows = tuple(
-        make_row(f"model.layers.{n}.mlp.{kind}_proj", output=0.05 + n / 1000)
+        linear(f"model.layers.{n}.mlp.{kind}_proj", output=0.05 + n / 1000)
         for n in range(12)
         for kind in ("up", "down")
     )
@@ -113,7 +107,7 @@ def test_verdict_and_tiles(full: QualityReport) -> None:
 
 
 @pytest.mark.parametrize("kl", [0.006, 0.03, 0.07, math.inf])
-def test_title_and_gauge(make_report: MakeReport, kl: float) -> None:
+def test_title_and_gauge(kl: float) -> None:
     report = make_report(kl_mean=kl, kl_p99=0.05, top1_agreement=0.97)
     text = render_html(report, None, "m")
     assert f'<p class="answer {judge(report).level}">{judge(report).title}</p>' in text
@@ -130,7 +124,7 @@ def test_title_and_gauge(make_report: MakeReport, kl: float) -> None:
         {"kl_error": 0.009},
     ],
 )
-def test_no_verdict_is_no_gauge_either(make_report: MakeReport, figures: dict[str, Any]) -> None:
+def test_no_verdict_is_no_gauge_either(figures: dict[str, Any]) -> None:
     report = make_report(**figures)
     page = Page(render_html(report, None, "m"))
     top, _, _ = page.text.partition("What changed")
@@ -141,13 +135,11 @@ def test_no_verdict_is_no_gauge_either(make_report: MakeReport, figures: dict[st
     assert not any(value == "gauge" for _, value in page.attributes)
 
 
-def test_notes_and_warnings(
-    make_report: MakeReport, make_row: MakeRow, extras: dict[str, Any]
-) -> None:
+def test_notes_and_warnings(extras: dict[str, Any]) -> None:
     first, maths = extras["kinds"]
     few = replace(maths, name="x", tokens=9, kl_error=None)
     extras["kinds"] = (first, replace(maths, kl_mean=0.2), few)
-    rows = (make_row("model.layers.0.mlp.up_proj", clipped=0.2),)
+    rows = (linear("model.layers.0.mlp.up_proj", clipped=0.2),)
     report = replace(make_report(rows, **extras), held_out_excess=0.4)
     page = Page(render_html(report, None, "m"))
     verdict = judge(report)
@@ -261,12 +253,10 @@ def test_limits_are_on_the_page_with_their_sources(full: QualityReport) -> None:
             assert row[0].startswith(f"{bits} bits")
 
 
-def test_heads_for_drafts(
-    make_report: MakeReport, make_row: MakeRow, extras: dict[str, Any]
-) -> None:
+def test_heads_for_drafts(extras: dict[str, Any]) -> None:
     """A calibration leaves the MTP head out; a trained head and a draft head have their figures."""
     name = "Multi-token prediction"
-    rows = (make_row("lm_head"), make_row("mtp.layers.0.mlp.experts.*.up_proj"))
+    rows = (linear("lm_head"), linear("mtp.layers.0.mlp.experts.*.up_proj"))
     page = Page(render_html(make_report(rows), MANIFEST, "m"))
     assert making(page)[name].startswith("rounded to nearest with searched scales, its experts")
     for manifest, found in ((replace(MANIFEST, calibration=None), rows), (MANIFEST, rows[:1])):
@@ -321,11 +311,11 @@ HOSTILE = (
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_names_from_files_stay_text(make_report: MakeReport, make_row: MakeRow, name: str) -> None:
+def test_names_from_files_stay_text(name: str) -> None:
     source = Source(name, name, name, name)
     manifest = Manifest(name, source, {name: [name], "a": {name: name}}, (), (), ())
     report = make_report(
-        (make_row(name), make_row(f"model.layers.0.{name}", output=0.1)),
+        (linear(name), linear(f"model.layers.0.{name}", output=0.1)),
         text_name=name,
         torch_version=name,
         kinds=(TextKind(name, name, 1, 1.0, 1.0, 0.1, 1.0, 0.2),),
@@ -346,7 +336,7 @@ def test_names_from_files_stay_text(make_report: MakeReport, make_row: MakeRow, 
     assert not name.isprintable() or page.words.count(name) > 15
 
 
-def test_without_logits_and_manifest(make_report: MakeReport) -> None:
+def test_without_logits_and_manifest() -> None:
     report = make_report(measured=False)
     page = Page(render_html(report, None, "m"))
     assert judge(report).title in page.text
@@ -358,8 +348,8 @@ def test_without_logits_and_manifest(make_report: MakeReport) -> None:
     assert set(empty.rows) == {"making", "limits", "figures"}
 
 
-def test_extreme_figures(make_report: MakeReport, make_row: MakeRow) -> None:
-    rows = (make_row("model.layers.0.mlp.up_proj", error=0.0, output=0.0),)
+def test_extreme_figures() -> None:
+    rows = (linear("model.layers.0.mlp.up_proj", error=0.0, output=0.0),)
     report = make_report(
         rows,
         **dict.fromkeys(("kl_mean", "kl_p95", "kl_p99", "kl_max"), 0.0),
@@ -375,9 +365,9 @@ def test_extreme_figures(make_report: MakeReport, make_row: MakeRow) -> None:
     assert "nan" not in page.text
 
 
-def test_infinities(make_report: MakeReport, make_row: MakeRow, extras: dict[str, Any]) -> None:
+def test_infinities(extras: dict[str, Any]) -> None:
     """An infinite figure comes back from quality.json as infinity."""
-    rows = (make_row("model.layers.0.mlp.up_proj", error=math.inf, output=math.inf),)
+    rows = (linear("model.layers.0.mlp.up_proj", error=math.inf, output=math.inf),)
     inf = math.inf
     extras["positions"] = tuple(
         replace(p, kl_mean=inf, nll_original=inf, nll_packed=inf) for p in extras["positions"]

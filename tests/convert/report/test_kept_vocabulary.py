@@ -1,15 +1,13 @@
 """A cut vocabulary on the page of a report."""
 
-from collections.abc import Callable
-
-from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.report.formatting import MISSING
 from lowbit.convert.report.html import render_html
 from lowbit.formats.kept_vocabulary import KeptVocabulary, TextLength
 from tests.convert.report.pages import Page
+from tests.convert.report.samples import make_report
 
 
-def test_a_cut_vocabulary_is_on_the_page(make_report: Callable[..., QualityReport]) -> None:
+def test_a_cut_vocabulary_is_on_the_page() -> None:
     lengths = (
         TextLength("prose <b>", 1000, 250, 300, 1.25, 1.5),
         TextLength("code", 1000, 400, 401, None, None),

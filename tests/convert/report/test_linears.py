@@ -1,30 +1,24 @@
 """Packed linears by kind, layer and error."""
 
-from collections.abc import Callable
-
 import pytest
 
-from lowbit.convert.measure.record import QualityReport
-from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.linears import kinds, layer_of, main_bits, worst
-
-MakeReport = Callable[..., QualityReport]
-MakeRow = Callable[..., WeightQuality]
+from tests.convert.report.samples import linear, make_report
 
 
-def test_most_weights_decide_the_bits(make_report: MakeReport) -> None:
+def test_most_weights_decide_the_bits() -> None:
     report = make_report()
     assert {row.bits for row in report.weights} == {4, 8}
     assert main_bits(report.weights) == 4
     assert main_bits(()) is None
 
 
-def test_kinds_join_layers_and_part_schemes(make_row: MakeRow) -> None:
+def test_kinds_join_layers_and_part_schemes() -> None:
     rows = (
-        make_row("model.layers.0.mlp.up_proj", 4, 0.10),
-        make_row("model.layers.1.mlp.up_proj", 8, 0.01),
-        make_row("model.language_model.layers.10.mlp.up_proj", 4, 0.12),
-        make_row("lm_head", 8),
+        linear("model.layers.0.mlp.up_proj", 4, 0.10),
+        linear("model.layers.1.mlp.up_proj", 8, 0.01),
+        linear("model.language_model.layers.10.mlp.up_proj", 4, 0.12),
+        linear("lm_head", 8),
     )
     found = kinds(rows)
     assert [(kind.name, kind.scheme, len(kind.rows)) for kind in found] == [
@@ -36,15 +30,15 @@ def test_kinds_join_layers_and_part_schemes(make_row: MakeRow) -> None:
     assert found[0].worst is rows[2]
 
 
-def test_worst_come_first(make_row: MakeRow) -> None:
-    rows = tuple(make_row(str(n), error=n / 100) for n in (3, 9, 1, 7))
+def test_worst_come_first() -> None:
+    rows = tuple(linear(str(n), error=n / 100) for n in (3, 9, 1, 7))
     assert [row.name for row in worst(rows, 2)] == ["9", "7"]
 
 
-def test_worst_outputs_come_first(make_row: MakeRow) -> None:
-    rows = (make_row("a", error=0.9), make_row("b", output=0.1), make_row("c", output=0.2))
+def test_worst_outputs_come_first() -> None:
+    rows = (linear("a", error=0.9), linear("b", output=0.1), linear("c", output=0.2))
     assert [row.name for row in worst(rows, 3, by_output=True)] == ["c", "b", "a"]
-    (kind,) = kinds(tuple(make_row(f"layers.{n}.x.q", output=n / 10) for n in range(3)))
+    (kind,) = kinds(tuple(linear(f"layers.{n}.x.q", output=n / 10) for n in range(3)))
     assert kind.mean_output_error == pytest.approx(0.1)
 
 

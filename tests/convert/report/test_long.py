@@ -19,15 +19,14 @@ from lowbit.convert.texts import long as long_text
 from lowbit.formats.errors import FormatError
 from tests.conversions import convert
 from tests.convert.report.pages import Page
+from tests.convert.report.samples import make_report
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli
 
-MakeReport = Callable[..., QualityReport]
-
 
 @pytest.fixture
-def report(make_report: MakeReport, long: LongQuality) -> QualityReport:
+def report(long: LongQuality) -> QualityReport:
     return replace(make_report(), long=long)
 
 

@@ -1,21 +1,17 @@
 """Options that a report proposes, by those the file was made with."""
 
 import shlex
-from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 
 import pytest
 
-from lowbit.convert.measure.record import QualityReport, UsedRecipe
-from lowbit.convert.measure.weights import WeightQuality
+from lowbit.convert.measure.record import UsedRecipe
 from lowbit.convert.report.html import render_html
 from lowbit.convert.report.terminal import render_terminal
 from lowbit.convert.report.verdict import judge, next_steps
 from lowbit.formats.shell.tables import Screen
-
-MakeReport = Callable[..., QualityReport]
-MakeRow = Callable[..., WeightQuality]
+from tests.convert.report.samples import linear, make_report
 
 BEST = UsedRecipe("int4", "gptq+rotate+autoround", 128, 1)
 
@@ -37,7 +33,7 @@ BEST = UsedRecipe("int4", "gptq+rotate+autoround", 128, 1)
     ],
 )
 def test_the_first_step_depends_on_what_was_used(
-    make_report: MakeReport, model_type: str, recipe: UsedRecipe | str, first: str
+    model_type: str, recipe: UsedRecipe | str, first: str
 ) -> None:
     if isinstance(recipe, str):
         recipe = UsedRecipe("int4", recipe, 128, 0)
@@ -47,7 +43,7 @@ def test_the_first_step_depends_on_what_was_used(
     assert steps[-1].startswith("--target-bpw 5.9 (")
 
 
-def test_experts_are_not_promised_what_was_measured_without(make_report: MakeReport) -> None:
+def test_experts_are_not_promised_what_was_measured_without() -> None:
     """Experts of several schemes load nowhere else."""
     made = replace(make_report(), recipe=UsedRecipe("int4", "gptq", 128, 0))
     for model_type, told in (("qwen3", True), ("qwen3_moe", False), ("qwen3_5_moe", False)):
@@ -55,33 +51,31 @@ def test_experts_are_not_promised_what_was_measured_without(make_report: MakeRep
         assert any("--target-bpw 4.86 (same size" in step for step in steps) == told
 
 
-def test_smaller_groups_end(make_report: MakeReport) -> None:
+def test_smaller_groups_end() -> None:
     made = replace(make_report(), recipe=UsedRecipe("int4", "rtn", 64, 0))
     assert any(step.startswith("--group-size 32") for step in next_steps(made))
     made = replace(made, recipe=UsedRecipe("int4", "rtn", 32, 0))
     assert not any(step.startswith("--group-size") for step in next_steps(made))
 
 
-def test_eight_bits_gain_from_smaller_groups_only(
-    make_report: MakeReport, make_row: MakeRow
-) -> None:
-    rows = (make_row("model.layers.0.mlp.up_proj", 8),)
+def test_eight_bits_gain_from_smaller_groups_only() -> None:
+    rows = (linear("model.layers.0.mlp.up_proj", 8),)
     made = replace(make_report(rows), recipe=UsedRecipe("int8", "rtn", 128, 0))
     assert [step.split(" (")[0] for step in next_steps(made)] == ["--group-size 64"]
 
 
-def test_files_of_others_have_none(make_report: MakeReport) -> None:
+def test_files_of_others_have_none() -> None:
     assert next_steps(replace(make_report(), recipe=None)) == ()
 
 
 @pytest.mark.parametrize("name", ["x--bits", "--method", "a --bits b", "--recipe int8"])
-def test_the_name_of_a_folder_changes_no_advice(make_report: MakeReport, name: str) -> None:
+def test_the_name_of_a_folder_changes_no_advice(name: str) -> None:
     plain = make_report()
     named = replace(plain, command=shlex.join(["lowbit-convert", "SRC", name]))
     assert next_steps(named) == next_steps(plain) != ()
 
 
-def test_only_a_file_that_loses_too_much_has_steps(make_report: MakeReport) -> None:
+def test_only_a_file_that_loses_too_much_has_steps() -> None:
     good = make_report(kl_mean=0.001, kl_error=None, top1_agreement=0.99, kl_p99=0.01)
     assert (judge(good).level, judge(good).next_steps) == ("good", ())
     bad = make_report(kl_mean=0.6, kl_p99=4.0)

@@ -1,13 +1,13 @@
 """Text of pages that no browser may break over lines, although it ends lines at hyphens."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 
-from lowbit.convert.measure.record import Flip, QualityReport
+from lowbit.convert.measure.record import Flip
 from lowbit.convert.report.html import render_html
 from lowbit.convert.report.variants import variants_page
+from tests.convert.report.samples import make_report
 from tests.convert.report.test_variants import ONE, changed
 
 COMMAND = "lowbit-convert SRC out --device cuda --calib-samples 64 --bits '*.down_proj=8'"
@@ -40,9 +40,7 @@ class Loose(HTMLParser):
             self.loose += data
 
 
-def test_options_and_commands_are_never_broken(
-    make_report: Callable[..., QualityReport],
-) -> None:
+def test_options_and_commands_are_never_broken() -> None:
     report = replace(make_report(kl_mean=0.2, top1_agreement=0.8), command=COMMAND)
     pages = (
         variants_page([changed(ONE, command=COMMAND)]),
@@ -57,7 +55,7 @@ def test_options_and_commands_are_never_broken(
     assert "--group-size" in Loose(pages[1]).whole  # among the options to try
 
 
-def test_nothing_else_is_changed(make_report: Callable[..., QualityReport]) -> None:
+def test_nothing_else_is_changed() -> None:
     """Neither words of other kinds, nor markup that a text seems to hold."""
     before = "a --bb<script>--xx</script> well-known --" + "long-" * 30 + "option ---rule x--y -q"
     flip = Flip("text", before, "the", "the", "a", 0.5, 0.1, 1.0)

@@ -20,6 +20,7 @@ from lowbit.formats.errors import CheckpointError
 from lowbit.formats.files import atomic
 from lowbit.formats.packed import open_packed
 from tests.conversions import convert
+from tests.convert.report.samples import make_report
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli
@@ -228,7 +229,7 @@ def test_an_original_that_vanishes_meanwhile(
 
 
 @pytest.fixture
-def judged(packed: Path, make_report: Callable[..., QualityReport]) -> QualityReport:
+def judged(packed: Path) -> QualityReport:
     """A report with a verdict, whose files are in the packed folder."""
     opened = open_packed(packed)
     report = replace(make_report(), manifest_sha256=opened.manifest_sha256)

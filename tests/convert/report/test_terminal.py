@@ -1,7 +1,6 @@
 """The report in a terminal: the headline first, readable with hundreds of linears."""
 
 import io
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +8,11 @@ import pytest
 from rich.console import Console
 
 from lowbit.convert.measure.record import QualityReport, Sizes, UsedRecipe
-from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.html import render_html
 from lowbit.convert.report.terminal import render_terminal
 from lowbit.convert.report.verdict import judge
 from tests.convert.report.pages import numbers
-
-MakeReport = Callable[..., QualityReport]
+from tests.convert.report.samples import linear, make_report
 
 
 def rendered(report: QualityReport, width: int = 120) -> str:
@@ -30,7 +27,7 @@ def headline(report: QualityReport) -> dict[str, list[float]]:
     return {name: numbers(rest) for name, _, rest in lines if name}
 
 
-def test_headline(make_report: MakeReport) -> None:
+def test_headline() -> None:
     report = make_report()
     found = headline(report)
     assert f"{judge(report).title}: {judge(report).reason}" in rendered(report, 200)
@@ -43,13 +40,13 @@ def test_headline(make_report: MakeReport) -> None:
 
 
 @pytest.mark.parametrize(("method", "told"), [("gptq+rotate", True), ("rtn", False)])
-def test_gptq_says_why_weights_err_more(make_report: MakeReport, method: str, told: bool) -> None:
+def test_gptq_says_why_weights_err_more(method: str, told: bool) -> None:
     report = replace(make_report(), recipe=UsedRecipe("int4", method, 128, 0))
     for text in (rendered(report), render_html(report, None, "m")):
         assert ("gptq trades them for smaller" in " ".join(text.split())) == told
 
 
-def test_drafts(make_report: MakeReport, extras: dict[str, Any]) -> None:
+def test_drafts(extras: dict[str, Any]) -> None:
     name = "drafts of MTP"
     found = headline(make_report(drafting=extras["drafting"]))
     assert found[name] == [83, 61, 2.34, 2.37, 1000, 2.29]
@@ -58,10 +55,8 @@ def test_drafts(make_report: MakeReport, extras: dict[str, Any]) -> None:
     assert name not in headline(make_report())
 
 
-def test_noise_and_outputs(
-    make_report: MakeReport, make_row: Callable[..., WeightQuality], extras: dict[str, Any]
-) -> None:
-    rows = (make_row("model.layers.0.mlp.up_proj", output=0.0412), make_row("lm_head", 8))
+def test_noise_and_outputs(extras: dict[str, Any]) -> None:
+    rows = (linear("model.layers.0.mlp.up_proj", output=0.0412), linear("lm_head", 8))
     report = make_report(rows, **extras)
     assert headline(report)["BF16 alone"] == [0.0003, 99, 0.0021]
     text = rendered(report)
@@ -71,7 +66,7 @@ def test_noise_and_outputs(
     assert "\N{EN DASH}" in head
 
 
-def test_reasons_are_printed(make_report: MakeReport, extras: dict[str, Any]) -> None:
+def test_reasons_are_printed(extras: dict[str, Any]) -> None:
     first, maths = extras["kinds"]
     extras["kinds"] = (first, replace(maths, kl_mean=0.2, top1_agreement=0.8))
     report = make_report(**extras)
@@ -83,44 +78,40 @@ def test_reasons_are_printed(make_report: MakeReport, extras: dict[str, Any]) ->
     assert first.endswith(verdict.next_steps[0])
 
 
-def test_a_missing_verdict_has_a_hint(make_report: MakeReport) -> None:
+def test_a_missing_verdict_has_a_hint() -> None:
     report = make_report(windows=2, scored_tokens=1022, kl_error=None)
     text = " ".join(rendered(report).split())
     assert judge(report).reason in text
     assert f"hint {judge(report).hint}" in text
 
 
-def test_stays_short_with_many_linears(
-    make_report: MakeReport, make_row: Callable[..., WeightQuality]
-) -> None:
+def test_stays_short_with_many_linears() -> None:
     kinds = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    rows = tuple(make_row(f"model.layers.{n}.x.{kind}") for n in range(64) for kind in kinds)
+    rows = tuple(linear(f"model.layers.{n}.x.{kind}") for n in range(64) for kind in kinds)
     text = rendered(make_report(rows))
     assert len(text.splitlines()) < 40
     assert "down_proj" in text
 
 
-def test_only_weights(make_report: MakeReport) -> None:
+def test_only_weights() -> None:
     text = rendered(make_report(measured=False))
     assert "Not judged" in text
     assert "perplexity" not in text
     assert "v_proj" in text
 
 
-def test_unknown_source_size(make_report: MakeReport) -> None:
+def test_unknown_source_size() -> None:
     report = replace(make_report(), sizes=Sizes(1_500_000_000, None, 4.1))
     assert "1.50 GB, 4.10 bits per weight" in rendered(report)
 
 
 @pytest.mark.parametrize("name", ["[bold]x[/]", "[/nonsense]", "a\\[b"])
-def test_names_are_not_markup(
-    make_report: MakeReport, make_row: Callable[..., WeightQuality], name: str
-) -> None:
-    text = rendered(make_report((make_row(name), make_row("y")), text_name=name))
+def test_names_are_not_markup(name: str) -> None:
+    text = rendered(make_report((linear(name), linear("y")), text_name=name))
     assert f"{name}: 20,440" in text
 
 
-def test_narrow_terminal_keeps_figures(make_report: MakeReport) -> None:
+def test_narrow_terminal_keeps_figures() -> None:
     text = rendered(make_report(), width=60)
     assert "0.0180" in text
     assert max(len(line) for line in text.splitlines()) <= 60

@@ -1,19 +1,16 @@
 """The verdict: a table of reports, with every reason that changes it."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lowbit.convert.measure.record import Position, QualityReport, TextKind
-from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.limits import EXPECTED, GRADES, LIMITS, SMALLEST, TAIL
 from lowbit.convert.report.verdict import Verdict, judge
+from tests.convert.report.samples import linear, make_report
 
-MakeReport = Callable[..., QualityReport]
-MakeRow = Callable[..., WeightQuality]
 Figures = dict[str, Any]
 
 LARGE = 8_000_000_000
@@ -47,10 +44,8 @@ def with_kinds(*kinds: TextKind) -> Figures:
     return {"kinds": (first, *kinds)}
 
 
-def report_of(
-    make_report: MakeReport, make_row: MakeRow, figures: Figures, bits: int = 4, size: int = LARGE
-) -> QualityReport:
-    row = make_row("model.layers.0.mlp.up_proj", bits)
+def report_of(figures: Figures, bits: int = 4, size: int = LARGE) -> QualityReport:
+    row = linear("model.layers.0.mlp.up_proj", bits)
     return replace(make_report((row,), **{**CALM, **figures}), parameters=size)
 
 
@@ -153,15 +148,8 @@ CASES: list[tuple[Figures, str | None, str, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("figures", "grade", "level", "told"), CASES)
-def test_cases(
-    make_report: MakeReport,
-    make_row: MakeRow,
-    figures: Figures,
-    grade: str | None,
-    level: str,
-    told: tuple[str, ...],
-) -> None:
-    found = judge(report_of(make_report, make_row, figures))
+def test_cases(figures: Figures, grade: str | None, level: str, told: tuple[str, ...]) -> None:
+    found = judge(report_of(figures))
     said = " | ".join((found.reason, found.expected, *found.notes))
     assert (found.grade, found.level) == (grade, level), said
     assert [part for part in told if part not in said] == [], said
@@ -198,41 +186,29 @@ def test_cases(
         (6, LARGE, 0.06, "caution", ""),
     ],
 )
-def test_bits_and_size(
-    make_report: MakeReport,
-    make_row: MakeRow,
-    bits: int,
-    size: int,
-    kl: float,
-    level: str,
-    words: str,
-) -> None:
-    found = judge(report_of(make_report, make_row, {"kl_mean": kl}, bits, size))
+def test_bits_and_size(bits: int, size: int, kl: float, level: str, words: str) -> None:
+    found = judge(report_of({"kl_mean": kl}, bits, size))
     assert found.level == level
     assert found.expected.startswith(words) if not words else words in found.expected
     assert (found.expected == "") == (words == "")
 
 
 @pytest.mark.parametrize("kl", [0.002, 0.009, 0.02, 0.04, 0.07, 0.2, 0.39, 0.5, 3.0])
-def test_size_never_makes_a_grade_milder(
-    make_report: MakeReport, make_row: MakeRow, kl: float
-) -> None:
+def test_size_never_makes_a_grade_milder(kl: float) -> None:
     sizes = (5_800_000, 135_000_000, 494_000_000, 1_700_000_000, LARGE)
-    found = [judge(report_of(make_report, make_row, {"kl_mean": kl}, 4, n)) for n in sizes]
+    found = [judge(report_of({"kl_mean": kl}, 4, n)) for n in sizes]
     assert len({verdict.grade for verdict in found}) == 1
     if found[0].grade in ("degraded", "broken"):
         assert "good" not in {verdict.level for verdict in found}
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
-def test_verdicts_never_get_worse_for_smaller_models(
-    make_report: MakeReport, make_row: MakeRow, bits: int
-) -> None:
+def test_verdicts_never_get_worse_for_smaller_models(bits: int) -> None:
     """The colour of one loss never gets worse as models get smaller."""
     order = ("good", "caution", "bad")
 
     def judged(kl: float, size: int) -> Verdict:
-        return judge(report_of(make_report, make_row, {"kl_mean": kl}, bits, size))
+        return judge(report_of({"kl_mean": kl}, bits, size))
 
     sizes = [int(2e10 * 0.8**step) for step in range(40)]  # down to 3 M
     for kl in (0.002, 0.0065, 0.02, 0.045, 0.06, 0.09, 0.2, 0.3):
@@ -242,32 +218,28 @@ def test_verdicts_never_get_worse_for_smaller_models(
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("size", [50_000_000, 49_999_999, 5_800_000])
-def test_a_size_without_expectation_is_named(
-    make_report: MakeReport, make_row: MakeRow, bits: int, size: int
-) -> None:
-    said = " ".join(judge(report_of(make_report, make_row, {}, bits, size)).notes)
+def test_a_size_without_expectation_is_named(bits: int, size: int) -> None:
+    said = " ".join(judge(report_of({}, bits, size)).notes)
     measured = size >= 50_000_000 or bits not in (2, 3, 4, 8)
     assert ("only known of models from 50 M parameters on" in said) != measured
     assert size != 5_800_000 or measured or "this one has 5.8 M." in said
 
 
 @pytest.mark.parametrize("bits", [2, 4, 6, 8])
-def test_no_title_that_reads_well_is_red(
-    make_report: MakeReport, make_row: MakeRow, bits: int
-) -> None:
+def test_no_title_that_reads_well_is_red(bits: int) -> None:
     for step in range(120):
         for size in (LARGE, 135_000_000, 5_800_000):
             figures = places(0.03) | {"kl_mean": 1e-4 * 1.08**step, "kl_error": None}
-            found = judge(report_of(make_report, make_row, figures, bits, size))
+            found = judge(report_of(figures, bits, size))
             assert found.level != "bad" or found.grade in ("degraded", "broken"), found
 
 
-def test_more_loss_is_never_a_better_verdict(make_report: MakeReport, make_row: MakeRow) -> None:
+def test_more_loss_is_never_a_better_verdict() -> None:
     levels = ("good", "caution", "bad")
     before = (0, 0)
     for step in range(300):
         kl = 1e-4 * 1.035**step
-        found = judge(report_of(make_report, make_row, {"kl_mean": kl, "kl_error": kl / 50}))
+        found = judge(report_of({"kl_mean": kl, "kl_error": kl / 50}))
         assert found.grade is not None
         now = GRADES.index(found.grade), levels.index(found.level)
         assert now[0] >= before[0]
@@ -300,9 +272,9 @@ def test_more_loss_is_never_a_better_verdict(make_report: MakeReport, make_row: 
     ],
 )
 def test_more_text_may_lift_a_grade_that_only_errors_make(
-    make_report: MakeReport, make_row: MakeRow, figures: Figures, call: str | None
+    figures: Figures, call: str | None
 ) -> None:
-    said = " ".join(judge(report_of(make_report, make_row, figures)).notes)
+    said = " ".join(judge(report_of(figures)).notes)
     assert ("More text may lift it" in said) == (call is not None), said
     assert call is None or call in said
 
@@ -335,10 +307,8 @@ def test_more_text_may_lift_a_grade_that_only_errors_make(
         ({"kl_mean": 0.5, "top1_agreement": 1.0}, "Not usable for any task."),
     ],
 )
-def test_unusable_files_are_called_so(
-    make_report: MakeReport, make_row: MakeRow, figures: Figures, said: str
-) -> None:
-    notes = judge(report_of(make_report, make_row, figures, 2)).notes
+def test_unusable_files_are_called_so(figures: Figures, said: str) -> None:
+    notes = judge(report_of(figures, 2)).notes
     assert (notes[:1] == (said,)) == bool(said)
     assert any("Not usable" in note for note in notes) == bool(said)
 
@@ -358,20 +328,20 @@ def test_limits_grow_with_the_grade() -> None:
     assert TAIL == 10
 
 
-def test_without_logits_nothing_is_judged(make_report: MakeReport) -> None:
+def test_without_logits_nothing_is_judged() -> None:
     found = judge(make_report(measured=False))
     assert (found.grade, found.level, found.title) == (None, "unknown", "Not judged")
     assert "not measured" in found.reason
     assert "lowbit-convert report" in found.hint
 
 
-def test_hints_name_the_option(make_report: MakeReport, make_row: MakeRow) -> None:
+def test_hints_name_the_option() -> None:
     for figures in ({"perplexity_original": 5000.0}, {"kl_error": 0.004}):
-        assert "--eval-text" in judge(report_of(make_report, make_row, figures)).hint
+        assert "--eval-text" in judge(report_of(figures)).hint
 
 
-def test_names_from_files_are_plain(make_report: MakeReport, make_row: MakeRow) -> None:
+def test_names_from_files_are_plain() -> None:
     kinds = with_kinds(kind("\x1b[31mred", kl_mean=0.3))
-    assert "\x1b" not in judge(report_of(make_report, make_row, kinds)).reason
+    assert "\x1b" not in judge(report_of(kinds)).reason
     text = {"text_name": "\x1b[2J", "perplexity_original": 1e5}
-    assert "\x1b" not in judge(report_of(make_report, make_row, text)).reason
+    assert "\x1b" not in judge(report_of(text)).reason

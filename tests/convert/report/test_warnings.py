@@ -1,24 +1,20 @@
 """Warnings about a report: sentences on noise, outliers, clipping and perplexity."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from lowbit.convert.measure.record import Flip, LogitQuality, Noise, QualityReport, TextKind
-from lowbit.convert.measure.weights import WeightQuality
+from lowbit.convert.measure.record import Flip, Noise, TextKind
 from lowbit.convert.quantize.store import LayerError
 from lowbit.convert.report.reporting import held_out_excess
 from lowbit.convert.report.warnings import noise_in_words, warnings_of
 from lowbit.convert.texts.evaluation import default_texts
-
-MakeReport = Callable[..., QualityReport]
-MakeRow = Callable[..., WeightQuality]
+from tests.convert.report.samples import LOGITS, linear, make_report
 
 
-def test_noise_in_words(logits: LogitQuality) -> None:
-    assert noise_in_words(logits) == ""
-    near = replace(logits, kl_mean=0.0004, noise=Noise(0.0003, 0.001, 0.99))
+def test_noise_in_words() -> None:
+    assert noise_in_words(LOGITS) == ""
+    near = replace(LOGITS, kl_mean=0.0004, noise=Noise(0.0003, 0.001, 0.99))
     assert noise_in_words(near) == (
         "BF16 arithmetic alone moves the original by 0.000300 and changes 1.00 % of its top tokens."
     )
@@ -27,19 +23,19 @@ def test_noise_in_words(logits: LogitQuality) -> None:
     assert noise_in_words(replace(far, noise=Noise(0.0, 0.0, 1.0))).endswith("top tokens.")
 
 
-def test_nothing_to_say_about_a_good_file(make_report: MakeReport) -> None:
+def test_nothing_to_say_about_a_good_file() -> None:
     assert warnings_of(make_report()) == []
 
 
-def test_outliers_are_found_among_equal_bits(make_report: MakeReport, make_row: MakeRow) -> None:
-    rows = [make_row(f"model.layers.{n}.mlp.up_proj", error=0.1) for n in range(9)]
-    rows += [make_row("model.layers.9.mlp.down_proj", error=0.3), make_row("lm_head", 8, 0.006)]
+def test_outliers_are_found_among_equal_bits() -> None:
+    rows = [linear(f"model.layers.{n}.mlp.up_proj", error=0.1) for n in range(9)]
+    rows += [linear("model.layers.9.mlp.down_proj", error=0.3), linear("lm_head", 8, 0.006)]
     (sentence,) = warnings_of(make_report(tuple(rows)))
     assert sentence.startswith("model.layers.9.mlp.down_proj: relative error 30.00 %")
 
 
-def test_clipping_and_lower_perplexity(make_report: MakeReport, make_row: MakeRow) -> None:
-    rows = (make_row("model.layers.0.mlp.up_proj", clipped=0.2),)
+def test_clipping_and_lower_perplexity() -> None:
+    rows = (linear("model.layers.0.mlp.up_proj", clipped=0.2),)
     found = warnings_of(make_report(rows, perplexity_packed=3.28))
     assert len(found) == 2
     assert "20.00 % of the weights are clipped" in found[0]
@@ -50,7 +46,7 @@ def flip(kind: str) -> Flip:
     return Flip(kind, "before", "a", "b", "c", 0.6, 0.2, 2.3)
 
 
-def test_warnings_name_quotes_of_user_texts(make_report: MakeReport) -> None:
+def test_warnings_name_quotes_of_user_texts() -> None:
     (sentence,) = warnings_of(make_report(flips=(flip("notes.txt"), flip("notes.txt"))))
     assert "quote 2 passages of notes.txt, of up to 80 characters each" in sentence
     assert "before you publish" in sentence
@@ -58,7 +54,7 @@ def test_warnings_name_quotes_of_user_texts(make_report: MakeReport) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_warnings_skip_quotes_of_bundled_texts(make_report: MakeReport, first: int) -> None:
+def test_warnings_skip_quotes_of_bundled_texts(first: int) -> None:
     texts = default_texts()
     flips = tuple(flip(text.name) for text in texts)
     kinds = tuple(TextKind(t.name, t.sha256, 5110, 6.5, 6.6, 0.02, 0.95, 0.2) for t in texts)
@@ -71,7 +67,7 @@ def test_warnings_skip_quotes_of_bundled_texts(make_report: MakeReport, first: i
     assert "quote a passage of code," in sentence
 
 
-def test_overfitting_is_told_from_the_errors_of_all_layers(make_report: MakeReport) -> None:
+def test_overfitting_is_told_from_the_errors_of_all_layers() -> None:
     """Layers count by their errors; those whose learned error is not known do not."""
 
     def excess(*rows: tuple[float, float | None]) -> float | None:
