@@ -29,19 +29,12 @@ PROMPT = "Once upon a time"
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Results of lowbit.
+    """Results of lowbit."""
 
-    Attributes:
-        ids: tokens of the text.
-        logs: [tokens, vocabulary] log-probabilities of what follows each.
-        prompt: tokens of PROMPT.
-        answer: tokens of the greedy answer to it.
-    """
-
-    ids: list[int]
-    logs: Tensor
-    prompt: list[int]
-    answer: list[int]
+    ids: list[int]  # tokens of the text
+    logs: Tensor  # [tokens, vocabulary] log-probabilities of what follows each
+    prompt: list[int]  # tokens of PROMPT
+    answer: list[int]  # tokens of the greedy answer to it
 
 
 def by_lowbit(folder: Path, text: str, tokens: int, new: int) -> Reference:

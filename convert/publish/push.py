@@ -33,29 +33,17 @@ REPLACED = (WEIGHTS, "*.safetensors.index.json", QUALITY_FILE, HTML_FILE, TASKS_
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Content of the Hub after a push; every hash was compared.
+    """Content of the Hub after a push; every hash was compared."""
 
-    Attributes:
-        repo: `owner/name`.
-        url: for people.
-        commit: sha of the commit that holds the files.
-        private: True where only its owner sees it.
-        sent: names of the files that this call sent, in order.
-        present: names of the files that were there already.
-        size_bytes: of all files.
-        left_out: files of the folder that were not published.
-        notes: sentences of the upload.
-    """
-
-    repo: str
-    url: str
-    commit: str
-    private: bool
-    sent: tuple[str, ...]
-    present: tuple[str, ...]
-    size_bytes: int
-    left_out: tuple[str, ...]
-    notes: tuple[str, ...]
+    repo: str  # `owner/name`
+    url: str  # for people
+    commit: str  # sha of the commit that holds the files
+    private: bool  # True where only its owner sees it
+    sent: tuple[str, ...]  # names of the files that this call sent, in order
+    present: tuple[str, ...]  # names of the files that were there already
+    size_bytes: int  # of all files
+    left_out: tuple[str, ...]  # files of the folder that were not published
+    notes: tuple[str, ...]  # sentences of the upload
 
 
 def publish(

@@ -13,17 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file of a repository.
+    """A file of a repository."""
 
-    Attributes:
-        size: in bytes.
-        sha256: of a large file; None for a file that git stores itself.
-        git_id: blob id of what git stores.
-    """
-
-    size: int
-    sha256: str | None
-    git_id: str | None
+    size: int  # in bytes
+    sha256: str | None  # of a large file; None for a file that git stores itself
+    git_id: str | None  # blob id of what git stores
 
     def equals(self, item: Item) -> bool:
         """Tell by the hash whether the file has the item's bytes."""

@@ -31,19 +31,12 @@ VOCABULARIES = (TOKENIZER_FILE, "vocab.json", "merges.txt")  # `/root` is an ord
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A file to publish.
+    """A file to publish."""
 
-    Attributes:
-        name: path in the repository.
-        content: the bytes, or the file that holds them.
-        size: in bytes.
-        sha256: of the content.
-    """
-
-    name: str
-    content: Path | bytes
-    size: int
-    sha256: str
+    name: str  # path in the repository
+    content: Path | bytes  # the bytes, or the file that holds them
+    size: int  # in bytes
+    sha256: str  # of the content
 
     @property
     def is_weight(self) -> bool:
@@ -68,14 +61,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """Facts about the original that the user states for the card.
+    """Facts about the original that the user states for the card."""
 
-    Attributes:
-        base_model: Hub id of the original; None where it is left to lowbit.json.
-        license: its identifier on the Hub; None where it is left to the original's card.
-    """
-
-    base_model: str | None = None
+    base_model: str | None = None  # Hub id of the original; None where it is left to lowbit.json
+    # Its identifier on the Hub; None where it is left to the original's card.
     license: str | None = None
 
 
@@ -84,23 +73,15 @@ NOTHING = Statement()
 
 @dataclass(frozen=True, slots=True)
 class UploadPlan:
-    """A verified folder, ready to be sent.
+    """A verified folder, ready to be sent."""
 
-    Attributes:
-        folder: the packed checkpoint.
-        repo: `owner/name`.
-        items: every file, weights first.
-        left_out: files of the folder that lowbit.json does not name; they are not published.
-        notes: sentences for the publisher to read before the content is public.
-        local_paths: notes on files that name a folder of this machine.
-    """
-
-    folder: Path
-    repo: str
-    items: tuple[Item, ...]
+    folder: Path  # the packed checkpoint
+    repo: str  # `owner/name`
+    items: tuple[Item, ...]  # every file, weights first
+    # Files of the folder that lowbit.json does not name; they are not published.
     left_out: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-    local_paths: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # sentences for the publisher to read before the content is public
+    local_paths: tuple[str, ...] = ()  # notes on files that name a folder of this machine
 
     @property
     def size_bytes(self) -> int:

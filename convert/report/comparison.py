@@ -31,80 +31,48 @@ class _Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FolderRow:
-    """The figures of one packed folder, compared with those of the others.
+    """The figures of one packed folder, compared with those of the others."""
 
-    Attributes:
-        name: of the folder.
-        folder: its path.
-        verdict: on its figures.
-        method: `gptq`, `absmax`; `another tool` where lowbit.json does not say.
-        schemes: of the linears, `INT4 g128, INT8 g128`.
-        folder_bytes: all its files, reports aside.
-        bits_per_weight: bits of the weight files over the model's parameters.
-        kl_mean: nats per token.
-        kl_error: standard error of `kl_mean`; None where the windows are too few.
-        difference: mean KL minus the first row's, with its paired standard error; None in the first
-            row, and with fewer than 8 windows.
-        kl_p99: the value that 99 % of the tokens do not exceed.
-        top1_agreement: share of tokens where both rank the same token first.
-        perplexity: of the packed model.
-        perplexity_change: relative to the original.
-        logit_cosine: mean over tokens.
-        weight_cosine: mean over the linears that are packed in every folder, by their weights;
-            None where there are none.
-        manifest_sha256: of lowbit.json's bytes; None where another tool made the folder.
-        command: that makes the folder again; None where lowbit.json does not say.
-        speed: of its bench.json; None where that is missing or cannot be read.
-        tasks: of its tasks.json; empty where there are none of this conversion.
-    """
-
-    name: str
-    folder: str
-    verdict: Verdict
-    method: str
-    schemes: str
-    folder_bytes: int
-    bits_per_weight: float
-    kl_mean: float
-    kl_error: float | None
+    name: str  # of the folder
+    folder: str  # its path
+    verdict: Verdict  # on its figures
+    method: str  # `gptq`, `absmax`; `another tool` where lowbit.json does not say
+    schemes: str  # of the linears, `INT4 g128, INT8 g128`
+    folder_bytes: int  # all its files, reports aside
+    bits_per_weight: float  # bits of the weight files over the model's parameters
+    kl_mean: float  # nats per token
+    kl_error: float | None  # standard error of `kl_mean`; None where the windows are too few
+    # Mean KL minus the first row's, with its paired standard error; None in the first row, and with
+    # fewer than 8 windows.
     difference: PairedDifference | None
-    kl_p99: float
-    top1_agreement: float
-    perplexity: float
-    perplexity_change: float
-    logit_cosine: float
+    kl_p99: float  # the value that 99 % of the tokens do not exceed
+    top1_agreement: float  # share of tokens where both rank the same token first
+    perplexity: float  # of the packed model
+    perplexity_change: float  # relative to the original
+    logit_cosine: float  # mean over tokens
+    # Mean over the linears that are packed in every folder, by their weights; None where there are
+    # none.
     weight_cosine: float | None
-    manifest_sha256: str | None
-    command: str | None
-    speed: Speed | None
+    manifest_sha256: str | None  # of lowbit.json's bytes; None where another tool made the folder
+    command: str | None  # that makes the folder again; None where lowbit.json does not say
+    speed: Speed | None  # of its bench.json; None where that is missing or cannot be read
+    # Of its tasks.json; empty where there are none of this conversion.
     tasks: tuple[TaskResult, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FolderComparison:
-    """Packed folders of one source, judged on one text.
+    """Packed folders of one source, judged on one text."""
 
-    Attributes:
-        source: the original's Hub id, None where it is not known.
-        model_type: of the original.
-        parameters: of the original.
-        text_name: of the evaluation text.
-        scored_tokens: number behind every row.
-        windows: number of windows that hold them.
-        window: tokens of one window.
-        perplexity_original: of the original on the text.
-        rows: in the order the folders were given.
-    """
-
-    source: str | None
-    model_type: str
-    parameters: int
-    text_name: str
-    scored_tokens: int
-    windows: int
-    window: int
-    perplexity_original: float
-    rows: tuple[FolderRow, ...]
+    source: str | None  # the original's Hub id, None where it is not known
+    model_type: str  # of the original
+    parameters: int  # of the original
+    text_name: str  # of the evaluation text
+    scored_tokens: int  # number behind every row
+    windows: int  # number of windows that hold them
+    window: int  # tokens of one window
+    perplexity_original: float  # of the original on the text
+    rows: tuple[FolderRow, ...]  # in the order the folders were given
 
     def to_json(self) -> dict[str, Any]:
         """The object that `compare --json` prints; infinite figures are null."""

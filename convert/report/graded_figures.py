@@ -19,19 +19,12 @@ DRIFT = 2.0  # KL of late positions over that of early ones
 
 @dataclass(frozen=True, slots=True)
 class GradedFigure:
-    """A figure and its grade.
+    """A figure and its grade."""
 
-    Attributes:
-        text: the figure in words, without capital and full stop.
-        value: the figure.
-        judged: the figure plus two standard errors to the bad side, where they are known.
-        scale: the limits that apply.
-    """
-
-    text: str
-    value: float
-    judged: float
-    scale: Scale
+    text: str  # the figure in words, without capital and full stop
+    value: float  # the figure
+    judged: float  # the figure plus two standard errors to the bad side, where they are known
+    scale: Scale  # the limits that apply
 
     @property
     def grade(self) -> Grade:

@@ -33,38 +33,24 @@ from lowbit.formats.printable import printable
 
 @dataclass(frozen=True, slots=True)
 class LogitRequest:
-    """Settings of a comparison of logits.
+    """Settings of a comparison of logits."""
 
-    Attributes:
-        texts: the first gives the headline figures.
-        device: `cpu` or `cuda`.
-        note: told, before the work, how much memory it takes, and which original was found.
-        long: also on long texts, made of the first one.
-        overwrite: a report that is judged may be replaced by one that is not.
-    """
-
-    texts: Sequence[Text]
-    device: str = "cpu"
+    texts: Sequence[Text]  # the first gives the headline figures
+    device: str = "cpu"  # `cpu` or `cuda`
+    # Told, before the work, how much memory it takes, and which original was found.
     note: Note | None = None
-    long: bool = False
-    overwrite: bool = False
+    long: bool = False  # also on long texts, made of the first one
+    overwrite: bool = False  # a report that is judged may be replaced by one that is not
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """Figures of a report, and what became of its files.
+    """Figures of a report, and what became of its files."""
 
-    Attributes:
-        quality: the figures.
-        page: where quality.html is; None where no file could be written.
-        failure: why none could; to be raised once the figures are shown.
-        notes: sentences on what the files leave out.
-    """
-
-    quality: QualityReport
-    page: Path | None
-    failure: LowbitError | None
-    notes: tuple[str, ...] = ()
+    quality: QualityReport  # the figures
+    page: Path | None  # where quality.html is; None where no file could be written
+    failure: LowbitError | None  # why none could; to be raised once the figures are shown
+    notes: tuple[str, ...] = ()  # sentences on what the files leave out
 
     def raise_failure(self) -> None:
         """Raise the failure, if there is one."""

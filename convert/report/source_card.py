@@ -18,23 +18,14 @@ NULLS = ("", "~", "null", "Null", "NULL")
 
 @dataclass(frozen=True, slots=True)
 class SourceCard:
-    """Metadata of the original; facts that nobody states are None or empty.
+    """Metadata of the original; facts that nobody states are None or empty."""
 
-    Attributes:
-        license: identifier, `apache-2.0` or `other`.
-        license_name: of a license `other`.
-        license_link: address or file of a license `other`.
-        languages: ISO codes.
-        pipeline_tag: the Hub's category of the model.
-        base_model: Hub id of the original; only the user can state it.
-    """
-
-    license: str | None = None
-    license_name: str | None = None
-    license_link: str | None = None
-    languages: tuple[str, ...] = ()
-    pipeline_tag: str | None = None
-    base_model: str | None = None
+    license: str | None = None  # identifier, `apache-2.0` or `other`
+    license_name: str | None = None  # of a license `other`
+    license_link: str | None = None  # address or file of a license `other`
+    languages: tuple[str, ...] = ()  # ISO codes
+    pipeline_tag: str | None = None  # the Hub's category of the model
+    base_model: str | None = None  # Hub id of the original; only the user can state it
 
     def stating(self, base_model: str | None, license: str | None) -> "SourceCard":
         """Put the user's statements in place of the card's; None leaves the card's."""

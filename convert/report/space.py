@@ -32,21 +32,13 @@ SMALL = 0.005  # share of the folder below which parts are joined in one row
 
 @dataclass(frozen=True, slots=True)
 class SizeShare:
-    """Bytes of one part of the model in one precision.
+    """Bytes of one part of the model in one precision."""
 
-    Attributes:
-        part: part of the model, in words.
-        precision: `INT4 g128`, or the dtype; empty for files.
-        before: bytes in the source; None where not known, or where there was no such part.
-        after: bytes in the folder, scales and shapes included.
-        share: of the folder's bytes.
-    """
-
-    part: str
-    precision: str
-    before: int | None
-    after: int
-    share: float = 0.0
+    part: str  # part of the model, in words
+    precision: str  # `INT4 g128`, or the dtype; empty for files
+    before: int | None  # bytes in the source; None where not known, or where there was no such part
+    after: int  # bytes in the folder, scales and shapes included
+    share: float = 0.0  # of the folder's bytes
 
 
 def where_bytes_went(packed: PackedCheckpoint, folder_bytes: int) -> list[SizeShare]:

@@ -26,21 +26,13 @@ PAGE = ".html"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One packed form of a model, as it was measured.
+    """One packed form of a model, as it was measured."""
 
-    Attributes:
-        recorded_on: date in UTC, `2026-05-31`.
-        original: Hub id, or a description; the same for all variants of a comparison.
-        text_name: that quality was measured on.
-        scored_tokens: of it.
-        row: its figures, without path and without the difference to other folders.
-    """
-
-    recorded_on: str
-    original: str
-    text_name: str
-    scored_tokens: int
-    row: FolderRow
+    recorded_on: str  # date in UTC, `2026-05-31`
+    original: str  # Hub id, or a description; the same for all variants of a comparison
+    text_name: str  # that quality was measured on
+    scored_tokens: int  # of it
+    row: FolderRow  # its figures, without path and without the difference to other folders
 
     @property
     def identity(self) -> tuple[str, ...]:

@@ -48,29 +48,22 @@ MOST_BITS = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A judgement and its reasons.
+    """A judgement and its reasons."""
 
-    Attributes:
-        grade: the absolute one, whatever size and bits; None where nothing is judged.
-        level: for colours: the worse of the grade and of what size and bits lead to expect; of
-            files that are close or usable, at most caution.
-        title: the grade in formatting.
-        reason: what decides, without capital and full stop.
-        expected: the loss beside that of good files of this size and bits, as a sentence; empty
-            where none is known.
-        notes: sentences on what the file is not usable for, further findings that count, texts
-            that do not, and a size whose loss is not known.
-        hint: what helps where nothing is judged; empty otherwise.
-        next_steps: options to try where the file loses too much; empty where it does not.
-    """
-
-    grade: Grade | None
+    grade: Grade | None  # the absolute one, whatever size and bits; None where nothing is judged
+    # For colours: the worse of the grade and of what size and bits lead to expect; of files that
+    # are close or usable, at most caution.
     level: Level
-    title: str
-    reason: str
+    title: str  # the grade in formatting
+    reason: str  # what decides, without capital and full stop
+    # The loss beside that of good files of this size and bits, as a sentence; empty where none is
+    # known.
     expected: str = ""
+    # Sentences on what the file is not usable for, further findings that count, texts that do not,
+    # and a size whose loss is not known.
     notes: tuple[str, ...] = ()
-    hint: str = ""
+    hint: str = ""  # what helps where nothing is judged; empty otherwise
+    # Options to try where the file loses too much; empty where it does not.
     next_steps: tuple[str, ...] = ()
 
 

@@ -86,19 +86,12 @@ def random_model(size: str, context: int, sequences: int) -> Model:
 
 @dataclass(slots=True)
 class Client:
-    """Somebody who asks the engine one request after another.
+    """Somebody who asks the engine one request after another."""
 
-    Attributes:
-        left: requests that have not been asked.
-        due: time of the next one.
-        first_s: from the last request to its first token.
-        decode_s: from there to its end.
-    """
-
-    left: int
-    due: float = 0.0
-    first_s: float = 0.0
-    decode_s: float = 0.0
+    left: int  # requests that have not been asked
+    due: float = 0.0  # time of the next one
+    first_s: float = 0.0  # from the last request to its first token
+    decode_s: float = 0.0  # from there to its end
     _handle: Handle | None = None
     _asked: float = 0.0
 

@@ -65,21 +65,13 @@ DRAFT_ROWS, LARGE_VOCABULARY = 32_768, 100_000  # a draft head as lowbit-convert
 
 @dataclass(frozen=True)
 class Timed:
-    """A run.
+    """A run."""
 
-    Attributes:
-        seconds: for its tokens behind the first step.
-        tokens: in that time.
-        rounds: in that time; steps where nothing was drafted are none.
-        accepted: drafts, in that time.
-        output: the first tokens, for a comparison.
-    """
-
-    seconds: float
-    tokens: int
-    rounds: int
-    accepted: int
-    output: tuple[int, ...]
+    seconds: float  # for its tokens behind the first step
+    tokens: int  # in that time
+    rounds: int  # in that time; steps where nothing was drafted are none
+    accepted: int  # drafts, in that time
+    output: tuple[int, ...]  # the first tokens, for a comparison
 
     @property
     def rate(self) -> float:
@@ -93,23 +85,14 @@ class Timed:
 
 @dataclass(frozen=True)
 class Bench:
-    """A model under measurement.
+    """A model under measurement."""
 
-    Attributes:
-        name: for the table.
-        engine: of the model, with slots for drafts.
-        device: `cpu` or `cuda`.
-        prompt: tokens before the timed ones.
-        runs: of which the median counts; one more warms up.
-        tokens: that are timed.
-    """
-
-    name: str
-    engine: Engine
-    device: str
-    prompt: tuple[int, ...]
-    runs: int
-    tokens: int
+    name: str  # for the table
+    engine: Engine  # of the model, with slots for drafts
+    device: str  # `cpu` or `cuda`
+    prompt: tuple[int, ...]  # tokens before the timed ones
+    runs: int  # of which the median counts; one more warms up
+    tokens: int  # that are timed
     model: Model | None = field(default=None, repr=False)
     verifier: Verifier = field(init=False, repr=False)
     plain_graphs: Graphs = field(init=False, repr=False)  # of steps as with speculation off

@@ -90,56 +90,36 @@ polyline { fill: none; }
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Figures of one place on the axis.
+    """Figures of one place on the axis."""
 
-    Attributes:
-        at: tokens of the prompt, weights that share a scale, or sequences.
-        tokens_per_s: median, of all sequences together.
-        us_per_step: mean time from one token of a sequence to its next.
-        relative: tokens per second against the first point.
-        first_token_s: median time of the prompt and the first token; None over batches.
-        step_bytes: moved by a step at the middle of the run, see `StepBytes`.
-        kv_bytes: of them, keys and values.
-        kv_bytes_per_s: over contexts, the keys and values beyond the first point's, divided by the
-            time that a step takes longer; None at the first point, and where none takes longer.
-        roofline_share: of the tokens per second that the read bandwidth would allow, a step for
-            each.
-        speculation: drafts of the timed runs; None where speculation is off.
-        speculation_factor: tokens per second against runs without drafts, which took turns with
-            these; None where speculation is off.
-    """
-
-    at: int
-    tokens_per_s: float
-    us_per_step: float
-    relative: float
-    first_token_s: float | None
-    step_bytes: int
-    kv_bytes: int
+    at: int  # tokens of the prompt, weights that share a scale, or sequences
+    tokens_per_s: float  # median, of all sequences together
+    us_per_step: float  # mean time from one token of a sequence to its next
+    relative: float  # tokens per second against the first point
+    first_token_s: float | None  # median time of the prompt and the first token; None over batches
+    step_bytes: int  # moved by a step at the middle of the run, see `StepBytes`
+    kv_bytes: int  # of them, keys and values
+    # Over contexts, the keys and values beyond the first point's, divided by the time that a step
+    # takes longer; None at the first point, and where none takes longer.
     kv_bytes_per_s: float | None
+    # Of the tokens per second that the read bandwidth would allow, a step for each.
     roofline_share: float
-    speculation: Speculated | None = None
+    speculation: Speculated | None = None  # drafts of the timed runs; None where speculation is off
+    # Tokens per second against runs without drafts, which took turns with these; None where
+    # speculation is off.
     speculation_factor: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Points along one axis, from the lowest up.
-
-    Attributes:
-        device: name of the GPU, or `cpu`.
-        new_tokens: decoded at each point.
-        sampled: see `BenchSettings`.
-        bandwidth: bytes per second that a plain read of a large buffer reaches here.
-        kv_cache: type of keys and values: bf16, int8 or fp32.
-    """
+    """Points along one axis, from the lowest up."""
 
     over: Swept
-    device: str
-    new_tokens: int
-    sampled: bool
-    bandwidth: float
-    kv_cache: str
+    device: str  # name of the GPU, or `cpu`
+    new_tokens: int  # decoded at each point
+    sampled: bool  # see `BenchSettings`
+    bandwidth: float  # bytes per second that a plain read of a large buffer reaches here
+    kv_cache: str  # type of keys and values: bf16, int8 or fp32
     points: tuple[Point, ...] = field(repr=False)
 
 

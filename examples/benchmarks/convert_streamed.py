@@ -41,40 +41,24 @@ Entry = tuple[str, torch.dtype, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file of the source, and when it is read.
+    """One file of the source, and when it is read."""
 
-    Attributes:
-        path: of the file.
-        header: its length in bytes.
-        size: of the whole file.
-        first: source bytes that the converter has read before it reads the first of this shard.
-        last: source bytes that it has read after the last of this shard.
-    """
-
-    path: Path
-    header: int
-    size: int
-    first: int
-    last: int
+    path: Path  # of the file
+    header: int  # its length in bytes
+    size: int  # of the whole file
+    first: int  # source bytes that the converter has read before it reads the first of this shard
+    last: int  # source bytes that it has read after the last of this shard
 
 
 @dataclass(slots=True)
 class Source:
-    """A checkpoint whose shards have numbers only around the place that is being read.
+    """A checkpoint whose shards have numbers only around the place that is being read."""
 
-    Attributes:
-        shards: files in any order.
-        pool: numbers to write.
-        filled: shards that have or had numbers.
-        emptied: shards that have lost them again.
-        seconds: time that writing numbers took.
-    """
-
-    shards: list[Shard]
-    pool: Tensor
-    filled: set[Path] = field(default_factory=set)
-    emptied: set[Path] = field(default_factory=set)
-    seconds: float = 0.0
+    shards: list[Shard]  # files in any order
+    pool: Tensor  # numbers to write
+    filled: set[Path] = field(default_factory=set)  # shards that have or had numbers
+    emptied: set[Path] = field(default_factory=set)  # shards that have lost them again
+    seconds: float = 0.0  # time that writing numbers took
 
     def reach(self, done: int) -> None:
         """Fill and empty shards so that the bytes after the first `done` can be read."""

@@ -17,23 +17,14 @@ ACCEPTED = ("none", "half", "all")
 
 @dataclass
 class Known:
-    """Proposes k drafts of a known output, of which so many are right, and then a wrong one.
+    """Proposes k drafts of a known output, of which so many are right, and then a wrong one."""
 
-    Attributes:
-        truth: the output.
-        k: drafts.
-        accepted: none, half or all; half of an odd number by turns.
-        vocabulary: real tokens.
-        at: tokens of the output so far.
-        turn: rounds so far.
-    """
-
-    truth: Sequence[int]
-    k: int
-    accepted: str
-    vocabulary: int
-    at: int = 0
-    turn: int = 0
+    truth: Sequence[int]  # the output
+    k: int  # drafts
+    accepted: str  # none, half or all; half of an odd number by turns
+    vocabulary: int  # real tokens
+    at: int = 0  # tokens of the output so far
+    turn: int = 0  # rounds so far
 
     def append(self, id: int) -> None:
         self.at += 1
@@ -60,20 +51,13 @@ class Copied:
 
     The search, the chosen number of drafts and their acceptance are those of a text that says the
     lines again.
-
-    Attributes:
-        truth: the output.
-        lines: the prompt, which the text repeats.
-        ngram: over the text.
-        vocabulary: real tokens.
-        at: tokens of the output so far.
     """
 
-    truth: Sequence[int]
-    lines: Sequence[int]
-    ngram: NgramDrafter
-    vocabulary: int
-    at: int = 0
+    truth: Sequence[int]  # the output
+    lines: Sequence[int]  # the prompt, which the text repeats
+    ngram: NgramDrafter  # over the text
+    vocabulary: int  # real tokens
+    at: int = 0  # tokens of the output so far
 
     def append(self, id: int) -> None:
         self.ngram.append(self.lines[self.at % len(self.lines)])
@@ -98,17 +82,12 @@ class Copied:
 
 @dataclass(slots=True)
 class ForcedRounds(MtpRounds):
-    """Rounds by a model's head, whose drafts are thrown away for those of a known output.
+    """Rounds by a model's head, whose drafts are thrown away for those of a known output."""
 
-    Attributes:
-        truth: tokens by position.
-        accepted: none, half or all of a round; half of an odd number by turns.
-        vocabulary: real tokens.
-    """
-
-    truth: Tensor = field(kw_only=True)
+    truth: Tensor = field(kw_only=True)  # tokens by position
+    # None, half or all of a round; half of an odd number by turns.
     accepted: str = field(kw_only=True)
-    vocabulary: int = field(kw_only=True)
+    vocabulary: int = field(kw_only=True)  # real tokens
 
     def draft(self, B: int, k: int, reach: int) -> Tensor:
         """The head drafts, for the time that it takes."""

@@ -35,19 +35,12 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The original on every text.
+    """The original on every text."""
 
-    Attributes:
-        device: where it lies and all else is computed.
-        windows: of a text's name, [windows, T] int64.
-        hidden: what the head is given, [windows, T, h] FP32.
-        head: [V, h] FP32.
-    """
-
-    device: str
-    windows: Mapping[str, Tensor]
-    hidden: Mapping[str, Tensor]
-    head: Tensor
+    device: str  # where it lies and all else is computed
+    windows: Mapping[str, Tensor]  # of a text's name, [windows, T] int64
+    hidden: Mapping[str, Tensor]  # what the head is given, [windows, T, h] FP32
+    head: Tensor  # [V, h] FP32
 
 
 @torch.inference_mode()

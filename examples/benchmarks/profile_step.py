@@ -61,56 +61,38 @@ READERS: tuple[tuple[str, Reads], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """One kernel, or one kind of operator on a CPU; times are means.
+    """One kernel, or one kind of operator on a CPU; times are means."""
 
-    Attributes:
-        name: as the profiler has it.
-        grid: programs along x, y and z, which tell calls of different sizes apart; None on a CPU.
-        reads: kind of most of the bytes that it moves.
-        share: of the time of all kernels.
-    """
-
-    name: str
+    name: str  # as the profiler has it
+    # Programs along x, y and z, which tell calls of different sizes apart; None on a CPU.
     grid: tuple[int, ...] | None
-    reads: Reads
+    reads: Reads  # kind of most of the bytes that it moves
     calls_per_token: float
     us_per_call: float
     us_per_token: float
-    share: float
+    share: float  # of the time of all kernels
 
 
 @dataclass(frozen=True, slots=True)
 class ReadTime:
-    """Sum over all kernels that move the same kind of bytes.
-
-    Attributes:
-        bytes_per_token: that must be moved; None where unknown.
-        bytes_per_s: over their time.
-    """
+    """Sum over all kernels that move the same kind of bytes."""
 
     reads: Reads
     us_per_token: float
     share: float
-    bytes_per_token: int | None
-    bytes_per_s: float | None
+    bytes_per_token: int | None  # that must be moved; None where unknown
+    bytes_per_s: float | None  # over their time
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The kernels of a decode step.
+    """The kernels of a decode step."""
 
-    Attributes:
-        steps: profiled.
-        kernel_us_per_token: time of all kernels, with the cost of the profiler, without the waits
-            between kernels.
-        kernels: the longest first.
-        reads: sums by kind of bytes.
-    """
-
-    steps: int
+    steps: int  # profiled
+    # Time of all kernels, with the cost of the profiler, without the waits between kernels.
     kernel_us_per_token: float
-    kernels: tuple[KernelTime, ...]
-    reads: tuple[ReadTime, ...]
+    kernels: tuple[KernelTime, ...]  # the longest first
+    reads: tuple[ReadTime, ...]  # sums by kind of bytes
 
 
 def profile(model: Model, settings: BenchSettings) -> Profile:

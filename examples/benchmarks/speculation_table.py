@@ -10,27 +10,17 @@ from lowbit.formats.shell.tables import plain_table, results
 
 @dataclass(frozen=True)
 class Row:
-    """Rounds with a number of drafts.
+    """Rounds with a number of drafts."""
 
-    Attributes:
-        drafter: `known`, `head`, `copied` or `repeat`.
-        k: drafts of a round at most.
-        round_ms: median of a round, drafts included; None where other steps were among them.
-        plain_ms: of a step of plain decoding after the same prompt.
-        cost: of a round, in plain steps.
-        tokens_per_s: by what is accepted.
-        tokens_per_round: likewise.
-        same: the output is that of plain decoding.
-    """
-
-    drafter: str
-    k: int
+    drafter: str  # `known`, `head`, `copied` or `repeat`
+    k: int  # drafts of a round at most
+    # Median of a round, drafts included; None where other steps were among them.
     round_ms: float | None
-    plain_ms: float
-    cost: float | None
-    tokens_per_s: dict[str, float]
-    tokens_per_round: dict[str, float]
-    same: bool
+    plain_ms: float  # of a step of plain decoding after the same prompt
+    cost: float | None  # of a round, in plain steps
+    tokens_per_s: dict[str, float]  # by what is accepted
+    tokens_per_round: dict[str, float]  # likewise
+    same: bool  # the output is that of plain decoding
 
 
 def show(title: str, plain_rate: float, rows: Sequence[Row]) -> None:

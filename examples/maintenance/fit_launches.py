@@ -107,23 +107,15 @@ class Linear:
 
 @dataclass(frozen=True)
 class Trial:
-    """A launch of a linear, what its code needs, and microseconds on some cards.
-
-    Attributes:
-        programmatic: each kernel may start before the one ahead of it ends.
-        registers: of a thread.
-        spilled: bytes of a thread.
-        table: the launch tables had this launch when it was timed.
-        us: of a kernel, by card.
-    """
+    """A launch of a linear, what its code needs, and microseconds on some cards."""
 
     linear: Linear
     launch: GemvLaunch
-    programmatic: bool
-    registers: int
-    spilled: int
-    table: bool
-    us: tuple[float, ...]
+    programmatic: bool  # each kernel may start before the one ahead of it ends
+    registers: int  # of a thread
+    spilled: int  # bytes of a thread
+    table: bool  # the launch tables had this launch when it was timed
+    us: tuple[float, ...]  # of a kernel, by card
 
 
 def read_file(path: Path) -> tuple[list[Card], list[Trial]]:

@@ -53,18 +53,12 @@ Make = Callable[[random.Random], tuple[str, dict[str, Any]]]
 
 @dataclass
 class Soak:
-    """Events of the run so far.
-
-    Attributes:
-        expected: greedy answer by prompt and length.
-        counts: outcomes.
-        wrong: what should not have happened.
-    """
+    """Events of the run so far."""
 
     port: int
-    expected: dict[tuple[str, int], str]
-    counts: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
+    expected: dict[tuple[str, int], str]  # greedy answer by prompt and length
+    counts: Counter[str] = field(default_factory=Counter)  # outcomes
+    wrong: list[str] = field(default_factory=list)  # what should not have happened
 
     def check(self, true: bool, what: str) -> None:
         """Note what should not have happened."""
