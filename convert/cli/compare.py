@@ -90,7 +90,6 @@ def compare(
 
 
 def _record(path: Path, found: "FolderComparison") -> None:
-    """Add the folders to the record."""
     from lowbit.convert.report.comparison_page import model_name
     from lowbit.convert.report.variants import added, read_variants, variants_of, write_variants
 

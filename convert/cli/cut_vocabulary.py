@@ -97,7 +97,6 @@ def cut_vocabulary(
 
 
 def _show(done: "CutModel") -> None:
-    """Print what is kept, and how much longer texts get."""
     from lowbit.convert.cli.tables.lines import aside, ok
     from lowbit.convert.cli.tables.vocabulary import vocabulary
     from lowbit.convert.report.formatting import size

@@ -69,7 +69,6 @@ def export(
 
 
 def _show(done: "Export") -> None:
-    """Print the result and its proof."""
     from lowbit.convert.cli.tables.lines import aside, ok, warn
     from lowbit.convert.export.misfits import described
     from lowbit.convert.report.formatting import size

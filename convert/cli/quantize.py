@@ -187,6 +187,5 @@ def _check_calibration(calib: Path | None, target: "TargetRequest | None") -> No
 
 
 def _given(name: str) -> bool:
-    """True for a parameter that the user has given."""
     source = click.get_current_context().get_parameter_source(name)
     return source is not ParameterSource.DEFAULT

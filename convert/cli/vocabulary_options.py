@@ -85,12 +85,8 @@ def make_cut_request(
     """Request that the options make; None where the vocabulary stays whole.
 
     Args:
-        keep: of --keep-vocabulary.
-        text: of --vocabulary-text.
-        languages: of --vocabulary-languages.
         texts: of --eval-text; empty for the bundled ones.
         measure_on: `cpu` or `cuda` where bits a byte are to be measured.
-        max_shard_bytes: limit of a weight file.
 
     Raises:
         click.UsageError: a text or languages without --keep-vocabulary.

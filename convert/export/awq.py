@@ -98,7 +98,6 @@ def decode(source: PackedSource, made: Checkpoint, linear: Linear) -> Iterator[D
 
 
 def _columns(words: Tensor) -> Tensor:
-    """Unpack words into columns: [rows, 8 * words] int32."""
     columns = torch.empty(*words.shape, LANES, dtype=torch.int32)
     for nibble, column in enumerate(ORDER):
         columns[:, :, column] = (words >> (4 * nibble)) & 0xF

@@ -143,7 +143,6 @@ def _weights(linears: Iterable[Linear]) -> int:
 def _write_safetensors(
     source: PackedSource, folder: Path, layout: Layout, max_shard_bytes: int, on_progress: Progress
 ) -> tuple[int, Checkpoint]:
-    """Write config and safetensors files; bytes of the weights, and the headers of the result."""
     total = sum(info.nbytes for info in source.checkpoint.tensors.values())
     writing = Meter(on_progress, "export", total).add
     outputs = [*layout.outputs(source), *dequantized_outputs(source)]
@@ -155,7 +154,6 @@ def _write_safetensors(
 def _prove_safetensors(
     source: PackedSource, made: Checkpoint, layout: Layout, on_progress: Progress
 ) -> Proof:
-    """Read the safetensors files back."""
     linears = layout.linears(source)
 
     def copies() -> Iterator[tuple[str, Iterable[Tensor], Iterable[Tensor]]]:
@@ -174,7 +172,6 @@ def _prove_safetensors(
 def _gguf(
     source: PackedSource, path: Path, keys: Mapping[str, Value], on_progress: Progress
 ) -> tuple[int, Proof]:
-    """Write the GGUF file and read it back; its bytes, and the proof."""
     tensors = gguf.tensors(source)
     total = sum(tensor.nbytes for tensor in tensors)
     size, places = write_gguf(path, keys, tensors, Meter(on_progress, "export", total).add)

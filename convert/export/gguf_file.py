@@ -108,7 +108,6 @@ def write_gguf(
 
 
 def _type_of(value: Value) -> "GGUFValueType":
-    """The type that states a value in a file."""
     from gguf import GGUFValueType
 
     found = GGUFValueType.get_type(value)

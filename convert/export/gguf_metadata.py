@@ -68,7 +68,6 @@ def metadata(source: PackedSource, name: str) -> dict[str, Value]:
 
 
 def _expert_keys(experts: Experts, arch: str) -> dict[str, Value]:
-    """Sizes of a mixture of experts."""
     result: dict[str, Value] = {
         f"{arch}.expert_count": experts.count,
         f"{arch}.expert_used_count": experts.chosen,
@@ -156,7 +155,6 @@ def _added(
 def _tokens(
     vocab: Mapping[str, int], added: Mapping[int, Mapping[str, Any]], vocab_size: int
 ) -> tuple[list[str], list[int]]:
-    """Text and type of every token, by id."""
     tokens = [f"[PAD{number}]" for number in range(vocab_size)]
     types = [UNUSED] * vocab_size
     highest = max([*vocab.values(), *added], default=-1)

@@ -163,11 +163,7 @@ def check_scales(source: PackedSource, dtype: torch.dtype, most: float) -> None:
 def wrong_scale(
     source: PackedSource, linear: Linear, dtype: torch.dtype, most: float
 ) -> str | None:
-    """The first scale of a linear that another dtype would change; None where there is none.
-
-    Args:
-        most: largest magnitude that a scale may have there.
-    """
+    """The first scale of a linear that another dtype would change; None where there is none."""
     for start, stop in row_blocks(linear):
         s = source.scales(linear, start, stop)
         back = s.to(dtype).to(s.dtype)

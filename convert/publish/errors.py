@@ -78,7 +78,6 @@ def _is_passing(error: BaseException) -> bool:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Unwrap an error that the library put into a RuntimeError."""
     while isinstance(error, RuntimeError) and error.__cause__ is not None:
         error = error.__cause__
     return error

@@ -56,8 +56,6 @@ def publish(
     """Make a revision of a repository hold exactly the upload's bytes, and check that it does.
 
     Args:
-        api: client from `open_hub`.
-        upload: files to send.
         private: visibility of a new repository, the account's default when None; one that exists
             must agree.
         revision: branch to push to, created where it does not exist; the default one when None.
@@ -153,7 +151,6 @@ def _send(api: "HfApi", upload: UploadPlan, revision: str | None, sent: list[str
 
 @contextmanager
 def _library_bars(shown: bool) -> Iterator[None]:
-    """Let huggingface_hub draw its progress bars, or keep it from doing so."""
     from huggingface_hub.utils import (
         are_progress_bars_disabled,
         disable_progress_bars,

@@ -107,8 +107,6 @@ def plan_upload(
     that nobody edited is written anew, so that its commands name the repository.
 
     Args:
-        packed: the folder, made by lowbit-convert.
-        repo: `owner/name`.
         progress: called with ("verify", bytes done, bytes in all).
         stated: facts for a card that nobody edited.
 

@@ -91,7 +91,6 @@ def _of_folder(packed: PackedCheckpoint) -> dict[str, Any]:
 
 
 def _of_report(report: QualityReport | None) -> dict[str, Any]:
-    """Values of the template that were measured."""
     logits = None if report is None else report.logits
     return {
         "report": report,
@@ -105,7 +104,6 @@ def _of_report(report: QualityReport | None) -> dict[str, Any]:
 
 
 def _linears(packed: PackedCheckpoint) -> list[tuple[str, tuple[int, ...], Scheme]]:
-    """Name, shape and scheme of every packed linear."""
     return [
         (spec.module, spec.shape, scheme)
         for spec in packed.specs
@@ -121,7 +119,6 @@ def _version(manifest: Manifest | None, report: QualityReport | None) -> str | N
 
 
 def _size(packed: PackedCheckpoint) -> str:
-    """Bytes of the tensors and bits per weight, of a folder without a report."""
     size = sum(info.nbytes for info in packed.checkpoint.tensors.values())
     bits = weight_bits(packed.checkpoint, packed.manifest)
     return f"{formatting.size(size)}, {bits:.2f} bits per weight"

@@ -72,7 +72,6 @@ def render_comparison(console: Console, found: FolderComparison, page: Path | No
 
 
 def _measured(rows: Sequence[FolderRow]) -> Table:
-    """Speed and scores of folders that have some."""
     table = plain_table("", ("folder", "device", "tasks"), ("tok/s", "first token"))
     for row in rows:
         speed = row.speed

@@ -62,8 +62,6 @@ def write_reports(
     written.
 
     Args:
-        packed: the folder.
-        report: its measured figures.
         place: folder for the files, created where it does not exist; the packed one when None.
 
     Raises:

@@ -118,7 +118,6 @@ class Gauge(NamedTuple):
 
 
 def _gauge(logits: LogitQuality, expected: limits.Expectation | None) -> Gauge:
-    """The gauge of a report that is judged."""
     noise = logits.noise
     low, high = SCALE
 

@@ -79,5 +79,4 @@ def kl_along(logits: LogitQuality) -> str:
 
 
 def _tokens(count: int) -> str:
-    """A number of tokens as an axis names it: `128`, `4k`."""
     return f"{count // 1024}k" if count >= 1024 and count % 1024 == 0 else str(count)

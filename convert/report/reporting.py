@@ -89,8 +89,6 @@ def write_report(
     """Report a finished conversion in files beside it.
 
     Args:
-        conversion: finished.
-        packed: its folder, opened.
         request: how logits are to be compared; None for the weights alone.
         progress: called with ("logits", done, in all).
     """
@@ -118,7 +116,6 @@ def held_out_excess(errors: Sequence[LayerError]) -> float | None:
 
 
 def _known(known: QualityReport | None) -> tuple[float | None, tuple[Coverage, ...]]:
-    """Overfitting and coverage as an earlier report says."""
     return (None, ()) if known is None else (known.held_out_excess, known.coverage)
 
 
@@ -128,9 +125,7 @@ def prepare_report(
     """Try what can fail before anything is measured, and find the original.
 
     Args:
-        packed: the folder, of any tool.
         source: folder or Hub id of the original; found as `find_origin` does when None.
-        ask: as in `find_origin`.
         place: folder for the report's files; the packed one when None.
 
     Raises:
@@ -156,7 +151,6 @@ def complete_report(done: Conversion, request: LogitRequest | None, progress: Pr
 
 
 def _is_on(logits: LogitQuality | None, texts: Sequence[Text]) -> bool:
-    """Tell whether these are the logits on these texts."""
     if logits is None:
         return False
     measured = [kind.sha256 for kind in logits.kinds] or [logits.text_sha256]
@@ -173,9 +167,7 @@ def write_full_report(
     """Measure a packed folder, of any tool, against its original, and write the report.
 
     Args:
-        packed: the folder.
         origin: of `prepare_report`.
-        request: how logits are to be compared.
         progress: called with ("verify", "source", "weights", "logits" or "long", done, in all).
         place: folder for the report's files; the packed one when None.
 
@@ -207,8 +199,6 @@ def save_report(
     """Write the files of a report whose figures must not be lost with them.
 
     Args:
-        packed: the folder, which the report is about.
-        report: its figures.
         place: folder for the files; the packed one when None.
         overwrite: replace a report on the same weights that is judged by one that is not.
     """

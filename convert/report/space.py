@@ -45,7 +45,6 @@ def where_bytes_went(packed: PackedCheckpoint, folder_bytes: int) -> list[SizeSh
     """Bytes of the folder by part and precision, largest first; they add up to its size.
 
     Args:
-        packed: the folder.
         folder_bytes: all its files, reports aside.
     """
     before = _source_bytes(packed)

@@ -55,7 +55,6 @@ def _summary(report: QualityReport) -> Table:
 
 
 def _figures(report: QualityReport) -> dict[str, str]:
-    """The headline figures by name."""
     logits, long = report.logits, report.long
     found = {}
     if logits is not None:

@@ -85,7 +85,6 @@ def _warnings(report: QualityReport) -> Iterator[str]:
 
 
 def _first(rows: Sequence[WeightQuality]) -> str:
-    """Name of the first linear, with the number of the others."""
     return f"{rows[0].name} and {len(rows) - 1} more" if len(rows) > 1 else rows[0].name
 
 

@@ -88,7 +88,6 @@ def next_commands(done: Conversion, found: Reported) -> list[list[str]]:
 
 
 def _draft_head(made: DraftVocabulary) -> Text:
-    """The draft head, and the share of the text that its tokens are."""
     if made.text is None:
         return Text(f"draft head: {made.rows:,} tokens by id, without a tokenizer to count them")
     return Text(
@@ -98,7 +97,6 @@ def _draft_head(made: DraftVocabulary) -> Text:
 
 
 def _files(found: Reported) -> None:
-    """Name the report's page, and notes on what its files leave out."""
     if found.page is not None:
         note(f"report: {found.page}")
     for text in found.notes:

@@ -112,7 +112,6 @@ def _vector(kind: str, role: Role, value: Tensor) -> Tensor:
 
 
 def _metadata(config: Qwen35Config, source: PackedSource, arch: str) -> dict[str, Value]:
-    """Sizes of the gated DeltaNet, kinds of layer, rope sections."""
     found = read_sections(text_part(source.checkpoint.config))
     sections = [*(found or SECTIONS), 0, 0, 0, 0][:4]
     result: dict[str, Value] = {
@@ -151,14 +150,12 @@ def _check_interval(config: Qwen35Config) -> None:
 
 
 def _mlx_name(name: str) -> str:
-    """A tensor or module as mlx-lm names it."""
     if name.startswith(NESTED_PREFIX):
         return f"{MLX_PREFIX}model.{name.removeprefix(NESTED_PREFIX)}"
     return MLX_PREFIX + name
 
 
 def _change(name: str) -> Change | None:
-    """Change of a dense tensor in MLX."""
     if name.endswith(CONV):
         return "conv"
     if name.endswith("norm.weight") and not name.endswith(f"{GATED_NORM}.weight"):

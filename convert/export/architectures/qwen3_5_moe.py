@@ -15,7 +15,6 @@ DENSE = qwen3_5.EXPORTED
 
 
 def _mlx_name(name: str) -> str:
-    """A tensor or module as mlx-lm names it."""
     return stacked_name(DENSE.mlx.name_of(name))
 
 
