@@ -9,6 +9,7 @@ import pytest
 from huggingface_hub import constants
 
 from lowbit.convert.measure.record import QualityReport, Sizes
+from lowbit.formats.tasks import TaskReport, write_tasks
 from tests.hub_server import HubServer
 
 if TYPE_CHECKING:
@@ -116,18 +117,5 @@ def test_a_report_about_other_weights_is_refused(cli: "Cli", hub: HubServer, pac
     content = json.loads((packed / "quality.json").read_text()) | {"manifest_sha256": right}
     del content["sha256"]
     (packed / "quality.json").write_text(json.dumps(content))
-    tasks = {
-        "schema": 1,
-        "lowbit_version": "0.1.0",
-        "harness": "h",
-        "manifest_sha256": None,
-        "tasks": [],
-    }
-    (packed / "tasks.json").write_text(json.dumps(tasks))
+    write_tasks(packed, TaskReport("0.1.0", "h", None, ()))
     assert "`tasks.json`" in refused(cli, hub, packed)
-
-
-def test_help(cli: "Cli") -> None:
-    said = cli("push", "--help").stdout
-    assert "DIR REPO" in said
-    assert "--private / --public" in said

@@ -58,41 +58,25 @@ def commits(hub: HubServer) -> list[set[str]]:
     return [set(files) for files in hub.repositories[REPO].commits.values()]
 
 
-def test_everything_arrives(cli: "Cli", hub: HubServer, pristine: Path) -> None:
+def test_everything_arrives_weights_first(cli: "Cli", hub: HubServer, pristine: Path) -> None:
     said = push(cli, pristine)
     assert is_published(hub, pristine)
     assert said["url"] == f"{hub.endpoint}/{REPO}"
     assert said["sent"][:3] == WEIGHTS
     assert set(said["sent"]) == set(local(pristine)) | {"README.md"}
-    assert said["present"] == []
-    assert said["private"] is False
+    assert (said["present"], said["private"]) == ([], False)
     assert said["commit"] == hub.repositories[REPO].branches["main"]
-
-
-def test_a_fetched_repository_verifies(cli: "Cli", hub: HubServer, pristine: Path) -> None:
-    push(cli, pristine)
-    folder = locate(REPO).folder
-    assert verify_folder(folder, None, lambda *_: None).unlisted == ("README.md",)
-
-
-def test_the_card_is_of_the_packed_model(cli: "Cli", hub: HubServer, pristine: Path) -> None:
-    push(cli, pristine)
+    created, *filling, last = commits(hub)
+    assert created == {".gitattributes"}
+    assert [names - created for names in filling] == [set(WEIGHTS[:n]) for n in (1, 2, 3)]
+    assert last == {".gitattributes", "README.md", *local(pristine)}
     content = hub.content(REPO)
     card = ModelCard(content["README.md"].decode())
     data = card.data.to_dict()  # type: ignore[no-untyped-call]
     assert (data["license"], data["language"]) == ("apache-2.0", ["en", "de"])
     assert f"lowbit-run {REPO}" in card.text
     assert content["SOURCE_README.md"].decode().endswith("# Big\n")
-
-
-def test_weights_first_and_nothing_complete_before_the_last_commit(
-    cli: "Cli", hub: HubServer, pristine: Path
-) -> None:
-    push(cli, pristine)
-    created, *filling, last = commits(hub)
-    assert created == {".gitattributes"}
-    assert [names - created for names in filling] == [set(WEIGHTS[:n]) for n in (1, 2, 3)]
-    assert last == {".gitattributes", "README.md", *local(pristine)}
+    assert verify_folder(locate(REPO).folder, None, lambda *_: None).unlisted == ("README.md",)
 
 
 def test_a_second_push_sends_nothing(cli: "Cli", hub: HubServer, pristine: Path) -> None:
