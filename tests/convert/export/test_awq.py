@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from lowbit.convert.export.export import export
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.scheme import Scheme
+from tests.convert.export.packed_folders import int4_body, mixed
 from tests.oracle import dequantized_weights
 
 REVERSED = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ's readers find column i of a word
@@ -31,9 +32,7 @@ def dequantized(tensors: dict[str, Any], module: str) -> np.ndarray[Any, Any]:
     return values.T
 
 
-def test_values_are_those_of_the_packed_folder(
-    tmp_path: Path, pack_hybrid: Any, int4_body: Any
-) -> None:
+def test_values_are_those_of_the_packed_folder(tmp_path: Path, pack_hybrid: Any) -> None:
     packed = pack_hybrid(int4_body)
     done = export(packed, tmp_path / "out", "awq")
     written = load_file(tmp_path / "out" / "model.safetensors")
@@ -79,7 +78,7 @@ def test_golden_word(tmp_path: Path, pack_dense: Any) -> None:
     assert set(written[f"{name}.qzeros"].flatten().tolist()) == {0x88888888 - 2**32}
 
 
-def test_int8_is_refused_by_name(tmp_path: Path, pack_hybrid: Any, mixed: Any) -> None:
+def test_int8_is_refused_by_name(tmp_path: Path, pack_hybrid: Any) -> None:
     packed = pack_hybrid(mixed)
     with pytest.raises(FormatError, match=r"linear_attn.out_proj` .*INT8 g32, and AWQ holds INT4"):
         export(packed, tmp_path / "out", "awq")

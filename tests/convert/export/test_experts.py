@@ -1,7 +1,7 @@
 """Mixtures of experts in every container: stacked names, values, and what cannot be held."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from lowbit.formats.architectures.names import any_expert, expert_of
 from lowbit.formats.errors import FormatError
 from lowbit.formats.foreign.reader import open_native
 from lowbit.formats.layout.packing import dequantize, unpack
+from tests.convert.export.packed_folders import DENSE, int4_body, make_packed, mixed
 from tests.oracle import dequantized_weights
 
 Array = np.ndarray[Any, Any]
@@ -25,8 +26,8 @@ SIZES = {"num_experts": COUNT, "num_experts_per_tok": 2, "moe_intermediate_size"
 
 
 @pytest.fixture
-def single_config(dense_config: dict[str, Any]) -> dict[str, Any]:
-    return {**dense_config, **SIZES, "model_type": "qwen3_moe", "norm_topk_prob": True}
+def single_config() -> dict[str, Any]:
+    return {**DENSE, **SIZES, "model_type": "qwen3_moe", "norm_topk_prob": True}
 
 
 @pytest.fixture
@@ -76,9 +77,7 @@ def keys_of(path: Path, wanted: str) -> dict[str, Any]:
     return {name: field.contents() for name, field in fields if wanted in name}
 
 
-def test_gguf_stacks_single_experts(
-    tmp_path: Path, make_packed: Any, single_config: dict[str, Any], mixed: Any
-) -> None:
+def test_gguf_stacks_single_experts(tmp_path: Path, single_config: dict[str, Any]) -> None:
     packed = make_packed(tmp_path / "packed", single_config, mixed)
     done = export(packed, tmp_path / "out", "gguf")
     values, types = written(tmp_path / "out" / "out.gguf")
@@ -102,9 +101,7 @@ def test_gguf_stacks_single_experts(
     }
 
 
-def test_gguf_of_a_hybrid_with_a_shared_expert(
-    tmp_path: Path, make_packed: Any, hybrid: dict[str, Any], mixed: Any
-) -> None:
+def test_gguf_of_a_hybrid_with_a_shared_expert(tmp_path: Path, hybrid: dict[str, Any]) -> None:
     """Experts of the multi-token layer are left in BF16: they are stacked as well."""
     packed = make_packed(tmp_path / "packed", hybrid, mixed)
     done = export(packed, tmp_path / "out", "gguf")
@@ -143,9 +140,7 @@ def mlx_values(tensors: Mapping[str, Tensor], module: str) -> Array:
 
 
 @pytest.mark.parametrize("family", ["single_config", "hybrid"])
-def test_mlx_stacks_experts(
-    tmp_path: Path, make_packed: Any, request: pytest.FixtureRequest, mixed: Any, family: str
-) -> None:
+def test_mlx_stacks_experts(tmp_path: Path, request: pytest.FixtureRequest, family: str) -> None:
     config = request.getfixturevalue(family)
     packed = make_packed(tmp_path / "packed", config, mixed)
     export(packed, tmp_path / "out", "mlx")
@@ -169,7 +164,7 @@ def test_mlx_stacks_experts(
 
 @pytest.mark.parametrize("target", ["gguf", "mlx"])
 def test_plain_experts_are_stacked_as_they_are(
-    tmp_path: Path, make_packed: Any, single_config: dict[str, Any], int4_body: Any, target: Any
+    tmp_path: Path, single_config: dict[str, Any], target: Any
 ) -> None:
     def choose(spec: Any) -> Any:
         return None if spec.role == "expert" else int4_body(spec)
@@ -196,7 +191,7 @@ def test_plain_experts_are_stacked_as_they_are(
 
 @pytest.mark.parametrize("target", ["gptq", "awq"])
 def test_gptq_and_awq_name_experts_one_by_one(
-    tmp_path: Path, make_packed: Any, hybrid: dict[str, Any], int4_body: Any, target: Any
+    tmp_path: Path, hybrid: dict[str, Any], target: Any
 ) -> None:
     packed = make_packed(tmp_path / "packed", hybrid, int4_body)
     done = export(packed, tmp_path / "out", target)
@@ -222,12 +217,7 @@ def test_gptq_and_awq_name_experts_one_by_one(
     ids=["some", "all"],
 )
 def test_experts_are_quantized_all_or_none(
-    tmp_path: Path,
-    make_packed: Any,
-    single_config: dict[str, Any],
-    int4_body: Callable[[Any], Any],
-    plain: str,
-    words: str,
+    tmp_path: Path, single_config: dict[str, Any], plain: str, words: str
 ) -> None:
     def choose(spec: Any) -> Any:
         return None if spec.role == "expert" and plain in spec.name else int4_body(spec)
@@ -243,9 +233,7 @@ def test_experts_are_quantized_all_or_none(
     assert section["modules_to_not_convert"] == ["mlp.gate", "mlp.experts", "lm_head"]
 
 
-def test_shares_that_are_not_normed(
-    tmp_path: Path, make_packed: Any, single_config: dict[str, Any], int4_body: Any
-) -> None:
+def test_shares_that_are_not_normed(tmp_path: Path, single_config: dict[str, Any]) -> None:
     """llama.cpp norms those of Qwen3's experts whatever the file says; mlx-lm reads the key."""
     packed = make_packed(tmp_path / "packed", {**single_config, "norm_topk_prob": False}, int4_body)
     with pytest.raises(FormatError, match="`norm_topk_prob: false`, and llama"):

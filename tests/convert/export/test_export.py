@@ -16,12 +16,13 @@ from lowbit.convert.export.source import open_source
 from lowbit.formats.errors import FormatError, ResourceError
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.safetensors.checkpoint import open_any_layout
+from tests.convert.export.packed_folders import int4_body, mixed
 
 TARGETS: tuple[Target, ...] = ("gptq", "awq", "mlx", "gguf")
 
 
 @pytest.fixture
-def packed(tmp_path: Path, pack_dense: Any, int4_body: Any) -> Path:
+def packed(tmp_path: Path, pack_dense: Any) -> Path:
     made: Path = pack_dense(int4_body)
     return made
 
@@ -45,9 +46,7 @@ def test_the_command_prints_its_proof(packed: Path, tmp_path: Path, cli: Any) ->
     assert shown["folder"] == str(tmp_path / "out")
 
 
-def test_the_command_prints_its_result(
-    tmp_path: Path, pack_hybrid: Any, mixed: Any, cli: Any
-) -> None:
+def test_the_command_prints_its_result(tmp_path: Path, pack_hybrid: Any, cli: Any) -> None:
     packed = pack_hybrid(mixed)
     done = cli("export", packed, tmp_path / "out", "--to", "gguf")
     assert done.exit_code == 0, done.stderr

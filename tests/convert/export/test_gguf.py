@@ -11,6 +11,7 @@ import torch
 from lowbit.convert.export.export import export
 from lowbit.formats.errors import CheckpointError, FormatError
 from lowbit.formats.layout.scheme import Scheme
+from tests.convert.export.packed_folders import DENSE, int4_body, make_packed, mixed
 from tests.oracle import dequantized_weights
 
 Array = np.ndarray[Any, Any]
@@ -43,7 +44,7 @@ def tiled(weight: Array, first: int, key_heads: int, rows: int, axis: int = 0) -
     return np.moveaxis(np.concatenate([head, grouped.swapaxes(0, 1).reshape(rest.shape)]), 0, axis)
 
 
-def test_a_dense_model(tmp_path: Path, pack_dense: Any, mixed: Any) -> None:
+def test_a_dense_model(tmp_path: Path, pack_dense: Any) -> None:
     packed = pack_dense(mixed)
     done = export(packed, tmp_path / "out", "gguf")
     assert done.files == ("LICENSE", "out.gguf")
@@ -79,7 +80,7 @@ def test_a_dense_model(tmp_path: Path, pack_dense: Any, mixed: Any) -> None:
     assert done.proof.copied == 1  # the embedding
 
 
-def test_metadata_of_a_dense_model(tmp_path: Path, pack_dense: Any, mixed: Any) -> None:
+def test_metadata_of_a_dense_model(tmp_path: Path, pack_dense: Any) -> None:
     packed = pack_dense(mixed)
     export(packed, tmp_path / "out", "gguf")
     keys = keys_of(tmp_path / "out" / "out.gguf")
@@ -115,7 +116,7 @@ def test_metadata_of_a_dense_model(tmp_path: Path, pack_dense: Any, mixed: Any) 
     ]
 
 
-def test_a_hybrid_model(tmp_path: Path, pack_hybrid: Any, mixed: Any) -> None:
+def test_a_hybrid_model(tmp_path: Path, pack_hybrid: Any) -> None:
     packed = pack_hybrid(mixed)
     done = export(packed, tmp_path / "out", "gguf")
     path = tmp_path / "out" / "out.gguf"
@@ -180,9 +181,7 @@ def test_a_hybrid_model(tmp_path: Path, pack_hybrid: Any, mixed: Any) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
-def test_other_dense_models(
-    tmp_path: Path, make_packed: Any, dense_config: dict[str, Any], model_type: str
-) -> None:
+def test_other_dense_models(tmp_path: Path, model_type: str) -> None:
     rope = {
         "rope_type": "llama3",
         "rope_theta": 10000.0,
@@ -191,7 +190,7 @@ def test_other_dense_models(
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     }
-    config = {**dense_config, "model_type": model_type}
+    config = {**DENSE, "model_type": model_type}
     config |= {"rope_parameters": rope} if model_type == "llama" else {"head_dim": 16}
     packed = make_packed(tmp_path / "packed", config, lambda spec: Scheme(4, 32))
     export(packed, tmp_path / "out", "gguf")
@@ -244,16 +243,14 @@ def test_blocks_are_those_of_the_library(tmp_path: Path, pack_dense: Any) -> Non
     ],
 )
 def test_sizes_unknown_to_llama_cpp_are_refused(
-    tmp_path: Path, pack_hybrid: Any, int4_body: Any, change: dict[str, Any], message: str
+    tmp_path: Path, pack_hybrid: Any, change: dict[str, Any], message: str
 ) -> None:
     packed = pack_hybrid(int4_body, **change)
     with pytest.raises(FormatError, match=message):
         export(packed, tmp_path / "out", "gguf")
 
 
-def test_heads_unknown_to_llama_cpp_are_refused(
-    tmp_path: Path, pack_dense: Any, int4_body: Any
-) -> None:
+def test_heads_unknown_to_llama_cpp_are_refused(tmp_path: Path, pack_dense: Any) -> None:
     packed = pack_dense(int4_body, model_type="qwen2")
     with pytest.raises(FormatError, match=r"4 heads of 32: .* add up to hidden_size = 64"):
         export(packed, tmp_path / "out", "gguf")
@@ -265,7 +262,7 @@ def test_groups_below_a_block_are_refused(tmp_path: Path, pack_dense: Any) -> No
         export(packed, tmp_path / "out", "gguf")
 
 
-def test_a_model_without_tokenizer_is_refused(tmp_path: Path, pack_dense: Any, mixed: Any) -> None:
+def test_a_model_without_tokenizer_is_refused(tmp_path: Path, pack_dense: Any) -> None:
     packed = pack_dense(mixed)
     (packed / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no tokenizer.json, which a GGUF file needs"):

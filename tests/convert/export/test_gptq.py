@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from lowbit.convert.export.export import export
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.scheme import Scheme
+from tests.convert.export.packed_folders import int4_body, mixed
 from tests.oracle import dequantized_weights
 
 
@@ -91,9 +92,7 @@ def test_golden_words(tmp_path: Path, pack_dense: Any) -> None:
     assert first.tolist() == [4.0, 3.5, 3.0, 2.5, 2.0, 1.5, 1.0, 0.5]
 
 
-def test_a_head_of_another_precision_is_refused(
-    tmp_path: Path, pack_dense: Any, mixed: Any
-) -> None:
+def test_a_head_of_another_precision_is_refused(tmp_path: Path, pack_dense: Any) -> None:
     packed = pack_dense(mixed)
     with pytest.raises(FormatError, match=r"1 of 15 linears: `lm_head` \(INT8 g32,") as caught:
         export(packed, tmp_path / "out", "gptq")
@@ -115,7 +114,7 @@ def test_config_names_a_quantized_head(tmp_path: Path, pack_dense: Any) -> None:
 
 
 def test_config_names_unquantized_linears_for_every_reader(
-    tmp_path: Path, pack_hybrid: Any, int4_body: Any
+    tmp_path: Path, pack_hybrid: Any
 ) -> None:
     packed = pack_hybrid(
         lambda spec: None if "layers.1.mlp.down_proj" in spec.name else int4_body(spec)
@@ -141,7 +140,7 @@ def test_config_names_unquantized_linears_for_every_reader(
     "value", [1e-6, 70000.0, float("nan")], ids=["subnormal", "too large", "nan"]
 )
 def test_a_scale_that_fp16_cannot_hold_is_refused_by_name(
-    tmp_path: Path, pack_dense: Any, int4_body: Any, value: float
+    tmp_path: Path, pack_dense: Any, value: float
 ) -> None:
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.1.mlp.down_proj.weight_scale"][3, 2] = value
@@ -151,9 +150,7 @@ def test_a_scale_that_fp16_cannot_hold_is_refused_by_name(
         export(packed, tmp_path / "out", "gptq")
 
 
-def test_the_library_reads_the_same_tensors(
-    tmp_path: Path, pack_dense: Any, int4_body: Any
-) -> None:
+def test_the_library_reads_the_same_tensors(tmp_path: Path, pack_dense: Any) -> None:
     """Header, alignment and dtypes hold for the safetensors library; names are GPTQ's."""
     packed = pack_dense(int4_body)
     export(packed, tmp_path / "out", "gptq", max_shard_bytes=20_000)

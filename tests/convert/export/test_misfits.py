@@ -20,6 +20,7 @@ from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import unpack
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
+from tests.convert.export.packed_folders import int4_body, mixed
 
 SCHEMES = (Scheme(4, 32), Scheme(4, 32), Scheme(4, 32), Scheme(8, 32), Scheme(4, None), None)
 ROUNDING = 2.0**-8  # of BF16, relative, at most
@@ -100,7 +101,7 @@ def names_of_readers(out: Path, target: Target, packed: set[str], plain: set[str
 
 @pytest.mark.parametrize("target", ["gptq", "awq"])
 def test_the_default_recipe_of_both_families(
-    tmp_path: Path, cli: Any, pack_hybrid: Any, mixed: Any, target: str
+    tmp_path: Path, cli: Any, pack_hybrid: Any, target: str
 ) -> None:
     packed = pack_hybrid(mixed)
     refused = cli("export", packed, tmp_path / "out", "--to", target)
@@ -124,7 +125,7 @@ def test_the_default_recipe_of_both_families(
 
 @pytest.mark.parametrize("target", ["gptq", "awq"])
 def test_fitting_linears_are_the_same_with_dequantize(
-    tmp_path: Path, pack_dense: Any, int4_body: Any, target: Target, hashes: Any
+    tmp_path: Path, pack_dense: Any, target: Target, hashes: Any
 ) -> None:
     packed = pack_dense(int4_body)
     assert export(packed, tmp_path / "a", target).dequantized == ()
@@ -142,9 +143,7 @@ def test_a_folder_of_misfits_only_is_refused(tmp_path: Path, pack_dense: Any) ->
 
 
 @pytest.mark.parametrize("target", ["gptq", "awq"])
-def test_fused_linears_stay_together(
-    tmp_path: Path, pack_dense: Any, int4_body: Any, target: Target
-) -> None:
+def test_fused_linears_stay_together(tmp_path: Path, pack_dense: Any, target: Target) -> None:
     def edit(tensors: dict[str, Tensor]) -> None:
         tensors["model.layers.1.self_attn.k_proj.weight_scale"][3, 1] = 1e-6  # not in FP16
 
@@ -159,7 +158,7 @@ def test_fused_linears_stay_together(
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
 def test_values_that_are_not_finite_are_refused(
-    tmp_path: Path, pack_dense: Any, int4_body: Any, value: float
+    tmp_path: Path, pack_dense: Any, value: float
 ) -> None:
     def edit(tensors: dict[str, Tensor]) -> None:
         tensors["model.layers.1.mlp.down_proj.weight_scale"][3, 2] = value
@@ -172,7 +171,7 @@ def test_values_that_are_not_finite_are_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["packed"]  # found before the writing
 
 
-def test_the_proof_finds_one_wrong_number(tmp_path: Path, pack_dense: Any, mixed: Any) -> None:
+def test_the_proof_finds_one_wrong_number(tmp_path: Path, pack_dense: Any) -> None:
     packed = pack_dense(mixed)
     export(packed, tmp_path / "out", "gptq", dequantize=True)
     whole = open_source(packed)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from lowbit.convert.export.export import export
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.scheme import Scheme
+from tests.convert.export.packed_folders import int4_body, mixed
 from tests.oracle import dequantized_weights
 
 
@@ -32,9 +33,7 @@ def named(name: str) -> str:
     return "language_model." + name.replace("model.language_model.", "model.")
 
 
-def test_values_are_those_of_the_packed_folder(
-    tmp_path: Path, pack_hybrid: Any, mixed: Any
-) -> None:
+def test_values_are_those_of_the_packed_folder(tmp_path: Path, pack_hybrid: Any) -> None:
     packed = pack_hybrid(mixed)
     done = export(packed, tmp_path / "out", "mlx")
     file = tmp_path / "out" / "model.safetensors"
@@ -85,7 +84,7 @@ def test_wide_groups_repeat_their_scale(tmp_path: Path, pack_dense: Any) -> None
     )
 
 
-def test_a_bias_that_overflows_is_refused(tmp_path: Path, pack_dense: Any, int4_body: Any) -> None:
+def test_a_bias_that_overflows_is_refused(tmp_path: Path, pack_dense: Any) -> None:
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.0.mlp.up_proj.weight_scale"][0, 0] = 3e38
 
@@ -94,7 +93,7 @@ def test_a_bias_that_overflows_is_refused(tmp_path: Path, pack_dense: Any, int4_
         export(packed, tmp_path / "out", "mlx")
 
 
-def test_scales_that_fp16_cannot_hold_stay(tmp_path: Path, pack_dense: Any, int4_body: Any) -> None:
+def test_scales_that_fp16_cannot_hold_stay(tmp_path: Path, pack_dense: Any) -> None:
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.0.mlp.up_proj.weight_scale"].mul_(1e-6)
 
@@ -102,7 +101,7 @@ def test_scales_that_fp16_cannot_hold_stay(tmp_path: Path, pack_dense: Any, int4
     assert export(packed, tmp_path / "out", "mlx").proof.largest_difference == 0.0
 
 
-def test_irregular_layers_are_refused(tmp_path: Path, pack_hybrid: Any, int4_body: Any) -> None:
+def test_irregular_layers_are_refused(tmp_path: Path, pack_hybrid: Any) -> None:
     full, linear = "full_attention", "linear_attention"
     packed = pack_hybrid(int4_body, layer_types=[full, linear, linear, full])
     with pytest.raises(FormatError, match="regular distances"):

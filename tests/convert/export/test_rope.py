@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lowbit.convert.export.export import export
 from lowbit.formats.errors import FormatError
+from tests.convert.export.packed_folders import int4_body, make_packed
 
 YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -69,9 +70,7 @@ def hybrid(hybrid_config: Config) -> Config:
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
-def test_llama_cpp(
-    tmp_path: Path, make_packed: Any, int4_body: Any, kind: str, request: pytest.FixtureRequest
-) -> None:
+def test_llama_cpp(tmp_path: Path, kind: str, request: pytest.FixtureRequest) -> None:
     config: Config = request.getfixturevalue(kind)
     export(make_packed(tmp_path / "packed", config, int4_body), tmp_path / "out", "gguf")
     fields = gguf.GGUFReader(tmp_path / "out" / "out.gguf").fields
@@ -89,7 +88,7 @@ def test_llama_cpp(
 
 @pytest.mark.parametrize("form", ["rope_scaling", "rope_parameters"])
 def test_dense_models_of_mlx_lm_read_the_older_key(
-    tmp_path: Path, make_packed: Any, int4_body: Any, dense_config: Config, form: str
+    tmp_path: Path, dense_config: Config, form: str
 ) -> None:
     dense_config |= {form: YARN | {"beta_fast": 8, "rope_theta": dense_config.pop("rope_theta")}}
     export(make_packed(tmp_path / "packed", dense_config, int4_body), tmp_path / "out", "mlx")
@@ -104,9 +103,7 @@ def test_dense_models_of_mlx_lm_read_the_older_key(
     check(of_transformers(made), of_transformers(dense_config))
 
 
-def test_hybrid_models_of_mlx_lm_read_the_newer_key(
-    tmp_path: Path, make_packed: Any, int4_body: Any, hybrid: Config
-) -> None:
+def test_hybrid_models_of_mlx_lm_read_the_newer_key(tmp_path: Path, hybrid: Config) -> None:
     text = hybrid["text_config"]
     text["rope_scaling"] = text.pop("rope_parameters") | {"type": "yarn"}
     export(make_packed(tmp_path / "packed", hybrid, int4_body), tmp_path / "out", "mlx")
@@ -120,7 +117,7 @@ def test_hybrid_models_of_mlx_lm_read_the_newer_key(
 
 
 def test_a_llama_3_scaling_under_the_newer_key_reaches_mlx_lm(
-    tmp_path: Path, make_packed: Any, int4_body: Any, dense_config: Config
+    tmp_path: Path, dense_config: Config
 ) -> None:
     values = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL: 64}
     rope = {"rope_type": "llama3", "rope_theta": dense_config.pop("rope_theta"), **values}
@@ -132,9 +129,7 @@ def test_a_llama_3_scaling_under_the_newer_key_reaches_mlx_lm(
 
 
 @pytest.mark.parametrize("target", ["gptq", "awq"])
-def test_gptq_and_awq_keep_config_json(
-    tmp_path: Path, make_packed: Any, int4_body: Any, dense: Config, target: Any
-) -> None:
+def test_gptq_and_awq_keep_config_json(tmp_path: Path, dense: Config, target: Any) -> None:
     dense["rope_scaling"] = YARN | {"attention_factor": 1.0, "truncate": False}
     export(make_packed(tmp_path / "packed", dense, int4_body), tmp_path / "out", target)
     assert read(tmp_path / "out")["rope_scaling"] == dense["rope_scaling"]
@@ -156,13 +151,7 @@ def test_gptq_and_awq_keep_config_json(
     ],
 )
 def test_what_an_engine_would_read_as_its_default_is_refused(
-    tmp_path: Path,
-    make_packed: Any,
-    int4_body: Any,
-    dense: Config,
-    target: Any,
-    changes: Config,
-    words: str,
+    tmp_path: Path, dense: Config, target: Any, changes: Config, words: str
 ) -> None:
     dense["rope_scaling"] = YARN | changes
     packed = make_packed(tmp_path / "packed", dense, int4_body)

@@ -39,6 +39,8 @@ from lowbit.formats.tasks import TaskReport, TaskResult
 from tests.convert.report.pages import Page, numbers
 from tests.convert.report.samples import linear, make_report
 
+Figures = dict[str, Any]
+
 MANIFEST = Manifest(
     lowbit_version="0.1.0",
     source=Source("Qwen/Qwen3-0.6B", "0123456789", "aa" * 32, "bb" * 32),
@@ -350,9 +352,10 @@ def test_without_logits_and_manifest() -> None:
 
 def test_extreme_figures() -> None:
     rows = (linear("model.layers.0.mlp.up_proj", error=0.0, output=0.0),)
+    zeros: Figures = dict.fromkeys(("kl_mean", "kl_p95", "kl_p99", "kl_max"), 0.0)
     report = make_report(
         rows,
-        **dict.fromkeys(("kl_mean", "kl_p95", "kl_p99", "kl_max"), 0.0),
+        **zeros,
         windows=1,
         window_series=(Window(900.0, 800.0, 0.0),),
         perplexity_packed=math.inf,
@@ -374,7 +377,7 @@ def test_infinities(extras: dict[str, Any]) -> None:
     )
     extras["kinds"] = tuple(replace(k, kl_mean=inf, perplexity_packed=inf) for k in extras["kinds"])
     extras["noise"] = Noise(inf, inf, 0.5)
-    figures = dict.fromkeys(("kl_mean", "kl_p95", "kl_p99", "kl_max", "cosine_mean"), inf)
+    figures: Figures = dict.fromkeys(("kl_mean", "kl_p95", "kl_p99", "kl_max", "cosine_mean"), inf)
     text = render_html(make_report(rows, **figures, **extras), MANIFEST, "m", ROOMS)
     assert Page(text).facts["Mean KL divergence"].startswith("∞")
     assert not re.search(r'="[^"]*\b(nan|inf)\b', text)
