@@ -205,8 +205,3 @@ def standing_sequences(
         engine.runner.apply([OpenRow(sequence, None, None)])
         sequences.append(sequence)
     return sequences
-
-
-def standing_sequence(engine: Engine, tokens: int, new_tokens: int) -> TokenSequence:
-    """One of `standing_sequences`."""
-    return standing_sequences(engine, 1, tokens, new_tokens)[0]

@@ -244,6 +244,7 @@ def test_card_warns_of_several_schemes() -> None:
 def test_card_names_schemes_that_vllm_does_not_load(opened: PackedCheckpoint, reason: str) -> None:
     card = render(make_report(), opened)
     assert "vllm serve" not in card
+    assert "lowbit-run FOLDER" in card  # which serves 3 bits, too
     assert f"vLLM does not load this file:\n\n- {reason}" in card
 
 
@@ -251,12 +252,6 @@ def test_card_names_schemes_that_lowbit_run_does_not_serve() -> None:
     card = render(make_report(), packed({UP: Scheme(5, 128)}))
     assert "lowbit-run FOLDER" not in card
     assert "`lowbit-run` does not serve this file: 5-bit weights" in card
-
-
-def test_card_names_3_bits_as_served_by_lowbit_run_alone() -> None:
-    card = render(make_report(), packed({UP: Scheme(3, 128)}))
-    assert "lowbit-run FOLDER" in card
-    assert "vLLM does not load this file" in card
 
 
 def test_a_packed_head_needs_a_new_vllm() -> None:
