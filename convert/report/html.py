@@ -56,7 +56,7 @@ def render_html(
         worst=linears.worst(report.weights, WORST, by_output=outputs),
         schemes=sorted({linears.scheme_text(row) for row in report.weights}),
         size_shares=size_shares,
-        largest_share=max((room.share for room in size_shares), default=0.0),
+        largest_share=max((part.share for part in size_shares), default=0.0),
         size_text=formatting.size_text(report),
         tasks=tasks,
         speed=speed,

@@ -60,10 +60,9 @@ def test_verifying_a_folder_that_was_not_calibrated(
     ("model", "content"),
     [
         ("readable", STORY),
-        ("readable", json.dumps({"text": STORY}) + "\n"),
         ("short", json.dumps({"messages": TURNS}) + "\n"),
     ],
-    ids=["text", "jsonl", "messages"],
+    ids=["text", "messages"],
 )
 def test_a_pipe_is_read_once(
     cli: "Cli", tmp_path: Path, request: pytest.FixtureRequest, model: str, content: str

@@ -52,7 +52,7 @@ MANIFEST = Manifest(
         "bundled text", "9a" * 32, 128, 512, False, "cpu", 1, "2.13.0+cpu", "5.22.0"
     ),
 )
-ROOMS = (
+SHARES = (
     SizeShare("MLP", "INT4 g128", 7_000_000, 1_800_000, 0.6),
     SizeShare("head", "INT8 g128", None, 1_200_000, 0.4),
 )
@@ -151,7 +151,7 @@ def test_notes_and_warnings(extras: dict[str, Any]) -> None:
 
 
 def test_changes_row_by_row(full: QualityReport) -> None:
-    page = Page(render_html(full, MANIFEST, "m", ROOMS, TASKS))
+    page = Page(render_html(full, MANIFEST, "m", SHARES, TASKS))
     changes = {row[0]: row[1:] for row in page.rows["changes"]}
     assert changes["Figure"] == ["Packed", "BF16 alone"]
     assert changes["KL divergence, mean nats per token"] == ["0.0180 ± 0.0004", "0.000300"]
@@ -165,7 +165,7 @@ def test_changes_row_by_row(full: QualityReport) -> None:
 
 
 def test_linears_bytes_and_tasks_row_by_row(full: QualityReport) -> None:
-    page = Page(render_html(full, MANIFEST, "m", ROOMS, TASKS))
+    page = Page(render_html(full, MANIFEST, "m", SHARES, TASKS))
     (kind,) = (row for row in page.rows["layers"] if row[0].startswith("up_proj INT4 g128"))
     assert [numbers(cell) for cell in kind[1:]] == [[5.55], [10], [10], [1]]
     assert page.rows["bytes"][1:] == [
@@ -190,7 +190,7 @@ def test_linears_bytes_and_tasks_row_by_row(full: QualityReport) -> None:
 
 
 def test_how_it_was_made(full: QualityReport) -> None:
-    page = Page(render_html(full, MANIFEST, "m", ROOMS, TASKS))
+    page = Page(render_html(full, MANIFEST, "m", SHARES, TASKS))
     made = making(page)
     assert made["Command to make it again"] == full.command
     assert made["Overrides"] == "*.down_proj=8"
@@ -209,7 +209,7 @@ def test_how_it_was_made(full: QualityReport) -> None:
 
 
 def test_contents_lead_to_the_sections_in_order(full: QualityReport) -> None:
-    text = render_html(full, MANIFEST, "m", ROOMS, TASKS)
+    text = render_html(full, MANIFEST, "m", SHARES, TASKS)
     nav = text[text.index("<nav") : text.index("</nav>")]
     sections = re.findall(r'<section id="(\w+)"', text)
     assert re.findall(r'href="#(\w+)"', nav) == sections
@@ -268,13 +268,13 @@ def test_heads_for_drafts(extras: dict[str, Any]) -> None:
         draft_head=DraftVocabulary(1000, 128, "own.txt", "5a" * 32, 90_000, 0.981, 0.962),
         mtp_training=MtpTraining("stories.txt", "6b" * 32, 600, "cpu", 2.69, 3.12),
     )
-    page = Page(render_html(make_report(**extras), made, "m", ROOMS))
+    page = Page(render_html(make_report(**extras), made, "m", SHARES))
     assert numbers(making(page)[name])[:3] == [600, 2.69, 3.12]
     assert all(f"{share} %" in page.text for share in (95.4, 98.1, 96.2))
 
 
 def test_nothing_is_fetched_or_run(full: QualityReport) -> None:
-    text = render_html(full, MANIFEST, "m", ROOMS, TASKS)
+    text = render_html(full, MANIFEST, "m", SHARES, TASKS)
     page = Page(text)
     forbidden = {"script", "link", "iframe", "object", "base", "img", "image", "use"}
     assert not forbidden & set(page.tags)
@@ -288,7 +288,7 @@ def test_nothing_is_fetched_or_run(full: QualityReport) -> None:
 
 
 def test_headings_do_not_skip_and_plots_have_words(full: QualityReport) -> None:
-    page = Page(render_html(full, MANIFEST, "m", ROOMS, TASKS))
+    page = Page(render_html(full, MANIFEST, "m", SHARES, TASKS))
     levels = [int(tag[1]) for tag in page.tags if re.fullmatch(r"h[1-6]", tag)]
     assert levels[0] == 1
     assert levels.count(1) == 1
@@ -378,7 +378,7 @@ def test_infinities(extras: dict[str, Any]) -> None:
     extras["kinds"] = tuple(replace(k, kl_mean=inf, perplexity_packed=inf) for k in extras["kinds"])
     extras["noise"] = Noise(inf, inf, 0.5)
     figures: Figures = dict.fromkeys(("kl_mean", "kl_p95", "kl_p99", "kl_max", "cosine_mean"), inf)
-    text = render_html(make_report(rows, **figures, **extras), MANIFEST, "m", ROOMS)
+    text = render_html(make_report(rows, **figures, **extras), MANIFEST, "m", SHARES)
     assert Page(text).facts["Mean KL divergence"].startswith("∞")
     assert not re.search(r'="[^"]*\b(nan|inf)\b', text)
 

@@ -12,7 +12,7 @@ from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from tests.conversions import convert
 
 
-def rooms_of(folder: Path) -> tuple[list[SizeShare], int]:
+def shares_of(folder: Path) -> tuple[list[SizeShare], int]:
     total = measure_sizes(open_packed(folder)).folder_bytes
     return where_bytes_went(open_packed(folder), total), total
 
@@ -23,14 +23,14 @@ def packed(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Conversion:
 
 
 def test_bytes_add_up_to_the_folder(packed: Conversion) -> None:
-    rooms, total = rooms_of(packed.folder)
-    assert sum(room.after for room in rooms) == total
-    assert sum(room.share for room in rooms) == pytest.approx(1.0)
-    assert [room.after for room in rooms] == sorted((r.after for r in rooms), reverse=True)
+    shares, total = shares_of(packed.folder)
+    assert sum(share.after for share in shares) == total
+    assert sum(share.share for share in shares) == pytest.approx(1.0)
+    assert [share.after for share in shares] == sorted((s.after for s in shares), reverse=True)
 
 
 def test_parts_against_the_headers(packed: Conversion, tiny: Path) -> None:
-    found = {(room.part, room.precision): room for room in rooms_of(packed.folder)[0]}
+    found = {(share.part, share.precision): share for share in shares_of(packed.folder)[0]}
     after, before = open_checkpoint(packed.folder).tensors, open_checkpoint(tiny).tensors
     mlp = found["MLP", "INT4 g128"]
     assert mlp.after == sum(info.nbytes for name, info in after.items() if ".mlp." in name)
@@ -51,18 +51,18 @@ def test_without_a_manifest(packed: Conversion) -> None:
     content = manifest.read_bytes()
     manifest.unlink()
     try:
-        rooms, total = rooms_of(packed.folder)
+        shares, total = shares_of(packed.folder)
     finally:
         manifest.write_bytes(content)
-    assert all(room.before is None for room in rooms)
-    assert sum(room.after for room in rooms) == total
+    assert all(share.before is None for share in shares)
+    assert sum(share.after for share in shares) == total
 
 
 def test_a_hybrid(tmp_path: Path, hybrid: Path) -> None:
     folder = convert(hybrid, tmp_path / "packed", Recipe()).folder
-    rooms, total = rooms_of(folder)
-    assert sum(room.after for room in rooms) == total
-    parts = {(room.part, room.precision) for room in rooms}
+    shares, total = shares_of(folder)
+    assert sum(share.after for share in shares) == total
+    parts = {(share.part, share.precision) for share in shares}
     assert {
         ("DeltaNet", "INT4 g128"),
         ("DeltaNet", "INT8 g128"),
@@ -70,5 +70,5 @@ def test_a_hybrid(tmp_path: Path, hybrid: Path) -> None:
         ("vision tower", "BF16"),
     } <= parts
     # What is small shares the last row.
-    assert "norms" in rooms[-1].part
-    assert sum(room.share < 0.005 for room in rooms) <= 1
+    assert "norms" in shares[-1].part
+    assert sum(share.share < 0.005 for share in shares) <= 1
