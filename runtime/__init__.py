@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lowbit.runtime.engine.load import load
     from lowbit.runtime.engine.load_options import LoadOptions
     from lowbit.runtime.engine.model import Model
-    from lowbit.runtime.engine.request import TokenRequest
+    from lowbit.runtime.engine.request import Request
     from lowbit.runtime.engine.stats import Speculated
     from lowbit.runtime.engine.stream import Generation, Handle, Stream, Timings
     from lowbit.runtime.state.sampler import SamplingParams
@@ -29,11 +29,11 @@ __all__ = [
     "Message",
     "Model",
     "Piece",
+    "Request",
     "SamplingParams",
     "Speculated",
     "Stream",
     "Timings",
-    "TokenRequest",
     "load",
 ]
 
@@ -49,7 +49,7 @@ _HOMES = {
     "Speculated": "engine.stats",
     "Stream": "engine.stream",
     "Timings": "engine.stream",
-    "TokenRequest": "engine.request",
+    "Request": "engine.request",
     "load": "engine.load",
 }
 

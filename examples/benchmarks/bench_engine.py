@@ -24,7 +24,7 @@ from bench_kernels import elapsed_us
 from random_engine import random_engine
 
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.lab.bench import GREEDY
 from lowbit.runtime.state.pages import pages_for
 from lowbit.runtime.state.step import NO_SLOT, Step
@@ -183,7 +183,7 @@ def pressure(size: str, bits: int, tokens: int = HISTORY) -> None:
 
 def _first_beside(engine: Engine, ids: list[int]) -> tuple[float, float]:
     """Time to the first token of a prompt, and the longest step until then: ms."""
-    handle = engine.submit(TokenRequest(tuple(ids), GREEDY, 4))
+    handle = engine.submit(Request(tuple(ids), GREEDY, 4))
     marks = [time.perf_counter()]
     while not handle.begun:
         engine.step()
@@ -201,7 +201,7 @@ def wait_beside(engine: Engine, first: int) -> tuple[float, float]:
         engine.step()
     for _ in range(20):
         engine.step()
-    request = TokenRequest(tuple(ids_of(LONG_PROMPT, first)), GREEDY, 4)
+    request = Request(tuple(ids_of(LONG_PROMPT, first)), GREEDY, 4)
     gaps, begun = [], time.perf_counter()
     handle = engine.submit(request)
     mark = begun

@@ -34,7 +34,7 @@ from lowbit.runtime.engine.load import load
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import ChosenType
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.lab.bench import GREEDY
 from lowbit.runtime.text.tokenizer import load_tokenizer
@@ -95,7 +95,7 @@ class Client:
     _handle: Handle | None = None
     _asked: float = 0.0
 
-    def ask(self, engine: Engine, request: TokenRequest) -> None:
+    def ask(self, engine: Engine, request: Request) -> None:
         """Send the next request."""
         self.left, self.first_s = self.left - 1, 0.0
         self._handle, self._asked = engine.submit(request), time.perf_counter()
@@ -130,7 +130,7 @@ def engine_alone(engine: Engine, clients: int, prompt: int, new: int) -> dict[st
             if client.left == ROUNDS and not begun:
                 begun = now
             number += 1
-            client.ask(engine, TokenRequest(tuple(ids_of(prompt, number)), GREEDY, new))
+            client.ask(engine, Request(tuple(ids_of(prompt, number)), GREEDY, new))
             running[number] = client
             resting.remove(client)
         engine.step()

@@ -20,7 +20,7 @@ from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.memory import snapshots_for
 from lowbit.runtime.engine.plan import OpenRow
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.sequence import Sequence as TokenSequence
 from lowbit.runtime.kernels.codec import CODECS
@@ -198,7 +198,7 @@ def standing_sequences(
     engine.runner.batch = []
     sequences, free = [], 1
     for row in range(1, 1 + count):
-        sequence = TokenSequence(TokenRequest((0,) * tokens), count=new_tokens, seed=0)
+        sequence = TokenSequence(Request((0,) * tokens), count=new_tokens, seed=0)
         sequence.row, sequence.length = row, tokens
         sequence.pages = list(range(free, free + sequence.page_count))
         free += sequence.page_count

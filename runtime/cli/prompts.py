@@ -34,7 +34,7 @@ from lowbit.runtime.text.chat import plain_messages
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.model import Model
-    from lowbit.runtime.engine.request import TokenRequest
+    from lowbit.runtime.engine.request import Request
 
 
 REQUESTS, ANSWERS = "file of prompts", "file of answers"
@@ -293,7 +293,7 @@ def _note_failure(line: PromptLine, error: LowbitError) -> None:
     note(f"! line {line.number}, {line.id}: {error}{hint}")
 
 
-def _request(model: "Model", line: PromptLine) -> "TokenRequest | LowbitError":
+def _request(model: "Model", line: PromptLine) -> "Request | LowbitError":
     """A request, or the reason why it cannot be made."""
     settings, prompt = line.settings, line.prompt
     asked = settings.prompt(prompt) if isinstance(prompt, str) else prompt

@@ -25,7 +25,7 @@ from lowbit.formats.machine.system import explained
 from lowbit.runtime.backends.step_threads import StepThreads
 from lowbit.runtime.engine.constraints import free_tokens_of, restrict
 from lowbit.runtime.engine.draft_source import DraftSource
-from lowbit.runtime.engine.request import Limits, TokenRequest
+from lowbit.runtime.engine.request import Limits, Request
 from lowbit.runtime.engine.results import PendingStep
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.scheduler import Scheduler, next_chunk_end
@@ -88,7 +88,7 @@ class Engine:
         self._paused: Chunk | None = None
         self._interrupted = False  # set while a step runs, and after one that was left halfway
 
-    def submit(self, request: TokenRequest) -> Handle:
+    def submit(self, request: Request) -> Handle:
         """Queue a request without waiting for the running step; its handle gives the tokens.
 
         Raises:
@@ -110,7 +110,7 @@ class Engine:
 
     def generate(self, prompt: Ids[int], params: SamplingParams, count: int) -> Handle:
         """Up to `count` new tokens after a prompt, whatever they are; see `submit`."""
-        return self.submit(TokenRequest(tuple(prompt), params, count))
+        return self.submit(Request(tuple(prompt), params, count))
 
     def next_token(self, sequence: Sequence) -> int | None:
         """Next token of a sequence, None once it has ended; runs steps for all requests meanwhile.
@@ -206,7 +206,7 @@ class Engine:
                 that is no token's, or other requests leave no room.
         """
         self.limits.check_prompt(ids, start)
-        sequence = Sequence(TokenRequest(tuple(ids)), count=1, seed=0)
+        sequence = Sequence(Request(tuple(ids)), count=1, seed=0)
         return self._by_owner(self._all_logits, sequence, start)
 
     def _all_logits(self, sequence: Sequence, start: int) -> Tensor:

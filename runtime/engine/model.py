@@ -16,7 +16,7 @@ from lowbit.runtime.engine.constraints import ConstraintFactory
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import ChosenType
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.stream import Generation, Stream, answer_all
 from lowbit.runtime.models.loader import OpenedModel
@@ -226,7 +226,7 @@ class Model:
         max_thinking_tokens: int | None = None,
         grammar: Grammar | None = None,
         constraint: Constraint | None = None,
-    ) -> TokenRequest:
+    ) -> Request:
         """A checked request; arguments and errors as in `stream_ids`.
 
         constraint: limits the whole output, in place of a grammar and a limit of the reasoning;
@@ -236,7 +236,7 @@ class Model:
             raise RequestError("`constraint` excludes `grammar` and `max_thinking_tokens`")
         if not all(stop):
             raise RequestError("a stop string is empty")
-        request = TokenRequest(
+        request = Request(
             prompt=tuple(ids),
             sampling=sampling or self.defaults,
             max_new_tokens=max_new_tokens,
@@ -316,7 +316,7 @@ class Model:
                 out of range.
             CheckpointError: logits are NaN or infinite.
         """
-        request = TokenRequest(tuple(ids), max_new_tokens=0, prompt_logprobs=top)
+        request = Request(tuple(ids), max_new_tokens=0, prompt_logprobs=top)
         handle = self.engine.submit(request)
         handle.result()
         return list(handle.prompt_log_probabilities)

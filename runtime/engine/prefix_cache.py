@@ -8,7 +8,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.state.pages import PAGE, pages_for
 from lowbit.runtime.state.pool import Pool
 
@@ -184,7 +184,7 @@ def new_prefix(
     )
 
 
-def prefix_keys(ids: Sequence[int], request: TokenRequest) -> NDArray[np.int64]:
+def prefix_keys(ids: Sequence[int], request: Request) -> NDArray[np.int64]:
     """Keys of a request's tokens, [T] int64: equal where they compute the same keys and values.
 
     They are ids, changed by the hash of whatever else goes into the prompt at these tokens. The

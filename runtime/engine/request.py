@@ -14,7 +14,7 @@ from lowbit.runtime.text.tools import CallForm, Tool
 
 
 @dataclass(frozen=True, slots=True)
-class TokenRequest:
+class Request:
     """A request to continue token ids; the engine looks at nothing below `client`.
 
     Attributes:
@@ -69,7 +69,7 @@ class Limits:
     vocabulary: int  # number of token ids that can be chosen
     pages: int  # of the cache
 
-    def check(self, request: TokenRequest) -> TokenRequest:
+    def check(self, request: Request) -> Request:
         """The request with its `count`: as many tokens as it asks for, or as the context holds.
 
         Raises:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lowbit.formats.errors import LowbitError, RequestError
-from lowbit.runtime.engine.request import TokenRequest, pages_needed
+from lowbit.runtime.engine.request import Request, pages_needed
 from lowbit.runtime.engine.stats import Tally
 from lowbit.runtime.state.host_rings import LogProbabilities
 from lowbit.runtime.state.step import NO_SLOT, Span
@@ -26,7 +26,7 @@ class TokenLogProbabilities:
 class Sequence:
     """A request with its place in the batch, the cache and the output."""
 
-    request: TokenRequest  # what the user asked for
+    request: Request  # what the user asked for
     count: int  # most new tokens
     seed: int  # of its random numbers
     phase: Phase = "waiting"  # waiting for room, running its prompt, decoding, or ended

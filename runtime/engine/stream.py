@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.runtime.engine.delta import AnswerToken, Delta, End, FinishReason
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.sequence import Finish, TokenLogProbabilities
 from lowbit.runtime.engine.sequence import Sequence as TokenSequence
 from lowbit.runtime.engine.stats import Speculated, Tally
@@ -195,7 +195,7 @@ class Generation:
 class Answer:
     """The answer to one request while its tokens become text, which the caller keeps."""
 
-    request: TokenRequest  # request that is answered
+    request: Request  # request that is answered
     tokenizer: Tokenizer  # tokenizer of the model
     handle: Handle  # source of the tokens
     index: int = 0  # number of the answer among those of its request
@@ -345,7 +345,7 @@ class Stream(Iterator[str]):
         pieces: the same with the reasoning before it; iterate one of the two.
     """
 
-    def __init__(self, engine: "Engine", tokenizer: Tokenizer, request: TokenRequest) -> None:
+    def __init__(self, engine: "Engine", tokenizer: Tokenizer, request: Request) -> None:
         """Prepare the request, which is submitted at the first `next`."""
         self._made: list[Generation] = []  # empty until the end
         self.pieces = _pieces(engine, tokenizer, request, self._made)
@@ -373,7 +373,7 @@ class Stream(Iterator[str]):
 
 
 def _pieces(
-    engine: "Engine", tokenizer: Tokenizer, request: TokenRequest, made: list[Generation]
+    engine: "Engine", tokenizer: Tokenizer, request: Request, made: list[Generation]
 ) -> Generator[Piece, None, None]:
     """Pieces of an answer, whose result is put into `made` behind the last one.
 
@@ -402,7 +402,7 @@ def _pieces_of(events: Iterable[Event]) -> list[Piece]:
 
 
 def answer_all(
-    engine: "Engine", tokenizer: Tokenizer, requests: Iterable[TokenRequest | LowbitError]
+    engine: "Engine", tokenizer: Tokenizer, requests: Iterable[Request | LowbitError]
 ) -> Iterator[tuple[int, Generation | LowbitError]]:
     """Run requests together, as many as there is room for.
 
@@ -424,7 +424,7 @@ def answer_all(
         while more and len(running) < engine.runner.rows + beside:
             number, request = next(waiting, (-1, None))
             more = request is not None
-            if isinstance(request, TokenRequest):
+            if isinstance(request, Request):
                 try:
                     answer = Answer(request, tokenizer, engine.submit(request))
                     running[number] = answer, []

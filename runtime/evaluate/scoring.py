@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.results import nonfinite_error
 from lowbit.runtime.engine.stream import Stream
 from lowbit.runtime.state.sampler import SamplingParams
@@ -152,7 +152,7 @@ def carry_on(
     tokenizer = model.tokenizer
     kept = tuple(prompt[-room:])
     special = {tokenizer.token_id(stop) for stop in continuation.stops} & tokenizer.special_ids
-    request = TokenRequest(
+    request = Request(
         prompt=kept,
         sampling=continuation.sampling,
         max_new_tokens=continuation.count,

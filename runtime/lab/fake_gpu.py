@@ -32,7 +32,7 @@ from lowbit.runtime.engine.chunks import CHUNK_WIDTHS, Chunks
 from lowbit.runtime.engine.graphs import STEP_WIDTHS, Graphs, round_kv_len, width_for
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import Account, asked_cache, choose_cache_type
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import Runner, new_runner
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.kernels.launch.card import Card
@@ -164,7 +164,7 @@ def reaches_of(context: int) -> Iterator[int]:
 
 def send_chunk(runner: Runner, count: int, first: int) -> None:
     """Send a chunk of a prompt whose tokens begin at position `first`."""
-    sequence = Sequence(TokenRequest(()), count=1, seed=0, row=1, length=first)
+    sequence = Sequence(Request(()), count=1, seed=0, row=1, length=first)
     sequence.pages = list(range(1, 1 + runner.tables.shape[1]))
     last_of(runner.chunk(sequence, [0] * count))
 

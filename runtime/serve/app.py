@@ -8,11 +8,12 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
 
 from lowbit.formats.errors import LowbitError
 from lowbit.runtime.serve.apis import (
@@ -91,7 +92,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
     return app.openapi_schema
 
 
-async def _failed(request: Request, error: Exception) -> Response:
+async def _failed(request: HttpRequest, error: Exception) -> Response:
     """Answer with the error of an endpoint, as its API writes errors."""
     if isinstance(error, ClientLeftError):
         return Response(status_code=CLIENT_LEFT)
@@ -100,7 +101,7 @@ async def _failed(request: Request, error: Exception) -> Response:
     return shown.response(request.scope["path"])
 
 
-def _shown(request: Request, error: Exception) -> ApiError:
+def _shown(request: HttpRequest, error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, LowbitError):

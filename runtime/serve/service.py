@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 
 from lowbit.formats.errors import LowbitError
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import Answer
 from lowbit.runtime.serve.answers import Answers, leaving
 from lowbit.runtime.serve.errors import (
@@ -203,7 +203,7 @@ class Service:
             task.cancel()
             watch.cancel()
 
-    def begin(self, http: HttpRequest, requests: Sequence[TokenRequest]) -> Answers:
+    def begin(self, http: HttpRequest, requests: Sequence[Request]) -> Answers:
         """Ask the engine for answers.
 
         Args:

@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import BaseModel
+from starlette.requests import Request as HttpRequest
 
 from lowbit.runtime.serve.apis.page import PAGE_POLICY, page_headers
 
@@ -59,9 +60,9 @@ def with_schemas(document: dict[str, Any], *schemas: type[BaseModel]) -> dict[st
 
 
 @router.get("/docs", response_model=None)
-async def docs(request: Request) -> Response:
+async def docs(http: HttpRequest) -> Response:
     """The API as a page."""
-    content = page(request.app.openapi(), str(request.base_url)).encode()
+    content = page(http.app.openapi(), str(http.base_url)).encode()
     return Response(content, headers=page_headers(PAGE_POLICY), media_type="text/html")
 
 

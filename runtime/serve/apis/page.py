@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
+from starlette.requests import Request as HttpRequest
 
 from lowbit.formats.file_names import HTML_FILE
 from lowbit.runtime.serve.errors import ApiError
@@ -29,13 +30,13 @@ REPORT_POLICY = (
 
 
 @router.get("/", response_model=None)
-async def index(request: Request) -> Response:
+async def index(http: HttpRequest) -> Response:
     """The page."""
     return _file(FOLDER / INDEX, PAGE_POLICY)
 
 
 @router.get("/page/{name}", response_model=None)
-async def part(request: Request, name: str) -> Response:
+async def part(http: HttpRequest, name: str) -> Response:
     """A file of the page."""
     known = {path.name: path for path in FOLDER.iterdir() if path.suffix in TYPES}
     if name not in known:
@@ -44,9 +45,9 @@ async def part(request: Request, name: str) -> Response:
 
 
 @router.get("/report", response_model=None)
-async def report(request: Request) -> Response:
+async def report(http: HttpRequest) -> Response:
     """The quality report of the model's folder, where it has one."""
-    path = service_of(request).model.folder / HTML_FILE
+    path = service_of(http).model.folder / HTML_FILE
     if not path.is_file():
         raise ApiError(404, f"the model's folder has no {HTML_FILE}")
     return _file(path, REPORT_POLICY)

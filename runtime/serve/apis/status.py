@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.requests import Request as HttpRequest
 
 from lowbit.formats.file_names import HTML_FILE
 from lowbit.formats.sampling_ranges import SETTINGS
@@ -17,9 +18,9 @@ router = APIRouter()
 
 
 @router.get("/health", tags=["server"], response_model=None)
-async def health(request: Request) -> Response:
+async def health(http: HttpRequest) -> Response:
     """200 while answers can be made, 503 else: a step failed or hangs, or the server ends."""
-    service = service_of(request)
+    service = service_of(http)
     failed = service.draining or service.failing or service.worker.error is not None
     status = "draining" if service.draining else "failed" if failed else "ok"
     content = {
@@ -31,9 +32,9 @@ async def health(request: Request) -> Response:
 
 
 @router.get("/metrics", tags=["server"], response_model=None)
-async def metrics(request: Request) -> Response:
+async def metrics(http: HttpRequest) -> Response:
     """Metrics for Prometheus."""
-    service = service_of(request)
+    service = service_of(http)
     engine = service.model.engine
     memory = service.grammars.memory
     collector = Collector(
@@ -47,9 +48,9 @@ async def metrics(request: Request) -> Response:
 
 
 @router.get("/v1/models", tags=["models"], response_model=None)
-async def list_models(request: Request) -> dict[str, Any]:
+async def list_models(http: HttpRequest) -> dict[str, Any]:
     """The model, under each of its names."""
-    service = service_of(request)
+    service = service_of(http)
     found = [_model(service, name) for name in service.settings.names]
     return {
         "object": "list",
@@ -61,9 +62,9 @@ async def list_models(request: Request) -> dict[str, Any]:
 
 
 @router.get("/v1/models/{name:path}", tags=["models"], response_model=None)
-async def get_model(request: Request, name: str) -> dict[str, Any]:
+async def get_model(http: HttpRequest, name: str) -> dict[str, Any]:
     """The model, by one of its names."""
-    service = service_of(request)
+    service = service_of(http)
     if not service.has_name(name):
         raise ApiError(404, f"the model `{cut(name)}` does not exist", code="model_not_found")
     return _model(service, name)

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import Field, model_validator
+from starlette.requests import Request as HttpRequest
 
 from lowbit.formats.text.settings import read_settings
 from lowbit.runtime.engine.model import Model
@@ -50,9 +51,9 @@ router = APIRouter()
 
 
 @router.post("/tokenize", **documented(TokenizeBody, "tokens"))
-async def tokenize(request: Request) -> dict[str, Any]:
+async def tokenize(http: HttpRequest) -> dict[str, Any]:
     """Token ids of a text or a conversation."""
-    service, body = await read_request(request, TokenizeBody)
+    service, body = await read_request(http, TokenizeBody)
     ids = await service.in_thread(lambda: _encode(service.model, body))
     found: dict[str, Any] = {
         "count": len(ids),
@@ -75,9 +76,9 @@ def _encode(model: Model, body: TokenizeBody) -> Sequence[int]:
 
 
 @router.post("/detokenize", **documented(DetokenizeBody, "tokens"))
-async def detokenize(request: Request) -> dict[str, Any]:
+async def detokenize(http: HttpRequest) -> dict[str, Any]:
     """The text of token ids, names of special tokens included."""
-    service, body = await read_request(request, DetokenizeBody)
+    service, body = await read_request(http, DetokenizeBody)
     tokenizer = service.model.tokenizer
     if max(body.tokens, default=0) >= tokenizer.vocabulary:
         raise invalid(f"token ids must be between 0 and {tokenizer.vocabulary - 1}", "tokens")
@@ -86,9 +87,9 @@ async def detokenize(request: Request) -> dict[str, Any]:
 
 
 @router.get("/tokenizer_info", tags=["tokens"], response_model=None)
-async def tokenizer_info(request: Request) -> dict[str, Any]:
+async def tokenizer_info(http: HttpRequest) -> dict[str, Any]:
     """Special tokens and the chat template, for clients that render prompts themselves."""
-    model = service_of(request).model
+    model = service_of(http).model
     tokens = read_settings(model.folder).special_tokens
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from lowbit.formats.errors import RequestError
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.body import Body, Ignored
 from lowbit.runtime.serve.request.explain import WRONG
@@ -185,7 +185,7 @@ class AskedGrammar:
 
 def asked_grammar(
     tokenizer: Tokenizer,
-    request: TokenRequest,
+    request: Request,
     format: AnswerFormat | None,
     choice: ChoiceMode,
     tool: str | None,
@@ -247,7 +247,7 @@ def grammar_of_format(format: AnswerFormat) -> AskedGrammar:
 
 def _grammar_of_calls(
     tokenizer: Tokenizer,
-    request: TokenRequest,
+    request: Request,
     form: CallForm,
     choice: str,
     format: AnswerFormat | None,

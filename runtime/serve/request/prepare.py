@@ -13,7 +13,7 @@ from lowbit.formats.files.strict_json import loads
 from lowbit.formats.sampling_ranges import SEEDS, SETTINGS
 from lowbit.formats.text.template import THINKING
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.serve.answers import Answers
 from lowbit.runtime.serve.errors import ApiError, ClientLeftError, invalid, of_lowbit
 from lowbit.runtime.serve.request.body import AnswerBody, Body, ModelBody
@@ -124,7 +124,7 @@ async def open_answers(
     service.check_open(body.count, record.client)
     left_out: list[str] = []
 
-    def prepare() -> tuple[Asked, list[TokenRequest], AskedGrammar | None]:
+    def prepare() -> tuple[Asked, list[Request], AskedGrammar | None]:
         asked = asked_of(model, body)
         left_out.extend(asked.left_out)
         left_out.extend(asked.format.left_out if asked.format is not None else ())
@@ -132,8 +132,8 @@ async def open_answers(
         return asked, wanted if grammar is not None else each_answer(asked, wanted), grammar
 
     def each_answer(
-        asked: Asked, wanted: Sequence[TokenRequest], limit: Grammar | StrictCalls | None = None
-    ) -> list[TokenRequest]:
+        asked: Asked, wanted: Sequence[Request], limit: Grammar | StrictCalls | None = None
+    ) -> list[Request]:
         budget = service.settings.max_thinking_tokens if asked.budget is None else asked.budget
         return [
             replace(
@@ -186,7 +186,7 @@ async def _compiled(http: HttpRequest, service: Service, asked: AskedGrammar) ->
 
 def requests_of(
     model: Model, asked: Asked, left_out: list[str]
-) -> tuple[list[TokenRequest], AskedGrammar | None]:
+) -> tuple[list[Request], AskedGrammar | None]:
     """A checked request for every prompt, without constraint, and the grammar for one.
 
     `left_out` as in `encode`.
@@ -200,11 +200,11 @@ def requests_of(
         grammar = asked_grammar(tokenizer, prompt, format, asked.choice, asked.tool)
         return [_with_options(model, prompt, asked)], grammar
     grammar = None if asked.format is None else grammar_of_format(asked.format)
-    prompts = [TokenRequest(tuple(ids)) for ids in asked.prompts]
+    prompts = [Request(tuple(ids)) for ids in asked.prompts]
     return [_with_options(model, each, asked) for each in prompts], grammar
 
 
-def encode(model: Model, asked: Asked, left_out: list[str] | None = None) -> TokenRequest:
+def encode(model: Model, asked: Asked, left_out: list[str] | None = None) -> Request:
     """A request with the prompt of messages, and with what tells calls from text.
 
     Args:
@@ -227,7 +227,7 @@ def encode(model: Model, asked: Asked, left_out: list[str] | None = None) -> Tok
         )
     except TooLongError as error:
         raise TooLongError(str(error), hint=f"the context is {model.context} tokens") from None
-    return TokenRequest(
+    return Request(
         tuple(ids),
         begin=output_start(ids, model.tokenizer),
         tools=tools,
@@ -268,7 +268,7 @@ def can_switch_thinking(model: Model) -> bool:
     return model.template is not None and THINKING in model.template.source
 
 
-def _with_options(model: Model, request: TokenRequest, asked: Asked) -> TokenRequest:
+def _with_options(model: Model, request: Request, asked: Asked) -> Request:
     for index, id in enumerate(asked.stop_ids):
         if not 0 <= id < model.engine.limits.vocabulary:
             where = f"stop_token_ids[{index}]"

@@ -15,7 +15,7 @@ from lowbit.runtime import thresholds
 from lowbit.runtime.engine.chunks import CHUNK_WIDTHS, Chunks, width_of
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.plan import CHUNK
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 from tests.runtime.engine.graph_stand_in import run_through_graphs
 
@@ -49,7 +49,7 @@ def answer(model: lowbit.Model, ids: list[int], count: int = 3) -> tuple[Any, ..
     """Tokens, and all log-probabilities, of a request of which nothing is kept."""
     model.engine.forget()
     params = lowbit.SamplingParams(logprobs=2)
-    handle = model.engine.submit(TokenRequest(tuple(ids), params, count, prompt_logprobs=2))
+    handle = model.engine.submit(Request(tuple(ids), params, count, prompt_logprobs=2))
     tokens = handle.result()
     return tokens, list(handle.log_probabilities), handle.prompt_log_probabilities
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine.chunks import CHUNK_WIDTHS
 from lowbit.runtime.engine.graphs import Graphs
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.state.pages import PAGE
 
 FAR = 2048  # tokens
@@ -69,7 +69,7 @@ def left_by(model: lowbit.Model, ids: list[int]) -> list[Any]:
     engine = model.engine
     engine.forget()
     params = lowbit.SamplingParams(logprobs=3)
-    handle = engine.submit(TokenRequest(tuple(ids), params, NEW, prompt_logprobs=3))
+    handle = engine.submit(Request(tuple(ids), params, NEW, prompt_logprobs=3))
     sequence = handle._sequence
     while sequence.length < len(ids):
         engine.step()

@@ -13,7 +13,7 @@ from lowbit.runtime.backends import cpu
 from lowbit.runtime.engine import sequence as engine_sequence
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.plan import OpenRow
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.state.pages import PAGE
@@ -60,13 +60,13 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> Rows:
     return seen
 
 
-def request_of(number: int, count: int = 40) -> TokenRequest:
+def request_of(number: int, count: int = 40) -> Request:
     """Prompts of many lengths, short ones behind these; every other one is sampled."""
     generator = torch.Generator().manual_seed(number)
     length = LENGTHS[number] if number < len(LENGTHS) else 1 + number % 9
     ids = torch.randint(4000, (length,), generator=generator).tolist()
     hot = lowbit.SamplingParams(0.9, top_k=40, seed=number)
-    return TokenRequest(tuple(ids), hot if number % 2 else lowbit.SamplingParams(), count)
+    return Request(tuple(ids), hot if number % 2 else lowbit.SamplingParams(), count)
 
 
 @dataclass
@@ -88,7 +88,7 @@ def left_by(
     watched: int,
     others: Sequence[int] = (),
     turned: bool = False,
-    guests: Callable[[int], list[TokenRequest]] = lambda step: [],
+    guests: Callable[[int], list[Request]] = lambda step: [],
 ) -> Left:
     """Run a request among others until it has NEW tokens.
 
@@ -142,7 +142,7 @@ def test_a_sequence_leaves_the_same_bits_in_any_company(
 def test_others_may_join_and_leave_midway(model: lowbit.Model, logits: Rows) -> None:
     alone = left_by(model.engine, logits, 0)
 
-    def guests(step: int) -> list[TokenRequest]:
+    def guests(step: int) -> list[Request]:
         return [request_of(1 + step % 15, 1 + step % 4)] * (step % 3)
 
     left_by(model.engine, logits, 0, (3, 4), guests=guests).assert_equals(alone)
@@ -150,7 +150,7 @@ def test_others_may_join_and_leave_midway(model: lowbit.Model, logits: Rows) -> 
 
 def opened(runner: Runner, row: int, ids: Sequence[int]) -> engine_sequence.Sequence:
     """A sequence with pages of its own, of which no token has been run."""
-    made = engine_sequence.Sequence(TokenRequest(tuple(ids)), count=1, seed=0)
+    made = engine_sequence.Sequence(Request(tuple(ids)), count=1, seed=0)
     made.row, made.pages = row, list(range(2 + 4 * row, 4 * row, -1))
     assert made.page_count <= len(made.pages)
     runner.apply([OpenRow(made, None, None)])

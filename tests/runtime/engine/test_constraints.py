@@ -10,7 +10,7 @@ from torch import Tensor
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.state.device_state import CacheSize
 from tests.runtime.engine.residues import Residues, V, follows, words_of
@@ -35,7 +35,7 @@ def prompt(number: int, length: int = 20) -> tuple[int, ...]:
     return tuple(random.Random(number).randrange(4000) for _ in range(length))
 
 
-def alone(model: lowbit.Model, request: TokenRequest) -> tuple[int, ...]:
+def alone(model: lowbit.Model, request: Request) -> tuple[int, ...]:
     if isinstance(request.constraint, Residues):
         request = replace(request, constraint=Residues(request.constraint.free))
     return new_engine(model).submit(request).result()
@@ -44,8 +44,8 @@ def alone(model: lowbit.Model, request: TokenRequest) -> tuple[int, ...]:
 @pytest.mark.parametrize("params", [GREEDY, HOT, STRICT], ids=["greedy", "hot", "strict"])
 def test_only_allowed_tokens_are_chosen(model: lowbit.Model, params: lowbit.SamplingParams) -> None:
     constraint = Residues()
-    tokens = alone(model, TokenRequest(prompt(1), params, 24))
-    request = TokenRequest(prompt(1), params, 24, constraint=constraint)
+    tokens = alone(model, Request(prompt(1), params, 24))
+    request = Request(prompt(1), params, 24, constraint=constraint)
     handle = new_engine(model).submit(request)
     assert handle.finish_reason is None
     found = handle.result()
@@ -61,10 +61,10 @@ def test_requests_beside_each_other_have_the_tokens_that_they_have_alone(
 ) -> None:
     draw = random.Random(1)
 
-    def request(number: int) -> TokenRequest:
+    def request(number: int) -> Request:
         params = (GREEDY, HOT, STRICT)[number % 3]
         bound = Residues(2 + number % 5) if number % 2 else None
-        return TokenRequest(prompt(number, 3 * number + 1), params, 5 + number, constraint=bound)
+        return Request(prompt(number, 3 * number + 1), params, 5 + number, constraint=bound)
 
     expected = [alone(model, request(number)) for number in range(12)]
     engine = new_engine(model)
@@ -94,7 +94,7 @@ def test_a_constraint_that_is_done_is_asked_no_more(model: lowbit.Model) -> None
             self.done = len(self.tokens) == 3
 
     constraint = Short()
-    request = TokenRequest(prompt(1), HOT, 20, constraint=constraint)
+    request = Request(prompt(1), HOT, 20, constraint=constraint)
     found = new_engine(model).submit(request).result()
     assert follows(found[:3])
     assert not follows(found)
@@ -117,8 +117,8 @@ class Blocks(Residues):
 
 
 def test_masks_are_not_asked_for_where_tokens_are_unbound(model: lowbit.Model) -> None:
-    requests = [TokenRequest(prompt(n), HOT, 35, constraint=Blocks()) for n in range(2)]
-    requests.append(TokenRequest(prompt(2), HOT, 35))
+    requests = [Request(prompt(n), HOT, 35, constraint=Blocks()) for n in range(2)]
+    requests.append(Request(prompt(2), HOT, 35))
     engine = new_engine(model)
     handles = [engine.submit(request) for request in requests]
     for request, handle in zip(requests, handles, strict=True):
@@ -138,7 +138,7 @@ def test_a_mask_of_a_stop_id_ends_the_answer(model: lowbit.Model) -> None:
         def mask(self) -> Tensor | None:
             return words_of(range(9, 10)) if len(self.tokens) == 3 else super().mask()
 
-    request = TokenRequest(prompt(2), HOT, 40, frozenset({9}), constraint=Three())
+    request = Request(prompt(2), HOT, 40, frozenset({9}), constraint=Three())
     handle = new_engine(model).submit(request)
     assert len(handle.result()) == 4
     assert handle.result()[-1] == 9
@@ -190,14 +190,12 @@ class Deaf(Residues):
 def test_an_error_ends_that_request_alone(
     model: lowbit.Model, constraint: Residues, message: str, count: int
 ) -> None:
-    others = [
-        TokenRequest(prompt(n), HOT, 12, constraint=Residues() if n else None) for n in (0, 1)
-    ]
+    others = [Request(prompt(n), HOT, 12, constraint=Residues() if n else None) for n in (0, 1)]
     expected = [alone(model, other) for other in others]
     constraint.tokens.clear()
     engine = new_engine(model)
     handles = [engine.submit(other) for other in others]
-    bad = engine.submit(TokenRequest(prompt(2), HOT, 12, constraint=constraint))
+    bad = engine.submit(Request(prompt(2), HOT, 12, constraint=constraint))
     with pytest.raises(lowbit.LowbitError, match=message):
         bad.result()
     assert len(constraint.tokens) == count

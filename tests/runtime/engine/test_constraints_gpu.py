@@ -15,7 +15,7 @@ from lowbit.runtime.engine import scoring
 from lowbit.runtime.engine.draft.verify import VerifiedRound
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.plan import CHUNK
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.text.constraint import Constraint
 from tests.runtime.conftest import PackedModel
@@ -87,11 +87,11 @@ def model(
     return model
 
 
-def request_of(n: int, bound: bool, count: int = 40) -> TokenRequest:
+def request_of(n: int, bound: bool, count: int = 40) -> Request:
     """The nth of some requests; attention goes beyond 256 tokens within the later ones."""
     prompt = tuple(LONG[n : n + (37, 240, 5, 250, 64, 1)[n % 6]])
     constraint = Residues() if bound else None
-    return TokenRequest(prompt, SAMPLED[n % 4], count + n, constraint=constraint)
+    return Request(prompt, SAMPLED[n % 4], count + n, constraint=constraint)
 
 
 def test_masked_rows_in_graphs_choose_as_without(
@@ -126,7 +126,7 @@ def test_requests_beside_masked_ones_are_as_if_alone(model: lowbit.Model) -> Non
     for order in (1, -1):
         constraint = Residues(fails_at=9)
         failing = model.engine.submit(
-            TokenRequest(tuple(LONG[:20]), SAMPLED[1], 30, constraint=constraint)
+            Request(tuple(LONG[:20]), SAMPLED[1], 30, constraint=constraint)
         )
         handles = [model.engine.submit(request_of(n, n in bound)) for n in range(12)[::order]]
         dropped = model.engine.submit(request_of(4, True))
@@ -241,7 +241,7 @@ def test_log_probabilities_do_not_see_the_mask(model: lowbit.Model) -> None:
 
 
 def test_a_released_request_goes_on_in_whole_steps(model: lowbit.Model) -> None:
-    request = TokenRequest(tuple(LONG[:30]), SAMPLED[2], 30, constraint=Residues(done_at=4))
+    request = Request(tuple(LONG[:30]), SAMPLED[2], 30, constraint=Residues(done_at=4))
     tokens = model.engine.submit(request).result()
     assert follows(tokens[:4])
     assert not follows(tokens)

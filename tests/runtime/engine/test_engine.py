@@ -35,7 +35,7 @@ def ask(
 ) -> tuple[list[int], int]:
     """The answer, and how many tokens of the prompt were reused."""
     ends = frozenset({END})
-    request = lowbit.TokenRequest(tuple(prompt), GREEDY, count, message_ends=ends, **more)
+    request = lowbit.Request(tuple(prompt), GREEDY, count, message_ends=ends, **more)
     handle = model.engine.submit(request)
     return list(handle), handle.reused
 
@@ -56,7 +56,7 @@ def test_a_conversation_may_take_the_whole_cache_in_every_turn(load: Load) -> No
     engine = lowbit.load(folder, device="cpu", context=200, max_sequences=1).engine
     prompt = tuple(PROMPT)
     for turn in range(3):
-        handle = engine.submit(lowbit.TokenRequest(prompt, GREEDY, None))
+        handle = engine.submit(lowbit.Request(prompt, GREEDY, None))
         answer = list(islice(handle, 30))
         assert handle.reused == (0 if turn == 0 else len(prompt) - 4)
         handle.cancel()

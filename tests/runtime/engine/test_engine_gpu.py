@@ -19,7 +19,7 @@ from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, dequantize, unpa
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.load_options import KVCache
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized
 from lowbit.runtime.state.step import StepPlan
@@ -118,7 +118,7 @@ def test_the_host_waits_for_tokens_alone(long_model: lowbit.Model) -> None:
         long_model.engine.forget()
         handles = []
         for place, params in enumerate((GREEDY, *SAMPLED)):
-            request = TokenRequest(tuple(LONG[place:] * 2)[:1500], params, 30 - 5 * place)
+            request = Request(tuple(LONG[place:] * 2)[:1500], params, 30 - 5 * place)
             handles.append(long_model.engine.submit(request))
             for _ in range(5):
                 long_model.engine.step()
@@ -423,9 +423,9 @@ def test_a_sequence_has_the_same_bits_among_63_others(
 
     def left(others: int) -> tuple[Tensor, ...]:
         engine.forget()
-        watched = engine.submit(TokenRequest(tuple(LONG[:20]), params, count + 1))
+        watched = engine.submit(Request(tuple(LONG[:20]), params, count + 1))
         beside = [
-            engine.submit(TokenRequest(tuple(LONG[n : 25 + 2 * n]), SAMPLED[0], 2 * count))
+            engine.submit(Request(tuple(LONG[n : 25 + 2 * n]), SAMPLED[0], 2 * count))
             for n in range(others)
         ]
         sequence = watched._sequence

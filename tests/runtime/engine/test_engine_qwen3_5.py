@@ -28,7 +28,7 @@ def load(make_qwen3_5: "Callable[..., PackedModel]") -> Load:
 
 def run(model: lowbit.Model, prompt: list[int]) -> tuple[list[int], int]:
     """The answer, and how many tokens of the prompt were reused."""
-    request = lowbit.TokenRequest(tuple(prompt), GREEDY, 8, message_ends=frozenset({END}))
+    request = lowbit.Request(tuple(prompt), GREEDY, 8, message_ends=frozenset({END}))
     handle = model.engine.submit(request)
     return list(handle), handle.reused
 

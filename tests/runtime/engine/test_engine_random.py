@@ -13,7 +13,7 @@ import lowbit.runtime as lowbit
 from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
 from lowbit.runtime.engine import engine as engines
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.text.constraint import Constraint
 from tests.runtime.engine.draft.guesses import guessers
 from tests.runtime.engine.small_engine import (
@@ -56,7 +56,7 @@ class Turns(Constraint):
         return replace(self) if self.number % 4 else None
 
 
-def limited(number: int, request: TokenRequest) -> TokenRequest:
+def limited(number: int, request: Request) -> Request:
     """The request with a constraint of its own, where it has one."""
     return replace(request, constraint=Turns(number)) if number % LIMITED == 4 else request
 
@@ -72,7 +72,7 @@ class Life:
     cancelled: bool = False
 
 
-def kinds() -> list[TokenRequest]:
+def kinds() -> list[Request]:
     """Conversations over a few messages, many with a common beginning; greedy and sampled."""
     draw = random.Random(7)
     messages = [[draw.randrange(200) for _ in range(n)] + [250] for n in (66, 20, 70, 5, 64, 30)]
@@ -86,11 +86,11 @@ def kinds() -> list[TokenRequest]:
         if number % 3 == 2:
             params = lowbit.SamplingParams(0.7, presence_penalty=0.5, seed=number)
         stops = frozenset({draw.randrange(200) for _ in range(5)})
-        found.append(TokenRequest(tuple(prompt), params, draw.randrange(1, 10), stops, ENDS))
+        found.append(Request(tuple(prompt), params, draw.randrange(1, 10), stops, ENDS))
     return found
 
 
-def alone(engine: Engine, number: int, request: TokenRequest) -> Outcome:
+def alone(engine: Engine, number: int, request: Request) -> Outcome:
     engine.forget()
     tokens: list[int] = []
     try:
@@ -100,7 +100,7 @@ def alone(engine: Engine, number: int, request: TokenRequest) -> Outcome:
     return tuple(tokens), False
 
 
-def poison(model: lowbit.Model, requests: list[TokenRequest]) -> int:
+def poison(model: lowbit.Model, requests: list[Request]) -> int:
     """Make the embedding NaN of a token that few requests come across; returns its id."""
     engine = new_engine(model)
     outputs = [alone(engine, number, request)[0][:-1] for number, request in enumerate(requests)]
@@ -113,7 +113,7 @@ def poison(model: lowbit.Model, requests: list[TokenRequest]) -> int:
 class World:
     """Users who do at random what users do."""
 
-    def __init__(self, engine: Engine, requests: list[TokenRequest], seed: int) -> None:
+    def __init__(self, engine: Engine, requests: list[Request], seed: int) -> None:
         self.engine, self.requests = engine, requests
         self.draw = random.Random(seed)
         self.lives: list[Life] = []

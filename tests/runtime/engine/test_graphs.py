@@ -17,7 +17,7 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.graphs import Graphs
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.state.step import StepPlan
 from lowbit.runtime.text.constraint import Constraint
@@ -280,7 +280,7 @@ def test_constrained_requests_take_two_graphs_a_step_and_others_go_on_as_they_we
     def submit(model: lowbit.Model, number: int) -> lowbit.Handle:
         prompt, sampling, count = asked[number]
         bound = None if number % 2 else Odd()
-        return model.engine.submit(TokenRequest(tuple(prompt), sampling, count, constraint=bound))
+        return model.engine.submit(Request(tuple(prompt), sampling, count, constraint=bound))
 
     expected = [submit(fresh(), number).result() for number in range(4)]
     for number in (0, 2):
@@ -325,7 +325,7 @@ def test_drafts_of_constrained_requests_take_two_graphs_a_round(
     def submit(model: lowbit.Model, number: int, truth: tuple[int, ...] = ()) -> lowbit.Handle:
         prompt, sampling, count = asked[number]
         bound = Foreseen(truth=truth) if number < 3 else None
-        return model.engine.submit(TokenRequest(tuple(prompt), sampling, count, constraint=bound))
+        return model.engine.submit(Request(tuple(prompt), sampling, count, constraint=bound))
 
     expected = [submit(fresh(), number).result() for number in range(4)]
     truths = {tuple(each[0]): tokens for each, tokens in zip(asked, expected, strict=True)}
@@ -364,8 +364,8 @@ class Blocks(Odd):
 def test_tokens_that_are_unbound_come_in_whole_steps(
     graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def request() -> TokenRequest:
-        return TokenRequest(tuple(PROMPT), HOT, 40, constraint=Blocks())
+    def request() -> Request:
+        return Request(tuple(PROMPT), HOT, 40, constraint=Blocks())
 
     expected = fresh().engine.submit(request()).result()
     assert all(n % 8 >= 3 or id % 2 == 0 for n, id in enumerate(expected))

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from lowbit.formats.architectures.config import LinearLayers
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import Runner, new_runner
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.host_rings import to_device, write
@@ -171,7 +171,7 @@ def test_the_host_waits_for_tokens_alone(
     with HostWaits():
         for place, params in enumerate(PARAMS):
             scored = 2 if place == 1 else None
-            request = TokenRequest(prompt(place), params, 30 + place, prompt_logprobs=scored)
+            request = Request(prompt(place), params, 30 + place, prompt_logprobs=scored)
             handles.append(engine.submit(request))
             for _ in range(4):
                 engine.step()

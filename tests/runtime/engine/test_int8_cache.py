@@ -33,10 +33,10 @@ def load(folder: Path, kv_cache: KVCache = "int8", **options: Any) -> lowbit.Mod
     return lowbit.load(folder, device="cpu", kv_cache=kv_cache, **given)
 
 
-def request_of(number: int, count: int = 8) -> lowbit.TokenRequest:
+def request_of(number: int, count: int = 8) -> lowbit.Request:
     generator = torch.Generator().manual_seed(number)
     ids = torch.randint(4000, ((30, 129, 64, 7)[number],), generator=generator).tolist()
-    return lowbit.TokenRequest(tuple(ids), HOT if number % 2 else GREEDY, count)
+    return lowbit.Request(tuple(ids), HOT if number % 2 else GREEDY, count)
 
 
 def exact_round_trip(x: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ def test_what_is_not_finite_ends_the_request_and_leaves_others_alone(
     model.engine.decoder.embedding[200] = value
 
     def ask(ids: tuple[int, ...]) -> lowbit.Handle:
-        return model.engine.submit(lowbit.TokenRequest(ids, lowbit.SamplingParams(), 6))
+        return model.engine.submit(lowbit.Request(ids, lowbit.SamplingParams(), 6))
 
     alone = ask(good).result()
     failing, beside = ask(bad), ask(good)

@@ -23,10 +23,10 @@ def load(name: str, kv_cache: KVCache = "int8", **options: Any) -> lowbit.Model:
     return lowbit.load(EXAMPLES / "models" / name, kv_cache=kv_cache, **given)
 
 
-def request_of(number: int, count: int = 60) -> lowbit.TokenRequest:
+def request_of(number: int, count: int = 60) -> lowbit.Request:
     generator = torch.Generator().manual_seed(number)
     ids = torch.randint(4000, ((30, 240, 64, 400)[number],), generator=generator).tolist()
-    return lowbit.TokenRequest(tuple(ids), HOT if number % 2 else GREEDY, count)
+    return lowbit.Request(tuple(ids), HOT if number % 2 else GREEDY, count)
 
 
 @pytest.mark.parametrize("name", MODELS)

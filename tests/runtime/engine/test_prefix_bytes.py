@@ -11,7 +11,7 @@ from torch import Tensor
 import lowbit.runtime as lowbit
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.state.device_state import CacheSize
 from tests.short_models import Shorten
@@ -66,7 +66,7 @@ class Watch:
     ) -> tuple[int, list[Tensor]]:
         """How much was reused; pages, states and logits at the last of the new tokens."""
         self.logits.clear()
-        request = TokenRequest(tuple(prompt), max_new_tokens=count, message_ends=frozenset({END}))
+        request = Request(tuple(prompt), max_new_tokens=count, message_ends=frozenset({END}))
         handle = engine.submit(request)
         sequence, state = handle._sequence, engine.runner.state
         tokens = handle.result()

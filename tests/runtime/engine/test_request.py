@@ -5,7 +5,7 @@ import re
 import pytest
 
 from lowbit.formats.errors import RequestError, SettingError, TooLongError
-from lowbit.runtime.engine.request import Limits, TokenRequest
+from lowbit.runtime.engine.request import Limits, Request
 from lowbit.runtime.state.sampler import SamplingParams
 
 LIMITS = Limits(context=256, positions=512, embedded=4096, vocabulary=4000, pages=3)  # of 64 tokens
@@ -17,30 +17,30 @@ LIMITS = Limits(context=256, positions=512, embedded=4096, vocabulary=4000, page
 )
 def test_new_tokens_that_fit(prompt: int, asked: int | None, count: int) -> None:
     limits = Limits(context=256, positions=512, embedded=4096, vocabulary=4000, pages=4)
-    found = limits.check(TokenRequest((4095,) * prompt, max_new_tokens=asked))
+    found = limits.check(Request((4095,) * prompt, max_new_tokens=asked))
     assert found.count == count
 
 
 @pytest.mark.parametrize(
     ("request_", "error", "message"),
     [
-        (TokenRequest(()), RequestError, "the prompt is empty"),
+        (Request(()), RequestError, "the prompt is empty"),
         (
-            TokenRequest((1,) * 257),
+            Request((1,) * 257),
             TooLongError,
             "the prompt has 257 tokens, the context is 256",
         ),
-        (TokenRequest((1, 4096)), RequestError, "token ids must be between 0 and 4095"),
-        (TokenRequest((-1,)), RequestError, "token ids must be between 0 and 4095"),
+        (Request((1, 4096)), RequestError, "token ids must be between 0 and 4095"),
+        (Request((-1,)), RequestError, "token ids must be between 0 and 4095"),
         (
-            TokenRequest((1,), max_new_tokens=194),
+            Request((1,), max_new_tokens=194),
             RequestError,
             "the request may take 256 tokens of the cache, which has 192",
         ),
     ],
 )
 def test_prompts_that_do_not_fit(
-    request_: TokenRequest, error: type[RequestError], message: str
+    request_: Request, error: type[RequestError], message: str
 ) -> None:
     with pytest.raises(error, match=re.escape(message)) as raised:
         LIMITS.check(request_)
@@ -50,23 +50,21 @@ def test_prompts_that_do_not_fit(
 @pytest.mark.parametrize(
     ("request_", "setting", "message"),
     [
-        (TokenRequest((1,), max_new_tokens=0), "max_new_tokens", "must be at least 1, got 0"),
+        (Request((1,), max_new_tokens=0), "max_new_tokens", "must be at least 1, got 0"),
         (
-            TokenRequest((1,), max_new_tokens=-1, prompt_logprobs=0),
+            Request((1,), max_new_tokens=-1, prompt_logprobs=0),
             "max_new_tokens",
             "must be at least 0, got -1",
         ),
-        (TokenRequest((1,), prompt_logprobs=-1), "prompt_logprobs", "must be "),
+        (Request((1,), prompt_logprobs=-1), "prompt_logprobs", "must be "),
         (
-            TokenRequest((1,), SamplingParams(1.0, logit_bias=((4000, 1.0),))),
+            Request((1,), SamplingParams(1.0, logit_bias=((4000, 1.0),))),
             "logit_bias",
             "must name tokens from 0 to 3999, got 4000",
         ),
     ],
 )
-def test_settings_out_of_range_are_named(
-    request_: TokenRequest, setting: str, message: str
-) -> None:
+def test_settings_out_of_range_are_named(request_: Request, setting: str, message: str) -> None:
     with pytest.raises(SettingError, match=re.escape(f"`{setting}` {message}")) as raised:
         LIMITS.check(request_)
     assert raised.value.setting == setting

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowbit.runtime import load
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.results import PlainStep, Results
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.state.host_rings import new_log_probabilities
@@ -62,7 +62,7 @@ def test_scores_of_a_cancelled_prompt_are_held_until_the_device_is_done(
     model = load(shorten("tiny-qwen3"), device="cpu", context=256, max_sequences=1)
     engine, results = model.engine, model.engine.runner.results
     results._on_gpu = True
-    asked = TokenRequest((5,) * 200, max_new_tokens=0, prompt_logprobs=2)
+    asked = Request((5,) * 200, max_new_tokens=0, prompt_logprobs=2)
     handle = engine.submit(asked)
     engine.step()
     [running] = engine.scheduler.running
@@ -84,7 +84,7 @@ def test_scores_of_a_cancelled_prompt_are_held_until_the_device_is_done(
 
 
 def sequence(prompt: int, count: int, stop_ids: frozenset[int] = frozenset()) -> Sequence:
-    request = TokenRequest(tuple(range(prompt)), stop_ids=stop_ids)
+    request = Request(tuple(range(prompt)), stop_ids=stop_ids)
     return Sequence(request, count, seed=0, phase="decoding", row=1)
 
 

@@ -12,7 +12,7 @@ import lowbit.runtime as lowbit
 from lowbit.formats.errors import CheckpointError, RequestError
 from lowbit.runtime.engine import scoring
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.evaluate.scoring import score as evaluated
 from lowbit.runtime.state.device_state import CacheSize
@@ -121,11 +121,9 @@ def test_scores_beside_requests_change_neither(
     set_chunk(64)
     texts = [prompt(n, 30 + 30 * n) for n in range(5)]
 
-    def requests(n: int) -> tuple[TokenRequest, TokenRequest]:
+    def requests(n: int) -> tuple[Request, Request]:
         ids = tuple(texts[n])
-        return TokenRequest(ids, HOT, 6), TokenRequest(
-            ids, HOT, max_new_tokens=n % 3, prompt_logprobs=n
-        )
+        return Request(ids, HOT, 6), Request(ids, HOT, max_new_tokens=n % 3, prompt_logprobs=n)
 
     alone = []
     for n in range(5):
@@ -149,9 +147,9 @@ def test_scores_beside_requests_change_neither(
 
 def test_a_scored_prompt_is_kept_for_the_next(model: lowbit.Model, small: Engine) -> None:
     ids = tuple(prompt(3, 128))
-    scored = TokenRequest(ids, max_new_tokens=0, prompt_logprobs=0, message_ends=frozenset(ids))
+    scored = Request(ids, max_new_tokens=0, prompt_logprobs=0, message_ends=frozenset(ids))
     small.submit(scored).result()
-    handle = small.submit(TokenRequest((*ids, 5, 6), HOT, 3, message_ends=frozenset(ids)))
+    handle = small.submit(Request((*ids, 5, 6), HOT, 3, message_ends=frozenset(ids)))
     handle.result()
     assert handle.reused >= 64
     again = small.submit(scored)  # which reuses nothing, since it needs every logit
@@ -164,7 +162,7 @@ def test_a_cancelled_score_gives_its_room_back(
     small: Engine, set_chunk: Callable[[int], None]
 ) -> None:
     set_chunk(64)
-    handle = small.submit(TokenRequest(tuple(prompt(1, 300)), max_new_tokens=0, prompt_logprobs=2))
+    handle = small.submit(Request(tuple(prompt(1, 300)), max_new_tokens=0, prompt_logprobs=2))
     small.step()
     assert handle._sequence.phase == "prompt"
     handle.cancel()
@@ -206,6 +204,6 @@ def test_bad_scores(model: lowbit.Model, ids: list[int], top: int, message: str)
 
 def test_no_new_token_is_for_scores_alone(small: Engine) -> None:
     with pytest.raises(RequestError, match="`max_new_tokens` must be at least 1, got 0"):
-        small.submit(TokenRequest((1,), max_new_tokens=0))
+        small.submit(Request((1,), max_new_tokens=0))
     with pytest.raises(RequestError, match="`max_new_tokens` must be at least 0, got -1"):
-        small.submit(TokenRequest((1,), max_new_tokens=-1, prompt_logprobs=0))
+        small.submit(Request((1,), max_new_tokens=-1, prompt_logprobs=0))

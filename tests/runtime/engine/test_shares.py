@@ -8,7 +8,7 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine import scheduler
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.state.device_state import CacheSize
@@ -38,7 +38,7 @@ def engine(model: lowbit.Model, monkeypatch: pytest.MonkeyPatch) -> Engine:
 def ask(engine: Engine, client: str, count: int = LONG) -> Handle:
     seed = sum(map(ord, client))
     sampling = lowbit.SamplingParams(0.8, seed=seed)
-    return engine.submit(TokenRequest((seed, 7, 9), sampling, count, client=client))
+    return engine.submit(Request((seed, 7, 9), sampling, count, client=client))
 
 
 def begun(handles: list[Handle]) -> list[bool]:

@@ -10,7 +10,7 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import QueueFullError, RequestError
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.stats import Load, load_of
 from lowbit.runtime.state.device_state import CacheSize
@@ -30,10 +30,10 @@ def new_engine(model: lowbit.Model, most_waiting: int | None = None) -> Engine:
     return Engine(runner, most_waiting)
 
 
-def request(number: int, length: int = 70, count: int = 5) -> TokenRequest:
+def request(number: int, length: int = 70, count: int = 5) -> Request:
     draw = random.Random(number)
     ids = tuple(draw.randrange(4000) for _ in range(length))
-    return TokenRequest(ids, GREEDY, count, message_ends=frozenset({ids[63], ids[-1]}))
+    return Request(ids, GREEDY, count, message_ends=frozenset({ids[63], ids[-1]}))
 
 
 def test_the_load_follows_requests(model: lowbit.Model) -> None:

@@ -13,7 +13,7 @@ import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.prefix_cache import PrefixCache
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.stream import answer_all
 from lowbit.runtime.state.device_state import CacheSize
@@ -54,7 +54,7 @@ def prompt(number: int, length: int = 20) -> Ids:
     return tuple((number * 31 + 7 * index) % 4000 for index in range(length))
 
 
-def alone(model: lowbit.Model, request: TokenRequest) -> Ids:
+def alone(model: lowbit.Model, request: Request) -> Ids:
     engine = small(model, 1, 8)
     return engine.submit(request).result()
 
@@ -91,7 +91,7 @@ def test_a_bad_prompt_of_a_list_is_refused_before_any_runs(model: lowbit.Model) 
 
 
 def test_more_requests_than_rows_wait_their_turn(model: lowbit.Model) -> None:
-    requests = [TokenRequest(prompt(n), HOT, 3 + n) for n in range(9)]
+    requests = [Request(prompt(n), HOT, 3 + n) for n in range(9)]
     handles = [model.engine.submit(request) for request in requests]
     first = []
     while not all(handle.ended for handle in handles):
@@ -105,7 +105,7 @@ def test_more_requests_than_rows_wait_their_turn(model: lowbit.Model) -> None:
 
 
 def test_threads_share_the_engine(model: lowbit.Model) -> None:
-    requests = [TokenRequest(prompt(n), HOT if n % 2 else GREEDY, 8) for n in range(16)]
+    requests = [Request(prompt(n), HOT if n % 2 else GREEDY, 8) for n in range(16)]
     expected = [alone(model, request) for request in requests]
     found: dict[int, Ids] = {}
     failed: list[BaseException] = []
@@ -138,12 +138,12 @@ def test_one_thread_runs_the_steps(model: lowbit.Model, monkeypatch: pytest.Monk
         found, seen[:] = [name for name, _ in groupby(seen)], []
         return found
 
-    async def task(request: TokenRequest) -> Ids:
+    async def task(request: Request) -> Ids:
         return tuple([token async for token in engine.submit(request)])
 
     monkeypatch.setattr(Engine, "_step", noted)
     here, own = threading.current_thread().name, "lowbit-engine_0"
-    requests = [TokenRequest(prompt(n), HOT, 8) for n in range(4)]
+    requests = [Request(prompt(n), HOT, 8) for n in range(4)]
     expected = [alone(model, request) for request in requests]
     assert threads() == [here]
     first = engine.submit(requests[0])
@@ -160,12 +160,12 @@ def test_one_thread_runs_the_steps(model: lowbit.Model, monkeypatch: pytest.Monk
 
 
 def test_a_thread_that_dies_leaves_the_others_alone(model: lowbit.Model) -> None:
-    request = TokenRequest(prompt(1), HOT, 30)
+    request = Request(prompt(1), HOT, 30)
     expected = alone(model, request)
     died, begun = [], threading.Barrier(2)
 
     def die() -> None:
-        handle = model.engine.submit(TokenRequest(prompt(2), GREEDY, 200))
+        handle = model.engine.submit(Request(prompt(2), GREEDY, 200))
         next(handle)
         begun.wait(60)
         died.append(handle._sequence)
@@ -183,7 +183,7 @@ def test_a_thread_that_dies_leaves_the_others_alone(model: lowbit.Model) -> None
 
 
 def test_tasks_share_an_event_loop(model: lowbit.Model) -> None:
-    requests = [TokenRequest(prompt(n), HOT, 6 + n) for n in range(6)]
+    requests = [Request(prompt(n), HOT, 6 + n) for n in range(6)]
     expected = [alone(model, request) for request in requests]
     order: list[int] = []
 
@@ -204,13 +204,13 @@ def test_tasks_share_an_event_loop(model: lowbit.Model) -> None:
 def test_a_task_sees_the_error_of_its_request(
     model: lowbit.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good, bad = TokenRequest(prompt(1), GREEDY, 8), TokenRequest((3999, 5), GREEDY, 8)
+    good, bad = Request(prompt(1), GREEDY, 8), Request((3999, 5), GREEDY, 8)
     expected = alone(model, good)
     embedding = model.engine.decoder.embedding
     monkeypatch.setattr(model.engine.decoder.ops, "embed", poisoned(model.engine.decoder.ops, 3999))
 
     async def both() -> tuple[Any, Any]:
-        async def tokens(request: TokenRequest) -> Ids:
+        async def tokens(request: Request) -> Ids:
             return tuple([token async for token in model.engine.submit(request)])
 
         return await asyncio.gather(tokens(good), tokens(bad), return_exceptions=True)
@@ -236,7 +236,7 @@ def poisoned(ops: Any, token: int) -> Callable[..., Any]:
 def test_a_list_with_a_failing_request_ends_the_others_first(
     model: lowbit.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requests: list[TokenRequest | lowbit.LowbitError] = [
+    requests: list[Request | lowbit.LowbitError] = [
         model.request(prompt(1), sampling=GREEDY, max_new_tokens=5),
         RequestError("no request"),
         model.request((3999,), sampling=GREEDY, max_new_tokens=5),
@@ -256,7 +256,7 @@ def test_a_list_with_a_failing_request_ends_the_others_first(
 def test_an_error_behind_tokens_is_not_taken_for_the_end(
     model: lowbit.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = TokenRequest(prompt(1), GREEDY, 8)
+    request = Request(prompt(1), GREEDY, 8)
     expected = alone(model, request)
     handle = model.engine.submit(request)
     model.engine.step()
@@ -274,13 +274,13 @@ def test_an_error_behind_tokens_is_not_taken_for_the_end(
 
 def test_a_cancelled_request_ends_and_gives_its_room_back(model: lowbit.Model) -> None:
     engine = small(model, 2, 8)
-    first = engine.submit(TokenRequest(prompt(1), GREEDY, 100))
-    second = engine.submit(TokenRequest(prompt(2), GREEDY, 12))
-    waiting = engine.submit(TokenRequest(prompt(3), GREEDY, 12))
+    first = engine.submit(Request(prompt(1), GREEDY, 100))
+    second = engine.submit(Request(prompt(2), GREEDY, 12))
+    waiting = engine.submit(Request(prompt(3), GREEDY, 12))
     begun = [next(first), next(first)]
     first.cancel()
     waiting.cancel()
-    assert second.result() == alone(model, TokenRequest(prompt(2), GREEDY, 12))
+    assert second.result() == alone(model, Request(prompt(2), GREEDY, 12))
     assert list(first.result()[:2]) == begun
     assert len(first.result()) < 100
     assert waiting.result() == ()
@@ -302,7 +302,7 @@ def test_an_abandoned_stream_gives_its_room_back(model: lowbit.Model) -> None:
 
 def test_an_abandoned_task_gives_its_room_back(model: lowbit.Model) -> None:
     async def some() -> int:
-        async for token in model.engine.submit(TokenRequest(prompt(1), GREEDY, 100)):
+        async for token in model.engine.submit(Request(prompt(1), GREEDY, 100)):
             return token
         return -1
 
@@ -313,7 +313,7 @@ def test_an_abandoned_task_gives_its_room_back(model: lowbit.Model) -> None:
 
 def test_too_small_a_cache_makes_requests_wait_in_order(model: lowbit.Model) -> None:
     engine = small(model, 4, 4)
-    requests = [TokenRequest(prompt(n), GREEDY, count) for n, count in enumerate((46, 110, 4, 80))]
+    requests = [Request(prompt(n), GREEDY, count) for n, count in enumerate((46, 110, 4, 80))]
     handles = [engine.submit(request) for request in requests]  # of 2, 3, 1 and 2 pages
     ends: list[int] = []
     most = 0
@@ -342,7 +342,7 @@ def test_the_cache_is_searched_again_only_after_a_change(
         return find(cache, ids, *given)
 
     monkeypatch.setattr(PrefixCache, "find", counted)
-    requests = [TokenRequest(prompt(n, 120), GREEDY, 12) for n in range(3)]  # of 3 pages
+    requests = [Request(prompt(n, 120), GREEDY, 12) for n in range(3)]  # of 3 pages
     handles = [engine.submit(request) for request in requests]
     results = [handle.result() for handle in handles]
     assert searched == [0, 31, 31, 62, 62]  # at once, and when the one before has ended
@@ -352,9 +352,9 @@ def test_the_cache_is_searched_again_only_after_a_change(
 def test_what_never_fits_is_refused_at_once(model: lowbit.Model) -> None:
     engine = small(model, 2, 2)
     with pytest.raises(RequestError, match="may take 192 tokens of the cache, which has 128") as e:
-        engine.submit(TokenRequest(prompt(1), GREEDY, 150))
+        engine.submit(Request(prompt(1), GREEDY, 150))
     assert e.value.hint == "ask for fewer new tokens or a larger cache"
-    assert len(engine.submit(TokenRequest(prompt(1), GREEDY, 100)).result()) == 100
+    assert len(engine.submit(Request(prompt(1), GREEDY, 100)).result()) == 100
     with pytest.raises(RequestError, match="a cache of 100 tokens is smaller than the context"):
         lowbit.load(BUNDLED, device="cpu", context=256, cache_tokens=100)
     with pytest.raises(RequestError, match="`max_sequences` must be at least 1, got 0"):
@@ -364,18 +364,18 @@ def test_what_never_fits_is_refused_at_once(model: lowbit.Model) -> None:
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (TokenRequest(()), "the prompt is empty"),
-        (TokenRequest((1,) * 257), "the prompt has 257 tokens, the context is 256"),
-        (TokenRequest((1, 2), GREEDY, 0), "`max_new_tokens` must be at least 1, got 0"),
-        (TokenRequest((1, 2), GREEDY, -3), "`max_new_tokens` must be at least 1, got -3"),
-        (TokenRequest((1, 4096)), "token ids must be between 0 and 4095"),
-        (TokenRequest((-1,)), "token ids must be between 0 and 4095"),
+        (Request(()), "the prompt is empty"),
+        (Request((1,) * 257), "the prompt has 257 tokens, the context is 256"),
+        (Request((1, 2), GREEDY, 0), "`max_new_tokens` must be at least 1, got 0"),
+        (Request((1, 2), GREEDY, -3), "`max_new_tokens` must be at least 1, got -3"),
+        (Request((1, 4096)), "token ids must be between 0 and 4095"),
+        (Request((-1,)), "token ids must be between 0 and 4095"),
     ],
 )
 def test_bad_requests_are_refused_and_the_others_go_on(
-    model: lowbit.Model, request_: TokenRequest, message: str
+    model: lowbit.Model, request_: Request, message: str
 ) -> None:
-    good = TokenRequest(prompt(5), HOT, 6)
+    good = Request(prompt(5), HOT, 6)
     handle = model.engine.submit(good)
     first = next(handle)
     with pytest.raises(RequestError, match=message):
@@ -384,7 +384,7 @@ def test_bad_requests_are_refused_and_the_others_go_on(
 
 
 def test_a_prompt_that_fills_the_context_gets_one_token(model: lowbit.Model) -> None:
-    handle = model.engine.submit(TokenRequest(prompt(1, 256), GREEDY))
+    handle = model.engine.submit(Request(prompt(1, 256), GREEDY))
     assert len(handle.result()) == 1
     assert handle.ended
     assert list(handle) == []
@@ -392,10 +392,10 @@ def test_a_prompt_that_fills_the_context_gets_one_token(model: lowbit.Model) -> 
 
 def test_a_task_that_waits_does_not_hold_the_others_up(model: lowbit.Model) -> None:
     engine = small(model, 1, 8)
-    requests = [TokenRequest(prompt(n), HOT, 12) for n in range(3)]
+    requests = [Request(prompt(n), HOT, 12) for n in range(3)]
     late: list[int] = []
 
-    async def answer(request: TokenRequest) -> Ids:
+    async def answer(request: Request) -> Ids:
         handle, tokens = engine.submit(request), []
         async for token in handle:
             tokens.append(token)
@@ -410,7 +410,7 @@ def test_a_task_that_waits_does_not_hold_the_others_up(model: lowbit.Model) -> N
 
 
 def test_a_task_that_stops_waiting_loses_no_token(model: lowbit.Model) -> None:
-    request = TokenRequest(prompt(1), HOT, 12)
+    request = Request(prompt(1), HOT, 12)
 
     async def impatient() -> Ids:
         handle, taken = model.engine.submit(request), []

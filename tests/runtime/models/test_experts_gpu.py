@@ -13,7 +13,7 @@ from lowbit.convert import Recipe
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.layout.recipes import Base
 from lowbit.runtime.engine.graphs import Graphs
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.kernels.experts.tiled import TiledExperts
 from lowbit.runtime.models.loader import load_decoder, open_model
 from tests.conversions import convert
@@ -53,12 +53,12 @@ def load(folder: Path) -> Load:
     return loaded
 
 
-def request_of(model: lowbit.Model, number: int) -> TokenRequest:
+def request_of(model: lowbit.Model, number: int) -> Request:
     ids = model.encode(TEXT[100 * number :][:1500], raw=True)[: 9 + 31 * number]
-    return TokenRequest(tuple(ids), HOT if number % 2 else GREEDY, COUNT)
+    return Request(tuple(ids), HOT if number % 2 else GREEDY, COUNT)
 
 
-def answer(model: lowbit.Model, request: TokenRequest) -> tuple[Any, ...]:
+def answer(model: lowbit.Model, request: Request) -> tuple[Any, ...]:
     model.engine.forget()
     handle = model.engine.submit(request)
     return handle.result(), handle.log_probabilities

@@ -16,7 +16,7 @@ from lowbit.runtime.backends import cpu
 from lowbit.runtime.engine.draft.ngram import NewDrafter
 from lowbit.runtime.engine.draft.verify import VerifiedRound
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import Runner, new_runner
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.text.constraint import Constraint
@@ -101,7 +101,7 @@ def write(
     ids = tuple(model.encode(TEXT, raw=True))
     handles = [
         model.engine.submit(
-            TokenRequest(ids[n % 3 :], params, 120, model.stop_ids, constraint=constraint)
+            Request(ids[n % 3 :], params, 120, model.stop_ids, constraint=constraint)
         )
         for n, (params, constraint) in enumerate(asked)
     ]
@@ -225,10 +225,10 @@ def new_engine(
     return Engine(runner, drafting=drafting_by(drafter, runner, 15) if drafted else None)
 
 
-def request_of(number: int, constraint: Constraint | None, count: int = 16) -> TokenRequest:
+def request_of(number: int, constraint: Constraint | None, count: int = 16) -> Request:
     draw = random.Random(number)
     prompt = tuple(draw.randrange(4000) for _ in range(12))
-    return TokenRequest(prompt, KINDS[number % 3], count, constraint=constraint)
+    return Request(prompt, KINDS[number % 3], count, constraint=constraint)
 
 
 @dataclass

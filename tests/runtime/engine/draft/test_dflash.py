@@ -18,7 +18,7 @@ from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine.draft.block import Blocks
 from lowbit.runtime.engine.load_options import Mode
 from lowbit.runtime.engine.memory import Account
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.models.loader import check_device, load_drafter, open_drafter, open_model
@@ -124,9 +124,9 @@ def test_drafts_are_those_of_plain_torch(
 
     monkeypatch.setattr(Blocks, "draft", noted)
     prompts = [model.tokenizer.encode(TEXT[:some], framed=True, context=400) for some in (400, 30)]
-    handles = [model.engine.submit(TokenRequest(tuple(ids), GREEDY, 6)) for ids in prompts]
+    handles = [model.engine.submit(Request(tuple(ids), GREEDY, 6)) for ids in prompts]
     texts = [[*ids, *handle.result()] for ids, handle in zip(prompts, handles, strict=True)]
-    turn = model.engine.submit(TokenRequest((*texts[0], 9, 8), GREEDY, 5))
+    turn = model.engine.submit(Request((*texts[0], 9, 8), GREEDY, 5))
     turn.result()
     assert turn.reused > 64
     assert len(made) > 6
@@ -151,11 +151,11 @@ def models(request: pytest.FixtureRequest) -> dict[str, lowbit.Model]:
     return {"off": load(None, dtype=dtype, quantize=quantize, kv_cache=kv_cache), **drafted}
 
 
-def requests(model: lowbit.Model, count: int = 9) -> list[TokenRequest]:
+def requests(model: lowbit.Model, count: int = 9) -> list[Request]:
     starts = ("Once upon a time, a little robot", TEXT[:700], "Lily")
     params = (GREEDY, HOT, STRICT)
     ids = [model.tokenizer.encode(start, framed=True, context=400) for start in starts]
-    return [TokenRequest(tuple(some), each, count) for some, each in zip(ids, params, strict=True)]
+    return [Request(tuple(some), each, count) for some, each in zip(ids, params, strict=True)]
 
 
 def test_drafts_change_nothing(models: dict[str, lowbit.Model]) -> None:
@@ -195,7 +195,7 @@ def assert_same(model: lowbit.Model, mode: str, alone: list[Handle], turns: list
 def test_a_trained_drafter_gives_several_tokens_a_round(models: dict[str, lowbit.Model]) -> None:
     model = models["dflash"]
     ids = model.tokenizer.encode("Once upon a time", framed=True, context=400)
-    handle = model.engine.submit(TokenRequest(tuple(ids), GREEDY, 50))
+    handle = model.engine.submit(Request(tuple(ids), GREEDY, 50))
     handle.result()
     assert handle.speculation is not None
     assert handle.speculation.tokens_a_round is not None

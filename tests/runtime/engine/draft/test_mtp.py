@@ -16,7 +16,7 @@ from lowbit.formats.errors import FormatError, UnsupportedModelError
 from lowbit.formats.layout.packing import dequantize, unpack
 from lowbit.runtime.engine.draft.source import Drafts
 from lowbit.runtime.engine.load_options import Mode
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stats import Tally
 from lowbit.runtime.models.loader import load_decoder, open_model
 from lowbit.runtime.state.device_state import new_state
@@ -119,11 +119,11 @@ def trained(request: pytest.FixtureRequest, shorten: Shorten) -> dict[str, lowbi
     }
 
 
-def requests(model: lowbit.Model, count: int = 9) -> list[TokenRequest]:
+def requests(model: lowbit.Model, count: int = 9) -> list[Request]:
     text = (EXAMPLES / "data" / "stories-eval.txt").read_text()
     starts = ("Once upon a time, a little robot", text[:700], "Lily")
     return [
-        TokenRequest(
+        Request(
             tuple(model.tokenizer.encode(start, framed=True, context=400)),
             (GREEDY, HOT, STRICT)[number],
             count,

@@ -14,7 +14,7 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine.draft.mtp import MOST_BEHIND, behind
 from lowbit.runtime.engine.draft.source import Drafts
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import Handle
 from tests.runtime.engine.draft.guesses import costs_by_tokens
 from tests.runtime.engine.graph_stand_in import run_through_graphs
@@ -63,12 +63,12 @@ def always_drafting(model: lowbit.Model, monkeypatch: pytest.MonkeyPatch) -> low
 MOST = pytest.mark.parametrize("flying", [4], ids=["k4"], indirect=True)
 
 
-def asked(model: lowbit.Model, count: int = 14) -> list[TokenRequest]:
+def asked(model: lowbit.Model, count: int = 14) -> list[Request]:
     text = (EXAMPLES / "data" / "stories-eval.txt").read_text()
     starts = ("Once upon a time, a little robot", text[:700], "Lily", text[2000:2100])
     params = (GREEDY, HOT, STRICT, replace(HOT, seed=6))
     ids = [model.tokenizer.encode(start, framed=True, context=CONTEXT) for start in starts]
-    return [TokenRequest(tuple(some), each, count) for some, each in zip(ids, params, strict=True)]
+    return [Request(tuple(some), each, count) for some, each in zip(ids, params, strict=True)]
 
 
 def assert_same(found: Handle, expected: Handle) -> None:
@@ -164,7 +164,7 @@ def test_the_head_keeps_up_beside_a_constrained_sequence(flying: lowbit.Model) -
     """It drafts nothing then, and does not fall behind what the ring holds."""
     [request, *_] = asked(flying, 70)
     free = flying.engine.submit(request)
-    limited = flying.engine.submit(TokenRequest(request.prompt, HOT, 50, constraint=Residues()))
+    limited = flying.engine.submit(Request(request.prompt, HOT, 50, constraint=Residues()))
     for _ in range(40):
         next(limited)
     running = flying.engine.scheduler.running

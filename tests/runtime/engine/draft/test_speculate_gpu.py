@@ -10,7 +10,7 @@ import lowbit.runtime as lowbit
 from lowbit.convert import Recipe
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.load_options import Mode
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from tests.conversions import convert
 from tests.runtime.engine.draft.guesses import Guesser, drafting_by, guessers
 
@@ -39,13 +39,13 @@ def model(load: Load) -> lowbit.Model:
     return model
 
 
-def request_of(model: lowbit.Model, number: int) -> TokenRequest:
+def request_of(model: lowbit.Model, number: int) -> Request:
     text = "Once upon a time, there was a little robot who liked to cook soup. " * (1 + number)
     ids = model.tokenizer.encode(text, framed=True, context=400)[: 9 + 31 * number]
-    return TokenRequest(tuple(ids), HOT if number % 2 else GREEDY, COUNT)
+    return Request(tuple(ids), HOT if number % 2 else GREEDY, COUNT)
 
 
-def answer(model: lowbit.Model, request: TokenRequest) -> tuple[Any, ...]:
+def answer(model: lowbit.Model, request: Request) -> tuple[Any, ...]:
     model.engine.forget()
     handle = model.engine.submit(request)
     return handle.result(), handle.log_probabilities
@@ -95,7 +95,7 @@ def test_a_turn_after_drafts_goes_on_from_what_they_left(model: lowbit.Model) ->
     request = request_of(model, 2)
     model.engine.drafting = None
     tokens = answer(model, request)[0]
-    longer = TokenRequest((*request.prompt, *tokens, 7, 8, 9), GREEDY, COUNT)
+    longer = Request((*request.prompt, *tokens, 7, 8, 9), GREEDY, COUNT)
     expected = model.engine.submit(longer).result()
     truths = {request.prompt: tokens}
     for seed in range(5):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import lowbit.runtime as lowbit
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from tests.runtime.engine.draft.guesses import Guesser, drafting_by, guessers
 from tests.runtime.engine.residues import Foreseen, follows, guessing
@@ -83,8 +83,8 @@ def prompt_of(number: int) -> tuple[int, ...]:
     return tuple(torch.randint(4000, (5 + 23 * number,), generator=generator).tolist())
 
 
-def request_of(number: int, count: int = COUNT) -> TokenRequest:
-    return TokenRequest(prompt_of(number), KINDS[number % 3], count if number < 4 else 8)
+def request_of(number: int, count: int = COUNT) -> Request:
+    return Request(prompt_of(number), KINDS[number % 3], count if number < 4 else 8)
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,7 @@ class Left:
             assert torch.equal(mine, theirs)
 
 
-def left_by(
-    model: lowbit.Model, request: TokenRequest, others: Sequence[TokenRequest] = ()
-) -> Left:
+def left_by(model: lowbit.Model, request: Request, others: Sequence[Request] = ()) -> Left:
     """Run a request among others; its slot and pages are still what they were at its end."""
     model.engine.forget()
     handle = model.engine.submit(request)
@@ -195,7 +193,7 @@ def test_drafts_of_others_change_no_bit(
         left_by(model, requests[watched], others).assert_equals(without_drafts(watched))
 
 
-def limited(number: int, free: int = 5) -> TokenRequest:
+def limited(number: int, free: int = 5) -> Request:
     return replace(request_of(number), constraint=Foreseen(free))
 
 
@@ -230,7 +228,7 @@ def test_drafts_under_masks_beside_others_change_no_bit(model: lowbit.Model) -> 
         limited(number, 2 + number) if number % 2 else request_of(number) for number in range(6)
     ]
 
-    def again(number: int, guess: bool) -> TokenRequest:
+    def again(number: int, guess: bool) -> Request:
         if not number % 2:
             return requests[number]
         constraint = Foreseen(2 + number)

@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import Generation
 from lowbit.runtime.serve.errors import ApiError
 from lowbit.runtime.serve.request.forms import AnswerFormat, asked_grammar, schema_format
@@ -240,7 +240,7 @@ def test_tools_beside_a_schema_leave_both_open(server: Running) -> None:
     model, tools = server.model, read_tools(TOOLS)
     form = schema_format(PLACE, "response_format")
     ids = tuple(model.encode("Hi", thinking=False))
-    prompt = TokenRequest(ids, begin="answer", tools=tools, form="json")
+    prompt = Request(ids, begin="answer", tools=tools, form="json")
     found = asked_grammar(model.tokenizer, prompt, form, "auto", None)
     assert found is not None
     mask = found.limit(model.grammars.made(found.source)).constraint().mask()
