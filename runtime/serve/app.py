@@ -27,7 +27,7 @@ from lowbit.runtime.serve.apis import (
     tokens,
 )
 from lowbit.runtime.serve.auth import check_access, client_of
-from lowbit.runtime.serve.errors import ApiError, ClientLeftError, cut, internal, of_lowbit
+from lowbit.runtime.serve.errors import ApiError, ClientLeftError, cut, of_lowbit
 from lowbit.runtime.serve.logs import Record
 from lowbit.runtime.serve.service import Service, record_of
 
@@ -160,7 +160,9 @@ class Outermost:
             log.exception("%s %s failed", scope["method"], cut(path))
             if status:
                 raise
-            await internal().response(path)(scope, receive, noting)
+            # It tells nothing about the machine; the log has the rest.
+            bug = ApiError(500, "the server failed; its log says why", "server_error")
+            await bug.response(path)(scope, receive, noting)
         finally:
             service.active -= 1
             service.clients[client] -= 1

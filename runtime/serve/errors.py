@@ -86,57 +86,29 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
-def unsupported(param: str, hint: str = "") -> ApiError:
-    """The error 400 for a field that this server does not know, or a value it cannot honour."""
-    return invalid(
-        f"`{param}` is not supported{f': {hint}' if hint else ''}", param, "unsupported_parameter"
-    )
+def unsupported(param: str) -> ApiError:
+    """The error 400 for a field that this server does not know."""
+    return invalid(f"`{param}` is not supported", param, "unsupported_parameter")
 
 
-def of_lowbit(error: LowbitError, param: str | None = None) -> ApiError:
+def of_lowbit(error: LowbitError) -> ApiError:
     """The API's error for a LowbitError: 400 for a wrong request, 500 for all others."""
     message = f"{error}; {error.hint}" if error.hint else str(error)
     if isinstance(error, TooLongError):
-        return invalid(message, param, "context_length_exceeded")
+        return invalid(message, code="context_length_exceeded")
     if isinstance(error, RequestError):
-        return invalid(message, param)
+        return invalid(message)
     return ApiError(500, message, "server_error")
 
 
-def internal() -> ApiError:
-    """The error 500 for a bug; it tells nothing about the machine, the log has the rest."""
-    return ApiError(500, "the server failed; its log says why", "server_error")
-
-
 def busy(seconds: int) -> ApiError:
-    """The error 429 where the queue is full.
-
-    Args:
-        seconds: after which the client should try again.
-    """
+    """The error 429 where the queue is full; the client should try again after so long."""
     return ApiError(
         429,
         "too many requests are waiting; try again later",
         "rate_limit_error",
         code="queue_full",
         headers={"Retry-After": str(seconds)},
-    )
-
-
-def shutting_down() -> ApiError:
-    """The error 503 of a server that only finishes its running requests."""
-    return ApiError(
-        503, "the server is shutting down", "server_error", headers={"Retry-After": "5"}
-    )
-
-
-def failing() -> ApiError:
-    """The error 503 where the engine has ended or hangs."""
-    return ApiError(
-        503,
-        "the engine does not answer; the server's log says why",
-        "server_error",
-        headers={"Retry-After": "60"},
     )
 
 

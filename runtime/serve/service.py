@@ -20,9 +20,7 @@ from lowbit.runtime.serve.errors import (
     ApiError,
     ClientLeftError,
     busy,
-    failing,
     of_lowbit,
-    shutting_down,
     timed_out,
 )
 from lowbit.runtime.serve.grammars import GrammarQueue
@@ -238,9 +236,11 @@ class Service:
             client: who asks; the queue that others fill is not full for one that has nothing in it.
         """
         if self.draining:
-            raise shutting_down()
+            again = {"Retry-After": "5"}
+            raise ApiError(503, "the server is shutting down", "server_error", headers=again)
         if self.failing:
-            raise failing()
+            message = "the engine does not answer; the server's log says why"
+            raise ApiError(503, message, "server_error", headers={"Retry-After": "60"})
         rows = self.model.cache.sequences
         waiting = self.worker.open + answers - rows
         if waiting > self.settings.queue + self._more_for(client) and self.worker.open:

@@ -292,7 +292,7 @@ def asked_of(model: Model, body: ChatBody) -> Asked:
     most = body.max_completion_tokens or body.max_tokens
     return Asked(
         messages=turns_of(body.messages),
-        tools=functions_of(body.tools),
+        tools=functions_of(body.tools) if body.tools else (),
         choice="named" if isinstance(choice, NamedChoice | CustomChoice) else choice or "auto",
         tool=tool,
         parallel=body.parallel_tool_calls is not False,

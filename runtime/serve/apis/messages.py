@@ -206,10 +206,7 @@ async def create(http: HttpRequest) -> Response:
         {
             **head,
             "content": list(_content(one)),
-            "stop_reason": one.end.message_reason,
-            "stop_sequence": one.end.stop,
-            "stop_details": None,
-            "container": None,
+            **_ending(one.end),
             "usage": usage_of(prompt_tokens, [one.end]).anthropic(),
         }
     )
@@ -374,6 +371,12 @@ def _input_of(arguments: str) -> Any:
         return TypeAdapter(Any).validate_json(arguments, experimental_allow_partial=True)
 
 
+def _ending(end: End | None) -> dict[str, Any]:
+    """Fields of a message that say why it ended; None before its end."""
+    reason, stop = (None, None) if end is None else (end.message_reason, end.stop)
+    return {"stop_reason": reason, "stop_sequence": stop, "stop_details": None, "container": None}
+
+
 BlockKind = Literal["text", "thinking", "tool_use"]
 
 
@@ -408,14 +411,8 @@ class MessageEvents:
         """Events that end the last block and the message."""
         data = b"" if self._index >= 0 else self._open("text", {"type": "text", "text": ""})
         data += self._close_block()
-        delta = {
-            "stop_reason": self._end.message_reason,
-            "stop_sequence": self._end.stop,
-            "stop_details": None,
-            "container": None,
-        }
         usage = usage_of(self._prompt_tokens, [self._end]).anthropic()
-        content = {"type": "message_delta", "delta": delta, "usage": usage}
+        content = {"type": "message_delta", "delta": _ending(self._end), "usage": usage}
         data += event(content, "message_delta")
         return data + event({"type": "message_stop"}, "message_stop")
 
@@ -429,10 +426,7 @@ class MessageEvents:
         message = {
             **self._head,
             "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "stop_details": None,
-            "container": None,
+            **_ending(None),
             "usage": usage_of(self._prompt_tokens, [begun]).anthropic(),
         }
         return event({"type": "message_start", "message": message}, "message_start")
@@ -448,7 +442,7 @@ class MessageEvents:
         if isinstance(found, ToolCallStart):
             data = self._close_block()
             block: dict[str, Any] = {"id": found.id, "name": found.name, "input": {}}
-            block |= {"type": "tool_use", "caller": {"type": "direct"}}
+            block |= {"type": "tool_use", "caller": DIRECT}
             return data + self._open("tool_use", block)
         return self._delta({"type": "input_json_delta", "partial_json": found.fragment})
 

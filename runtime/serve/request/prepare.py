@@ -150,7 +150,8 @@ async def open_answers(
     try:
         asked, wanted, grammar = await service.in_thread(prepare)
     finally:
-        record.leave_out(left_out)
+        if left_out:
+            record.leave_out(left_out)
     if grammar is not None:
         record.leave_out(f"keyword {name}" for name in sorted(grammar.left_out))
         limit = grammar.limit(await _compiled(http, service, grammar))
@@ -216,7 +217,7 @@ def encode(model: Model, asked: Asked, left_out: list[str] | None = None) -> Req
     """
     if model.template is None:
         raise invalid("the model has no chat template; use /v1/completions", "messages")
-    tools = read_tools(() if asked.choice == "none" else asked.tools)
+    tools = read_tools(asked.tools) if asked.tools and asked.choice != "none" else ()
     try:
         ids = model.encode(
             [_with_cut_calls_as_text(message) for message in asked.messages],
@@ -299,7 +300,8 @@ def sampling_params(model: Model, asked: Asked) -> SamplingParams:
     if "top_k" in given:
         given["top_k"] = _top_k(given["top_k"])
     if "seed" in given:
-        given["seed"] = _seed(given["seed"])
+        # Any integer may be one; -1 draws one, as with other servers.
+        given["seed"] = None if given["seed"] == -1 else given["seed"] % SEEDS
     if "logit_bias" in given:
         given["logit_bias"] = _bias(given["logit_bias"])
     return replace(model.defaults, logprobs=asked.logprobs, **given)
@@ -314,11 +316,6 @@ def _top_k(value: int) -> int:
             WRONG,
         )
     return 0 if value == -1 else min(value, int(SETTINGS["top_k"].most))
-
-
-def _seed(value: int) -> int | None:
-    """A seed in range, since any integer may be one; -1 draws one, as with other servers."""
-    return None if value == -1 else value % SEEDS
 
 
 def _bias(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
