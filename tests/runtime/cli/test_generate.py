@@ -141,24 +141,24 @@ def test_an_unreadable_file_is_one_message(run: Run, tmp_path: Path) -> None:
     assert result.stderr.startswith(said)
 
 
-def test_a_failing_disk_is_one_message(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(5, "Input/output error"), "Error: Input/output error\n"),  # of a read: no file
+        (torch.OutOfMemoryError("CUDA out of memory."), "Error: the GPU ran out of memory\n"),
+    ],
+    ids=("a failing disk", "a full GPU"),
+)
+def test_a_failure_of_the_machine_is_one_message(
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
     def failing(*_: object) -> None:
-        raise OSError(5, "Input/output error")  # of a read, which names no file
+        raise error
 
     monkeypatch.setattr("lowbit.runtime.engine.load.load_decoder", failing)
     result = run(BUNDLED, "Hi", "--device", "cpu")
     assert result.exit_code == 1
-    assert result.stderr == "Error: Input/output error\n"
-
-
-def test_a_full_gpu_is_one_message(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    monkeypatch.setattr("lowbit.runtime.engine.load.load_decoder", full)
-    result = run(BUNDLED, "Hi", "--device", "cpu")
-    assert result.exit_code == 1
-    assert result.stderr.startswith("Error: the GPU ran out of memory\n")
+    assert result.stderr.startswith(said)
 
 
 def test_debug_shows_the_traceback(run: Run) -> None:
@@ -171,24 +171,24 @@ def test_a_prompt_that_is_not_text_is_refused(run: Run) -> None:
     assert "Error: the prompt on stdin is not UTF-8" in result.stderr
 
 
-def test_ctrl_c_ends_generate_quietly(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the first step of an answer."""
+
+    def press(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lowbit.runtime.engine.runner.Runner.decode", interrupted)
+    monkeypatch.setattr("lowbit.runtime.engine.runner.Runner.decode", press)
+
+
+def test_ctrl_c_ends_generate_quietly(run: Run, interrupted: None) -> None:
     result = run(BUNDLED, "Hi", *GREEDY)
     assert result.exit_code == 130
     assert result.stderr.endswith("\ninterrupted\n")
     assert "Traceback" not in result.stderr
 
 
-def test_ctrl_c_ends_a_piped_chat_with_what_there_is(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("lowbit.runtime.engine.runner.Runner.decode", interrupted)
+def test_ctrl_c_ends_a_piped_chat_with_what_there_is(run: Run, interrupted: None) -> None:
     result = run("chat", BUNDLED, "--json", *GREEDY, stdin="Tell me a story\nHi\n")
     assert result.exit_code == 130
     made = json.loads(result.stdout)
@@ -285,8 +285,6 @@ def test_short_help(run: Run) -> None:
 
 @pytest.mark.parametrize(("options", "expected"), [((), 1), (("--threads", "2"), 2)])
 def test_small_models_run_on_one_thread(run: Run, options: tuple[str, ...], expected: int) -> None:
-    import torch
-
     torch.set_num_threads(2)
     result = run(
         BUNDLED, "Once", "--raw", "--max-new-tokens", "2", "--device", "cpu", "--json", *options
