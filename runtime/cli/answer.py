@@ -29,15 +29,11 @@ NEVER_LAST = frozenset({"Ps", "Pi"})
 
 @dataclass(slots=True)
 class Channel:
-    """Text on its way to a terminal, which it must not drive, or to a file, unchanged.
-
-    Attributes:
-        wrapper: breaks lines at word ends; None leaves them to the terminal.
-    """
+    """Text on its way to a terminal, which it must not drive, or to a file, unchanged."""
 
     write: Callable[[str], None]
     terminal: bool
-    wrapper: "Wrapper | None" = None
+    wrapper: "Wrapper | None" = None  # breaks lines at word ends; None leaves them to the terminal
 
     def push(self, text: str) -> None:
         """Print the next text, or as much of it as can be placed on its line."""
@@ -143,12 +139,9 @@ class Wrapper:
 
     Fenced code and lines of tables stay as they are. A word longer than a line is left to the
     terminal, so that it can be copied whole. At a break, the spaces become a line end.
-
-    Attributes:
-        width: columns of the terminal, asked at every line's start.
     """
 
-    width: Callable[[], int]
+    width: Callable[[], int]  # columns of the terminal, asked at every line's start
     _limit: int = field(init=False)
     _column: int = 0
     _gap: str = ""  # spaces before the word

@@ -57,16 +57,11 @@ Id = str | int
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
-    """One request.
-
-    Attributes:
-        prompt: text, or messages with `role` and `content`.
-        settings: of the line and, where it has none, of the command.
-    """
+    """One request."""
 
     id: Id
-    prompt: str | list[dict[str, str]]
-    settings: AnswerSettings
+    prompt: str | list[dict[str, str]]  # text, or messages with `role` and `content`
+    settings: AnswerSettings  # of the line and, where it has none, of the command
     number: int = 1
 
     def digest(self, model: str) -> str:

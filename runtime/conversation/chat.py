@@ -18,24 +18,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSettings:
-    """Everything of a request but its prompt.
+    """Everything of a request but its prompt."""
 
-    Attributes:
-        sampling: parameters by name; those left out are the model's.
-        max_new_tokens: longest answer; None for as many tokens as the context holds.
-        thinking: switches a reasoning model's thinking; None leaves it to the template.
-        raw: continue the prompt as it is, without a template.
-        system: message before a prompt that is text.
-    """
-
+    # Parameters by name; those left out are the model's
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    # Longest answer; None for as many tokens as the context holds
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    # Switches a reasoning model's thinking; None leaves it to the template
     thinking: bool | None = None
-    raw: bool = False
+    raw: bool = False  # continue the prompt as it is, without a template
     max_thinking_tokens: int | None = None
     json_schema: dict[str, Any] | None = None
-    system: str | None = None
+    system: str | None = None  # message before a prompt that is text
 
     def params(self, defaults: "SamplingParams") -> "SamplingParams":
         """Sampling parameters of a model with these defaults.
@@ -152,21 +147,17 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation with a model; every change makes a new one.
-
-    Attributes:
-        settings: of every answer; the system message is the conversation's.
-        measured: the conversation that `last` ended, whose tokens need not be counted again.
-        file: saved to or loaded from last.
-    """
+    """A conversation with a model; every change makes a new one."""
 
     model: "ChatModel"
     name: str
+    # Of every answer; the system message is the conversation's
     settings: AnswerSettings = field(default_factory=AnswerSettings)
     conversation: Conversation = field(default_factory=Conversation)
     last: "Generation | None" = None
+    # The conversation that `last` ended, whose tokens need not be counted again
     measured: Conversation | None = None
-    file: Path | None = None
+    file: Path | None = None  # saved to or loaded from last
 
     @property
     def sampling(self) -> "SamplingParams":

@@ -34,36 +34,26 @@ class Slash:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A chat after a command.
-
-    Attributes:
-        retried: the conversation before the last question, which is to be answered again.
-        error: has been shown already; None where the command or the answer succeeded.
-    """
+    """A chat after a command."""
 
     chat: Chat
     notes: tuple[str, ...] = ()
+    # The conversation before the last question, which is to be answered again
     retried: Conversation | None = None
     done: bool = False
+    # Has been shown already; None where the command or the answer succeeded
     error: LowbitError | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SlashCommand:
-    """A command that the table `COMMANDS` names.
+    """A command that the table `COMMANDS` names."""
 
-    Attributes:
-        run: takes the chat and the argument.
-        argument: name of its argument; empty where it takes none.
-        choices: arguments that Tab completes.
-        takes_file: reads or writes the file it names; Tab completes file names.
-    """
-
-    run: Callable[[Chat, str], Outcome]
+    run: Callable[[Chat, str], Outcome]  # takes the chat and the argument
     help: str
-    argument: str = ""
-    choices: tuple[str, ...] = ()
-    takes_file: bool = False
+    argument: str = ""  # name of its argument; empty where it takes none
+    choices: tuple[str, ...] = ()  # arguments that Tab completes
+    takes_file: bool = False  # reads or writes the file it names; Tab completes file names
 
 
 def read_entry(text: str) -> Slash | str:

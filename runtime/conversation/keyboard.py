@@ -12,15 +12,10 @@ from types import FrameType
 
 @dataclass(slots=True)
 class Interrupt:
-    """State of Ctrl-C during an answer; a stop between two tokens leaves the cache whole.
+    """State of Ctrl-C during an answer; a stop between two tokens leaves the cache whole."""
 
-    Attributes:
-        gentle: the first Ctrl-C only sets `pressed`; else it raises KeyboardInterrupt.
-        pressed: set by the first Ctrl-C; the second always raises.
-    """
-
-    gentle: bool = False
-    pressed: bool = False
+    gentle: bool = False  # the first Ctrl-C only sets `pressed`; else it raises KeyboardInterrupt
+    pressed: bool = False  # set by the first Ctrl-C; the second always raises
 
     def press(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGINT."""

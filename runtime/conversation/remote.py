@@ -26,14 +26,10 @@ MAX_PORT = 65_535
 
 @dataclass(frozen=True, slots=True)
 class RemoteModel:
-    """A model that a server runs.
-
-    Attributes:
-        name: of the model there.
-    """
+    """A model that a server runs."""
 
     client: httpx2.Client
-    name: str
+    name: str  # of the model there
     context: int
     defaults: SamplingParams
     has_template: bool = True

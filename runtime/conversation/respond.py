@@ -39,21 +39,16 @@ def showing(stream: "AnswerStream", view: AnswerView) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Callbacks by which a chat shows itself.
-
-    Attributes:
-        finished: called with every answer that came to its end.
-        interactive: somebody sits at the terminal: Ctrl-C stops an answer, and commands may touch
-            files. Otherwise Ctrl-C ends the chat.
-        listening: surrounds an answer.
-    """
+    """Callbacks by which a chat shows itself."""
 
     note: Callable[[str], None]
     fail: Callable[[LowbitError], None]
     new_answer: Callable[[], AnswerView]
-    finished: Callable[["Generation"], None]
+    finished: Callable[["Generation"], None]  # called with every answer that came to its end
+    # Somebody sits at the terminal: Ctrl-C stops an answer, and commands may touch files. Otherwise
+    # Ctrl-C ends the chat
     interactive: bool
-    listening: Callable[[], AbstractContextManager[None]] = nullcontext
+    listening: Callable[[], AbstractContextManager[None]] = nullcontext  # surrounds an answer
 
 
 def respond(chat: Chat, entry: Slash | str, view: View) -> Outcome:

@@ -21,17 +21,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Questions and answers so far; every change makes a new conversation.
-
-    Attributes:
-        turns: oldest first.
-        dropped: number of oldest turns that the model no longer sees; they are still saved.
-        unanswered: last question, where its answer failed or was stopped before it began.
-    """
+    """Questions and answers so far; every change makes a new conversation."""
 
     system: str | None = None
-    turns: tuple[Turn, ...] = ()
-    dropped: int = 0
+    turns: tuple[Turn, ...] = ()  # oldest first
+    dropped: int = 0  # number of oldest turns that the model no longer sees; they are still saved
+    # Last question, where its answer failed or was stopped before it began
     unanswered: str | None = None
 
     def __post_init__(self) -> None:

@@ -29,21 +29,14 @@ SEEDS = 0, 1234, 1234  # the harness's own: Python's random, numpy and torch, fe
 
 @dataclass(frozen=True, slots=True)
 class TaskSettings:
-    """Tasks, groups or tags, and how they are put to a model.
-
-    Attributes:
-        folder: further tasks as YAML; paths in them are relative to it.
-        limit: samples of each task; None for all.
-        few_shot: examples before each question; None leaves it to the tasks.
-        chat: put questions through the chat template.
-        thinking: switches a reasoning model's thinking; None leaves it to the template.
-    """
+    """Tasks, groups or tags, and how they are put to a model."""
 
     names: tuple[str, ...]
-    folder: Path | None = None
-    limit: int | None = None
-    few_shot: int | None = None
-    chat: bool = False
+    folder: Path | None = None  # further tasks as YAML; paths in them are relative to it
+    limit: int | None = None  # samples of each task; None for all
+    few_shot: int | None = None  # examples before each question; None leaves it to the tasks
+    chat: bool = False  # put questions through the chat template
+    # Switches a reasoning model's thinking; None leaves it to the template
     thinking: bool | None = None
 
 

@@ -25,16 +25,11 @@ NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "early_stopping": False}
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Natural log-likelihood of a continuation.
-
-    Attributes:
-        greedy: every token is the likeliest at its place.
-        truncated: the beginning of the context was left out.
-    """
+    """Natural log-likelihood of a continuation."""
 
     log_likelihood: float
-    greedy: bool
-    truncated: bool
+    greedy: bool  # every token is the likeliest at its place
+    truncated: bool  # the beginning of the context was left out
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,15 +36,13 @@ class Answers:
     """The answers to one request; a context manager that cancels those not complete at its end.
 
     All methods but `cancel` belong to the event loop.
-
-    Attributes:
-        each: the answers, which the engine's thread reads token by token.
     """
 
     http: HttpRequest
     record: Record
     timeout_s: float
     log_text: bool = False
+    # The answers, which the engine's thread reads token by token
     each: list[Answer] = field(default_factory=list)
     _deltas: list[Delta] = field(default_factory=list)  # that `take` has not given
     _waiter: asyncio.Future[None] | None = None

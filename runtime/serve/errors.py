@@ -37,17 +37,12 @@ class ClientLeftError(Exception):
 
 @dataclass
 class ApiError(Exception):
-    """An error that a client sees.
-
-    Attributes:
-        message: description of the error, for the client; a long one is cut.
-        param: field that is wrong, such as `messages[0].role`; a long one is cut.
-    """
+    """An error that a client sees."""
 
     status: int
-    message: str
+    message: str  # description of the error, for the client; a long one is cut
     type: str = "invalid_request_error"
-    param: str | None = None
+    param: str | None = None  # field that is wrong, such as `messages[0].role`; a long one is cut
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
 

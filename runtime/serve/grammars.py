@@ -39,26 +39,18 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A grammar that waits for memory.
-
-    Attributes:
-        admitted: done once they are its own.
-    """
+    """A grammar that waits for memory."""
 
     size: int
-    admitted: "asyncio.Future[None]"
+    admitted: "asyncio.Future[None]"  # done once they are its own
 
 
 @dataclass(slots=True)
 class GrammarMemory:
-    """Memory of all grammars; all methods belong to the event loop.
-
-    Attributes:
-        loose: bytes that they gave up since the system got some.
-    """
+    """Memory of all grammars; all methods belong to the event loop."""
 
     total: int
-    loose: int = 0
+    loose: int = 0  # bytes that they gave up since the system got some
     _promised: int = 0  # to grammars that are being compiled
     _live: dict[int, "weakref.ref[GrammarSize]"] = field(default_factory=dict)
     _waiting: deque[Waiter] = field(default_factory=deque)

@@ -24,34 +24,29 @@ MOST_NAME = 80  # characters of one
 
 @dataclass(slots=True)
 class Record:
-    """Facts of one request for its line of the log and for the metrics.
+    """Facts of one request for its line of the log and for the metrics."""
 
-    Attributes:
-        client: who asks, by `auth.client_of`; not logged.
-        started: time of its first byte, by `time.perf_counter`.
-        later_tokens: new tokens after the first step of their answer.
-        first_token_s: seconds from the start to the first token, or to its text while no answer
-            has ended; None before it.
-        last_token_s: seconds from the start to the last token of an answer that has ended.
-        left_out: parts of the request that are skipped or not enforced; a header names them, too.
-        answers: text and calls of each answer, by its number, where the log shall have them.
-    """
-
-    client: str = ""
+    client: str = ""  # who asks, by `auth.client_of`; not logged
+    # Time of its first byte, by `time.perf_counter`
     started: float = field(default_factory=time.perf_counter)
     prompt_tokens: int = 0
     cached_tokens: int = 0
     new_tokens: int = 0
-    later_tokens: int = 0
+    later_tokens: int = 0  # new tokens after the first step of their answer
     drafts: Tally = field(default_factory=Tally)
+    # Seconds from the start to the first token, or to its text while no answer has ended; None
+    # before it
     first_token_s: float | None = None
+    # Seconds from the start to the last token of an answer that has ended
     last_token_s: float = 0.0
     reasons: list[str] = field(default_factory=list)
     error: str | None = None
     ignored: list[str] = field(default_factory=list)
+    # Parts of the request that are skipped or not enforced; a header names them, too
     left_out: list[str] = field(default_factory=list)
     stream: bool = False
     prompts: list[str] = field(default_factory=list)
+    # Text and calls of each answer, by its number, where the log shall have them
     answers: dict[int, str] = field(default_factory=dict)
 
     def add_end(self, end: End) -> None:

@@ -23,12 +23,9 @@ class Histogram:
     """Counts of values by their size; counting one takes a fraction of a microsecond.
 
     One thread counts; any may read.
-
-    Attributes:
-        bounds: upper bounds of the buckets, ascending; one more bucket is above them.
     """
 
-    bounds: Sequence[float]
+    bounds: Sequence[float]  # upper bounds of the buckets, ascending; one more bucket is above them
     total: float = 0.0
     _counts: list[int] = field(init=False)
 
@@ -70,23 +67,19 @@ LONG_S = (120.0, 240.0, 480.0, 960.0)
 
 @dataclass(slots=True)
 class Metrics:
-    """Counts of a server since its start.
+    """Counts of a server since its start."""
 
-    Attributes:
-        prompt_tokens: prompt tokens of answers that have begun.
-        first_token: seconds from a request to its first token.
-        whole: seconds from a request to the end of its answers.
-        drafts: drafted and accepted tokens of answers that have ended, cancelled ones included.
-    """
-
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # prompt tokens of answers that have begun
     cached_tokens: int = 0
     new_tokens: int = 0
+    # Seconds from a request to its first token
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_S))
     between_tokens: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS_S))
+    # Seconds from a request to the end of its answers
     whole: Histogram = field(default_factory=lambda: Histogram((*WHOLE_S, *LONG_S)))
     finished: Counter[str] = field(default_factory=Counter)
     responses: Counter[tuple[str, int]] = field(default_factory=Counter)
+    # Drafted and accepted tokens of answers that have ended, cancelled ones included
     drafts: Tally = field(default_factory=Tally)
 
     def count_tokens(self, answer: Answer, asked_at: float, before: int, last_at: float) -> None:
@@ -112,18 +105,13 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collector:
-    """Collector that prometheus_client asks for metrics.
-
-    Attributes:
-        model: value of the label `model_name`.
-        positions: most drafts of a round; 0 without speculation, which then has no metrics.
-        grammars: gives the bytes of all grammars, and the number of those that wait for memory.
-    """
+    """Collector that prometheus_client asks for metrics."""
 
     metrics: Metrics
     load: Callable[[], Load]
-    model: str
-    positions: int = 0
+    model: str  # value of the label `model_name`
+    positions: int = 0  # most drafts of a round; 0 without speculation, which then has no metrics
+    # Gives the bytes of all grammars, and the number of those that wait for memory
     grammars: Callable[[], tuple[int, int]] = lambda: (0, 0)
 
     def collect(self) -> Iterator[Metric]:

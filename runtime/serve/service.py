@@ -83,29 +83,23 @@ class PendingBodies:
 
 @dataclass(slots=True)
 class Service:
-    """A model that is being served.
-
-    Attributes:
-        created: time at which the server was started, seconds since 1970.
-        draining: running requests may end, new ones are refused.
-        active: number of requests that have not been answered.
-        clients: the same by client.
-        executor: threads for work that would hold up the event loop.
-        pending: requests whose bodies have not come.
-    """
+    """A model that is being served."""
 
     model: Model
     settings: ServeSettings
     metrics: Metrics = field(default_factory=Metrics)
+    # Time at which the server was started, seconds since 1970
     created: int = field(default_factory=lambda: int(time.time()))
-    draining: bool = False
-    active: int = 0
-    clients: Counter[str] = field(default_factory=Counter)
+    draining: bool = False  # running requests may end, new ones are refused
+    active: int = 0  # number of requests that have not been answered
+    clients: Counter[str] = field(default_factory=Counter)  # the same by client
     _worker: Worker | None = None
+    # Threads for work that would hold up the event loop
     executor: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="lowbit-text")
     )
     grammars: GrammarQueue = field(init=False)
+    # Requests whose bodies have not come
     pending: PendingBodies = field(default_factory=lambda: PendingBodies(READING))
 
     def __post_init__(self) -> None:

@@ -32,37 +32,27 @@ MOST_HEAD_BYTES = 64 << 10  # of a request line with its headers
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """Settings of a server.
+    """Settings of a server."""
 
-    Attributes:
-        names: names of the model; requests may use any of them, answers use the first.
-        port: 0 takes a free one.
-        api_key: key that requests must show; None asks for none.
-        queue: answers that may wait while others are generated.
-        client_sequences: longer answers of one client that are generated together; None for all
-            but one, of FEW_SEQUENCES or more.
-        head_timeout_s: longest time for the headers of a request to come.
-        request_timeout_s: longest time from a request to the end of its answer.
-        max_thinking_tokens: limit of the reasoning where a request names none; None sets no limit.
-        grammar_bytes: memory that the grammars of all requests may take.
-        cors_origins: origins of web pages that may read answers; `*` is all.
-        any_name: requests may use any name for the model.
-    """
-
+    # Names of the model; requests may use any of them, answers use the first
     names: tuple[str, ...]
     host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
+    port: int = 8000  # 0 takes a free one
+    api_key: str | None = None  # key that requests must show; None asks for none
     no_auth: bool = False
-    queue: int = 64
+    queue: int = 64  # answers that may wait while others are generated
+    # Longer answers of one client that are generated together; None for all but one, of
+    # FEW_SEQUENCES or more
     client_sequences: int | None = None
-    head_timeout_s: float = HEAD_TIMEOUT_S
+    head_timeout_s: float = HEAD_TIMEOUT_S  # longest time for the headers of a request to come
+    # Longest time from a request to the end of its answer
     request_timeout_s: float = REQUEST_TIMEOUT_S
+    # Limit of the reasoning where a request names none; None sets no limit
     max_thinking_tokens: int | None = None
-    grammar_bytes: int = GRAMMAR_BYTES
+    grammar_bytes: int = GRAMMAR_BYTES  # memory that the grammars of all requests may take
     log_prompts: bool = False
-    cors_origins: tuple[str, ...] = ()
-    any_name: bool = False
+    cors_origins: tuple[str, ...] = ()  # origins of web pages that may read answers; `*` is all
+    any_name: bool = False  # requests may use any name for the model
 
     def client_share(self, sequences: int) -> int:
         """Rows that longer answers of one client may have, of so many."""

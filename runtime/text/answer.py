@@ -36,28 +36,20 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """The beginning of a call.
+    """The beginning of a call."""
 
-    Attributes:
-        index: 0 for the first call of an answer.
-    """
-
-    index: int
+    index: int  # 0 for the first call of an answer
     id: str
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolArguments:
-    """Some text of a call's arguments; the fragments of a complete call join to a JSON object.
-
-    Attributes:
-        last: the call is complete.
-    """
+    """Some text of a call's arguments; the fragments of a complete call join to a JSON object."""
 
     index: int
     fragment: str
-    last: bool = False
+    last: bool = False  # the call is complete
 
 
 Event = Piece | ToolCallStart | ToolArguments
@@ -129,16 +121,12 @@ class Content:
     """The content of an answer, cut before the first stop string, wherever the text is split.
 
     The first stop string is the one that is complete first, so a split cannot change the cut.
-
-    Attributes:
-        beside_calls: blank edges next to calls are left out, so that blank text waits for what
-            follows.
-        found: the stop string that has ended it; None as long as none has.
     """
 
     stops: tuple[str, ...] = ()
+    # Blank edges next to calls are left out, so that blank text waits for what follows
     beside_calls: bool = False
-    found: str | None = None
+    found: str | None = None  # the stop string that has ended it; None as long as none has
     _held: str = ""  # end of the text, with which a stop string may begin
     _blank: str = ""  # blank end of the content so far
     _begun: bool = False
@@ -193,22 +181,17 @@ class AnswerSplitter:
 
     Blank text next to a call is left out at the edges of the content. Stop strings end the content,
     never the reasoning; text inside a call is no content.
-
-    Attributes:
-        tools: tools that may be called; without any, nothing is taken for a call.
-        parallel: an answer may have several calls; else it ends with the first.
-        in_pieces: calls are begun before they are complete.
-        cut_calls: a call that the end of the answer cuts off is begun, too.
     """
 
     tokenizer: Tokenizer
     begin: OutputStart
     stops: tuple[str, ...] = ()
+    # Tools that may be called; without any, nothing is taken for a call
     tools: tuple[Tool, ...] = ()
     form: CallForm | None = None
-    parallel: bool = True
-    in_pieces: bool = False
-    cut_calls: bool = False
+    parallel: bool = True  # an answer may have several calls; else it ends with the first
+    in_pieces: bool = False  # calls are begun before they are complete
+    cut_calls: bool = False  # a call that the end of the answer cuts off is begun, too
     new_id: Callable[[], str] = new_call_id
     _text: Splitter = field(init=False)
     _calls: CallReader | None = None

@@ -36,14 +36,10 @@ NOTATION = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Work of one grammar.
-
-    Attributes:
-        left_out: keywords of tools that are not strict which the grammar does not enforce.
-    """
+    """Work of one grammar."""
 
     steps: Steps
-    left_out: set[str]
+    left_out: set[str]  # keywords of tools that are not strict which the grammar does not enforce
 
 
 def grammar_of(
@@ -295,17 +291,11 @@ def _fits_tag(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StrictCalls:
-    """A grammar that begins with a token and ends with another, any number of times.
+    """A grammar that begins with a token and ends with another, any number of times."""
 
-    Attributes:
-        opening: id of `<tool_call>`.
-        closing: id of `</tool_call>`.
-        grammar: grammar from behind the first up to the second.
-    """
-
-    opening: int
-    closing: int
-    grammar: Grammar
+    opening: int  # id of `<tool_call>`
+    closing: int  # id of `</tool_call>`
+    grammar: Grammar  # grammar from behind the first up to the second
 
     def constraint(self) -> "StrictCallsConstraint":
         """The constraint of one answer."""

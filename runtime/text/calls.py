@@ -39,14 +39,10 @@ UNFINISHED: Final = "unfinished"  # a closing tag that is part of a value: the c
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A complete call.
-
-    Attributes:
-        arguments: a JSON object.
-    """
+    """A complete call."""
 
     name: str
-    arguments: str
+    arguments: str  # a JSON object
 
 
 def may_become_call(form: CallForm, body: str, tools: Mapping[str, Tool]) -> bool:

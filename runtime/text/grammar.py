@@ -125,15 +125,10 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Measured facts of a usable grammar.
+    """Measured facts of a usable grammar."""
 
-    Attributes:
-        bytes: memory that it takes once it is compiled.
-        large: one of its masks may take long.
-    """
-
-    bytes: int
-    large: bool
+    bytes: int  # memory that it takes once it is compiled
+    large: bool  # one of its masks may take long
 
 
 class Grammars:

@@ -39,14 +39,10 @@ NOTHING_FITS = "NoExtensionBias"  # what the library says where no text fits
 
 @dataclass(frozen=True, slots=True)
 class GrammarSource:
-    """A grammar as text, before anybody knows if it can be used.
-
-    Attributes:
-        what: name of the grammar in messages.
-    """
+    """A grammar as text, before anybody knows if it can be used."""
 
     text: str
-    what: str
+    what: str  # name of the grammar in messages
     limits: Mapping[str, Any]
 
 

@@ -29,15 +29,10 @@ Answer = SimpleQueue[BaseException | None]
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class GrammarSize:
-    """Memory of a grammar, which lives as long as anybody can follow it.
+    """Memory of a grammar, which lives as long as anybody can follow it."""
 
-    Attributes:
-        compiled: bytes of the grammar before its first answer.
-        grown: bytes that masks have added since, estimated by their time.
-    """
-
-    compiled: int = 0
-    grown: float = 0.0
+    compiled: int = 0  # bytes of the grammar before its first answer
+    grown: float = 0.0  # bytes that masks have added since, estimated by their time
 
     @property
     def bytes(self) -> int:
@@ -52,18 +47,12 @@ class GrammarSize:
 
 @dataclass(slots=True)
 class MaskTime:
-    """Time that the masks of one answer take, those of copies included.
+    """Time that the masks of one answer take, those of copies included."""
 
-    Attributes:
-        watch: runs the masks of a grammar so large that one alone may take too long; None for
-            others.
-        size: memory of the grammar.
-        left_s: seconds that they may still take.
-    """
-
+    # Runs the masks of a grammar so large that one alone may take too long; None for others
     watch: "Watch | None"
-    size: GrammarSize = field(default_factory=GrammarSize)
-    left_s: float = BURST_S
+    size: GrammarSize = field(default_factory=GrammarSize)  # memory of the grammar
+    left_s: float = BURST_S  # seconds that they may still take
 
     def check(self) -> None:
         """Refuse to go on.

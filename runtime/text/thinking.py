@@ -23,26 +23,16 @@ THOUGHT, ANSWER = "thought-7", "answer-7"  # parts of a conversation that a temp
 
 @dataclass(frozen=True, slots=True)
 class ThinkingTokens:
-    """Tokens around the reasoning of one model.
-
-    Attributes:
-        open: id that begins a block.
-        close: id that ends it.
-        line: ids of a line feed.
-        before: ids between the last line of the reasoning and `close`.
-        behind: ids between `close` and the answer.
-        vocabulary: V, tokens that can be chosen.
-        stop_ids: tokens that end an output.
-    """
+    """Tokens around the reasoning of one model."""
 
     tokenizer: Tokenizer
-    open: int
-    close: int
-    line: tuple[int, ...]
-    before: tuple[int, ...]
-    behind: tuple[int, ...]
-    vocabulary: int
-    stop_ids: tuple[int, ...]
+    open: int  # id that begins a block
+    close: int  # id that ends it
+    line: tuple[int, ...]  # ids of a line feed
+    before: tuple[int, ...]  # ids between the last line of the reasoning and `close`
+    behind: tuple[int, ...]  # ids between `close` and the answer
+    vocabulary: int  # V, tokens that can be chosen
+    stop_ids: tuple[int, ...]  # tokens that end an output
 
     @property
     def words(self) -> int:

@@ -29,16 +29,11 @@ SHAPED = re.compile(r"<[^<>\s]+>")
 
 @dataclass(frozen=True, slots=True)
 class ControlTokens:
-    """Tokens of one tokenizer that control a model where they stand in its prompt.
-
-    Attributes:
-        shaped: matches those in angle brackets, and other words in them.
-        others: matches the others.
-    """
+    """Tokens of one tokenizer that control a model where they stand in its prompt."""
 
     texts: frozenset[str]
-    shaped: re.Pattern[str]
-    others: re.Pattern[str]
+    shaped: re.Pattern[str]  # matches those in angle brackets, and other words in them
+    others: re.Pattern[str]  # matches the others
 
     def held_by(self, text: str) -> bool:
         """True if a text spells one of them."""
@@ -102,13 +97,10 @@ def control_tokens(added: Collection[tuple[str, bool]]) -> ControlTokens:
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """A byte-level BPE tokenizer.
-
-    Attributes:
-        control: tokens that control the model where they stand in its prompt.
-    """
+    """A byte-level BPE tokenizer."""
 
     text: TextTokenizer
+    # Tokens that control the model where they stand in its prompt
     control: ControlTokens = field(init=False, compare=False, repr=False)
     _bytes: dict[int, bytes] = field(default_factory=dict, compare=False, repr=False)  # by id
 

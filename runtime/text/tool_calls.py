@@ -47,14 +47,10 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """Some text of the arguments of a begun call.
-
-    Attributes:
-        last: the call is complete. A begun call is broken where text or another call follows
-            without it.
-    """
+    """Some text of the arguments of a begun call."""
 
     text: str
+    # The call is complete. A begun call is broken where text or another call follows without it
     last: bool = False
 
 
@@ -62,15 +58,10 @@ Part = str | Call | CallBegin | CallPiece
 
 
 class PartialCall(Protocol):
-    """A call that is being written.
+    """A call that is being written."""
 
-    Attributes:
-        name: name of the function; None as long as the beginning is not certain.
-        sent: characters of the body that the pieces so far stand for.
-    """
-
-    name: str | None
-    sent: int
+    name: str | None  # name of the function; None as long as the beginning is not certain
+    sent: int  # characters of the body that the pieces so far stand for
 
     def advance(self, body: str) -> str:
         """The next piece of the arguments.
@@ -142,18 +133,12 @@ class JsonPieces:
 
 @dataclass(frozen=True, slots=True)
 class OpenValue:
-    """A value whose end has not come.
+    """A value whose end has not come."""
 
-    Attributes:
-        key: name of the argument, with what stands before the value.
-        begin: start of the value in the body.
-        is_text: it can only be a string, so that it is sent as it comes.
-    """
-
-    key: str
-    begin: int
+    key: str  # name of the argument, with what stands before the value
+    begin: int  # start of the value in the body
     schema: Any
-    is_text: bool
+    is_text: bool  # it can only be a string, so that it is sent as it comes
 
 
 @dataclass(slots=True)
@@ -258,15 +243,12 @@ class CallReader:
 
     So that a stream has the calls of the whole answer, calls are looked for in a begun call that
     breaks, too, and one whose pieces turn out to be another call is given once more as a whole.
-
-    Attributes:
-        in_pieces: calls are begun before they are complete.
-        cut_calls: a call that the end cuts off is begun, too; else it is text without `in_pieces`.
     """
 
     form: CallForm
     tools: Mapping[str, Tool]
-    in_pieces: bool = False
+    in_pieces: bool = False  # calls are begun before they are complete
+    # A call that the end cuts off is begun, too; else it is text without `in_pieces`
     cut_calls: bool = False
     _partial: PartialCall | None = None  # the call that may be begun
     _held: str = ""  # text that is not certain; behind the opening tag while inside a call

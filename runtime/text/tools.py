@@ -93,17 +93,14 @@ class ArgumentTypes:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that a model may call.
-
-    Attributes:
-        strict: arguments that are made under the schema must follow all of it; else keywords that
-            cannot be enforced are left out.
-        given: the object of the request, which chat templates take.
-    """
+    """A function that a model may call."""
 
     name: str
     schema: Mapping[str, Any] = field(default_factory=dict)
+    # Arguments that are made under the schema must follow all of it; else keywords that cannot be
+    # enforced are left out
     strict: bool = False
+    # The object of the request, which chat templates take
     given: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     types: ArgumentTypes = field(init=False, compare=False, repr=False)
 

@@ -39,17 +39,12 @@ def new_id(prefix: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request.
-
-    Attributes:
-        cached: prompt tokens that the cache held.
-        reasoning: new tokens that are reasoning.
-    """
+    """Token counts of a request."""
 
     prompt: int
-    cached: int
+    cached: int  # prompt tokens that the cache held
     new: int
-    reasoning: int
+    reasoning: int  # new tokens that are reasoning
 
     def openai(self) -> dict[str, Any]:
         """`usage` of chat and completions."""

@@ -193,14 +193,10 @@ class CompletionEvents(ChunkWriter):
 
 @dataclass(slots=True)
 class TextLogprobs:
-    """`logprobs` of a completion, built token by token.
-
-    Attributes:
-        offset: characters of text before the next token.
-    """
+    """`logprobs` of a completion, built token by token."""
 
     tokenizer: Tokenizer
-    offset: int = 0
+    offset: int = 0  # characters of text before the next token
     _tokens: list[str] = field(default_factory=list)
     _chosen: list[float | None] = field(default_factory=list)
     _top: list[dict[str, float] | None] = field(default_factory=list)

@@ -16,15 +16,11 @@ from lowbit.runtime.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ResponseObject:
-    """The response object; all but the answer is known from the start.
+    """The response object; all but the answer is known from the start."""
 
-    Attributes:
-        begun: the object while the answer is generated.
-        tools: tools that may be called, by the name that the model knows.
-    """
-
-    begun: dict[str, Any]
+    begun: dict[str, Any]  # the object while the answer is generated
     prompt_tokens: int
+    # Tools that may be called, by the name that the model knows
     tools: Mapping[str, OfferedTool] = field(default_factory=dict)
 
     def ended(self, output: list[dict[str, Any]], end: End) -> dict[str, Any]:
@@ -112,19 +108,14 @@ ItemKind = Literal["reasoning", "message", "call"]
 
 @dataclass(slots=True)
 class OpenItem:
-    """An output item that is not complete.
-
-    Attributes:
-        text: text so far, or arguments of a call so far.
-        call_id: id of the call, for a call.
-        complete: false for a call whose arguments are not all there, and for a text that was cut.
-    """
+    """An output item that is not complete."""
 
     kind: ItemKind
     id: str
-    text: str = ""
-    call_id: str = ""
+    text: str = ""  # text so far, or arguments of a call so far
+    call_id: str = ""  # id of the call, for a call
     tool: OfferedTool = field(default_factory=lambda: OfferedTool({}, ""))
+    # False for a call whose arguments are not all there, and for a text that was cut
     complete: bool = True
     tokens: list[AnswerToken] = field(default_factory=list)
 

@@ -188,18 +188,12 @@ class ChosenTool(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """A tool as the model is offered it.
+    """A tool as the model is offered it."""
 
-    Attributes:
-        function: it as OpenAI's chats have it.
-        name: name in the request.
-        custom: its calls have one text.
-    """
-
-    function: Mapping[str, Any]
-    name: str
+    function: Mapping[str, Any]  # it as OpenAI's chats have it
+    name: str  # name in the request
     namespace: str | None = None
-    custom: bool = False
+    custom: bool = False  # its calls have one text
 
 
 def offered_name(name: str, namespace: str | None) -> str:

@@ -43,20 +43,16 @@ class Body(BaseModel):
 
     Every list declares its longest length and `fail_fast`, so that an invalid body costs no more
     than a valid one.
-
-    Attributes:
-        NEUTRAL: for a field, the values that mean the same as leaving it out, as null always does.
-        KNOWN: names of all fields in JSON.
-        IGNORED: fields that are accepted and change nothing; the log names them.
-        INTEGERS: fields of integers, in which 100.0 is 100.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     _unknown: Set[str] = frozenset()
+    # For a field, the values that mean the same as leaving it out, as null always does
     NEUTRAL: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    KNOWN: ClassVar[frozenset[str]] = frozenset()
+    KNOWN: ClassVar[frozenset[str]] = frozenset()  # names of all fields in JSON
+    # Fields that are accepted and change nothing; the log names them
     IGNORED: ClassVar[frozenset[str]] = frozenset()
-    INTEGERS: ClassVar[frozenset[str]] = frozenset()
+    INTEGERS: ClassVar[frozenset[str]] = frozenset()  # fields of integers, in which 100.0 is 100
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:

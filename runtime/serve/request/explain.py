@@ -88,16 +88,11 @@ def explained(error: ValidationError, content: object) -> ApiError:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An error of pydantic's.
+    """An error of pydantic's."""
 
-    Attributes:
-        place: path in the body, such as `messages[0].content`.
-        steps: pydantic's own path, with names of schemas.
-    """
-
-    place: str
+    place: str  # path in the body, such as `messages[0].content`
     value: object
-    steps: Sequence[int | str]
+    steps: Sequence[int | str]  # pydantic's own path, with names of schemas
     kind: str
     message: str
     context: Mapping[str, Any]

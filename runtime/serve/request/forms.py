@@ -40,22 +40,15 @@ FormatKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """Format that the content of an answer must have.
-
-    Attributes:
-        schema: JSON schema, for `json_object` and `json_schema`.
-        text: expression or grammar, for `regex` and `lark`.
-        choices: texts of which one is the answer, for `choice`.
-        param: field of the request that asks for it.
-        left_out: keywords that the schema had, and that are not enforced.
-    """
+    """Format that the content of an answer must have."""
 
     kind: FormatKind
+    # JSON schema, for `json_object` and `json_schema`
     schema: Any = field(default_factory=lambda: {"type": "object"})
-    text: str = ""
-    choices: tuple[str, ...] = ()
-    param: str = "response_format"
-    left_out: Sequence[str] = ()
+    text: str = ""  # expression or grammar, for `regex` and `lark`
+    choices: tuple[str, ...] = ()  # texts of which one is the answer, for `choice`
+    param: str = "response_format"  # field of the request that asks for it
+    left_out: Sequence[str] = ()  # keywords that the schema had, and that are not enforced
 
 
 GrammarText = Annotated[str, Field(min_length=1, max_length=MOST_GRAMMAR_CHARACTERS)]
@@ -163,20 +156,15 @@ def schema_format(schema: Any, param: str, strict: bool | None = None) -> Answer
 
 @dataclass(frozen=True, slots=True)
 class AskedGrammar:
-    """A grammar that a request asks for, and that has not been compiled.
-
-    Attributes:
-        param: field of the request that asks for it.
-        alone: a part of it that says more clearly what is wrong, where the whole cannot be used.
-        calls: ids of the tokens around the calls that alone follow it; None if all text does.
-        left_out: keywords of tools that it does not enforce.
-    """
+    """A grammar that a request asks for, and that has not been compiled."""
 
     source: GrammarSource
-    param: str
+    param: str  # field of the request that asks for it
+    # A part of it that says more clearly what is wrong, where the whole cannot be used
     alone: GrammarSource | None = None
+    # Ids of the tokens around the calls that alone follow it; None if all text does
     calls: tuple[int, int] | None = None
-    left_out: Collection[str] = ()
+    left_out: Collection[str] = ()  # keywords of tools that it does not enforce
 
     def limit(self, grammar: Grammar) -> Grammar | StrictCalls:
         """The limit of an answer that the compiled grammar is."""

@@ -45,45 +45,33 @@ ForAnswers = TypeVar("ForAnswers", bound=AnswerBody)
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The request of a body, the same for every API.
+    """The request of a body, the same for every API."""
 
-    Attributes:
-        messages: messages as OpenAI's chats have them.
-        prompts: token ids of prompts that are continued as they are; they stand for messages.
-        tools: tools as OpenAI's chats have them.
-        choice: calls that the answer may or must have: `auto` leaves it to the model, `none`
-            forbids calls, `required` asks for at least one, `named` for that of `tool`.
-        tool: tool to call, for `named`.
-        thinking: `enable_thinking` of the chat template; None leaves it to the template.
-        template_arguments: other arguments of the chat template.
-        budget: most tokens of reasoning; None for the server's own limit.
-        left_out: names of what the request has and the answer does not heed.
-        sampling: sampling parameters by name; those left out or None are the model's own.
-        max_new_tokens: None for as many as the context holds.
-        stop_ids: further tokens that end an answer.
-        ignore_stops: the model's own stop tokens are tokens like others.
-        logprobs: number of likeliest tokens to report for each token; None reports none.
-        prompt_logprobs: the same for the tokens of the prompt.
-    """
-
-    messages: Sequence[Mapping[str, Any]] = ()
+    messages: Sequence[Mapping[str, Any]] = ()  # messages as OpenAI's chats have them
+    # Token ids of prompts that are continued as they are; they stand for messages
     prompts: Sequence[Sequence[int]] = ()
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, Any]] = ()  # tools as OpenAI's chats have them
+    # Calls that the answer may or must have: `auto` leaves it to the model, `none` forbids calls,
+    # `required` asks for at least one, `named` for that of `tool`
     choice: ChoiceMode = "auto"
-    tool: str | None = None
+    tool: str | None = None  # tool to call, for `named`
     parallel: bool = True
     format: AnswerFormat | None = None
+    # `enable_thinking` of the chat template; None leaves it to the template
     thinking: bool | None = None
+    # Other arguments of the chat template
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    budget: int | None = None
-    left_out: Sequence[str] = ()
+    budget: int | None = None  # most tokens of reasoning; None for the server's own limit
+    left_out: Sequence[str] = ()  # names of what the request has and the answer does not heed
+    # Sampling parameters by name; those left out or None are the model's own
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    max_new_tokens: int | None = None
+    max_new_tokens: int | None = None  # None for as many as the context holds
     stops: tuple[str, ...] = ()
-    stop_ids: tuple[int, ...] = ()
-    ignore_stops: bool = False
+    stop_ids: tuple[int, ...] = ()  # further tokens that end an answer
+    ignore_stops: bool = False  # the model's own stop tokens are tokens like others
+    # Number of likeliest tokens to report for each token; None reports none
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
 
 
 async def read_request(http: HttpRequest, schema: type[OfModel]) -> tuple[Service, OfModel]:
