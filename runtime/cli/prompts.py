@@ -179,9 +179,6 @@ def _stops(value: object) -> tuple[str, ...]:
 def keep_answers(path: Path, lines: Sequence[PromptLine], digests: Mapping[Id, str]) -> set[Id]:
     """Ids whose answers are in a file; lines with errors, or cut short, are taken out of it.
 
-    Args:
-        path: of the file; it need not be there.
-
     Raises:
         RequestError: it is no such file, or holds the answer to another request of the same id.
         ResourceError: it cannot be written.

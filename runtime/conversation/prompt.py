@@ -133,11 +133,7 @@ def history_file() -> Path:
 
 
 def open_history(path: Path | None) -> History:
-    """History in a file that only its owner may read; in memory where there can be none.
-
-    Args:
-        path: None keeps the history in memory.
-    """
+    """History in a file that only its owner may read; in memory where there can be none."""
     if path is None:
         return InMemoryHistory()
     try:

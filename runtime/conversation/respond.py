@@ -76,10 +76,6 @@ def respond(chat: Chat, entry: Slash | str, view: View) -> Outcome:
 def _answer(chat: Chat, before: Conversation, question: str, view: View) -> Outcome:
     """Ask the model; the outcome has the chat with the answer, or an error.
 
-    Args:
-        chat: returned as it is where there is no answer.
-        before: conversation before the question.
-
     Raises:
         KeyboardInterrupt: Ctrl-C where nobody sits at the keyboard.
     """

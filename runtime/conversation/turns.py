@@ -94,9 +94,7 @@ def fitted(
     the rest again. The newest turn goes only if a quarter is not free otherwise.
 
     Args:
-        conversation: before the question.
         question: never dropped, nor is the system message.
-        count_tokens: length of a prompt.
 
     Returns:
         The conversation with a larger `dropped`; the question may still be too long.

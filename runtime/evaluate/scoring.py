@@ -129,9 +129,6 @@ def carry_on(
     """The text that follows a prompt, and True if the prompt's beginning was left out for it.
 
     Args:
-        model: loaded.
-        prompt: token ids; its beginning is left out where the text needs the room.
-        continuation: how it ends and how its tokens are chosen.
         chat: the prompt came from the chat template; reasoning is then left out.
 
     Raises:

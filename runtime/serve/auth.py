@@ -70,9 +70,6 @@ def check_access(path: str, headers: Headers, version: str, settings: ServeSetti
 def check_local(host: str, headers: Headers, origins: Iterable[str]) -> None:
     """Refuse requests of web pages of other sites, which a browser sends to this machine's servers.
 
-    Args:
-        host: name of the server in the request.
-
     Raises:
         ApiError: 403 for another origin, or a name that another site gave to this machine.
     """

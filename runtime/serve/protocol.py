@@ -31,11 +31,7 @@ class LingeringTransport(asyncio.Transport):
     """A connection as uvicorn writes an answer to it; it is closed by a function."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        """Wrap a transport.
-
-        Args:
-            close: closes it, at once or later.
-        """
+        """Wrap a transport."""
         super().__init__()
         self._transport, self._close = transport, close
 

@@ -74,11 +74,7 @@ class Server(uvicorn.Server):
     def __init__(
         self, app: FastAPI, service: Service, on_start: Callable[[], None] = lambda: None
     ) -> None:
-        """Prepare to serve.
-
-        Args:
-            on_start: called once requests are accepted.
-        """
+        """Prepare to serve."""
         settings = service.settings
         protocol: Any = partial(  # called like the class that uvicorn expects
             TimedProtocol, head_s=settings.head_timeout_s, stalled_s=settings.request_timeout_s

@@ -44,11 +44,7 @@ class PendingBodies:
     """
 
     def __init__(self, most: int) -> None:
-        """Start without a connection.
-
-        Args:
-            most: connections that may wait at once.
-        """
+        """Start without a connection."""
         self._most = most
         self._waiting: dict[asyncio.Timeout, None] = {}  # the longest wait first
 
@@ -173,10 +169,7 @@ class Service:
             raise of_lowbit(error) from None
 
     async def unless_left(self, http: HttpRequest, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of what may take long, before the request begins to be answered.
-
-        Args:
-            work: cancelled when the client leaves, and at the time limit of the request.
+        """The result of `work`, which is cancelled when the client leaves or its time is over.
 
         Raises:
             ClientLeftError: the client left.

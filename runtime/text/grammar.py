@@ -47,11 +47,7 @@ class GrammarConstraint:
     """Follows one answer; a stop id may come where the grammar is complete."""
 
     def __init__(self, matcher: Any, words: int, time: MaskTime) -> None:
-        """Start before the first token.
-
-        Args:
-            matcher: an `LLMatcher`, of this answer alone.
-        """
+        """Start before the first token."""
         self._matcher, self._time = matcher, time
         self._words = torch.zeros(words, dtype=torch.int32)
 
@@ -135,11 +131,7 @@ class Grammars:
     """Makes grammars over the tokens of one model; from any thread."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: Collection[int]) -> None:
-        """Tokens are prepared, within a second, when the first grammar is asked for.
-
-        Args:
-            vocab_size: V, tokens that can be chosen.
-        """
+        """Tokens are prepared, within a second, when the first grammar is asked for."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._stop_ids = sorted(id for id in stop_ids if id < vocab_size)
         self._lock = Lock()

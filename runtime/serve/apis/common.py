@@ -130,11 +130,7 @@ class ChunkWriter(ABC):
     """Writes the chunks of a streamed chat or completion, as OpenAI's API has them."""
 
     def __init__(self, head: dict[str, Any], body: SamplingBody, prompt_tokens: int) -> None:
-        """Prepare the parts that all chunks share.
-
-        Args:
-            head: fields of every chunk.
-        """
+        """Prepare the parts that all chunks share."""
         self._head = f"data: {json.dumps(head, separators=(',', ':'))[:-1]}"
         self._prompt_tokens = prompt_tokens
         options = body.stream_options

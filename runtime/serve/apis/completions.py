@@ -143,11 +143,7 @@ class CompletionEvents(ChunkWriter):
         prompts: Sequence[list[int]],
         prompt_tokens: int,
     ) -> None:
-        """Prepare the parts that all chunks share.
-
-        Args:
-            prompts: token ids of the prompt of each answer.
-        """
+        """Prepare the parts that all chunks share."""
         super().__init__(head, body, prompt_tokens)
         self._tokenizer = tokenizer
         self._echoes = dict(enumerate(prompts)) if body.echo else {}  # prompts not sent yet

@@ -249,7 +249,6 @@ def sampling_options(
     """Fields of `Asked` that OpenAI's chats and completions have in common.
 
     Args:
-        max_new_tokens: None for as many as the context holds.
         logprobs: number of likeliest tokens to report for each token; None reports none.
     """
     sampling = {name: getattr(body, name) for name in SAMPLING}
@@ -437,10 +436,7 @@ def media_of(content: object) -> list[MediaPart]:
 
 
 def left_out_media(contents: Sequence[object], param: str) -> list[str]:
-    """Names of the images and the like in messages.
-
-    Args:
-        contents: content of each message, the newest last.
+    """Names of the images and the like in messages, given by their contents, the newest last.
 
     Raises:
         ApiError: the newest message has one.

@@ -180,9 +180,6 @@ def asked_grammar(
 ) -> AskedGrammar | None:
     """The grammar of an answer; None if any text may come.
 
-    Args:
-        tool: tool to call, for `named`.
-
     Raises:
         ApiError: a schema or grammar cannot be used, or two exclude each other.
     """

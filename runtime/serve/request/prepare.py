@@ -99,9 +99,6 @@ async def open_answers(
 ) -> tuple[ForAnswers, Answers]:
     """Read a request for answers, prepare it in a thread, and ask the engine for all of them.
 
-    Args:
-        asked_of: reads the body.
-
     Raises:
         ApiError: the request cannot be served, or not now.
         ClientLeftError: the client left before the engine was asked.
