@@ -37,7 +37,7 @@ test-every-kernel: $(VENV)/.installed-dev  # before a release: every launch of e
 test-scripts: $(VENV)/.installed-dev  # those of examples/
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m scripts $(call marked,scripts)
 
-test-commands: $(VENV)/.installed-dev  # whole commands: chats, calibrations, interruptions, extremes of every number, peaks of memory
+test-commands: $(VENV)/.installed-dev  # whole commands: chats, calibrations, reports, interruptions, extremes of every number, peaks of memory
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile -m commands $(call marked,commands)
 
 test-clients: $(VENV)/.installed-clients $(PINNED)  # lm-evaluation-harness, the compressed-tensors that vLLM pins, and the chat page in Chromium

@@ -89,6 +89,7 @@ def whole(folder: Path, parts: Iterable[tuple[FusedSet, ...]]) -> list[float]:
     return found
 
 
+@pytest.mark.commands
 @pytest.mark.filterwarnings("ignore")  # other libraries' own
 def test_costs_are_the_kl_of_whole_models(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "LinearQuantizer", Rounding)
@@ -99,6 +100,7 @@ def test_costs_are_the_kl_of_whole_models(short: Path, monkeypatch: pytest.Monke
     assert sum(found[:-1]) == pytest.approx(together, rel=0.1)
 
 
+@pytest.mark.commands
 def test_fewer_bits_and_larger_groups_cost_more(short: Path) -> None:
     sets = sets_of(short)[::2]
     schemes = [Scheme(8, 128), Scheme(4, 32), Scheme(4, 64), Scheme(4, 128), Scheme(3, 128)]
@@ -117,6 +119,7 @@ def test_a_gpu_measures_the_same(tiny: Path) -> None:
     assert found == pytest.approx(measured(tiny, choices, ROTATED), rel=0.05)
 
 
+@pytest.mark.commands
 def test_what_codes_make_up_for_counts(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choices = [(fused, Scheme(4, 128)) for fused in sets_of(short)[:-1:2]]
     learned = measured(short, choices)

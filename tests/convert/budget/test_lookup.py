@@ -79,6 +79,7 @@ def test_computed_once(readable: Path, settings: Settings, cache: Path) -> None:
     assert rows[-1].size_bytes == 4096 * 128 + 4096 * 2 + 16
 
 
+@pytest.mark.commands
 def test_bits_that_are_lacking_are_added(readable: Path, settings: Settings) -> None:
     notes: list[str] = []
 

@@ -32,6 +32,7 @@ def parsed(done: "Result") -> dict[str, Any]:
     return content
 
 
+@pytest.mark.commands
 @pytest.mark.parametrize(
     ("model", "options"),
     [

@@ -74,6 +74,7 @@ def test_too_little_memory_is_told_of_long_texts(
     assert caught.value.hint == "leave out --long"
 
 
+@pytest.mark.commands
 @pytest.mark.filterwarnings("ignore")  # other libraries' own
 def test_figures_are_those_of_whole_models(source: Path, packed: Path, stories: str) -> None:
     text = Text("stories", "stories", stories)
@@ -102,6 +103,7 @@ def test_figures_are_those_of_whole_models(source: Path, packed: Path, stories: 
     assert [step[0] for step in seen] == sorted(step[0] for step in seen)
 
 
+@pytest.mark.commands
 def test_a_model_that_looks_lines_up_finds_them(tmp_path: Path, stories: str) -> None:
     write = runpy.run_path(str(EXAMPLES / "maintenance" / "make_lookup_model.py"))["write"]
     write(tmp_path / "lookup", LEAST)

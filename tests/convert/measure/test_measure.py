@@ -61,6 +61,7 @@ def log_shares(logits: Tensor) -> Tensor:
     return logits[:, :-1].double().log_softmax(-1)
 
 
+@pytest.mark.commands
 def test_by_kind(
     found: Measured, pair: list[Path], texts: dict[str, str], shares: list[Shares]
 ) -> None:

@@ -55,6 +55,7 @@ def succeeded(done: Result) -> Result:
     return done
 
 
+@pytest.mark.commands
 def test_the_chosen_method_is_said_recorded_and_verified(
     cli_as_typed: Cli, source: Path, tmp_path: Path, text: tuple[str, ...]
 ) -> None:
@@ -79,6 +80,7 @@ def test_a_slow_cpu_gets_the_quicker_method(
     assert method_of(tmp_path / "out") == "weighted"
 
 
+@pytest.mark.commands
 def test_a_head_that_stays_the_embedding_is_not_rotated(
     cli_as_typed: Cli, short: Path, tmp_path: Path, text: tuple[str, ...]
 ) -> None:
@@ -125,6 +127,7 @@ def test_the_choice_does_not_depend_on_a_measured_speed(
     assert list(chosen) == ["gptq+rotate"]
 
 
+@pytest.mark.commands
 def test_python_chooses_what_the_command_does(
     cli_as_typed: Cli, source: Path, tmp_path: Path, text: tuple[str, ...]
 ) -> None:

@@ -74,6 +74,7 @@ def test_rows_are_those_of_the_original_rounded(hybrid: Path, made: Path) -> Non
     )
 
 
+@pytest.mark.commands
 def test_rows_of_a_rotated_head_are_in_its_basis(
     tmp_path: Path, short: Path, short_text: Path
 ) -> None:
@@ -126,6 +127,7 @@ def test_what_lowbit_json_says(hybrid: Path, made: Path) -> None:
     assert DRAFT_FILE in [item.name for item in parcel.items if item.is_weight]
 
 
+@pytest.mark.commands
 def test_the_same_command_again(hybrid: Path, made: Path, tmp_path: Path, hashes: Hashes) -> None:
     again = convert(hybrid, tmp_path / "again", RECIPE).folder
     assert (again / DRAFT_FILE).read_bytes() == (made / DRAFT_FILE).read_bytes()
@@ -144,6 +146,7 @@ def test_the_same_command_again(hybrid: Path, made: Path, tmp_path: Path, hashes
     assert not found(other)
 
 
+@pytest.mark.commands
 def test_counted_on_another_text(hybrid: Path, made: Path, tmp_path: Path) -> None:
     text = tmp_path / "other.txt"
     text.write_text("another text " * 100)

@@ -132,6 +132,7 @@ def killed(here: Path, arguments: list[str], tmp_path: Path, whole: Path) -> Pat
     return out
 
 
+@pytest.mark.commands
 @pytest.mark.parametrize(
     ("name", "overwrite"),
     [*((name, False) for name in KILLS), ("file-5", True)],
@@ -174,6 +175,7 @@ def test_without_logits_the_weights_are_reported(
     assert content(out) == content(whole)
 
 
+@pytest.mark.commands
 def test_a_calibrated_conversion(here: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     options = ["--report", "--eval-text", str(here / "story.txt"), "--method", "gptq"]
     options += ["--calib", str(here / "story.txt"), "--calib-samples", "2", "--calib-length", "32"]
@@ -192,6 +194,7 @@ def test_a_calibrated_conversion(here: Path, tmp_path: Path, monkeypatch: Patch)
     assert json.loads((out / "quality.json").read_text())["logits"] is not None
 
 
+@pytest.mark.commands
 def test_ctrl_c_while_measuring_says_how_to_go_on(
     here: Path, arguments: list[str], tmp_path: Path, monkeypatch: Patch
 ) -> None:

@@ -25,6 +25,8 @@ from tests.conversions import convert
 from tests.convert.edits import flip
 from tests.convert.fixture_types import Hashes
 
+pytestmark = pytest.mark.commands
+
 RECIPE = Recipe(method=Method.parse("gptq"))
 LAYERS = tuple(f".calibrated-{name}.safetensors" for name in ("layer-000", "layer-001", "head"))
 UP = "model.layers.1.mlp.up_proj.weight"

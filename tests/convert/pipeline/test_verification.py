@@ -351,6 +351,7 @@ def test_a_recipe_of_another_release(converted: Path, packed: Path) -> None:
     assert "is not one of this release" in failure(packed, converted / "source")
 
 
+@pytest.mark.commands
 def test_calibrated_bytes_follow_on_the_same_machine(short: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a cat who lived by the sea. " * 60)

@@ -109,6 +109,7 @@ def test_a_config_as_cards_have_it_is_no_reason_to_warn(short: Path, tmp_path: P
     assert said.getvalue() == ""
 
 
+@pytest.mark.commands
 @pytest.mark.filterwarnings("ignore")
 def test_a_conversion_keeps_yarn_and_measures_with_it(
     source: Path, tmp_path: Path, stories: str, kind: str

@@ -38,6 +38,7 @@ def texts(tmp_path: Path) -> list[Path]:
     return [story, play]
 
 
+@pytest.mark.commands
 def test_a_missed_gate_ends_with_3_after_all_is_written(
     cli: "Cli", short: Path, tmp_path: Path, texts: list[Path]
 ) -> None:
@@ -209,6 +210,7 @@ def test_a_report_elsewhere(
     assert found.logits is not None
 
 
+@pytest.mark.commands
 @pytest.mark.parametrize("phase", ["verify", "source", "weights", "logits"])
 def test_an_original_that_vanishes_meanwhile(
     packed: Path, short: Path, texts: list[Path], tmp_path: Path, phase: str
@@ -242,6 +244,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in ("quality.json", "quality.html")}
 
 
+@pytest.mark.commands
 def test_a_report_without_a_verdict_replaces_none_that_has_one(
     cli: "Cli", packed: Path, short: Path, tmp_path: Path, texts: list[Path], judged: QualityReport
 ) -> None:
@@ -273,6 +276,7 @@ def test_what_is_about_other_weights_or_damaged_is_replaced(
         assert read_quality(packed) == weights_alone
 
 
+@pytest.mark.commands
 @pytest.mark.parametrize(("after", "measured"), [(0, False), (1, True)])
 def test_a_conversion_s_figures_outlive_its_report(
     cli: "Cli",

@@ -27,6 +27,7 @@ def model(tiny: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny, tmp_path / "model"))
 
 
+@pytest.mark.commands
 def test_the_text_holds_answers_and_the_bundled_texts(cli: Cli, tiny: Path, tmp_path: Path) -> None:
     out, again, other = (tmp_path / f"{name}.txt" for name in ("own", "again", "other"))
     done = cli("calib-text", tiny, out, *FEW)
@@ -65,6 +66,7 @@ def test_the_text_holds_answers_and_the_bundled_texts(cli: Cli, tiny: Path, tmp_
     assert read.tokens > alone.tokens + said["tokens"]
 
 
+@pytest.mark.commands
 def test_hybrid_models_answer(cli: Cli, hybrid: Path, tmp_path: Path) -> None:
     done = cli("calib-text", hybrid, tmp_path / "own.txt", *FEW)
     assert done.exit_code == 0, done.output

@@ -89,6 +89,7 @@ def test_logits_are_those_of_transformers_with_rounded_keys_and_values(
     assert added > 1e-4 * float(exact.norm())
 
 
+@pytest.mark.commands
 @pytest.mark.parametrize("name", MODELS)
 def test_kl_that_int8_adds_to_held_out_text(name: str) -> None:
     """In FP32, so that nothing else is rounded."""

@@ -93,6 +93,7 @@ def test_a_compiler_that_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "no_such_program" in done.stderr
 
 
+@pytest.mark.commands
 def test_keys_are_those_of_tensors_with_data(shorten: Shorten) -> None:
     """What Triton is asked for is the same where tensors lie in real memory."""
     folders = [str(shorten(name)) for name in ("tiny-qwen3", "tiny-qwen3.5")]

@@ -98,6 +98,7 @@ def timed(model: lowbit.Model, clock: list[float], truth: Numbers[int]) -> float
     return (TOKENS - 1) / (clock[0] - before)
 
 
+@pytest.mark.commands
 def test_wrong_drafts_cost_two_percent_at_most(
     model: lowbit.Model, clock: list[float], truth: list[int]
 ) -> None:

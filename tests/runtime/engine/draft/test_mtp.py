@@ -169,6 +169,7 @@ def assert_same_answers(one: lowbit.Model, other: lowbit.Model) -> None:
     assert [handle.result() for handle in together] == alone
 
 
+@pytest.mark.commands
 def test_a_trained_head_is_right_as_often_as_measured() -> None:
     """Its first draft agrees with 84 % of the trunk's choices on the report's text."""
     model = lowbit.load(TRAINED, device="cpu", context=400, speculate="mtp")
