@@ -13,7 +13,7 @@ from lowbit.formats.printable import printable
 
 SIZE = (460.0, 240.0)
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 14.0, 26.0, 42.0
-HEAD = 46.0  # height of title and legend above the chart of a file
+TITLE_HEIGHT = 46.0  # height of title and legend above the chart of a file
 POINT = 3.6  # radius
 
 
@@ -92,14 +92,14 @@ def chart_file(
             `grid`, `axis` and `leader`.
         size: width and height of the chart without title and legend.
     """
-    root = shapes.svg_file(title, (size[0], size[1] + HEAD), style)
+    root = shapes.svg_file(title, (size[0], size[1] + TITLE_HEIGHT), style)
     shapes.text(root, LEFT, 18, title, "start", "title")
     u = LEFT
     for name, line_style in legend:
         shapes.line(root, u, 34, u + 22, 34, line_style)
         shapes.text(root, u + 28, 38, name, "start", "tick")
         u += 52 + 6.6 * len(name)
-    below = SubElement(root, "g", {"transform": f"translate(0 {HEAD:g})"})
+    below = SubElement(root, "g", {"transform": f"translate(0 {TITLE_HEIGHT:g})"})
     _draw_chart(below, _Plane(x, y, size), marks)
     return tostring(root, encoding="unicode") + "\n"
 

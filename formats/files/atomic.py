@@ -10,7 +10,7 @@ from pathlib import Path
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.machine.system import FREE_SPACE, of_system
 
-PARTIAL = re.compile(r"\.(.+)\.\d+\.partial", re.DOTALL)
+PARTIAL_NAME = re.compile(r"\.(.+)\.\d+\.partial", re.DOTALL)
 MAX_NAME = 56  # characters of a name kept in its temporary name: up to 4 bytes each, of 255
 
 
@@ -126,7 +126,7 @@ def abandoned(path: Path) -> str | None:
 
     Names longer than `MAX_NAME` are cut.
     """
-    match = PARTIAL.fullmatch(path.name)
+    match = PARTIAL_NAME.fullmatch(path.name)
     return None if match is None else match[1]
 
 

@@ -19,7 +19,7 @@ from lowbit.formats.architectures import (
 from lowbit.formats.layout.quantization_config import KEY, METHOD
 from lowbit.formats.safetensors.tensor_info import TensorInfo
 
-HEAD = "lm_head.weight"
+LM_HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
 # Prefixes put before every name: by torch.compile, DataParallel, and PEFT around a merged model.
 WRAPPERS = ("_orig_mod.", "module.", "base_model.model.")
@@ -117,20 +117,22 @@ def _with_real_tie(found: Normalized, same: SameValues | None) -> Normalized:
     if True not in flags:
         return found
     embedding = f"{prefix_of(found.config, found.tensors)}{EMBEDDING}"
-    both = embedding in found.tensors and HEAD in found.tensors
+    both = embedding in found.tensors and LM_HEAD in found.tensors
     if both and same is None:
         return found
-    if both and same is not None and not same(found.tensors[embedding], found.tensors[HEAD]):
+    if both and same is not None and not same(found.tensors[embedding], found.tensors[LM_HEAD]):
         note = (
-            f"config.json ties the head to the embedding, but `{HEAD}` holds other values than "
+            f"config.json ties the head to the embedding, but `{LM_HEAD}` holds other values than "
             f"`{embedding}`: it is used, as transformers does"
         )
         return Normalized(tied_as(found.config, False), found.tensors, (*found.notes, note))
     tensors, notes = dict(found.tensors), list(found.notes)
-    if HEAD in tensors and not both:
-        info = tensors.pop(HEAD)
+    if LM_HEAD in tensors and not both:
+        info = tensors.pop(LM_HEAD)
         tensors[embedding] = replace(info, name=embedding)
-        notes.append(f"the file holds `{HEAD}` alone of two tied tensors: it is the embedding too")
+        notes.append(
+            f"the file holds `{LM_HEAD}` alone of two tied tensors: it is the embedding too"
+        )
     if False in flags:
         notes.append("config.json ties the head to the embedding in one of two places: it is tied")
     return Normalized(tied_as(found.config, True), tensors, tuple(notes))

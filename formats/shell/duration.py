@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-MOST_SAMPLES = 1024  # of a meter; every second one is then forgotten
+MOST_SAMPLES = 1024  # of a timer; every second one is then forgotten
 
 
 def clock_text(seconds: float) -> str:
@@ -30,7 +30,7 @@ def about(seconds: float) -> str:
 
 
 @dataclass(slots=True)
-class Meter:
+class PhaseTimer:
     """Time left of one phase, from the times at which its progress was reported.
 
     The pace is that of the later half of the work done so far: the first layers of a run that was

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowbit.formats.printable import printable
-from lowbit.formats.shell.duration import Meter, clock_text
+from lowbit.formats.shell.duration import PhaseTimer, clock_text
 from lowbit.formats.shell.entry import leave
 from lowbit.formats.shell.output import note, plain
 
@@ -152,16 +152,16 @@ def plain_table(heading: str, text: Iterable[str], figures: Iterable[str] = ()) 
 
 
 class TimeLeft(ProgressColumn):
-    """Time left by the meter of each phase; the time taken once it is done."""
+    """Time left by the timer of each phase; the time taken once it is done."""
 
-    def __init__(self, meters: Mapping[str, Meter]) -> None:
-        """Read `meters` by the phase that a task's `phase` names."""
+    def __init__(self, timers: Mapping[str, PhaseTimer]) -> None:
+        """Read `timers` by the phase that a task's `phase` names."""
         super().__init__()
-        self.meters = meters
+        self.timers = timers
 
     def render(self, task: Task) -> Text:
         """`1:10`, or `-:--` as long as the speed is not known."""
-        left = task.finished_time if task.finished else self.meters[task.fields["phase"]].left()
+        left = task.finished_time if task.finished else self.timers[task.fields["phase"]].left()
         return Text("-:--" if left is None else clock_text(left), style="progress.remaining")
 
 
@@ -188,20 +188,22 @@ class _Narrower:
 class Lines:
     """A line a minute about each phase, for whoever reads stderr from a file or a pipe."""
 
-    def __init__(self, phases: Mapping[str, str], meters: Mapping[str, Meter], now: Clock) -> None:
-        """Take the words for each phase, its meters, and the clock."""
-        self.phases, self.meters, self.now = phases, meters, now
+    def __init__(
+        self, phases: Mapping[str, str], timers: Mapping[str, PhaseTimer], now: Clock
+    ) -> None:
+        """Take the words for each phase, its timers, and the clock."""
+        self.phases, self.timers, self.now = phases, timers, now
         self.last = now()
 
     def show(self, phase: str) -> None:
         """Print a line if the last one, or the beginning, is a minute ago and work is left."""
-        meter = self.meters[phase]
-        if self.now() - self.last < MINUTE or meter.share >= 1:
+        timer = self.timers[phase]
+        if self.now() - self.last < MINUTE or timer.share >= 1:
             return
         self.last = self.now()
-        left = meter.left()
+        left = timer.left()
         time = "" if left is None else f", {clock_text(left)} left"
-        note(f"{self.phases[phase]}: {meter.share:.0%}{time}")
+        note(f"{self.phases[phase]}: {timer.share:.0%}{time}")
 
 
 @contextmanager
@@ -217,25 +219,25 @@ def progress_bars(
         now: seconds of a clock that never goes back.
     """
     watched = sys.stderr.isatty()
-    meters: dict[str, Meter] = {}
+    timers: dict[str, PhaseTimer] = {}
     bars = Bars(
         TextColumn("{task.description:<22}", markup=False),
         BarColumn(bar_width=None),
         TextColumn("{task.percentage:>3.0f}%"),
-        TimeLeft(meters),
+        TimeLeft(timers),
         console=messages(),
         disable=quiet or not watched,
         get_time=now,
     )
-    lines = Lines(phases, meters, now)
+    lines = Lines(phases, timers, now)
     tasks: dict[str, TaskID] = {}
     with bars:
 
         def show(phase: str, done: int, total: int) -> None:
             if phase not in tasks:
-                meters[phase] = Meter(now)
+                timers[phase] = PhaseTimer(now)
                 tasks[phase] = bars.add_task(phases[phase], total=total, phase=phase)
-            meters[phase].report(done, total)
+            timers[phase].report(done, total)
             if done < total and bars.tasks[tasks[phase]].finished:
                 bars.reset(tasks[phase])  # it begins anew
             bars.update(tasks[phase], completed=done, total=total)

@@ -103,7 +103,7 @@ def test_text_that_is_not_utf8_is_refused(model: Path) -> None:
 
 
 class TestLinksThatAreRight:
-    """RoundInputs to `content`, which a Hub cache names by its hash."""
+    """Links to `content`, which a Hub cache names by its hash."""
 
     content = b'{"schema": 1}'
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from lowbit.formats.shell import tables
-from lowbit.formats.shell.duration import MOST_SAMPLES, Meter, about, clock_text
+from lowbit.formats.shell.duration import MOST_SAMPLES, PhaseTimer, about, clock_text
 
 
 class Clock:
@@ -50,63 +50,63 @@ def test_time_left_is_right_within_a_quarter_after_a_tenth(
 ) -> None:
     layers = 40
     clock = Clock()
-    meter = Meter(clock)
+    timer = PhaseTimer(clock)
     end = clock.time + sum(map(seconds, range(layers)))
-    meter.report(0, layers)
-    assert meter.left() is None
+    timer.report(0, layers)
+    assert timer.left() is None
     for number in range(layers):
         clock.time += seconds(number)
-        meter.report(number + 1, layers)
-        left = meter.left()
+        timer.report(number + 1, layers)
+        left = timer.left()
         assert left is not None
         if number + 1 >= layers / 10 and number + 1 < layers:
             assert left == pytest.approx(end - clock.time, rel=0.25)
-    assert meter.left() == 0.0
+    assert timer.left() == 0.0
 
 
 def test_a_run_taken_up_again_forgets_the_layers_that_only_passed() -> None:
     clock = Clock()
-    meter = Meter(clock)
+    timer = PhaseTimer(clock)
     for number in range(41):
-        meter.report(number, 40)
+        timer.report(number, 40)
         clock.time += 0.1 if number < 10 else 10.0
         if 20 <= number < 40:
-            left = meter.left()
+            left = timer.left()
             assert left is not None
             assert left == pytest.approx((40 - number) * 10.0 - 10, rel=0.25, abs=5)
 
 
 def test_time_passes_between_two_reports() -> None:
     clock = Clock()
-    meter = Meter(clock)
-    meter.report(0, 10)
+    timer = PhaseTimer(clock)
+    timer.report(0, 10)
     clock.time += 60
-    meter.report(1, 10)
+    timer.report(1, 10)
     clock.time += 40
-    assert meter.left() == 9 * 60 - 40
+    assert timer.left() == 9 * 60 - 40
     clock.time += 6000
-    assert meter.left() == 0.0
+    assert timer.left() == 0.0
 
 
 def test_a_phase_that_begins_anew() -> None:
     clock = Clock()
-    meter = Meter(clock)
-    meter.report(0, 10)
+    timer = PhaseTimer(clock)
+    timer.report(0, 10)
     clock.time += 1
-    meter.report(10, 10)
-    meter.report(0, 10)
-    assert meter.left() is None
-    assert meter.share == 0.0
+    timer.report(10, 10)
+    timer.report(0, 10)
+    assert timer.left() is None
+    assert timer.share == 0.0
 
 
 def test_reports_without_number_take_no_memory() -> None:
     clock = Clock()
-    meter = Meter(clock)
+    timer = PhaseTimer(clock)
     for number in range(20_000):
-        meter.report(number, 40_000)
+        timer.report(number, 40_000)
         clock.time += 0.01
-    assert len(meter.samples) <= MOST_SAMPLES
-    left = meter.left()
+    assert len(timer.samples) <= MOST_SAMPLES
+    left = timer.left()
     assert left == pytest.approx(200, rel=0.01)
 
 
