@@ -48,15 +48,6 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def _few_threads() -> Iterator[None]:
-    """Tensors this small are slower on several threads, above all on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
 def rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Estimates assume a fast machine instead of measuring this one."""
     monkeypatch.setattr(estimate, "matmul_rate", lambda *_: 1e12)

@@ -1,23 +1,13 @@
-"""Helpers of the formats tests: one thread, and safetensors files made by hand."""
+"""Safetensors files made by hand."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 WriteRaw = Callable[..., Path]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Run on one thread, which is faster for tensors this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
