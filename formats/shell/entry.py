@@ -33,9 +33,12 @@ def run(module: str, program: str) -> NoReturn:
     signals = Signals()
     signals.watch()
     try:
-        main = importlib.import_module(module).main
-        signals.deliver()
-        main(prog_name=program)
+        try:
+            main = importlib.import_module(module).main
+            signals.deliver()
+            main(prog_name=program)
+        finally:  # what the timer raises here is still handled below
+            signal.setitimer(signal.ITIMER_REAL, 0)
     except KeyboardInterrupt:
         signals.arrived.append(signal.SIGINT)
     except BaseException:
@@ -45,7 +48,6 @@ def run(module: str, program: str) -> NoReturn:
         if signals.waiting is None:
             sys.exit(0)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         for number in (signal.SIGINT, signal.SIGTERM):  # all is cleaned up already
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda number, _: os._exit(128 + number))
