@@ -43,7 +43,7 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("width", [1, 2, 64, 96, 576, 896, 2560])
+@pytest.mark.parametrize("width", [1, 2, 64, 96, 160, 576, 896])
 def test_orthogonal(width: int) -> None:
     R = rotated(torch.eye(width)).double()
     assert (R @ R.T - torch.eye(width, dtype=torch.float64)).abs().max() < 1e-6

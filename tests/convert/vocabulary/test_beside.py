@@ -36,6 +36,7 @@ def beside(short_hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
+@pytest.mark.commands
 def test_the_option_does_both_steps(
     short_hybrid: Path, tmp_path: Path, cli: Cli, hashes: Hashes
 ) -> None:
@@ -54,6 +55,7 @@ def test_the_option_does_both_steps(
     assert verify_folder(tmp_path / "out", original, lambda phase, done, total: None).derived
 
 
+@pytest.mark.commands
 def test_the_same_command_again_uses_what_is_there(
     short_hybrid: Path, tmp_path: Path, cli: Cli, hashes: Hashes
 ) -> None:
