@@ -105,7 +105,7 @@ def test_gemm_launches_have_the_same_bits(
     expected = found()
     wanted = added(acts(h, scores, w), scores, w)
     assert relative_error(expected.double() - x.double(), wanted) < bf16_error
-    for rows, tiles in LAUNCHES:
+    for rows, tiles in LAUNCHES if bits > 3 else LAUNCHES[1:3]:  # the emulator takes long
         if bits < 4:  # whose rows of x are longer
             tiles = replace(tiles, warps=max(tiles.warps, 2))
         launch = GemmLaunch(rows, tiles, tiles)

@@ -85,9 +85,9 @@ def test_fp32_logits_match_transformers_whatever_the_chunks(
     packed = make_experts(**MODELS[name])
     expected = hub_logits(reference(packed), IDS)
     model = lowbit.load(packed.folder, device="cpu", dtype=torch.float32)
-    for chunk in (512, 37, 7, 1):
+    for chunk, count in ((512, len(IDS)), (37, len(IDS)), (7, 40), (1, 12)):
         set_chunk(chunk)
-        assert distance(model.logits(IDS), expected) < 1e-4
+        assert distance(model.logits(IDS[:count]), expected[:count]) < 1e-4
 
 
 @pytest.mark.parametrize("hybrid", [False, True])

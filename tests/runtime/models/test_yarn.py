@@ -67,7 +67,7 @@ def test_fp32_logits_match_transformers_at_every_position(
 ) -> None:
     expected = hub_logits(reference(yarned), IDS)
     model = lowbit.load(yarned.folder, device="cpu", dtype=torch.float32)
-    for chunk in (512, 7, 1):
+    for chunk in (512, 7):
         set_chunk(chunk)
         off = (model.logits(IDS).double() - expected.double()).abs().amax(dim=1)
         off /= expected.abs().max()
