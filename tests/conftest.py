@@ -12,11 +12,13 @@ import hypothesis
 import pytest
 import torch
 
+from lowbit.formats.machine.cores import core_count
 from lowbit.formats.text.template import ChatTemplate
 from tests.hub_server import HubServer
 from tests.short_models import Shorten, shortened
 
 LONGEST = "test_compile.py"
+AUTO = "PYTEST_XDIST_AUTO_NUM_WORKERS"  # variable of xdist that sets another number
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 YOUNG = 10_000  # objects that are made before the collector looks for garbage; 700 in Python itself
 
@@ -30,6 +32,13 @@ hypothesis.settings.load_profile("test")  # `--hypothesis-profile nightly` comes
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which conftest precedes
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Half as many processes again as cores: tests wait for processes, limits of time and disks."""
+    if config.option.dist != "worksteal" or AUTO in os.environ:
+        return None
+    return core_count() * 3 // 2
 
 
 @pytest.hookimpl(wrapper=True)
