@@ -1,5 +1,6 @@
 """Triton kernels run in its interpreter where there is no GPU; `gpu` tests are skipped there."""
 
+import atexit
 import gc
 import os
 from collections.abc import Generator, Iterator
@@ -52,13 +53,9 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)  # or Triton's bindings list it as leaked when Python ends
         gc.set_threshold(YOUNG)
         gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    """Thaw what collecting made, or Triton's bindings list it as leaked when Python ends."""
-    gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True)
