@@ -41,7 +41,8 @@ from lowbit.runtime.backends import cpu  # noqa: F401
 from lowbit.runtime.cli import main as runtime_cli
 from lowbit.runtime.engine import load, stream  # noqa: F401
 
-SECONDS = 10
+SECONDS = 10  # of CPU time that a run may take
+HANGING = 60  # seconds after which one that waits is killed
 MEMORY_BYTES = 1 << 30  # beyond a run of the same command on an undamaged folder
 MAX_OUTPUT = 10_000_000  # characters
 DATA_BYTES = 4 << 30  # that a run can have at all, so that a wrong one does not end the others
@@ -175,6 +176,7 @@ def _become(arguments: Sequence[str], program: str, place: Path, log: Path) -> N
     code = 70
     try:
         resource.setrlimit(resource.RLIMIT_DATA, (DATA_BYTES, DATA_BYTES))
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT, 0o600)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(descriptor, 1)
@@ -201,7 +203,7 @@ def _wait(child: int, started: float) -> tuple[int | None, int]:
         ended, status, usage = os.wait4(child, os.WNOHANG)
         if ended:
             return status, usage.ru_maxrss * 1024
-        if time.monotonic() - started > SECONDS:
+        if time.monotonic() - started > HANGING:
             os.killpg(child, signal.SIGKILL)
             return None, os.wait4(child, 0)[2].ru_maxrss * 1024
         time.sleep(0.005)
@@ -210,7 +212,7 @@ def _wait(child: int, started: float) -> tuple[int | None, int]:
 def faults(ended: Ended, usual_bytes: int, place: Path, before: dict[str, object]) -> Iterator[str]:
     """Faults of a run, in words."""
     if ended.code is None:
-        yield f"not finished after {SECONDS} s"
+        yield f"not finished after {HANGING} s"
     elif ended.code not in EXIT_CODES:
         yield f"exit code {ended.code}"
     if len(ended.output) == MAX_OUTPUT:
