@@ -75,7 +75,8 @@ class Engine:
         self.limits = Limits(
             context=runner.context,
             positions=runner.decoder.config.max_position_embeddings,
-            embedded=runner.decoder.config.vocab_size,
+            table_rows=runner.decoder.config.vocab_size,
+            hidden=runner.decoder.config.hidden_size,
             vocabulary=runner.sampler.vocabulary,
             pages=runner.state.pages.count - EXTRA,
         )

@@ -65,7 +65,8 @@ class Limits:
 
     context: int  # most tokens of a sequence
     positions: int  # most tokens of a sequence that the model supports
-    embedded: int  # number of token ids that a prompt may have
+    table_rows: int  # number of token ids that a prompt may have
+    hidden: int  # numbers of an embedding
     vocabulary: int  # number of token ids that can be chosen
     pages: int  # of the cache
 
@@ -76,10 +77,17 @@ class Limits:
             TooLongError: a prompt longer than the context.
             SettingError: a number of tokens or log-probabilities out of range, or a bias for a
                 token that the vocabulary does not have.
-            RequestError: an empty prompt, an id outside the vocabulary, or more tokens than the
-                whole cache holds.
+            RequestError: an empty prompt, an id outside the vocabulary, embeddings that do not fit,
+                or more tokens than the whole cache holds.
         """
         self.check_prompt(request.prompt)
+        for each in request.embedded:
+            last, shape = each.first + len(each.rows), each.rows.shape
+            if shape[1:] != (self.hidden,) or not 0 <= each.first <= last <= len(request.prompt):
+                raise RequestError(
+                    f"embeddings {list(shape)} from token {each.first} on do not fit: the prompt "
+                    f"has {len(request.prompt)} tokens, the model {self.hidden} numbers each"
+                )
         for id, _ in request.sampling.logit_bias:
             if id >= self.vocabulary:
                 raise SettingError(
@@ -115,8 +123,8 @@ class Limits:
                 f"the prompt has {len(ids)} tokens, the context is {self.context}",
                 hint=f"shorten the prompt{self.advice(len(ids), ', or ')}",
             )
-        if min(ids) < 0 or max(ids) >= self.embedded:
-            raise RequestError(f"token ids must be between 0 and {self.embedded - 1}")
+        if min(ids) < 0 or max(ids) >= self.table_rows:
+            raise RequestError(f"token ids must be between 0 and {self.table_rows - 1}")
         if not 0 <= start < len(ids):
             raise RequestError(f"the sequence has {len(ids)} tokens, none is number {start}")
 

@@ -1,14 +1,18 @@
 """Requests that an engine can run, and those that it refuses."""
 
 import re
+from dataclasses import replace
 
 import pytest
+import torch
 
 from lowbit.formats.errors import RequestError, SettingError, TooLongError
 from lowbit.runtime.engine.request import Limits, Request
 from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.step import Embedded
 
-LIMITS = Limits(context=256, positions=512, embedded=4096, vocabulary=4000, pages=3)  # of 64 tokens
+LIMITS = Limits(256, positions=512, table_rows=4096, hidden=8, vocabulary=4000, pages=3)
+LATE, WIDE = (Embedded(1, torch.zeros(shape), b"") for shape in ((2, 8), (1, 9)))
 
 
 @pytest.mark.parametrize(
@@ -16,8 +20,7 @@ LIMITS = Limits(context=256, positions=512, embedded=4096, vocabulary=4000, page
     [(1, 5, 5), (1, None, 256), (1, 999, 256), (256, None, 1), (192, 1, 1), (100, 93, 93)],
 )
 def test_new_tokens_that_fit(prompt: int, asked: int | None, count: int) -> None:
-    limits = Limits(context=256, positions=512, embedded=4096, vocabulary=4000, pages=4)
-    found = limits.check(Request((4095,) * prompt, max_new_tokens=asked))
+    found = replace(LIMITS, pages=4).check(Request((4095,) * prompt, max_new_tokens=asked))
     assert found.count == count
 
 
@@ -32,6 +35,12 @@ def test_new_tokens_that_fit(prompt: int, asked: int | None, count: int) -> None
         ),
         (Request((1, 4096)), RequestError, "token ids must be between 0 and 4095"),
         (Request((-1,)), RequestError, "token ids must be between 0 and 4095"),
+        (
+            Request((1, 2), embedded=(LATE,)),
+            RequestError,
+            "embeddings [2, 8] from token 1 on do not fit: the prompt has 2 tokens, the model 8",
+        ),
+        (Request((1, 2), embedded=(WIDE,)), RequestError, "embeddings [1, 9] from token 1 on"),
         (
             Request((1,), max_new_tokens=194),
             RequestError,
