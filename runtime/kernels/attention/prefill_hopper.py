@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from lowbit.runtime.kernels.attention.heads import Heads
 from lowbit.runtime.kernels.launch.device import run
+from lowbit.runtime.kernels.ptx.wgmma import next_slot
 from lowbit.runtime.state.pages import PAGE
 
 TOKENS = 128  # of a program
@@ -85,14 +86,7 @@ def _copy_keys_and_values(
                     rings[values].index(slot).slice(i * PAGE, PAGE), base + inside[:, None] + column
                 )
             async_copy.mbarrier_arrive(full[values].index(slot), increment_count=False)
-        slot, phase = _next_slot(slot, phase, PLAN.stages)
-
-
-@gluon.jit
-def _next_slot(slot, phase, STAGES: gl.constexpr):
-    """The place in the ring after this one, and the parity of its phase."""
-    ends = slot + 1 == STAGES
-    return gl.where(ends, 0, slot + 1), gl.where(ends, phase ^ 1, phase)
+        slot, phase = next_slot(slot, phase, PLAN.stages)
 
 
 @gluon.jit
@@ -135,7 +129,7 @@ def _one_more(
     """
     before = slot
     before_phase = phase
-    slot, phase = _next_slot(slot, phase, PLAN.stages)
+    slot, phase = next_slot(slot, phase, PLAN.stages)
     begun = _scores(q, rings[0], slot, full[0], phase, PLAN)
     mbarrier.wait(full[1].index(before), before_phase)
     hopper.fence_async_shared()

@@ -29,7 +29,7 @@ class Routes:
     """The experts of some tokens."""
 
     numbers: Tensor  # [M, slots] int32; a shared expert, the last, has the last slot
-    shares: Tensor  # [M, slots] float32, of what they give
+    shares: Tensor  # [M, slots] float32, weights of their outputs
 
 
 @gluon.jit

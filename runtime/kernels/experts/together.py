@@ -305,7 +305,7 @@ def _load_own(
 def experts_together(
     x: Tensor, norm: Tensor, eps: float, routes: Routes, experts: ExpertWeights[GpuLinear]
 ) -> Tensor:
-    """Add to every token what its experts make of it, normed.
+    """Add the weighted outputs of its experts for the normed token to every token.
 
     Args:
         x: [M, h] bfloat16, contiguous.

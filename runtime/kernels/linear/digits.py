@@ -122,7 +122,6 @@ def stage_tokens(
     rows: addresses of all tokens, if they do not lie side by side from x_ptr on.
     B: tokens that are there; the last is repeated beyond.
     share: which of the SHARERS this program is.
-
     HEAD: elements of x that are normed by one of the sums of squares; 0 where none are given.
     """
     NORM: gl.constexpr = len(gains) > 0

@@ -46,6 +46,7 @@ from lowbit.runtime.kernels.ptx.memory import (
 from lowbit.runtime.kernels.ptx.mma import (
     inline,
     threads,
+    zeros,
 )
 from lowbit.runtime.kernels.ptx.wgmma import (
     bulk_copy,
@@ -53,6 +54,7 @@ from lowbit.runtime.kernels.ptx.wgmma import (
     expect_bytes,
     init_barriers,
     multiply_widened,
+    next_slot,
     settled,
     wait_phase,
     widened,
@@ -212,7 +214,7 @@ def _gemm_kernel(
         wanted, at = _ahead(i, STEPS, row, next_row, more, rows)
         _begin_stage(x_ptr, buffer + i * STAGE, full + i * 8, leads & wanted, at, rows, PLAN)
     a = widened(now, W.BITS)
-    acc = _zeros(zero_f32, TOKENS // 2)
+    acc = zeros(zero_f32, TOKENS // 2)
     stage = turns * 0
     slot = turns * 0
     phase = turns * 0
@@ -246,7 +248,7 @@ def _gemm_kernel(
                     rows, PLAN,
                 )  # fmt: skip
             left = slot
-            slot, phase = _next_slot(slot, phase, STAGES)
+            slot, phase = next_slot(slot, phase, STAGES)
             stage += 1
             now = then
             then = later
@@ -257,17 +259,9 @@ def _gemm_kernel(
             acc, own = joined(acc, parts_ptr, counts_ptr, unit, warp, lane, PLAN)
             first_token += own
         store_block(acc, added_ptr, out_ptr, first_token, tile, lane, M, N, stride, PLAN)
-        acc = _zeros(zero_f32, TOKENS // 2)  # so that joined sums find the registers of these free
+        acc = zeros(zero_f32, TOKENS // 2)  # so that joined sums find the registers of these free
         words = next_words
         scales = next_scales
-
-
-@gluon.jit
-def _zeros(zero_f32, COUNT: gl.constexpr):
-    zeros = ()
-    for _ in gl.static_range(COUNT):
-        zeros = zeros + (zero_f32,)
-    return zeros
 
 
 @gluon.jit
@@ -300,13 +294,6 @@ def _ahead(step, steps, row, next_row, more, rows):
     """
     here = step < steps
     return here | more, gl.where(here, row, next_row) + step * 2 * rows
-
-
-@gluon.jit
-def _next_slot(slot, phase, STAGES: gl.constexpr):
-    """The place in the ring after this one, and the parity of its phase."""
-    ends = slot + 1 == STAGES
-    return gl.where(ends, 0, slot + 1), gl.where(ends, phase ^ 1, phase)
 
 
 @gluon.jit

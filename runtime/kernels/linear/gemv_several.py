@@ -50,7 +50,6 @@ def gemv_several_kernel(
     """See `gemv`; PLAN is a `GemvPlan`.
 
     digits_ptr: of the kernel `digits`, where x is not staged.
-
     sums_ptr: for `gemv_join_kernel`, where several programs share a tile.
     """
     WARPS: gl.constexpr = PLAN.LAUNCH.warps

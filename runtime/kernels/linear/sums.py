@@ -114,7 +114,7 @@ def tree_sum(parts, COUNT: gl.constexpr):
 
 @gluon.jit
 def join_programs(y, ptrs, tile, split, g, inside, SPLIT: gl.constexpr, held):
-    """Sums of all programs of a tile, and whether this warp is the last of them, which has them."""
+    """Add all programs' sums of a tile; `last` marks the warp that arrived last, which has them."""
     sums_ptr, arrived_ptr = ptrs
     at = sums_ptr.to(gl.int64, bitcast=True) + ((tile * (SPLIT * 8) + g) * 8).to(gl.int64)
     store8(at + split * 64, (as_word(y[0]), as_word(y[1])), held & inside)

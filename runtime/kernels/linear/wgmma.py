@@ -41,7 +41,7 @@ from lowbit.runtime.kernels.ptx.memory import (
     store16,
     wait_copies,
 )
-from lowbit.runtime.kernels.ptx.mma import as_float, as_word, threads, unpacked_scales
+from lowbit.runtime.kernels.ptx.mma import as_float, as_word, threads, unpacked_scales, zeros
 from lowbit.runtime.kernels.ptx.wgmma import (
     bulk_copy,
     descriptor,
@@ -152,8 +152,8 @@ def _wgmma_kernel(
     barrier()
     gdc_wait()
     _copy_digits(digits_ptr, buffer, units, done, warp, lane, slice_, OWN, PLAN)
-    y = _zeros(zero_f32, 4 * NT if OWN > 1 else 0)
-    pair = _zeros(zero_f32, 4 * NT if OWN > 2 else 0)
+    y = zeros(zero_f32, 4 * NT if OWN > 1 else 0)
+    pair = zeros(zero_f32, 4 * NT if OWN > 2 else 0)
     for turn in range(turns):
         next_tile, next_there, next_words, next_scales = _place_of(
             turn + 1, warp, lane, tiles, words_ptr, scales_ptr, OWN, W
@@ -161,8 +161,8 @@ def _wgmma_kernel(
         part = turn % OWN
         digits = descriptor(buffer + part * STEP_BYTES, ROW)
         part_units = units + (part * (TOKENS * ROWS) + lane % 4 * 2) * 4
-        low = _zeros(zero_f32, 4 * NT)
-        top = _zeros(zero_f32, 4 * NT)
+        low = zeros(zero_f32, 4 * NT)
+        top = zeros(zero_f32, 4 * NT)
         for first in range(0, S, C):
             for c in gl.static_range(C):  # free here; between products each would wait for them
                 wait_bytes(done + (first + c) * 8, turn + zero < OWN)
@@ -245,9 +245,7 @@ def _begin_step(
 ):  # fmt: skip
     """Begin to copy 16 rows of the c-th step from `step` on: each lane what it will read itself.
 
-    words: at `step`.
-
-    scales: of the first group.
+    words: at `step`; scales: of the first group.
     """
     W: gl.constexpr = PLAN.W
     STEP_K: gl.constexpr = W.CODEC.STEP_K
@@ -310,14 +308,6 @@ def _place_of(
     row = own * (W.GROUPS * 8) + lane // 4
     scales = scales_ptr.to(gl.int64, bitcast=True) + row.to(gl.int64) * 4
     return tile, tile < tiles, words, scales
-
-
-@gluon.jit
-def _zeros(zero_f32, COUNT: gl.constexpr):
-    out = ()
-    for _i in gl.static_range(COUNT):
-        out = out + (zero_f32,)
-    return out
 
 
 @gluon.jit

@@ -31,6 +31,15 @@ def threads(WARPS: gl.constexpr):
 
 
 @gluon.jit
+def zeros(zero, COUNT: gl.constexpr):
+    """COUNT zeros, where sums begin."""
+    sums = ()
+    for _ in gl.static_range(COUNT):
+        sums = sums + (zero,)
+    return sums
+
+
+@gluon.jit
 def mma(c, a0, a1, a2, a3, b0, b1):
     """C + a @ b of 16 x 16 by 16 x 8 in BF16, summed in FP32."""
     return gl.inline_asm_elementwise(

@@ -197,6 +197,13 @@ def wait_phase(barrier, parity, wanted=True):
     )
 
 
+@gluon.jit
+def next_slot(slot, phase, STAGES: gl.constexpr):
+    """The place in the ring after this one, and the parity of its phase."""
+    ends = slot + 1 == STAGES
+    return gl.where(ends, 0, slot + 1), gl.where(ends, phase ^ 1, phase)
+
+
 @gluon.constexpr_function
 def _widening(bits, words, scales, out, second):
     """PTX that makes the A fragments of 64 k: BF16 of codes times scales.
