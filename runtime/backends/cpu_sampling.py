@@ -39,16 +39,13 @@ NO_PENALTIES = (1.0, 0.0, 0.0)  # of repetition, presence and frequency
 def adjusted(
     logits: Tensor, sampler: SamplerRows, rows: Tensor, masks: Tensor | None = None
 ) -> Tensor:
-    """Logits after mask, bias and penalties.
+    """Logits after mask, bias and penalties: [M, V] float32.
 
     Args:
         logits: [M, V or more] float32.
         sampler: of R rows.
         rows: [M] int32, row of each line of logits.
         masks: [M] int32, mask of each line if its row is masked; None for those of the rows.
-
-    Returns:
-        [M, V] float32.
     """
     rows = rows.long()
     wide = logits[:, : sampler.vocabulary].double()
@@ -136,14 +133,11 @@ def passed(scores: Tensor, knobs: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor
 
 
 def best_ids(scores: Tensor, count: int) -> Tensor:
-    """Ids of the best scores, of equals the lowest first, NaN above all.
+    """Ids of the best scores, of equals the lowest first, NaN above all: [M, count] int64.
 
     Args:
         scores: [M, V] float32 on a CPU.
         count: of ids, at most V.
-
-    Returns:
-        [M, count] int64.
     """
     if count * FEW > scores.shape[1]:
         return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]

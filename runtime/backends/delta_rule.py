@@ -115,7 +115,7 @@ def per_value_head(x: Tensor, shared: int) -> Tensor:
 def recurrent(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, memory: Tensor, updated: Tensor
 ) -> Tensor:
-    """The delta rule token by token.
+    """The delta rule token by token: [T, H, Dv].
 
     Args:
         q: [T, H, Dk], normed and scaled.
@@ -125,9 +125,6 @@ def recurrent(
         beta: [T, H], how much of the difference is written.
         memory: [H, Dk, Dv] before the tokens.
         updated: [H, Dk, Dv], written: the memory after them; it may be `memory`.
-
-    Returns:
-        [T, H, Dv].
     """
     out = torch.empty_like(v)
     for t in range(q.shape[0]):
@@ -161,7 +158,7 @@ def chunked(
 
 
 def _chunk(q: Tensor, k: Tensor, v: Tensor, total: Tensor, beta: Tensor, memory: Tensor) -> Tensor:
-    """Results of a chunk of C tokens by matrix products.
+    """Results of a chunk of C tokens by matrix products: [H, C, Dv].
 
     A token i writes something that depends on all that tokens j < i have written:
     written = beta * (v - recalled), where recalled is the sum over j < i of
@@ -174,9 +171,6 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, total: Tensor, beta: Tensor, memory:
         total: [H, C] float64, sum of the log decays up to and with each token.
         beta: [H, C, 1].
         memory: [H, Dk, Dv], updated.
-
-    Returns:
-        [H, C, Dv].
     """
     C = total.shape[1]
     past = torch.ones(C, C, dtype=torch.bool, device=total.device).tril()

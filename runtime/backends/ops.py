@@ -63,7 +63,7 @@ class Ops(Protocol[W]):
         """`product` of two weights for the same normed x, the second of few rows."""
 
     def moe(self, x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[W]) -> Tensor:
-        """Add the output of a mixture of experts for the normed x, h, to x.
+        """Add the output of a mixture of experts for the normed x, h, to x: [M, h].
 
         With p = softmax(h @ router.T) over all E experts, in float32, and C the k likeliest of them
         (of equal ones those of lower number), a token gets
@@ -78,9 +78,6 @@ class Ops(Protocol[W]):
             norm: [h] gain.
             experts: router [E or E + 1, h], gate and up [E, 2 * I, h], down [E, h, I], and the
                 shared expert's [2 * S, h] and [h, S] behind them.
-
-        Returns:
-            [M, h].
         """
 
     def attention(self, qkv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step) -> Tensor:

@@ -145,7 +145,7 @@ def experts_gate_up(
     routes: Routes | None,
     experts: ExpertWeights[GpuLinear],
 ) -> Tensor:
-    """SwiGLU of every token by each of its experts.
+    """SwiGLU of every token by each of its experts: [M, slots, padded_width(I)] in x's dtype.
 
     Args:
         x: [M, K] bfloat16, contiguous.
@@ -153,9 +153,6 @@ def experts_gate_up(
         scores: [M, experts] float32, of the router.
         routes: of `experts_route`; None lets every warp choose for itself.
         experts: of `gathered`.
-
-    Returns:
-        [M, slots, padded_width(I)] in x's dtype.
     """
     w, choice = stacked(experts.gate_up), choice_of(experts)
     M, inner, slots = x.shape[0], w.N // 2, choice.SLOTS

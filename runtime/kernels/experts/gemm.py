@@ -38,16 +38,13 @@ def _experts_sum_kernel(x_ptr, out_ptr, y_ptr, N, SLOTS: tl.constexpr, BLOCK: tl
 
 
 def experts_gemm(h: Tensor, scores: Tensor, experts: ExpertWeights[GpuLinear], x: Tensor) -> Tensor:
-    """Add the output of its experts to every token, for many tokens.
+    """Add the output of its experts to every token, for many tokens: [M, K] in x's dtype.
 
     Args:
         h: [M, K] bfloat16, the normed tokens.
         scores: [M, experts] float32, of the router.
         experts: of `gathered`.
         x: [M, K], the residual.
-
-    Returns:
-        [M, K] in x's dtype.
     """
     gate_up, down = stacked(experts.gate_up), stacked(experts.down)
     slots = experts.chosen + experts.shared

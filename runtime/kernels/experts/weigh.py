@@ -43,15 +43,12 @@ def _experts_weigh_kernel(
 
 
 def weighed(parts: Tensor, shares: Tensor, x: Tensor) -> Tensor:
-    """The weighted sum of every token's parts, added to it.
+    """The weighted sum of every token's parts, added to it: [M, N] in x's dtype.
 
     Args:
         parts: [M * slots, N] float32.
         shares: [M, slots] float32.
         x: [M, N], the residual.
-
-    Returns:
-        [M, N] in x's dtype.
     """
     (M, N), pdl = x.shape, programmatic_launch(x)
     y = torch.empty_like(x)

@@ -142,7 +142,7 @@ def widen(w: TiledLinear, first: int = 0, count: int | None = None) -> Tensor:
 def widened_gemm(
     x: Tensor, w: TiledLinear, added: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`added + x @ w.T` of many tokens, through BF16 weights and cuBLAS.
+    """`added + x @ w.T` of many tokens, through BF16 weights and cuBLAS: [M, N] or [M, N / 2].
 
     Args:
         x: [M, K] bfloat16.
@@ -150,9 +150,6 @@ def widened_gemm(
             `added`; gate and up are rounded in between.
         added: [M, N] or [1, N], added in FP32 before the one rounding.
         dtype: of the result, bfloat16 or float32; None is x's.
-
-    Returns:
-        [M, N] or [M, N / 2].
     """
     dtype = dtype or x.dtype
     each = TILE // 2 if w.paired else TILE  # columns of a tile
