@@ -55,7 +55,7 @@ from peers_quantize import cut
 from safetensors import safe_open
 
 PEER = Path(__file__).with_name("peers_quantize.py")
-BUNDLED = Path(__file__).parents[2] / "convert" / "original" / "data"
+BUNDLED = Path(__file__).parents[2] / "convert" / "texts" / "data"
 CALIBRATION = (
     "simplewiki.txt",
     "shakespeare.txt",

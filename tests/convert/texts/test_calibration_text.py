@@ -24,7 +24,7 @@ from lowbit.formats.errors import CheckpointError, RequestError
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "examples" / "models" / "tiny-qwen3"
 STORIES = ROOT / "examples" / "data" / "stories-eval.txt"
-DATA = ROOT / "convert" / "original" / "data"
+DATA = ROOT / "convert" / "texts" / "data"
 JUDGED = [STORIES, *(DATA / file for _, _, file in BUNDLED)]
 RUN = 13  # words; any 40 in a row would hold such a run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-DATA = ROOT / "convert" / "original" / "data"
+DATA = ROOT / "convert" / "texts" / "data"
 CALIBRATION = DATA / "python-stdlib-calibration-60kB.txt"
 EVALUATION = DATA / "python-stdlib-evaluation-40kB.txt"
 AT_LOAD = ROOT / "runtime" / "models" / "data" / "python-stdlib-2kB.txt"

@@ -8,7 +8,7 @@ import pytest
 from lowbit.convert.texts.evaluation import default_texts
 from lowbit.convert.texts.prompts import prompts
 
-EVERYDAY = Path(__file__).parents[3] / "convert" / "original" / "data" / "everyday-prompts.txt"
+EVERYDAY = Path(__file__).parents[3] / "convert" / "texts" / "data" / "everyday-prompts.txt"
 
 
 def kind(prompt: str) -> str:
