@@ -121,10 +121,16 @@ def embedded_within(embedded: Iterable[Embedded], first: int, count: int) -> tup
     return tuple(found)
 
 
-def rows_and_positions(spans: Sequence[Span]) -> tuple[list[int], list[int]]:
-    """Row and position of every token of the spans."""
-    rows = [span.row for span in spans for _ in range(span.count)]
-    return rows, [span.first + place for span in spans for place in range(span.count)]
+def token_columns(spans: Sequence[Span]) -> tuple[list[int], list[int], list[int]]:
+    """Row, position, and place in its span of every token."""
+    rows: list[int] = []
+    positions: list[int] = []
+    places: list[int] = []
+    for span in spans:
+        rows += [span.row] * span.count
+        positions += range(span.first, span.first + span.count)
+        places += range(span.count)
+    return rows, positions, places
 
 
 def starts_of(spans: Sequence[Span]) -> list[int]:

@@ -5,6 +5,7 @@ Decode steps keep their buffers, which a step updates for the next one; see `dec
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ from lowbit.runtime.state.step import (
     Span,
     Step,
     StepPlan,
-    rows_and_positions,
     starts_of,
+    token_columns,
 )
 
 COLUMNS = 7  # of `StepBuffers.block`
@@ -105,11 +106,10 @@ def columns_of(
     Args:
         plain: each sequence has one token, padding too.
     """
-    rows, positions = rows_and_positions(spans)
+    rows, positions, places = token_columns(spans)
     reads = [span.read for span in spans]
-    writes = [slot for span in spans for slot in span.writes]
+    writes = list(chain.from_iterable(span.writes for span in spans))
     writes += [NO_SLOT] * (M - len(writes))
-    places = [place for span in spans for place in range(span.count)]
     starts = range(M + 1) if plain else [*starts_of(spans), M]
     return ids, positions, rows, reads, writes, places, starts
 

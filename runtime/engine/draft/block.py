@@ -18,7 +18,7 @@ from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.host_rings import new_ring
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.sampler import SamplerRows
-from lowbit.runtime.state.step import Span, Step, StepPlan, rows_and_positions
+from lowbit.runtime.state.step import Span, Step, StepPlan, token_columns
 from lowbit.runtime.state.step_buffers import new_step
 
 
@@ -73,7 +73,7 @@ class Blocks:
             logits=True,
         )
         before = [Span(each.row, each.last, k) for each in sequences]
-        rows, positions = torch.tensor(rows_and_positions(before), dtype=torch.int32)
+        rows, positions, _ = torch.tensor(token_columns(before), dtype=torch.int32)
         drafts = torch.empty(B * k, dtype=torch.int64)
         ops.choose(logits, self.sampler, rows, positions, drafts, self._ring)
         if self.sampler.shape.adjusted:  # penalties count a token once, when it is chosen

@@ -33,8 +33,8 @@ from lowbit.runtime.state.step import (
     Span,
     Step,
     StepPlan,
-    rows_and_positions,
     starts_of,
+    token_columns,
 )
 from lowbit.runtime.state.step_buffers import new_step, step_of
 from lowbit.runtime.thresholds import ROUND_TOKENS, SEQUENCE_TOKENS
@@ -91,7 +91,7 @@ class MtpCache:
         state.seen = max(state.seen, sequence.last + 2 * ROUND_TOKENS - HIDDEN_RING)
         while (count := min(wide, sequence.last - most - state.seen)) > 0:
             span = Span(sequence.row, state.seen, count, tuple(sequence.pages))
-            rows, positions = rows_and_positions([span])
+            rows, positions, _ = token_columns([span])
             places = [ring_place(sequence.row, position) for position in positions]
             ids = [sequence.id_at(position + 1) for position in positions]
             write_rows(self.block, (rows, positions, places, ids))  # padding has row 0, SCRATCH
@@ -341,7 +341,7 @@ class MtpRounds:
             ends.append(len(ids) + left - 1)
             ids += known + [0] * (count - left)
             self._seen.append(Span(each.row, seen, count, tuple(each.pages)))
-        rows, positions = rows_and_positions(self._seen)
+        rows, positions, _ = token_columns(self._seen)
         ring_places = [ring_place(*each) for each in zip(rows, positions, strict=True)]
         return [positions, rows, starts_of(self._seen), ids, ring_places, ends]
 
