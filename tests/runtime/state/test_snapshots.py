@@ -37,6 +37,15 @@ def values(slots: DeltaSlots, slot: int) -> set[float]:
     return {*torch.unique(both).tolist()}
 
 
+def test_a_slot_is_copied_whole_and_no_other_changes(slots: DeltaSlots) -> None:
+    for slot in range(ROWS):
+        fill(slots, slot, slot + 1)
+    slots.copy(2, 0)
+    assert [values(slots, slot) for slot in range(ROWS)] == [
+        {-3.0, 3.0}, *({-slot - 1.0, slot + 1.0} for slot in range(1, ROWS))
+    ]  # fmt: skip
+
+
 def test_a_snapshot_is_a_copy_of_its_slot_alone(slots: DeltaSlots) -> None:
     slots.memory.normal_()
     slots.conv.normal_()
