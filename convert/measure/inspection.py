@@ -55,7 +55,7 @@ class Node:
 
     name: str  # the last part of its name; of several layers with their numbers, `layers 0-2, 4-6`
     count: int  # how many modules it stands for
-    # What it stores itself; of several modules the sum, and the whole range of scales
+    # Its own stored tensors; several modules give their sum, and the whole range of scales
     entry: Entry | None
     children: tuple["Node", ...]  # below it, in the order of the file
     nbytes: int  # of all of it

@@ -46,7 +46,7 @@ class Comparison:
     """Results of a pass."""
 
     figures: TokenFigures  # of the packed model against the original
-    # Of the original in BF16 against itself; None where no window was asked for
+    # Figures of the original in BF16 against itself; None where no window was asked for
     noise: TokenFigures | None
     # Relative, of the packed linears in decoder layers, by module, or by all experts of a layer;
     # empty where no window was asked for

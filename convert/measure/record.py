@@ -179,7 +179,7 @@ class Sizes:
     """Sizes of a packed folder."""
 
     folder_bytes: int  # all its files, reports aside
-    # The same folder with the source's tensors; None where they are not known
+    # Bytes of the folder with the source's tensors; None where they are not known
     source_bytes: int | None
     bits_per_weight: float  # bits of the weight files over the model's parameters
 
@@ -206,7 +206,7 @@ class QualityReport:
     measured_on: str  # date in UTC, `2026-05-31`
     model_type: str  # of config.json
     parameters: int  # of the original's decoder
-    # That makes the packed folder again; None where lowbit.json does not say
+    # Command that makes the packed folder again; None where lowbit.json does not say
     command: str | None = None
     # Hub id of the original; None where it is not on the Hub or not known
     original: str | None = None

@@ -83,7 +83,7 @@ class Conversion:
     seconds: float  # wall time
     # True where an earlier run had put it there, and this one only checked it
     existed: bool = False
-    # That the earlier run has left; None where there is none about these weights
+    # Report left by an earlier run; None where there is none about these weights
     report: QualityReport | None = None
 
 

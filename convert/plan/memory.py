@@ -48,7 +48,7 @@ CPU_ELEMENTS = 1 << 20
 CUDA_ELEMENTS = 1 << 24
 LEAST_ELEMENTS = 1 << 16  # one row of the widest known model, with room
 
-# Of a calibration, whose code takes its limits from here.
+# Limits of a calibration, whose code reads them here.
 STATES_SHARE = 3  # one part of so many of a GPU's free memory may be hidden states
 WEIGHT_BYTES = 18  # original, its copy, the new one, the next layer's, two sets of codes
 AUTOROUND_BYTES = 16  # a weight more: positions, gradients, their squares

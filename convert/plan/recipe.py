@@ -106,7 +106,7 @@ class Recipe:
     head: Head | None = None  # bits of lm_head where they differ from the base recipe's
     overrides: tuple[Override, ...] = ()  # applied in order, the last match wins
     drop_vision: bool = False  # leave the vision tower out instead of taking it along
-    # How codes are chosen; None to let the plan choose by model, text and machine
+    # Method that chooses codes; None to let the plan choose by model, text and machine
     method: Method | None = RTN
     # Bits of the head for multi-token prediction where they differ from the base recipe's, or
     # `drop` to leave it out; only None and `bf16` suit a model without one

@@ -56,7 +56,7 @@ class FolderRow:
     manifest_sha256: str | None  # of lowbit.json's bytes; None where another tool made the folder
     command: str | None  # that makes the folder again; None where lowbit.json does not say
     speed: Speed | None  # of its bench.json; None where that is missing or cannot be read
-    # Of its tasks.json; empty where there are none of this conversion.
+    # Results in its tasks.json; empty where there are none of this conversion.
     tasks: tuple[TaskResult, ...]
 
 

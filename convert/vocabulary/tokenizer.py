@@ -28,7 +28,7 @@ class ByteLevelBpe:
     """A byte-level BPE tokenizer, opened to be cut."""
 
     path: Path  # of tokenizer.json
-    # Of it, as the tokenizers library writes it, with tokens of the other files
+    # Content as the tokenizers library writes it, with tokens of the other files
     content: Mapping[str, Any] = field(repr=False)
     # Id of every token that is no added one alone, by its text
     vocab: Mapping[str, int] = field(repr=False)

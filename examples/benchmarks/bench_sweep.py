@@ -102,7 +102,7 @@ class Point:
     # Over contexts, the keys and values beyond the first point's, divided by the time that a step
     # takes longer; None at the first point, and where none takes longer.
     kv_bytes_per_s: float | None
-    # Of the tokens per second that the read bandwidth would allow, a step for each.
+    # Share of the tokens per second that the read bandwidth allows, a step for each.
     roofline_share: float
     speculation: Speculated | None = None  # drafts of the timed runs; None where speculation is off
     # Tokens per second against runs without drafts, which took turns with these; None where

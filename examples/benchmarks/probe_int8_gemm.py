@@ -45,6 +45,7 @@ from lowbit.runtime.kernels.ptx.wgmma import (
     descriptor,
     expect_bytes,
     init_barriers,
+    next_slot,
     wait_phase,
 )
 
@@ -326,9 +327,7 @@ def gemm_int8_kernel(
                 token_blocks,
                 PLAN,
             )
-            ends = slot + 1 == STAGES
-            phase = gl.where(ends, phase ^ 1, phase)
-            slot = gl.where(ends, 0, slot + 1)
+            slot, phase = next_slot(slot, phase, STAGES)
         words = next_words
         scales = next_scales
         store_block(acc, None, out_ptr, unit % token_blocks * T, tile, lane, M, N, 0, PLAN)

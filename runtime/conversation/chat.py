@@ -151,7 +151,7 @@ class Chat:
 
     model: "ChatModel"
     name: str
-    # Of every answer; the system message is the conversation's
+    # Settings of every answer; the system message is the conversation's
     settings: AnswerSettings = field(default_factory=AnswerSettings)
     conversation: Conversation = field(default_factory=Conversation)
     last: "Generation | None" = None

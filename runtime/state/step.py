@@ -78,7 +78,7 @@ class Step:
     # True for a chunk of one sequence's prompt (B = 1) that takes the kernels for many tokens;
     # others take those that give each token the same bits in any company
     prompt: bool = False
-    # How the tokens of a prompt pass the last layer behind its keys, values and states: all
+    # Way of a prompt through the end of the last layer, behind its keys, values and states: all
     # together; the last one apart, so that it has the same bits whether or not the others pass,
     # too; or only that one
     ending: Ending = "together"
