@@ -48,7 +48,8 @@ ORDER = {
         *("export", "vocabulary", "publish", "api", "cli"),
     ],
     "formats": [
-        *("printable", "charts", "errors", "fields", "machine", "kv_cache", "architectures"),
+        *("printable", "charts", "errors", "fields", "machine", "kv_cache", "activations"),
+        "architectures",
         "files",
         "sampling_ranges",
         *("layout", "safetensors", "hub", "shell", "text", "foreign", "generation", "tasks"),

@@ -1,0 +1,141 @@
+"""Eight-bit inputs of linears against exact fractions and FP64 arithmetic, number by number."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lowbit.formats.activations import (
+    activation_group,
+    dequantize_activations,
+    fma,
+    grouped_product_ref,
+    quantize_activations,
+)
+
+DTYPES = [torch.bfloat16, torch.float32]
+INVERSE_CODE = Fraction(0x010204 | 0x800000, 1 << 30)  # 1 / 127 in FP32, 0x3c010204
+
+
+def fp32(number: Fraction) -> Fraction:
+    """A number rounded once to 24 bits, halves to even; of the range that FP32 has."""
+    if number == 0:
+        return number
+    exponent = math.frexp(float(abs(number)))[1] - 24
+    if abs(number) >= Fraction(2) ** (exponent + 24):  # the float was rounded down
+        exponent += 1
+    unit = Fraction(2) ** max(exponent, -149)
+    return round(number / unit) * unit
+
+
+def obvious(numbers: list[float]) -> tuple[list[int], Fraction]:
+    """Codes and scale of one group by the definition."""
+    exact = [Fraction(number) for number in numbers]
+    peak = max(*map(abs, exact), Fraction(1, 2**100))
+    inverse = fp32(127 / peak)
+    return [round(fp32(x * inverse)) for x in exact], fp32(peak * INVERSE_CODE)
+
+
+def inputs(seed: int, shape: tuple[int, ...], spread: float) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.randn(*shape[:-1], 1, generator=generator) * spread
+    return torch.randn(*shape, generator=generator) * torch.exp2(size)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    K=st.integers(1, 150),
+    group=st.sampled_from([32, 64, 128]),
+    spread=st.sampled_from([0.0, 3.0, 40.0]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_codes_and_scales_are_those_of_the_definition(
+    seed: int, K: int, group: int, spread: float, dtype: torch.dtype
+) -> None:
+    x = inputs(seed, (2, K), spread).to(dtype)
+    q, s = quantize_activations(x, group)
+    assert (q.dtype, q.shape, s.dtype) == (torch.int8, x.shape, torch.float32)
+    for row, codes, scales in zip(x.tolist(), q.tolist(), s.tolist(), strict=True):
+        expected = [obvious(row[start : start + group]) for start in range(0, K, group)]
+        assert codes == [code for group_codes, _ in expected for code in group_codes]
+        assert [Fraction(scale) for scale in scales] == [scale for _, scale in expected]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "codes"),
+    [
+        ([0.0, -0.0], [0, 0]),
+        ([2.0**-133, -(2.0**-126)], [0, 0]),  # far below 2^-100 / 127
+        ([2.0**-100, -(2.0**-101)], [127, -64]),
+        ([127.0, 0.5, 1.5, -2.5, 126.5], [127, 0, 2, -2, 126]),  # halves to even
+        ([3e38, -3e38], [127, -127]),
+    ],
+)
+def test_codes_of_extremes(numbers: list[float], codes: list[int]) -> None:
+    q, s = quantize_activations(torch.tensor([numbers]), 128)
+    assert q.tolist() == [codes]
+    assert Fraction(s.item()) == obvious(numbers)[1] > 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_make_their_tokens_nan(bad: float) -> None:
+    x = inputs(1, (3, 200), 1.0)
+    x[1, 130] = bad
+    q, s = quantize_activations(x, 128)
+    assert q[1, 128:].tolist() == [0] * 72
+    assert s.isnan().tolist() == [[False, False], [False, True], [False, False]]
+    y = grouped_product_ref(q, s, torch.zeros(5, 200, dtype=torch.int8), torch.ones(5, 1))
+    assert y.isnan().tolist() == [[False] * 5, [True] * 5, [False] * 5]
+
+
+def test_groups_of_inputs_divide_those_of_weights() -> None:
+    sizes = (32, 64, 128, 256, 512, 576)
+    assert [activation_group(size, 576) for size in sizes] == [32, 64, 128, 128, 128, 128]
+
+
+@given(seed=st.integers(0, 2**32), gap=st.integers(-60, 60))
+def test_fma_rounds_once(seed: int, gap: int) -> None:
+    a, b, c = inputs(seed, (3, 64), 3.0)
+    c = c * 2.0**gap
+    expected = [
+        float(fp32(Fraction(x) * Fraction(y) + Fraction(z)))
+        for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)
+    ]
+    assert fma(a, b, c).tolist() == expected
+
+
+def test_fma_rounds_once_where_fp64_rounds_to_a_half() -> None:
+    a = torch.tensor([1 + 2.0**-23, -1 - 2.0**-23, 3e38, math.nan])
+    b = torch.tensor([2.0**-24 - 2.0**-47, 2.0**-24 - 2.0**-47, 3e38, 1.0])
+    c = torch.tensor([1 + 2.0**-23, -1 - 2.0**-23, 1.0, 1.0])  # odd, and a half less 2^-70 is added
+    assert fma(a, b, c)[:3].tolist() == [1 + 2.0**-23, -1 - 2.0**-23, math.inf]
+    assert fma(a, b, c)[3].isnan()
+
+
+@pytest.mark.parametrize(
+    ("K", "group_size"), [(64, 32), (192, 64), (256, 128), (512, 256), (512, 512), (200, 200)]
+)
+def test_product_is_the_chain_on_exact_codes(K: int, group_size: int) -> None:
+    generator = torch.Generator().manual_seed(K)
+    codes = torch.randint(-128, 128, (3, K), generator=generator, dtype=torch.int8)
+    scales = torch.randn(3, K // group_size, generator=generator).bfloat16()  # of both signs
+    group = activation_group(group_size, K)
+    q, s = quantize_activations(inputs(K, (2, K), 3.0), group)
+    y = grouped_product_ref(q, s, codes, scales)
+    for m, n in ((m, n) for m in range(2) for n in range(3)):
+        total = Fraction(0)
+        for number, start in enumerate(range(0, K, group)):
+            part = slice(start, start + group)
+            products = zip(q[m, part].tolist(), codes[n, part].tolist(), strict=True)
+            weight_scale = Fraction(scales[n, start // group_size].item())
+            t = fp32(sum(x * code for x, code in products) * weight_scale)
+            total = fp32(t * Fraction(s[m, number].item()) + total)
+        assert Fraction(y[m, n].item()) == total
+    weight = codes.double() * scales.double().repeat_interleave(group_size, 1)
+    exact = dequantize_activations(q, s, group).double() @ weight.T
+    size = dequantize_activations(q, s, group).double().abs() @ weight.abs().T
+    assert ((y - exact).abs() <= size * (2 * K // group + 4) * 2.0**-24).all()
