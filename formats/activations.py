@@ -21,13 +21,13 @@ company, chunk and tile.
 """
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Activations = Literal["exact", "int8"]
-ACTIVATIONS: tuple[Activations, ...] = ("exact", "int8")
+from lowbit.formats.activation_modes import ACTIVATIONS as ACTIVATIONS
+from lowbit.formats.activation_modes import Activations as Activations
+
 GROUP = 128  # elements of x that share a scale, where the weight's groups allow it
 LARGEST_CODE = 127
 SMALLEST_PEAK = 2.0**-100  # the reciprocal of a smaller one would overflow

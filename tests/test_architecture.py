@@ -48,7 +48,8 @@ ORDER = {
         *("export", "vocabulary", "publish", "api", "cli"),
     ],
     "formats": [
-        *("printable", "charts", "errors", "fields", "machine", "kv_cache", "activations"),
+        *("printable", "charts", "errors", "fields", "machine", "kv_cache"),
+        *("activation_modes", "activations"),
         "architectures",
         "files",
         "sampling_ranges",

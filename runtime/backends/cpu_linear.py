@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lowbit.formats.activation_modes import Activations
 from lowbit.formats.layout.packing import dequantize, unpack
 from lowbit.formats.layout.scheme import Scheme, fitting_group_size
 from lowbit.runtime.thresholds import CPU_PACKED_TOKENS, EXACT_TOKENS
@@ -103,7 +104,9 @@ def prepared_bytes(N: int, K: int, scheme: Scheme, scales: torch.dtype, dtype: t
     return planes * (N * K // 2 + N * (K // plane_group) * 4)
 
 
-def prepare(w: Linear, dtype: torch.dtype) -> Planes | Int8Rows | DenseLinear:
+def prepare(
+    w: Linear, dtype: torch.dtype, activations: Activations = "exact"
+) -> Planes | Int8Rows | DenseLinear:
     """The form of a linear that is fastest here in `dtype` (bfloat16 or float32)."""
     if isinstance(w, DenseLinear):
         return DenseLinear(w.weight.to(dtype))

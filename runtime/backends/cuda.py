@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lowbit.formats.activation_modes import Activations
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.backends.cuda_experts import check_experts as check_experts
 from lowbit.runtime.backends.cuda_experts import mixture
@@ -47,11 +48,17 @@ LEAST_HEAD = 16  # what a tensor-core tile takes
 MOST_HEAD = 256  # what registers hold
 
 
-def prepare(w: Linear, paired: bool = False, launches: Launches | None = None) -> GpuLinear:
+def prepare(
+    w: Linear,
+    paired: bool = False,
+    activations: Activations = "exact",
+    launches: Launches | None = None,
+) -> GpuLinear:
     """The form of a linear that the kernels read.
 
     Args:
         paired: rows of its first half meet those of the second, see `TiledLinear`.
+        activations: inputs of a packed linear; a dense one takes them as they are.
         launches: measured on this card; None for those of the tables alone.
 
     Raises:
@@ -59,7 +66,7 @@ def prepare(w: Linear, paired: bool = False, launches: Launches | None = None) -
     """
     if not isinstance(w, PackedLinear):
         return w
-    made = tiled(w, paired)
+    made = tiled(w, paired, activations)
     return made if launches is None else replace(made, tuned=launches.of(made.size))
 
 

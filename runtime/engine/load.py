@@ -82,6 +82,12 @@ def load(
     started = time.perf_counter()
     undecided = options.speculate is None and device != "cpu"  # the head decides: `default_mode`
     opened = _open(folder, drafter, options, mtp_head=undecided)
+    if options.activations != "exact" and not opened.rounds_activations():
+        raise RequestError(
+            f"`activations` {options.activations} changes nothing: `{folder}` has no quantized "
+            "linear",
+            hint="leave it out, or quantize the weights as they are read with --quantize int4",
+        )
     if options.measures_inputs:
         check_searched(opened)
     generation = load_generation_config(folder, opened.config.vocab_size)
@@ -102,12 +108,12 @@ def load(
     chosen, cache = _cache_of(account, options, drafts)
     beside = None
     if opened.drafter is not None:  # before the model, which takes longer
-        beside = load_drafter(opened.drafter, dtype, cache.context)
+        beside = load_drafter(opened.drafter, dtype, cache.context, options.activations)
     if options.measures_inputs:
         original = open_model(folder)
         power = input_power(original, calibration_ids(tokenizer, original), device, dtype)
         opened = replace(_open(folder, None, options, power), drafter=opened.drafter)
-    decoder = load_decoder(opened, device, dtype, cache.context, launches)
+    decoder = load_decoder(opened, device, dtype, cache.context, launches, options.activations)
     chunk = CHUNK if device != "cpu" else cpu_chunk(opened.token_weights() // len(decoder.layers))
     runner = new_runner(decoder, vocabulary, cache, dtype, device, chosen.cache_type, chunk)
     if beside is not None:

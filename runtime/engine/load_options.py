@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
+from lowbit.formats.activation_modes import ACTIVATIONS, Activations
 from lowbit.formats.errors import RequestError
 from lowbit.formats.fields import shown
 from lowbit.formats.layout.recipes import GROUP_SIZE, Base
@@ -25,6 +26,7 @@ DRAFTER_MODES: tuple[Mode, ...] = ("dflash", "auto")  # that use a `drafter`
 KVCache = Literal["bf16", "int8", "auto"]
 KV_CACHES: tuple[KVCache, ...] = get_args(KVCache)
 DEFAULT_KV_CACHE: KVCache = "bf16"  # of the commands and of `load`
+DEFAULT_ACTIVATIONS: Activations = "exact"  # likewise
 MOST_DRAFTS = 15  # with the last token ROUND_TOKENS
 RECURRENT_DRAFTS = 7  # by default with linear layers: each draft takes a recurrent state
 
@@ -46,6 +48,10 @@ class LoadOptions:
         kv_cache: type of the keys and values in the cache: `bf16` (float32 where activations are),
             `int8`, which takes half the memory and rounds, or `auto`: `bf16` while all that is
             asked for fits and, on a GPU, the context is at most 8192, else `int8`.
+        activations: inputs of the packed linears other than the head. `exact` takes them as they
+            are; `int8` rounds them to eight bits, with a scale for each token and 128 inputs. It
+            is faster for many tokens, and a linear gives a token the same bits in any company, in
+            prompts and in steps. Refused where no linear is packed.
         quantize: recipe (int4, int8, int3, int2) of a BF16, F16 or F32 checkpoint: quantized
             as it is read, with the codes and scales that lowbit-convert writes.
         group_size: weights that share a scale, with `quantize`; where it does not divide a row,
@@ -77,6 +83,7 @@ class LoadOptions:
     max_sequences: int = 4
     cache_tokens: int | None = None
     kv_cache: KVCache = DEFAULT_KV_CACHE
+    activations: Activations = DEFAULT_ACTIVATIONS
     quantize: Base | None = None
     group_size: int = GROUP_SIZE
     method: Method = "rtn"
@@ -104,6 +111,8 @@ class LoadOptions:
             raise _unknown("method", METHODS, self.method)
         if self.kv_cache not in KV_CACHES:
             raise _unknown("kv_cache", KV_CACHES, self.kv_cache)
+        if self.activations not in ACTIVATIONS:
+            raise _unknown("activations", ACTIVATIONS, self.activations)
         if self.speculate not in (None, *MODES):
             raise _unknown("speculate", MODES, self.speculate)
         drafts = self.draft_tokens
@@ -144,6 +153,7 @@ class LoadKeywords(TypedDict, total=False):
     max_sequences: int
     cache_tokens: int | None
     kv_cache: KVCache
+    activations: Activations
     quantize: Base | None
     group_size: int
     method: Method

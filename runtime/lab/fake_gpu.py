@@ -124,7 +124,8 @@ def meta_runner(opened: OpenedModel, options: LoadOptions, vocabulary: int) -> R
     account = Account(opened, "cuda", DTYPE, plain_cache(DTYPE), vocabulary)
     size = asked_cache(account, options, 0)
     weights = MetaWeights(
-        opened.checkpoint, opened.schemes, "meta", DTYPE, cuda.prepare, cuda.gathered
+        *(opened.checkpoint, opened.schemes, "meta", DTYPE, cuda.prepare, cuda.gathered),
+        activations=options.activations,
     )
     decoder = build_decoder(opened, weights, cuda, size.context)
     kind = choose_cache_type(account, options).cache_type

@@ -120,6 +120,6 @@ def build(
         embedding=embedding,
         layers=tuple(layers),
         norm=weights.tensor(f"{prefix}norm.weight"),
-        head=weights.dense(embedding) if tied else weights.linear("lm_head"),
+        head=weights.dense(embedding) if tied else weights.linear("lm_head", head=True),
         ops=ops,
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lowbit.formats.activation_modes import Activations
 from lowbit.formats.architectures.names import expert_of
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.rtn import SEARCHED_BITS
@@ -86,7 +87,7 @@ class _WatchedWeights(Weights[WatchedLinear]):
 
     power: dict[str, Tensor] = field(default_factory=dict)
 
-    def linear(self, *modules: str, paired: bool = False) -> WatchedLinear:
+    def linear(self, *modules: str, paired: bool = False, head: bool = False) -> WatchedLinear:
         """Rows of several modules, in the given order."""
         return WatchedLinear(partial(self.dense_rows, modules), modules, self.power)
 
@@ -101,6 +102,6 @@ class _WatchedWeights(Weights[WatchedLinear]):
         )
 
 
-def _never_read(w: Linear, paired: bool) -> WatchedLinear:
+def _never_read(w: Linear, paired: bool, activations: Activations) -> WatchedLinear:
     """A tied head, whose input is not asked for."""
     return WatchedLinear(w.dequantized, (), {})

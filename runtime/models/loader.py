@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from lowbit.formats.activation_modes import Activations
 from lowbit.formats.architectures import (
     DRAFTERS,
     Config,
@@ -32,6 +33,7 @@ from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare, prepared_bytes
 from lowbit.runtime.backends.ops import Ops
 from lowbit.runtime.models.architectures import BUILD, DRAFTER_BUILD, HEADS, BlockDrafter, Model
+from lowbit.runtime.weights.linear import Linear
 from lowbit.runtime.weights.quantized import quantized
 from lowbit.runtime.weights.weights import Weights, served
 
@@ -72,6 +74,13 @@ class OpenedModel:
                 share = experts.chosen / experts.count if experts and spec.role == "expert" else 1
                 total += share * torch.Size(spec.shape).numel()
         return round(total)
+
+    def rounds_activations(self) -> bool:
+        """True if `activations` int8 changes a linear: one that is packed and not the head."""
+        return any(
+            spec.quantizable and spec.role != "head" and self.schemes[spec.module] is not None
+            for spec in self.specs
+        )
 
     def expert_bytes(self, device: str, dtype: torch.dtype) -> int:
         """Memory that the experts of the decoder will take."""
@@ -216,15 +225,19 @@ def load_decoder(
     dtype: torch.dtype,
     context: int,
     launches: "Launches | None" = None,
+    activations: Activations = "exact",
 ) -> Decoder:
     """Read the weights onto `cpu` or `cuda`, for sequences of up to `context` tokens.
+
+    Args:
+        activations: inputs of packed linears, other than the head.
 
     Raises:
         FormatError: a tensor holds NaN or Inf.
         UnsupportedModelError: the GPU's kernels have no place for the model's sizes.
     """
     if device == "cpu":
-        to_cpu = _cpu_weights(opened, dtype)
+        to_cpu = _cpu_weights(opened, dtype, activations)
         on_cpu = build_decoder(opened, to_cpu, cpu, context)
         to_cpu.check_finite()
         return on_cpu
@@ -239,28 +252,37 @@ def load_decoder(
         cuda.check_experts(config.experts, config.hidden_size)
         check_shared_experts(opened)
     prepare = partial(cuda.prepare, launches=launches)
-    to_cuda = Weights(opened.checkpoint, opened.schemes, device, dtype, prepare, cuda.gathered)
+    to_cuda = Weights(
+        opened.checkpoint, opened.schemes, device, dtype, prepare, cuda.gathered, activations
+    )
     decoder = build_decoder(opened, to_cuda, cuda, context)
     to_cuda.check_finite()
     torch.cuda.empty_cache()  # buffers of rows on their way to tiles
     return decoder
 
 
-def load_drafter(opened: OpenedModel, dtype: torch.dtype, context: int) -> BlockDrafter[CpuLinear]:
+def load_drafter(
+    opened: OpenedModel, dtype: torch.dtype, context: int, activations: Activations = "exact"
+) -> BlockDrafter[CpuLinear]:
     """Read the weights of a drafter onto the CPU, beside a model for `context` tokens.
 
     Raises:
         FormatError: a tensor holds NaN or Inf.
     """
-    weights = _cpu_weights(opened, dtype)
+    weights = _cpu_weights(opened, dtype, activations)
     build = DRAFTER_BUILD[kind_of(opened.checkpoint.config)]
     drafter = build(opened.config, weights, cpu, context)
     weights.check_finite()
     return drafter
 
 
-def _cpu_weights(opened: OpenedModel, dtype: torch.dtype) -> Weights[CpuLinear]:
-    return Weights(opened.checkpoint, opened.schemes, "cpu", dtype, lambda w, _: prepare(w, dtype))
+def _cpu_weights(
+    opened: OpenedModel, dtype: torch.dtype, activations: Activations
+) -> Weights[CpuLinear]:
+    def made(w: Linear, paired: bool, activations: Activations) -> CpuLinear:
+        return prepare(w, dtype, activations)
+
+    return Weights(opened.checkpoint, opened.schemes, "cpu", dtype, made, activations=activations)
 
 
 def check_shared_experts(opened: OpenedModel) -> None:

@@ -131,7 +131,7 @@ def build(
         embedding=embedding,
         layers=tuple(layers),
         norm=read_gain(weights, f"{prefix}norm.weight"),
-        head=weights.dense(embedding) if tied else weights.linear("lm_head"),
+        head=weights.dense(embedding) if tied else weights.linear("lm_head", head=True),
         rope=rope,
         ops=ops,
     )

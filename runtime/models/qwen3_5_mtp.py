@@ -139,4 +139,5 @@ def _rows(draft: DraftHead, weights: Weights[W]) -> DraftRows[W]:
         bits=draft.scheme.bits,
         group_size=draft.scheme.group_size or 0,
     )
-    return DraftRows(draft.ids.long().to(weights.device), weights.prepare(packed, False))
+    head = weights.prepare(packed, False, "exact")
+    return DraftRows(draft.ids.long().to(weights.device), head)

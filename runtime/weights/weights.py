@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from lowbit.formats.activation_modes import Activations
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import (
     PACKED,
@@ -56,10 +57,11 @@ class Weights(Generic[W]):
     device: str  # where the model lives
     dtype: torch.dtype  # of its dense tensors and activations
     # makes the backend's form of a linear; the flag says that its two halves are paired
-    prepare: Callable[[Linear, bool], W]
+    prepare: Callable[[Linear, bool, Activations], W]
     # makes the linears of all experts of a layer, from a function that reads a range of them, their
     # rows below each other, and the number of experts
     gather: Gather[W] = one_by_one
+    activations: Activations = "exact"  # inputs of packed linears, other than heads
     # least and largest value of every dense tensor read so far, on its device
     extremes: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _staging: list["_PinnedBlock"] = field(default_factory=list)
@@ -86,17 +88,18 @@ class Weights(Generic[W]):
 
     def dense(self, weight: Tensor) -> W:
         """A linear that shares a tensor already read, for example a tied embedding."""
-        return self.prepare(DenseLinear(weight), False)
+        return self.prepare(DenseLinear(weight), False, "exact")
 
-    def linear(self, *modules: str, paired: bool = False) -> W:
+    def linear(self, *modules: str, paired: bool = False, head: bool = False) -> W:
         """One linear over the rows of several modules of one scheme, in the given order.
 
         paired: the rows of the first half of the modules, gates, meet those of the others, ups, one
             by one.
+        head: its outputs are logits, so that its inputs stay exact.
         """
         scheme = self.schemes.get(modules[0])
         if scheme is None:
-            return self.prepare(DenseLinear(self.dense_rows(modules)), paired)
+            return self.prepare(DenseLinear(self.dense_rows(modules)), paired, "exact")
         if scheme.symmetric:
             codes = self._stacked([f"{module}.{PACKED}" for module in modules], torch.int32)
         else:
@@ -109,7 +112,7 @@ class Weights(Generic[W]):
             bits=bits,
             group_size=scheme.group_size or codes.shape[1] * WORD_BITS // bits,
         )
-        return self.prepare(packed, paired)
+        return self.prepare(packed, paired, "exact" if head else self.activations)
 
     def stack(self, experts: Sequence[Sequence[str]], paired: bool = False) -> Sequence[W]:
         """One linear for each expert, over the rows of its modules; see `linear`."""

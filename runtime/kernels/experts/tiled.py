@@ -6,6 +6,7 @@ from typing import overload
 
 from torch import Tensor
 
+from lowbit.formats.activation_modes import Activations
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.kernels.linear.program import Packed, packed
 from lowbit.runtime.kernels.linear.tiles import SCALES, TILE, GpuLinear, TiledLinear
@@ -24,6 +25,7 @@ class TiledExperts(Sequence[TiledLinear]):
     N: int  # outputs of an expert
     K: int  # inputs
     paired: bool = False  # a tile holds 8 rows of gate and the same 8 rows of up
+    activations: Activations = "exact"
 
     @property
     def tiles(self) -> int:
@@ -56,7 +58,7 @@ class TiledExperts(Sequence[TiledLinear]):
         if isinstance(index, slice):
             return replace(self, words=words, scales=scales)
         sizes = self.bits, self.group_size, self.N, self.K, self.paired
-        return TiledLinear(words, scales, *sizes)
+        return TiledLinear(words, scales, *sizes, activations=self.activations)
 
 
 def gathered(read: Callable[[int, int], GpuLinear], count: int) -> TiledExperts:
@@ -76,7 +78,8 @@ def gathered(read: Callable[[int, int], GpuLinear], count: int) -> TiledExperts:
         block = _tiled(read(start, stop))
         words[start:stop] = block.words.view(stop - start, *words.shape[1:])
         scales[start:stop] = block.scales.view(stop - start, *scales.shape[1:])
-    return TiledExperts(words, scales, first.bits, first.group_size, first.N, first.K, first.paired)
+    sizes = first.bits, first.group_size, first.N, first.K, first.paired
+    return TiledExperts(words, scales, *sizes, first.activations)
 
 
 def stacked(experts: Sequence[GpuLinear]) -> TiledExperts:

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowbit.formats.activation_modes import Activations
 from lowbit.formats.errors import FormatError
 from lowbit.runtime.kernels.codec import CODECS, Codec
 from lowbit.runtime.kernels.launch.linear import Tuned
@@ -57,6 +58,7 @@ class TiledLinear:
     # others: gate and up
     paired: bool = False
     tuned: Tuned = ()  # launches of its GEMVs that count before those of the tables (`gemv_launch`)
+    activations: Activations = "exact"  # how products take x
     # [tiles] int32, zeros between GEMVs: of the programs that share a tile, those that have left
     # their sums. None where none are shared.
     arrived: Tensor | None = None
@@ -90,11 +92,12 @@ class TiledLinear:
 GpuLinear = TiledLinear | DenseLinear
 
 
-def tiled(w: PackedLinear, paired: bool = False) -> TiledLinear:
+def tiled(w: PackedLinear, paired: bool = False, activations: Activations = "exact") -> TiledLinear:
     """Rearrange a packed weight into the order of the kernels.
 
     Args:
         paired: see `TiledLinear`; the rows of the two halves are equal in number.
+        activations: see `TiledLinear`.
 
     Raises:
         FormatError: rows or groups that are not a multiple of 32 codes.
@@ -107,7 +110,8 @@ def tiled(w: PackedLinear, paired: bool = False) -> TiledLinear:
         )
     words = _words(w.codes, CODECS[w.bits], paired)
     sizes = w.bits, w.group_size, w.N, w.K, paired
-    return TiledLinear(words, _scales(w, paired), *sizes, arrived=counters(words))
+    scales, arrived = _scales(w, paired), counters(words)
+    return TiledLinear(words, scales, *sizes, activations=activations, arrived=arrived)
 
 
 def counters(words: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ BUNDLED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
         ({"max_waiting": -1}, "`max_waiting` must be at least 0, got -1"),
         ({"method": "gptq"}, '`method` must be one of rtn, absmax, weighted, got "gptq"'),
         ({"speculate": "fast"}, "`speculate` must be one of off, ngram, mtp, dflash, auto, got"),
+        ({"activations": "fp8"}, '`activations` must be one of exact, int8, got "fp8"'),
         ({"kv_cache": "fp8"}, '`kv_cache` must be one of bf16, int8, auto, got "fp8"'),
         ({"draft_tokens": 0}, "`draft_tokens` must be 1 to 15, got 0"),
         ({"draft_tokens": 16}, "`draft_tokens` must be 1 to 15, got 16"),

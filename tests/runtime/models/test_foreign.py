@@ -31,7 +31,7 @@ UP = "model.layers.1.mlp.up_proj"
 def linears(folder: Path, device: str = "cpu") -> dict[str, Linear]:
     """Every quantized linear as the runtime loads it, before the backend makes its own of it."""
     opened = open_model(folder)
-    weights = Weights(opened.checkpoint, opened.schemes, device, torch.float32, lambda w, _: w)
+    weights = Weights(opened.checkpoint, opened.schemes, device, torch.float32, lambda w, *_: w)
     return {m: weights.linear(m) for m, scheme in opened.schemes.items() if scheme is not None}
 
 

@@ -1,27 +1,34 @@
 """Folders that cannot be served: one clear error each, before any weight is read."""
 
 import json
+import math
 import re
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from lowbit.formats.draft_head import DraftHead
 from lowbit.formats.errors import (
     CheckpointError,
     FormatError,
     LowbitError,
     QuantizationError,
+    RequestError,
     UnsupportedModelError,
 )
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime import load
+from lowbit.runtime.backends.cpu_linear import prepare
+from lowbit.runtime.models import loader
 from lowbit.runtime.models.loader import load_decoder, open_model
 from lowbit.runtime.state.rope import Rope
-from lowbit.runtime.weights.linear import DenseLinear
+from lowbit.runtime.weights.linear import DenseLinear, Linear, PackedLinear
+from tests.runtime.conftest import ROWS
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -255,6 +262,53 @@ def test_a_tied_head_shares_the_embedding(make_model: "Callable[..., PackedModel
     decoder = load_decoder(opened, "cpu", torch.bfloat16, 16)
     assert isinstance(decoder.head, DenseLinear)
     assert decoder.head.weight.data_ptr() == decoder.embedding.data_ptr()
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts", "hybrid"])
+def test_activations_reach_every_packed_linear_but_heads(
+    make_model: "Callable[..., PackedModel]",
+    make_experts: "Callable[..., PackedModel]",
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    """By the tensor table: a head is known by the vocabulary, or the rows of the draft head."""
+    makers: dict[str, Callable[[], PackedModel]] = {
+        "dense": make_model,
+        "experts": partial(make_experts, False),
+        "hybrid": partial(make_experts, True, mtp_num_hidden_layers=1),
+    }
+    made = makers[kind]()
+    opened = open_model(made.folder, head=True)
+    if opened.head:
+        codes = torch.zeros(48, 16, dtype=torch.int32)
+        ids, scale = torch.arange(48, dtype=torch.int32), torch.ones(48, 1, dtype=torch.bfloat16)
+        opened = replace(opened, draft=DraftHead(ids, codes, scale, Scheme(8, 64)))
+    seen: dict[str, list[int]] = {"exact": [], "int8": [], "dense": []}
+
+    def recorded(w: Linear, dtype: torch.dtype, activations: str) -> Any:
+        seen[activations if isinstance(w, PackedLinear) else "dense"].append(w.N * w.K)
+        return prepare(w, dtype)
+
+    monkeypatch.setattr(loader, "prepare", recorded)
+    load_decoder(opened, "cpu", torch.bfloat16, 16, activations="int8")
+    inner = [spec for spec in opened.specs if spec.quantizable and spec.role != "head"]
+    assert sum(seen["int8"]) == sum(math.prod(spec.shape) for spec in inner)
+    heads = [ROWS * 64, *([48 * 64] if opened.head else [])]
+    assert seen["exact"] == heads
+    gates = [spec for spec in opened.specs if spec.role == "delta_gate" and len(spec.shape) == 2]
+    assert sum(seen["dense"]) == sum(math.prod(spec.shape) for spec in gates)
+
+
+def test_int8_activations_need_a_packed_linear(make_model: "Callable[..., PackedModel]") -> None:
+    """A quantized head alone changes nothing either."""
+    for scheme in (None, Scheme(8, 32)):
+        folder = make_model(lambda role, it=scheme: it if role == "head" else None).folder
+        assert load(folder, device="cpu").options.activations == "exact"
+        with pytest.raises(RequestError, match="`activations` int8 changes nothing") as caught:
+            load(folder, device="cpu", activations="int8")
+        assert "--quantize int4" in (caught.value.hint or "")
+    plain = make_model(lambda role: None).folder
+    load(plain, device="cpu", activations="int8", quantize="int8", group_size=32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

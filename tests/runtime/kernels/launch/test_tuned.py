@@ -3,6 +3,7 @@
 import ast
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ def test_launches_of_other_kernels_are_named(
 def test_linears_keep_the_launches_of_their_size() -> None:
     codes, scales = torch.zeros(6144, 512, dtype=torch.int32), torch.ones(6144, 32)
     w = PackedLinear(codes, scales.bfloat16(), 4, 128)
-    made: list[Any] = [cuda.prepare(w, False, FOUND), cuda.prepare(w, True, FOUND), cuda.prepare(w)]
+    here = partial(cuda.prepare, w, launches=FOUND)
+    made: list[Any] = [here(), here(paired=True), cuda.prepare(w)]
     assert [each.tuned for each in made] == [FOUND.linears[QKV], (), ()]
 
 
