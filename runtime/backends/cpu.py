@@ -6,7 +6,8 @@ from torch.nn import functional
 
 from lowbit.formats.kv_cache import quantize_vectors, widen_vectors
 from lowbit.runtime.backends.cpu_experts import mixture
-from lowbit.runtime.backends.cpu_linear import CpuLinear, linear
+from lowbit.runtime.backends.cpu_linear import CpuLinear, linear, swiglu_of
+from lowbit.runtime.backends.cpu_linear import rms_norm as rms_norm
 from lowbit.runtime.backends.cpu_sampling import accept as accept
 from lowbit.runtime.backends.cpu_sampling import choose as choose
 from lowbit.runtime.backends.cpu_sampling import log_probabilities as log_probabilities
@@ -35,13 +36,12 @@ def product(
     logits: bool = False,
 ) -> Tensor:
     """`added + rms_norm(x) @ w.T`; see `Ops.product`."""
-    y = linear(x if norm is None else rms_norm(x, norm, eps), w)
+    y = linear(x, w, norm, eps)
     if swiglu:
-        gate, up = y.chunk(2, dim=-1)
-        y = functional.silu(gate) * up
+        y = swiglu_of(y, w)
     if added is not None:
         y = added + y
-    return y.float() if logits else y
+    return y.float() if logits else y.to(x.dtype)
 
 
 def two_products(
@@ -49,12 +49,12 @@ def two_products(
 ) -> tuple[Tensor, Tensor]:
     """`product` of two weights for the same normed x; see `Ops.two_products`."""
     h = rms_norm(x, norm, eps)
-    return linear(h, w), linear(h, small)
+    return linear(x, w, norm, eps, h).to(x.dtype), linear(x, small, norm, eps, h).to(x.dtype)
 
 
 def moe(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[CpuLinear]) -> Tensor:
     """Add the output of a mixture of experts to x; see `Ops.moe`."""
-    return (x.float() + mixture(rms_norm(x, norm, eps), experts)).to(x.dtype)
+    return (x.float() + mixture(x, norm, eps, experts)).to(x.dtype)
 
 
 def attention(qkv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step) -> Tensor:
@@ -234,13 +234,6 @@ def delta_linear(
 ) -> Tensor:
     """Gated DeltaNet and its output linear; see `Ops.delta_linear`."""
     return product(delta_net(qkvz, ba, layer, states, step), w, added=residual)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / rms(x)` in FP32, rounded to weight's dtype, times weight: [..., D] in x's dtype."""
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (normed.to(weight.dtype) * weight).to(x.dtype)
 
 
 def head_input(

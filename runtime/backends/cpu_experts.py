@@ -4,19 +4,27 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowbit.runtime.backends.cpu_linear import CpuLinear, linear
+from lowbit.runtime.backends.cpu_linear import CpuLinear, linear, rms_norm, swiglu_of
 from lowbit.runtime.weights.linear import DenseLinear, ExpertWeights
 
 VECTORS = 64  # elements that make whole vectors on every CPU
 
 
-def mixture(x: Tensor, experts: ExpertWeights[CpuLinear]) -> Tensor:
-    """Weighted sum of the experts' outputs for x, [M, h] to [M, h] float32.
+def mixture(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[CpuLinear]) -> Tensor:
+    """Weighted sum of the experts' outputs for the normed x, [M, h] to [M, h] float32.
 
     A token's sum runs over its experts by number, then the shared one, whatever the other tokens'.
     """
     E = len(experts.gate_up) - experts.shared
-    scores = linear(x.float(), DenseLinear(experts.router.float()))  # [M, E], or one more
+    h = rms_norm(x, norm, eps)
+
+    def outputs(tokens: Tensor | slice, expert: int) -> Tensor:
+        """Output of an expert for some tokens: [m, h] float32."""
+        gate_up = experts.gate_up[expert]
+        act = swiglu_of(linear(x[tokens], gate_up, norm, eps, h[tokens]), gate_up)
+        return linear(act.to(x.dtype), experts.down[expert]).float()
+
+    scores = linear(h.float(), DenseLinear(experts.router.float()))  # [M, E], or one more
     shares, numbers = routes(scores[:, :E], experts.chosen, experts.normed)
     places = numbers.flatten().argsort(stable=True)  # by expert, then by token
     counts: list[int] = numbers.flatten().bincount(minlength=E).tolist()
@@ -25,10 +33,9 @@ def mixture(x: Tensor, experts: ExpertWeights[CpuLinear]) -> Tensor:
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert, part in zip(hit, parts, strict=True):
         tokens = part // experts.chosen
-        made = _gated(x[tokens], experts.gate_up[expert], experts.down[expert])
-        out[tokens] += shares.flatten()[part, None] * made
+        out[tokens] += shares.flatten()[part, None] * outputs(tokens, expert)
     if experts.shared:
-        out += _shared_gates(scores[:, E:]) * _gated(x, experts.gate_up[E], experts.down[E])
+        out += _shared_gates(scores[:, E:]) * outputs(slice(None), E)
     return out
 
 
@@ -53,9 +60,3 @@ def _shared_gates(scores: Tensor) -> Tensor:
     """Sigmoid of [M, 1], padded to whole vectors: PyTorch rounds what is left over otherwise."""
     M = len(scores)
     return torch.sigmoid(functional.pad(scores, (0, 0, 0, -M % VECTORS)))[:M]
-
-
-def _gated(x: Tensor, gate_up: CpuLinear, down: CpuLinear) -> Tensor:
-    """A gated MLP: [M, h] to [M, h] float32."""
-    gate, up = linear(x, gate_up).chunk(2, dim=-1)
-    return linear(functional.silu(gate) * up, down).float()

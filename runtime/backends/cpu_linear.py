@@ -17,6 +17,8 @@ take the same way. So the last bits of many tokens differ between these two kind
 
 Every other scheme, and every linear in FP32, runs as the dequantized weight; FP32 is the checked
 mode, its weights are exactly `code * scale`.
+
+A packed linear whose inputs are rounded to eight bits has a form of its own: see `cpu_int8`.
 """
 
 from collections.abc import Callable
@@ -30,6 +32,12 @@ from torch.nn import functional
 from lowbit.formats.activation_modes import Activations
 from lowbit.formats.layout.packing import dequantize, unpack
 from lowbit.formats.layout.scheme import Scheme, fitting_group_size
+from lowbit.runtime.backends.cpu_int8 import (
+    GroupedCodes,
+    grouped,
+    grouped_bytes,
+    grouped_product,
+)
 from lowbit.runtime.thresholds import CPU_PACKED_TOKENS, EXACT_TOKENS
 from lowbit.runtime.weights.linear import DenseLinear, Linear, PackedLinear
 
@@ -87,12 +95,21 @@ class WatchedLinear:
     least: int = 1  # tokens from which on their power counts
 
 
-CpuLinear = Planes | Int8Rows | DenseLinear | WatchedLinear
+CpuLinear = Planes | Int8Rows | DenseLinear | WatchedLinear | GroupedCodes
 
 
-def prepared_bytes(N: int, K: int, scheme: Scheme, scales: torch.dtype, dtype: torch.dtype) -> int:
+def prepared_bytes(
+    N: int,
+    K: int,
+    scheme: Scheme,
+    scales: torch.dtype,
+    dtype: torch.dtype,
+    activations: Activations = "exact",
+) -> int:
     """Bytes that `prepare` will keep for a packed weight [N, K] with scales of a dtype."""
     group = scheme.group_size or K
+    if activations == "int8":
+        return grouped_bytes(N, K, group)
     if not scales == dtype == torch.bfloat16:
         return N * K * dtype.itemsize
     if _int8_rows_fit(K, scheme.bits, group):
@@ -106,10 +123,15 @@ def prepared_bytes(N: int, K: int, scheme: Scheme, scales: torch.dtype, dtype: t
 
 def prepare(
     w: Linear, dtype: torch.dtype, activations: Activations = "exact"
-) -> Planes | Int8Rows | DenseLinear:
-    """The form of a linear that is fastest here in `dtype` (bfloat16 or float32)."""
+) -> Planes | Int8Rows | DenseLinear | GroupedCodes:
+    """The form of a linear that is fastest here in `dtype` (bfloat16 or float32).
+
+    activations: inputs of a packed linear; a dense one takes them as they are.
+    """
     if isinstance(w, DenseLinear):
         return DenseLinear(w.weight.to(dtype))
+    if activations == "int8":
+        return grouped(w)
     if w.scales.dtype == dtype == torch.bfloat16:
         if _int8_rows_fit(w.K, w.bits, w.group_size):
             return Int8Rows(unpack(w.codes, w.bits, w.K), w.scales[:, 0].contiguous())
@@ -123,8 +145,23 @@ def prepare(
     return DenseLinear(weight)
 
 
-def linear(x: Tensor, w: CpuLinear) -> Tensor:
-    """`x @ w.T`: [M, K] to [M, N]."""
+def linear(
+    x: Tensor,
+    w: CpuLinear,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    normed: Tensor | None = None,
+) -> Tensor:
+    """`rms_norm(x) @ w.T`: [M, K] to [M, N] in x's dtype; float32 of x rounded to eight bits.
+
+    Args:
+        norm: [K] gain; None leaves x as it is.
+        normed: `rms_norm(x, norm, eps)`, made here if None.
+    """
+    if isinstance(w, GroupedCodes):
+        return grouped_product(x, w, norm, eps)
+    if norm is not None:
+        x = rms_norm(x, norm, eps) if normed is None else normed
     if isinstance(w, DenseLinear):
         return _dense(x, w.weight)
     if isinstance(w, WatchedLinear):
@@ -141,6 +178,22 @@ def linear(x: Tensor, w: CpuLinear) -> Tensor:
         return _linear_of_many_tokens(x, w, rows)
     wide = x if w.planes == 1 else torch.cat((x, x), dim=1)
     return torch._weight_int4pack_mm_for_cpu(wide, w.blocks, w.group_size, w.scale_zero)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / rms(x)` in FP32, rounded to weight's dtype, times weight: [..., D] in x's dtype."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed.to(weight.dtype) * weight).to(x.dtype)
+
+
+def swiglu_of(gate_up: Tensor, w: CpuLinear) -> Tensor:
+    """`silu(gate) * up` of what `linear` gave for w: [M, N] to [M, N / 2] in the same dtype."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if isinstance(w, GroupedCodes):
+        # In FP32 a vector's exponential and that of the elements left over have other last bits.
+        return functional.silu(gate.double()).float() * up
+    return functional.silu(gate) * up
 
 
 def _dense(x: Tensor, weight: Tensor) -> Tensor:

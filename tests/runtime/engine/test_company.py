@@ -1,7 +1,7 @@
 """A token has the same bits whatever else is in its step: other sequences, or tokens of its own."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -274,3 +274,33 @@ def test_several_tokens_of_several_sequences(model: lowbit.Model) -> None:
             found.append([torch.cat(out), *rows_of(runner, each)])
     for one, other in zip(alone, together, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_rounded_inputs_give_a_token_the_same_bits_in_a_prompt(shorten: Shorten) -> None:
+    """In any step; in a prompt up to the first attention, which adds in another order there."""
+    model = lowbit.load(
+        shorten("tiny-qwen3"),
+        device="cpu",
+        context=256,
+        quantize="int4",
+        activations="int8",
+    )
+    runner, ids = model.engine.runner, torch.tensor([*IDS, *IDS[::-1]])  # beyond EXACT_TOKENS
+
+    def run(size: int, prompt: bool) -> tuple[Tensor, list[Tensor]]:
+        clean(runner)
+        made = opened(runner, 1, ids.tolist())
+        hidden = []
+        for part in torch.split(ids, size):
+            step = replace(step_of(runner, [(made, len(part))]), prompt=prompt)
+            hidden.append(model.engine.decoder.hidden(part, runner.state, step))
+            made.length += len(part)
+        return torch.cat(hidden), rows_of(runner, made)
+
+    hidden, stores = run(1, prompt=False)
+    for size, prompt in ((50, False), (len(ids), False), (len(ids), True)):
+        several, others = run(size, prompt)
+        layers = 1 if prompt else None  # whose keys and values come before any attention
+        assert prompt or torch.equal(several, hidden)
+        for one, other in zip(stores, others, strict=True):
+            assert torch.equal(one[:layers], other[:layers])
