@@ -36,6 +36,7 @@ from lowbit.convert.report.reporting import LogitRequest, Reported, complete_rep
 from lowbit.convert.texts.evaluation import Text
 from lowbit.convert.vocabulary.beside import CutOriginal, cut_beside
 from lowbit.convert.vocabulary.cut import CutRequest
+from lowbit.formats.activation_modes import Activations
 from lowbit.formats.hub.locate import locate
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 
@@ -46,6 +47,7 @@ class ReportRequest:
 
     texts: tuple[Text, ...] = ()  # to compare logits on; without any, weights alone are compared
     gate: tuple[Condition, ...] = ()
+    activations: Activations = "exact"  # `int8`: also with inputs of the packed linears so
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,8 @@ def convert(
         check_output(place_of(out), request.overwrite)
     else:
         check_measured(report.gate, [text.name for text in report.texts], long=False)
-        continues = can_continue(out, request.overwrite, bool(report.texts), request.reuse)
+        rounded = report.activations == "int8"
+        continues = can_continue(out, request.overwrite, bool(report.texts), request.reuse, rounded)
     cut = None
     with _explained_interrupt(out):
         if request.vocabulary is not None:
@@ -171,7 +174,9 @@ def convert(
         return Result(done, figures_of(done), (), cut)
     if done.source.repo is None:
         remember(done.manifest.source, done.source.folder)
-    compared = LogitRequest(report.texts, request.device, note) if report.texts else None
+    compared = None
+    if report.texts:
+        compared = LogitRequest(report.texts, request.device, note, activations=report.activations)
     with _explained_measuring(out):
         completed = complete_report(done, compared, on_progress)
     gate = () if completed.quality.logits is None else evaluate(report.gate, completed.quality)

@@ -9,7 +9,7 @@ from lowbit.formats.file_names import QUALITY_FILE
 from lowbit.formats.layout.records import broken_seal, load_object, take_seal
 from lowbit.formats.tasks import manifest_sha256
 
-SCHEMA = 3  # of quality.json
+SCHEMA = 4  # of quality.json
 VERDICT = "verdict"  # key of the judgement beside the figures that it comes from
 REPORT_AGAIN = "make the report again with `lowbit-convert report`"
 

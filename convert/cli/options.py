@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
+from lowbit.formats.activation_modes import ACTIVATIONS
 from lowbit.formats.errors import LowbitError, QuantizationError, RequestError, ResourceError
 from lowbit.formats.layout.recipes import BITS_BY_ROLE
 from lowbit.formats.layout.scheme import GROUP_SIZES
@@ -379,6 +380,14 @@ gate = click.option(
     "one text, 'maths.kl_mean<0.05'. Figures: kl_mean, kl_stderr, kl_p95, kl_p99, kl_max, top1 "
     "(a share), ppl_change (0.01 is 1 % worse), cosine, bits_per_weight (of all weight "
     "files); of `report --long` alone: long_kl and cache_kl (what an INT8 cache adds).",
+)
+report_activations = click.option(
+    "--activations",
+    type=click.Choice(ACTIVATIONS),
+    default="exact",
+    show_default=True,
+    help="int8: also compare with inputs of the packed linears, but for the head's, in eight bits, "
+    "as `lowbit-run --activations int8` takes them; half as much work again.",
 )
 private = click.option(
     "--private/--public",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lowbit.convert.plan.recipe import Recipe
     from lowbit.convert.publish.upload import Statement
     from lowbit.convert.quantize.session import CalibrationRequest
+    from lowbit.formats.activation_modes import Activations
 
 
 CALIBRATION = ("calib_samples", "calib_length", "calib_chat")  # options that no target takes
@@ -71,6 +72,7 @@ def make_publication(
     help="Replace the packed checkpoint at OUT; files of others in it are never removed.",
 )
 @click.option("--report", is_flag=True, help="Compare logits with the original, too.")
+@options.report_activations
 @options.eval_text
 @options.gate
 @options.gathered(
@@ -99,6 +101,7 @@ def quantize(
     languages: tuple[str, ...],
     device: str,
     report: bool,
+    activations: "Activations",
     eval_texts: tuple[Path, ...],
     gate: tuple["Condition", ...],
     publication: "tuple[str, bool | None, Statement] | None",
@@ -109,7 +112,11 @@ def quantize(
 
     Interrupted, the same command continues after the last finished tensor or layer.
     """
-    for option, given in (("--eval-text", eval_texts), ("--gate", gate)):
+    for option, given in (
+        ("--activations int8", activations != "exact"),
+        ("--eval-text", eval_texts),
+        ("--gate", gate),
+    ):
         if given and not report:
             raise click.UsageError(f"{option} is for the comparison that --report asks for.")
     check_command(source)
@@ -141,7 +148,7 @@ def quantize(
         target=target,
         calibration=calibration,
         vocabulary=cut,
-        report=ReportRequest(texts, gate),
+        report=ReportRequest(texts, gate, activations),
         device=device,
         reuse=publication is not None,
         **settings,

@@ -13,6 +13,7 @@ from lowbit.formats.shell.output import note, print_json
 
 if TYPE_CHECKING:
     from lowbit.convert.measure.gate import Condition
+    from lowbit.formats.activation_modes import Activations
 
 
 @click.command(
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     help="Also on windows of up to 32,768 tokens: passages repeated, lines looked up far back, and "
     "an INT8 cache of keys and values against a BF16 one.",
 )
+@options.report_activations
 @options.eval_text
 @options.gate
 @click.option(
@@ -56,6 +58,7 @@ def report(
     source: str | None,
     out: Path | None,
     long: bool,
+    activations: "Activations",
     eval_texts: tuple[Path, ...],
     gate: tuple["Condition", ...],
     overwrite: bool,
@@ -77,7 +80,9 @@ def report(
     asks = not as_json and sys.stdin.isatty() and sys.stderr.isatty()
     packed = open_packed(folder)
     origin = reporting.prepare_report(packed, source, _ask if asks else None, out)
-    request = reporting.LogitRequest(texts, device, None if as_json else note, long, overwrite)
+    request = reporting.LogitRequest(
+        *(texts, device, None if as_json else note, long, overwrite, activations)
+    )
     with progress_bars(quiet=as_json) as progress:
         found = reporting.write_full_report(packed, origin, request, progress, out)
     outcomes = evaluate(gate, found.quality)

@@ -2,8 +2,9 @@
 
 transformers' own modules compute in FP32, but the model never exists whole: it is built without
 storage, and a decoder layer gets its weights only while all windows pass through it. Then the next
-layer. Two sets of hidden states are kept, the original's and the packed model's; where BF16's own
-noise is asked for, a third and shorter one, the original's in BF16.
+layer. Two sets of hidden states are kept, the original's and the packed model's. A third one is the
+packed model's with inputs in eight bits, where they are asked for; a shorter one is the original's
+in BF16, where BF16's own noise is.
 """
 
 import math
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.measure.metrics import LogitSums, TokenFigures
+from lowbit.convert.measure.rounded_inputs import input_groups, rounded_inputs
 from lowbit.convert.measure.routing import Routes, Routing, RoutingSums
 from lowbit.convert.original.experts import recorded_routes
 from lowbit.convert.original.layer import Layer, hooked
@@ -33,6 +35,7 @@ from lowbit.convert.original.walk import (
     passing,
     scored_states,
 )
+from lowbit.formats.activation_modes import Activations
 from lowbit.formats.architectures.names import any_expert
 from lowbit.formats.errors import CheckpointError
 
@@ -48,6 +51,8 @@ class Comparison:
     figures: TokenFigures  # of the packed model against the original
     # Figures of the original in BF16 against itself; None where no window was asked for
     noise: TokenFigures | None
+    # Figures of the packed model with inputs in eight bits; None where they were not asked for
+    int8: TokenFigures | None
     # Relative, of the packed linears in decoder layers, by module, or by all experts of a layer;
     # empty where no window was asked for
     output_errors: Mapping[str, float]
@@ -64,6 +69,7 @@ def compare(
     noisy: int = 0,
     watched: int = 0,
     drafted: Sequence[int] = (),
+    activations: Activations = "exact",
 ) -> Comparison:
     """Per-token figures of the packed model against the original.
 
@@ -74,6 +80,7 @@ def compare(
         noisy: windows, from the first, that also pass through the original in BF16.
         watched: windows, from the first, on which outputs of linears are compared.
         drafted: numbers of the windows whose final states are returned.
+        activations: `int8` compares the packed model with inputs in eight bits, too.
     """
     original, packed = models
     schemes = packed.weights.packed_schemes()
@@ -81,6 +88,7 @@ def compare(
     routing = RoutingSums(original.weights.checkpoint.config)
     with alone_on_threads(device) as pool:
         hidden = [embed(model, windows, device) for model in models]
+        hidden += [hidden[1].clone()] if activations == "int8" else []
         rounded = hidden[0][:noisy].to(torch.bfloat16)
         for number in range(len(original.layers)):
             routes = routing.new(windows, noisy)
@@ -93,20 +101,27 @@ def compare(
                     errors.setdefault(any_expert(module), []).extend(found)
             calls.clear()
             _pass(layer, hidden[1], pool, routes.packed)
+            for states in hidden[2:]:
+                with rounded_inputs(layer.module, input_groups(packed, number)):
+                    _pass(layer, states, pool, None)
             routing.add(routes)
-            advance(_weights(layer.module) * (2 * windows.numel() + windows[:noisy].numel()))
-        figures, noise = _compare_heads(models, windows, hidden, rounded, pool, advance)
+            tokens = len(hidden) * windows.numel() + windows[:noisy].numel()
+            advance(_weights(layer.module) * tokens)
+        compared = _compare_heads(models, windows, hidden, rounded, pool, advance)
     count, T = windows.shape
-    a, b = (states.view(count, T - 1, -1)[list(drafted)] for states in hidden)
+    a, b = (states.view(count, T - 1, -1)[list(drafted)] for states in hidden[:2])
     outputs = {module: output_error(found) for module, found in errors.items()}
-    return Comparison(figures, noise, outputs, (a, b), routing.finish())
+    return Comparison(*compared, outputs, (a, b), routing.finish())
 
 
-def work(model: LayeredModel, windows: Tensor, noisy: int = 0) -> int:
+def work(
+    model: LayeredModel, windows: Tensor, noisy: int = 0, activations: Activations = "exact"
+) -> int:
     """Total work that `compare` reports as progress, in weights times tokens."""
     layers = sum(_weights(layer) for layer in model.layers)
     weights = layers + model.vocabulary * model.hidden_size
-    return weights * (2 * windows.numel() + windows[:noisy].numel())
+    sets = 3 if activations == "int8" else 2
+    return weights * (sets * windows.numel() + windows[:noisy].numel())
 
 
 def _original_layer(
@@ -145,20 +160,23 @@ def _compare_heads(
     rounded: Tensor,
     pool: Pool,
     advance: Advance,
-) -> tuple[TokenFigures, TokenFigures | None]:
-    for index, model in enumerate(models):
-        hidden[index] = scored_states(model, hidden[index])  # not both sets twice
-    a, b, c = *hidden, scored_states(models[0], rounded)
+) -> tuple[TokenFigures, TokenFigures | None, TokenFigures | None]:
+    """Figures of the packed model, of the original in BF16, and with inputs in eight bits."""
+    for index, model in enumerate((*models, models[1])[: len(hidden)]):
+        hidden[index] = scored_states(model, hidden[index])  # not all sets twice
+    a, c = hidden[0], scored_states(models[0], rounded)
     device = a.device
     labels = windows[:, 1:].reshape(-1).to(device)
-    sums, noise = LogitSums(labels), LogitSums(labels[: len(c)])
+    sums, noise = [LogitSums(labels) for _ in hidden[1:]], LogitSums(labels[: len(c)])
     for first, head_a, head_b in _head_blocks(models, device):
-        add = partial(_add_logits, sums, first, (a, b), (head_a, head_b))
-        for_each(pool, add, blocks(len(labels), HEAD_TOKENS[device.type]))
+        for own, states in zip(sums, hidden[1:], strict=True):
+            add = partial(_add_logits, own, first, (a, states), (head_a, head_b))
+            for_each(pool, add, blocks(len(labels), HEAD_TOKENS[device.type]))
         add = partial(_add_logits, noise, first, (a, c), (head_a, head_a.to(torch.bfloat16)))
         for_each(pool, add, blocks(len(c), HEAD_TOKENS[device.type]))
-        advance(head_a.numel() * (2 * windows.numel() + rounded.shape[:2].numel()))
-    return sums.finish(), noise.finish() if len(c) else None
+        advance(head_a.numel() * (len(hidden) * windows.numel() + rounded.shape[:2].numel()))
+    packed, *int8 = (each.finish() for each in sums)
+    return packed, noise.finish() if len(c) else None, int8[0] if int8 else None
 
 
 def _add_logits(

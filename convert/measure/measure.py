@@ -13,7 +13,7 @@ from lowbit.convert.measure import metrics
 from lowbit.convert.measure.logits import Comparison, Models, compare, work
 from lowbit.convert.measure.metrics import TokenFigures, percentile
 from lowbit.convert.measure.pair import Pair
-from lowbit.convert.measure.record import Flip, LogitQuality, Position, TextKind
+from lowbit.convert.measure.record import Flip, Int8Inputs, LogitQuality, Position, TextKind
 from lowbit.convert.mtp.drafting import Drafting, drafted_windows, measure_drafting
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.model import load_layered_model
@@ -22,6 +22,7 @@ from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.threads import alone_on_threads
 from lowbit.convert.plan.memory import check_free, logits_peak_bytes
 from lowbit.convert.texts.evaluation import EvalText, Text, tokenize
+from lowbit.formats.activation_modes import Activations
 from lowbit.formats.architectures import read_config
 from lowbit.formats.architectures.names import MTP_PREFIX
 from lowbit.formats.draft_head import open_draft_head
@@ -49,6 +50,7 @@ def measure_logits(
     device: str = "cpu",
     progress: Progress = silent,
     note: Note | None = None,
+    activations: Activations = "exact",
 ) -> Measured:
     """Perplexity of both models and how far the packed one's distributions are, on texts.
 
@@ -59,6 +61,7 @@ def measure_logits(
             headline figures.
         progress: called with ("logits", work done, in all), in weights times tokens.
         note: told, before the work, how much memory it takes.
+        activations: `int8` measures the packed model with inputs in eight bits, too.
 
     Raises:
         CheckpointError: a folder that cannot be read, or two folders that do not fit together.
@@ -75,19 +78,23 @@ def measure_logits(
     windows, long = torch.cat([text.windows for text in cut]), cut[0].long_windows(context)
     noisy = min(NOISY, len(cut[0].windows))
     watched = min(WATCHED, len(cut[0].windows))
-    need = logits_peak_bytes(config, windows.shape, long.shape, noisy, watched, device)
+    rounded = activations == "int8"
+    need = logits_peak_bytes(config, windows.shape, long.shape, noisy, watched, device, rounded)
     check_free("comparing logits", need, device, "give a shorter --eval-text")
     if note is not None:
         tokens = windows.numel() + long.numel()
         note(f"comparing logits of {tokens:,} tokens, in at most {need / 1e9:.2f} GB of memory")
     with torch.inference_mode(), without_advice():
         models = _load(pair, windows.shape[1], target)
-        total = work(models[0], windows, noisy) + work(models[0], long)
+        total = work(models[0], windows, noisy, activations) + work(models[0], long)
         meter = Meter(progress, "logits", total)
         meter.add(0)
         drafted = drafted_windows([len(text.windows) for text in cut])
-        comparison = compare(models, windows, target, meter.add, noisy, watched, drafted)
-        _check_finite(comparison.figures, pair)
+        comparison = compare(
+            models, windows, target, meter.add, noisy, watched, drafted, activations
+        )
+        for each in filter(None, (comparison.figures, comparison.int8)):
+            _check_finite(each, pair)
         drafting = _drafting(models, windows[drafted], comparison, target)
         far: tuple[Position, ...] = ()
         if len(long):
@@ -152,7 +159,7 @@ def _summarize(
 
     first = texts[0]
     windows, window = first.windows.shape
-    figures = comparison.figures.part(slice(0, windows * (window - 1)))
+    figures = comparison.figures.part(next(_parts(texts)))
     return LogitQuality(
         **_common(figures, window),
         text_name=first.text.title,
@@ -175,21 +182,35 @@ def _summarize(
         positions=far,
         kinds=tuple(_kinds(texts, comparison.figures)) if len(texts) > 1 else (),
         flips=flips,
+        int8_inputs=tuple(_int8_inputs(texts, comparison)),
     )
 
 
-def _kinds(texts: Sequence[EvalText], figures: TokenFigures) -> Iterator[TextKind]:
+def _parts(texts: Sequence[EvalText]) -> Iterator[slice]:
+    """Scored tokens of each text."""
     start = 0
     for text in texts:
         stop = start + len(text.windows) * (text.window - 1)
-        part = figures.part(slice(start, stop))
+        yield slice(start, stop)
+        start = stop
+
+
+def _kinds(texts: Sequence[EvalText], figures: TokenFigures) -> Iterator[TextKind]:
+    for text, part in zip(texts, _parts(texts), strict=True):
         yield TextKind(
             name=text.text.name,
             sha256=text.text.sha256,
-            tokens=stop - start,
-            **_common(part, text.window),
+            tokens=part.stop - part.start,
+            **_common(figures.part(part), text.window),
         )
-        start = stop
+
+
+def _int8_inputs(texts: Sequence[EvalText], comparison: Comparison) -> Iterator[Int8Inputs]:
+    if comparison.int8 is None:
+        return
+    for text, part in zip(texts, _parts(texts), strict=True):
+        stored, rounded = comparison.figures.part(part), comparison.int8.part(part)
+        yield metrics.int8_inputs(text.text.name, stored, rounded, text.window - 1)
 
 
 def _common(figures: TokenFigures, window: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from lowbit.convert.measure.record import Histogram, Noise, Position, Window
+from lowbit.convert.measure.record import Histogram, Int8Inputs, Noise, Position, Window
 from lowbit.convert.measure.uncertainty import mean_error
 
 HISTOGRAM_DECADES = (-8, 2)
@@ -165,6 +165,26 @@ def positions(figures: TokenFigures, length: int) -> tuple[Position, ...]:
         )
         start, stop = stop, 2 * stop
     return tuple(buckets)
+
+
+def int8_inputs(name: str, stored: TokenFigures, rounded: TokenFigures, scored: int) -> Int8Inputs:
+    """Summary of one text's figures with inputs in eight bits, beside those of the same folder.
+
+    Args:
+        stored: figures with exact inputs.
+        scored: tokens of a window that are scored.
+    """
+    added = rounded.kl - stored.kl
+    return Int8Inputs(
+        name=name,
+        perplexity_packed=float(rounded.nll_packed.mean().exp()),
+        kl_mean=float(rounded.kl.mean()),
+        kl_p99=percentile(rounded.kl, 0.99),
+        top1_agreement=float(rounded.agree.double().mean()),
+        kl_error=kl_error(rounded, scored),
+        kl_added=float(added.mean()),
+        added_error=mean_error(added.view(-1, scored).mean(1)),
+    )
 
 
 def noise(figures: TokenFigures) -> Noise:

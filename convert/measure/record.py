@@ -102,6 +102,20 @@ class Flip:
 
 
 @dataclass(frozen=True, slots=True)
+class Int8Inputs:
+    """The packed model with inputs in eight bits against the original, on a text."""
+
+    name: str  # of the text, short, `maths`
+    perplexity_packed: float  # exp of the mean NLL
+    kl_mean: float  # nats
+    kl_p99: float  # the value that 99 % of the tokens do not exceed
+    top1_agreement: float  # share of tokens where both rank the same token first
+    kl_error: float | None  # standard error of `kl_mean`; None with too few windows
+    kl_added: float  # `kl_mean` less that of the folder as stored; may be negative
+    added_error: float | None  # standard error of `kl_added`; None with too few windows
+
+
+@dataclass(frozen=True, slots=True)
 class LogitQuality:
     """The packed model against the original on a text, per scored token.
 
@@ -139,6 +153,9 @@ class LogitQuality:
     kl_error: float | None = None
     drafting: Drafting | None = None  # of the head for multi-token prediction; None without one
     routing: Routing | None = None  # of tokens to experts, on all texts; None without experts
+    # With inputs of the packed linears in eight bits, by text, the first one first; empty where
+    # `--activations int8` did not ask for it
+    int8_inputs: tuple[Int8Inputs, ...] = ()
 
     @property
     def perplexity_change(self) -> float:

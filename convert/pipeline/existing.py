@@ -29,13 +29,16 @@ from lowbit.formats.packed import open_packed
 from lowbit.formats.tasks import manifest_sha256
 
 
-def can_continue(out: Path, overwrite: bool, logits: bool, publish: bool) -> bool:
+def can_continue(
+    out: Path, overwrite: bool, logits: bool, publish: bool, int8_inputs: bool = False
+) -> bool:
     """Tell whether a packed folder is at `out` that a command has still something to add to.
 
     Args:
         overwrite: True where something else there may be replaced.
         logits: True of a command that compares logits.
         publish: True of a command that publishes, which continues after any interruption.
+        int8_inputs: True of a command that compares logits with inputs in eight bits, too.
 
     Raises:
         ResourceError: neither that, nor a free place.
@@ -46,6 +49,8 @@ def can_continue(out: Path, overwrite: bool, logits: bool, publish: bool) -> boo
         with suppress(LowbitError):
             quality = quality_of(output_dir, manifest_sha256(output_dir))
         if publish or quality is None or (logits and quality.logits is None):
+            return True
+        if int8_inputs and quality.logits is not None and not quality.logits.int8_inputs:
             return True
     check_output(output_dir, overwrite)
     return False

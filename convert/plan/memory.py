@@ -319,12 +319,13 @@ def logits_peak_bytes(
     noisy: int = 0,
     watched: int = 0,
     device: str = "cpu",
+    rounded_inputs: bool = False,
     threads: int | None = None,
 ) -> int:
     """Memory that a comparison needs beyond the interpreter and its libraries, at most.
 
-    That of the larger pass, where a pass holds two sets of hidden states, 2 * tokens * h * 4 bytes,
-    BF16 ones of the noisy windows, and the larger of
+    That of the larger pass, where a pass holds two sets of hidden states, 2 * tokens * h * 4 bytes
+    (three with inputs in eight bits), BF16 ones of the noisy windows, and the larger of
         a layer: its weights in FP32, the largest of them three times more while it is unpacked,
             inputs and outputs of its linears on the watched windows (of its experts on the tokens
             that are routed to them) and, for every thread, the activations of a batch (4 of the
@@ -337,10 +338,11 @@ def logits_peak_bytes(
         noisy: windows that the original passes in BF16, too.
         watched: windows on which outputs of linears are compared.
         device: `cpu` or `cuda`; on `cuda` this is device memory.
+        rounded_inputs: the packed model passes the windows with inputs in eight bits, too.
         threads: of the CPU; torch's own number where left out.
     """
     workers = (threads or torch.get_num_threads()) if device == "cpu" else 1
-    first = _pass_bytes(config, windows, noisy, watched, device, workers)
+    first = _pass_bytes(config, windows, noisy, watched, device, workers, 2 + rounded_inputs)
     return max(first, _pass_bytes(config, long_windows, 0, 0, device, workers))
 
 
@@ -351,6 +353,7 @@ def _pass_bytes(
     watched: int,
     device: str,
     workers: int,
+    sets: int = 2,
 ) -> int:
     table = tensor_table(config)
     V, h = table[0].shape
@@ -368,8 +371,8 @@ def _pass_bytes(
     rows = min(V, HEAD_ROWS)
     block = min(tokens, HEAD_TOKENS[device] * workers) * rows * 2 * 4
     wide = min(tokens, SUM_TOKENS[device] * workers) * rows * 5 * 8
-    in_head = 4 * rows * h * 5 + block + wide + tokens * 14 * 8 + tokens * h * 4
-    states = 2 * tokens * h * 4 + min(noisy, count) * T * h * 2
+    in_head = 4 * rows * h * 5 + block + wide + tokens * 14 * 8 * (sets - 1) + tokens * h * 4
+    states = sets * tokens * h * 4 + min(noisy, count) * T * h * 2
     return (states + max(in_layer, in_head)) * 5 // 4
 
 

@@ -1,9 +1,10 @@
 """The figures that may show a loss, each graded by itself."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from lowbit.convert.measure.record import LogitQuality, Position, TextKind
+from lowbit.convert.measure.record import Int8Inputs, LogitQuality, Position, TextKind
 from lowbit.convert.measure.uncertainty import LEAST_WINDOWS
 from lowbit.convert.report.formatting import about, kl, kl_with_error, number, percent
 from lowbit.convert.report.limits import LIMITS, Grade, Scale, grade_of, upper_limit
@@ -58,6 +59,23 @@ def graded_figures(logits: LogitQuality) -> list[GradedFigure]:
     if late is not None:
         found.append(_mean(f"the mean KL {_place(late)} is", late.kl_mean, late.kl_error))
     return found
+
+
+def with_int8_inputs(logits: LogitQuality) -> LogitQuality:
+    """The figures with inputs in eight bits in place of those of the folder as stored.
+
+    Figures by position, which are only measured as stored, are left out.
+    """
+    first, *_ = rounded = [_replacements(found) for found in logits.int8_inputs]
+    kinds = tuple(
+        replace(kind, **figures) for kind, figures in zip(logits.kinds, rounded, strict=False)
+    )
+    return replace(logits, **first, kinds=kinds, positions=())
+
+
+def _replacements(found: Int8Inputs) -> dict[str, Any]:
+    names = ("perplexity_packed", "kl_mean", "kl_p99", "top1_agreement", "kl_error")
+    return {name: getattr(found, name) for name in names}
 
 
 def _mean(name: str, kl: float, error: float | None, unit: str = "") -> GradedFigure:

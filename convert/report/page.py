@@ -57,6 +57,7 @@ def environment(markdown: bool = False) -> Environment:
     made.filters.update({name: getattr(formatting, name) for name in same.split()})
     made.filters.update(
         kl_text=lambda part: formatting.kl_with_error(part.kl_mean, part.kl_error),
+        added_text=formatting.added,
         share=share,
         scheme=scheme_text,
         md=_markdown,

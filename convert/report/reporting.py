@@ -9,8 +9,8 @@ from pathlib import Path
 from lowbit.convert.measure.build import build_report
 from lowbit.convert.measure.coverage import Coverage, coverage_of
 from lowbit.convert.measure.long import measure_long
-from lowbit.convert.measure.measure import measure_logits
-from lowbit.convert.measure.pair import pair_of
+from lowbit.convert.measure.measure import Measured, measure_logits
+from lowbit.convert.measure.pair import Pair, pair_of
 from lowbit.convert.measure.record import LogitQuality, QualityReport
 from lowbit.convert.measure.weights import WeightQuality, measure_weights
 from lowbit.convert.original.progress import Note, Progress, silent, unsaid
@@ -23,6 +23,7 @@ from lowbit.convert.quantize.store import LayerError
 from lowbit.convert.report.files import check_reports, left_out, write_reports
 from lowbit.convert.report.verdict import judge
 from lowbit.convert.texts.evaluation import Text, check_names, default_texts
+from lowbit.formats.activation_modes import Activations
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.file_names import HTML_FILE, QUALITY_FILE
 from lowbit.formats.files.atomic import disk_errors
@@ -41,6 +42,7 @@ class LogitRequest:
     note: Note | None = None
     long: bool = False  # also on long texts, made of the first one
     overwrite: bool = False  # a report that is judged may be replaced by one that is not
+    activations: Activations = "exact"  # `int8`: also with inputs of the packed linears so
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ def write_report(
     weights, logits = conversion.weights, None
     if request is not None:
         pair = pair_of(conversion.original, packed)
-        found = measure_logits(pair, request.texts, request.device, progress, request.note)
+        found = _measured(pair, request, progress)
         weights, logits = _with_outputs(weights, found.output_errors), found.logits
     excess, coverage = _known(conversion.report)
     if conversion.calibration:  # of this run
@@ -103,6 +105,12 @@ def write_report(
         excess, coverage = held_out_excess(errors), coverage_of(errors)
     report = build_report(packed, weights, logits, conversion.original, None, excess, coverage)
     return save_report(packed, report, None, request is not None and request.overwrite)
+
+
+def _measured(pair: Pair, request: LogitRequest, progress: Progress) -> Measured:
+    return measure_logits(
+        *(pair, request.texts, request.device, progress, request.note, request.activations)
+    )
 
 
 def held_out_excess(errors: Sequence[LayerError]) -> float | None:
@@ -140,7 +148,7 @@ def prepare_report(
 def complete_report(done: Conversion, request: LogitRequest | None, progress: Progress) -> Reported:
     """The report of a finished conversion, as by `write_report`; only what it lacks is measured."""
     quality = done.report
-    if quality is not None and (request is None or _is_on(quality.logits, request.texts)):
+    if quality is not None and (request is None or _is_answered(quality.logits, request)):
         return Reported(quality, done.folder / HTML_FILE, None)
     packed = open_packed(done.folder)
     if quality is None:  # first the weights, which are known
@@ -150,11 +158,11 @@ def complete_report(done: Conversion, request: LogitRequest | None, progress: Pr
     return write_report(done, packed, request, progress)
 
 
-def _is_on(logits: LogitQuality | None, texts: Sequence[Text]) -> bool:
-    if logits is None:
+def _is_answered(logits: LogitQuality | None, request: LogitRequest) -> bool:
+    if logits is None or (request.activations == "int8" and not logits.int8_inputs):
         return False
     measured = [kind.sha256 for kind in logits.kinds] or [logits.text_sha256]
-    return measured == [text.sha256 for text in texts]
+    return measured == [text.sha256 for text in request.texts]
 
 
 def write_full_report(
@@ -183,7 +191,7 @@ def write_full_report(
         request.note(f"original: {original.folder}")
     pair = pair_of(original, packed)
     weights = measure_weights(pair, request.device, progress)
-    found = measure_logits(pair, request.texts, request.device, progress, request.note)
+    found = _measured(pair, request, progress)
     far = None
     if request.long:
         far = measure_long(pair, request.texts[0], request.device, progress, request.note)

@@ -70,6 +70,8 @@ def _figures(report: QualityReport) -> dict[str, str]:
             found["BF16 alone"] = f"mean {kl(noise.kl_mean)}   p99 {kl(noise.kl_p99)} nats"
         found["same top token"] = percent(logits.top1_agreement)
         found["logit cosine"] = f"mean {cosine(logits.cosine_mean)}   p1 {cosine(logits.cosine_p1)}"
+        if logits.int8_inputs:
+            found["INT8 inputs"] = formatting.int8_inputs(logits.int8_inputs[0], logits)
         if logits.routing is not None:
             found["same experts"] = formatting.routing(logits.routing)
         if logits.drafting is not None:

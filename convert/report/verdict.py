@@ -10,7 +10,7 @@ from lowbit.convert.original.runnable import WHERE_MEASURED
 from lowbit.convert.plan import choice_of_method as choice
 from lowbit.convert.plan.method import Method
 from lowbit.convert.report import limits
-from lowbit.convert.report.formatting import about, count, kl_with_error, number, sentence
+from lowbit.convert.report.formatting import about, added, count, kl_with_error, number, sentence
 from lowbit.convert.report.graded_figures import (
     UNREADABLE,
     GradedFigure,
@@ -19,6 +19,7 @@ from lowbit.convert.report.graded_figures import (
     least_tokens,
     needed_tokens,
     texts_left_out,
+    with_int8_inputs,
 )
 from lowbit.convert.report.limits import GRADES, LEAST_BITS, SMALLEST, Expectation, Grade
 from lowbit.convert.report.linears import main_bits
@@ -96,6 +97,7 @@ def judge(report: QualityReport) -> Verdict:
             *_close_call(found, worst.grade),
             *filter(None, [growing]),
             *texts_left_out(logits),
+            *(_with_int8_inputs(logits) if logits.int8_inputs else ()),
             *(_too_small(report) if loss is None else ()),
         ),
         next_steps=() if color == "good" else next_steps(report),
@@ -198,6 +200,17 @@ def _too_small(report: QualityReport) -> list[str]:
     return [
         f"The loss to expect is only known of models from {count(SMALLEST)} parameters on; "
         f"this one has {count(report.parameters)}."
+    ]
+
+
+def _with_int8_inputs(logits: LogitQuality) -> list[str]:
+    """A sentence on the grade with inputs in eight bits, by the limits that the folder has."""
+    found = logits.int8_inputs[0]
+    figures = graded_figures(with_int8_inputs(logits))
+    grade = max((figure.grade for figure in figures), key=GRADES.index)
+    return [
+        f"With inputs in eight bits, by --activations int8: {grade}, {figures[0].text}, "
+        f"{added(found)}."
     ]
 
 

@@ -21,12 +21,12 @@ COUNT_NAMES = ("num_experts", "num_local_experts")  # transformers 5 writes the 
 CHOSEN = Field("num_experts_per_tok", least=1, most=MAX_EXPERTS)
 EXPERT_INNER = replace(INNER, key="moe_intermediate_size")
 SHARED_INNER = replace(INNER, key="shared_expert_intermediate_size")
+ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")  # in a layer
 ROUTERS_PATTERN = "re:.*mlp[.](gate|shared_expert_gate)$"
 _MLPS = ("mlp", "mlp.experts.*", "mlp.shared_expert")  # as in architecture.Stream
 MLP_READERS = (
     *(f"{mlp}.{x}_proj" for mlp in _MLPS for x in ("gate", "up")),
-    "mlp.gate",
-    "mlp.shared_expert_gate",
+    *ROUTERS,
 )
 MLP_WRITERS = tuple(f"{mlp}.down_proj" for mlp in _MLPS)
 # Keys, in the form of decoder.NEUTRAL, of models in which some layers have a dense MLP.

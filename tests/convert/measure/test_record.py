@@ -11,6 +11,7 @@ import pytest
 from lowbit.convert.measure.record import (
     Flip,
     Histogram,
+    Int8Inputs,
     LogitQuality,
     Noise,
     Position,
@@ -57,6 +58,7 @@ def report() -> QualityReport:
         flips=(Flip("maths", "one and\n", " one", " two", " three", 0.5, 0.25, 1.5),),
         kl_error=0.0004,
         drafting=Drafting(3, (Draft(100, 80, 0.8, 0.8, 1.8),), ()),
+        int8_inputs=(Int8Inputs("maths", 2.2, 0.009, 0.2, 0.9, None, -0.001, 0.0002),),
     )
     rows = (
         WeightQuality("model.layers.0.mlp.up_proj", 4, 128, 1024, 0.99, 0.1, 20.0, 0.0),
@@ -92,7 +94,9 @@ def test_overfitting_is_kept(report: QualityReport, tmp_path: Path) -> None:
     assert read_quality(tmp_path) == known
 
 
-@pytest.mark.parametrize("part", [(), ("logits",), ("logits", "kinds", 0), ("weights", 0)])
+@pytest.mark.parametrize(
+    "part", [(), ("logits",), ("logits", "kinds", 0), ("logits", "int8_inputs", 0), ("weights", 0)]
+)
 def test_every_key_is_required(
     report: QualityReport, tmp_path: Path, part: tuple[str | int, ...]
 ) -> None:
@@ -197,7 +201,7 @@ def test_infinity_is_null(report: QualityReport) -> None:
         raise ValueError(constant)
 
     content = json.loads(report.to_bytes(), parse_constant=refuse)
-    assert content["schema"] == 3
+    assert content["schema"] == 4
     assert content["weights"][2]["sqnr_db"] is None
     assert content["logits"]["kl_max"] is None
 
@@ -209,7 +213,7 @@ def test_no_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        ({"schema": 2}, "schema 2, this release reads 3"),
+        ({"schema": 3}, "schema 3, this release reads 4"),
         ({"schema": None}, "schema None"),
         ({"surprise": 1}, r"unknown keys \['surprise'\]"),
         ({"weights": {}}, "weights` is not a list"),

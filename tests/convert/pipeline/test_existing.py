@@ -92,12 +92,12 @@ def kill_at_file(number: int) -> Kill:
 
 def kill_while_measuring(share: float) -> Kill:
     def kill(patch: Patch) -> None:
-        def measure_or_die(pair: Pair, texts: Any, device: str, _: object, note: Any) -> Measured:
+        def measure_or_die(pair: Pair, texts: Any, device: str, _: object, *rest: Any) -> Measured:
             def progress(_: str, done: int, total: int) -> None:
                 if done >= share * total:
                     raise Killed
 
-            return measure_logits(pair, texts, device, progress, note)
+            return measure_logits(pair, texts, device, progress, *rest)
 
         patch.setattr(reporting, "measure_logits", measure_or_die)
 

@@ -6,6 +6,7 @@ import pytest
 
 from lowbit.convert.measure.record import (
     Flip,
+    Int8Inputs,
     LongQuality,
     Needle,
     Noise,
@@ -17,7 +18,7 @@ from lowbit.convert.mtp.drafting import Draft, Drafting
 
 @pytest.fixture
 def extras() -> dict[str, Any]:
-    """Noise, positions, kinds of text, flips and drafts."""
+    """Noise, positions, kinds of text, flips, drafts and inputs in eight bits."""
     return {
         "noise": Noise(0.0003, 0.0021, 0.9911),
         "positions": (
@@ -40,6 +41,10 @@ def extras() -> dict[str, Any]:
                 2.3,
             ),
             Flip("maths", "7 + 5 = ", "12", "12", "13", 0.41, 0.125, 1.1),
+        ),
+        "int8_inputs": (
+            Int8Inputs("stories", 3.36, 0.0204, 0.15, 0.9401, 0.0005, 0.0024, 0.0001),
+            Int8Inputs("maths", 6.59, 0.0231, 0.19, 0.928, 0.0011, -0.0009, 0.0004),
         ),
         "drafting": Drafting(
             8,

@@ -174,6 +174,13 @@ def test_card_has_the_verdict_of_the_report() -> None:
         assert f"{verdict.title}: {verdict.reason}" in render(report)
 
 
+def test_inputs_in_eight_bits_have_a_table(extras: dict[str, Any]) -> None:
+    card = render(make_report(kinds=extras["kinds"], int8_inputs=extras["int8_inputs"]))
+    assert "| stories | 3.360 | 0.0204 ± 0.0005 | 0.0024 ± 0.0001 more | 94.01 % |" in card
+    assert "| maths | 6.590 | 0.023 ± 0.001 | 0.0009 ± 0.0004 less | 92.80 % |" in card
+    assert "eight bits" not in render(make_report())
+
+
 def test_a_folder_of_another_tool_names_no_original() -> None:
     opened = replace(packed(), manifest=None)
     card = render(make_report(), opened, SourceCard())

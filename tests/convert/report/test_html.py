@@ -162,6 +162,9 @@ def test_changes_row_by_row(full: QualityReport) -> None:
     assert [numbers(cell) for cell in changes["128 to 2,048"]] == [
         *([9000], [0.016, 0.0005], [95], [3.004], [3.034])
     ]
+    rounded = {row[0]: row[1:] for row in page.rows["int8"]}
+    assert rounded["stories"][3:] == ["0.0204 ± 0.0005", "0.0024 ± 0.0001 more"]
+    assert rounded["maths"][:3] == ["6.59", "92.80 %", "0.190"]
 
 
 def test_linears_bytes_and_tasks_row_by_row(full: QualityReport) -> None:
@@ -213,7 +216,7 @@ def test_contents_lead_to_the_sections_in_order(full: QualityReport) -> None:
     nav = text[text.index("<nav") : text.index("</nav>")]
     sections = re.findall(r'<section id="(\w+)"', text)
     assert re.findall(r'href="#(\w+)"', nav) == sections
-    assert len(sections) == 10
+    assert len(sections) == 11
 
 
 def test_sections_that_are_folded(full: QualityReport) -> None:

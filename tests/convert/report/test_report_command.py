@@ -83,6 +83,7 @@ def test_a_missed_gate_ends_with_3_after_all_is_written(
     ("arguments", "message"),
     [
         (("--gate", "kl_mean<1"), "--gate is for the comparison that --report asks for"),
+        (("--activations", "int8"), "--activations int8 is for the comparison that --report asks"),
         (("--report", "--gate", "kl<1"), "`kl` is no figure; figures are kl_mean, kl_stderr"),
         (("--report", "--gate", "x.kl_mean<1"), "no evaluation text is named `x`; there is prose"),
         (("--report", "--gate", "long_kl<1"), "only `report --long` measures long_kl"),
@@ -95,6 +96,24 @@ def test_impossible_gates_are_usage_errors_before_the_work(
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.commands
+def test_inputs_in_eight_bits_are_added_to_a_report_that_lacks_them(
+    cli: "Cli", short: Path, tmp_path: Path, texts: list[Path]
+) -> None:
+    packed = tmp_path / "packed"
+    options = ("--report", "--eval-text", texts[0], "--json")
+    plain = json.loads(cli(short, packed, *options).stdout)["quality"]
+    assert plain["logits"]["int8_inputs"] == []
+    added = cli(short, packed, *options, "--activations", "int8")
+    assert added.exit_code == 0, added.output
+    logits = json.loads(added.stdout)["quality"]["logits"]
+    (rounded,) = logits.pop("int8_inputs")
+    assert {**logits, "int8_inputs": []} == plain["logits"]
+    assert rounded["kl_added"] == pytest.approx(rounded["kl_mean"] - logits["kl_mean"]) != 0
+    again = cli("report", packed, "--source", short, *options[1:], "--activations", "int8")
+    assert json.loads(again.stdout)["quality"]["logits"]["int8_inputs"] == [rounded]
 
 
 def test_two_texts_of_one_name_are_refused_before_the_work(

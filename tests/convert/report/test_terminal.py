@@ -55,6 +55,14 @@ def test_drafts(extras: dict[str, Any]) -> None:
     assert name not in headline(make_report())
 
 
+def test_inputs_in_eight_bits(extras: dict[str, Any]) -> None:
+    report = make_report(kinds=extras["kinds"], int8_inputs=extras["int8_inputs"])
+    expected = [0.0204, 0.0005, 0.0024, 0.0001, 3.36, 2.25, 94.01]
+    assert [abs(figure) for figure in headline(report)["INT8 inputs"]] == expected
+    text = "usable, mean KL 0.0204 ± 0.0005 nats per token, 0.0024 ± 0.0001 more."
+    assert f"With inputs in eight bits, by --activations int8: {text}" in rendered(report, 200)
+
+
 def test_noise_and_outputs(extras: dict[str, Any]) -> None:
     rows = (linear("model.layers.0.mlp.up_proj", output=0.0412), linear("lm_head", 8))
     report = make_report(rows, **extras)

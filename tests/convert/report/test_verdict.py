@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lowbit.convert.measure.record import Position, QualityReport, TextKind
+from lowbit.convert.measure.record import Int8Inputs, Position, QualityReport, TextKind
 from lowbit.convert.report.limits import EXPECTED, GRADES, LIMITS, SMALLEST, TAIL
 from lowbit.convert.report.verdict import Verdict, judge
 from tests.convert.report.samples import linear, make_report
@@ -311,6 +311,26 @@ def test_unusable_files_are_called_so(figures: Figures, said: str) -> None:
     notes = judge(report_of(figures, 2)).notes
     assert (notes[:1] == (said,)) == bool(said)
     assert any("Not usable" in note for note in notes) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("rounded", "grade"),
+    [
+        ({"kl_mean": 0.0085}, "close"),
+        ({"kl_mean": 0.06, "kl_error": 0.0001}, "degraded"),
+        ({"kl_p99": 0.6}, "degraded"),
+        ({"top1_agreement": 0.69}, "broken"),
+    ],
+)
+def test_inputs_in_eight_bits_are_graded_beside_the_folder(rounded: Figures, grade: str) -> None:
+    first = Int8Inputs("stories", 3.3, 0.0081, 0.05, 0.97, 0.0001, 0.0001, 0.00001)
+    report = report_of({})
+    assert report.logits is not None
+    logits = replace(report.logits, int8_inputs=(replace(first, **rounded),))
+    before, after = judge(report), judge(replace(report, logits=logits))
+    (note,) = set(after.notes) - set(before.notes)
+    assert note.startswith(f"With inputs in eight bits, by --activations int8: {grade}, mean KL ")
+    assert replace(after, notes=()) == replace(before, notes=())
 
 
 def test_limits_grow_with_the_grade() -> None:

@@ -1,0 +1,57 @@
+"""Inputs of a packed model's linears rounded to eight bits, as `--activations int8` takes them.
+
+A linear of transformers gets the numbers that the codes of its input stand for. The sums are those
+of any FP32 product, while the backends add whole numbers; codes are made of the normed input, while
+kernels apply the norm's factor behind the product. Both differ by rounding alone.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.original.model import LayeredModel
+from lowbit.formats.activations import (
+    activation_group,
+    dequantize_activations,
+    quantize_activations,
+)
+from lowbit.formats.architectures.experts import ROUTERS
+
+
+def input_groups(model: LayeredModel, number: int) -> dict[str, int]:
+    """Inputs that share a scale, by the name of each packed linear in a layer but its routers."""
+    prefix = f"{model.prefix}layers.{number}."
+    groups = {}
+    for module, scheme in model.weights.packed_schemes().items():
+        name = module.removeprefix(prefix)
+        if name != module and name not in ROUTERS:
+            K = model.weights.shape(f"{module}.weight")[1]
+            groups[name] = activation_group(scheme.group_size or K, K)
+    return groups
+
+
+@contextmanager
+def rounded_inputs(layer: torch.nn.Module, groups: Mapping[str, int]) -> Iterator[None]:
+    """Round the inputs of some of a layer's linears until the context closes.
+
+    Args:
+        groups: inputs that share a scale, by the linear's name.
+    """
+    hooks = [
+        layer.get_submodule(name).register_forward_pre_hook(partial(_round_input, group=group))
+        for name, group in groups.items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _round_input(_: torch.nn.Module, inputs: tuple[Tensor], *, group: int) -> Tensor:
+    x = inputs[0]
+    flat = x.reshape(-1, x.shape[-1])
+    return dequantize_activations(*quantize_activations(flat, group), group).view(x.shape)
