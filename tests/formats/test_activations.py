@@ -139,3 +139,19 @@ def test_product_is_the_chain_on_exact_codes(K: int, group_size: int) -> None:
     exact = dequantize_activations(q, s, group).double() @ weight.T
     size = dequantize_activations(q, s, group).double().abs() @ weight.abs().T
     assert ((y - exact).abs() <= size * (2 * K // group + 4) * 2.0**-24).all()
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_bits() -> None:
+    x = inputs(5, (64, 200), 40.0)
+    x[0], x[1, 3], x[2, 190] = 0, math.nan, math.inf
+    generator = torch.Generator().manual_seed(6)
+    codes = torch.randint(-128, 128, (48, 200), generator=generator, dtype=torch.int8)
+    scales = torch.randn(48, 1, generator=generator)
+    q, s = quantize_activations(x, 128)
+    y = grouped_product_ref(q, s, codes, scales)
+    there = quantize_activations(x.cuda(), 128)
+    product = grouped_product_ref(*there, codes.cuda(), scales.cuda())
+    for found, expected in zip((*there, product), (q, s, y), strict=True):
+        assert torch.equal(found.cpu().nan_to_num(), expected.nan_to_num())
+        assert torch.equal(found.cpu().isnan(), expected.isnan())

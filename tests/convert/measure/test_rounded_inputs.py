@@ -52,6 +52,17 @@ def test_figures_are_those_of_a_whole_model_with_rounded_inputs(
         assert row.top1_agreement == pytest.approx(float(same[number]), abs=0.009)  # of 127
 
 
+@pytest.mark.gpu
+def test_figures_of_a_gpu(short: Path, packed: Path, stories: str) -> None:
+    pair, text = open_pair(short, packed), [Text("a", "a", stories[:3000])]
+    cpu, gpu = (
+        measure_logits(pair, text, device, activations="int8").logits.int8_inputs[0]
+        for device in ("cpu", "cuda")
+    )
+    assert gpu.kl_mean == pytest.approx(cpu.kl_mean, rel=1e-3)
+    assert gpu.perplexity_packed == pytest.approx(cpu.perplexity_packed, rel=1e-4)
+
+
 def test_experts_are_rounded_in_their_groups_and_routers_are_not() -> None:
     prefix = "model.layers.1."
     names = ("mlp.gate", "mlp.shared_expert_gate", "mlp.experts.0.down_proj", "self_attn.q_proj")
