@@ -59,7 +59,7 @@ def test_figures_of_a_gpu(short: Path, packed: Path, stories: str) -> None:
         measure_logits(pair, text, device, activations="int8").logits.int8_inputs[0]
         for device in ("cpu", "cuda")
     )
-    assert gpu.kl_mean == pytest.approx(cpu.kl_mean, rel=1e-3)
+    assert gpu.kl_mean == pytest.approx(cpu.kl_mean, rel=2e-3)
     assert gpu.perplexity_packed == pytest.approx(cpu.perplexity_packed, rel=1e-4)
 
 
