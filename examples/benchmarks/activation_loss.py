@@ -17,6 +17,7 @@ of what is added that of the differences window by window.
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from fnmatch import fnmatch
@@ -38,7 +39,7 @@ from lowbit.formats.activations import (
 from lowbit.formats.shell.tables import plain_table, results
 
 WINDOW = 512
-HEAD = "lm_head"
+EXACT = ("lm_head", "mtp.*")  # the second is not run
 LARGEST_E4M3 = 448
 
 
@@ -119,7 +120,7 @@ def input_groups(packed: Path, pattern: str) -> dict[str, int]:
     weights = open_weights(packed)
     groups = {}
     for module, scheme in weights.packed_schemes().items():
-        if module != HEAD and fnmatch(module, pattern):
+        if fnmatch(module, pattern) and not any(fnmatch(module, other) for other in EXACT):
             K = weights.shape(f"{module}.weight")[1]
             groups[module] = activation_group(scheme.group_size or K, K)
     return groups
@@ -132,12 +133,13 @@ def hooked(model: Any, groups: Mapping[str, int], rounding: Rounding) -> list[An
         x = inputs[0]
         return rounding(x.reshape(-1, x.shape[-1]), group).view(x.shape)
 
-    return [
-        model.get_submodule(module.replace("language_model.", "")).register_forward_pre_hook(
-            partial(rounded, group=group)
-        )
-        for module, group in groups.items()
-    ]
+    modules, hooks = dict(model.named_modules()), []
+    for name, group in groups.items():
+        module = modules.get(name.replace("language_model.", ""))
+        if module is None:
+            sys.exit(f"{name} is no linear of its own in transformers, which fuses experts")
+        hooks.append(module.register_forward_pre_hook(partial(rounded, group=group)))
+    return hooks
 
 
 def show(figures: Mapping[str, Mapping[str, Figures]]) -> None:
