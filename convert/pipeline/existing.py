@@ -48,9 +48,10 @@ def can_continue(
         quality = None
         with suppress(LowbitError):
             quality = quality_of(output_dir, manifest_sha256(output_dir))
-        if publish or quality is None or (logits and quality.logits is None):
+        if publish or quality is None:
             return True
-        if int8_inputs and quality.logits is not None and not quality.logits.int8_inputs:
+        found = quality.logits
+        if logits and (found is None or (int8_inputs and not found.int8_inputs)):
             return True
     check_output(output_dir, overwrite)
     return False
