@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lowbit.formats.activation_modes import Activations
+from lowbit.formats.errors import FormatError
 from lowbit.formats.files.atomic import replace_file
 from lowbit.formats.layout.manifest import MANIFEST_FILE
 from lowbit.formats.layout.records import load_object, record
@@ -16,6 +18,7 @@ from lowbit.formats.safetensors.hashing import hash_file
 
 TASKS_FILE = "tasks.json"
 SCHEMA = 1
+AGAIN = "remove the file and run `lowbit-run evaluate` again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,13 @@ class TaskResult:
     device: str  # `cpu` or `cuda`
     kv_cache: str  # type of keys and values in the cache, `bf16`, `fp32` or `int8`
     version: str  # of the task's definition
+    activations: Activations = "exact"  # inputs of quantized linears
+
+    @property
+    def rounding(self) -> str:
+        """`, INT8 cache, INT8 activations`, the parts rounded beside the weights; else empty."""
+        parts = {"cache": self.kv_cache, "activations": self.activations}
+        return "".join(f", INT8 {part}" for part, kind in parts.items() if kind == "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +82,11 @@ def read_tasks(folder: Path) -> TaskReport | None:
     """
     path = folder / TASKS_FILE
     try:
-        content = load_object(path, "schema", SCHEMA, hint="run `lowbit-run evaluate` again")
+        return record(TaskReport, load_object(path, "schema", SCHEMA, AGAIN), str(path))
     except FileNotFoundError:
         return None
-    return record(TaskReport, content, str(path))
+    except FormatError as error:
+        raise FormatError(str(error), hint=AGAIN) from None
 
 
 def merged(old: TaskReport | None, new: TaskReport) -> TaskReport:

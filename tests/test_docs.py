@@ -175,7 +175,7 @@ def test_paths_without_a_key_are_those_of_the_server() -> None:
 
 def test_metrics_are_those_of_the_server() -> None:
     load = Load(1, 0, 1, 0, 2, 0, 0, 0)
-    registry = new_registry(Collector(Metrics(), lambda: load, "m", positions=2))
+    registry = new_registry(Collector(Metrics(), lambda: load, "m", "exact", positions=2))
     given = set(re.findall(r"^# TYPE (\S+)", generate_latest(registry).decode(), re.MULTILINE))
     shown = {
         name for row in rows_of("serving.md", "Metric") for name in re.findall(r"`(\S+)`", row[0])

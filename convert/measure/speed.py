@@ -31,7 +31,7 @@ def read_speed(folder: Path) -> Speed | None:
 
     Raises:
         FormatError: malformed, no file, older than lowbit.json, of a model that was quantized while
-            it was loaded, or measured with speculation.
+            it was loaded, or measured with speculation or rounded activations.
     """
     if not (folder / BENCH_FILE).exists():
         return None
@@ -58,6 +58,8 @@ def _read(path: Path, manifest: Path, hint: str) -> Speed:
         raise FormatError(f"`{path}`: measured on the original, quantized at load")
     if content.get("speculation") is not None:
         raise FormatError(f"`{path}`: measured with --speculate, on a text of no meaning")
+    if (activations := content.get("activations", "exact")) != "exact":
+        raise FormatError(f"`{path}`: measured with --activations {activations}, not exact ones")
     names = {field.name for field in fields(Speed)}
     speed = record(Speed, {k: v for k, v in content.items() if k in names}, str(path))
     check_ranges(speed, str(path))

@@ -117,10 +117,11 @@ def speed_text(row: FolderRow) -> str:
 
 def score_text(score: TaskResult) -> str:
     """`gsm8k exact_match 0.8123 ± 0.0110`."""
+    name = f"{score.task} {score.metric}{score.rounding}"
     if score.value is None:
-        return f"{score.task} {score.metric} {MISSING}"
+        return f"{name} {MISSING}"
     error = "" if score.stderr is None else f" ± {number(score.stderr, 4)}"
-    return f"{score.task} {score.metric} {number(score.value, 4)}{error}"
+    return f"{name} {number(score.value, 4)}{error}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ def chat(
     if as_json:
         messages = replace(talk.conversation, unanswered=None).messages()
         turns = [asdict(generation) for generation in made]
-        facts = {"quantized_at_load": options.quantize}
+        facts = {"quantized_at_load": options.quantize, "activations": options.activations}
         print_json({"messages": messages, "turns": turns, **facts})
     if failure is not None:
         raise failure

@@ -10,6 +10,7 @@ from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import json_option
 from lowbit.formats.shell.output import note, print_json
 from lowbit.runtime.cli.options import (
+    activations_option,
     cache_options,
     count_option,
     model_argument,
@@ -75,6 +76,7 @@ def architectures(
     "of an RTX 4090, 132 of an H100 for SXM or an H200.",
 )
 @cache_options
+@activations_option
 @quantize_options
 @json_option
 @reported

@@ -125,7 +125,7 @@ def _show(report: "TaskReport", name: str) -> None:
         better = {True: " ↑", False: " ↓", None: ""}[row.higher_is_better]
         table.add_row(
             row.task,
-            row.metric + better,
+            row.metric + better + row.rounding,
             _figure(row.value),
             _figure(row.stderr),
             str(row.samples),

@@ -139,6 +139,7 @@ def _answer(model: "Model", prompt: str, settings: "AnswerSettings", as_json: bo
             "device": model.device,
             "quantized_at_load": model.options.quantize,
             "kv_cache": model.kv_cache.cache_type.name,
+            "activations": model.options.activations,
         }
         print_json({**asdict(generation), "load_s": model.load_s, **facts})
     else:

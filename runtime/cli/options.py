@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lowbit.formats.activation_modes import ACTIVATIONS
 from lowbit.formats.errors import RequestError
 from lowbit.formats.files.strict_json import loads
 from lowbit.formats.files.user_file import read_user_file
@@ -31,6 +32,7 @@ from lowbit.formats.shell.options import (
 from lowbit.formats.shell.output import note
 from lowbit.runtime.conversation.chat import AnswerSettings
 from lowbit.runtime.engine.load_options import (
+    DEFAULT_ACTIVATIONS,
     DEFAULT_KV_CACHE,
     DRAFTER_MODES,
     KV_CACHES,
@@ -115,8 +117,17 @@ cache_options = with_options(
         "most 8192, else int8.",
     ),
 )
+activations_option = click.option(
+    "--activations",
+    type=click.Choice(ACTIVATIONS),
+    show_default=DEFAULT_ACTIVATIONS,
+    help="Inputs of quantized linears: exact, or int8, which rounds them to eight bits with a "
+    "scale for each token and 128 of them. It is faster for long prompts and many answers at a "
+    "time. The model's head stays exact.",
+)
 machine_options = with_options(
     cache_options,
+    activations_option,
     device_choice(named_device),
     click.option(
         "--threads",
@@ -268,7 +279,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Sampling": tuple(SETTINGS),
     "Many at a time": ("prompts", "out", "max_sequences", "queue", "request_timeout"),
     "Measurement": ("prompt_tokens", "new_tokens", "runs", "sampled"),
-    "Model and machine": ("served_name", "context", "kv_cache", "device", "threads"),
+    "Model and machine": ("served_name", "context", "kv_cache", "activations", "device", "threads"),
     "Quantization at load": ("quantize", "group_size", "method"),
     "Speculative decoding": ("speculate", "draft_tokens", "drafter"),
 }
@@ -347,6 +358,8 @@ def load_model(name: str, options: LoadOptions) -> "Model":
     if model.kv_cache.reason is not None:
         chosen = model.kv_cache
         note(f"--kv-cache auto: {chosen.cache_type.name}, since {chosen.reason}")
+    if options.activations != DEFAULT_ACTIVATIONS:
+        note(f"activations: {options.activations} in all quantized linears but the head")
     if options.quantize is not None:
         _note_quantized(model)
     if model.device != "cpu" and model.launches is None:

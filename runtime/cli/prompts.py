@@ -30,6 +30,7 @@ from lowbit.formats.sampling_ranges import SETTINGS
 from lowbit.formats.shell.output import json_line, note, print_json
 from lowbit.formats.shell.tables import progress_bars
 from lowbit.runtime.conversation.chat import AnswerSettings
+from lowbit.runtime.engine.load_options import DEFAULT_ACTIVATIONS
 from lowbit.runtime.text.chat import plain_messages
 
 if TYPE_CHECKING:
@@ -245,7 +246,12 @@ def answer_file(
     done = set() if out is None else keep_answers(out, lines, digests)
     asked = [line for line in lines if line.id not in done]
     requests = (_request(model, line) for line in asked)
-    facts = {"device": model.device, "quantized_at_load": model.options.quantize}
+    options = model.options
+    facts = {
+        "device": model.device,
+        "quantized_at_load": options.quantize,
+        "activations": options.activations,
+    }
     failed: list[int] = []
     with (
         _writer(out, as_json) as write,
@@ -327,4 +333,6 @@ def _identity(model: "Model", system: str | None) -> str:
         parts.append(hash_file(path) if path.exists() else "")
     if model.options.allow_control_tokens:
         parts.append("control tokens")
+    if model.options.activations != DEFAULT_ACTIVATIONS:
+        parts.append(f"activations {model.options.activations}")
     return " ".join(parts)

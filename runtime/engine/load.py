@@ -32,6 +32,7 @@ from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.models.input_power import calibration_ids, check_searched, input_power
 from lowbit.runtime.models.loader import (
     OpenedModel,
+    check_activations,
     check_device,
     load_decoder,
     load_drafter,
@@ -82,12 +83,7 @@ def load(
     started = time.perf_counter()
     undecided = options.speculate is None and device != "cpu"  # the head decides: `default_mode`
     opened = _open(folder, drafter, options, mtp_head=undecided)
-    if options.activations != "exact" and not opened.rounds_activations():
-        raise RequestError(
-            f"`activations` {options.activations} changes nothing: `{folder}` has no quantized "
-            "linear",
-            hint="leave it out, or quantize the weights as they are read with --quantize int4",
-        )
+    check_activations(opened, options.activations)
     if options.measures_inputs:
         check_searched(opened)
     generation = load_generation_config(folder, opened.config.vocab_size)

@@ -100,6 +100,7 @@ def evaluate(
         "context": model.context,
         "device": model.device,
         "kv_cache": model.kv_cache.cache_type.name,
+        "activations": model.options.activations,
     }
     digest = manifest_sha256(model.folder)
     report = TaskReport(version("lowbit"), harness, digest, read_results(results, common))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from lowbit.formats.activation_modes import Activations
 from lowbit.formats.architectures import part_of
 from lowbit.formats.errors import RequestError
 from lowbit.formats.machine.memory import peak_resident_bytes
@@ -88,6 +89,7 @@ class BenchResult:
     weight_bytes: int  # memory of the weights
     cache_bytes: int  # memory of keys, values and the states of linear layers
     kv_cache: str  # type of keys and values: bf16, int8 or fp32
+    activations: Activations  # inputs of quantized linears
     # most memory in use: of the GPU from the end of loading on, or resident in this process on a
     # CPU
     peak_bytes: int
@@ -141,6 +143,7 @@ def bench(model: Model, settings: BenchSettings) -> BenchResult:
         weight_bytes=weights,
         cache_bytes=cache,
         kv_cache=model.kv_cache.cache_type.name,
+        activations=model.options.activations,
         peak_bytes=peak,
         extra_bytes=peak - rounding - weights - cache if model.device == "cuda" else None,
         step_bytes=step,

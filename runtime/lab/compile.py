@@ -20,7 +20,7 @@ from lowbit.formats.machine.cores import core_count
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import Account, asked_cache
 from lowbit.runtime.kernels.launch.card import MULTIPROCESSORS
-from lowbit.runtime.models.loader import open_model
+from lowbit.runtime.models.loader import check_activations, open_model
 from lowbit.runtime.text.tokenizer import load_tokenizer
 
 PROGRAM = "lowbit.runtime.lab.fake_gpu"
@@ -50,7 +50,7 @@ def compile_for(
         name: folder or Hub id, which is fetched.
         capabilities: 90 for compute capability 9.0.
         sequences: numbers of sequences that the model will be loaded for.
-        options: context, type of the cache, and quantization at load.
+        options: context, type of the cache, activations, and quantization at load.
 
     Raises:
         LowbitError: as `load`, or a compiler that failed.
@@ -58,6 +58,7 @@ def compile_for(
     folder = locate(name).folder
     opened = open_model(folder, options.quantize, options.group_size)
     vocabulary = load_tokenizer(folder).vocabulary
+    check_activations(opened, options.activations)
     dtype = torch.bfloat16
     asked_cache(Account(opened, "cuda", dtype, plain_cache(dtype), vocabulary), options, 0)
     task = {
@@ -67,6 +68,7 @@ def compile_for(
         "options": {
             "context": options.context,
             "kv_cache": options.kv_cache,
+            "activations": options.activations,
             "quantize": options.quantize,
             "group_size": options.group_size,
         },

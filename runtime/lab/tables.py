@@ -104,6 +104,8 @@ def show_bench(name: str, result: "BenchResult") -> None:
         (f"{result.kv_cache} cache for {result.context} tokens", gigabytes(result.cache_bytes)),
         ("peak memory", gigabytes(result.peak_bytes)),
     ]
+    if result.activations != "exact":
+        rows.append(("activations", result.activations))
     if result.extra_bytes is not None:
         rows.append(("beyond weights and cache", gigabytes(result.extra_bytes)))
     if result.speculation is not None:

@@ -22,7 +22,7 @@ from lowbit.formats.architectures import (
 )
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.draft_head import DraftHead, open_draft_head
-from lowbit.formats.errors import UnsupportedModelError
+from lowbit.formats.errors import RequestError, UnsupportedModelError
 from lowbit.formats.layout.packing import PACKED, SCALE
 from lowbit.formats.layout.recipes import GROUP_SIZE, Base
 from lowbit.formats.layout.rtn import ScaleRule
@@ -74,13 +74,6 @@ class OpenedModel:
                 share = experts.chosen / experts.count if experts and spec.role == "expert" else 1
                 total += share * torch.Size(spec.shape).numel()
         return round(total)
-
-    def rounds_activations(self) -> bool:
-        """True if `activations` int8 changes a linear: one that is packed and not the head."""
-        return any(
-            spec.quantizable and spec.role != "head" and self.schemes[spec.module] is not None
-            for spec in self.specs
-        )
 
     def expert_bytes(self, device: str, dtype: torch.dtype) -> int:
         """Memory that the experts of the decoder will take."""
@@ -216,6 +209,21 @@ def check_device(opened: OpenedModel, device: str) -> None:
         raise UnsupportedModelError(
             f"`{opened.drafter.checkpoint.folder}` is a drafter, which has no GPU kernels yet",
             hint="leave out --drafter, or run on the CPU with --device cpu",
+        )
+
+
+def check_activations(opened: OpenedModel, activations: Activations) -> None:
+    """Refuse a mode of activations that changes no linear.
+
+    Raises:
+        RequestError: nothing is quantized but the head, whose inputs stay exact.
+    """
+    inner = (spec for spec in opened.specs if spec.quantizable and spec.role != "head")
+    if activations != "exact" and not any(opened.schemes[spec.module] for spec in inner):
+        raise RequestError(
+            f"`activations` {activations} changes nothing: `{opened.checkpoint.folder}` has no "
+            "quantized linear, its head aside",
+            hint="leave it out, or quantize the weights as they are read: --quantize int4",
         )
 
 

@@ -11,9 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
 from prometheus_client.metrics_core import Metric
 
+from lowbit.formats.activation_modes import Activations
 from lowbit.runtime.engine.stats import Load, Speculated, Tally
 from lowbit.runtime.engine.stream import Answer
 
@@ -110,6 +116,7 @@ class Collector:
     metrics: Metrics
     load: Callable[[], Load]
     model: str  # value of the label `model_name`
+    activations: Activations  # inputs of quantized linears
     positions: int = 0  # most drafts of a round; 0 without speculation, which then has no metrics
     # Gives the bytes of all grammars, and the number of those that wait for memory
     grammars: Callable[[], tuple[int, int]] = lambda: (0, 0)
@@ -124,6 +131,11 @@ class Collector:
             ("kv_cache_usage_perc", "Used share of the cache, 1 is all.", share),
         ):
             yield self._metric(GaugeMetricFamily, name, text, value)
+        yield InfoMetricFamily(
+            "lowbit:model",
+            "The model and how it was loaded.",
+            value={"model_name": self.model, "activations": self.activations},
+        )
         for name, text, value in (
             ("prompt_tokens", "Tokens of prompts.", found.prompt_tokens),
             ("generation_tokens", "New tokens.", found.new_tokens),

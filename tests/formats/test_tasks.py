@@ -98,6 +98,7 @@ def test_results_of_other_tasks_are_kept() -> None:
         ({"tasks": None}, "tasks` is not a list"),
         ({"harness": None}, "`harness` cannot be null"),
         ({"tasks": [dataclasses.asdict(ROW) | {"value": "0.5"}]}, '`value` cannot be "0.5"'),
+        ({"tasks": [dataclasses.asdict(ROW) | {"activations": "fp8"}]}, "`activations` cannot be"),
     ],
 )
 def test_a_malformed_file_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -106,6 +107,7 @@ def test_a_malformed_file_is_refused(tmp_path: Path, change: dict[str, Any], mes
     with pytest.raises(FormatError, match=message) as error:
         read_tasks(tmp_path)
     assert TASKS_FILE in str(error.value)
+    assert "`lowbit-run evaluate` again" in (error.value.hint or "")
 
 
 def test_a_failed_write_leaves_the_old_file(

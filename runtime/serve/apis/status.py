@@ -26,6 +26,7 @@ async def health(http: HttpRequest) -> Response:
     content = {
         "status": status,
         "auth": service.settings.api_key is not None,
+        "activations": service.model.options.activations,
         "report": (service.model.folder / HTML_FILE).is_file(),
     }
     return JSONResponse(content, 503 if failed else 200)
@@ -41,6 +42,7 @@ async def metrics(http: HttpRequest) -> Response:
         service.metrics,
         lambda: load_of(engine),
         service.name,
+        service.model.options.activations,
         positions=0 if engine.drafting is None else engine.drafting.most,
         grammars=lambda: (memory.used, memory.waiting),
     )

@@ -33,6 +33,7 @@ PRINTED: dict[str, Any] = {
     "speculation": None,
     "speculation_factor": None,
     "kv_cache": "bf16",
+    "activations": "exact",
 }
 
 
@@ -74,6 +75,7 @@ def test_of_an_earlier_conversion(tmp_path: Path) -> None:
         ({"schema": 2}, "schema 2, this release reads 1"),
         ({"quantized_at_load": "int4"}, "quantized at load"),
         ({"speculation": {"rounds": 3}}, "measured with --speculate"),
+        ({"activations": "int8"}, "measured with --activations int8"),
         ({"device": 3}, "`device` cannot be 3"),
         ({"peak_bytes": -1}, "`peak_bytes` is -1"),
         ({"peak_bytes": 10**30}, "`peak_bytes` cannot be"),

@@ -129,13 +129,15 @@ def test_task_results() -> None:
         TaskResult(
             "gsm8k", "exact_match", 0.5, 0.01, 100, True, 5, None, True, 4096, "cuda", "bf16", "3"
         ),
-        TaskResult("odd", "acc", None, None, 1, None, None, None, False, 64, "cpu", "int8", "1"),
+        TaskResult(
+            "odd", "acc", None, None, 1, None, None, None, False, 64, "cpu", "int8", "1", "int8"
+        ),
     )
     card = render(make_report(), tasks=TaskReport("0.1.0", "lm-eval 0.4.13", None, rows))
     assert figures(card, "dataset_type")["gsm8k", "exact_match"] == 0.5
     found = {row[0]: row[1:] for row in table(card)}
     assert found["gsm8k"] == ["exact_match", "0.5000 ± 0.0100", "100"]
-    assert found["odd"] == ["acc, INT8 cache", "none", "1"]
+    assert found["odd"] == ["acc, INT8 cache, INT8 activations", "none", "1"]
 
 
 def test_card_states_an_unknown_original() -> None:

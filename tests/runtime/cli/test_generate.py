@@ -19,6 +19,7 @@ pytestmark = pytest.mark.commands
 
 BUNDLED = str(Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3")
 GREEDY = ["--temperature", "0", "--device", "cpu"]
+LOADED = {"quantized_at_load": None, "activations": "exact"}
 Run = Callable[..., Result]
 
 
@@ -192,7 +193,7 @@ def test_ctrl_c_ends_a_piped_chat_with_what_there_is(run: Run, interrupted: None
     result = run("chat", BUNDLED, "--json", *GREEDY, stdin="Tell me a story\nHi\n")
     assert result.exit_code == 130
     made = json.loads(result.stdout)
-    assert made == {"schema": 1, "messages": [], "turns": [], "quantized_at_load": None}
+    assert made == {"schema": 1, "messages": [], "turns": [], **LOADED}
 
 
 def test_chat_keeps_the_conversation_and_its_cache(run: Run) -> None:

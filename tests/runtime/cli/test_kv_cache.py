@@ -1,4 +1,4 @@
-"""`--kv-cache`: who takes it, what it changes, what is printed and what is refused."""
+"""`--kv-cache` and `--activations`: who takes them; what a type of the cache changes and prints."""
 
 import json
 from collections.abc import Callable
@@ -27,11 +27,14 @@ def run() -> Run:
     return lambda *arguments, stdin=None: CliRunner().invoke(main, arguments, input=stdin)
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench", "evaluate"])
-def test_commands_that_load_a_model_take_it(command: str) -> None:
-    [option] = [it for it in main.commands[command].params if it.name == "kv_cache"]
-    assert option.opts == ["--kv-cache"]
-    assert repr(option.type) == "Choice(['bf16', 'int8', 'auto'])"
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench", "evaluate", "compile"])
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [("kv-cache", "['bf16', 'int8', 'auto']"), ("activations", "['exact', 'int8']")],
+)
+def test_commands_that_load_a_model_take_it(command: str, name: str, choices: str) -> None:
+    [option] = [it for it in main.commands[command].params if it.opts == [f"--{name}"]]
+    assert repr(option.type) == f"Choice({choices})"
 
 
 def test_answers_come_with_each_type(run: Run) -> None:

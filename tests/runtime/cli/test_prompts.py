@@ -185,10 +185,11 @@ def test_goes_on_after_the_last_whole_line(run: Run, tmp_path: Path) -> None:
 
 def test_answers_to_other_requests_are_not_taken(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    assert run(LINES[:1], "--max-new-tokens", 3, "--out", out).exit_code == 0
+    same = ("--quantize", "int4", "--method", "absmax", "--out", out, "--max-new-tokens")
+    assert run(LINES[:1], *same, 3).exit_code == 0
     before = out.read_bytes()
-    for options in (("--max-new-tokens", 4), ("--max-new-tokens", 3, "--system", "Be brief")):
-        done = run(LINES[:1], *options, "--out", out)
+    for options in ((4,), (3, "--system", "Be brief"), (3, "--activations", "int8")):
+        done = run(LINES[:1], *same, *options)
         assert done.exit_code == 1
         assert "was made from another prompt, other settings or another model" in done.stderr
         assert out.read_bytes() == before

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,8 +88,9 @@ def test_rows_of_a_harness_result() -> None:
         "higher_is_better": {"gsm8k": {"exact_match": True}, "wiki": {"word_perplexity": False}},
     }
     common = {"limit": 5, "chat": False, "context": 64, "device": "cpu", "kv_cache": "int8"}
-    rows = read_results(results, common)
-    assert rows == (
+    rows = read_results(results, {**common, "activations": "int8"})
+    assert {row.activations for row in rows} == {"int8"}
+    assert tuple(replace(row, activations="exact") for row in rows) == (
         TaskResult("gsm8k", "exact_match (strict-match)", 0.4, 0.2, 5, True, 5, 5, False, 64, "cpu",
                    "int8", "3.0"),
         TaskResult("gsm8k", "exact_match", 0.0, None, 5, True, 5, 5, False, 64, "cpu", "int8",

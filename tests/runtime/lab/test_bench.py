@@ -58,6 +58,7 @@ def test_reports_every_figure(run: Run) -> None:
     assert measured.pop("speculation_factor") is None
     assert measured.pop("prompt") == "arbitrary tokens"
     assert measured.pop("kv_cache") == "bf16"
+    assert measured.pop("activations") == "exact"
     assert measured.pop("machine")["gpu"] is None
     assert (measured["prompt_tokens"], measured["new_tokens"]) == (9, 5)
     assert all(measured[key] > 0 for key in measured if key != "device")

@@ -59,6 +59,9 @@ def test_says_what_was_compiled_and_for_what(run: Run, sent: list[dict[str, Any]
     assert sent[-1]["multiprocessors"] == 132
     run(TINY, "--arch", "sm_89", "--multiprocessors", "58")
     assert sent[-1]["multiprocessors"] == 58
+    assert sent[-1]["options"]["activations"] == "exact"
+    run(TINY, "--arch", "sm_89", "--quantize", "int4", "--activations", "int8")
+    assert sent[-1]["options"]["activations"] == "int8"
     [target] = content["targets"]
     assert (target["arch"], target["compiled"]) == ("sm_120", {"embed": 1, "gemv_one": 4})
 
@@ -67,6 +70,7 @@ def test_says_what_was_compiled_and_for_what(run: Run, sent: list[dict[str, Any]
     ("options", "code", "words"),
     [
         ((), 2, "Missing option '--arch'"),
+        (("--arch", "sm_90", "--activations", "int8"), 1, "changes nothing"),
         (("--arch", "sm_75"), 2, "expected names among sm_80"),
         (("--arch", "sm_90,90"), 2, "expected names among sm_80"),
         (("--arch", ""), 2, "expected names among sm_80"),

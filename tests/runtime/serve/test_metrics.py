@@ -117,4 +117,5 @@ def test_metrics_count_what_happened(server: Running) -> None:
     assert grown[f"vllm:time_to_first_token_seconds_count{label}"] == 1
     assert grown[f"vllm:inter_token_latency_seconds_count{label}"] == 6
     assert after[f"vllm:num_requests_running{label}"] == 0
+    assert after[f'lowbit:model_info{{activations="exact",model_name="{NAME}"}}'] == 1
     assert 0 <= after[f"vllm:kv_cache_usage_perc{label}"] <= 1

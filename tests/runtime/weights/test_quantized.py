@@ -225,7 +225,7 @@ def test_commands(tmp_path: Path, make_model: Callable[..., "PackedModel"]) -> N
     def run(*arguments: str, stdin: str = "") -> Any:
         return CliRunner().invoke(main, [*arguments, "--device", "cpu"], input=stdin)
 
-    options = ("--quantize", "int8", "--json", "--context", "64")
+    options = ("--quantize", "int8", "--json", "--context", "64", "--activations", "int8")
     short = ("--max-new-tokens", "2", "--temperature", "0")
     for command, rest, stdin in (
         ("generate", ("Once", *short), ""),
@@ -234,11 +234,15 @@ def test_commands(tmp_path: Path, make_model: Callable[..., "PackedModel"]) -> N
     ):
         done = run(command, str(TINY), *rest, *options, stdin=stdin)
         assert done.exit_code == 0, done.output
-        assert json.loads(done.stdout)["quantized_at_load"] == "int8"
+        found = json.loads(done.stdout)
+        assert (found["quantized_at_load"], found["activations"]) == ("int8", "int8")
         assert "quantized at load: int8, " in done.stderr
+        assert "activations: int8 in all quantized linears but the head" in done.stderr
     plain = run("generate", str(TINY), "Once", *short, "--json", "--context", "64")
-    assert json.loads(plain.stdout)["quantized_at_load"] is None
-    assert "quantized at load" not in plain.stderr
+    found = json.loads(plain.stdout)
+    assert (found["quantized_at_load"], found["activations"]) == (None, "exact")
+    assert "at load" not in plain.stderr
+    assert "activations" not in plain.stderr
     refused = run("generate", str(make_model().folder), "Hi", "--quantize", "int4")
     assert refused.exit_code == 1
     assert "already quantized" in refused.stderr
