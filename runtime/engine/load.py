@@ -32,12 +32,12 @@ from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.models.input_power import calibration_ids, check_searched, input_power
 from lowbit.runtime.models.loader import (
     OpenedModel,
-    check_activations,
     check_device,
     load_decoder,
     load_drafter,
     open_drafter,
     open_model,
+    with_activations,
     without_head,
 )
 from lowbit.runtime.state.device_state import CacheSize, kv_pages
@@ -83,7 +83,6 @@ def load(
     started = time.perf_counter()
     undecided = options.speculate is None and device != "cpu"  # the head decides: `default_mode`
     opened = _open(folder, drafter, options, mtp_head=undecided)
-    check_activations(opened, options.activations)
     if options.measures_inputs:
         check_searched(opened)
     generation = load_generation_config(folder, opened.config.vocab_size)
@@ -104,12 +103,12 @@ def load(
     chosen, cache = _cache_of(account, options, drafts)
     beside = None
     if opened.drafter is not None:  # before the model, which takes longer
-        beside = load_drafter(opened.drafter, dtype, cache.context, options.activations)
+        beside = load_drafter(opened.drafter, dtype, cache.context)
     if options.measures_inputs:
         original = open_model(folder)
         power = input_power(original, calibration_ids(tokenizer, original), device, dtype)
         opened = replace(_open(folder, None, options, power), drafter=opened.drafter)
-    decoder = load_decoder(opened, device, dtype, cache.context, launches, options.activations)
+    decoder = load_decoder(opened, device, dtype, cache.context, launches)
     chunk = CHUNK if device != "cpu" else cpu_chunk(opened.token_weights() // len(decoder.layers))
     runner = new_runner(decoder, vocabulary, cache, dtype, device, chosen.cache_type, chunk)
     if beside is not None:
@@ -177,7 +176,9 @@ def _open(
         raise UnsupportedModelError(
             f"`{folder}` has no head for multi-token prediction", hint="use --speculate ngram"
         )
-    return opened if drafter is None else replace(opened, drafter=open_drafter(drafter, opened))
+    if drafter is not None:
+        opened = replace(opened, drafter=open_drafter(drafter, opened))
+    return with_activations(opened, options.activations)
 
 
 def default_mode(account: Account, options: LoadOptions) -> Mode:

@@ -20,7 +20,7 @@ from lowbit.formats.machine.cores import core_count
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import Account, asked_cache
 from lowbit.runtime.kernels.launch.card import MULTIPROCESSORS
-from lowbit.runtime.models.loader import check_activations, open_model
+from lowbit.runtime.models.loader import open_model, with_activations
 from lowbit.runtime.text.tokenizer import load_tokenizer
 
 PROGRAM = "lowbit.runtime.lab.fake_gpu"
@@ -57,8 +57,8 @@ def compile_for(
     """
     folder = locate(name).folder
     opened = open_model(folder, options.quantize, options.group_size)
+    opened = with_activations(opened, options.activations)
     vocabulary = load_tokenizer(folder).vocabulary
-    check_activations(opened, options.activations)
     dtype = torch.bfloat16
     asked_cache(Account(opened, "cuda", dtype, plain_cache(dtype), vocabulary), options, 0)
     task = {

@@ -37,7 +37,7 @@ from lowbit.runtime.engine.runner import Runner, new_runner
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.kernels.launch.card import Card
 from lowbit.runtime.models.layer_parts import last_of
-from lowbit.runtime.models.loader import OpenedModel, build_decoder, open_model
+from lowbit.runtime.models.loader import OpenedModel, build_decoder, open_model, with_activations
 from lowbit.runtime.state.sampler import SamplingParams, sampling_defaults
 from lowbit.runtime.text.tokenizer import load_tokenizer
 from lowbit.runtime.thresholds import SEQUENCE_TOKENS
@@ -125,7 +125,7 @@ def meta_runner(opened: OpenedModel, options: LoadOptions, vocabulary: int) -> R
     size = asked_cache(account, options, 0)
     weights = MetaWeights(
         *(opened.checkpoint, opened.schemes, "meta", DTYPE, cuda.prepare, cuda.gathered),
-        activations=options.activations,
+        activations=opened.activations,
     )
     decoder = build_decoder(opened, weights, cuda, size.context)
     kind = choose_cache_type(account, options).cache_type
@@ -191,6 +191,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     for sequences in task["sequences"]:
         options = LoadOptions(device="cuda", max_sequences=sequences, **task["options"])
         opened = open_model(folder, options.quantize, options.group_size)
+        opened = with_activations(opened, options.activations)
         runner = meta_runner(opened, options, min(vocabulary, opened.config.vocab_size))
         generation = load_generation_config(folder, opened.config.vocab_size)
         likeliest = SamplingParams()

@@ -59,6 +59,7 @@ class OpenedModel:
     # Rows that its drafts are chosen from; None for all of the vocabulary
     draft: DraftHead | None = None
     drafter: "OpenedModel | None" = None  # its drafter; None without one
+    activations: Activations = "exact"  # inputs of its packed linears, heads aside
 
     def weight_bytes(self, device: str, dtype: torch.dtype) -> int:
         """Memory the weights will take on `cpu` or `cuda`."""
@@ -90,7 +91,9 @@ class OpenedModel:
             return N * K * dtype.itemsize
         scheme, scale = served(stored), self.checkpoint.tensors[f"{spec.module}.{SCALE}"]
         if device == "cpu":
-            return prepared_bytes(N, K, scheme, scale.dtype, dtype)
+            exact = spec.role == "head"
+            activations = "exact" if exact else self.activations
+            return prepared_bytes(N, K, scheme, scale.dtype, dtype, activations)
         return N * K * scheme.bits // 8 + scale.nbytes
 
 
@@ -212,11 +215,11 @@ def check_device(opened: OpenedModel, device: str) -> None:
         )
 
 
-def check_activations(opened: OpenedModel, activations: Activations) -> None:
-    """Refuse a mode of activations that changes no linear.
+def with_activations(opened: OpenedModel, activations: Activations) -> OpenedModel:
+    """The model, and its drafter, with inputs of packed linears as named.
 
     Raises:
-        RequestError: nothing is quantized but the head, whose inputs stay exact.
+        RequestError: int8 changes no linear: nothing but the head is quantized.
     """
     inner = (spec for spec in opened.specs if spec.quantizable and spec.role != "head")
     if activations != "exact" and not any(opened.schemes[spec.module] for spec in inner):
@@ -225,6 +228,8 @@ def check_activations(opened: OpenedModel, activations: Activations) -> None:
             "quantized linear, its head aside",
             hint="leave it out, or quantize the weights as they are read: --quantize int4",
         )
+    drafter = opened.drafter and replace(opened.drafter, activations=activations)
+    return replace(opened, activations=activations, drafter=drafter)
 
 
 def load_decoder(
@@ -233,19 +238,15 @@ def load_decoder(
     dtype: torch.dtype,
     context: int,
     launches: "Launches | None" = None,
-    activations: Activations = "exact",
 ) -> Decoder:
     """Read the weights onto `cpu` or `cuda`, for sequences of up to `context` tokens.
-
-    Args:
-        activations: inputs of packed linears, other than the head.
 
     Raises:
         FormatError: a tensor holds NaN or Inf.
         UnsupportedModelError: the GPU's kernels have no place for the model's sizes.
     """
     if device == "cpu":
-        to_cpu = _cpu_weights(opened, dtype, activations)
+        to_cpu = _cpu_weights(opened, dtype)
         on_cpu = build_decoder(opened, to_cpu, cpu, context)
         to_cpu.check_finite()
         return on_cpu
@@ -261,7 +262,8 @@ def load_decoder(
         check_shared_experts(opened)
     prepare = partial(cuda.prepare, launches=launches)
     to_cuda = Weights(
-        opened.checkpoint, opened.schemes, device, dtype, prepare, cuda.gathered, activations
+        *(opened.checkpoint, opened.schemes, device, dtype, prepare, cuda.gathered),
+        activations=opened.activations,
     )
     decoder = build_decoder(opened, to_cuda, cuda, context)
     to_cuda.check_finite()
@@ -269,28 +271,26 @@ def load_decoder(
     return decoder
 
 
-def load_drafter(
-    opened: OpenedModel, dtype: torch.dtype, context: int, activations: Activations = "exact"
-) -> BlockDrafter[CpuLinear]:
+def load_drafter(opened: OpenedModel, dtype: torch.dtype, context: int) -> BlockDrafter[CpuLinear]:
     """Read the weights of a drafter onto the CPU, beside a model for `context` tokens.
 
     Raises:
         FormatError: a tensor holds NaN or Inf.
     """
-    weights = _cpu_weights(opened, dtype, activations)
+    weights = _cpu_weights(opened, dtype)
     build = DRAFTER_BUILD[kind_of(opened.checkpoint.config)]
     drafter = build(opened.config, weights, cpu, context)
     weights.check_finite()
     return drafter
 
 
-def _cpu_weights(
-    opened: OpenedModel, dtype: torch.dtype, activations: Activations
-) -> Weights[CpuLinear]:
+def _cpu_weights(opened: OpenedModel, dtype: torch.dtype) -> Weights[CpuLinear]:
     def made(w: Linear, paired: bool, activations: Activations) -> CpuLinear:
         return prepare(w, dtype, activations)
 
-    return Weights(opened.checkpoint, opened.schemes, "cpu", dtype, made, activations=activations)
+    return Weights(
+        *(opened.checkpoint, opened.schemes, "cpu", dtype, made), activations=opened.activations
+    )
 
 
 def check_shared_experts(opened: OpenedModel) -> None:

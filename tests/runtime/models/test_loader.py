@@ -25,7 +25,7 @@ from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime import load
 from lowbit.runtime.backends.cpu_linear import prepare
 from lowbit.runtime.models import loader
-from lowbit.runtime.models.loader import load_decoder, open_model
+from lowbit.runtime.models.loader import load_decoder, open_model, with_activations
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.weights.linear import DenseLinear, Linear, PackedLinear
 from tests.runtime.conftest import ROWS
@@ -278,7 +278,7 @@ def test_activations_reach_every_packed_linear_but_heads(
         "hybrid": partial(make_experts, True, mtp_num_hidden_layers=1),
     }
     made = makers[kind]()
-    opened = open_model(made.folder, head=True)
+    opened = with_activations(open_model(made.folder, head=True), "int8")
     if opened.head:
         codes = torch.zeros(48, 16, dtype=torch.int32)
         ids, scale = torch.arange(48, dtype=torch.int32), torch.ones(48, 1, dtype=torch.bfloat16)
@@ -290,7 +290,7 @@ def test_activations_reach_every_packed_linear_but_heads(
         return prepare(w, dtype)
 
     monkeypatch.setattr(loader, "prepare", recorded)
-    load_decoder(opened, "cpu", torch.bfloat16, 16, activations="int8")
+    load_decoder(opened, "cpu", torch.bfloat16, 16)
     inner = [spec for spec in opened.specs if spec.quantizable and spec.role != "head"]
     assert sum(seen["int8"]) == sum(math.prod(spec.shape) for spec in inner)
     heads = [ROWS * 64, *([48 * 64] if opened.head else [])]
@@ -318,10 +318,11 @@ def test_int8_activations_need_a_packed_linear(make_model: "Callable[..., Packed
 def test_memory_is_known_before_loading(
     make_model: "Callable[..., PackedModel]", dtype: torch.dtype, scheme: Scheme | None
 ) -> None:
-    opened = open_model(make_model(lambda role: scheme).folder)
-    decoder = load_decoder(opened, "cpu", dtype, 16)
-    parts = (decoder.embedding, decoder.norm, decoder.head, decoder.layers)
-    assert opened.weight_bytes("cpu", dtype) == nbytes_in(parts)
+    plain = open_model(make_model(lambda role: scheme).folder)
+    for opened in (plain, with_activations(plain, "int8")) if scheme else (plain,):
+        decoder = load_decoder(opened, "cpu", dtype, 16)
+        parts = (decoder.embedding, decoder.norm, decoder.head, decoder.layers)
+        assert opened.weight_bytes("cpu", dtype) == nbytes_in(parts)
 
 
 def nbytes_in(part: Any) -> int:
