@@ -1,6 +1,7 @@
 """Speed of the engine with several sequences and several tokens a step, on this GPU.
 
 Run: python examples/benchmarks/bench_engine.py [SIZE ...] [--only PART ...] [--bits N]
+    [--activations int8]
 Random weights in the shapes of real models, INT4 recipe or fewer bits; sizes are those of
 `make_random_checkpoint`. Parts:
   batches  tokens per second of 1 to 64 sequences together, 128 tokens after prompts of 64
@@ -23,6 +24,7 @@ import torch
 from bench_kernels import elapsed_us
 from random_engine import random_engine
 
+from lowbit.formats.activation_modes import ACTIVATIONS, Activations
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.lab.bench import GREEDY
@@ -62,9 +64,9 @@ def batch_rate(engine: Engine, batch: int) -> float:
     return rate
 
 
-def batches(size: str, bits: int) -> None:
+def batches(size: str, bits: int, activations: Activations) -> None:
     """Print tokens per second of all sequences together, a median of three runs after the first."""
-    engine = random_engine(size, bits, 512, max(BATCHES))
+    engine = random_engine(size, bits, 512, max(BATCHES), activations=activations)
     rates = [statistics.median(_after_first(partial(batch_rate, engine, b))) for b in BATCHES]
     print(
         f"{size:<9} batches "
@@ -116,9 +118,9 @@ def tokens_us(engine: Engine, count: int, every_state: bool = False) -> float:
     return statistics.median([elapsed_us(steps) / STEPS for _ in range(4)][1:])
 
 
-def tokens(size: str, bits: int) -> None:
+def tokens(size: str, bits: int, activations: Activations) -> None:
     """Print a step of several tokens of one sequence against a step of one."""
-    engine = random_engine(size, bits, 512)
+    engine = random_engine(size, bits, 512, activations=activations)
     one = tokens_us(engine, 1)
     parts = [f"{k}: {tokens_us(engine, k) / one:.2f}" for k in TOKENS[1:]]
     if engine.runner.state.recurrent:
@@ -137,9 +139,9 @@ def first_token_ms(engine: Engine, ids: list[int]) -> float:
     return elapsed
 
 
-def turn(size: str, bits: int, tokens: int = HISTORY) -> None:
+def turn(size: str, bits: int, activations: Activations, tokens: int = HISTORY) -> None:
     """Print the time to the first token of a second turn after so many tokens."""
-    engine = random_engine(size, bits, tokens + 1024, 1, 2 * tokens + 4096)
+    engine = random_engine(size, bits, tokens + 1024, 1, 2 * tokens + 4096, activations=activations)
     times = []
     for other in (False, True):
         for attempt in range(3):
@@ -157,10 +159,13 @@ def turn(size: str, bits: int, tokens: int = HISTORY) -> None:
     )
 
 
-def pressure(size: str, bits: int, tokens: int = HISTORY) -> None:
+def pressure(size: str, bits: int, activations: Activations, tokens: int = HISTORY) -> None:
     """Print first tokens of second turns and the longest gap of others, with room and without."""
     for room in (CONVERSATIONS + 1, CONVERSATIONS // 2):
-        engine = random_engine(size, bits, tokens + 2048, BESIDE + 1, room * tokens + BESIDE * 4096)
+        cache = room * tokens + BESIDE * 4096
+        engine = random_engine(
+            size, bits, tokens + 2048, BESIDE + 1, cache, activations=activations
+        )
         histories = [ids_of(tokens, 100 + index) for index in range(CONVERSATIONS)]
         for history in histories:
             history += [*engine.generate(history, GREEDY, 16).result(), *ids_of(ASKED, 5)]
@@ -217,13 +222,14 @@ def wait_beside(engine: Engine, first: int) -> tuple[float, float]:
     return max(gaps), (mark - begun) * 1e3
 
 
-def prompt(size: str, bits: int) -> None:
+def prompt(size: str, bits: int, activations: Activations) -> None:
     """Print the longest wait of 16 decoding sequences while a long prompt is run.
 
     The first time, graphs of steps are recorded meanwhile, and kernels compiled where none were
     found on disk; so it is shown apart.
     """
-    engine = random_engine(size, bits, LONG_PROMPT + 512, 17, 17 * 512 + 2 * LONG_PROMPT)
+    cache = 17 * 512 + 2 * LONG_PROMPT
+    engine = random_engine(size, bits, LONG_PROMPT + 512, 17, cache, activations=activations)
     alone = [first_token_ms(engine, ids_of(LONG_PROMPT, 3 + i)) for i in range(2)][-1]
     cold, *warm = (wait_beside(engine, 50 + i) for i in range(3))
     gap, first = min(warm)
@@ -248,7 +254,14 @@ PARTS = {
 @click.option("--only", type=click.Choice(list(PARTS)), multiple=True, help="Parts to run.")
 @click.option("--history", default=HISTORY, help="Tokens before second turns.")
 @click.option("--bits", default=4, help="Of the MLP; attention gets one more below 4, the head 8.")
-def main(sizes: tuple[str, ...], only: tuple[str, ...], history: int, bits: int) -> None:
+@click.option("--activations", type=click.Choice(ACTIVATIONS), default="exact", show_default=True)
+def main(
+    sizes: tuple[str, ...],
+    only: tuple[str, ...],
+    history: int,
+    bits: int,
+    activations: Activations,
+) -> None:
     """Measure all parts on all sizes."""
     if not torch.cuda.is_available():
         raise click.ClickException("bench_engine needs an NVIDIA GPU")
@@ -256,7 +269,7 @@ def main(sizes: tuple[str, ...], only: tuple[str, ...], history: int, bits: int)
     for size in sizes or ("8B", "1.7B", "3.5-2B"):
         for part in only or PARTS:
             given = (history,) if part in ("turn", "pressure") else ()
-            PARTS[part](size, bits, *given)
+            PARTS[part](size, bits, activations, *given)
             gc.collect()
             torch.cuda.empty_cache()
 

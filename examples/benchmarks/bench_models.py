@@ -1,6 +1,6 @@
 """Decode speed of models on this GPU, with random weights that need no files.
 
-Run: python examples/benchmarks/bench_models.py [--bits N ...] [SIZE ...]
+Run: python examples/benchmarks/bench_models.py [--bits N ...] [--activations int8] [SIZE ...]
 Sizes are those of `make_random_checkpoint`; by default all but LARGE. A line for each size and
 recipe: tokens per second of the engine's loop, 128 tokens after a prompt of 64, greedy and drawn
 (top-k 20, top-p 0.95), a median of three captures of three runs each; what the slowest and the
@@ -20,6 +20,7 @@ from bench_kernels import elapsed_us
 from make_random_checkpoint import HYBRID_SIZES, SIZES, config_of
 from random_engine import GROUP, bits_of, random_engine, standing_sequences
 
+from lowbit.formats.activation_modes import ACTIVATIONS, Activations
 from lowbit.formats.architectures import read_config, tensor_table
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs
@@ -107,7 +108,8 @@ def weight_bytes(size: str, bits: int) -> float:
     default=(4, 8),
     help="Of the MLP; attention gets one more below 4, the head 8.",
 )
-def main(sizes: tuple[str, ...], widths: tuple[int, ...]) -> None:
+@click.option("--activations", type=click.Choice(ACTIVATIONS), default="exact", show_default=True)
+def main(sizes: tuple[str, ...], widths: tuple[int, ...], activations: Activations) -> None:
     """Time the decoding of models of SIZEs."""
     if not torch.cuda.is_available():
         raise SystemExit("bench_models needs an NVIDIA GPU")
@@ -117,7 +119,7 @@ def main(sizes: tuple[str, ...], widths: tuple[int, ...]) -> None:
     print(f"{'tok/s':<16}" + "".join(f"{name:>9}" for name in columns) + "  cache, TB/s")
     for size in sizes or [size for size in (*SIZES, *HYBRID_SIZES) if size not in LARGE]:
         for bits in widths:
-            engine = random_engine(size, bits, CONTEXT)
+            engine = random_engine(size, bits, CONTEXT, activations=activations)
             greedy, drawn = captured_us(engine, GREEDY), captured_us(engine, SAMPLED)
             middle = greedy[CAPTURES // 2]
             share = weight_bytes(size, bits) / middle / 1e-6 / bandwidth

@@ -1,7 +1,7 @@
 """Speed of the server beside the engine alone.
 
 Run: python examples/benchmarks/bench_serve.py [SIZE ...] [--clients 1,8,32,64]
-    [--prompt 512] [--new 128]
+    [--prompt 512] [--new 128] [--activations int8]
 A SIZE that `make_random_checkpoint` knows is a model of that shape with random INT4 weights, made
 on this GPU; anything else is a folder. Without any: 0.6B and 8B on a GPU, else the bundled model.
 Every client asks one request after another over a connection of its own, all prompts differ. The
@@ -27,6 +27,7 @@ import torch
 from serve_client import Connection
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from lowbit.formats.activation_modes import ACTIVATIONS, Activations
 from lowbit.formats.kv_cache import BF16_CACHE
 from lowbit.runtime.engine.constraints import ConstraintFactory
 from lowbit.runtime.engine.engine import Engine
@@ -47,11 +48,13 @@ PAUSE_S = 2e-3
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-def random_model(size: str, context: int, sequences: int) -> Model:
+def random_model(
+    size: str, context: int, sequences: int, activations: Activations = "exact"
+) -> Model:
     """A model of random weights, whose tokens are words of letters."""
     from random_engine import random_engine
 
-    engine = random_engine(size, 4, context, sequences)
+    engine = random_engine(size, 4, context, sequences, activations=activations)
     vocabulary = engine.decoder.config.vocab_size
     folder = Path(tempfile.mkdtemp())
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -68,7 +71,7 @@ def random_model(size: str, context: int, sequences: int) -> Model:
     text, template = load_tokenizer(folder), load_chat_template(folder)
     return Model(
         folder=folder,
-        options=LoadOptions(context=context, max_sequences=sequences),
+        options=LoadOptions(context=context, max_sequences=sequences, activations=activations),
         opened=SimpleNamespace(config=engine.decoder.config),  # type: ignore[arg-type]
         engine=engine,
         tokenizer=text,
@@ -158,7 +161,9 @@ def times(first: Sequence[float], decoding: Sequence[float], new: int) -> dict[s
     }
 
 
-def serve(size: str, clients: Sequence[int], prompt: int, new: int) -> None:
+def serve(
+    size: str, clients: Sequence[int], prompt: int, new: int, activations: Activations
+) -> None:
     """Measure the engine, then serve it; what a client must know goes to stdout."""
     from lowbit.runtime.serve.app import build_app
     from lowbit.runtime.serve.server import Server, listen
@@ -167,11 +172,11 @@ def serve(size: str, clients: Sequence[int], prompt: int, new: int) -> None:
 
     context = prompt + new + 64
     if Path(size).exists():
-        model = load(size, context=context, max_sequences=max(clients))
+        model = load(size, context=context, max_sequences=max(clients), activations=activations)
         if model.device == "cpu":
             torch.set_num_threads(1)
     else:
-        model = random_model(size, context, max(clients))
+        model = random_model(size, context, max(clients), activations)
     for count in clients:
         engine_alone(model.engine, count, prompt, new)
         alone = engine_alone(model.engine, count, prompt, new)
@@ -227,11 +232,13 @@ async def overhead_ms(port: int, size: str, text: str) -> float:
     return statistics.median(times[5:]) * 1e3
 
 
-def measure(size: str, clients: Sequence[int], prompt: int, new: int) -> None:
+def measure(
+    size: str, clients: Sequence[int], prompt: int, new: int, activations: Activations
+) -> None:
     """Print the lines of one model."""
     numbers = ",".join(map(str, clients))
     options = ("--clients", numbers, "--prompt", str(prompt), "--new", str(new))
-    command = [sys.executable, __file__, size, *options, "--serve"]
+    command = [sys.executable, __file__, size, *options, "--activations", activations, "--serve"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None  # noqa: S101 - it is a pipe
         try:
@@ -268,16 +275,24 @@ def measure(size: str, clients: Sequence[int], prompt: int, new: int) -> None:
 @click.option("--clients", default="1,8,32,64", show_default=True, help="Numbers of clients.")
 @click.option("--prompt", default=512, show_default=True, help="Tokens of a prompt.")
 @click.option("--new", default=128, show_default=True, help="Tokens of an answer.")
+@click.option("--activations", type=click.Choice(ACTIVATIONS), default="exact", show_default=True)
 @click.option("--serve", "serving", is_flag=True, hidden=True)
-def main(sizes: tuple[str, ...], clients: str, prompt: int, new: int, serving: bool) -> None:
+def main(
+    sizes: tuple[str, ...],
+    clients: str,
+    prompt: int,
+    new: int,
+    activations: Activations,
+    serving: bool,
+) -> None:
     """Measure the server with models of each SIZE."""
     counts = [int(number) for number in clients.split(",")]
     default = ("0.6B", "8B") if torch.cuda.is_available() else (str(BUNDLED),)
     for size in sizes or default:
         if serving:
-            serve(size, counts, prompt, new)
+            serve(size, counts, prompt, new, activations)
         else:
-            measure(size, counts, prompt, new)
+            measure(size, counts, prompt, new, activations)
 
 
 if __name__ == "__main__":

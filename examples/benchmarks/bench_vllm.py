@@ -1,4 +1,4 @@
-"""Time vLLM on a packed folder: sequences together, long prompts, and many requests at once.
+"""Time vLLM: sequences together, long prompts, and many requests at once.
 
     pip install vllm
     python examples/benchmarks/make_random_checkpoint.py 8B random-8b
@@ -7,10 +7,11 @@
 
 `together` counts decoding alone: 128 greedy tokens after prompts of 64, less the time of one token.
 `prompt` is the time to the first token, `load` all requests from the first to the last token. Each
-figure is the best of some runs after a warm-up. bench_engine.py and bench_serve.py measure the same
-of lowbit.
+figure is the best of some runs after a warm-up. compare_vllm.py measures the same of lowbit, and
+vLLM in FP8; bench_engine.py and bench_serve.py measure more of lowbit.
 """
 
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,10 @@ import click
 PROMPT, NEW = 64, 128
 LOAD = (64, 512, 128)  # requests, tokens of a prompt, tokens of an answer
 LETTERS = 1000  # token ids that prompts are made of
+SEQUENCES = 64
+
+Batch = Callable[[int, int, int], None]  # answers so many prompts of so many tokens with so many
+Figures = dict[str, float]  # by name; tok/s, or ms of `prompt`
 
 
 def prompt_ids(length: int, number: int) -> list[int]:
@@ -29,37 +34,43 @@ def prompt_ids(length: int, number: int) -> list[int]:
     return [(7 * place + 13 * number) % LETTERS + 1 for place in range(length)]
 
 
-def seconds(engine: Any, settings: Any, sequences: int, length: int, runs: int) -> float:
+def seconds(answer: Batch, sequences: int, length: int, new: int, runs: int) -> float:
     """Time of the fastest of some runs, after one that warms up."""
-    prompts = [{"prompt_token_ids": prompt_ids(length, each)} for each in range(sequences)]
     times = []
     for _ in range(1 + runs):
         begun = time.perf_counter()
-        engine.generate(prompts, settings, use_tqdm=False)
+        answer(sequences, length, new)
         times.append(time.perf_counter() - begun)
     return min(times[1:])
 
 
-def measure(
-    engine: Any, greedy: Callable[[int], Any], batches: Sequence[int], lengths: Sequence[int]
-) -> None:
+def measure(answer: Batch, batches: Sequence[int], lengths: Sequence[int]) -> Figures:
     """Print a line for each number of sequences, each prompt, and the load.
 
     Args:
-        engine: vLLM's LLM.
-        greedy: settings of a request for so many tokens.
+        answer: an engine's function.
         batches: numbers of sequences that decode together.
         lengths: tokens of the prompts.
+
+    Returns:
+        What was printed.
     """
+    found: Figures = {}
+
+    def show(name: str, figure: float, unit: str) -> None:
+        found[name] = figure
+        click.echo(f"{name}: {figure:,.0f} {unit}")
+
     for count in batches:
-        whole = seconds(engine, greedy(NEW), count, PROMPT, 2)
-        first = seconds(engine, greedy(1), count, PROMPT, 2)
-        click.echo(f"together {count}: {count * (NEW - 1) / (whole - first):,.0f} tok/s")
+        whole = seconds(answer, count, PROMPT, NEW, 2)
+        first = seconds(answer, count, PROMPT, 1, 2)
+        show(f"together {count}", count * (NEW - 1) / (whole - first), "tok/s")
     for length in lengths:
-        click.echo(f"prompt {length}: {1e3 * seconds(engine, greedy(1), 1, length, 3):.0f} ms")
+        show(f"prompt {length}", 1e3 * seconds(answer, 1, length, 1, 3), "ms")
     count, length, new = LOAD
-    speed = count * new / seconds(engine, greedy(new), count, length, 2)
-    click.echo(f"load {count} x {length} in, {new} out: {speed:,.0f} tok/s")
+    speed = count * new / seconds(answer, count, length, new, 2)
+    show(f"load {count} x {length} in, {new} out", speed, "tok/s")
+    return found
 
 
 @click.command()
@@ -68,8 +79,22 @@ def measure(
 @click.option("--prompts", default="2048,8000", show_default=True, help="Tokens of long prompts.")
 @click.option("--context", default=8192, show_default=True)
 @click.option("--tensor-parallel-size", default=1, show_default=True, help="GPUs.")
-def main(folder: Path, batches: str, prompts: str, context: int, tensor_parallel_size: int) -> None:
-    """Time vLLM on the packed FOLDER."""
+@click.option("--quantization", help="Of a folder that is not quantized, such as fp8.")
+@click.option(
+    "--dummy", is_flag=True, help="Make up the weights: FOLDER needs a config.json alone."
+)
+@click.option("--out", type=click.Path(path_type=Path), help="File for the figures, as JSON.")
+def main(
+    folder: Path,
+    batches: str,
+    prompts: str,
+    context: int,
+    tensor_parallel_size: int,
+    quantization: str | None,
+    dummy: bool,
+    out: Path | None,
+) -> None:
+    """Time vLLM on the model in FOLDER."""
     begun = time.perf_counter()
     try:
         import vllm
@@ -79,19 +104,29 @@ def main(folder: Path, batches: str, prompts: str, context: int, tensor_parallel
         model=str(folder),
         skip_tokenizer_init=True,
         max_model_len=context,
-        max_num_seqs=64,
+        max_num_seqs=SEQUENCES,
         gpu_memory_utilization=0.85,
         enable_prefix_caching=False,
         tensor_parallel_size=tensor_parallel_size,
+        quantization=quantization,
+        load_format="dummy" if dummy else "auto",
     )
-    click.echo(f"vLLM {vllm.__version__}: start {time.perf_counter() - begun:.1f} s")
+    start_s = time.perf_counter() - begun
+    click.echo(f"vLLM {vllm.__version__}: start {start_s:.1f} s")
 
-    def greedy(new: int) -> Any:
-        return vllm.SamplingParams(
+    def answer(sequences: int, length: int, new: int) -> None:
+        greedy = vllm.SamplingParams(
             temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False
         )
+        prompts = [{"prompt_token_ids": prompt_ids(length, each)} for each in range(sequences)]
+        made: list[Any] = engine.generate(prompts, greedy, use_tqdm=False)
+        if any(len(each.outputs[0].token_ids) != new for each in made):
+            raise SystemExit(f"vLLM made fewer than {new} tokens")
 
-    measure(engine, greedy, numbers(batches), numbers(prompts))
+    figures = measure(answer, numbers(batches), numbers(prompts))
+    if out is not None:
+        facts = {"vllm": vllm.__version__, "quantization": quantization, "start_s": start_s}
+        out.write_text(json.dumps({**facts, "figures": figures}))
 
 
 def numbers(text: str) -> list[int]:

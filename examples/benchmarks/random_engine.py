@@ -11,6 +11,7 @@ import torch
 from make_random_checkpoint import config_of
 from torch import Tensor
 
+from lowbit.formats.activation_modes import Activations
 from lowbit.formats.architectures import prefix_of, read_config, tensor_table
 from lowbit.formats.architectures.footprint import state_bytes
 from lowbit.formats.kv_cache import BF16_CACHE, CacheType
@@ -44,29 +45,36 @@ def bits_of(module: str, bits: int) -> int:
     return bits + 1 if bits < 4 and "_attn." in module else bits
 
 
-def packed(bits: int, N: int, K: int, paired: bool = False) -> TiledLinear:
+def packed(
+    bits: int, N: int, K: int, paired: bool = False, activations: Activations = "exact"
+) -> TiledLinear:
     """Random codes, and scales that keep activations near one."""
     width = CODECS[bits]
     shape = (N // TILE, -(-K // width.STEP_K), width.LOADS, 8, 4, 4)
     words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device="cuda")
     scales = torch.randn(N // TILE, K // GROUP, 8, 2, device="cuda") / (2 ** (bits - 1) * K**0.5)
     sizes = bits, GROUP, N, K, paired
-    return TiledLinear(words, scales.bfloat16(), *sizes, arrived=counters(words))
+    return TiledLinear(
+        words, scales.bfloat16(), *sizes, activations=activations, arrived=counters(words)
+    )
 
 
-def packed_experts(bits: int, count: int, N: int, K: int, paired: bool) -> TiledExperts:
+def packed_experts(
+    bits: int, count: int, N: int, K: int, paired: bool, activations: Activations = "exact"
+) -> TiledExperts:
     """Random codes and scales of several experts, in one buffer."""
     w = packed(bits, count * N, K, paired)
     words = w.words.view(count, N // TILE, *w.words.shape[1:])
     scales = w.scales.view(count, N // TILE, *w.scales.shape[1:])
-    return TiledExperts(words, scales, bits, GROUP, N, K, paired)
+    return TiledExperts(words, scales, bits, GROUP, N, K, paired, activations)
 
 
-def packed_on_cpu(bits: int, N: int, K: int) -> CpuLinear:
+def packed_on_cpu(bits: int, N: int, K: int, activations: Activations = "exact") -> CpuLinear:
     """Random weights on a CPU."""
     codes = torch.randint(-(2**31), 2**31, (N, K * bits // 32)).to(torch.int32)
     scales = torch.randn(N, K // GROUP) / (2 ** (bits - 1) * K**0.5)
-    return prepare(PackedLinear(codes, scales.bfloat16(), bits, GROUP), torch.bfloat16)
+    w = PackedLinear(codes, scales.bfloat16(), bits, GROUP)
+    return prepare(w, torch.bfloat16, activations)
 
 
 def randn(*shape: int) -> Tensor:
@@ -81,6 +89,7 @@ class RandomWeights:
     shapes: Mapping[str, tuple[int, ...]]
     bits: int
     device: str = "cuda"
+    activations: Activations = "exact"  # inputs of packed linears, heads aside
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Small numbers of either sign; a decay rate is not negative."""
@@ -89,15 +98,17 @@ class RandomWeights:
 
     def dense(self, weight: Tensor) -> GpuLinear | CpuLinear:
         """A tied head."""
-        return self.packed(HEAD_BITS, *weight.shape)
+        return self.packed(HEAD_BITS, len(weight), weight.shape[1], head=True)
 
-    def linear(self, *modules: str, paired: bool = False) -> GpuLinear | CpuLinear:
+    def linear(
+        self, *modules: str, paired: bool = False, head: bool = False
+    ) -> GpuLinear | CpuLinear:
         """One linear over the rows of several modules."""
         shapes = [self.shapes[f"{module}.weight"] for module in modules]
         N, K = sum(rows for rows, _ in shapes), shapes[0][1]
         if modules[0].endswith("in_proj_b"):  # too few rows for tiles; recipes leave them dense
             return DenseLinear(0.02 * torch.randn(N, K, device=self.device).bfloat16())
-        return self.packed(bits_of(modules[0], self.bits), N, K, paired)
+        return self.packed(bits_of(modules[0], self.bits), N, K, paired, head)
 
     def stack(
         self, experts: Sequence[Sequence[str]], paired: bool = False
@@ -107,15 +118,20 @@ class RandomWeights:
             return [self.linear(*modules, paired=paired) for modules in experts]
         shapes = [self.shapes[f"{module}.weight"] for module in experts[0]]
         N, K = sum(rows for rows, _ in shapes), shapes[0][1]
-        return packed_experts(self.bits, len(experts), N, K, paired)
+        return packed_experts(self.bits, len(experts), N, K, paired, self.activations)
 
     def dense_rows(self, modules: Sequence[str]) -> Tensor:
         """Rows of a router."""
         return torch.cat([self.tensor(f"{module}.weight") for module in modules])
 
-    def packed(self, bits: int, N: int, K: int, paired: bool = False) -> GpuLinear | CpuLinear:
+    def packed(
+        self, bits: int, N: int, K: int, paired: bool = False, head: bool = False
+    ) -> GpuLinear | CpuLinear:
         """A quantized linear of the device."""
-        return packed_on_cpu(bits, N, K) if self.device == "cpu" else packed(bits, N, K, paired)
+        activations = "exact" if head else self.activations
+        if self.device == "cpu":
+            return packed_on_cpu(bits, N, K, activations)
+        return packed(bits, N, K, paired, activations)
 
 
 def random_engine(
@@ -125,6 +141,7 @@ def random_engine(
     sequences: int = 1,
     tokens: int | None = None,
     cache_type: CacheType = BF16_CACHE,
+    activations: Activations = "exact",
 ) -> Engine:
     """An engine of a size that `make_random_checkpoint` knows, in so many bits (`bits_of`).
 
@@ -135,9 +152,10 @@ def random_engine(
         sequences: decoded together.
         tokens: of the cache; None for as many as all sequences may have.
         cache_type: of keys and values.
+        activations: inputs of packed linears, the head aside.
     """
-    raw = config_of(size)
-    return engine_of(raw, bits, "cuda", context, sequences, tokens, cache_type=cache_type)
+    asked = "cuda", context, sequences, tokens
+    return engine_of(config_of(size), bits, *asked, cache_type=cache_type, activations=activations)
 
 
 def engine_of(
@@ -150,6 +168,7 @@ def engine_of(
     drafts: int = 0,
     draft_rows: int = 0,
     cache_type: CacheType = BF16_CACHE,
+    activations: Activations = "exact",
 ) -> Engine:
     """An engine of a config.json, with the head for multi-token prediction if it has one.
 
@@ -163,6 +182,7 @@ def engine_of(
         drafts: that a step can verify.
         draft_rows: of the vocabulary, from which the head drafts; 0 for all.
         cache_type: see `random_engine`.
+        activations: see `random_engine`.
     """
     ops: Any = cpu
     if device == "cuda":
@@ -171,14 +191,15 @@ def engine_of(
         ops = cuda
     torch.manual_seed(0)
     config = read_config(raw)
-    weights: Any = RandomWeights({s.name: s.shape for s in tensor_table(raw)}, bits, device)
+    shapes = {spec.name: spec.shape for spec in tensor_table(raw)}
+    weights: Any = RandomWeights(shapes, bits, device, activations)
     model_type = raw["model_type"]
     decoder: Any = BUILD[model_type](config, prefix_of(raw), weights, ops, context)
     if getattr(config, "mtp_layers", 0):
         decoder = HEADS[model_type](decoder, weights, None)
         if draft_rows:
             ids = torch.arange(draft_rows, device=device) * (config.vocab_size // draft_rows)
-            rows = DraftRows(ids, weights.packed(4, draft_rows, config.hidden_size))
+            rows = DraftRows(ids, weights.packed(4, draft_rows, config.hidden_size, head=True))
             decoder = replace(decoder, mtp=replace(decoder.mtp, rows=rows))
     pages = pages_for(tokens) if tokens else sequences * pages_for(context)
     state = state_bytes(config, torch.bfloat16.itemsize)
