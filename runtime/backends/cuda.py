@@ -59,7 +59,7 @@ def prepare(
     Args:
         paired: rows of its first half meet those of the second, see `TiledLinear`.
         activations: inputs of a packed linear; a dense one takes them as they are.
-        launches: measured on this card; None for those of the tables alone.
+        launches: measured on this card, for exact inputs; None for those of the tables alone.
 
     Raises:
         FormatError: rows or groups are not a multiple of 32 codes.
@@ -67,7 +67,9 @@ def prepare(
     if not isinstance(w, PackedLinear):
         return w
     made = tiled(w, paired, activations)
-    return made if launches is None else replace(made, tuned=launches.of(made.size))
+    if launches is None or activations != "exact":
+        return made
+    return replace(made, tuned=launches.of(made.size))
 
 
 def check_heads(most: int, **dims: int) -> None:

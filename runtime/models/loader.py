@@ -76,6 +76,12 @@ class OpenedModel:
                 total += share * torch.Size(spec.shape).numel()
         return round(total)
 
+    @property
+    def packs_layers(self) -> bool:
+        """True if a linear other than the head is packed, whose inputs may be rounded."""
+        inner = (spec for spec in self.specs if spec.quantizable and spec.role != "head")
+        return any(self.schemes[spec.module] for spec in inner)
+
     def expert_bytes(self, device: str, dtype: torch.dtype) -> int:
         """Memory that the experts of the decoder will take."""
         experts = (spec for spec in self.specs if spec.role == "expert")
@@ -221,8 +227,7 @@ def with_activations(opened: OpenedModel, activations: Activations) -> OpenedMod
     Raises:
         RequestError: int8 changes no linear: nothing but the head is quantized.
     """
-    inner = (spec for spec in opened.specs if spec.quantizable and spec.role != "head")
-    if activations != "exact" and not any(opened.schemes[spec.module] for spec in inner):
+    if activations != "exact" and not opened.packs_layers:
         raise RequestError(
             f"`activations` {activations} changes nothing: `{opened.checkpoint.folder}` has no "
             "quantized linear, its head aside",

@@ -5,12 +5,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx2
 import pytest
 from click.testing import CliRunner
 
 from lowbit.runtime.cli.main import main
+from lowbit.runtime.cli.serve import _note_rounding
+from lowbit.runtime.engine.load_options import LoadOptions
+from lowbit.runtime.kernels.launch.card import Card
 from tests.runtime.serve.conftest import BUNDLED, Running
 
 
@@ -54,6 +59,38 @@ def test_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
 def test_refuses_to_start(options: tuple[str, ...], code: int, word: str) -> None:
     done = CliRunner().invoke(main, ("serve", str(BUNDLED), "--device", "cpu", *options))
     assert (done.exit_code, word in done.stderr) == (code, True), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, True),
+        ({"activations": "int8"}, False),
+        ({"packed": False}, False),
+        ({"sequences": 16}, False),
+        ({"device": "cpu"}, False),
+        ({"capability": (8, 9)}, False),
+        ({"capability": (12, 0)}, False),
+    ],
+)
+def test_points_to_rounded_activations_where_they_help(
+    changes: dict[str, Any],
+    told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    facts: dict[str, Any] = {"activations": "exact", "packed": True, "sequences": 17}
+    facts |= {"device": "cuda", "capability": (9, 0), **changes}
+    monkeypatch.setattr("lowbit.runtime.kernels.launch.device.card_of", Card)
+    model: Any = SimpleNamespace(
+        options=LoadOptions(activations=facts["activations"]),
+        opened=SimpleNamespace(packs_layers=facts["packed"]),
+        cache=SimpleNamespace(sequences=facts["sequences"]),
+        device=facts["device"],
+        engine=SimpleNamespace(runner=SimpleNamespace(tables=facts["capability"])),
+    )
+    _note_rounding(model)
+    assert ("--activations int8" in capsys.readouterr().err) == told
 
 
 def test_chat_talks_to_a_server(server: Running) -> None:
