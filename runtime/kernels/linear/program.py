@@ -15,6 +15,7 @@ from lowbit.runtime.kernels.codec import CODECS, Codec
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
 
 BLOCK_K = gl.constexpr(256)  # columns that share a unit: a warp makes them digits at a time
+STEP_K = gl.constexpr(128)  # columns of x in eight bits that lie side by side for `wgmma`
 SQUARES_BYTES = gl.constexpr(32)  # of a block: one sum of squares for each row of a diagonal
 
 
@@ -61,6 +62,31 @@ class Digits:
     STEPS: int = 0  # of such rows; those past K have units of zero
     SHARERS: int = 1  # programs that share a lone token's blocks, where it is staged
     RUN: int = 1  # blocks next to each other of which each of them takes one run after another
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """Places of x in eight bits in global memory: bytes of what one bulk copy brings, and in it.
+
+    For each step of 128 columns every block of TOKENS tokens has SIZE bytes; then come the factors
+    of all rows (`quantize`). Rows are padded to whole blocks, columns to whole steps.
+    """
+
+    K: int  # elements of a token
+    GROUP: int  # of them that share a scale: 128, 64 or 32
+    TOKENS: int  # of a block: a multiple of 8
+    STEPS: int  # of 128 columns
+    SCALES: int  # to a step's scales, for each of its groups those of all tokens
+    SIZE: int  # of a block's step
+    BLOCKS: int  # of 256 elements of a token, whose squares are summed
+
+
+@cache
+def token_blocks(K: int, group: int, tokens: int) -> Blocks:
+    """Places of x in eight bits for blocks of so many tokens; group: of `activation_group`."""
+    scales = tokens * STEP_K.value
+    size = scales + STEP_K.value // group * tokens * 4
+    return Blocks(K, group, tokens, -(-K // STEP_K.value), scales, size, blocks_of(K))
 
 
 @cache

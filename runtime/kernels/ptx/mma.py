@@ -141,6 +141,36 @@ def nearest(x):
 
 
 @gluon.jit
+def rounded_bytes(a, b, c, d, factor):
+    """Four FP32 times another as signed bytes of a word; |product| is below 2^22.
+
+    Each product is rounded to FP32, then to the nearest integer, halves to even.
+    """
+    return inline(
+        """{
+        .reg .f32 p, q;
+        .reg .b32 first, second, low;
+        mul.rn.f32 p, $1, $5;
+        mul.rn.f32 q, $2, $5;
+        add.rn.f32 p, p, 0f4B400000;
+        add.rn.f32 q, q, 0f4B400000;
+        mov.b32 first, p;
+        mov.b32 second, q;
+        prmt.b32 low, first, second, 0x0040;
+        mul.rn.f32 p, $3, $5;
+        mul.rn.f32 q, $4, $5;
+        add.rn.f32 p, p, 0f4B400000;
+        add.rn.f32 q, q, 0f4B400000;
+        mov.b32 first, p;
+        mov.b32 second, q;
+        prmt.b32 first, first, second, 0x0040;
+        prmt.b32 $0, low, first, 0x5410;
+        }""",
+        "=r,f,f,f,f,f", (a, b, c, d, factor), PURE=True,
+    )  # fmt: skip
+
+
+@gluon.jit
 def times(pair, other):
     """Two BF16 times two others, each product rounded once."""
     return inline(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.runtime.kernels.arithmetic import bf16_bits, halved
+from tests.runtime.kernels.arithmetic import bf16_bits, halved, nearest
 
 FLOAT, INT, LONG = np.float32, np.int32, np.int64
 WARPS = 256  # whose products stay in the cache
@@ -112,6 +112,12 @@ def registers(words: tuple[Any, ...], outer: tuple[int, ...]) -> np.ndarray:
     for i, word in enumerate(words):
         found[..., i, :] = word
     return found
+
+
+def rounded_bytes(*given: Any) -> Lanes:
+    """Products with the last one, rounded as they are to FP32, then to bytes."""
+    rounded = [nearest((x * given[-1]).astype(FLOAT)).astype(np.int8) for x in given[:-1]]
+    return lanes(np.ascontiguousarray(np.stack(rounded, -1)).view(INT)[..., 0])
 
 
 def mma(c: Any, a0: Any, a1: Any, a2: Any, a3: Any, b0: Any, b1: Any) -> Any:

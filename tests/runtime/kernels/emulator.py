@@ -37,6 +37,7 @@ from tests.runtime.kernels.emulated_lanes import (
     over_warp,
     packed,
     pairs,
+    rounded_bytes,
     threads,
 )
 from tests.runtime.kernels.emulated_wgmma import leaves_of_wgmma
@@ -425,6 +426,7 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         "code_pairs": code_pairs,
         "quotient": lambda x, y: lanes((x / y).astype(FLOAT)),
         "nearest": lambda x: lanes(nearest(x)),
+        "rounded_bytes": rounded_bytes,
         "largest": lambda x: over_warp(x.view(np.uint32), np.max).view(INT),
         "largest_signed": lambda x: over_warp(x, np.max),
         "least": lambda x: over_warp(x, np.min),

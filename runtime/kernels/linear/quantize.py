@@ -1,0 +1,281 @@
+"""quantize: x in eight bits, with an FP32 scale for each token and group, as `wgmma` copies it.
+
+    m = max(max|x|, 2^-100)    q = rint(x * (127 / m))    s = m * fp32(1 / 127)      all in FP32
+
+A group with NaN or an infinity has scale NaN (`formats.activations`).
+
+Layout  x [M, K] bf16 -> for every step of 128 k and block of T tokens (`Blocks`): T rows of 128
+        bytes in wgmma's swizzle, k in the order of the codes (`tiles`); then the scales, for each
+        group of the step those of all T tokens. Behind the last step the factor of each token's
+        norm. Rows of padding repeat the last token, columns past K are zeros
+Fused   x times the gain of an RMS norm, rounded to BF16; or norms of its heads
+Bytes   2*M*K read, M*K + 4*M*K/GROUP written
+Plan    a warp takes blocks of 256 elements, a chunk of 8 a lane, as `digits` does: a normed token
+        is one program, others are spread over more. Neighbouring lanes exchange words, so that each
+        stores 8 bytes side by side. Codes, scales and factors have the same bits as those that
+        programs of a GEMV make
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowbit.runtime.kernels.codec import CODECS
+from lowbit.runtime.kernels.launch.device import power_of_two, programmatic_launch, run
+from lowbit.runtime.kernels.linear.norm import (
+    add_squares,
+    chunk_gains,
+    diagonal,
+    head_factor,
+    norm_factor,
+    times_gains,
+    total_of,
+)
+from lowbit.runtime.kernels.linear.program import SQUARES_BYTES, STEP_K, Blocks
+from lowbit.runtime.kernels.ptx.memory import (
+    barrier,
+    declaration,
+    load16,
+    shared_buffer,
+    store8,
+    store_shared4,
+)
+from lowbit.runtime.kernels.ptx.mma import (
+    across,
+    as_float,
+    as_word,
+    high_half,
+    larger,
+    largest,
+    low_half,
+    quotient,
+    rounded_bytes,
+    threads,
+    words_where,
+)
+from lowbit.runtime.kernels.ptx.wgmma import swizzled
+
+LEAST_PEAK = gl.constexpr(0x0D800000)  # bits of 2^-100
+INFINITE = gl.constexpr(0x7F800000)  # bits of infinity; those of NaN are more
+INVERSE = gl.constexpr(1 / 127)
+MOST_WARPS = 16  # of a program that takes a whole token
+SPREAD_WARPS = 4  # of a program where a token is spread over several
+MANY_ROWS, MANY_TURNS = 512, 4  # from so many rows on, a warp of these takes several blocks
+
+
+def arranged(q: Tensor, s: Tensor, bits: int, places: Blocks) -> Tensor:
+    """The bytes that `quantize` makes of codes and scales, but for the factors: the reference.
+
+    Args:
+        q: [M, K] int8.
+        s: [M, groups] float32.
+
+    Returns:
+        [steps, blocks, SIZE] uint8; rows of padding are zeros.
+    """
+    T, steps, step_k = places.TOKENS, places.STEPS, STEP_K.value
+    blocks = -(-len(q) // T)
+    codes, scales = q.new_zeros(blocks * T, steps * step_k), s.new_zeros(blocks * T, steps * step_k)
+    codes[: q.shape[0], : q.shape[1]] = q
+    scales = scales[:, :: places.GROUP].contiguous()
+    scales[: s.shape[0], : s.shape[1]] = s
+    first, second = (0, 4, 1, 5), (2, 6, 3, 7)
+    if not CODECS[bits].SUBBYTE:
+        first, second = (0, 2, 1, 3), (4, 6, 5, 7)
+    order = [8 * chunk + k for ks in (first, second) for chunk in range(4) for k in ks]
+    rows = codes.view(blocks, T, steps, 4, 32)[..., order].view(blocks, T, steps, 8, 16)
+    out = torch.empty_like(rows)
+    for t in range(T):
+        out[:, t][:, :, [c ^ t % 8 for c in range(8)]] = rows[:, t]
+    out = out.permute(2, 0, 1, 3, 4).reshape(steps, blocks, -1).view(torch.uint8)
+    scales = scales.view(blocks, T, steps, -1).permute(2, 0, 3, 1).contiguous()
+    scales = scales.view(steps, blocks, -1)
+    return torch.cat((out, scales.view(torch.uint8)), -1)
+
+
+@gluon.jit
+def codes_of(w, factor, lane, SCALED: gl.constexpr, SUBBYTE: gl.constexpr, GROUP: gl.constexpr):
+    """A lane's chunk of 8 elements as two words of codes, and the scale of its group.
+
+    factor: what the chunk is multiplied by, where SCALED. SUBBYTE: of the `Codec`.
+    """
+    most = larger(
+        larger(w[0] & 0x7FFF7FFF, w[1] & 0x7FFF7FFF),
+        larger(w[2] & 0x7FFF7FFF, w[3] & 0x7FFF7FFF),
+    )
+    most = gl.maximum(most >> 16, most & 0xFFFF) << 16
+    if SCALED:
+        most = as_word(as_float(most) * factor) & 0x7FFFFFFF
+    most = _over_group(most, lane, GROUP)
+    peak = as_float(gl.maximum(most, LEAST_PEAK))
+    inverse = quotient(127.0, peak)
+    k0, k1 = _elements(w[0], factor, SCALED)
+    k2, k3 = _elements(w[1], factor, SCALED)
+    k4, k5 = _elements(w[2], factor, SCALED)
+    k6, k7 = _elements(w[3], factor, SCALED)
+    if SUBBYTE:
+        first = rounded_bytes(k0, k4, k1, k5, inverse)
+        second = rounded_bytes(k2, k6, k3, k7, inverse)
+    else:
+        first = rounded_bytes(k0, k2, k1, k3, inverse)
+        second = rounded_bytes(k4, k6, k5, k7, inverse)
+    scale = gl.where(most >= INFINITE, as_float(lane * 0 + 0x7FC00000), peak * INVERSE)
+    return (first, second), scale
+
+
+@gluon.jit
+def _elements(pair, factor, SCALED: gl.constexpr):
+    low = low_half(pair)
+    high = high_half(pair)
+    if SCALED:
+        low *= factor
+        high *= factor
+    return low, high
+
+
+@gluon.jit
+def _over_group(word, lane, GROUP: gl.constexpr):
+    """The largest word, none of which is negative, of the lanes with a chunk of the same group."""
+    if GROUP == 128:
+        low = lane < 16
+        first = largest(gl.where(low, word, 0))
+        second = largest(gl.where(low, 0, word))
+        word = gl.where(low, first, second)
+    else:
+        for i in gl.static_range(3 if GROUP == 64 else 2):
+            word = gl.maximum(word, as_word(across(as_float(word), 1 << i)))
+    return word
+
+
+@gluon.jit(do_not_specialize=["M", "blocks"])
+def _quantize_kernel(
+    x_ptr, gain_ptr, head_squares_ptr, out_ptr, M, blocks, eps, HEAD: gl.constexpr,
+    SUBBYTE: gl.constexpr, TURNS: gl.constexpr, WARPS: gl.constexpr, X: gl.constexpr,
+    SHARED: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """TURNS: blocks of 256 elements that a warp takes; HEAD: elements of a factor, or 0."""
+    NORM: gl.constexpr = gain_ptr is not None
+    if PDL:
+        gdc_launch_dependents()
+    warp, lane, zero, zero_f32 = threads(WARPS)
+    first = gl.program_id(1) * (TURNS * WARPS) + warp
+    row = gl.program_id(0)
+    token = gl.minimum(row, M - 1)
+    gains = ()
+    for turn in gl.static_range(TURNS if NORM else 0):
+        chunk = gl.minimum((first + turn * WARPS) * 32 + lane, X.K // 8 - 1).to(gl.int64)
+        gains = gains + (chunk_gains(gain_ptr, chunk),)
+    if PDL:
+        gdc_wait()
+    x = x_ptr.to(gl.int64, bitcast=True) + token.to(gl.int64) * (2 * X.K)
+    loaded = ()
+    squares = ()
+    for turn in gl.static_range(TURNS):
+        chunk = gl.minimum((first + turn * WARPS) * 32 + lane, X.K // 8 - 1)
+        loaded = loaded + (load16(x + chunk.to(gl.int64) * 16),)
+        if HEAD > 0:
+            at = token.to(gl.int64) * (X.K // HEAD * 16) + (chunk // (HEAD // 8) * 16).to(gl.int64)
+            squares = squares + (load16(head_squares_ptr.to(gl.int64, bitcast=True) + at),)
+    buffer = zero
+    if NORM:
+        buffer = shared_buffer(SHARED) + zero
+    for turn in gl.static_range(TURNS):
+        block = first + turn * WARPS
+        chunk = block * 32 + lane
+        w = words_where(chunk < X.K // 8, loaded[turn])
+        if NORM:
+            own, there = diagonal(add_squares((zero_f32, zero_f32, zero_f32, zero_f32), w), lane)
+            at = buffer + block * SQUARES_BYTES + lane // 4 * 4
+            store_shared4(at, own, there & (block < X.BLOCKS))
+            w = times_gains(w, gains[turn])
+        factor = zero_f32
+        if HEAD > 0:
+            factor = head_factor(squares[turn], eps, HEAD)
+        codes, scale = codes_of(w, factor, lane, HEAD > 0, SUBBYTE, X.GROUP)
+        _store_chunk(out_ptr, codes, scale, row, chunk, lane, blocks, X)
+    if NORM:
+        barrier()
+        factor = norm_factor(total_of(buffer, lane, zero_f32, X), eps, X.K)
+        at = factor_at(out_ptr, blocks, row + zero, X)
+        gl.store(at, as_word(factor), mask=(warp == 0) & (lane == 0))
+
+
+@gluon.jit
+def _store_chunk(out_ptr, codes, scale, row, chunk, lane, blocks, X: gl.constexpr):
+    """Store a chunk where `wgmma` wants it, and the scale of its group."""
+    CHUNKS: gl.constexpr = STEP_K // 8  # of a step
+    step = chunk // CHUNKS
+    even = lane % 2 == 0
+    other = as_word(across(as_float(gl.where(even, codes[1], codes[0])), 1))
+    first = gl.where(even, codes[0], other)
+    second = gl.where(even, other, codes[1])
+    own = row % X.TOKENS
+    part = swizzled(own, chunk % CHUNKS // 4 * 2 + lane % 2, STEP_K)  # of 16 bytes
+    base = (step * blocks + row // X.TOKENS).to(gl.int64) * X.SIZE
+    out = out_ptr.to(gl.int64, bitcast=True) + base
+    at = own * STEP_K + part * 16 + lane % 4 // 2 * 8
+    store8(out + at.to(gl.int64), (first, second), step < X.STEPS)
+    starts = (step < X.STEPS) & (chunk % (X.GROUP // 8) == 0)
+    group = chunk % CHUNKS // (X.GROUP // 8)
+    word = base // 4 + (X.SCALES // 4 + group * X.TOKENS + own).to(gl.int64)
+    gl.store(out_ptr + word, as_word(scale), mask=starts)
+
+
+@gluon.jit
+def factor_at(out_ptr, blocks, row, X: gl.constexpr):
+    """The place of a row's factor behind all blocks, as a pointer to a word."""
+    return out_ptr + ((row * 0 + blocks).to(gl.int64) * (X.STEPS * X.SIZE // 4) + row)
+
+
+def quantize(
+    x: Tensor,
+    bits: int,
+    places: Blocks,
+    *,
+    norm: Tensor | None = None,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Codes and scales of x in blocks, then the factors of its norm: int32.
+
+    Args:
+        x: [M, K] bfloat16, contiguous.
+        bits: of the weight's codes, on which the order of k depends.
+        places: of `token_blocks`.
+        norm: [K] gain of the RMS norm, whose factors follow the blocks, one for each row.
+        squares: [M, heads, SQUARES] float32, of the heads of x.
+    """
+    M, K = x.shape
+    blocks = -(-M // places.TOKENS)
+    rows = blocks * places.TOKENS
+    size = blocks * places.STEPS * places.SIZE // 4 + rows
+    out = torch.empty(size, dtype=torch.int32, device=x.device)
+    warps = min(MOST_WARPS, power_of_two(places.BLOCKS)) if norm is not None else SPREAD_WARPS
+    turns = MANY_TURNS if rows >= MANY_ROWS else 1
+    if norm is not None:
+        turns = -(-places.BLOCKS // warps)
+    pdl = programmatic_launch(x)
+    run(
+        _quantize_kernel,
+        (rows, -(-places.BLOCKS // (warps * turns))),
+        x,
+        norm,
+        squares,
+        out,
+        M,
+        blocks,
+        eps,
+        HEAD=0 if squares is None else K // squares.shape[1],
+        SUBBYTE=CODECS[bits].SUBBYTE,
+        TURNS=turns,
+        WARPS=warps,
+        X=places,
+        SHARED=declaration(places.BLOCKS * SQUARES_BYTES.value),
+        PDL=pdl,
+        num_warps=warps,
+        launch_pdl=pdl,
+        enable_fp_fusion=True,
+    )
+    return out
