@@ -12,6 +12,7 @@ ROUND_TOKENS = 16  # of a round: last tokens and drafts of all its sequences
 # Linear layers in packed codes.
 HALVED_TOKENS = 4  # that share the columns of one product by two
 GEMV_TOKENS = 32  # of one launch, which reads the weight once
+INT8_GEMV_TOKENS = 8  # of one launch of x in eight bits: the columns of a product
 WGMMA_TOKENS = 64  # of one launch of wgmma on Hopper
 PACKED_TOKENS = 64  # multiplied by GEMVs; more by weights widened to BF16
 SHORT_TOKENS = 1024  # of a prompt for which weights are widened in larger blocks

@@ -152,7 +152,12 @@ def two_products(
     x: Tensor, w: GpuLinear, small: GpuLinear, norm: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """`product` of two weights for the same normed x; see `Ops.two_products`."""
-    if isinstance(w, TiledLinear) and isinstance(small, DenseLinear) and takes_rows(x.shape[0]):
+    if (
+        isinstance(w, TiledLinear)
+        and isinstance(small, DenseLinear)
+        and w.activations == "exact"
+        and takes_rows(x.shape[0])
+    ):
         return gemv_and_rows(x, w, small.weight, norm=norm, eps=eps)
     return product(x, w, norm=norm, eps=eps), product(x, small, norm=norm, eps=eps)
 

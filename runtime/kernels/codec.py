@@ -8,7 +8,7 @@ Another width is another record, beside the instructions that take its codes out
 `linear.unpack`, and for `wgmma` `ptx.wgmma`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,3 +53,6 @@ INT8 = Codec(
     PRODUCTS=2, BLOCKS=1, ROWS=1, FACTOR=1.0, MEASURED_AS=8,
 )  # fmt: skip
 CODECS = {codec.BITS: codec for codec in (INT2, INT3, INT4, INT8)}
+# For x in eight bits, whose groups have up to 128 columns: two steps of 8 bits are one.
+WIDE_INT8 = replace(INT8, LOADS=4, STEP_K=128, STEP_BYTES=2048, PRODUCTS=4, BLOCKS=2)
+WIDE_CODECS = CODECS | {8: WIDE_INT8}

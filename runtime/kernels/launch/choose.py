@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
+from lowbit.runtime.kernels.codec import CODECS, WIDE_CODECS
 from lowbit.runtime.kernels.launch.card import Card
 from lowbit.runtime.kernels.launch.device import power_of_two
 from lowbit.runtime.kernels.launch.linear import (
@@ -14,11 +15,12 @@ from lowbit.runtime.kernels.launch.linear import (
     gemv_launch,
     wgmma_launch,
 )
-from lowbit.runtime.kernels.linear.program import Packed, places_bytes, places_of
+from lowbit.runtime.kernels.linear.program import Packed, int8_bytes, places_bytes, places_of
 from lowbit.runtime.kernels.linear.tiles import TILE, GpuLinear
 from lowbit.runtime.thresholds import (
     DENSE_TOKENS,
     GEMV_TOKENS,
+    INT8_GEMV_TOKENS,
     PACKED_TOKENS,
     ROWS_TOKENS,
     WGMMA_TOKENS,
@@ -26,6 +28,7 @@ from lowbit.runtime.thresholds import (
 from lowbit.runtime.weights.linear import DenseLinear
 
 Size = tuple[int, int, int, bool]  # bits, tiles, steps, paired
+INT8_REGISTERS = 96  # of a thread at least where x has eight bits; with fewer it spills
 GEMM_K = 128  # columns of a step of `gemm`, which takes no weight of one step
 
 
@@ -67,6 +70,8 @@ def choose(
     """
     if isinstance(w, DenseLinear):
         return Variant("rows" if tokens <= DENSE_TOKENS else "cublas", DENSE_TOKENS)
+    if w.activations == "int8":
+        return int8_variant(w.constants, w.size, w.tuned, card, tokens, normed)
     asked = tokens, normed, logits, beside
     return packed_variant(w.constants, w.size, w.N % TILE == 0, w.tuned, card, asked)
 
@@ -106,6 +111,45 @@ def packed_variant(
     found = on_any(room)
     # The kernel for one token has no other way than to stage it.
     return found if found.staged or room > 1 else on_any(2)
+
+
+@cache
+def int8_variant(
+    W: Packed, size: Size, tuned: Tuned, card: Card, tokens: int, normed: bool
+) -> Variant:
+    """See `choose`: of a weight whose inputs are rounded to eight bits."""
+    bits, tiles, steps, paired = size
+    room = power_of_two(min(tokens, INT8_GEMV_TOKENS))
+    while True:
+        measured = gemv_launch(bits, tiles, steps, room, paired, tuned, card.multiprocessors)
+        launch = _for_int8(W, measured, tiles, room, normed, card)
+        if launch is not None:
+            return Variant("gemv", room, room, launch, launch.parts, staged=True)
+        room //= 2
+
+
+def _for_int8(
+    W: Packed, launch: GemvLaunch, tiles: int, tokens: int, normed: bool, card: Card
+) -> GemvLaunch | None:
+    """The launch as programs can have it that round x themselves; None where x is too large."""
+    steps = launch.steps * CODECS[W.BITS].STEP_K // WIDE_CODECS[W.BITS].STEP_K
+    registers = launch.registers or (128 if launch.warps > 4 else 168)
+    launch = replace(launch, steps=max(1, steps), registers=max(INT8_REGISTERS, registers))
+    if launch.split > 1:  # whose sums are not in the order of k
+        rounds = -(-tiles // (launch.tiles * card.multiprocessors))
+        launch = replace(launch, warps=launch.parts, warp_groups=1, rounds=rounds, split=1)
+    while int8_bytes(W, launch, tokens, normed) > card.shared_bytes:
+        if launch.tiles > 1:
+            launch = replace(launch, tiles=1, rounds=launch.rounds * launch.tiles)
+        elif launch.warp_groups > 1:
+            groups = launch.warp_groups // 2
+            rounds = -(-launch.rounds * launch.warp_groups // groups)
+            launch = replace(launch, warps=launch.each * groups, warp_groups=groups, rounds=rounds)
+        elif tokens > 1:
+            return None
+        else:
+            raise ValueError(f"rows of {W.K} do not fit into shared memory")
+    return launch
 
 
 def takes_rows(tokens: int) -> bool:

@@ -30,6 +30,7 @@ from lowbit.runtime.kernels.launch.linear import (
 )
 from lowbit.runtime.kernels.linear.dense import Rows, rows_bytes, rows_of
 from lowbit.runtime.kernels.linear.digits import digits
+from lowbit.runtime.kernels.linear.gemv_int8 import gemv_int8
 from lowbit.runtime.kernels.linear.gemv_one import gemv_one_kernel
 from lowbit.runtime.kernels.linear.gemv_several import gemv_join_kernel, gemv_several_kernel
 from lowbit.runtime.kernels.linear.program import (
@@ -41,7 +42,7 @@ from lowbit.runtime.kernels.linear.program import (
 )
 from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized
 from lowbit.runtime.kernels.linear.wgmma import WgmmaPlan, wgmma, wgmma_plan
-from lowbit.runtime.thresholds import PACKED_TOKENS
+from lowbit.runtime.thresholds import INT8_GEMV_TOKENS, PACKED_TOKENS
 
 JOIN_WARPS = 4  # of a program that joins the sums of others
 
@@ -96,7 +97,8 @@ def gemv(
         raise ValueError("squares of heads and the gain of a norm over all of x")
     y = torch.empty((B, w.N // (2 if w.paired else 1)), dtype=dtype or x.dtype, device=x.device)
     normed, card = norm is not None, card_of(x)
-    variant = variant or choose(w, min(B, PACKED_TOKENS), card, normed=normed)
+    most = PACKED_TOKENS if w.activations == "exact" else INT8_GEMV_TOKENS
+    variant = variant or choose(w, min(B, most), card, normed=normed)
     if variant.most >= B:
         _launch(x, w, y, variant, Norm(eps, norm, squares), added)
         return y
@@ -181,6 +183,9 @@ def _launch(
         hopper = wgmma_plan(w.constants, share, variant.parts, room, w.paired, added_rows)
         planes = digits(x, w.bits, hopper.X, norm=gain, squares=squares, eps=eps)
         _join(wgmma(planes, w, hopper), planes, w, y, added, hopper, normed)
+        return
+    if w.activations == "int8":
+        gemv_int8(x, w, y, variant.gemv, variant.room, eps, gain, squares, added)
         return
     dense, rows_y = (None, None) if rows is None else rows
     heads = 0 if squares is None else squares.shape[1]

@@ -148,7 +148,7 @@ def _multiply_tiles(
         )  # fmt: skip
         barrier()
         if NORM:
-            _leave_factors(buffer, warp, lane, zero_f32, eps, WARPS, X)
+            leave_factors(buffer, warp, lane, zero_f32, eps, WARPS, X)
     else:
         digits = digits_ptr.to(gl.int64, bitcast=True)
     units = digits + X.UNITS + unit_of(lane, X.TOKENS)
@@ -197,7 +197,7 @@ def _multiply_tiles(
 
 
 @gluon.jit
-def _leave_factors(
+def leave_factors(
     buffer, warp, lane, zero_f32, eps, WARPS: gl.constexpr, X: gl.constexpr
 ):  # fmt: skip
     """Put the factor of each token's norm behind the sums of squares."""

@@ -5,14 +5,16 @@ kernels by the text of their constants, which must change when a formula here do
 function makes each record once, so records are compared by identity, which is quick.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.codec import CODECS, Codec
+from lowbit.formats.activations import activation_group
+from lowbit.runtime.kernels.codec import CODECS, WIDE_CODECS, Codec
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
+from lowbit.runtime.kernels.ptx.chain import term_bytes
 
 BLOCK_K = gl.constexpr(256)  # columns that share a unit: a warp makes them digits at a time
 STEP_K = gl.constexpr(128)  # columns of x in eight bits that lie side by side for `wgmma`
@@ -37,6 +39,17 @@ def packed(K: int, G: int, bits: int, scales: str) -> Packed:
     """Constants of a weight with K columns in groups of G."""
     codec = CODECS[bits]
     return Packed(K, G, bits, codec, scales, STEPS=-(-K // codec.STEP_K), GROUPS=-(-K // G))
+
+
+@cache
+def wide(W: Packed) -> Packed:
+    """The weight as products with x in eight bits read it: no group of x is longer than a step.
+
+    A scale for a whole row is one for columns past K too.
+    """
+    codec = WIDE_CODECS[W.BITS]
+    G = W.G if W.G < W.K else -(-W.K // 256) * 256
+    return replace(W, G=G, CODEC=codec, STEPS=-(-W.K // codec.STEP_K), GROUPS=-(-W.K // G))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +100,49 @@ def token_blocks(K: int, group: int, tokens: int) -> Blocks:
     scales = tokens * STEP_K.value
     size = scales + STEP_K.value // group * tokens * 4
     return Blocks(K, group, tokens, -(-K // STEP_K.value), scales, size, blocks_of(K))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Codes:
+    """Places of x in eight bits in the shared memory of a program: bytes from one to the next."""
+
+    K: int  # elements of a token
+    GROUP: int  # of them that share a scale: 128, 64 or 32
+    TOKENS: int  # that there is room for, a power of two
+    TOKEN: int  # to the next token
+    GROUPS: int  # of a token
+    SCALES: int  # to the scales, for each group those of all tokens
+    BLOCKS: int  # of 256 elements of a token, whose squares are summed
+    SQUARES: int  # to the sums of squares of all blocks; the end of the scales
+    FACTORS: int  # to the factors of the norm
+    END: int  # of all that there is
+
+
+@cache
+def staged_codes(K: int, group: int, tokens: int, normed: bool) -> Codes:
+    """Codes, scales and, where normed, sums of squares and factors.
+
+    Tokens begin in other banks than their neighbours. A step may go on behind its token: what it
+    finds there meets codes of zero.
+    """
+    token, groups, blocks = -(-K // 128) * 128 + 64, -(-K // group), blocks_of(K)
+    scales = tokens * token
+    squares = scales + -(-groups * tokens // 4) * 16
+    factors = squares + tokens * blocks * SQUARES_BYTES.value
+    end = factors + -(-tokens // 4) * 16 if normed else squares
+    return Codes(K, group, tokens, token, groups, scales, blocks, squares, factors, end)
+
+
+def int8_places(W: Packed, tokens: int, normed: bool) -> Codes:
+    """Places of x for a product of a weight whose inputs are rounded to eight bits."""
+    return staged_codes(W.K, activation_group(W.G, W.K), tokens, normed)
+
+
+def int8_bytes(W: Packed, launch: GemvLaunch, tokens: int, normed: bool) -> int:
+    """Shared memory of a program for x, and for the terms of a round of tiles."""
+    X = int8_places(W, tokens, normed)
+    terms: int = term_bytes(tokens)
+    return X.END + launch.tiles * launch.warp_groups * X.GROUPS * terms
 
 
 @cache

@@ -24,16 +24,24 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.launch.device import power_of_two, programmatic_launch, run
+from lowbit.runtime.kernels.linear.digits import place_of_chunk, row_of
 from lowbit.runtime.kernels.linear.norm import (
     add_squares,
     chunk_gains,
     diagonal,
     head_factor,
     norm_factor,
+    place,
     times_gains,
     total_of,
 )
-from lowbit.runtime.kernels.linear.program import SQUARES_BYTES, STEP_K, Blocks
+from lowbit.runtime.kernels.linear.program import (
+    BLOCK_K,
+    SQUARES_BYTES,
+    STEP_K,
+    Blocks,
+    turns_of,
+)
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
     declaration,
@@ -41,6 +49,7 @@ from lowbit.runtime.kernels.ptx.memory import (
     shared_buffer,
     store8,
     store_shared4,
+    store_shared8,
 )
 from lowbit.runtime.kernels.ptx.mma import (
     across,
@@ -147,6 +156,71 @@ def _over_group(word, lane, GROUP: gl.constexpr):
         for i in gl.static_range(3 if GROUP == 64 else 2):
             word = gl.maximum(word, as_word(across(as_float(word), 1 << i)))
     return word
+
+
+@gluon.jit
+def stage_codes(
+    x_ptr, rows, gains, head_squares_ptr, buffer, warp, lane, zero_f32, B, eps,
+    HEAD: gl.constexpr, SUBBYTE: gl.constexpr, WARPS: gl.constexpr, X: gl.constexpr,
+):  # fmt: skip
+    """Put codes and scales of all tokens into shared memory; see `stage_tokens`, as which it is.
+
+    X: `Codes`.
+    """
+    NORM: gl.constexpr = len(gains) > 0
+    K: gl.constexpr = X.K
+    ALL: gl.constexpr = X.TOKENS * X.BLOCKS
+    TURNS: gl.constexpr = turns_of(ALL, WARPS)
+    AHEAD: gl.constexpr = TURNS if X.TOKENS == 1 or TURNS < 8 else 8  # turns whose loads are issued
+    x = x_ptr.to(gl.int64, bitcast=True)
+    for first in gl.static_range(0, TURNS, AHEAD):
+        loaded = ()
+        squares = ()
+        for turn in gl.static_range(first, first + AHEAD if first + AHEAD < TURNS else TURNS):
+            token, block = place(turn, warp, WARPS, X)
+            chunk = block * 32 + lane
+            if K % BLOCK_K != 0 or (turn + 1) * WARPS > ALL:
+                chunk = gl.minimum(chunk, K // 8 - 1)  # past the end: the last one again
+            if len(rows) > 0:
+                loaded = loaded + (load16(row_of(token, rows) + chunk.to(gl.int64) * 16),)
+            elif X.TOKENS == 1:
+                loaded = loaded + (load16(x + chunk.to(gl.int64) * 16),)
+            else:
+                token = gl.minimum(token, B - 1)
+                loaded = loaded + (load16(x + (token * (K // 8) + chunk).to(gl.int64) * 16),)
+            if HEAD > 0:
+                head = token * (K // HEAD) + chunk // (HEAD // 8)
+                at = head_squares_ptr.to(gl.int64, bitcast=True) + head.to(gl.int64) * 16
+                squares = squares + (load16(at),)
+        for turn in gl.static_range(first, first + AHEAD if first + AHEAD < TURNS else TURNS):
+            token, block = place(turn, warp, WARPS, X)
+            chunk = block * 32 + lane
+            inside = chunk < K // 8
+            if X.TOKENS > 1:
+                inside = inside & (token < X.TOKENS)
+            w = loaded[turn - first]
+            if NORM and (K % BLOCK_K != 0 or (turn + 1) * WARPS > ALL):
+                w = words_where(inside, w)
+            scaled = w
+            if NORM:
+                scaled = times_gains(w, gains[turn % len(gains)])
+            factor = zero_f32
+            if HEAD > 0:
+                factor = head_factor(squares[turn - first], eps, HEAD)
+            codes, scale = codes_of(scaled, factor, lane, HEAD > 0, SUBBYTE, X.GROUP)
+            store_shared8(buffer + token * X.TOKEN + place_of_chunk(chunk, 64), codes, inside)
+            group = chunk // (X.GROUP // 8)
+            starts = inside & (chunk % (X.GROUP // 8) == 0)
+            store_shared4(buffer + X.SCALES + (group * X.TOKENS + token) * 4, scale, starts)
+            if NORM:
+                no_sums = (zero_f32, zero_f32, zero_f32, zero_f32)
+                own, there = diagonal(add_squares(no_sums, w), lane)
+                at = buffer + X.SQUARES + (token * X.BLOCKS + block) * SQUARES_BYTES
+                if (turn + 1) * WARPS > ALL:
+                    there = there & (block < X.BLOCKS)
+                    if X.TOKENS > 1:
+                        there = there & (token < X.TOKENS)
+                store_shared4(at + lane // 4 * 4, own, there)
 
 
 @gluon.jit(do_not_specialize=["M", "blocks"])

@@ -146,3 +146,20 @@ def store_result(
             if len(added) > 0:
                 v += added[half]
             gl.store(y_ptr + b * N + n, v.to(y_ptr.dtype.element_ty), mask=stored & (n < N))
+
+
+@gluon.jit
+def store_finished(
+    y_ptr, low, high, factor, added, tile, g, b, stored, N, PAIRED: gl.constexpr
+):  # fmt: skip
+    """`store_result` of sums over groups of x in eight bits, times a factor, in every kernel alike.
+
+    What is added comes with one rounding: `fma(sum, factor, added)`.
+    """
+    if len(added) > 0:
+        low = gl.fma(low, factor, added[0])
+        high = gl.fma(high, factor, added[1])
+    else:
+        low *= factor
+        high *= factor
+    store_result(y_ptr, low, high, (), tile, g, b, stored, N, PAIRED)

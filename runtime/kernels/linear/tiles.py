@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lowbit.formats.activation_modes import Activations
 from lowbit.formats.errors import FormatError
-from lowbit.runtime.kernels.codec import CODECS, Codec
+from lowbit.runtime.kernels.codec import CODECS, WIDE_CODECS, Codec
 from lowbit.runtime.kernels.launch.linear import Tuned
 from lowbit.runtime.kernels.linear.program import Packed, packed
 from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
@@ -97,7 +97,7 @@ def tiled(w: PackedLinear, paired: bool = False, activations: Activations = "exa
 
     Args:
         paired: see `TiledLinear`; the rows of the two halves are equal in number.
-        activations: see `TiledLinear`.
+        activations: see `TiledLinear`; for `int8` rows are padded to a multiple of 128 columns.
 
     Raises:
         FormatError: rows or groups that are not a multiple of 32 codes.
@@ -108,7 +108,10 @@ def tiled(w: PackedLinear, paired: bool = False, activations: Activations = "exa
             f"both must be multiples of {LEAST_GROUP}",
             hint="convert with another --group-size, or run on the CPU",
         )
-    words = _words(w.codes, CODECS[w.bits], paired)
+    step_k = CODECS[w.bits].STEP_K
+    if activations == "int8":
+        step_k = WIDE_CODECS[w.bits].STEP_K
+    words = _words(w.codes, CODECS[w.bits], paired, step_k)
     sizes = w.bits, w.group_size, w.N, w.K, paired
     scales, arrived = _scales(w, paired), counters(words)
     return TiledLinear(words, scales, *sizes, activations=activations, arrived=arrived)
@@ -156,10 +159,10 @@ def _halves(rows: Tensor, paired: bool, fill: int) -> Tensor:
     return blocks[0].view(count, 2, 8, -1).transpose(0, 1)
 
 
-def _words(codes: Tensor, codec: Codec, paired: bool) -> Tensor:
-    """Native words [N, K * bits / 32] to tiles of them."""
+def _words(codes: Tensor, codec: Codec, paired: bool, whole: int) -> Tensor:
+    """Native words [N, K * bits / 32] to tiles of them, padded to whole columns of so many."""
     N, width = codes.shape
-    steps = -(-width * 32 // codec.BITS // codec.STEP_K)
+    steps = -(-width * 32 // codec.BITS // whole) * (whole // codec.STEP_K)
     tiles = -(-N // TILE)
     out = codes.new_empty((tiles, steps, codec.LOADS, 8, 4, 4))
     if out.is_meta:  # each of some hundred operations would take longer than with data

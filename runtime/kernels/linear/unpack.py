@@ -1,7 +1,7 @@
 """Device functions that take codes out of a lane's words (`tiles`): as bytes, or as pairs of BF16.
 
-A lane's words of a step are a tuple of loads: of row g and of row g + 8; or of 3 bits three of
-both rows, as in `tiles`.
+A lane's words of a step are a tuple of loads: of row g and of row g + 8, of 8 bits perhaps of two
+steps; or of 3 bits three of both rows, as in `tiles`.
 """
 
 from triton.experimental import gluon
@@ -31,7 +31,7 @@ def _code_bytes(
 ):  # fmt: skip
     """Four codes of a row, of the first or second columns of a product."""
     if not CODEC.SUBBYTE:
-        word = loads[half][2 * q + part]
+        word = loads[q // 2 * 2 + half][2 * (q % 2) + part]
     elif CODEC.SPANS:
         n: gl.constexpr = 2 * q % 8 + part
         at: gl.constexpr = q // 4 * 2 + half

@@ -307,14 +307,19 @@ def language(memory: Memory, programs: np.ndarray, grid: tuple[int, ...]) -> Any
         exp=lambda x: lanes(exp(x)),
         exp2=lambda x: lanes(exp2(x)),
         rsqrt=lambda x: lanes(FLOAT(1) / np.sqrt(x)),
-        fma=lambda a, b, c: lanes(a * b + c),
+        fma=fma,
         load=load,
         store=store,
     )
 
 
+def fma(a: Any, b: Any, c: Any) -> Lanes:
+    """FP32 `a * b + c`, rounded once but for some in a billion."""
+    return lanes((np.asarray(a, np.float64) * b + c).astype(FLOAT))
+
+
 def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
-    """One PTX instruction each."""
+    """One PTX instruction each, or some that make one thing."""
 
     def loads(words: int, shared: bool) -> Callable[..., Any]:
         def load(address: Any, OFFSET: int = 0) -> Any:
@@ -373,6 +378,16 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
             counter[at // 4] = 0 if counter[at // 4] >= last else counter[at // 4] + 1
         return lanes(before)
 
+    def chain(terms: Any, scales: Any, inside: Any, groups: int, tokens: int) -> tuple[Lanes, ...]:
+        columns = min(tokens, 2)
+        y = [lanes(np.zeros(terms.shape, FLOAT))] * (2 * columns)
+        at, scales_at = (np.where(inside, x, 0) for x in (terms, scales))
+        for group in range(groups):
+            t = memory.load(at + group * 64 * tokens, 2 * columns, True)
+            s = memory.load(scales_at + group * 4 * tokens, columns, True)
+            y = [fma(t[i].view(FLOAT), s[i % columns].view(FLOAT), y[i]) for i in range(len(y))]
+        return tuple(lanes(np.where(inside, x, FLOAT(0))) for x in y)
+
     def shared_buffer(declared: str) -> Lanes:
         size = re.search(r"staged\[(\d+)\]", declared)
         assert size is not None
@@ -402,6 +417,7 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         "wait_copies": copies.wait,
         "recomputed": lambda x: x,
         "threads": lambda warps: threads(programs, warps),
+        "chain": chain,
         "mma": mma,
         "integer_mma": integer_mma,
         "pairs": pairs,

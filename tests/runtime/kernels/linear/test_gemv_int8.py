@@ -1,0 +1,172 @@
+"""Few tokens in eight bits times a packed weight: the reference's bits, alone and in company."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from lowbit.formats.activations import activation_group, grouped_product_ref, quantize_activations
+from lowbit.formats.layout.packing import unpack
+from lowbit.runtime.backends import cuda
+from lowbit.runtime.kernels.launch.linear import GemvLaunch
+from lowbit.runtime.kernels.linear import gemv_int8 as module
+from lowbit.runtime.kernels.linear.gemv import gemv
+from lowbit.runtime.kernels.linear.norm import SQUARES
+from lowbit.runtime.kernels.linear.tiles import TiledLinear
+from lowbit.runtime.weights.linear import PackedLinear
+from tests.runtime.kernels.emulator import run_kernel
+
+MakePacked = Callable[[int, int, int, int], PackedLinear]
+Randn = Callable[..., Tensor]
+
+EPS = 1e-6
+MOST = 11  # of which a launch takes eight
+FP32 = torch.float32
+
+
+@pytest.fixture(autouse=True)
+def _emulated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cpu":
+        monkeypatch.setattr(module, "run", run_kernel)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A linear, and the type of its scales, whose signs differ."""
+
+    bits: int
+    N: int
+    K: int
+    G: int
+    scales: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        return f"INT{self.bits}-N{self.N}-K{self.K}-G{self.G}"
+
+
+CASES = [
+    Case(4, 72, 1024, 128),
+    Case(8, 24, 576, 64, torch.float16),  # an odd number of 64 columns
+    Case(8, 40, 1088, 1088, FP32),
+    Case(2, 24, 1152, 128),  # half a step
+    Case(3, 40, 1280, 256),
+    Case(4, 33, 1120, 32),
+    Case(8, 24, 1024, 512),
+    Case(4, 7, 192, 96, FP32),
+    Case(4, 24, 96, 96),
+]
+ON_GPU = [Case(bits, 200, 4096, 128) for bits in (2, 3, 4, 8)] + [
+    Case(4, 4096, 12288, 128),
+    Case(8, 1000, 2560, 256),
+    Case(8, 2560, 9728, 32, torch.float16),
+    Case(4, 6144, 4096, 4096),
+    Case(4, 24, 25600, 128),
+]
+
+
+def made(case: Case, make_packed: MakePacked) -> PackedLinear:
+    w = make_packed(case.bits, case.N, case.K, case.G)
+    return replace(w, scales=w.scales.to(case.scales))
+
+
+def product(x: Tensor, w: PackedLinear) -> Tensor:
+    """The bits of a product: [M, N] float32."""
+    q, s = quantize_activations(x, activation_group(w.group_size, w.K))
+    return grouped_product_ref(q, s, unpack(w.codes, w.bits, w.K), w.scales)
+
+
+def check(x: Tensor, w: TiledLinear, expected: Tensor, **fused: Any) -> None:
+    """Tokens alone, and among others, are the expected ones to the bit."""
+    for count in (1, 2, 3, 4, 7, 8, MOST):
+        y = gemv(x[:count], w, dtype=FP32, **fused)
+        assert torch.equal(y, expected[:count]), count
+    last = gemv(x[-1:], w, dtype=FP32, **fused)
+    assert torch.equal(last, expected[-1:])
+
+
+@pytest.mark.parametrize(
+    "case", CASES + [pytest.param(case, marks=pytest.mark.gpu) for case in ON_GPU], ids=str
+)
+def test_a_product_has_the_bits_of_the_reference(
+    case: Case, make_packed: MakePacked, randn: Randn
+) -> None:
+    w = made(case, make_packed)
+    x = (randn(MOST, case.K) * torch.logspace(-2, 2, MOST).to(randn(1))[:, None]).bfloat16()
+    x[0, : case.G // 2] = 0
+    expected, bias = product(x, w), randn(1, case.N)
+    tiled = cuda.prepare(w, activations="int8")
+    assert isinstance(tiled, TiledLinear)
+    check(x, tiled, expected)
+    check(x, tiled, expected + bias, added=bias)  # which is one rounding
+    x[2, 40] = torch.nan
+    y = gemv(x, tiled, dtype=FP32)
+    assert bool(y[2].isnan().all())
+    assert torch.equal(y[torch.arange(MOST) != 2], expected[torch.arange(MOST) != 2])
+
+
+LAUNCHES = [
+    (1, GemvLaunch(2, 3, 4, registers=128, warp_groups=2, rounds=2)),
+    (1, GemvLaunch(1, 1, 16, registers=96)),
+    (2, GemvLaunch(1, 1, 8, registers=128, rounds=3)),
+    (4, GemvLaunch(4, 2, 4, registers=255, warp_groups=4)),
+    (8, GemvLaunch(1, 5, 8, early=True, registers=128, warp_groups=4, rounds=2)),
+    (8, GemvLaunch(4, 2, 1, registers=255)),
+]
+
+
+@pytest.mark.parametrize(("room", "launch"), LAUNCHES, ids=str)
+@pytest.mark.parametrize("bits", [3, 8])
+def test_no_launch_changes_a_bit(
+    make_packed: MakePacked, randn: Randn, bits: int, room: int, launch: GemvLaunch
+) -> None:
+    """Neither its tiles nor its steps nor its warps divide what there is."""
+    w, x = make_packed(bits, 104, 1120, 32), randn(max(1, room - 1), 1120)
+    tiled = cuda.prepare(w, activations="int8")
+    assert isinstance(tiled, TiledLinear)
+    y = torch.full((len(x), 104), torch.nan, dtype=FP32, device=x.device)
+    module.gemv_int8(x, tiled, y, launch, room, 0.0, None, None, None)
+    assert torch.equal(y, product(x, w))
+
+
+@pytest.mark.parametrize("fused", ["norm", "heads", "paired"])
+@pytest.mark.parametrize(("bits", "K", "G"), [(4, 1024, 128), (8, 2080, 32)])
+def test_norms_and_pairs(
+    make_packed: MakePacked, randn: Randn, fused: str, bits: int, K: int, G: int
+) -> None:
+    """Values are near, since roots and exponentials are; bits are the same in any company."""
+    w, x, residual = make_packed(bits, 48, K, G), randn(MOST, K), randn(MOST, 48)
+    given: dict[str, Any] = {"eps": EPS}
+    heads = K // 16
+    if fused == "heads":
+        given["squares"] = (x.float() * 3).square().view(MOST, heads, SQUARES, -1).sum(-1)
+        factors = torch.rsqrt(given["squares"].sum(-1) / 16 + EPS)
+        expected = product((x.float().view(MOST, heads, 16) * factors[..., None]).view(MOST, K), w)
+    else:
+        given["norm"] = (1 + 0.3 * randn(K)).float()
+        factor = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)
+        expected = product((x.float() * given["norm"]).bfloat16(), w) * factor
+    if fused == "paired":
+        gate, up = expected.chunk(2, -1)
+        expected = silu(gate) * up
+    else:
+        expected = expected + residual
+        given["added"] = residual
+    tiled = cuda.prepare(w, paired=fused == "paired", activations="int8")
+    assert isinstance(tiled, TiledLinear)
+
+    def compute(tokens: slice) -> Tensor:
+        own = {n: v[tokens] if n in ("squares", "added") else v for n, v in given.items()}
+        return gemv(x[tokens], tiled, dtype=FP32, **own)
+
+    alone = torch.cat([compute(slice(i, i + 1)) for i in range(MOST)])
+    bound = 0.01 if fused == "heads" else 1e-5  # where a code is another one near a half
+    assert float((alone - expected).norm() / expected.norm()) < bound
+    for count in (2, 3, 5, 8, MOST):
+        assert torch.equal(compute(slice(0, count)), alone[:count]), count
+    assert torch.equal(compute(slice(4, 8)), alone[4:8])
+    everything = gemv(x, tiled, **given)
+    assert torch.equal(everything, compute(slice(0, MOST)).bfloat16())
