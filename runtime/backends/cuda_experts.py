@@ -9,13 +9,17 @@ from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.experts.down import experts_down, experts_down_bytes
 from lowbit.runtime.kernels.experts.gate_up import experts_gate_up, experts_gate_up_bytes
 from lowbit.runtime.kernels.experts.gemm import experts_gemm
+from lowbit.runtime.kernels.experts.int8.grouped import experts_grouped_int8
+from lowbit.runtime.kernels.experts.int8.lone import down_int8, gate_up_int8
 from lowbit.runtime.kernels.experts.route import experts_route
+from lowbit.runtime.kernels.experts.tiled import stacked
 from lowbit.runtime.kernels.experts.together import experts_together, together_bytes
-from lowbit.runtime.kernels.launch.device import STATIC_SHARED
-from lowbit.runtime.kernels.launch.experts import experts_way
+from lowbit.runtime.kernels.launch.device import STATIC_SHARED, card_of
+from lowbit.runtime.kernels.launch.experts import experts_way, int8_block_rows
 from lowbit.runtime.kernels.linear.dense import dense_gemv
 from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.kernels.rows import rms_norm
+from lowbit.runtime.thresholds import EXPERTS_APART, EXPERTS_CHUNK
 from lowbit.runtime.weights.linear import ExpertWeights
 
 MOST_SLOTS = 32  # of a warp's lanes
@@ -48,6 +52,8 @@ def check_experts(experts: Experts, hidden: int) -> None:
 def mixture(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[GpuLinear]) -> Tensor:
     """Add the output of the experts for the normed x to x; see `Ops.moe`."""
     way = experts_way(len(x))
+    if stacked(experts.gate_up).activations == "int8":
+        return _mixture_int8(x, norm, eps, experts)
     if way == "grouped":
         h = rms_norm(x, norm, eps)
         scores = torch.mm(h, experts.router.T, out_dtype=torch.float32)
@@ -58,3 +64,23 @@ def mixture(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[GpuLinea
         return experts_together(x, norm, eps, routes, experts)
     act = experts_gate_up(x, norm, eps, scores, routes, experts)
     return experts_down(act, scores, routes, experts, x)
+
+
+def _mixture_int8(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[GpuLinear]) -> Tensor:
+    """`mixture` with x in eight bits: a token has the same bits in any company, and in a prompt."""
+    if len(x) > EXPERTS_CHUNK:
+        parts = torch.split(x, EXPERTS_CHUNK)
+        return torch.cat([_mixture_int8(part, norm, eps, experts) for part in parts])
+    scores = dense_gemv(
+        x, experts.router, norm=norm, eps=eps, dtype=torch.float32, at_once=EXPERTS_CHUNK
+    )
+    routes = None if len(x) == 1 else experts_route(scores, experts)
+    rows = 0
+    if routes and len(x) > EXPERTS_APART:
+        columns = max(stacked(experts.gate_up).K, stacked(experts.down).K)
+        pairs, limit = routes.numbers.numel(), card_of(x).shared_bytes
+        rows = int8_block_rows(pairs, len(experts.gate_up), columns, limit)
+    if routes and rows:
+        return experts_grouped_int8(x, norm, eps, routes, experts, rows)
+    act = gate_up_int8(x, norm, eps, scores, routes, experts)
+    return down_int8(act, scores, routes, experts, x)

@@ -118,3 +118,62 @@ class GemmLaunch:
 # For every prompt: blocks of few tokens take a shorter loop of the same kernel, within 4 % of the
 # best launch for 65 to 2,048 tokens.
 EXPERTS_GEMM = GemmLaunch()
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Launch:
+    """Share of one program of experts with x in eight bits."""
+
+    warps: int = 4  # of a program; each takes a tile over the whole of K
+    rounds: int = 1  # tiles of a warp, one after the other; of down for a lone token those of all
+    steps: int = 4  # of a tile that are on their way
+    registers: int | None = 128  # of a thread at most
+
+
+def int8_gate_up_launch(tokens: int) -> Int8Launch:
+    """The share of a program of `gate_up_int8`: of a lone token, or of one of several."""
+    if tokens == 1:
+        return Int8Launch(steps=8, registers=232)
+    return Int8Launch(rounds=4, registers=168)
+
+
+def int8_down_launch(steps: int) -> Int8Launch:
+    """The share of a program of `down_int8`; steps: of a row."""
+    return Int8Launch(warps=8, rounds=2 if steps <= FEW_STEPS else 1, registers=208)
+
+
+FEW_STEPS = 6  # of a row of down, of which registers hold those of more units
+INT8_ROWS = 64  # tokens of a block at most
+INT8_LOOPS = (1, 2, 4, 6, 8)  # eights of tokens of the loops
+LEAST_LOOPS = {64: 2}  # the shortest of them by the tokens of a block, where it is not one
+
+
+def int8_block_rows(pairs: int, experts: int, columns: int, limit: int) -> int:
+    """Tokens for which a program reads an expert once: twice the mean, or as many as have room.
+
+    Args:
+        pairs: of token and expert.
+        columns: most of a token.
+        limit: bytes of shared memory of a program.
+
+    Returns:
+        8 times a power of two; 0 where no 8 tokens have room.
+    """
+    rows = min(INT8_ROWS, max(8, power_of_two(2 * pairs // experts)))
+    while rows * (columns + columns // 8 + 512) > limit:
+        rows = rows // 2 if rows > 8 else 0
+    return rows
+
+
+def int8_loops(rows: int) -> tuple[int, ...]:
+    """Eights of tokens of the loops of a program with room for so many tokens."""
+    return tuple(n for n in INT8_LOOPS if LEAST_LOOPS.get(rows, 1) <= n <= rows // 8)
+
+
+def int8_grouped_launches(rows: int) -> tuple[Int8Launch, Int8Launch]:
+    """Shares of programs for blocks of so many tokens: of gate and up, and of down."""
+    if rows <= 16:
+        return Int8Launch(rounds=2), Int8Launch(rounds=8)
+    if rows <= 32:
+        return Int8Launch(8, 4, steps=2), Int8Launch(8, 8, steps=2)
+    return Int8Launch(16, 2, steps=2), Int8Launch(8, 8, steps=2)

@@ -12,7 +12,7 @@ from typing import Literal
 from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.launch.card import MULTIPROCESSORS
 from lowbit.runtime.kernels.launch.tables import rows
-from lowbit.runtime.thresholds import GEMV_TOKENS, SHORT_TOKENS
+from lowbit.runtime.thresholds import DENSE_TOKENS, GEMV_TOKENS, SHORT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +288,7 @@ LARGE_DENSE = DenseLaunch(32, 2)  # of more tokens and rows
 
 def dense_launch(rows: int, tokens: int) -> DenseLaunch:
     """Look up the share of a program of `dense_gemv` for a power of two of tokens."""
-    if tokens > DENSE_BLOCK and rows > FEW_DENSE_ROWS:
+    if tokens > DENSE_BLOCK and (rows > FEW_DENSE_ROWS or tokens > DENSE_TOKENS):
         return LARGE_DENSE
     return DenseLaunch(min(tokens, DENSE_BLOCK))
 

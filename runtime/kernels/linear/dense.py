@@ -358,8 +358,9 @@ def dense_gemv(
     eps: float = 0.0,
     added: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    at_once: int = DENSE_TOKENS,
 ) -> Tensor:
-    """`added + rms_norm(x) @ w.T` for a weight as stored, read once for every DENSE_TOKENS tokens.
+    """`added + rms_norm(x) @ w.T` for a weight as stored; a token's bits depend on nothing else.
 
     Args:
         x: [B, K] bfloat16, contiguous.
@@ -367,6 +368,7 @@ def dense_gemv(
         norm: [K] gain of the RMS norm; None leaves x as it is.
         added: [B, N] or [1, N], a residual or a bias, added in FP32 before the one rounding.
         dtype: of the result; None is x's.
+        at_once: tokens of a launch.
 
     Returns:
         [B, N].
@@ -382,8 +384,8 @@ def dense_gemv(
             hint="run on the CPU with --device cpu",
         )
     y = torch.empty((x.shape[0], N), dtype=dtype or x.dtype, device=x.device)
-    for first in range(0, x.shape[0], DENSE_TOKENS):
-        part = slice(first, first + DENSE_TOKENS)
+    for first in range(0, x.shape[0], at_once):
+        part = slice(first, first + at_once)
         of_part = added if added is None or added.shape[0] == 1 else added[part]
         _launch(x[part], w, norm, eps, of_part, y[part])
     return y

@@ -80,25 +80,24 @@ def load_steps(
         for c in gl.static_range(FIRST, FIRST + COUNT):
             if (c + 1) * PARTS <= STEPS:
                 step = part + c * PARTS
-                loaded = loaded + (_load_step(words[r], c * PARTS * STEP_BYTES, W),)
+                loaded = loaded + (load_step(words[r], c * PARTS * STEP_BYTES, W),)
             else:
                 step = gl.minimum(part + c * PARTS, STEPS - 1)
                 here = words[r] + (step - part).to(gl.int64) * STEP_BYTES
-                loaded = loaded + (_load_step(here, 0, W),)
+                loaded = loaded + (load_step(here, 0, W),)
             for unit in gl.static_range(STEP_K // UNIT):
                 if (c + 1) * PARTS <= STEPS and SAME:
                     here = scales[r] + (part * STEP_K + unit * UNIT) // W.G * GROUP_BYTES
-                    raw = raw + (
-                        _raw_scales(here, c * PARTS * STEP_K // W.G * GROUP_BYTES, SCALES),
-                    )
+                    raw = raw + (raw_scales(here, c * PARTS * STEP_K // W.G * GROUP_BYTES, SCALES),)
                 else:
                     group = gl.minimum((step * STEP_K + unit * UNIT) // W.G, W.GROUPS - 1)
-                    raw = raw + (_raw_scales(scales[r] + group * GROUP_BYTES, 0, SCALES),)
+                    raw = raw + (raw_scales(scales[r] + group * GROUP_BYTES, 0, SCALES),)
     return loaded, raw
 
 
 @gluon.jit
-def _load_step(address, OFFSET: gl.constexpr, W: gl.constexpr):
+def load_step(address, OFFSET: gl.constexpr, W: gl.constexpr):
+    """A lane's words of a step, a tuple of its loads."""
     LOADS: gl.constexpr = W.CODEC.LOADS
     loads = ()
     for i in gl.static_range(LOADS):
@@ -107,7 +106,8 @@ def _load_step(address, OFFSET: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def _raw_scales(address, OFFSET: gl.constexpr, SCALES: gl.constexpr):
+def raw_scales(address, OFFSET: gl.constexpr, SCALES: gl.constexpr):
+    """Scales of the two rows of a lane in a group, for `unpacked_scales`."""
     if SCALES == "fp32":
         raw = load8(address, OFFSET)
     else:

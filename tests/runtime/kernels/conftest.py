@@ -14,7 +14,9 @@ from lowbit.runtime.kernels.experts import products as experts_products
 from lowbit.runtime.kernels.experts import route as experts_route
 from lowbit.runtime.kernels.experts import together as experts_together
 from lowbit.runtime.kernels.experts import weigh as experts_weigh
-from lowbit.runtime.kernels.linear import dense, digits
+from lowbit.runtime.kernels.experts.int8 import grouped as experts_int8_grouped
+from lowbit.runtime.kernels.experts.int8 import lone as experts_int8_lone
+from lowbit.runtime.kernels.linear import dense, digits, quantize
 from lowbit.runtime.kernels.linear.tiles import TiledLinear, tiled
 from lowbit.runtime.state.rope import Rope, rope_tables
 from lowbit.runtime.weights.linear import PackedLinear
@@ -114,7 +116,8 @@ def emulated_experts(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     """Run Gluon kernels without a GPU too, and fill new tensors with NaN."""
     if device == "cpu":
         modules = (dense, experts_products, experts_gate_up, experts_down, experts_route)
-        for module in (*modules, experts_together, experts_weigh, digits):
+        int8 = (experts_int8_lone, experts_int8_grouped, quantize)
+        for module in (*modules, *int8, experts_together, experts_weigh, digits):
             monkeypatch.setattr(module, "run", run_kernel)
         torch.use_deterministic_algorithms(True)
     yield

@@ -388,6 +388,11 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
             y = [fma(t[i].view(FLOAT), s[i % columns].view(FLOAT), y[i]) for i in range(len(y))]
         return tuple(lanes(np.where(inside, x, FLOAT(0))) for x in y)
 
+    def load_matrices(address: Any, OFFSET: int = 0) -> tuple[Lanes, ...]:
+        words = np.stack(memory.load(address + OFFSET, 4, True), -1)  # of every row
+        matrices = words.reshape(*words.shape[:-2], 4, 32)
+        return tuple(lanes(np.ascontiguousarray(matrices[..., i, :])) for i in range(4))
+
     def shared_buffer(declared: str) -> Lanes:
         size = re.search(r"staged\[(\d+)\]", declared)
         assert size is not None
@@ -404,6 +409,7 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
     found |= {f"store_shared{size}": stores(True) for size in (4, 8, 16)}
     found |= {f"store{size}": stores(False) for size in (8, 16)}
     found |= {
+        "load_matrices": load_matrices,
         "load_shared4": lambda *at: loads(1, True)(*at).view(FLOAT),
         "shared_buffer": shared_buffer,
         "large_shared_buffer": large_shared_buffer,

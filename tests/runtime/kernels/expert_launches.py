@@ -11,7 +11,16 @@ EXPERTS_TOGETHER = {
     "experts_down_together",
     "experts_weigh",
 }
+EXPERTS_INT8 = {
+    "experts_gate_up_int8",
+    "experts_down_int8",
+    "experts_lists",
+    "quantize",
+    "experts_gate_up_int8_grouped",
+    "experts_down_int8_grouped",
+}
 EXPERTS_DECODE = {"experts_route", "experts_gate_up", "experts_down"} | EXPERTS_TOGETHER
+EXPERTS_DECODE |= EXPERTS_INT8
 EXPERTS_PREFILL = {"experts_blocks", "experts_gate_up_gemm", "experts_down_gemm", "experts_sum"}
 EPS = 1e-6
 
@@ -25,6 +34,7 @@ def tokens_of(full: bool, bits: int, shared: bool) -> tuple[int, ...]:
 def mixtures(full: bool) -> Iterator[str]:
     """Experts of Qwen3.5-35B-A3B and Qwen3-30B-A3B, for a step and for a prompt."""
     from lowbit.runtime.backends import cuda
+    from lowbit.runtime.kernels.experts.tiled import stacked
     from lowbit.runtime.weights.linear import ExpertWeights
 
     # hidden, experts, width of one, a shared one
@@ -41,6 +51,14 @@ def mixtures(full: bool) -> Iterator[str]:
             for tokens in tokens_of(full, bits, shared):
                 cuda.moe(zeros(tokens, h), zeros(h), EPS, experts)
                 yield f"{E} of {inner} INT{bits} B{tokens}"
+            rounded = replace(
+                experts,
+                gate_up=replace(stacked(experts.gate_up), activations="int8"),
+                down=replace(stacked(experts.down), activations="int8"),
+            )
+            for tokens in tokens_of(full, bits, shared):
+                cuda.moe(zeros(tokens, h), zeros(h), EPS, rounded)
+                yield f"{E} of {inner} INT{bits} A8 B{tokens}"
             if full and bits == 4 and not shared:
                 for tokens in (1, 4):
                     cuda.moe(zeros(tokens, h), zeros(h), EPS, replace(experts, normed=False))

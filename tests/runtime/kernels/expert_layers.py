@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lowbit.formats.activation_modes import Activations
 from lowbit.runtime.kernels.experts.tiled import TiledExperts, gathered, stacked
 from lowbit.runtime.kernels.linear.tiles import GpuLinear, TiledLinear, dequantized, tiled
 from lowbit.runtime.weights.linear import ExpertWeights, PackedLinear
@@ -56,7 +57,9 @@ REAL = [
 ]
 
 
-def random_experts(size: Size, device: str) -> ExpertWeights[GpuLinear]:
+def random_experts(
+    size: Size, device: str, activations: Activations = "exact"
+) -> ExpertWeights[GpuLinear]:
     """Codes of every value; scales are powers of two, so that weights are exact in BF16."""
     count = size.E + size.shared
 
@@ -68,7 +71,7 @@ def random_experts(size: Size, device: str) -> ExpertWeights[GpuLinear]:
             scales = torch.exp2(powers.float()) / (2**size.bits * K**0.5)
             scales *= torch.randint(0, 2, scales.shape, device=device) * 2 - 1
             packed = PackedLinear(codes, _power_of_two(scales).bfloat16(), size.bits, size.G)
-            return tiled(packed, paired)
+            return tiled(packed, paired, activations)
 
         return gathered(read, count)
 

@@ -1,0 +1,351 @@
+"""experts_gate_up_int8_grouped, experts_down_int8_grouped: blocks of tokens by expert, in INT8.
+
+    act[p] = silu(gate_e @ h_b) * (up_e @ h_b)      p: places in the order of experts
+    part[b * slots + s] = down_e @ act[p]           FP32
+    y[b] = x[b] + sum_s share[b, s] * part[b * slots + s]
+
+Layout  codes and scales of the normed x (`quantize`), order and blocks of `experts_lists`, weights
+        in tiles of all experts (`tiled_experts`) -> act [P, I] bf16, part [P, h] fp32, y [M, h]
+Fused   SwiGLU; norm's factor
+Bytes   of the experts that any token has chosen N*K*bits/8 + 2*N*K/G each
+Plan    a program takes some tiles for a block of pairs of one expert, whose tokens it brings to
+        shared memory once. A warp multiplies a tile over the whole of K (`multiply`), blocks of few
+        tokens in a shorter loop. Of few rows act is rounded by the programs of down, of many by a
+        kernel of its own. Shares join in the order of the slots (`experts_weigh`). So a token has
+        the bits that it has alone, in steps and in prompts
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowbit.runtime.kernels.experts.int8.lists import lists_of
+from lowbit.runtime.kernels.experts.int8.multiply import (
+    Int8Rows,
+    codes_address,
+    int8_rows,
+    load_spans,
+    multiply_tile,
+    scales_address,
+    silu_times,
+)
+from lowbit.runtime.kernels.experts.int8.stage import copy_rows, round_rows
+from lowbit.runtime.kernels.experts.route import Routes
+from lowbit.runtime.kernels.experts.tiled import TiledExperts, stacked
+from lowbit.runtime.kernels.experts.weigh import weighed
+from lowbit.runtime.kernels.launch.device import programmatic_launch, register_cap, run
+from lowbit.runtime.kernels.launch.experts import (
+    Int8Launch,
+    int8_grouped_launches,
+    int8_loops,
+)
+from lowbit.runtime.kernels.linear.products import tile_addresses
+from lowbit.runtime.kernels.linear.program import Blocks, Packed, token_blocks
+from lowbit.runtime.kernels.linear.quantize import factor_at, quantize
+from lowbit.runtime.kernels.linear.tiles import GpuLinear
+from lowbit.runtime.kernels.ptx.memory import (
+    barrier,
+    commit_copies,
+    copy4,
+    load_shared4,
+    recomputed,
+    shared_memory,
+    store_shared4,
+)
+from lowbit.runtime.kernels.ptx.mma import as_float, as_word, threads
+from lowbit.runtime.weights.linear import ExpertWeights
+
+ROWS_ROUNDED = 16  # of a block, up to which programs of down round act themselves
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Grouped:
+    """Constants of a program for a block of tokens; made once."""
+
+    W: Packed  # weight of an expert
+    B: Int8Rows  # places of the tokens
+    X: Blocks | None  # of them in global memory; None where the program rounds them
+    LAUNCH: Int8Launch  # share of the program
+    LOOPS: tuple[int, ...]  # eights of tokens of the loops, the shortest first
+    NUMBERS: int  # bytes before the numbers of the rows in global memory
+    PAIRS: int  # bytes before token * slots + slot of the rows
+    FACTORS: int  # bytes before the factors of the norm
+    SHARED: int  # bytes of shared memory
+    PDL: bool  # whether the kernel takes part in programmatic launch
+
+
+@gluon.constexpr_function
+def loop(plan, i):
+    """Eights of tokens of the i-th loop; none for -1."""
+    return plan.LOOPS[i] if i >= 0 else 0
+
+
+@gluon.jit(do_not_specialize=["inner", "tiles", "given_blocks", "slots"])
+def _experts_gate_up_int8_grouped_kernel(
+    given_ptr, order_ptr, blocks_ptr, words_ptr, scales_ptr, act_ptr, inner, tiles, given_blocks,
+    slots, PLAN: gl.constexpr,
+):  # fmt: skip
+    B: gl.constexpr = PLAN.B
+    X: gl.constexpr = PLAN.X
+    WARPS: gl.constexpr = PLAN.LAUNCH.warps
+    warp, lane, zero, zero_f32 = threads(WARPS)
+    buffer = shared_memory(PLAN.SHARED, WARPS, tiles < 0) + zero
+    if PLAN.PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    block = blocks_ptr + gl.program_id(1) * 3
+    first = gl.load(block + 1)
+    end = gl.load(block + 2)
+    if first < end:
+        weights = words_ptr, scales_ptr, gl.load(block) * tiles
+        at, loaded = _first_tile(weights, tiles, warp, lane, zero, PLAN)
+        thread = warp * 32 + lane
+        row = gl.minimum(thread, B.ROWS - 1)
+        token = gl.load(order_ptr + gl.minimum(first + row, end - 1)) // slots
+        store_shared4(buffer + PLAN.NUMBERS + row * 4, as_float(token), thread < B.ROWS)
+        factor = factor_at(given_ptr, given_blocks, token, X).to(gl.int64, bitcast=True)
+        copy4(buffer + PLAN.FACTORS + row * 4, factor)
+        commit_copies()
+        barrier()
+        copy_rows(
+            given_ptr, given_blocks, buffer + PLAN.NUMBERS, end - first, buffer, thread, zero,
+            WARPS, B, X,
+        )  # fmt: skip
+        for i in gl.static_range(len(PLAN.LOOPS)):
+            if (end - first > loop(PLAN, i - 1) * 8) & (end - first <= loop(PLAN, i) * 8):
+                _gate_up(
+                    loaded, at, weights, act_ptr, inner, tiles, buffer, first, end, warp, lane,
+                    zero, zero_f32, loop(PLAN, i), PLAN,
+                )  # fmt: skip
+
+
+@gluon.jit
+def _first_tile(weights, tiles, warp, lane, zero, PLAN: gl.constexpr):
+    """Addresses of a warp's first tile, and what has been loaded of it."""
+    at = _tile_at(weights, tiles, gl.program_id(0) * _share(PLAN) + warp, lane, zero, PLAN)
+    return at, load_spans(at, zero, PLAN.B)
+
+
+@gluon.constexpr_function
+def _share(plan):
+    """Tiles of a program."""
+    return plan.LAUNCH.warps * plan.LAUNCH.rounds
+
+
+@gluon.jit
+def _tile_at(weights, tiles, tile, lane, zero, PLAN: gl.constexpr):
+    """Addresses of a tile of the block's expert; of its last one past the end."""
+    words_ptr, scales_ptr, first = weights
+    return tile_addresses(
+        words_ptr, scales_ptr, first + tile, first + tiles, zero, lane, 1, PLAN.W
+    )  # fmt: skip
+
+
+@gluon.jit
+def _rounds_of(tiles, PLAN: gl.constexpr):
+    """Tiles that each warp of this program takes, one after the other."""
+    WARPS: gl.constexpr = PLAN.LAUNCH.warps
+    left = tiles - gl.program_id(0) * _share(PLAN)
+    return gl.minimum((left + (WARPS - 1)) // WARPS, PLAN.LAUNCH.rounds)
+
+
+@gluon.jit
+def _gate_up(
+    loaded, at, weights, act_ptr, inner, tiles, buffer, first, end, warp, lane, zero, zero_f32,
+    NB: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """A program's tiles of gate and up for up to NB times 8 tokens."""
+    B: gl.constexpr = PLAN.B
+    WARPS: gl.constexpr = PLAN.LAUNCH.warps
+    staged = codes_address(buffer, zero, lane, B), scales_address(buffer, zero, lane, B)
+    rounds = _rounds_of(tiles, PLAN)
+    for turn in range(0, rounds):
+        tile = gl.program_id(0) * _share(PLAN) + turn * WARPS + warp
+        next_tile = tile + gl.where(turn + 1 < rounds, WARPS, 0)
+        next_at = _tile_at(weights, tiles, next_tile, lane, zero, PLAN)
+        acc, loaded = multiply_tile(loaded, at, next_at, staged, zero, zero_f32, NB, True, B)
+        at = next_at
+        own = recomputed(lane)
+        n = tile * 8 + own // 4
+        for nb in gl.static_range(NB):
+            for e in gl.static_range(2):
+                row = nb * 8 + own % 4 * 2 + e
+                factor = load_shared4(buffer + PLAN.FACTORS + row * 4)
+                act = silu_times(acc[nb][e] * factor, acc[nb][2 + e] * factor)
+                to = act_ptr + ((first + row).to(gl.int64) * inner + n)
+                stored = (first + row < end) & (n < inner)
+                gl.store(to, act.to(act_ptr.dtype.element_ty), mask=stored)
+
+
+@gluon.jit(do_not_specialize=["N", "tiles", "given_blocks"])
+def _experts_down_int8_grouped_kernel(
+    act_ptr, order_ptr, blocks_ptr, words_ptr, scales_ptr, part_ptr, N, tiles, given_blocks,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """act_ptr: of rows in BF16, or what `quantize` has made of them."""
+    B: gl.constexpr = PLAN.B
+    X: gl.constexpr = PLAN.X
+    WARPS: gl.constexpr = PLAN.LAUNCH.warps
+    warp, lane, zero, zero_f32 = threads(WARPS)
+    buffer = shared_memory(PLAN.SHARED, WARPS, tiles < 0) + zero
+    if PLAN.PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    block = blocks_ptr + gl.program_id(1) * 3
+    first = gl.load(block + 1)
+    end = gl.load(block + 2)
+    if first < end:
+        weights = words_ptr, scales_ptr, gl.load(block) * tiles
+        at, loaded = _first_tile(weights, tiles, warp, lane, zero, PLAN)
+        thread = warp * 32 + lane
+        row = gl.minimum(thread, B.ROWS - 1)
+        place = gl.minimum(first + row, end - 1)
+        pair = gl.load(order_ptr + place)
+        store_shared4(buffer + PLAN.PAIRS + row * 4, as_float(pair), thread < B.ROWS)
+        if X is None:
+            rows = act_ptr.to(gl.int64, bitcast=True) + (first + zero).to(gl.int64) * (2 * B.K)
+            round_rows(rows, end - first, buffer, warp, lane, zero_f32, WARPS, B)
+            barrier()
+        else:
+            store_shared4(buffer + PLAN.NUMBERS + row * 4, as_float(place), thread < B.ROWS)
+            barrier()
+            copy_rows(
+                act_ptr, given_blocks, buffer + PLAN.NUMBERS, end - first, buffer, thread, zero,
+                WARPS, B, X,
+            )  # fmt: skip
+        for i in gl.static_range(len(PLAN.LOOPS)):
+            if (end - first > loop(PLAN, i - 1) * 8) & (end - first <= loop(PLAN, i) * 8):
+                _down(
+                    loaded, at, weights, part_ptr, N, tiles, buffer, end - first, warp, lane, zero,
+                    zero_f32, loop(PLAN, i), PLAN,
+                )  # fmt: skip
+
+
+@gluon.jit
+def _down(
+    loaded, at, weights, part_ptr, N, tiles, buffer, rows, warp, lane, zero, zero_f32,
+    NB: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """A program's tiles of down for up to NB times 8 rows."""
+    B: gl.constexpr = PLAN.B
+    WARPS: gl.constexpr = PLAN.LAUNCH.warps
+    staged = codes_address(buffer, zero, lane, B), scales_address(buffer, zero, lane, B)
+    rounds = _rounds_of(tiles, PLAN)
+    for turn in range(0, rounds):
+        tile = gl.program_id(0) * _share(PLAN) + turn * WARPS + warp
+        next_tile = tile + gl.where(turn + 1 < rounds, WARPS, 0)
+        next_at = _tile_at(weights, tiles, next_tile, lane, zero, PLAN)
+        acc, loaded = multiply_tile(loaded, at, next_at, staged, zero, zero_f32, NB, True, B)
+        at = next_at
+        own = recomputed(lane)
+        for nb in gl.static_range(NB):
+            for e in gl.static_range(2):
+                row = nb * 8 + own % 4 * 2 + e
+                pair = as_word(load_shared4(buffer + PLAN.PAIRS + row * 4))
+                to = part_ptr + (pair.to(gl.int64) * N + (tile * 16 + own // 4))
+                for half in gl.static_range(2):
+                    stored = (row < rows) & (tile * 16 + half * 8 + own // 4 < N)
+                    gl.store(to + half * 8, acc[nb][2 * half + e], mask=stored)
+
+
+def experts_grouped_int8(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    routes: Routes,
+    experts: ExpertWeights[GpuLinear],
+    rows: int,
+) -> Tensor:
+    """Add the weighted outputs of its experts for the normed token to every token.
+
+    Args:
+        x: [M, h] bfloat16, contiguous.
+        norm: [h] gain of the RMS norm.
+        routes: of `experts_route`.
+        experts: of `gathered`.
+        rows: of a block, 8 times a power of two; see `int8_block_rows`.
+
+    Returns:
+        [M, h] in x's dtype; a token has the bits of `gate_up_int8` and `down_int8`.
+    """
+    gate_up, down = stacked(experts.gate_up), stacked(experts.down)
+    (M, h), inner, slots = x.shape, gate_up.N // 2, routes.numbers.shape[1]
+    pairs, pdl = M * slots, programmatic_launch(x)
+    order, blocks = lists_of(routes.numbers, len(gate_up), rows)
+    of_gate_up, of_down = int8_grouped_launches(rows)
+    plan = _plan(gate_up.constants, of_gate_up, rows, True, pdl)
+    given = quantize(x, gate_up.bits, _places(gate_up), norm=norm, eps=eps)
+    act = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
+    run(
+        _experts_gate_up_int8_grouped_kernel,
+        (-(-gate_up.tiles // (of_gate_up.warps * of_gate_up.rounds)), len(blocks)),
+        given,
+        order,
+        blocks,
+        gate_up.words,
+        gate_up.scales.view(torch.int32),
+        act,
+        inner,
+        gate_up.tiles,
+        -(-M // 8),
+        slots,
+        PLAN=plan,
+        num_warps=of_gate_up.warps,
+        maxnreg=register_cap(x, of_gate_up.registers),
+        launch_pdl=pdl,
+        enable_fp_fusion=True,
+    )
+    copied = rows > ROWS_ROUNDED
+    parts = torch.empty((pairs, h), dtype=torch.float32, device=x.device)
+    run(
+        _experts_down_int8_grouped_kernel,
+        (-(-down.tiles // (of_down.warps * of_down.rounds)), len(blocks)),
+        quantize(act, down.bits, _places(down)) if copied else act,
+        order,
+        blocks,
+        down.words,
+        down.scales.view(torch.int32),
+        parts,
+        h,
+        down.tiles,
+        -(-pairs // 8),
+        PLAN=_plan(down.constants, of_down, rows, copied, pdl),
+        num_warps=of_down.warps,
+        maxnreg=register_cap(x, of_down.registers),
+        launch_pdl=pdl,
+        enable_fp_fusion=True,
+    )
+    return weighed(parts, routes.shares, x)
+
+
+def _places(w: TiledExperts) -> Blocks:
+    """Places of a linear's input in global memory."""
+    return _blocks(w.constants)
+
+
+@cache
+def _blocks(W: Packed) -> Blocks:
+    return token_blocks(W.K, int8_rows(W, 8, 8, 1).GROUP, 8)
+
+
+@cache
+def _plan(W: Packed, launch: Int8Launch, rows: int, copied: bool, pdl: bool) -> Int8Grouped:
+    B = int8_rows(W, rows, rows, launch.steps)
+    numbers, pairs, factors = (B.END + i * rows * 4 for i in range(3))
+    return Int8Grouped(
+        W,
+        B,
+        X=_blocks(W) if copied else None,
+        LAUNCH=launch,
+        LOOPS=int8_loops(rows),
+        NUMBERS=numbers,
+        PAIRS=pairs,
+        FACTORS=factors,
+        SHARED=B.END + 3 * rows * 4,
+        PDL=pdl,
+    )

@@ -1,0 +1,234 @@
+"""Device functions of experts with x in eight bits: tokens in shared memory times tiles.
+
+    t = fp32(isum * s_w)    y = fma(t, s_x, y)          for each group of x, in order of k
+
+A token is a row of codes, 32 k after 32 k in the order of the weight's codes (`quantize`), and 16
+bytes more: so the fragments of eight tokens lie in different banks. Scales lie behind all rows,
+those of all tokens of a product for each group. A warp multiplies a tile by all tokens over the
+whole of K. The sum of a group is an exact integer, so a token has the same bits in any company.
+
+Integer sums begin at the bits of 1.5 * 2^23, and so their bits are a float, that much too large.
+The product of that number and a scale of 16 bits is exact, and one FMA takes it away again.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from lowbit.formats.activations import activation_group
+from lowbit.runtime.kernels.linear.products import load_step, raw_scales
+from lowbit.runtime.kernels.linear.program import Packed, blocks_of
+from lowbit.runtime.kernels.linear.unpack import product_codes
+from lowbit.runtime.kernels.ptx.memory import load_matrices, load_shared4, load_shared8
+from lowbit.runtime.kernels.ptx.mma import as_float, integer_mma, unpacked_scales
+
+PAD = 16  # bytes behind a row
+BIAS_BITS = gl.constexpr(0x4B400000)
+BIAS = gl.constexpr(12582912.0)  # 1.5 * 2^23
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Rows:
+    """Places of tokens in shared memory, and a warp's way along K; made once."""
+
+    W: Packed  # weight of an expert
+    K: int  # elements of a token
+    GROUP: int  # of them that share a scale
+    GROUPS: int  # of a row, those past K included
+    ROWS: int  # tokens
+    TOKENS: int  # of a product: all, a multiple of 8; or one
+    ROW: int  # bytes from one token to the next
+    WIDTH: int  # of them with codes
+    SCALES: int  # bytes before the scales
+    END: int  # bytes of all
+    BLOCKS: int  # of 256 elements of a token, whose squares are summed
+    SPAN: int  # steps of the weight that hold whole groups
+    SPANS: int  # of a row
+    AHEAD: int  # spans whose words are on their way
+
+
+@cache
+def int8_rows(W: Packed, rows: int, tokens: int, steps: int) -> Int8Rows:
+    """Places for so many tokens; steps: most of a tile whose words are on their way."""
+    group = activation_group(W.G, W.K)
+    span = max(1, group // W.CODEC.STEP_K)
+    spans = -(-W.STEPS // span)
+    ahead = max(n for n in range(1, spans + 1) if spans % n == 0 and (n == 1 or n * span <= steps))
+    width = spans * span * W.CODEC.STEP_K
+    scales, groups = rows * (width + PAD), width // group
+    end = scales + -(-rows * groups // 4) * 16
+    return Int8Rows(
+        W, W.K, group, groups, rows, tokens, width + PAD, width, scales, end, blocks_of(W.K), span,
+        spans, ahead,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_spans(at, first, B: gl.constexpr):
+    """Words and raw scales of a tile's next spans, from the one numbered `first` on.
+
+    at: of `tile_addresses`, of one tile from its first step on.
+    """
+    W: gl.constexpr = B.W
+    SCALES: gl.constexpr = W.SCALES
+    STEP_K: gl.constexpr = W.CODEC.STEP_K
+    STEP_BYTES: gl.constexpr = W.CODEC.STEP_BYTES
+    COUNT: gl.constexpr = B.AHEAD * B.SPAN  # steps
+    GROUP_BYTES: gl.constexpr = 64 if SCALES == "fp32" else 32
+    words_at = at[0][0]
+    scales_at = at[1][0]
+    words = ()
+    step = first * B.SPAN
+    for c in gl.static_range(COUNT):
+        if W.STEPS % B.SPAN == 0:
+            words = words + (load_step(words_at + step * STEP_BYTES, c * STEP_BYTES, W),)
+        else:  # past the end, where x is zero, the last step again
+            own = gl.minimum(step + c, W.STEPS - 1)
+            words = words + (load_step(words_at + own * STEP_BYTES, 0, W),)
+    raw = ()
+    for i in gl.static_range(COUNT * STEP_K // B.GROUP):
+        if COUNT * STEP_K % W.G == 0 and W.K % (COUNT * STEP_K) == 0:
+            here = scales_at + step * STEP_K // W.G * GROUP_BYTES
+            raw = raw + (raw_scales(here, i * B.GROUP // W.G * GROUP_BYTES, SCALES),)
+        else:
+            group = gl.minimum((step * STEP_K + i * B.GROUP) // W.G, W.GROUPS - 1)
+            raw = raw + (raw_scales(scales_at + group * GROUP_BYTES, 0, SCALES),)
+    return words, raw
+
+
+@gluon.jit
+def codes_address(buffer, row, lane, B: gl.constexpr):
+    """Address of what a lane loads of the first 64 k: of eight tokens, or always of one row."""
+    if B.TOKENS > 1:
+        row = lane % 8
+    return buffer + row * B.ROW + lane // 8 * 16
+
+
+@gluon.jit
+def scales_address(buffer, row, lane, B: gl.constexpr):
+    """Address of the first scale of a lane's tokens, 2 * t and 2 * t + 1, or of one row."""
+    if B.TOKENS > 1:
+        at = lane % 4 * 8
+    else:
+        at = row * (B.GROUPS * 4)
+    return buffer + B.SCALES + at
+
+
+@gluon.jit
+def multiply_tile(
+    loaded, at, next_at, x, zero, zero_f32, NB: gl.constexpr, NEXT: gl.constexpr, B: gl.constexpr
+):  # fmt: skip
+    """Results of a tile for NB times 8 tokens, and what has been loaded of the next tile.
+
+    loaded: `load_spans` from the tile's first span on.
+    x: `codes_address` and `scales_address`.
+    NEXT: whether there is a next tile.
+
+    Returns for every 8 tokens four: rows g of tokens 2 * t and 2 * t + 1, and rows g + 8 of both.
+    """
+    CHUNKS: gl.constexpr = B.SPANS // B.AHEAD
+    CODES: gl.constexpr = B.WIDTH // CHUNKS
+    SCALES: gl.constexpr = B.GROUPS // CHUNKS * B.TOKENS * 4
+    codes_at, scales_at = x
+    acc = ()
+    for _i in gl.static_range(NB):
+        acc = acc + ((zero_f32, zero_f32, zero_f32, zero_f32),)
+    if CHUNKS > 1:
+        for chunk in range(0, CHUNKS - 1):
+            following = load_spans(at, (chunk + 1) * B.AHEAD, B)
+            acc = _multiply_spans(
+                acc, loaded, codes_at + chunk * CODES, scales_at + chunk * SCALES, zero, NB, B
+            )
+            loaded = following
+    last = loaded
+    if NEXT:
+        loaded = load_spans(next_at, zero, B)
+    acc = _multiply_spans(
+        acc, last, codes_at + (CHUNKS - 1) * CODES, scales_at + (CHUNKS - 1) * SCALES, zero, NB, B
+    )
+    return acc, loaded
+
+
+@gluon.jit
+def _multiply_spans(
+    acc, loaded, codes_at, scales_at, zero, NB: gl.constexpr, B: gl.constexpr
+):  # fmt: skip
+    AHEAD: gl.constexpr = B.AHEAD
+    for c in gl.static_range(AHEAD):
+        acc = _multiply_span(acc, loaded, codes_at, scales_at, zero, c, NB, B)
+    return acc
+
+
+@gluon.jit
+def _multiply_span(
+    acc, loaded, codes_at, scales_at, zero, c: gl.constexpr, NB: gl.constexpr, B: gl.constexpr
+):  # fmt: skip
+    """Add the groups of one span, the c-th of those that are loaded."""
+    words, raw = loaded
+    CODEC: gl.constexpr = B.W.CODEC  # Triton 3.6 takes no record from a record as an argument
+    SCALES: gl.constexpr = B.W.SCALES
+    Q: gl.constexpr = B.W.CODEC.PRODUCTS
+    SPAN: gl.constexpr = B.SPAN
+    TOKENS: gl.constexpr = B.TOKENS
+    PRODUCTS: gl.constexpr = B.SPAN * Q
+    EACH: gl.constexpr = B.GROUP // 32  # products of a group
+    GROUPS: gl.constexpr = PRODUCTS // EACH
+    codes = ()
+    for n in gl.static_range(PRODUCTS):
+        codes = codes + (product_codes(words[c * SPAN + n // Q], n % Q, CODEC),)
+    factors = ()
+    for group in gl.static_range(GROUPS):
+        low, high = unpacked_scales(raw[c * GROUPS + group], SCALES)
+        factors = factors + ((low * B.W.CODEC.FACTOR, high * B.W.CODEC.FACTOR),)
+    sums = zero
+    if SCALES != "fp32":
+        sums = zero + BIAS_BITS
+    new = ()
+    for nb in gl.static_range(NB):
+        b = ()
+        for pair in gl.static_range(PRODUCTS // 2):
+            b = b + load_matrices(codes_at, nb * 8 * B.ROW + (c * PRODUCTS + 2 * pair) * 32)
+        y = acc[nb]
+        for group in gl.static_range(GROUPS):
+            d = (sums, sums, sums, sums)
+            for n in gl.static_range(group * EACH, (group + 1) * EACH):
+                a = codes[n]
+                d = integer_mma(d, a[0], a[1], a[2], a[3], b[2 * n], b[2 * n + 1])
+            s = _token_scales(scales_at, ((c * GROUPS + group) * TOKENS + nb * 8) * 4, TOKENS)
+            y = _chained(y, d, factors[group], s, SCALES)
+        new = new + (y,)
+    return new
+
+
+@gluon.jit
+def _token_scales(address, OFFSET: gl.constexpr, TOKENS: gl.constexpr):
+    """Scales of a lane's two tokens in a group."""
+    if TOKENS > 1:
+        pair = load_shared8(address, OFFSET)
+        first = as_float(pair[0])
+        second = as_float(pair[1])
+    else:
+        first = load_shared4(address, OFFSET)
+        second = first
+    return first, second
+
+
+@gluon.jit
+def _chained(y, d, factors, s, SCALES: gl.constexpr):
+    """Four results with one more group: `fma(fp32(isum * s_w), s_x, y)`."""
+    out = ()
+    for i in gl.static_range(4):
+        if SCALES == "fp32":
+            term = d[i].to(gl.float32) * factors[i // 2]
+        else:
+            term = gl.fma(as_float(d[i]), factors[i // 2], factors[i // 2] * -BIAS)
+        out = out + (gl.fma(term, s[i % 2], y[i]),)
+    return out
+
+
+@gluon.jit
+def silu_times(gate, up):
+    """The SwiGLU of two results, as every kernel makes it."""
+    return gate * up / (1.0 + gl.exp(-gate))

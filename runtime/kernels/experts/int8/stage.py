@@ -1,0 +1,143 @@
+"""Device functions that put tokens in eight bits into shared memory, as `Int8Rows` has them.
+
+Rows are rounded here (`codes_of`), or copied from what `quantize` has left in global memory: codes,
+scales and factors have the same bits.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from lowbit.runtime.kernels.linear.norm import add_squares, chunk_gains, diagonal, times_gains
+from lowbit.runtime.kernels.linear.program import SQUARES_BYTES, STEP_K, turns_of
+from lowbit.runtime.kernels.linear.quantize import codes_of
+from lowbit.runtime.kernels.ptx.memory import (
+    barrier,
+    commit_copies,
+    copy4,
+    copy16,
+    load16,
+    load_shared4,
+    store_shared4,
+    wait_copies,
+)
+from lowbit.runtime.kernels.ptx.mma import as_float, as_word, words_where
+
+AT_ONCE = gl.constexpr(4)  # blocks of a warp that are on their way
+
+
+@gluon.jit
+def load_token_gains(gain_ptr, warp, lane, WARPS: gl.constexpr, B: gl.constexpr):
+    """Gains of the chunks that `round_token` gives this thread, as stored."""
+    gains = ()
+    for turn in gl.static_range(turns_of(B.BLOCKS, WARPS)):
+        chunk = gl.minimum((turn * WARPS + warp) * 32 + lane, B.K // 8 - 1).to(gl.int64)
+        gains = gains + (chunk_gains(gain_ptr, chunk),)
+    return gains
+
+
+@gluon.jit
+def round_token(
+    x, gains, buffer, squares_at, warp, lane, zero_f32, WARPS: gl.constexpr, B: gl.constexpr
+):  # fmt: skip
+    """Round a token times its gains, and leave its sums of squares.
+
+    x: address of the token. squares_at: of `total_of`.
+    """
+    SUBBYTE: gl.constexpr = B.W.CODEC.SUBBYTE
+    TURNS: gl.constexpr = turns_of(B.BLOCKS, WARPS)
+    loaded = ()
+    for turn in gl.static_range(TURNS):
+        chunk = gl.minimum((turn * WARPS + warp) * 32 + lane, B.K // 8 - 1)
+        loaded = loaded + (load16(x + chunk.to(gl.int64) * 16),)
+    for turn in gl.static_range(TURNS):
+        block = turn * WARPS + warp
+        chunk = block * 32 + lane
+        w = words_where(chunk < B.K // 8, loaded[turn])
+        own, there = diagonal(add_squares((zero_f32, zero_f32, zero_f32, zero_f32), w), lane)
+        at = squares_at + block * SQUARES_BYTES + lane // 4 * 4
+        store_shared4(at, own, there & (block < B.BLOCKS))
+        codes, scale = codes_of(
+            times_gains(w, gains[turn]), zero_f32, lane, False, SUBBYTE, B.GROUP
+        )
+        _store_chunk(buffer, codes, scale, warp * 0, chunk, B)
+
+
+@gluon.jit
+def round_rows(
+    x, rows, buffer, warp, lane, zero_f32, WARPS: gl.constexpr, B: gl.constexpr
+):  # fmt: skip
+    """Round rows [rows, K] of BF16 that lie side by side; the last again for those beyond.
+
+    x: address of the first.
+    """
+    SUBBYTE: gl.constexpr = B.W.CODEC.SUBBYTE
+    TURNS: gl.constexpr = turns_of(B.ROWS * B.BLOCKS, WARPS)
+    for first in gl.static_range(0, TURNS, AT_ONCE):
+        loaded = ()
+        for turn in gl.static_range(first, min(first + AT_ONCE, TURNS)):
+            unit = turn * WARPS + warp
+            row = gl.minimum(unit // B.BLOCKS, rows - 1)
+            chunk = gl.minimum(unit % B.BLOCKS * 32 + lane, B.K // 8 - 1)
+            loaded = loaded + (load16(x + (row * (B.K // 8) + chunk).to(gl.int64) * 16),)
+        for turn in gl.static_range(first, min(first + AT_ONCE, TURNS)):
+            unit = turn * WARPS + warp
+            chunk = unit % B.BLOCKS * 32 + lane
+            w = words_where(chunk < B.K // 8, loaded[turn - first])
+            codes, scale = codes_of(w, zero_f32, lane, False, SUBBYTE, B.GROUP)
+            _store_chunk(buffer, codes, scale, unit // B.BLOCKS, chunk, B)
+
+
+@gluon.jit
+def _store_chunk(buffer, codes, scale, row, chunk, B: gl.constexpr):
+    """Store eight codes of a row, and the scale of a group that they begin."""
+    inside = (chunk < B.WIDTH // 8) & (row < B.ROWS)
+    at = buffer + row * B.ROW + chunk // 4 * 32 + chunk % 4 * 4
+    store_shared4(at, as_float(codes[0]), inside)
+    store_shared4(at + 16, as_float(codes[1]), inside)
+    group = chunk // (B.GROUP // 8)
+    if B.TOKENS > 1:
+        place = group * B.TOKENS + row
+    else:
+        place = row * B.GROUPS + group
+    store_shared4(
+        buffer + B.SCALES + place * 4, scale, inside & (chunk % (B.GROUP // 8) == 0)
+    )  # fmt: skip
+
+
+@gluon.jit
+def copy_rows(
+    given_ptr, given_blocks, numbers_at, rows, buffer, thread, zero, WARPS: gl.constexpr,
+    B: gl.constexpr, X: gl.constexpr,
+):  # fmt: skip
+    """Copy some rows of what `quantize` has left in blocks of 8 tokens, and wait for them.
+
+    given_blocks: of 8 tokens. numbers_at: address in shared memory of the number of each row.
+    X: places of the rows in global memory.
+    """
+    THREADS: gl.constexpr = WARPS * 32
+    CHUNKS: gl.constexpr = X.STEPS * (STEP_K // 16)  # of 16 bytes
+    EACH: gl.constexpr = STEP_K // B.GROUP  # groups of a step
+    LAST: gl.constexpr = X.STEPS * EACH - 1
+    GROUPS: gl.constexpr = B.GROUPS
+    given = given_ptr.to(gl.int64, bitcast=True) + zero.to(gl.int64)
+    for turn in range(0, (rows * CHUNKS + (THREADS - 1)) // THREADS):
+        n = gl.minimum(turn * THREADS + thread, rows * CHUNKS - 1)
+        row = n // CHUNKS
+        chunk = n % CHUNKS
+        number = as_word(load_shared4(numbers_at + row * 4))
+        block = (chunk // 8 * given_blocks + number // 8).to(gl.int64)
+        part = number % 8 * STEP_K + (chunk ^ number) % 8 * 16
+        copy16(buffer + row * B.ROW + chunk * 16, given + block * X.SIZE + part)
+    for turn in range(0, (rows * GROUPS + (THREADS - 1)) // THREADS):
+        n = gl.minimum(turn * THREADS + thread, rows * GROUPS - 1)
+        row = n // GROUPS
+        group = gl.minimum(n % GROUPS, LAST)  # past the end the last one again
+        number = as_word(load_shared4(numbers_at + row * 4))
+        block = (group // EACH * given_blocks + number // 8).to(gl.int64)
+        part = X.SCALES + (group % EACH * 8 + number % 8) * 4
+        copy4(
+            buffer + B.SCALES + (n % GROUPS * B.TOKENS + row) * 4, given + block * X.SIZE + part
+        )  # fmt: skip
+    commit_copies()
+    wait_copies(0)
+    barrier()
