@@ -9,13 +9,13 @@ from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.experts.down import experts_down, experts_down_bytes
 from lowbit.runtime.kernels.experts.gate_up import experts_gate_up, experts_gate_up_bytes
 from lowbit.runtime.kernels.experts.gemm import experts_gemm
-from lowbit.runtime.kernels.experts.int8.grouped import experts_grouped_int8
+from lowbit.runtime.kernels.experts.int8.grouped import block_rows, experts_grouped_int8
 from lowbit.runtime.kernels.experts.int8.lone import down_int8, gate_up_int8
 from lowbit.runtime.kernels.experts.route import experts_route
 from lowbit.runtime.kernels.experts.tiled import stacked
 from lowbit.runtime.kernels.experts.together import experts_together, together_bytes
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED, card_of
-from lowbit.runtime.kernels.launch.experts import experts_way, int8_block_rows
+from lowbit.runtime.kernels.launch.experts import experts_way
 from lowbit.runtime.kernels.linear.dense import dense_gemv
 from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.kernels.rows import rms_norm
@@ -77,9 +77,7 @@ def _mixture_int8(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[Gp
     routes = None if len(x) == 1 else experts_route(scores, experts)
     rows = 0
     if routes and len(x) > EXPERTS_APART:
-        columns = max(stacked(experts.gate_up).K, stacked(experts.down).K)
-        pairs, limit = routes.numbers.numel(), card_of(x).shared_bytes
-        rows = int8_block_rows(pairs, len(experts.gate_up), columns, limit)
+        rows = block_rows(routes.numbers.numel(), experts, card_of(x).shared_bytes)
     if routes and rows:
         return experts_grouped_int8(x, norm, eps, routes, experts, rows)
     act = gate_up_int8(x, norm, eps, scores, routes, experts)

@@ -148,21 +148,13 @@ INT8_LOOPS = (1, 2, 4, 6, 8)  # eights of tokens of the loops
 LEAST_LOOPS = {64: 2}  # the shortest of them by the tokens of a block, where it is not one
 
 
-def int8_block_rows(pairs: int, experts: int, columns: int, limit: int) -> int:
-    """Tokens for which a program reads an expert once: twice the mean, or as many as have room.
+def int8_block_rows(pairs: int, experts: int) -> int:
+    """Tokens for which a program reads an expert once, where they have room: twice the mean.
 
     Args:
         pairs: of token and expert.
-        columns: most of a token.
-        limit: bytes of shared memory of a program.
-
-    Returns:
-        8 times a power of two; 0 where no 8 tokens have room.
     """
-    rows = min(INT8_ROWS, max(8, power_of_two(2 * pairs // experts)))
-    while rows * (columns + columns // 8 + 512) > limit:
-        rows = rows // 2 if rows > 8 else 0
-    return rows
+    return min(INT8_ROWS, max(8, power_of_two(2 * pairs // experts)))
 
 
 def int8_loops(rows: int) -> tuple[int, ...]:

@@ -18,12 +18,11 @@ from lowbit.formats.activations import (
 )
 from lowbit.formats.layout.packing import pack
 from lowbit.runtime.backends import cuda, cuda_experts
-from lowbit.runtime.kernels.experts.int8.grouped import experts_grouped_int8
+from lowbit.runtime.kernels.experts.int8.grouped import block_rows, experts_grouped_int8
 from lowbit.runtime.kernels.experts.int8.lists import lists_of
 from lowbit.runtime.kernels.experts.int8.lone import down_int8, gate_up_int8
 from lowbit.runtime.kernels.experts.route import experts_route
 from lowbit.runtime.kernels.experts.tiled import stacked
-from lowbit.runtime.kernels.launch.experts import int8_block_rows
 from lowbit.runtime.kernels.linear.tiles import GpuLinear, TiledLinear, dequantized, tiled
 from lowbit.runtime.thresholds import EXPERTS_APART, EXPERTS_CHUNK
 from lowbit.runtime.weights.linear import ExpertWeights, PackedLinear
@@ -82,15 +81,20 @@ def one_expert(M: int, size: Size, device: str) -> Tensor:
     return scores
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["chosen by warps", "given"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@ALL
+CHAINS = [
+    *((size, torch.bfloat16, n % 2 == 0) for n, size in enumerate(SIZES)),
+    *((size, torch.float16, False) for size in SIZES[:2]),
+    *((size, torch.float32, True) for size in (*SIZES[:2], *SIZES[-1:])),
+    *(pytest.param(size, torch.bfloat16, False, marks=gpu) for size in REAL),
+    *(pytest.param(size, torch.float32, True, marks=gpu) for size in REAL[:2]),
+]
+
+
+@pytest.mark.parametrize(("size", "dtype", "given"), CHAINS, ids=str)
 def test_down_is_the_chain_in_order(
     size: Size, dtype: torch.dtype, given: bool, device: str, randn: Randn
 ) -> None:
     """To the last bit: the residual is zero, in FP32, and one expert has the whole share."""
-    if given and dtype != torch.bfloat16:
-        pytest.skip("the route does not meet scales")
     size, M = replace(size, chosen=1, shared=False), 2
     w = scaled(random_experts(size, device, "int8"), dtype)
     scores = one_expert(M, size, device)
@@ -117,14 +121,18 @@ def test_gate_up(size: Size, device: str, randn: Randn) -> None:
             assert bool((error <= expected.abs() * 1.01 * 2**-8 + 1e-30).all())
 
 
-@pytest.mark.parametrize("rows", [8, 16, 32, pytest.param(64, marks=gpu)])
-@ALL
+BLOCKS = [
+    *((size, 8) for size in SIZES),
+    *((size, rows) for size in SIZES[:2] for rows in (16, 32)),
+    *(pytest.param(size, rows, marks=gpu) for size in REAL for rows in (8, 16, 32, 64)),
+]
+
+
+@pytest.mark.parametrize(("size", "rows"), BLOCKS, ids=str)
 def test_blocks_give_a_token_the_bits_that_it_has_alone(
     size: Size, rows: int, device: str, randn: Randn
 ) -> None:
     """Blocks that are full and that are not, for tokens of which many have the same experts."""
-    if device == "cpu" and rows != 8 and size not in SMALL[:2]:
-        pytest.skip("the emulator takes long")
     M = 11 if device == "cpu" else 200
     w = scaled(random_experts(size, device, "int8"), torch.bfloat16)
     x, norm = randn(M, size.h), 1 + 0.2 * randn(size.h)
@@ -152,9 +160,9 @@ def test_rounding_alone_is_far_from_exact(size: Size, device: str, randn: Randn)
     assert 2e-3 < relative_error(act, acts(normed(x, norm), scores, w)) < 3e-2
 
 
-@pytest.mark.parametrize("M", [1, 13, 200])
-@pytest.mark.parametrize("rows", [8, 64])
-@pytest.mark.parametrize("experts", [3, 40])
+@pytest.mark.parametrize(
+    ("experts", "rows", "M"), [(3, 8, 50), (3, 64, 70), (40, 8, 1), (40, 8, 50)]
+)
 def test_lists(
     experts: int, rows: int, M: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,11 +198,10 @@ def test_nan_stays_in_its_token(device: str, randn: Randn) -> None:
 
 
 def test_blocks_have_room() -> None:
-    limit = 99 << 10
-    assert int8_block_rows(576, 257, 2048, limit) == 8  # 64 tokens of the 35B
-    assert int8_block_rows(9216, 257, 2048, limit) == 32
-    assert int8_block_rows(9216, 257, 2048, 227 << 10) == 64
-    assert int8_block_rows(9216, 257, 12288, limit) == 0
+    wide = random_experts(Size(8, 12800, 32, 2, 2, True, 32), "cpu", "int8")
+    narrow = random_experts(Size(4, 64, 32, 40, 2, True, 32), "cpu", "int8")
+    assert [block_rows(pairs, narrow, 99 << 10) for pairs in (64, 300, 9216)] == [8, 16, 64]
+    assert [block_rows(9216, wide, kilobytes << 10) for kilobytes in (99, 163, 227)] == [0, 8, 16]
 
 
 def test_the_mode_decides(device: str, randn: Randn, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,11 +36,12 @@ from lowbit.runtime.kernels.experts.int8.multiply import (
 )
 from lowbit.runtime.kernels.experts.int8.stage import copy_rows, round_rows
 from lowbit.runtime.kernels.experts.route import Routes
-from lowbit.runtime.kernels.experts.tiled import TiledExperts, stacked
+from lowbit.runtime.kernels.experts.tiled import stacked
 from lowbit.runtime.kernels.experts.weigh import weighed
 from lowbit.runtime.kernels.launch.device import programmatic_launch, register_cap, run
 from lowbit.runtime.kernels.launch.experts import (
     Int8Launch,
+    int8_block_rows,
     int8_grouped_launches,
     int8_loops,
 )
@@ -52,6 +53,7 @@ from lowbit.runtime.kernels.ptx.memory import (
     barrier,
     commit_copies,
     copy4,
+    large_size,
     load_shared4,
     recomputed,
     shared_memory,
@@ -253,6 +255,20 @@ def _down(
                     gl.store(to + half * 8, acc[nb][2 * half + e], mask=stored)
 
 
+def block_rows(pairs: int, experts: ExpertWeights[GpuLinear], limit: int) -> int:
+    """Tokens of a block, 8 times a power of two; 0 where no 8 of them have room.
+
+    Args:
+        pairs: of token and expert.
+        limit: bytes of shared memory of a program.
+    """
+    both = stacked(experts.gate_up).constants, stacked(experts.down).constants
+    rows = int8_block_rows(pairs, len(experts.gate_up))
+    while rows and max(_bytes(W, rows) for W in both) > limit:
+        rows = rows // 2 if rows > 8 else 0
+    return rows
+
+
 def experts_grouped_int8(
     x: Tensor,
     norm: Tensor,
@@ -268,7 +284,7 @@ def experts_grouped_int8(
         norm: [h] gain of the RMS norm.
         routes: of `experts_route`.
         experts: of `gathered`.
-        rows: of a block, 8 times a power of two; see `int8_block_rows`.
+        rows: of a block; see `block_rows`.
 
     Returns:
         [M, h] in x's dtype; a token has the bits of `gate_up_int8` and `down_int8`.
@@ -279,7 +295,7 @@ def experts_grouped_int8(
     order, blocks = lists_of(routes.numbers, len(gate_up), rows)
     of_gate_up, of_down = int8_grouped_launches(rows)
     plan = _plan(gate_up.constants, of_gate_up, rows, True, pdl)
-    given = quantize(x, gate_up.bits, _places(gate_up), norm=norm, eps=eps)
+    given = quantize(x, gate_up.bits, _blocks(gate_up.constants), norm=norm, eps=eps)
     act = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
     run(
         _experts_gate_up_int8_grouped_kernel,
@@ -305,7 +321,7 @@ def experts_grouped_int8(
     run(
         _experts_down_int8_grouped_kernel,
         (-(-down.tiles // (of_down.warps * of_down.rounds)), len(blocks)),
-        quantize(act, down.bits, _places(down)) if copied else act,
+        quantize(act, down.bits, _blocks(down.constants)) if copied else act,
         order,
         blocks,
         down.words,
@@ -323,13 +339,14 @@ def experts_grouped_int8(
     return weighed(parts, routes.shares, x)
 
 
-def _places(w: TiledExperts) -> Blocks:
-    """Places of a linear's input in global memory."""
-    return _blocks(w.constants)
+def _bytes(W: Packed, rows: int) -> int:
+    """Shared memory of a program: tokens, and three words of each."""
+    return large_size(int8_rows(W, rows, rows, 1).END + 3 * rows * 4)
 
 
 @cache
 def _blocks(W: Packed) -> Blocks:
+    """Places of a linear's input in global memory."""
     return token_blocks(W.K, int8_rows(W, 8, 8, 1).GROUP, 8)
 
 
@@ -346,6 +363,6 @@ def _plan(W: Packed, launch: Int8Launch, rows: int, copied: bool, pdl: bool) -> 
         NUMBERS=numbers,
         PAIRS=pairs,
         FACTORS=factors,
-        SHARED=B.END + 3 * rows * 4,
+        SHARED=_bytes(W, rows),
         PDL=pdl,
     )
