@@ -126,14 +126,14 @@ class Int8Launch:
 
     warps: int = 4  # of a program; each takes a tile over the whole of K
     rounds: int = 1  # tiles of a warp, one after the other; of down for a lone token those of all
-    steps: int = 4  # of a tile that are on their way
+    kilobytes: int = 4  # of a tile's words that are on their way
     registers: int | None = 128  # of a thread at most
 
 
 def int8_gate_up_launch(tokens: int) -> Int8Launch:
     """The share of a program of `gate_up_int8`: of a lone token, or of one of several."""
     if tokens == 1:
-        return Int8Launch(steps=8, registers=232)
+        return Int8Launch(kilobytes=8, registers=232)
     return Int8Launch(rounds=4, registers=168)
 
 
@@ -167,5 +167,5 @@ def int8_grouped_launches(rows: int) -> tuple[Int8Launch, Int8Launch]:
     if rows <= 16:
         return Int8Launch(rounds=2), Int8Launch(rounds=8)
     if rows <= 32:
-        return Int8Launch(8, 4, steps=2), Int8Launch(8, 8, steps=2)
-    return Int8Launch(16, 2, steps=2), Int8Launch(8, 8, steps=2)
+        return Int8Launch(8, 4, kilobytes=2), Int8Launch(8, 8, kilobytes=2)
+    return Int8Launch(16, 2, kilobytes=2), Int8Launch(8, 8, kilobytes=2)

@@ -56,7 +56,7 @@ def codes_and_scales(w: TiledLinear) -> tuple[Tensor, Tensor]:
     """Codes [N, K] int8 and scales [N, K / G] float32."""
     codes = dequantized(replace(w, scales=torch.ones_like(w.scales))).to(torch.int8)
     ones, none = pack(torch.ones_like(codes), w.bits), w.scales.new_zeros(w.N, w.K // w.group_size)
-    words = tiled(PackedLinear(ones, none, w.bits, w.group_size), w.paired).words
+    words = tiled(PackedLinear(ones, none, w.bits, w.group_size), w.paired, w.activations).words
     return codes, dequantized(replace(w, words=words))[:, :: w.group_size]
 
 

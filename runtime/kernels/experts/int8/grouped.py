@@ -29,7 +29,7 @@ from lowbit.runtime.kernels.experts.int8.multiply import (
     Int8Rows,
     codes_address,
     int8_rows,
-    load_spans,
+    load_steps_of,
     multiply_tile,
     scales_address,
     silu_times,
@@ -130,7 +130,7 @@ def _experts_gate_up_int8_grouped_kernel(
 def _first_tile(weights, tiles, warp, lane, zero, PLAN: gl.constexpr):
     """Addresses of a warp's first tile, and what has been loaded of it."""
     at = _tile_at(weights, tiles, gl.program_id(0) * _share(PLAN) + warp, lane, zero, PLAN)
-    return at, load_spans(at, zero, PLAN.B)
+    return at, load_steps_of(at, zero, PLAN.B)
 
 
 @gluon.constexpr_function
@@ -352,10 +352,10 @@ def _blocks(W: Packed) -> Blocks:
 
 @cache
 def _plan(W: Packed, launch: Int8Launch, rows: int, copied: bool, pdl: bool) -> Int8Grouped:
-    B = int8_rows(W, rows, rows, launch.steps)
+    B = int8_rows(W, rows, rows, launch.kilobytes)
     numbers, pairs, factors = (B.END + i * rows * 4 for i in range(3))
     return Int8Grouped(
-        W,
+        B.W,
         B,
         X=_blocks(W) if copied else None,
         LAUNCH=launch,

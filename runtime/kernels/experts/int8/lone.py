@@ -27,7 +27,7 @@ from lowbit.runtime.kernels.experts.int8.multiply import (
     Int8Rows,
     codes_address,
     int8_rows,
-    load_spans,
+    load_steps_of,
     multiply_tile,
     scales_address,
     silu_times,
@@ -96,7 +96,7 @@ def _experts_gate_up_int8_kernel(
     own_tile = expert * tiles + first_tile
     end = (expert + 1) * tiles
     at = tile_addresses(words_ptr, scales_ptr, own_tile, end, zero, lane, 1, W)
-    loaded = load_spans(at, zero, B)
+    loaded = load_steps_of(at, zero, B)
     x = x_ptr.to(gl.int64, bitcast=True) + (token + zero).to(gl.int64) * (2 * B.K)
     round_token(x, gains, buffer, buffer + PLAN.SUMS, warp, lane, zero_f32, WARPS, B)
     barrier()
@@ -159,7 +159,7 @@ def _experts_down_int8_kernel(
             (expert + 1) * tiles, zero, lane, 1, W,
         )  # fmt: skip
         places = places + (at,)
-        loaded = loaded + (load_spans(at, zero, B),)
+        loaded = loaded + (load_steps_of(at, zero, B),)
     share = ()
     if numbers_ptr is not None:
         shares_at = shares_ptr.to(gl.int64, bitcast=True) + (token * SLOTS + zero).to(gl.int64) * 4
@@ -297,12 +297,12 @@ def down_int8(
 
 @cache
 def _gate_up_plan(choice: Choice, W: Packed, launch: Int8Launch, pdl: bool) -> Int8Plan:
-    B = int8_rows(W, 1, 1, launch.steps)
-    return Int8Plan(choice, W, B, launch, B.END, B.END + B.BLOCKS * SQUARES_BYTES.value, pdl)
+    B = int8_rows(W, 1, 1, launch.kilobytes)
+    return Int8Plan(choice, B.W, B, launch, B.END, B.END + B.BLOCKS * SQUARES_BYTES.value, pdl)
 
 
 @cache
 def _down_plan(choice: Choice, W: Packed, launch: Int8Launch, pdl: bool) -> Int8Plan:
-    B = int8_rows(W, choice.SLOTS, 1, launch.steps)
+    B = int8_rows(W, choice.SLOTS, 1, launch.kilobytes)
     sums = launch.rounds * choice.SLOTS * SUM_BYTES.value
-    return Int8Plan(choice, W, B, launch, B.END, B.END + sums, pdl)
+    return Int8Plan(choice, B.W, B, launch, B.END, B.END + sums, pdl)

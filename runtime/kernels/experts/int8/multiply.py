@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 
 from lowbit.formats.activations import activation_group
 from lowbit.runtime.kernels.linear.products import load_step, raw_scales
-from lowbit.runtime.kernels.linear.program import Packed, blocks_of
+from lowbit.runtime.kernels.linear.program import Packed, blocks_of, wide
 from lowbit.runtime.kernels.linear.unpack import product_codes
 from lowbit.runtime.kernels.ptx.memory import load_matrices, load_shared4, load_shared8
 from lowbit.runtime.kernels.ptx.mma import as_float, integer_mma, unpacked_scales
@@ -33,7 +33,7 @@ BIAS = gl.constexpr(12582912.0)  # 1.5 * 2^23
 class Int8Rows:
     """Places of tokens in shared memory, and a warp's way along K; made once."""
 
-    W: Packed  # weight of an expert
+    W: Packed  # weight of an expert, of `wide`: steps hold whole groups
     K: int  # elements of a token
     GROUP: int  # of them that share a scale
     GROUPS: int  # of a row, those past K included
@@ -44,30 +44,27 @@ class Int8Rows:
     SCALES: int  # bytes before the scales
     END: int  # bytes of all
     BLOCKS: int  # of 256 elements of a token, whose squares are summed
-    SPAN: int  # steps of the weight that hold whole groups
-    SPANS: int  # of a row
-    AHEAD: int  # spans whose words are on their way
+    AHEAD: int  # steps whose words are on their way, a divisor of those of a row
 
 
 @cache
-def int8_rows(W: Packed, rows: int, tokens: int, steps: int) -> Int8Rows:
-    """Places for so many tokens; steps: most of a tile whose words are on their way."""
-    group = activation_group(W.G, W.K)
-    span = max(1, group // W.CODEC.STEP_K)
-    spans = -(-W.STEPS // span)
-    ahead = max(n for n in range(1, spans + 1) if spans % n == 0 and (n == 1 or n * span <= steps))
-    width = spans * span * W.CODEC.STEP_K
+def int8_rows(W: Packed, rows: int, tokens: int, kilobytes: int) -> Int8Rows:
+    """Places for so many tokens; kilobytes: most of a tile that are on their way."""
+    W = wide(W)
+    group, loads = activation_group(W.G, W.K), 2 * kilobytes
+    divisors = (n for n in range(1, W.STEPS + 1) if W.STEPS % n == 0)
+    ahead = max(n for n in divisors if n == 1 or n * W.CODEC.LOADS <= loads)
+    width = W.STEPS * W.CODEC.STEP_K
     scales, groups = rows * (width + PAD), width // group
     end = scales + -(-rows * groups // 4) * 16
     return Int8Rows(
-        W, W.K, group, groups, rows, tokens, width + PAD, width, scales, end, blocks_of(W.K), span,
-        spans, ahead,
-    )  # fmt: skip
+        W, W.K, group, groups, rows, tokens, width + PAD, width, scales, end, blocks_of(W.K), ahead
+    )
 
 
 @gluon.jit
-def load_spans(at, first, B: gl.constexpr):
-    """Words and raw scales of a tile's next spans, from the one numbered `first` on.
+def load_steps_of(at, first, B: gl.constexpr):
+    """Words and raw scales of a tile's next steps, from the one numbered `first` on.
 
     at: of `tile_addresses`, of one tile from its first step on.
     """
@@ -75,25 +72,20 @@ def load_spans(at, first, B: gl.constexpr):
     SCALES: gl.constexpr = W.SCALES
     STEP_K: gl.constexpr = W.CODEC.STEP_K
     STEP_BYTES: gl.constexpr = W.CODEC.STEP_BYTES
-    COUNT: gl.constexpr = B.AHEAD * B.SPAN  # steps
+    AHEAD: gl.constexpr = B.AHEAD
     GROUP_BYTES: gl.constexpr = 64 if SCALES == "fp32" else 32
-    words_at = at[0][0]
+    words_at = at[0][0] + first * STEP_BYTES
     scales_at = at[1][0]
     words = ()
-    step = first * B.SPAN
-    for c in gl.static_range(COUNT):
-        if W.STEPS % B.SPAN == 0:
-            words = words + (load_step(words_at + step * STEP_BYTES, c * STEP_BYTES, W),)
-        else:  # past the end, where x is zero, the last step again
-            own = gl.minimum(step + c, W.STEPS - 1)
-            words = words + (load_step(words_at + own * STEP_BYTES, 0, W),)
+    for c in gl.static_range(AHEAD):
+        words = words + (load_step(words_at, c * STEP_BYTES, W),)
     raw = ()
-    for i in gl.static_range(COUNT * STEP_K // B.GROUP):
-        if COUNT * STEP_K % W.G == 0 and W.K % (COUNT * STEP_K) == 0:
-            here = scales_at + step * STEP_K // W.G * GROUP_BYTES
+    for i in gl.static_range(AHEAD * STEP_K // B.GROUP):
+        if AHEAD * STEP_K % W.G == 0 and W.K % (AHEAD * STEP_K) == 0:
+            here = scales_at + first * STEP_K // W.G * GROUP_BYTES
             raw = raw + (raw_scales(here, i * B.GROUP // W.G * GROUP_BYTES, SCALES),)
         else:
-            group = gl.minimum((step * STEP_K + i * B.GROUP) // W.G, W.GROUPS - 1)
+            group = gl.minimum((first * STEP_K + i * B.GROUP) // W.G, W.GROUPS - 1)
             raw = raw + (raw_scales(scales_at + group * GROUP_BYTES, 0, SCALES),)
     return words, raw
 
@@ -122,13 +114,13 @@ def multiply_tile(
 ):  # fmt: skip
     """Results of a tile for NB times 8 tokens, and what has been loaded of the next tile.
 
-    loaded: `load_spans` from the tile's first span on.
+    loaded: `load_steps_of` from the tile's first step on.
     x: `codes_address` and `scales_address`.
     NEXT: whether there is a next tile.
 
     Returns for every 8 tokens four: rows g of tokens 2 * t and 2 * t + 1, and rows g + 8 of both.
     """
-    CHUNKS: gl.constexpr = B.SPANS // B.AHEAD
+    CHUNKS: gl.constexpr = B.W.STEPS // B.AHEAD
     CODES: gl.constexpr = B.WIDTH // CHUNKS
     SCALES: gl.constexpr = B.GROUPS // CHUNKS * B.TOKENS * 4
     codes_at, scales_at = x
@@ -137,47 +129,45 @@ def multiply_tile(
         acc = acc + ((zero_f32, zero_f32, zero_f32, zero_f32),)
     if CHUNKS > 1:
         for chunk in range(0, CHUNKS - 1):
-            following = load_spans(at, (chunk + 1) * B.AHEAD, B)
-            acc = _multiply_spans(
+            following = load_steps_of(at, (chunk + 1) * B.AHEAD, B)
+            acc = _multiply_steps(
                 acc, loaded, codes_at + chunk * CODES, scales_at + chunk * SCALES, zero, NB, B
             )
             loaded = following
     last = loaded
     if NEXT:
-        loaded = load_spans(next_at, zero, B)
-    acc = _multiply_spans(
+        loaded = load_steps_of(next_at, zero, B)
+    acc = _multiply_steps(
         acc, last, codes_at + (CHUNKS - 1) * CODES, scales_at + (CHUNKS - 1) * SCALES, zero, NB, B
     )
     return acc, loaded
 
 
 @gluon.jit
-def _multiply_spans(
+def _multiply_steps(
     acc, loaded, codes_at, scales_at, zero, NB: gl.constexpr, B: gl.constexpr
 ):  # fmt: skip
     AHEAD: gl.constexpr = B.AHEAD
     for c in gl.static_range(AHEAD):
-        acc = _multiply_span(acc, loaded, codes_at, scales_at, zero, c, NB, B)
+        acc = _multiply_step(acc, loaded, codes_at, scales_at, zero, c, NB, B)
     return acc
 
 
 @gluon.jit
-def _multiply_span(
+def _multiply_step(
     acc, loaded, codes_at, scales_at, zero, c: gl.constexpr, NB: gl.constexpr, B: gl.constexpr
 ):  # fmt: skip
-    """Add the groups of one span, the c-th of those that are loaded."""
+    """Add the groups of one step, the c-th of those that are loaded."""
     words, raw = loaded
     CODEC: gl.constexpr = B.W.CODEC  # Triton 3.6 takes no record from a record as an argument
     SCALES: gl.constexpr = B.W.SCALES
-    Q: gl.constexpr = B.W.CODEC.PRODUCTS
-    SPAN: gl.constexpr = B.SPAN
     TOKENS: gl.constexpr = B.TOKENS
-    PRODUCTS: gl.constexpr = B.SPAN * Q
+    PRODUCTS: gl.constexpr = B.W.CODEC.PRODUCTS
     EACH: gl.constexpr = B.GROUP // 32  # products of a group
     GROUPS: gl.constexpr = PRODUCTS // EACH
     codes = ()
     for n in gl.static_range(PRODUCTS):
-        codes = codes + (product_codes(words[c * SPAN + n // Q], n % Q, CODEC),)
+        codes = codes + (product_codes(words[c], n, CODEC),)
     factors = ()
     for group in gl.static_range(GROUPS):
         low, high = unpacked_scales(raw[c * GROUPS + group], SCALES)
