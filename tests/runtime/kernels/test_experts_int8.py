@@ -169,7 +169,8 @@ def test_lists(
     """Every pair is in one block, with pairs of its expert; all blocks but its last are full."""
     monkeypatch.setattr(f"{lists_of.__module__}.MOST_PAIRS", 64)
     numbers = torch.stack([torch.randperm(experts)[:3] for _ in range(M)]).int()
-    order, blocks = (made.tolist() for made in lists_of(numbers.to(device), experts, rows))
+    words = torch.zeros(experts, 4096, dtype=torch.int32, device=device)
+    order, blocks = (made.tolist() for made in lists_of(numbers.to(device), words, rows))
     flat = numbers.flatten()
     assert order == flat.sort(stable=True).indices.tolist()
     expected, place = [], 0

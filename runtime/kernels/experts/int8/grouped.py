@@ -195,9 +195,8 @@ def _experts_down_int8_grouped_kernel(
     WARPS: gl.constexpr = PLAN.LAUNCH.warps
     warp, lane, zero, zero_f32 = threads(WARPS)
     buffer = shared_memory(PLAN.SHARED, WARPS, tiles < 0) + zero
-    if PLAN.PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    # A kernel before gate and up has left the blocks: where this one runs, all programs of gate and
+    # up have waited for it.
     block = blocks_ptr + gl.program_id(1) * 3
     first = gl.load(block + 1)
     end = gl.load(block + 2)
@@ -209,6 +208,9 @@ def _experts_down_int8_grouped_kernel(
         place = gl.minimum(first + row, end - 1)
         pair = gl.load(order_ptr + place)
         store_shared4(buffer + PLAN.PAIRS + row * 4, as_float(pair), thread < B.ROWS)
+        if PLAN.PDL:
+            gdc_wait()
+            gdc_launch_dependents()
         if X is None:
             rows = act_ptr.to(gl.int64, bitcast=True) + (first + zero).to(gl.int64) * (2 * B.K)
             round_rows(rows, end - first, buffer, warp, lane, zero_f32, WARPS, B)
@@ -292,7 +294,7 @@ def experts_grouped_int8(
     gate_up, down = stacked(experts.gate_up), stacked(experts.down)
     (M, h), inner, slots = x.shape, gate_up.N // 2, routes.numbers.shape[1]
     pairs, pdl = M * slots, programmatic_launch(x)
-    order, blocks = lists_of(routes.numbers, len(gate_up), rows)
+    order, blocks = lists_of(routes.numbers, gate_up.words, rows)
     of_gate_up, of_down = int8_grouped_launches(rows)
     plan = _plan(gate_up.constants, of_gate_up, rows, True, pdl)
     given = quantize(x, gate_up.bits, _blocks(gate_up.constants), norm=norm, eps=eps)
