@@ -29,6 +29,7 @@ from lowbit.runtime.kernels.launch.device import card_of
 from lowbit.runtime.kernels.launch.tuned import Launches
 from lowbit.runtime.kernels.linear.dense import dense_gemm, dense_gemv
 from lowbit.runtime.kernels.linear.gemm import gemm
+from lowbit.runtime.kernels.linear.gemm_int8 import gemm_int8
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_and_rows
 from lowbit.runtime.kernels.linear.tiles import GpuLinear, TiledLinear, tiled
 from lowbit.runtime.kernels.linear.widen import widened_gemm
@@ -138,6 +139,8 @@ def product(
     if isinstance(w, TiledLinear):
         if way in ("gemv", "wgmma"):
             return gemv(x, w, variant, norm, squares, eps, added, dtype)
+        if way == "int8":
+            return gemm_int8(x, w, variant.int8, norm=norm, squares=squares, eps=eps, added=added)
         if way == "gemm":
             return gemm(x, w, norm=norm, eps=eps, added=added)
         return widened_gemm(x if norm is None else rms_norm(x, norm, eps), w, added, dtype)

@@ -4,9 +4,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
+from lowbit.formats.activations import activation_group
 from lowbit.runtime.kernels.codec import CODECS, WIDE_CODECS
 from lowbit.runtime.kernels.launch.card import Card
 from lowbit.runtime.kernels.launch.device import power_of_two
+from lowbit.runtime.kernels.launch.int8 import STEP_K, Int8Launch, int8_launch
 from lowbit.runtime.kernels.launch.linear import (
     MOST_AHEAD,
     GemvLaunch,
@@ -28,6 +30,7 @@ from lowbit.runtime.thresholds import (
 from lowbit.runtime.weights.linear import DenseLinear
 
 Size = tuple[int, int, int, bool]  # bits, tiles, steps, paired
+WGMMA_BITS = (4, 8)  # of codes that `gemm_int8` multiplies
 INT8_REGISTERS = 96  # of a thread at least where x has eight bits; with fewer it spills
 GEMM_K = 128  # columns of a step of `gemm`, which takes no weight of one step
 
@@ -36,14 +39,23 @@ GEMM_K = 128  # columns of a step of `gemm`, which takes no weight of one step
 class Variant:
     """A way to multiply tokens by a weight."""
 
-    # kernel: `gemv` and `wgmma` multiply packed codes, `gemm` widens them in registers, `widened`
-    # in memory, for cuBLAS; `rows` and `cublas` multiply dense rows
-    way: Literal["gemv", "wgmma", "gemm", "widened", "rows", "cublas"]
+    # kernel: `gemv` and `wgmma` multiply packed codes, `int8` too, by x in eight bits; `gemm`
+    # widens them in registers, `widened` in memory, for cuBLAS; `rows` and `cublas` multiply dense
+    # rows
+    way: Literal["gemv", "wgmma", "gemm", "int8", "widened", "rows", "cublas"]
     most: int  # tokens of a launch, of which more tokens take several
     room: int = 0  # power of two of tokens that the launch of a packed weight has room for
-    launch: GemvLaunch | WgmmaLaunch | None = None  # share of a program of `gemv` or `wgmma`
+    # share of a program of `gemv`, `wgmma` or `int8`
+    launch: GemvLaunch | WgmmaLaunch | Int8Launch | None = None
     parts: int = 1  # into which these divide K
     staged: bool = False  # programs of `gemv` turn x into digits; else a kernel before does
+
+    @property
+    def int8(self) -> Int8Launch:
+        """The launch of `gemm_int8`."""
+        if not isinstance(self.launch, Int8Launch):
+            raise TypeError(f"{self.way} has no launch of a product in eight bits")
+        return self.launch
 
     @property
     def gemv(self) -> GemvLaunch:
@@ -71,7 +83,8 @@ def choose(
     if isinstance(w, DenseLinear):
         return Variant("rows" if tokens <= DENSE_TOKENS else "cublas", DENSE_TOKENS)
     if w.activations == "int8":
-        return int8_variant(w.constants, w.size, w.tuned, card, tokens, normed)
+        whole = w.N % TILE == 0
+        return int8_variant(w.constants, w.size, whole, w.tuned, card, tokens, normed)
     asked = tokens, normed, logits, beside
     return packed_variant(w.constants, w.size, w.N % TILE == 0, w.tuned, card, asked)
 
@@ -115,10 +128,18 @@ def packed_variant(
 
 @cache
 def int8_variant(
-    W: Packed, size: Size, tuned: Tuned, card: Card, tokens: int, normed: bool
+    W: Packed, size: Size, whole: bool, tuned: Tuned, card: Card, tokens: int, normed: bool
 ) -> Variant:
-    """See `choose`: of a weight whose inputs are rounded to eight bits."""
+    """See `packed_variant`: of a weight whose inputs are rounded to eight bits."""
     bits, tiles, steps, paired = size
+    if tokens > INT8_GEMV_TOKENS and card.is_hopper and whole and bits in WGMMA_BITS:
+        group = activation_group(W.G, W.K)
+        own = int8_launch(
+            bits, tiles * TILE, -(-W.K // STEP_K), group, W.SCALES == "fp32", tokens,
+            card.multiprocessors,
+        )  # fmt: skip
+        if own is not None:
+            return Variant("int8", tokens, launch=own)
     room = power_of_two(min(tokens, INT8_GEMV_TOKENS))
     while True:
         measured = gemv_launch(bits, tiles, steps, room, paired, tuned, card.multiprocessors)

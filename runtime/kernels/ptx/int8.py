@@ -1,0 +1,282 @@
+"""Device functions for Hopper: packed codes by x in eight bits, for a warpgroup.
+
+Values are those of `mma`: what each lane of a warp holds. Codes are the A operand, in registers;
+the tokens' q is B, in shared memory, as `linear.quantize` leaves it. An integer sum of a group
+leaves the tensor core as a float by one conversion, meets the weight's scale in one product and the
+token's in one FMA, group after group in order of k.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from lowbit.runtime.kernels.ptx.mma import inline
+
+
+@gluon.constexpr_function
+def _words_of(bits):
+    """A lane's words of 128 k."""
+    return 2 * bits
+
+
+@gluon.constexpr_function
+def _scale_words(kind, groups):
+    """A lane's words of the scales of 128 k, of both rows."""
+    return groups * (2 if kind == "fp32" else 1)
+
+
+@gluon.constexpr_function
+def _unpacked(bits, words, name):
+    """PTX and names of four A operands of 32 k."""
+    lines = []
+    if bits == 4:
+        for q in range(4):
+            for half in range(2):
+                word, low = words[4 * half + q], f"{name}{4 * q + half}"
+                lines.append(f"shl.b32 {low}, {word}, 4;")
+                lines.append(f"and.b32 {low}, {low}, 0xF0F0F0F0;")
+                lines.append(f"and.b32 {name}{4 * q + 2 + half}, {word}, 0xF0F0F0F0;")
+        return lines, [[f"{name}{4 * q + i}" for i in range(4)] for q in range(4)]
+    products = []
+    for step in range(2):
+        own = words[8 * step : 8 * step + 8]
+        for q in range(2):
+            products.append([own[i] for i in (2 * q, 2 * q + 4, 2 * q + 1, 2 * q + 5)])
+    return lines, products
+
+
+@gluon.constexpr_function
+def _row_scales(kind, words, bits, names):
+    """PTX that makes the FP32 scales of both rows, with the codes' factor."""
+    factor = "0f3D800000" if bits == 4 else "0f3F800000"
+    if kind == "fp32":
+        lines = [f"mov.b32 {name}, {word};" for name, word in zip(names, words, strict=True)]
+    elif kind == "bf16":
+        lines = ["{.reg .b32 u;", f"shl.b32 u, {words[0]}, 16;", f"mov.b32 {names[0]}, u;"]
+        lines += [f"and.b32 u, {words[0]}, 0xffff0000;", f"mov.b32 {names[1]}, u;}}"]
+    else:
+        lines = ["{.reg .b16 low, high;", f"mov.b32 {{low, high}}, {words[0]};"]
+        lines += [f"cvt.f32.f16 {names[0]}, low;", f"cvt.f32.f16 {names[1]}, high;}}"]
+    if bits == 4:
+        lines += [f"mul.f32 {name}, {name}, {factor};" for name in names]
+    return lines
+
+
+@gluon.constexpr_function
+def steps_code(columns, plan):
+    """PTX of some steps of 128 k: waits for their x, products, scales; see `multiply_scaled`."""
+    bits, kind, groups, steps = plan.W.BITS, plan.W.SCALES, 128 // plan.X.GROUP, plan.STEPS
+    chunk, sets, stage, tokens = plan.CHUNK, plan.SETS, plan.STAGE, plan.X.TOKENS
+    count, each, own = columns // 2, _words_of(bits), chunk // 2
+    leaves = plan.SLICES > 1  # terms, for all to add
+    given = 1 if leaves else 2 * count
+    ring, ring_scales, desc, scales_at, full, parity, idle = (f"${given + i}" for i in range(7))
+    size = _scale_words(kind, 1)
+    L = ["{", ".reg .b64 at;", ".reg .pred more, first, done;", ".reg .f32 x0, x1, t<4>, v;"]
+    L += [f".reg .b32 u, r<{size * groups}>;"]
+    for s in range(sets):
+        L.append(f".reg .b32 d{s}_<{own}>, a{s}_<16>, w{s}_<{each}>;")
+        L.append(f".reg .f32 s{s}_<{2 * groups}>;")
+    L += ["setp.ne.b32 more, 1, 0;", "setp.ne.b32 first, 0, 0;"]
+    if plan.ROW_GROUPS == 3:
+        L += ["{", ".reg .pred idle;", f"setp.ne.s32 idle, {idle}, 0;", "@idle bra NONE;", "}"]
+    tasks = [
+        (j, g, c) for j in range(steps) for g in range(groups) for c in range(columns // chunk)
+    ]
+    A = {}
+
+    def load(j):
+        p, slot = j % sets, j * plan.SLOT
+        L.append(f"cp.async.wait_group {plan.AHEAD - 1 - j};")
+        for i in range(each // 4):
+            named = ", ".join(f"w{p}_{4 * i + k}" for k in range(4))
+            L.append(f"ld.shared.v4.b32 {{{named}}}, [{ring} + {slot + 512 * i}];")
+        for i in range(size * groups):
+            at = slot + 128 * each + 128 * i
+            L.append(f"ld.shared.b32 r{i}, [{ring_scales} + {at}];")
+        if j == 0:
+            L.extend(("{", "AGAIN:"))
+            L.append(f"mbarrier.try_wait.parity.shared::cta.b64 done, [{full}], {parity};")
+            L.extend(("@!done bra AGAIN;", "}"))
+        lines, A[p] = _unpacked(bits, [f"w{p}_{i}" for i in range(each)], f"a{p}_")
+        L.extend(lines)
+        for i in range(groups):
+            names = [f"s{p}_{2 * i}", f"s{p}_{2 * i + 1}"]
+            raw = [f"r{size * i + k}" for k in range(size)]
+            L.extend(_row_scales(kind, raw, bits, names))
+
+    def begin(n):
+        j, g, c = tasks[n]
+        d = [f"d{n % sets}_{i}" for i in range(own)]
+        L.append("wgmma.fence.sync.aligned;")
+        for q in range(4 // groups):
+            k = g * (4 // groups) + q
+            L.append(f"add.s32 u, {desc}, {(j * stage + c * chunk * 128) // 16 + 2 * k};")
+            L.append("mov.b64 at, {u, 0x40000040};")  # see `ptx.wgmma.descriptor`
+            L.append(
+                f"wgmma.mma_async.sync.aligned.m64n{chunk}k32.s32.s8.s8 {{{', '.join(d)}}}, "
+                f"{{{', '.join(A[j % sets][k])}}}, at, {'more' if q else 'first'};"
+            )
+        L.append("wgmma.commit_group.sync.aligned;")
+
+    def end(n):
+        j, g, c = tasks[n]
+        p = j % sets
+        for i in range(chunk // 8):
+            offset = j * stage + (g * tokens + c * chunk + 8 * i) * 4
+            if not leaves:
+                L.append(f"ld.shared.v2.f32 {{x0, x1}}, [{scales_at} + {offset}];")
+            for e in range(4):
+                t = f"t{e}"
+                r, y = f"d{n % sets}_{4 * i + e}", f"${c * own + 4 * i + e}"
+                s = 2 * g + e // 2
+                L.append(f"cvt.rn.f32.s32 v, {r};")
+                L.append(f"mul.rn.f32 {t}, v, s{p}_{s};")
+                if not leaves:
+                    L.append(f"fma.rn.f32 {y}, {t}, x{e % 2}, {y};")
+            if leaves:  # `scales_at` is where the lane's terms of the first step go
+                offset = ((j * groups + g) * columns // 8 + c * chunk // 8 + i) * 2048
+                L.append(f"st.shared.v4.f32 [{scales_at} + {offset}], {{t0, t1, t2, t3}};")
+
+    for n in range(len(tasks)):
+        j, g, c = tasks[n]
+        if g == 0 and c == 0:
+            load(j)
+        begin(n)
+        if sets == 1:
+            L.append("wgmma.wait_group.sync.aligned 0;")
+            end(n)
+        elif n:
+            L.append("wgmma.wait_group.sync.aligned 1;")
+            end(n - 1)
+    if sets == 2:
+        L.append("wgmma.wait_group.sync.aligned 0;")
+        end(len(tasks) - 1)
+    if plan.ROW_GROUPS == 3:
+        L.append("NONE:")
+    if leaves:
+        L.append("mov.b32 $0, 0;")
+    L.append("}")
+    return "\n".join(L)
+
+
+@gluon.constexpr_function
+def _constraints(columns):
+    count = columns // 2
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * 7)
+
+
+@gluon.constexpr_function
+def _floats(count):
+    return (gl.float32,) * count
+
+
+@gluon.jit
+def multiply_scaled(
+    sums, ring, ring_scales, descriptor, scales_at, full, parity, idle, PLAN: gl.constexpr
+):
+    """Add the groups of some steps of 128 k to sums [16 rows of a warp, columns], in order of k.
+
+    ring: address of the lane's words in the first step's slot, which its last AHEAD batches of
+    copies fill; ring_scales: where the lane's scales of the step would lie without words. PLAN says
+    how slots and stages follow. descriptor: lower word of that of q in the first step's stage;
+    scales_at: address of the lane's first token scale there; full: the barrier of the turn's x, of
+    whose phase `parity` is the parity. idle: nonzero in a fourth warpgroup beside three.
+    """
+    COLUMNS: gl.constexpr = 2 * len(sums)
+    return gl.inline_asm_elementwise(
+        steps_code(COLUMNS, PLAN), _constraints(COLUMNS),
+        sums + (ring, ring_scales, descriptor, scales_at, full, parity, idle),
+        dtype=_floats(COLUMNS // 2), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def leave_scaled(
+    ring,
+    ring_scales,
+    descriptor,
+    terms,
+    full,
+    parity,
+    idle,
+    COLUMNS: gl.constexpr,
+    PLAN: gl.constexpr,
+):
+    """`multiply_scaled` of a slice: leave the terms of its groups, sums times scales of the weight.
+
+    terms: address of the lane's first four in the first step's: of four warps and all columns.
+    """
+    inline(
+        steps_code(COLUMNS, PLAN),
+        "=r,r,r,r,r,r,r,r",
+        (ring, ring_scales, descriptor, terms, full, parity, idle),
+    )
+
+
+@gluon.constexpr_function
+def _chain_code(count, columns, plan):
+    """PTX that adds the terms of all slices to sums; see `add_terms`."""
+    groups = 128 // plan.X.GROUP
+    terms, scales_at = f"${2 * count}", f"${2 * count + 1}"
+    L = ["{", ".reg .f32 x0, x1, t<4>;"]
+    for j in range(plan.SLICES * plan.STEPS):
+        for g in range(groups):
+            for i in range(count // 4):
+                at = j * plan.STAGE + (g * plan.X.TOKENS + 8 * i) * 4
+                L.append(f"ld.shared.v2.f32 {{x0, x1}}, [{scales_at} + {at}];")
+                at = ((j * groups + g) * columns // 8 + i) * 2048
+                L.append(f"ld.shared.v4.f32 {{t0, t1, t2, t3}}, [{terms} + {at}];")
+                for e in range(4):
+                    y = f"${4 * i + e}"
+                    L.append(f"fma.rn.f32 {y}, t{e}, x{e % 2}, {y};")
+    L.append("}")
+    return "\n".join(L)
+
+
+@gluon.constexpr_function
+def _chain_constraints(count):
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r", "r"])
+
+
+@gluon.jit
+def add_terms(sums, terms, scales_at, COLUMNS: gl.constexpr, PLAN: gl.constexpr):
+    """Add a turn's terms times the scales of their tokens to sums, in order of k."""
+    return gl.inline_asm_elementwise(
+        _chain_code(len(sums), COLUMNS, PLAN), _chain_constraints(len(sums)),
+        sums + (terms, scales_at), dtype=_floats(len(sums)), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _turn_code(plan, waits):
+    """PTX of `begin_turn`."""
+    L = ["{", ".reg .pred p, done;", ".reg .b64 s;", "setp.ne.s32 p, $6, 0;", "@!p bra SKIP;"]
+    if waits:
+        L += ["AGAIN:", "mbarrier.try_wait.parity.shared::cta.b64 done, [$7], $8;"]
+        L.append("@!done bra AGAIN;")
+    count, size = plan.SLICES * plan.STEPS, plan.X.SIZE
+    L.append(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$3], {count * size};")
+    L.append("mov.b64 s, $2;")
+    for i in range(count):
+        L.append(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+            f"[$1 + {i * plan.STAGE}], [s], {size}, [$3];"
+        )
+        L.append("add.s64 s, s, $4;")
+    L += ["SKIP:", "mov.b32 $0, $5;", "}"]
+    return "\n".join(L)
+
+
+@gluon.jit
+def begin_turn(
+    target, source, stride, full, leads, empty, parity, WAITS: gl.constexpr, PLAN: gl.constexpr
+):
+    """Begin to copy the x of a turn's steps where `leads`, once the stages before are read.
+
+    stride: bytes from step to step. full: barrier of the copies. empty: that of the warps that have
+    read what lay there, in whose phase of this parity they did; looked at where WAITS.
+    """
+    inline(
+        _turn_code(PLAN, WAITS), "=r,r,l,r,l,r,r,r,r",
+        (target, source, full, stride, target, leads.to(gl.int32), empty, parity),
+    )  # fmt: skip

@@ -1,0 +1,140 @@
+"""More than eight tokens in eight bits on Hopper: the reference's bits, whatever the launch."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit.formats.activations import activation_group
+from lowbit.runtime.backends import cuda
+from lowbit.runtime.kernels.launch.choose import choose
+from lowbit.runtime.kernels.launch.device import card_of
+from lowbit.runtime.kernels.launch.int8 import (
+    LAUNCHES,
+    STEP_K,
+    Int8Launch,
+    int8_launch,
+    int8_shared,
+)
+from lowbit.runtime.kernels.linear.gemm_int8 import gemm_int8
+from lowbit.runtime.kernels.linear.norm import SQUARES
+from lowbit.runtime.kernels.linear.tiles import TiledLinear
+from lowbit.runtime.weights.linear import PackedLinear
+from tests.runtime.kernels.linear.test_gemv_int8 import EPS, Case, made, product
+
+MakePacked = Callable[[int, int, int, int], PackedLinear]
+Randn = Callable[..., Tensor]
+
+TOKENS = 300
+CASES = [
+    Case(4, 272, 1024, 128),
+    Case(8, 144, 1024, 1024),
+    Case(4, 80, 576, 64, torch.float16),
+    Case(8, 80, 576, 192),
+    Case(4, 48, 416, 32, torch.float32),
+    Case(8, 4096, 2560, 256),
+    Case(4, 1024, 9728, 128),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_launch_has_the_bits_of_the_reference(
+    case: Case, make_packed: MakePacked, randn: Randn
+) -> None:
+    w = made(case, make_packed)
+    x = (randn(TOKENS, case.K) * torch.logspace(-2, 2, TOKENS).to(randn(1))[:, None]).bfloat16()
+    x[0, : case.G // 2] = 0
+    x[2, 40] = torch.nan
+    expected = product(x, w).bfloat16()
+    expected[2] = torch.nan
+    tiled = cuda.prepare(w, activations="int8")
+    assert isinstance(tiled, TiledLinear)
+    wide, group = case.scales == torch.float32, activation_group(case.G, case.K)
+    steps = -(-case.K // STEP_K)
+    tried = 0
+    for launch, _ in LAUNCHES:
+        for own in (launch, replace(launch, slices=1, steps=1, ahead=2)):
+            turns = steps % own.turn_steps == 0 and steps // own.turn_steps >= own.ahead
+            if not turns or int8_shared(case.bits, steps, group, wide, own) is None:
+                continue
+            tried += 1
+            for count in (TOKENS, 9):
+                y = gemm_int8(x[:count], tiled, own)
+                assert torch.equal(y.nan_to_num(7), expected[:count].nan_to_num(7)), own
+    assert tried > len(LAUNCHES) // 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", ["norm", "heads", "paired", "bias"])
+@pytest.mark.parametrize(
+    "case", [Case(4, 256, 4096, 128), Case(8, 96, 1088, 64), Case(3, 96, 1024, 128)], ids=str
+)
+def test_a_token_has_the_same_bits_in_a_step_and_in_a_prompt(
+    case: Case, make_packed: MakePacked, randn: Randn, fused: str
+) -> None:
+    w = made(case, make_packed)
+    x, residual = randn(TOKENS, case.K), randn(TOKENS, case.N)
+    given: dict[str, Any] = {"eps": EPS}
+    if fused == "heads":
+        heads = case.K // 16
+        given["squares"] = (x.float() * 3).square().view(TOKENS, heads, SQUARES, -1).sum(-1)
+    elif fused != "bias":
+        given["norm"] = (1 + 0.3 * randn(case.K)).float()
+    given |= {"swiglu": True} if fused == "paired" else {"added": residual}
+    if fused == "bias":
+        given["added"] = residual[0]
+    tiled = cuda.prepare(w, paired=fused == "paired", activations="int8")
+    assert isinstance(tiled, TiledLinear)
+
+    def compute(first: int, last: int) -> Tensor:
+        tokens = slice(first, last)
+        own = {
+            n: v[tokens] if n == "squares" or (n == "added" and v.dim() == 2) else v
+            for n, v in given.items()
+        }
+        return cuda.product(x[tokens].contiguous(), tiled, **own)
+
+    everything = compute(0, TOKENS)
+    for first, last in ((0, 1), (7, 15), (0, 16), (40, 73), (100, 228), (33, 289)):
+        assert torch.equal(compute(first, last), everything[first:last]), (first, last)
+    way = choose(tiled, TOKENS, card_of(x)).way
+    assert way == ("int8" if card_of(x).is_hopper and case.bits != 3 else "gemv")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("tokens", [9, 16, 33, 64, 200, 4096])
+@pytest.mark.parametrize(
+    ("N", "K"), [(6144, 4096), (4096, 12288), (24576, 4096), (1024, 1024), (2560, 9728), (896, 576)]
+)
+def test_there_is_a_launch_for_every_size(bits: int, tokens: int, N: int, K: int) -> None:
+    steps = -(-K // STEP_K)
+    for group, wide in ((128, False), (64, True), (32, False)):
+        launch = int8_launch(bits, N, steps, group, wide, tokens, 132)
+        assert launch is not None
+        assert steps % launch.turn_steps == 0
+        shared = int8_shared(bits, steps, group, wide, launch)
+        assert shared is not None
+        assert 2 <= shared.ring <= steps // launch.turn_steps
+        assert launch.ahead * launch.turn_steps <= steps
+        assert shared.size * launch.programs <= 227 << 10
+
+
+def test_a_weight_of_one_step_has_no_launch() -> None:
+    assert int8_launch(4, 4096, 1, 128, False, 64, 132) is None
+
+
+def test_many_rows_and_tokens_take_large_blocks() -> None:
+    def blocks(rows: int, tokens: int) -> Int8Launch | None:
+        return int8_launch(4, rows, 32, 128, False, tokens, 132)
+
+    prompt, step, few = blocks(24576, 4096), blocks(4096, 16), blocks(24576, 64)
+    assert prompt is not None
+    assert prompt.tokens == 256
+    assert step is not None
+    assert step.slices > 1
+    assert few is not None
+    assert few.slices == 1
