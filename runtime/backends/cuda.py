@@ -31,6 +31,7 @@ from lowbit.runtime.kernels.linear.dense import dense_gemm, dense_gemv
 from lowbit.runtime.kernels.linear.gemm import gemm
 from lowbit.runtime.kernels.linear.gemm_int8 import gemm_int8
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_and_rows
+from lowbit.runtime.kernels.linear.mma_int8 import mma_int8
 from lowbit.runtime.kernels.linear.tiles import GpuLinear, TiledLinear, tiled
 from lowbit.runtime.kernels.linear.widen import widened_gemm
 from lowbit.runtime.kernels.rows import embed as embed
@@ -141,6 +142,8 @@ def product(
             return gemv(x, w, variant, norm, squares, eps, added, dtype)
         if way == "int8":
             return gemm_int8(x, w, variant.int8, norm=norm, squares=squares, eps=eps, added=added)
+        if way == "mma":
+            return mma_int8(x, w, norm=norm, squares=squares, eps=eps, added=added)
         if way == "gemm":
             return gemm(x, w, norm=norm, eps=eps, added=added)
         return widened_gemm(x if norm is None else rms_norm(x, norm, eps), w, added, dtype)

@@ -39,10 +39,10 @@ GEMM_K = 128  # columns of a step of `gemm`, which takes no weight of one step
 class Variant:
     """A way to multiply tokens by a weight."""
 
-    # kernel: `gemv` and `wgmma` multiply packed codes, `int8` too, by x in eight bits; `gemm`
-    # widens them in registers, `widened` in memory, for cuBLAS; `rows` and `cublas` multiply dense
-    # rows
-    way: Literal["gemv", "wgmma", "gemm", "int8", "widened", "rows", "cublas"]
+    # kernel: `gemv` and `wgmma` multiply packed codes, `int8` and `mma` too, by x in eight bits;
+    # `gemm` widens them in registers, `widened` in memory, for cuBLAS; `rows` and `cublas` multiply
+    # dense rows
+    way: Literal["gemv", "wgmma", "gemm", "int8", "mma", "widened", "rows", "cublas"]
     most: int  # tokens of a launch, of which more tokens take several
     room: int = 0  # power of two of tokens that the launch of a packed weight has room for
     # share of a program of `gemv`, `wgmma` or `int8`
@@ -83,8 +83,8 @@ def choose(
     if isinstance(w, DenseLinear):
         return Variant("rows" if tokens <= DENSE_TOKENS else "cublas", DENSE_TOKENS)
     if w.activations == "int8":
-        whole = w.N % TILE == 0
-        return int8_variant(w.constants, w.size, whole, w.tuned, card, tokens, normed)
+        whole = w.N % TILE == 0 and not logits
+        return int8_variant(w.constants, w.size, whole, w.tuned, card, (tokens, normed))
     asked = tokens, normed, logits, beside
     return packed_variant(w.constants, w.size, w.N % TILE == 0, w.tuned, card, asked)
 
@@ -128,25 +128,33 @@ def packed_variant(
 
 @cache
 def int8_variant(
-    W: Packed, size: Size, whole: bool, tuned: Tuned, card: Card, tokens: int, normed: bool
+    W: Packed,
+    size: Size,
+    whole: bool,
+    tuned: Tuned,
+    card: Card,
+    asked: tuple[int, bool],
 ) -> Variant:
     """See `packed_variant`: of a weight whose inputs are rounded to eight bits."""
     bits, tiles, steps, paired = size
-    if tokens > INT8_GEMV_TOKENS and card.is_hopper and whole and bits in WGMMA_BITS:
-        group = activation_group(W.G, W.K)
-        own = int8_launch(
-            bits, tiles * TILE, -(-W.K // STEP_K), group, W.SCALES == "fp32", tokens,
-            card.multiprocessors,
-        )  # fmt: skip
+    tokens, normed = asked
+    if tokens > INT8_GEMV_TOKENS and whole and card.is_hopper and bits in WGMMA_BITS:
+        group, wide = activation_group(W.G, W.K), W.SCALES == "fp32"
+        count = card.multiprocessors
+        own = int8_launch(bits, tiles * TILE, -(-W.K // STEP_K), group, wide, tokens, count)
         if own is not None:
             return Variant("int8", tokens, launch=own)
+    if tokens > INT8_GEMV_TOKENS and whole:
+        return Variant("mma", tokens)
     room = power_of_two(min(tokens, INT8_GEMV_TOKENS))
-    while True:
+    launch = None
+    while launch is None:
         measured = gemv_launch(bits, tiles, steps, room, paired, tuned, card.multiprocessors)
         launch = _for_int8(W, measured, tiles, room, normed, card)
-        if launch is not None:
-            return Variant("gemv", room, room, launch, launch.parts, staged=True)
-        room //= 2
+        if launch is None and whole:
+            return Variant("mma", tokens)
+        room = room if launch is not None else room // 2
+    return Variant("gemv", room, room, launch, launch.parts, staged=True)
 
 
 def _for_int8(

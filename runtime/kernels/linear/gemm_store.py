@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.ptx.memory import await_published, publish, store16, stream16
-from lowbit.runtime.kernels.ptx.mma import as_float, as_word, bf16_pair, high_half, inline, low_half
+from lowbit.runtime.kernels.ptx.mma import as_float, as_word, bf16_pair, high_half, low_half, turned
 
 WARPS = gl.constexpr(8)  # of a program: two warpgroups, a tile each warp
 
@@ -59,9 +59,14 @@ def _batch_of(count):
 
 @gluon.jit
 def store_block(
-    acc, added_ptr, out_ptr, first_token, tile, lane, M, N, stride, PLAN: gl.constexpr
+    acc, added_ptr, out_ptr, first_token, tile, lane, M, N, stride, PLAN: gl.constexpr, factors=()
 ):  # fmt: skip
-    """Store a warp's rows of some tokens: 8 tokens and 8 rows at a time, turned by `movmatrix`."""
+    """Store a warp's rows of some tokens: 8 tokens and 8 rows at a time, turned by `movmatrix`.
+
+    factors: of the sums, if any: for each 8 tokens those of the lane's two. What is added is so
+        with one rounding, `fma(sum, factor, added)`.
+    """
+    FACTORS: gl.constexpr = len(factors) > 0
     COUNT: gl.constexpr = len(acc) // 4  # of 8 tokens
     BATCH: gl.constexpr = _batch_of(COUNT)  # whose additions are loaded together
     HALVES: gl.constexpr = 1 if PLAN.PAIRED else 2
@@ -80,25 +85,31 @@ def store_block(
             for half in gl.static_range(HALVES):
                 first = acc[4 * (batch + i) + 2 * half]
                 second = acc[4 * (batch + i) + 2 * half + 1]
-                if PLAN.PAIRED:
-                    first = _swiglu(first, acc[4 * (batch + i) + 2])
-                    second = _swiglu(second, acc[4 * (batch + i) + 3])
+                if PLAN.PAIRED and FACTORS:
+                    own = factors[batch + i]
+                    first = swiglu(first * own[0], acc[4 * (batch + i) + 2] * own[0])
+                    second = swiglu(second * own[1], acc[4 * (batch + i) + 3] * own[1])
+                elif PLAN.PAIRED:
+                    first = swiglu(first, acc[4 * (batch + i) + 2])
+                    second = swiglu(second, acc[4 * (batch + i) + 3])
+                elif FACTORS and added_ptr is None:
+                    first *= factors[batch + i][0]
+                    second *= factors[batch + i][1]
                 if added_ptr is not None:
-                    pair = _turned(before[i * HALVES + half])
-                    first += low_half(pair)
-                    second += high_half(pair)
-                word = _turned(bf16_pair(first, second))
+                    pair = turned(before[i * HALVES + half])
+                    if FACTORS:
+                        first = gl.fma(first, factors[batch + i][0], low_half(pair))
+                        second = gl.fma(second, factors[batch + i][1], high_half(pair))
+                    else:
+                        first += low_half(pair)
+                        second += high_half(pair)
+                word = turned(bf16_pair(first, second))
                 inside = (token < M) & (column + half * 8 < N)
                 at = out_ptr + (token.to(gl.int64) * N + column + half * 8) // 2
                 gl.store(at, word, mask=inside)
 
 
 @gluon.jit
-def _swiglu(gate, up):
+def swiglu(gate, up):
+    """silu(gate) * up."""
     return gate / (1.0 + gl.exp(-gate)) * up
-
-
-@gluon.jit
-def _turned(word):
-    """The transpose of an 8 x 8 matrix of BF16, whose rows lie in four lanes each."""
-    return inline("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", (word,))

@@ -36,7 +36,7 @@ from lowbit.runtime.kernels.linear.program import (
     wide,
 )
 from lowbit.runtime.kernels.linear.quantize import stage_codes
-from lowbit.runtime.kernels.linear.sums import store_finished
+from lowbit.runtime.kernels.linear.sums import store_finished, term_of
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.kernels.linear.unpack import product_codes
 from lowbit.runtime.kernels.ptx.chain import chain, term_bytes
@@ -48,10 +48,8 @@ from lowbit.runtime.kernels.ptx.memory import (
     store_shared8,
     store_shared16,
 )
-from lowbit.runtime.kernels.ptx.mma import as_float, as_word, integer_mma, threads, unpacked_scales
+from lowbit.runtime.kernels.ptx.mma import as_word, integer_mma, threads, unpacked_scales
 
-# Bits of 1.5 * 2^23: an integer below 2^22 more, and they are those of the sum as a float.
-MAGIC = gl.constexpr(0x4B400000)
 TIGHT = 96  # registers of a thread
 
 
@@ -334,8 +332,7 @@ def _terms(sums, scale):
     """Sums times the scales of their rows g and g + 8, each rounded to FP32."""
     out = ()
     for i in gl.static_range(4):
-        whole = as_float(sums[i] + MAGIC) - 12582912.0
-        out = out + (as_word(whole * scale[i // 2]),)
+        out = out + (as_word(term_of(sums[i], scale[i // 2])),)
     return out
 
 

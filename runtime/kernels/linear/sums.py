@@ -7,6 +7,7 @@ multiplied: so a token has the same bits in every launch with as many parts.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from lowbit.runtime.kernels.linear.gemm_store import swiglu
 from lowbit.runtime.kernels.ptx.memory import (
     count_warp,
     load_shared8,
@@ -20,6 +21,7 @@ from lowbit.runtime.kernels.ptx.memory import (
 from lowbit.runtime.kernels.ptx.mma import across, as_float, as_word
 from lowbit.runtime.thresholds import HALVED_TOKENS
 
+MAGIC = gl.constexpr(0x4B400000)  # bits of 1.5 * 2^23, to which an integer is added
 TOP_WEIGHT = gl.constexpr(32768.0)  # of a digit in the last plane
 
 
@@ -149,12 +151,18 @@ def store_result(
 
 
 @gluon.jit
+def term_of(whole, scale):
+    """FP32 of an integer below 2^22 times a scale, rounded once."""
+    return (as_float(whole + MAGIC) - 12582912.0) * scale
+
+
+@gluon.jit
 def store_finished(
     y_ptr, low, high, factor, added, tile, g, b, stored, N, PAIRED: gl.constexpr
 ):  # fmt: skip
     """`store_result` of sums over groups of x in eight bits, times a factor, in every kernel alike.
 
-    What is added comes with one rounding: `fma(sum, factor, added)`.
+    What is added comes with one rounding: `fma(sum, factor, added)`. The SwiGLU is that of `gemm`.
     """
     if len(added) > 0:
         low = gl.fma(low, factor, added[0])
@@ -162,4 +170,9 @@ def store_finished(
     else:
         low *= factor
         high *= factor
-    store_result(y_ptr, low, high, (), tile, g, b, stored, N, PAIRED)
+    if PAIRED:
+        at = tile * 8 + g
+        act = swiglu(low, high).to(y_ptr.dtype.element_ty)
+        gl.store(y_ptr + b * (N // 2) + at, act, mask=stored & (at < N // 2))
+    else:
+        store_result(y_ptr, low, high, (), tile, g, b, stored, N, False)

@@ -44,6 +44,20 @@ def load_shared16(address, OFFSET: gl.constexpr = 0):
 
 
 @gluon.jit
+def load_matrices(address, OFFSET: gl.constexpr = 0):
+    """Four 8 x 8 matrices of 16 bits from shared memory, a word of each to every lane.
+
+    Lanes 8 * j to 8 * j + 7 have the addresses of the rows of matrix j, 16 bytes each; lane
+    4 * g + t gets the t-th word of row g.
+    """
+    return gl.inline_asm_elementwise(
+        f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$0, $1, $2, $3}}, [$4 + {OFFSET}];",
+        "=r,=r,=r,=r,r", [address], dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def load8(address, OFFSET: gl.constexpr = 0):
     """8 bytes at an address of each lane, as two words; see `load16`."""
     return _load(address, OFFSET, "ld.global", "l", 2)

@@ -272,6 +272,12 @@ def from_lane(x, lane):
 
 
 @gluon.jit
+def turned(word):
+    """The transpose of an 8 x 8 matrix of BF16, whose rows lie in four lanes each."""
+    return inline("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", (word,))
+
+
+@gluon.jit
 def bytes_of(first, second, SELECTOR: gl.constexpr):
     """A word of four bytes of two words.
 

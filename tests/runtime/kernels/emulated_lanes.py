@@ -120,6 +120,12 @@ def rounded_bytes(*given: Any) -> Lanes:
     return lanes(np.ascontiguousarray(np.stack(rounded, -1)).view(INT)[..., 0])
 
 
+def turned(word: Lanes) -> Lanes:
+    """The transpose of an 8 x 8 matrix of 16 bits: two of row g in lane 4 * g + t."""
+    rows = np.ascontiguousarray(word).view(np.int16).reshape(-1, 8, 8)
+    return lanes(np.ascontiguousarray(rows.transpose(0, 2, 1)).view(INT).reshape(word.shape))
+
+
 def mma(c: Any, a0: Any, a1: Any, a2: Any, a3: Any, b0: Any, b1: Any) -> Any:
     """C + a @ b of BF16.
 

@@ -39,6 +39,7 @@ from tests.runtime.kernels.emulated_lanes import (
     pairs,
     rounded_bytes,
     threads,
+    turned,
 )
 from tests.runtime.kernels.emulated_wgmma import leaves_of_wgmma
 
@@ -424,6 +425,8 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         "recomputed": lambda x: x,
         "threads": lambda warps: threads(programs, warps),
         "chain": chain,
+        "load_matrices": load_matrices,
+        "turned": turned,
         "mma": mma,
         "integer_mma": integer_mma,
         "pairs": pairs,

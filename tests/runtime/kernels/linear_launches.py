@@ -2,7 +2,9 @@
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 
+from lowbit.formats.activation_modes import Activations
 from lowbit.runtime.kernels.codec import CODECS
 from tests.runtime.kernels.meta_inputs import weight, zeros
 
@@ -50,22 +52,41 @@ def linears_of_models(full: bool) -> Iterator[str]:
         )
 
 
-def linears(model: str, bits: int, tokens: int) -> Iterator[str]:
+def in_eight_bits(full: bool) -> Iterator[str]:
+    """Linears whose inputs are rounded: of a token of all models, of several, and of a prompt."""
+    from lowbit.runtime.backends import cuda
+
+    for model, bits in itertools.product(MODELS, (4, 8)) if full else [("8B", 4), ("14B", 8)]:
+        yield from linears(model, bits, 1, "int8")
+    for bits, tokens in itertools.product((2, 3, 4, 8), (2, 4, 8, 16, 64, 600)):
+        if full or (bits == 4 and tokens != 4):
+            yield from linears("8B", bits, tokens, "int8")
+    for bits, G in itertools.product((4, 8), (32, 64)) if full else ():
+        for tokens in (1, 8, 64, 600):
+            x, w = zeros(tokens, 4096), weight(bits, 4096, 4096, G, activations="int8")
+            cuda.product(x, w, added=x)
+            yield f"G{G} INT{bits} B{tokens} int8"
+
+
+def linears(
+    model: str, bits: int, tokens: int, activations: Activations = "exact"
+) -> Iterator[str]:
     """Every linear of a model."""
     from lowbit.runtime.backends import cuda
 
     hidden, inner, qkv, heads = MODELS[model]
-    label = f"{model} INT{bits} B{tokens}"
+    label = f"{model} INT{bits} B{tokens}" + ("" if activations == "exact" else " int8")
+    made = partial(weight, activations=activations)
     x, gain = zeros(tokens, hidden), zeros(hidden)
-    cuda.product(x, weight(bits, qkv, hidden), norm=gain, eps=EPS)
+    cuda.product(x, made(bits, qkv, hidden), norm=gain, eps=EPS)
     yield f"qkv {label}"
-    cuda.product(zeros(tokens, heads), weight(bits, hidden, heads), added=x)
+    cuda.product(zeros(tokens, heads), made(bits, hidden, heads), added=x)
     yield f"o {label}"
-    cuda.product(x, weight(bits, 2 * inner, hidden, paired=True), norm=gain, eps=EPS, swiglu=True)
+    cuda.product(x, made(bits, 2 * inner, hidden, paired=True), norm=gain, eps=EPS, swiglu=True)
     yield f"gate_up {label}"
-    cuda.product(zeros(tokens, inner), weight(bits, hidden, inner), added=x)
+    cuda.product(zeros(tokens, inner), made(bits, hidden, inner), added=x)
     yield f"down {label}"
-    if bits == 8:
+    if bits == 8 and activations == "exact":
         cuda.product(x, weight(8, VOCABULARY, hidden), norm=gain, eps=EPS, logits=True)
         yield f"head {label}"
 

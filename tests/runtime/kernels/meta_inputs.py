@@ -11,13 +11,15 @@ def zeros(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16)
 
 
-def weight(bits: int, N: int, K: int, G: int = 128, paired: bool = False) -> Any:
+def weight(
+    bits: int, N: int, K: int, G: int = 128, paired: bool = False, activations: Any = "exact"
+) -> Any:
     """A packed linear as the GPU keeps it."""
     from lowbit.runtime.backends import cuda
     from lowbit.runtime.weights.linear import PackedLinear
 
     codes = torch.empty((N, K * bits // 32), dtype=torch.int32)
-    return cuda.prepare(PackedLinear(codes, zeros(N, K // G), bits, G), paired)
+    return cuda.prepare(PackedLinear(codes, zeros(N, K // G), bits, G), paired, activations)
 
 
 def tiled_experts(bits: int, E: int, N: int, K: int, paired: bool = False) -> Any:

@@ -27,7 +27,7 @@ from lowbit.runtime.kernels.delta.program import DeltaPlan
 from lowbit.runtime.kernels.launch.card import COMPILED
 from tests.runtime.kernels.choice_launches import CHOICE, choices_of_rows
 from tests.runtime.kernels.expert_launches import EXPERTS_DECODE, EXPERTS_PREFILL, mixtures
-from tests.runtime.kernels.linear_launches import VOCABULARY, linears_of_models
+from tests.runtime.kernels.linear_launches import VOCABULARY, in_eight_bits, linears_of_models
 from tests.runtime.kernels.meta_inputs import step_of, weight, zeros
 
 KB = 1024
@@ -51,6 +51,7 @@ DECODE = {
     "rms_norm",
 }
 DECODE |= CHOICE | EXPERTS_DECODE | {"digits", "gemv_join", "norm_heads"}
+DECODE |= {"gemv_int8", "mma_int8", "quantize"}
 HOPPER = {"wgmma"}
 PREFILL = {"widen", "swiglu", "rotate_append", "attend", "mix", "chunk", "scan", "gated_norm"}
 PREFILL |= EXPERTS_PREFILL
@@ -212,6 +213,7 @@ def recorded(capability: int, calls: Iterator[str]) -> Iterator[tuple[str, Launc
 def workload(full: bool) -> Iterator[str]:
     """Calls of the backend, each followed by its label; the full ones once."""
     yield from linears_of_models(full)
+    yield from in_eight_bits(full)
     yield from attentions(full)
     yield from delta_nets(full)
     yield from mixtures(full)

@@ -1,4 +1,4 @@
-"""Few tokens in eight bits times a packed weight: the reference's bits, alone and in company."""
+"""Tokens in eight bits times a packed weight: the reference's bits, alone, in steps and prompts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,6 +14,7 @@ from lowbit.formats.layout.packing import unpack
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
 from lowbit.runtime.kernels.linear import gemv_int8 as module
+from lowbit.runtime.kernels.linear import mma_int8, quantize
 from lowbit.runtime.kernels.linear.gemv import gemv
 from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
@@ -31,7 +32,8 @@ FP32 = torch.float32
 @pytest.fixture(autouse=True)
 def _emulated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device == "cpu":
-        monkeypatch.setattr(module, "run", run_kernel)
+        for each in (module, mma_int8, quantize):
+            monkeypatch.setattr(each, "run", run_kernel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,3 +172,76 @@ def test_norms_and_pairs(
     assert torch.equal(compute(slice(4, 8)), alone[4:8])
     everything = gemv(x, tiled, **given)
     assert torch.equal(everything, compute(slice(0, MOST)).bfloat16())
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """A linear, what is fused with it, and the tokens of a prompt."""
+
+    case: Case
+    fused: str  # of `norm`, `paired`, `heads`, `added` and `bias`
+    prompt: int
+
+    def __str__(self) -> str:
+        return f"{self.case}-{self.fused}-{self.prompt}"
+
+
+PROMISES = [
+    Promise(Case(4, 144, 640, 128), "norm bias", 100),
+    Promise(Case(8, 48, 576, 64, torch.float16), "norm paired", 70),
+    Promise(Case(4, 64, 1120, 32), "heads added", 30),
+    Promise(Case(2, 48, 1152, 128), "norm", 20),
+    Promise(Case(3, 32, 1280, 256, FP32), "added", 66),
+    Promise(Case(8, 48, 1088, 1088), "bias", 17),
+]
+LARGER = [
+    Promise(Case(bits, 6144, 4096, G), fused, 1000)
+    for bits, G, fused in (
+        (4, 128, "norm"),
+        (8, 128, "norm paired"),
+        (4, 32, "added"),
+        (2, 512, "norm bias"),
+        (3, 4096, "heads added"),
+    )
+]
+
+
+@pytest.mark.parametrize("kernel", ["chosen", "mma"])
+@pytest.mark.parametrize(
+    "promise", PROMISES + [pytest.param(each, marks=pytest.mark.gpu) for each in LARGER], ids=str
+)
+def test_a_token_has_its_bits_in_any_step_and_prompt(
+    make_packed: MakePacked, randn: Randn, promise: Promise, kernel: str
+) -> None:
+    case, most, fused = promise.case, promise.prompt, promise.fused
+    x = (randn(most, case.K) * torch.logspace(-2, 2, most).to(randn(1))[:, None]).bfloat16()
+    x[max(1, most // 16) * 5, 3] = torch.inf
+    tiled = cuda.prepare(made(case, make_packed), "paired" in fused, activations="int8")
+    assert isinstance(tiled, TiledLinear)
+    norm = (1 + 0.3 * randn(case.K)).float() if "norm" in fused else None
+    added = randn(most if "added" in fused else 1, case.N)
+    squares = x.float().square().view(most, case.K // 32, SQUARES, -1).sum(-1)
+
+    def compute(kernel: str, tokens: slice) -> Tensor:
+        given: dict[str, Any] = {"norm": norm, "eps": EPS}
+        if "added" in fused or "bias" in fused:
+            given["added"] = added[tokens] if "added" in fused else added
+        if "heads" in fused:
+            given["squares"] = squares[tokens]
+        if kernel == "mma":
+            return mma_int8.mma_int8(x[tokens], tiled, **given)
+        return cuda.product(x[tokens], tiled, swiglu=tiled.paired, **given)
+
+    some = range(0, most, max(1, most // 16))
+    alone = {i: compute("chosen", slice(i, i + 1))[0] for i in some}
+    assert any(bool(row.isnan().all()) for row in alone.values())
+    for first, count in ((0, 2), (0, 8), (0, 9), (0, 65), (0, 256), (most // 3, most)):
+        y = compute(kernel, slice(first, first + count))
+        for i in range(len(y)):
+            if first + i in alone:
+                assert same(y[i], alone[first + i]), (first, count, i)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equality of bits, but for those of NaN."""
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())

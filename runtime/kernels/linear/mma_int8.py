@@ -1,0 +1,286 @@
+"""mma_int8: the product of `gemv_int8` for more tokens, by `mma.sync`: for cards without `wgmma`.
+
+    t = fp32(sum(code * q) * scale_w)    y = fma(t, scale_x, y)      for each group of x in order
+
+Layout  x as `quantize` leaves it, weight in tiles of 16 rows (`tiles`) -> y [M, N] bf16
+Fused   RMS norm of x, or norms of its heads, in `quantize`; the norm's factor, residual + y or
+        bias + y, silu(gate) * up for a paired weight
+Bytes   N*K*bits/8 for every block of tokens, M*K*33/32 for every block of rows, 2*M*N
+Plan    a warp takes one or two tiles and up to 64 tokens over the whole of K. Its codes are the A
+        operand, loaded a step of 128 k ahead and unpacked in registers; a block's step of x comes
+        by `cp.async`, some steps ahead, for all warps. So sums stay in registers, and their groups
+        are added in the order of k: a token's bits are those of `gemv_int8`
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowbit.formats.activations import activation_group
+from lowbit.runtime.kernels.launch.device import card_of, power_of_two, run
+from lowbit.runtime.kernels.linear.gemm_store import store_block
+from lowbit.runtime.kernels.linear.products import raw_scales, tile_addresses
+from lowbit.runtime.kernels.linear.program import Blocks, Packed, token_blocks, wide
+from lowbit.runtime.kernels.linear.quantize import factor_at, quantize
+from lowbit.runtime.kernels.linear.sums import term_of
+from lowbit.runtime.kernels.linear.tiles import TiledLinear
+from lowbit.runtime.kernels.linear.unpack import product_codes
+from lowbit.runtime.kernels.ptx.memory import (
+    barrier,
+    commit_copies,
+    copy16,
+    load8,
+    load16,
+    load_matrices,
+    load_shared8,
+    shared_memory,
+    wait_copies,
+)
+from lowbit.runtime.kernels.ptx.mma import (
+    as_float,
+    integer_mma,
+    threads,
+    unpacked_scales,
+    zeros,
+)
+
+STAGES = 4  # steps of x on their way or in use
+REGISTERS = 255  # of a thread
+LEAST_TOKENS = 16  # of a block
+MANY, MANY_TOKENS = 64, 96  # beyond so many tokens blocks have so many; of 128 registers spill
+STEP_K = gl.constexpr(128)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MmaPlan:
+    """Constants of a launch; made once, so compared by identity (see `program`)."""
+
+    W: Packed  # the weight, `wide`
+    X: Blocks  # places of x
+    PAIRED: bool  # whether rows are those of gate and up in turn, which become their SwiGLU
+    WARPS: int
+    TILES: int  # of 16 rows of a warp
+    BESIDE: int  # warps that share the tokens of a block
+    STAGES: int
+    SHARED: int  # bytes of shared memory
+    PDL: bool  # whether the kernel takes part in programmatic launch
+
+
+@cache
+def mma_plan(W: Packed, tokens: int, paired: bool, pdl: bool) -> MmaPlan:
+    """Constants for so many tokens, at least 9."""
+    block = MANY_TOKENS if tokens > MANY else max(power_of_two(tokens), LEAST_TOKENS)
+    X = token_blocks(W.K, activation_group(W.G, W.K), block)
+    warps, beside = (8, 2) if tokens > MANY else (4, 1)
+    tiles = 2 if tokens > MANY and X.GROUP == 128 else 1  # with smaller groups registers spill
+    return MmaPlan(wide(W), X, paired, warps, tiles, beside, STAGES, STAGES * X.SIZE, pdl)
+
+
+def mma_int8(
+    x: Tensor,
+    w: TiledLinear,
+    *,
+    norm: Tensor | None = None,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    added: Tensor | None = None,
+) -> Tensor:
+    """`added + rms_norm(x) @ w.T` of x in eight bits; see `gemv`.
+
+    Args:
+        x: [M, K] bfloat16, contiguous.
+        w: [N, K], N a multiple of 16.
+        norm: [K] gain of an RMS norm.
+        squares: [M, heads, SQUARES] float32, of the heads of x.
+        added: [M, N] or [1, N] bfloat16.
+
+    Returns:
+        [M, N] or, for a paired weight, [M, N / 2] bfloat16.
+    """
+    M, card = x.shape[0], card_of(x)
+    plan = mma_plan(w.constants, min(M, MANY + 1), w.paired, card.overlaps)
+    codes = quantize(x, w.bits, plan.X, norm=norm, squares=squares, eps=eps)
+    blocks = -(-M // plan.X.TOKENS)
+    row_blocks = -(-w.tiles // (plan.WARPS // plan.BESIDE * plan.TILES))
+    N = w.N // 2 if w.paired else w.N
+    y = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    run(
+        _mma_int8_kernel,
+        (row_blocks * blocks,),
+        codes,
+        w.words,
+        w.scales.view(torch.int32),
+        None if added is None else added.view(torch.int32),
+        y.view(torch.int32),
+        M,
+        N,
+        w.tiles,
+        blocks,
+        0 if added is None or added.shape[0] == 1 else N,
+        NORM=norm is not None,
+        PLAN=plan,
+        num_warps=plan.WARPS,
+        maxnreg=card.register_cap(REGISTERS),
+        launch_pdl=plan.PDL,
+        enable_fp_fusion=True,
+    )
+    return y
+
+
+@gluon.jit(do_not_specialize=["M", "N", "tiles", "blocks", "stride"])
+def _mma_int8_kernel(
+    x_ptr, words_ptr, scales_ptr, added_ptr, out_ptr, M, N, tiles, blocks, stride,
+    NORM: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """N: columns of the output; stride: from row to row of what is added; blocks: of tokens."""
+    W: gl.constexpr = PLAN.W
+    X: gl.constexpr = PLAN.X
+    TILES: gl.constexpr = PLAN.TILES
+    BESIDE: gl.constexpr = PLAN.BESIDE
+    STAGES: gl.constexpr = PLAN.STAGES
+    TOKENS: gl.constexpr = X.TOKENS // BESIDE  # of a warp
+    COUNT: gl.constexpr = TOKENS // 2  # sums of a tile in a lane
+    if PLAN.PDL:
+        gdc_launch_dependents()
+    warp, lane, zero, zero_f32 = threads(PLAN.WARPS)
+    buffer = shared_memory(PLAN.SHARED, PLAN.WARPS, N < 0) + zero
+    block = gl.program_id(0) % blocks
+    first_tile = gl.program_id(0) // blocks * (PLAN.WARPS // BESIDE * TILES)
+    first_tile = first_tile + warp // BESIDE * TILES
+    first_token = warp % BESIDE * TOKENS  # of the block
+    at = tile_addresses(words_ptr, scales_ptr, first_tile, tiles, 0, lane, TILES, W)
+    loaded = _load_step(at, zero, W, X)
+    if PLAN.PDL:
+        gdc_wait()
+    x = x_ptr.to(gl.int64, bitcast=True) + (zero + block).to(gl.int64) * X.SIZE
+    for i in gl.static_range(STAGES - 1):
+        _begin_copy(buffer + i * X.SIZE, x, zero + i, blocks, warp * 32 + lane, PLAN)
+    acc = zeros(zero_f32, TILES * COUNT)
+    slot = zero
+    for step in range(X.STEPS):
+        next_loaded = _load_step(at, gl.minimum(step + 1, X.STEPS - 1) + zero, W, X)
+        wait_copies(STAGES - 2)
+        barrier()  # all of this step has come, and nobody reads the one before it
+        before = gl.where(slot == 0, STAGES - 1, slot - 1)
+        _begin_copy(
+            buffer + before * X.SIZE, x, zero + step + (STAGES - 1), blocks, warp * 32 + lane, PLAN
+        )
+        acc = _multiply_step(acc, loaded, buffer + slot * X.SIZE, first_token, lane, PLAN)
+        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+        loaded = next_loaded
+    factors = ()
+    for i in gl.static_range(TOKENS // 8):
+        two = (zero_f32 + W.CODEC.FACTOR, zero_f32 + W.CODEC.FACTOR)
+        if NORM:
+            row = block * X.TOKENS + first_token + i * 8 + lane % 4 * 2
+            pair = load8(factor_at(x_ptr, blocks, row, X).to(gl.int64, bitcast=True))
+            two = (two[0] * as_float(pair[0]), two[1] * as_float(pair[1]))
+        factors = factors + (two,)
+    for r in gl.static_range(TILES):
+        own = ()
+        for i in gl.static_range(COUNT):
+            own = own + (acc[r * COUNT + i],)
+        store_block(
+            own, added_ptr, out_ptr, block * X.TOKENS + first_token, first_tile + r, lane, M, N,
+            stride, PLAN, factors,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _begin_copy(target, x, step, blocks, thread, PLAN: gl.constexpr):
+    """Begin to copy a step's x of the block; past the last step that one again, for nobody."""
+    X: gl.constexpr = PLAN.X
+    CHUNKS: gl.constexpr = X.SIZE // 16
+    THREADS: gl.constexpr = PLAN.WARPS * 32
+    source = x + (gl.minimum(step, X.STEPS - 1) * blocks).to(gl.int64) * X.SIZE
+    for first in gl.static_range(0, CHUNKS, THREADS):
+        at = thread * 16
+        if first + THREADS > CHUNKS:
+            at = gl.minimum(thread, CHUNKS - first - 1) * 16
+        copy16(target + at, source + at.to(gl.int64), first * 16, first * 16)
+    commit_copies()
+
+
+@gluon.jit
+def _load_step(at, step, W: gl.constexpr, X: gl.constexpr):
+    """Words of 128 k of every tile for `product_codes`, and raw scales of the groups of x."""
+    words, scales = at
+    GROUPS: gl.constexpr = STEP_K // X.GROUP
+    GROUP_BYTES: gl.constexpr = 64 if W.SCALES == "fp32" else 32
+    SCALES: gl.constexpr = W.SCALES
+    LOADS: gl.constexpr = W.CODEC.LOADS
+    loaded = ()
+    raw = ()
+    for r in gl.static_range(len(words)):
+        loads = ()
+        if W.CODEC.STEP_K == STEP_K:
+            here = words[r] + step.to(gl.int64) * W.CODEC.STEP_BYTES
+            for i in gl.static_range(LOADS):
+                loads = loads + (load16(here, 512 * i),)
+        else:  # half of a step
+            here = words[r] + (step // 2).to(gl.int64) * W.CODEC.STEP_BYTES
+            here += (step % 2).to(gl.int64) * 8
+            for i in gl.static_range(LOADS):
+                loads = loads + (load8(here, 512 * i),)
+        loaded = loaded + (loads,)
+        for group in gl.static_range(GROUPS):
+            own = gl.minimum((step * STEP_K + group * X.GROUP) // W.G, W.GROUPS - 1)
+            raw = raw + (raw_scales(scales[r] + own.to(gl.int64) * GROUP_BYTES, 0, SCALES),)
+    return loaded, raw
+
+
+@gluon.jit
+def _multiply_step(acc, loaded, x, first_token, lane, PLAN: gl.constexpr):
+    """Sums with a step of 128 k; x: address of the block's step in shared memory."""
+    words, raw = loaded
+    X: gl.constexpr = PLAN.X
+    CODEC: gl.constexpr = PLAN.W.CODEC
+    SCALES: gl.constexpr = PLAN.W.SCALES
+    TILES: gl.constexpr = PLAN.TILES
+    GROUPS: gl.constexpr = STEP_K // X.GROUP
+    GROUP_Q: gl.constexpr = X.GROUP // 32
+    NT: gl.constexpr = X.TOKENS // PLAN.BESIDE // 8
+    codes = ()
+    for r in gl.static_range(TILES):
+        for q in gl.static_range(4):
+            codes = codes + (product_codes(words[r], q, CODEC),)
+    # A matrix is 8 tokens and 16 bytes of each, whose addresses are those of 8 lanes.
+    row = x + (first_token + lane % 8) * STEP_K
+    first = row + ((lane // 8) ^ (lane % 8)) * 16
+    second = row + ((lane // 8 + 4) ^ (lane % 8)) * 16
+    scales_at = x + X.SCALES + (first_token + lane % 4 * 2) * 4
+    zero = lane * 0
+    added = ()
+    for nt in gl.static_range(NT):
+        columns = load_matrices(first, nt * 8 * STEP_K) + load_matrices(second, nt * 8 * STEP_K)
+        found = ()
+        for group in gl.static_range(GROUPS):
+            pair = load_shared8(scales_at, (group * X.TOKENS + nt * 8) * 4)
+            for r in gl.static_range(TILES):
+                d = (zero, zero, zero, zero)
+                for i in gl.static_range(GROUP_Q):
+                    a = codes[r * 4 + group * GROUP_Q + i]
+                    b0 = columns[2 * (group * GROUP_Q + i)]
+                    b1 = columns[2 * (group * GROUP_Q + i) + 1]
+                    d = integer_mma(d, a[0], a[1], a[2], a[3], b0, b1)
+                scale = unpacked_scales(raw[r * GROUPS + group], SCALES)
+                for i in gl.static_range(4):
+                    if group == 0:
+                        before = acc[(r * NT + nt) * 4 + i]
+                    else:
+                        before = found[((group - 1) * TILES + r) * 4 + i]
+                    term = term_of(d[i], scale[i // 2])
+                    found = found + (gl.fma(term, as_float(pair[i % 2]), before),)
+        for i in gl.static_range(4 * TILES):
+            added = added + (found[(GROUPS - 1) * TILES * 4 + i],)
+    sums = ()
+    for r in gl.static_range(TILES):
+        for nt in gl.static_range(NT):
+            for i in gl.static_range(4):
+                sums = sums + (added[(nt * TILES + r) * 4 + i],)
+    return sums
