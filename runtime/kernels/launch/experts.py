@@ -125,9 +125,10 @@ class Int8Launch:
     """Share of one program of experts with x in eight bits."""
 
     warps: int = 4  # of a program; each takes a tile over the whole of K
-    rounds: int = 1  # tiles of a warp, one after the other; of down for a lone token those of all
+    rounds: int = 1  # in which a warp takes one tile after the other
     kilobytes: int = 4  # of a tile's words that are on their way
     registers: int | None = 128  # of a thread at most
+    tiles: int = 1  # of a round of down for one token, whose warps share slots and tiles
 
 
 def int8_gate_up_launch(tokens: int) -> Int8Launch:
@@ -137,9 +138,17 @@ def int8_gate_up_launch(tokens: int) -> Int8Launch:
     return Int8Launch(rounds=4, registers=168)
 
 
-def int8_down_launch(steps: int) -> Int8Launch:
-    """The share of a program of `down_int8`; steps: of a row."""
-    return Int8Launch(warps=8, rounds=2 if steps <= FEW_STEPS else 1, registers=208)
+def int8_down_launch(steps: int, slots: int, tokens: int) -> Int8Launch:
+    """The share of a program of `down_int8`; of several tokens each slot is one warp's.
+
+    Args:
+        steps: of a row.
+        slots: of a token.
+        tokens: 1, or more.
+    """
+    if tokens == 1:
+        return Int8Launch(8, registers=208, tiles=2 if steps <= FEW_STEPS else 1)
+    return Int8Launch(16 if slots > 8 else 8, rounds=8)
 
 
 FEW_STEPS = 6  # of a row of down, of which registers hold those of more units

@@ -88,10 +88,11 @@ def middle(errors: list[Tensor]) -> float:
     return float(torch.cat(errors).norm(dim=-1).median())
 
 
+@pytest.mark.parametrize("activations", ["exact", "int8"])
 def test_answers_are_the_same_in_company_and_without_graphs(
-    load: Load, monkeypatch: pytest.MonkeyPatch
+    activations: str, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = load()
+    model = load(activations=activations)
     requests = [request_of(model, number) for number in range(8)]
     alone = [answer(model, request) for request in requests]
     for count in (2, 5, 8):

@@ -123,21 +123,23 @@ def _experts_down_int8_kernel(
     act_ptr, scores_ptr, numbers_ptr, shares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, N, tiles,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """A unit of work is a tile and a slot, and units go round the warps."""
+    """A unit of work is a tile of a round and a slot, and units go round the warps."""
     CHOICE: gl.constexpr = PLAN.CHOICE
     B: gl.constexpr = PLAN.B
     W: gl.constexpr = PLAN.W
     WARPS: gl.constexpr = PLAN.LAUNCH.warps
-    TILES: gl.constexpr = PLAN.LAUNCH.rounds
+    TILES: gl.constexpr = PLAN.LAUNCH.tiles
+    ROUNDS: gl.constexpr = PLAN.LAUNCH.rounds
     SLOTS: gl.constexpr = CHOICE.SLOTS
     UNITS: gl.constexpr = TILES * SLOTS
     OWN: gl.constexpr = (UNITS + WARPS - 1) // WARPS
+    ITEMS: gl.constexpr = ROUNDS * TILES
     warp, lane, zero, zero_f32 = threads(WARPS)
     buffer = shared_memory(PLAN.SHARED, WARPS, tiles < 0) + zero
     g = lane // 4
     t = lane % 4
     token = gl.program_id(1)
-    first_tile = gl.program_id(0) * TILES
+    first_tile = gl.program_id(0) * ITEMS
     numbers = ()
     if numbers_ptr is not None:
         numbers_at = (
@@ -146,6 +148,7 @@ def _experts_down_int8_kernel(
     else:  # which a kernel before the last one has left: see `experts_down`
         scores = scores_of(scores_ptr, token, zero, CHOICE)
         numbers, found = likeliest(scores, lane, CHOICE)
+    experts = ()
     places = ()
     loaded = ()
     for turn in gl.static_range(OWN):
@@ -154,10 +157,9 @@ def _experts_down_int8_kernel(
             expert = load4_l2(numbers_at + (unit % SLOTS).to(gl.int64) * 4)
         else:
             expert = expert_of(unit % SLOTS, numbers, CHOICE)
-        at = tile_addresses(
-            words_ptr, scales_ptr, expert * tiles + first_tile + unit // SLOTS,
-            (expert + 1) * tiles, zero, lane, 1, W,
-        )  # fmt: skip
+        tile = first_tile + unit // SLOTS
+        at = _tile_of(words_ptr, scales_ptr, expert, tiles, tile, lane, zero, W)
+        experts = experts + (expert,)
         places = places + (at,)
         loaded = loaded + (load_steps_of(at, zero, B),)
     share = ()
@@ -171,8 +173,8 @@ def _experts_down_int8_kernel(
         gdc_wait()
         gdc_launch_dependents()
     added = ()
-    for first in gl.static_range(0, TILES, WARPS):
-        tile = first_tile + gl.minimum(first + warp, TILES - 1)
+    for first in gl.static_range(0, ITEMS, WARPS):
+        tile = first_tile + gl.minimum(first + warp, ITEMS - 1)
         for half in gl.static_range(2):
             n = gl.minimum(tile * 16 + half * 8 + g, N - 1)
             added = added + (gl.load(added_ptr + token.to(gl.int64) * N + n).to(gl.float32),)
@@ -180,22 +182,32 @@ def _experts_down_int8_kernel(
     round_rows(act, SLOTS, buffer, warp, lane, zero_f32, WARPS, B)
     barrier()
     sums_at = buffer + PLAN.SUMS
-    for turn in gl.static_range(OWN):
-        unit = turn * WARPS + warp
-        slot = gl.minimum(unit, UNITS - 1) % SLOTS
-        staged = codes_address(buffer, slot, lane, B), scales_address(buffer, slot, lane, B)
-        acc, _ = multiply_tile(
-            loaded[turn], places[turn], places[turn], staged, zero, zero_f32, 1, False, B
-        )
-        y = acc[0]
-        store_shared8(
-            sums_at + unit * SUM_BYTES + g * 8, (as_word(y[0]), as_word(y[2])),
-            (t == 0) & (unit < UNITS),
-        )  # fmt: skip
+    for turn in gl.static_range(ROUNDS):
+        next_places = ()
+        next_loaded = ()
+        for i in gl.static_range(OWN):
+            unit = i * WARPS + warp
+            own = gl.minimum(unit, UNITS - 1)
+            slot = own % SLOTS
+            tile = first_tile + (turn + 1) * TILES + own // SLOTS
+            next_at = _tile_of(words_ptr, scales_ptr, experts[i], tiles, tile, lane, zero, W)
+            staged = codes_address(buffer, slot, lane, B), scales_address(buffer, slot, lane, B)
+            acc, following = multiply_tile(
+                loaded[i], places[i], next_at, staged, zero, zero_f32, 1, turn + 1 < ROUNDS, B
+            )
+            next_places = next_places + (next_at,)
+            next_loaded = next_loaded + (following,)
+            y = acc[0]
+            store_shared8(
+                sums_at + (turn * UNITS + unit) * SUM_BYTES + g * 8, (as_word(y[0]), as_word(y[2])),
+                (t == 0) & (unit < UNITS),
+            )  # fmt: skip
+        places = next_places
+        loaded = next_loaded
     barrier()
-    for first in gl.static_range(0, TILES, WARPS):
+    for first in gl.static_range(0, ITEMS, WARPS):
         item = first + warp
-        here = sums_at + gl.minimum(item, TILES - 1) * (SLOTS * SUM_BYTES) + g * 8
+        here = sums_at + gl.minimum(item, ITEMS - 1) * (SLOTS * SUM_BYTES) + g * 8
         low = zero_f32
         high = zero_f32
         for slot in gl.static_range(SLOTS):
@@ -204,8 +216,15 @@ def _experts_down_int8_kernel(
             high = gl.fma(share[slot], as_float(pair[1]), high)
         store_result(
             y_ptr, low, high, (added[first // WARPS * 2], added[first // WARPS * 2 + 1]),
-            first_tile + item, g, token + zero, (t == 0) & (item < TILES), N, False,
+            first_tile + item, g, token + zero, (t == 0) & (item < ITEMS), N, False,
         )  # fmt: skip
+
+
+@gluon.jit
+def _tile_of(words_ptr, scales_ptr, expert, tiles, tile, lane, zero, W: gl.constexpr):
+    """Addresses of a tile of an expert; of its last one past the end."""
+    first = expert * tiles
+    return tile_addresses(words_ptr, scales_ptr, first + tile, first + tiles, zero, lane, 1, W)
 
 
 def gate_up_int8(
@@ -271,11 +290,11 @@ def down_int8(
         [M, N] in x's dtype.
     """
     w, choice, pdl = stacked(experts.down), choice_of(experts), programmatic_launch(x)
-    launch = int8_down_launch(w.steps)
+    launch = int8_down_launch(w.steps, choice.SLOTS, x.shape[0])
     y = torch.empty_like(x)
     run(
         _experts_down_int8_kernel,
-        (-(-w.tiles // launch.rounds), x.shape[0]),
+        (-(-w.tiles // (launch.tiles * launch.rounds)), x.shape[0]),
         act,
         scores,
         None if routes is None else routes.numbers,
@@ -304,5 +323,5 @@ def _gate_up_plan(choice: Choice, W: Packed, launch: Int8Launch, pdl: bool) -> I
 @cache
 def _down_plan(choice: Choice, W: Packed, launch: Int8Launch, pdl: bool) -> Int8Plan:
     B = int8_rows(W, choice.SLOTS, 1, launch.kilobytes)
-    sums = launch.rounds * choice.SLOTS * SUM_BYTES.value
+    sums = launch.tiles * launch.rounds * choice.SLOTS * SUM_BYTES.value
     return Int8Plan(choice, B.W, B, launch, B.END, B.END + sums, pdl)
