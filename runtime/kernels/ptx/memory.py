@@ -91,20 +91,6 @@ def load_shared4(address, OFFSET: gl.constexpr = 0):
 
 
 @gluon.jit
-def load_matrices(address, OFFSET: gl.constexpr = 0):
-    """Four words of each lane, of four 8 x 8 matrices of 16 bits in shared memory.
-
-    Lane 8 * i + r has the address of the 16 bytes of row r of the i-th matrix, and lane 4 * r + t
-    gets the t-th word of row r of each.
-    """
-    return gl.inline_asm_elementwise(
-        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 "
-        f"{{$0, $1, $2, $3}}, [$4 + {OFFSET}];", "=r,=r,=r,=r,r",
-        [address], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _load(
     address, OFFSET: gl.constexpr, LOAD: gl.constexpr, POINTER: gl.constexpr, COUNT: gl.constexpr
 ):  # fmt: skip

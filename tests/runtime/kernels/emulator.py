@@ -410,7 +410,6 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
     found |= {f"store_shared{size}": stores(True) for size in (4, 8, 16)}
     found |= {f"store{size}": stores(False) for size in (8, 16)}
     found |= {
-        "load_matrices": load_matrices,
         "load_shared4": lambda *at: loads(1, True)(*at).view(FLOAT),
         "shared_buffer": shared_buffer,
         "large_shared_buffer": large_shared_buffer,

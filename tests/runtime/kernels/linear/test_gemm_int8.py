@@ -102,7 +102,7 @@ def test_a_token_has_the_same_bits_in_a_step_and_in_a_prompt(
     for first, last in ((0, 1), (7, 15), (0, 16), (40, 73), (100, 228), (33, 289)):
         assert torch.equal(compute(first, last), everything[first:last]), (first, last)
     way = choose(tiled, TOKENS, card_of(x)).way
-    assert way == ("int8" if card_of(x).is_hopper and case.bits != 3 else "gemv")
+    assert way == ("int8" if card_of(x).is_hopper and case.bits != 3 else "mma")
 
 
 @pytest.mark.parametrize("bits", [4, 8])
