@@ -5,6 +5,7 @@ from functools import cache
 from typing import Literal
 
 from lowbit.formats.activations import activation_group
+from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.kernels.codec import CODECS, WIDE_CODECS
 from lowbit.runtime.kernels.launch.card import Card
 from lowbit.runtime.kernels.launch.device import power_of_two
@@ -138,23 +139,25 @@ def int8_variant(
     """See `packed_variant`: of a weight whose inputs are rounded to eight bits."""
     bits, tiles, steps, paired = size
     tokens, normed = asked
-    if tokens > INT8_GEMV_TOKENS and whole and card.is_hopper and bits in WGMMA_BITS:
+    room = power_of_two(min(tokens, INT8_GEMV_TOKENS))
+    while room > 0 and (tokens <= INT8_GEMV_TOKENS or not whole):
+        measured = gemv_launch(bits, tiles, steps, room, paired, tuned, card.multiprocessors)
+        launch = _for_int8(W, measured, tiles, room, normed, card)
+        if launch is not None:
+            return Variant("gemv", room, room, launch, launch.parts, staged=True)
+        room = 0 if whole else room // 2
+    if not whole:
+        raise UnsupportedModelError(
+            f"rows of {W.K} columns have no GPU kernel with activations in eight bits",
+            hint="use --activations exact",
+        )
+    if card.is_hopper and bits in WGMMA_BITS:
         group, wide = activation_group(W.G, W.K), W.SCALES == "fp32"
         count = card.multiprocessors
         own = int8_launch(bits, tiles * TILE, -(-W.K // STEP_K), group, wide, tokens, count)
         if own is not None:
             return Variant("int8", tokens, launch=own)
-    if tokens > INT8_GEMV_TOKENS and whole:
-        return Variant("mma", tokens)
-    room = power_of_two(min(tokens, INT8_GEMV_TOKENS))
-    launch = None
-    while launch is None:
-        measured = gemv_launch(bits, tiles, steps, room, paired, tuned, card.multiprocessors)
-        launch = _for_int8(W, measured, tiles, room, normed, card)
-        if launch is None and whole:
-            return Variant("mma", tokens)
-        room = room if launch is not None else room // 2
-    return Variant("gemv", room, room, launch, launch.parts, staged=True)
+    return Variant("mma", tokens)
 
 
 def _for_int8(
@@ -174,10 +177,8 @@ def _for_int8(
             groups = launch.warp_groups // 2
             rounds = -(-launch.rounds * launch.warp_groups // groups)
             launch = replace(launch, warps=launch.each * groups, warp_groups=groups, rounds=rounds)
-        elif tokens > 1:
-            return None
         else:
-            raise ValueError(f"rows of {W.K} do not fit into shared memory")
+            return None
     return launch
 
 

@@ -232,6 +232,8 @@ def _multiply_round(
 def _at_once(count, tiles, loads, registers):
     """Steps whose products alternate, of so many loaded ones; with more of them registers spill."""
     most = (3 if registers > TIGHT else 2) - (loads > 2)
+    if loads > 3 and registers <= 128:
+        most = 1
     return -(-count // -(-count // max(1, most // tiles)))
 
 

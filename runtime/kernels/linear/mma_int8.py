@@ -49,7 +49,7 @@ from lowbit.runtime.kernels.ptx.mma import (
     zeros,
 )
 
-STAGES = 4  # steps of x on their way or in use
+STAGES = 4
 REGISTERS = 255  # of a thread
 LEAST_TOKENS = 16  # of a block
 MANY, MANY_TOKENS = 64, 96  # beyond so many tokens blocks have so many; of 128 registers spill
@@ -66,7 +66,8 @@ class MmaPlan:
     WARPS: int
     TILES: int  # of 16 rows of a warp
     BESIDE: int  # warps that share the tokens of a block
-    STAGES: int
+    STAGES: int  # steps of x on their way or in use
+    AHEAD: int  # steps of words on their way, which few warps need more of
     SHARED: int  # bytes of shared memory
     PDL: bool  # whether the kernel takes part in programmatic launch
 
@@ -78,7 +79,8 @@ def mma_plan(W: Packed, tokens: int, paired: bool, pdl: bool) -> MmaPlan:
     X = token_blocks(W.K, activation_group(W.G, W.K), block)
     warps, beside = (8, 2) if tokens > MANY else (4, 1)
     tiles = 2 if tokens > MANY and X.GROUP == 128 else 1  # with smaller groups registers spill
-    return MmaPlan(wide(W), X, paired, warps, tiles, beside, STAGES, STAGES * X.SIZE, pdl)
+    ahead = 1 if tokens > MANY else 3 if block < MANY else 2
+    return MmaPlan(wide(W), X, paired, warps, tiles, beside, STAGES, ahead, STAGES * X.SIZE, pdl)
 
 
 def mma_int8(
@@ -154,7 +156,10 @@ def _mma_int8_kernel(
     first_tile = first_tile + warp // BESIDE * TILES
     first_token = warp % BESIDE * TOKENS  # of the block
     at = tile_addresses(words_ptr, scales_ptr, first_tile, tiles, 0, lane, TILES, W)
-    loaded = _load_step(at, zero, W, X)
+    AHEAD: gl.constexpr = PLAN.AHEAD
+    loaded = ()
+    for i in gl.static_range(AHEAD):
+        loaded = loaded + (_load_step(at, gl.minimum(i, X.STEPS - 1) + zero, W, X),)
     if PLAN.PDL:
         gdc_wait()
     x = x_ptr.to(gl.int64, bitcast=True) + (zero + block).to(gl.int64) * X.SIZE
@@ -163,16 +168,20 @@ def _mma_int8_kernel(
     acc = zeros(zero_f32, TILES * COUNT)
     slot = zero
     for step in range(X.STEPS):
-        next_loaded = _load_step(at, gl.minimum(step + 1, X.STEPS - 1) + zero, W, X)
+        later = _load_step(at, gl.minimum(step + AHEAD, X.STEPS - 1) + zero, W, X)
         wait_copies(STAGES - 2)
         barrier()  # all of this step has come, and nobody reads the one before it
         before = gl.where(slot == 0, STAGES - 1, slot - 1)
         _begin_copy(
             buffer + before * X.SIZE, x, zero + step + (STAGES - 1), blocks, warp * 32 + lane, PLAN
         )
-        acc = _multiply_step(acc, loaded, buffer + slot * X.SIZE, first_token, lane, PLAN)
+        acc = _multiply_step(acc, loaded[0], buffer + slot * X.SIZE, first_token, lane, PLAN)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
-        loaded = next_loaded
+        ready = ()
+        for i in gl.static_range(1, AHEAD):
+            ready = ready + (loaded[i],)
+        loaded = ready + (later,)
+    wait_copies(0)
     factors = ()
     for i in gl.static_range(TOKENS // 8):
         two = (zero_f32 + W.CODEC.FACTOR, zero_f32 + W.CODEC.FACTOR)

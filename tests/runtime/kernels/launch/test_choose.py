@@ -1,11 +1,17 @@
 """The choice of a linear's product by weight, tokens and card."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 
+from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.kernels.codec import CODECS
-from lowbit.runtime.kernels.launch.card import H200, Card
-from lowbit.runtime.kernels.launch.choose import choose, takes_rows
+from lowbit.runtime.kernels.launch.card import COMPILED, H200, Card
+from lowbit.runtime.kernels.launch.choose import WGMMA_BITS, choose, takes_rows
+from lowbit.runtime.kernels.launch.linear import measured
+from lowbit.runtime.kernels.linear.program import int8_bytes
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.weights.linear import DenseLinear
 
@@ -64,6 +70,32 @@ def test_dense_rows_beside_a_packed_weight() -> None:
 def test_parts_are_those_of_a_lone_token(card: Card) -> None:
     for w in (tiled(24576, 4096), tiled(5120, 17408), tiled(5120, 25600, 8), tiled(112, 96)):
         assert len({choose(w, tokens, card).parts for tokens in range(1, 65)}) == 1
+
+
+@pytest.mark.parametrize("capability", COMPILED, ids=str)
+def test_launches_of_rounded_inputs_fit(capability: tuple[int, int]) -> None:
+    """No program shares a tile with another, and all tiles are taken."""
+    card = Card(capability)
+    sizes = [
+        (bits, 16 * tiles, steps * CODECS[bits].STEP_K) for bits, tiles, steps in measured("one")
+    ]
+    for (bits, N, K), G in itertools.product((*sizes, (4, 1024, 25600)), (32, 128)):
+        w = replace(tiled(N, K, bits, G=G), activations="int8")
+        for tokens, normed in itertools.product((1, 2, 3, 8), (True, False)):
+            found = choose(w, tokens, card, normed=normed)
+            if found.way == "gemv":
+                launch = found.gemv
+                needed = int8_bytes(w.constants, launch, found.room, normed)
+                assert needed <= card.shared_bytes
+                assert launch.split == 1
+                assert found.most == found.room >= tokens
+            assert found.way == "gemv" or tokens > 1
+        hopper = card.is_hopper and bits in WGMMA_BITS
+        assert choose(w, 9, card).way == ("int8" if hopper else "mma")
+    odd = replace(tiled(40, 25600, 8), activations="int8")
+    assert choose(odd, 9, card).way == "gemv"
+    with pytest.raises(UnsupportedModelError, match="256000 columns have no GPU kernel"):
+        choose(replace(tiled(40, 128 * 2000), activations="int8"), 1, card)
 
 
 def test_a_token_too_long_to_stage_takes_the_kernel_for_several() -> None:
