@@ -242,7 +242,7 @@ def _place_of(unit, blocks, warp, lane, tiles, words_ptr, scales_ptr, PLAN: gl.c
     """A warp's tile in a unit, and addresses of its words and scales; past the end the last's."""
     W: gl.constexpr = PLAN.W
     ROW_WORDS: gl.constexpr = 2 if W.SCALES == "fp32" else 1
-    TILE_BYTES: gl.constexpr = W.STEPS * W.CODEC.STEP_BYTES
+    TILE_BYTES: gl.constexpr = PLAN.X.STEPS * (256 * W.BITS)  # rows are padded to whole steps
     tile = (unit // blocks * PLAN.ROW_GROUPS + warp // (4 * PLAN.SLICES)) * 4 + warp % 4
     if PLAN.ROW_GROUPS == 3:
         tile = gl.where(warp < 12, tile, tiles)
