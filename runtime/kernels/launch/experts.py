@@ -152,9 +152,14 @@ def int8_down_launch(steps: int, slots: int, tokens: int) -> Int8Launch:
 
 
 FEW_STEPS = 6  # of a row of down, of which registers hold those of more units
-INT8_ROWS = 64  # tokens of a block at most
-INT8_LOOPS = (1, 2, 4, 6, 8)  # eights of tokens of the loops
-LEAST_LOOPS = {64: 2}  # the shortest of them by the tokens of a block, where it is not one
+INT8_BLOCKS = (
+    8,
+    16,
+    32,
+    48,
+)  # tokens of a block; two programs of the largest share Hopper's memory
+# Eights of tokens of the loops for such blocks.
+INT8_LOOPS = {8: (1,), 16: (1, 2), 32: (1, 2, 4), 48: (2, 4, 5, 6)}
 
 
 def int8_block_rows(pairs: int, experts: int) -> int:
@@ -163,18 +168,11 @@ def int8_block_rows(pairs: int, experts: int) -> int:
     Args:
         pairs: of token and expert.
     """
-    return min(INT8_ROWS, max(8, power_of_two(2 * pairs // experts)))
-
-
-def int8_loops(rows: int) -> tuple[int, ...]:
-    """Eights of tokens of the loops of a program with room for so many tokens."""
-    return tuple(n for n in INT8_LOOPS if LEAST_LOOPS.get(rows, 1) <= n <= rows // 8)
+    return next((n for n in INT8_BLOCKS if n * experts >= 2 * pairs), INT8_BLOCKS[-1])
 
 
 def int8_grouped_launches(rows: int) -> tuple[Int8Launch, Int8Launch]:
     """Shares of programs for blocks of so many tokens: of gate and up, and of down."""
     if rows <= 16:
         return Int8Launch(rounds=2), Int8Launch(rounds=8)
-    if rows <= 32:
-        return Int8Launch(8, 4, kilobytes=2), Int8Launch(8, 8, kilobytes=2)
-    return Int8Launch(16, 2, kilobytes=2), Int8Launch(8, 8, kilobytes=2)
+    return Int8Launch(8, 4, kilobytes=2), Int8Launch(8, 8, kilobytes=2)

@@ -40,10 +40,11 @@ from lowbit.runtime.kernels.experts.tiled import stacked
 from lowbit.runtime.kernels.experts.weigh import weighed
 from lowbit.runtime.kernels.launch.device import programmatic_launch, register_cap, run
 from lowbit.runtime.kernels.launch.experts import (
+    INT8_BLOCKS,
+    INT8_LOOPS,
     Int8Launch,
     int8_block_rows,
     int8_grouped_launches,
-    int8_loops,
 )
 from lowbit.runtime.kernels.linear.products import tile_addresses
 from lowbit.runtime.kernels.linear.program import Blocks, Packed, token_blocks
@@ -258,17 +259,16 @@ def _down(
 
 
 def block_rows(pairs: int, experts: ExpertWeights[GpuLinear], limit: int) -> int:
-    """Tokens of a block, 8 times a power of two; 0 where no 8 of them have room.
+    """Tokens of a block, one of INT8_BLOCKS; 0 where no 8 of them have room.
 
     Args:
         pairs: of token and expert.
         limit: bytes of shared memory of a program.
     """
     both = stacked(experts.gate_up).constants, stacked(experts.down).constants
-    rows = int8_block_rows(pairs, len(experts.gate_up))
-    while rows and max(_bytes(W, rows) for W in both) > limit:
-        rows = rows // 2 if rows > 8 else 0
-    return rows
+    most = int8_block_rows(pairs, len(experts.gate_up))
+    fit = (n for n in INT8_BLOCKS if n <= most and max(_bytes(W, n) for W in both) <= limit)
+    return max(fit, default=0)
 
 
 def experts_grouped_int8(
@@ -361,7 +361,7 @@ def _plan(W: Packed, launch: Int8Launch, rows: int, copied: bool, pdl: bool) -> 
         B,
         X=_blocks(W) if copied else None,
         LAUNCH=launch,
-        LOOPS=int8_loops(rows),
+        LOOPS=INT8_LOOPS[rows],
         NUMBERS=numbers,
         PAIRS=pairs,
         FACTORS=factors,
