@@ -32,7 +32,6 @@ from lowbit.runtime.kernels.experts.int8.multiply import (
     load_steps_of,
     multiply_tile,
     scales_address,
-    silu_times,
 )
 from lowbit.runtime.kernels.experts.int8.stage import copy_rows, round_rows
 from lowbit.runtime.kernels.experts.route import Routes
@@ -46,6 +45,7 @@ from lowbit.runtime.kernels.launch.experts import (
     int8_block_rows,
     int8_grouped_launches,
 )
+from lowbit.runtime.kernels.linear.gemm_store import swiglu
 from lowbit.runtime.kernels.linear.products import tile_addresses
 from lowbit.runtime.kernels.linear.program import Blocks, Packed, token_blocks
 from lowbit.runtime.kernels.linear.quantize import factor_at, quantize
@@ -179,7 +179,7 @@ def _gate_up(
             for e in gl.static_range(2):
                 row = nb * 8 + own % 4 * 2 + e
                 factor = load_shared4(buffer + PLAN.FACTORS + row * 4)
-                act = silu_times(acc[nb][e] * factor, acc[nb][2 + e] * factor)
+                act = swiglu(acc[nb][e] * factor, acc[nb][2 + e] * factor)
                 to = act_ptr + ((first + row).to(gl.int64) * inner + n)
                 stored = (first + row < end) & (n < inner)
                 gl.store(to, act.to(act_ptr.dtype.element_ty), mask=stored)

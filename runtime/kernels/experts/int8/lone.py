@@ -30,7 +30,6 @@ from lowbit.runtime.kernels.experts.int8.multiply import (
     load_steps_of,
     multiply_tile,
     scales_address,
-    silu_times,
 )
 from lowbit.runtime.kernels.experts.int8.stage import load_token_gains, round_rows, round_token
 from lowbit.runtime.kernels.experts.program import Choice, choice_of
@@ -38,6 +37,7 @@ from lowbit.runtime.kernels.experts.route import Routes
 from lowbit.runtime.kernels.experts.tiled import stacked
 from lowbit.runtime.kernels.launch.device import programmatic_launch, register_cap, run
 from lowbit.runtime.kernels.launch.experts import Int8Launch, int8_down_launch, int8_gate_up_launch
+from lowbit.runtime.kernels.linear.gemm_store import swiglu
 from lowbit.runtime.kernels.linear.norm import norm_factor, total_of
 from lowbit.runtime.kernels.linear.products import tile_addresses
 from lowbit.runtime.kernels.linear.program import SQUARES_BYTES, Packed
@@ -113,7 +113,7 @@ def _experts_gate_up_int8_kernel(
         at = next_at
         y = acc[0]
         n = (first_tile + turn * WARPS) * 8 + lane // 4
-        act = silu_times(y[0] * factor, y[2] * factor)
+        act = swiglu(y[0] * factor, y[2] * factor)
         stored = (lane % 4 == 0) & (n < inner)
         gl.store(out + n, act.to(act_ptr.dtype.element_ty), mask=stored)
 

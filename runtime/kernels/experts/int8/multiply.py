@@ -20,13 +20,13 @@ from triton.experimental.gluon import language as gl
 from lowbit.formats.activations import activation_group
 from lowbit.runtime.kernels.linear.products import load_step, raw_scales
 from lowbit.runtime.kernels.linear.program import Packed, blocks_of, wide
+from lowbit.runtime.kernels.linear.sums import MAGIC
 from lowbit.runtime.kernels.linear.unpack import product_codes
 from lowbit.runtime.kernels.ptx.memory import load_matrices, load_shared4, load_shared8
 from lowbit.runtime.kernels.ptx.mma import as_float, integer_mma, unpacked_scales
 
 PAD = 16  # bytes behind a row
-BIAS_BITS = gl.constexpr(0x4B400000)
-BIAS = gl.constexpr(12582912.0)  # 1.5 * 2^23
+BIAS = gl.constexpr(12582912.0)  # 1.5 * 2^23, whose bits are MAGIC
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,7 +174,7 @@ def _multiply_step(
         factors = factors + ((low * B.W.CODEC.FACTOR, high * B.W.CODEC.FACTOR),)
     sums = zero
     if SCALES != "fp32":
-        sums = zero + BIAS_BITS
+        sums = zero + MAGIC
     new = ()
     for nb in gl.static_range(NB):
         b = ()
@@ -216,9 +216,3 @@ def _chained(y, d, factors, s, SCALES: gl.constexpr):
             term = gl.fma(as_float(d[i]), factors[i // 2], factors[i // 2] * -BIAS)
         out = out + (gl.fma(term, s[i % 2], y[i]),)
     return out
-
-
-@gluon.jit
-def silu_times(gate, up):
-    """The SwiGLU of two results, as every kernel makes it."""
-    return gate * up / (1.0 + gl.exp(-gate))
