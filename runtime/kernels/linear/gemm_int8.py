@@ -40,6 +40,7 @@ from lowbit.runtime.kernels.ptx.memory import (
     copy16_or_zeros,
     large_shared_buffer,
     large_size,
+    load8,
 )
 from lowbit.runtime.kernels.ptx.mma import as_float, inline, threads, zeros
 from lowbit.runtime.kernels.ptx.wgmma import init_barriers, next_slot
@@ -206,11 +207,16 @@ def _gemm_int8_kernel(
             left_phase = phase
             slot, phase = next_slot(slot, phase, RING)
         first_token = unit % blocks * X.TOKENS + mine
-        if PLAN.NORMED:
-            acc = _times_factors(acc, x_ptr, blocks, first_token, lane, X)
+        factors = ()
+        for i in gl.static_range(OWN // 8 if PLAN.NORMED else 0):
+            row = first_token + (i * 8 + lane % 4 * 2)
+            pair = load8(factor_at(x_ptr, blocks, row, X).to(gl.int64, bitcast=True))
+            factors = factors + ((as_float(pair[0]), as_float(pair[1])),)
         if SLICES * OWN > COLUMNS:  # others have the same sums
             first_token = gl.where(slice_ * OWN < COLUMNS, first_token, M)
-        store_block(acc, added_ptr, out_ptr, first_token, tile, lane, M, N, stride_added, PLAN)
+        store_block(
+            acc, added_ptr, out_ptr, first_token, tile, lane, M, N, stride_added, factors, PLAN
+        )  # fmt: skip
         acc = zeros(zero_f32, OWN // 2)
         tile = next_tile
         words = next_words
@@ -221,20 +227,6 @@ def _gemm_int8_kernel(
 def descriptor_word(address):
     """The lower word of `descriptor` of rows of 128 bytes."""
     return (address & 0x3FFFF) >> 4 | 0x10000
-
-
-@gluon.jit
-def _times_factors(acc, x_ptr, blocks, first_token, lane, X: gl.constexpr):
-    """Sums times the factors of their tokens' norms."""
-    out = ()
-    for i in gl.static_range(len(acc) // 4):
-        factors = ()
-        for e in gl.static_range(2):
-            at = factor_at(x_ptr, blocks, first_token + i * 8 + lane % 4 * 2 + e, X)
-            factors = factors + (as_float(gl.load(at)),)
-        for e in gl.static_range(4):
-            out = out + (acc[4 * i + e] * factors[e % 2],)
-    return out
 
 
 @gluon.jit

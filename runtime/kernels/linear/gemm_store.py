@@ -59,7 +59,7 @@ def _batch_of(count):
 
 @gluon.jit
 def store_block(
-    acc, added_ptr, out_ptr, first_token, tile, lane, M, N, stride, PLAN: gl.constexpr, factors=()
+    acc, added_ptr, out_ptr, first_token, tile, lane, M, N, stride, factors, PLAN: gl.constexpr
 ):  # fmt: skip
     """Store a warp's rows of some tokens: 8 tokens and 8 rows at a time, turned by `movmatrix`.
 

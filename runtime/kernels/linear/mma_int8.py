@@ -196,7 +196,7 @@ def _mma_int8_kernel(
             own = own + (acc[r * COUNT + i],)
         store_block(
             own, added_ptr, out_ptr, block * X.TOKENS + first_token, first_tile + r, lane, M, N,
-            stride, PLAN, factors,
+            stride, factors, PLAN,
         )  # fmt: skip
 
 
