@@ -130,8 +130,9 @@ def _experts_gate_up_int8_grouped_kernel(
 @gluon.jit
 def _first_tile(weights, tiles, warp, lane, zero, PLAN: gl.constexpr):
     """Addresses of a warp's first tile, and what has been loaded of it."""
+    B: gl.constexpr = PLAN.B
     at = _tile_at(weights, tiles, gl.program_id(0) * _share(PLAN) + warp, lane, zero, PLAN)
-    return at, load_steps_of(at, zero, PLAN.B)
+    return at, load_steps_of(at, zero, B)
 
 
 @gluon.constexpr_function
@@ -143,9 +144,10 @@ def _share(plan):
 @gluon.jit
 def _tile_at(weights, tiles, tile, lane, zero, PLAN: gl.constexpr):
     """Addresses of a tile of the block's expert; of its last one past the end."""
+    W: gl.constexpr = PLAN.W
     words_ptr, scales_ptr, first = weights
     return tile_addresses(
-        words_ptr, scales_ptr, first + tile, first + tiles, zero, lane, 1, PLAN.W
+        words_ptr, scales_ptr, first + tile, first + tiles, zero, lane, 1, W
     )  # fmt: skip
 
 
