@@ -220,54 +220,59 @@ def _multiply_round(
         elif NEXT:
             next_loaded = load_steps(next_at, part, 0, AHEAD, PARTS, W)
         _multiply_loaded(
-            loaded, codes, terms, part, lane, first, min(AHEAD, OWN - first), PARTS,
-            PLAN.LAUNCH.registers, W, X,
-        )  # fmt: skip
+            loaded, codes, terms, part, lane, first, min(AHEAD, OWN - first), PARTS, PLAN
+        )
         if first + AHEAD < OWN or NEXT:
             loaded = next_loaded
     return loaded
 
 
 @gluon.constexpr_function
-def _at_once(count, tiles, loads, registers):
-    """Steps whose products alternate, of so many loaded ones; with more of them registers spill."""
-    most = (3 if registers > TIGHT else 2) - (loads > 2)
-    if loads > 3 and registers <= 128:
+def _at_once(count, tiles, loads, launch):
+    """Steps and tiles whose products alternate, of so many loaded ones; of more registers spill."""
+    most = (3 if launch.registers > TIGHT else 2) - (loads > 2) - 2 * (launch.rounds > 1)
+    if loads > 3 and launch.registers <= 128:
         most = 1
-    return -(-count // -(-count // max(1, most // tiles)))
+    most = max(1, most)
+    steps = -(-count // -(-count // max(1, most // tiles)))
+    return steps, (tiles if loads < 4 or most >= tiles else 1)
 
 
 @gluon.jit
 def _multiply_loaded(
     loaded, codes, terms, part, lane, LOADED: gl.constexpr, ALL: gl.constexpr, PARTS: gl.constexpr,
-    REGISTERS: gl.constexpr, W: gl.constexpr, X: gl.constexpr,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     """Leave the terms of ALL loaded steps, some at a time; see `_multiply_steps`."""
-    EACH: gl.constexpr = _at_once(ALL, len(loaded[0]) // ALL, W.CODEC.LOADS, REGISTERS)
+    W: gl.constexpr = PLAN.W
+    X: gl.constexpr = PLAN.X
+    TILES: gl.constexpr = len(loaded[0]) // ALL
+    EACH: gl.constexpr = _at_once(ALL, TILES, W.CODEC.LOADS, PLAN.LAUNCH)[0]
+    TOGETHER: gl.constexpr = _at_once(ALL, TILES, W.CODEC.LOADS, PLAN.LAUNCH)[1]
     for begin in gl.static_range(0, ALL, EACH):
-        _multiply_steps(
-            loaded, codes, terms, part, lane, LOADED, begin, min(EACH, ALL - begin), ALL, PARTS, W,
-            X,
-        )  # fmt: skip
+        for tile in gl.static_range(0, TILES, TOGETHER):
+            _multiply_steps(
+                loaded, codes, terms, part, lane, LOADED, begin, min(EACH, ALL - begin), ALL, tile,
+                TOGETHER, PARTS, W, X,
+            )  # fmt: skip
 
 
 @gluon.jit
 def _multiply_steps(
     loaded, codes, terms, part, lane, LOADED: gl.constexpr, BEGIN: gl.constexpr,
-    COUNT: gl.constexpr, ALL: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr, X: gl.constexpr,
+    COUNT: gl.constexpr, ALL: gl.constexpr, TILE: gl.constexpr, TILES: gl.constexpr,
+    PARTS: gl.constexpr, W: gl.constexpr, X: gl.constexpr,
 ):  # fmt: skip
-    """Leave the terms of COUNT steps of every tile, from BEGIN on of ALL that are loaded.
-
-    LOADED: the first of these among the warp's steps.
+    """Leave the terms of COUNT steps of TILES tiles, from BEGIN on of ALL that are loaded.
 
     codes: address of this lane's column in the warp's first step. terms: address of the first
-    tile's and group's terms of that step.
+        tile's and group's terms of that step.
+    LOADED: the first of the loaded steps among the warp's. TILE: the first of the tiles.
     """
     words, raw = loaded
     CODEC: gl.constexpr = W.CODEC  # Triton 3.6 takes no record from a record as an argument
     SCALES: gl.constexpr = W.SCALES
     FIRST: gl.constexpr = LOADED + BEGIN
-    TILES: gl.constexpr = len(words) // ALL
     Q: gl.constexpr = CODEC.PRODUCTS
     GROUP_Q: gl.constexpr = X.GROUP // 32  # products of a group
     SCALE_Q: gl.constexpr = Q * len(words) // len(raw)  # that share a scale
@@ -283,7 +288,7 @@ def _multiply_steps(
         new = ()
         for c in gl.static_range(COUNT):
             for r in gl.static_range(TILES):
-                a = product_codes(words[r * ALL + BEGIN + c], q, CODEC)
+                a = product_codes(words[(TILE + r) * ALL + BEGIN + c], q, CODEC)
                 if q % GROUP_Q == 0:
                     d = (zero, zero, zero, zero)
                 else:
@@ -296,7 +301,7 @@ def _multiply_steps(
             for c in gl.static_range(COUNT):
                 for r in gl.static_range(TILES):
                     scale = unpacked_scales(
-                        raw[(r * ALL + BEGIN + c) * (Q // SCALE_Q) + q // SCALE_Q], SCALES
+                        raw[((TILE + r) * ALL + BEGIN + c) * (Q // SCALE_Q) + q // SCALE_Q], SCALES
                     )
                     found = found + (_terms(sums[c * TILES + r], scale),)
     # Stored when all are there: the next columns would wait for what is stored before them.
@@ -313,7 +318,7 @@ def _multiply_steps(
                 held = held & (step < W.STEPS)
             for r in gl.static_range(TILES):
                 own = found[(i * COUNT + c) * TILES + r]
-                _leave_terms(own, at + r * (X.GROUPS * BYTES), lane, held, X.TOKENS)
+                _leave_terms(own, at + (TILE + r) * (X.GROUPS * BYTES), lane, held, X.TOKENS)
 
 
 @gluon.jit
