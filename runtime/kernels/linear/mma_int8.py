@@ -175,7 +175,8 @@ def _mma_int8_kernel(
         _begin_copy(
             buffer + before * X.SIZE, x, zero + step + (STAGES - 1), blocks, warp * 32 + lane, PLAN
         )
-        acc = _multiply_step(acc, loaded[0], buffer + slot * X.SIZE, first_token, lane, PLAN)
+        now = loaded[0]  # type: ignore[misc]
+        acc = _multiply_step(acc, now, buffer + slot * X.SIZE, first_token, lane, PLAN)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
         ready = ()
         for i in gl.static_range(1, AHEAD):
