@@ -424,6 +424,7 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         "recomputed": lambda x: x,
         "threads": lambda warps: threads(programs, warps),
         "chain": chain,
+        "load_matrices": load_matrices,
         "turned": turned,
         "mma": mma,
         "integer_mma": integer_mma,
