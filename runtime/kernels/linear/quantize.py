@@ -227,11 +227,11 @@ def stage_codes(
 def _quantize_kernel(
     x_ptr, gain_ptr, head_squares_ptr, out_ptr, M, blocks, eps, HEAD: gl.constexpr,
     SUBBYTE: gl.constexpr, TURNS: gl.constexpr, WARPS: gl.constexpr, X: gl.constexpr,
-    SHARED: gl.constexpr, PDL: gl.constexpr,
+    SHARED: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """TURNS: blocks of 256 elements that a warp takes; HEAD: elements of a factor, or 0."""
     NORM: gl.constexpr = gain_ptr is not None
-    if PDL:
+    if PDL and EARLY:
         gdc_launch_dependents()
     warp, lane, zero, zero_f32 = threads(WARPS)
     first = gl.program_id(1) * (TURNS * WARPS) + warp
@@ -243,6 +243,8 @@ def _quantize_kernel(
         gains = gains + (chunk_gains(gain_ptr, chunk),)
     if PDL:
         gdc_wait()
+        if not EARLY:
+            gdc_launch_dependents()
     x = x_ptr.to(gl.int64, bitcast=True) + token.to(gl.int64) * (2 * X.K)
     loaded = ()
     squares = ()
@@ -311,6 +313,7 @@ def quantize(
     norm: Tensor | None = None,
     squares: Tensor | None = None,
     eps: float = 0.0,
+    early: bool = True,
 ) -> Tensor:
     """Codes and scales of x in blocks, then the factors of its norm: int32.
 
@@ -320,6 +323,7 @@ def quantize(
         places: of `token_blocks`.
         norm: [K] gain of the RMS norm, whose factors follow the blocks, one for each row.
         squares: [M, heads, SQUARES] float32, of the heads of x.
+        early: let the next kernel start before this one has its input.
     """
     M, K = x.shape
     blocks = -(-M // places.TOKENS)
@@ -348,6 +352,7 @@ def quantize(
         X=places,
         SHARED=declaration(places.BLOCKS * SQUARES_BYTES.value),
         PDL=pdl,
+        EARLY=early,
         num_warps=warps,
         launch_pdl=pdl,
         enable_fp_fusion=True,

@@ -252,6 +252,18 @@ def test_experts_wait(
         assert waits(lambda x: cuda.moe(cuda.moe(x, norm, EPS, w), norm, EPS, w), x, stale=True)
 
 
+@pytest.mark.parametrize(
+    "size", [Size(4, 2048, 512, 256, 8, True), Size(8, 256, 128, 40, 3, False)], ids=str
+)
+def test_experts_with_rounded_inputs_wait(randn: Randn, size: Size) -> None:
+    """Routes and blocks, which kernels read before they wait, are those of this input."""
+    w, norm = random_experts(size, "cuda", "int8"), 1 + 0.2 * randn(size.h)
+    for tokens in (1, 4, 20, 300):
+        x = randn(tokens, size.h)
+        assert waits(lambda x: cuda.moe(x, norm, EPS, w), x, stale=True)
+        assert waits(lambda x: cuda.moe(cuda.moe(x, norm, EPS, w), norm, EPS, w), x, stale=True)
+
+
 def test_dense_gemv_waits(randn: Randn) -> None:
     w, norm, bias = DenseLinear(randn(64, 2048)), randn(2048).float(), randn(64)
     for tokens in (1, 12):

@@ -296,10 +296,11 @@ def experts_grouped_int8(
     gate_up, down = stacked(experts.gate_up), stacked(experts.down)
     (M, h), inner, slots = x.shape, gate_up.N // 2, routes.numbers.shape[1]
     pairs, pdl = M * slots, programmatic_launch(x)
-    order, blocks = lists_of(routes.numbers, gate_up.words, rows)
     of_gate_up, of_down = int8_grouped_launches(rows)
     plan = _plan(gate_up.constants, of_gate_up, rows, True, pdl)
-    given = quantize(x, gate_up.bits, _blocks(gate_up.constants), norm=norm, eps=eps)
+    places = _blocks(gate_up.constants)
+    given = quantize(x, gate_up.bits, places, norm=norm, eps=eps, early=False)
+    order, blocks = lists_of(routes.numbers, gate_up.words, rows)  # beside `quantize`
     act = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
     run(
         _experts_gate_up_int8_grouped_kernel,

@@ -5,8 +5,9 @@ Layout  numbers [M, slots] int32 of `experts_route` -> order [M * slots] int32: 
 Plan    a program counts the pairs of the experts before its own, and puts its own pairs behind
         them, in their order. Its first block has the number `places before // rows + expert`: so
         no two programs name the same block, and at most one block of each expert has no places.
-        Nothing is sorted, and nothing goes to the host. Memory has nothing to do meanwhile: on
-        Hopper programs bring weights of the experts whose blocks come first to L2
+        Nothing is sorted, and nothing goes to the host. It runs beside the kernel before it: where
+        it starts, all programs of that one have waited for the routes. Memory has little to do
+        meanwhile: on Hopper programs bring weights of the experts whose blocks come first to L2
 """
 
 import torch
@@ -38,7 +39,6 @@ def _experts_lists_kernel(
     """
     expert = tl.program_id(0)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
     before = 0
     end = 0
@@ -73,6 +73,8 @@ def _experts_lists_kernel(
         tl.store(blocks_ptr + (block + i) * 3, expert)
         tl.store(blocks_ptr + (block + i) * 3 + 1, tl.minimum(before + i * ROWS, end))
         tl.store(blocks_ptr + (block + i) * 3 + 2, tl.minimum(before + i * ROWS + ROWS, end))
+    if PDL:
+        gdc_wait()
 
 
 def lists_of(numbers: Tensor, words: Tensor, rows: int) -> tuple[Tensor, Tensor]:
