@@ -6,7 +6,6 @@ from typing import Literal
 
 from lowbit.formats.activations import activation_group
 from lowbit.formats.errors import UnsupportedModelError
-from lowbit.runtime.kernels.codec import CODECS, WIDE_CODECS
 from lowbit.runtime.kernels.launch.card import Card
 from lowbit.runtime.kernels.launch.device import power_of_two
 from lowbit.runtime.kernels.launch.int8 import STEP_K, Int8Launch, int8_launch
@@ -15,6 +14,7 @@ from lowbit.runtime.kernels.launch.linear import (
     GemvLaunch,
     Tuned,
     WgmmaLaunch,
+    gemv_int8_launch,
     gemv_launch,
     wgmma_launch,
 )
@@ -32,7 +32,6 @@ from lowbit.runtime.weights.linear import DenseLinear
 
 Size = tuple[int, int, int, bool]  # bits, tiles, steps, paired
 WGMMA_BITS = (4, 8)  # of codes that `gemm_int8` multiplies
-INT8_REGISTERS = 96  # of a thread at least where x has eight bits; with fewer it spills
 GEMM_K = 128  # columns of a step of `gemm`, which takes no weight of one step
 
 
@@ -141,8 +140,9 @@ def int8_variant(
     tokens, normed = asked
     room = power_of_two(min(tokens, INT8_GEMV_TOKENS))
     while room > 0 and (tokens <= INT8_GEMV_TOKENS or not whole):
-        measured = gemv_launch(bits, tiles, steps, room, paired, tuned, card.multiprocessors)
-        launch = _for_int8(W, measured, tiles, room, normed, card)
+        one = gemv_launch(bits, tiles, steps, 1, paired, tuned, card.multiprocessors)
+        share = gemv_int8_launch(one, bits, tiles, W.K, room, card.multiprocessors)
+        launch = _for_int8(W, share, room, normed, card)
         if launch is not None:
             return Variant("gemv", room, room, launch, launch.parts, staged=True)
         room = 0 if whole else room // 2
@@ -161,22 +161,16 @@ def int8_variant(
 
 
 def _for_int8(
-    W: Packed, launch: GemvLaunch, tiles: int, tokens: int, normed: bool, card: Card
+    W: Packed, launch: GemvLaunch, tokens: int, normed: bool, card: Card
 ) -> GemvLaunch | None:
     """The launch as programs can have it that round x themselves; None where x is too large."""
-    steps = launch.steps * CODECS[W.BITS].STEP_K // WIDE_CODECS[W.BITS].STEP_K
-    registers = launch.registers or (128 if launch.warps > 4 else 168)
-    launch = replace(launch, steps=max(1, steps), registers=max(INT8_REGISTERS, registers))
-    if launch.split > 1:  # whose sums are not in the order of k
-        rounds = -(-tiles // (launch.tiles * card.multiprocessors))
-        launch = replace(launch, warps=launch.parts, warp_groups=1, rounds=rounds, split=1)
     while int8_bytes(W, launch, tokens, normed) > card.shared_bytes:
         if launch.tiles > 1:
             launch = replace(launch, tiles=1, rounds=launch.rounds * launch.tiles)
         elif launch.warp_groups > 1:
             groups = launch.warp_groups // 2
             rounds = -(-launch.rounds * launch.warp_groups // groups)
-            launch = replace(launch, warps=launch.each * groups, warp_groups=groups, rounds=rounds)
+            launch = replace(launch, warp_groups=groups, rounds=rounds)
         else:
             return None
     return launch

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-from lowbit.runtime.kernels.codec import CODECS
+from lowbit.runtime.kernels.codec import CODECS, WIDE_CODECS
 from lowbit.runtime.kernels.launch.card import MULTIPROCESSORS
+from lowbit.runtime.kernels.launch.device import power_of_two
 from lowbit.runtime.kernels.launch.tables import rows
 from lowbit.runtime.thresholds import DENSE_TOKENS, GEMV_TOKENS, SHORT_TOKENS
 
@@ -194,6 +195,44 @@ def _for_several(
     if rounds == 2 and tokens < GEMV_TOKENS:  # digits are read once for two tiles
         return replace(launch, tiles=2, steps=max(1, launch.steps // 2))
     return replace(launch, rounds=rounds)
+
+
+INT8_REGISTERS = 96  # of a thread at least where x has eight bits; with fewer it spills
+INT8_WARPS = 16  # of a program of several tokens
+INT8_KB = 4  # of words that a warp of these has on their way
+
+
+def gemv_int8_launch(
+    one: GemvLaunch, bits: int, tiles: int, K: int, tokens: int, count: int
+) -> GemvLaunch:
+    """The share of a program of `gemv_int8`, whose parts change no bit.
+
+    A token's is that of `gemv`. Several tokens are rounded by one program for each multiprocessor,
+    with all of its tiles: that takes longer than their products.
+
+    Args:
+        one: launch of a lone token of `gemv`.
+        tokens: a power of two.
+        count: multiprocessors.
+    """
+    codec = WIDE_CODECS[bits]
+    if tokens > 1:
+        steps, each = -(-K // codec.STEP_K), -(-tiles // count)
+        groups = 2 if each == 2 or each > 3 else 1
+        parts = min(INT8_WARPS // groups, 1 << steps.bit_length() - 1)
+        groups = min(INT8_WARPS // parts, power_of_two(each))
+        ahead = max(1, (INT8_KB << 10) // codec.STEP_BYTES)
+        warps, rounds = parts * groups, -(-each // groups)
+        return GemvLaunch(
+            1, min(ahead, -(-steps // parts)), warps, True, 128, warp_groups=groups, rounds=rounds
+        )
+    steps = max(1, one.steps * CODECS[bits].STEP_K // codec.STEP_K)
+    registers = max(INT8_REGISTERS, one.registers or (128 if one.warps > 4 else 168))
+    launch = replace(one, steps=steps, registers=registers)
+    if one.split == 1:
+        return launch
+    rounds = -(-tiles // (one.tiles * count))  # no program shares a tile
+    return replace(launch, warps=one.parts, warp_groups=1, rounds=rounds, split=1)
 
 
 def _divisor(n: int, most: int) -> int:
