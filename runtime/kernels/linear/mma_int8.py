@@ -51,8 +51,8 @@ from lowbit.runtime.kernels.ptx.mma import (
 
 STAGES = 4
 REGISTERS = 255  # of a thread
-LEAST_TOKENS = 16  # of a block
-MANY, MANY_TOKENS = 64, 96  # beyond so many tokens blocks have so many; of 128 registers spill
+LEAST_BLOCK = 16  # tokens
+MANY, MANY_BLOCK = 64, 96  # beyond so many tokens blocks have so many; of 128 registers spill
 STEP_K = gl.constexpr(128)
 
 
@@ -75,7 +75,7 @@ class MmaPlan:
 @cache
 def mma_plan(W: Packed, tokens: int, paired: bool, pdl: bool) -> MmaPlan:
     """Constants for so many tokens, at least 9."""
-    block = MANY_TOKENS if tokens > MANY else max(power_of_two(tokens), LEAST_TOKENS)
+    block = MANY_BLOCK if tokens > MANY else max(power_of_two(tokens), LEAST_BLOCK)
     X = token_blocks(W.K, activation_group(W.G, W.K), block)
     warps, beside = (8, 2) if tokens > MANY else (4, 1)
     tiles = 2 if tokens > MANY and X.GROUP == 128 else 1  # with smaller groups registers spill
