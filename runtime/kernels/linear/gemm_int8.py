@@ -53,7 +53,7 @@ class Int8GemmPlan:
     W: Packed  # the weight
     X: Blocks  # places of x, blocks of a program's tokens
     WARPS: int  # of a program
-    ROW_GROUPS: int  # warpgroups side by side, 64 rows each; beside three a fourth does nothing
+    ROW_GROUPS: int  # warpgroups side by side, 64 rows each
     # warpgroups that share rows and tokens: they take steps in turn and leave terms in shared
     # memory, which all add
     SLICES: int
@@ -116,7 +116,6 @@ def _gemm_int8_kernel(
     terms = ring + WARPS * AHEAD * SLOT + group * (2 * TERMS) + warp % 4 * 512 + lane * 16
     ring += warp * (AHEAD * SLOT)
     leads = (warp == 0) & (lane == 0)
-    idle = warp >= 4 * PLAN.ROW_GROUPS * SLICES
     gdc_launch_dependents()
     init_barriers(full, leads, RING)
     _init_counters(empty, leads, RING, WARPS)
@@ -128,7 +127,7 @@ def _gemm_int8_kernel(
     step = slice_ * STEPS
     for i in gl.static_range(AHEAD):
         begun = step + (i // STEPS * EACH + i % STEPS)
-        _begin_words(ring + i * SLOT, lane, words, scales, begun, ~idle, PLAN)
+        _begin_words(ring + i * SLOT, lane, words, scales, begun, lane >= 0, PLAN)
     stride = (blocks + zero).to(gl.int64) * X.SIZE
     source = x_ptr.to(gl.int64, bitcast=True) + (first % blocks).to(gl.int64) * X.SIZE
     gdc_wait()
@@ -169,14 +168,13 @@ def _gemm_int8_kernel(
             if SLICES == 1:
                 acc = multiply_scaled(
                     acc, here + lane * 16, here + lane * 4, tokens,
-                    at + X.SCALES + lane % 4 * 8, full + slot * 8, phase + zero,
-                    idle.to(gl.int32), PLAN,
+                    at + X.SCALES + lane % 4 * 8, full + slot * 8, phase + zero, PLAN,
                 )  # fmt: skip
             else:
                 these = terms + (round * TURNS + turn) % 2 * TERMS
                 leave_scaled(
                     here + lane * 16, here + lane * 4, tokens, these + slice_ * (TERMS // SLICES),
-                    full + slot * 8, phase + zero, idle.to(gl.int32), COLUMNS, PLAN,
+                    full + slot * 8, phase + zero, COLUMNS, PLAN,
                 )  # fmt: skip
             inside = turn + AHEAD_TURNS < TURNS
             to = gl.where(inside, turn + AHEAD_TURNS, turn + AHEAD_TURNS - TURNS)
@@ -184,7 +182,7 @@ def _gemm_int8_kernel(
                 _begin_words(
                     here + i * SLOT, lane, gl.where(inside, words, next_words),
                     gl.where(inside, scales, next_scales), step + (to * EACH + i),
-                    ~idle & (inside | more), PLAN,
+                    (lane >= 0) & (inside | more), PLAN,
                 )  # fmt: skip
             place = gl.where(place + STEPS == AHEAD, 0, place + STEPS)
             if SLICES > 1:
@@ -236,8 +234,6 @@ def _place_of(unit, blocks, warp, lane, tiles, words_ptr, scales_ptr, PLAN: gl.c
     ROW_WORDS: gl.constexpr = 2 if W.SCALES == "fp32" else 1
     TILE_BYTES: gl.constexpr = PLAN.X.STEPS * (256 * W.BITS)  # rows are padded to whole steps
     tile = (unit // blocks * PLAN.ROW_GROUPS + warp // (4 * PLAN.SLICES)) * 4 + warp % 4
-    if PLAN.ROW_GROUPS == 3:
-        tile = gl.where(warp < 12, tile, tiles)
     own = gl.minimum(tile, tiles - 1)
     words = words_ptr.to(gl.int64, bitcast=True) + lane * 16 + own.to(gl.int64) * TILE_BYTES
     row = own * (W.GROUPS * 8) + lane // 4

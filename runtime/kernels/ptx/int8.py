@@ -69,7 +69,7 @@ def steps_code(columns, plan):
     count, each, own = columns // 2, _words_of(bits), chunk // 2
     leaves = plan.SLICES > 1  # terms, for all to add
     given = 1 if leaves else 2 * count
-    ring, ring_scales, desc, scales_at, full, parity, idle = (f"${given + i}" for i in range(7))
+    ring, ring_scales, desc, scales_at, full, parity = (f"${given + i}" for i in range(6))
     size = _scale_words(kind, 1)
     L = ["{", ".reg .b64 at;", ".reg .pred more, first, done;", ".reg .f32 x0, x1, t<4>, v;"]
     L += [f".reg .b32 u, r<{size * groups}>;"]
@@ -77,8 +77,6 @@ def steps_code(columns, plan):
         L.append(f".reg .b32 d{s}_<{own}>, a{s}_<16>, w{s}_<{each}>;")
         L.append(f".reg .f32 s{s}_<{2 * groups}>;")
     L += ["setp.ne.b32 more, 1, 0;", "setp.ne.b32 first, 0, 0;"]
-    if plan.ROW_GROUPS == 3:
-        L += ["{", ".reg .pred idle;", f"setp.ne.s32 idle, {idle}, 0;", "@idle bra NONE;", "}"]
     tasks = [
         (j, g, c) for j in range(steps) for g in range(groups) for c in range(columns // chunk)
     ]
@@ -151,8 +149,6 @@ def steps_code(columns, plan):
     if sets == 2:
         L.append("wgmma.wait_group.sync.aligned 0;")
         end(len(tasks) - 1)
-    if plan.ROW_GROUPS == 3:
-        L.append("NONE:")
     if leaves:
         L.append("mov.b32 $0, 0;")
     L.append("}")
@@ -162,7 +158,7 @@ def steps_code(columns, plan):
 @gluon.constexpr_function
 def _constraints(columns):
     count = columns // 2
-    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * 7)
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * 6)
 
 
 @gluon.constexpr_function
@@ -172,7 +168,7 @@ def _floats(count):
 
 @gluon.jit
 def multiply_scaled(
-    sums, ring, ring_scales, descriptor, scales_at, full, parity, idle, PLAN: gl.constexpr
+    sums, ring, ring_scales, descriptor, scales_at, full, parity, PLAN: gl.constexpr
 ):
     """Add the groups of some steps of 128 k to sums [16 rows of a warp, columns], in order of k.
 
@@ -180,37 +176,28 @@ def multiply_scaled(
     copies fill; ring_scales: where the lane's scales of the step would lie without words. PLAN says
     how slots and stages follow. descriptor: lower word of that of q in the first step's stage;
     scales_at: address of the lane's first token scale there; full: the barrier of the turn's x, of
-    whose phase `parity` is the parity. idle: nonzero in a fourth warpgroup beside three.
+    whose phase `parity` is the parity.
     """
     COLUMNS: gl.constexpr = 2 * len(sums)
     return gl.inline_asm_elementwise(
         steps_code(COLUMNS, PLAN), _constraints(COLUMNS),
-        sums + (ring, ring_scales, descriptor, scales_at, full, parity, idle),
+        sums + (ring, ring_scales, descriptor, scales_at, full, parity),
         dtype=_floats(COLUMNS // 2), is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
 def leave_scaled(
-    ring,
-    ring_scales,
-    descriptor,
-    terms,
-    full,
-    parity,
-    idle,
-    COLUMNS: gl.constexpr,
-    PLAN: gl.constexpr,
-):
+    ring, ring_scales, descriptor, terms, full, parity, COLUMNS: gl.constexpr, PLAN: gl.constexpr
+):  # fmt: skip
     """`multiply_scaled` of a slice: leave the terms of its groups, sums times scales of the weight.
 
     terms: address of the lane's first four in the first step's: of four warps and all columns.
     """
     inline(
-        steps_code(COLUMNS, PLAN),
-        "=r,r,r,r,r,r,r,r",
-        (ring, ring_scales, descriptor, terms, full, parity, idle),
-    )
+        steps_code(COLUMNS, PLAN), "=r,r,r,r,r,r,r",
+        (ring, ring_scales, descriptor, terms, full, parity),
+    )  # fmt: skip
 
 
 @gluon.constexpr_function

@@ -64,7 +64,7 @@ CASES = [
 ON_GPU = [Case(bits, 200, 4096, 128) for bits in (2, 3, 4, 8)] + [
     Case(4, 4096, 12288, 128),
     Case(8, 1000, 2560, 256),
-    Case(8, 2560, 9728, 32, torch.float16),
+    Case(8, 2560, 4096, 32, torch.float16),
     Case(4, 6144, 4096, 4096),
     Case(4, 24, 25600, 128),
 ]
