@@ -52,7 +52,7 @@ DECODE = {
 }
 DECODE |= CHOICE | EXPERTS_DECODE | {"digits", "gemv_join", "norm_heads"}
 DECODE |= {"gemv_int8", "mma_int8", "quantize"}
-HOPPER = {"wgmma"}
+HOPPER = {"wgmma", "gemm_int8"}
 PREFILL = {"widen", "swiglu", "rotate_append", "attend", "mix", "chunk", "scan", "gated_norm"}
 PREFILL |= EXPERTS_PREFILL
 HOPPER_PREFILL = {"arrange", "gemm", "attend_on_hopper", "widen_pages"}
@@ -60,7 +60,7 @@ CHAINED = {"arrange", "gemm"}  # of prompts: they begin before what feeds them e
 
 STARVED = "starved gemv"
 # The usual run compiles each so-many-th launch of every kernel.
-USUAL = {90: 8, 80: 24, 120: 24, 86: 48, 89: 48}
+USUAL = {90: 12, 80: 32, 120: 32, 86: 64, 89: 64}
 TWINS = (86, 89)  # they have the same launches: the usual run compiles half of the kernels for each
 PROCESSES = {90: 2}  # its whole workload is as long as those of three others
 
