@@ -42,7 +42,7 @@ GRAMMAR_MEMORY = "1GB"
 TIMEOUT_S = 600.0
 DAY_S = 86_400.0
 MOST_QUEUE = 65_536
-FASTER_ROUNDED = 32  # answers together from which inputs in eight bits are multiplied faster
+FASTER_ROUNDED = 32  # answers together, beyond which linears with rounded inputs are faster
 
 
 @click.command(
@@ -223,8 +223,8 @@ def _note_rounding(model: "Model") -> None:
 
     if card_of(model.engine.runner.tables).is_hopper:
         note(
-            f"--activations int8 multiplies more than {FASTER_ROUNDED} answers at a time, and long "
-            "prompts, faster on this GPU; it rounds inputs of linears"
+            f"linears of more than {FASTER_ROUNDED} answers at a time, and of long prompts, are "
+            "faster on this GPU with --activations int8, which rounds their inputs"
         )
 
 
