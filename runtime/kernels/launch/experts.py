@@ -120,8 +120,11 @@ class GemmLaunch:
 EXPERTS_GEMM = GemmLaunch()
 
 
+FEW_STEPS = 6  # of a row of down, up to which a lone token takes two tiles at a time
+
+
 @dataclass(frozen=True, slots=True)
-class Int8Launch:
+class ExpertsInt8Launch:
     """Share of one program of experts with x in eight bits."""
 
     warps: int = 4  # of a program; each takes a tile over the whole of K
@@ -131,14 +134,14 @@ class Int8Launch:
     tiles: int = 1  # of a round of down for one token, whose warps share slots and tiles
 
 
-def int8_gate_up_launch(tokens: int) -> Int8Launch:
+def int8_gate_up_launch(tokens: int) -> ExpertsInt8Launch:
     """The share of a program of `gate_up_int8`: of a lone token, or of one of several."""
     if tokens == 1:
-        return Int8Launch(kilobytes=8, registers=232)
-    return Int8Launch(rounds=4, registers=168)
+        return ExpertsInt8Launch(kilobytes=8, registers=232)
+    return ExpertsInt8Launch(rounds=4, registers=168)
 
 
-def int8_down_launch(steps: int, slots: int, tokens: int) -> Int8Launch:
+def int8_down_launch(steps: int, slots: int, tokens: int) -> ExpertsInt8Launch:
     """The share of a program of `down_int8`; of several tokens each slot is one warp's.
 
     Args:
@@ -147,19 +150,14 @@ def int8_down_launch(steps: int, slots: int, tokens: int) -> Int8Launch:
         tokens: 1, or more.
     """
     if tokens == 1:
-        return Int8Launch(8, registers=208, tiles=2 if steps <= FEW_STEPS else 1)
-    return Int8Launch(16 if slots > 8 else 8, rounds=8)
+        return ExpertsInt8Launch(8, registers=208, tiles=2 if steps <= FEW_STEPS else 1)
+    return ExpertsInt8Launch(16 if slots > 8 else 8, rounds=8)
 
 
-FEW_STEPS = 6  # of a row of down, of which registers hold those of more units
-INT8_BLOCKS = (
-    8,
-    16,
-    32,
-    48,
-)  # tokens of a block; two programs of the largest share Hopper's memory
-# Eights of tokens of the loops for such blocks.
+# Eights of tokens of the loops, by tokens of a block; two programs of the largest share a Hopper
+# multiprocessor's memory.
 INT8_LOOPS = {8: (1,), 16: (1, 2), 32: (1, 2, 4), 48: (2, 4, 5, 6)}
+INT8_BLOCKS = tuple(INT8_LOOPS)
 
 
 def int8_block_rows(pairs: int, experts: int) -> int:
@@ -171,8 +169,8 @@ def int8_block_rows(pairs: int, experts: int) -> int:
     return next((n for n in INT8_BLOCKS if n * experts >= 2 * pairs), INT8_BLOCKS[-1])
 
 
-def int8_grouped_launches(rows: int) -> tuple[Int8Launch, Int8Launch]:
+def int8_grouped_launches(rows: int) -> tuple[ExpertsInt8Launch, ExpertsInt8Launch]:
     """Shares of programs for blocks of so many tokens: of gate and up, and of down."""
     if rows <= 16:
-        return Int8Launch(rounds=2), Int8Launch(rounds=8)
-    return Int8Launch(8, 4, kilobytes=2), Int8Launch(8, 8, kilobytes=2)
+        return ExpertsInt8Launch(rounds=2), ExpertsInt8Launch(rounds=8)
+    return ExpertsInt8Launch(8, 4, kilobytes=2), ExpertsInt8Launch(8, 8, kilobytes=2)

@@ -140,7 +140,7 @@ def stage_tokens(
             if K % BLOCK_K != 0 or (turn + 1) * WARPS > ALL or X.SHARERS > 1:
                 chunk = gl.minimum(chunk, K // 8 - 1)  # past the end: the last one again
             if len(rows) > 0:
-                loaded = loaded + (load16(row_of(token, rows) + chunk.to(gl.int64) * 16),)
+                loaded = loaded + (load16(_row_of(token, rows) + chunk.to(gl.int64) * 16),)
             elif X.TOKENS == 1:
                 loaded = loaded + (load16(x + chunk.to(gl.int64) * 16),)
             else:
@@ -192,8 +192,7 @@ def shared_block(block, share, X: gl.constexpr):
 
 
 @gluon.jit
-def row_of(token, rows):
-    """The address of a token's row, of those of all tokens."""
+def _row_of(token, rows):
     row = rows[0]
     for i in gl.static_range(1, len(rows)):
         row = gl.where(token == i, rows[i], row)

@@ -160,7 +160,7 @@ def gemv_int8_kernel(
     result = _result_of(warp * 32 + lane, X.TOKENS)
     added = _load_added(added_ptr, result, first_tile, B, N, PLAN)
     stage_codes(
-        x_ptr, (), gains, head_squares_ptr, buffer, warp, lane, zero_f32, B, eps, PLAN.HEAD,
+        x_ptr, gains, head_squares_ptr, buffer, warp, lane, zero_f32, B, eps, PLAN.HEAD,
         W.CODEC.SUBBYTE, WARPS, X,
     )  # fmt: skip
     barrier()

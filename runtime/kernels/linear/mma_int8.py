@@ -25,7 +25,7 @@ from lowbit.formats.activations import activation_group
 from lowbit.runtime.kernels.launch.device import card_of, power_of_two, run
 from lowbit.runtime.kernels.linear.gemm_store import store_block
 from lowbit.runtime.kernels.linear.products import raw_scales, tile_addresses
-from lowbit.runtime.kernels.linear.program import Blocks, Packed, token_blocks, wide
+from lowbit.runtime.kernels.linear.program import STEP_K, Blocks, Packed, token_blocks, wide
 from lowbit.runtime.kernels.linear.quantize import factor_at, quantize
 from lowbit.runtime.kernels.linear.sums import term_of
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
@@ -49,11 +49,11 @@ from lowbit.runtime.kernels.ptx.mma import (
     zeros,
 )
 
-STAGES = 4
+STAGES = 4  # of `MmaPlan`
 REGISTERS = 255  # of a thread
-LEAST_BLOCK = 16  # tokens
-MANY, MANY_BLOCK = 64, 96  # beyond so many tokens blocks have so many; of 128 registers spill
-STEP_K = gl.constexpr(128)
+LEAST_BLOCK = 16  # tokens of a block
+# More than MANY tokens take blocks of MANY_BLOCK; in blocks of 128 registers spill.
+MANY, MANY_BLOCK = 64, 96
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +74,7 @@ class MmaPlan:
 
 @cache
 def mma_plan(W: Packed, tokens: int, paired: bool, pdl: bool) -> MmaPlan:
-    """Constants for so many tokens, at least 9."""
+    """Constants of a launch for `tokens` tokens; more than MANY have the same ones."""
     block = MANY_BLOCK if tokens > MANY else max(power_of_two(tokens), LEAST_BLOCK)
     X = token_blocks(W.K, activation_group(W.G, W.K), block)
     warps, beside = (8, 2) if tokens > MANY else (4, 1)
@@ -203,7 +203,7 @@ def _mma_int8_kernel(
 
 @gluon.jit
 def _begin_copy(target, x, step, blocks, thread, PLAN: gl.constexpr):
-    """Begin to copy a step's x of the block; past the last step that one again, for nobody."""
+    """Begin to copy a step's x of the block; past the last step, that one again."""
     X: gl.constexpr = PLAN.X
     CHUNKS: gl.constexpr = X.SIZE // 16
     THREADS: gl.constexpr = PLAN.WARPS * 32

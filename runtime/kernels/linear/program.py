@@ -13,11 +13,12 @@ from triton.experimental.gluon import language as gl
 
 from lowbit.formats.activations import activation_group
 from lowbit.runtime.kernels.codec import CODECS, WIDE_CODECS, Codec
+from lowbit.runtime.kernels.launch import int8
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
 from lowbit.runtime.kernels.ptx.chain import term_bytes
 
 BLOCK_K = gl.constexpr(256)  # columns that share a unit: a warp makes them digits at a time
-STEP_K = gl.constexpr(128)  # columns of x in eight bits that lie side by side for `wgmma`
+STEP_K = gl.constexpr(int8.STEP_K)  # columns of x in eight bits that lie side by side for `wgmma`
 SQUARES_BYTES = gl.constexpr(32)  # of a block: one sum of squares for each row of a diagonal
 
 
@@ -43,7 +44,7 @@ def packed(K: int, G: int, bits: int, scales: str) -> Packed:
 
 @cache
 def wide(W: Packed) -> Packed:
-    """The weight as products with x in eight bits read it: no group of x is longer than a step.
+    """Constants for products with x in eight bits: a step holds whole groups of x.
 
     A scale for a whole row is one for columns past K too.
     """
@@ -79,7 +80,7 @@ class Digits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """Places of x in eight bits in global memory: bytes of what one bulk copy brings, and in it.
+    """Places of x in eight bits in global memory: sizes and offsets in bytes.
 
     For each step of 128 columns every block of TOKENS tokens has SIZE bytes; then come the factors
     of all rows (`quantize`). Rows are padded to whole blocks, columns to whole steps.
@@ -104,7 +105,7 @@ def token_blocks(K: int, group: int, tokens: int) -> Blocks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codes:
-    """Places of x in eight bits in the shared memory of a program: bytes from one to the next."""
+    """Places of x in eight bits in the shared memory of a program: offsets in bytes."""
 
     K: int  # elements of a token
     GROUP: int  # of them that share a scale: 128, 64 or 32
@@ -120,7 +121,7 @@ class Codes:
 
 @cache
 def staged_codes(K: int, group: int, tokens: int, normed: bool) -> Codes:
-    """Codes, scales and, where normed, sums of squares and factors.
+    """Places of codes, scales and, where normed, sums of squares and factors.
 
     Tokens begin in other banks than their neighbours. A step may go on behind its token: what it
     finds there meets codes of zero.

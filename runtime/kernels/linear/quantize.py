@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.launch.device import power_of_two, programmatic_launch, run
-from lowbit.runtime.kernels.linear.digits import place_of_chunk, row_of
+from lowbit.runtime.kernels.linear.digits import place_of_chunk
 from lowbit.runtime.kernels.linear.norm import (
     add_squares,
     chunk_gains,
@@ -160,10 +160,10 @@ def _over_group(word, lane, GROUP: gl.constexpr):
 
 @gluon.jit
 def stage_codes(
-    x_ptr, rows, gains, head_squares_ptr, buffer, warp, lane, zero_f32, B, eps,
+    x_ptr, gains, head_squares_ptr, buffer, warp, lane, zero_f32, B, eps,
     HEAD: gl.constexpr, SUBBYTE: gl.constexpr, WARPS: gl.constexpr, X: gl.constexpr,
 ):  # fmt: skip
-    """Put codes and scales of all tokens into shared memory; see `stage_tokens`, as which it is.
+    """Put codes and scales of all tokens into shared memory, with the arguments of `stage_tokens`.
 
     X: `Codes`.
     """
@@ -181,9 +181,7 @@ def stage_codes(
             chunk = block * 32 + lane
             if K % BLOCK_K != 0 or (turn + 1) * WARPS > ALL:
                 chunk = gl.minimum(chunk, K // 8 - 1)  # past the end: the last one again
-            if len(rows) > 0:
-                loaded = loaded + (load16(row_of(token, rows) + chunk.to(gl.int64) * 16),)
-            elif X.TOKENS == 1:
+            if X.TOKENS == 1:
                 loaded = loaded + (load16(x + chunk.to(gl.int64) * 16),)
             else:
                 token = gl.minimum(token, B - 1)

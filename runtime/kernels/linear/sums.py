@@ -21,7 +21,8 @@ from lowbit.runtime.kernels.ptx.memory import (
 from lowbit.runtime.kernels.ptx.mma import across, as_float, as_word
 from lowbit.runtime.thresholds import HALVED_TOKENS
 
-MAGIC = gl.constexpr(0x4B400000)  # bits of 1.5 * 2^23, to which an integer is added
+BIAS = gl.constexpr(12582912.0)  # 1.5 * 2^23: its bits and an integer below 2^22 are their FP32 sum
+MAGIC = gl.constexpr(0x4B400000)  # its bits
 TOP_WEIGHT = gl.constexpr(32768.0)  # of a digit in the last plane
 
 
@@ -152,17 +153,18 @@ def store_result(
 
 @gluon.jit
 def term_of(whole, scale):
-    """FP32 of an integer below 2^22 times a scale, rounded once."""
-    return (as_float(whole + MAGIC) - 12582912.0) * scale
+    """An integer below 2^22 times a scale, rounded to FP32 once."""
+    return (as_float(whole + MAGIC) - BIAS) * scale
 
 
 @gluon.jit
 def store_finished(
     y_ptr, low, high, factor, added, tile, g, b, stored, N, PAIRED: gl.constexpr
 ):  # fmt: skip
-    """`store_result` of sums over groups of x in eight bits, times a factor, in every kernel alike.
+    """Store sums over groups of x in eight bits times a factor; see `store_result`.
 
-    What is added comes with one rounding: `fma(sum, factor, added)`. The SwiGLU is that of `gemm`.
+    Every kernel rounds alike: what is added comes with one rounding, `fma(sum, factor, added)`, and
+    the SwiGLU is that of `gemm`.
     """
     if len(added) > 0:
         low = gl.fma(low, factor, added[0])

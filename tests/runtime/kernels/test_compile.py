@@ -381,8 +381,8 @@ def source(launch: Launch) -> Any:
 def tokens_of(arguments: dict[str, Any]) -> int:
     """Tokens of a step that a launch is for; whole heads, and experts by number, are for many."""
     from lowbit.runtime.kernels.attention.prefill_hopper import PromptPlan
-    from lowbit.runtime.kernels.experts.int8.grouped import Int8Grouped
-    from lowbit.runtime.kernels.experts.int8.lone import Int8Plan
+    from lowbit.runtime.kernels.experts.int8.grouped import GroupedPlan
+    from lowbit.runtime.kernels.experts.int8.lone import LonePlan
     from lowbit.runtime.kernels.linear.gemm import GemmPlan  # binds what `recorded` replaces
 
     plan = arguments.get("PLAN")
@@ -397,7 +397,7 @@ def tokens_of(arguments: dict[str, Any]) -> int:
         return plan.TOKENS
     if isinstance(plan, PromptPlan):
         return 17
-    if isinstance(plan, Int8Plan | Int8Grouped):
+    if isinstance(plan, LonePlan | GroupedPlan):
         return plan.B.TOKENS
     tokens: int = arguments.get("TOKENS", 1) if plan is None else plan.X.TOKENS
     return tokens

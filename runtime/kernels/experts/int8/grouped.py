@@ -24,10 +24,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.experts.int8.lists import lists_of
+from lowbit.runtime.kernels.experts.int8.lists import experts_lists
 from lowbit.runtime.kernels.experts.int8.multiply import (
     Int8Rows,
     codes_address,
+    expert_tile,
     int8_rows,
     load_steps_of,
     multiply_tile,
@@ -41,12 +42,11 @@ from lowbit.runtime.kernels.launch.device import programmatic_launch, register_c
 from lowbit.runtime.kernels.launch.experts import (
     INT8_BLOCKS,
     INT8_LOOPS,
-    Int8Launch,
+    ExpertsInt8Launch,
     int8_block_rows,
     int8_grouped_launches,
 )
 from lowbit.runtime.kernels.linear.gemm_store import swiglu
-from lowbit.runtime.kernels.linear.products import tile_addresses
 from lowbit.runtime.kernels.linear.program import Blocks, Packed, token_blocks
 from lowbit.runtime.kernels.linear.quantize import factor_at, quantize
 from lowbit.runtime.kernels.linear.tiles import GpuLinear
@@ -67,13 +67,13 @@ ROWS_ROUNDED = 16  # of a block, up to which programs of down round act themselv
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Int8Grouped:
+class GroupedPlan:
     """Constants of a program for a block of tokens; made once."""
 
     W: Packed  # weight of an expert
     B: Int8Rows  # places of the tokens
     X: Blocks | None  # of them in global memory; None where the program rounds them
-    LAUNCH: Int8Launch  # share of the program
+    LAUNCH: ExpertsInt8Launch  # share of the program
     LOOPS: tuple[int, ...]  # eights of tokens of the loops, the shortest first
     NUMBERS: int  # bytes before the numbers of the rows in global memory
     PAIRS: int  # bytes before token * slots + slot of the rows
@@ -83,7 +83,7 @@ class Int8Grouped:
 
 
 @gluon.constexpr_function
-def loop(plan, i):
+def _eights(plan, i):
     """Eights of tokens of the i-th loop; none for -1."""
     return plan.LOOPS[i] if i >= 0 else 0
 
@@ -120,10 +120,10 @@ def _experts_gate_up_int8_grouped_kernel(
             WARPS, B, X,
         )  # fmt: skip
         for i in gl.static_range(len(PLAN.LOOPS)):
-            if (end - first > loop(PLAN, i - 1) * 8) & (end - first <= loop(PLAN, i) * 8):
+            if (end - first > _eights(PLAN, i - 1) * 8) & (end - first <= _eights(PLAN, i) * 8):
                 _gate_up(
                     loaded, at, weights, act_ptr, inner, tiles, buffer, first, end, warp, lane,
-                    zero, zero_f32, loop(PLAN, i), PLAN,
+                    zero, zero_f32, _eights(PLAN, i), PLAN,
                 )  # fmt: skip
 
 
@@ -146,9 +146,7 @@ def _tile_at(weights, tiles, tile, lane, zero, PLAN: gl.constexpr):
     """Addresses of a tile of the block's expert; of its last one past the end."""
     W: gl.constexpr = PLAN.W
     words_ptr, scales_ptr, first = weights
-    return tile_addresses(
-        words_ptr, scales_ptr, first + tile, first + tiles, zero, lane, 1, W
-    )  # fmt: skip
+    return expert_tile(words_ptr, scales_ptr, first, tiles, tile, lane, zero, W)
 
 
 @gluon.jit
@@ -192,7 +190,7 @@ def _experts_down_int8_grouped_kernel(
     act_ptr, order_ptr, blocks_ptr, words_ptr, scales_ptr, part_ptr, N, tiles, given_blocks,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """act_ptr: of rows in BF16, or what `quantize` has made of them."""
+    """act_ptr: rows in BF16, or the blocks that `quantize` has made of them."""
     B: gl.constexpr = PLAN.B
     X: gl.constexpr = PLAN.X
     WARPS: gl.constexpr = PLAN.LAUNCH.warps
@@ -226,10 +224,10 @@ def _experts_down_int8_grouped_kernel(
                 WARPS, B, X,
             )  # fmt: skip
         for i in gl.static_range(len(PLAN.LOOPS)):
-            if (end - first > loop(PLAN, i - 1) * 8) & (end - first <= loop(PLAN, i) * 8):
+            if (end - first > _eights(PLAN, i - 1) * 8) & (end - first <= _eights(PLAN, i) * 8):
                 _down(
                     loaded, at, weights, part_ptr, N, tiles, buffer, end - first, warp, lane, zero,
-                    zero_f32, loop(PLAN, i), PLAN,
+                    zero_f32, _eights(PLAN, i), PLAN,
                 )  # fmt: skip
 
 
@@ -281,7 +279,7 @@ def experts_grouped_int8(
     experts: ExpertWeights[GpuLinear],
     rows: int,
 ) -> Tensor:
-    """Add the weighted outputs of its experts for the normed token to every token.
+    """Add to every token the weighted outputs of its experts for the normed token.
 
     Args:
         x: [M, h] bfloat16, contiguous.
@@ -296,15 +294,15 @@ def experts_grouped_int8(
     gate_up, down = stacked(experts.gate_up), stacked(experts.down)
     (M, h), inner, slots = x.shape, gate_up.N // 2, routes.numbers.shape[1]
     pairs, pdl = M * slots, programmatic_launch(x)
-    of_gate_up, of_down = int8_grouped_launches(rows)
-    plan = _plan(gate_up.constants, of_gate_up, rows, True, pdl)
+    gate_up_launch, down_launch = int8_grouped_launches(rows)
+    plan = _plan(gate_up.constants, gate_up_launch, rows, True, pdl)
     places = _blocks(gate_up.constants)
     given = quantize(x, gate_up.bits, places, norm=norm, eps=eps, early=False)
-    order, blocks = lists_of(routes.numbers, gate_up.words, rows)  # beside `quantize`
+    order, blocks = experts_lists(routes.numbers, gate_up.words, rows)  # beside `quantize`
     act = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
     run(
         _experts_gate_up_int8_grouped_kernel,
-        (-(-gate_up.tiles // (of_gate_up.warps * of_gate_up.rounds)), len(blocks)),
+        (-(-gate_up.tiles // (gate_up_launch.warps * gate_up_launch.rounds)), len(blocks)),
         given,
         order,
         blocks,
@@ -316,8 +314,8 @@ def experts_grouped_int8(
         -(-M // 8),
         slots,
         PLAN=plan,
-        num_warps=of_gate_up.warps,
-        maxnreg=register_cap(x, of_gate_up.registers),
+        num_warps=gate_up_launch.warps,
+        maxnreg=register_cap(x, gate_up_launch.registers),
         launch_pdl=pdl,
         enable_fp_fusion=True,
     )
@@ -325,7 +323,7 @@ def experts_grouped_int8(
     parts = torch.empty((pairs, h), dtype=torch.float32, device=x.device)
     run(
         _experts_down_int8_grouped_kernel,
-        (-(-down.tiles // (of_down.warps * of_down.rounds)), len(blocks)),
+        (-(-down.tiles // (down_launch.warps * down_launch.rounds)), len(blocks)),
         quantize(act, down.bits, _blocks(down.constants)) if copied else act,
         order,
         blocks,
@@ -335,9 +333,9 @@ def experts_grouped_int8(
         h,
         down.tiles,
         -(-pairs // 8),
-        PLAN=_plan(down.constants, of_down, rows, copied, pdl),
-        num_warps=of_down.warps,
-        maxnreg=register_cap(x, of_down.registers),
+        PLAN=_plan(down.constants, down_launch, rows, copied, pdl),
+        num_warps=down_launch.warps,
+        maxnreg=register_cap(x, down_launch.registers),
         launch_pdl=pdl,
         enable_fp_fusion=True,
     )
@@ -356,10 +354,10 @@ def _blocks(W: Packed) -> Blocks:
 
 
 @cache
-def _plan(W: Packed, launch: Int8Launch, rows: int, copied: bool, pdl: bool) -> Int8Grouped:
+def _plan(W: Packed, launch: ExpertsInt8Launch, rows: int, copied: bool, pdl: bool) -> GroupedPlan:
     B = int8_rows(W, rows, rows, launch.kilobytes)
     numbers, pairs, factors = (B.END + i * rows * 4 for i in range(3))
-    return Int8Grouped(
+    return GroupedPlan(
         B.W,
         B,
         X=_blocks(W) if copied else None,

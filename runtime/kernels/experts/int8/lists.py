@@ -77,7 +77,7 @@ def _experts_lists_kernel(
         gdc_wait()
 
 
-def lists_of(numbers: Tensor, words: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def experts_lists(numbers: Tensor, words: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Pairs in the order of their experts, and the blocks that read an expert together.
 
     Args:

@@ -26,21 +26,26 @@ from lowbit.runtime.kernels.experts.choice import expert_of, likeliest, scores_o
 from lowbit.runtime.kernels.experts.int8.multiply import (
     Int8Rows,
     codes_address,
+    expert_tile,
     int8_rows,
     load_steps_of,
     multiply_tile,
     scales_address,
 )
-from lowbit.runtime.kernels.experts.int8.stage import load_token_gains, round_rows, round_token
+from lowbit.runtime.kernels.experts.int8.stage import round_rows, round_token
 from lowbit.runtime.kernels.experts.program import Choice, choice_of
 from lowbit.runtime.kernels.experts.route import Routes
 from lowbit.runtime.kernels.experts.tiled import stacked
 from lowbit.runtime.kernels.launch.device import programmatic_launch, register_cap, run
-from lowbit.runtime.kernels.launch.experts import Int8Launch, int8_down_launch, int8_gate_up_launch
+from lowbit.runtime.kernels.launch.experts import (
+    ExpertsInt8Launch,
+    int8_down_launch,
+    int8_gate_up_launch,
+)
 from lowbit.runtime.kernels.linear.gemm_store import swiglu
-from lowbit.runtime.kernels.linear.norm import norm_factor, total_of
+from lowbit.runtime.kernels.linear.norm import load_gains, norm_factor, total_of
 from lowbit.runtime.kernels.linear.products import tile_addresses
-from lowbit.runtime.kernels.linear.program import SQUARES_BYTES, Packed
+from lowbit.runtime.kernels.linear.program import SQUARES_BYTES, Packed, turns_of
 from lowbit.runtime.kernels.linear.sums import store_result
 from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.kernels.ptx.memory import (
@@ -57,13 +62,13 @@ SUM_BYTES = gl.constexpr(64)  # of the 16 rows of a tile
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Int8Plan:
+class LonePlan:
     """Constants of a program; made once."""
 
     CHOICE: Choice  # of experts
     W: Packed  # weight of an expert
     B: Int8Rows  # places of the tokens
-    LAUNCH: Int8Launch  # share of the program
+    LAUNCH: ExpertsInt8Launch  # share of the program
     SUMS: int  # bytes before sums: of squares, or of all slots
     SHARED: int  # bytes of shared memory
     PDL: bool  # whether the kernel takes part in programmatic launch
@@ -84,7 +89,7 @@ def _experts_gate_up_int8_kernel(
     token = gl.program_id(1) // CHOICE.SLOTS
     slot = gl.program_id(1) % CHOICE.SLOTS
     first_tile = gl.program_id(0) * (WARPS * ROUNDS) + warp
-    gains = load_token_gains(gain_ptr, warp, lane, WARPS, B)
+    gains = load_gains(gain_ptr, warp, lane, turns_of(B.BLOCKS, WARPS), WARPS, B)
     if PLAN.PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -158,7 +163,7 @@ def _experts_down_int8_kernel(
         else:
             expert = expert_of(unit % SLOTS, numbers, CHOICE)
         tile = first_tile + unit // SLOTS
-        at = _tile_of(words_ptr, scales_ptr, expert, tiles, tile, lane, zero, W)
+        at = expert_tile(words_ptr, scales_ptr, expert * tiles, tiles, tile, lane, zero, W)
         experts = experts + (expert,)
         places = places + (at,)
         loaded = loaded + (load_steps_of(at, zero, B),)
@@ -190,7 +195,8 @@ def _experts_down_int8_kernel(
             own = gl.minimum(unit, UNITS - 1)
             slot = own % SLOTS
             tile = first_tile + (turn + 1) * TILES + own // SLOTS
-            next_at = _tile_of(words_ptr, scales_ptr, experts[i], tiles, tile, lane, zero, W)
+            begin = experts[i] * tiles
+            next_at = expert_tile(words_ptr, scales_ptr, begin, tiles, tile, lane, zero, W)
             staged = codes_address(buffer, slot, lane, B), scales_address(buffer, slot, lane, B)
             acc, following = multiply_tile(
                 loaded[i], places[i], next_at, staged, zero, zero_f32, 1, turn + 1 < ROUNDS, B
@@ -218,13 +224,6 @@ def _experts_down_int8_kernel(
             y_ptr, low, high, (added[first // WARPS * 2], added[first // WARPS * 2 + 1]),
             first_tile + item, g, token + zero, (t == 0) & (item < ITEMS), N, False,
         )  # fmt: skip
-
-
-@gluon.jit
-def _tile_of(words_ptr, scales_ptr, expert, tiles, tile, lane, zero, W: gl.constexpr):
-    """Addresses of a tile of an expert; of its last one past the end."""
-    first = expert * tiles
-    return tile_addresses(words_ptr, scales_ptr, first + tile, first + tiles, zero, lane, 1, W)
 
 
 def gate_up_int8(
@@ -315,13 +314,13 @@ def down_int8(
 
 
 @cache
-def _gate_up_plan(choice: Choice, W: Packed, launch: Int8Launch, pdl: bool) -> Int8Plan:
+def _gate_up_plan(choice: Choice, W: Packed, launch: ExpertsInt8Launch, pdl: bool) -> LonePlan:
     B = int8_rows(W, 1, 1, launch.kilobytes)
-    return Int8Plan(choice, B.W, B, launch, B.END, B.END + B.BLOCKS * SQUARES_BYTES.value, pdl)
+    return LonePlan(choice, B.W, B, launch, B.END, B.END + B.BLOCKS * SQUARES_BYTES.value, pdl)
 
 
 @cache
-def _down_plan(choice: Choice, W: Packed, launch: Int8Launch, pdl: bool) -> Int8Plan:
+def _down_plan(choice: Choice, W: Packed, launch: ExpertsInt8Launch, pdl: bool) -> LonePlan:
     B = int8_rows(W, choice.SLOTS, 1, launch.kilobytes)
     sums = launch.tiles * launch.rounds * choice.SLOTS * SUM_BYTES.value
-    return Int8Plan(choice, B.W, B, launch, B.END, B.END + sums, pdl)
+    return LonePlan(choice, B.W, B, launch, B.END, B.END + sums, pdl)

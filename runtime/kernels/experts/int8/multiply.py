@@ -18,15 +18,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lowbit.formats.activations import activation_group
-from lowbit.runtime.kernels.linear.products import load_step, raw_scales
+from lowbit.runtime.kernels.linear.products import load_step, raw_scales, tile_addresses
 from lowbit.runtime.kernels.linear.program import Packed, blocks_of, wide
-from lowbit.runtime.kernels.linear.sums import MAGIC
+from lowbit.runtime.kernels.linear.sums import BIAS, MAGIC
 from lowbit.runtime.kernels.linear.unpack import product_codes
 from lowbit.runtime.kernels.ptx.memory import load_matrices, load_shared4, load_shared8
 from lowbit.runtime.kernels.ptx.mma import as_float, integer_mma, unpacked_scales
 
 PAD = 16  # bytes behind a row
-BIAS = gl.constexpr(12582912.0)  # 1.5 * 2^23, whose bits are MAGIC
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +48,7 @@ class Int8Rows:
 
 @cache
 def int8_rows(W: Packed, rows: int, tokens: int, kilobytes: int) -> Int8Rows:
-    """Places for so many tokens; kilobytes: most of a tile that are on their way."""
+    """Places for some rows of tokens; kilobytes: most of a tile that are on their way."""
     W = wide(W)
     group, loads = activation_group(W.G, W.K), 2 * kilobytes
     divisors = (n for n in range(1, W.STEPS + 1) if W.STEPS % n == 0)
@@ -60,6 +59,12 @@ def int8_rows(W: Packed, rows: int, tokens: int, kilobytes: int) -> Int8Rows:
     return Int8Rows(
         W, W.K, group, groups, rows, tokens, width + PAD, width, scales, end, blocks_of(W.K), ahead
     )
+
+
+@gluon.jit
+def expert_tile(words_ptr, scales_ptr, first, tiles, tile, lane, zero, W: gl.constexpr):
+    """Addresses of a tile of an expert, whose first tile is given; of its last one past the end."""
+    return tile_addresses(words_ptr, scales_ptr, first + tile, first + tiles, zero, lane, 1, W)
 
 
 @gluon.jit
@@ -187,7 +192,7 @@ def _multiply_step(
                 a = codes[n]
                 d = integer_mma(d, a[0], a[1], a[2], a[3], b[2 * n], b[2 * n + 1])
             s = _token_scales(scales_at, ((c * GROUPS + group) * TOKENS + nb * 8) * 4, TOKENS)
-            y = _chained(y, d, factors[group], s, SCALES)
+            y = _add_group(y, d, factors[group], s, SCALES)
         new = new + (y,)
     return new
 
@@ -206,7 +211,7 @@ def _token_scales(address, OFFSET: gl.constexpr, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def _chained(y, d, factors, s, SCALES: gl.constexpr):
+def _add_group(y, d, factors, s, SCALES: gl.constexpr):
     """Four results with one more group: `fma(fp32(isum * s_w), s_x, y)`."""
     out = ()
     for i in gl.static_range(4):

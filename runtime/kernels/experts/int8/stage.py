@@ -7,7 +7,7 @@ scales and factors have the same bits.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.linear.norm import add_squares, chunk_gains, diagonal, times_gains
+from lowbit.runtime.kernels.linear.norm import add_squares, diagonal, times_gains
 from lowbit.runtime.kernels.linear.program import SQUARES_BYTES, STEP_K, turns_of
 from lowbit.runtime.kernels.linear.quantize import codes_of
 from lowbit.runtime.kernels.ptx.memory import (
@@ -26,22 +26,12 @@ AT_ONCE = gl.constexpr(4)  # blocks of a warp that are on their way
 
 
 @gluon.jit
-def load_token_gains(gain_ptr, warp, lane, WARPS: gl.constexpr, B: gl.constexpr):
-    """Gains of the chunks that `round_token` gives this thread, as stored."""
-    gains = ()
-    for turn in gl.static_range(turns_of(B.BLOCKS, WARPS)):
-        chunk = gl.minimum((turn * WARPS + warp) * 32 + lane, B.K // 8 - 1).to(gl.int64)
-        gains = gains + (chunk_gains(gain_ptr, chunk),)
-    return gains
-
-
-@gluon.jit
 def round_token(
     x, gains, buffer, squares_at, warp, lane, zero_f32, WARPS: gl.constexpr, B: gl.constexpr
 ):  # fmt: skip
     """Round a token times its gains, and leave its sums of squares.
 
-    x: address of the token. squares_at: of `total_of`.
+    x: address of the token. gains: of `load_gains`. squares_at: of `total_of`.
     """
     SUBBYTE: gl.constexpr = B.W.CODEC.SUBBYTE
     TURNS: gl.constexpr = turns_of(B.BLOCKS, WARPS)

@@ -35,10 +35,9 @@ def check(x: Tensor, made: Tensor, bits: int, group: int, tokens: int) -> Tensor
     scales = places.SCALES // 4
     # Scales of columns past K meet codes of zero; of NaN the bits may differ.
     real = expected[..., scales:].view(torch.float32) != 0
-    for own, other in ((found[..., scales:][real], expected[..., scales:][real]),):
-        own, other = own.view(torch.float32), other.view(torch.float32)
-        assert torch.equal(own.isnan(), other.isnan())
-        assert torch.equal(own[~own.isnan()], other[~own.isnan()])
+    own, other = (each[..., scales:][real].view(torch.float32) for each in (found, expected))
+    assert torch.equal(own.isnan(), other.isnan())
+    assert torch.equal(own[~own.isnan()], other[~own.isnan()])
     assert bool(found[..., scales:][~real].view(torch.float32).isfinite().all())
     broken = ~rows.isfinite().all(1)
     codes = [each[..., :scales].view(*each.shape[:2], tokens, 32) for each in (found, expected)]
