@@ -135,14 +135,20 @@ def int8_variant(
     card: Card,
     asked: tuple[int, bool],
 ) -> Variant:
-    """See `packed_variant`: of a weight whose inputs are rounded to eight bits."""
+    """`packed_variant` of a weight whose inputs are rounded to eight bits.
+
+    asked: tokens, and whether they are normed.
+
+    Raises:
+        UnsupportedModelError: a row that fits no kernel's shared memory.
+    """
     bits, tiles, steps, paired = size
     tokens, normed = asked
     room = power_of_two(min(tokens, INT8_GEMV_TOKENS))
     while room > 0 and (tokens <= INT8_GEMV_TOKENS or not whole):
         one = gemv_launch(bits, tiles, steps, 1, paired, tuned, card.multiprocessors)
         share = gemv_int8_launch(one, bits, tiles, W.K, room, card.multiprocessors)
-        launch = _for_int8(W, share, room, normed, card)
+        launch = _fitting_launch(W, share, room, normed, card)
         if launch is not None:
             return Variant("gemv", room, room, launch, launch.parts, staged=True)
         room = 0 if whole else room // 2
@@ -152,18 +158,19 @@ def int8_variant(
             hint="use --activations exact",
         )
     if card.is_hopper and bits in WGMMA_BITS:
-        group, wide = activation_group(W.G, W.K), W.SCALES == "fp32"
+        group, fp32_scales = activation_group(W.G, W.K), W.SCALES == "fp32"
         count = card.multiprocessors
-        own = int8_launch(bits, tiles * TILE, -(-W.K // STEP_K), group, wide, tokens, count)
+        sizes = bits, tiles * TILE, -(-W.K // STEP_K), group, fp32_scales
+        own = int8_launch(*sizes, tokens, count)
         if own is not None:
             return Variant("int8", tokens, launch=own)
     return Variant("mma", tokens)
 
 
-def _for_int8(
+def _fitting_launch(
     W: Packed, launch: GemvLaunch, tokens: int, normed: bool, card: Card
 ) -> GemvLaunch | None:
-    """The launch as programs can have it that round x themselves; None where x is too large."""
+    """Shrink a launch of `gemv_int8` until it fits shared memory; None where x alone does not."""
     while int8_bytes(W, launch, tokens, normed) > card.shared_bytes:
         if launch.tiles > 1:
             launch = replace(launch, tiles=1, rounds=launch.rounds * launch.tiles)

@@ -1,6 +1,6 @@
-"""Launch sizes of products with x in eight bits of nine tokens and more, on Hopper.
+"""Launch sizes of `gemm_int8`, for nine tokens and more on Hopper.
 
-Chosen by what a step of 128 k takes, measured on an H100 (LOG.md): nothing here changes a bit.
+They are chosen by the time of a step of 128 k, measured on an H100 (LOG.md). None changes a bit.
 """
 
 from dataclasses import dataclass, replace
@@ -49,7 +49,7 @@ class Int8Shared:
     size: int  # of all
 
 
-# Launches and nanoseconds of a step, of all programs of a multiprocessor.
+# Launches, and nanoseconds that a step of all programs of a multiprocessor takes.
 LAUNCHES = (
     (Int8Launch(16, 1, 4, 1, 16, 1, 1, 4), 186),
     (Int8Launch(16, 2, 1, 2, 16, 2, 2, 4), 245),
@@ -62,21 +62,22 @@ LAUNCHES = (
     (Int8Launch(128, 2, 1, 2, 64, 2, 1, 2), 657),
     (Int8Launch(256, 2, 1, 1, 64, 2, 1, 2), 1220),
 )
-PADDING = 1.02  # of a launch whose steps were made to fit: each has fewer in a turn
+PADDING = 1.02  # factor on the time of a launch that was cut to fit, with fewer steps in a turn
 
 
 @cache
 def int8_launch(
-    bits: int, rows: int, steps: int, group: int, wide: bool, tokens: int, count: int
+    bits: int, rows: int, steps: int, group: int, fp32_scales: bool, tokens: int, count: int
 ) -> Int8Launch | None:
-    """Look up the share of a program with which all end first; None where no program has room.
+    """Choose the launch that ends first by the times of LAUNCHES; None where none has room.
 
     Args:
         bits: of a code.
         rows: of the weight.
         steps: of 128 k.
         group: elements of x that share a scale.
-        wide: scales of the weight are FP32.
+        fp32_scales: of the weight; else they have 16 bits.
+        tokens: of x.
         count: multiprocessors.
     """
 
@@ -88,7 +89,7 @@ def int8_launch(
                     continue
                 for ahead in range(min(launch.ahead, steps // turn), 0, -1):
                     found = replace(launch, slices=slices, steps=each, ahead=ahead)
-                    if int8_shared(bits, steps, group, wide, found) is not None:
+                    if int8_shared(bits, steps, group, fp32_scales, found) is not None:
                         return found
         return None
 
@@ -107,13 +108,13 @@ def int8_launch(
 
 @cache
 def int8_shared(
-    bits: int, steps: int, group: int, wide: bool, launch: Int8Launch
+    bits: int, steps: int, group: int, fp32_scales: bool, launch: Int8Launch
 ) -> Int8Shared | None:
     """Shared memory of a program; see `int8_launch`. None where it has no room for two turns."""
     groups = STEP_K // group
     size = launch.tokens * (STEP_K + 4 * groups)
     stage = -(-size // 1024) * 1024
-    slot = 256 * bits + 128 * groups * (2 if wide else 1)
+    slot = 256 * bits + 128 * groups * (2 if fp32_scales else 1)
     fixed = launch.warps * launch.ahead * launch.steps * slot + 1024
     if launch.slices > 1:  # terms of two turns
         fixed += 2 * launch.row_groups * 4 * ROWS * launch.tokens * groups * launch.turn_steps

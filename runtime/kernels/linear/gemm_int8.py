@@ -70,7 +70,9 @@ class Int8GemmPlan:
 
 
 @cache
-def int8_plan(W: Packed, X: Blocks, launch: Int8Launch, paired: bool, normed: bool) -> Int8GemmPlan:
+def int8_gemm_plan(
+    W: Packed, X: Blocks, launch: Int8Launch, paired: bool, normed: bool
+) -> Int8GemmPlan:
     """Constants for a weight and blocks of tokens.
 
     Raises:
@@ -133,48 +135,42 @@ def _gemm_int8_kernel(
     gdc_wait()
     for i in gl.static_range(RING):
         begin_turn(
-            buffer + i * TURN,
-            source + stride * (i * EACH),
-            stride,
-            full + i * 8,
-            leads,
-            empty,
-            zero,
-            False,
-            PLAN,
-        )
+            buffer + i * TURN, source + stride * (i * EACH), stride, full + i * 8, leads, empty,
+            zero, False, PLAN,
+        )  # fmt: skip
     source += stride * (RING * EACH)  # of the turn that is copied next
-    mine = gl.minimum(slice_ * OWN, COLUMNS - OWN)  # the first token of these
+    own_token = gl.minimum(slice_ * OWN, COLUMNS - OWN)  # the first of its tokens
     acc = zeros(zero_f32, OWN // 2)
     slot = rounds * 0
     phase = rounds * 0
-    left = rounds * 0  # the slot of the turn before, and its phase
-    left_phase = rounds * 0
+    slot_before = rounds * 0  # the slot of the turn before, and its phase
+    phase_before = rounds * 0
     place = rounds * 0  # of the turn's words in the ring
     for round in range(rounds):
         unit = first + round * programs
-        more = unit + programs < units
-        later = gl.minimum(unit + programs, units - 1)
+        has_next = unit + programs < units
+        next_unit = gl.minimum(unit + programs, units - 1)
         next_tile, next_words, next_scales = _place_of(
-            later, blocks, warp, lane, tiles, words_ptr, scales_ptr, PLAN
+            next_unit, blocks, warp, lane, tiles, words_ptr, scales_ptr, PLAN
         )
-        next_source = x_ptr.to(gl.int64, bitcast=True) + (later % blocks).to(gl.int64) * X.SIZE
-        if RING == TURNS:  # the first copy of this loop would begin the unit behind it
+        next_source = x_ptr.to(gl.int64, bitcast=True) + (next_unit % blocks).to(gl.int64) * X.SIZE
+        if RING == TURNS:  # the first copy of this loop would begin the unit after this one
             source = gl.where(round > 0, source, next_source)
         for turn in range(TURNS):
             at = buffer + slot * TURN
             here = ring + place * SLOT
-            tokens = descriptor_word(at + slice_ * (STEPS * PLAN.STAGE))
+            tokens = _descriptor_word(at + slice_ * (STEPS * PLAN.STAGE))
             if SLICES == 1:
                 acc = multiply_scaled(
                     acc, here + lane * 16, here + lane * 4, tokens,
                     at + X.SCALES + lane % 4 * 8, full + slot * 8, phase + zero, PLAN,
                 )  # fmt: skip
             else:
-                these = terms + (round * TURNS + turn) % 2 * TERMS
+                turn_terms = terms + (round * TURNS + turn) % 2 * TERMS
                 leave_scaled(
-                    here + lane * 16, here + lane * 4, tokens, these + slice_ * (TERMS // SLICES),
-                    full + slot * 8, phase + zero, COLUMNS, PLAN,
+                    here + lane * 16, here + lane * 4, tokens,
+                    turn_terms + slice_ * (TERMS // SLICES), full + slot * 8, phase + zero, COLUMNS,
+                    PLAN,
                 )  # fmt: skip
             inside = turn + AHEAD_TURNS < TURNS
             to = gl.where(inside, turn + AHEAD_TURNS, turn + AHEAD_TURNS - TURNS)
@@ -182,29 +178,29 @@ def _gemm_int8_kernel(
                 _begin_words(
                     here + i * SLOT, lane, gl.where(inside, words, next_words),
                     gl.where(inside, scales, next_scales), step + (to * EACH + i),
-                    (lane >= 0) & (inside | more), PLAN,
+                    (lane >= 0) & (inside | has_next), PLAN,
                 )  # fmt: skip
             place = gl.where(place + STEPS == AHEAD, 0, place + STEPS)
             if SLICES > 1:
                 barrier()
                 acc = add_terms(
-                    acc, these + mine * 256, at + X.SCALES + (mine + lane % 4 * 2) * 4,
-                    COLUMNS, PLAN,
+                    acc, turn_terms + own_token * 256,
+                    at + X.SCALES + (own_token + lane % 4 * 2) * 4, COLUMNS, PLAN,
                 )  # fmt: skip
             _arrive(empty + slot * 8, lane == 0)
             # The slot that all have left is filled with what follows: of this unit, or the next.
-            behind = turn - 1 + RING
-            wanted = (round + turn > 0) & ((behind < TURNS) | more)
+            copied = turn - 1 + RING
+            wanted = (round + turn > 0) & ((copied < TURNS) | has_next)
             begin_turn(
-                buffer + left * TURN, source, stride, full + left * 8, leads & wanted,
-                empty + left * 8, left_phase + zero, True, PLAN,
+                buffer + slot_before * TURN, source, stride, full + slot_before * 8, leads & wanted,
+                empty + slot_before * 8, phase_before + zero, True, PLAN,
             )  # fmt: skip
-            forth = gl.where(behind + 1 == TURNS, next_source, source + stride * EACH)
-            source = gl.where(round + turn > 0, forth, source)
-            left = slot
-            left_phase = phase
+            following = gl.where(copied + 1 == TURNS, next_source, source + stride * EACH)
+            source = gl.where(round + turn > 0, following, source)
+            slot_before = slot
+            phase_before = phase
             slot, phase = next_slot(slot, phase, RING)
-        first_token = unit % blocks * X.TOKENS + mine
+        first_token = unit % blocks * X.TOKENS + own_token
         factors = ()
         for i in gl.static_range(OWN // 8 if PLAN.NORMED else 0):
             row = first_token + (i * 8 + lane % 4 * 2)
@@ -222,8 +218,8 @@ def _gemm_int8_kernel(
 
 
 @gluon.jit
-def descriptor_word(address):
-    """The lower word of `descriptor` of rows of 128 bytes."""
+def _descriptor_word(address):
+    """The lower word of `ptx.wgmma.descriptor` for rows of 128 bytes."""
     return (address & 0x3FFFF) >> 4 | 0x10000
 
 
@@ -262,7 +258,7 @@ def _begin_words(slot, lane, words, scales, step, wanted, PLAN: gl.constexpr):
 
 @gluon.jit
 def _init_counters(address, leads, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT mbarriers that complete when so many have arrived."""
+    """COUNT mbarriers of 8 bytes each, which complete after ARRIVALS arrivals."""
     CODE: gl.constexpr = (
         "{.reg .pred p; setp.ne.s32 p, $2, 0; "
         f"@p mbarrier.init.shared::cta.b64 [$1], {ARRIVALS}; mov.b32 $0, 0;}}"
@@ -273,6 +269,7 @@ def _init_counters(address, leads, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def _arrive(address, inside):
+    """Arrive at an mbarrier, once for each lane that is inside."""
     inline(
         "{.reg .pred p; setp.ne.s32 p, $2, 0; "
         "@p mbarrier.arrive.shared::cta.b64 _, [$1]; mov.b32 $0, 0;}",
@@ -294,7 +291,7 @@ def multiply(
 
     normed: their norm's factors are behind them.
     """
-    plan = int8_plan(w.constants, X, launch, w.paired, normed)
+    plan = int8_gemm_plan(w.constants, X, launch, w.paired, normed)
     N = w.N // 2 if w.paired else w.N
     y = torch.empty((M, N), dtype=torch.bfloat16, device=blocks.device)
     count = -(-M // X.TOKENS)

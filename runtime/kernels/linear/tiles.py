@@ -159,10 +159,10 @@ def _halves(rows: Tensor, paired: bool, fill: int) -> Tensor:
     return blocks[0].view(count, 2, 8, -1).transpose(0, 1)
 
 
-def _words(codes: Tensor, codec: Codec, paired: bool, whole: int) -> Tensor:
-    """Native words [N, K * bits / 32] to tiles of them, padded to whole columns of so many."""
+def _words(codes: Tensor, codec: Codec, paired: bool, step_k: int) -> Tensor:
+    """Native words [N, K * bits / 32] to tiles, rows padded to a multiple of `step_k` codes."""
     N, width = codes.shape
-    steps = -(-width * 32 // codec.BITS // whole) * (whole // codec.STEP_K)
+    steps = -(-width * 32 // codec.BITS // step_k) * (step_k // codec.STEP_K)
     tiles = -(-N // TILE)
     out = codes.new_empty((tiles, steps, codec.LOADS, 8, 4, 4))
     if out.is_meta:  # each of some hundred operations would take longer than with data

@@ -8,13 +8,15 @@ skip all of it, which other code of a warp cannot.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from lowbit.runtime.kernels.ptx.mma import float_types
+
 AHEAD = 8  # groups whose loads are on their way
 UNROLLED = 64  # groups without a loop
 
 
 @gluon.constexpr_function
 def chain_code(groups, tokens):
-    """PTX of `chain`. Inputs after the sums: addresses of terms and of scales, and the condition.
+    """PTX of `chain`. Inputs after the sums: addresses of terms and of scales, and `inside`.
 
     A ring of registers holds the next groups' terms and scales.
     """
@@ -74,17 +76,13 @@ def _sums(slot, columns):
 
 @gluon.constexpr_function
 def _constraints(count):
+    """Constraints of `chain_code`: sums must not lie where addresses are still read."""
     return ",".join(["=&f"] * count + ["r"] * 3)
-
-
-@gluon.constexpr_function
-def _floats(count):
-    return (gl.float32,) * count
 
 
 @gluon.jit
 def chain(terms, scales, inside, GROUPS: gl.constexpr, TOKENS: gl.constexpr):
-    """Sums of a lane over all groups: rows g of its one or two tokens, then rows g + 8.
+    """Add all groups of a lane's results: rows g of its one or two tokens, then rows g + 8.
 
     Each is `fma(term, scale, sum)` from 0 on; zeros in lanes that are not inside.
 
@@ -95,5 +93,5 @@ def chain(terms, scales, inside, GROUPS: gl.constexpr, TOKENS: gl.constexpr):
     COUNT: gl.constexpr = 2 * min(TOKENS, 2)
     return gl.inline_asm_elementwise(
         chain_code(GROUPS, TOKENS), _constraints(COUNT), [terms, scales, inside.to(gl.int32)],
-        dtype=_floats(COUNT), is_pure=False, pack=1,
+        dtype=float_types(COUNT), is_pure=False, pack=1,
     )  # fmt: skip

@@ -9,7 +9,7 @@ token's in one FMA, group after group in order of k.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.ptx.mma import inline
+from lowbit.runtime.kernels.ptx.mma import float_types, inline
 
 
 @gluon.constexpr_function
@@ -26,7 +26,7 @@ def _scale_words(kind, groups):
 
 @gluon.constexpr_function
 def _unpacked(bits, words, name):
-    """PTX and names of four A operands of 32 k."""
+    """PTX that unpacks a lane's words of 128 k, and the registers of their four A operands."""
     lines = []
     if bits == 4:
         for q in range(4):
@@ -46,8 +46,7 @@ def _unpacked(bits, words, name):
 
 @gluon.constexpr_function
 def _row_scales(kind, words, bits, names):
-    """PTX that makes the FP32 scales of both rows, with the codes' factor."""
-    factor = "0f3D800000" if bits == 4 else "0f3F800000"
+    """PTX that makes the FP32 scales of both rows, for codes of 4 bits a sixteenth of them."""
     if kind == "fp32":
         lines = [f"mov.b32 {name}, {word};" for name, word in zip(names, words, strict=True)]
     elif kind == "bf16":
@@ -57,7 +56,7 @@ def _row_scales(kind, words, bits, names):
         lines = ["{.reg .b16 low, high;", f"mov.b32 {{low, high}}, {words[0]};"]
         lines += [f"cvt.f32.f16 {names[0]}, low;", f"cvt.f32.f16 {names[1]}, high;}}"]
     if bits == 4:
-        lines += [f"mul.f32 {name}, {name}, {factor};" for name in names]
+        lines += [f"mul.f32 {name}, {name}, 0f3D800000;" for name in names]
     return lines
 
 
@@ -156,14 +155,9 @@ def steps_code(columns, plan):
 
 
 @gluon.constexpr_function
-def _constraints(columns):
-    count = columns // 2
-    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * 6)
-
-
-@gluon.constexpr_function
-def _floats(count):
-    return (gl.float32,) * count
+def _constraints(sums, inputs):
+    """Constraints of PTX that adds to sums in place, and of its other inputs."""
+    return ",".join(["=f"] * sums + [str(i) for i in range(sums)] + ["r"] * inputs)
 
 
 @gluon.jit
@@ -180,9 +174,9 @@ def multiply_scaled(
     """
     COLUMNS: gl.constexpr = 2 * len(sums)
     return gl.inline_asm_elementwise(
-        steps_code(COLUMNS, PLAN), _constraints(COLUMNS),
+        steps_code(COLUMNS, PLAN), _constraints(COLUMNS // 2, 6),
         sums + (ring, ring_scales, descriptor, scales_at, full, parity),
-        dtype=_floats(COLUMNS // 2), is_pure=False, pack=1,
+        dtype=float_types(COLUMNS // 2), is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -201,7 +195,7 @@ def leave_scaled(
 
 
 @gluon.constexpr_function
-def _chain_code(count, columns, plan):
+def _terms_code(count, columns, plan):
     """PTX that adds the terms of all slices to sums; see `add_terms`."""
     groups = 128 // plan.X.GROUP
     terms, scales_at = f"${2 * count}", f"${2 * count + 1}"
@@ -220,17 +214,12 @@ def _chain_code(count, columns, plan):
     return "\n".join(L)
 
 
-@gluon.constexpr_function
-def _chain_constraints(count):
-    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r", "r"])
-
-
 @gluon.jit
 def add_terms(sums, terms, scales_at, COLUMNS: gl.constexpr, PLAN: gl.constexpr):
     """Add a turn's terms times the scales of their tokens to sums, in order of k."""
     return gl.inline_asm_elementwise(
-        _chain_code(len(sums), COLUMNS, PLAN), _chain_constraints(len(sums)),
-        sums + (terms, scales_at), dtype=_floats(len(sums)), is_pure=False, pack=1,
+        _terms_code(len(sums), COLUMNS, PLAN), _constraints(len(sums), 2),
+        sums + (terms, scales_at), dtype=float_types(len(sums)), is_pure=False, pack=1,
     )  # fmt: skip
 
 

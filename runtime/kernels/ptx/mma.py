@@ -30,6 +30,12 @@ def threads(WARPS: gl.constexpr):
     return warp, lane, zero, gl.full([WARPS, 32], 0.0, gl.float32, layout=L)
 
 
+@gluon.constexpr_function
+def float_types(count):
+    """Types of so many FP32 results of PTX."""
+    return (gl.float32,) * count
+
+
 @gluon.jit
 def zeros(zero, COUNT: gl.constexpr):
     """COUNT zeros, where sums begin."""
