@@ -25,9 +25,6 @@ import math
 import torch
 from torch import Tensor
 
-from lowbit.formats.activation_modes import ACTIVATIONS as ACTIVATIONS
-from lowbit.formats.activation_modes import Activations as Activations
-
 GROUP = 128  # elements of x that share a scale, where the weight's groups allow it
 LARGEST_CODE = 127
 SMALLEST_PEAK = 2.0**-100  # the reciprocal of a smaller one would overflow

@@ -360,7 +360,7 @@ def dense_gemv(
     dtype: torch.dtype | None = None,
     at_once: int = DENSE_TOKENS,
 ) -> Tensor:
-    """`added + rms_norm(x) @ w.T` for a weight as stored; a token's bits depend on nothing else.
+    """`added + rms_norm(x) @ w.T` for a weight as stored; no other token changes a token's bits.
 
     Args:
         x: [B, K] bfloat16, contiguous.

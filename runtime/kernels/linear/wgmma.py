@@ -25,6 +25,8 @@ from lowbit.runtime.kernels.launch.device import run
 from lowbit.runtime.kernels.launch.linear import WgmmaLaunch
 from lowbit.runtime.kernels.linear.program import Digits, Packed, swizzled_digits
 from lowbit.runtime.kernels.linear.sums import (
+    BIAS,
+    MAGIC,
     TOP_WEIGHT,
 )
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
@@ -51,7 +53,6 @@ from lowbit.runtime.kernels.ptx.wgmma import (
     wait_bytes,
 )
 
-MAGIC = gl.constexpr(0x4B400000)  # 1.5 * 2^23: an integer below 2^22 added to it is an FP32 sum
 WARPGROUPS = gl.constexpr(2)  # of a program
 MOST_REGISTERS = 255  # of a thread
 # Codes of 4 and 8 bits, by tokens, as measured: with fewer registers programs of the join find room
@@ -289,7 +290,7 @@ def _add_products(low, top, d, scale, units, AT: gl.constexpr, NT: gl.constexpr)
         for j in gl.static_range(4):
             factor = scale[j // 2] * as_float(pair[j % 2])
             first = (d[4 * i + j] + d[4 * (NT + i) + j] * 256).to(gl.float32)
-            last = as_float(d[4 * (2 * NT + i) + j] + MAGIC) - 12582912.0
+            last = as_float(d[4 * (2 * NT + i) + j] + MAGIC) - BIAS
             new_low = new_low + (low[4 * i + j] + factor * first,)
             new_top = new_top + (top[4 * i + j] + factor * last,)
     return new_low, new_top

@@ -277,7 +277,7 @@ def test_several_tokens_of_several_sequences(model: lowbit.Model) -> None:
 
 
 def test_rounded_inputs_give_a_token_the_same_bits_in_a_prompt(shorten: Shorten) -> None:
-    """In any step; in a prompt up to the first attention, which adds in another order there."""
+    """Steps have the same bits, a prompt up to its attention, which adds in another order there."""
     model = lowbit.load(
         shorten("tiny-qwen3"),
         device="cpu",

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -10,8 +9,6 @@ from torch import Tensor
 
 from lowbit.formats.activations import activation_group
 from lowbit.runtime.backends import cuda
-from lowbit.runtime.kernels.launch.choose import choose
-from lowbit.runtime.kernels.launch.device import card_of
 from lowbit.runtime.kernels.launch.int8 import (
     LAUNCHES,
     STEP_K,
@@ -20,10 +17,9 @@ from lowbit.runtime.kernels.launch.int8 import (
     int8_shared,
 )
 from lowbit.runtime.kernels.linear.gemm_int8 import gemm_int8
-from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.weights.linear import PackedLinear
-from tests.runtime.kernels.linear.test_gemv_int8 import EPS, Case, made, product
+from tests.runtime.kernels.linear.test_gemv_int8 import Case, made, product
 
 MakePacked = Callable[[int, int, int, int], PackedLinear]
 Randn = Callable[..., Tensor]
@@ -66,43 +62,6 @@ def test_every_launch_has_the_bits_of_the_reference(
                 y = gemm_int8(x[:count], tiled, own)
                 assert torch.equal(y.nan_to_num(7), expected[:count].nan_to_num(7)), own
     assert tried > len(LAUNCHES) // 2
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("fused", ["norm", "heads", "paired", "bias"])
-@pytest.mark.parametrize(
-    "case", [Case(4, 256, 4096, 128), Case(8, 96, 1088, 64), Case(3, 96, 1024, 128)], ids=str
-)
-def test_a_token_has_the_same_bits_in_a_step_and_in_a_prompt(
-    case: Case, make_packed: MakePacked, randn: Randn, fused: str
-) -> None:
-    w = made(case, make_packed)
-    x, residual = randn(TOKENS, case.K), randn(TOKENS, case.N)
-    given: dict[str, Any] = {"eps": EPS}
-    if fused == "heads":
-        heads = case.K // 16
-        given["squares"] = (x.float() * 3).square().view(TOKENS, heads, SQUARES, -1).sum(-1)
-    elif fused != "bias":
-        given["norm"] = (1 + 0.3 * randn(case.K)).float()
-    given |= {"swiglu": True} if fused == "paired" else {"added": residual}
-    if fused == "bias":
-        given["added"] = residual[0]
-    tiled = cuda.prepare(w, paired=fused == "paired", activations="int8")
-    assert isinstance(tiled, TiledLinear)
-
-    def compute(first: int, last: int) -> Tensor:
-        tokens = slice(first, last)
-        own = {
-            n: v[tokens] if n == "squares" or (n == "added" and v.dim() == 2) else v
-            for n, v in given.items()
-        }
-        return cuda.product(x[tokens].contiguous(), tiled, **own)
-
-    everything = compute(0, TOKENS)
-    for first, last in ((0, 1), (7, 15), (0, 16), (40, 73), (100, 228), (33, 289)):
-        assert torch.equal(compute(first, last), everything[first:last]), (first, last)
-    way = choose(tiled, TOKENS, card_of(x)).way
-    assert way == ("int8" if card_of(x).is_hopper and case.bits != 3 else "mma")
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -204,6 +204,10 @@ LARGER = [
         (3, 4096, "heads added"),
     )
 ]
+LARGER += [
+    Promise(Case(4, 256, 4096, 128), "heads added", 300),
+    Promise(Case(8, 96, 1088, 64), "norm paired", 300),
+]
 
 
 @pytest.mark.parametrize("kernel", ["chosen", "mma"])
