@@ -19,9 +19,9 @@ def _words_of(bits):
 
 
 @gluon.constexpr_function
-def _scale_words(kind, groups):
-    """A lane's words of the scales of 128 k, of both rows."""
-    return groups * (2 if kind == "fp32" else 1)
+def _scale_words(kind):
+    """A lane's words of the scales of a group, of both rows."""
+    return 2 if kind == "fp32" else 1
 
 
 @gluon.constexpr_function
@@ -69,70 +69,70 @@ def steps_code(columns, plan):
     leaves = plan.SLICES > 1  # terms, for all to add
     given = 1 if leaves else 2 * count
     ring, ring_scales, desc, scales_at, full, parity = (f"${given + i}" for i in range(6))
-    size = _scale_words(kind, 1)
-    L = ["{", ".reg .b64 at;", ".reg .pred more, first, done;", ".reg .f32 x0, x1, t<4>, v;"]
-    L += [f".reg .b32 u, r<{size * groups}>;"]
+    size = _scale_words(kind)
+    lines = ["{", ".reg .b64 at;", ".reg .pred more, first, done;", ".reg .f32 x0, x1, t<4>, v;"]
+    lines += [f".reg .b32 u, r<{size * groups}>;"]
     for s in range(sets):
-        L.append(f".reg .b32 d{s}_<{own}>, a{s}_<16>, w{s}_<{each}>;")
-        L.append(f".reg .f32 s{s}_<{2 * groups}>;")
-    L += ["setp.ne.b32 more, 1, 0;", "setp.ne.b32 first, 0, 0;"]
+        lines.append(f".reg .b32 d{s}_<{own}>, a{s}_<16>, w{s}_<{each}>;")
+        lines.append(f".reg .f32 s{s}_<{2 * groups}>;")
+    lines += ["setp.ne.b32 more, 1, 0;", "setp.ne.b32 first, 0, 0;"]
     tasks = [
         (j, g, c) for j in range(steps) for g in range(groups) for c in range(columns // chunk)
-    ]
-    A = {}
+    ]  # step, group, chunk of columns
+    operands = {}  # of the steps that are loaded
 
-    def load(j):
+    def load(j):  # words and scales of step j, and with the first one its x
         p, slot = j % sets, j * plan.SLOT
-        L.append(f"cp.async.wait_group {plan.AHEAD - 1 - j};")
+        lines.append(f"cp.async.wait_group {plan.AHEAD - 1 - j};")
         for i in range(each // 4):
             named = ", ".join(f"w{p}_{4 * i + k}" for k in range(4))
-            L.append(f"ld.shared.v4.b32 {{{named}}}, [{ring} + {slot + 512 * i}];")
+            lines.append(f"ld.shared.v4.b32 {{{named}}}, [{ring} + {slot + 512 * i}];")
         for i in range(size * groups):
             at = slot + 128 * each + 128 * i
-            L.append(f"ld.shared.b32 r{i}, [{ring_scales} + {at}];")
+            lines.append(f"ld.shared.b32 r{i}, [{ring_scales} + {at}];")
         if j == 0:
-            L.extend(("{", "AGAIN:"))
-            L.append(f"mbarrier.try_wait.parity.shared::cta.b64 done, [{full}], {parity};")
-            L.extend(("@!done bra AGAIN;", "}"))
-        lines, A[p] = _unpacked(bits, [f"w{p}_{i}" for i in range(each)], f"a{p}_")
-        L.extend(lines)
+            lines.extend(("{", "AGAIN:"))
+            lines.append(f"mbarrier.try_wait.parity.shared::cta.b64 done, [{full}], {parity};")
+            lines.extend(("@!done bra AGAIN;", "}"))
+        unpacked, operands[p] = _unpacked(bits, [f"w{p}_{i}" for i in range(each)], f"a{p}_")
+        lines.extend(unpacked)
         for i in range(groups):
             names = [f"s{p}_{2 * i}", f"s{p}_{2 * i + 1}"]
             raw = [f"r{size * i + k}" for k in range(size)]
-            L.extend(_row_scales(kind, raw, bits, names))
+            lines.extend(_row_scales(kind, raw, bits, names))
 
-    def begin(n):
+    def begin(n):  # the products of a task
         j, g, c = tasks[n]
         d = [f"d{n % sets}_{i}" for i in range(own)]
-        L.append("wgmma.fence.sync.aligned;")
+        lines.append("wgmma.fence.sync.aligned;")
         for q in range(4 // groups):
             k = g * (4 // groups) + q
-            L.append(f"add.s32 u, {desc}, {(j * stage + c * chunk * 128) // 16 + 2 * k};")
-            L.append("mov.b64 at, {u, 0x40000040};")  # see `ptx.wgmma.descriptor`
-            L.append(
+            lines.append(f"add.s32 u, {desc}, {(j * stage + c * chunk * 128) // 16 + 2 * k};")
+            lines.append("mov.b64 at, {u, 0x40000040};")  # see `ptx.wgmma.descriptor`
+            lines.append(
                 f"wgmma.mma_async.sync.aligned.m64n{chunk}k32.s32.s8.s8 {{{', '.join(d)}}}, "
-                f"{{{', '.join(A[j % sets][k])}}}, at, {'more' if q else 'first'};"
+                f"{{{', '.join(operands[j % sets][k])}}}, at, {'more' if q else 'first'};"
             )
-        L.append("wgmma.commit_group.sync.aligned;")
+        lines.append("wgmma.commit_group.sync.aligned;")
 
-    def end(n):
+    def end(n):  # scale a task's sums, and add or leave them
         j, g, c = tasks[n]
         p = j % sets
         for i in range(chunk // 8):
             offset = j * stage + (g * tokens + c * chunk + 8 * i) * 4
             if not leaves:
-                L.append(f"ld.shared.v2.f32 {{x0, x1}}, [{scales_at} + {offset}];")
+                lines.append(f"ld.shared.v2.f32 {{x0, x1}}, [{scales_at} + {offset}];")
             for e in range(4):
                 t = f"t{e}"
                 r, y = f"d{n % sets}_{4 * i + e}", f"${c * own + 4 * i + e}"
                 s = 2 * g + e // 2
-                L.append(f"cvt.rn.f32.s32 v, {r};")
-                L.append(f"mul.rn.f32 {t}, v, s{p}_{s};")
+                lines.append(f"cvt.rn.f32.s32 v, {r};")
+                lines.append(f"mul.rn.f32 {t}, v, s{p}_{s};")
                 if not leaves:
-                    L.append(f"fma.rn.f32 {y}, {t}, x{e % 2}, {y};")
+                    lines.append(f"fma.rn.f32 {y}, {t}, x{e % 2}, {y};")
             if leaves:  # `scales_at` is where the lane's terms of the first step go
                 offset = ((j * groups + g) * columns // 8 + c * chunk // 8 + i) * 2048
-                L.append(f"st.shared.v4.f32 [{scales_at} + {offset}], {{t0, t1, t2, t3}};")
+                lines.append(f"st.shared.v4.f32 [{scales_at} + {offset}], {{t0, t1, t2, t3}};")
 
     for n in range(len(tasks)):
         j, g, c = tasks[n]
@@ -140,18 +140,18 @@ def steps_code(columns, plan):
             load(j)
         begin(n)
         if sets == 1:
-            L.append("wgmma.wait_group.sync.aligned 0;")
+            lines.append("wgmma.wait_group.sync.aligned 0;")
             end(n)
         elif n:
-            L.append("wgmma.wait_group.sync.aligned 1;")
+            lines.append("wgmma.wait_group.sync.aligned 1;")
             end(n - 1)
     if sets == 2:
-        L.append("wgmma.wait_group.sync.aligned 0;")
+        lines.append("wgmma.wait_group.sync.aligned 0;")
         end(len(tasks) - 1)
     if leaves:
-        L.append("mov.b32 $0, 0;")
-    L.append("}")
-    return "\n".join(L)
+        lines.append("mov.b32 $0, 0;")
+    lines.append("}")
+    return "\n".join(lines)
 
 
 @gluon.constexpr_function
@@ -199,19 +199,19 @@ def _terms_code(count, columns, plan):
     """PTX that adds the terms of all slices to sums; see `add_terms`."""
     groups = 128 // plan.X.GROUP
     terms, scales_at = f"${2 * count}", f"${2 * count + 1}"
-    L = ["{", ".reg .f32 x0, x1, t<4>;"]
+    lines = ["{", ".reg .f32 x0, x1, t<4>;"]
     for j in range(plan.SLICES * plan.STEPS):
         for g in range(groups):
             for i in range(count // 4):
                 at = j * plan.STAGE + (g * plan.X.TOKENS + 8 * i) * 4
-                L.append(f"ld.shared.v2.f32 {{x0, x1}}, [{scales_at} + {at}];")
+                lines.append(f"ld.shared.v2.f32 {{x0, x1}}, [{scales_at} + {at}];")
                 at = ((j * groups + g) * columns // 8 + i) * 2048
-                L.append(f"ld.shared.v4.f32 {{t0, t1, t2, t3}}, [{terms} + {at}];")
+                lines.append(f"ld.shared.v4.f32 {{t0, t1, t2, t3}}, [{terms} + {at}];")
                 for e in range(4):
                     y = f"${4 * i + e}"
-                    L.append(f"fma.rn.f32 {y}, t{e}, x{e % 2}, {y};")
-    L.append("}")
-    return "\n".join(L)
+                    lines.append(f"fma.rn.f32 {y}, t{e}, x{e % 2}, {y};")
+    lines.append("}")
+    return "\n".join(lines)
 
 
 @gluon.jit
@@ -226,21 +226,21 @@ def add_terms(sums, terms, scales_at, COLUMNS: gl.constexpr, PLAN: gl.constexpr)
 @gluon.constexpr_function
 def _turn_code(plan, waits):
     """PTX of `begin_turn`."""
-    L = ["{", ".reg .pred p, done;", ".reg .b64 s;", "setp.ne.s32 p, $6, 0;", "@!p bra SKIP;"]
+    lines = ["{", ".reg .pred p, done;", ".reg .b64 s;", "setp.ne.s32 p, $6, 0;", "@!p bra SKIP;"]
     if waits:
-        L += ["AGAIN:", "mbarrier.try_wait.parity.shared::cta.b64 done, [$7], $8;"]
-        L.append("@!done bra AGAIN;")
+        lines += ["AGAIN:", "mbarrier.try_wait.parity.shared::cta.b64 done, [$7], $8;"]
+        lines.append("@!done bra AGAIN;")
     count, size = plan.SLICES * plan.STEPS, plan.X.SIZE
-    L.append(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$3], {count * size};")
-    L.append("mov.b64 s, $2;")
+    lines.append(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$3], {count * size};")
+    lines.append("mov.b64 s, $2;")
     for i in range(count):
-        L.append(
+        lines.append(
             "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
             f"[$1 + {i * plan.STAGE}], [s], {size}, [$3];"
         )
-        L.append("add.s64 s, s, $4;")
-    L += ["SKIP:", "mov.b32 $0, $5;", "}"]
-    return "\n".join(L)
+        lines.append("add.s64 s, s, $4;")
+    lines += ["SKIP:", "mov.b32 $0, $5;", "}"]
+    return "\n".join(lines)
 
 
 @gluon.jit
