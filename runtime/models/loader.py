@@ -228,10 +228,12 @@ def with_activations(opened: OpenedModel, activations: Activations) -> OpenedMod
         RequestError: int8 changes no linear: nothing but the head is quantized.
     """
     if activations != "exact" and not opened.packs_layers:
+        plain = not any(opened.schemes.values())
+        recipe = ", or quantize the weights as they are read: --quantize int4" if plain else ""
         raise RequestError(
             f"`activations` {activations} changes nothing: `{opened.checkpoint.folder}` has no "
             "quantized linear, its head aside",
-            hint="leave it out, or quantize the weights as they are read: --quantize int4",
+            hint=f"leave it out{recipe}",
         )
     drafter = opened.drafter and replace(opened.drafter, activations=activations)
     return replace(opened, activations=activations, drafter=drafter)
