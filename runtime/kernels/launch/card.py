@@ -58,3 +58,8 @@ class Card:
 
 CPU = Card((0, 0))  # where kernels are interpreted
 H200 = Card((9, 0))  # which launches were measured on
+
+
+def power_of_two(n: int) -> int:
+    """Round n up to a power of two: kernels are compiled for these counts."""
+    return 1 << (n - 1).bit_length()

@@ -6,8 +6,7 @@ from typing import Literal
 
 from lowbit.formats.activations import activation_group
 from lowbit.formats.errors import UnsupportedModelError
-from lowbit.runtime.kernels.launch.card import Card
-from lowbit.runtime.kernels.launch.device import power_of_two
+from lowbit.runtime.kernels.launch.card import Card, power_of_two
 from lowbit.runtime.kernels.launch.int8 import STEP_K, Int8Launch, int8_launch
 from lowbit.runtime.kernels.launch.linear import (
     MOST_AHEAD,

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from lowbit.runtime.kernels.launch.card import CPU, Card
+from lowbit.runtime.kernels.launch.card import power_of_two as power_of_two
 
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a kernel may declare on every GPU
 
@@ -43,11 +44,6 @@ def card_of(x: Tensor) -> Card:
     if x.is_cpu:
         return CPU
     return _card(x.device) if x.is_cuda else driver.active.card
-
-
-def power_of_two(n: int) -> int:
-    """Round n up to a power of two: kernels are compiled for these counts."""
-    return 1 << (n - 1).bit_length()
 
 
 @cache

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-from lowbit.runtime.kernels.launch.device import power_of_two
+from lowbit.runtime.kernels.launch.card import power_of_two
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
 from lowbit.runtime.kernels.launch.tables import rows
 from lowbit.runtime.thresholds import EXPERTS_APART, EXPERTS_TOKENS

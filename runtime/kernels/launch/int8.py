@@ -6,7 +6,7 @@ They are chosen by the time of a step of 128 k, measured on an H100 (LOG.md). No
 from dataclasses import dataclass, replace
 from functools import cache
 
-from lowbit.runtime.kernels.launch.device import power_of_two
+from lowbit.runtime.kernels.launch.card import power_of_two
 
 STEP_K = 128  # columns of a step
 ROWS = 64  # of a warpgroup

@@ -10,8 +10,7 @@ from functools import cache
 from typing import Literal
 
 from lowbit.runtime.kernels.codec import CODECS, WIDE_CODECS
-from lowbit.runtime.kernels.launch.card import MULTIPROCESSORS
-from lowbit.runtime.kernels.launch.device import power_of_two
+from lowbit.runtime.kernels.launch.card import MULTIPROCESSORS, power_of_two
 from lowbit.runtime.kernels.launch.tables import rows
 from lowbit.runtime.thresholds import DENSE_TOKENS, GEMV_TOKENS, SHORT_TOKENS
 
