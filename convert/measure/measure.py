@@ -14,6 +14,7 @@ from lowbit.convert.measure.logits import Comparison, Models, compare, work
 from lowbit.convert.measure.metrics import TokenFigures, percentile
 from lowbit.convert.measure.pair import Pair
 from lowbit.convert.measure.record import Flip, Int8Inputs, LogitQuality, Position, TextKind
+from lowbit.convert.measure.rounded_inputs import check_inputs
 from lowbit.convert.mtp.drafting import Drafting, drafted_windows, measure_drafting
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.model import load_layered_model
@@ -67,18 +68,20 @@ def measure_logits(
         CheckpointError: a folder that cannot be read, or two folders that do not fit together.
         FormatError: packed weights that break the layout.
         QuantizationError: a model gives NaN or infinite logits.
-        RequestError: a text is too short.
+        RequestError: a text is too short; or inputs in eight bits would change no figure.
         ResourceError: a GPU is asked for where there is none, or there is too little memory.
         UnsupportedModelError: transformers has no causal language model for the checkpoint.
     """
     target = open_device(device)
+    rounded = activations == "int8"
+    if rounded:
+        check_inputs(pair.packed)
     config, source = pair.original.checkpoint.config, pair.original.checkpoint.folder
     context = max(2, read_config(config).max_position_embeddings)
     cut = tokenize(source, texts, context)
     windows, long = torch.cat([text.windows for text in cut]), cut[0].long_windows(context)
     noisy = min(NOISY, len(cut[0].windows))
     watched = min(WATCHED, len(cut[0].windows))
-    rounded = activations == "int8"
     need = logits_peak_bytes(config, windows.shape, long.shape, noisy, watched, device, rounded)
     check_free("comparing logits", need, device, "give a shorter --eval-text")
     if note is not None:

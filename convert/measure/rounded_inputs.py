@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.original.model import LayeredModel
+from lowbit.convert.original.weights import Weights
 from lowbit.formats.activations import (
     activation_group,
     dequantize_activations,
     quantize_activations,
 )
 from lowbit.formats.architectures.experts import ROUTERS
+from lowbit.formats.errors import RequestError
 
 
 def input_groups(model: LayeredModel, number: int) -> dict[str, int]:
@@ -31,6 +33,20 @@ def input_groups(model: LayeredModel, number: int) -> dict[str, int]:
             K = model.weights.shape(f"{module}.weight")[1]
             groups[name] = activation_group(scheme.group_size or K, K)
     return groups
+
+
+def check_inputs(packed: Weights) -> None:
+    """Refuse a folder whose figures rounded inputs would not change.
+
+    Raises:
+        RequestError: no linear of its layers is packed.
+    """
+    layers = (m for m in packed.packed_schemes() if m.startswith("model.") and ".layers." in m)
+    if all(module.endswith(ROUTERS) for module in layers):  # those of `input_groups`
+        raise RequestError(
+            "`activations` int8 changes nothing: no linear in the packed model's layers is packed",
+            hint="leave it out",
+        )
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.measure.rounded_inputs import input_groups
 from lowbit.convert.texts.evaluation import Text, tokenize
 from lowbit.formats.activations import quantize_activations
+from lowbit.formats.errors import RequestError
 from lowbit.formats.layout.scheme import Scheme
 from tests.convert.measure.conftest import WholeLogits
 
@@ -50,6 +51,16 @@ def test_figures_are_those_of_a_whole_model_with_rounded_inputs(
         assert abs(row.kl_added) > 1e-3 * row.kl_mean  # ten times what that bound allows
         assert row.perplexity_packed == pytest.approx(float(nll[number].exp()), rel=1e-5)
         assert row.top1_agreement == pytest.approx(float(same[number]), abs=0.009)  # of 127
+
+
+@pytest.mark.parametrize(
+    "module", ["lm_head", "model.layers.0.mlp.gate", "mtp.layers.0.mlp.up_proj"]
+)
+def test_a_folder_without_packed_layers_is_refused(module: str, stories: str) -> None:
+    packed: Any = SimpleNamespace(packed_schemes=lambda: {module: Scheme(4, 128)})
+    pair: Any = SimpleNamespace(packed=packed)
+    with pytest.raises(RequestError, match="changes nothing"):
+        measure_logits(pair, [Text("a", "a", stories)], activations="int8")
 
 
 @pytest.mark.gpu
