@@ -6,8 +6,6 @@ They are chosen by the time of a step of 128 k, measured on an H100 (LOG.md). No
 from dataclasses import dataclass, replace
 from functools import cache
 
-from lowbit.runtime.kernels.launch.card import power_of_two
-
 STEP_K = 128  # columns of a step
 ROWS = 64  # of a warpgroup
 SHARED = 226 << 10  # bytes of shared memory that programs of a multiprocessor may fill
@@ -30,8 +28,8 @@ class Int8Launch:
 
     @property
     def warps(self) -> int:
-        """Warps of a program, a power of two."""
-        return power_of_two(4 * self.row_groups * self.slices)
+        """Warps of a program."""
+        return 4 * self.row_groups * self.slices
 
     @property
     def turn_steps(self) -> int:

@@ -30,7 +30,7 @@ from lowbit.runtime.kernels.launch.device import card_of, run
 from lowbit.runtime.kernels.launch.int8 import ROWS, Int8Launch, int8_shared
 from lowbit.runtime.kernels.linear.gemm_store import store_block
 from lowbit.runtime.kernels.linear.program import Blocks, Packed, token_blocks
-from lowbit.runtime.kernels.linear.quantize import factor_at, quantize
+from lowbit.runtime.kernels.linear.quantize import factor_pair, quantize
 from lowbit.runtime.kernels.linear.tiles import TILE, TiledLinear
 from lowbit.runtime.kernels.ptx.int8 import add_terms, begin_turn, leave_scaled, multiply_scaled
 from lowbit.runtime.kernels.ptx.memory import (
@@ -40,9 +40,8 @@ from lowbit.runtime.kernels.ptx.memory import (
     copy16_or_zeros,
     large_shared_buffer,
     large_size,
-    load8,
 )
-from lowbit.runtime.kernels.ptx.mma import as_float, inline, threads, zeros
+from lowbit.runtime.kernels.ptx.mma import inline, threads, zeros
 from lowbit.runtime.kernels.ptx.wgmma import init_barriers, next_slot
 
 
@@ -204,8 +203,7 @@ def _gemm_int8_kernel(
         factors = ()
         for i in gl.static_range(OWN // 8 if PLAN.NORMED else 0):
             row = first_token + (i * 8 + lane % 4 * 2)
-            pair = load8(factor_at(x_ptr, blocks, row, X).to(gl.int64, bitcast=True))
-            factors = factors + ((as_float(pair[0]), as_float(pair[1])),)
+            factors = factors + (factor_pair(x_ptr, blocks, row, X),)
         if SLICES * OWN > COLUMNS:  # others have the same sums
             first_token = gl.where(slice_ * OWN < COLUMNS, first_token, M)
         store_block(

@@ -26,7 +26,7 @@ from lowbit.runtime.kernels.launch.device import card_of, power_of_two, run
 from lowbit.runtime.kernels.linear.gemm_store import store_block
 from lowbit.runtime.kernels.linear.products import raw_scales, tile_addresses
 from lowbit.runtime.kernels.linear.program import STEP_K, Blocks, Packed, token_blocks, wide
-from lowbit.runtime.kernels.linear.quantize import factor_at, quantize
+from lowbit.runtime.kernels.linear.quantize import factor_pair, quantize
 from lowbit.runtime.kernels.linear.sums import term_of
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.kernels.linear.unpack import product_codes
@@ -188,8 +188,8 @@ def _mma_int8_kernel(
         two = (zero_f32 + W.CODEC.FACTOR, zero_f32 + W.CODEC.FACTOR)
         if NORM:
             row = block * X.TOKENS + first_token + i * 8 + lane % 4 * 2
-            pair = load8(factor_at(x_ptr, blocks, row, X).to(gl.int64, bitcast=True))
-            two = (two[0] * as_float(pair[0]), two[1] * as_float(pair[1]))
+            pair = factor_pair(x_ptr, blocks, row, X)
+            two = (two[0] * pair[0], two[1] * pair[1])
         factors = factors + (two,)
     for r in gl.static_range(TILES):
         own = ()

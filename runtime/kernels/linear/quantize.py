@@ -45,6 +45,7 @@ from lowbit.runtime.kernels.linear.program import (
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
     declaration,
+    load8,
     load16,
     shared_buffer,
     store8,
@@ -301,6 +302,13 @@ def _store_chunk(out_ptr, codes, scale, row, chunk, lane, blocks, X: gl.constexp
 def factor_at(out_ptr, blocks, row, X: gl.constexpr):
     """The place of a row's factor behind all blocks, as a pointer to a word."""
     return out_ptr + ((row * 0 + blocks).to(gl.int64) * (X.STEPS * X.SIZE // 4) + row)
+
+
+@gluon.jit
+def factor_pair(out_ptr, blocks, row, X: gl.constexpr):
+    """Factors of a row with an even number and of the next one."""
+    pair = load8(factor_at(out_ptr, blocks, row, X).to(gl.int64, bitcast=True))
+    return as_float(pair[0]), as_float(pair[1])
 
 
 def quantize(
