@@ -23,8 +23,9 @@ pytestmark = pytest.mark.commands
 
 NAME = "tiny-qwen3"
 TEXT = "Once upon a time there was a little robot who lived in a big house. " * 30
-SHORT = ("--device", "cpu", "--runs", "1", "--new-tokens", "3", "--prompt-tokens", "4")
-FEW = ("--device", "cpu", "--answers", "2", "--tokens", "2")
+CPU = ("--device", "cpu")
+SHORT = (*CPU, "--runs", "1", "--new-tokens", "3", "--prompt-tokens", "4")
+FEW = (*CPU, "--answers", "2", "--tokens", "2")
 Line = tuple[str | Path, ...]
 
 
@@ -89,8 +90,8 @@ RESULTS: dict[str, tuple[click.Group, Callable[[Path], Line], str, str]] = {
     "export": (convert, lambda p: ("export", p / "a", "gguf", "--to", "gguf"), "read back", ""),
     "generate": (
         run,
-        lambda p: (p / "a", "Once", "--raw", "--device", "cpu", "--max-new-tokens", "4"),
-        " ",
+        lambda p: (p / "a", "Once", "--raw", "--seed", "1", "--max-new-tokens", "4", *CPU),
+        "\n",  # what two layers say is anything; the test below compares it
         "4 tokens",
     ),
     "bench": (run, lambda p: ("bench", p / "a", *SHORT), "share of the roofline", ""),
@@ -117,6 +118,13 @@ def test_with_json_stdout_holds_one_object(place: Path, name: str) -> None:
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["schema"] == 1
     assert done.stdout.count("\n") == 1
+
+
+def test_stdout_of_generate_is_the_text_that_json_holds(place: Path) -> None:
+    line = RESULTS["generate"][1](place)
+    text = json.loads(invoke(run, *line, "--json").stdout)["text"]
+    assert text.strip()
+    assert invoke(run, *line).stdout == text + "\n"
 
 
 def script(room: str, *line: str | Path) -> list[str]:
