@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -164,12 +165,36 @@ def times(first: Sequence[float], decoding: Sequence[float], new: int) -> dict[s
 def serve(
     size: str, clients: Sequence[int], prompt: int, new: int, activations: Activations
 ) -> None:
-    """Measure the engine, then serve it; what a client must know goes to stdout."""
+    """Serve a model whose engine has been measured; what a client must know goes to stdout."""
     from lowbit.runtime.serve.app import build_app
+    from lowbit.runtime.serve.link.process import start_engine
+    from lowbit.runtime.serve.served_model import load_prompts, served_model
     from lowbit.runtime.serve.server import Server, listen
     from lowbit.runtime.serve.service import Service
     from lowbit.runtime.serve.settings import ServeSettings
 
+    engine = start_engine(partial(measured, size, clients, prompt, new, activations))
+    facts = engine.facts()
+    model = served_model(facts, load_prompts(facts))
+    gc.collect()
+    gc.freeze()  # as the command does
+    settings = ServeSettings((size,), queue=2 * max(clients), client_sequences=max(clients))
+    service = Service(model, settings, engine.channel)
+    try:
+        with listen("127.0.0.1", 0) as taken:
+            port = taken.getsockname()[1]
+            ready = {"port": port, "text": model.tokenizer.decode(ids_of(prompt, 1))}
+            Server(build_app(service), service, lambda: print(json.dumps(ready), flush=True)).run(
+                [taken]
+            )
+    finally:
+        engine.stop()
+
+
+def measured(
+    size: str, clients: Sequence[int], prompt: int, new: int, activations: Activations
+) -> Model:
+    """The model, in the engine's process, where the engine alone is measured first."""
     context = prompt + new + 64
     if Path(size).exists():
         model = load(size, context=context, max_sequences=max(clients), activations=activations)
@@ -181,17 +206,7 @@ def serve(
         engine_alone(model.engine, count, prompt, new)
         alone = engine_alone(model.engine, count, prompt, new)
         print(json.dumps({"clients": count, **alone}), flush=True)
-    gc.collect()
-    gc.freeze()  # as the command does
-    service = Service(
-        model, ServeSettings((size,), queue=2 * max(clients), client_sequences=max(clients))
-    )
-    with listen("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
-        ready = {"port": port, "text": model.tokenizer.decode(ids_of(prompt, 1))}
-        Server(build_app(service), service, lambda: print(json.dumps(ready), flush=True)).run(
-            [taken]
-        )
+    return model
 
 
 async def load_of(port: int, size: str, clients: int, prompt: int, new: int) -> dict[str, float]:

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ GRAMMAR_MEMORY = "1GB"
 TIMEOUT_S = 600.0
 DAY_S = 86_400.0
 MOST_QUEUE = 65_536
+LIBRARIES = ("fastapi", "msgspec", "prometheus_client", "uvicorn")
 FASTER_ROUNDED = 32  # answers together, beyond which linears with rounded inputs are faster
 
 
@@ -154,7 +156,7 @@ def serve(*, name: str, options: "LoadOptions", **given: Any) -> None:
     settings = _settings(name, **given)
     check_exposure(settings.host, settings.api_key, settings.no_auth)
     try:
-        _run(settings, lambda: load_model(name, options))
+        _run(settings, partial(load_noted, name, options))
     except ModuleNotFoundError as error:
         raise _missing(error) from None
 
@@ -184,34 +186,48 @@ def _check_key(key: str | None) -> None:
 
 
 def _run(settings: ServeSettings, load: "Callable[[], Model]") -> None:
-    """Listen, load the model and serve until the end."""
+    """Listen, let a process load the model, and serve it until the end."""
     from lowbit.runtime.serve.app import build_app
+    from lowbit.runtime.serve.link.process import start_engine
     from lowbit.runtime.serve.logs import set_up_logs
+    from lowbit.runtime.serve.served_model import load_prompts, served_model
     from lowbit.runtime.serve.server import Server, allow_connections, end_threads, listen
     from lowbit.runtime.serve.service import Service
 
     taken = listen(settings.host, settings.port)  # before a minute is spent on loading
     with taken:
-        model = load()
-        gc.collect()
-        gc.freeze()  # a full collection takes 0.2 s to look through libraries, beside all streams
-        set_up_logs()
-        allow_connections()
-        service = Service(model, settings)
-        port = taken.getsockname()[1]
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        note(
-            f"{settings.names[0]}: {model.cache.sequences} together, context of "
-            f"{model.context:,} tokens, loaded in {model.load_s:.1f} s"
-        )
-        _note_rounding(model)
-        Server(build_app(service), service, lambda: note(f"http://{host}:{port}")).run([taken])
-    if not end_threads():
+        engine = start_engine(load)
+        facts = engine.facts()
+        try:
+            model = served_model(facts, load_prompts(facts))
+            gc.collect()
+            gc.freeze()  # a full collection takes 0.2 s to look through libraries
+            set_up_logs()
+            allow_connections()
+            service = Service(model, settings, engine.channel)
+            port = taken.getsockname()[1]
+            host = f"[{settings.host}]" if ":" in settings.host else settings.host
+            note(
+                f"{settings.names[0]}: {model.sequences} together, context of "
+                f"{model.context:,} tokens, loaded in {facts.load_s:.1f} s"
+            )
+            Server(build_app(service), service, lambda: note(f"http://{host}:{port}")).run([taken])
+        finally:
+            hung = not engine.stop()
+    if not end_threads() or hung:
         logging.shutdown()
         sys.stderr.flush()
         os._exit(1)  # the interpreter would wait for them
     if not service.draining:
-        raise LowbitError("the engine's thread has ended", hint="the log above says why")
+        hint = "the log above says why"
+        raise LowbitError(f"the engine's process has ended: {engine.ending}", hint=hint)
+
+
+def load_noted(name: str, options: "LoadOptions") -> "Model":
+    """Load the model of a folder or Hub id in the engine's process; notes go to stderr."""
+    model = load_model(name, options)
+    _note_rounding(model)
+    return model
 
 
 def _note_rounding(model: "Model") -> None:
@@ -230,6 +246,6 @@ def _note_rounding(model: "Model") -> None:
 
 def _missing(error: ModuleNotFoundError) -> LowbitError:
     """The error for a server's library that is not installed; other modules are a bug."""
-    if (error.name or "").split(".")[0] not in ("fastapi", "prometheus_client", "uvicorn"):
+    if (error.name or "").split(".")[0] not in LIBRARIES:
         raise error
     return ResourceError(f"`{error.name}` is not installed", hint=install_hint("serve"))

@@ -2,36 +2,29 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast, overload
 
 import torch
 from torch import Tensor
 
-from lowbit.formats.errors import LowbitError, RequestError, TooLongError
+from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.formats.text.template import ChatTemplate
-from lowbit.formats.text.tokenizer import MarkedText
 from lowbit.runtime.engine.constraints import ConstraintFactory
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import ChosenType
+from lowbit.runtime.engine.prompts import PromptEncoder
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.stream import Generation, Stream, answer_all
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.sampler import SamplingParams
-from lowbit.runtime.text.chat import (
-    Message,
-    has_late_system,
-    one_system_message,
-    output_start,
-    render_prompt,
-)
+from lowbit.runtime.text.chat import Message, output_start
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammar, Grammars
-from lowbit.runtime.text.tokenizer import ControlTokens, Tokenizer
+from lowbit.runtime.text.tokenizer import Tokenizer
 from lowbit.runtime.text.tools import Tool
 
 if TYPE_CHECKING:
@@ -98,9 +91,16 @@ class Model:
         return self.engine.limits.context
 
     @property
-    def control(self) -> ControlTokens | None:
-        """Control tokens that messages cannot contain; None if they may."""
-        return None if self.options.allow_control_tokens else self.tokenizer.control
+    def prompts(self) -> PromptEncoder:
+        """What turns prompts into token ids."""
+        return PromptEncoder(
+            self.folder,
+            self.tokenizer,
+            self.template,
+            self.engine.limits,
+            self.options.allow_control_tokens,
+            self.options.refuse_late_system,
+        )
 
     @property
     def grammars(self) -> Grammars:
@@ -119,72 +119,16 @@ class Model:
     ) -> list[int]:
         """Token ids of a prompt: one user message, or a conversation, through the chat template.
 
-        Control tokens that a message spells, such as `<|im_end|>`, are plain text, unless
-        `allow_control_tokens` was given to `load`; in a raw prompt they are what they spell.
-
-        Args:
-            prompt: text, or messages with `role` and `content`.
-            thinking: switches a reasoning model's thinking; None leaves it to its template.
-            raw: take the text as it is, without the template; the output is not split either.
-            tools: functions that the model may call.
-            template_arguments: further arguments of the template, plain JSON.
-            left_out: gets the name of what the template refuses and the prompt has in another form.
-
-        Raises:
-            RequestError: a bad message, a prompt much longer than the context, or no template to
-                render it with.
-            CheckpointError: the tokenizer gives ids that the model has no embedding for.
+        Arguments and errors as in `PromptEncoder.encode`.
         """
-        try:
-            text: str | MarkedText
-            if not raw:
-                text = self._rendered(prompt, thinking, tools, template_arguments, left_out)
-            elif isinstance(prompt, str):
-                text = prompt
-            else:
-                raise RequestError("a raw prompt must be text, got messages")
-            ids = self.tokenizer.encode(text, framed=raw, context=self.context)
-        except TooLongError as error:
-            advice = self.engine.limits.advice(self.context + 1, ", or ")
-            raise TooLongError(str(error), hint=f"{error.hint}{advice}") from None
-        self.tokenizer.text.check_ids(ids, self.opened.config.vocab_size)
-        return ids
-
-    def _rendered(
-        self,
-        prompt: str | Sequence[Mapping[str, Any]],
-        thinking: bool | None,
-        tools: Sequence[Tool],
-        template_arguments: Mapping[str, Any] | None,
-        left_out: list[str] | None,
-    ) -> MarkedText:
-        """The text of a prompt by the chat template; arguments and errors as in `encode`."""
-        if self.template is None:
-            raise RequestError(
-                f"`{self.folder}` has no chat template", hint="use --raw (raw=True in Python)"
-            )
-        render = partial(
-            render_prompt,
-            self.template,
+        return self.prompts.encode(
+            prompt,
             thinking=thinking,
-            max_bytes=self.tokenizer.max_bytes(self.context),
-            control=self.control,
+            raw=raw,
             tools=tools,
             template_arguments=template_arguments,
+            left_out=left_out,
         )
-        if isinstance(prompt, str):
-            return render([Message(role="user", content=prompt)])
-        try:
-            return render(prompt)
-        except TooLongError:
-            raise
-        except RequestError:
-            if self.options.refuse_late_system or not has_late_system(prompt):
-                raise
-        text = render(one_system_message(prompt))
-        if left_out is not None:
-            left_out.append("place of system messages")
-        return text
 
     def stream(
         self,

@@ -3,7 +3,7 @@
 import time
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.runtime.engine.delta import AnswerToken, Delta, End, FinishReason
@@ -191,13 +191,43 @@ class Generation:
     speculation: Speculated | None = None
 
 
+class TokenSource(Protocol):
+    """What an answer reads its tokens from: a `Handle`, or what stands for one elsewhere."""
+
+    def poll(self) -> list[int]:
+        """Tokens that are ready now; raises the LowbitError of a request that has failed."""
+
+    def cancel(self) -> None:
+        """End the request."""
+
+    @property
+    def ended(self) -> bool:
+        """True once all tokens have been taken; never for a request that failed."""
+
+    @property
+    def log_probabilities(self) -> Sequence[TokenLogProbabilities]:
+        """Those of the tokens so far; empty unless the request asks for them."""
+
+    @property
+    def prompt_log_probabilities(self) -> tuple[TokenLogProbabilities | None, ...]:
+        """Those of the prompt's tokens; empty unless the request asks for them."""
+
+    @property
+    def reused(self) -> int:
+        """Tokens of the prompt that came from the prefix cache."""
+
+    @property
+    def speculation(self) -> Speculated | None:
+        """Results of speculation so far; None without speculation."""
+
+
 @dataclass(slots=True)
 class Answer:
     """The answer to one request while its tokens become text, which the caller keeps."""
 
     request: Request  # request that is answered
     tokenizer: Tokenizer  # tokenizer of the model
-    handle: Handle  # source of the tokens
+    handle: TokenSource
     index: int = 0  # number of the answer among those of its request
     count: int = 0  # tokens so far
     in_reasoning: bool = field(init=False)  # the next token belongs to the reasoning
@@ -314,10 +344,9 @@ class Answer:
         return self._splitter.finish()
 
 
-def generation_of(answer: Answer, events: Iterable[Event]) -> Generation:
-    """The result of an answer that has ended without calls, from its text."""
-    pieces = _pieces_of(events)
-    handle, decode_s = answer.handle, answer.last_at - answer.first_at
+def generation_of(answer: Answer, handle: Handle, events: Iterable[Event]) -> Generation:
+    """The result of an answer that has ended without calls, from its tokens and its text."""
+    pieces, decode_s = _pieces_of(events), answer.last_at - answer.first_at
     prompt = answer.request.prompt
     return Generation(
         prompt_token_ids=prompt,
@@ -380,21 +409,22 @@ def _pieces(
     No method of the stream: a reference back to it would keep one that nobody holds any more from
     being cancelled at once.
     """
-    answer = Answer(request, tokenizer, engine.submit(request))
+    handle = engine.submit(request)
+    answer = Answer(request, tokenizer, handle)
     events: list[Event] = []
     try:
-        for id in answer.handle:
+        for id in handle:
             new = answer.push(id)
             events += new
             yield from _pieces_of(new)
             if answer.finish_reason is not None:
                 break
     except BaseException:  # whoever keeps it keeps the handle, whose request would run on
-        answer.handle.cancel()
+        handle.cancel()
         raise
     rest = answer.end()
     yield from _pieces_of(rest)
-    made.append(generation_of(answer, events + rest))
+    made.append(generation_of(answer, handle, events + rest))
 
 
 def _pieces_of(events: Iterable[Event]) -> list[Piece]:
@@ -415,7 +445,7 @@ def answer_all(
         they end.
     """
     waiting = enumerate(requests)
-    running: dict[int, tuple[Answer, list[Event]]] = {}
+    running: dict[int, tuple[Answer, Handle, list[Event]]] = {}
     more = True
     beside = engine.runner.rows  # as many wait as run, so that a free row is taken at once
     if engine.scheduler.most_waiting is not None:
@@ -426,19 +456,19 @@ def answer_all(
             more = request is not None
             if isinstance(request, Request):
                 try:
-                    answer = Answer(request, tokenizer, engine.submit(request))
-                    running[number] = answer, []
+                    handle = engine.submit(request)
+                    running[number] = Answer(request, tokenizer, handle), handle, []
                 except LowbitError as error:
                     yield number, error
             elif request is not None:
                 yield number, request
         if running:
             engine.step()
-        for number, (answer, events) in list(running.items()):
+        for number, (answer, handle, events) in list(running.items()):
             delta = answer.poll()
             if delta is None:
                 continue
             events += delta.events
             if delta.last:
                 del running[number]
-                yield number, delta.error or generation_of(answer, events)
+                yield number, delta.error or generation_of(answer, handle, events)

@@ -1,4 +1,4 @@
-"""The answers to one request: deltas on their way from the engine's thread to the client."""
+"""The answers to one request: deltas on their way from the engine to the client."""
 
 import asyncio
 import contextlib
@@ -35,14 +35,14 @@ HEADERS = (
 class Answers:
     """The answers to one request; a context manager that cancels those not complete at its end.
 
-    All methods but `cancel` belong to the event loop.
+    All methods belong to the event loop.
     """
 
     http: HttpRequest
     record: Record
     timeout_s: float
     log_text: bool = False
-    # The answers, which the engine's thread reads token by token
+    # The answers, which read their tokens as the engine sends them
     each: list[Answer] = field(default_factory=list)
     _deltas: list[Delta] = field(default_factory=list)  # that `take` has not given
     _waiter: asyncio.Future[None] | None = None
@@ -88,7 +88,7 @@ class Answers:
         return self.record.started + self.timeout_s - time.perf_counter()
 
     def cancel(self) -> None:
-        """End all answers before the next step, from any thread."""
+        """End all answers before the engine's next step."""
         for answer in self.each:
             answer.handle.cancel()
 

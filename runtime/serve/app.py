@@ -28,7 +28,7 @@ from lowbit.runtime.serve.apis import (
 )
 from lowbit.runtime.serve.auth import check_access, client_of
 from lowbit.runtime.serve.errors import ApiError, ClientLeftError, cut, of_lowbit
-from lowbit.runtime.serve.logs import Record
+from lowbit.runtime.serve.logs import Record, id_of
 from lowbit.runtime.serve.service import Service, record_of
 
 log = logging.getLogger("lowbit.serve")
@@ -53,7 +53,7 @@ def build_app(service: Service) -> FastAPI:
         try:
             yield
         finally:
-            service.stop()
+            await service.stop()
 
     app = FastAPI(
         title="lowbit",
@@ -130,7 +130,7 @@ class Outermost:
             return
         service = self._service
         client = client_of(scope)
-        record = scope["lowbit.record"] = Record(client)
+        record = scope["lowbit.record"] = Record(client, id_of(scope["headers"]))
         status = 0
         path = scope["path"]
         asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope

@@ -110,3 +110,8 @@ def busy(seconds: int) -> ApiError:
 def timed_out(seconds: float) -> ApiError:
     """The error 504 for a request that took too long."""
     return ApiError(504, f"the request took longer than {seconds:g} s", "timeout_error")
+
+
+def of_bug(error: BaseException) -> LowbitError:
+    """The error that a client sees of a bug in the engine."""
+    return LowbitError(f"the engine failed: {type(error).__name__}", hint="see the log")

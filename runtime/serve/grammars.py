@@ -49,7 +49,7 @@ class Waiter:
 class GrammarMemory:
     """Memory of all grammars; all methods belong to the event loop."""
 
-    total: int
+    total: int = 0
     loose: int = 0  # bytes that they gave up since the system got some
     _promised: int = 0  # to grammars that are being compiled
     _live: dict[int, "weakref.ref[GrammarSize]"] = field(default_factory=dict)
@@ -194,9 +194,9 @@ class Turns:
 class GrammarQueue:
     """Makes the grammars of requests; all methods belong to the event loop."""
 
-    def __init__(self, grammars: Grammars, total: int) -> None:
-        """Start without a grammar."""
-        self.memory = GrammarMemory(total)
+    def __init__(self, grammars: Grammars) -> None:
+        """Start without a grammar, and without memory for one."""
+        self.memory = GrammarMemory()
         self._grammars = grammars
         self._quick = Turns(1, "lowbit-grammar")
         self._slow = Turns(2 if core_count() >= MANY_CORES else 1, "lowbit-grammar")

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import secrets
 import sys
 import threading
 import time
@@ -18,6 +19,8 @@ from lowbit.runtime.text.answer import Event, Piece, ToolCallStart
 
 MOST_ERROR_CHARACTERS = 300
 LEFT_OUT = b"x-lowbit-left-out"
+REQUEST_ID = b"x-request-id"
+KNOWN_ID = re.compile(rb"[\w.:/+=-]{1,64}")  # ids that clients may choose
 MOST_NAMES = 16  # in this header
 MOST_NAME = 80  # characters of one
 
@@ -27,6 +30,7 @@ class Record:
     """Facts of one request for its line of the log and for the metrics."""
 
     client: str = ""  # who asks, by `auth.client_of`; not logged
+    id: str = ""  # see `id_of`; a header and every line of the log name it
     # Time of its first byte, by `time.perf_counter`
     started: float = field(default_factory=time.perf_counter)
     prompt_tokens: int = 0
@@ -70,11 +74,12 @@ class Record:
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Headers of the response: what was left out."""
-        if not self.left_out:
-            return []
-        value = re.sub(r"[^\x20-\x7e]", "?", ", ".join(self.left_out))
-        return [(LEFT_OUT, value.encode())]
+        """Headers of the response: the request's id, and what was left out."""
+        found = [(REQUEST_ID, self.id.encode())] if self.id else []
+        if self.left_out:
+            value = re.sub(r"[^\x20-\x7e]", "?", ", ".join(self.left_out))
+            found.append((LEFT_OUT, value.encode()))
+        return found
 
     def add_text(self, index: int, events: Sequence[Event]) -> None:
         """Append the text of events to an answer."""
@@ -120,9 +125,19 @@ class Record:
             parts.append("ignored " + " ".join(self.ignored))
         if self.left_out:
             parts.append("left out " + " and ".join(self.left_out))
+        if self.id:
+            parts.append(f"id {self.id}")
         if self.error is not None:
             parts.append(cut(self.error, MOST_ERROR_CHARACTERS))
         return ", ".join(parts)
+
+
+def id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Id of a request: the one that its client sends, if it can stand in a line, or a new one."""
+    for name, value in headers:
+        if name == REQUEST_ID and KNOWN_ID.fullmatch(value):
+            return value.decode()
+    return secrets.token_hex(6)
 
 
 MOST_WAITING_BYTES = 1 << 20  # of lines that are not written yet

@@ -20,8 +20,9 @@ from prometheus_client.core import (
 from prometheus_client.metrics_core import Metric
 
 from lowbit.formats.activation_modes import Activations
-from lowbit.runtime.engine.stats import Load, Speculated, Tally
+from lowbit.runtime.engine.stats import Speculated, Tally
 from lowbit.runtime.engine.stream import Answer
+from lowbit.runtime.serve.link.messages import LoadFound
 
 
 @dataclass(slots=True)
@@ -114,16 +115,14 @@ class Collector:
     """Collector that prometheus_client asks for metrics."""
 
     metrics: Metrics
-    load: Callable[[], Load]
+    found: LoadFound  # load of the engine
     model: str  # value of the label `model_name`
     activations: Activations  # inputs of quantized linears
     positions: int = 0  # most drafts of a round; 0 without speculation, which then has no metrics
-    # Gives the bytes of all grammars, and the number of those that wait for memory
-    grammars: Callable[[], tuple[int, int]] = lambda: (0, 0)
 
     def collect(self) -> Iterator[Metric]:
         """All metrics."""
-        found, load = self.metrics, self.load()
+        found, load = self.metrics, self.found.load
         share = load.pages_used / max(1, load.pages)
         for name, text, value in (
             ("num_requests_running", "Answers that are being made.", load.running),
@@ -159,10 +158,10 @@ class Collector:
         for (path, status), count in sorted(found.responses.items()):
             responses.add_metric((path, str(status)), count)
         yield responses
-        size, waiting = self.grammars()
         text = "Memory of the grammars of answers."
-        yield GaugeMetricFamily("lowbit:grammar_memory_bytes", text, value=size)
+        yield GaugeMetricFamily("lowbit:grammar_memory_bytes", text, value=self.found.grammar_bytes)
         text = "Grammars that wait for memory."
+        waiting = self.found.grammars_waiting
         yield GaugeMetricFamily("lowbit:num_grammars_waiting", text, value=waiting)
         if self.positions:
             yield from self._speculation(found.drafts.speculated)

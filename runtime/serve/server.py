@@ -25,9 +25,6 @@ KEEP_ALIVE_S = 75
 MOST_FILES = 8192  # that the process may have open, if the system lets it
 TICK_S = 0.02
 END_S = 2.0  # for threads to end, when the server ends
-# A busy thread leaves the interpreter to another after this time; an event beside the engine took
-# 0.8 ms with it, and 5.5 ms with Python's own 5 ms.
-SWITCH_S = 5e-4
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -67,8 +64,8 @@ def listen(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """Server that refuses new requests after a signal, and ends once no request is left.
 
-    A second signal ends the process at once, whatever its threads do. The end of the engine's
-    thread, which is a bug, ends the server too.
+    A second signal ends the process at once, whatever its threads do. The end of the engine, which
+    is a bug, ends the server too.
     """
 
     def __init__(
@@ -92,33 +89,19 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._service, self._on_start = service, on_start
-        self._switch_s = sys.getswitchinterval()
         self._captured = False  # signals come to this server
-        self._stalled = False  # the log says so
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept requests; the engine's thread and the event loop now switch more often."""
+        """Accept requests."""
         await super().startup(sockets)
-        sys.setswitchinterval(SWITCH_S)
         self._on_start()
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more requests."""
-        sys.setswitchinterval(self._switch_s)
-        await super().shutdown(sockets)
-
     async def on_tick(self, counter: int) -> bool:
-        """Check the engine's thread, ten times a second."""
+        """Look whether the engine still runs, ten times a second."""
         service = self._service
-        if not service.worker.alive and not service.draining:
-            log.error("the server ends, as the engine's thread has")
+        if not service.engine.alive and not service.draining:
+            log.error("the server ends, as the engine has")
             return True
-        if service.stalled != self._stalled:
-            self._stalled = service.stalled
-            if self._stalled:
-                log.error("a step of the engine hangs%s", service.worker.place())
-            else:
-                log.error("the step of the engine has ended")
         return await super().on_tick(counter)
 
     @contextmanager

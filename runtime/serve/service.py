@@ -1,4 +1,4 @@
-"""The service that all endpoints share: the model, its worker, its threads and counts."""
+"""The service that all endpoints share: the model, its engine, its threads and counts."""
 
 import asyncio
 import time
@@ -12,9 +12,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request as HttpRequest
 
 from lowbit.formats.errors import LowbitError
-from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import Request
-from lowbit.runtime.engine.stream import Answer
 from lowbit.runtime.serve.answers import Answers, leaving
 from lowbit.runtime.serve.errors import (
     ApiError,
@@ -23,17 +21,17 @@ from lowbit.runtime.serve.errors import (
     of_lowbit,
     timed_out,
 )
-from lowbit.runtime.serve.grammars import GrammarQueue
+from lowbit.runtime.serve.link.channel import Channel
+from lowbit.runtime.serve.link.client import EngineClient
+from lowbit.runtime.serve.link.messages import Constraints, FromEngine, Settings
 from lowbit.runtime.serve.logs import Record
 from lowbit.runtime.serve.metrics import Metrics
+from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.settings import ServeSettings
-from lowbit.runtime.serve.worker import Worker
 
 THREADS = 4  # parse bodies, render templates and encode prompts
 NEWCOMERS = 16  # requests beyond a full queue, of clients that have no other
 READING = 32  # requests whose bodies may be waited for, or read while the queue is full
-STALLED_S = 120.0  # longest time of one step, with the first use of its kernels
-STALLED_IN_PROMPT_S = 600.0  # the same while it runs a chunk of a prompt: large models on a CPU
 Result = TypeVar("Result")
 
 
@@ -81,58 +79,45 @@ class PendingBodies:
 class Service:
     """A model that is being served."""
 
-    model: Model
+    model: ServedModel
     settings: ServeSettings
+    channel: Channel[FromEngine]  # to the engine
     metrics: Metrics = field(default_factory=Metrics)
     # Time at which the server was started, seconds since 1970
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # running requests may end, new ones are refused
     active: int = 0  # number of requests that have not been answered
     clients: Counter[str] = field(default_factory=Counter)  # the same by client
-    _worker: Worker | None = None
+    _engine: EngineClient | None = None
     # Threads for work that would hold up the event loop
     executor: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="lowbit-text")
     )
-    grammars: GrammarQueue = field(init=False)
     # Requests whose bodies have not come
     pending: PendingBodies = field(default_factory=lambda: PendingBodies(READING))
 
-    def __post_init__(self) -> None:
-        """Begin without a grammar."""
-        self.grammars = GrammarQueue(self.model.grammars, self.settings.grammar_bytes)
-
     @property
-    def worker(self) -> Worker:
-        """The thread that runs the engine."""
-        if self._worker is None:
+    def engine(self) -> EngineClient:
+        """The engine, in its own process."""
+        if self._engine is None:
             raise RuntimeError("the server has not been started")
-        return self._worker
+        return self._engine
 
     def start(self) -> None:
-        """Start the worker, on the event loop."""
-        loop = asyncio.get_running_loop()
-        self._worker = Worker(self.model.engine, loop, self.metrics)
-        rows = self.model.cache.sequences
-        self.model.engine.scheduler.share = self.settings.client_share(rows)
-        self._worker.start()
+        """Begin to listen to the engine, on the event loop."""
+        self._engine = EngineClient(self.channel, self.model.tokenizer, self.metrics)
+        share = self.settings.client_share(self.model.sequences)
+        self._engine.start(Settings(share, self.settings.grammar_bytes))
 
-    def stop(self) -> None:
-        """End the worker and the threads."""
-        self.worker.stop()
+    async def stop(self) -> None:
+        """Let go of the engine, and end the threads."""
+        await self.engine.stop()
         self.executor.shutdown(wait=False, cancel_futures=True)
-        self.grammars.stop()
-
-    @property
-    def stalled(self) -> bool:
-        """True if answers have waited for one step too long."""
-        limit = STALLED_IN_PROMPT_S if self.model.engine.in_prompt else STALLED_S
-        return self.worker.stalled_s > limit
 
     @property
     def failing(self) -> bool:
-        """True if no answers can be generated: the engine's thread has ended, or a step hangs."""
-        return not self.worker.alive or self.stalled
+        """True if no answers can be generated: the engine has ended, or a step hangs."""
+        return not self.engine.alive or self.engine.stalled
 
     @property
     def name(self) -> str:
@@ -188,16 +173,18 @@ class Service:
             task.cancel()
             watch.cancel()
 
-    def begin(self, http: HttpRequest, requests: Sequence[Request]) -> Answers:
+    def begin(
+        self, http: HttpRequest, requests: Sequence[Request], constraints: Constraints
+    ) -> Answers:
         """Ask the engine for answers.
 
         Args:
             http: when its client leaves, the answers are cancelled.
-            requests: request to the engine for each answer.
+            requests: checked request to the engine for each answer.
+            constraints: what restricts each of them.
 
         Raises:
             ApiError: 429 where the queue is full, 503 while the server ends or the engine is gone.
-            LowbitError: the engine refuses one.
         """
         record, tokenizer = record_of(http), self.model.tokenizer
         self.check_open(len(requests), record.client)
@@ -206,14 +193,7 @@ class Service:
             prompts = dict.fromkeys(each.prompt for each in requests)
             record.prompts = [tokenizer.text.decode(ids) for ids in prompts]
         answers = Answers(http, record, self.settings.request_timeout_s, logs)
-        try:
-            for index, request in enumerate(requests):
-                handle = self.model.engine.submit(request)
-                answers.each.append(Answer(request, tokenizer, handle, index))
-        except BaseException:
-            answers.cancel()
-            raise
-        self.worker.begin(answers)
+        self.engine.begin(answers, requests, constraints)
         return answers
 
     def check_open(self, answers: int, client: str) -> None:
@@ -228,9 +208,9 @@ class Service:
         if self.failing:
             message = "the engine does not answer; the server's log says why"
             raise ApiError(503, message, "server_error", headers={"Retry-After": "60"})
-        rows = self.model.cache.sequences
-        waiting = self.worker.open + answers - rows
-        if waiting > self.settings.queue + self._more_for(client) and self.worker.open:
+        rows, running = self.model.sequences, self.engine.open
+        waiting = running + answers - rows
+        if waiting > self.settings.queue + self._more_for(client) and running:
             raise busy(self._retry_after(waiting))
         if answers > rows + self.settings.queue:
             raise ApiError(
@@ -249,7 +229,7 @@ class Service:
         """
         if self.active - len(
             self.pending
-        ) > self.model.cache.sequences + self.settings.queue + READING + self._more_for(client):
+        ) > self.model.sequences + self.settings.queue + READING + self._more_for(client):
             raise busy(1)
 
     def _more_for(self, client: str) -> int:
@@ -260,7 +240,7 @@ class Service:
         """Seconds until there may be room: the mean time of answers so far, for all that wait."""
         whole = self.metrics.whole
         each = whole.total / whole.count if whole.count else 1.0
-        return max(1, min(60, round(each * waiting / self.model.cache.sequences)))
+        return max(1, min(60, round(each * waiting / self.model.sequences)))
 
 
 def service_of(http: HttpRequest) -> Service:

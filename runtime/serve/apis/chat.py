@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, Tag
 from starlette.requests import Request as HttpRequest
 
 from lowbit.runtime.engine.delta import Delta
-from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.answers import Collected, CollectedCall, EventStream, collect, joined
 from lowbit.runtime.serve.apis.common import (
     ChunkWriter,
@@ -44,6 +43,7 @@ from lowbit.runtime.serve.request.body import (
 )
 from lowbit.runtime.serve.request.forms import FormatFields, format_of
 from lowbit.runtime.serve.request.prepare import Asked, can_switch_thinking, open_answers
+from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.settings import MOST_CALLS, MOST_MESSAGES
 from lowbit.runtime.text.answer import Event, Piece, ToolCallStart
 from lowbit.runtime.text.tokenizer import Tokenizer
@@ -271,7 +271,7 @@ async def create(http: HttpRequest) -> Response:
     )
 
 
-def asked_of(model: Model, body: ChatBody) -> Asked:
+def asked_of(model: ServedModel, body: ChatBody) -> Asked:
     """The request of a body.
 
     Raises:
@@ -305,7 +305,7 @@ def asked_of(model: Model, body: ChatBody) -> Asked:
     )
 
 
-def _left_out(model: Model, body: ChatBody) -> list[str]:
+def _left_out(model: ServedModel, body: ChatBody) -> list[str]:
     """Names of tools and images that the prompt lacks; errors as in `left_out_media`."""
     tools = [f"tool {tool.type}" for tool in body.tools or () if isinstance(tool, SkippedPart)]
     tools += [
@@ -318,7 +318,7 @@ def _left_out(model: Model, body: ChatBody) -> list[str]:
     return tools + left_out_media([each.content for each in body.messages], "messages")
 
 
-def _arguments(model: Model, body: ChatBody) -> dict[str, Any]:
+def _arguments(model: ServedModel, body: ChatBody) -> dict[str, Any]:
     """Arguments of the chat template; `preserve_thinking` is one where the template knows it."""
     given = dict(body.chat_template_kwargs or {})
     if body.preserve_thinking is not None and _knows_preserve(model):
@@ -326,11 +326,11 @@ def _arguments(model: Model, body: ChatBody) -> dict[str, Any]:
     return given
 
 
-def _knows_preserve(model: Model) -> bool:
+def _knows_preserve(model: ServedModel) -> bool:
     return model.template is not None and PRESERVE in model.template.source
 
 
-def _thinking(model: Model, body: ChatBody) -> bool | None:
+def _thinking(model: ServedModel, body: ChatBody) -> bool | None:
     """`enable_thinking` of the template; None leaves it to the template or to its arguments."""
     if body.enable_thinking is not None:
         return body.enable_thinking

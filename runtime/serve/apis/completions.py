@@ -11,7 +11,6 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 
 from lowbit.runtime.engine.delta import AnswerToken, Delta
-from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.serve.answers import Collected, EventStream, collect
 from lowbit.runtime.serve.apis.common import (
@@ -27,6 +26,7 @@ from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.body import NEUTRAL, Ignored, SamplingBody, sampling_options
 from lowbit.runtime.serve.request.forms import FormatFields, format_of
 from lowbit.runtime.serve.request.prepare import Asked, open_answers
+from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.settings import MOST_IDS, MOST_PROMPTS
 from lowbit.runtime.text.answer import Piece
 from lowbit.runtime.text.tokenizer import Tokenizer
@@ -78,7 +78,7 @@ async def create(http: HttpRequest) -> Response:
     )
 
 
-def prompts_of(model: Model, body: CompletionBody) -> list[list[int]]:
+def prompts_of(model: ServedModel, body: CompletionBody) -> list[list[int]]:
     """Token ids of every prompt.
 
     Raises:
@@ -86,15 +86,15 @@ def prompts_of(model: Model, body: CompletionBody) -> list[list[int]]:
     """
     given = body.prompt
     if isinstance(given, str):
-        return [model.encode(given, raw=True)]
+        return [model.prompts.encode(given, raw=True)]
     if isinstance(given[0], int):
         return [given]
     if isinstance(given[0], str):
-        return [model.encode(text, raw=True) for text in given]
+        return [model.prompts.encode(text, raw=True) for text in given]
     return given
 
 
-def asked_of(model: Model, body: CompletionBody) -> Asked:
+def asked_of(model: ServedModel, body: CompletionBody) -> Asked:
     """The request of a body.
 
     Raises:

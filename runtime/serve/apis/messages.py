@@ -10,7 +10,6 @@ from pydantic import Field, Tag, TypeAdapter
 from starlette.requests import Request as HttpRequest
 
 from lowbit.runtime.engine.delta import Delta, End
-from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.answers import Collected, EventStream, collect, event, joined
 from lowbit.runtime.serve.apis.common import DirectRoute, new_id, usage_of
 from lowbit.runtime.serve.apis.docs import documented
@@ -43,6 +42,7 @@ from lowbit.runtime.serve.request.prepare import (
     open_answers,
     read_request,
 )
+from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.service import record_of
 from lowbit.runtime.serve.settings import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from lowbit.runtime.text.answer import Event, Piece, ToolCallStart
@@ -224,7 +224,7 @@ async def count_tokens(http: HttpRequest) -> Response:
     return JSONResponse({"input_tokens": len(made.prompt)})
 
 
-def asked_of(model: Model, body: CountBody) -> Asked:
+def asked_of(model: ServedModel, body: CountBody) -> Asked:
     """The request of a body.
 
     Raises:

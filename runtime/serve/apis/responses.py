@@ -8,7 +8,6 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 
-from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.answers import EventStream, collect
 from lowbit.runtime.serve.apis.common import DirectRoute, new_id
 from lowbit.runtime.serve.apis.docs import documented
@@ -37,6 +36,7 @@ from lowbit.runtime.serve.request.forms import (
     schema_format,
 )
 from lowbit.runtime.serve.request.prepare import Asked, can_switch_thinking, open_answers
+from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.state.sampler import SamplingParams
 
 
@@ -176,7 +176,7 @@ def _begun(body: ResponsesBody, sampling: SamplingParams) -> dict[str, Any]:
     }
 
 
-def asked_of(model: Model, body: ResponsesBody) -> Asked:
+def asked_of(model: ServedModel, body: ResponsesBody) -> Asked:
     """The request of a body.
 
     Raises:

@@ -1,5 +1,6 @@
 """GET /health, /metrics and /v1/models."""
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -7,26 +8,27 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request as HttpRequest
 
+from lowbit.formats.errors import LowbitError
 from lowbit.formats.file_names import HTML_FILE
 from lowbit.formats.sampling_ranges import SETTINGS
-from lowbit.runtime.engine.stats import load_of
 from lowbit.runtime.serve.errors import ApiError, cut
 from lowbit.runtime.serve.metrics import Collector, new_registry
 from lowbit.runtime.serve.service import Service, service_of
 
 router = APIRouter()
+LOAD_S = 5.0  # until the engine must have said its load
 
 
 @router.get("/health", tags=["server"], response_model=None)
 async def health(http: HttpRequest) -> Response:
     """200 while answers can be made, 503 else: a step failed or hangs, or the server ends."""
     service = service_of(http)
-    failed = service.draining or service.failing or service.worker.error is not None
+    failed = service.draining or service.failing or service.engine.problem is not None
     status = "draining" if service.draining else "failed" if failed else "ok"
     content = {
         "status": status,
         "auth": service.settings.api_key is not None,
-        "activations": service.model.options.activations,
+        "activations": service.model.activations,
         "report": (service.model.folder / HTML_FILE).is_file(),
     }
     return JSONResponse(content, 503 if failed else 200)
@@ -34,17 +36,19 @@ async def health(http: HttpRequest) -> Response:
 
 @router.get("/metrics", tags=["server"], response_model=None)
 async def metrics(http: HttpRequest) -> Response:
-    """Metrics for Prometheus."""
+    """Metrics for Prometheus; 503 where the engine does not say its part."""
     service = service_of(http)
-    engine = service.model.engine
-    memory = service.grammars.memory
+    try:
+        async with asyncio.timeout(LOAD_S):
+            found = await service.engine.load()
+    except (LowbitError, TimeoutError):
+        raise ApiError(503, "the engine does not answer", "server_error") from None
     collector = Collector(
         service.metrics,
-        lambda: load_of(engine),
+        found,
         service.name,
-        service.model.options.activations,
-        positions=0 if engine.drafting is None else engine.drafting.most,
-        grammars=lambda: (memory.used, memory.waiting),
+        service.model.activations,
+        service.model.positions,
     )
     return Response(generate_latest(new_registry(collector)), media_type=CONTENT_TYPE_LATEST)
 

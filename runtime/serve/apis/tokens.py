@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 from starlette.requests import Request as HttpRequest
 
 from lowbit.formats.text.settings import read_settings
-from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.apis.chat import Messages, turns_of
 from lowbit.runtime.serve.apis.common import token_text
 from lowbit.runtime.serve.apis.docs import documented
@@ -16,6 +15,7 @@ from lowbit.runtime.serve.apis.tools import ChatTools, functions_of
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.body import NEUTRAL, ModelBody
 from lowbit.runtime.serve.request.prepare import Asked, encode, read_request
+from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.service import service_of
 from lowbit.runtime.serve.settings import MOST_IDS
 
@@ -65,7 +65,7 @@ async def tokenize(http: HttpRequest) -> dict[str, Any]:
     return found
 
 
-def _encode(model: Model, body: TokenizeBody) -> Sequence[int]:
+def _encode(model: ServedModel, body: TokenizeBody) -> Sequence[int]:
     if body.messages is not None:
         messages, tools = turns_of(body.messages), functions_of(body.tools)
         arguments = body.chat_template_kwargs or {}

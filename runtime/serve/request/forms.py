@@ -15,12 +15,10 @@ from lowbit.runtime.serve.request.body import Body, Ignored
 from lowbit.runtime.serve.request.explain import WRONG
 from lowbit.runtime.serve.settings import MOST_CHOICE_TEXTS, MOST_GRAMMAR_CHARACTERS
 from lowbit.runtime.text.call_grammar import (
-    StrictCalls,
     grammar_of,
     grammar_of_rest,
     grammar_of_text,
 )
-from lowbit.runtime.text.grammar import Grammar
 from lowbit.runtime.text.grammar_source import (
     JSON_NOTATION,
     SCHEMA_LIMITS,
@@ -165,10 +163,6 @@ class AskedGrammar:
     # Ids of the tokens around the calls that alone follow it; None if all text does
     calls: tuple[int, int] | None = None
     left_out: Collection[str] = ()  # keywords of tools that it does not enforce
-
-    def limit(self, grammar: Grammar) -> Grammar | StrictCalls:
-        """The limit of an answer that the compiled grammar is."""
-        return grammar if self.calls is None else StrictCalls(*self.calls, grammar)
 
 
 def asked_grammar(

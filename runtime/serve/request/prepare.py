@@ -12,10 +12,10 @@ from lowbit.formats.errors import LowbitError, RequestError, SettingError, TooLo
 from lowbit.formats.files.strict_json import loads
 from lowbit.formats.sampling_ranges import SEEDS, SETTINGS
 from lowbit.formats.text.template import THINKING
-from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.serve.answers import Answers
 from lowbit.runtime.serve.errors import ApiError, ClientLeftError, invalid, of_lowbit
+from lowbit.runtime.serve.link.messages import Constraints
 from lowbit.runtime.serve.request.body import AnswerBody, Body, ModelBody
 from lowbit.runtime.serve.request.explain import FEWER, WRONG, explained, got
 from lowbit.runtime.serve.request.forms import (
@@ -25,6 +25,7 @@ from lowbit.runtime.serve.request.forms import (
     asked_grammar,
     grammar_of_format,
 )
+from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.service import PendingBodies, Service, record_of, service_of
 from lowbit.runtime.serve.settings import (
     BODY_TIMEOUT_S,
@@ -33,9 +34,7 @@ from lowbit.runtime.serve.settings import (
     THREAD_BODY_BYTES,
 )
 from lowbit.runtime.state.sampler import SamplingParams
-from lowbit.runtime.text.call_grammar import StrictCalls
 from lowbit.runtime.text.chat import output_start
-from lowbit.runtime.text.grammar import Grammar
 from lowbit.runtime.text.tools import form_of, read_json, read_tools
 
 Schema = TypeVar("Schema", bound=Body)
@@ -95,7 +94,7 @@ async def read_request(http: HttpRequest, schema: type[OfModel]) -> tuple[Servic
 async def open_answers(
     http: HttpRequest,
     schema: type[ForAnswers],
-    asked_of: Callable[[Model, ForAnswers], Asked],
+    asked_of: Callable[[ServedModel, ForAnswers], Asked],
 ) -> tuple[ForAnswers, Answers]:
     """Read a request for answers, prepare it in a thread, and ask the engine for all of them.
 
@@ -113,22 +112,17 @@ async def open_answers(
         asked = asked_of(model, body)
         left_out.extend(asked.left_out)
         left_out.extend(asked.format.left_out if asked.format is not None else ())
-        wanted, grammar = requests_of(model, asked, left_out)
-        return asked, wanted if grammar is not None else each_answer(asked, wanted), grammar
+        bare, grammar = requests_of(model, asked, left_out)
+        return asked, [each for one in bare for each in each_answer(one)], grammar
 
-    def each_answer(
-        asked: Asked, wanted: Sequence[Request], limit: Grammar | StrictCalls | None = None
-    ) -> list[Request]:
-        budget = service.settings.max_thinking_tokens if asked.budget is None else asked.budget
+    def each_answer(one: Request) -> list[Request]:
         return [
             replace(
                 one,
                 sampling=_sampling_of(one.sampling, index),
-                constraint=model.constraints.make(one.prompt, one.begin, budget, limit),
                 calls_in_pieces=record.stream,
                 client=record.client,
             )
-            for one in wanted
             for index in range(body.count)
         ]
 
@@ -137,13 +131,17 @@ async def open_answers(
     finally:
         if left_out:
             record.leave_out(left_out)
-    if grammar is not None:
-        record.leave_out(f"keyword {name}" for name in sorted(grammar.left_out))
-        limit = grammar.limit(await _compiled(http, service, grammar))
-        bare = wanted
-        wanted = await service.in_thread(lambda: each_answer(asked, bare, limit))
     record.prompt_tokens = sum(len(each.prompt) for each in wanted) // body.count
-    return body, service.begin(http, wanted)
+    budget = service.settings.max_thinking_tokens if asked.budget is None else asked.budget
+    if grammar is None:
+        return body, service.begin(http, wanted, Constraints(budget))
+    record.leave_out(f"keyword {name}" for name in sorted(grammar.left_out))
+    number = await _made(http, service, grammar)
+    try:
+        limits = Constraints(budget, number, grammar.calls)
+        return body, service.begin(http, wanted, limits)
+    finally:
+        service.engine.drop_grammar(number)
 
 
 def _sampling_of(first: SamplingParams, index: int) -> SamplingParams:
@@ -152,18 +150,19 @@ def _sampling_of(first: SamplingParams, index: int) -> SamplingParams:
     return replace(first, seed=(first.seed + index) % SEEDS)
 
 
-async def _compiled(http: HttpRequest, service: Service, asked: AskedGrammar) -> Grammar:
-    """The grammar that a request asks for.
+async def _made(http: HttpRequest, service: Service, asked: AskedGrammar) -> int:
+    """Number of the grammar that a request asks for, made by the engine.
 
     Raises:
         ApiError: it cannot be used, or is not there in time.
         ClientLeftError: the client left meanwhile.
     """
     try:
-        return await service.unless_left(http, service.grammars.make(asked.source))
+        return await service.unless_left(http, service.engine.make_grammar(asked.source))
     except RequestError as error:
         if asked.alone is not None:
-            await _compiled(http, service, AskedGrammar(asked.alone, asked.param))
+            alone = AskedGrammar(asked.alone, asked.param)
+            service.engine.drop_grammar(await _made(http, service, alone))
         message = f"{error}; {error.hint}" if error.hint else str(error)
         raise invalid(message, asked.param, WRONG) from None
     except LowbitError as error:
@@ -171,7 +170,7 @@ async def _compiled(http: HttpRequest, service: Service, asked: AskedGrammar) ->
 
 
 def requests_of(
-    model: Model, asked: Asked, left_out: list[str]
+    model: ServedModel, asked: Asked, left_out: list[str]
 ) -> tuple[list[Request], AskedGrammar | None]:
     """A checked request for every prompt, without constraint, and the grammar for one.
 
@@ -190,7 +189,7 @@ def requests_of(
     return [_with_options(model, each, asked) for each in prompts], grammar
 
 
-def encode(model: Model, asked: Asked, left_out: list[str] | None = None) -> Request:
+def encode(model: ServedModel, asked: Asked, left_out: list[str] | None = None) -> Request:
     """A request with the prompt of messages, and with what tells calls from text.
 
     Args:
@@ -204,7 +203,7 @@ def encode(model: Model, asked: Asked, left_out: list[str] | None = None) -> Req
         raise invalid("the model has no chat template; use /v1/completions", "messages")
     tools = read_tools(asked.tools) if asked.tools and asked.choice != "none" else ()
     try:
-        ids = model.encode(
+        ids = model.prompts.encode(
             [_with_cut_calls_as_text(message) for message in asked.messages],
             thinking=asked.thinking,
             tools=tools,
@@ -249,16 +248,16 @@ def _is_whole(call: Mapping[str, Any]) -> bool:
         return False
 
 
-def can_switch_thinking(model: Model) -> bool:
+def can_switch_thinking(model: ServedModel) -> bool:
     """True if the chat template knows `enable_thinking`."""
     return model.template is not None and THINKING in model.template.source
 
 
-def _with_options(model: Model, request: Request, asked: Asked) -> Request:
+def _with_options(model: ServedModel, request: Request, asked: Asked) -> Request:
     for index, id in enumerate(asked.stop_ids):
-        if not 0 <= id < model.engine.limits.vocabulary:
+        if not 0 <= id < model.limits.vocabulary:
             where = f"stop_token_ids[{index}]"
-            expected = f"a token id from 0 to {model.engine.limits.vocabulary - 1}"
+            expected = f"a token id from 0 to {model.limits.vocabulary - 1}"
             raise invalid(f"`{where}` must be {expected}, got {got(id)}", where, WRONG)
     stop_ids = frozenset() if asked.ignore_stops else model.stop_ids
     try:
@@ -271,12 +270,12 @@ def _with_options(model: Model, request: Request, asked: Asked) -> Request:
             prompt_logprobs=asked.prompt_logprobs,
             stops=asked.stops,
         )
-        return model.engine.limits.check(found)
+        return model.limits.check(found)
     except SettingError as error:
         raise invalid(str(error), error.setting, WRONG) from None
 
 
-def sampling_params(model: Model, asked: Asked) -> SamplingParams:
+def sampling_params(model: ServedModel, asked: Asked) -> SamplingParams:
     """The model's own parameters, replaced by those of the request."""
     given = {name: value for name, value in asked.sampling.items() if value is not None}
     if given.get("top_p") == 0:  # the likeliest token alone

@@ -65,7 +65,7 @@ def test_a_stream_that_is_closed_cancels_the_request(server: Running) -> None:
     with pytest.raises(RequestError, match="has not ended"):
         _ = stream.generation
     stream.close()
-    until(lambda: server.service.worker.open == 0)
+    until(lambda: server.service.engine.open == 0)
 
 
 @pytest.mark.parametrize(

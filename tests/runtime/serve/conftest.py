@@ -19,6 +19,10 @@ from lowbit.runtime.engine.load import load
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.stats import load_of
 from lowbit.runtime.serve.app import build_app
+from lowbit.runtime.serve.link.channel import Channel
+from lowbit.runtime.serve.link.host import EngineHost, facts_of
+from lowbit.runtime.serve.link.messages import FromEngine, ToEngine
+from lowbit.runtime.serve.served_model import served_model
 from lowbit.runtime.serve.server import Server, listen
 from lowbit.runtime.serve.service import Service
 from lowbit.runtime.serve.settings import ServeSettings
@@ -50,6 +54,7 @@ class Running:
 
     model: Model
     service: Service
+    host: EngineHost
     port: int
     server: Server
 
@@ -119,18 +124,34 @@ def tool_model(source: Path, folder: Path) -> Path:
 
 
 @contextmanager
+def hosted(model: Model) -> Iterator[tuple[EngineHost, Channel[FromEngine]]]:
+    """An engine's side in a thread here, so that tests can break it, and a channel to it."""
+    ours, theirs = socket.socketpair()
+    host, channel = EngineHost(model), Channel[FromEngine](ours, FromEngine)
+    channels: list[Channel[ToEngine]] = [Channel(theirs, ToEngine)]
+    thread = threading.Thread(target=lambda: asyncio.run(host.serve(channels)), daemon=True)
+    thread.start()
+    try:
+        yield host, channel
+    finally:
+        channel.close()
+        thread.join(30)
+    assert not thread.is_alive()
+
+
+@contextmanager
 def running(model: Model, **changes: object) -> Iterator[Running]:
     """Serve a model until the end of the block."""
     settings = replace(ServeSettings((NAME, "other-name"), port=0), **changes)  # type: ignore[arg-type]
-    service = Service(model, settings)
-    begun = threading.Event()
-    with listen(settings.host, settings.port) as taken:
+    with hosted(model) as (host, channel), listen(settings.host, settings.port) as taken:
+        service = Service(served_model(facts_of(model), model.prompts), settings, channel)
+        begun = threading.Event()
         server = Server(build_app(service), service, begun.set)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([taken])), daemon=True)
         thread.start()
         assert begun.wait(30)
         try:
-            yield Running(model, service, taken.getsockname()[1], server)
+            yield Running(model, service, host, taken.getsockname()[1], server)
         finally:
             server.should_exit = True
             thread.join(30)

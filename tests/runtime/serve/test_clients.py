@@ -67,7 +67,7 @@ def test_one_client_may_be_given_all_rows(server: Running) -> None:
 def test_the_queue_that_one_client_fills_is_open_to_another(server: Running) -> None:
     with running(server.model, queue=0) as small:
         held = [raw_request(small, LONG) for _ in range(SEQUENCES)]
-        until(lambda: small.service.worker.open == SEQUENCES)
+        until(lambda: small.service.engine.open == SEQUENCES)
         assert ask(small, SHORT, {}).status_code == 429
         assert ask(small, SHORT, OTHER).status_code == 200
         small.service.clients["203.0.113.7"] += 1

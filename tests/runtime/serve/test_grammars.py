@@ -76,7 +76,9 @@ def source(name: str, size: int = 1, length: int = 0) -> GrammarSource:
 
 
 def queue_of(found: StandIns, total: int = TOTAL) -> GrammarQueue:
-    return GrammarQueue(cast(Grammars, found), total)
+    queue = GrammarQueue(cast(Grammars, found))
+    queue.memory.total = total
+    return queue
 
 
 async def turn() -> None:
@@ -324,7 +326,7 @@ def test_masks_add_to_a_grammar_by_their_time() -> None:
 def quiet(server: Running) -> Iterator[Running]:
     """No other grammar lives, and nothing but the end of references frees one."""
     gc.collect()
-    until(lambda: server.service.grammars.memory.idle)
+    until(lambda: server.host.grammars.memory.idle)
     gc.disable()
     yield server
     gc.enable()
@@ -346,7 +348,7 @@ def quiet(server: Running) -> Iterator[Running]:
     ids=("whole", "stream", "n", "either", "call", "strict", "regex", "thinking", "grammar"),
 )
 def test_a_grammar_is_given_back_with_its_answer(quiet: Running, changes: dict[str, Any]) -> None:
-    memory = quiet.service.grammars.memory
+    memory = quiet.host.grammars.memory
     lived: list[int] = []
     follow = GrammarMemory.follow
 
@@ -372,7 +374,7 @@ def test_a_grammar_of_an_answer_that_fails_is_given_back(
         with monkeypatch.context() as patch:
             patch.setattr(GrammarConstraint, "accept", error)
             assert ask(quiet).status_code == 400
-        until(lambda: quiet.service.grammars.memory.idle)
+        until(lambda: quiet.host.grammars.memory.idle)
 
 
 def test_a_grammar_of_a_client_that_leaves_is_given_back(quiet: Running) -> None:
@@ -380,7 +382,7 @@ def test_a_grammar_of_a_client_that_leaves_is_given_back(quiet: Running) -> None
         connection = raw_request(quiet, {**BODY, "max_tokens": 900, "stream": stream}, PATH)
         until(lambda: busy(quiet) > 0)
         connection.close()
-        until(lambda: quiet.service.grammars.memory.idle)
+        until(lambda: quiet.host.grammars.memory.idle)
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -395,7 +397,7 @@ def test_a_request_waits_for_the_memory_of_its_grammar(server: Running, leaves: 
     ):
         patch.setattr(grammars, "SMALL_BYTES", 0)
         with running(server.model, grammar_bytes=size * 3 // 2, request_timeout_s=30.0) as small:
-            memory = small.service.grammars.memory
+            memory = small.host.grammars.memory
             held = raw_request(small, {**BODY, "max_tokens": 900, "stream": True}, PATH)
             until(lambda: busy(small) == 1)
             if leaves:
@@ -423,11 +425,11 @@ def test_a_request_waits_for_the_memory_of_its_grammar(server: Running, leaves: 
 def test_a_request_that_waits_for_memory_has_an_end(server: Running) -> None:
     size = server.model.grammars.tried(schema_source(SCHEMA)).bytes
     with running(server.model, grammar_bytes=size, request_timeout_s=0.2) as brief:
-        memory = brief.service.grammars.memory
+        memory = brief.host.grammars.memory
         memory._promised = size  # as by another one
         late = ask(brief)
         assert (late.status_code, late.json()["error"]["type"]) == (504, "timeout_error")
-        assert memory.waiting == 0
+        until(lambda: memory.waiting == 0)
 
 
 def test_a_bad_schema_beside_tools_is_named_alone(server: Running) -> None:

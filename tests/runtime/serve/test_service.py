@@ -27,7 +27,7 @@ def test_a_client_that_leaves_frees_its_row(server: Running) -> None:
         until(lambda: busy(server) > 0)
         connection.close()
         until(lambda: busy(server) == 0)
-    until(lambda: server.service.worker.open == 0)
+    until(lambda: server.service.engine.open == 0)
     until(lambda: server.service.metrics.finished["abort"] == before + 2)
 
 
@@ -81,7 +81,7 @@ def test_garbage_and_chunked_bodies(server: Running) -> None:
 def test_a_full_queue_says_when_to_come_again(server: Running) -> None:
     with running(server.model, queue=0) as small:
         held = [raw_request(small, LONG) for _ in range(SEQUENCES)]
-        until(lambda: small.service.worker.open == SEQUENCES)
+        until(lambda: small.service.engine.open == SEQUENCES)
         found = httpx2.post(f"{small.url}/v1/completions", json=LONG)
         assert found.status_code == 429
         assert int(found.headers["retry-after"]) >= 1
@@ -154,10 +154,10 @@ def test_running_requests_finish_and_new_ones_do_not_begin(server: Running) -> N
         with httpx2.stream("POST", f"{ending.url}/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
-            ending.service.worker.loop.call_soon_threadsafe(ending.server.drain)
+            ending.service.engine.loop.call_soon_threadsafe(ending.server.drain)
             until(lambda: ending.service.draining)
             found = client.post("/v1/completions", json=LONG)
             assert (found.status_code, found.headers["retry-after"]) == (503, "5")
             assert client.get("/health").status_code == 503
             assert [line for line in lines if line][-1] == "data: [DONE]"
-        until(lambda: not ending.service.worker.alive)
+        until(lambda: not ending.service.engine.alive)

@@ -243,7 +243,8 @@ def test_tools_beside_a_schema_leave_both_open(server: Running) -> None:
     prompt = Request(ids, begin="answer", tools=tools, form="json")
     found = asked_grammar(model.tokenizer, prompt, form, "auto", None)
     assert found is not None
-    mask = found.limit(model.grammars.made(found.source)).constraint().mask()
+    assert found.calls is None
+    mask = model.grammars.made(found.source).constraint().mask()
     assert mask is not None
     allowed = []
     for text in ("{", "<", "A"):

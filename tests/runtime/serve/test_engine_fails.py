@@ -1,37 +1,37 @@
 """Bugs behind the server, one in each place: the request has an error, the log its traceback."""
 
 import asyncio
+import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx2
 import pytest
 
-from lowbit.runtime.engine.delta import Delta, End
+from lowbit.runtime.engine.delta import Delta
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.results import PlainStep
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.scheduler import BlockManager
 from lowbit.runtime.engine.stream import Answer, Handle
-from lowbit.runtime.serve import service
 from lowbit.runtime.serve.answers import Answers
 from lowbit.runtime.serve.apis.chat import ChatEvents
-from lowbit.runtime.serve.logs import Record
+from lowbit.runtime.serve.link import host
+from lowbit.runtime.serve.link.host import Stepper
+from lowbit.runtime.serve.link.messages import Begin
 from lowbit.runtime.serve.metrics import Metrics
 from lowbit.runtime.serve.server import Server
-from lowbit.runtime.serve.worker import Worker
 from lowbit.runtime.text.answer import AnswerSplitter
 from lowbit.runtime.text.tokenizer import Tokenizer
-from tests.runtime.serve.conftest import BUNDLED, NAME, Running, running, until
+from tests.runtime.serve.conftest import BUNDLED, LONG, NAME, Running, raw_request, running, until
 
 ASK = {
     "model": NAME,
@@ -40,16 +40,25 @@ ASK = {
     "ignore_eos": True,
     "temperature": 0,
 }
-# The process of a server whose engine's thread hangs in its first step.
-HANGS = """
+# A model whose engine hangs in its first step, as the process of the engine loads it.
+HANGING = """
 import sys
-from lowbit.runtime.cli.main import main
+from lowbit.runtime.cli.serve import load_noted
 from lowbit.runtime.engine.engine import Engine
 def hang(*_):
     print("hangs", file=sys.stderr, flush=True)
     while True:
         pass
-Engine._step = hang
+def load(*line):
+    Engine._step = hang
+    return load_noted(*line)
+"""
+SERVES = """
+import sys
+import hanging
+from lowbit.runtime.cli import serve
+serve.load_noted = hanging.load
+from lowbit.runtime.cli.main import main
 main(sys.argv[1:])
 """
 
@@ -87,6 +96,7 @@ def healthy(server: Running) -> bool:
         (Answer, "push"),
         (AnswerSplitter, "push"),
         (Metrics, "count_tokens"),
+        (Begin, "request"),
         (Tokenizer, "encode"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
@@ -108,7 +118,7 @@ def test_a_bug_ends_its_request_alone(
     assert f"in {fails.__name__}" in caplog.text  # a traceback
     until(lambda: healthy(server))
     assert ask(server).json()["choices"] == expected
-    assert server.service.worker.open == 0
+    assert server.service.engine.open == 0
 
 
 def test_a_bug_while_an_answer_is_written_ends_its_request_alone(
@@ -119,7 +129,7 @@ def test_a_bug_while_an_answer_is_written_ends_its_request_alone(
         with pytest.raises(httpx2.RemoteProtocolError):
             ask(server, stream=True, max_tokens=500)
     assert "in bug" in caplog.text
-    until(lambda: server.service.worker.open == 0)
+    until(lambda: server.service.engine.open == 0)
     assert ask(server).status_code == 200
 
 
@@ -144,26 +154,32 @@ def test_requests_that_wait_outlive_a_step_that_fails(
         first = pool.submit(ask, server)
         assert begun.wait(30)
         second = pool.submit(ask, server)
-        until(lambda: server.service.worker.open == 2)
+        until(lambda: server.service.engine.open == 2)
         go.set()
         assert first.result().status_code == 500
         assert second.result().json()["choices"] == expected
 
 
-def test_news_that_cannot_be_handed_out_keep_nobody_elses(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(Answers):
-        def put(self, delta: Delta) -> None:
-            bug()
+def test_news_that_cannot_be_handed_out_keep_nobody_elses(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put: Any = Answers.put
+    broken: list[Answers] = []
 
-    worker = Worker.__new__(Worker)
-    worker.open, worker._waking = 2, True
-    both = [kind(cast(Any, None), Record(), 60.0) for kind in (Broken, Answers)]
-    delta = Delta(0, end=End("stop"))
-    worker._outbox = deque((each, delta) for each in both)
-    worker._deliver()
-    assert worker.open == 0
+    def breaks_for_the_first(answers: Answers, delta: Delta) -> None:
+        broken.append(answers)
+        if answers is broken[0]:
+            bug()
+        put(answers, delta)
+
+    expected = ask(server).json()["choices"]
+    monkeypatch.setattr(Answers, "put", breaks_for_the_first)
+    lost = raw_request(server, LONG)
+    until(lambda: bool(broken))
+    assert ask(server).json()["choices"] == expected
+    lost.close()
+    until(lambda: server.service.engine.open == 0)
     assert "in bug" in caplog.text
-    assert asyncio.run(both[1].take()) == [delta]
 
 
 def test_drafts_that_cannot_be_counted_end_their_request(
@@ -180,26 +196,28 @@ def test_the_end_of_the_thread_ends_requests_and_server(
 ) -> None:
     with running(model) as ending:
         with monkeypatch.context() as patch:
-            patch.setattr(Worker, "_collect", bug)
+            patch.setattr(Stepper, "_collect", bug)
             failed = ask(ending)
         assert failed.status_code == 500
         assert "the engine has ended" in failed.json()["error"]["message"]
         assert "in bug" in caplog.text
-        assert not ending.service.worker.alive
+        assert not ending.service.engine.alive
         until(lambda: "the server ends" in caplog.text)
 
 
-def test_after_the_end_of_the_thread_nothing_hangs(
+def test_after_the_end_of_the_engine_nothing_hangs(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Server, "on_tick", lambda *_: asyncio.sleep(0.1, result=False))
     with running(model) as dead:
-        dead.service.worker._asked.put(None)
-        until(lambda: not dead.service.worker.alive)
+        dead.host.stepper.stop()
+        until(lambda: not dead.service.engine.alive)
         health = httpx2.get(f"{dead.url}/health")
         assert (health.status_code, health.json()["status"]) == (503, "failed")
-        refused = ask(dead)
-        assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+        assert httpx2.get(f"{dead.url}/metrics").status_code == 503
+        for format in (None, {"type": "json_object"}):
+            refused = ask(dead, response_format=format)
+            assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
         dead.server.should_exit = True
         monkeypatch.undo()
 
@@ -217,7 +235,7 @@ def test_health_fails_while_a_step_hangs(
 
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
         patch.setattr(Engine, "_step", hang)
-        patch.setattr(service, "STALLED_S", 0.01)
+        patch.setattr(host, "STALLED_S", 0.01)
         assert healthy(server)  # nobody waits
         asked = pool.submit(ask, server)
         until(lambda: not healthy(server))
@@ -231,9 +249,14 @@ def test_health_fails_while_a_step_hangs(
 
 
 def test_two_signals_end_a_server_that_hangs(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HANGS, "serve", str(BUNDLED), "--port", "0", "--device", "cpu"]
+    (tmp_path / "hanging.py").write_text(HANGING)
+    line = ("serve", str(BUNDLED), "--port", "0", "--device", "cpu")
+    command = [sys.executable, "-c", SERVES, *line]
     body = {"model": BUNDLED.name, "prompt": "Once"}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
     assert process.stderr is not None
     with process:
         try:

@@ -1,0 +1,119 @@
+"""Prompts: texts and conversations as the token ids of one model."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lowbit.formats.errors import RequestError, TooLongError
+from lowbit.formats.text.template import ChatTemplate
+from lowbit.formats.text.tokenizer import MarkedText
+from lowbit.runtime.engine.request import Limits
+from lowbit.runtime.text.chat import Message, has_late_system, one_system_message, render_prompt
+from lowbit.runtime.text.tokenizer import ControlTokens, Tokenizer
+from lowbit.runtime.text.tools import Tool
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEncoder:
+    """What turns prompts into token ids; it needs no weights.
+
+    Attributes:
+        folder: of the model.
+        template: chat template; None for a model without.
+        limits: of the engine.
+        allow_control_tokens: see `LoadOptions`.
+        refuse_late_system: see `LoadOptions`.
+    """
+
+    folder: Path
+    tokenizer: Tokenizer = field(repr=False)
+    template: ChatTemplate | None = field(repr=False)
+    limits: Limits
+    allow_control_tokens: bool = False
+    refuse_late_system: bool = False
+
+    @property
+    def control(self) -> ControlTokens | None:
+        """Control tokens that messages cannot contain; None if they may."""
+        return None if self.allow_control_tokens else self.tokenizer.control
+
+    def encode(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        thinking: bool | None = None,
+        raw: bool = False,
+        tools: Sequence[Tool] = (),
+        template_arguments: Mapping[str, Any] | None = None,
+        left_out: list[str] | None = None,
+    ) -> list[int]:
+        """Token ids of a prompt: one user message, or a conversation, through the chat template.
+
+        Control tokens that a message spells, such as `<|im_end|>`, are plain text, unless
+        `allow_control_tokens` was given to `load`; in a raw prompt they are what they spell.
+
+        Args:
+            prompt: text, or messages with `role` and `content`.
+            thinking: switches a reasoning model's thinking; None leaves it to its template.
+            raw: take the text as it is, without the template; the output is not split either.
+            tools: functions that the model may call.
+            template_arguments: further arguments of the template, plain JSON.
+            left_out: gets the name of what the template refuses and the prompt has in another form.
+
+        Raises:
+            RequestError: a bad message, a prompt much longer than the context, or no template to
+                render it with.
+            CheckpointError: the tokenizer gives ids that the model has no embedding for.
+        """
+        try:
+            text: str | MarkedText
+            if not raw:
+                text = self._rendered(prompt, thinking, tools, template_arguments, left_out)
+            elif isinstance(prompt, str):
+                text = prompt
+            else:
+                raise RequestError("a raw prompt must be text, got messages")
+            ids = self.tokenizer.encode(text, framed=raw, context=self.limits.context)
+        except TooLongError as error:
+            advice = self.limits.advice(self.limits.context + 1, ", or ")
+            raise TooLongError(str(error), hint=f"{error.hint}{advice}") from None
+        self.tokenizer.text.check_ids(ids, self.limits.table_rows)
+        return ids
+
+    def _rendered(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        thinking: bool | None,
+        tools: Sequence[Tool],
+        template_arguments: Mapping[str, Any] | None,
+        left_out: list[str] | None,
+    ) -> MarkedText:
+        """The text of a prompt by the chat template; arguments and errors as in `encode`."""
+        if self.template is None:
+            raise RequestError(
+                f"`{self.folder}` has no chat template", hint="use --raw (raw=True in Python)"
+            )
+        render = partial(
+            render_prompt,
+            self.template,
+            thinking=thinking,
+            max_bytes=self.tokenizer.max_bytes(self.limits.context),
+            control=self.control,
+            tools=tools,
+            template_arguments=template_arguments,
+        )
+        if isinstance(prompt, str):
+            return render([Message(role="user", content=prompt)])
+        try:
+            return render(prompt)
+        except TooLongError:
+            raise
+        except RequestError:
+            if self.refuse_late_system or not has_late_system(prompt):
+                raise
+        text = render(one_system_message(prompt))
+        if left_out is not None:
+            left_out.append("place of system messages")
+        return text

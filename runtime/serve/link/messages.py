@@ -1,0 +1,211 @@
+"""Messages between the HTTP side and the engine, as MessagePack.
+
+A step of the engine is one message, whatever the number of its answers. Requests and their grammars
+are called by numbers that the HTTP side chooses.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from lowbit.formats import errors
+from lowbit.formats.activation_modes import Activations
+from lowbit.formats.errors import LowbitError
+from lowbit.runtime.engine.request import Limits, Request
+from lowbit.runtime.engine.sequence import TokenLogProbabilities
+from lowbit.runtime.engine.stats import Load, Speculated
+from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.text.answer import OutputStart
+
+
+class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """A message; its first element names its class."""
+
+
+class Problem(msgspec.Struct, array_like=True, frozen=True):
+    """A LowbitError on its way between processes."""
+
+    kind: str  # name of its class
+    message: str
+    hint: str | None
+
+    def error(self) -> LowbitError:
+        """The error, without what a class adds to a LowbitError."""
+        kind = getattr(errors, self.kind, LowbitError)
+        found: LowbitError = kind.__new__(kind)
+        LowbitError.__init__(found, self.message, self.hint)
+        return found
+
+
+def problem_of(error: LowbitError) -> Problem:
+    """An error as a message has it."""
+    return Problem(type(error).__name__, str(error), error.hint)
+
+
+class Facts(Message):
+    """First message of an engine: what the HTTP side needs to know of its model."""
+
+    folder: str
+    limits: Limits
+    defaults: SamplingParams
+    stop_ids: frozenset[int]
+    sequences: int  # decoded together
+    activations: Activations
+    positions: int  # most drafts of a round; 0 without speculation
+    allow_control_tokens: bool
+    refuse_late_system: bool
+    load_s: float  # seconds that loading took
+
+
+class NotLoaded(Message):
+    """First message in place of facts: the model could not be loaded."""
+
+    problem: Problem
+
+
+class Settings(Message):
+    """First message to an engine."""
+
+    share: int  # rows that longer answers of one client may have
+    grammar_bytes: int  # memory that the grammars of all requests may take
+
+
+class Source(msgspec.Struct, array_like=True, frozen=True):
+    """A grammar as text, see `GrammarSource`."""
+
+    text: str
+    what: str
+    limits: Mapping[str, Any]
+
+
+class MakeGrammar(Message):
+    """Make a grammar; `GrammarMade` answers."""
+
+    number: int
+    source: Source
+
+
+class DropGrammar(Message):
+    """Forget a grammar, or stop making it; answers that follow it go on."""
+
+    number: int
+
+
+class GrammarMade(Message):
+    """A grammar can be followed, unless there is a problem."""
+
+    number: int
+    problem: Problem | None
+
+
+class Constraints(msgspec.Struct, array_like=True, frozen=True):
+    """What restricts an answer.
+
+    Attributes:
+        budget: most tokens of reasoning; None for any number.
+        grammar: number of the grammar; None without one.
+        calls: ids of the tokens around the calls that alone follow it; None if all text does.
+    """
+
+    budget: int | None = None
+    grammar: int | None = None
+    calls: tuple[int, int] | None = None
+
+
+class Begin(Message):
+    """Begin an answer; the fields are those of `Request` that the engine looks at."""
+
+    number: int
+    id: str  # of the client's request, for the log
+    prompt: list[int]
+    sampling: SamplingParams
+    count: int
+    stop_ids: frozenset[int]
+    message_ends: frozenset[int]
+    prompt_logprobs: int | None
+    client: str
+    begin: OutputStart
+    constraints: Constraints
+
+    def request(self) -> Request:
+        """The request, without its constraint."""
+        return Request(
+            prompt=tuple(self.prompt),
+            sampling=self.sampling,
+            max_new_tokens=self.count,
+            stop_ids=self.stop_ids,
+            message_ends=self.message_ends,
+            prompt_logprobs=self.prompt_logprobs,
+            client=self.client,
+            begin=self.begin,
+            count=self.count,
+        )
+
+
+def begin_of(number: int, id: str, request: Request, constraints: Constraints) -> Begin:
+    """The message for a request that `Limits.check` has checked."""
+    if request.count is None or request.constraint is not None or request.embedded:
+        raise ValueError("the request has not been checked, or has what no message can carry")
+    return Begin(
+        number=number,
+        id=id,
+        prompt=list(request.prompt),
+        sampling=request.sampling,
+        count=request.count,
+        stop_ids=request.stop_ids,
+        message_ends=request.message_ends,
+        prompt_logprobs=request.prompt_logprobs,
+        client=request.client,
+        begin=request.begin,
+        constraints=constraints,
+    )
+
+
+class Cancel(Message):
+    """End answers before the next step."""
+
+    numbers: list[int]
+
+
+class More(msgspec.Struct, array_like=True, frozen=True):
+    """What a step says of an answer beside its new tokens."""
+
+    number: int
+    reused: int = 0  # tokens of the prompt that came from the prefix cache
+    ended: bool = False  # no more tokens come
+    log_probabilities: list[TokenLogProbabilities] = []  # of its new tokens, if it asks for them
+    prompt: list[TokenLogProbabilities | None] = []  # of its prompt's tokens, likewise
+    speculation: Speculated | None = None  # so far
+    problem: Problem | None = None  # that ended it
+
+
+class Step(Message):
+    """New tokens of answers: those of number `numbers[i]` are `tokens[i]`."""
+
+    numbers: list[int]
+    tokens: list[list[int]]
+    more: list[More]
+
+
+class Health(Message):
+    """State of the engine, whenever it changes, and once a second."""
+
+    stalled: bool = False  # answers have waited for one step too long
+    problem: Problem | None = None  # of the last step; None while steps succeed
+
+
+class AskLoad(Message):
+    """Ask for the load; `LoadFound` answers."""
+
+
+class LoadFound(Message):
+    """Load of the engine."""
+
+    load: Load
+    grammar_bytes: int  # memory of all grammars
+    grammars_waiting: int  # for memory
+
+
+ToEngine = Settings | MakeGrammar | DropGrammar | Begin | Cancel | AskLoad
+FromEngine = Facts | NotLoaded | GrammarMade | Step | Health | LoadFound

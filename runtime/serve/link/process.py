@@ -1,0 +1,141 @@
+"""The process of the engine: it loads the model, serves it, and ends with the server."""
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+
+from lowbit.formats.errors import ResourceError
+from lowbit.formats.machine.system import explained
+from lowbit.runtime.engine.model import Model
+from lowbit.runtime.serve.errors import of_bug
+from lowbit.runtime.serve.link.channel import Channel
+from lowbit.runtime.serve.link.host import STOP_S, EngineHost
+from lowbit.runtime.serve.link.messages import (
+    Facts,
+    FromEngine,
+    NotLoaded,
+    ToEngine,
+    problem_of,
+)
+from lowbit.runtime.serve.logs import set_up_logs
+
+log = logging.getLogger("lowbit.serve")
+DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
+
+
+@dataclass(slots=True)
+class EngineProcess:
+    """A process that serves a model over a channel."""
+
+    process: BaseProcess
+    channel: Channel[FromEngine]
+
+    def facts(self) -> Facts:
+        """Wait until the model has been loaded.
+
+        Raises:
+            LowbitError: it could not be loaded; the process has ended.
+        """
+        try:
+            first = asyncio.run(_first(self.channel))
+        except BaseException:  # Ctrl-C
+            self.kill()
+            raise
+        if isinstance(first, Facts):
+            return first
+        self.stop()
+        if isinstance(first, NotLoaded):
+            raise first.problem.error()
+        raise ResourceError(
+            f"the engine's process ended while it loaded the model: {self.ending}",
+            hint="a process that the system killed had too little memory",
+        )
+
+    @property
+    def ending(self) -> str:
+        """How the process has ended, in words."""
+        code = self.process.exitcode
+        if code is None:
+            return "it still runs"
+        if code >= 0:
+            return f"exit status {code}"
+        with contextlib.suppress(ValueError):
+            return f"signal {signal.Signals(-code).name}"
+        return f"signal {-code}"
+
+    def stop(self) -> bool:
+        """Let the process end after its step; False if it hangs and had to be killed."""
+        self.channel.close()
+        self.process.join(2 * STOP_S)
+        if self.process.exitcode is not None:
+            return True
+        self.kill()
+        return False
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self.process.kill()
+        self.process.join()
+
+
+def start_engine(load: Callable[[], Model]) -> EngineProcess:
+    """Start a process that loads a model and serves it.
+
+    Args:
+        load: loads the model there; picklable.
+    """
+    ours, theirs = socket.socketpair()
+    context = multiprocessing.get_context("spawn")  # CUDA does not outlive a fork
+    process = context.Process(target=_run, args=(theirs, load), name="lowbit-engine")
+    with theirs:
+        process.start()
+    return EngineProcess(process, Channel(ours, FromEngine))
+
+
+async def _first(channel: Channel[FromEngine]) -> FromEngine | None:
+    async for message in channel.receive():
+        return message
+    return None
+
+
+def _run(sock: socket.socket, load: Callable[[], Model]) -> None:
+    """Load the model and serve it until the other end closes."""
+    _leave_signals_to_parent()
+    channel: Channel[ToEngine] = Channel(sock, ToEngine)
+    set_up_logs()
+    try:
+        model = load()
+    except BaseException as error:
+        found = explained(error)
+        if found is None:
+            log.exception("the model could not be loaded")
+            found = of_bug(error)
+        channel.send(NotLoaded(problem_of(found)))
+        return
+    gc.collect()
+    gc.freeze()  # a full collection takes 0.2 s to look through libraries, beside all streams
+    if not asyncio.run(EngineHost(model).serve([channel])):
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(1)  # the interpreter would wait for the thread that hangs
+
+
+def _leave_signals_to_parent() -> None:
+    """Outlive Ctrl-C and a service manager's SIGTERM, but not the server.
+
+    Both go to the whole group of processes, and the server lets answers finish first.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":  # elsewhere the end of the channel says so
+        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
