@@ -35,7 +35,10 @@ from lowbit.runtime.serve.settings import ServeSettings, check_exposure
 if TYPE_CHECKING:
     from lowbit.runtime.engine.load_options import LoadOptions
     from lowbit.runtime.engine.model import Model
+    from lowbit.runtime.serve.link.channel import Channel
+    from lowbit.runtime.serve.link.messages import FromEngine
 
+log = logging.getLogger("lowbit.serve")
 PORT = 8000
 ANY = "*"  # a name for every name
 QUEUE = 64
@@ -128,6 +131,11 @@ FASTER_ROUNDED = 32  # answers together, beyond which linears with rounded input
     show_default=True,
     help="Memory of the grammars of all requests; one that does not fit waits.",
 )
+@click.option(
+    "--restart-engine",
+    is_flag=True,
+    help="Load the model again if the engine's process ends; without it the server ends, too.",
+)
 @click.option("--log-prompts", is_flag=True, help="Write prompts and answers to the log.")
 @click.option(
     "--cors-origin",
@@ -195,16 +203,25 @@ def _run(settings: ServeSettings, load: "Callable[[], Model]") -> None:
     from lowbit.runtime.serve.service import Service
 
     taken = listen(settings.host, settings.port)  # before a minute is spent on loading
+    engines = [start_engine(load)]
+
+    def next_engine() -> "Channel[FromEngine]":
+        engines[-1].stop()
+        log.error("the engine's process has ended: %s", engines[-1].ending)
+        engines.append(start_engine(load))
+        engines[-1].facts()
+        return engines[-1].channel
+
     with taken:
-        engine = start_engine(load)
-        facts = engine.facts()
+        facts = engines[0].facts()
         try:
             model = served_model(facts, load_prompts(facts))
             gc.collect()
             gc.freeze()  # a full collection takes 0.2 s to look through libraries
             set_up_logs()
             allow_connections()
-            service = Service(model, settings, engine.channel)
+            follows = next_engine if settings.restart_engine else None
+            service = Service(model, settings, engines[0].channel, follows)
             port = taken.getsockname()[1]
             host = f"[{settings.host}]" if ":" in settings.host else settings.host
             note(
@@ -213,14 +230,14 @@ def _run(settings: ServeSettings, load: "Callable[[], Model]") -> None:
             )
             Server(build_app(service), service, lambda: note(f"http://{host}:{port}")).run([taken])
         finally:
-            hung = not engine.stop()
+            hung = not engines[-1].stop()
     if not end_threads() or hung:
         logging.shutdown()
         sys.stderr.flush()
         os._exit(1)  # the interpreter would wait for them
     if not service.draining:
         hint = "the log above says why"
-        raise LowbitError(f"the engine's process has ended: {engine.ending}", hint=hint)
+        raise LowbitError(f"the engine's process has ended: {engines[-1].ending}", hint=hint)
 
 
 def load_noted(name: str, options: "LoadOptions") -> "Model":

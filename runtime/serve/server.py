@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from lowbit.formats.errors import ResourceError
 from lowbit.runtime.serve.protocol import TimedProtocol
 from lowbit.runtime.serve.service import Service
+from lowbit.runtime.serve.settings import SWITCH_S
 
 log = logging.getLogger("lowbit.serve")
 BACKLOG = 512
@@ -65,7 +66,7 @@ class Server(uvicorn.Server):
     """Server that refuses new requests after a signal, and ends once no request is left.
 
     A second signal ends the process at once, whatever its threads do. The end of the engine, which
-    is a bug, ends the server too.
+    is a bug, ends the server too, unless another engine follows it.
     """
 
     def __init__(
@@ -89,17 +90,24 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._service, self._on_start = service, on_start
+        self._switch_s = sys.getswitchinterval()
         self._captured = False  # signals come to this server
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept requests."""
+        """Accept requests; the event loop and threads that render prompts now switch more often."""
         await super().startup(sockets)
+        sys.setswitchinterval(SWITCH_S)
         self._on_start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more requests."""
+        sys.setswitchinterval(self._switch_s)
+        await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
         """Look whether the engine still runs, ten times a second."""
         service = self._service
-        if not service.engine.alive and not service.draining:
+        if not (service.engine.alive or service.draining or service.revive()):
             log.error("the server ends, as the engine has")
             return True
         return await super().on_tick(counter)

@@ -1,6 +1,7 @@
 """The service that all endpoints share: the model, its engine, its threads and counts."""
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -29,8 +30,10 @@ from lowbit.runtime.serve.metrics import Metrics
 from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.settings import ServeSettings
 
+log = logging.getLogger("lowbit.serve")
 THREADS = 4  # parse bodies, render templates and encode prompts
 NEWCOMERS = 16  # requests beyond a full queue, of clients that have no other
+SHORT_LIFE_S = 30.0  # of an engine that would end again
 READING = 32  # requests whose bodies may be waited for, or read while the queue is full
 Result = TypeVar("Result")
 
@@ -82,6 +85,8 @@ class Service:
     model: ServedModel
     settings: ServeSettings
     channel: Channel[FromEngine]  # to the engine
+    # Waits for the end of an engine and loads another, for its channel; None where none follows
+    next_engine: Callable[[], Channel[FromEngine]] | None = None
     metrics: Metrics = field(default_factory=Metrics)
     # Time at which the server was started, seconds since 1970
     created: int = field(default_factory=lambda: int(time.time()))
@@ -89,6 +94,8 @@ class Service:
     active: int = 0  # number of requests that have not been answered
     clients: Counter[str] = field(default_factory=Counter)  # the same by client
     _engine: EngineClient | None = None
+    _engine_started: float = field(default_factory=time.monotonic)
+    _reviving: asyncio.Task[None] | None = None
     # Threads for work that would hold up the event loop
     executor: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="lowbit-text")
@@ -102,6 +109,32 @@ class Service:
         if self._engine is None:
             raise RuntimeError("the server has not been started")
         return self._engine
+
+    def revive(self) -> bool:
+        """Let another engine follow one that has ended, unless that has lived for a short time.
+
+        Returns:
+            False if none follows, or none could be loaded.
+        """
+        if self._reviving is not None:
+            return not self._reviving.done() or self.engine.alive
+        if self.next_engine is None or time.monotonic() - self._engine_started < SHORT_LIFE_S:
+            return False
+        log.error("the engine has ended; another one is loaded")
+        self._reviving = asyncio.create_task(self._revive(self.next_engine))
+        return True
+
+    async def _revive(self, next_engine: Callable[[], Channel[FromEngine]]) -> None:
+        await self.engine.stop()
+        try:
+            self.channel = await asyncio.to_thread(next_engine)
+        except LowbitError as error:
+            log.error("no engine could be loaded: %s", error)
+            return
+        self._engine_started = time.monotonic()
+        self.start()
+        self._reviving = None
+        log.warning("another engine runs")
 
     def start(self) -> None:
         """Begin to listen to the engine, on the event loop."""

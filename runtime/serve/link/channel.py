@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Generic, TypeVar
 
 import msgspec
@@ -60,19 +60,26 @@ class Channel(Generic[Received]):
         """The messages that come, until the other end closes or a message is damaged."""
         self._loop = asyncio.get_running_loop()
         self._write_soon()
-        buffer = self._read
         while True:
+            for message in self._whole():
+                yield message
             try:
                 part = await self._loop.sock_recv(self._socket, READ)
             except OSError:
                 return
             if not part:
                 return
-            buffer += part
-            first = 0
+            self._read += part
+
+    def _whole(self) -> Iterator[Received]:
+        """The messages that have come whole; whoever stops here may go on later."""
+        buffer, first = self._read, 0
+        try:
             while (last := _end(buffer, first)) is not None:
-                yield self._decode(memoryview(buffer)[first + LENGTH : last])
+                message = self._decode(memoryview(buffer)[first + LENGTH : last])
                 first = last
+                yield message
+        finally:
             del buffer[:first]
 
     def close(self) -> None:

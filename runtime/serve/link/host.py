@@ -41,6 +41,7 @@ from lowbit.runtime.serve.link.messages import (
     ToEngine,
     problem_of,
 )
+from lowbit.runtime.serve.settings import SWITCH_S
 from lowbit.runtime.text.call_grammar import StrictCalls
 from lowbit.runtime.text.grammar import Grammar
 from lowbit.runtime.text.grammar_source import GrammarSource
@@ -52,9 +53,6 @@ BEAT_S = 1.0  # between two reports of the engine's health
 TICK_S = 0.05  # between two looks at it
 STALLED_S = 120.0  # longest time of one step, with the first use of its kernels
 STALLED_IN_PROMPT_S = 600.0  # the same while it runs a chunk of a prompt: large models on a CPU
-# A busy thread leaves the interpreter to another after this time; a message beside the engine took
-# 0.8 ms with it, and 5.5 ms with Python's own 5 ms.
-SWITCH_S = 5e-4
 
 
 def facts_of(model: Model) -> Facts:

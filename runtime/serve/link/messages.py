@@ -32,7 +32,9 @@ class Problem(msgspec.Struct, array_like=True, frozen=True):
 
     def error(self) -> LowbitError:
         """The error, without what a class adds to a LowbitError."""
-        kind = getattr(errors, self.kind, LowbitError)
+        kind = getattr(errors, self.kind, None)
+        if not (isinstance(kind, type) and issubclass(kind, LowbitError)):
+            kind = LowbitError
         found: LowbitError = kind.__new__(kind)
         LowbitError.__init__(found, self.message, self.hint)
         return found

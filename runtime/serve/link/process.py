@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -84,6 +85,7 @@ class EngineProcess:
 
     def kill(self) -> None:
         """End the process at once."""
+        self.channel.close()
         self.process.kill()
         self.process.join()
 
@@ -96,7 +98,9 @@ def start_engine(load: Callable[[], Model]) -> EngineProcess:
     """
     ours, theirs = socket.socketpair()
     context = multiprocessing.get_context("spawn")  # CUDA does not outlive a fork
-    process = context.Process(target=_run, args=(theirs, load), name="lowbit-engine")
+    # The system ends the process with the thread that starts it, not only with the server.
+    forever = threading.current_thread() is threading.main_thread()
+    process = context.Process(target=_run, args=(theirs, load, forever), name="lowbit-engine")
     with theirs:
         process.start()
     return EngineProcess(process, Channel(ours, FromEngine))
@@ -108,11 +112,26 @@ async def _first(channel: Channel[FromEngine]) -> FromEngine | None:
     return None
 
 
-def _run(sock: socket.socket, load: Callable[[], Model]) -> None:
+def _run(sock: socket.socket, load: Callable[[], Model], end_with_parent: bool) -> None:
     """Load the model and serve it until the other end closes."""
-    _leave_signals_to_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):  # of the whole group: answers may finish first
+        signal.signal(number, signal.SIG_IGN)
+    if end_with_parent and sys.platform == "linux":  # elsewhere the end of the channel says so
+        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
     channel: Channel[ToEngine] = Channel(sock, ToEngine)
     set_up_logs()
+    ended = False
+    try:
+        ended = _serve(channel, load)
+    finally:
+        logging.shutdown()  # multiprocessing leaves such things out
+        sys.stderr.flush()
+    if not ended:
+        os._exit(1)  # the interpreter would wait for the thread that hangs
+
+
+def _serve(channel: Channel[ToEngine], load: Callable[[], Model]) -> bool:
+    """Load the model and serve it; False if the engine hangs at the end."""
     try:
         model = load()
     except BaseException as error:
@@ -121,21 +140,7 @@ def _run(sock: socket.socket, load: Callable[[], Model]) -> None:
             log.exception("the model could not be loaded")
             found = of_bug(error)
         channel.send(NotLoaded(problem_of(found)))
-        return
+        return True
     gc.collect()
     gc.freeze()  # a full collection takes 0.2 s to look through libraries, beside all streams
-    if not asyncio.run(EngineHost(model).serve([channel])):
-        logging.shutdown()
-        sys.stderr.flush()
-        os._exit(1)  # the interpreter would wait for the thread that hangs
-
-
-def _leave_signals_to_parent() -> None:
-    """Outlive Ctrl-C and a service manager's SIGTERM, but not the server.
-
-    Both go to the whole group of processes, and the server lets answers finish first.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":  # elsewhere the end of the channel says so
-        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+    return asyncio.run(EngineHost(model).serve([channel]))

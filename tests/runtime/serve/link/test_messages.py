@@ -1,0 +1,88 @@
+"""What crosses between the processes arrives as it was sent."""
+
+import msgspec
+import pytest
+
+from lowbit.formats import errors
+from lowbit.formats.errors import LowbitError, SettingError, TooLongError
+from lowbit.runtime.engine.request import Request
+from lowbit.runtime.engine.sequence import TokenLogProbabilities
+from lowbit.runtime.engine.stats import Load, Speculated
+from lowbit.runtime.serve.link.messages import (
+    Begin,
+    Constraints,
+    FromEngine,
+    LoadFound,
+    More,
+    Step,
+    ToEngine,
+    begin_of,
+    problem_of,
+)
+from lowbit.runtime.state.sampler import SamplingParams
+
+REQUEST = Request(
+    prompt=(5, 248_000, 0),
+    sampling=SamplingParams(temperature=0.3, seed=2**63 - 1, logit_bias=((7, -100.0),), logprobs=3),
+    max_new_tokens=9,
+    stop_ids=frozenset({1, 2}),
+    message_ends=frozenset({2}),
+    prompt_logprobs=0,
+    client="203.0.113.7",
+    begin="reasoning",
+    count=9,
+)
+
+
+def carried(message: object, kind: object) -> object:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind)
+
+
+def test_a_request_arrives_with_all_that_the_engine_looks_at() -> None:
+    limits = Constraints(3, 17, (8, 9))
+    found = carried(begin_of(4, "abc", REQUEST, limits), ToEngine)
+    assert isinstance(found, Begin)
+    assert found.request() == REQUEST
+    assert found.request().count == REQUEST.count
+    assert (found.number, found.id, found.constraints) == (4, "abc", limits)
+
+
+def test_every_field_that_the_engine_looks_at_is_carried() -> None:
+    """The engine looks at nothing below `client`; embeddings and salts cannot be sent yet."""
+    names = list(Request.__dataclass_fields__)
+    looked_at = {*names[: names.index("client") + 1], "count"}
+    looked_at -= {"constraint", "embedded", "salt", "max_new_tokens"}
+    assert looked_at | {"number", "id", "begin", "constraints"} == set(Begin.__struct_fields__)
+
+
+@pytest.mark.parametrize("changes", [{"count": None}, {"constraint": object()}])
+def test_what_no_message_can_carry_is_refused(changes: dict[str, object]) -> None:
+    fields = {name: getattr(REQUEST, name) for name in Request.__dataclass_fields__}
+    with pytest.raises(ValueError, match="no message"):
+        begin_of(1, "", Request(**(fields | changes)), Constraints())
+
+
+def test_a_step_arrives() -> None:
+    scores = TokenLogProbabilities(-0.1, ((3, -0.1), (4, -2.5)))
+    drafts = Speculated(3, (3, 2), (2, 1), 2.0)
+    ended = problem_of(TooLongError("too long"))
+    more = More(2, 7, True, [scores], [None, scores], drafts, ended)
+    step = Step([1, 2], [[5], [6, 7, 248_000]], [more])
+    assert carried(step, FromEngine) == step
+    load = LoadFound(Load(1, 2, 3, 4, 5, 6, 7, 8), 10**10, 1)
+    assert carried(load, FromEngine) == load
+
+
+@pytest.mark.parametrize("kind", [kind for kind in vars(errors).values() if isinstance(kind, type)])
+def test_errors_keep_their_kind(kind: type) -> None:
+    if not issubclass(kind, LowbitError):
+        pytest.skip("no error of ours")
+    error = SettingError("top_p", "is odd") if kind is SettingError else kind("a message", "a hint")
+    found = problem_of(error).error()
+    assert (type(found), str(found), found.hint) == (kind, str(error), error.hint)
+
+
+def test_an_unknown_kind_is_an_error_all_the_same() -> None:
+    for kind in ("Nonsense", "printable", "__name__"):
+        found = msgspec.structs.replace(problem_of(LowbitError("x")), kind=kind).error()
+        assert type(found) is LowbitError

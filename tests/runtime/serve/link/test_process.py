@@ -1,0 +1,144 @@
+"""The engine's process: it ends with the server, and the server hears how it ended."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from lowbit.formats.errors import CheckpointError, LowbitError, ResourceError
+from lowbit.runtime.engine.load import load
+from lowbit.runtime.serve.link.process import start_engine
+from tests.runtime.serve.conftest import BUNDLED, until
+
+pytestmark = pytest.mark.commands
+BODY = {"model": BUNDLED.name, "prompt": "Once", "max_tokens": 3}
+LONG = {**BODY, "max_tokens": 100, "ignore_eos": True, "stream": True}
+
+
+def children(pid: int) -> list[int]:
+    """Processes of a server that run Python of the engine, whichever thread has started them."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    found = [int(each) for task in tasks for each in task.read_text().split()]
+    return [e for e in found if b"spawn_main" in Path(f"/proc/{e}/cmdline").read_bytes()]
+
+
+def runs(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@contextmanager
+def served(*options: str) -> Iterator[tuple[subprocess.Popen[str], str, int]]:
+    """A server with its address and the number of its engine's process."""
+    command = [sys.executable, "-m", "lowbit.runtime", "serve", str(BUNDLED), "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--device", "cpu", *options], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    with process:
+        try:
+            lines = iter(process.stderr.readline, "")
+            url = next(m[0] for line in lines if (m := re.search(r"http://127\S+", line)))
+            [engine] = children(process.pid)
+            yield process, url, engine
+        finally:
+            process.kill()
+
+
+def test_the_end_of_the_engine_ends_requests_and_server() -> None:
+    """Also where another one may follow: this one has lived for too short a time."""
+    with served("--restart-engine") as (process, url, engine):
+        with httpx2.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as answer:
+            parts = answer.iter_text()
+            next(parts)
+            os.kill(engine, signal.SIGKILL)
+            rest = "".join(parts)
+        assert "the engine has ended" in rest
+        assert process.wait(30) == 1
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert "signal SIGKILL" in said
+        assert "Traceback" not in said
+
+
+def test_another_engine_follows_if_it_is_asked_for() -> None:
+    code = (
+        "import sys\n"
+        "from lowbit.runtime.serve import service\n"
+        "service.SHORT_LIFE_S = 0.0\n"
+        "from lowbit.runtime.cli.main import main\n"
+        "if __name__ == '__main__':\n"
+        "    main(sys.argv[1:])\n"
+    )
+    line = ("serve", str(BUNDLED), "--port", "0", "--device", "cpu", "--restart-engine")
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *line], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    with process:
+        try:
+            lines = iter(process.stderr.readline, "")
+            url = next(m[0] for line in lines if (m := re.search(r"http://127\S+", line)))
+            before = httpx2.post(f"{url}/v1/completions", json={**BODY, "temperature": 0}).json()
+            [engine] = children(process.pid)
+            os.kill(engine, signal.SIGKILL)
+            assert any("another engine runs" in line for line in lines)
+            assert children(process.pid) not in ([engine], [])
+            until(lambda: httpx2.get(f"{url}/health").status_code == 200)
+            after = httpx2.post(f"{url}/v1/completions", json={**BODY, "temperature": 0}).json()
+            assert after["choices"] == before["choices"]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+
+
+def test_the_engine_ends_with_a_server_that_is_killed() -> None:
+    with served() as (process, _, engine):
+        process.kill()
+        process.wait(30)
+        until(lambda: not runs(engine))
+
+
+def test_a_signal_to_the_whole_group_lets_answers_finish() -> None:
+    with served() as (process, url, engine):
+        with httpx2.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as answer:
+            parts = answer.iter_text()
+            first = next(parts)
+            for pid in (engine, process.pid):
+                os.kill(pid, signal.SIGINT)
+            rest = "".join(parts)
+        assert (first + rest).rstrip().endswith("[DONE]")
+        assert process.wait(30) == 0
+        assert not runs(engine)
+
+
+def test_an_error_of_loading_is_that_of_the_command(tmp_path: Path) -> None:
+    engine = start_engine(partial(load, tmp_path))
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))):
+        engine.facts()
+    assert engine.process.exitcode == 0
+
+
+def test_a_bug_of_loading_has_its_traceback_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    engine = start_engine(partial(divmod, 1, 0))  # type: ignore[arg-type]
+    with pytest.raises(LowbitError, match="ZeroDivisionError"):
+        engine.facts()
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_a_process_that_is_killed_while_it_loads_is_named() -> None:
+    engine = start_engine(partial(os.kill, 0, 0))  # type: ignore[arg-type]
+    engine.process.kill()
+    with pytest.raises(ResourceError, match="SIGKILL"):
+        engine.facts()
