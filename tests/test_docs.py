@@ -21,6 +21,7 @@ from lowbit.runtime.engine.load_options import MODES
 from lowbit.runtime.engine.stats import Load
 from lowbit.runtime.serve import app, settings
 from lowbit.runtime.serve.auth import OPEN_FOLDER, OPEN_PATHS
+from lowbit.runtime.serve.link.messages import LoadFound
 from lowbit.runtime.serve.metrics import Collector, Metrics, new_registry
 from lowbit.runtime.text.grammar_source import MOST_CHOICE
 
@@ -174,8 +175,8 @@ def test_paths_without_a_key_are_those_of_the_server() -> None:
 
 
 def test_metrics_are_those_of_the_server() -> None:
-    load = Load(1, 0, 1, 0, 2, 0, 0, 0)
-    registry = new_registry(Collector(Metrics(), lambda: load, "m", "exact", positions=2))
+    found = LoadFound(Load(1, 0, 1, 0, 2, 0, 0, 0), 0, 0)
+    registry = new_registry(Collector(Metrics(), found, "m", "exact", positions=2))
     given = set(re.findall(r"^# TYPE (\S+)", generate_latest(registry).decode(), re.MULTILINE))
     shown = {
         name for row in rows_of("serving.md", "Metric") for name in re.findall(r"`(\S+)`", row[0])

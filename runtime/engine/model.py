@@ -92,7 +92,7 @@ class Model:
 
     @property
     def prompts(self) -> PromptEncoder:
-        """What turns prompts into token ids."""
+        """Encoder of prompts."""
         return PromptEncoder(
             self.folder,
             self.tokenizer,

@@ -17,7 +17,7 @@ from lowbit.runtime.text.tools import Tool
 
 @dataclass(frozen=True, slots=True)
 class PromptEncoder:
-    """What turns prompts into token ids; it needs no weights.
+    """Encoder of texts and conversations, which needs no weights.
 
     Attributes:
         folder: of the model.

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from lowbit.formats.errors import LowbitError
 from lowbit.runtime.engine.delta import Delta
@@ -276,7 +277,8 @@ class EngineClient:
         for number, waiting in list(self._waiting.items()):
             last = More(number, waiting.handle.reused, ended=True, problem=gone)
             self._deliver(number, (), last)
-        for each in (*self._grammars.values(), *self._loads):
+        futures: list[asyncio.Future[Any]] = [*self._grammars.values(), *self._loads]
+        for each in futures:
             if not each.done():
                 each.set_exception(_gone())
         self._loads.clear()

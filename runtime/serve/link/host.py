@@ -43,6 +43,7 @@ from lowbit.runtime.serve.link.messages import (
 )
 from lowbit.runtime.serve.settings import SWITCH_S
 from lowbit.runtime.text.call_grammar import StrictCalls
+from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammar
 from lowbit.runtime.text.grammar_source import GrammarSource
 
@@ -56,7 +57,7 @@ STALLED_IN_PROMPT_S = 600.0  # the same while it runs a chunk of a prompt: large
 
 
 def facts_of(model: Model) -> Facts:
-    """What the HTTP side needs to know of a model."""
+    """Facts of a model that the HTTP side needs."""
     drafting, options = model.engine.drafting, model.options
     return Facts(
         folder=str(model.folder),
@@ -369,7 +370,9 @@ class EngineHost:
         connection.answers[message.number] = running
         self.stepper.begin(running)
 
-    def _constraint(self, connection: Connection, request: Request, message: Begin) -> object:
+    def _constraint(
+        self, connection: Connection, request: Request, message: Begin
+    ) -> Constraint | None:
         asked: Constraints = message.constraints
         limit: Grammar | StrictCalls | None = None
         if asked.grammar is not None:

@@ -19,7 +19,7 @@ from lowbit.runtime.state.sampler import SamplingParams
 from lowbit.runtime.text.answer import OutputStart
 
 
-class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
+class Message(msgspec.Struct, array_like=True, tag=True):
     """A message; its first element names its class."""
 
 
@@ -102,7 +102,7 @@ class GrammarMade(Message):
 
 
 class Constraints(msgspec.Struct, array_like=True, frozen=True):
-    """What restricts an answer.
+    """Limits of an answer.
 
     Attributes:
         budget: most tokens of reasoning; None for any number.
@@ -171,7 +171,7 @@ class Cancel(Message):
 
 
 class More(msgspec.Struct, array_like=True, frozen=True):
-    """What a step says of an answer beside its new tokens."""
+    """News of an answer beside its new tokens."""
 
     number: int
     reused: int = 0  # tokens of the prompt that came from the prefix cache

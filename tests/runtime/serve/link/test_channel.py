@@ -62,13 +62,14 @@ def test_what_is_sent_before_a_loop_runs_is_not_lost() -> None:
 def test_threads_do_not_mix_their_messages() -> None:
     here, there = pair()
 
+    def send(number: int) -> None:
+        for _ in range(200):
+            here.send([number] * 999)
+
     async def run() -> list[Any]:
         listening = asyncio.create_task(taken(here, 1))
         await asyncio.sleep(0)
-        threads = [
-            threading.Thread(target=lambda n=n: [here.send([n] * 999) for _ in range(200)])
-            for n in range(4)
-        ]
+        threads = [threading.Thread(target=send, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
         found = await taken(there, 800)
@@ -79,7 +80,8 @@ def test_threads_do_not_mix_their_messages() -> None:
         return found
 
     found = asyncio.run(run())
-    assert all(len(set(message)) == 1 and len(message) == 999 for message in found)
+    assert {len(message) for message in found} == {999}
+    assert all(len(set(message)) == 1 for message in found)
     assert sorted(message[0] for message in found) == sorted([0, 1, 2, 3] * 200)
     here.close()
     there.close()

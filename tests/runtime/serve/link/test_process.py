@@ -131,7 +131,7 @@ def test_an_error_of_loading_is_that_of_the_command(tmp_path: Path) -> None:
 
 
 def test_a_bug_of_loading_has_its_traceback_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
-    engine = start_engine(partial(divmod, 1, 0))  # type: ignore[arg-type]
+    engine = start_engine(partial(divmod, 1, 0))
     with pytest.raises(LowbitError, match="ZeroDivisionError"):
         engine.facts()
     assert "Traceback" in capfd.readouterr().err

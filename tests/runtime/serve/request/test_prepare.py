@@ -99,7 +99,7 @@ SAMPLING: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_numbers_with_a_sensible_reading_are_taken(
     server: Running, given: dict[str, Any], used: dict[str, Any]
 ) -> None:
-    found = prepare.sampling_params(server.model, prepare.Asked(sampling=given))
+    found = prepare.sampling_params(server.service.model, prepare.Asked(sampling=given))
     assert {name: getattr(found, name) for name in used} == used
 
 
