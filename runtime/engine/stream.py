@@ -192,7 +192,7 @@ class Generation:
 
 
 class TokenSource(Protocol):
-    """What an answer reads its tokens from: a `Handle`, or what stands for one elsewhere."""
+    """Source of an answer's tokens: a `Handle`, or what stands for one in another process."""
 
     def poll(self) -> list[int]:
         """Tokens that are ready now; raises the LowbitError of a request that has failed."""
