@@ -64,7 +64,7 @@ class EngineProcess:
 
     @property
     def ending(self) -> str:
-        """How the process has ended, in words."""
+        """End of the process, in words."""
         code = self.process.exitcode
         if code is None:
             return "it still runs"

@@ -9,6 +9,7 @@ import httpx2
 import pytest
 
 from lowbit.runtime.engine.delta import End
+from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.serve.logs import (
     MOST_ERROR_CHARACTERS,
     MOST_WAITING_BYTES,
@@ -92,3 +93,34 @@ def test_prompts_are_logged_if_asked_for(server: Running, caplog: pytest.LogCapt
         until(lambda: "answer 0" in caplog.text)
     assert "prompt: Once upon a time" in caplog.text
     assert f"answer 0: {text}" in caplog.text
+
+
+def test_a_request_has_one_id_in_header_and_log(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = {"model": NAME, "prompt": "Hi", "max_tokens": 1}
+    url = f"{server.url}/v1/completions"
+    with caplog.at_level(logging.INFO, "lowbit.serve"):
+        chosen = httpx2.post(url, json=body, headers={"x-request-id": "mine-7"})
+        own = httpx2.post(url, json=body)
+        odd = httpx2.post(url, json=body, headers={"x-request-id": "a b, forged\tline"})
+        until(lambda: len(caplog.messages) == 3)
+    assert chosen.headers["x-request-id"] == "mine-7"
+    for answer, line in zip((chosen, own, odd), caplog.messages, strict=True):
+        assert f"id {answer.headers['x-request-id']}" in line
+    assert len({answer.headers["x-request-id"] for answer in (chosen, own, odd)}) == 3
+    assert "forged" not in odd.headers["x-request-id"]
+
+
+def test_a_bug_in_the_engine_is_logged_with_the_id(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def bug(*_: object) -> None:
+        raise IndexError("a bug")
+
+    monkeypatch.setattr(Handle, "poll", bug)
+    body = {"model": NAME, "prompt": "Hi", "max_tokens": 1}
+    url = f"{server.url}/v1/completions"
+    failed = httpx2.post(url, json=body, headers={"x-request-id": "mine-8"})
+    assert failed.status_code == 500
+    assert "request mine-8: an answer could not be read" in caplog.text
