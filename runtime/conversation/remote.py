@@ -11,6 +11,7 @@ import httpx2
 
 from lowbit.formats.errors import LowbitError, RequestError, ResourceError
 from lowbit.formats.sampling_ranges import SETTINGS
+from lowbit.runtime.conversation.address import server_url
 from lowbit.runtime.conversation.chat import AnswerSettings, ChatPrompt
 from lowbit.runtime.engine.delta import FinishReason
 from lowbit.runtime.engine.stream import Generation, Timings
@@ -21,7 +22,6 @@ from lowbit.runtime.text.chat import Message
 # `read` is the longest time between two parts of an answer.
 TIMEOUTS = httpx2.Timeout(600.0, connect=10.0)
 MAX_EVENT_BYTES = 16 << 20
-MAX_PORT = 65_535
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +142,7 @@ def open_remote(url: str, key: str | None, name: str | None) -> RemoteModel:
         RequestError: no such address or model, or a wrong key.
         ResourceError: the server cannot be reached.
     """
-    try:
-        given = httpx2.URL(url if "//" in url else f"http://{url}")
-    except httpx2.InvalidURL:
-        given = httpx2.URL()
-    known = given.scheme in ("http", "https") and given.host
-    if not known or (given.port or 0) > MAX_PORT:
-        raise RequestError(f"`{url}` is no address of a server", hint="as in http://localhost:8000")
+    given = server_url(url)
     client = httpx2.Client(
         base_url=httpx2.URL(scheme=given.scheme, host=given.host, port=given.port),
         headers={} if key is None else {"Authorization": f"Bearer {key}"},
