@@ -1,19 +1,24 @@
 """`lowbit-run bench`."""
 
 from dataclasses import asdict, replace
+from typing import Any
 
 import click
 
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import json_option, with_options
+from lowbit.formats.shell.options import folders, json_option, model_name, with_options
 from lowbit.formats.shell.output import print_json
 from lowbit.formats.shell.sections import Sectioned
+from lowbit.runtime.cli.bench_server import (
+    check_without_server,
+    measure_server,
+    server_options,
+)
 from lowbit.runtime.cli.options import (
     SECTIONS,
     count_option,
     load_model,
     machine_options,
-    model_argument,
     quantize_options,
     speculate_options,
     with_load_options,
@@ -55,15 +60,20 @@ measure_options = with_options(
 @click.command(
     cls=Sectioned,
     sections=SECTIONS,
-    short_help="Measure speed and memory.",
+    short_help="Measure speed and memory, or a server.",
     epilog="""\b
     Examples:
       lowbit-run bench qwen3-8b-int4
       lowbit-run bench qwen3-8b-int4 --prompt-tokens 8000 --speculate ngram
       lowbit-run bench Qwen/Qwen3-8B --quantize int4 --group-size 64 --json
+      lowbit-run bench --url localhost:8000 --clients 1,8,64
+      lowbit-run bench --url localhost:8000 --rate 4,8 --first-token-limit 1
     """,
 )
-@model_argument
+@click.argument(
+    "name", metavar="[MODEL]", required=False, callback=model_name, shell_complete=folders
+)
+@server_options
 @machine_options
 @quantize_options
 @speculate_options
@@ -73,26 +83,36 @@ measure_options = with_options(
 @with_load_options
 def bench(
     *,
-    name: str,
+    name: str | None,
     options: LoadOptions,
     prompt_tokens: int,
     new_tokens: int,
     runs: int,
     sampled: bool,
     as_json: bool,
+    **server: Any,
 ) -> None:
     """Measure load time, time to the first token, decode speed, memory and share of the roofline.
 
     Without --speculate no token is drafted. With it, runs take turns with runs without, and the
     factor between the two is shown. Prompts are arbitrary tokens, so real text has more or fewer
     drafts accepted.
+
+    With --url, measure a running server instead: tokens and requests per second, and percentiles
+    of the times to the first token, between tokens and to the end, under each load.
     """
+    settings = BenchSettings(prompt_tokens, new_tokens, runs, sampled)
+    if server["url"] is not None:
+        measure_server(name, options, settings, server, as_json)
+        return
+    if name is None:
+        raise click.UsageError("Missing argument 'MODEL' (or give --url).")
+    check_without_server(server)
     from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT
     from lowbit.runtime.lab.bench import bench as measure
     from lowbit.runtime.lab.facts import measurement_facts
     from lowbit.runtime.lab.tables import show_bench
 
-    settings = BenchSettings(prompt_tokens, new_tokens, runs, sampled)
     options = replace(options, speculate=options.speculate or "off")
     # Beyond the default the context grows with the run, or is refused before weights are read.
     needed = settings.tokens if settings.tokens > DEFAULT_CONTEXT else None

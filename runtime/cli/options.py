@@ -279,6 +279,10 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Sampling": tuple(SETTINGS),
     "Many at a time": ("prompts", "out", "max_sequences", "queue", "request_timeout"),
     "Measurement": ("prompt_tokens", "new_tokens", "runs", "sampled"),
+    "Load on a server": (
+        *("clients", "rate", "requests", "warm_up", "most_at_once", "api", "token_ids"),
+        *("first_token_limit", "between_tokens_limit", "load_seed"),
+    ),
     "Model and machine": ("served_name", "context", "kv_cache", "activations", "device", "threads"),
     "Quantization at load": ("quantize", "group_size", "method"),
     "Speculative decoding": ("speculate", "draft_tokens", "drafter"),

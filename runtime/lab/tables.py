@@ -12,6 +12,8 @@ if TYPE_CHECKING:  # what needs torch, which may be missing
     from lowbit.runtime.engine.stats import Speculated
     from lowbit.runtime.lab.bench import BenchResult
     from lowbit.runtime.lab.expected import Speed
+    from lowbit.runtime.lab.http_load.bench import ServerResult
+    from lowbit.runtime.lab.http_load.result import LoadResult, Percentiles
     from lowbit.runtime.lab.listing import Cache, Listed
 
 MARKS: Mapping[State, tuple[str, str]] = {
@@ -21,6 +23,8 @@ MARKS: Mapping[State, tuple[str, str]] = {
 }
 SLOW = 0.8  # of the expected speed: no model of BENCHMARKS.md is as slow on an H100 or H200
 ARBITRARY = "drafts follow a prompt of arbitrary tokens; with real text more or fewer are accepted"
+BUSY = 0.8  # share of a core that a process uses, beyond which it may be what limits a load
+LATE_S = 0.02  # of a request, beyond which its arrival is no longer that of the process
 EXPLAINED = {
     "cuda": "expected: the read, and the time a layer took beyond it on one H200 (BENCHMARKS.md); "
     "other GPUs may need more or less",
@@ -134,6 +138,70 @@ def show_bench(name: str, result: "BenchResult") -> None:
         results().print(ARBITRARY)
     elif result.device != "cpu" and speed < SLOW * result.expected_tokens_per_s:
         results().print(f"slower than expected: `lowbit-run tune {name}` may find better launches")
+
+
+def show_server(result: "ServerResult") -> None:
+    """A column for each load, and a line for each thing that spoils its figures."""
+    from lowbit.runtime.lab.http_load.clients import load_title
+
+    titles = [load_title(each.clients, each.rate) for each in result.loads]
+    table = plain_table(f"{result.model} at {result.url}", ("p50 / p95 / p99",), titles)
+    for label, cells in _server_rows(result).items():
+        table.add_row(label, *cells)
+    console = results()
+    console.print(table)
+    for title, load in zip(titles, result.loads, strict=True):
+        for text in _reservations(load, result.new_tokens):
+            console.print(f"{title}: {text}")
+
+
+def _server_rows(result: "ServerResult") -> dict[str, list[str]]:
+    """Cells of each row."""
+    loads = result.loads
+    rows = {
+        "prompt tokens": [
+            "" if each.prompt_tokens is None else f"{each.prompt_tokens:,.0f}" for each in loads
+        ],
+        "answered": [f"{each.answered:,} of {each.requests:,}" for each in loads],
+        f"output, {result.new_tokens:,} tokens each": [
+            f"{each.output_tokens_per_s:,.1f} tok/s" for each in loads
+        ],
+        "requests": [f"{each.requests_per_s:,.2f}/s" for each in loads],
+        "within the limits": [
+            "" if each.goodput_per_s is None else f"{each.goodput_per_s:,.2f}/s" for each in loads
+        ],
+        "first token, ms": [_milliseconds(each.first_token_s) for each in loads],
+        "between tokens, ms": [_milliseconds(each.between_tokens_s) for each in loads],
+        "between events, ms": [_milliseconds(each.between_events_s) for each in loads],
+        "whole answer, ms": [_milliseconds(each.whole_s) for each in loads],
+    }
+    return {label: cells for label, cells in rows.items() if any(cells)}
+
+
+def _reservations(load: "LoadResult", new_tokens: int) -> list[str]:
+    """Lines on what spoils the figures of a load."""
+    lines = [f"{each.count:,} failed: {each.message}" for each in load.failures]
+    if load.short:
+        lines.append(f"{load.short:,} answers have fewer than {new_tokens:,} tokens")
+    if load.counted_events:
+        lines.append("the server does not count tokens; each event with text counts as one")
+    if load.held:
+        lines.append(f"{load.held:,} requests waited, since {load.most_at_once:,} were under way")
+    if load.most_late_s > LATE_S:
+        lines.append(f"requests were asked up to {load.most_late_s * 1e3:.0f} ms late")
+    if load.busy_share > BUSY:
+        share = _percent(load.busy_share)
+        lines.append(f"this process computed for {share} of the time and may be the slower side")
+    return lines
+
+
+def _milliseconds(found: "Percentiles | None") -> str:
+    """Percentiles with three digits at least."""
+    if found is None:
+        return ""
+    figures = (found.p50 * 1e3, found.p95 * 1e3, found.p99 * 1e3)
+    digits = 2 if figures[0] < 10 else 1 if figures[0] < 100 else 0
+    return " / ".join(f"{figure:,.{digits}f}" for figure in figures)
 
 
 def _models_table(title: str, models: "Sequence[Listed]") -> Table:
