@@ -1,31 +1,35 @@
-"""Speed of the server beside the engine alone.
+"""Speed of the server beside the engine alone, or of another server under the same load.
 
-Run: python examples/benchmarks/bench_serve.py [SIZE ...] [--clients 1,8,32,64]
+Run: python examples/benchmarks/bench_serve.py [SIZE ...] [--clients 1,8,32,64] [--rate 4,8]
     [--prompt 512] [--new 128] [--activations int8]
+    python examples/benchmarks/bench_serve.py --url http://localhost:8000 [NAME]
 A SIZE that `make_random_checkpoint` knows is a model of that shape with random INT4 weights, made
 on this GPU; anything else is a folder. Without any: 0.6B and 8B on a GPU, else the bundled model.
 Every client asks one request after another over a connection of its own, all prompts differ. The
 server has a process of its own. `engine` is the same load without a server, in that process.
+--url measures a server that runs, such as vLLM's, with the model NAME; LOWBIT_API_KEY is its key.
+Prompts are ids of tokens; `lowbit-run bench --url` measures chats and prompts of words, too.
 """
 
 import asyncio
 import gc
 import json
+import os
+import secrets
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import click
 import torch
-from serve_client import Connection
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from lowbit.formats.activation_modes import ACTIVATIONS, Activations
@@ -39,6 +43,12 @@ from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.lab.bench import GREEDY
+from lowbit.runtime.lab.http_load.bench import ServerResult, bench_server
+from lowbit.runtime.lab.http_load.clients import OfferedLoad
+from lowbit.runtime.lab.http_load.connection import Connection, address_of
+from lowbit.runtime.lab.http_load.result import LatencyLimits, percentiles
+from lowbit.runtime.lab.http_load.server import RequestSettings
+from lowbit.runtime.lab.tables import show_server
 from lowbit.runtime.text.tokenizer import load_tokenizer
 
 BUNDLED = Path(__file__).parents[1] / "models" / "tiny-qwen3"
@@ -122,7 +132,7 @@ def ids_of(count: int, number: int) -> list[int]:
 
 
 def engine_alone(engine: Engine, clients: int, prompt: int, new: int) -> dict[str, float]:
-    """The load of so many clients, without a server; counted as `load_of` counts it."""
+    """The load of so many clients, without a server; counted as `through_http` counts it."""
     running: dict[int, Client] = {}
     resting = [Client(ROUNDS + 1) for _ in range(clients)]
     first: list[float] = []
@@ -154,11 +164,11 @@ def engine_alone(engine: Engine, clients: int, prompt: int, new: int) -> dict[st
 
 def times(first: Sequence[float], decoding: Sequence[float], new: int) -> dict[str, float]:
     """Times to the first token, and the speed of one answer behind it."""
-    ordered = sorted(first)
+    found = percentiles(first)
+    assert found is not None  # noqa: S101 - somebody has asked
     return {
         "decode": (new - 1) / statistics.median(decoding),
-        "p50_ms": statistics.median(ordered) * 1e3,
-        "p95_ms": ordered[int(len(ordered) * 0.95)] * 1e3,
+        **{f"{name}_ms": value * 1e3 for name, value in asdict(found).items()},
     }
 
 
@@ -209,49 +219,61 @@ def measured(
     return model
 
 
-async def load_of(port: int, size: str, clients: int, prompt: int, new: int) -> dict[str, float]:
-    """The load of so many clients, through the server."""
-    first: list[float] = []
-    decoding: list[float] = []
-    begun: list[float] = []
-    tokens = 0
-
-    async def client(index: int) -> None:
-        nonlocal tokens
-        connection = Connection(port)
-        for turn in range(ROUNDS + 1):
-            if turn == 1:
-                begun.append(time.perf_counter())
-            ids = ids_of(prompt, 100_000 + turn * clients + index)
-            body = {"model": size, "prompt": ids, "max_tokens": new, "stream": True}
-            body |= {"temperature": 0, "ignore_eos": True}
-            answer = await connection.post("/v1/completions", body, piece=b'"text":"')
-            if answer.status != 200:
-                raise SystemExit(f"status {answer.status}: {answer.body[:300]!r}")
-            if turn:
-                first.append(answer.first_s)
-                decoding.append(answer.whole_s - answer.first_s)
-                tokens += new
-        connection.close()
-
-    await asyncio.gather(*(client(index) for index in range(clients)))
-    return {"tok_s": tokens / (time.perf_counter() - min(begun)), **times(first, decoding, new)}
+def through_http(
+    url: str, name: str | None, loads: Sequence[OfferedLoad], prompt: int, new: int
+) -> ServerResult:
+    """The loads, through a server; a table shows them."""
+    asked = RequestSettings(model=name, prompt_tokens=prompt, new_tokens=new, token_ids=True)
+    address = address_of(url, os.environ.get("LOWBIT_API_KEY"))
+    seed = secrets.randbits(31)
+    found = bench_server(address, asked, loads, seed, LatencyLimits(), lambda *_: None)
+    print(f"{prompt} tokens in, {new} out, seed {seed}")
+    show_server(found)
+    return found
 
 
-async def overhead_ms(port: int, size: str, text: str) -> float:
+def loads_of(clients: Sequence[int], rates: Sequence[float]) -> list[OfferedLoad]:
+    """The loads that the options name; a rate lasts for half a minute."""
+    closed = [OfferedLoad(ROUNDS * count, warm_up=count, clients=count) for count in clients]
+    return closed + [
+        OfferedLoad(round(30 * rate), warm_up=round(rate), rate=rate) for rate in rates
+    ]
+
+
+async def overhead_ms(url: str, size: str, text: str) -> float:
     """Milliseconds of a chat for one token, from the first byte to the last."""
-    connection = Connection(port)
+    address = address_of(url)
+    connection = Connection(address, time.perf_counter)
     body = {"model": size, "messages": [{"role": "user", "content": text}], "max_tokens": 1}
-    times = [(await connection.post("/v1/chat/completions", body)).whole_s for _ in range(30)]
+    taken = []
+    for _ in range(30):
+        begun = time.perf_counter()
+        await connection.ask(address.request("/chat/completions", body))
+        taken.append(time.perf_counter() - begun)
     connection.close()
-    return statistics.median(times[5:]) * 1e3
+    return statistics.median(taken[5:]) * 1e3
+
+
+def show_shares(found: ServerResult, alone: Mapping[int, Mapping[str, float]]) -> None:
+    """Print a line for each number of clients: the server against the engine."""
+    for each in found.loads:
+        if each.clients is None:
+            continue
+        engine = alone[each.clients]
+        print(
+            f"  {each.clients:>3} clients: {each.output_tokens_per_s / engine['tok_s']:.1%} of the "
+            f"engine's {engine['tok_s']:,.0f} tok/s; engine: first token "
+            f"{engine['p50_ms']:.1f} / {engine['p95_ms']:.1f} / {engine['p99_ms']:.1f} ms, behind "
+            f"it {engine['decode']:,.0f} tok/s each",
+            flush=True,
+        )
 
 
 def measure(
-    size: str, clients: Sequence[int], prompt: int, new: int, activations: Activations
+    size: str, loads: Sequence[OfferedLoad], prompt: int, new: int, activations: Activations
 ) -> None:
-    """Print the lines of one model."""
-    numbers = ",".join(map(str, clients))
+    """Print the figures of one model."""
+    numbers = ",".join(str(each.clients) for each in loads if each.clients is not None)
     options = ("--clients", numbers, "--prompt", str(prompt), "--new", str(new))
     command = [sys.executable, __file__, size, *options, "--activations", activations, "--serve"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -265,21 +287,9 @@ def measure(
                 alone[found["clients"]] = found
             else:
                 raise SystemExit("the server did not start")
-            port = found["port"]
-            name = Path(size).name
-            print(f"{name}: {prompt} tokens in, {new} out; first token p50 / p95 in ms")
-            for count in clients:
-                http = asyncio.run(load_of(port, size, count, prompt, new))
-                engine = alone[count]
-                print(
-                    f"  {count:>3} clients: {http['tok_s']:8,.0f} tok/s "
-                    f"({http['tok_s'] / engine['tok_s']:.1%} of the engine's "
-                    f"{engine['tok_s']:,.0f}), first {http['p50_ms']:.1f} / {http['p95_ms']:.1f} "
-                    f"(engine {engine['p50_ms']:.1f} / {engine['p95_ms']:.1f}), behind it "
-                    f"{http['decode']:,.0f} tok/s each (engine {engine['decode']:,.0f})",
-                    flush=True,
-                )
-            short = asyncio.run(overhead_ms(port, size, "Hi"))
+            url = f"http://127.0.0.1:{found['port']}"
+            show_shares(through_http(url, size, loads, prompt, new), alone)
+            short = asyncio.run(overhead_ms(url, size, "Hi"))
             print(f"  a whole chat of one short message and one token: {short:.2f} ms")
         finally:
             process.send_signal(signal.SIGTERM)
@@ -288,6 +298,8 @@ def measure(
 @click.command()
 @click.argument("sizes", nargs=-1)
 @click.option("--clients", default="1,8,32,64", show_default=True, help="Numbers of clients.")
+@click.option("--rate", default="", help="Rates of requests a second, beside the clients.")
+@click.option("--url", help="Measure a server that runs; SIZE is its name for the model.")
 @click.option("--prompt", default=512, show_default=True, help="Tokens of a prompt.")
 @click.option("--new", default=128, show_default=True, help="Tokens of an answer.")
 @click.option("--activations", type=click.Choice(ACTIVATIONS), default="exact", show_default=True)
@@ -295,6 +307,8 @@ def measure(
 def main(
     sizes: tuple[str, ...],
     clients: str,
+    rate: str,
+    url: str | None,
     prompt: int,
     new: int,
     activations: Activations,
@@ -302,12 +316,17 @@ def main(
 ) -> None:
     """Measure the server with models of each SIZE."""
     counts = [int(number) for number in clients.split(",")]
+    loads = loads_of(counts, [float(number) for number in rate.split(",") if number])
+    if url is not None:
+        for name in sizes or (None,):
+            through_http(url, name, loads, prompt, new)
+        return
     default = ("0.6B", "8B") if torch.cuda.is_available() else (str(BUNDLED),)
     for size in sizes or default:
         if serving:
             serve(size, counts, prompt, new, activations)
         else:
-            measure(size, counts, prompt, new, activations)
+            measure(size, loads, prompt, new, activations)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from serve_client import Connection
 
 BUNDLED = Path(__file__).parents[1] / "models" / "tiny-qwen3"

@@ -27,8 +27,6 @@ from typing import Any
 
 import click
 import torch
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from serve_client import Answer, Connection
 
 from lowbit.runtime.engine.load import load
