@@ -2,12 +2,12 @@
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
 from fastapi import Response
 from starlette.requests import Request as HttpRequest
 
@@ -22,8 +22,6 @@ from lowbit.runtime.text.tokenizer import Tokenizer
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 PATIENCE_S = 10.0  # without a delta, before a comment is sent
 LAST_S = 1.0  # for the error of a request that took too long
-# As `json.dumps` with these options, which makes an encoder for every call.
-compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -295,6 +293,11 @@ class EventStream(Response):
         """Send a part of the body; waits while the client does not read."""
         if data or not more:
             await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def compact(content: Any) -> str:
+    """JSON without blanks, in a tenth of the time of Python's own encoder."""
+    return msgspec.json.encode(content).decode()
 
 
 def event(content: Any, name: str | None = None) -> bytes:
