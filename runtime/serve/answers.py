@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -96,7 +96,7 @@ class Answers:
         self._wake()
 
     async def take(self) -> Sequence[Delta]:
-        """Wait for the next deltas, at least one.
+        """Wait for the next deltas, at least one; those that waited for their reader are joined.
 
         Raises:
             ClientLeftError: the client has left.
@@ -117,7 +117,7 @@ class Answers:
             if self.log_text:
                 self.record.add_text(delta.index, delta.events)
             self._note(delta)
-        return deltas
+        return deltas if len(deltas) == 1 else joined_deltas(deltas)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -199,6 +199,21 @@ async def collect(answers: Answers) -> Sequence[Collected]:
         while not answers.complete:
             for delta in await answers.take():
                 found[delta.index].add(delta)
+    return found
+
+
+def joined_deltas(deltas: Sequence[Delta]) -> list[Delta]:
+    """Join neighbouring deltas of each answer; those with log-probabilities stay as they are."""
+    found: list[Delta] = []
+    last: dict[int, int] = {}  # place of each answer's last delta
+    for delta in deltas:
+        place = last.get(delta.index)
+        before = None if place is None else found[place]
+        if place is None or before is None or before.tokens or before.prompt or delta.tokens:
+            last[delta.index] = len(found)
+            found.append(delta)
+        else:
+            found[place] = replace(delta, events=[*before.events, *delta.events])
     return found
 
 
