@@ -23,6 +23,7 @@ from lowbit.formats.files.atomic import check_place, disk_errors, replace_file
 from lowbit.formats.files.strict_json import loads
 from lowbit.formats.files.user_file import read_user_file
 from lowbit.formats.layout.manifest import MANIFEST_FILE
+from lowbit.formats.layout.recipes import GROUP_SIZE
 from lowbit.formats.printable import PROSE, printable
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE
 from lowbit.formats.safetensors.hashing import hash_file
@@ -333,6 +334,11 @@ def _identity(model: "Model", system: str | None) -> str:
         parts.append(hash_file(path) if path.exists() else "")
     if model.options.allow_control_tokens:
         parts.append("control tokens")
-    if model.options.activations != DEFAULT_ACTIVATIONS:
-        parts.append(f"activations {model.options.activations}")
+    options = model.options
+    if options.activations != DEFAULT_ACTIVATIONS:
+        parts.append(f"activations {options.activations}")
+    if model.kv_cache.cache_type.scaled:
+        parts.append(f"cache {model.kv_cache.cache_type.name}")
+    if options.quantize is not None and (options.group_size, options.method) != (GROUP_SIZE, "rtn"):
+        parts.append(f"groups of {options.group_size}, {options.method}")
     return " ".join(parts)

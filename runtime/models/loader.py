@@ -225,9 +225,11 @@ def with_activations(opened: OpenedModel, activations: Activations) -> OpenedMod
     """The model, and its drafter, with inputs of packed linears as named.
 
     Raises:
-        RequestError: int8 changes no linear: nothing but the head is quantized.
+        RequestError: int8 changes no linear: nothing but heads is quantized.
     """
-    if activations != "exact" and not opened.packs_layers:
+    drafter = opened.drafter
+    packed = opened.packs_layers or (drafter is not None and drafter.packs_layers)
+    if activations != "exact" and not packed:
         plain = not any(opened.schemes.values())
         recipe = ", or quantize the weights as they are read: --quantize int4" if plain else ""
         raise RequestError(
@@ -235,7 +237,7 @@ def with_activations(opened: OpenedModel, activations: Activations) -> OpenedMod
             "quantized linear, its head aside",
             hint=f"leave it out{recipe}",
         )
-    drafter = opened.drafter and replace(opened.drafter, activations=activations)
+    drafter = drafter and replace(drafter, activations=activations)
     return replace(opened, activations=activations, drafter=drafter)
 
 

@@ -188,7 +188,14 @@ def test_answers_to_other_requests_are_not_taken(run: Run, tmp_path: Path) -> No
     same = ("--quantize", "int4", "--method", "absmax", "--out", out, "--max-new-tokens")
     assert run(LINES[:1], *same, 3).exit_code == 0
     before = out.read_bytes()
-    for options in ((4,), (3, "--system", "Be brief"), (3, "--activations", "int8")):
+    for options in (
+        (4,),
+        (3, "--system", "Be brief"),
+        (3, "--activations", "int8"),
+        (3, "--kv-cache", "int8"),
+        (3, "--method", "rtn"),
+        (3, "--group-size", "32"),
+    ):
         done = run(LINES[:1], *same, *options)
         assert done.exit_code == 1
         assert "was made from another prompt, other settings or another model" in done.stderr

@@ -312,6 +312,16 @@ def test_int8_activations_need_a_packed_linear(make_model: "Callable[..., Packed
     load(plain, device="cpu", activations="int8", quantize="int8", group_size=32)
 
 
+def test_a_packed_drafter_is_enough_for_int8(make_model: "Callable[..., PackedModel]") -> None:
+    plain = open_model(make_model(lambda role: None).folder)
+    packed = open_model(make_model(lambda role: Scheme(4, 32)).folder)
+    found = with_activations(replace(plain, drafter=packed), "int8")
+    assert found.drafter is not None
+    assert (found.activations, found.drafter.activations) == ("int8", "int8")
+    with pytest.raises(RequestError, match="changes nothing"):
+        with_activations(replace(plain, drafter=plain), "int8")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     "scheme", [Scheme(4, 32), Scheme(8, None), Scheme(8, 32), Scheme(3, 32), Scheme(2, None), None]
