@@ -325,9 +325,13 @@ class EngineHost:
     async def _hear(self, connection: Connection) -> None:
         self._connections.append(connection)
         connection.channel.send(facts_of(self.model))
-        async for message in connection.channel.receive():
-            self._obey(connection, message)
-        connection.close()
+        try:
+            async for message in connection.channel.receive():
+                self._obey(connection, message)
+        except Exception:
+            log.exception("a message of the HTTP side could not be followed")
+        finally:
+            connection.close()
 
     def _obey(self, connection: Connection, message: ToEngine) -> None:
         match message:

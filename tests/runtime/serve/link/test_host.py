@@ -1,0 +1,172 @@
+"""The engine's side keeps nothing of answers that are over, and ends with its last connection."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from lowbit.runtime.engine.model import Model
+from lowbit.runtime.serve.link.channel import Channel
+from lowbit.runtime.serve.link.host import EngineHost
+from lowbit.runtime.serve.link.messages import (
+    AskLoad,
+    Begin,
+    Cancel,
+    Constraints,
+    DropGrammar,
+    Facts,
+    FromEngine,
+    GrammarMade,
+    LoadFound,
+    MakeGrammar,
+    Problem,
+    Settings,
+    Source,
+    Step,
+    ToEngine,
+)
+from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.text.grammar_source import regex_source
+
+
+def asking(number: int, count: int = 3, constraints: Constraints | None = None) -> Begin:
+    return Begin(
+        number=number,
+        id=f"id-{number}",
+        prompt=[5, 6, 7, number % 50],
+        sampling=SamplingParams(temperature=0.0),
+        count=count,
+        stop_ids=frozenset(),
+        message_ends=frozenset(),
+        prompt_logprobs=None,
+        client="",
+        begin="raw",
+        constraints=constraints or Constraints(),
+    )
+
+
+@contextlib.asynccontextmanager
+async def open_host(model: Model) -> AsyncIterator[tuple[EngineHost, Channel[Any], Any]]:
+    """A host, a channel to it, and the messages that it sends."""
+    ours, theirs = socket.socketpair()
+    host, here = EngineHost(model), Channel[Any](ours, FromEngine)
+    serving = asyncio.create_task(host.serve([Channel[Any](theirs, ToEngine)]))
+    messages = here.receive()
+    try:
+        assert isinstance(await anext(messages), Facts)
+        here.send(Settings(4, 10**9))
+        yield host, here, messages
+    finally:
+        here.close()
+        assert await asyncio.wait_for(serving, 30)
+
+
+async def ends(messages: Any, numbers: set[int]) -> dict[int, list[int]]:
+    """Tokens of answers, once all of them have ended."""
+    found: dict[int, list[int]] = {number: [] for number in numbers}
+    left = set(numbers)
+    async for message in messages:
+        if isinstance(message, Step):
+            for number, tokens in zip(message.numbers, message.tokens, strict=True):
+                found[number] += tokens
+            left -= {more.number for more in message.more if more.ended}
+        if not left:
+            break
+    return found
+
+
+def test_answers_that_are_over_leave_nothing_behind(model: Model) -> None:
+    async def run() -> None:
+        async with open_host(model) as (host, here, messages):
+            [connection] = host._connections
+            for number in range(40):
+                here.send(asking(number, count=2 + number % 3))
+            here.send(Cancel([3, 4, 1000]))
+            found = await ends(messages, set(range(40)))
+            for number in set(range(40)) - {3, 4}:
+                assert len(found[number]) == 2 + number % 3
+            assert not connection.answers
+
+    asyncio.run(run())
+
+
+def test_a_grammar_lives_until_it_is_dropped_and_followed_to_the_end(model: Model) -> None:
+    source = regex_source("[ab]{4}")
+    asked = Source(source.text, source.what, dict(source.limits))
+
+    async def run() -> None:
+        async with open_host(model) as (host, here, messages):
+            [connection] = host._connections
+            here.send(MakeGrammar(1, asked))
+            here.send(MakeGrammar(2, Source("start: (", "the grammar", {})))
+            made = {}
+            async for message in messages:
+                if isinstance(message, GrammarMade):
+                    made[message.number] = message.problem
+                if len(made) == 2:
+                    break
+            assert made[1] is None
+            assert made[2] is not None
+            assert made[2].kind == "RequestError"
+            here.send(asking(7, 9, Constraints(grammar=1)))
+            here.send(DropGrammar(1))
+            here.send(DropGrammar(99))
+            tokens = (await ends(messages, {7}))[7]
+            text = model.tokenizer.decode(tokens)
+            assert set(text) <= {"a", "b"}
+            assert not connection.grammars
+            assert not connection.making
+
+    asyncio.run(run())
+
+
+def test_what_cannot_begin_ends_alone(model: Model) -> None:
+    """A grammar that is not there, and a request that no engine takes."""
+
+    async def run() -> None:
+        async with open_host(model) as (_, here, messages):
+            here.send(asking(1, constraints=Constraints(grammar=5)))
+            here.send(asking(2, constraints=Constraints(budget=-1)))
+            here.send(asking(3))
+            problems: dict[int, Problem | None] = {}
+            async for message in messages:
+                if isinstance(message, Step):
+                    problems |= {e.number: e.problem for e in message.more if e.ended}
+                if len(problems) == 3:
+                    break
+            assert problems[3] is None
+            assert problems[1] is not None
+            assert problems[2] is not None
+            assert "grammar 5" in problems[1].message
+            assert "max_thinking_tokens" in problems[2].message
+
+    asyncio.run(run())
+
+
+def test_the_load_is_that_of_the_engine(model: Model) -> None:
+    async def run() -> LoadFound:
+        async with open_host(model) as (_, here, messages):
+            here.send(AskLoad())
+            async for message in messages:
+                if isinstance(message, LoadFound):
+                    return message
+            raise AssertionError
+
+    found = asyncio.run(run())
+    assert found.load.pages > 0
+    assert (found.load.running, found.grammar_bytes, found.grammars_waiting) == (0, 0, 0)
+
+
+def test_a_damaged_message_ends_its_connection_with_a_word(
+    model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        async with open_host(model) as (_, here, messages):
+            here.send({"no": "message"})
+            assert [each async for each in messages if isinstance(each, Step)] == []
+
+    asyncio.run(run())
+    assert "could not be followed" in caplog.text
