@@ -168,8 +168,10 @@ class EngineClient:
         """Number of a grammar that the engine has made, for `Constraints`; see `drop_grammar`.
 
         Raises:
-            LowbitError: it cannot be used, or takes more memory than all may.
+            LowbitError: it cannot be used, takes more memory than all may, or the engine has ended.
         """
+        if not self.alive:
+            raise _gone()
         number = next(self._numbers)
         made: asyncio.Future[None] = self.loop.create_future()
         self._grammars[number] = made
@@ -194,9 +196,9 @@ class EngineClient:
         Raises:
             LowbitError: it has ended.
         """
-        found: asyncio.Future[LoadFound] = self.loop.create_future()
         if not self.alive:
             raise _gone()
+        found: asyncio.Future[LoadFound] = self.loop.create_future()
         self._loads.append(found)
         self._channel.send(AskLoad())
         return await found

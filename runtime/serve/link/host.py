@@ -96,7 +96,7 @@ class Connection:
 
     def close(self) -> None:
         """Forget everything that was asked for."""
-        for running in self.answers.values():
+        for running in list(self.answers.values()):  # the engine's thread takes some away
             running.handle.cancel()
         for task in self.making.values():
             task.cancel()
@@ -341,9 +341,11 @@ class EngineHost:
                 for number in message.numbers:
                     if (running := connection.answers.get(number)) is not None:
                         running.handle.cancel()
-            case MakeGrammar():
+            case MakeGrammar(number):
                 making = asyncio.create_task(self._make(connection, message))
-                connection.making[message.number] = making
+                connection.making[number] = making
+                # No part of the task, which may be cancelled before it begins.
+                making.add_done_callback(lambda _: connection.making.pop(number, None))
             case DropGrammar(number):
                 connection.grammars.pop(number, None)
                 if (task := connection.making.get(number)) is not None:
@@ -400,8 +402,6 @@ class EngineHost:
         except BaseException as error:
             log.exception("a grammar could not be made")
             problem = problem_of(of_bug(error))
-        finally:
-            connection.making.pop(number, None)
         connection.channel.send(GrammarMade(number, problem))
 
     async def _watch(self) -> None:

@@ -4,13 +4,13 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.link.channel import Channel
-from lowbit.runtime.serve.link.host import EngineHost
+from lowbit.runtime.serve.link.host import Connection, EngineHost, Running
 from lowbit.runtime.serve.link.messages import (
     AskLoad,
     Begin,
@@ -170,3 +170,43 @@ def test_a_damaged_message_ends_its_connection_with_a_word(
 
     asyncio.run(run())
     assert "could not be followed" in caplog.text
+
+
+def connected() -> tuple[Connection, socket.socket]:
+    ours, theirs = socket.socketpair()
+    return Connection(Channel[ToEngine](ours, ToEngine)), theirs
+
+
+def test_a_grammar_is_forgotten_before_it_was_begun(model: Model) -> None:
+    """Both messages come at once where the client leaves at once."""
+    connection, other = connected()
+
+    async def run() -> None:
+        host = EngineHost(model)
+        for number in range(3):
+            source = Source('start: "a"', "the grammar", {})
+            host._obey(connection, MakeGrammar(number, source))
+            host._obey(connection, DropGrammar(number))
+        await asyncio.wait(list(connection.making.values()))
+        await asyncio.sleep(0)
+        host.grammars.stop()
+
+    asyncio.run(run())
+    assert not connection.making
+    assert not connection.grammars
+    connection.close()
+    other.close()
+
+
+def test_an_answer_may_end_while_its_connection_is_closed() -> None:
+    connection, other = connected()
+
+    class Ending:
+        def cancel(self) -> None:
+            connection.answers.clear()  # as the engine's thread does at any time
+
+    handle = cast(Any, Ending())
+    for number in range(3):
+        connection.answers[number] = Running(number, "", handle, connection)
+    connection.close()
+    other.close()
