@@ -11,8 +11,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 
 from lowbit.formats.errors import ResourceError
@@ -101,9 +102,23 @@ def start_engine(load: Callable[[], Model]) -> EngineProcess:
     # The system ends the process with the thread that starts it, not only with the server.
     forever = threading.current_thread() is threading.main_thread()
     process = context.Process(target=_run, args=(theirs, load, forever), name="lowbit-engine")
-    with theirs:
+    with theirs, _interrupts_blocked():
         process.start()
     return EngineProcess(process, Channel(ours, FromEngine))
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Keep Ctrl-C from a process that is started in the block, until it says otherwise.
+
+    It comes to the whole group, and would end the imports of the new process with a traceback.
+    """
+    resource_tracker.ensure_running()  # whose start would let signals through again
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 async def _first(channel: Channel[FromEngine]) -> FromEngine | None:
@@ -116,6 +131,7 @@ def _run(sock: socket.socket, load: Callable[[], Model], end_with_parent: bool) 
     """Load the model and serve it until the other end closes."""
     for number in (signal.SIGINT, signal.SIGTERM):  # of the whole group: answers may finish first
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # for processes of its own
     if end_with_parent and sys.platform == "linux":  # elsewhere the end of the channel says so
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
     channel: Channel[ToEngine] = Channel(sock, ToEngine)

@@ -142,3 +142,20 @@ def test_a_process_that_is_killed_while_it_loads_is_named() -> None:
     engine.process.kill()
     with pytest.raises(ResourceError, match="SIGKILL"):
         engine.facts()
+
+
+class Interrupting:
+    """Is read as the end of a process that Ctrl-C does not spare."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return signal.raise_signal, (signal.SIGINT,)
+
+
+def test_an_interrupt_while_the_process_imports_has_no_traceback(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The server gets it, too, and ends the process."""
+    engine = start_engine(Interrupting())  # type: ignore[arg-type]
+    with pytest.raises(LowbitError, match="TypeError"):  # None is no function
+        engine.facts()
+    assert "KeyboardInterrupt" not in capfd.readouterr().err
