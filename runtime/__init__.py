@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lowbit.runtime.engine.request import Request
     from lowbit.runtime.engine.stats import Speculated
     from lowbit.runtime.engine.stream import Generation, Handle, Stream, Timings
-    from lowbit.runtime.state.sampler import SamplingParams
+    from lowbit.runtime.state.sampling_params import SamplingParams
     from lowbit.runtime.text.answer import Piece
     from lowbit.runtime.text.chat import Message
 
@@ -45,7 +45,7 @@ _HOMES = {
     "Message": "text.chat",
     "Model": "engine.model",
     "Piece": "text.answer",
-    "SamplingParams": "state.sampler",
+    "SamplingParams": "state.sampling_params",
     "Speculated": "engine.stats",
     "Stream": "engine.stream",
     "Timings": "engine.stream",

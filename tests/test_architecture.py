@@ -342,6 +342,17 @@ def test_help_and_completion_load_little(name: str, group: str) -> None:
     assert done.stdout == "[]\n"
 
 
+def test_the_http_side_of_a_server_needs_no_torch() -> None:
+    """Its process would take 250 MB more, and three seconds to begin."""
+    names = ("app", "server", "served_model", "link.process", "link.client")
+    code = "".join(f"import lowbit.runtime.serve.{name}\n" for name in names)
+    code += "import sys\nprint(sorted({'torch', 'triton', 'numpy'} & sys.modules.keys()))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT / "tests", capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
 def test_docstrings_begin_with_the_thing() -> None:
     riddle = re.compile(r'^\s*r?"""(What|Whether|How|Of|That)\b', re.MULTILINE)
     for path in sources("convert", "formats", "runtime", "examples"):

@@ -11,7 +11,7 @@ from lowbit.convert.plan.plan import make_plan
 from lowbit.runtime.engine.load import load
 from lowbit.runtime.engine.load_options import KVCache
 from lowbit.runtime.models.loader import open_model
-from lowbit.runtime.state.pages import PAGE
+from lowbit.runtime.state.page_counts import PAGE
 from lowbit.runtime.state.snapshots import Snapshots
 from tests.conversions import convert
 

@@ -12,7 +12,7 @@ import pytest
 
 from lowbit.convert import Recipe
 from lowbit.runtime.engine.load import load
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.sampling_params import SamplingParams
 from tests.conversions import convert
 from tests.runtime.serve.conftest import BUNDLED, Running, running, tool_model
 

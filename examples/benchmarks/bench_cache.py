@@ -23,7 +23,8 @@ from lowbit.runtime.kernels.attention.decode import attention_decode
 from lowbit.runtime.kernels.attention.prefill import attention_prefill
 from lowbit.runtime.kernels.attention.reference import attention_ref
 from lowbit.runtime.lab.machine_speed import read_bandwidth
-from lowbit.runtime.state.pages import PAGE, KVPages, new_pages, pages_for
+from lowbit.runtime.state.page_counts import PAGE, pages_for
+from lowbit.runtime.state.pages import KVPages, new_pages
 from lowbit.runtime.state.rope import Rope, rope_tables
 from lowbit.runtime.state.step import Span, Step
 from lowbit.runtime.weights.layers import AttentionLayer

@@ -28,7 +28,7 @@ from lowbit.formats.activation_modes import ACTIVATIONS, Activations
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.lab.bench import GREEDY
-from lowbit.runtime.state.pages import pages_for
+from lowbit.runtime.state.page_counts import pages_for
 from lowbit.runtime.state.step import NO_SLOT, Step
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)

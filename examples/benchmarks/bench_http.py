@@ -25,7 +25,7 @@ from lowbit.runtime.lab.http_load.result import LatencyLimits
 from lowbit.runtime.lab.http_load.server import RequestSettings
 from lowbit.runtime.serve.link.channel import Channel
 from lowbit.runtime.serve.link.messages import Begin, Facts, FromEngine, More, Step, ToEngine
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.sampling_params import SamplingParams
 
 BUNDLED = Path(__file__).parents[1] / "models" / "tiny-qwen3"
 SEQUENCES = 512

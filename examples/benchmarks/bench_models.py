@@ -27,7 +27,7 @@ from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.lab.bench import GREEDY, SAMPLED
 from lowbit.runtime.lab.bench_settings import BenchSettings
 from lowbit.runtime.lab.machine_speed import read_bandwidth
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.sampling_params import SamplingParams
 
 LARGE = ("14B", "32B", "3.5-27B", "30B-A3B", "3.5-35B-A3B")  # measured where they are asked for
 CONTEXTS = (8_000, 32_000)

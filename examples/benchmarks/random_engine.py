@@ -30,7 +30,7 @@ from lowbit.runtime.kernels.linear.tiles import TILE, GpuLinear, TiledLinear, co
 from lowbit.runtime.models.architectures import BUILD, HEADS
 from lowbit.runtime.models.qwen3_5_mtp import DraftRows
 from lowbit.runtime.state.device_state import CacheSize
-from lowbit.runtime.state.pages import pages_for
+from lowbit.runtime.state.page_counts import pages_for
 from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
 
 GROUP = 128

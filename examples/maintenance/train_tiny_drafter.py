@@ -21,7 +21,7 @@ from train_tiny_experts import learning_rate, load, text_model
 from lowbit.runtime.engine.load import load as load_target
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stats import Tally
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.sampling_params import SamplingParams
 
 STORIES = Path(__file__).parents[1] / "data" / "stories-eval.txt"
 BLOCK, TAPS, LAYERS, INNER = 8, (0, 1, 2), 2, 512

@@ -4,10 +4,12 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from lowbit.formats.files.reading import open_file, reopen
-from lowbit.formats.safetensors.checkpoint import TensorInfo
+
+if TYPE_CHECKING:
+    from lowbit.formats.safetensors.checkpoint import TensorInfo  # needs torch
 
 CHUNK_BYTES = 1 << 20
 
@@ -23,7 +25,7 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def hash_tensor(path: Path, info: TensorInfo) -> str:
+def hash_tensor(path: Path, info: "TensorInfo") -> str:
     """Hash one tensor's bytes with SHA-256, as far as the file has them.
 
     Raises:
@@ -38,7 +40,7 @@ def hash_tensor(path: Path, info: TensorInfo) -> str:
 
 
 def hash_shard(
-    path: Path, tensors: Iterable[TensorInfo], progress: Callable[[int], None]
+    path: Path, tensors: "Iterable[TensorInfo]", progress: Callable[[int], None]
 ) -> tuple[str, dict[str, str]]:
     """Hash a safetensors file and every tensor in it, reading it once.
 

@@ -13,7 +13,8 @@ from lowbit.runtime.backends.cpu_sampling import choose as choose
 from lowbit.runtime.backends.cpu_sampling import log_probabilities as log_probabilities
 from lowbit.runtime.backends.delta_rule import delta_net
 from lowbit.runtime.state.delta import LayerStates
-from lowbit.runtime.state.pages import PAGE, KVPages, pages_for
+from lowbit.runtime.state.page_counts import PAGE, pages_for
+from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span, Step
 from lowbit.runtime.weights.layers import AttentionLayer, DeltaLayer

@@ -11,7 +11,7 @@ from lowbit.runtime.conversation.turns import Conversation, fitted
 if TYPE_CHECKING:
     from lowbit.runtime.engine.model import Model, Options
     from lowbit.runtime.engine.stream import Generation
-    from lowbit.runtime.state.sampler import SamplingParams
+    from lowbit.runtime.state.sampling_params import SamplingParams
     from lowbit.runtime.text.answer import Piece
     from lowbit.runtime.text.chat import Message
 

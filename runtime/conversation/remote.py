@@ -15,7 +15,7 @@ from lowbit.runtime.conversation.address import server_url
 from lowbit.runtime.conversation.chat import AnswerSettings, ChatPrompt
 from lowbit.runtime.engine.delta import FinishReason
 from lowbit.runtime.engine.stream import Generation, Timings
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.text.answer import Piece
 from lowbit.runtime.text.chat import Message
 

@@ -12,7 +12,7 @@ from lowbit.formats.files.strict_json import loads
 from lowbit.runtime.conversation.turns import Conversation, Turn
 
 if TYPE_CHECKING:
-    from lowbit.runtime.state.sampler import SamplingParams
+    from lowbit.runtime.state.sampling_params import SamplingParams
 
 KEY, VERSION = "lowbit_conversation", 1
 MAX_BYTES = 16_000_000

@@ -21,7 +21,7 @@ from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.device_state import DeviceState
-from lowbit.runtime.state.pages import PAGE, SCRATCH
+from lowbit.runtime.state.page_counts import PAGE, SCRATCH
 from lowbit.runtime.state.step import Span, StepPlan
 from lowbit.runtime.state.step_buffers import StepBuffers, new_step_buffers
 from lowbit.runtime.thresholds import SEQUENCE_TOKENS

@@ -15,9 +15,9 @@ from lowbit.formats.text.template import ChatTemplate
 from lowbit.runtime.engine.sequence import Ended, Sequence
 from lowbit.runtime.state.sampler import SamplerRows
 from lowbit.runtime.text.answer import CLOSE, OPEN, OutputStart
-from lowbit.runtime.text.call_grammar import StrictCalls
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammar, Grammars
+from lowbit.runtime.text.strict_calls import StrictCalls
 from lowbit.runtime.text.thinking import (
     ThinkingConstraint,
     ThinkingTokens,

@@ -33,8 +33,8 @@ from lowbit.runtime.engine.scoring import score_chunk
 from lowbit.runtime.engine.sequence import Ended, Sequence
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.models.loader import Decoder
-from lowbit.runtime.state.pages import EXTRA
-from lowbit.runtime.state.sampler import SamplingParams, random_seed
+from lowbit.runtime.state.page_counts import EXTRA
+from lowbit.runtime.state.sampling_params import SamplingParams, random_seed
 
 P = ParamSpec("P")
 T = TypeVar("T")

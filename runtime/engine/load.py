@@ -41,7 +41,7 @@ from lowbit.runtime.models.loader import (
     without_head,
 )
 from lowbit.runtime.state.device_state import CacheSize, kv_pages
-from lowbit.runtime.state.sampler import sampling_defaults
+from lowbit.runtime.state.sampling_params import sampling_defaults
 from lowbit.runtime.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from lowbit.runtime.engine.runner import new_kept
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.decode_inputs import new_hidden_ring
 from lowbit.runtime.state.device_state import CacheSize, kv_pages, new_state
-from lowbit.runtime.state.pages import EXTRA, PAGE, pages_for
+from lowbit.runtime.state.page_counts import EXTRA, PAGE, pages_for
 from lowbit.runtime.state.sampler import new_sampler_rows
 from lowbit.runtime.state.snapshots import Snapshots
 

@@ -20,7 +20,7 @@ from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.stream import Generation, Stream, answer_all
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.device_state import CacheSize
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.text.chat import Message, output_start
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammar, Grammars

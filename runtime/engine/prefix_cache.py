@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lowbit.runtime.engine.request import Request
-from lowbit.runtime.state.pages import PAGE, pages_for
+from lowbit.runtime.state.page_counts import PAGE, pages_for
 from lowbit.runtime.state.pool import Pool
 
 MOST_PREFIXES = 64  # every prompt is compared with all of them

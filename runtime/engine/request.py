@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 
 from lowbit.formats.errors import RequestError, SettingError, TooLongError
 from lowbit.formats.sampling_ranges import LOGPROBS
-from lowbit.runtime.state.pages import PAGE, pages_for
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.page_counts import PAGE, pages_for
+from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.state.step import Embedded
 from lowbit.runtime.text.answer import OutputStart
 from lowbit.runtime.text.constraint import Constraint

@@ -25,7 +25,7 @@ from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.decode_inputs import DecodeInputs, new_decode_inputs, new_hidden_ring
 from lowbit.runtime.state.device_state import CacheSize, DeviceState, new_state
 from lowbit.runtime.state.host_rings import to_device
-from lowbit.runtime.state.pages import pages_for
+from lowbit.runtime.state.page_counts import pages_for
 from lowbit.runtime.state.sampler import SCRATCH, SamplerRows, new_sampler_rows
 from lowbit.runtime.state.snapshots import Snapshots
 from lowbit.runtime.state.step import Step, StepPlan, embedded_within

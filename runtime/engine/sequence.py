@@ -2,13 +2,15 @@
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.runtime.engine.request import Request, pages_needed
 from lowbit.runtime.engine.stats import Tally
-from lowbit.runtime.state.host_rings import LogProbabilities
 from lowbit.runtime.state.step import NO_SLOT, Span
+
+if TYPE_CHECKING:
+    from lowbit.runtime.state.host_rings import LogProbabilities
 
 Phase = Literal["waiting", "prompt", "decoding", "ended"]
 Finish = Literal["stop", "length", "cancelled"]
@@ -44,7 +46,7 @@ class Sequence:
     # One for each token of the prompt, if the request asks for them and its first new token has
     # been read; None for the first token, which follows nothing
     prompt_log_probabilities: tuple[TokenLogProbabilities | None, ...] = ()
-    scores: LogProbabilities | None = None  # host memory that kernels write these to
+    scores: "LogProbabilities | None" = None  # host memory that kernels write these to
     finish: Finish | None = None  # reason of its end; None before, and after an error
     error: LowbitError | None = None  # that ended it
     cancelled: bool = False  # set by the user, at any time and from any thread

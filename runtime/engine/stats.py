@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from lowbit.runtime.state.pages import EXTRA
+from lowbit.runtime.state.page_counts import EXTRA
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.engine import Engine

@@ -13,7 +13,7 @@ from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.results import nonfinite_error
 from lowbit.runtime.engine.stream import Stream
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.text.chat import output_start
 
 ROWS = 256  # of logits at a time: 150 MB with a vocabulary of 150,000

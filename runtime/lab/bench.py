@@ -24,7 +24,7 @@ from lowbit.runtime.lab.machine_speed import (
     settle,
 )
 from lowbit.runtime.models.loader import OpenedModel
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.sampling_params import SamplingParams
 
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=0.7, top_k=20, top_p=0.95, seed=0)

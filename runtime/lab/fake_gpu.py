@@ -38,7 +38,7 @@ from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.kernels.launch.card import Card
 from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.models.loader import OpenedModel, build_decoder, open_model, with_activations
-from lowbit.runtime.state.sampler import SamplingParams, sampling_defaults
+from lowbit.runtime.state.sampling_params import SamplingParams, sampling_defaults
 from lowbit.runtime.text.tokenizer import load_tokenizer
 from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 from lowbit.runtime.weights.weights import WIDE_BITS, Weights

@@ -21,7 +21,7 @@ from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import WatchedLinear
 from lowbit.runtime.models.loader import OpenedModel, build_decoder
 from lowbit.runtime.state.device_state import new_state
-from lowbit.runtime.state.pages import pages_for
+from lowbit.runtime.state.page_counts import pages_for
 from lowbit.runtime.state.step_buffers import lone_step
 from lowbit.runtime.text.tokenizer import Tokenizer
 from lowbit.runtime.weights.linear import Linear

@@ -8,7 +8,7 @@ from lowbit.formats.text.template import ChatTemplate, load_chat_template
 from lowbit.runtime.engine.prompts import PromptEncoder
 from lowbit.runtime.engine.request import Limits
 from lowbit.runtime.serve.link.messages import Facts
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.text.tokenizer import Tokenizer, load_tokenizer
 
 

@@ -9,6 +9,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 REQUEST_TIMEOUT_S = 600.0
 HEAD_TIMEOUT_S = 30.0
 GRAMMAR_BYTES = 1_000_000_000
+STOP_S = 10.0  # for the step under way, when the server ends
 # A busy thread leaves the interpreter to another after this time; an event beside one took 0.8 ms
 # with it, and 5.5 ms with Python's own 5 ms.
 SWITCH_S = 5e-4

@@ -7,7 +7,8 @@ import torch
 from lowbit.formats.architectures.config import Config
 from lowbit.formats.kv_cache import CacheType, plain_cache
 from lowbit.runtime.state.delta import DeltaSlots, new_slots
-from lowbit.runtime.state.pages import EXTRA, KVPages, new_pages
+from lowbit.runtime.state.page_counts import EXTRA
+from lowbit.runtime.state.pages import KVPages, new_pages
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.kv_cache import CACHE_TYPES, CacheType
-
-PAGE = 64  # tokens
-SCRATCH = 0  # the page that tokens of no sequence are written to; it belongs to nobody
-EXTRA = 2  # pages beyond those for tokens: SCRATCH, and one for the copy of a page that goes on
+from lowbit.runtime.state.page_counts import PAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +84,6 @@ class KVPages:
         """Copy a page to another in all layers."""
         for store in self.stores:
             store[:, target].copy_(store[:, source])
-
-
-def pages_for(tokens: int) -> int:
-    """Pages that hold so many tokens."""
-    return -(-tokens // PAGE)
 
 
 def new_pages(

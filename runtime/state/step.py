@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NO_SLOT = -1  # in `Step.write`: the state after this token is lost
 
@@ -30,7 +31,7 @@ class Embedded:
     """Tokens whose embeddings do not come from the model's table, such as those of an image."""
 
     first: int  # of these tokens, in a prompt or in a step
-    rows: Tensor  # [n, h], their embeddings
+    rows: "Tensor"  # [n, h], their embeddings
     origin: bytes  # hash of what they were made from; the prefix cache compares it
 
 
@@ -62,14 +63,14 @@ class Step:
     model's device, so that a recorded step follows its sequences without the host.
     """
 
-    positions: Tensor  # [M] int32, position of each token in its sequence
-    rows: Tensor  # [M] int32, row of `tables` of each token's sequence
+    positions: "Tensor"  # [M] int32, position of each token in its sequence
+    rows: "Tensor"  # [M] int32, row of `tables` of each token's sequence
     # [B + 1] int32, first token of each sequence, then M; of a prompt 0 and the number of its
     # tokens, which may be less than M: others are padding, of which nothing is stored
-    starts: Tensor
-    tables: Tensor  # [R, T] int32, block tables: the page of each PAGE positions
-    read: Tensor  # [B] int32, slot with the recurrent state before the sequence's first token
-    write: Tensor  # [M] int32, slot that takes the state after the token, or NO_SLOT
+    starts: "Tensor"
+    tables: "Tensor"  # [R, T] int32, block tables: the page of each PAGE positions
+    read: "Tensor"  # [B] int32, slot with the recurrent state before the sequence's first token
+    write: "Tensor"  # [M] int32, slot that takes the state after the token, or NO_SLOT
     max_kv_len: int  # every position is below it; kernels divide their work by it
     longest: int  # most tokens of one sequence
     # The B sequences, as the host knows them; GPU kernels do not look at them, but for the
@@ -84,16 +85,16 @@ class Step:
     ending: Ending = "together"
     # [M] int32, rows of the rotary tables for the tokens, ascending by one in a sequence of a
     # decode step; None where they are the positions
-    own_angles: Tensor | None = None
+    own_angles: "Tensor | None" = None
     # Tokens of a chunk of a prompt that the model does not look up in its table
     embedded: tuple[Embedded, ...] = ()
 
     @property
-    def angles(self) -> Tensor:
+    def angles(self) -> "Tensor":
         """[M] int32, row of the rotary tables for each token."""
         return self.positions if self.own_angles is None else self.own_angles
 
-    def end(self, finish: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+    def end(self, finish: "Callable[..., Tensor]", *rows: "Tensor") -> "Tensor":
         """Run the end of the last layer for all tokens, or for the last one alone; see `ending`.
 
         Args:

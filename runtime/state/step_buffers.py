@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.state.host_rings import write_rows
-from lowbit.runtime.state.pages import PAGE, SCRATCH, pages_for
+from lowbit.runtime.state.page_counts import PAGE, SCRATCH, pages_for
 from lowbit.runtime.state.step import (
     NO_SLOT,
     Span,

@@ -4,17 +4,13 @@ A grammar names the tokens `<tool_call>` and `</tool_call>` where the tokenizer 
 them elsewhere. Arguments follow their JSON schema, in the notation of the chat templates.
 """
 
-import copy
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
-from torch import Tensor
-
 from lowbit.formats.errors import RequestError
-from lowbit.runtime.text.grammar import Grammar, GrammarConstraint
 from lowbit.runtime.text.grammar_source import MOST_BYTES
 from lowbit.runtime.text.loose_schema import loosened
 from lowbit.runtime.text.tokenizer import Tokenizer
@@ -287,72 +283,3 @@ def _is_open(schema: Mapping[str, Any]) -> bool:
 
 def _fits_tag(name: str) -> bool:
     return bool(name) and not any(sign in name for sign in ">\n")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StrictCalls:
-    """A grammar that begins with a token and ends with another, any number of times."""
-
-    opening: int  # id of `<tool_call>`
-    closing: int  # id of `</tool_call>`
-    grammar: Grammar  # grammar from behind the first up to the second
-
-    def constraint(self) -> "StrictCallsConstraint":
-        """The constraint of one answer."""
-        return StrictCallsConstraint(self)
-
-
-class StrictCallsConstraint:
-    """Follows one answer: free text costs no mask, and the host need not read it in time.
-
-    For that, the token behind `<tool_call>` is free too. Where no call can begin with it, the tag
-    is text like any other.
-    """
-
-    def __init__(self, calls: StrictCalls) -> None:
-        """Start before the first token."""
-        self._calls = calls
-        self._call: GrammarConstraint | None = None  # that is being written
-        self._begins = False  # its first token comes next
-
-    @property
-    def done(self) -> bool:
-        """Never: another call may come."""
-        return False
-
-    @property
-    def free_tokens(self) -> int:
-        """Tokens up to the second of a call that may come next; see `Constraint`."""
-        if self._call is None:
-            return 2
-        return 1 if self._begins else 0
-
-    def mask(self) -> Tensor | None:
-        """Tokens that may come next; see `Constraint`."""
-        return None if self._call is None or self._begins else self._call.mask()
-
-    def accept(self, token: int) -> None:
-        """Go on behind a token; see `Constraint`."""
-        if self._call is None:
-            if token == self._calls.opening:
-                self._call, self._begins = self._calls.grammar.constraint(), True
-            return
-        try:
-            self._call.accept(token)
-        except RequestError:
-            if not self._begins:
-                raise
-            self._call = None
-        self._begins = False
-        if token == self._calls.closing:
-            self._call = None
-
-    def copy(self) -> "StrictCallsConstraint":
-        """Another one in the same state."""
-        other = copy.copy(self)
-        other._call = None if self._call is None else self._call.copy()
-        return other
-
-    def forced(self, most: int) -> Sequence[int]:
-        """Tokens of a call that come next; see `Constraint`."""
-        return () if self._call is None or self._begins else self._call.forced(most)

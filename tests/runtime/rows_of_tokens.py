@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lowbit.runtime.state.host_rings import RING, new_ring
-from lowbit.runtime.state.sampler import SamplerRows, SamplingParams, new_sampler_rows
+from lowbit.runtime.state.sampler import SamplerRows, new_sampler_rows
+from lowbit.runtime.state.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

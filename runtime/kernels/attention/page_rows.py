@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.ptx.memory import load4
-from lowbit.runtime.state.pages import PAGE
+from lowbit.runtime.state.page_counts import PAGE
 
 PAGE_ROWS = gl.constexpr(PAGE)
 ROW_BITS = gl.constexpr(PAGE.bit_length() - 1)

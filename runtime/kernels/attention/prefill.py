@@ -34,7 +34,8 @@ from lowbit.runtime.kernels.attention.prefill_hopper import (
 from lowbit.runtime.kernels.attention.widen_pages import widen_pages
 from lowbit.runtime.kernels.launch.attention import prompt_launch, prompt_way
 from lowbit.runtime.kernels.launch.device import card_of, run
-from lowbit.runtime.state.pages import PAGE, KVPages, pages_for
+from lowbit.runtime.state.page_counts import PAGE, pages_for
+from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.step import Span, Step
 from lowbit.runtime.weights.layers import AttentionLayer
 

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from lowbit.runtime.kernels.attention.heads import Heads
 from lowbit.runtime.kernels.launch.device import run
 from lowbit.runtime.kernels.ptx.wgmma import next_slot
-from lowbit.runtime.state.pages import PAGE
+from lowbit.runtime.state.page_counts import PAGE
 
 TOKENS = 128  # of a program
 ROWS = gl.constexpr(64)  # tokens of a warpgroup

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowbit.runtime.kernels.launch.device import card_of, run
-from lowbit.runtime.state.pages import PAGE
+from lowbit.runtime.state.page_counts import PAGE
 
 EACH = 4  # programs of a multiprocessor
 BLOCK = 8192  # elements at a time

@@ -23,8 +23,8 @@ from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.lab.fake_gpu import DTYPE, MetaWeights
 from lowbit.runtime.models.loader import OpenedModel, build_decoder
 from lowbit.runtime.state.device_state import CacheSize
-from lowbit.runtime.state.pages import pages_for
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.page_counts import pages_for
+from lowbit.runtime.state.sampling_params import SamplingParams
 
 LEAST_LAYERS = 4
 POSITION = 100  # tokens that every sequence has in the cache

@@ -37,7 +37,7 @@ from lowbit.runtime.serve.request.forms import (
 )
 from lowbit.runtime.serve.request.prepare import Asked, can_switch_thinking, open_answers
 from lowbit.runtime.serve.served_model import ServedModel
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.sampling_params import SamplingParams
 
 
 class NamedSchemaFormat(Body):

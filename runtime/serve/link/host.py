@@ -41,15 +41,14 @@ from lowbit.runtime.serve.link.messages import (
     ToEngine,
     problem_of,
 )
-from lowbit.runtime.serve.settings import SWITCH_S
-from lowbit.runtime.text.call_grammar import StrictCalls
+from lowbit.runtime.serve.settings import STOP_S, SWITCH_S
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammar
 from lowbit.runtime.text.grammar_source import GrammarSource
+from lowbit.runtime.text.strict_calls import StrictCalls
 
 log = logging.getLogger("lowbit.serve")
 RETRY_S = 1.0  # until a step is tried again that failed without any request
-STOP_S = 10.0  # for the step under way, when the server ends
 BEAT_S = 1.0  # between two reports of the engine's health
 TICK_S = 0.05  # between two looks at it
 STALLED_S = 120.0  # longest time of one step, with the first use of its kernels

@@ -15,7 +15,7 @@ from lowbit.formats.errors import LowbitError
 from lowbit.runtime.engine.request import Limits, Request
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.stats import Load, Speculated
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.text.answer import OutputStart
 
 

@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING
 
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.machine.system import explained
-from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.errors import of_bug
 from lowbit.runtime.serve.link.channel import Channel
-from lowbit.runtime.serve.link.host import STOP_S, EngineHost
 from lowbit.runtime.serve.link.messages import (
     Facts,
     FromEngine,
@@ -30,6 +29,10 @@ from lowbit.runtime.serve.link.messages import (
     problem_of,
 )
 from lowbit.runtime.serve.logs import set_up_logs
+from lowbit.runtime.serve.settings import STOP_S
+
+if TYPE_CHECKING:
+    from lowbit.runtime.engine.model import Model
 
 log = logging.getLogger("lowbit.serve")
 DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
@@ -91,7 +94,7 @@ class EngineProcess:
         self.process.join()
 
 
-def start_engine(load: Callable[[], Model]) -> EngineProcess:
+def start_engine(load: "Callable[[], Model]") -> EngineProcess:
     """Start a process that loads a model and serves it.
 
     Args:
@@ -127,7 +130,7 @@ async def _first(channel: Channel[FromEngine]) -> FromEngine | None:
     return None
 
 
-def _run(sock: socket.socket, load: Callable[[], Model], end_with_parent: bool) -> None:
+def _run(sock: socket.socket, load: "Callable[[], Model]", end_with_parent: bool) -> None:
     """Load the model and serve it until the other end closes."""
     for number in (signal.SIGINT, signal.SIGTERM):  # of the whole group: answers may finish first
         signal.signal(number, signal.SIG_IGN)
@@ -146,8 +149,10 @@ def _run(sock: socket.socket, load: Callable[[], Model], end_with_parent: bool) 
         os._exit(1)  # the interpreter would wait for the thread that hangs
 
 
-def _serve(channel: Channel[ToEngine], load: Callable[[], Model]) -> bool:
+def _serve(channel: Channel[ToEngine], load: "Callable[[], Model]") -> bool:
     """Load the model and serve it; False if the engine hangs at the end."""
+    from lowbit.runtime.serve.link.host import EngineHost  # needs torch, unlike the HTTP side
+
     try:
         model = load()
     except BaseException as error:

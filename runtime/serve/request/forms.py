@@ -14,11 +14,7 @@ from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.body import Body, Ignored
 from lowbit.runtime.serve.request.explain import WRONG
 from lowbit.runtime.serve.settings import MOST_CHOICE_TEXTS, MOST_GRAMMAR_CHARACTERS
-from lowbit.runtime.text.call_grammar import (
-    grammar_of,
-    grammar_of_rest,
-    grammar_of_text,
-)
+from lowbit.runtime.text.call_grammar import grammar_of, grammar_of_rest, grammar_of_text
 from lowbit.runtime.text.grammar_source import (
     JSON_NOTATION,
     SCHEMA_LIMITS,

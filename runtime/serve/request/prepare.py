@@ -33,7 +33,7 @@ from lowbit.runtime.serve.settings import (
     MOST_BODY_BYTES,
     THREAD_BODY_BYTES,
 )
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.text.chat import output_start
 from lowbit.runtime.text.tools import form_of, read_json, read_tools
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_sampling import adjusted, best_ids, drawn, passed, uniforms
 from lowbit.runtime.state.host_rings import new_log_probabilities, new_ring
-from lowbit.runtime.state.sampler import ALL, SCRATCH, TOP_K, SamplingParams
+from lowbit.runtime.state.sampler import ALL, SCRATCH, TOP_K
+from lowbit.runtime.state.sampling_params import SamplingParams
 from tests.runtime.rows_of_tokens import (
     Asked,
     configured,

@@ -19,7 +19,7 @@ from lowbit.runtime.kernels.linear.tiles import GpuLinear, TiledLinear, dequanti
 from lowbit.runtime.kernels.rows import rms_norm_ref
 from lowbit.runtime.models.dense import Dense, Layer
 from lowbit.runtime.state.device_state import DeviceState, new_state
-from lowbit.runtime.state.pages import pages_for
+from lowbit.runtime.state.page_counts import pages_for
 from lowbit.runtime.state.rope import rope_tables
 from lowbit.runtime.state.step_buffers import lone_step
 from lowbit.runtime.thresholds import DENSE_TOKENS, PACKED_TOKENS

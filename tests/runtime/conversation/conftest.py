@@ -10,7 +10,7 @@ from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.runtime.conversation.chat import AnswerSettings, Chat, ChatPrompt
 from lowbit.runtime.conversation.respond import View
 from lowbit.runtime.engine.stream import Generation, Timings
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.text.answer import Piece
 from lowbit.runtime.text.chat import Message
 

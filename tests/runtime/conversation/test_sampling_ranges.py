@@ -14,7 +14,7 @@ from lowbit.formats.generation import load_generation_config
 from lowbit.formats.sampling_ranges import SEED, SETTINGS
 from lowbit.runtime.cli.options import sampling_options
 from lowbit.runtime.conversation.commands import Slash, run_command
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.sampling_params import SamplingParams
 from tests.runtime.conversation.conftest import NewChat
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lowbit.formats.errors import LowbitError, RequestError, ResourceError
 from lowbit.runtime.conversation.saved import MAX_BYTES, load, path_of, save
 from lowbit.runtime.conversation.turns import Conversation, Turn
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.sampling_params import SamplingParams
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
 TALKS = st.builds(

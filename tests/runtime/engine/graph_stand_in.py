@@ -17,7 +17,7 @@ from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.device_state import DeviceState
-from lowbit.runtime.state.pages import PAGE, SCRATCH, pages_for
+from lowbit.runtime.state.page_counts import PAGE, SCRATCH, pages_for
 from lowbit.runtime.state.step import NO_SLOT, Span, Step, StepPlan
 
 

@@ -14,7 +14,7 @@ import lowbit.runtime as lowbit
 from lowbit.runtime.engine.chunks import CHUNK_WIDTHS
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.request import Request
-from lowbit.runtime.state.pages import PAGE
+from lowbit.runtime.state.page_counts import PAGE
 
 FAR = 2048  # tokens
 

@@ -16,7 +16,7 @@ from lowbit.runtime.engine.plan import OpenRow
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.models.layer_parts import last_of
-from lowbit.runtime.state.pages import PAGE
+from lowbit.runtime.state.page_counts import PAGE
 from lowbit.runtime.state.step import NO_SLOT, Span, Step
 from lowbit.runtime.thresholds import EXACT_TOKENS, SEQUENCE_TOKENS
 from tests.short_models import Shorten

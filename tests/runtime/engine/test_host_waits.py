@@ -22,7 +22,7 @@ from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import Runner, new_runner
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.host_rings import to_device, write
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.sampling_params import SamplingParams
 from tests.runtime.engine.draft.guesses import drafting_by, guessers
 from tests.runtime.engine.graph_stand_in import Event, Stream
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import CheckpointError
 from lowbit.runtime.engine.load_options import KVCache, Mode
-from lowbit.runtime.state.pages import PAGE
+from lowbit.runtime.state.page_counts import PAGE
 from tests.short_models import Shorten
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from lowbit.runtime.engine import memory
 from lowbit.runtime.engine.runner import Runner, new_runner
 from lowbit.runtime.models.loader import OpenedModel, load_decoder, open_model
 from lowbit.runtime.state.device_state import CacheSize, new_state
-from lowbit.runtime.state.pages import EXTRA, PAGE, pages_for
+from lowbit.runtime.state.page_counts import EXTRA, PAGE, pages_for
 from lowbit.runtime.state.sampler import new_sampler_rows
 
 if TYPE_CHECKING:

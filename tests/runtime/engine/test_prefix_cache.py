@@ -12,7 +12,7 @@ from lowbit.runtime.engine.prefix_cache import (
     new_prefix,
     shared_pages,
 )
-from lowbit.runtime.state.pages import PAGE, pages_for
+from lowbit.runtime.state.page_counts import PAGE, pages_for
 from lowbit.runtime.state.pool import Pool
 
 PROMPT = 200

@@ -8,7 +8,7 @@ import torch
 
 from lowbit.formats.errors import RequestError, SettingError, TooLongError
 from lowbit.runtime.engine.request import Limits, Request
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.state.step import Embedded
 
 LIMITS = Limits(256, positions=512, table_rows=4096, hidden=8, vocabulary=4000, pages=3)

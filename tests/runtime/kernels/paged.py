@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.kv_cache import BF16_CACHE
-from lowbit.runtime.state.pages import PAGE, KVPages, new_pages, pages_for
+from lowbit.runtime.state.page_counts import PAGE, pages_for
+from lowbit.runtime.state.pages import KVPages, new_pages
 from lowbit.runtime.state.step import Span, Step
 
 

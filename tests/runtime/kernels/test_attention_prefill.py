@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lowbit.runtime.kernels.attention.prefill import attention_prefill
 from lowbit.runtime.kernels.attention.reference import attention_ref
-from lowbit.runtime.state.pages import PAGE, KVPages, pages_for
+from lowbit.runtime.state.page_counts import PAGE, pages_for
+from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span
 from lowbit.runtime.thresholds import PROMPT_TOKENS

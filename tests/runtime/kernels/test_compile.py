@@ -225,7 +225,8 @@ def attentions(full: bool) -> Iterator[str]:
     """Decode over a short and a long reach, and prefill, for the heads of real models."""
     from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE
     from lowbit.runtime.backends import cuda
-    from lowbit.runtime.state.pages import PAGE, new_pages
+    from lowbit.runtime.state.page_counts import PAGE
+    from lowbit.runtime.state.pages import new_pages
     from lowbit.runtime.state.rope import Rope
     from lowbit.runtime.weights.layers import AttentionLayer
 

@@ -23,7 +23,8 @@ from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.state.delta import DeltaSlots
 from lowbit.runtime.state.rope import Rope
-from lowbit.runtime.state.sampler import SamplingParams, new_sampler_rows
+from lowbit.runtime.state.sampler import new_sampler_rows
+from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.state.step import Span, Step
 from lowbit.runtime.weights.layers import AttentionLayer, DeltaLayer
 from lowbit.runtime.weights.linear import DenseLinear

@@ -5,7 +5,7 @@ import torch
 
 from lowbit.formats.kv_cache import widen_vectors
 from lowbit.runtime.kernels.attention.widen_pages import widen_pages
-from lowbit.runtime.state.pages import PAGE
+from lowbit.runtime.state.page_counts import PAGE
 from lowbit.runtime.state.step import Span
 from tests.runtime.kernels.coded_pages import in_codes
 from tests.runtime.kernels.paged import random_pages, rows_of, step_of

@@ -25,7 +25,7 @@ from lowbit.runtime.lab.machine_speed import (
     seconds_beside_read,
 )
 from lowbit.runtime.lab.tables import show_bench
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.sampling_params import SamplingParams
 from tests.short_models import Shorten
 
 if TYPE_CHECKING:

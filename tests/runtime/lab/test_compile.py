@@ -191,7 +191,7 @@ def launches_of(folder: Path) -> tuple[int, list[tuple[Any, str, str]]]:
     from lowbit.runtime.kernels.launch.card import H200
     from lowbit.runtime.lab import fake_gpu
     from lowbit.runtime.models.loader import open_model
-    from lowbit.runtime.state.sampler import SamplingParams
+    from lowbit.runtime.state.sampling_params import SamplingParams
 
     kept = JITFunction._do_compile
     asked: list[str] = []

@@ -13,7 +13,7 @@ import lowbit.runtime as lowbit
 from lowbit.formats.architectures import footprint
 from lowbit.runtime.models.loader import load_decoder, open_model
 from lowbit.runtime.state.device_state import new_state
-from lowbit.runtime.state.pages import PAGE
+from lowbit.runtime.state.page_counts import PAGE
 from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 
 if TYPE_CHECKING:

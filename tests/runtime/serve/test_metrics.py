@@ -8,7 +8,7 @@ import httpx2
 import pytest
 
 from lowbit.runtime.engine.load import load
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.sampling_params import SamplingParams
 from tests.runtime.serve.conftest import BUNDLED, LONG, NAME, Running, running, until
 
 HYBRID = BUNDLED.parent / "tiny-qwen3.5"

@@ -17,8 +17,9 @@ from lowbit.formats.kv_cache import (
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.state.device_state import CacheSize, new_state
-from lowbit.runtime.state.pages import PAGE, new_pages
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.page_counts import PAGE
+from lowbit.runtime.state.pages import new_pages
+from lowbit.runtime.state.sampling_params import SamplingParams
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 

@@ -7,13 +7,8 @@ import torch
 
 from lowbit.formats.errors import RequestError
 from lowbit.formats.generation import GenerationConfig
-from lowbit.runtime.state.sampler import (
-    ALL,
-    ChoiceShape,
-    SamplingParams,
-    new_sampler_rows,
-    sampling_defaults,
-)
+from lowbit.runtime.state.sampler import ALL, ChoiceShape, new_sampler_rows
+from lowbit.runtime.state.sampling_params import SamplingParams, sampling_defaults
 
 V = 50
 

@@ -6,9 +6,10 @@ from functools import cache
 import pytest
 from tokenizers import Tokenizer as HubTokenizer
 
-from lowbit.runtime.text.call_grammar import StrictCalls, grammar_of_rest, grammar_of_text
+from lowbit.runtime.text.call_grammar import grammar_of_rest, grammar_of_text
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammar, Grammars
+from lowbit.runtime.text.strict_calls import StrictCalls
 from lowbit.runtime.text.thinking import ThinkingConstraint, thinking_tokens
 from lowbit.runtime.text.tokenizer import Tokenizer, load_tokenizer
 from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, CallForm, read_tools

@@ -13,7 +13,7 @@ from lowbit.runtime.kernels.launch.attention import (
     key_split,
 )
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
-from lowbit.runtime.state.pages import PAGE
+from lowbit.runtime.state.page_counts import PAGE
 from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 
 REACHES = (1, 40, 129, 256, 257, 1024, 40960, 262144)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.sampling_params import SamplingParams
 
 VOCABULARY = 3001  # three blocks, no multiple of 32; the logits have padding beyond
 PADDED = 3100

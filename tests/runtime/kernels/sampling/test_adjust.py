@@ -4,7 +4,7 @@ import torch
 
 from lowbit.runtime.backends.cpu_sampling import adjusted
 from lowbit.runtime.kernels.sampling.adjust import adjust
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.sampling_params import SamplingParams
 from tests.runtime.kernels.sampling.logits import STRICT, VOCABULARY, some_logits
 from tests.runtime.rows_of_tokens import Asked, configured
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lowbit.runtime.backends import cpu, cuda
 from lowbit.runtime.state.host_rings import RING, new_ring
-from lowbit.runtime.state.sampler import SCRATCH, ChoiceShape, SamplerRows, SamplingParams
+from lowbit.runtime.state.sampler import SCRATCH, ChoiceShape, SamplerRows
+from lowbit.runtime.state.sampling_params import SamplingParams
 from tests.runtime.kernels.sampling.logits import PADDED, STRICT, VOCABULARY, some_logits
 from tests.runtime.rows_of_tokens import Asked, configured, run, some_requests, words_of
 

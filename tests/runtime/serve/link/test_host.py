@@ -28,7 +28,7 @@ from lowbit.runtime.serve.link.messages import (
     Step,
     ToEngine,
 )
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.text.grammar_source import regex_source
 
 

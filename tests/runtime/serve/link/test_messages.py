@@ -19,7 +19,7 @@ from lowbit.runtime.serve.link.messages import (
     begin_of,
     problem_of,
 )
-from lowbit.runtime.state.sampler import SamplingParams
+from lowbit.runtime.state.sampling_params import SamplingParams
 
 REQUEST = Request(
     prompt=(5, 248_000, 0),
