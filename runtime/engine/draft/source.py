@@ -259,8 +259,11 @@ class Drafts:
         ]
 
     def _most(self, sequences: Numbers[Sequence]) -> int:
-        """Most drafts of a sequence, so that a step of all has at most ROUND_TOKENS tokens."""
-        return min(self.most, ROUND_TOKENS // max(1, len(sequences)) - 1)
+        """Most drafts of a sequence, so that a step of all has at most ROUND_TOKENS tokens.
+
+        0 for more than half as many sequences: their steps are plain.
+        """
+        return max(0, min(self.most, ROUND_TOKENS // max(1, len(sequences)) - 1))
 
     def _keep_up(self, sequences: Numbers[Sequence]) -> None:
         if self.mtp is not None:

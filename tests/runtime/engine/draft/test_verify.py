@@ -53,7 +53,7 @@ def load(shorten: Shorten) -> Callable[[Case], lowbit.Model]:
             device="cpu",
             dtype=getattr(torch, dtype),
             context=320,
-            max_sequences=8,
+            max_sequences=20,
             quantize="int4",
             speculate="ngram",
             draft_tokens=15,
@@ -318,3 +318,15 @@ def test_a_step_takes_no_more_tokens_than_keep_their_bits(model: lowbit.Model) -
         together = [model.engine.submit(request) for _ in range(count)]
         assert {handle.result() for handle in together} == {tokens}
         assert max(len(handle.tally.drafted) for handle in together) == 16 // count - 1
+
+
+@pytest.mark.parametrize("count", [9, 20])
+def test_sequences_that_leave_no_room_for_drafts_take_plain_steps(
+    model: lowbit.Model, count: int
+) -> None:
+    tokens = model.engine.submit(request_of(0, 4)).result()
+    model.engine.drafting = drafting_by(
+        always(tokens, lambda count: count, 15), model.engine.runner, 15
+    )
+    together = [model.engine.submit(request_of(0, 4)) for _ in range(count)]
+    assert {handle.result() for handle in together} == {tokens}
