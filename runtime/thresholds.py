@@ -6,6 +6,7 @@ Measured on an H200 (LOG.md), but for the CPU's.
 # A step of so many tokens gives each the bits that it has in a step of its own, in every way of
 # computing; more tokens only take ways that are faster.
 EXACT_TOKENS = 64
+STEP_TOKENS = 256  # of a decode step, one of each sequence; more than EXACT_TOKENS in parts
 SEQUENCE_TOKENS = 16  # of one sequence in a decode step; more of a prompt are attended to together
 ROUND_TOKENS = 16  # of a round: last tokens and drafts of all its sequences
 

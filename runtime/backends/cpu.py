@@ -17,6 +17,7 @@ from lowbit.runtime.state.page_counts import PAGE, pages_for
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span, Step
+from lowbit.runtime.thresholds import EXACT_TOKENS
 from lowbit.runtime.weights.layers import AttentionLayer, DeltaLayer
 from lowbit.runtime.weights.linear import ExpertWeights
 
@@ -46,11 +47,16 @@ def product(
 
 
 def two_products(
-    x: Tensor, w: CpuLinear, small: CpuLinear, norm: Tensor, eps: float
+    x: Tensor, w: CpuLinear, small: CpuLinear, norm: Tensor, eps: float, few: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`product` of two weights for the same normed x; see `Ops.two_products`."""
     h = rms_norm(x, norm, eps)
-    return linear(x, w, norm, eps, h).to(x.dtype), linear(x, small, norm, eps, h).to(x.dtype)
+    parts = zip(
+        *(torch.split(each, EXACT_TOKENS if few else len(x)) for each in (x, h)), strict=True
+    )
+    second = [linear(part, small, norm, eps, normed) for part, normed in parts]
+    both = linear(x, w, norm, eps, h), second[0] if len(second) == 1 else torch.cat(second)
+    return both[0].to(x.dtype), both[1].to(x.dtype)
 
 
 def moe(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[CpuLinear]) -> Tensor:

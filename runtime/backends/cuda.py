@@ -155,7 +155,7 @@ def product(
 
 
 def two_products(
-    x: Tensor, w: GpuLinear, small: GpuLinear, norm: Tensor, eps: float
+    x: Tensor, w: GpuLinear, small: GpuLinear, norm: Tensor, eps: float, few: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`product` of two weights for the same normed x; see `Ops.two_products`."""
     if (
@@ -165,7 +165,10 @@ def two_products(
         and takes_rows(x.shape[0])
     ):
         return gemv_and_rows(x, w, small.weight, norm=norm, eps=eps)
-    return product(x, w, norm=norm, eps=eps), product(x, small, norm=norm, eps=eps)
+    first = product(x, w, norm=norm, eps=eps)
+    if few and isinstance(small, DenseLinear):
+        return first, dense_gemv(x, small.weight, norm=norm, eps=eps)
+    return first, product(x, small, norm=norm, eps=eps)
 
 
 def moe(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[GpuLinear]) -> Tensor:
@@ -189,7 +192,7 @@ def delta_linear(
     residual: Tensor,
 ) -> Tensor:
     """Gated DeltaNet and its output linear; see `Ops.delta_linear`."""
-    if isinstance(w, TiledLinear) and norms_later(len(qkvz), step.prompt):
+    if isinstance(w, TiledLinear) and norms_later(len(qkvz), step.prompt, w.activations):
         parts, squares = delta_decode_parts(qkvz, ba, layer, states, step)
         return product(parts, w, squares=squares, eps=layer.eps, added=residual)
     advance = delta_prefill if step.prompt else delta_decode

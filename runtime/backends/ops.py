@@ -58,9 +58,12 @@ class Ops(Protocol[W]):
         """
 
     def two_products(
-        self, x: Tensor, w: W, small: W, norm: Tensor, eps: float
+        self, x: Tensor, w: W, small: W, norm: Tensor, eps: float, few: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """`product` of two weights for the same normed x, the second of few rows."""
+        """`product` of two weights for the same normed x, the second of few rows.
+
+        few: a decode step's: a token's bits by the second do not depend on the number of tokens.
+        """
 
     def moe(self, x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[W]) -> Tensor:
         """Add the output of a mixture of experts for the normed x, h, to x: [M, h].

@@ -14,7 +14,7 @@ from lowbit.runtime.thresholds import ROUND_TOKENS
 
 MOST_GRAPHS = 64  # each takes some megabytes of the driver's memory
 FIRST_KV_LEN = 256
-STEP_WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # tokens; more are multiples of 64
+STEP_WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # tokens
 
 
 class Graphs:

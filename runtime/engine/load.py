@@ -110,7 +110,8 @@ def load(
         opened = replace(_open(folder, None, options, power), drafter=opened.drafter)
     decoder = load_decoder(opened, device, dtype, cache.context, launches)
     chunk = CHUNK if device != "cpu" else cpu_chunk(opened.token_weights() // len(decoder.layers))
-    runner = new_runner(decoder, vocabulary, cache, dtype, device, chosen.cache_type, chunk)
+    tokens = chunk, opened.part_tokens(device)
+    runner = new_runner(decoder, vocabulary, cache, dtype, device, chosen.cache_type, *tokens)
     if beside is not None:
         pages = kv_pages(beside.config, cache.all_pages, chosen.cache_type, device)
         runner.blocks = Blocks(beside, pages, runner.tables, runner.sampler)

@@ -28,9 +28,9 @@ from lowbit.runtime.state.host_rings import to_device
 from lowbit.runtime.state.page_counts import pages_for
 from lowbit.runtime.state.sampler import SCRATCH, SamplerRows, new_sampler_rows
 from lowbit.runtime.state.snapshots import Snapshots
-from lowbit.runtime.state.step import Step, StepPlan, embedded_within
+from lowbit.runtime.state.step import Step, StepPlan, embedded_within, parts_of
 from lowbit.runtime.state.step_buffers import new_step
-from lowbit.runtime.thresholds import ROUND_TOKENS, SEQUENCE_TOKENS
+from lowbit.runtime.thresholds import EXACT_TOKENS, ROUND_TOKENS, SEQUENCE_TOKENS
 
 ALIGNED = 16  # kept logits: their rows are a multiple of so many
 
@@ -55,6 +55,9 @@ class Runner:
     hidden_ring: Tensor | None = None
     blocks: ContextReader | None = None  # block drafter that reads every step; None without one
     chunk_tokens: int = CHUNK  # most tokens of a chunk
+    # Most tokens of a decode step that pass the layers together, a multiple of EXACT_TOKENS; more
+    # are cut into parts
+    part_tokens: int = EXACT_TOKENS
     inputs: DecodeInputs = field(init=False)  # of the next decode step
     results: Results = field(init=False)  # host memory that steps write to
     graphs: Graphs = field(default_factory=Graphs)  # recorded steps
@@ -62,7 +65,8 @@ class Runner:
     chunks: Chunks | None = field(init=False)
     # [ROUND_TOKENS] int32, row of the sampler's mask for each token of a round
     masks: Tensor = field(init=False)
-    _kept: Tensor = field(init=False)  # [W or ROUND_TOKENS, V] float32 of `keep`, empty before
+    # [EXACT_TOKENS or fewer, V] float32 of `keep`, for each EXACT_TOKENS tokens of a step
+    _kept: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Allocate the inputs of the largest step."""
@@ -70,7 +74,6 @@ class Runner:
         self.inputs = new_decode_inputs(width_for(self.rows), rows, self.state.device)
         self.results = Results(rows, self.on_gpu)
         self.masks = self.ints(range(rows, rows + ROUND_TOKENS))
-        self._kept = torch.empty(0)
         self.chunks = new_chunks(self.decoder, self.state, self.tables, self.graphs)
 
     @property
@@ -225,20 +228,24 @@ class Runner:
 
     def run_step(self, plan: StepPlan) -> None:
         """Run tokens through the layers, and choose one behind each."""
-        self._choose(self._logits_of(plan), plan)
+        for part, logits in self._logits_of(plan):
+            self._choose(logits, part)
 
     def run_layers(self, plan: StepPlan) -> None:
         """Run the first half of `run_step`, up to the logits."""
-        self.keep(self._logits_of(plan))
+        for part, logits in self._logits_of(plan):
+            self.keep(logits, part)
 
     def run_choice(self, plan: StepPlan) -> None:
         """Run the second half of `run_step`; of a round, under a mask for each token."""
         masks = self.masks[: plan.tokens] if plan.drafts else None
-        self._choose(self.kept(plan.tokens), plan, masks)
+        for part in parts_of(plan, EXACT_TOKENS):
+            self._choose(self.kept(part), part, masks)
 
     def _choose(self, logits: Tensor, plan: StepPlan, masks: Tensor | None = None) -> None:
         M, step = plan.tokens, self.inputs.step
-        rows, positions, chosen = step.rows[:M], step.positions[:M], self.inputs.chosen[:M]
+        part = slice(plan.first, plan.first + M)
+        rows, positions, chosen = step.rows[part], step.positions[part], self.inputs.chosen[part]
         if not plan.ordered:
             self.choose_tokens(logits, rows, positions, chosen, masks)
             return
@@ -266,37 +273,57 @@ class Runner:
         for M in widths:
             plans = [StepPlan(M, M, max_kv_len, longest=1) for max_kv_len in lengths]
             for plan in plans:
-                self._logits_of(plan)
+                for _ in self._logits_of(plan):
+                    pass
             self.run_step(plans[0])
             self.run_choice(plans[0])
 
     def make_room_to_keep(self) -> None:
         """Allocate the tensor that keeps logits on a GPU, before half a step is recorded."""
-        if self.on_gpu and not len(self._kept):
+        if self.on_gpu and not self._kept:
             self._kept = self._new_kept()
 
-    def _new_kept(self) -> Tensor:
+    def _new_kept(self) -> list[Tensor]:
         padded = self.decoder.config.vocab_size
-        return new_kept(self.rows, self.sampler.vocabulary, padded, self.state.device)
+        kept = new_kept(self.rows, self.sampler.vocabulary, padded, self.state.device)
+        return list(torch.split(kept, EXACT_TOKENS))
 
-    def keep(self, logits: Tensor) -> None:
-        """Keep the logits [M, V or more] of the first half of a step for the second half."""
+    def keep(self, logits: Tensor, part: StepPlan) -> None:
+        """Keep logits [M, V or more] of the first half of a step for the second half.
+
+        part: of the step, whose parts come in order.
+        """
+        place = part.first // EXACT_TOKENS
         if self.on_gpu:
-            self._kept[: len(logits)].copy_(logits[:, : self._kept.shape[1]])
+            kept = self._kept[place]
+            kept[: part.tokens].copy_(logits[:, : kept.shape[1]])
         else:
-            self._kept = logits
+            self._kept[place:] = [logits]
 
-    def kept(self, M: int) -> Tensor:
-        """Logits [M, V] that `keep` was given."""
-        return self._kept[:M]
+    def kept(self, part: StepPlan) -> Tensor:
+        """Logits [M, V] that `keep` was given for a part of a step."""
+        return self._kept[part.first // EXACT_TOKENS][: part.tokens]
 
-    def _logits_of(self, plan: StepPlan) -> Tensor:
-        """Logits behind every token of a step, [M, V or more]; stores the hidden states."""
-        step = self.inputs.step.step(plan, self.tables)
-        hidden = last_of(self._each_layer(self._ids_of(plan)[: plan.tokens], step))
+    def _logits_of(self, plan: StepPlan) -> Iterator[tuple[StepPlan, Tensor]]:
+        """Logits [M, V or more] behind every token of a step; stores the hidden states.
+
+        Yields:
+            Parts of at most EXACT_TOKENS tokens with their logits. The head never takes more, so
+            that its bits stay the same and logits take no more memory.
+        """
+        for together in parts_of(plan, self.part_tokens):
+            hidden = self._hidden_of(together)
+            for part in parts_of(together, EXACT_TOKENS):
+                at = part.first - together.first
+                yield part, self.decoder.logits(hidden[at : at + part.tokens])
+
+    def _hidden_of(self, plan: StepPlan) -> Tensor:
+        """Output of the layers for the tokens of a step or of a part, [M, h]."""
+        step, ids = self.inputs.step.step(plan, self.tables), self._ids_of(plan)
+        hidden = last_of(self._each_layer(ids[plan.first : plan.first + plan.tokens], step))
         if self.hidden_ring is not None:
             self.decoder.ops.store_hidden(hidden, step.rows, step.positions, self.hidden_ring)
-        return self.decoder.logits(hidden)
+        return hidden
 
     def _ids_of(self, plan: StepPlan) -> Tensor:
         return self.inputs.step.ids if plan.drafts else self.inputs.chosen
@@ -398,12 +425,14 @@ def new_runner(
     device: str,
     cache_type: CacheType | None = None,
     chunk_tokens: int = CHUNK,
+    part_tokens: int = EXACT_TOKENS,
 ) -> Runner:
     """A runner with empty pages and slots.
 
     Args:
         vocabulary: real tokens; ids from here on are padding and never chosen.
         dtype: of activations and recurrent states.
+        part_tokens: see `OpenedModel.part_tokens`.
     """
     cache_type = cache_type or plain_cache(dtype)
     rows, config, head = cache.rows, decoder.config, decoder.mtp is not None
@@ -421,4 +450,5 @@ def new_runner(
         tables=tables,
         hidden_ring=hidden_ring,
         chunk_tokens=chunk_tokens,
+        part_tokens=part_tokens,
     )

@@ -129,7 +129,8 @@ def meta_runner(opened: OpenedModel, options: LoadOptions, vocabulary: int) -> R
     )
     decoder = build_decoder(opened, weights, cuda, size.context)
     kind = choose_cache_type(account, options).cache_type
-    return new_runner(decoder, vocabulary, size, DTYPE, "meta", kind)
+    part = opened.part_tokens("cuda")
+    return new_runner(decoder, vocabulary, size, DTYPE, "meta", kind, part_tokens=part)
 
 
 def send_steps(runner: Runner, params: Iterable[SamplingParams], hopper: bool) -> None:

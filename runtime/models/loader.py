@@ -33,6 +33,7 @@ from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare, prepared_bytes
 from lowbit.runtime.backends.ops import Ops
 from lowbit.runtime.models.architectures import BUILD, DRAFTER_BUILD, HEADS, BlockDrafter, Model
+from lowbit.runtime.thresholds import EXACT_TOKENS, STEP_TOKENS
 from lowbit.runtime.weights.linear import Linear
 from lowbit.runtime.weights.quantized import quantized
 from lowbit.runtime.weights.weights import Weights, served
@@ -81,6 +82,20 @@ class OpenedModel:
         """True if a linear other than the head is packed, whose inputs may be rounded."""
         inner = (spec for spec in self.specs if spec.quantizable and spec.role != "head")
         return any(self.schemes[spec.module] for spec in inner)
+
+    def part_tokens(self, device: str) -> int:
+        """Most tokens that may pass the layers together in a decode step on `cpu` or `cuda`.
+
+        So many give each token the bits of a lone one: any number where all linears round their
+        inputs. Those of DeltaNet's gates are never packed, and are multiplied some tokens at a
+        time; so are routers on a GPU alone.
+        """
+        heads = ("head", "mtp")
+        inner = [each for each in self.specs if each.quantizable and each.role not in heads]
+        rounded = self.activations == "int8" and all(self.schemes[each.module] for each in inner)
+        if not rounded or (self.config.experts is not None and device == "cpu"):
+            return EXACT_TOKENS
+        return STEP_TOKENS
 
     def expert_bytes(self, device: str, dtype: torch.dtype) -> int:
         """Memory that the experts of the decoder will take."""

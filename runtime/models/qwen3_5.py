@@ -91,7 +91,9 @@ class Qwen35(Generic[W]):
         """Run M tokens through a layer: [M, h] to [M, h]; see `Step.end` where it ends a model."""
         ops, eps, mixer = self.ops, self.config.rms_norm_eps, layer.mixer
         if isinstance(mixer, DeltaNet):
-            qkvz, ba = ops.two_products(x, mixer.qkvz, mixer.ba, layer.input_norm, eps)
+            qkvz, ba = ops.two_products(
+                x, mixer.qkvz, mixer.ba, layer.input_norm, eps, few=not step.prompt
+            )
             states = state.slots.layer(mixer.layer.index)
             x = ops.delta_linear(qkvz, ba, mixer.layer, states, step, mixer.out, x)
             finish = partial(run_mlp, ops, norm=layer.post_norm, eps=eps, mlp=layer.mlp)

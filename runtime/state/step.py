@@ -53,6 +53,7 @@ class StepPlan:
     # Tokens are chosen place by place, since penalties count those chosen before
     ordered: bool = False
     embedded: tuple[Embedded, ...] = ()  # see `Step`
+    first: int = 0  # of its tokens in the buffers; 0 but for a part, see `parts_of`
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,23 @@ class Step:
         at = (self.starts[1:] - 1).long()
         last = finish(*(each.index_select(0, at) for each in rows))
         return last if self.ending == "last" else finish(*rows).index_copy(0, at, last)
+
+
+def parts_of(plan: StepPlan, most: int) -> list[StepPlan]:
+    """Cut a plain step into parts of at most `most` tokens, in the order of its sequences.
+
+    A step that is no longer is its only part. Rounds and prompts are never cut.
+    """
+    if plan.tokens <= most:
+        return [plan]
+    if plan.drafts or plan.longest > 1:
+        raise ValueError(f"a step of {plan.tokens} tokens with several of a sequence is not cut")
+    parts = []
+    for at in range(0, plan.tokens, most):
+        count, spans = min(most, plan.tokens - at), plan.spans[at : at + most]
+        first = plan.first + at
+        parts.append(replace(plan, tokens=count, sequences=count, spans=spans, first=first))
+    return parts
 
 
 def embedded_within(embedded: Iterable[Embedded], first: int, count: int) -> tuple[Embedded, ...]:

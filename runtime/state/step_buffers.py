@@ -46,10 +46,15 @@ class StepBuffers:
         write_rows(self.block, columns_of(spans, ids, M))
 
     def step(self, plan: StepPlan, tables: Tensor) -> Step:
-        """The step that finds its numbers here."""
+        """The step that finds its numbers here.
+
+        Starts count from the first token of the step, in a part of a plain one (`parts_of`) too:
+        there each sequence has one token.
+        """
         M, B = plan.tokens, plan.sequences
-        starts, slots = self.starts[: B + 1], (self.reads[:B], self.writes[:M])
-        return step_of(plan, tables, self.positions[:M], self.rows[:M], starts, slots)
+        tokens, sequences = slice(plan.first, plan.first + M), slice(plan.first, plan.first + B)
+        starts, slots = self.starts[: B + 1], (self.reads[sequences], self.writes[tokens])
+        return step_of(plan, tables, self.positions[tokens], self.rows[tokens], starts, slots)
 
 
 def step_of(

@@ -3,6 +3,7 @@
 Measured on an H200; elsewhere the same but for the cap of registers (`register_cap`).
 """
 
+from lowbit.formats.activation_modes import Activations
 from lowbit.runtime.thresholds import EXACT_TOKENS
 
 # A decode step.
@@ -21,12 +22,15 @@ BLOCK_K = 32  # of Dk that a program of chunks multiplies at a time
 BLOCK_V = 32  # columns of S that a program carries through the chunks
 
 
-def norms_later(tokens: int, prompt: bool) -> bool:
+def norms_later(tokens: int, prompt: bool, activations: Activations = "exact") -> bool:
     """True if the linear behind the delta rule norms the heads of so many tokens as it reads them.
 
-    More tokens pass through linears that only take normed heads.
+    More tokens pass through linears that only take normed heads, unless inputs are rounded.
+
+    Args:
+        activations: inputs of that linear.
     """
-    return not prompt and tokens <= EXACT_TOKENS
+    return not prompt and (tokens <= EXACT_TOKENS or activations == "int8")
 
 
 def delta_splits(key_dim: int, value_dim: int, heads: int) -> int:
