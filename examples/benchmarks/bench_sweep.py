@@ -409,7 +409,7 @@ def show(name: str, sweep: Sweep) -> None:
 )
 @click.option(
     "--batches",
-    callback=numbers(tuple(range(1, MOST_SEQUENCES + 1))),
+    callback=numbers(most=MOST_SEQUENCES),
     metavar="N,N,...",
     help="Numbers of sequences that are decoded together.",
 )

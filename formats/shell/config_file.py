@@ -13,6 +13,7 @@ from lowbit.formats.errors import RequestError
 from lowbit.formats.files.user_file import read_user_file
 from lowbit.formats.hub.ids import HUB_ID
 from lowbit.formats.shell.failure import Command
+from lowbit.formats.shell.options import Renamed
 
 NEVER = ("config", "debug", "help")  # options that a file cannot set
 
@@ -79,6 +80,8 @@ def _values(
             parameter.process_value(context, given)
         except click.UsageError as error:
             raise click.BadParameter(f"`{path}`: `{key}`: {error.message}") from None
+        if name in found:  # by its present and by its former name
+            raise click.BadParameter(f"`{path}`: `{key}` is given twice.")
         found[name] = given
     return found
 
@@ -91,6 +94,8 @@ def _parameters(command: click.Command) -> dict[str, click.Parameter]:
             found[(parameter.metavar or parameter.human_readable_name).lower()] = parameter
         elif parameter.name not in NEVER:
             found[parameter.opts[0].removeprefix("--")] = parameter
+            if isinstance(parameter, Renamed):
+                found[parameter.former.removeprefix("--")] = parameter
     return found
 
 

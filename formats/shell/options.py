@@ -52,6 +52,20 @@ class Count(click.IntRange):
         return number
 
 
+class Renamed(click.Option):
+    """An option that takes its former name too, which neither help nor completion shows."""
+
+    def __init__(self, *args: Any, former: str, **given: Any) -> None:
+        """Keep the former name, such as `--before`; the other arguments are click's."""
+        super().__init__(*args, **given)
+        self.former = former
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        """Read the value behind either name."""
+        super().add_to_parser(parser, ctx)
+        parser.add_option(obj=self, opts=[self.former], dest=self.name)
+
+
 def finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
     """Refuse NaN and infinities, which pass a range check."""
     if value is not None and not math.isfinite(value):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import json_option
+from lowbit.formats.shell.options import Renamed, json_option
 from lowbit.formats.shell.output import note, print_json
 from lowbit.runtime.cli.options import (
     activations_option,
@@ -47,7 +47,7 @@ def architectures(
     epilog="""\b
     Examples:
       lowbit-run compile qwen3-8b-int4 --arch sm_86,sm_89
-      lowbit-run compile qwen3-8b-int4 --arch sm_90 --max-sequences 16 -c 32768
+      lowbit-run compile qwen3-8b-int4 --arch sm_90 --sequences 16 -c 32768
     """,
 )
 @model_argument
@@ -60,9 +60,10 @@ def architectures(
     help=f"Kinds of GPUs: {NAMES}.",
 )
 @click.option(
-    "--max-sequences",
-    "sequences",
-    callback=numbers(tuple(range(1, MOST_SEQUENCES + 1))),
+    "--sequences",
+    cls=Renamed,
+    former="--max-sequences",
+    callback=numbers(most=MOST_SEQUENCES),
     default=f"1,{SEQUENCES}",
     show_default=True,
     metavar="N,N,...",

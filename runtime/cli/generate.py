@@ -18,19 +18,19 @@ from lowbit.runtime.cli.options import (
     SECTIONS,
     check_model,
     control_option,
-    count_option,
     load_model,
     machine_options,
     model_argument,
     note_plain,
     quantize_options,
     sampling_options,
+    sequences_option,
     speculate_options,
     talk_options,
     with_load_options,
     with_settings,
 )
-from lowbit.runtime.engine.load_options import MOST_SEQUENCES, SEQUENCES
+from lowbit.runtime.engine.load_options import SEQUENCES
 
 if TYPE_CHECKING:
     from lowbit.runtime.conversation.chat import AnswerSettings
@@ -68,12 +68,7 @@ if TYPE_CHECKING:
     "max_new_tokens, stop, thinking, max_thinking_tokens, json_schema (an object), raw and "
     "sampling settings of its own. A line that fails is answered by its `error`.",
 )
-@count_option(
-    "--max-sequences",
-    default=SEQUENCES,
-    help="With --prompts: lines that are answered together.",
-    most=MOST_SEQUENCES,
-)
+@sequences_option(help="With --prompts: lines that are answered together.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -113,7 +108,7 @@ def generate(
     from lowbit.runtime.cli.prompts import answer_file, read_prompts
 
     lines = read_prompts(prompts, settings)
-    model = _load(name, options, min(options.max_sequences, len(lines)))
+    model = _load(name, options, min(options.max_sequences or SEQUENCES, len(lines)))
     failed = answer_file(model, lines, out, as_json)
     click.get_current_context().exit(1 if failed else 0)
 

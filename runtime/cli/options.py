@@ -21,6 +21,7 @@ from lowbit.formats.shell.options import (
     AUTO,
     MOST,
     Count,
+    Renamed,
     at_most_cores,
     device_choice,
     exists,
@@ -39,6 +40,8 @@ from lowbit.runtime.engine.load_options import (
     METHODS,
     MODES,
     MOST_DRAFTS,
+    MOST_SEQUENCES,
+    SEQUENCES,
     LoadOptions,
 )
 
@@ -78,10 +81,31 @@ def count_option(
     )
 
 
-def numbers(among: tuple[int, ...] = ()) -> Callable[..., tuple[int, ...] | None]:
+def sequences_option(
+    *, help: str, default: int | None = SEQUENCES, shown: str | bool = True
+) -> Decorator:
+    """The option --sequences, which was called --max-sequences."""
+    return click.option(
+        "--sequences",
+        "max_sequences",
+        cls=Renamed,
+        former="--max-sequences",
+        type=Count(1, MOST_SEQUENCES),
+        metavar="N",
+        default=default,
+        show_default=shown,
+        help=f"{help} Up to {MOST_SEQUENCES}.",
+    )
+
+
+def numbers(
+    among: tuple[int, ...] = (), most: int | None = None
+) -> Callable[..., tuple[int, ...] | None]:
     """A callback that reads whole numbers from 1 on, separated by commas, as rising values.
 
-    among: numbers that may be given; any where it is empty.
+    Args:
+        among: numbers that may be given; any where it is empty.
+        most: the largest one; None for any.
     """
 
     def read(
@@ -96,6 +120,8 @@ def numbers(among: tuple[int, ...] = ()) -> Callable[..., tuple[int, ...] | None
             raise click.BadParameter(f"`{text}` is not a whole number from 1 on.")
         if among and int(digits) not in among:
             raise click.BadParameter(f"{text} is none of {', '.join(map(str, among))}.")
+        if most is not None and int(digits) > most:
+            raise click.BadParameter(f"{text} is more than {most}.")
         return int(digits)
 
     return read
@@ -310,9 +336,11 @@ def with_load_options(command: Command) -> Command:
     def run(**parameters: Any) -> None:
         loading = {name: parameters.pop(name) for name in names & parameters.keys()}
         given = {name: value for name, value in loading.items() if value is not None}
+        # None where memory decides; commands without the option answer one at a time.
+        sequences = loading.get("max_sequences", 1)
         _check_quantization(given)
         _check_speculation(given)
-        command(options=LoadOptions(**{"max_sequences": 1, **given}), **parameters)
+        command(options=LoadOptions(**(given | {"max_sequences": sequences})), **parameters)
 
     return run
 

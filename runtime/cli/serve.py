@@ -26,10 +26,17 @@ from lowbit.runtime.cli.options import (
     machine_options,
     model_argument,
     quantize_options,
+    sequences_option,
     speculate_options,
     with_load_options,
 )
-from lowbit.runtime.engine.load_options import FEW_SEQUENCES, MOST_SEQUENCES, SEQUENCES, SHORT
+from lowbit.runtime.engine.load_options import (
+    CHOSEN_SEQUENCES,
+    FEW_SEQUENCES,
+    MOST_SEQUENCES,
+    SEQUENCES,
+    SHORT,
+)
 from lowbit.runtime.serve.settings import ServeSettings, check_exposure
 
 if TYPE_CHECKING:
@@ -81,11 +88,10 @@ FASTER_ROUNDED = 32  # answers together, beyond which linears with rounded input
     help="Key that requests must show; the variable keeps it out of the list of processes.",
 )
 @click.option("--no-auth", is_flag=True, help="Let other machines use the server without a key.")
-@count_option(
-    "--max-sequences",
-    default=SEQUENCES,
+@sequences_option(
     help="Answers that are made together.",
-    most=MOST_SEQUENCES,
+    default=None,
+    shown=f"{SEQUENCES} on a CPU, up to {CHOSEN_SEQUENCES} by a GPU's memory",
 )
 @count_option(
     "--queue",

@@ -122,6 +122,14 @@ def round_kv_len(tokens: int, context: int) -> int:
     return min(max_kv_len, pages_for(context) * PAGE)
 
 
+def kv_lens(context: int) -> Iterator[int]:
+    """Every length that decode steps are recorded for; see `round_kv_len`."""
+    max_kv_len = 0
+    while max_kv_len < (found := round_kv_len(max_kv_len + 1, context)):
+        max_kv_len = found
+        yield max_kv_len
+
+
 def longest_for(tokens: int) -> int:
     """Round the tokens of a round's longest sequence up to a power of two."""
     return 1 << (tokens - 1).bit_length()

@@ -19,12 +19,13 @@ from lowbit.runtime.engine.constraints import ConstraintFactory
 from lowbit.runtime.engine.draft.block import Blocks
 from lowbit.runtime.engine.draft.source import new_drafts
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.load_options import LoadKeywords, LoadOptions, Mode
+from lowbit.runtime.engine.load_options import ANSWER_TOKENS, LoadKeywords, LoadOptions, Mode
 from lowbit.runtime.engine.memory import (
     Account,
     ChosenType,
     choose_cache,
     choose_cache_type,
+    choose_sequences,
 )
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.plan import CHUNK
@@ -95,6 +96,11 @@ def load(
     launches = None if device == "cpu" else _launches_here()
     vocabulary = min(tokenizer.vocabulary, opened.config.vocab_size)
     account = Account(opened, device, dtype, plain_cache(dtype), vocabulary)
+    sequences = choose_sequences(account, options)
+    if options.max_sequences is None:
+        options = replace(options, max_sequences=sequences.count)
+        if device != "cpu":
+            account = replace(account, auto_tokens=sequences.count * ANSWER_TOKENS)
     if options.speculate is None:
         options = replace(options, speculate=default_mode(account, options))
         opened = opened if opened.head == options.mtp_head else without_head(opened)
@@ -136,6 +142,7 @@ def load(
         dtype=dtype,
         load_s=time.perf_counter() - started,
         cache=cache,
+        sequences=sequences,
         kv_cache=chosen,
         launches=launches,
     )

@@ -8,6 +8,7 @@ from lowbit.formats.activation_modes import ACTIVATIONS, Activations
 from lowbit.formats.errors import RequestError
 from lowbit.formats.fields import shown
 from lowbit.formats.layout.recipes import GROUP_SIZE, Base
+from lowbit.runtime.thresholds import EXACT_TOKENS, STEP_TOKENS
 
 if TYPE_CHECKING:
     import torch
@@ -15,8 +16,10 @@ if TYPE_CHECKING:
 Method = Literal["rtn", "absmax", "weighted"]
 METHODS: tuple[Method, ...] = get_args(Method)
 DEVICES = (None, "auto", "cpu", "cuda")
-MOST_SEQUENCES = 64  # decoded together, from the command line
-SEQUENCES = 16  # decoded together, for a file of prompts
+MOST_SEQUENCES = STEP_TOKENS  # decoded together
+CHOSEN_SEQUENCES = EXACT_TOKENS  # at most, where memory decides on a GPU: one part of a step
+SEQUENCES = 16  # decoded together, for a file of prompts and by default on a CPU
+ANSWER_TOKENS = 2048  # of prompt and answer, for which each of them then has room in the cache
 FEW_SEQUENCES = 4  # of fewer, one client of a server may have all
 SHORT = 128  # new tokens of an answer that no client's share holds back
 
@@ -42,7 +45,9 @@ class LoadOptions:
         threads: CPU threads of this process; None for PyTorch's number, or fewer where decode
             steps are faster.
         context: most tokens of prompt and output; None for min(max_position, 8192, what fits).
-        max_sequences: requests that are decoded together; others wait.
+        max_sequences: requests that are decoded together, up to 256; others wait. None for 16 on a
+            CPU, and on a GPU for as many, up to 64, as its memory has a cache of 2,048 tokens for.
+            Of more than 64 a step runs in parts of 64, unless `activations` are `int8`.
         cache_tokens: size of the cache, for running requests and kept conversations; None for
             `max_sequences` times `context`, or what fits.
         kv_cache: type of the keys and values in the cache: `bf16` (float32 where activations are),
@@ -80,7 +85,7 @@ class LoadOptions:
     dtype: "torch.dtype | None" = None
     threads: int | None = None
     context: int | None = None
-    max_sequences: int = 4
+    max_sequences: int | None = 4
     cache_tokens: int | None = None
     kv_cache: KVCache = DEFAULT_KV_CACHE
     activations: Activations = DEFAULT_ACTIVATIONS
@@ -105,7 +110,7 @@ class LoadOptions:
         if self.dtype is not None and str(self.dtype) not in ("torch.bfloat16", "torch.float32"):
             raise RequestError(f"dtype must be bfloat16 or float32, got {self.dtype}")
         _check_least("threads", self.threads, 1)
-        _check_least("max_sequences", self.max_sequences, 1)
+        _check_least("max_sequences", self.max_sequences, 1, MOST_SEQUENCES)
         _check_least("max_waiting", self.max_waiting, 0)
         if self.method not in METHODS:
             raise _unknown("method", METHODS, self.method)
@@ -150,7 +155,7 @@ class LoadKeywords(TypedDict, total=False):
     dtype: "torch.dtype | None"
     threads: int | None
     context: int | None
-    max_sequences: int
+    max_sequences: int | None
     cache_tokens: int | None
     kv_cache: KVCache
     activations: Activations
@@ -165,9 +170,11 @@ class LoadKeywords(TypedDict, total=False):
     refuse_late_system: bool
 
 
-def _check_least(name: str, value: int | None, least: int) -> None:
+def _check_least(name: str, value: int | None, least: int, most: int | None = None) -> None:
     if value is not None and value < least:
         raise RequestError(f"`{name}` must be at least {least}, got {value}")
+    if value is not None and most is not None and value > most:
+        raise RequestError(f"`{name}` must be at most {most}, got {value}")
 
 
 def _unknown(name: str, known: tuple[str, ...], value: Any) -> RequestError:

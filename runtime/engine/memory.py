@@ -1,5 +1,6 @@
 """Context and sequences that fit into the memory a device has left."""
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,8 +9,13 @@ from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, state_bytes
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.kv_cache import INT8_CACHE, CacheType, plain_cache
 from lowbit.formats.machine.memory import free_bytes
-from lowbit.runtime.engine.graphs import drafts_together
-from lowbit.runtime.engine.load_options import LoadOptions
+from lowbit.runtime.engine.graphs import STEP_WIDTHS, drafts_together, kv_lens, width_for
+from lowbit.runtime.engine.load_options import (
+    ANSWER_TOKENS,
+    CHOSEN_SEQUENCES,
+    SEQUENCES,
+    LoadOptions,
+)
 from lowbit.runtime.engine.runner import new_kept
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.decode_inputs import new_hidden_ring
@@ -17,6 +23,7 @@ from lowbit.runtime.state.device_state import CacheSize, kv_pages, new_state
 from lowbit.runtime.state.page_counts import EXTRA, PAGE, pages_for
 from lowbit.runtime.state.sampler import new_sampler_rows
 from lowbit.runtime.state.snapshots import Snapshots
+from lowbit.runtime.thresholds import EXACT_TOKENS
 
 MIN_CONTEXT = 16  # below this nothing useful fits
 HEADROOM = 1.05  # activations, tables and the allocator's slack, on top of weights and cache
@@ -24,6 +31,9 @@ HEADROOM = 1.05  # activations, tables and the allocator's slack, on top of weig
 # activations in the graphs' pool, beside those of launched ones; but where chunks are replayed no
 # weights are widened, which takes as much.
 GPU_WORKSPACE = 256 << 20
+# Of the driver, for the graph of a part of a step: some hundred kernels. The workspace has room for
+# the graphs of steps of one part; those of larger steps are counted beside it.
+GRAPH_BYTES = 8 << 20
 # On a GPU the cache of one such sequence is a large part of what a step reads; a CPU gains nothing.
 LONG_CONTEXT = DEFAULT_CONTEXT + 1
 SNAPSHOTS = 3  # on a CPU there is memory for so many and one more a sequence, beside the cache
@@ -43,6 +53,9 @@ class Account:
     dtype: torch.dtype  # of activations and recurrent states
     cache_type: CacheType  # of keys and values
     vocabulary: int  # real tokens
+    # Tokens of the cache that `kv_cache` auto keeps activations as they are for; None for all that
+    # the options ask for
+    auto_tokens: int | None = None
 
     def page_bytes(self, count: int) -> int:
         """Memory of so many pages, a drafter's included."""
@@ -69,6 +82,12 @@ class Account:
             taken += kept.nbytes
         return taken
 
+    def graph_bytes(self, size: CacheSize) -> int:
+        """Memory on a GPU of the graphs of steps of more than EXACT_TOKENS sequences."""
+        widths = [M for M in STEP_WIDTHS if EXACT_TOKENS < M <= width_for(size.sequences)]
+        parts = sum(-(-M // self.opened.part_tokens(self.device)) for M in widths)
+        return GRAPH_BYTES * parts * len(list(kv_lens(size.context)))
+
     def widened_bytes(self, size: CacheSize) -> int:
         """Memory on a GPU of a sequence's keys and values of a layer, widened for its prompt."""
         if not self.cache_type.scaled:
@@ -79,7 +98,9 @@ class Account:
 
     def needed(self, size: CacheSize, pages: int) -> int:
         """Memory of weights, sequences and so many pages, without HEADROOM."""
-        workspace = 0 if self.device == "cpu" else GPU_WORKSPACE + self.widened_bytes(size)
+        workspace = 0
+        if self.device != "cpu":
+            workspace = GPU_WORKSPACE + self.widened_bytes(size) + self.graph_bytes(size)
         weights = self.opened.weight_bytes(self.device, self.dtype)
         return weights + workspace + self.row_bytes(size) + self.page_bytes(pages)
 
@@ -95,6 +116,48 @@ class Account:
         """Pages for tokens that fit into free memory beside weights and sequences."""
         each = max(1, self.page_bytes(1))  # 0 where every layer is linear
         return int((free / HEADROOM - self.needed(size, 0)) // each) - EXTRA
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenSequences:
+    """Number of sequences that are decoded together."""
+
+    count: int
+    reason: str | None = None  # why it was chosen; None where the options name it
+
+
+def choose_sequences(account: Account, options: LoadOptions) -> ChosenSequences:
+    """Sequences that options ask for; without a number, as many as memory has room for.
+
+    On a GPU each has room for a prompt and an answer of ANSWER_TOKENS in the cache. A CPU gains
+    little by more than SEQUENCES.
+
+    Raises:
+        RequestError: as `choose_cache`.
+    """
+    if options.max_sequences is not None:
+        return ChosenSequences(options.max_sequences)
+    free = free_bytes(account.device)
+    if account.device == "cpu" or free is None:
+        where = "on a CPU" if account.device == "cpu" else "since free memory is not known"
+        return ChosenSequences(SEQUENCES, f"the default {where}")
+    if options.kv_cache == INT8_CACHE.name:
+        account = replace(account, cache_type=INT8_CACHE)
+
+    def room(count: int) -> int:
+        """Tokens that each of so many has in the cache, up to ANSWER_TOKENS and the context."""
+        size = asked_cache(account, replace(options, max_sequences=count), 0)
+        pages = min(account.pages_that_fit(size, free), size.pages)
+        return min(pages // count * PAGE, pages_for(min(size.context, ANSWER_TOKENS)) * PAGE)
+
+    each, counts = room(1), range(1, 1 + CHOSEN_SEQUENCES)
+    if each < PAGE:
+        return ChosenSequences(1, "memory is short")
+    count = bisect_left(counts, True, key=lambda count: room(count) < each)
+    reason = f"with a cache of {each:,} tokens each"
+    if count == CHOSEN_SEQUENCES:
+        return ChosenSequences(count, f"the most by default, {reason}")
+    return ChosenSequences(count, f"as many as fit {reason}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +178,14 @@ def choose_cache_type(account: Account, options: LoadOptions, drafts: int = 0) -
     if options.kv_cache != "auto":
         return ChosenType(INT8_CACHE if options.kv_cache == INT8_CACHE.name else plain)
     asked, free = asked_cache(account, options, drafts), free_bytes(account.device)
-    tokens = f"a cache of {asked.pages * PAGE:,} tokens"
+    pages = asked.pages
+    if account.auto_tokens is not None:
+        pages = min(pages, pages_for(account.auto_tokens))
+    tokens = f"a cache of {pages * PAGE:,} tokens"
     if account.device != "cpu" and asked.context >= LONG_CONTEXT:
         reason = f"sequences of up to {asked.context:,} tokens are read faster"
         return ChosenType(INT8_CACHE, reason)
-    if free is None or account.pages_that_fit(asked, free) >= asked.pages:
+    if free is None or account.pages_that_fit(asked, free) >= pages:
         return ChosenType(plain, f"{tokens} fits")
     return ChosenType(INT8_CACHE, f"{tokens} does not fit in {plain.name}")
 
@@ -155,7 +221,8 @@ def asked_cache(account: Account, options: LoadOptions, drafts: int) -> CacheSiz
     Raises:
         RequestError: as `choose_cache`.
     """
-    context, sequences, tokens = options.context, options.max_sequences, options.cache_tokens
+    context, tokens = options.context, options.cache_tokens
+    sequences = options.max_sequences or SEQUENCES
     limit = account.opened.config.max_position_embeddings
     if context is not None and not 1 <= context <= limit:
         raise RequestError(f"context {context}: the model has positions for 1 to {limit} tokens")

@@ -13,7 +13,7 @@ from lowbit.formats.text.template import ChatTemplate
 from lowbit.runtime.engine.constraints import ConstraintFactory
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load_options import LoadOptions
-from lowbit.runtime.engine.memory import ChosenType
+from lowbit.runtime.engine.memory import ChosenSequences, ChosenType
 from lowbit.runtime.engine.prompts import PromptEncoder
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
@@ -60,6 +60,7 @@ class Model:
     Attributes:
         constraints: factory of constraints.
         cache: size of the cache.
+        sequences: that are decoded together, and why so many where memory has decided.
         kv_cache: type of its keys and values.
         defaults: sampling parameters of the model's generation_config.json.
         stop_ids: tokens that end a text.
@@ -82,6 +83,7 @@ class Model:
     dtype: torch.dtype
     load_s: float
     cache: CacheSize
+    sequences: ChosenSequences
     kv_cache: ChosenType
     launches: "Launches | None" = field(default=None, repr=False)
 

@@ -12,7 +12,7 @@ from lowbit.runtime.engine.request import Request
 from lowbit.runtime.state.page_counts import PAGE, pages_for
 from lowbit.runtime.state.pool import Pool
 
-MOST_PREFIXES = 64  # every prompt is compared with all of them
+MOST_PREFIXES = 64  # or one for each row; every prompt is compared with all of them
 
 
 @dataclass(slots=True, eq=False)
@@ -73,9 +73,12 @@ class Hit:
 class PrefixCache:
     """Kept prefixes; the least recently used one gives its pages and snapshots back first."""
 
-    def __init__(self, pages: Pool, snapshots: Pool, recurrent: bool) -> None:
-        """Begin empty."""
+    def __init__(
+        self, pages: Pool, snapshots: Pool, recurrent: bool, most: int = MOST_PREFIXES
+    ) -> None:
+        """Begin empty; most: prefixes that are kept."""
         self._pages, self._snapshots, self._recurrent = pages, snapshots, recurrent
+        self._most = most
         self._prefixes: list[Prefix] = []
         self._clock = 0
 
@@ -113,7 +116,7 @@ class PrefixCache:
         self._pages.share(prefix.pages)
         self._prefixes.append(prefix)
         self._touch(prefix)
-        if len(self._prefixes) > MOST_PREFIXES:
+        if len(self._prefixes) > self._most:
             self._remove(self._oldest())
 
     def make_room(self, pages: int) -> bool:

@@ -16,6 +16,7 @@ from lowbit.formats.errors import LowbitError, QueueFullError
 from lowbit.runtime.engine.load_options import SHORT
 from lowbit.runtime.engine.plan import Capacity, Change, CloseRow, OpenRow, SaveSnapshot
 from lowbit.runtime.engine.prefix_cache import (
+    MOST_PREFIXES,
     Hit,
     PrefixCache,
     new_prefix,
@@ -219,7 +220,8 @@ class BlockManager:
         self._capacity = capacity
         self.pages, self.rows = Pool(capacity.pages), Pool(capacity.rows + 1)
         self.snapshots = Pool(capacity.snapshots, first=0)
-        self.prefixes = PrefixCache(self.pages, self.snapshots, capacity.recurrent)
+        most = max(MOST_PREFIXES, capacity.rows)
+        self.prefixes = PrefixCache(self.pages, self.snapshots, capacity.recurrent, most)
         self.changes: list[Change] = []
         self._freed = 0  # times: only then is it worth trying a refused sequence again
         self._refused: tuple[Sequence, int | None, int] | None = None  # with `_freed` by then

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from lowbit.formats.layout.packing import PACKED, SCALE, WORD_BITS, packed_words
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.engine.chunks import CHUNK_WIDTHS, Chunks
-from lowbit.runtime.engine.graphs import STEP_WIDTHS, Graphs, round_kv_len, width_for
+from lowbit.runtime.engine.graphs import STEP_WIDTHS, Graphs, kv_lens, width_for
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import Account, asked_cache, choose_cache_type
 from lowbit.runtime.engine.request import Request
@@ -141,7 +141,7 @@ def send_steps(runner: Runner, params: Iterable[SamplingParams], hopper: bool) -
         for width in CHUNK_WIDTHS:
             chunks.forward(width)
     longer = () if replayed else [first + n for first in LENGTHS for n in range(4)]
-    lengths = list(reaches_of(runner.context))
+    lengths = list(kv_lens(runner.context))
     for count in (*range(1, SEQUENCE_TOKENS + 1), *longer):
         for reach in lengths:
             if count <= reach:
@@ -154,14 +154,6 @@ def send_steps(runner: Runner, params: Iterable[SamplingParams], hopper: bool) -
             send_first_tokens(runner)
             runner.warm_up(widths, lengths[:1])
             runner.sampler.clear_row(1)
-
-
-def reaches_of(context: int) -> Iterator[int]:
-    """Every length that decode steps are recorded for."""
-    reach = 0
-    while reach < (found := round_kv_len(reach + 1, context)):
-        reach = found
-        yield reach
 
 
 def send_chunk(runner: Runner, count: int, first: int) -> None:

@@ -8,7 +8,14 @@ from click.testing import CliRunner, Result
 
 from lowbit.formats.machine.cores import core_count
 from lowbit.formats.shell import options
-from lowbit.formats.shell.options import MOST, Count, at_most_cores, finite, output_file
+from lowbit.formats.shell.options import (
+    MOST,
+    Count,
+    Renamed,
+    at_most_cores,
+    finite,
+    output_file,
+)
 
 
 def used(option: "click.Option", value: str) -> Result:
@@ -25,6 +32,19 @@ def test_counts_out_of_range(value: str) -> None:
 @pytest.mark.parametrize("value", ["1", str(MOST)])
 def test_counts_in_range(value: str) -> None:
     assert used(click.Option(["--n"], type=Count()), value).stdout == f"{{'n': {value}}}\n"
+
+
+@pytest.mark.parametrize("given", [("--many", "3"), ("--before", "3"), ("--before=3",)])
+def test_a_renamed_option_takes_its_former_name(given: tuple[str, ...]) -> None:
+    option = Renamed(["--many", "count"], former="--before", type=Count(), help="How many.")
+    command = click.Command("c", params=[option], callback=lambda **found: click.echo(found))
+    assert CliRunner().invoke(command, given).stdout == "{'count': 3}\n"
+    shown = CliRunner().invoke(command, ["--help"]).stdout
+    assert "--many" in shown
+    assert "--before" not in shown
+    refused = CliRunner().invoke(command, [given[0].split("=")[0], "0"])
+    assert (refused.exit_code, "'--many'" in refused.stderr) == (2, True)
+    assert CliRunner().invoke(command, ["--before"]).exit_code == 2
 
 
 @pytest.mark.parametrize("value", ["nan", "-nan", "inf", "-inf", "1e309"])

@@ -14,7 +14,7 @@ from lowbit.formats.kv_cache import BF16_CACHE
 from lowbit.runtime.engine import memory
 from lowbit.runtime.engine.load import default_mode
 from lowbit.runtime.engine.load_options import LoadKeywords
-from lowbit.runtime.engine.memory import Account, choose_cache
+from lowbit.runtime.engine.memory import Account, ChosenSequences, choose_cache
 from lowbit.runtime.models.loader import open_model, without_head
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ BUNDLED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
         ({"dtype": torch.float16}, "dtype must be bfloat16 or float32, got torch.float16"),
         ({"threads": 0}, "`threads` must be at least 1, got 0"),
         ({"max_sequences": 0}, "`max_sequences` must be at least 1, got 0"),
+        ({"max_sequences": 257}, "`max_sequences` must be at most 256, got 257"),
         ({"max_waiting": -1}, "`max_waiting` must be at least 0, got -1"),
         ({"method": "gptq"}, '`method` must be one of rtn, absmax, weighted, got "gptq"'),
         ({"speculate": "fast"}, "`speculate` must be one of off, ngram, mtp, dflash, auto, got"),
@@ -65,6 +66,10 @@ def test_keywords_replace_fields_of_the_record() -> None:
     model = lowbit.load(BUNDLED, options, context=32)
     assert (model.context, model.cache.sequences) == (32, 2)
     assert model.options == lowbit.LoadOptions(device="cpu", context=32, max_sequences=2)
+    assert model.sequences == ChosenSequences(2)
+    model = lowbit.load(BUNDLED, options, max_sequences=None)
+    assert model.sequences == ChosenSequences(16, "the default on a CPU")
+    assert (model.cache.sequences, model.options.max_sequences) == (16, None)
 
 
 def test_unknown_keywords_are_refused() -> None:

@@ -15,7 +15,12 @@ from lowbit.formats.sampling_ranges import MOST_BIASES
 from lowbit.runtime import LoadOptions, load
 from lowbit.runtime.engine import memory
 from lowbit.runtime.engine.runner import Runner, new_runner
-from lowbit.runtime.models.loader import OpenedModel, load_decoder, open_model
+from lowbit.runtime.models.loader import (
+    OpenedModel,
+    load_decoder,
+    open_model,
+    with_activations,
+)
 from lowbit.runtime.state.device_state import CacheSize, new_state
 from lowbit.runtime.state.page_counts import EXTRA, PAGE, pages_for
 from lowbit.runtime.state.sampler import new_sampler_rows
@@ -214,18 +219,78 @@ def test_account_counts_what_a_runner_allocates(
 def test_sequences_of_a_large_vocabulary_take_what_is_announced(
     make_qwen3_5: "Callable[..., PackedModel]",
 ) -> None:
-    """64 sequences and 248k tokens: `seen`, `counts`, kept logits, hidden rings of h = 4096."""
+    """248k tokens: `seen`, `counts`, kept logits, hidden rings of h = 4096."""
     opened = open_model(make_qwen3_5(mtp_num_hidden_layers=1).folder, head=True)
     config = replace(opened.config, vocab_size=248_320, hidden_size=4096)
     large = memory.Account(
         replace(opened, config=config), "cuda", torch.bfloat16, BF16_CACHE, 248_320
     )
-    states = new_state(config, 0, rows(64).slots, torch.bfloat16, "meta").size_bytes
-    states += STAGED * state_bytes(config, 2)
-    sampler, kept, hidden_ring = 65 * 5 * 248_320, 64 * 4 * 248_320, 65 * 128 * 4096 * 2
-    knobs = 65 * (6 * 8 + 4 * 8 + MOST_BIASES * 16)
-    assert large.row_bytes(rows(64)) == states + sampler + knobs + kept + hidden_ring
-    assert [round(each / 1e6) for each in (sampler, kept, hidden_ring)] == [81, 64, 68]
+    for sequences, megabytes in ((64, [81, 64, 68]), (256, [319, 254, 269])):
+        states = new_state(config, 0, rows(sequences).slots, torch.bfloat16, "meta").size_bytes
+        states += STAGED * state_bytes(config, 2)
+        R, kept = 1 + sequences, sequences * 4 * 248_320
+        sampler, hidden_ring = R * 5 * 248_320, R * 128 * 4096 * 2
+        knobs = R * (6 * 8 + 4 * 8 + MOST_BIASES * 16)
+        assert large.row_bytes(rows(sequences)) == states + sampler + knobs + kept + hidden_ring
+        assert [round(each / 1e6) for each in (sampler, kept, hidden_ring)] == megabytes
+
+
+def test_graphs_of_many_sequences_count(make_model: "Callable[..., PackedModel]") -> None:
+    """None up to 64; above, one for each part, number of sequences and length."""
+    folder = make_model(max_position_embeddings=100_000).folder
+    exact = account(open_model(folder), "cuda")
+    rounded = replace(exact, opened=with_activations(exact.opened, "int8"))
+    for sequences, parts, wide in ((64, 0, 0), (65, 2, 1), (97, 4, 2), (256, 11, 4)):
+        for context, lengths in ((256, 1), (8192, 4)):
+            size = CacheSize(context, sequences, pages=0, snapshots=0)
+            assert exact.graph_bytes(size) == parts * lengths * memory.GRAPH_BYTES
+            assert rounded.graph_bytes(size) == wide * lengths * memory.GRAPH_BYTES
+    wide = CacheSize(8192, 256, pages=0, snapshots=0)
+    beside = exact.needed(wide, 9) - exact.row_bytes(wide) - exact.page_bytes(9)
+    weights = exact.opened.weight_bytes("cuda", torch.bfloat16)
+    assert beside == weights + memory.GPU_WORKSPACE + exact.graph_bytes(wide)
+
+
+def test_memory_decides_how_many_sequences_a_gpu_decodes(
+    make_qwen3_5: "Callable[..., PackedModel]", free: Free
+) -> None:
+    """As many as have a cache of 2,048 tokens each; rows and states of them count."""
+    opened = open_model(make_qwen3_5(max_position_embeddings=100_000).folder)
+    asked = account(opened, "cuda")
+    chosen, options = memory.choose_sequences, LoadOptions(max_sequences=None)
+    assert chosen(asked, LoadOptions(max_sequences=200)) == memory.ChosenSequences(200)
+    free(1e12)
+    most = "the most by default, with a cache of 2,048 tokens each"
+    assert chosen(asked, options) == memory.ChosenSequences(64, most)
+    short = chosen(asked, replace(options, context=1000))
+    assert short == memory.ChosenSequences(64, most.replace("2,048", "1,024"))
+    tokens = replace(options, cache_tokens=10 * 2048 + 64)
+    fit = "as many as fit with a cache of 2,048 tokens each"
+    assert chosen(asked, tokens) == memory.ChosenSequences(10, fit)
+    assert chosen(replace(asked, device="cpu"), options).reason == "the default on a CPU"
+    for kv_cache in ("bf16", "int8"):
+        cache_type = INT8_CACHE if kv_cache == "int8" else BF16_CACHE
+        size = CacheSize(8192, 20, pages=20 * 32, snapshots=23)
+        free(replace(asked, cache_type=cache_type).needed(size, size.all_pages) * 1.051)
+        found = chosen(asked, replace(options, kv_cache=kv_cache))
+        assert found == memory.ChosenSequences(20, fit), kv_cache
+    free(1000)
+    assert chosen(asked, options) == memory.ChosenSequences(1, "memory is short")
+
+
+def test_sequences_that_memory_chose_do_not_make_auto_round(
+    make_model: "Callable[..., PackedModel]", free: Free
+) -> None:
+    """Nobody asked for whole contexts of all of them: 2,048 tokens each are enough."""
+    asked = account(open_model(make_model(max_position_embeddings=100_000).folder), "cuda")
+    options = LoadOptions(max_sequences=20, kv_cache="auto")
+    size = CacheSize(8192, 20, pages=20 * 32, snapshots=23)
+    free(asked.needed(size, size.all_pages) * 1.051)
+    assert memory.choose_cache_type(asked, options).cache_type == INT8_CACHE
+    chosen = replace(asked, auto_tokens=20 * 2048)
+    assert memory.choose_cache_type(chosen, options) == memory.ChosenType(
+        BF16_CACHE, "a cache of 40,960 tokens fits"
+    )
 
 
 def test_too_little_memory_says_what_is_needed_and_what_fits(

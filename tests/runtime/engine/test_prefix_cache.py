@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from lowbit.runtime.engine.plan import CHUNK, Capacity
 from lowbit.runtime.engine.prefix_cache import (
     MOST_PREFIXES,
     Hit,
@@ -12,6 +13,7 @@ from lowbit.runtime.engine.prefix_cache import (
     new_prefix,
     shared_pages,
 )
+from lowbit.runtime.engine.scheduler import BlockManager
 from lowbit.runtime.state.page_counts import PAGE, pages_for
 from lowbit.runtime.state.pool import Pool
 
@@ -157,3 +159,12 @@ def test_there_are_never_too_many(pools: tuple[Pool, Pool]) -> None:
     assert pages.free == 2 * MOST_PREFIXES - 1 - MOST_PREFIXES
     assert cache.find([0, 5, 6], 2) is None
     assert cache.find([MOST_PREFIXES, 5, 6], 2) is not None
+
+
+def test_as_many_prefixes_are_kept_as_there_are_rows() -> None:
+    for rows, most in ((4, MOST_PREFIXES), (64, MOST_PREFIXES), (200, 200)):
+        blocks = BlockManager(Capacity(rows, 300, 0, False, CHUNK))
+        for first in range(210):
+            keys = [first, *IDS[: PAGE - 1]]
+            blocks.prefixes.insert(new_prefix(keys, blocks.pages.take(1), (PAGE,), PAGE, PAGE))
+        assert len(blocks.prefixes) == most

@@ -54,7 +54,7 @@ def test_says_what_was_compiled_and_for_what(run: Run, sent: list[dict[str, Any]
     assert sent[0]["options"]["kv_cache"] == "int8"
     for arch in ("sm_86", "sm_90"):
         assert f"{arch}: 5 kernels compiled, 2 found, 0 s" in done.stderr
-    content = json.loads(run(TINY, "--arch", "sm_120", "--max-sequences", "3,8", "--json").stdout)
+    content = json.loads(run(TINY, "--arch", "sm_120", "--sequences", "3,8", "--json").stdout)
     assert sent[-1]["sequences"] == [3, 8]
     assert sent[-1]["multiprocessors"] == 132
     run(TINY, "--arch", "sm_89", "--multiprocessors", "58")
@@ -75,7 +75,7 @@ def test_says_what_was_compiled_and_for_what(run: Run, sent: list[dict[str, Any]
         (("--arch", "sm_90,90"), 2, "expected names among sm_80"),
         (("--arch", ""), 2, "expected names among sm_80"),
         (("--arch", "sm_" + "9" * 5000), 2, "expected names among"),
-        (("--arch", "sm_90", "--max-sequences", "65"), 2, "is none of"),
+        (("--arch", "sm_90", "--sequences", "257"), 2, "is more than 256"),
         (("--arch", "sm_90", "--multiprocessors", "1001"), 2, "is more than 1000"),
         (("--arch", "sm_90", "--kv-cache", "auto"), 2, "name bf16 or int8"),
         (("--arch", "sm_90", "--context", "99999"), 1, "positions for 1 to"),

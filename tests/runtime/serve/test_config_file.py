@@ -67,6 +67,21 @@ def test_options_come_from_the_file(parse: Parse) -> None:
     assert "config" not in found
 
 
+def test_sequences_go_by_their_former_name_too(parse: Parse) -> None:
+    for text, given, expected in (
+        ("sequences = 200", (), 200),
+        ("max-sequences = 200", (), 200),
+        ("max-sequences = 200", ("--sequences", "3"), 3),
+        ("", ("--max-sequences", "256"), 256),
+        ("", (), None),  # memory decides
+    ):
+        assert parse(text, "org/name", *given)["max_sequences"] == expected
+    with pytest.raises(click.BadParameter, match="`max-sequences` is given twice"):
+        parse("sequences = 2\nmax-sequences = 2", "org/name")
+    with pytest.raises(click.BadParameter, match="257 is more than 256"):
+        parse("max-sequences = 257", "org/name")
+
+
 def test_the_command_line_comes_first(parse: Parse) -> None:
     text = 'model = "org/name"\nport = 8001\nserved-name = ["a"]\nlog-prompts = true\n'
     found = parse(text, "other/name", "--port", "8002", "--served-name", "c")

@@ -40,6 +40,7 @@ def test_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         rest = process.stderr.read()
         assert process.wait(20) == 0
+    assert "mine: 2 together, context of " in said
     assert "POST /v1/completions 200" in rest
     assert "Secret" not in rest
     assert "shutting down" in rest
