@@ -40,7 +40,7 @@ def test_key_splits_fit_what_kernels_take_for_granted(head_dim: int, coded: bool
 @pytest.mark.parametrize("coded", [False, True], ids=["bf16", "int8"])
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
 def test_attention_takes_every_key_and_column_once(head_dim: int, coded: bool) -> None:
-    for (kv_heads, shared), reach, tokens in itertools.product(SIZES, REACHES, (1, 4, 24, 64)):
+    for (kv_heads, shared), reach, tokens in itertools.product(SIZES, REACHES, (1, 4, 24, 64, 256)):
         launch = attention_launch(kv_heads, shared, head_dim, reach, tokens, 1, coded)
         keys = launch.keys
         assert keys == key_split(kv_heads, shared, head_dim, coded)
@@ -68,7 +68,9 @@ def test_attention_takes_every_key_and_column_once(head_dim: int, coded: bool) -
 
 @pytest.mark.parametrize("reach", REACHES)
 def test_company_does_not_change_the_order_of_keys(reach: int) -> None:
-    launches = [attention_launch(8, 4, 128, reach, tokens) for tokens in (1, 2, 16, 17, 64, 100)]
+    launches = [
+        attention_launch(8, 4, 128, reach, tokens) for tokens in (1, 2, 16, 17, 64, 100, 256)
+    ]
     assert all(launch.keys == attention_launch(8, 4, 128, 1, 1).keys for launch in launches)
 
 
