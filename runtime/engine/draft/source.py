@@ -31,7 +31,7 @@ from lowbit.runtime.engine.results import PendingStep
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Ended, Sequence
 from lowbit.runtime.text.constraint import Constraint
-from lowbit.runtime.thresholds import ROUND_TOKENS
+from lowbit.runtime.thresholds import EXACT_TOKENS, ROUND_TOKENS
 
 # First guess of how often MTP drafts are accepted behind accepted ones, by place.
 MTP_GUESSES = (0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35)
@@ -60,6 +60,7 @@ class Drafts:
     _backoff: int = 0  # plain steps for which nobody asks whether made drafts pay
     _ended_at: float | None = None  # when the last step ended; None if nobody saw it
     _untimed: int = 0  # steps to come whose time says nothing
+    _crowded: bool = False  # the last step had more than EXACT_TOKENS sequences
     _graphs: int = 0  # recorded so far
 
     def __post_init__(self) -> None:
@@ -94,6 +95,9 @@ class Drafts:
         """Choose the next step; see `DraftSource.choose`."""
         if not self.verifier.runner.on_gpu:
             self._ended_at = time.perf_counter()
+        self._crowded = len(sequences) > EXACT_TOKENS
+        if self._crowded:
+            return self._plain_step(sent)
         plan = None
         if self._backoff > 0:
             self._backoff -= 1
@@ -123,6 +127,17 @@ class Drafts:
         tokens = sum(len(part.ids) for part in parts)
         stake = self.policy.send(kind, len(parts), tokens)
         return VerifiedRound(self.verifier, parts, stake)
+
+    def _plain_step(self, sent: Collection[PendingStep]) -> Literal["plain", "read"]:
+        """A plain step of many sequences, of which no round has room for a draft each.
+
+        The head does not keep up with so many; `auto` suspends it until few are left.
+        """
+        if any(isinstance(each, MtpRound) for each in sent):
+            return "read"
+        self.suspended = self.suspended or self.policy.limited
+        self.policy.in_rounds = False
+        return "plain"
 
     def _made_round(
         self,
@@ -176,6 +191,8 @@ class Drafts:
     def compute_forced_tokens(self, sequences: Iterable[Sequence]) -> Ended:
         """Copy the constraints of sequences, and ask the copies for forced tokens.
 
+        Not beside many sequences, whose steps have no drafts.
+
         Returns:
             Sequences whose constraint failed.
         """
@@ -183,7 +200,7 @@ class Drafts:
         for each in sequences:
             state, constraint = drafts_of(each), each.request.constraint
             state.ahead, state.forced = None, ()
-            if constraint is None or each.ended or not each.constrained:
+            if self._crowded or constraint is None or each.ended or not each.constrained:
                 continue
             try:
                 state.ahead = None if constraint.done else constraint.copy()

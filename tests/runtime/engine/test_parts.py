@@ -1,5 +1,6 @@
 """More sequences than a step may take together: it runs as parts, and no token changes."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -10,9 +11,14 @@ import torch
 from torch import Tensor
 
 import lowbit.runtime as lowbit
+from lowbit.runtime.engine.draft.mtp import MtpRound
+from lowbit.runtime.engine.draft.ngram import NgramDrafter
+from lowbit.runtime.engine.draft.policy import BURST
+from lowbit.runtime.engine.draft.source import Drafts
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import Runner, new_runner
+from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.models.loader import open_model, with_activations
 from lowbit.runtime.state.device_state import CacheSize
@@ -213,6 +219,33 @@ def test_drafts_of_many_change_no_token(drafting: lowbit.Model, by: str) -> None
     assert max(sent) > EXACT_TOKENS
     assert sum(handle.tally.rounds for handle in handles.values()) > 0
     assert_all_free(engine)
+
+
+def test_many_sequences_have_no_rounds(
+    drafting: lowbit.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does the head keep up with them, nor is a constraint copied for drafts."""
+
+    class Uncopied(Residues):
+        def copy(self) -> None:
+            raise AssertionError
+
+    monkeypatch.setattr(Drafts, "_keep_up", lambda *given: pytest.fail("kept up"))
+    runner = runner_of(drafting, CacheSize(CONTEXT, 70, 2 * MANY, 8, drafts=7))
+    request = Request((1, 2), PARAMS[0], 50, constraint=Uncopied())
+    sequences = [Sequence(request, 50, 0) for _ in range(EXACT_TOKENS + 1)]
+    for credit, suspended in ((math.inf, False), (BURST, True)):
+        source = drafting_by(NgramDrafter, runner, 7)
+        source.policy.credit, source.suspended = credit, False
+        assert source.choose(sequences, []) == "plain"
+        assert source.suspended is suspended
+        assert source.compute_forced_tokens(sequences) == []
+        assert source.mtp is not None
+        round_ahead = MtpRound(source.mtp, [], 1, False, source.policy.send("made", 1, 2))
+        assert source.policy.in_rounds
+        assert source.choose(sequences, [round_ahead]) == "read"
+        assert source.choose(sequences, []) == "plain"
+        assert not source.policy.in_rounds
 
 
 class Repeater:
