@@ -7,6 +7,7 @@ length of a chunk: two prompts with a common prefix are cut at the same places i
 one of them leaves in the cache has the bytes that the other would compute.
 """
 
+import time
 from collections import Counter, deque
 from collections.abc import Collection
 from collections.abc import Sequence as Ids
@@ -183,7 +184,7 @@ class Scheduler:
             if not sequence.ended and sequence not in self.waiting:
                 sequence.lose(error)
         for sequence in self.waiting:  # the first may have been given a row
-            sequence.phase = "waiting"
+            sequence.phase, sequence.admitted_at = "waiting", None
         self.prompt = None
         self.decoding.clear()
         self._held_back = False
@@ -251,7 +252,7 @@ class BlockManager:
             self._refused = attempt
             return False
         [sequence.row] = self.rows.take(1)
-        sequence.slot = sequence.row
+        sequence.slot, sequence.admitted_at = sequence.row, time.perf_counter()
         sequence.length = sequence.reused = hit.length if hit else 0
         sequence.fresh = len(prompt)
         if hit is not None:

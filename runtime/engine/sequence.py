@@ -1,5 +1,6 @@
 """A sequence: one request on its way through the engine."""
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -32,6 +33,8 @@ class Sequence:
     count: int  # most new tokens
     seed: int  # of its random numbers
     phase: Phase = "waiting"  # waiting for room, running its prompt, decoding, or ended
+    arrived_at: float = field(default_factory=time.perf_counter)  # time of its request
+    admitted_at: float | None = None  # time when it got its row; None while it has had none
     row: int = 0  # of block tables and sampler; 0 while it has none
     slot: int = 0  # with its recurrent state; the slot of its row, or a spare one after drafts
     pages: list[int] = field(default_factory=list)  # its block table
@@ -62,6 +65,11 @@ class Sequence:
     verified: bool = False
     tally: Tally = field(default_factory=Tally)  # counts of checked drafts
     drafts: object = None  # what a source of drafts keeps of it
+
+    @property
+    def queued_s(self) -> float | None:
+        """Seconds that it waited for its row; None while it waits, and if it ended before."""
+        return None if self.admitted_at is None else self.admitted_at - self.arrived_at
 
     @property
     def needs_mask(self) -> bool:

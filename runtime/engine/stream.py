@@ -141,6 +141,11 @@ class Handle(Iterator[int], AsyncIterator[int]):
         return None if self._engine.drafting is None else self._sequence.tally.speculated
 
     @property
+    def queued_s(self) -> float | None:
+        """Seconds that the request waited for its row; None before, and if it never got one."""
+        return self._sequence.queued_s
+
+    @property
     def reused(self) -> int:
         """Tokens of the prompt that came from the prefix cache; 0 before the first token."""
         return self._sequence.reused

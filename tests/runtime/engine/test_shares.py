@@ -117,3 +117,20 @@ def test_shares_change_no_token(engine: Engine) -> None:
     handles = [(client, ask(engine, client, count)) for client in "aaaababb"]
     for client, handle in handles:
         assert handle.result() == alone[client]
+
+
+def test_a_request_knows_how_long_it_waited_for_its_row(engine: Engine) -> None:
+    running = [ask(engine, "a", 2) for _ in range(ROWS)]
+    assert [each.queued_s for each in running] == [None] * ROWS
+    engine.step()
+    waited, left, gone = ask(engine, "b", 2), ask(engine, "c", 2), ask(engine, "d", 2)
+    first = [each.queued_s for each in running]
+    assert all(seconds is not None and seconds >= 0 for seconds in first)
+    assert waited.queued_s is None
+    gone.cancel()
+    while engine.step():
+        pass
+    assert [each.queued_s for each in running] == first
+    assert waited.queued_s is not None
+    assert left.queued_s is not None
+    assert gone.queued_s is None  # cancelled while it waited
