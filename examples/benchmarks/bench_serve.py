@@ -38,7 +38,7 @@ from lowbit.runtime.engine.constraints import ConstraintFactory
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load import load
 from lowbit.runtime.engine.load_options import LoadOptions
-from lowbit.runtime.engine.memory import ChosenType
+from lowbit.runtime.engine.memory import ChosenSequences, ChosenType
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import Handle
@@ -94,6 +94,7 @@ def random_model(
         dtype=torch.bfloat16,
         kv_cache=ChosenType(BF16_CACHE),
         load_s=0.0,
+        sequences=ChosenSequences(sequences),
         cache=SimpleNamespace(sequences=sequences, context=context),  # type: ignore[arg-type]
     )
 

@@ -31,6 +31,7 @@ from lowbit.runtime.models.architectures import BUILD, HEADS
 from lowbit.runtime.models.qwen3_5_mtp import DraftRows
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.page_counts import pages_for
+from lowbit.runtime.thresholds import EXACT_TOKENS, STEP_TOKENS
 from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
 
 GROUP = 128
@@ -205,10 +206,9 @@ def engine_of(
     state = state_bytes(config, torch.bfloat16.itemsize)
     snapshots = snapshots_for(pages, state, free_bytes("cpu"))
     cache = CacheSize(context, sequences, pages, snapshots, drafts)
-    dtype = torch.bfloat16
-    return Engine(
-        new_runner(decoder, config.vocab_size, cache, dtype, device, cache_type=cache_type)
-    )
+    part = STEP_TOKENS if activations == "int8" else EXACT_TOKENS  # all linears are packed
+    given = decoder, config.vocab_size, cache, torch.bfloat16, device
+    return Engine(new_runner(*given, cache_type=cache_type, part_tokens=part))
 
 
 def standing_sequences(

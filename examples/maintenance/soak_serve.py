@@ -313,7 +313,7 @@ def main(source: str, minutes: float, clients: int, seed: int) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATE.read_text())
     expected = alone(folder)
     command = [sys.executable, "-m", "lowbit.runtime", "serve", str(folder), "--port", "0"]
-    command += ["--device", "cpu", "--served-name", NAME, "--max-sequences", "4", "--queue", "8"]
+    command += ["--device", "cpu", "--served-name", NAME, "--sequences", "4", "--queue", "8"]
     with subprocess.Popen([*command, "--context", "1024"], stderr=subprocess.PIPE) as server:
         if server.stderr is None:
             raise SystemExit("no pipe")

@@ -245,10 +245,10 @@ def test_graphs_of_many_sequences_count(make_model: "Callable[..., PackedModel]"
             size = CacheSize(context, sequences, pages=0, snapshots=0)
             assert exact.graph_bytes(size) == parts * lengths * memory.GRAPH_BYTES
             assert rounded.graph_bytes(size) == wide * lengths * memory.GRAPH_BYTES
-    wide = CacheSize(8192, 256, pages=0, snapshots=0)
-    beside = exact.needed(wide, 9) - exact.row_bytes(wide) - exact.page_bytes(9)
+    most = CacheSize(8192, 256, pages=0, snapshots=0)
+    beside = exact.needed(most, 9) - exact.row_bytes(most) - exact.page_bytes(9)
     weights = exact.opened.weight_bytes("cuda", torch.bfloat16)
-    assert beside == weights + memory.GPU_WORKSPACE + exact.graph_bytes(wide)
+    assert beside == weights + memory.GPU_WORKSPACE + exact.graph_bytes(most)
 
 
 def test_memory_decides_how_many_sequences_a_gpu_decodes(
