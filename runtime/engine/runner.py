@@ -230,11 +230,13 @@ class Runner:
         """Run tokens through the layers, and choose one behind each."""
         for part, logits in self._logits_of(plan):
             self._choose(logits, part)
+            del logits  # before those of the next part take as much memory
 
     def run_layers(self, plan: StepPlan) -> None:
         """Run the first half of `run_step`, up to the logits."""
         for part, logits in self._logits_of(plan):
             self.keep(logits, part)
+            del logits
 
     def run_choice(self, plan: StepPlan) -> None:
         """Run the second half of `run_step`; of a round, under a mask for each token."""
