@@ -15,15 +15,17 @@ from torch import Tensor
 
 import lowbit.runtime as lowbit
 from lowbit.convert import Recipe
+from lowbit.formats.activation_modes import Activations
 from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, dequantize, unpack
 from lowbit.formats.layout.scheme import Scheme
+from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.load_options import KVCache
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized
 from lowbit.runtime.state.step import StepPlan
-from lowbit.runtime.thresholds import EXACT_TOKENS
+from lowbit.runtime.thresholds import EXACT_TOKENS, STEP_TOKENS
 from tests.conversions import convert
 from tests.runtime.conftest import PackedModel
 
@@ -409,6 +411,30 @@ def test_weights_of_both_devices_are_the_same(make_model: Callable[..., PackedMo
     assert torch.equal(on_gpu.embedding.float().cpu(), exact.embedding)
 
 
+def left_by(
+    engine: Engine, params: lowbit.SamplingParams, count: int, others: int
+) -> tuple[Tensor, ...]:
+    """Tokens, keys and values of a sequence that so many others run beside."""
+    engine.forget()
+    watched = engine.submit(Request(tuple(LONG[:20]), params, count + 1))
+    beside = [
+        engine.submit(Request(tuple(LONG[n : 25 + 2 * n]), SAMPLED[0], 2 * count))
+        for n in range(others)
+    ]
+    sequence = watched._sequence
+    while len(sequence.output) < count:
+        engine.step()
+    torch.cuda.synchronize()
+    state, pages = engine.runner.state, torch.tensor(sequence.pages)
+    found = [torch.tensor(sequence.output[:count])]
+    for store in state.pages.stores:
+        found.append(store[:, pages].flatten(1, 2)[:, : 19 + count].clone())
+    for handle in (watched, *beside):
+        handle.cancel()
+    engine.step()
+    return tuple(found)
+
+
 @pytest.mark.parametrize("kv_cache", ["bf16", "int8"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED[1]])
 def test_a_sequence_has_the_same_bits_among_63_others(
@@ -418,30 +444,25 @@ def test_a_sequence_has_the_same_bits_among_63_others(
     sizes = SIZES | {"num_key_value_heads": 4, "max_position_embeddings": 1024}
     folder = make(mixed, **sizes).folder
     model = lowbit.load(folder, device="cuda", max_sequences=EXACT_TOKENS, kv_cache=kv_cache)
-    engine, count = model.engine, 300
-    engine.drafting = None
-
-    def left(others: int) -> tuple[Tensor, ...]:
-        engine.forget()
-        watched = engine.submit(Request(tuple(LONG[:20]), params, count + 1))
-        beside = [
-            engine.submit(Request(tuple(LONG[n : 25 + 2 * n]), SAMPLED[0], 2 * count))
-            for n in range(others)
-        ]
-        sequence = watched._sequence
-        while len(sequence.output) < count:
-            engine.step()
-        torch.cuda.synchronize()
-        state, pages = engine.runner.state, torch.tensor(sequence.pages)
-        found = [torch.tensor(sequence.output[:count])]
-        for store in state.pages.stores:
-            found.append(store[:, pages].flatten(1, 2)[:, : 19 + count].clone())
-        for handle in (watched, *beside):
-            handle.cancel()
-        engine.step()
-        return tuple(found)
-
-    alone = left(0)
+    model.engine.drafting = None
+    alone = left_by(model.engine, params, 300, others=0)
     for others in (15, 16, 32, EXACT_TOKENS - 1):
-        for one, other in zip(alone, left(others), strict=True):
+        for one, other in zip(alone, left_by(model.engine, params, 300, others), strict=True):
+            assert torch.equal(one, other), others
+
+
+@pytest.mark.parametrize("activations", ["exact", "int8"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED[1]])
+def test_a_sequence_has_the_same_bits_among_255_others(
+    make: Make, params: lowbit.SamplingParams, activations: Activations
+) -> None:
+    """In a part of a step, and where all of a step pass the layers together."""
+    folder = make(mixed, **SIZES | {"max_position_embeddings": 1024}).folder
+    model = lowbit.load(folder, device="cuda", max_sequences=STEP_TOKENS, activations=activations)
+    engine, together = model.engine, {"exact": EXACT_TOKENS, "int8": STEP_TOKENS}
+    assert engine.runner.part_tokens == together[activations]
+    engine.drafting = None
+    alone = left_by(engine, params, 60, others=0)
+    for others in (EXACT_TOKENS, 100, STEP_TOKENS - 1):
+        for one, other in zip(alone, left_by(engine, params, 60, others), strict=True):
             assert torch.equal(one, other), others
