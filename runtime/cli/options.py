@@ -387,6 +387,8 @@ def load_model(name: str, options: LoadOptions) -> "Model":
         note(text)
     if options.speculate == "auto" and options.drafter is None and not model.opened.head:
         note("--speculate auto: the model has no MTP head, so that drafts come from n-grams alone")
+    if model.sequences.reason is not None:
+        note(f"--sequences: {model.sequences.count}, {model.sequences.reason}")
     if model.kv_cache.reason is not None:
         chosen = model.kv_cache
         note(f"--kv-cache auto: {chosen.cache_type.name}, since {chosen.reason}")

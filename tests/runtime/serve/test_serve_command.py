@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from lowbit.runtime.cli.main import main
+from lowbit.runtime.cli.options import load_model
 from lowbit.runtime.cli.serve import _note_rounding
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.kernels.launch.card import Card
@@ -44,6 +45,14 @@ def test_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
     assert "POST /v1/completions 200" in rest
     assert "Secret" not in rest
     assert "shutting down" in rest
+
+
+def test_a_number_of_sequences_that_was_chosen_is_explained(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for sequences, said in ((None, "--sequences: 16, the default on a CPU\n"), (2, "")):
+        load_model(str(BUNDLED), LoadOptions(device="cpu", max_sequences=sequences))
+        assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize(
