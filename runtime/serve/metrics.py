@@ -79,6 +79,8 @@ class Metrics:
     prompt_tokens: int = 0  # prompt tokens of answers that have begun
     cached_tokens: int = 0
     new_tokens: int = 0
+    # Seconds that answers waited for a row
+    queued: Histogram = field(default_factory=lambda: Histogram((0.001, *WHOLE_S, *LONG_S)))
     # Seconds from a request to its first token
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_S))
     between_tokens: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS_S))
@@ -146,6 +148,7 @@ class Collector:
             ("time_to_first_token", "From a request to its first token.", found.first_token),
             ("inter_token_latency", "Between two tokens.", found.between_tokens),
             ("e2e_request_latency", "From a request to its end.", found.whole),
+            ("request_queue_time", "Waiting for room.", found.queued),
         ):
             buckets = times.buckets()
             yield self._metric(HistogramMetricFamily, f"{name}_seconds", text, buckets, times.total)

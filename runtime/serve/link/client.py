@@ -245,6 +245,8 @@ class EngineClient:
         if waiting is None:
             return  # its last delta has been delivered: a stop string ended it, or a bug
         waiting.handle.take_in(tokens, more)
+        if more is not None and more.queued_s is not None:
+            self._metrics.queued.observe(more.queued_s)
         delta = self._delta_of(waiting)
         if delta is None:
             return

@@ -258,6 +258,7 @@ def news_of(running: Running) -> tuple[list[int], More | None]:
             log_probabilities=_new_log_probabilities(running, len(tokens)),
             prompt=[] if running.told else list(handle.prompt_log_probabilities),
             speculation=speculation,
+            queued_s=None if running.told else handle.queued_s,
         )
     except LowbitError as error:
         cause = error.__cause__

@@ -180,6 +180,7 @@ class More(msgspec.Struct, array_like=True, frozen=True):
     prompt: list[TokenLogProbabilities | None] = []  # of its prompt's tokens, likewise
     speculation: Speculated | None = None  # so far
     problem: Problem | None = None  # that ended it
+    queued_s: float | None = None  # that it waited for its row; said once
 
 
 class Step(Message):

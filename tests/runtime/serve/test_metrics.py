@@ -119,3 +119,14 @@ def test_metrics_count_what_happened(server: Running) -> None:
     assert after[f"vllm:num_requests_running{label}"] == 0
     assert after[f'lowbit:model_info{{activations="exact",model_name="{NAME}"}}'] == 1
     assert 0 <= after[f"vllm:kv_cache_usage_perc{label}"] <= 1
+
+
+def test_every_answer_has_waited_once(drafting: Running) -> None:
+    name = f'vllm:request_queue_time_seconds_count{{model_name="{NAME}"}}'
+    total = name.replace("_count", "_sum")
+    before = metrics(drafting)
+    complete(drafting, n=3, max_tokens=5, temperature=1)
+    complete(drafting, max_tokens=1)
+    after = metrics(drafting)
+    assert after[name] - before[name] == 4
+    assert 0 <= after[total] - before[total] < 60
