@@ -197,6 +197,7 @@ def _for_several(
 
 
 INT8_REGISTERS = 96  # of a thread at least where x has eight bits; with fewer it spills
+REGISTERS = 65536  # of a multiprocessor
 INT8_WARPS = 16  # of a program of several tokens
 INT8_KB = 4  # of words that a warp of these has on their way
 
@@ -231,7 +232,10 @@ def gemv_int8_launch(
     if one.split == 1:
         return launch
     rounds = -(-tiles // (one.tiles * count))  # no program shares a tile
-    return replace(launch, warps=one.parts, warp_groups=1, rounds=rounds, split=1)
+    registers = min(registers, REGISTERS // (32 * one.parts))  # of more warps than `one` has
+    return replace(
+        launch, warps=one.parts, warp_groups=1, rounds=rounds, split=1, registers=registers
+    )
 
 
 def _divisor(n: int, most: int) -> int:

@@ -14,6 +14,7 @@ from lowbit.runtime.kernels.launch.linear import (
     GemmShare,
     GemvLaunch,
     gemm_share,
+    gemv_int8_launch,
     gemv_launch,
     measured,
     several_measured,
@@ -44,6 +45,19 @@ def test_gemv_programs_ask_for_what_a_kernel_may_declare() -> None:
         assert launch.shared * KB <= STATIC_SHARED
         assert launch.warps % launch.warp_groups == 0
         assert launch.staged  # for one token
+
+
+@pytest.mark.parametrize("count", [1, 58, 132, 188])
+def test_a_program_of_gemv_int8_may_have_its_registers(count: int) -> None:
+    many = 0
+    for (bits, tiles, steps), one in measured("one").items():
+        K = steps * CODECS[bits].STEP_K
+        for tokens in (1, 2, 8):
+            launch = gemv_int8_launch(one, bits, tiles, K, tokens, count)
+            assert launch.registers is not None
+            assert launch.registers * 32 * launch.warps <= 65536
+            many += launch.warps > 8
+    assert many
 
 
 def test_programs_that_share_a_token_take_whole_blocks_of_it() -> None:
