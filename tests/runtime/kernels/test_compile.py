@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +26,18 @@ from lowbit.runtime.kernels.delta.program import DeltaPlan
 from lowbit.runtime.kernels.launch.card import COMPILED
 from tests.runtime.kernels.choice_launches import CHOICE, choices_of_rows
 from tests.runtime.kernels.expert_launches import EXPERTS_DECODE, EXPERTS_PREFILL, mixtures
+from tests.runtime.kernels.launch_sample import (
+    ONE_IN,
+    OTHERS,
+    PROCESSES,
+    commit,
+    drawn_launches,
+    shares,
+)
 from tests.runtime.kernels.linear_launches import VOCABULARY, in_eight_bits, linears_of_models
 from tests.runtime.kernels.meta_inputs import step_of, weight, zeros
 
+ROOT = Path(__file__).parents[3]
 KB = 1024
 SHARED_LIMIT = {90: 227 * KB, 80: 163 * KB, 86: 99 * KB, 89: 99 * KB, 120: 99 * KB}  # per block
 # Triton asks the driver for more than this only where its own part alone is more.
@@ -59,10 +67,6 @@ HOPPER_PREFILL = {"arrange", "gemm", "attend_on_hopper", "widen_pages"}
 CHAINED = {"arrange", "gemm"}  # of prompts: they begin before what feeds them ends
 
 STARVED = "starved gemv"
-# The usual run compiles each so-many-th launch of every kernel.
-USUAL = {90: 12, 80: 32, 120: 32, 86: 64, 89: 64}
-TWINS = (86, 89)  # they have the same launches: the usual run compiles half of the kernels for each
-PROCESSES = {90: 2}  # its whole workload is as long as those of three others
 
 Usage = dict[str, Any]
 
@@ -81,11 +85,13 @@ def others_of(capability: int) -> list[Any]:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    ("capability", "part"), [case for card in USUAL for case in usual(card) + others_of(card)]
+    ("capability", "part"),
+    [case for card in SHARED_LIMIT for case in usual(card) + others_of(card)],
 )
 def test_kernels_compile(tmp_path: Path, capability: int, part: int) -> None:
     """Each part names every launch on such a card, and compiles its share of them."""
-    launched = outside(tmp_path, f"{capability} {part}")
+    head = commit()
+    launched = outside(tmp_path, f"{capability} {part} {head}")
     starved = launched.pop(STARVED, None)
     hopper = capability == 90
     few, many = (DECODE | HOPPER, PREFILL | HOPPER_PREFILL) if hopper else (DECODE, PREFILL)
@@ -99,11 +105,11 @@ def test_kernels_compile(tmp_path: Path, capability: int, part: int) -> None:
     assert bool(large) == (starved is not None)
     if starved is not None:
         assert starved["stack"] > 0  # the check for spills can fail
-    every = shares(list(launched), capability)
+    every = shares(list(launched), capability, head)
     assert list(found) == every[part]
     assert sorted(itertools.chain(*every)) == sorted(launched)
-    cards = TWINS if capability in TWINS else (capability,)
-    taken = [name for each in cards for some in usual_shares(list(launched), each) for name in some]
+    cards = OTHERS if capability in OTHERS else (capability,)
+    taken = [name for each in cards for name in drawn_launches(list(launched), each, head)]
     assert {name.split()[0] for name in taken} == few | many
     decode = {name: usage for name, usage in found.items() if name.split()[0] in few}
     spilled = [
@@ -122,24 +128,20 @@ def test_kernels_compile(tmp_path: Path, capability: int, part: int) -> None:
         assert usage["registers"] * 32 * usage["warps"] <= REGISTERS, name
 
 
-def shares(names: list[str], capability: int) -> list[list[str]]:
-    """Launches of each part: the first and each so-many-th of its kernels, then all others."""
-    kernels = sorted({name.split()[0] for name in names})
-    if capability in TWINS:
-        kernels = kernels[TWINS.index(capability) :: len(TWINS)]
-    earlier, taken, left = Counter[str](), list[str](), list[str]()
-    for name in names:
-        kernel = name.split()[0]
-        later = earlier[kernel] % USUAL[capability] or kernel not in kernels
-        (left if later else taken).append(name)
-        earlier[kernel] += 1
-    count = PROCESSES.get(capability, 1)
-    return [some[part::count] for some in (taken, left) for part in range(count)]
-
-
-def usual_shares(names: list[str], capability: int) -> list[list[str]]:
-    """Launches of the parts that the usual run takes."""
-    return shares(names, capability)[: PROCESSES.get(capability, 1)]
+@pytest.mark.parametrize("cards", [(90,), OTHERS])
+def test_a_commit_compiles_every_kernel_and_many_of_them_every_launch(
+    cards: tuple[int, ...],
+) -> None:
+    kernels = {"gemv", "gemm", "attend", "embed"}
+    names = [f"{kernel} B{tokens}" for kernel in kernels for tokens in range(5)]
+    found = set()
+    for seed in map(str, range(200)):
+        drawn = [(card, name) for card in cards for name in drawn_launches(names, card, seed)]
+        assert sorted(name.split()[0] for _, name in drawn) == sorted(kernels)
+        found |= set(drawn)
+    assert found == set(itertools.product(cards, names))
+    many = [f"gemv B{tokens}" for tokens in range(2 * ONE_IN + 1)]
+    assert sum(len(drawn_launches(many, card, "0")) for card in cards) == 3
 
 
 def test_the_cards_are_those_that_commands_name() -> None:
@@ -160,8 +162,7 @@ def outside(cache: Path, task: str, program: str = "test_compile") -> dict[str, 
     env["TRITON_CACHE_DIR"] = str(cache)
     env["TRITON_DISABLE_LINE_INFO"] = "1"  # the machine code is the same, sooner
     command = [sys.executable, "-W", "error", "-m", f"tests.runtime.kernels.{program}", task]
-    root = Path(__file__).parents[3]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, cwd=root)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -435,14 +436,14 @@ def compiled(launch: Launch, capability: int, **options: Any) -> Usage:
     }
 
 
-def machine_code(capability: int, part: int) -> dict[str, Usage | None]:
+def machine_code(capability: int, part: int, seed: str) -> dict[str, Usage | None]:
     """Everything that a card of this capability may be asked to run, by name.
 
     What other parts compile is None.
     """
     launches = dict(recorded(capability, workload(full=capability == 90)))
     found: dict[str, Usage | None] = dict.fromkeys(launches)
-    for name in shares(list(launches), capability)[part]:
+    for name in shares(list(launches), capability, seed)[part]:
         usage = found[name] = compiled(launches[name], capability)
         gemv = launches[name].name == "gemv_one"
         if gemv and usage["registers"] > 64 and STARVED not in found:
@@ -468,6 +469,6 @@ def loose() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    task = sys.argv[1]
-    made = loose() if task == "loose" else machine_code(*map(int, task.split()))
+    task = sys.argv[1].split()
+    made = loose() if task == ["loose"] else machine_code(int(task[0]), int(task[1]), task[2])
     json.dump(made, sys.stdout)

@@ -1,0 +1,50 @@
+"""Which launches the usual run compiles for a card, and which are left to a release.
+
+Every commit draws others, so that all are compiled in the end.
+"""
+
+import hashlib
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+ONE_IN = 24  # launches of a kernel
+OTHERS = (80, 86, 89, 120)  # they have the same kernels, which a commit deals out to the four
+PROCESSES = {90: 2}  # its whole workload is as long as those of three others
+
+
+def commit() -> str:
+    """The commit that is checked out; outside a clone always the same word."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent
+        )
+    except FileNotFoundError:
+        return "none"
+    return done.stdout.strip() if done.returncode == 0 else "none"
+
+
+def shuffled(names: Iterable[str], seed: str) -> list[str]:
+    """Names in an order that only the seed decides."""
+    return sorted(names, key=lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest())
+
+
+def drawn_launches(names: list[str], capability: int, seed: str) -> set[str]:
+    """What the usual run compiles for a card: some launches of each kernel that is its own."""
+    launches: dict[str, list[str]] = {}
+    for name in names:
+        launches.setdefault(name.split()[0], []).append(name)
+    kernels = shuffled(launches, seed)
+    if capability in OTHERS:
+        kernels = kernels[OTHERS.index(capability) :: len(OTHERS)]
+    return {name for kernel in kernels for name in shuffled(launches[kernel], seed)[::ONE_IN]}
+
+
+def shares(names: list[str], capability: int, seed: str) -> list[list[str]]:
+    """Launches of each part: those that the seed draws, then all others."""
+    drawn = drawn_launches(names, capability, seed)
+    taken = [name for name in names if name in drawn]
+    left = [name for name in names if name not in drawn]
+    count = PROCESSES.get(capability, 1)
+    return [some[part::count] for some in (taken, left) for part in range(count)]
