@@ -7,6 +7,7 @@ PIP := PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip instal
 # pip would compile on one core, and libraries' tests, too
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/tests/' $(VENV)/lib || true
 MODEL := examples/models/tiny-qwen3
+EVAL := examples/data/stories-eval.txt
 PACKED := demo-out/tiny-qwen3-int4
 PINNED := $(VENV)/compressed-tensors-0.17
 export PYTHONDONTWRITEBYTECODE :=  # tests start Python many times: it need not compile all again
@@ -16,7 +17,7 @@ marked = $(shell grep -rl --include='test_*.py' 'mark\.$(1)\>' tests)# files wit
 .PHONY: demo docs test quick test-nightly test-scripts test-commands test-kernels test-every-kernel test-clients check install-check install-check-quick fix clean
 
 demo: $(VENV)/.installed
-	$(BIN)/lowbit-convert $(MODEL) $(PACKED) --method rtn --overwrite --report --eval-text examples/data/stories-eval.txt
+	$(BIN)/lowbit-convert $(MODEL) $(PACKED) --method rtn --overwrite --report --eval-text $(EVAL)
 	$(BIN)/lowbit-run $(PACKED) --raw --max-new-tokens 200 --seed 1 "Once upon a time, a little robot"
 
 test: $(VENV)/.installed-dev  # a thread a process: those of several wait for each other's cores

@@ -242,10 +242,15 @@ def listing(folder: Path) -> dict[str, object]:
     }
 
 
+def command_of(number: int, seed: int) -> tuple[random.Random, int]:
+    """What decides about a run, and the index of its command."""
+    chance = random.Random(f"{seed} {number}")
+    return chance, chance.randrange(len(COMMANDS))
+
+
 def trial(number: int, seed: int, bench: Bench, usual: dict[int, int]) -> tuple[int, list[str]]:
     """One run; its exit code and what was wrong with it."""
-    chance = random.Random(f"{seed} {number}")
-    index = chance.randrange(len(COMMANDS))
+    chance, index = command_of(number, seed)
     kind, program, pattern = COMMANDS[index]
     with tempfile.TemporaryDirectory(prefix="lowbit-fuzz-") as name:
         place = Path(name)
@@ -274,10 +279,11 @@ def _arguments(pattern: Sequence[str], place: Path, bench: Bench) -> list[str]:
     ]
 
 
-def usual_memory(bench: Bench) -> dict[int, int]:
-    """Peak memory of every command on undamaged folders, which must end well."""
+def usual_memory(bench: Bench, indices: set[int]) -> dict[int, int]:
+    """Peak memory of some commands on undamaged folders, which must end well."""
     usual = {}
-    for index, (kind, program, pattern) in enumerate(COMMANDS):
+    for index in sorted(indices):
+        kind, program, pattern = COMMANDS[index]
         with tempfile.TemporaryDirectory(prefix="lowbit-fuzz-") as name:
             place = Path(name)
             shutil.copytree(bench.source if kind == "source" else bench.packed, place / "folder")
@@ -298,7 +304,8 @@ def main(runs: int, first: int, jobs: int, seed: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with tempfile.TemporaryDirectory(prefix="lowbit-fuzz-bench-") as name:
         bench = make_bench(Path(name))
-        usual = usual_memory(bench)
+        numbers = range(first, first + runs)
+        usual = usual_memory(bench, {command_of(number, seed)[1] for number in numbers})
         children = []
         for job in range(jobs):
             child = os.fork()
