@@ -37,7 +37,7 @@ if not torch.cuda.is_available():
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Half as many processes again as cores: tests wait for processes, limits of time and disks."""
-    if config.option.dist != "worksteal" or AUTO in os.environ:
+    if config.option.dist not in ("worksteal", "loadfile") or AUTO in os.environ:
         return None
     return core_count() * 3 // 2
 
