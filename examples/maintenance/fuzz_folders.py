@@ -243,7 +243,7 @@ def listing(folder: Path) -> dict[str, object]:
 
 
 def command_of(number: int, seed: int) -> tuple[random.Random, int]:
-    """What decides about a run, and the index of its command."""
+    """The chance of a run, and the index of the command that it draws."""
     chance = random.Random(f"{seed} {number}")
     return chance, chance.randrange(len(COMMANDS))
 

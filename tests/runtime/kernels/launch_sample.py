@@ -1,4 +1,4 @@
-"""Which launches the usual run compiles for a card, and which are left to a release.
+"""The launches that the usual run compiles for a card; others are left to a release.
 
 Every commit draws others, so that all are compiled in the end.
 """
