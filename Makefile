@@ -10,6 +10,7 @@ MODEL := examples/models/tiny-qwen3
 EVAL := examples/data/stories-eval.txt
 PACKED := demo-out/tiny-qwen3-int4
 PINNED := $(VENV)/compressed-tensors-0.17
+export LAUNCHES ?= usual
 export PYTHONDONTWRITEBYTECODE :=  # tests start Python many times: it need not compile all again
 USUAL := not gpu and not kernels and not clients and not scripts and not commands
 marked = $(shell grep -rl --include='test_*.py' 'mark\.$(1)\>' tests)# files with tests of a mark: others need no import
@@ -29,7 +30,7 @@ quick: $(VENV)/.installed-dev  # about a minute: what mirrors the files that dif
 test-nightly: $(VENV)/.installed-dev  # 400 examples of each property in place of 40
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal --hypothesis-profile nightly -m "hypothesis and $(USUAL)"
 
-test-kernels: $(VENV)/.installed-dev  # compiles every kernel for Hopper and for one of the other cards, in one of 24 launches, which every commit draws anew; one at a time, since they are few and long
+test-kernels: $(VENV)/.installed-dev  # compiles every kernel for Hopper and for one of the other cards, in one of 24 launches, which LAUNCHES=WORD draws anew; one at a time, since they are few and long
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist load --maxschedchunk 1 -m "kernels and not every_kernel" $(call marked,kernels)
 
 test-every-kernel: $(VENV)/.installed-dev  # before a release: every launch of every kernel

@@ -30,7 +30,7 @@ from tests.runtime.kernels.launch_sample import (
     ONE_IN,
     OTHERS,
     PROCESSES,
-    commit,
+    draw,
     drawn_launches,
     shares,
 )
@@ -90,8 +90,8 @@ def others_of(capability: int) -> list[Any]:
 )
 def test_kernels_compile(tmp_path: Path, capability: int, part: int) -> None:
     """Each part names every launch on such a card, and compiles its share of them."""
-    head = commit()
-    launched = outside(tmp_path, f"{capability} {part} {head}")
+    word = draw()
+    launched = outside(tmp_path, f"{capability} {part} {word}")
     starved = launched.pop(STARVED, None)
     hopper = capability == 90
     few, many = (DECODE | HOPPER, PREFILL | HOPPER_PREFILL) if hopper else (DECODE, PREFILL)
@@ -105,11 +105,11 @@ def test_kernels_compile(tmp_path: Path, capability: int, part: int) -> None:
     assert bool(large) == (starved is not None)
     if starved is not None:
         assert starved["stack"] > 0  # the check for spills can fail
-    every = shares(list(launched), capability, head)
+    every = shares(list(launched), capability, word)
     assert list(found) == every[part]
     assert sorted(itertools.chain(*every)) == sorted(launched)
     cards = OTHERS if capability in OTHERS else (capability,)
-    taken = [name for each in cards for name in drawn_launches(list(launched), each, head)]
+    taken = [name for each in cards for name in drawn_launches(list(launched), each, word)]
     assert {name.split()[0] for name in taken} == few | many
     decode = {name: usage for name, usage in found.items() if name.split()[0] in few}
     spilled = [
