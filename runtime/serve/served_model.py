@@ -1,5 +1,6 @@
 """The served model as the HTTP side knows it: its texts and its limits, without its weights."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def load_prompts(facts: Facts) -> PromptEncoder:
     Raises:
         CheckpointError, UnsupportedModelError: one of them cannot be used.
     """
-    folder = Path(facts.folder)
+    folder = Path(os.fsdecode(facts.folder))
     template = load_chat_template(folder)
     if template is not None:
         template.prepare()

@@ -5,6 +5,7 @@ Masks of grammars are made here, between two steps: one of a token takes less th
 
 import asyncio
 import logging
+import os
 import sys
 import threading
 import time
@@ -59,7 +60,7 @@ def facts_of(model: Model) -> Facts:
     """Facts of a model that the HTTP side needs."""
     drafting, options = model.engine.drafting, model.options
     return Facts(
-        folder=str(model.folder),
+        folder=os.fsencode(model.folder),
         limits=model.engine.limits,
         defaults=model.defaults,
         stop_ids=model.stop_ids,
@@ -324,8 +325,8 @@ class EngineHost:
 
     async def _hear(self, connection: Connection) -> None:
         self._connections.append(connection)
-        connection.channel.send(facts_of(self.model))
         try:
+            connection.channel.send(facts_of(self.model))
             async for message in connection.channel.receive():
                 self._obey(connection, message)
         except Exception:

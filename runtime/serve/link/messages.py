@@ -48,7 +48,7 @@ def problem_of(error: LowbitError) -> Problem:
 class Facts(Message):
     """First message of an engine: what the HTTP side needs to know of its model."""
 
-    folder: str
+    folder: bytes  # names of files need not be UTF-8
     limits: Limits
     defaults: SamplingParams
     stop_ids: frozenset[int]
@@ -64,6 +64,7 @@ class NotLoaded(Message):
     """First message in place of facts: the model could not be loaded."""
 
     problem: Problem
+    trace: str  # its traceback there
 
 
 class Settings(Message):

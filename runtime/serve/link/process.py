@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.machine.system import explained
+from lowbit.formats.printable import printable
 from lowbit.runtime.serve.errors import of_bug
 from lowbit.runtime.serve.link.channel import Channel
 from lowbit.runtime.serve.link.messages import (
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from lowbit.runtime.engine.model import Model
 
 log = logging.getLogger("lowbit.serve")
+GPU_HINT = "use a smaller --context"  # where the GPU has too little memory
 DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 
@@ -60,7 +63,9 @@ class EngineProcess:
             return first
         self.stop()
         if isinstance(first, NotLoaded):
-            raise first.problem.error()
+            error = first.problem.error()
+            error.add_note(first.trace)  # which --debug shows
+            raise error
         raise ResourceError(
             f"the engine's process ended while it loaded the model: {self.ending}",
             hint="a process that the system killed had too little memory",
@@ -156,11 +161,12 @@ def _serve(channel: Channel[ToEngine], load: "Callable[[], Model]") -> bool:
     try:
         model = load()
     except BaseException as error:
-        found = explained(error)
+        found = explained(error, GPU_HINT)
         if found is None:
             log.exception("the model could not be loaded")
             found = of_bug(error)
-        channel.send(NotLoaded(problem_of(found)))
+        trace = printable("".join(traceback.format_exception(error)), keep="\n")
+        channel.send(NotLoaded(problem_of(found), trace))
         return True
     gc.collect()
     gc.freeze()  # a full collection takes 0.2 s to look through libraries, beside all streams

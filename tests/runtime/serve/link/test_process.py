@@ -3,19 +3,28 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx2
+import msgspec
 import pytest
 
 from lowbit.formats.errors import CheckpointError, LowbitError, ResourceError
 from lowbit.runtime.engine.load import load
-from lowbit.runtime.serve.link.process import start_engine
+from lowbit.runtime.engine.model import Model
+from lowbit.runtime.serve.link.channel import Channel
+from lowbit.runtime.serve.link.host import facts_of
+from lowbit.runtime.serve.link.messages import Facts, FromEngine, ToEngine
+from lowbit.runtime.serve.link.process import EngineProcess, _serve, start_engine
+from lowbit.runtime.serve.served_model import load_prompts
 from tests.runtime.serve.conftest import BUNDLED, until
 
 pytestmark = pytest.mark.commands
@@ -128,6 +137,33 @@ def test_an_error_of_loading_is_that_of_the_command(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))):
         engine.facts()
     assert engine.process.exitcode == 0
+
+
+def test_an_error_of_loading_has_hint_and_traceback_of_the_engine() -> None:
+    class OutOfMemoryError(RuntimeError):
+        """As torch names it."""
+
+    def load() -> Model:
+        raise OutOfMemoryError("m\udcff")
+
+    ours, theirs = socket.socketpair()
+    assert _serve(Channel(theirs, ToEngine), load)
+    engine = EngineProcess(
+        cast(Any, SimpleNamespace(join=bool, exitcode=0)), Channel(ours, FromEngine)
+    )
+    with pytest.raises(ResourceError, match="GPU") as found:
+        engine.facts()
+    assert found.value.hint == "use a smaller --context"
+    assert "in load\n" in found.value.__notes__[0]
+    theirs.close()
+
+
+def test_a_folder_may_have_any_name(tmp_path: Path, model: Model) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.symlink_to(model.folder)
+    facts = msgspec.structs.replace(facts_of(model), folder=os.fsencode(folder))
+    carried = msgspec.msgpack.decode(msgspec.msgpack.encode(facts), type=Facts)
+    assert load_prompts(carried).folder == folder
 
 
 def test_a_bug_of_loading_has_its_traceback_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
