@@ -201,6 +201,8 @@ def _check_key(key: str | None) -> None:
 
 def _run(settings: ServeSettings, load: "Callable[[], Model]") -> None:
     """Listen, let a process load the model, and serve it until the end."""
+    import asyncio
+
     from lowbit.runtime.serve.app import build_app
     from lowbit.runtime.serve.link.process import start_engine
     from lowbit.runtime.serve.logs import set_up_logs
@@ -209,17 +211,18 @@ def _run(settings: ServeSettings, load: "Callable[[], Model]") -> None:
     from lowbit.runtime.serve.service import Service
 
     taken = listen(settings.host, settings.port)  # before a minute is spent on loading
-    engines = [start_engine(load)]
+    engine = start_engine(load)
 
-    def next_engine() -> "Channel[FromEngine]":
-        engines[-1].stop()
-        log.error("the engine's process has ended: %s", engines[-1].ending)
-        engines.append(start_engine(load))
-        engines[-1].facts()
-        return engines[-1].channel
+    async def next_engine() -> "Channel[FromEngine]":
+        nonlocal engine
+        await asyncio.to_thread(engine.stop)
+        log.error("the engine's process has ended: %s", engine.ending)
+        engine = start_engine(load)
+        await engine.loaded()
+        return engine.channel
 
     with taken:
-        facts = engines[0].facts()
+        facts = engine.facts()
         try:
             model = served_model(facts, load_prompts(facts))
             gc.collect()
@@ -227,7 +230,7 @@ def _run(settings: ServeSettings, load: "Callable[[], Model]") -> None:
             set_up_logs()
             allow_connections()
             follows = next_engine if settings.restart_engine else None
-            service = Service(model, settings, engines[0].channel, follows)
+            service = Service(model, settings, engine.channel, follows)
             port = taken.getsockname()[1]
             host = f"[{settings.host}]" if ":" in settings.host else settings.host
             note(
@@ -236,14 +239,14 @@ def _run(settings: ServeSettings, load: "Callable[[], Model]") -> None:
             )
             Server(build_app(service), service, lambda: note(f"http://{host}:{port}")).run([taken])
         finally:
-            hung = not engines[-1].stop()
+            hung = not engine.stop()
     if not end_threads() or hung:
         logging.shutdown()
         sys.stderr.flush()
         os._exit(1)  # the interpreter would wait for them
     if not service.draining:
         hint = "the log above says why"
-        raise LowbitError(f"the engine's process has ended: {engines[-1].ending}", hint=hint)
+        raise LowbitError(f"the engine's process has ended: {engine.ending}", hint=hint)
 
 
 def load_noted(name: str, options: "LoadOptions") -> "Model":

@@ -86,7 +86,7 @@ class Service:
     settings: ServeSettings
     channel: Channel[FromEngine]  # to the engine
     # Waits for the end of an engine and loads another, for its channel; None where none follows
-    next_engine: Callable[[], Channel[FromEngine]] | None = None
+    next_engine: Callable[[], Coroutine[Any, Any, Channel[FromEngine]]] | None = None
     metrics: Metrics = field(default_factory=Metrics)
     # Time at which the server was started, seconds since 1970
     created: int = field(default_factory=lambda: int(time.time()))
@@ -121,13 +121,13 @@ class Service:
         if self.next_engine is None or time.monotonic() - self._engine_started < SHORT_LIFE_S:
             return False
         log.error("the engine has ended; another one is loaded")
-        self._reviving = asyncio.create_task(self._revive(self.next_engine))
+        self._reviving = asyncio.create_task(self._revive(self.next_engine()))
         return True
 
-    async def _revive(self, next_engine: Callable[[], Channel[FromEngine]]) -> None:
+    async def _revive(self, next_engine: Coroutine[Any, Any, Channel[FromEngine]]) -> None:
         await self.engine.stop()
         try:
-            self.channel = await asyncio.to_thread(next_engine)
+            self.channel = await next_engine
         except LowbitError as error:
             log.error("no engine could be loaded: %s", error)
             return

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Generic, TypeVar
 
 import msgspec
@@ -56,7 +56,7 @@ class Channel(Generic[Received]):
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._write_soon)
 
-    async def receive(self) -> AsyncIterator[Received]:
+    async def receive(self) -> AsyncGenerator[Received, None]:
         """The messages that come, until the other end closes or a message is damaged."""
         self._loop = asyncio.get_running_loop()
         self._write_soon()

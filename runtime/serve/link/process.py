@@ -49,13 +49,17 @@ class EngineProcess:
     channel: Channel[FromEngine]
 
     def facts(self) -> Facts:
-        """Wait until the model has been loaded.
+        """Wait until the model has been loaded; errors as in `loaded`."""
+        return asyncio.run(self.loaded())
+
+    async def loaded(self) -> Facts:
+        """Wait until the model has been loaded; a task that is cancelled ends the process.
 
         Raises:
             LowbitError: it could not be loaded; the process has ended.
         """
         try:
-            first = asyncio.run(_first(self.channel))
+            first = await _first(self.channel)
         except BaseException:  # Ctrl-C
             self.kill()
             raise
@@ -89,6 +93,7 @@ class EngineProcess:
         self.process.join(2 * STOP_S)
         if self.process.exitcode is not None:
             return True
+        log.error("the engine's process hangs, and is killed")
         self.kill()
         return False
 
@@ -130,8 +135,9 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 async def _first(channel: Channel[FromEngine]) -> FromEngine | None:
-    async for message in channel.receive():
-        return message
+    async with contextlib.aclosing(channel.receive()) as messages:
+        async for message in messages:
+            return message
     return None
 
 

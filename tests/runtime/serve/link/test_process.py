@@ -1,5 +1,6 @@
 """The engine's process: it ends with the server, and the server hears how it ended."""
 
+import asyncio
 import os
 import re
 import signal
@@ -106,8 +107,14 @@ def test_another_engine_follows_if_it_is_asked_for() -> None:
             until(lambda: httpx2.get(f"{url}/health").status_code == 200)
             after = httpx2.post(f"{url}/v1/completions", json={**BODY, "temperature": 0}).json()
             assert after["choices"] == before["choices"]
+            [engine] = children(process.pid)
+            os.kill(engine, signal.SIGKILL)
+            until(lambda: children(process.pid) not in ([engine], []))
+            [loading] = [each for each in children(process.pid) if each != engine]
+            os.kill(loading, signal.SIGSTOP)  # it would take long
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0
+            assert not runs(loading)
         finally:
             process.kill()
 
@@ -195,3 +202,27 @@ def test_an_interrupt_while_the_process_imports_has_no_traceback(
     with pytest.raises(LowbitError, match="TypeError"):  # None is no function
         engine.facts()
     assert "KeyboardInterrupt" not in capfd.readouterr().err
+
+
+def test_a_process_that_hangs_is_killed_and_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lowbit.runtime.serve.link.process.STOP_S", 0.0)
+    engine = start_engine(partial(load, BUNDLED, device="cpu"))
+    os.kill(engine.process.pid or 0, signal.SIGSTOP)
+    assert not engine.stop()
+    assert engine.ending == "signal SIGKILL"
+    assert "hangs" in caplog.text
+
+
+def test_a_task_that_no_longer_waits_for_the_model_ends_the_process() -> None:
+    async def run() -> None:
+        waiting = asyncio.create_task(engine.loaded())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+
+    engine = start_engine(partial(load, BUNDLED, device="cpu"))
+    asyncio.run(run())
+    assert engine.ending == "signal SIGKILL"
