@@ -30,6 +30,7 @@ from lowbit.runtime.serve.link.messages import (
 )
 from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.text.grammar_source import regex_source
+from tests.runtime.serve.conftest import LONG, raw_request, running, until
 
 
 def asking(number: int, count: int = 3, constraints: Constraints | None = None) -> Begin:
@@ -210,3 +211,29 @@ def test_an_answer_may_end_while_its_connection_is_closed() -> None:
         connection.answers[number] = Running(number, "", handle, connection)
     connection.close()
     other.close()
+
+
+def test_nothing_is_left_of_clients_that_leave(model: Model) -> None:
+    """At any moment: while a grammar is made, before the first token, or behind the last."""
+    changes: list[dict[str, Any]] = [
+        {},
+        {"max_tokens": 1},
+        {"guided_regex": "[a-z]{99}", "n": 2},
+        {"response_format": {"type": "json_object"}},
+        {"guided_grammar": "start: nonsense("},
+        {"stop": ["e"], "logprobs": 2, "stream": False},
+    ]
+    with running(model, queue=64) as server:
+        held: list[socket.socket] = []
+        for number in range(96):
+            until(lambda: server.service.active < 32)
+            held.append(raw_request(server, LONG | changes[number % len(changes)]))
+            if len(held) > number % 8:
+                held.pop(0).close()
+        for each in held:
+            each.close()
+        client, [connection] = server.service.engine, server.host._connections
+        until(lambda: not server.service.active)
+        until(lambda: not (client._waiting or client._grammars or client.open))
+        until(lambda: not (connection.answers or connection.grammars or connection.making))
+        until(lambda: not server.host.stepper._running)
