@@ -33,7 +33,7 @@ CONTEXT = 4096
 IDS = range(300, 1200)  # tokens of the stub's answers
 LIMITS = Limits(CONTEXT, CONTEXT, table_rows=1 << 18, hidden=1, vocabulary=1 << 18, pages=10**6)
 FACTS = Facts(
-    folder=str(BUNDLED),
+    folder=os.fsencode(BUNDLED),
     limits=LIMITS,
     defaults=SamplingParams(temperature=0.0),
     stop_ids=frozenset(),

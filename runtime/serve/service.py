@@ -128,7 +128,7 @@ class Service:
         await self.engine.stop()
         try:
             self.channel = await next_engine
-        except LowbitError as error:
+        except (LowbitError, OSError) as error:  # OSError: no process could be started
             log.error("no engine could be loaded: %s", error)
             return
         self._engine_started = time.monotonic()

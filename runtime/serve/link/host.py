@@ -309,7 +309,7 @@ class EngineHost:
         watching = asyncio.create_task(self._watch())
         hearing = [asyncio.create_task(self._hear(Connection(each))) for each in channels]
         try:
-            both = (watching, asyncio.gather(*hearing))
+            both = (watching, asyncio.gather(*hearing, return_exceptions=True))
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (watching, *hearing):

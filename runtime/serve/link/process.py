@@ -90,7 +90,7 @@ class EngineProcess:
     def stop(self) -> bool:
         """Let the process end after its step; False if it hangs and had to be killed."""
         self.channel.close()
-        self.process.join(2 * STOP_S)
+        self.process.join(STOP_S + 2.0)
         if self.process.exitcode is not None:
             return True
         log.error("the engine's process hangs, and is killed")
@@ -126,6 +126,9 @@ def _interrupts_blocked() -> Iterator[None]:
 
     It comes to the whole group, and would end the imports of the new process with a traceback.
     """
+    if sys.platform == "win32":
+        yield
+        return
     resource_tracker.ensure_running()  # whose start would let signals through again
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     try:
@@ -145,9 +148,13 @@ def _run(sock: socket.socket, load: "Callable[[], Model]", end_with_parent: bool
     """Load the model and serve it until the other end closes."""
     for number in (signal.SIGINT, signal.SIGTERM):  # of the whole group: answers may finish first
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # for processes of its own
+    if sys.platform != "win32":
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # for processes of its own
     if end_with_parent and sys.platform == "linux":  # elsewhere the end of the channel says so
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+        parent = multiprocessing.parent_process()
+        if parent is not None and parent.pid != os.getppid():  # it has ended meanwhile
+            return
     channel: Channel[ToEngine] = Channel(sock, ToEngine)
     set_up_logs()
     ended = False
