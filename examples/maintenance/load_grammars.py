@@ -9,7 +9,6 @@ processes that it starts, and that a trivial schema waits behind heavy ones.
 
 import asyncio
 import contextlib
-import os
 import random
 import re
 import shutil
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from process_tree import memory
 from serve_client import Connection
 
 BUNDLED = Path(__file__).parents[1] / "models" / "tiny-qwen3"
@@ -172,26 +172,6 @@ def any_of(draw: random.Random) -> dict[str, Any]:
     if kind < 0.3:  # cannot be used
         return chat(draw, **of_schema({"type": "object", "properties": {"x": {"pattern": "("}}}))
     return heavy(draw)
-
-
-def tree(pid: int) -> list[int]:
-    """A process and all that it has started."""
-    found = [pid]
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                found += tree(int(child))
-    return found
-
-
-def memory(pid: int) -> list[float]:
-    """Resident memory in MB of a process and of each that it has started."""
-    found = []
-    for each in tree(pid):
-        with contextlib.suppress(OSError):
-            pages = int(Path(f"/proc/{each}/statm").read_text().split()[1])
-            found.append(pages * os.sysconf("SC_PAGE_SIZE") / 1e6)
-    return found
 
 
 class Load:

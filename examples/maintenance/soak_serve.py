@@ -1,6 +1,7 @@
 """Hours of mixed requests to a server: memory, stuck requests and wrong answers.
 
-Run: python examples/maintenance/soak_serve.py [--minutes 30] [--clients 8] [--seed 1] [MODEL]
+Run: python examples/maintenance/soak_serve.py [--minutes 30] [--clients 8] [--sequences 4]
+    [--seed 1] [MODEL]
 A server process on the CPU gets random requests of every kind: 10 % leave in the middle, 5 % are
 malformed, some read slowly, some cut their body. Greedy answers are compared with those that the
 model gave alone, before. At the end nothing may run or wait, the cache must be free, and memory may
@@ -10,7 +11,6 @@ takes about ten minutes.
 
 import asyncio
 import json
-import os
 import random
 import re
 import shutil
@@ -27,6 +27,7 @@ from typing import Any
 
 import click
 import torch
+from process_tree import memory, open_files
 from serve_client import Answer, Connection
 
 from lowbit.runtime.engine.load import load
@@ -225,12 +226,6 @@ async def metrics(port: int) -> dict[str, float]:
     return {name: float(value) for name, value in found}
 
 
-def memory(pid: int) -> tuple[float, int]:
-    """Resident memory in MB, and open files, of a process."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6, len(list(Path(f"/proc/{pid}/fd").iterdir()))
-
-
 async def warm_up(port: int) -> None:
     """Run prompts of every length that a step may have: PyTorch keeps kernels for each of them."""
     connection = Connection(port)
@@ -268,7 +263,7 @@ async def run(soak: Soak, pid: int, minutes: float, clients: int, seed: int) -> 
         begun = time.monotonic()
         while time.monotonic() < end:
             await asyncio.sleep(min(30, max(1, minutes * 3)))
-            size, files = memory(pid)
+            size, files = sum(memory(pid)), open_files(pid)
             seen.append(size)
             done = sum(soak.counts.values())
             at = (time.monotonic() - begun) / 60
@@ -304,8 +299,9 @@ def alone(folder: Path) -> dict[tuple[str, int], str]:
 @click.argument("source", default=str(BUNDLED))
 @click.option("--minutes", default=30.0, show_default=True)
 @click.option("--clients", default=8, show_default=True)
+@click.option("--sequences", default=4, show_default=True, help="Answers made together.")
 @click.option("--seed", default=1, show_default=True)
-def main(source: str, minutes: float, clients: int, seed: int) -> None:
+def main(source: str, minutes: float, clients: int, sequences: int, seed: int) -> None:
     """Soak a server on MODEL."""
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp()) / "model"
@@ -313,7 +309,8 @@ def main(source: str, minutes: float, clients: int, seed: int) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATE.read_text())
     expected = alone(folder)
     command = [sys.executable, "-m", "lowbit.runtime", "serve", str(folder), "--port", "0"]
-    command += ["--device", "cpu", "--served-name", NAME, "--sequences", "4", "--queue", "8"]
+    command += ["--device", "cpu", "--served-name", NAME, "--queue", str(2 * sequences)]
+    command += ["--sequences", str(sequences)]
     with subprocess.Popen([*command, "--context", "1024"], stderr=subprocess.PIPE) as server:
         if server.stderr is None:
             raise SystemExit("no pipe")
