@@ -19,7 +19,7 @@ from lowbit.runtime.engine.constraints import ConstraintFactory
 from lowbit.runtime.engine.draft.block import Blocks
 from lowbit.runtime.engine.draft.source import new_drafts
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.load_options import ANSWER_TOKENS, LoadKeywords, LoadOptions, Mode
+from lowbit.runtime.engine.load_options import ANSWER_LENGTH, LoadKeywords, LoadOptions, Mode
 from lowbit.runtime.engine.memory import (
     Account,
     ChosenType,
@@ -100,7 +100,7 @@ def load(
     if options.max_sequences is None:
         options = replace(options, max_sequences=sequences.count)
         if device != "cpu":
-            account = replace(account, auto_tokens=sequences.count * ANSWER_TOKENS)
+            account = replace(account, auto_tokens=sequences.count * ANSWER_LENGTH)
     if options.speculate is None:
         options = replace(options, speculate=default_mode(account, options))
         opened = opened if opened.head == options.mtp_head else without_head(opened)

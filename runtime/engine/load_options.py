@@ -19,7 +19,7 @@ DEVICES = (None, "auto", "cpu", "cuda")
 MOST_SEQUENCES = STEP_TOKENS  # decoded together
 CHOSEN_SEQUENCES = EXACT_TOKENS  # at most, where memory decides on a GPU: one part of a step
 SEQUENCES = 16  # decoded together, for a file of prompts and by default on a CPU
-ANSWER_TOKENS = 2048  # of prompt and answer, for which each of them then has room in the cache
+ANSWER_LENGTH = 2048  # of prompt and answer, for which each of them then has room in the cache
 FEW_SEQUENCES = 4  # of fewer, one client of a server may have all
 SHORT = 128  # new tokens of an answer that no client's share holds back
 

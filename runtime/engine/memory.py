@@ -11,7 +11,7 @@ from lowbit.formats.kv_cache import INT8_CACHE, CacheType, plain_cache
 from lowbit.formats.machine.memory import free_bytes
 from lowbit.runtime.engine.graphs import STEP_WIDTHS, drafts_together, kv_lens, width_for
 from lowbit.runtime.engine.load_options import (
-    ANSWER_TOKENS,
+    ANSWER_LENGTH,
     CHOSEN_SEQUENCES,
     SEQUENCES,
     LoadOptions,
@@ -129,7 +129,7 @@ class ChosenSequences:
 def choose_sequences(account: Account, options: LoadOptions) -> ChosenSequences:
     """Sequences that options ask for; without a number, as many as memory has room for.
 
-    On a GPU each has room for a prompt and an answer of ANSWER_TOKENS in the cache. A CPU gains
+    On a GPU each has room for a prompt and an answer of ANSWER_LENGTH in the cache. A CPU gains
     little by more than SEQUENCES.
 
     Raises:
@@ -145,10 +145,10 @@ def choose_sequences(account: Account, options: LoadOptions) -> ChosenSequences:
         account = replace(account, cache_type=INT8_CACHE)
 
     def room(count: int) -> int:
-        """Tokens that each of so many has in the cache, up to ANSWER_TOKENS and the context."""
+        """Tokens that each of so many has in the cache, up to ANSWER_LENGTH and the context."""
         size = asked_cache(account, replace(options, max_sequences=count), 0)
         pages = min(account.pages_that_fit(size, free), size.pages)
-        return min(pages // count * PAGE, pages_for(min(size.context, ANSWER_TOKENS)) * PAGE)
+        return min(pages // count * PAGE, pages_for(min(size.context, ANSWER_LENGTH)) * PAGE)
 
     each, counts = room(1), range(1, 1 + CHOSEN_SEQUENCES)
     if each < PAGE:

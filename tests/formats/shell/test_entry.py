@@ -149,7 +149,7 @@ TORCH = SELF + FOREIGN.format("SIGINT")
 
 @pytest.mark.parametrize(
     "command",
-    [("convert", "inspect", "x"), ("run", "org/x", "Hi"), ("run", "serve", "org/x")],
+    [("convert", "inspect", "x"), ("run", "org/x", "Hi")],
     ids=" ".join,
 )
 def test_an_interrupt_while_torch_is_imported(tmp_path: Path, command: tuple[str, ...]) -> None:
