@@ -31,8 +31,8 @@ HEADROOM = 1.05  # activations, tables and the allocator's slack, on top of weig
 # activations in the graphs' pool, beside those of launched ones; but where chunks are replayed no
 # weights are widened, which takes as much.
 GPU_WORKSPACE = 256 << 20
-# Of the driver, for the graph of a part of a step: some hundred kernels. The workspace has room for
-# the graphs of steps of one part; those of larger steps are counted beside it.
+# An estimate of the driver's memory for the graph of a part of a step, some hundred kernels. The
+# workspace has room for graphs of steps of one part; those of larger ones are counted beside it.
 GRAPH_BYTES = 8 << 20
 # On a GPU the cache of one such sequence is a large part of what a step reads; a CPU gains nothing.
 LONG_CONTEXT = DEFAULT_CONTEXT + 1

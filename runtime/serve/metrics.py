@@ -92,7 +92,7 @@ class Metrics:
     drafts: Tally = field(default_factory=Tally)
 
     def count_tokens(self, answer: Answer, asked_at: float, before: int, last_at: float) -> None:
-        """Count the tokens that a step brought, on the worker's thread.
+        """Count the tokens that a step brought, on the event loop.
 
         Args:
             before: number of its tokens before the step.
@@ -108,7 +108,7 @@ class Metrics:
         self.cached_tokens += answer.handle.reused
 
     def count_drafts(self, found: Speculated) -> None:
-        """Count the drafts of an answer that has ended, on the worker's thread."""
+        """Count the drafts of an answer that has ended, on the event loop."""
         self.drafts.add(found)
 
 

@@ -6,8 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from lowbit.runtime.lab.http_load.connection import Response
-from lowbit.runtime.lab.http_load.framing import EventReader
-from lowbit.runtime.lab.http_load.unanswered import UnansweredError
+from lowbit.runtime.lab.http_load.framing import EventReader, UnansweredError
 
 DONE = b"[DONE]"
 PIECES = ("content", "reasoning_content", "reasoning", "tool_calls")  # of a chat's delta

@@ -48,37 +48,30 @@ def bench_server(
     Raises:
         LowbitError: the server cannot be measured, as `open_target` says.
     """
-    return asyncio.run(_bench(address, asked, loads, seed, limits, on_progress))
 
+    async def run() -> ServerResult:
+        target = await open_target(address, asked, Random(f"{seed} before"))
+        results = []
+        for load in loads:
+            title = load.title
 
-async def _bench(
-    address: Address,
-    asked: RequestSettings,
-    loads: Sequence[OfferedLoad],
-    seed: int,
-    limits: LatencyLimits,
-    on_progress: Progressed,
-) -> ServerResult:
-    target = await open_target(address, asked, Random(f"{seed} before"))
-    results = []
-    for load in loads:
-        title = load.title
+            def progressed(done: int, total: int, title: str = title) -> None:
+                on_progress(title, done, total)
 
-        def progressed(done: int, total: int, title: str = title) -> None:
-            on_progress(title, done, total)
+            record = await run_load(target, load, Random(f"{seed} {title}"), on_progress=progressed)
+            results.append(load_result(load, record, asked.new_tokens, limits))
+        return ServerResult(
+            url=address.root,
+            model=target.shape.model,
+            api=asked.api,
+            token_ids=asked.token_ids,
+            prompt_tokens=asked.prompt_tokens,
+            new_tokens=asked.new_tokens,
+            ignore_eos=target.shape.ignore_eos,
+            seed=seed,
+            limits=limits,
+            notes=target.notes,
+            loads=tuple(results),
+        )
 
-        record = await run_load(target, load, Random(f"{seed} {title}"), on_progress=progressed)
-        results.append(load_result(load, record, asked.new_tokens, limits))
-    return ServerResult(
-        url=address.root,
-        model=target.shape.model,
-        api=asked.api,
-        token_ids=asked.token_ids,
-        prompt_tokens=asked.prompt_tokens,
-        new_tokens=asked.new_tokens,
-        ignore_eos=target.shape.ignore_eos,
-        seed=seed,
-        limits=limits,
-        notes=target.notes,
-        loads=tuple(results),
-    )
+    return asyncio.run(run())

@@ -8,9 +8,9 @@ from random import Random
 
 from lowbit.runtime.lab.http_load.answers import AnswerTimer, Failed, Outcome, refusal
 from lowbit.runtime.lab.http_load.connection import Connection
+from lowbit.runtime.lab.http_load.framing import UnansweredError
 from lowbit.runtime.lab.http_load.requests import MOST_AT_ONCE, PATHS, arrivals, request_body
 from lowbit.runtime.lab.http_load.server import LoadTarget
-from lowbit.runtime.lab.http_load.unanswered import UnansweredError
 
 Progress = Callable[[int, int], None]  # requests that have ended, of how many
 

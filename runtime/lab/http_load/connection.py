@@ -9,8 +9,7 @@ from typing import Any, cast
 
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.conversation.address import server_url
-from lowbit.runtime.lab.http_load.framing import ResponseReader
-from lowbit.runtime.lab.http_load.unanswered import UnansweredError
+from lowbit.runtime.lab.http_load.framing import ResponseReader, UnansweredError
 
 MOST_BODY_BYTES = 16 << 20  # of an answer that is no stream
 LIMIT_S = 600.0  # of an answer

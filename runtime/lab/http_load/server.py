@@ -9,8 +9,8 @@ from random import Random
 from lowbit.formats.errors import LowbitError, RequestError, ResourceError
 from lowbit.runtime.lab.http_load.answers import AnswerTimer, refusal
 from lowbit.runtime.lab.http_load.connection import API, Address, Connection
+from lowbit.runtime.lab.http_load.framing import UnansweredError
 from lowbit.runtime.lab.http_load.requests import PATHS, Api, RequestShape, request_body
-from lowbit.runtime.lab.http_load.unanswered import UnansweredError
 
 FEW_WORDS = 8  # of the shorter prompt that measures the words of a token
 MORE_WORDS = 64  # at least, that the longer one has beyond these

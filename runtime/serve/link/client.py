@@ -34,6 +34,7 @@ from lowbit.runtime.serve.link.messages import (
     Source,
     Step,
     begin_of,
+    problem_of,
 )
 from lowbit.runtime.serve.metrics import Metrics
 from lowbit.runtime.text.grammar_source import GrammarSource
@@ -270,7 +271,7 @@ class EngineClient:
             if delta is not None and delta.last:
                 found = answer.handle.speculation
                 if found is not None:
-                    metrics.drafts.add(found)
+                    metrics.count_drafts(found)
             return delta
         except BaseException as error:  # panics of libraries in Rust are no Exceptions
             log.exception("request %s: an answer could not be made", waiting.asked.record.id)
@@ -284,7 +285,7 @@ class EngineClient:
     def _end(self) -> None:
         """Fail everything that waits for the engine."""
         self.alive = False
-        gone = Problem("LowbitError", "the engine has ended", "see the log")
+        gone = problem_of(_gone())
         for number, waiting in list(self._waiting.items()):
             last = More(number, waiting.handle.reused, ended=True, problem=gone)
             self._deliver(number, (), last)

@@ -1,6 +1,6 @@
 """The engine's side: a thread that runs steps, and an event loop that hears what to do.
 
-Masks of grammars are made here, between two steps: one of a token takes less than a message.
+Masks of grammars are made here, since each is needed between two steps.
 """
 
 import asyncio

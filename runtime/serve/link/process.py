@@ -146,7 +146,7 @@ async def _first(channel: Channel[FromEngine]) -> FromEngine | None:
 
 def _run(sock: socket.socket, load: "Callable[[], Model]", end_with_parent: bool) -> None:
     """Load the model and serve it until the other end closes."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # of the whole group: answers may finish first
+    for number in (signal.SIGINT, signal.SIGTERM):  # the server has them too; answers may finish
         signal.signal(number, signal.SIG_IGN)
     if sys.platform != "win32":
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # for processes of its own

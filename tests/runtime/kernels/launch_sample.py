@@ -23,7 +23,7 @@ def shuffled(names: Iterable[str], seed: str) -> list[str]:
 
 
 def drawn_launches(names: list[str], capability: int, seed: str) -> set[str]:
-    """What the usual run compiles for a card: some launches of each kernel that is its own."""
+    """Launches that the usual run compiles for a card: some of each kernel that is its own."""
     launches: dict[str, list[str]] = {}
     for name in names:
         launches.setdefault(name.split()[0], []).append(name)

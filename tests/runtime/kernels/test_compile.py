@@ -129,7 +129,7 @@ def test_kernels_compile(tmp_path: Path, capability: int, part: int) -> None:
 
 
 @pytest.mark.parametrize("cards", [(90,), OTHERS])
-def test_a_commit_compiles_every_kernel_and_many_of_them_every_launch(
+def test_a_draw_has_every_kernel_and_many_of_them_every_launch(
     cards: tuple[int, ...],
 ) -> None:
     kernels = {"gemv", "gemm", "attend", "embed"}

@@ -161,7 +161,7 @@ async def serving(answer: Answer = counting) -> AsyncIterator[Served]:
 
 @contextmanager
 def serving_in_thread(answer: Answer = counting) -> Iterator[Served]:
-    """The same for a command, which has a loop of its own."""
+    """A scripted server for a command, which has a loop of its own."""
     ready, ended = threading.Event(), threading.Event()
     found: list[Served] = []
 

@@ -13,7 +13,7 @@ from lowbit.runtime.lab.http_load.answers import (
     refusal,
 )
 from lowbit.runtime.lab.http_load.connection import Response
-from lowbit.runtime.lab.http_load.unanswered import UnansweredError
+from lowbit.runtime.lab.http_load.framing import UnansweredError
 
 DONE = b"data: [DONE]\n\n"
 END = {"choices": [{"text": "", "finish_reason": "stop"}]}

@@ -9,7 +9,7 @@ import pytest
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.lab.http_load import connection as connection_module
 from lowbit.runtime.lab.http_load.connection import Connection, address_of
-from lowbit.runtime.lab.http_load.unanswered import UnansweredError
+from lowbit.runtime.lab.http_load.framing import UnansweredError
 from tests.runtime.lab.http_load.conftest import Answer, Asking, Served, serving
 
 

@@ -11,8 +11,8 @@ from lowbit.runtime.lab.http_load.framing import (
     MOST_HEAD_BYTES,
     EventReader,
     ResponseReader,
+    UnansweredError,
 )
-from lowbit.runtime.lab.http_load.unanswered import UnansweredError
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENTS = "".join(
@@ -56,7 +56,7 @@ def body_of(data: bytes, size: int) -> tuple[bytes, ResponseReader]:
 def test_whole_responses(data: bytes, body: bytes, reusable: bool, size: int) -> None:
     found, reader = body_of(data, size)
     assert (found, reader.done) == (body, True)
-    # What follows a response may come with it or later: the connection is closed then.
+    # The connection is closed when bytes follow a response, with it or later.
     assert reader.reusable == reusable or size == 1
     assert reader.status == (204 if b" 204 " in data else 200)
 

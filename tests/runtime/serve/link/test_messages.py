@@ -1,4 +1,4 @@
-"""What crosses between the processes arrives as it was sent."""
+"""Messages between the processes arrive as they were sent."""
 
 import msgspec
 import pytest
