@@ -146,6 +146,8 @@ def repeat_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter._LangPatchScope, "restore", restore_all)
     monkeypatch.setattr(interpreter, "_get_np_dtype", np_dtype)
     share_types(monkeypatch)
+    convert_at_once(monkeypatch)
+    check_at_once(monkeypatch)
 
 
 def share_types(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,3 +188,33 @@ def share_types(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core.tensor, "__init__", tensor)
     monkeypatch.setattr(core.dtype, "__eq__", same)
     monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", broadcast_unless_equal)
+
+
+def convert_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """BF16 is the upper half of FP32: the interpreter takes sign, exponent and digits apart."""
+    convert = interpreter._convert_float
+
+    def converted(given: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source == tl.bfloat16 and target == tl.float32:
+            return given.view(np.uint16).astype(np.uint32) << 16
+        if source == tl.float32 and target == tl.bfloat16 and rounding is None:  # cut off
+            return (np.ascontiguousarray(given).view(np.uint32) >> 16).astype(np.uint16)
+        return convert(given, source, target, rounding)
+
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
+
+
+def check_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look for integers that overflow in numbers, not by some more operations of a kernel."""
+    operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+    def check(self: Any, lhs: Any, rhs: Any, operation: Any) -> None:
+        kind, name = lhs.type.scalar, operation.__name__
+        if kind.int_bitwidth >= 64:
+            return
+        found = operations[name](lhs.handle.data, rhs.handle.data, dtype=np.int64)
+        least, most = kind.get_int_min_value(), kind.get_int_max_value()
+        assert least <= found.min(), f"{kind} overflow detected for operation {name}"
+        assert found.max() <= most, f"{kind} overflow detected for operation {name}"
+
+    monkeypatch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", check)
