@@ -62,15 +62,22 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture
-def theirs(harness: None, packed: Path) -> Callable[..., Any]:
-    """The harness's transformers backend on the dequantized weights, in FP32."""
-    pytest.importorskip("accelerate")
+@pytest.fixture(scope="module")
+def in_transformers(packed: Path) -> tuple[Any, Any]:
+    """The dequantized weights in FP32, and their tokenizer."""
     import transformers
-    from lm_eval.models.huggingface import HFLM
 
     hub = transformers.AutoModelForCausalLM.from_pretrained(packed, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(packed)
+    return hub, transformers.AutoTokenizer.from_pretrained(packed)
+
+
+@pytest.fixture
+def theirs(harness: None, in_transformers: tuple[Any, Any]) -> Callable[..., Any]:
+    """The harness's transformers backend."""
+    pytest.importorskip("accelerate")
+    from lm_eval.models.huggingface import HFLM
+
+    hub, tokenizer = in_transformers
     return lambda **options: HFLM(hub, tokenizer=tokenizer, batch_size=1, **options)
 
 
