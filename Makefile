@@ -11,6 +11,7 @@ MODEL := examples/models/tiny-qwen3
 EVAL := examples/data/stories-eval.txt
 PACKED := demo-out/tiny-qwen3-int4
 PINNED := $(VENV)/compressed-tensors-0.17
+DOCS := $(VENV)/docs
 export LAUNCHES ?= usual
 export PYTHONDONTWRITEBYTECODE :=  # tests start Python many times: it need not compile all again
 USUAL := not gpu and not kernels and not clients and not scripts and not commands
@@ -46,8 +47,8 @@ test-commands: $(VENV)/.installed-dev  # whole commands: chats, calibrations, re
 test-clients: $(VENV)/.installed-clients $(PINNED)  # lm-evaluation-harness, the compressed-tensors that vLLM pins, and the chat page in Chromium
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m clients $(call marked,clients)
 
-docs: $(VENV)/.installed-docs  # the site of docs/, into site/; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+docs: $(DOCS)/.installed  # the site of docs/, into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 check: $(VENV)/.installed-dev  # never rewrites
 	$(BIN)/ruff check .
@@ -91,8 +92,9 @@ $(VENV)/.installed-clients: $(VENV)/.installed-dev
 $(PINNED): | $(BIN)/python  # beside the environment's own, which stays as it is
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ compressed-tensors==0.17.0
 
-$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) --group docs
+$(DOCS)/.installed: pyproject.toml constraints.txt | $(BIN)/python  # an environment of its own, which may be made beside the other
+	$(BIN)/python -m venv --without-pip $(DOCS)
+	$(BIN)/python -m pip --python $(DOCS)/bin/python install --quiet -c constraints.txt --group docs
 	touch $@
 
 clean:
