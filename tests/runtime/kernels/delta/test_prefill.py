@@ -27,7 +27,8 @@ GPU = pytest.mark.gpu
 ONE = pytest.param(1, marks=GPU)  # the kernel for few tokens is not interpreted
 LONG_ERROR = 1e-4  # of the memory after 8192 tokens, whose decays multiply up
 LENGTHS = [1, 2, 3, 4, 63, 64, 65, 130]
-PREFILL = [(SMALL[1], 1), (SMALL[1], 130), (SMALL[0], 5), (SMALL[2], 65)]
+LONG = Sizes(1, 2, 16, 32)  # of many tokens: each head of each is interpreted by itself
+PREFILL = [(SMALL[1], 1), (LONG, 130), (SMALL[0], 5), (SMALL[2], 65)]
 PREFILL_REAL = [(sizes, M) for sizes in REAL for M in LENGTHS]
 
 
@@ -56,7 +57,7 @@ def check_prefill(layer: Layer, bf16_error: float, M: int, target: int) -> None:
     check_slots(layer, before, step, *(part.expand(M, *part.shape) for part in state))
 
 
-@pytest.mark.parametrize("sizes", [SMALL[1], *(pytest.param(s, marks=GPU) for s in REAL)], ids=str)
+@pytest.mark.parametrize("sizes", [LONG, *(pytest.param(s, marks=GPU) for s in REAL)], ids=str)
 @pytest.mark.parametrize(
     "pieces",
     [
@@ -82,7 +83,7 @@ def test_prefill_in_pieces(
     assert torch.equal(cut.slots.conv, whole.slots.conv)
 
 
-@pytest.mark.parametrize("sizes", [SMALL[1], *(pytest.param(s, marks=GPU) for s in REAL)], ids=str)
+@pytest.mark.parametrize("sizes", [LONG, *(pytest.param(s, marks=GPU) for s in REAL)], ids=str)
 @pytest.mark.parametrize(
     ("M", "width", "target"),
     [
@@ -116,7 +117,7 @@ def test_padding_changes_no_bit(
 )
 def test_extreme_decays(make_layer: MakeLayer, bf16_error: float, decay: float) -> None:
     """No forgetting, strong forgetting, and forgetting all at once between tokens that keep all."""
-    layer = make_layer(SMALL[1], decay)
+    layer = make_layer(LONG, decay)
     qkvz, ba = layer.inputs(70)
     heads = layer.weights.value_heads
     ba[:, heads:] = 3.0 - layer.weights.dt_bias  # softplus 3.05
@@ -143,7 +144,7 @@ def test_digits_after_a_strong_decay(make_layer: MakeLayer) -> None:
 
 def test_repeated_keys(make_layer: MakeLayer, bf16_error: float) -> None:
     """One token over and over, kept whole: powers of the chunk's matrix would be astronomic."""
-    layer = make_layer(SMALL[1], 0.0)
+    layer = make_layer(LONG, 0.0)
     qkvz, ba = layer.inputs(1)
     qkvz, ba = qkvz.expand(80, -1).contiguous(), ba.expand(80, -1).contiguous()
     ba[:, : layer.weights.value_heads] = 9.0  # beta = 0.9999
