@@ -5,7 +5,7 @@ import gc
 import os
 import ssl
 from collections.abc import Generator, Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,8 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
         # Python would free every object of a process that is at its end: seconds that all wait for.
         # Triton's bindings list what is frozen then as leaked.
-        atexit.register(*((os._exit, 0) if AS_ONE_OF_SEVERAL in os.environ else (gc.unfreeze,)))
+        several = AS_ONE_OF_SEVERAL in os.environ
+        atexit.register(partial(os._exit, 0) if several else gc.unfreeze)
         gc.set_threshold(YOUNG)
         gc.enable()
 
