@@ -29,7 +29,7 @@ test: $(VENV)/.installed-dev  # a thread a process: those of several wait for ea
 quick: $(VENV)/.installed-dev  # about a minute: what mirrors the files that differ from main, the rooms' order, the docs
 	OMP_NUM_THREADS=1 $(BIN)/python examples/maintenance/mirrored_tests.py | xargs $(BIN)/pytest -n auto --dist worksteal -x -m "$(USUAL) and not slow"
 
-test-nightly: $(VENV)/.installed-dev  # 400 examples of each property in place of 40
+test-nightly: $(VENV)/.installed-dev  # 400 examples of each property in place of 25
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal --hypothesis-profile nightly -m "hypothesis and $(USUAL)"
 
 test-kernels: $(VENV)/.installed-dev  # compiles every kernel for Hopper and for one of the other cards, in one of 24 launches, which LAUNCHES=WORD draws anew; one at a time, since they are few and long

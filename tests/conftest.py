@@ -29,7 +29,7 @@ CALM: dict[str, Any] = {
     "deadline": None,
     "suppress_health_check": [hypothesis.HealthCheck.function_scoped_fixture],
 }
-hypothesis.settings.register_profile("test", max_examples=40, **CALM)
+hypothesis.settings.register_profile("test", max_examples=25, **CALM)
 hypothesis.settings.register_profile("nightly", max_examples=400, **CALM)
 hypothesis.settings.load_profile("test")  # `--hypothesis-profile nightly` comes later
 
