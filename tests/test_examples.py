@@ -144,9 +144,11 @@ def test_damaged_folders_end_in_a_message() -> None:
 
 def started(name: str, arguments: tuple[str, ...], **values: object) -> Result:
     """Run a script's command in this process, with other constants."""
-    main = runpy.run_path(str(MAINTENANCE / f"{name}.py"))["main"]
-    main.callback.__globals__.update(values)
-    return CliRunner().invoke(main, arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(MAINTENANCE))  # scripts import those beside them
+        main = runpy.run_path(str(MAINTENANCE / f"{name}.py"))["main"]
+        main.callback.__globals__.update(values)
+        return CliRunner().invoke(main, arguments)
 
 
 @pytest.mark.slow
