@@ -107,5 +107,5 @@ def forced_rounds(
     vocabulary = rounds.runner.sampler.vocabulary
     truth = torch.tensor([*prompt, *output], device=rounds.runner.state.device)
     return ForcedRounds(
-        rounds.cache, rounds.verifier, truth=truth, accepted=accepted, vocabulary=vocabulary
+        rounds.verifier, rounds.cache, truth=truth, accepted=accepted, vocabulary=vocabulary
     )

@@ -28,7 +28,7 @@ from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.experts.tiled import TiledExperts
 from lowbit.runtime.kernels.linear.tiles import TILE, GpuLinear, TiledLinear, counters
 from lowbit.runtime.models.architectures import BUILD, HEADS
-from lowbit.runtime.models.qwen3_5_mtp import DraftRows
+from lowbit.runtime.models.draft_output import DraftRows
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.page_counts import pages_for
 from lowbit.runtime.thresholds import EXACT_TOKENS, STEP_TOKENS

@@ -15,6 +15,8 @@ from lowbit.formats.activation_modes import Activations
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.backends.cuda_experts import check_experts as check_experts
 from lowbit.runtime.backends.cuda_experts import mixture
+from lowbit.runtime.kernels.attention.block import attend_block as attend_block
+from lowbit.runtime.kernels.attention.block import write_context as write_context
 from lowbit.runtime.kernels.attention.decode import attention_decode
 from lowbit.runtime.kernels.attention.prefill import attention_prefill
 from lowbit.runtime.kernels.delta.decode import delta_decode, delta_decode_parts

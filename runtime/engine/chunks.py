@@ -11,6 +11,7 @@ token is stored in pages, states or windows. No width lies beyond a threshold (`
 the lengths that it stands for, so a padded chunk takes the ways that its own length takes.
 """
 
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field
 
@@ -19,14 +20,15 @@ from torch import Tensor
 
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.sequence import Sequence
+from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.models.loader import Decoder
-from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.page_counts import PAGE, SCRATCH
-from lowbit.runtime.state.step import Span, StepPlan
+from lowbit.runtime.state.step import Span, Step, StepPlan
 from lowbit.runtime.state.step_buffers import StepBuffers, new_step_buffers
 from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 
 CHUNK_WIDTHS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)  # tokens
+RunLayers = Callable[[Tensor, Step], Iterable[Tensor]]  # of ids and a step: output of each layer
 LAUNCHED = 1  # prompts with such a chunk before one is recorded, which takes two launches' time
 
 
@@ -35,7 +37,7 @@ class Chunks:
     """Runs chunks of prompts, one at a time."""
 
     decoder: Decoder  # the model
-    state: DeviceState  # pages and slots of its sequences
+    layers: RunLayers  # of the model, on its sequences' state; `Runner.each_layer`
     tables: Tensor  # [R, T / PAGE] int32 block tables by row
     graphs: Graphs  # recorded chunks, by width and by whether only the last hidden state is wanted
     buffers: StepBuffers = field(init=False)  # inputs of a chunk
@@ -80,7 +82,7 @@ class Chunks:
             ending="last" if last else "apart",
         )
         ids, step = self.buffers.ids[:M], self.buffers.step(plan, self.tables)
-        hidden = self.decoder.hidden(ids, self.state, step)
+        hidden = last_of(self.layers(ids, step))
         self.hidden[: len(hidden)] = hidden
 
     def _is_common(self, kind: tuple[int, bool], begins: bool) -> bool:
@@ -97,7 +99,7 @@ class Chunks:
 
 
 def new_chunks(
-    decoder: Decoder, state: DeviceState, tables: Tensor, beside: Graphs
+    decoder: Decoder, layers: RunLayers, tables: Tensor, beside: Graphs
 ) -> Chunks | None:
     """Chunks that may be replayed; None where they are launched as they are.
 
@@ -108,7 +110,7 @@ def new_chunks(
         return None
     if decoder.config.experts is not None:
         return None
-    return Chunks(decoder, state, tables, Graphs(beside=beside, most=2 * len(CHUNK_WIDTHS)))
+    return Chunks(decoder, layers, tables, Graphs(beside=beside, most=2 * len(CHUNK_WIDTHS)))
 
 
 def width_of(tokens: int) -> int:

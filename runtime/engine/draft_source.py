@@ -1,13 +1,13 @@
 """Protocol of a source of drafts; `load` gives the engine one, which imports none."""
 
 from collections.abc import Collection
+from collections.abc import Sequence as Numbers
 from typing import Literal, Protocol
 
 from torch import Tensor
 
 from lowbit.runtime.engine.results import PendingStep
 from lowbit.runtime.engine.sequence import Ended, Sequence
-from lowbit.runtime.models.layer_parts import HiddenTaps
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.step import Step
 
@@ -60,8 +60,9 @@ class ContextReader(Protocol):
     def pages(self) -> KVPages:
         """Its keys and values, numbered as the model's."""
 
-    def hidden_taps(self, tokens: int) -> HiddenTaps:
-        """Tensor for the hidden states that it reads of a step of so many tokens."""
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of the model whose outputs it reads, in this order."""
 
-    def read(self, hidden_taps: HiddenTaps, step: Step) -> None:
-        """Write keys and values of a step's positions from their hidden states."""
+    def read(self, outputs: Numbers[Tensor], step: Step) -> None:
+        """Write keys and values of a step's positions from outputs [M, h] of these layers."""

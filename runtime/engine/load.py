@@ -33,12 +33,11 @@ from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.models.input_power import calibration_ids, check_searched, input_power
 from lowbit.runtime.models.loader import (
     OpenedModel,
-    check_device,
     load_decoder,
     load_drafter,
-    open_drafter,
     open_model,
     with_activations,
+    with_drafter,
     without_head,
 )
 from lowbit.runtime.state.device_state import CacheSize, kv_pages
@@ -92,7 +91,6 @@ def load(
     template = load_chat_template(folder)
     if template is not None:
         template.prepare()  # while the weights are read
-    check_device(opened, device)
     launches = None if device == "cpu" else _launches_here()
     vocabulary = min(tokenizer.vocabulary, opened.config.vocab_size)
     account = Account(opened, device, dtype, plain_cache(dtype), vocabulary)
@@ -109,18 +107,20 @@ def load(
     chosen, cache = _cache_of(account, options, drafts)
     beside = None
     if opened.drafter is not None:  # before the model, which takes longer
-        beside = load_drafter(opened.drafter, dtype, cache.context)
+        beside = load_drafter(opened, device, dtype, cache.context, launches)
     if options.measures_inputs:
         original = open_model(folder)
         power = input_power(original, calibration_ids(tokenizer, original), device, dtype)
-        opened = replace(_open(folder, None, options, power), drafter=opened.drafter)
+        searched = _open(folder, None, options, power)
+        opened = replace(searched, drafter=opened.drafter, draft=opened.draft)
     decoder = load_decoder(opened, device, dtype, cache.context, launches)
     chunk = CHUNK if device != "cpu" else cpu_chunk(opened.token_weights() // len(decoder.layers))
     tokens = chunk, opened.part_tokens(device)
     runner = new_runner(decoder, vocabulary, cache, dtype, device, chosen.cache_type, *tokens)
     if beside is not None:
-        pages = kv_pages(beside.config, cache.all_pages, chosen.cache_type, device)
-        runner.blocks = Blocks(beside, pages, runner.tables, runner.sampler)
+        reader, rows = beside
+        pages = kv_pages(reader.config, cache.all_pages, chosen.cache_type, device)
+        runner.blocks = Blocks(reader, pages, rows)
     engine = Engine(runner, options.max_waiting, new_drafts(runner, options, drafts, device))
     stop_ids = frozenset((*config_stops, *tokenizer.stop_ids()))
     if device != "cpu":
@@ -185,7 +185,7 @@ def _open(
             f"`{folder}` has no head for multi-token prediction", hint="use --speculate ngram"
         )
     if drafter is not None:
-        opened = replace(opened, drafter=open_drafter(drafter, opened))
+        opened = with_drafter(opened, drafter)
     return with_activations(opened, options.activations)
 
 

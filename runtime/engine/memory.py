@@ -16,6 +16,7 @@ from lowbit.runtime.engine.load_options import (
     SEQUENCES,
     LoadOptions,
 )
+from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.engine.runner import new_kept
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.decode_inputs import new_hidden_ring
@@ -96,11 +97,20 @@ class Account:
         pages = kv_pages(config, pages_for(size.context), plain, "meta")
         return pages.size_bytes // max(1, config.kv_layers)
 
+    def drafter_bytes(self) -> int:
+        """Memory on a GPU of outputs of a chunk that a drafter reads: of layers, and side by side."""
+        drafter = self.opened.drafter
+        if drafter is None or drafter.config.block_drafts is None:
+            return 0
+        taken = len(drafter.config.block_drafts.target_layers) * drafter.config.hidden_size
+        return 2 * CHUNK * taken * self.dtype.itemsize
+
     def needed(self, size: CacheSize, pages: int) -> int:
         """Memory of weights, sequences and so many pages, without HEADROOM."""
         workspace = 0
         if self.device != "cpu":
             workspace = GPU_WORKSPACE + self.widened_bytes(size) + self.graph_bytes(size)
+            workspace += self.drafter_bytes()
         weights = self.opened.weight_bytes(self.device, self.dtype)
         return weights + workspace + self.row_bytes(size) + self.page_bytes(pages)
 

@@ -74,7 +74,7 @@ class Runner:
         self.inputs = new_decode_inputs(width_for(self.rows), rows, self.state.device)
         self.results = Results(rows, self.on_gpu)
         self.masks = self.ints(range(rows, rows + ROUND_TOKENS))
-        self.chunks = new_chunks(self.decoder, self.state, self.tables, self.graphs)
+        self.chunks = new_chunks(self.decoder, self.each_layer, self.tables, self.graphs)
 
     @property
     def on_gpu(self) -> bool:
@@ -169,7 +169,7 @@ class Runner:
             ending="together" if not prompt else "last" if last else "apart",
             embedded=embedded,
         )
-        yield from self._each_layer(*new_step(plan, ids, self.tables))
+        yield from self.each_layer(*new_step(plan, ids, self.tables))
 
     def begin(self, sequence: Sequence, hidden: Tensor) -> PlainStep:
         """Choose the first new token of a sequence, by its prompt's last hidden state [1, h]."""
@@ -322,7 +322,7 @@ class Runner:
     def _hidden_of(self, plan: StepPlan) -> Tensor:
         """Output of the layers for the tokens of a step or of a part, [M, h]."""
         step, ids = self.inputs.step.step(plan, self.tables), self._ids_of(plan)
-        hidden = last_of(self._each_layer(ids[plan.first : plan.first + plan.tokens], step))
+        hidden = last_of(self.each_layer(ids[plan.first : plan.first + plan.tokens], step))
         if self.hidden_ring is not None:
             self.decoder.ops.store_hidden(hidden, step.rows, step.positions, self.hidden_ring)
         return hidden
@@ -330,17 +330,18 @@ class Runner:
     def _ids_of(self, plan: StepPlan) -> Tensor:
         return self.inputs.step.ids if plan.drafts else self.inputs.chosen
 
-    def _each_layer(self, ids: Tensor, step: Step) -> Iterator[Tensor]:
-        """Run tokens through the layers, and pass hidden states to the block drafter: [M, h]."""
+    def each_layer(self, ids: Tensor, step: Step) -> Iterator[Tensor]:
+        """Run tokens through the layers; a block drafter reads outputs of some of them: [M, h]."""
         layers = self.decoder.each_layer(ids, self.state, step)
         if self.blocks is None:
             yield from layers
             return
-        hidden_taps = self.blocks.hidden_taps(len(ids))
+        outputs: dict[int, Tensor] = {}
         for index, hidden in enumerate(layers):
-            hidden_taps.take(index, hidden)
+            if index in self.blocks.layers:
+                outputs[index] = hidden
             yield hidden
-        self.blocks.read(hidden_taps, step)
+        self.blocks.read([outputs[index] for index in self.blocks.layers], step)
 
     def choose_tokens(
         self,

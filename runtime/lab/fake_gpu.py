@@ -137,7 +137,7 @@ def send_steps(runner: Runner, params: Iterable[SamplingParams], hopper: bool) -
     """Send every kind of step that answers are made of, without drafts."""
     replayed = hopper and runner.decoder.config.experts is None
     if replayed:
-        chunks = Chunks(runner.decoder, runner.state, runner.tables, Graphs())
+        chunks = Chunks(runner.decoder, runner.each_layer, runner.tables, Graphs())
         for width in CHUNK_WIDTHS:
             chunks.forward(width)
     longer = () if replayed else [first + n for first in LENGTHS for n in range(4)]

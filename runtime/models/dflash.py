@@ -1,7 +1,7 @@
 """DFlash: drafts a block of tokens of another model, the target, in one pass.
 
-The context of a position is made of outputs of the target's layers there, the hidden taps:
-`hidden_norm(fc(hidden_taps))`. Every layer keeps the keys and values of that context, which the
+The context of a position is made of outputs of the target's layers there, side by side:
+`hidden_norm(fc(outputs))`. Every layer keeps the keys and values of that context, which the
 layers above never change. A block is the last known token, then mask tokens; its queries see the
 context before it, and the keys and values of the block itself, which are not kept. Embedding and
 head are the target's.
@@ -54,14 +54,14 @@ class DFlash(Generic[W]):
         """Layers of the target that are read, and the size of a block."""
         return self.config.blocks
 
-    def read(self, hidden_taps: Tensor, pages: KVPages, step: Step) -> None:
+    def read(self, outputs: Tensor, pages: KVPages, step: Step) -> None:
         """Write keys and values of the context at M positions.
 
         Args:
-            hidden_taps: [M, n * h], of the target.
+            outputs: [M, n * h], of the target's layers.
         """
         ops, eps = self.ops, self.config.rms_norm_eps
-        context = ops.rms_norm(ops.product(hidden_taps, self.fc), self.hidden_norm, eps)  # [M, h]
+        context = ops.rms_norm(ops.product(outputs, self.fc), self.hidden_norm, eps)  # [M, h]
         for layer in self.layers:
             ops.write_context(ops.product(context, layer.kv), layer.attention, pages, step)
 

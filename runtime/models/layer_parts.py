@@ -1,11 +1,9 @@
-"""Parts that families share: the MLP or experts, taps of hidden states, all layers in a row."""
+"""Parts that families share: the MLP or experts, embeddings, all layers in a row."""
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from lowbit.formats.architectures.config import Experts
@@ -62,23 +60,3 @@ def read_mlp(weights: Weights[W], p: str, experts: Experts | None) -> Mlp[W]:
         shared=shared,
         normed=experts.normed,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class HiddenTaps:
-    """Buffer for the outputs of some layers in a step, which a drafter reads."""
-
-    layers: tuple[int, ...]  # indices of these n layers
-    # [M, n * h], written; outputs of a token lie side by side, in the order of `layers`
-    out: Tensor
-
-    def take(self, layer: int, x: Tensor) -> None:
-        """Keep a copy of a layer's output [M, h] if it is one of these."""
-        if layer in self.layers:
-            h, place = x.shape[1], self.layers.index(layer)
-            self.out[:, place * h : (place + 1) * h] = x
-
-
-def new_hidden_taps(layers: tuple[int, ...], tokens: int, h: int, dtype: torch.dtype) -> HiddenTaps:
-    """Buffer for a step of `tokens` tokens, on the CPU."""
-    return HiddenTaps(layers, torch.empty(tokens, len(layers) * h, dtype=dtype))

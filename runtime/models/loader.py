@@ -33,6 +33,7 @@ from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare, prepared_bytes
 from lowbit.runtime.backends.ops import Ops
 from lowbit.runtime.models.architectures import BUILD, DRAFTER_BUILD, HEADS, BlockDrafter, Model
+from lowbit.runtime.models.draft_output import DraftRows, draft_rows
 from lowbit.runtime.thresholds import EXACT_TOKENS, STEP_TOKENS
 from lowbit.runtime.weights.linear import Linear
 from lowbit.runtime.weights.quantized import quantized
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from lowbit.runtime.kernels.linear.tiles import GpuLinear
 
     Decoder = Model[CpuLinear] | Model[GpuLinear]
+    Drafter = BlockDrafter[CpuLinear] | BlockDrafter[GpuLinear]
+    Rows = DraftRows[CpuLinear] | DraftRows[GpuLinear]
 else:  # that module needs triton, which the CPU does without
     Decoder = Model
 W = TypeVar("W")
@@ -59,7 +62,7 @@ class OpenedModel:
     head: bool = False  # read the head for multi-token prediction too
     # Rows that its drafts are chosen from; None for all of the vocabulary
     draft: DraftHead | None = None
-    drafter: "OpenedModel | None" = None  # its drafter; None without one
+    drafter: "OpenedModel | None" = None  # its drafter; None without one; it excludes the head
     activations: Activations = "exact"  # inputs of its packed linears, heads aside
 
     def weight_bytes(self, device: str, dtype: torch.dtype) -> int:
@@ -184,6 +187,18 @@ def refuse_drafter(name: str | Path, config: Mapping[str, Any]) -> None:
         )
 
 
+def with_drafter(opened: OpenedModel, folder: Path) -> OpenedModel:
+    """The model with a drafter, which chooses from the rows of the model's draft head if it has one.
+
+    Raises:
+        CheckpointError, FormatError, UnsupportedModelError: see `open_drafter`; or a damaged draft
+            head.
+    """
+    checkpoint = opened.checkpoint
+    draft = open_draft_head(checkpoint.folder, checkpoint.config)
+    return replace(opened, drafter=open_drafter(folder, opened), draft=draft)
+
+
 def open_drafter(folder: Path, target: OpenedModel) -> OpenedModel:
     """Read the headers of a packed (or plain BF16) drafter, and check that it suits a model.
 
@@ -221,19 +236,6 @@ def open_drafter(folder: Path, target: OpenedModel) -> OpenedModel:
             hint="give the drafter that was trained for this model",
         )
     return OpenedModel(packed.checkpoint, config, packed.specs, packed.schemes)
-
-
-def check_device(opened: OpenedModel, device: str) -> None:
-    """Refuse a model that has no kernels on a device.
-
-    Raises:
-        UnsupportedModelError: a drafter on a GPU.
-    """
-    if device != "cpu" and opened.drafter is not None:
-        raise UnsupportedModelError(
-            f"`{opened.drafter.checkpoint.folder}` is a drafter, which has no GPU kernels yet",
-            hint="leave out --drafter, or run on the CPU with --device cpu",
-        )
 
 
 def with_activations(opened: OpenedModel, activations: Activations) -> OpenedModel:
@@ -284,28 +286,65 @@ def load_decoder(
     if config.experts is not None:
         cuda.check_experts(config.experts, config.hidden_size)
         check_shared_experts(opened)
-    prepare = partial(cuda.prepare, launches=launches)
-    to_cuda = Weights(
-        *(opened.checkpoint, opened.schemes, device, dtype, prepare, cuda.gathered),
-        activations=opened.activations,
-    )
+    to_cuda = _cuda_weights(opened, device, dtype, launches)
     decoder = build_decoder(opened, to_cuda, cuda, context)
     to_cuda.check_finite()
     torch.cuda.empty_cache()  # buffers of rows on their way to tiles
     return decoder
 
 
-def load_drafter(opened: OpenedModel, dtype: torch.dtype, context: int) -> BlockDrafter[CpuLinear]:
-    """Read the weights of a drafter onto the CPU, beside a model for `context` tokens.
+def load_drafter(
+    opened: OpenedModel,
+    device: str,
+    dtype: torch.dtype,
+    context: int,
+    launches: "Launches | None" = None,
+) -> "tuple[Drafter, Rows | None]":
+    """Read the weights of a model's drafter onto `cpu` or `cuda`, for `context` tokens.
+
+    Args:
+        opened: the model.
+        device: see `load_decoder`, as the rest.
+        dtype: see `load_decoder`.
+        context: see `load_decoder`.
+        launches: see `load_decoder`.
+
+    Returns:
+        The drafter, and the rows of the model's head that drafts are chosen from; None for all.
 
     Raises:
         FormatError: a tensor holds NaN or Inf.
+        UnsupportedModelError: the GPU's kernels have no place for the drafter's sizes.
     """
-    weights = _cpu_weights(opened, dtype)
-    build = DRAFTER_BUILD[kind_of(opened.checkpoint.config)]
-    drafter = build(opened.config, weights, cpu, context)
-    weights.check_finite()
-    return drafter
+    own = opened.drafter
+    if own is None:
+        raise ValueError(f"`{opened.checkpoint.folder}` was opened without a drafter")
+    build, config = DRAFTER_BUILD[kind_of(own.checkpoint.config)], own.config
+    if device == "cpu":
+        to_cpu = _cpu_weights(own, dtype)
+        on_cpu = build(config, to_cpu, cpu, context), draft_rows(opened.draft, to_cpu)
+        to_cpu.check_finite()
+        return on_cpu
+    from lowbit.runtime.backends import cuda  # needs triton and a GPU
+
+    cuda.check_attention(config.head_dim, config.rotary_dim)
+    to_cuda = _cuda_weights(own, device, dtype, launches)
+    on_cuda = build(config, to_cuda, cuda, context), draft_rows(opened.draft, to_cuda)
+    to_cuda.check_finite()
+    torch.cuda.empty_cache()  # buffers of rows on their way to tiles
+    return on_cuda
+
+
+def _cuda_weights(
+    opened: OpenedModel, device: str, dtype: torch.dtype, launches: "Launches | None"
+) -> "Weights[GpuLinear]":
+    from lowbit.runtime.backends import cuda  # needs triton and a GPU
+
+    prepare = partial(cuda.prepare, launches=launches)
+    return Weights(
+        *(opened.checkpoint, opened.schemes, device, dtype, prepare, cuda.gathered),
+        activations=opened.activations,
+    )
 
 
 def _cpu_weights(opened: OpenedModel, dtype: torch.dtype) -> Weights[CpuLinear]:

@@ -10,28 +10,18 @@ run the head.
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from lowbit.formats.architectures.decoder import FULL
 from lowbit.formats.draft_head import DraftHead
 from lowbit.formats.errors import UnsupportedModelError
+from lowbit.runtime.models.draft_output import DraftOutput, DraftRows, draft_rows
 from lowbit.runtime.models.qwen3_5 import Layer, Qwen35, read_gain, read_layer
 from lowbit.runtime.state.device_state import DeviceState
-from lowbit.runtime.state.sampler import SamplerRows
 from lowbit.runtime.state.step import Step
-from lowbit.runtime.weights.linear import PackedLinear
 from lowbit.runtime.weights.weights import Weights
 
 W = TypeVar("W")  # what the backend keeps a linear as
-
-
-@dataclass(frozen=True, slots=True)
-class DraftRows(Generic[W]):
-    """The rows of the trunk's head that drafts are chosen from."""
-
-    ids: Tensor  # [N] int64, token of every row
-    head: W  # [N, h]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,43 +54,12 @@ class MtpHead(Generic[W]):
         joined = ops.head_input(ids, trunk.embedding, x, gains, eps)
         return trunk.run_layer(ops.product(joined, self.fc), self.layer, state, step)
 
-    def choose(
-        self,
-        hidden: Tensor,
-        sampler: SamplerRows,
-        rows: Tensor,
-        positions: Tensor,
-        token: Tensor,
-        ring: Tensor,
-    ) -> None:
-        """Choose a draft after each of B positions; see `Ops.choose`.
-
-        Args:
-            hidden: [B, h], of the head.
-            rows: [B] int32.
-            positions: [B] int32 of the tokens behind which the drafts stand; one is added.
-            token: [B] int64, written.
-            ring: for what `choose` leaves to the host.
-        """
-        ops, eps = self.trunk.ops, self.trunk.config.rms_norm_eps
-        if self.rows is None or sampler.shape.adjusted:  # these look at each token of the model
-            ops.choose(self.logits(hidden), sampler, rows, positions, token, ring)
-            return
-        some = ops.product(hidden, self.rows.head, norm=self.norm, eps=eps, logits=True)
-        ids = self.rows.ids  # ascending, so that of equal logits the lower token is chosen
-        ops.choose(some, replace(sampler, vocabulary=len(ids)), rows, positions, token, ring)
-        token.copy_(ops.embed(token, ids[:, None])[:, 0])
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and head: [M, h] to [M, V] float32; tokens that are no drafts get -inf."""
-        trunk, eps = self.trunk, self.trunk.config.rms_norm_eps
-        head = trunk.head if self.rows is None else self.rows.head
-        some = trunk.ops.product(hidden, head, norm=self.norm, eps=eps, logits=True)
-        if self.rows is None:
-            return some
-        shape = len(hidden), trunk.config.vocab_size
-        logits = torch.full(shape, -torch.inf, dtype=some.dtype, device=some.device)
-        return logits.index_copy_(1, self.rows.ids, some)
+    @property
+    def output(self) -> DraftOutput[W]:
+        """Final norm and head, by which drafts are chosen."""
+        trunk, config = self.trunk, self.trunk.config
+        sizes = config.rms_norm_eps, trunk.head, config.vocab_size
+        return DraftOutput(trunk.ops, self.norm, *sizes, self.rows)
 
 
 def with_head(model: Qwen35[W], weights: Weights[W], draft: DraftHead | None = None) -> Qwen35[W]:
@@ -126,18 +85,6 @@ def with_head(model: Qwen35[W], weights: Weights[W], draft: DraftHead | None = N
         fc=weights.linear("mtp.fc"),
         layer=read_layer(weights, "mtp.layers.0", FULL, index, model.config, model.rope),
         norm=read_gain(weights, "mtp.norm.weight"),
-        rows=None if draft is None else _rows(draft, weights),
+        rows=draft_rows(draft, weights),
     )
     return replace(model, mtp=head)
-
-
-def _rows(draft: DraftHead, weights: Weights[W]) -> DraftRows[W]:
-    """The rows of a draft head on the model's device."""
-    packed = PackedLinear(
-        codes=draft.packed.to(weights.device),
-        scales=draft.scale.to(weights.device),
-        bits=draft.scheme.bits,
-        group_size=draft.scheme.group_size or 0,
-    )
-    head = weights.prepare(packed, False, "exact")
-    return DraftRows(draft.ids.long().to(weights.device), head)

@@ -1,81 +1,145 @@
 """Block drafts: a drafter beside the model reads every step and drafts a block in one pass.
 
 The drafter has pages of its own, numbered as the model's and written in the same steps. So it can
-reuse whatever the model reuses of a prompt.
+reuse whatever the model reuses of a prompt. Its pass is part of the round, on a GPU of one graph:
+from the last token of each sequence, which the round before has left on the device, to the drafts.
 """
 
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lowbit.runtime.backends.cpu_linear import CpuLinear
-from lowbit.runtime.engine.sequence import Sequence
+from lowbit.runtime.engine.draft.made import MadeRounds
+from lowbit.runtime.engine.draft.verify import Verifier
+from lowbit.runtime.engine.load_options import MOST_DRAFTS
 from lowbit.runtime.models.architectures import BlockDrafter
-from lowbit.runtime.models.layer_parts import HiddenTaps, new_hidden_taps
-from lowbit.runtime.models.loader import Decoder
-from lowbit.runtime.state.host_rings import new_ring
+from lowbit.runtime.models.draft_output import DraftOutput, DraftRows
 from lowbit.runtime.state.pages import KVPages
-from lowbit.runtime.state.sampler import SamplerRows
-from lowbit.runtime.state.step import Span, Step, StepPlan, token_columns
-from lowbit.runtime.state.step_buffers import new_step
+from lowbit.runtime.state.step import Span, Step, StepPlan
+from lowbit.runtime.state.step_buffers import step_of
+from lowbit.runtime.thresholds import ROUND_TOKENS
+
+if TYPE_CHECKING:
+    from lowbit.runtime.kernels.linear.tiles import GpuLinear  # needs triton, which a CPU may lack
+
+    Drafter = BlockDrafter[CpuLinear] | BlockDrafter[GpuLinear]
+    Rows = DraftRows[CpuLinear] | DraftRows[GpuLinear]
+
+GUESS = 0.75  # of how often a draft is accepted behind accepted ones, before any was checked
+MOST_SEQUENCES = ROUND_TOKENS // 2  # of a round: a last token and a draft each
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Block drafts for a runner's sequences, on a CPU."""
+    """A drafter with the keys and values of its context, which reads every step."""
 
-    drafter: BlockDrafter[CpuLinear]  # loaded
+    drafter: "Drafter"  # loaded
     pages: KVPages  # keys and values of its context
-    tables: Tensor  # of the runner
-    sampler: SamplerRows  # of the runner
-    _ring: Tensor = field(init=False)  # takes drafts; never read
-
-    def __post_init__(self) -> None:
-        """Allocate the ring that `Ops.choose` writes to."""
-        object.__setattr__(self, "_ring", new_ring(self.sampler.rows, False))
+    rows: "Rows | None" = None  # of the model's head, that drafts are chosen from; None for all
 
     @property
-    def most(self) -> int:
-        """Most drafts of a block."""
-        return self.drafter.blocks.size - 1
+    def layers(self) -> tuple[int, ...]:
+        """Layers of the model whose outputs it reads, in this order."""
+        return self.drafter.blocks.target_layers
 
-    def hidden_taps(self, tokens: int) -> HiddenTaps:
-        """Tensor for the hidden states that the drafter reads of a step of so many tokens."""
-        layers, h = self.drafter.blocks.target_layers, self.drafter.config.hidden_size
-        return new_hidden_taps(layers, tokens, h, self.drafter.norm.dtype)
+    def read(self, outputs: Numbers[Tensor], step: Step) -> None:
+        """Write keys and values of a step's positions from outputs [M, h] of these layers."""
+        self.drafter.read(torch.cat(tuple(outputs), dim=1), self.pages, step)
 
-    def read(self, hidden_taps: HiddenTaps, step: Step) -> None:
-        """Write keys and values of a step's positions from their hidden states."""
-        self.drafter.read(hidden_taps.out, self.pages, step)
 
-    def draft(self, decoder: Decoder, sequences: Numbers[Sequence], k: int) -> list[list[int]]:
-        """Draft k tokens of each sequence; all steps under way have been read.
+@dataclass(slots=True)
+class BlockRounds(MadeRounds):
+    """Rounds with drafts of a block drafter.
 
-        A draft is drawn with the random number of its position, as the token itself will be. A
-        block has its full size even for few drafts, as in training.
+    A block has its full size even for few drafts, as in training.
+    """
+
+    blocks: Blocks  # of the runner
+    _ids: Tensor = field(init=False)  # [S, size] int32, of blocks: mask tokens but for the first
+    _places: Tensor = field(init=False)  # [size] int32, 0, 1, 2...
+    _starts: Tensor = field(init=False)  # [S + 1] int32, the first token of each block
+
+    def __post_init__(self) -> None:
+        """Allocate the inputs of the drafter."""
+        MadeRounds.__post_init__(self)
+        size, mask = self.size, self.blocks.drafter.blocks.mask_token
+        numbers = self.runner.ints(range(max(size, MOST_SEQUENCES + 1)))
+        self._ids = numbers.new_full((MOST_SEQUENCES, size), mask)
+        self._places, self._starts = numbers[:size], numbers[: MOST_SEQUENCES + 1] * size
+
+    @property
+    def guesses(self) -> tuple[float, ...]:
+        """See `MadeRounds.guesses`; as many as a block has drafts that a round has room for."""
+        return (GUESS,) * min(self.size - 1, MOST_DRAFTS)
+
+    @property
+    def size(self) -> int:
+        """Tokens of a block."""
+        return self.blocks.drafter.blocks.size
+
+    def draft(self, B: int, k: int, max_kv_len: int) -> Tensor:
+        """Draft k tokens of each sequence by one pass over blocks; see `MadeRounds.draft`."""
+        decoder, size, drafter = self.runner.decoder, self.size, self.blocks.drafter
+        ids, rows, first = self.firsts(B, k)
+        self._ids[:B, 0] = ids
+        spans = [
+            Span(part.sequence.row, part.sequence.last, size, part.span.pages)
+            for part in self.parts
+        ]
+        positions = (first[:, None] + self._places).flatten()
+        step = self.step(spans, max_kv_len, _repeated(rows, size), positions)
+        x = decoder.ops.embed(self._ids[:B].flatten(), decoder.embedding)
+        hidden = drafter.hidden(x, self.blocks.pages, step).view(B, size, -1)
+        return self._choose(hidden[:, 1 : 1 + k], rows, first)
+
+    def step(
+        self, spans: Numbers[Span], max_kv_len: int, rows: Tensor, positions: Tensor
+    ) -> Step:
+        """Step of the drafter, a block of each sequence; in a graph only their number matters."""
+        B = len(spans)
+        plan = StepPlan(B * self.size, B, max_kv_len, longest=self.size, spans=tuple(spans))
+        starts = self._starts[: B + 1]
+        return step_of(plan, self.runner.tables, positions, rows, starts)
+
+    def _choose(self, hidden: Tensor, rows: Tensor, first: Tensor) -> Tensor:
+        """Choose drafts by hidden states [B, k, h]: all at once, or by place if some are counted.
+
+        Returns:
+            [B, k] int64.
         """
-        size, mask, B = self.drafter.blocks.size, self.drafter.blocks.mask_token, len(sequences)
-        ids = [id for each in sequences for id in (each.output[-1], *[mask] * (size - 1))]
-        ops, eps = decoder.ops, self.drafter.config.rms_norm_eps
-        spans = tuple(Span(each.row, each.last, size, tuple(each.pages)) for each in sequences)
-        max_kv_len = max(span.first for span in spans) + size
-        plan = StepPlan(len(ids), B, max_kv_len, longest=size, spans=spans)
-        tokens, step = new_step(plan, ids, self.tables)
-        hidden = self.drafter.hidden(ops.embed(tokens, decoder.embedding), self.pages, step)
-        some = hidden.view(B, size, -1)[:, 1 : 1 + k].flatten(0, 1)  # [B * k, h]
-        logits = ops.product(
-            some,
-            decoder.head,  # type: ignore[arg-type]
-            norm=self.drafter.norm,
-            eps=eps,
-            logits=True,
-        )
-        before = [Span(each.row, each.last, k) for each in sequences]
-        rows, positions, _ = torch.tensor(token_columns(before), dtype=torch.int32)
-        drafts = torch.empty(B * k, dtype=torch.int64)
-        ops.choose(logits, self.sampler, rows, positions, drafts, self._ring)
-        if self.sampler.shape.adjusted:  # penalties count a token once, when it is chosen
-            self.sampler.uncount(rows, drafts)
-        return [[int(draft) for draft in some] for some in drafts.view(B, k)]
+        sampler, output = self.runner.sampler, self._output()
+        B, k = hidden.shape[:2]
+        positions = first[:, None] + self._places[:k]  # moved on by choosing
+        drafts = torch.empty(B, k, dtype=torch.int64, device=hidden.device)
+        if not sampler.shape.adjusted:
+            token = drafts.view(-1)
+            each_row = _repeated(rows, k)
+            output.choose(
+                hidden.flatten(0, 1), sampler, each_row, positions.view(-1), token, self.ring
+            )
+            return drafts
+        rows, columns = rows.contiguous(), positions.T.contiguous()
+        for place, token in enumerate(drafts.new_empty(k, B)):
+            own = hidden[:, place].contiguous()
+            output.choose(own, sampler, rows, columns[place], token, self.ring)
+            drafts[:, place] = token
+        return drafts
+
+    def _output(self) -> "DraftOutput[CpuLinear] | DraftOutput[GpuLinear]":
+        decoder, drafter = self.runner.decoder, self.blocks.drafter
+        sizes = drafter.config.rms_norm_eps, decoder.head, decoder.config.vocab_size
+        return DraftOutput(decoder.ops, drafter.norm, *sizes, self.blocks.rows)
+
+
+def _repeated(rows: Tensor, count: int) -> Tensor:
+    """Each row `count` times: [B] to [B * count]."""
+    return rows[:, None].expand(-1, count).flatten()
+
+
+def new_block_rounds(verifier: Verifier, blocks: Blocks) -> BlockRounds:
+    """Rounds with drafts of a runner's block drafter."""
+    return BlockRounds(verifier, blocks)

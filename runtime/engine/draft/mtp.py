@@ -1,11 +1,6 @@
-"""MTP rounds: the model's head for multi-token prediction makes the drafts on the device.
+"""MTP rounds: the model's head for multi-token prediction makes the drafts of a round.
 
-A round brings the head up to the last token, drafts k tokens of every sequence, runs them through
-the trunk and accepts the right ones; the next round starts from the inputs that it leaves
-(`DecodeInputs`). On a GPU a round is one CUDA graph, and the host reads its tokens while the next
-one runs.
-
-The head needs the trunk's hidden state of every position. Steps leave the last states of each row
+A round first brings the head up to the last token. The head needs the trunk's hidden state of every position. Steps leave the last states of each row
 in a ring, from which the head catches up now and then, so plain steps cost it little.
 """
 
@@ -18,30 +13,25 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.backends.cpu_linear import CpuLinear
-from lowbit.runtime.engine.draft.policy import Stake
+from lowbit.runtime.engine.draft.made import MadeRounds
 from lowbit.runtime.engine.draft.state import drafts_of
-from lowbit.runtime.engine.draft.verify import Part, Verifier, count_accepted
+from lowbit.runtime.engine.draft.verify import Verifier
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.engine.sequence import Ended, Sequence
+from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.models.qwen3_5_mtp import MtpHead
-from lowbit.runtime.state.decode_inputs import HIDDEN_RING, DecodeInputs, ring_place
-from lowbit.runtime.state.host_rings import RING, new_ring, write_rows
+from lowbit.runtime.state.decode_inputs import HIDDEN_RING, ring_place
+from lowbit.runtime.state.host_rings import write_rows
 from lowbit.runtime.state.sampler import SCRATCH
-from lowbit.runtime.state.step import (
-    NO_SLOT,
-    Span,
-    Step,
-    StepPlan,
-    starts_of,
-    token_columns,
-)
+from lowbit.runtime.state.step import Span, Step, StepPlan, starts_of, token_columns
 from lowbit.runtime.state.step_buffers import new_step, step_of
 from lowbit.runtime.thresholds import ROUND_TOKENS, SEQUENCE_TOKENS
 
 if TYPE_CHECKING:
     from lowbit.runtime.kernels.linear.tiles import GpuLinear  # needs triton, which a CPU may lack
 
+# First guess of how often drafts are accepted behind accepted ones, by place.
+MTP_GUESSES = (0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35)
 MOST_BEHIND = 2 * ROUND_TOKENS  # positions
 PROBE_BEHIND = ROUND_TOKENS  # positions that the head reads before a probe, in one pass
 
@@ -131,180 +121,60 @@ def _plan(spans: Numbers[Span], max_kv_len: int) -> StepPlan:
 
 
 @dataclass(slots=True)
-class MtpRound:
-    """A round with drafts of the MTP head."""
-
-    rounds: "MtpRounds"  # sends it
-    sequences: list[Sequence]  # that get tokens from it
-    drafts: int  # number for each sequence
-    first: bool  # its inputs come from the host, not from the round before
-    stake: Stake  # what it may lose
-    # True, since the next round starts from what it leaves on the device
-    ahead: bool = field(default=True, init=False)
-    _writes: list[tuple[int, ...]] = field(default_factory=list)  # by sequence, see `Part`
-    _done: "torch.cuda.Event | None" = None
-
-    @property
-    def finished(self) -> bool:
-        """True if a GPU has finished it; see `PlainStep.finished`."""
-        return self._done is not None and self._done.query()  # type: ignore[no-untyped-call]
-
-    def run(self) -> None:
-        """Send the round, before earlier ones are read unless it is the first."""
-        if self.first:
-            self.rounds.enter(self.sequences, self.drafts)
-        self._writes = [part.writes for part in self.rounds.parts]
-        self.rounds.send()
-        self._done = self.rounds.runner.results.record()
-
-    def commit(self) -> Ended:
-        """Wait for the round and append its tokens; returns the sequences that end.
-
-        A later round under way has already sent the last token and overwritten the recurrent states
-        after the others.
-        """
-        if self._done is not None:
-            self._done.synchronize()
-        ended: Ended = []
-        results = self.rounds.runner.results
-        for sequence, writes in zip(self.sequences, self._writes, strict=True):
-            state = drafts_of(sequence)
-            state.due -= 1 + self.drafts
-            if sequence.ended:
-                continue
-            tokens = self._accepted(sequence)
-            state.seen = sequence.last
-            accepted = count_accepted(tokens, sequence.request.stop_ids)
-            sequence.tally.count(self.drafts, accepted)
-            if state.rates is not None:
-                state.rates.note(self.drafts, accepted)
-            for place, token in enumerate(tokens):
-                if state.due == 0:
-                    sequence.advance(writes[place])
-                elif place + 1 == len(tokens):
-                    sequence.advance(sequence.row, next_sent=True)
-                else:
-                    sequence.advance(NO_SLOT)
-                end = results.append(sequence, token)
-                if end is not None:
-                    ended.append((sequence, end))
-                    break
-        return ended
-
-    def _accepted(self, sequence: Sequence) -> list[int]:
-        first, ring = sequence.last, self.rounds.runner.results.tokens
-        count = 1 + int(self.rounds.inputs.right[first % RING, sequence.row])
-        found = ring[[(first + 1 + place) % RING for place in range(count)], sequence.row]
-        return [int(token) for token in found]
-
-
-@dataclass(slots=True)
-class MtpRounds:
-    """Sends MTP rounds."""
+class MtpRounds(MadeRounds):
+    """Rounds with drafts of the MTP head."""
 
     cache: MtpCache  # keys and values of the head
-    verifier: Verifier  # checks its drafts
-    batch: list[Sequence] = field(default_factory=list)  # sequences of the last round
-    drafts: int = 0  # number for each of them
-    parts: list[Part] = field(default_factory=list)  # of these sequences
-    _seen: list[Span] = field(default_factory=list)  # positions that the head processes first
+    _seen: list[Span] = field(default_factory=list, init=False)  # that the head processes first
     _singles: Tensor = field(init=False)  # [W + 1] int32, 0, 1, 2...: a token a sequence
-    _ring: Tensor = field(init=False)  # takes drafts; never read
 
     def __post_init__(self) -> None:
         """Allocate the head's own inputs."""
+        MadeRounds.__post_init__(self)
         rows = self.inputs.step.rows
         self._singles = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
-        self._ring = new_ring(self.runner.sampler.rows, self.runner.on_gpu)
 
     @property
-    def runner(self) -> Runner:
-        """Runner of the trunk."""
-        return self.cache.runner
+    def guesses(self) -> tuple[float, ...]:
+        """See `MadeRounds.guesses`."""
+        return MTP_GUESSES
 
-    @property
-    def inputs(self) -> DecodeInputs:
-        """Inputs of a round, left by the one before."""
-        return self.verifier.inputs
+    def read_prompt(
+        self, sequence: Sequence, first: int, hidden: Tensor, suspended: bool
+    ) -> None:
+        """Let the head process a part of a prompt; its end alone while drafts are suspended.
 
-    def follows(self, sequences: list[Sequence], drafts: int) -> bool:
-        """True if the last round has left the inputs of a round of these sequences."""
-        here = (
-            self.runner.on_gpu and self.verifier.linked and all(each.verified for each in sequences)
-        )
-        return here and sequences == self.batch and drafts == self.drafts
+        Drafts behind a prompt of which the head knows the end alone are accepted nearly as often.
+        """
+        read = self.cache.skip_prompt if suspended else self.cache.read_prompt
+        read(sequence, first, hidden)
 
-    def enter(self, sequences: list[Sequence], drafts: int) -> None:
-        """Write the inputs of a first round; no steps are under way."""
-        runner = self.runner
-        runner.leave_rounds(sequences)
-        each_has = len(runner.spare) // len(sequences) if runner.spare is not None else 0
-        self.batch, self.drafts, self.parts = list(sequences), drafts, []
-        for index, each in enumerate(sequences):
+    def keep_up(self, sequences: Numbers[Sequence]) -> None:
+        """Bring the head up to sequences in plain steps."""
+        for each in sequences:
+            if drafts_of(each).rates is not None and behind(each) >= MOST_BEHIND:
+                self.cache.catch_up(each, most=MOST_BEHIND // 2)
+
+    def skip(self, sequences: Numbers[Sequence]) -> None:
+        """Give up positions that are far behind; see `MtpCache.skip`."""
+        self.cache.skip(sequences)
+
+    def prepare(self, sequences: list[Sequence], drafts: int) -> Numbers[Numbers[int]]:
+        """Bring the head up to a first round; columns of the positions that it takes within it."""
+        for each in sequences:
             self.cache.catch_up(each, most=1 + drafts)
-            spare = [each.row] * drafts
-            if runner.spare is not None:
-                first = runner.spare.start + index * each_has
-                spare = list(range(first, first + drafts))
-            self.parts.append(Part(each, (0,) * drafts, (each.row, *spare)))
-        width = self.runner.width(len(sequences) * (drafts + 1))
-        self.verifier.compose(self.parts, width, self._head_columns(sequences, drafts))
-        self.verifier.linked = True
-
-    def send(self) -> None:
-        """Queue a round before the last one is read."""
-        runner, k, B = self.runner, self.drafts, len(self.batch)
-        M = runner.width(B * (k + 1))
-        stop = max(each.last + drafts_of(each).due for each in self.batch) + k + 1
-        max_kv_len = runner.kv_len_for(stop)
-        ordered = any(part.ordered for part in self.parts)
-        key = ("head", M, B, k, max_kv_len, runner.sampler.shape, ordered)
-        inputs, run = self.inputs, partial(self.round, M, B, k, max_kv_len, ordered)
-        kept = (inputs.seen, inputs.longs[:3])
-        runner.launch(self.verifier.graphs, key, run, (inputs.step.block[:5],), kept)
-        for each in self.batch:
-            state = drafts_of(each)
-            if state.due == 0:
-                each.advance(each.row)
-            state.due += 1 + k
-
-    def round(self, M: int, B: int, k: int, max_kv_len: int, ordered: bool) -> None:
-        """Draft, run through the trunk, accept: M tokens, padding included, of B sequences."""
-        runner, inputs, step = self.runner, self.inputs, self.inputs.step
-        drafts = self.draft(B, k, max_kv_len)
-        step.ids[: B * (k + 1)].view(B, k + 1)[:, 1:] = drafts
-        adjusted = runner.sampler.shape.adjusted
-        if adjusted:  # penalties count a token once, when it is chosen
-            rows = step.rows[: B * (k + 1)].view(B, k + 1)[:, 1:]
-            runner.sampler.uncount(rows.flatten(), drafts.flatten())
-        spans = () if runner.on_gpu else tuple(part.span for part in self.parts)
-        sequences = B + (B * (k + 1) < M)
-        plan = StepPlan(
-            M, sequences, max_kv_len, longest=k + 1, spans=spans, drafts=True, ordered=ordered
-        )
-        runner.run_step(plan)
-        runner.decoder.ops.accept(inputs, B, k)
-        if adjusted:
-            count = B * (k + 1)
-            runner.sampler.uncount(inputs.wrong[:count], inputs.chosen[:count])
+        return self._head_columns(sequences, drafts)
 
     def draft(self, B: int, k: int, max_kv_len: int) -> Tensor:
-        """Draft k tokens of each sequence: [B, k] int64.
-
-        A draft is drawn with the random number of its position, as the token itself will be, so the
-        two agree more often than independent draws.
-        """
-        runner, head, inputs = self.runner, self.cache.head, self.inputs.step
+        """Draft k tokens of each sequence, one after another; see `MadeRounds.draft`."""
+        runner, head, output = self.runner, self.cache.head, self.cache.head.output
         hidden = self._first(B, k, max_kv_len)
-        firsts = (
-            each[: B * (k + 1)].view(B, k + 1)[:, 0] for each in (inputs.rows, inputs.positions)
-        )
-        rows, first = (each.contiguous() for each in firsts)
+        rows, first = (each.contiguous() for each in self.firsts(B, k)[1:])
         positions = first + self._singles[:k, None]  # [k, B]
         moved = positions.clone()  # by choosing
         drafts = torch.empty(k, B, dtype=torch.int64, device=hidden.device)
         for ahead, token in enumerate(drafts):
-            head.choose(hidden, runner.sampler, rows, moved[ahead], token, self._ring)
+            output.choose(hidden, runner.sampler, rows, moved[ahead], token, self.ring)
             if ahead + 1 < k:
                 spans = [
                     Span(part.sequence.row, part.sequence.last + ahead, 1, part.span.pages)
@@ -359,4 +229,4 @@ def new_mtp_rounds(verifier: Verifier) -> MtpRounds | None:
         return None
     block = torch.zeros(4, ROUND_TOKENS, dtype=torch.int32, device=hidden_ring.device)
     starts = runner.ints([0, ROUND_TOKENS])
-    return MtpRounds(MtpCache(runner, head, hidden_ring, verifier.graphs, block, starts), verifier)
+    return MtpRounds(verifier, MtpCache(runner, head, hidden_ring, verifier.graphs, block, starts))

@@ -1,7 +1,8 @@
 """The source of drafts: chooses for every step between a plain one and a round.
 
-Drafts come from the host (forced by a constraint, copied, or by a block drafter) or are made on the
-device by the model's head.
+Drafts come from the host (forced by a constraint, or copied) or are made on the device, by the
+model's head or by a drafter, which excludes the head. A step has drafts of one of both: where most
+sequences have drafts of the host, the others get none, else all get made ones.
 """
 
 import time
@@ -13,10 +14,11 @@ from typing import Literal
 from torch import Tensor
 
 from lowbit.runtime.engine.constraints import explained
-from lowbit.runtime.engine.draft.block import Blocks
-from lowbit.runtime.engine.draft.mtp import MOST_BEHIND, MtpRound, MtpRounds, behind, new_mtp_rounds
+from lowbit.runtime.engine.draft.block import Blocks, new_block_rounds
+from lowbit.runtime.engine.draft.made import MadeRound, MadeRounds
+from lowbit.runtime.engine.draft.mtp import new_mtp_rounds
 from lowbit.runtime.engine.draft.ngram import NewDrafter, NgramDrafter
-from lowbit.runtime.engine.draft.policy import BURST, AcceptanceRates, Kind, Plan, Policy, new_costs
+from lowbit.runtime.engine.draft.policy import BURST, AcceptanceRates, Plan, Policy, new_costs
 from lowbit.runtime.engine.draft.state import drafts_of
 from lowbit.runtime.engine.draft.verify import (
     Part,
@@ -26,19 +28,16 @@ from lowbit.runtime.engine.draft.verify import (
     slots_after,
 )
 from lowbit.runtime.engine.graphs import width_for
-from lowbit.runtime.engine.load_options import MOST_DRAFTS, LoadOptions
+from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.results import PendingStep
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Ended, Sequence
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.thresholds import EXACT_TOKENS, ROUND_TOKENS
 
-# First guess of how often MTP drafts are accepted behind accepted ones, by place.
-MTP_GUESSES = (0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35)
-BLOCK_GUESSES = (0.75,) * MOST_DRAFTS  # of block drafts
 BACKOFF = 7  # steps behind a plan without drafts, whose making takes the host some time
 UNTIMED = 3  # steps behind a chunk of a prompt, or a recorded graph, whose time says nothing
-LONG = 64  # tokens without a mask from which on the MTP head processes the prompt
+LONG = 64  # tokens without a mask from which on drafts may be made
 
 Proposal = tuple[Numbers[int], Source]
 
@@ -50,11 +49,10 @@ class Drafts:
     verifier: Verifier  # checks drafts that the host knows
     most: int  # most drafts of a sequence in a step
     new_drafter: NewDrafter | None  # makes the n-gram drafter of a sequence; None without
-    mtp: MtpRounds | None  # rounds by the MTP head; None without
+    made: MadeRounds | None  # rounds by the model's head or a drafter; None without both
     policy: Policy  # says how many drafts pay
-    blocks: Blocks | None = None  # block drafter; None without one
-    # The head or the drafter would not pay by the last plan, or nothing is known yet, so that it
-    # reads the ends of prompts alone and does not keep up
+    # Made drafts would not pay by the last plan, or nothing is known yet, so that the head reads
+    # the ends of prompts alone and does not keep up
     suspended: bool = field(init=False)
     _rates: AcceptanceRates = field(init=False)  # of the last sequence with checked drafts
     _backoff: int = 0  # plain steps for which nobody asks whether made drafts pay
@@ -66,8 +64,8 @@ class Drafts:
     def __post_init__(self) -> None:
         """Begin with the guesses."""
         self.suspended = self.policy.limited  # until something shows that drafts pay
-        guesses = MTP_GUESSES if self.blocks is None else BLOCK_GUESSES[: self.blocks.most]
-        self._rates = AcceptanceRates(guesses[: self.most])
+        guesses = () if self.made is None else self.made.guesses[: self.most]
+        self._rates = AcceptanceRates(guesses)
 
     def begin(self, sequence: Sequence) -> None:
         """Take up a sequence whose first token is being chosen."""
@@ -76,22 +74,18 @@ class Drafts:
         state = drafts_of(sequence)
         if self.new_drafter is not None:
             state.drafter = self.new_drafter(sequence.request.prompt)
-        if (self.mtp is not None or self.blocks is not None) and _predictable(sequence):
+        if self.made is not None and _predictable(sequence):
             state.rates = self._rates.inherit()
 
     def read_prompt(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
-        """Let the MTP head process a part of a prompt; its end alone while drafts are suspended.
-
-        Drafts behind a prompt of which the head knows the end alone are accepted nearly as often.
-        """
+        """Show a part of a prompt to what makes drafts; see `MadeRounds.read_prompt`."""
         self._untimed = UNTIMED
-        if self.mtp is not None and _predictable(sequence):
-            cache = self.mtp.cache
-            (cache.skip_prompt if self.suspended else cache.read_prompt)(sequence, first, hidden)
+        if self.made is not None and _predictable(sequence):
+            self.made.read_prompt(sequence, first, hidden, self.suspended)
 
     def choose(
         self, sequences: list[Sequence], sent: Collection[PendingStep]
-    ) -> VerifiedRound | MtpRound | Literal["plain", "read"]:
+    ) -> VerifiedRound | MadeRound | Literal["plain", "read"]:
         """Choose the next step; see `DraftSource.choose`."""
         if not self.verifier.runner.on_gpu:
             self._ended_at = time.perf_counter()
@@ -105,27 +99,25 @@ class Drafts:
             plan = self._plan(sequences)
         if plan is not None:
             self.suspended = self.policy.limited and plan.drafts == 0
-        made = 0 if plan is None else plan.drafts
         copies = self._proposals(sequences, 1.0 if plan is None else plan.gain)
-        if self.mtp is not None and made:
+        if self.made is not None and plan is not None and plan.drafts:
             if 2 * sum(bool(ids) for ids, _ in copies) <= len(sequences):
-                return self._made_round(self.mtp, sequences, made, copies, bool(sent))
+                return self._made_round(self.made, sequences, plan.drafts, copies, bool(sent))
             copies = self._proposals(sequences, 1.0)
-        promising = (self.blocks is not None and made) or any(ids for ids, _ in copies)
-        if sent and (promising or any(isinstance(each, MtpRound) for each in sent)):
+        promising = any(ids for ids, _ in copies)
+        if sent and (promising or any(isinstance(each, MadeRound) for each in sent)):
             return "read"
         _skip_copies(sequences, copies)
-        if not self.suspended:
-            self._keep_up(sequences)
-        parts = self._parts(sequences, copies, made) if promising else []
+        if self.made is not None and not self.suspended:
+            self.made.keep_up(sequences)
+        parts = self._parts(sequences, copies) if promising else []
         if not any(part.drafts for part in parts):
             if plan is not None and self.suspended:
                 self._backoff = BACKOFF
             self.policy.in_rounds = False
             return "plain"
-        kind: Kind = "made" if any(part.source == "block" for part in parts) else "given"
         tokens = sum(len(part.ids) for part in parts)
-        stake = self.policy.send(kind, len(parts), tokens)
+        stake = self.policy.send("given", len(parts), tokens)
         return VerifiedRound(self.verifier, parts, stake)
 
     def _plain_step(self, sent: Collection[PendingStep]) -> Literal["plain", "read"]:
@@ -133,7 +125,7 @@ class Drafts:
 
         The head does not keep up with so many; `auto` suspends it until few are left.
         """
-        if any(isinstance(each, MtpRound) for each in sent):
+        if any(isinstance(each, MadeRound) for each in sent):
             return "read"
         self.suspended = self.suspended or self.policy.limited
         self.policy.in_rounds = False
@@ -141,22 +133,22 @@ class Drafts:
 
     def _made_round(
         self,
-        mtp: MtpRounds,
+        made: MadeRounds,
         sequences: list[Sequence],
         drafts: int,
         copies: Numbers[Proposal],
         waiting: bool,
-    ) -> MtpRound | Literal["read"]:
-        """A round by the head; "read" if steps are under way that it does not follow."""
-        follows = mtp.follows(sequences, drafts)
+    ) -> MadeRound | Literal["read"]:
+        """A round with made drafts; "read" if steps are under way that it does not follow."""
+        follows = made.follows(sequences, drafts)
         if waiting and not follows:
             return "read"
         _skip_copies(sequences, copies)
         if not self.policy.in_rounds and self.policy.limited:
-            mtp.cache.skip(sequences)
-        steady = follows or not mtp.runner.on_gpu
+            made.skip(sequences)
+        steady = follows or not made.runner.on_gpu
         stake = self.policy.send("made", len(sequences), len(sequences) * (1 + drafts), steady)
-        return MtpRound(mtp, sequences, drafts, not follows, stake)
+        return MadeRound(made, sequences, drafts, not follows, stake)
 
     def commit(self, step: PendingStep) -> Ended:
         """Wait for a step, append its tokens and learn from it; the sequences that end with it."""
@@ -164,7 +156,7 @@ class Drafts:
         before = [len(each.output) for each in sequences]
         ended = step.commit()
         seconds = self._time(waited)
-        if isinstance(step, MtpRound | VerifiedRound):
+        if isinstance(step, MadeRound | VerifiedRound):
             if step.stake.kind == "made":
                 self._rates = drafts_of(sequences[0]).rates or self._rates
             tokens = sum(len(each.output) for each in sequences) - sum(before)
@@ -211,19 +203,16 @@ class Drafts:
         return failed
 
     def _plan(self, sequences: Numbers[Sequence]) -> Plan | None:
-        """Number of drafts that the MTP head or block drafter should make; None if it cannot."""
+        """Number of drafts of each sequence that are to be made; None if they cannot be."""
         states = [drafts_of(each).rates for each in sequences]
         rates = [each.rates for each in states if each is not None]
         most = self._most(sequences)
-        if self.mtp is not None and len(rates) == len(sequences):
-            most = min(_most_free_drafts(each, most) for each in sequences)
-            spare = self.verifier.runner.spare
-            if spare is not None:
-                most = min(most, len(spare) // len(sequences))
-        elif self.blocks is not None and rates:
-            most = max(_most_free_drafts(each, most) for each in sequences)
-        else:
+        if self.made is None or len(rates) < len(sequences):
             return None
+        most = min(_most_free_drafts(each, most) for each in sequences)
+        spare = self.verifier.runner.spare
+        if spare is not None:
+            most = min(most, len(spare) // len(sequences))
         most = min(most, *map(len, rates))
         if most == 0 or not self.policy.costs.ready:
             return None
@@ -248,26 +237,12 @@ class Drafts:
             found.append((ids, source))
         return found
 
-    def _parts(
-        self, sequences: list[Sequence], copies: Numbers[Proposal], blocked: int
-    ) -> list[Part]:
-        """Parts of a round; sequences without drafts get up to `blocked` of a block."""
+    def _parts(self, sequences: list[Sequence], copies: Numbers[Proposal]) -> list[Part]:
+        """Parts of a round with drafts of the host."""
         found = [
             (_allowed(each, ids), source)
             for each, (ids, source) in zip(sequences, copies, strict=True)
         ]
-        if self.blocks is not None:
-            empty = [
-                place
-                for place, each in enumerate(sequences)
-                if not found[place][0]
-                and drafts_of(each).rates is not None
-                and _most_free_drafts(each, blocked) > 0
-            ]
-            asked = [sequences[place] for place in empty]
-            made = self.blocks.draft(self.verifier.runner.decoder, asked, blocked) if asked else []
-            for place, each, ids in zip(empty, asked, made, strict=True):
-                found[place] = ids[: _most_free_drafts(each, blocked)], "block"
         counts = [len(ids) for ids, _ in found]
         slots = slots_after(self.verifier.runner.spare, sequences, counts)
         return [
@@ -282,15 +257,9 @@ class Drafts:
         """
         return max(0, min(self.most, ROUND_TOKENS // max(1, len(sequences)) - 1))
 
-    def _keep_up(self, sequences: Numbers[Sequence]) -> None:
-        if self.mtp is not None:
-            for each in sequences:
-                if drafts_of(each).rates is not None and behind(each) >= MOST_BEHIND:
-                    self.mtp.cache.catch_up(each, most=MOST_BEHIND // 2)
-
 
 def _predictable(sequence: Sequence) -> bool:
-    """True if the MTP head or a block drafter may draft: no masks are needed soon."""
+    """True if drafts may be made: no masks are needed soon."""
     return sequence.request.constraint is None or sequence.free_tokens >= LONG
 
 
@@ -374,11 +343,13 @@ def new_drafts(runner: Runner, options: LoadOptions, drafts: int, device: str) -
     verifier = Verifier(runner)
     width = width_for if runner.on_gpu else None
     costs = new_costs(device, mode == "auto", width, drafter is not None)
+    made: MadeRounds | None = new_mtp_rounds(verifier)
+    if isinstance(drafter, Blocks):
+        made = new_block_rounds(verifier, drafter)
     return Drafts(
         verifier=verifier,
         most=drafts,
         new_drafter=NgramDrafter if mode in ("ngram", "auto") else None,
-        mtp=new_mtp_rounds(verifier),
+        made=made,
         policy=Policy(costs, BURST) if mode == "auto" else Policy(costs),
-        blocks=drafter if isinstance(drafter, Blocks) else None,
     )

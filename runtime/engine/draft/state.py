@@ -14,7 +14,7 @@ class DraftState:
 
     drafter: Drafter | None = None  # proposes copies of earlier tokens; None without n-gram drafts
     told: int = 0  # tokens of the output that the drafter knows
-    # Acceptance of drafts by the MTP head or the block drafter; None without both
+    # Acceptance of drafts that are made on the device; None where none are
     rates: AcceptanceRates | None = None
     # Copy of the constraint that has accepted all tokens on the host; None if nothing can be
     # drafted under it
@@ -22,7 +22,7 @@ class DraftState:
     # Tokens that the constraint forces next, found when `ahead` was made
     forced: tuple[int, ...] = ()
     seen: int = 0  # positions that the MTP head has processed
-    due: int = 0  # most tokens that the MTP rounds under way may still append to the output
+    due: int = 0  # most tokens that rounds with made drafts under way may still append to the output
 
 
 def drafts_of(sequence: Sequence) -> DraftState:

@@ -1,7 +1,6 @@
 """Verified rounds: steps that send the last token of each sequence and drafts behind it.
 
-The host knows the drafts: copies of earlier tokens, tokens that a constraint forces, or a block. A
-round chooses behind every draft the token that a plain step would choose there; drafts are accepted
+The host knows the drafts: copies of earlier tokens, or tokens that a constraint forces. A round chooses behind every draft the token that a plain step would choose there; drafts are accepted
 up to the first one that differs from the chosen token.
 """
 
@@ -25,7 +24,7 @@ from lowbit.runtime.state.sampler import SamplerRows
 from lowbit.runtime.state.step import Span, StepPlan
 from lowbit.runtime.text.constraint import Constraint
 
-Source = Literal["none", "forced", "copied", "block"]
+Source = Literal["none", "forced", "copied"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +136,6 @@ def _note(part: Part, accepted: int) -> None:
     part.sequence.tally.count(drafted, accepted)
     if part.source == "copied" and state.drafter is not None:
         state.drafter.note(drafted, accepted)
-    elif part.source == "block" and state.rates is not None:
-        state.rates.note(drafted, accepted)
 
 
 @dataclass(slots=True)

@@ -44,7 +44,7 @@ BLOCK_H = 8  # heads of a program that rotates
 
 
 @triton.jit
-def _rotated(
+def rotated_heads(
     x_ptr, gain_ptr, cos_ptr, sin_ptr, starts, inside, turn, eps, HEADS: tl.constexpr
 ):  # fmt: skip
     """Heads of one token, normed and rotated: [BLOCK_H, D] float32.
@@ -75,7 +75,7 @@ def _rotated(
 
 
 @triton.jit
-def _append_codes(x, codes_ptr, scales_ptr, heads, inside, D: tl.constexpr):
+def append_codes(x, codes_ptr, scales_ptr, heads, inside, D: tl.constexpr):
     """Store heads x [BLOCK_H, D] float32 as INT8 codes and scales; see `formats.kv_cache`.
 
     heads [BLOCK_H]: where they go, among all heads of the pages.
@@ -117,18 +117,18 @@ def _rotate_append_kernel(
     stored = (page * ROWS + row % ROWS) * Hkv  # heads of k or v before this row
     if block < Q_BLOCKS:
         head = block * BLOCK_H + offs_h
-        q = _rotated(x_ptr, q_norm_ptr, cos_ptr, sin_ptr, head * QUERY, head < Hq, turn, eps, HEADS)
+        q = rotated_heads(x_ptr, q_norm_ptr, cos_ptr, sin_ptr, head * QUERY, head < Hq, turn, eps, HEADS)
         out = q_ptr + (token * Hq + head)[:, None] * D + offs_d[None, :]
         tl.store(out, q.to(q_ptr.dtype.element_ty), mask=(head < Hq)[:, None])
     elif block < Q_BLOCKS + KV_BLOCKS:
         head = (block - Q_BLOCKS) * BLOCK_H + offs_h
         start = Hq * QUERY + head * D
-        k = _rotated(x_ptr, k_norm_ptr, cos_ptr, sin_ptr, start, head < Hkv, turn, eps, HEADS)
+        k = rotated_heads(x_ptr, k_norm_ptr, cos_ptr, sin_ptr, start, head < Hkv, turn, eps, HEADS)
         if k_scales_ptr is None:
             out = k_ptr + (stored + head)[:, None] * D + offs_d[None, :]
             tl.store(out, k.to(k_ptr.dtype.element_ty), mask=(head < Hkv)[:, None])
         else:
-            _append_codes(k, k_ptr, k_scales_ptr, stored + head, head < Hkv, D)
+            append_codes(k, k_ptr, k_scales_ptr, stored + head, head < Hkv, D)
     else:
         head = (block - Q_BLOCKS - KV_BLOCKS) * BLOCK_H + offs_h
         inside = (head < Hkv)[:, None]
@@ -138,7 +138,7 @@ def _rotate_append_kernel(
             tl.store(v_ptr + (stored + head)[:, None] * D + offs_d[None, :], v, mask=inside)
         else:
             x = v.to(tl.float32)
-            _append_codes(x, v_ptr, v_scales_ptr, stored + head, head < Hkv, D)
+            append_codes(x, v_ptr, v_scales_ptr, stored + head, head < Hkv, D)
 
 
 @triton.jit

@@ -189,6 +189,40 @@ class PromptLaunch:
     stages: int  # of keys and values on their way
 
 
+@dataclass(frozen=True, slots=True)
+class BlockLaunch:
+    """Programs of the attention of blocks of drafts, whose bits may depend on all of it."""
+
+    rows: int  # queries of a program, of one kv head
+    keys: int  # that it takes at a time
+    splits: int  # of the keys before a block; a power of two
+    warps: int  # of a program
+
+
+BLOCK_ROWS = (16, 64)  # fewest and most queries of a program
+BLOCK_KEYS = 256  # keys that are not split
+MOST_BLOCK_SPLITS = 16
+
+
+def block_launch(rows: int, kv_heads: int, head_dim: int, keys: int) -> BlockLaunch:
+    """The launch for blocks of drafts, on tensor cores.
+
+    Args:
+        rows: queries of a block and kv head.
+        kv_heads: those of all blocks.
+        head_dim: elements of a head.
+        keys: that there may be before a block.
+    """
+    fewest, most = BLOCK_ROWS
+    taken = min(max(power_of_two(rows), fewest), most)
+    programs = kv_heads * -(-rows // taken)
+    splits = min(power_of_two(-(-keys // BLOCK_KEYS)), MOST_BLOCK_SPLITS)
+    while splits > 1 and programs * splits > 2 * CROWDED:
+        splits //= 2
+    wide = head_dim > 128
+    return BlockLaunch(taken, 32 if wide else 64, splits, 8 if wide else 4)
+
+
 HOPPER_DIMS = (64, 128, 256)  # of heads that `attend_on_hopper` takes
 
 

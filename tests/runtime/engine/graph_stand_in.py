@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.engine.chunks import CHUNK_WIDTHS, Chunks
-from lowbit.runtime.engine.draft.mtp import MtpCache, MtpRounds
+from lowbit.runtime.engine.draft.block import BlockRounds
+from lowbit.runtime.engine.draft.made import MadeRounds
+from lowbit.runtime.engine.draft.mtp import MtpCache
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.models.loader import Decoder
-from lowbit.runtime.state.device_state import DeviceState
+from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.state.page_counts import PAGE, SCRATCH, pages_for
 from lowbit.runtime.state.step import NO_SLOT, Span, Step, StepPlan
 
@@ -139,8 +140,8 @@ def run_through_graphs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
 def _rounds_through_graphs(
     model: Model, recording: list[Graph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same for steps of the head, which find their sequences on the device."""
-    step = MtpCache.step
+    """The same for steps of the head or a drafter, which find their sequences on the device."""
+    step, block_step = MtpCache.step, BlockRounds.step
 
     def step_on_device(
         cache: MtpCache,
@@ -153,24 +154,50 @@ def _rounds_through_graphs(
         found = step(cache, known, max_kv_len, rows, positions, starts)
         if cache.runner is not model.engine.runner or found.prompt:
             return found
-        spans = []
-        tokens = list(zip(rows.tolist(), positions.tolist(), strict=True))
-        for m, end in pairwise(starts.tolist()):
-            row, first = tokens[m]
-            own = [token for token in tokens[m:end] if token[0] == row != SCRATCH]
-            assert own == [(row, first + place) for place in range(len(own))]
-            nobodys = tokens[m + len(own) : end]
-            assert nobodys == [(SCRATCH, 0)] * len(nobodys) or row == SCRATCH
-            if own:
-                pages = tuple(cache.runner.tables[row, : pages_for(first + len(own))].tolist())
-                spans.append(Span(row, first, len(own), pages))
-            spans += [Span(SCRATCH, 0, 1, (SCRATCH,))] * len(nobodys)
+        spans = _spans_on_device(found)
         assert max(span.first + span.count for span in spans) <= found.max_kv_len
+        return replace(found, spans=spans)
+
+    def blocks_on_device(
+        rounds: BlockRounds, known: Any, max_kv_len: int, rows: Tensor, positions: Tensor
+    ) -> Step:
+        found = block_step(rounds, known, max_kv_len, rows, positions)
+        if rounds.runner is not model.engine.runner:
+            return found
+        size = rounds.size
+        firsts = list(zip(rows.tolist()[::size], positions.tolist()[::size], strict=True))
+        each = [(row, first + place) for row, first in firsts for place in range(size)]
+        assert list(zip(rows.tolist(), positions.tolist(), strict=True)) == each
+        assert found.starts.tolist() == list(range(0, len(each) + 1, size))
+        tables = rounds.runner.tables
+        spans = [
+            Span(row, first, size, tuple(tables[row, : pages_for(max(1, first))].tolist()))
+            for row, first in firsts
+        ]
+        assert max(span.first for span in spans) <= max_kv_len
         return replace(found, spans=tuple(spans))
 
-    monkeypatch.setattr(MtpRounds, "round", _on_graphs(MtpRounds.round, recording))
+    monkeypatch.setattr(MadeRounds, "round", _on_graphs(MadeRounds.round, recording))
+    monkeypatch.setattr(BlockRounds, "step", blocks_on_device)
     monkeypatch.setattr(MtpCache, "part", _on_graphs(MtpCache.part, recording))
     monkeypatch.setattr(MtpCache, "step", step_on_device)
+
+
+def _spans_on_device(step: Step) -> tuple[Span, ...]:
+    """The sequences of a step of the head, by its tensors; tokens of nobody are spans each."""
+    spans = []
+    tokens = list(zip(step.rows.tolist(), step.positions.tolist(), strict=True))
+    for m, end in pairwise(step.starts.tolist()):
+        row, first = tokens[m]
+        own = [token for token in tokens[m:end] if token[0] == row != SCRATCH]
+        assert own == [(row, first + place) for place in range(len(own))]
+        nobodys = tokens[m + len(own) : end]
+        assert nobodys == [(SCRATCH, 0)] * len(nobodys) or row == SCRATCH
+        if own:
+            pages = tuple(step.tables[row, : pages_for(first + len(own))].tolist())
+            spans.append(Span(row, first, len(own), pages))
+        spans += [Span(SCRATCH, 0, 1, (SCRATCH,))] * len(nobodys)
+    return tuple(spans)
 
 
 def _on_graphs(part: Callable[..., None], recording: list[Graph]) -> Callable[..., None]:
@@ -190,20 +217,20 @@ def _chunks_through_graphs(
 ) -> None:
     """Padded chunks of prompts through graphs too."""
     runner = model.engine.runner
-    decoder: Any = PaddedDecoder(runner.decoder)
     graphs = Graphs(beside=runner.graphs, most=len(CHUNK_WIDTHS))
-    runner.chunks = Chunks(decoder, runner.state, runner.tables, graphs)
+    layers = PaddedLayers(runner)
+    runner.chunks = Chunks(runner.decoder, layers, runner.tables, graphs)
     monkeypatch.setattr(Chunks, "forward", _on_graphs(Chunks.forward, recording))
 
 
-class PaddedDecoder:
-    """A decoder that finds a prompt's sequence and tokens on the device, and leaves padding out."""
+class PaddedLayers:
+    """Layers that find a prompt's sequence and tokens on the device, and leave padding out."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder, self.embedding = decoder, decoder.embedding
+    def __init__(self, runner: Runner) -> None:
+        self.runner, self.embedding = runner, runner.decoder.embedding
 
-    def hidden(self, ids: Tensor, state: DeviceState, step: Step) -> Tensor:
-        """Hidden states [M, h], those of padding NaN; or the last one."""
+    def __call__(self, ids: Tensor, step: Step) -> list[Tensor]:
+        """Hidden states [M, h] of the last layer, those of padding NaN; or the last one."""
         start, count = step.starts.tolist()
         row, *rows = step.rows.tolist()
         first = int(step.positions[0])
@@ -223,9 +250,9 @@ class PaddedDecoder:
             longest=count,
             spans=(Span(row, first, count, pages, int(step.read[0]), writes),),
         )
-        hidden = self.decoder.hidden(ids[:count], state, real)
+        hidden = last_of(self.runner.each_layer(ids[:count], real))
         if step.ending == "last":
-            return hidden
+            return [hidden]
         found = self.embedding.new_full((len(ids), self.embedding.shape[1]), torch.nan)
         found[:count] = hidden
-        return found
+        return [found]

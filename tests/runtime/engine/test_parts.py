@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import lowbit.runtime as lowbit
-from lowbit.runtime.engine.draft.mtp import MtpRound
+from lowbit.runtime.engine.draft.made import MadeRound
 from lowbit.runtime.engine.draft.ngram import NgramDrafter
 from lowbit.runtime.engine.draft.policy import BURST
-from lowbit.runtime.engine.draft.source import Drafts
+from lowbit.runtime.engine.draft.mtp import MtpRounds
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import Runner, new_runner
@@ -209,7 +209,7 @@ def test_drafts_of_many_change_no_token(drafting: lowbit.Model, by: str) -> None
     runner.reset()
     new = (lambda ids: Repeater()) if by == "ngram" else None
     source = drafting_by(new, runner, 7)
-    source.mtp = None if by == "ngram" else source.mtp
+    source.made = None if by == "ngram" else source.made
     engine = Engine(runner, drafting=source)
     handles = {number: engine.submit(request) for number, request in requests().items()}
     sent = []
@@ -230,7 +230,7 @@ def test_many_sequences_have_no_rounds(
         def copy(self) -> None:
             raise AssertionError
 
-    monkeypatch.setattr(Drafts, "_keep_up", lambda *given: pytest.fail("kept up"))
+    monkeypatch.setattr(MtpRounds, "keep_up", lambda *given: pytest.fail("kept up"))
     runner = runner_of(drafting, CacheSize(CONTEXT, 70, 2 * MANY, 8, drafts=7))
     request = Request((1, 2), PARAMS[0], 50, constraint=Uncopied())
     sequences = [Sequence(request, 50, 0) for _ in range(EXACT_TOKENS + 1)]
@@ -240,8 +240,8 @@ def test_many_sequences_have_no_rounds(
         assert source.choose(sequences, []) == "plain"
         assert source.suspended is suspended
         assert source.compute_forced_tokens(sequences) == []
-        assert source.mtp is not None
-        round_ahead = MtpRound(source.mtp, [], 1, False, source.policy.send("made", 1, 2))
+        assert source.made is not None
+        round_ahead = MadeRound(source.made, [], 1, False, source.policy.send("made", 1, 2))
         assert source.policy.in_rounds
         assert source.choose(sequences, [round_ahead]) == "read"
         assert source.choose(sequences, []) == "plain"

@@ -81,7 +81,7 @@ def auto(model: lowbit.Model, truth: Numbers[int], right: bool) -> Drafts:
     rounds = new_mtp_rounds(Verifier(runner))
     assert rounds is not None
     text = torch.tensor([*PROMPT, *truth])
-    drafting.mtp = KnownRounds(rounds.cache, rounds.verifier, text=text, right=right)
+    drafting.made = KnownRounds(rounds.verifier, rounds.cache, text=text, right=right)
     drafting.verifier, drafting.new_drafter = rounds.verifier, None
     model.engine.drafting = drafting
     return drafting
@@ -219,7 +219,7 @@ def test_copies_are_found_at_once(
     timed(model, clock, truth)
     late = Late(truth, lambda most: (min(2, most),) * 2, place=23)
     drafting.new_drafter = lambda ids: late
-    drafting.mtp = None
+    drafting.made = None
     model.engine.forget()
     assert model.engine.generate(PROMPT, GREEDY, 40).result() == tuple(truth[:40])
     assert late.found[0] == 23

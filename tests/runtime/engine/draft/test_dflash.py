@@ -15,13 +15,12 @@ from lowbit.convert import Recipe
 from lowbit.formats.errors import CheckpointError, FormatError, LowbitError, UnsupportedModelError
 from lowbit.formats.kv_cache import FP32_CACHE
 from lowbit.runtime.cli.main import main
-from lowbit.runtime.engine.draft.block import Blocks
+from lowbit.runtime.engine.draft.block import BlockRounds
 from lowbit.runtime.engine.load_options import Mode
 from lowbit.runtime.engine.memory import Account
 from lowbit.runtime.engine.request import Request
-from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.engine.stream import Handle
-from lowbit.runtime.models.loader import check_device, load_drafter, open_drafter, open_model
+from lowbit.runtime.models.loader import load_drafter, open_model, with_drafter
 from lowbit.runtime.state.device_state import kv_pages
 from lowbit.runtime.state.step_buffers import lone_step
 from tests.conversions import convert
@@ -58,8 +57,9 @@ def test_hidden_states_are_those_of_plain_torch(
         folder = tmp_path / "packed"
         convert(tmp_path / "source", folder, Recipe(group_size=32))
         weights = dequantized_weights(folder)
-    opened = open_drafter(folder, open_model(TARGET))
-    drafter = load_drafter(opened, torch.float32, 64)
+    opened = with_drafter(open_model(TARGET), folder)
+    drafter, rows = load_drafter(opened, "cpu", torch.float32, 64)
+    assert rows is None
     generator = torch.Generator().manual_seed(1)
     hidden_taps, block = (torch.randn(n, h, generator=generator) for n, h in ((45, 512), (8, 256)))
     pages = kv_pages(drafter.config, 4, FP32_CACHE, "cpu")
@@ -114,15 +114,16 @@ def test_drafts_are_those_of_plain_torch(
     weights = write_drafter(tmp_path)
     model = load(tmp_path, draft_tokens=5)
     made: list[tuple[list[int], list[int]]] = []
-    draft = Blocks.draft
+    draft = BlockRounds.draft
 
-    def noted(self: Blocks, decoder: Any, sequences: list[Sequence], k: int) -> list[list[int]]:
-        found = draft(self, decoder, sequences, k)
+    def noted(rounds: BlockRounds, B: int, k: int, max_kv_len: int) -> Tensor:
+        found = draft(rounds, B, k, max_kv_len)
+        sequences = [part.sequence for part in rounds.parts]
         texts = [[*each.request.prompt, *each.output] for each in sequences]
-        made.extend(zip(texts, found, strict=True))
+        made.extend(zip(texts, found.tolist(), strict=True))
         return found
 
-    monkeypatch.setattr(Blocks, "draft", noted)
+    monkeypatch.setattr(BlockRounds, "draft", noted)
     prompts = [model.tokenizer.encode(TEXT[:some], framed=True, context=400) for some in (400, 30)]
     handles = [model.engine.submit(Request(tuple(ids), GREEDY, 6)) for ids in prompts]
     texts = [[*ids, *handle.result()] for ids, handle in zip(prompts, handles, strict=True)]
@@ -213,13 +214,13 @@ def test_a_drafter_takes_memory(models: dict[str, lowbit.Model]) -> None:
     )
     blocks = models["dflash"].engine.runner.blocks
     assert blocks is not None
-    with_drafter, alone = (
+    both, alone = (
         Account(opened, "cpu", dtype, models["off"].kv_cache.cache_type, 4096).page_bytes(
             blocks.pages.count
         )
         for opened in (drafted, plain)
     )
-    assert with_drafter - alone == blocks.pages.size_bytes
+    assert both - alone == blocks.pages.size_bytes
 
 
 @pytest.mark.parametrize(
@@ -273,13 +274,10 @@ def test_what_is_no_drafter_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         load(tmp_path)
 
 
-def test_a_drafter_answers_nothing_and_has_no_kernels(tmp_path: Path) -> None:
+def test_a_drafter_answers_nothing(tmp_path: Path) -> None:
     write_drafter(tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"is a drafter .* answers nothing by itself"):
         open_model(tmp_path)
-    target = open_model(TARGET)
-    with pytest.raises(UnsupportedModelError, match="is a drafter, which has no GPU kernels yet"):
-        check_device(replace(target, drafter=open_drafter(tmp_path, target)), "cuda")
 
 
 def test_the_command_takes_a_drafter(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def assert_like_transformers(packed: "PackedModel", parts: tuple[int, ...]) -> N
     assert (normed - expected).abs().max() < 1e-5 * expected.abs().max()
     logits = expected @ decoder.embedding.T if decoder.config.tie_word_embeddings else None
     if logits is not None:
-        assert (head.logits(torch.cat(found)) - logits).abs().max() < 1e-4 * logits.abs().max()
+        assert (head.output.logits(torch.cat(found)) - logits).abs().max() < 1e-4 * logits.abs().max()
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -193,7 +193,7 @@ def test_a_model_without_the_head_is_refused_by_name(
             lowbit.load(packed.folder, device="cpu", speculate="mtp")
         model = lowbit.load(packed.folder, device="cpu", speculate="auto")
         assert isinstance(model.engine.drafting, Drafts)
-        assert model.engine.drafting.mtp is None
+        assert model.engine.drafting.made is None
 
 
 def test_a_head_of_two_layers_is_refused(make_qwen3_5: "Callable[..., PackedModel]") -> None:
@@ -218,7 +218,7 @@ def test_drafts_are_chosen_from_the_rows_of_the_draft_head(small_draft: Path) ->
     assert draft is not None
     rows = dequantize(unpack(draft.packed, 4, head.trunk.config.hidden_size), draft.scale)
     hidden = torch.randn(3, head.trunk.config.hidden_size)
-    logits = head.logits(hidden)
+    logits = head.output.logits(hidden)
     normed = head.trunk.ops.rms_norm(hidden, head.norm, head.trunk.config.rms_norm_eps)
     expected = normed @ rows.float().T
     ids = draft.ids.long()
@@ -231,7 +231,7 @@ def test_drafts_are_chosen_from_the_rows_of_the_draft_head(small_draft: Path) ->
         sampler.configure_row(1, params, ())
         chosen = torch.zeros(2, 3, dtype=torch.int64)
         places, positions = new_ring(2, False), torch.arange(6, dtype=torch.int32).view(2, 3) % 3
-        head.choose(hidden, sampler, rows_of, positions[0], chosen[0], places)
+        head.output.choose(hidden, sampler, rows_of, positions[0], chosen[0], places)
         head.trunk.ops.choose(logits, sampler, rows_of, positions[1], chosen[1], places)
         assert params is STRICT or torch.equal(chosen[0], chosen[1])
         assert torch.isin(chosen, ids).all()

@@ -91,7 +91,7 @@ def test_rounds_that_follow_each_other_change_nothing(
         assert_same(found, expected)
     drafting: Any = flying.engine.drafting
     graphs = drafting.verifier.graphs
-    assert "head" in {key[0] for key in graphs._graphs}
+    assert "made" in {key[0] for key in graphs._graphs}
 
 
 @MOST

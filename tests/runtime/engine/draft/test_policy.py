@@ -25,7 +25,7 @@ from lowbit.runtime.engine.draft.policy import (
     StepCosts,
     new_costs,
 )
-from lowbit.runtime.engine.draft.source import MTP_GUESSES
+from lowbit.runtime.engine.draft.mtp import MTP_GUESSES
 from lowbit.runtime.engine.graphs import width_for
 
 ANSWER = 256  # tokens
