@@ -215,7 +215,7 @@ def _attend_block_kernel(
                 seen = seen & (ahead < WINDOW) & (-ahead < WINDOW)
             top, total, acc = _with_keys(q, top, total, acc, k, v, scale, None, seen, WIDE)
     if out_ptr is not None:
-        out = acc / total[:, None]
+        out = acc / tl.where(inside, total, 1.0)[:, None]
         to = out_ptr + line[:, None] * D + offs_d[None, :]
         tl.store(to, out.to(out_ptr.dtype.element_ty), mask=inside[:, None])
     else:

@@ -54,6 +54,10 @@ DECODE = {
     "attention_whole_splits",
     "attention_split",
     "attention_join",
+    "write_context",
+    "rotate_block",
+    "attend_block",
+    "join_block",
     "recurrence",
     "embed",
     "rms_norm",
@@ -216,6 +220,7 @@ def workload(full: bool) -> Iterator[str]:
     yield from linears_of_models(full)
     yield from in_eight_bits(full)
     yield from attentions(full)
+    yield from blocks(full)
     yield from delta_nets(full)
     yield from mixtures(full)
     yield from choices_of_rows(full)
@@ -261,6 +266,31 @@ def attentions(full: bool) -> Iterator[str]:
             step = step_of(1, 200, prompt=True)
             cuda.attention(zeros(200, width), layer, pages, step)
             yield f"{Hq}/{Hkv} heads of {D}, 200 tokens{label}"
+
+
+def blocks(full: bool) -> Iterator[str]:
+    """Drafters of 8B and of 3.5-4B: a block over a short and a long context, and what is read."""
+    from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE
+    from lowbit.runtime.backends import cuda
+    from lowbit.runtime.state.page_counts import PAGE
+    from lowbit.runtime.state.pages import new_pages
+    from lowbit.runtime.state.rope import Rope
+    from lowbit.runtime.weights.layers import AttentionLayer
+
+    D, rope = 128, Rope(torch.empty(32768, 64), torch.empty(32768, 64))
+    shapes = [(32, 8, None, False)] + ([(32, 4, 2048, True)] if full else [])
+    for Hq, Hkv, window, causal in shapes:
+        layer = AttentionLayer(0, rope, EPS, zeros(D), zeros(D), window=window, causal=causal)
+        for kind, label in ((BF16_CACHE, ""), (INT8_CACHE, " INT8"))[: 2 if full else 1]:
+            pages = new_pages(1, 32768 // PAGE, Hkv, D, kind, "meta")
+            cuda.write_context(zeros(8, 2 * Hkv * D), layer, pages, step_of(1, 8))
+            yield f"{Hq}/{Hkv} heads of {D}{label}"
+            for sequences, reach in ((1, 256), (1, 32768), (4, 1024)):
+                tokens = 16 * sequences
+                q, kv = zeros(tokens, Hq * D), zeros(tokens, 2 * Hkv * D)
+                step = step_of(sequences, tokens, reach=reach)
+                cuda.attend_block(q, kv, layer, pages, step)
+                yield f"{Hq}/{Hkv} heads of {D} reach {reach}, {sequences} blocks{label}"
 
 
 def delta_nets(full: bool) -> Iterator[str]:
