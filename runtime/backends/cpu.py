@@ -159,7 +159,7 @@ def _widened(
 
 def _rows(store: Tensor, span: Span, stop: int) -> Tensor:
     """A sequence's rows of a store [P, PAGE, Hkv, ...] up to a position: [Hkv, stop, ...]."""
-    ids = _page_ids(span, stop)
+    ids = _page_ids(span, max(1, stop))
     part = store[ids[0] : ids[-1] + 1] if _adjacent(ids) else store[torch.tensor(ids)]
     return part.flatten(0, 1)[:stop].transpose(0, 1)
 

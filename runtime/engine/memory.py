@@ -98,7 +98,7 @@ class Account:
         return pages.size_bytes // max(1, config.kv_layers)
 
     def drafter_bytes(self) -> int:
-        """Memory on a GPU of outputs of a chunk that a drafter reads: of layers, and side by side."""
+        """Memory on a GPU of outputs of a chunk that a drafter reads, apart and side by side."""
         drafter = self.opened.drafter
         if drafter is None or drafter.config.block_drafts is None:
             return 0

@@ -188,7 +188,7 @@ def refuse_drafter(name: str | Path, config: Mapping[str, Any]) -> None:
 
 
 def with_drafter(opened: OpenedModel, folder: Path) -> OpenedModel:
-    """The model with a drafter, which chooses from the rows of the model's draft head if it has one.
+    """The model with a drafter, which drafts from the rows of its draft head if it has one.
 
     Raises:
         CheckpointError, FormatError, UnsupportedModelError: see `open_drafter`; or a damaged draft

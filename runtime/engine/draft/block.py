@@ -7,14 +7,14 @@ from the last token of each sequence, which the round before has left on the dev
 
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lowbit.runtime.backends.cpu_linear import CpuLinear
 from lowbit.runtime.engine.draft.made import MadeRounds
-from lowbit.runtime.engine.draft.verify import Verifier
+from lowbit.runtime.engine.graphs import width_for
 from lowbit.runtime.engine.load_options import MOST_DRAFTS
 from lowbit.runtime.models.architectures import BlockDrafter
 from lowbit.runtime.models.draft_output import DraftOutput, DraftRows
@@ -81,6 +81,16 @@ class BlockRounds(MadeRounds):
         """Tokens of a block."""
         return self.blocks.drafter.blocks.size
 
+    def fitting(self, most: int, sequences: int) -> int:
+        """On a GPU as many as leave no padding: at the end of an answer fewer graphs are recorded.
+
+        A draft beside padding costs nothing, so elsewhere no other number pays.
+        """
+        if not self.runner.on_gpu:
+            return most
+        tokens = ((k, sequences * (1 + k)) for k in range(most, 0, -1))
+        return next((k for k, count in tokens if width_for(count) == count), most)
+
     def draft(self, B: int, k: int, max_kv_len: int) -> Tensor:
         """Draft k tokens of each sequence by one pass over blocks; see `MadeRounds.draft`."""
         decoder, size, drafter = self.runner.decoder, self.size, self.blocks.drafter
@@ -96,9 +106,7 @@ class BlockRounds(MadeRounds):
         hidden = drafter.hidden(x, self.blocks.pages, step).view(B, size, -1)
         return self._choose(hidden[:, 1 : 1 + k], rows, first)
 
-    def step(
-        self, spans: Numbers[Span], max_kv_len: int, rows: Tensor, positions: Tensor
-    ) -> Step:
+    def step(self, spans: Numbers[Span], max_kv_len: int, rows: Tensor, positions: Tensor) -> Step:
         """Step of the drafter, a block of each sequence; in a graph only their number matters."""
         B = len(spans)
         plan = StepPlan(B * self.size, B, max_kv_len, longest=self.size, spans=tuple(spans))
@@ -129,17 +137,13 @@ class BlockRounds(MadeRounds):
             drafts[:, place] = token
         return drafts
 
-    def _output(self) -> "DraftOutput[CpuLinear] | DraftOutput[GpuLinear]":
+    def _output(self) -> DraftOutput[Any]:
         decoder, drafter = self.runner.decoder, self.blocks.drafter
+        ops: Any = decoder.ops  # of the drafter too
         sizes = drafter.config.rms_norm_eps, decoder.head, decoder.config.vocab_size
-        return DraftOutput(decoder.ops, drafter.norm, *sizes, self.blocks.rows)
+        return DraftOutput(ops, drafter.norm, *sizes, self.blocks.rows)
 
 
 def _repeated(rows: Tensor, count: int) -> Tensor:
     """Each row `count` times: [B] to [B * count]."""
     return rows[:, None].expand(-1, count).flatten()
-
-
-def new_block_rounds(verifier: Verifier, blocks: Blocks) -> BlockRounds:
-    """Rounds with drafts of a runner's block drafter."""
-    return BlockRounds(verifier, blocks)

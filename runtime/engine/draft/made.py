@@ -122,9 +122,11 @@ class MadeRounds:
         """Inputs of a round, left by the one before."""
         return self.verifier.inputs
 
-    def read_prompt(
-        self, sequence: Sequence, first: int, hidden: Tensor, suspended: bool
-    ) -> None:
+    def fitting(self, most: int, sequences: int) -> int:
+        """Most drafts of each of so many sequences, up to `most`, that a graph is recorded for."""
+        return most
+
+    def read_prompt(self, sequence: Sequence, first: int, hidden: Tensor, suspended: bool) -> None:
         """Take hidden states [M, h] of a part of a prompt, from position `first` on.
 
         suspended: drafts do not pay by what is known.

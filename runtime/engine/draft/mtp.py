@@ -1,7 +1,8 @@
 """MTP rounds: the model's head for multi-token prediction makes the drafts of a round.
 
-A round first brings the head up to the last token. The head needs the trunk's hidden state of every position. Steps leave the last states of each row
-in a ring, from which the head catches up now and then, so plain steps cost it little.
+A round first brings the head up to the last token. The head needs the trunk's hidden state of every
+position. Steps leave the last states of each row in a ring, from which the head catches up now and
+then, so plain steps cost it little.
 """
 
 from collections.abc import Sequence as Numbers
@@ -139,9 +140,7 @@ class MtpRounds(MadeRounds):
         """See `MadeRounds.guesses`."""
         return MTP_GUESSES
 
-    def read_prompt(
-        self, sequence: Sequence, first: int, hidden: Tensor, suspended: bool
-    ) -> None:
+    def read_prompt(self, sequence: Sequence, first: int, hidden: Tensor, suspended: bool) -> None:
         """Let the head process a part of a prompt; its end alone while drafts are suspended.
 
         Drafts behind a prompt of which the head knows the end alone are accepted nearly as often.

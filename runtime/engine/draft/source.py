@@ -14,7 +14,7 @@ from typing import Literal
 from torch import Tensor
 
 from lowbit.runtime.engine.constraints import explained
-from lowbit.runtime.engine.draft.block import Blocks, new_block_rounds
+from lowbit.runtime.engine.draft.block import BlockRounds, Blocks
 from lowbit.runtime.engine.draft.made import MadeRound, MadeRounds
 from lowbit.runtime.engine.draft.mtp import new_mtp_rounds
 from lowbit.runtime.engine.draft.ngram import NewDrafter, NgramDrafter
@@ -213,7 +213,7 @@ class Drafts:
         spare = self.verifier.runner.spare
         if spare is not None:
             most = min(most, len(spare) // len(sequences))
-        most = min(most, *map(len, rates))
+        most = self.made.fitting(min(most, *map(len, rates)), len(sequences))
         if most == 0 or not self.policy.costs.ready:
             return None
         most = self.policy.affordable("made", len(sequences), most)
@@ -345,7 +345,7 @@ def new_drafts(runner: Runner, options: LoadOptions, drafts: int, device: str) -
     costs = new_costs(device, mode == "auto", width, drafter is not None)
     made: MadeRounds | None = new_mtp_rounds(verifier)
     if isinstance(drafter, Blocks):
-        made = new_block_rounds(verifier, drafter)
+        made = BlockRounds(verifier, drafter)
     return Drafts(
         verifier=verifier,
         most=drafts,

@@ -22,7 +22,7 @@ class DraftState:
     # Tokens that the constraint forces next, found when `ahead` was made
     forced: tuple[int, ...] = ()
     seen: int = 0  # positions that the MTP head has processed
-    due: int = 0  # most tokens that rounds with made drafts under way may still append to the output
+    due: int = 0  # most tokens that rounds of made drafts under way may still append
 
 
 def drafts_of(sequence: Sequence) -> DraftState:

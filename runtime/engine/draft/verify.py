@@ -1,7 +1,8 @@
 """Verified rounds: steps that send the last token of each sequence and drafts behind it.
 
-The host knows the drafts: copies of earlier tokens, or tokens that a constraint forces. A round chooses behind every draft the token that a plain step would choose there; drafts are accepted
-up to the first one that differs from the chosen token.
+The host knows the drafts: copies of earlier tokens, or tokens that a constraint forces. A round
+chooses behind every draft the token that a plain step would choose there; drafts are accepted up to
+the first one that differs from the chosen token.
 """
 
 from collections.abc import Iterable

@@ -1,8 +1,7 @@
 """attend_block: attention of blocks of drafts to the context before them and to themselves.
 
     q, k  = rope(rms_norm(q) * q_norm), rope(rms_norm(k) * k_norm)      (per head, FP32)
-    out_h = softmax(q_h . k / sqrt(D)) @ v    over the positions that the layer's window and causality
-                                              let a token see
+    out_h = softmax(q_h . k / sqrt(D)) @ v      over the positions that a token of the layer sees
 
 Layout  q [M, Hq * D], kv [M, 2 * Hkv * D] bf16, blocks of `longest` tokens side by side; context in
         pages [P, PAGE, Hkv, D] bf16, or int8 with scales [P, PAGE, Hkv] bf16; out [M, Hq * D] bf16

@@ -117,7 +117,9 @@ def _rotate_append_kernel(
     stored = (page * ROWS + row % ROWS) * Hkv  # heads of k or v before this row
     if block < Q_BLOCKS:
         head = block * BLOCK_H + offs_h
-        q = rotated_heads(x_ptr, q_norm_ptr, cos_ptr, sin_ptr, head * QUERY, head < Hq, turn, eps, HEADS)
+        q = rotated_heads(
+            x_ptr, q_norm_ptr, cos_ptr, sin_ptr, head * QUERY, head < Hq, turn, eps, HEADS
+        )
         out = q_ptr + (token * Hq + head)[:, None] * D + offs_d[None, :]
         tl.store(out, q.to(q_ptr.dtype.element_ty), mask=(head < Hq)[:, None])
     elif block < Q_BLOCKS + KV_BLOCKS:

@@ -199,7 +199,8 @@ class BlockLaunch:
     warps: int  # of a program
 
 
-BLOCK_ROWS = (16, 64)  # fewest and most queries of a program
+BLOCK_ROWS = 16  # fewest queries of a program, which a tensor core's tile has
+BLOCK_SUMS = 8192  # most of a program, of eight warps; half as many take four
 BLOCK_KEYS = 256  # keys that are not split
 MOST_BLOCK_SPLITS = 16
 
@@ -213,14 +214,13 @@ def block_launch(rows: int, kv_heads: int, head_dim: int, keys: int) -> BlockLau
         head_dim: elements of a head.
         keys: that there may be before a block.
     """
-    fewest, most = BLOCK_ROWS
-    taken = min(max(power_of_two(rows), fewest), most)
+    taken = min(max(power_of_two(rows), BLOCK_ROWS), BLOCK_SUMS // head_dim)
     programs = kv_heads * -(-rows // taken)
     splits = min(power_of_two(-(-keys // BLOCK_KEYS)), MOST_BLOCK_SPLITS)
     while splits > 1 and programs * splits > 2 * CROWDED:
         splits //= 2
-    wide = head_dim > 128
-    return BlockLaunch(taken, 32 if wide else 64, splits, 8 if wide else 4)
+    warps = 8 if taken * head_dim == BLOCK_SUMS else 4
+    return BlockLaunch(taken, 16 if head_dim > 128 else 32, splits, warps)
 
 
 HOPPER_DIMS = (64, 128, 256)  # of heads that `attend_on_hopper` takes

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine.draft.made import MadeRound
+from lowbit.runtime.engine.draft.mtp import MtpRounds
 from lowbit.runtime.engine.draft.ngram import NgramDrafter
 from lowbit.runtime.engine.draft.policy import BURST
-from lowbit.runtime.engine.draft.mtp import MtpRounds
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import Runner, new_runner

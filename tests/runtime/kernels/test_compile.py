@@ -277,9 +277,10 @@ def blocks(full: bool) -> Iterator[str]:
     from lowbit.runtime.state.rope import Rope
     from lowbit.runtime.weights.layers import AttentionLayer
 
-    D, rope = 128, Rope(torch.empty(32768, 64), torch.empty(32768, 64))
-    shapes = [(32, 8, None, False)] + ([(32, 4, 2048, True)] if full else [])
-    for Hq, Hkv, window, causal in shapes:
+    shapes: list[tuple[int, int, int, int | None, bool]] = [(32, 8, 128, None, False)]
+    shapes += [(32, 4, 128, 2048, True), (16, 2, 256, None, False)] if full else []
+    for Hq, Hkv, D, window, causal in shapes:
+        rope = Rope(torch.empty(32768, D // 2), torch.empty(32768, D // 2))
         layer = AttentionLayer(0, rope, EPS, zeros(D), zeros(D), window=window, causal=causal)
         for kind, label in ((BF16_CACHE, ""), (INT8_CACHE, " INT8"))[: 2 if full else 1]:
             pages = new_pages(1, 32768 // PAGE, Hkv, D, kind, "meta")
@@ -431,7 +432,9 @@ def tokens_of(arguments: dict[str, Any]) -> int:
         return 17
     if isinstance(plan, LonePlan | GroupedPlan):
         return plan.B.TOKENS
-    tokens: int = arguments.get("TOKENS", 1) if plan is None else plan.X.TOKENS
+    tokens: int = (
+        arguments.get("TOKENS", arguments.get("SIZE", 1)) if plan is None else plan.X.TOKENS
+    )
     return tokens
 
 

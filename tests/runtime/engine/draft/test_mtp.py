@@ -107,7 +107,9 @@ def assert_like_transformers(packed: "PackedModel", parts: tuple[int, ...]) -> N
     assert (normed - expected).abs().max() < 1e-5 * expected.abs().max()
     logits = expected @ decoder.embedding.T if decoder.config.tie_word_embeddings else None
     if logits is not None:
-        assert (head.output.logits(torch.cat(found)) - logits).abs().max() < 1e-4 * logits.abs().max()
+        assert (
+            head.output.logits(torch.cat(found)) - logits
+        ).abs().max() < 1e-4 * logits.abs().max()
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

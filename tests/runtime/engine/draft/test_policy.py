@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 
+from lowbit.runtime.engine.draft.mtp import MTP_GUESSES
 from lowbit.runtime.engine.draft.policy import (
     BURST,
     FIRST_PAUSE,
@@ -25,7 +26,6 @@ from lowbit.runtime.engine.draft.policy import (
     StepCosts,
     new_costs,
 )
-from lowbit.runtime.engine.draft.mtp import MTP_GUESSES
 from lowbit.runtime.engine.graphs import width_for
 
 ANSWER = 256  # tokens

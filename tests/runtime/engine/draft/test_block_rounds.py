@@ -1,0 +1,224 @@
+"""Rounds by a block drafter as a GPU runs them, without a GPU, as in `test_mtp_rounds`.
+
+The drafter's pass is part of a round, and a round of one graph.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowbit.runtime as lowbit
+from lowbit.runtime.engine.draft.block import BlockRounds
+from lowbit.runtime.engine.draft.source import Drafts
+from lowbit.runtime.engine.request import Request
+from lowbit.runtime.engine.stream import Handle
+from tests.drafters import write_drafter
+from tests.runtime.engine.draft.guesses import costs_by_tokens
+from tests.runtime.engine.graph_stand_in import run_through_graphs
+from tests.runtime.engine.residues import Later, Residues, follows
+from tests.short_models import Shorten
+
+EXAMPLES = Path(__file__).parents[4] / "examples"
+MODELS = EXAMPLES / "models"
+GREEDY = lowbit.SamplingParams(logprobs=2)
+HOT = lowbit.SamplingParams(0.9, top_k=40, top_p=0.95, seed=5, logprobs=1)
+STRICT = lowbit.SamplingParams(0.8, repetition_penalty=1.2, presence_penalty=0.5, seed=3)
+CONTEXT = 400
+Pairs = dict[str, tuple[Path, Path]]
+
+
+def load(folder: Path, drafter: Path | None, drafts: int | None = None) -> lowbit.Model:
+    return lowbit.load(
+        folder,
+        device="cpu",
+        dtype=torch.float32,
+        context=CONTEXT,
+        max_sequences=8,
+        speculate="off" if drafter is None else "dflash",
+        drafter=drafter,
+        draft_tokens=drafts,
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(shorten: Shorten, tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    """A trained pair, and a model with a random drafter with a window, whose drafts are wrong."""
+    random = tmp_path_factory.mktemp("drafter")
+    section = {"mask_token_id": 4000, "target_layer_ids": [0]}
+    write_drafter(random, dflash_config=section, num_target_layers=2)
+    trained = MODELS / "tiny-qwen3.5", MODELS / "tiny-qwen3.5-dflash"
+    return {"trained": trained, "random": (shorten("tiny-qwen3"), random)}
+
+
+@pytest.fixture(scope="module")
+def plains(folders: Pairs) -> dict[str, lowbit.Model]:
+    return {name: load(model, None) for name, (model, _) in folders.items()}
+
+
+@pytest.fixture(params=["trained-7"])
+def models(
+    request: pytest.FixtureRequest,
+    folders: Pairs,
+    plains: dict[str, lowbit.Model],
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[lowbit.Model, lowbit.Model]:
+    """A plain model, and one with so many drafts whose rounds go through graphs."""
+    name, drafts = request.param.split("-")
+    plain = plains[name]
+    plain.engine.forget()
+    return plain, always_drafting(load(*folders[name], int(drafts)), monkeypatch)
+
+
+def by(*pairs: str) -> pytest.MarkDecorator:
+    """The pairs of a model and a drafter, and the number of drafts."""
+    return pytest.mark.parametrize("models", pairs, indirect=True)
+
+
+def always_drafting(model: lowbit.Model, monkeypatch: pytest.MonkeyPatch) -> lowbit.Model:
+    """Always with as many drafts as there may be."""
+    run_through_graphs(model, monkeypatch)
+    assert isinstance(model.engine.drafting, Drafts)
+    assert isinstance(model.engine.drafting.made, BlockRounds)
+    model.engine.drafting.policy.costs = costs_by_tokens(0.0, 0.0)
+    return model
+
+
+def asked(model: lowbit.Model, count: int = 14) -> list[Request]:
+    text = (EXAMPLES / "data" / "stories-eval.txt").read_text()
+    starts = ("Once upon a time, a little robot", text[:700], "Lily", text[2000:2100])
+    params = (GREEDY, HOT, STRICT, replace(HOT, seed=6))
+    ids = [model.tokenizer.encode(start, framed=True, context=CONTEXT) for start in starts]
+    return [Request(tuple(some), each, count) for some, each in zip(ids, params, strict=True)]
+
+
+def assert_same(found: Handle, expected: Handle) -> None:
+    assert found.result() == expected.result()
+    assert found.log_probabilities == expected.log_probabilities
+    assert found.finish_reason == expected.finish_reason
+
+
+def keys_of(model: lowbit.Model) -> list[Any]:
+    drafting: Any = model.engine.drafting
+    return list(drafting.verifier.graphs._graphs)
+
+
+@by("trained-7", "random-7")
+def test_rounds_that_follow_each_other_change_nothing(
+    models: tuple[lowbit.Model, lowbit.Model],
+) -> None:
+    """Alone, and in the turn after, which begins with what the rounds have left."""
+    plain, drafting = models
+    for request in asked(plain)[:3]:  # greedy, hot, with penalties
+        expected, found = plain.engine.submit(request), drafting.engine.submit(request)
+        assert_same(found, expected)
+        assert found.tally.rounds > 2
+        turn = replace(request, prompt=(*request.prompt, *found.result(), 9, 8), max_new_tokens=6)
+        expected, found = plain.engine.submit(turn), drafting.engine.submit(turn)
+        assert_same(found, expected)
+        assert found.reused
+
+
+def test_a_round_is_one_graph(models: tuple[lowbit.Model, lowbit.Model]) -> None:
+    """Draft, check and acceptance; nothing is recorded beside it."""
+    plain, drafting = models
+    [request, *_] = asked(plain, 40)
+    before = len(keys_of(drafting))
+    handle = drafting.engine.submit(request)
+    handle.result()
+    found = keys_of(drafting)[before:]
+    assert {key[0] for key in found} == {"made"}
+    assert {key[3] for key in found} <= {7, 3, 1}  # drafts, fewer at the end
+    assert handle.tally.rounds > 5
+
+
+def test_drafts_behind_rounds_are_those_behind_plain_steps(
+    models: tuple[lowbit.Model, lowbit.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafter's context is complete, whatever steps have brought it there."""
+    plain, drafting = models
+    made: list[tuple[int, list[int]]] = []
+    draft = BlockRounds.draft
+
+    def noted(rounds: BlockRounds, B: int, k: int, max_kv_len: int) -> torch.Tensor:
+        first = int(rounds.inputs.step.positions[0])
+        found = draft(rounds, B, k, max_kv_len)
+        made.append((first, found[0, :3].tolist()))
+        return found
+
+    monkeypatch.setattr(BlockRounds, "draft", noted)
+    [request, *_] = asked(plain, 60)
+    costs: Any = drafting.engine.drafting
+    rounds, each_step = costs.policy.costs, costs_by_tokens(9.0, 9.0)  # nothing is worth it
+    of_pauses = []
+    for pause in (0, 20):
+        drafting.engine.forget()
+        made.clear()
+        handle = drafting.engine.submit(request)
+        next(handle)
+        costs.policy.costs = each_step
+        for _ in range(pause):
+            next(handle)
+        costs.policy.costs = rounds
+        handle.result()
+        of_pauses.append(dict(made))
+    both = of_pauses[0].keys() & of_pauses[1].keys() - {0}
+    assert len(both) >= 3
+    assert all(of_pauses[0][at] == of_pauses[1][at] for at in both)
+
+
+@by("random-7")
+def test_sequences_that_come_and_go_change_nothing(
+    models: tuple[lowbit.Model, lowbit.Model],
+) -> None:
+    plain, drafting = models
+    requests = [replace(each, max_new_tokens=10 + 4 * at) for at, each in enumerate(asked(plain))]
+    expected = [plain.engine.submit(request) for request in requests]
+    for each in expected:
+        each.result()
+    first = drafting.engine.submit(requests[0])
+    begun = [next(first) for _ in range(6)]
+    others = [drafting.engine.submit(request) for request in requests[1:]]
+    left = drafting.engine.submit(replace(requests[1], max_new_tokens=50))
+    next(left)
+    left.cancel()
+    assert [*begun, *first] == list(expected[0].result())
+    for found, one in zip(others, expected[1:], strict=True):
+        assert_same(found, one)
+    assert {key[2] for key in keys_of(drafting) if key[0] == "made"} > {1}  # sequences
+
+
+@by("random-2")
+def test_drafts_end_before_the_first_mask(models: tuple[lowbit.Model, lowbit.Model]) -> None:
+    plain, drafting = models
+    first = 66  # from 64 free tokens on drafts are made
+    requests = asked(plain, first + 8)[:2]
+    found = []
+    for model in (plain, drafting):
+        handles = [model.engine.submit(replace(each, constraint=Later(first))) for each in requests]
+        for handle in handles:
+            handle.result()
+        found.append(handles)
+    for expected, drafted in zip(*found, strict=True):
+        assert_same(drafted, expected)
+        assert follows(drafted.result()[first:])
+        assert drafted.tally.rounds > 10
+
+
+@by("random-2")
+def test_a_constrained_sequence_keeps_the_others_from_drafts(
+    models: tuple[lowbit.Model, lowbit.Model],
+) -> None:
+    plain, drafting = models
+    [request, *_] = asked(plain, 40)
+    expected = plain.engine.submit(request).result()
+    free = drafting.engine.submit(request)
+    limited = drafting.engine.submit(Request(request.prompt, HOT, 50, constraint=Residues()))
+    for _ in range(10):
+        next(limited)
+    assert free.tally.rounds == 0
+    limited.cancel()
+    assert free.result() == expected
+    assert free.tally.rounds > 2
