@@ -1,0 +1,101 @@
+"""Rounds by a block drafter on a GPU that is not there: what they launch, and that nothing waits.
+
+Tensors have no data, so whatever the host would read of them is an error. A process of its own,
+since Triton knows one driver.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.drafters import write_drafter
+from tests.short_models import Shorten
+
+ROOT = Path(__file__).parents[4]
+ROUNDS = [(1, 7), (1, 3), (2, 7), (3, 3), (8, 1)]  # sequences, drafts of each
+LAYERS = 2  # of the drafter, and of the model
+
+
+def test_a_round_is_launched_without_the_host(shorten: Shorten, tmp_path: Path) -> None:
+    section = {"mask_token_id": 4000, "target_layer_ids": [0]}
+    write_drafter(tmp_path, dflash_config=section, num_target_layers=LAYERS)
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.runtime.engine.draft.test_block_launches"]
+    command += [str(shorten("tiny-qwen3.5")), str(tmp_path)]
+    done = subprocess.run(command, check=False, capture_output=True, env=env, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    plain, chunk, *rounds = (Counter(each) for each in json.loads(done.stdout))
+    for found in (plain, chunk):
+        assert found["_write_context_kernel"] == LAYERS
+        assert "_attend_block_kernel" not in found
+    for found in rounds:
+        names = ("_write_context", "_rotate_block", "_attend_block")
+        assert [found[f"{name}_kernel"] for name in names] == [LAYERS] * 3
+        assert found["_embed_kernel"] == 2  # of the blocks, and of the tokens that are checked
+        assert found["_accept_kernel"] == 1
+    greedy, ordered = rounds[:-1], rounds[-1]
+    assert {found["_likeliest_rows_kernel"] for found in greedy} == {2}  # drafts, all at once
+    assert ordered["_likeliest_rows_kernel"] > 2  # by place, since penalties count them
+
+
+def launches_of(folder: Path, drafter: Path) -> list[Counter[str]]:
+    """Kernels of a plain step, of a chunk, of greedy rounds, and of one with penalties."""
+    import torch
+
+    from lowbit.runtime.engine.chunks import Chunks
+    from lowbit.runtime.engine.draft import made
+    from lowbit.runtime.engine.draft.block import BlockRounds, Blocks
+    from lowbit.runtime.engine.draft.verify import Part, Verifier
+    from lowbit.runtime.engine.graphs import Graphs, width_for
+    from lowbit.runtime.engine.load_options import LoadOptions
+    from lowbit.runtime.engine.request import Request
+    from lowbit.runtime.engine.runner import Runner
+    from lowbit.runtime.engine.sequence import Sequence
+    from lowbit.runtime.kernels.launch.card import H200
+    from lowbit.runtime.lab import fake_gpu
+    from lowbit.runtime.models.loader import open_model, with_drafter
+    from lowbit.runtime.state.sampling_params import SamplingParams
+    from lowbit.runtime.state.step import StepPlan
+
+    names: list[str] = []
+
+    def record(kernel: Any, grid: Any, arguments: Any, named: Any) -> None:
+        names.append(kernel.__name__)
+
+    def launched() -> Counter[str]:
+        found = Counter(names)
+        names.clear()
+        return found
+
+    fake_gpu.fake_gpu(H200, record)
+    opened = with_drafter(open_model(folder, "int4"), drafter)
+    options = LoadOptions(max_sequences=8, context=600, speculate="dflash", drafter=drafter)
+    runner = fake_gpu.meta_runner(opened, options, 4000)
+    assert isinstance(runner.blocks, Blocks)
+    vars(made)["new_ring"] = lambda rows, pinned: torch.zeros(64, rows, dtype=torch.int64)
+    Runner.on_gpu = property(lambda runner: True)  # type: ignore[assignment,method-assign]
+    rounds = BlockRounds(Verifier(runner), runner.blocks)
+    found = []
+    runner.run_step(StepPlan(1, 1, 256, longest=1))
+    found.append(launched())
+    Chunks(runner.decoder, runner.each_layer, runner.tables, Graphs()).forward(64)
+    found.append(launched())
+    sequence = Sequence(Request((1,)), count=1, seed=0, row=1, length=1)
+    sequence.output.append(1)
+    for B, k in (*ROUNDS, (1, 3)):
+        if len(found) == 2 + len(ROUNDS):
+            runner.sampler.configure_row(1, SamplingParams(presence_penalty=1.0), ())
+        rounds.parts = [Part(sequence, (0,) * k, (1,) * (1 + k))] * B
+        rounds.round(width_for(B * (k + 1)), B, k, 256, ordered=runner.sampler.shape.adjusted)
+        found.append(launched())
+    return found
+
+
+if __name__ == "__main__":
+    json.dump(launches_of(Path(sys.argv[1]), Path(sys.argv[2])), sys.stdout)
+    sys.stdout.flush()
+    os._exit(0)
