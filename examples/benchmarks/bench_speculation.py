@@ -9,6 +9,8 @@ Without any: 8B and 3.5-4B on a GPU, else the bundled models. One sequence, gree
               output of plain decoding, so that acceptance is forced
   head        the same with the drafts of the model's MTP head thrown away behind their making, and
               with those drafts themselves (`own`); a large random model has a draft head
+  block       the same with a random DFlash drafter of the published shape, INT4, whose drafts are
+              thrown away: its pass over a block and what it reads of every step are in the time
   auto        the head's drafts as `--speculate auto` tries them, in turn with plain decoding: all
               wrong in answers that follow each other, all wrong in the first answer of an engine,
               and all right
@@ -31,13 +33,15 @@ import click
 import torch
 from forced_drafts import ACCEPTED, Copied, Known, forced_rounds
 from make_random_checkpoint import HYBRID_SIZES, SIZES, config_of
-from random_engine import engine_of
+from random_engine import add_drafter, drafter_of, engine_of
 from speculation_table import Row, show
 
 from lowbit.formats.architectures import read_config
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.output import print_json
-from lowbit.runtime.engine.draft.mtp import MtpRounds, new_mtp_rounds
+from lowbit.runtime.engine.draft.block import BlockRounds, Blocks
+from lowbit.runtime.engine.draft.made import MadeRounds
+from lowbit.runtime.engine.draft.mtp import new_mtp_rounds
 from lowbit.runtime.engine.draft.ngram import NewDrafter, NgramDrafter
 from lowbit.runtime.engine.draft.policy import BURST, Policy, new_costs
 from lowbit.runtime.engine.draft.source import Drafts
@@ -54,7 +58,10 @@ EXAMPLES = Path(__file__).parents[1]
 MODELS = EXAMPLES / "models"
 BUNDLED = {"tiny": "tiny-qwen3", "3.5-tiny": "tiny-qwen3.5"}
 TEXT = EXAMPLES / "data" / "stories-eval.txt"
+ROWS = ("known", "head", "auto", "copied", "repeat", "block")
+BITS = 4
 DRAFTS = (1, 3, 7, 15)
+BLOCK_DRAFTS = (3, 7, 15)
 HEAD_DRAFTS = (1, 2, 3, 4)
 PROMPT, TOKENS = 64, 160  # with the drafts behind them within the first reach of attention
 LINES, LINE = 60, 10  # lines, and tokens of each where they have no meaning
@@ -94,6 +101,7 @@ class Bench:
     runs: int  # of which the median counts; one more warms up
     tokens: int  # that are timed
     model: Model | None = field(default=None, repr=False)
+    raw: dict[str, Any] | None = None  # config.json of a random model
     verifier: Verifier = field(init=False, repr=False)
     plain_graphs: Graphs = field(init=False, repr=False)  # of steps as with speculation off
 
@@ -110,27 +118,31 @@ class Bench:
     def vocabulary(self) -> int:
         return self.engine.runner.sampler.vocabulary
 
-    def new_head(self, truth: Sequence[int], accepted: str) -> MtpRounds | None:
-        """Rounds by the head with forced acceptance; `own` accepts what is right."""
-        rounds = new_mtp_rounds(Verifier(self.engine.runner))
+    def new_made(self, truth: Sequence[int], accepted: str) -> MadeRounds | None:
+        """Rounds by the head or the drafter with forced acceptance; `own` accepts what is right."""
+        verifier, blocks = Verifier(self.engine.runner), self.engine.runner.blocks
+        rounds: MadeRounds | None = new_mtp_rounds(verifier)
+        if isinstance(blocks, Blocks):
+            rounds = BlockRounds(verifier, blocks)
         if rounds is None or accepted == "own":
             return rounds
         return forced_rounds(rounds, self.prompt, truth, accepted)
 
     def drafting(
-        self, k: int, new_drafter: NewDrafter | None, head: MtpRounds | None = None
+        self, k: int, new_drafter: NewDrafter | None, made: MadeRounds | None = None
     ) -> Drafts:
-        """Drafts of a drafter, whose number is chosen as in `ngram`, or k of the head each time."""
+        """Drafts of a drafter, whose number is chosen as in `ngram`, or k made ones each time."""
         costs = new_costs(self.device, False, self.width)
-        if head is not None:
+        if made is not None:
             costs.start["made"], costs.each["made"] = 0.5, -0.01  # as many as there may be
-        verifier = head.verifier if head else self.verifier
-        return Drafts(verifier, k, new_drafter, head, Policy(costs))
+        verifier = made.verifier if made else self.verifier
+        return Drafts(verifier, k, new_drafter, made, Policy(costs))
 
     def run(self, drafting: Drafts | None, prompt: Sequence[int], tokens: int) -> Timed:
         """One run; its first step is not timed, and no round is cut short at its end."""
         engine = self.engine
-        if drafting is None and engine.runner.hidden_ring is not None:
+        drafts = engine.runner.hidden_ring is not None or engine.runner.blocks is not None
+        if drafting is None and drafts:
             with plain_steps(engine, self.plain_graphs):
                 return self.run(None, prompt, tokens)
         engine.drafting = drafting
@@ -210,13 +222,31 @@ def head_rows(bench: Bench, plain: Timed, truth: Sequence[int]) -> list[Row]:
     for k in HEAD_DRAFTS if bench.engine.decoder.mtp is not None else ():
         runs = {}
         for accepted in (*ACCEPTED, "own"):
-            head = bench.new_head(truth, accepted)
+            made = bench.new_made(truth, accepted)
 
-            def drafting(k: int = k, head: MtpRounds | None = head) -> Drafts:
-                return bench.drafting(k, None, head)
+            def drafting(k: int = k, made: MadeRounds | None = made) -> Drafts:
+                return bench.drafting(k, None, made)
 
             runs[accepted] = bench.median(drafting, bench.prompt, bench.tokens)
         rows.append(row_of(bench, "head", k, plain, truth, runs))
+    return rows
+
+
+def block_rows(bench: Bench, plain: Timed, truth: Sequence[int]) -> list[Row]:
+    """Rounds by a random drafter, with forced acceptance."""
+    runner = bench.engine.runner
+    blocks = runner.blocks
+    rows = []
+    for k in BLOCK_DRAFTS if isinstance(blocks, Blocks) else ():
+        runs = {}
+        for accepted in ACCEPTED:
+            made = bench.new_made(truth, accepted)
+
+            def drafting(k: int = k, made: MadeRounds | None = made) -> Drafts:
+                return bench.drafting(k, None, made)
+
+            runs[accepted] = bench.median(drafting, bench.prompt, bench.tokens)
+        rows.append(row_of(bench, "block", k, plain, truth, runs))
     return rows
 
 
@@ -234,12 +264,12 @@ def auto_row(bench: Bench, name: str, accepted: str, tokens: int, kept: bool) ->
     """Runs as `auto`, in turn with plain ones; `kept` for one engine that learns from all runs."""
     most = RECURRENT_DRAFTS
     truth = known_output(bench, bench.prompt, tokens)
-    head = bench.new_head(truth, accepted)
-    verifier = head.verifier if head else bench.verifier
+    made = bench.new_made(truth, accepted)
+    verifier = made.verifier if made else bench.verifier
 
     def new() -> Drafts:
         costs = new_costs(bench.device, True, bench.width)
-        return Drafts(verifier, most, None, head, Policy(costs, BURST))
+        return Drafts(verifier, most, None, made, Policy(costs, BURST))
 
     drafting = new()
     runs: dict[str, list[Timed]] = {"plain": [], "auto": []}
@@ -286,16 +316,22 @@ def repeat_row(bench: Bench, model: Model) -> Row:
     return row_of(bench, "repeat", MOST_DRAFTS, plain, truth, runs)
 
 
-def rows_of(bench: Bench) -> tuple[Timed, list[Row]]:
-    """A run of plain decoding, and all rows of a model."""
+def rows_of(bench: Bench, wanted: Sequence[str]) -> tuple[Timed, list[Row]]:
+    """A run of plain decoding, and the wanted rows of a model, those of a drafter last."""
     plain = bench.median(lambda: None, bench.prompt, bench.tokens)
     truth = known_output(bench, bench.prompt, bench.tokens)
-    rows = [*known_rows(bench, plain, truth), *head_rows(bench, plain, truth)]
-    if bench.engine.decoder.mtp is not None:
+    rows = known_rows(bench, plain, truth) if "known" in wanted else []
+    if "head" in wanted:
+        rows += head_rows(bench, plain, truth)
+    if "auto" in wanted and bench.engine.decoder.mtp is not None:
         rows += auto_rows(bench)
-    rows.append(copied_row(bench))
-    if bench.model is not None:
+    if "copied" in wanted:
+        rows.append(copied_row(bench))
+    if "repeat" in wanted and bench.model is not None:
         rows.append(repeat_row(bench, bench.model))
+    if "block" in wanted and bench.raw is not None:
+        add_drafter(bench.engine, drafter_of(bench.raw), BITS, bench.device)
+        rows += block_rows(bench, plain, truth)
     return plain, rows
 
 
@@ -312,10 +348,11 @@ def new_bench(name: str, device: str, quantize: Any, runs: int, tokens: int) -> 
     if name in (*SIZES, *HYBRID_SIZES, *BUNDLED):
         raw = config_by_name(name)
         rows = DRAFT_ROWS if read_config(raw).vocab_size > LARGE_VOCABULARY else 0
-        engine = engine_of(raw, 4, device, CONTEXT, drafts=MOST_DRAFTS, draft_rows=rows)
+        engine = engine_of(raw, BITS, device, CONTEXT, drafts=MOST_DRAFTS, draft_rows=rows)
         vocabulary = engine.runner.sampler.vocabulary
         prompt = tuple((7 * index + 1) % vocabulary for index in range(PROMPT))
-        return Bench(f"{name}, random INT4", engine, device, prompt, runs, tokens)
+        title = f"{name}, random INT4"
+        return Bench(title, engine, device, prompt, runs, tokens, raw=raw)
     model = load(
         name,
         device=device,
@@ -336,6 +373,9 @@ def new_bench(name: str, device: str, quantize: Any, runs: int, tokens: int) -> 
 @click.option("--quantize", type=click.Choice(["int4", "int8"]), help="Quantize folders at load.")
 @click.option("--runs", default=5, show_default=True, type=click.IntRange(1))
 @click.option("--tokens", default=TOKENS, show_default=True, type=click.IntRange(1, TOKENS))
+@click.option(
+    "--rows", multiple=True, type=click.Choice(ROWS), help="Rows of the table; all by default."
+)
 @click.option("--json", "as_json", is_flag=True, help="One object on stdout.")
 @reported
 def main(
@@ -344,6 +384,7 @@ def main(
     quantize: str | None,
     runs: int,
     tokens: int,
+    rows: tuple[str, ...],
     as_json: bool,
 ) -> None:
     device = choose_device(device)
@@ -351,17 +392,17 @@ def main(
     found = []
     for name in models or usual:
         bench = new_bench(name, device, quantize, runs, tokens)
-        plain, rows = rows_of(bench)
+        plain, made = rows_of(bench, rows or ROWS)
         if not as_json:
             ms, where = plain.seconds / plain.tokens * 1e3, device_name(bench.device)
             title = f"{bench.name} on {where}: plain {plain.rate:,.0f} tok/s, {ms:.3f} ms"
-            show(title, plain.rate, rows)
+            show(title, plain.rate, made)
         found.append(
             {
                 "name": bench.name,
                 "plain_ms": plain.seconds / plain.tokens * 1e3,
                 "plain_tokens_per_s": plain.rate,
-                "rows": [asdict(row) for row in rows],
+                "rows": [asdict(row) for row in made],
             }
         )
         del bench

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lowbit.runtime.engine.draft.block import BlockRounds
+from lowbit.runtime.engine.draft.made import MadeRounds
 from lowbit.runtime.engine.draft.mtp import MtpRounds
 from lowbit.runtime.engine.draft.ngram import NgramDrafter
 
@@ -81,31 +83,55 @@ class Copied:
 
 
 @dataclass(slots=True)
-class ForcedRounds(MtpRounds):
+class ForcedHead(MtpRounds):
     """Rounds by a model's head, whose drafts are thrown away for those of a known output."""
 
-    truth: Tensor = field(kw_only=True)  # tokens by position
-    # None, half or all of a round; half of an odd number by turns.
-    accepted: str = field(kw_only=True)
-    vocabulary: int = field(kw_only=True)  # real tokens
+    truth: "Truth" = field(kw_only=True)
 
-    def draft(self, B: int, k: int, reach: int) -> Tensor:
+    def draft(self, B: int, k: int, max_kv_len: int) -> Tensor:
         """The head drafts, for the time that it takes."""
-        MtpRounds.draft(self, B, k, reach)
-        places = torch.arange(k, device=self.truth.device)
-        first = self.inputs.step.positions[: B * (k + 1)].view(B, k + 1)[:, :1].long()
-        drafts = self.truth[first + 1 + places]
+        MtpRounds.draft(self, B, k, max_kv_len)
+        return self.truth.drafts(self.firsts(B, k)[2], k)
+
+
+@dataclass(slots=True)
+class ForcedBlocks(BlockRounds):
+    """Rounds by a block drafter, whose drafts are thrown away for those of a known output."""
+
+    truth: "Truth" = field(kw_only=True)
+
+    def draft(self, B: int, k: int, max_kv_len: int) -> Tensor:
+        """The drafter drafts, for the time that it takes."""
+        BlockRounds.draft(self, B, k, max_kv_len)
+        return self.truth.drafts(self.firsts(B, k)[2], k)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """A known output, and how many drafts of a round are right."""
+
+    tokens: Tensor  # by position
+    accepted: str  # none, half or all of a round; half of an odd number by turns
+    vocabulary: int  # real tokens
+
+    def drafts(self, first: Tensor, k: int) -> Tensor:
+        """Drafts behind the positions `first` [B]: [B, k] int64."""
+        places = torch.arange(k, device=first.device)
+        first = first[:, None].long()
+        drafts = self.tokens[first + 1 + places]
         turn = first * 40_503 // 256 % 2  # as good as random
         right = {"none": 0 * first, "half": (k + turn) // 2, "all": 0 * first + k}
         return torch.where(places == right[self.accepted], (drafts + 1) % self.vocabulary, drafts)
 
 
 def forced_rounds(
-    rounds: MtpRounds, prompt: Sequence[int], output: Sequence[int], accepted: str
-) -> ForcedRounds:
+    rounds: MadeRounds, prompt: Sequence[int], output: Sequence[int], accepted: str
+) -> ForcedHead | ForcedBlocks:
     """Rounds of a sequence whose output after a prompt is known."""
-    vocabulary = rounds.runner.sampler.vocabulary
-    truth = torch.tensor([*prompt, *output], device=rounds.runner.state.device)
-    return ForcedRounds(
-        rounds.verifier, rounds.cache, truth=truth, accepted=accepted, vocabulary=vocabulary
-    )
+    tokens = torch.tensor([*prompt, *output], device=rounds.runner.state.device)
+    truth = Truth(tokens, accepted, rounds.runner.sampler.vocabulary)
+    if isinstance(rounds, BlockRounds):
+        return ForcedBlocks(rounds.verifier, rounds.blocks, truth=truth)
+    if isinstance(rounds, MtpRounds):
+        return ForcedHead(rounds.verifier, rounds.cache, truth=truth)
+    raise TypeError(f"drafts of {type(rounds).__name__} cannot be forced")

@@ -12,12 +12,14 @@ from make_random_checkpoint import config_of
 from torch import Tensor
 
 from lowbit.formats.activation_modes import Activations
-from lowbit.formats.architectures import prefix_of, read_config, tensor_table
+from lowbit.formats.architectures import kind_of, prefix_of, read_config, tensor_table
 from lowbit.formats.architectures.footprint import state_bytes
 from lowbit.formats.kv_cache import BF16_CACHE, CacheType
 from lowbit.formats.machine.memory import free_bytes
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare
+from lowbit.runtime.engine.chunks import new_chunks
+from lowbit.runtime.engine.draft.block import Blocks
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.memory import snapshots_for
 from lowbit.runtime.engine.plan import OpenRow
@@ -27,9 +29,9 @@ from lowbit.runtime.engine.sequence import Sequence as TokenSequence
 from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.experts.tiled import TiledExperts
 from lowbit.runtime.kernels.linear.tiles import TILE, GpuLinear, TiledLinear, counters
-from lowbit.runtime.models.architectures import BUILD, HEADS
+from lowbit.runtime.models.architectures import BUILD, DRAFTER_BUILD, HEADS
 from lowbit.runtime.models.draft_output import DraftRows
-from lowbit.runtime.state.device_state import CacheSize
+from lowbit.runtime.state.device_state import CacheSize, kv_pages
 from lowbit.runtime.state.page_counts import pages_for
 from lowbit.runtime.thresholds import EXACT_TOKENS, STEP_TOKENS
 from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
@@ -209,6 +211,58 @@ def engine_of(
     part = STEP_TOKENS if activations == "int8" else EXACT_TOKENS  # all linears are packed
     given = decoder, config.vocab_size, cache, torch.bfloat16, device
     return Engine(new_runner(*given, cache_type=cache_type, part_tokens=part))
+
+
+def drafter_of(raw: Mapping[str, Any], size: int = 16) -> dict[str, Any]:
+    """config.json of a DFlash drafter for a model's config.json, of the shape that z-lab publishes.
+
+    Five layers with the widths of the model; it reads five layers, evenly spaced.
+
+    Args:
+        raw: content of the model's config.json.
+        size: tokens of a block.
+    """
+    model = {**raw, **raw.get("text_config", {})}
+    last = model["num_hidden_layers"] - 3
+    taken = max(1, min(5, last))
+    wide = model["hidden_size"] >= 1024
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    narrow = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    kept = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "attention_bias": False,
+        "num_hidden_layers": 5 if wide else 2,
+        "num_target_layers": model["num_hidden_layers"],
+        "block_size": size,
+        "dflash_config": {
+            "mask_token_id": model["vocab_size"] - 1,
+            "target_layer_ids": [1 + at * (last - 1) // max(1, taken - 1) for at in range(taken)],
+        },
+        **(heads if wide else narrow),
+        **{key: model[key] for key in kept},
+    }
+
+
+def add_drafter(engine: Engine, raw: Mapping[str, Any], bits: int, device: str) -> None:
+    """Give an engine a random drafter of a config.json, which reads all steps from now on."""
+    ops: Any = cpu
+    if device == "cuda":
+        from lowbit.runtime.backends import cuda
+
+        ops = cuda
+    runner = engine.runner
+    config = read_config(raw)
+    shapes = {spec.name: spec.shape for spec in tensor_table(raw)}
+    weights: Any = RandomWeights(shapes, bits, device)
+    drafter: Any = DRAFTER_BUILD[kind_of(raw)](config, weights, ops, runner.context)
+    pages = kv_pages(config, runner.state.pages.count, BF16_CACHE, device)
+    runner.blocks = Blocks(drafter, pages)
+    runner.chunks = new_chunks(runner.decoder, runner.each_layer, runner.tables, runner.graphs)
 
 
 def standing_sequences(

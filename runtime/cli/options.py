@@ -281,7 +281,7 @@ speculate_options = with_options(
         callback=model_name,
         shell_complete=folders,
         help="With --speculate dflash or auto: a DFlash drafter for MODEL, a folder or a Hub id, "
-        "packed or BF16. It stands in for the model's own head. On the CPU only.",
+        "packed or BF16. It stands in for the model's own head.",
     ),
 )
 control_option = click.option(

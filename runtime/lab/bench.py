@@ -12,6 +12,7 @@ from lowbit.formats.activation_modes import Activations
 from lowbit.formats.architectures import part_of
 from lowbit.formats.errors import RequestError
 from lowbit.formats.machine.memory import peak_resident_bytes
+from lowbit.runtime.engine.chunks import new_chunks
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.model import Model
@@ -251,15 +252,17 @@ def plain_steps(engine: Engine, graphs: Graphs) -> Iterator[None]:
 
     Args:
         engine: without requests.
-        graphs: of such steps, which leave nothing for the MTP head.
+        graphs: of such steps, which leave nothing for the MTP head or a drafter.
     """
     runner = engine.runner
-    before = engine.drafting, runner.hidden_ring, runner.graphs
-    engine.drafting, runner.hidden_ring, runner.graphs = None, None, graphs
+    before = engine.drafting, runner.hidden_ring, runner.graphs, runner.blocks, runner.chunks
+    engine.drafting, runner.hidden_ring, runner.graphs, runner.blocks = None, None, graphs, None
+    if before[3] is not None:  # recorded chunks show their states to the drafter
+        runner.chunks = new_chunks(runner.decoder, runner.each_layer, runner.tables, graphs)
     try:
         yield
     finally:
-        engine.drafting, runner.hidden_ring, runner.graphs = before
+        engine.drafting, runner.hidden_ring, runner.graphs, runner.blocks, runner.chunks = before
 
 
 def in_turn(

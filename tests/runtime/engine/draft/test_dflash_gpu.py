@@ -187,7 +187,7 @@ def test_the_host_waits_for_tokens_alone(drafting: lowbit.Model) -> None:
     def ask() -> list[tuple[int, ...]]:
         drafting.engine.forget()
         handles = []
-        for place, request in enumerate(requests(drafting)):
+        for place, request in enumerate(requests(drafting)[:3]):
             handles.append(drafting.engine.submit(replace(request, max_new_tokens=30 + place)))
             for _ in range(5):
                 drafting.engine.step()
