@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from itertools import repeat
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +16,14 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.stats import Speculated
 from lowbit.runtime.lab import bench as bench_module
-from lowbit.runtime.lab.bench import step_bytes, summed
+from lowbit.runtime.lab.bench import GREEDY, step_bytes, summed
 from lowbit.runtime.lab.bench_settings import BenchSettings
 from tests.short_models import Shorten
 
 SHORT = ("--prompt-tokens", "9", "--new-tokens", "9", "--runs", "2", "--device", "cpu")
 MTP = ("--speculate", "mtp", "--draft-tokens", "2")
 Run = Callable[..., Result]
+MODELS = Path(__file__).parents[3] / "examples" / "models"
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +106,23 @@ def test_drafts_are_back_after_a_run_that_fails(hybrid: str) -> None:
     assert engine.drafting is not None
     assert runner.hidden_ring is not None
     assert runner.graphs is graphs
+
+
+def test_a_drafter_is_left_out_of_plain_steps() -> None:
+    """And back behind them; chunks that are recorded meanwhile are not those that it reads."""
+    folders = [MODELS / name for name in ("tiny-qwen3.5", "tiny-qwen3.5-dflash")]
+    model = load(folders[0], device="cpu", context=64, speculate="dflash", drafter=folders[1])
+    runner = model.engine.runner
+    before = runner.blocks, runner.chunks
+    assert before[0] is not None
+    with bench_module.plain_steps(model.engine, Graphs()):
+        assert runner.blocks is None
+        plain = list(model.engine.generate((1, 2, 3), GREEDY, 3))
+        assert not before[0].pages.k.any()
+    assert (runner.blocks, runner.chunks) == before
+    model.engine.forget()
+    assert list(model.engine.generate((1, 2, 3), GREEDY, 3)) == plain
+    assert before[0].pages.k.any()
 
 
 class Given:

@@ -13,15 +13,16 @@ from torch import Tensor
 import lowbit.runtime as lowbit
 from lowbit.convert import Recipe
 from lowbit.formats.errors import CheckpointError, FormatError, LowbitError, UnsupportedModelError
-from lowbit.formats.kv_cache import FP32_CACHE
+from lowbit.formats.kv_cache import BF16_CACHE, FP32_CACHE
 from lowbit.runtime.cli.main import main
-from lowbit.runtime.engine.draft.block import BlockRounds
+from lowbit.runtime.engine.draft.block import BlockRounds, Blocks
 from lowbit.runtime.engine.load_options import Mode
 from lowbit.runtime.engine.memory import Account
+from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.models.loader import load_drafter, open_model, with_drafter
-from lowbit.runtime.state.device_state import kv_pages
+from lowbit.runtime.state.device_state import CacheSize, kv_pages
 from lowbit.runtime.state.step_buffers import lone_step
 from tests.conversions import convert
 from tests.drafters import CONFIG, hidden_by_torch, write_drafter
@@ -221,6 +222,53 @@ def test_a_drafter_takes_memory(models: dict[str, lowbit.Model]) -> None:
         for opened in (drafted, plain)
     )
     assert both - alone == blocks.pages.size_bytes
+
+
+def test_a_drafter_takes_memory_of_a_gpu_for_what_it_reads(tmp_path: Path) -> None:
+    """Outputs of two layers of a chunk, apart and side by side."""
+    write_drafter(tmp_path)
+    target = open_model(TARGET)
+    both, alone = (
+        Account(opened, "cuda", torch.bfloat16, BF16_CACHE, 4096)
+        for opened in (with_drafter(target, tmp_path), target)
+    )
+    assert (both.drafter_bytes(), alone.drafter_bytes()) == (2 * CHUNK * 2 * 256 * 2, 0)
+    size = CacheSize(400, 1, 4, 4)
+    taken = [account.needed(size, 4) for account in (both, alone)]
+    pages = kv_pages(both.opened.drafter.config, 4, BF16_CACHE, "meta")  # type: ignore[union-attr]
+    weights = sum(
+        opened.weight_bytes("cuda", torch.bfloat16) * sign
+        for opened, sign in ((both.opened, 1), (target, -1))
+    )
+    assert taken[0] - taken[1] == both.drafter_bytes() + pages.size_bytes + weights
+
+
+def test_drafts_are_chosen_from_the_rows_of_a_draft_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the model has one, whose own head is not read; answers are those without drafts."""
+    convert(TARGET, tmp_path, Recipe(base="int4", draft_vocabulary=500))
+    options = lowbit.LoadOptions(device="cpu", context=400)
+    plain = lowbit.load(tmp_path, options)
+    drafted = lowbit.load(tmp_path, options, speculate="dflash", drafter=TRAINED)
+    blocks, made = drafted.engine.runner.blocks, []
+    assert isinstance(blocks, Blocks)
+    assert blocks.rows is not None
+    assert drafted.engine.decoder.mtp is None
+    draft = BlockRounds.draft
+
+    def noted(rounds: BlockRounds, B: int, k: int, max_kv_len: int) -> Tensor:
+        made.append(draft(rounds, B, k, max_kv_len))
+        return made[-1]
+
+    monkeypatch.setattr(BlockRounds, "draft", noted)
+    for request in requests(plain, 12):
+        expected = plain.engine.submit(request).result()
+        assert drafted.engine.submit(request).result() == expected
+    ids = torch.cat([drafts.flatten() for drafts in made])
+    assert len(blocks.rows.ids) == 500
+    assert torch.isin(ids, blocks.rows.ids).all()
+    assert len(ids.unique()) > 5
 
 
 @pytest.mark.parametrize(

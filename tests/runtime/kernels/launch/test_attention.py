@@ -9,6 +9,7 @@ from lowbit.runtime.kernels.launch.attention import (
     MOST_SPLITS,
     NARROW,
     attention_launch,
+    block_launch,
     join_bytes,
     key_split,
 )
@@ -97,6 +98,23 @@ def test_attention_is_split_as_was_measured(
 ) -> None:
     launch = attention_launch(*sizes)
     assert (launch.splits, launch.early) == expected
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("rows", [1, 16, 21, 64, 512])
+@pytest.mark.parametrize("blocks", [1, 8])
+def test_blocks_of_drafts(head_dim: int, rows: int, blocks: int) -> None:
+    """Programs fit on a multiprocessor, and there are enough of them where there are many keys."""
+    short, long = (block_launch(rows, 8 * blocks, head_dim, keys) for keys in (256, 32768))
+    assert short.splits == 1
+    for launch in (short, long):
+        assert 16 <= launch.rows <= 8192 // head_dim
+        assert launch.rows < 2 * rows or launch.rows == 16
+        assert launch.keys >= 16
+        programs = 8 * blocks * -(-rows // launch.rows) * launch.splits
+        assert launch.splits == 1 or programs <= 256
+    assert long.splits == 16 or 8 * blocks * -(-rows // long.rows) * long.splits > 64
+    assert long.splits & (long.splits - 1) == 0  # they are joined as one block
 
 
 def test_more_query_heads_than_shared_memory_allows_take_fewer_warps() -> None:
