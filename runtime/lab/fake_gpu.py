@@ -23,14 +23,12 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from lowbit.formats.architectures import kind_of
 from lowbit.formats.generation import load_generation_config
 from lowbit.formats.kv_cache import plain_cache
 from lowbit.formats.layout.packing import PACKED, SCALE, WORD_BITS, packed_words
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.engine.chunks import CHUNK_WIDTHS, Chunks
-from lowbit.runtime.engine.draft.block import Blocks
 from lowbit.runtime.engine.graphs import STEP_WIDTHS, Graphs, kv_lens, width_for
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import Account, asked_cache, choose_cache_type
@@ -38,10 +36,8 @@ from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import Runner, new_runner
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.kernels.launch.card import Card
-from lowbit.runtime.models.architectures import DRAFTER_BUILD
 from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.models.loader import OpenedModel, build_decoder, open_model, with_activations
-from lowbit.runtime.state.device_state import kv_pages
 from lowbit.runtime.state.sampling_params import SamplingParams, sampling_defaults
 from lowbit.runtime.text.tokenizer import load_tokenizer
 from lowbit.runtime.thresholds import SEQUENCE_TOKENS
@@ -126,25 +122,15 @@ def fake_gpu(card: Card, compile: Compile = compile_only) -> Tally:
 def meta_runner(opened: OpenedModel, options: LoadOptions, vocabulary: int) -> Runner:
     """The runner that `load` would make, of tensors without data."""
     account = Account(opened, "cuda", DTYPE, plain_cache(DTYPE), vocabulary)
-    drafts = options.most_drafts(recurrent=opened.config.linear_layers is not None)
-    size = asked_cache(account, options, drafts)
-    decoder = build_decoder(opened, _weights_of(opened), cuda, size.context)
-    kind = choose_cache_type(account, options).cache_type
-    part = opened.part_tokens("cuda")
-    runner = new_runner(decoder, vocabulary, size, DTYPE, "meta", kind, part_tokens=part)
-    own = opened.drafter
-    if own is not None:
-        build = DRAFTER_BUILD[kind_of(own.checkpoint.config)]
-        drafter = build(own.config, _weights_of(own), cuda, size.context)
-        runner.blocks = Blocks(drafter, kv_pages(own.config, size.all_pages, kind, "meta"))
-    return runner
-
-
-def _weights_of(opened: OpenedModel) -> MetaWeights:
-    return MetaWeights(
+    size = asked_cache(account, options, 0)
+    weights = MetaWeights(
         *(opened.checkpoint, opened.schemes, "meta", DTYPE, cuda.prepare, cuda.gathered),
         activations=opened.activations,
     )
+    decoder = build_decoder(opened, weights, cuda, size.context)
+    kind = choose_cache_type(account, options).cache_type
+    part = opened.part_tokens("cuda")
+    return new_runner(decoder, vocabulary, size, DTYPE, "meta", kind, part_tokens=part)
 
 
 def send_steps(runner: Runner, params: Iterable[SamplingParams], hopper: bool) -> None:

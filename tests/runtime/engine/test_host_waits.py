@@ -101,6 +101,7 @@ def decoder(mtp: bool) -> Any:
 
     def nothing(*args: object) -> None: ...
 
+    output = SimpleNamespace(choose=nothing)
     return SimpleNamespace(
         each_layer=lambda ids, *rest: iter([hidden(ids)]),
         logits=lambda rows: torch.empty(len(rows), VOCABULARY, device=META),
@@ -120,7 +121,7 @@ def decoder(mtp: bool) -> Any:
             accept=nothing,
             embed=lambda ids, table: torch.empty(len(ids), H, device=META),
         ),
-        mtp=SimpleNamespace(hidden=hidden, choose=nothing) if mtp else None,
+        mtp=SimpleNamespace(hidden=hidden, output=output) if mtp else None,
     )
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from lowbit.runtime.kernels.attention.heads import Plan as AttentionPlan
 from lowbit.runtime.kernels.delta.program import DeltaPlan
 from lowbit.runtime.kernels.launch.card import COMPILED
+from tests.runtime.kernels.block_launches import BLOCKS, blocks_of_drafts
 from tests.runtime.kernels.choice_launches import CHOICE, choices_of_rows
 from tests.runtime.kernels.expert_launches import EXPERTS_DECODE, EXPERTS_PREFILL, mixtures
 from tests.runtime.kernels.launch_sample import (
@@ -54,15 +55,11 @@ DECODE = {
     "attention_whole_splits",
     "attention_split",
     "attention_join",
-    "write_context",
-    "rotate_block",
-    "attend_block",
-    "join_block",
     "recurrence",
     "embed",
     "rms_norm",
 }
-DECODE |= CHOICE | EXPERTS_DECODE | {"digits", "gemv_join", "norm_heads"}
+DECODE |= CHOICE | BLOCKS | EXPERTS_DECODE | {"digits", "gemv_join", "norm_heads"}
 DECODE |= {"gemv_int8", "mma_int8", "quantize"}
 HOPPER = {"wgmma", "gemm_int8"}
 PREFILL = {"widen", "swiglu", "rotate_append", "attend", "mix", "chunk", "scan", "gated_norm"}
@@ -220,7 +217,7 @@ def workload(full: bool) -> Iterator[str]:
     yield from linears_of_models(full)
     yield from in_eight_bits(full)
     yield from attentions(full)
-    yield from blocks(full)
+    yield from blocks_of_drafts(full)
     yield from delta_nets(full)
     yield from mixtures(full)
     yield from choices_of_rows(full)
@@ -266,32 +263,6 @@ def attentions(full: bool) -> Iterator[str]:
             step = step_of(1, 200, prompt=True)
             cuda.attention(zeros(200, width), layer, pages, step)
             yield f"{Hq}/{Hkv} heads of {D}, 200 tokens{label}"
-
-
-def blocks(full: bool) -> Iterator[str]:
-    """Drafters of 8B and of 3.5-4B: a block over a short and a long context, and what is read."""
-    from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE
-    from lowbit.runtime.backends import cuda
-    from lowbit.runtime.state.page_counts import PAGE
-    from lowbit.runtime.state.pages import new_pages
-    from lowbit.runtime.state.rope import Rope
-    from lowbit.runtime.weights.layers import AttentionLayer
-
-    shapes: list[tuple[int, int, int, int | None, bool]] = [(32, 8, 128, None, False)]
-    shapes += [(32, 4, 128, 2048, True), (16, 2, 256, None, False)] if full else []
-    for Hq, Hkv, D, window, causal in shapes:
-        rope = Rope(torch.empty(32768, D // 2), torch.empty(32768, D // 2))
-        layer = AttentionLayer(0, rope, EPS, zeros(D), zeros(D), window=window, causal=causal)
-        for kind, label in ((BF16_CACHE, ""), (INT8_CACHE, " INT8"))[: 2 if full else 1]:
-            pages = new_pages(1, 32768 // PAGE, Hkv, D, kind, "meta")
-            cuda.write_context(zeros(8, 2 * Hkv * D), layer, pages, step_of(1, 8))
-            yield f"{Hq}/{Hkv} heads of {D}{label}"
-            for sequences, reach in ((1, 256), (1, 32768), (4, 1024)):
-                tokens = 16 * sequences
-                q, kv = zeros(tokens, Hq * D), zeros(tokens, 2 * Hkv * D)
-                step = step_of(sequences, tokens, reach=reach)
-                cuda.attend_block(q, kv, layer, pages, step)
-                yield f"{Hq}/{Hkv} heads of {D} reach {reach}, {sequences} blocks{label}"
 
 
 def delta_nets(full: bool) -> Iterator[str]:

@@ -46,6 +46,9 @@ def launches_of(folder: Path, drafter: Path) -> list[Counter[str]]:
     """Kernels of a plain step, of a chunk, of greedy rounds, and of one with penalties."""
     import torch
 
+    from lowbit.formats.architectures.dflash import DFlashConfig
+    from lowbit.formats.kv_cache import BF16_CACHE
+    from lowbit.runtime.backends import cuda
     from lowbit.runtime.engine.chunks import Chunks
     from lowbit.runtime.engine.draft import made
     from lowbit.runtime.engine.draft.block import BlockRounds, Blocks
@@ -57,7 +60,9 @@ def launches_of(folder: Path, drafter: Path) -> list[Counter[str]]:
     from lowbit.runtime.engine.sequence import Sequence
     from lowbit.runtime.kernels.launch.card import H200
     from lowbit.runtime.lab import fake_gpu
+    from lowbit.runtime.models import dflash
     from lowbit.runtime.models.loader import open_model, with_drafter
+    from lowbit.runtime.state.device_state import kv_pages
     from lowbit.runtime.state.sampling_params import SamplingParams
     from lowbit.runtime.state.step import StepPlan
 
@@ -74,11 +79,18 @@ def launches_of(folder: Path, drafter: Path) -> list[Counter[str]]:
     fake_gpu.fake_gpu(H200, record)
     opened = with_drafter(open_model(folder, "int4"), drafter)
     options = LoadOptions(max_sequences=8, context=600, speculate="dflash", drafter=drafter)
-    runner = fake_gpu.meta_runner(opened, options, 4000)
-    assert isinstance(runner.blocks, Blocks)
+    runner, own = fake_gpu.meta_runner(opened, options, 4000), opened.drafter
+    assert own is not None
+    assert isinstance(own.config, DFlashConfig)
+    pages = kv_pages(own.config, runner.state.pages.count, BF16_CACHE, "meta")
+    weights = fake_gpu.MetaWeights(
+        *(own.checkpoint, own.schemes, "meta", torch.bfloat16, cuda.prepare, cuda.gathered)
+    )
+    blocks = Blocks(dflash.build(own.config, weights, cuda, runner.context), pages)
+    runner.blocks = blocks
     vars(made)["new_ring"] = lambda rows, pinned: torch.zeros(64, rows, dtype=torch.int64)
     Runner.on_gpu = property(lambda runner: True)  # type: ignore[assignment,method-assign]
-    rounds = BlockRounds(Verifier(runner), runner.blocks)
+    rounds = BlockRounds(Verifier(runner), blocks)
     found = []
     runner.run_step(StepPlan(1, 1, 256, longest=1))
     found.append(launched())

@@ -1,0 +1,36 @@
+"""What a GPU launches for blocks of drafts, for `test_compile`: on tensors without data."""
+
+from collections.abc import Iterator
+
+import torch
+
+from tests.runtime.kernels.meta_inputs import step_of, zeros
+
+BLOCKS = {"write_context", "rotate_block", "attend_block", "join_block"}
+EPS = 1e-6
+
+
+def blocks_of_drafts(full: bool) -> Iterator[str]:
+    """Drafters of 8B and of 3.5-4B: a block over a short and a long context, and what is read."""
+    from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE
+    from lowbit.runtime.backends import cuda
+    from lowbit.runtime.state.page_counts import PAGE
+    from lowbit.runtime.state.pages import new_pages
+    from lowbit.runtime.state.rope import Rope
+    from lowbit.runtime.weights.layers import AttentionLayer
+
+    shapes: list[tuple[int, int, int, int | None, bool]] = [(32, 8, 128, None, False)]
+    shapes += [(32, 4, 128, 2048, True), (16, 2, 256, None, False)] if full else []
+    for Hq, Hkv, D, window, causal in shapes:
+        rope = Rope(torch.empty(32768, D // 2), torch.empty(32768, D // 2))
+        layer = AttentionLayer(0, rope, EPS, zeros(D), zeros(D), window=window, causal=causal)
+        for kind, label in ((BF16_CACHE, ""), (INT8_CACHE, " INT8"))[: 2 if full else 1]:
+            pages = new_pages(1, 32768 // PAGE, Hkv, D, kind, "meta")
+            cuda.write_context(zeros(8, 2 * Hkv * D), layer, pages, step_of(1, 8))
+            yield f"{Hq}/{Hkv} heads of {D}{label}"
+            for sequences, reach in ((1, 256), (1, 32768), (4, 1024)):
+                tokens = 16 * sequences
+                q, kv = zeros(tokens, Hq * D), zeros(tokens, 2 * Hkv * D)
+                step = step_of(sequences, tokens, reach=reach)
+                cuda.attend_block(q, kv, layer, pages, step)
+                yield f"{Hq}/{Hkv} heads of {D} reach {reach}, {sequences} blocks{label}"
