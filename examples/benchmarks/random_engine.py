@@ -4,7 +4,7 @@ For scripts that measure speed, which does not depend on what the weights are.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from lowbit.formats.activation_modes import Activations
 from lowbit.formats.architectures import kind_of, prefix_of, read_config, tensor_table
 from lowbit.formats.architectures.footprint import state_bytes
 from lowbit.formats.kv_cache import BF16_CACHE, CacheType
+from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.machine.memory import free_bytes
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare
@@ -93,6 +94,7 @@ class RandomWeights:
     bits: int
     device: str = "cuda"
     activations: Activations = "exact"  # inputs of packed linears, heads aside
+    schemes: Mapping[str, Scheme] = field(default_factory=dict)  # none are named: all have the same
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Small numbers of either sign; a decay rate is not negative."""

@@ -18,7 +18,7 @@ from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span, Step
 from lowbit.runtime.thresholds import EXACT_TOKENS
-from lowbit.runtime.weights.layers import AttentionLayer, DeltaLayer
+from lowbit.runtime.weights.layers import AttentionLayer, ContextLayers, DeltaLayer
 from lowbit.runtime.weights.linear import ExpertWeights
 
 
@@ -172,42 +172,36 @@ def _adjacent(ids: tuple[int, ...]) -> bool:
     return ids[-1] - ids[0] == len(ids) - 1 and ids == tuple(range(ids[0], ids[-1] + 1))
 
 
-def write_context(kv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step) -> None:
-    """Norm and rotate k, write k and v; see `DraftOps.write_context`."""
-    k, v = _key_heads(kv, layer, pages)
-    k = _rotate(k, layer.rope, step)
-    start = 0
-    for span in step.spans:
-        part = slice(start, start + span.count)
-        _append(k[:, part], v[:, part], pages, span, layer.index)
-        start += span.count
+def write_context(kv: Tensor, layers: ContextLayers, pages: KVPages, step: Step) -> None:
+    """Norm and rotate k, write k and v of layers; see `DraftOps.write_context`."""
+    M, Hkv, D = len(kv), pages.heads, pages.head_dim
+    for place, gain in enumerate(layers.k_norms):
+        heads = kv.view(M, len(layers.k_norms), -1, D)[:, place].transpose(0, 1)
+        k, v = _rotate(_normed(heads[:Hkv], gain, layers.eps), layers.rope, step), heads[Hkv:]
+        start = 0
+        for span in step.spans:
+            part = slice(start, start + span.count)
+            _append(k[:, part], v[:, part], pages, span, layers.first + place)
+            start += span.count
 
 
-def attend_block(
-    q: Tensor, kv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step
-) -> Tensor:
+def attend_block(qkv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step) -> Tensor:
     """Attend to what stands before each block and to the block; see `DraftOps.attend_block`."""
-    M, D = q.shape[0], pages.head_dim
-    k, v = _key_heads(kv, layer, pages)
-    queries = _normed(q.view(M, -1, D).transpose(0, 1), layer.q_norm, layer.eps)
-    rotated = _rotate(torch.cat((queries, k)), layer.rope, step)
-    queries, k = rotated[: -len(k)], rotated[-len(k) :]
+    M, Hkv, D = qkv.shape[0], pages.heads, pages.head_dim
+    heads = qkv.view(M, -1, D).transpose(0, 1)
+    q = _normed(heads[: -2 * Hkv], layer.q_norm, layer.eps)
+    k, v = _normed(heads[-2 * Hkv : -Hkv], layer.k_norm, layer.eps), heads[-Hkv:]
+    rotated = _rotate(torch.cat((q, k)), layer.rope, step)
+    q, k = rotated[:-Hkv], rotated[-Hkv:]
     outs, start = [], 0
     for span in step.spans:
         part = slice(start, start + span.count)
         keys, values = _stored(pages, span, layer.index, span.first, k.dtype)
         both = torch.cat((keys, k[:, part]), dim=1), torch.cat((values, v[:, part]), dim=1)
         mask = _block_mask(span, layer.window, layer.causal)
-        outs.append(_attention(queries[:, part], *both, mask))
+        outs.append(_attention(q[:, part], *both, mask))
         start += span.count
     return torch.cat(outs, dim=1).transpose(0, 1).reshape(M, -1)
-
-
-def _key_heads(kv: Tensor, layer: AttentionLayer, pages: KVPages) -> tuple[Tensor, Tensor]:
-    """Normed keys and values of [M, 2 * Hkv * D]: [Hkv, M, D] each."""
-    Hkv, D = pages.heads, pages.head_dim
-    heads = kv.view(len(kv), -1, D).transpose(0, 1)
-    return _normed(heads[:Hkv], layer.k_norm, layer.eps), heads[Hkv:]
 
 
 def _normed(heads: Tensor, gain: Tensor | None, eps: float) -> Tensor:

@@ -15,7 +15,7 @@ from lowbit.runtime.state.host_rings import LogProbabilities
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.sampler import SamplerRows
 from lowbit.runtime.state.step import Step
-from lowbit.runtime.weights.layers import AttentionLayer, DeltaLayer
+from lowbit.runtime.weights.layers import AttentionLayer, ContextLayers, DeltaLayer
 from lowbit.runtime.weights.linear import ExpertWeights
 
 W = TypeVar("W", contravariant=True)
@@ -210,25 +210,28 @@ class Ops(Protocol[W]):
 class DraftOps(Ops[W], Protocol[W]):
     """Operations that a drafter of blocks calls beside these."""
 
-    def write_context(self, kv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step) -> None:
-        """Norm and rotate k, write k and v to the sequences' pages.
+    def write_context(self, kv: Tensor, layers: ContextLayers, pages: KVPages, step: Step) -> None:
+        """Norm and rotate k, write k and v of several layers to the sequences' pages.
 
         Args:
-            kv: [M, 2 * Hkv * D], k heads first, then v.
+            kv: [M, L * 2 * Hkv * D]; of each layer k heads, then v.
+            layers: these L layers.
             pages: written at every token's position.
+            step: sequence and position of every token.
         """
 
     def attend_block(
-        self, q: Tensor, kv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step
+        self, qkv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step
     ) -> Tensor:
         """Norm and rotate q and k, attend to what stands before a block and to the block itself.
 
         Args:
-            q: [M, Hq * D].
-            kv: [M, 2 * Hkv * D] of the blocks, k heads first, then v; they are not kept.
+            qkv: [M, (Hq + 2 * Hkv) * D] of the blocks, q heads first, then k, then v; k and v are
+                not kept.
             layer: gains, rotation, and what a token of a block sees.
             pages: read up to the first position of each block.
-            step: sequence and position of every token; those of a sequence are a block.
+            step: sequence and position of every token; those of a sequence are a block, all of
+                one size.
 
         Returns:
             [M, Hq * D].

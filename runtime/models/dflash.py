@@ -7,35 +7,47 @@ context before it, and the keys and values of the block itself, which are not ke
 head are the target's.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from lowbit.formats.architectures.config import BlockDrafts
 from lowbit.formats.architectures.dflash import DFlashConfig
+from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.backends.ops import DraftOps
 from lowbit.runtime.models.layer_parts import Mlp, read_mlp, run_mlp
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import rope_tables
 from lowbit.runtime.state.step import Step
-from lowbit.runtime.weights.layers import AttentionLayer
+from lowbit.runtime.weights.layers import AttentionLayer, ContextLayers
 from lowbit.runtime.weights.weights import Weights
 
 W = TypeVar("W")  # what the backend keeps a linear as
+KEPT_TWICE = (".k_proj", ".v_proj")  # modules whose rows `Layer` and `Context` both have
 
 
 @dataclass(frozen=True, slots=True)
 class Layer(Generic[W]):
-    """Weights of one layer; k/v are fused by rows."""
+    """Weights of one layer; q/k/v are fused by rows."""
 
     input_norm: Tensor  # [h]
-    q: W  # [Hq * D, h]
-    kv: W  # [2 * Hkv * D, h]
+    qkv: W  # [(Hq + 2 * Hkv) * D, h]
     attention: AttentionLayer
     o: W  # [h, Hq * D]
     post_norm: Tensor  # [h]
     mlp: Mlp[W]
+
+
+@dataclass(frozen=True, slots=True)
+class Context(Generic[W]):
+    """Keys and values of the context for layers of one scheme; their rows are in `Layer` too."""
+
+    kv: W  # [L * 2 * Hkv * D, h], k, then v of each layer
+    layers: ContextLayers  # the L layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +57,7 @@ class DFlash(Generic[W]):
     config: DFlashConfig
     fc: W  # [h, n * h]
     hidden_norm: Tensor  # [h]
+    contexts: tuple[Context[W], ...]  # of all layers
     layers: tuple[Layer[W], ...]
     norm: Tensor  # [h]
     ops: DraftOps[W]
@@ -61,9 +74,10 @@ class DFlash(Generic[W]):
             outputs: [M, n * h], of the target's layers.
         """
         ops, eps = self.ops, self.config.rms_norm_eps
-        context = ops.rms_norm(ops.product(outputs, self.fc), self.hidden_norm, eps)  # [M, h]
-        for layer in self.layers:
-            ops.write_context(ops.product(context, layer.kv), layer.attention, pages, step)
+        joined = ops.product(outputs, self.fc)  # [M, h]
+        for context in self.contexts:
+            kv = ops.product(joined, context.kv, norm=self.hidden_norm, eps=eps)
+            ops.write_context(kv, context.layers, pages, step)
 
     def hidden(self, x: Tensor, pages: KVPages, step: Step) -> Tensor:
         """Run a block of each sequence through the layers.
@@ -76,8 +90,8 @@ class DFlash(Generic[W]):
         """
         ops, eps = self.ops, self.config.rms_norm_eps
         for layer in self.layers:
-            q, kv = ops.two_products(x, layer.q, layer.kv, layer.input_norm, eps)
-            mixed = ops.attend_block(q, kv, layer.attention, pages, step)
+            qkv = ops.product(x, layer.qkv, norm=layer.input_norm, eps=eps)
+            mixed = ops.attend_block(qkv, layer.attention, pages, step)
             x = ops.product(mixed, layer.o, added=x)
             x = run_mlp(ops, x, layer.post_norm, eps, layer.mlp)
         return x
@@ -93,8 +107,7 @@ def build(config: DFlashConfig, weights: Weights[W], ops: DraftOps[W], context: 
         layers.append(
             Layer(
                 input_norm=weights.tensor(f"{p}.input_layernorm.weight"),
-                q=weights.linear(f"{attn}.q_proj"),
-                kv=weights.linear(f"{attn}.k_proj", f"{attn}.v_proj"),
+                qkv=weights.linear(*(f"{attn}.{x}_proj" for x in "qkv")),
                 attention=AttentionLayer(
                     index,
                     rope,
@@ -113,7 +126,22 @@ def build(config: DFlashConfig, weights: Weights[W], ops: DraftOps[W], context: 
         config=config,
         fc=weights.linear("fc"),
         hidden_norm=weights.tensor("hidden_norm.weight"),
+        contexts=tuple(_contexts(weights, [layer.attention for layer in layers])),
         layers=tuple(layers),
         norm=weights.tensor("norm.weight"),
         ops=ops,
     )
+
+
+def _contexts(weights: Weights[W], layers: Sequence[AttentionLayer]) -> Iterator[Context[W]]:
+    """Linears of the context, one for all layers in a row that have the same scheme."""
+
+    def scheme(layer: AttentionLayer) -> Scheme | None:
+        return weights.schemes.get(f"layers.{layer.index}.self_attn.k_proj")
+
+    for _, found in groupby(layers, scheme):
+        some = list(found)
+        names = [f"layers.{each.index}.self_attn.{x}_proj" for each in some for x in "kv"]
+        gains = torch.stack([each.k_norm for each in some if each.k_norm is not None])
+        rope, eps = some[0].rope, some[0].eps
+        yield Context(weights.linear(*names), ContextLayers(some[0].index, rope, eps, gains))

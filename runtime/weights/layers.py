@@ -24,6 +24,16 @@ class AttentionLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextLayers:
+    """Keys and values of a drafter's context, for layers that follow one another."""
+
+    first: int  # index of the first of them among those of the pages
+    rope: Rope  # tables for every position of the context
+    eps: float  # of the norm
+    k_norms: Tensor  # [L, D] gain of every k head of each layer
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaLayer:
     """Gated DeltaNet around the recurrence of a layer; tensors are FP32 whatever is stored."""
 

@@ -3,8 +3,8 @@
     q, k  = rope(rms_norm(q) * q_norm), rope(rms_norm(k) * k_norm)      (per head, FP32)
     out_h = softmax(q_h . k / sqrt(D)) @ v      over the positions that a token of the layer sees
 
-Layout  q [M, Hq * D], kv [M, 2 * Hkv * D] bf16, blocks of `longest` tokens side by side; context in
-        pages [P, PAGE, Hkv, D] bf16, or int8 with scales [P, PAGE, Hkv] bf16; out [M, Hq * D] bf16
+Layout  qkv [M, (Hq + 2 * Hkv) * D] bf16, blocks of `longest` tokens side by side; context in pages
+        [P, PAGE, Hkv, D] bf16, or int8 with scales [P, PAGE, Hkv] bf16; out [M, Hq * D] bf16
 Bytes   4 * Hkv * D * T of context a sequence and layer; T = 8192, 8 heads of 128: 33.6 MB
 Plan    `_rotate_block` leaves queries and keys of the blocks aside, which are not kept. A program
         takes the query heads of a kv head, of up to 64 rows (token, head) of a block, over a split
@@ -21,37 +21,41 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.attention.heads import Heads
+from lowbit.runtime.kernels.attention.heads import Heads, heads_of
 from lowbit.runtime.kernels.attention.prefill import BLOCK_H, append_codes, rotated_heads
 from lowbit.runtime.kernels.launch.attention import block_launch
 from lowbit.runtime.kernels.launch.device import programmatic_launch, run
 from lowbit.runtime.state.page_counts import PAGE
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.step import Step
-from lowbit.runtime.weights.layers import AttentionLayer
+from lowbit.runtime.weights.layers import AttentionLayer, ContextLayers
 
 LOG2E = math.log2(math.e)
 UNSEEN = tl.constexpr(-1e30)  # score of what a token does not see: finite, so that none is NaN
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "pages"])
 def _write_context_kernel(
-    kv_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, tables_ptr,
-    rows_ptr, positions_ptr, angles_ptr, table_stride, eps,
+    kv_ptr, k_norms_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, tables_ptr,
+    rows_ptr, positions_ptr, angles_ptr, table_stride, pages, eps,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program takes BLOCK_H heads of k or of v of a token. ROWS: of a page."""
+    """A program takes BLOCK_H heads of k or of v of a token and layer.
+
+    pages: of a layer; ROWS: of a page; k_ptr and the like point to the first layer.
+    """
     D: tl.constexpr = HEADS.dim
     Hkv: tl.constexpr = HEADS.kv
     BLOCKS: tl.constexpr = (Hkv + BLOCK_H - 1) // BLOCK_H
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    x_ptr = kv_ptr + token * (2 * Hkv * D)
+    token, layer = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    block = tl.program_id(1)
+    x_ptr = kv_ptr + (token * tl.num_programs(2) + layer) * (2 * Hkv * D)
     position = tl.load(positions_ptr + token)
     table_ptr = tables_ptr + tl.load(rows_ptr + token) * table_stride
-    page = tl.load(table_ptr + position // ROWS).to(tl.int64)
+    page = tl.load(table_ptr + position // ROWS).to(tl.int64) + layer * pages
     stored = (page * ROWS + position % ROWS) * Hkv  # heads before this token
     head = block % BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = head < Hkv
@@ -59,7 +63,7 @@ def _write_context_kernel(
     if block < BLOCKS:
         turn = tl.load(angles_ptr + token)
         k = rotated_heads(
-            x_ptr, k_norm_ptr, cos_ptr, sin_ptr, head * D, inside, turn, eps, HEADS
+            x_ptr, k_norms_ptr + layer * D, cos_ptr, sin_ptr, head * D, inside, turn, eps, HEADS
         )  # fmt: skip
         if k_scales_ptr is None:
             tl.store(k_ptr + at, k.to(k_ptr.dtype.element_ty), mask=inside[:, None])
@@ -77,7 +81,7 @@ def _write_context_kernel(
 
 @triton.jit
 def _rotate_block_kernel(
-    q_ptr, kv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, angles_ptr, eps,
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, angles_ptr, eps,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program takes BLOCK_H heads of q or of k of a token."""
@@ -91,9 +95,9 @@ def _rotate_block_kernel(
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     turn = tl.load(angles_ptr + token)
     offs_d, offs_h = tl.arange(0, D), tl.arange(0, BLOCK_H)
+    x_ptr = qkv_ptr + token * ((Hq + 2 * Hkv) * D)
     if block < Q_BLOCKS:
         head = block * BLOCK_H + offs_h
-        x_ptr = q_ptr + token * (Hq * D)
         q = rotated_heads(
             x_ptr, q_norm_ptr, cos_ptr, sin_ptr, head * D, head < Hq, turn, eps, HEADS
         )  # fmt: skip
@@ -101,9 +105,9 @@ def _rotate_block_kernel(
         tl.store(out, q.to(q_out_ptr.dtype.element_ty), mask=(head < Hq)[:, None])
     else:
         head = (block - Q_BLOCKS) * BLOCK_H + offs_h
-        x_ptr = kv_ptr + token * (2 * Hkv * D)
+        start = (Hq + head) * D
         k = rotated_heads(
-            x_ptr, k_norm_ptr, cos_ptr, sin_ptr, head * D, head < Hkv, turn, eps, HEADS
+            x_ptr, k_norm_ptr, cos_ptr, sin_ptr, start, head < Hkv, turn, eps, HEADS
         )  # fmt: skip
         out = k_out_ptr + (token * Hkv + head)[:, None] * D + offs_d[None, :]
         tl.store(out, k.to(k_out_ptr.dtype.element_ty), mask=(head < Hkv)[:, None])
@@ -137,7 +141,7 @@ def _with_keys(q, top, total, acc, k, v, scale, share, seen, WIDE: tl.constexpr)
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _attend_block_kernel(
-    q_ptr, k_own_ptr, kv_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, sums_ptr,
+    q_ptr, k_own_ptr, qkv_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, sums_ptr,
     state_ptr, tables_ptr, rows_ptr, positions_ptr, table_stride, scale,
     HEADS: tl.constexpr, SIZE: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
@@ -202,9 +206,9 @@ def _attend_block_kernel(
             k = tl.load(
                 k_own_ptr + own[:, None] * D + offs_d[None, :], mask=there[:, None], other=0.0
             )
-            v_at = ((block + keys) * 2 + 1) * Hkv + kv
+            v_at = (block + keys) * (Hq + 2 * Hkv) + Hq + Hkv + kv
             v = tl.load(
-                kv_ptr + v_at[:, None] * D + offs_d[None, :], mask=there[:, None], other=0.0
+                qkv_ptr + v_at[:, None] * D + offs_d[None, :], mask=there[:, None], other=0.0
             )
             seen = (place[:, None] < SIZE) & there[None, :]
             ahead = keys[None, :] - place[:, None]
@@ -241,18 +245,19 @@ def _join_block_kernel(
     tl.store(out_ptr + line * D + offs_d, out.to(out_ptr.dtype.element_ty))
 
 
-def write_context(kv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step) -> None:
+def write_context(kv: Tensor, layers: ContextLayers, pages: KVPages, step: Step) -> None:
     """Norm and rotate k, write k and v to pages; see `DraftOps.write_context`.
 
     Padding goes where its rows and positions point to, the scratch page.
     """
-    heads, pdl = _heads_of(kv.shape[1], layer, pages), programmatic_launch(kv)
+    Hkv, D, pdl = pages.heads, pages.head_dim, programmatic_launch(kv)
+    heads = Heads(Hkv, 1, D, 2 * layers.rope.cos.shape[1], gated=False)
     run(
         _write_context_kernel,
-        (kv.shape[0], 2 * triton.cdiv(heads.kv, BLOCK_H)),
-        *(kv, layer.k_norm, layer.rope.cos, layer.rope.sin),
-        *_stored(layer, pages),
-        *(step.tables, step.rows, step.positions, step.angles, step.tables.shape[1], layer.eps),
+        (kv.shape[0], 2 * triton.cdiv(Hkv, BLOCK_H), len(layers.k_norms)),
+        *(kv, layers.k_norms, layers.rope.cos, layers.rope.sin, *_stored(layers.first, pages)),
+        *(step.tables, step.rows, step.positions, step.angles),
+        *(step.tables.shape[1], pages.count, layers.eps),
         HEADS=heads,
         BLOCK_H=BLOCK_H,
         ROWS=PAGE,
@@ -263,25 +268,21 @@ def write_context(kv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step)
     )
 
 
-def attend_block(
-    q: Tensor, kv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step
-) -> Tensor:
+def attend_block(qkv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step) -> Tensor:
     """Attend to what stands before each block and to the block; see `DraftOps.attend_block`.
 
-    Every block has `step.longest` tokens.
-
     Returns:
-        [M, Hq * D] in the dtype of q.
+        [M, Hq * D] in the dtype of qkv.
     """
-    M, size, heads = q.shape[0], step.longest, _heads_of(q.shape[1], layer, pages)
+    M, size, heads = qkv.shape[0], step.longest, heads_of(qkv, layer, pages)
     D, reach = heads.dim, min(step.max_kv_len, layer.window or step.max_kv_len)
     launch = block_launch(size * heads.shared, heads.kv * (M // size), D, reach)
-    pdl = programmatic_launch(q)
-    turned, keys = torch.empty_like(q), q.new_empty((M, heads.kv * D))
+    pdl = programmatic_launch(qkv)
+    q, k = (qkv.new_empty((M, count * D)) for count in (heads.queries, heads.kv))
     run(
         _rotate_block_kernel,
         (M, triton.cdiv(heads.queries, BLOCK_H) + triton.cdiv(heads.kv, BLOCK_H)),
-        *(q, kv, layer.q_norm, layer.k_norm, layer.rope.cos, layer.rope.sin, turned, keys),
+        *(qkv, layer.q_norm, layer.k_norm, layer.rope.cos, layer.rope.sin, q, k),
         *(step.angles, layer.eps),
         HEADS=heads,
         BLOCK_H=BLOCK_H,
@@ -295,13 +296,10 @@ def attend_block(
         lines = M * heads.queries * launch.splits
         sums = q.new_empty((lines, D), dtype=torch.float32)
         state = q.new_empty((lines, 2), dtype=torch.float32)
-    parts = triton.cdiv(size * heads.shared, launch.rows)
     run(
         _attend_block_kernel,
-        (heads.kv * parts, launch.splits, M // size),
-        *(turned, keys, kv),
-        *_stored(layer, pages),
-        *(out if sums is None else None, sums, state),
+        (heads.kv * triton.cdiv(size * heads.shared, launch.rows), launch.splits, M // size),
+        *(q, k, qkv, *_stored(layer.index, pages), out if sums is None else None, sums, state),
         *(step.tables, step.rows, step.positions, step.tables.shape[1], D**-0.5 * LOG2E),
         HEADS=heads,
         SIZE=size,
@@ -332,11 +330,5 @@ def attend_block(
     return out
 
 
-def _heads_of(width: int, layer: AttentionLayer, pages: KVPages) -> Heads:
-    """Sizes of the heads of queries so wide, whose keys and values lie in these pages."""
-    kv, dim = pages.heads, pages.head_dim
-    return Heads(kv, width // (kv * dim), dim, 2 * layer.rope.cos.shape[1], gated=False)
-
-
-def _stored(layer: AttentionLayer, pages: KVPages) -> tuple[Tensor | None, ...]:
-    return (*pages.layer(layer.index), *(pages.layer_scales(layer.index) or (None, None)))
+def _stored(layer: int, pages: KVPages) -> tuple[Tensor | None, ...]:
+    return (*pages.layer(layer), *(pages.layer_scales(layer) or (None, None)))

@@ -75,23 +75,21 @@ def _through_codes(x: Tensor) -> Tensor:
     return widen_vectors(*quantize_vectors(x.float())).double()
 
 
-def attend_block_ref(
-    q: Tensor, kv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step
-) -> Tensor:
+def attend_block_ref(qkv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step) -> Tensor:
     """Attention of blocks of drafts in float64, token by token; see `attend_block`.
 
     Returns:
         [M, Hq * D].
     """
-    M, Hkv, D = q.shape[0], pages.heads, pages.head_dim
+    M, Hkv, D = qkv.shape[0], pages.heads, pages.head_dim
     angles, rows = step.angles.tolist(), step.rows.tolist()
-    gains = layer.q_norm, layer.k_norm
-    both = q.double().view(M, -1, D), kv.double().view(M, -1, D)[:, :Hkv]
+    gains, heads = (layer.q_norm, layer.k_norm), qkv.double().view(M, -1, D)
+    both = heads[:, : -2 * Hkv], heads[:, -2 * Hkv : -Hkv]
     queries, keys = (
         torch.stack([_rotated(x[m], gain, layer, angle) for m, angle in enumerate(angles)])
         for x, gain in zip(both, gains, strict=True)
     )
-    own = keys.to(q.dtype).double(), kv.double().view(M, -1, D)[:, Hkv:]
+    own = keys.to(qkv.dtype).double(), heads[:, -Hkv:]
     out, shared = torch.empty_like(queries), queries.shape[1] // Hkv
     for m, position in enumerate(step.positions.tolist()):
         block = m // step.longest * step.longest
@@ -102,11 +100,11 @@ def attend_block_ref(
             torch.cat((old, new[part])).repeat_interleave(shared, 1)
             for old, new in zip(before, own, strict=True)
         )
-        ahead = torch.arange(len(k), device=q.device) - position
+        ahead = torch.arange(len(k), device=qkv.device) - position
         seen = ahead <= 0 if layer.causal else torch.ones_like(ahead, dtype=torch.bool)
         if layer.window is not None:
             seen &= ahead.abs() < layer.window
-        scores = torch.einsum("hd,thd->ht", queries[m].to(q.dtype).double(), k) * D**-0.5
+        scores = torch.einsum("hd,thd->ht", queries[m].to(qkv.dtype).double(), k) * D**-0.5
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         out[m] = torch.einsum("ht,thd->hd", weights, v)
     return out.view(M, -1)

@@ -17,7 +17,7 @@ def blocks_of_drafts(full: bool) -> Iterator[str]:
     from lowbit.runtime.state.page_counts import PAGE
     from lowbit.runtime.state.pages import new_pages
     from lowbit.runtime.state.rope import Rope
-    from lowbit.runtime.weights.layers import AttentionLayer
+    from lowbit.runtime.weights.layers import AttentionLayer, ContextLayers
 
     shapes: list[tuple[int, int, int, int | None, bool]] = [(32, 8, 128, None, False)]
     shapes += [(32, 4, 128, 2048, True), (16, 2, 256, None, False)] if full else []
@@ -25,12 +25,13 @@ def blocks_of_drafts(full: bool) -> Iterator[str]:
         rope = Rope(torch.empty(32768, D // 2), torch.empty(32768, D // 2))
         layer = AttentionLayer(0, rope, EPS, zeros(D), zeros(D), window=window, causal=causal)
         for kind, label in ((BF16_CACHE, ""), (INT8_CACHE, " INT8"))[: 2 if full else 1]:
-            pages = new_pages(1, 32768 // PAGE, Hkv, D, kind, "meta")
-            cuda.write_context(zeros(8, 2 * Hkv * D), layer, pages, step_of(1, 8))
+            pages = new_pages(5, 32768 // PAGE, Hkv, D, kind, "meta")
+            context = ContextLayers(0, rope, EPS, zeros(5, D))
+            cuda.write_context(zeros(8, 5 * 2 * Hkv * D), context, pages, step_of(1, 8))
             yield f"{Hq}/{Hkv} heads of {D}{label}"
             for sequences, reach in ((1, 256), (1, 32768), (4, 1024)):
                 tokens = 16 * sequences
-                q, kv = zeros(tokens, Hq * D), zeros(tokens, 2 * Hkv * D)
+                qkv = zeros(tokens, (Hq + 2 * Hkv) * D)
                 step = step_of(sequences, tokens, reach=reach)
-                cuda.attend_block(q, kv, layer, pages, step)
+                cuda.attend_block(qkv, layer, pages, step)
                 yield f"{Hq}/{Hkv} heads of {D} reach {reach}, {sequences} blocks{label}"
