@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from torch import Tensor
 
 import lowbit.runtime as lowbit
-from lowbit.convert import Recipe
+from lowbit.convert import Override, Recipe
 from lowbit.formats.errors import CheckpointError, FormatError, LowbitError, UnsupportedModelError
 from lowbit.formats.kv_cache import BF16_CACHE, FP32_CACHE
 from lowbit.runtime.cli.main import main
@@ -31,6 +31,7 @@ from tests.oracle import dequantized_weights
 EXAMPLES = Path(__file__).parents[4] / "examples"
 TARGET, TRAINED = (EXAMPLES / "models" / name for name in ("tiny-qwen3.5", "tiny-qwen3.5-dflash"))
 TEXT = (EXAMPLES / "data" / "stories-eval.txt").read_text()
+EIGHT = (Override("layers.1.*", 8),)
 GREEDY = lowbit.SamplingParams(logprobs=1)
 HOT = lowbit.SamplingParams(0.8, top_k=20, top_p=0.95, seed=5, logprobs=1)
 STRICT = lowbit.SamplingParams(0.7, presence_penalty=0.5, frequency_penalty=0.2, seed=4)
@@ -47,19 +48,20 @@ def load(drafter: Path | None, mode: Mode = "dflash", **options: Any) -> lowbit.
     )
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["stored", "packed"])
+@pytest.mark.parametrize("packed", [None, (), EIGHT], ids=["stored", "packed", "of two schemes"])
 @pytest.mark.parametrize("parts", [(45,), (30, 1, 1, 5, 8)])
 def test_hidden_states_are_those_of_plain_torch(
-    tmp_path: Path, packed: bool, parts: tuple[int, ...]
+    tmp_path: Path, packed: tuple[Override, ...] | None, parts: tuple[int, ...]
 ) -> None:
     """Behind a context that came in parts, beyond the window of the first layer."""
     weights, folder = write_drafter(tmp_path / "source"), tmp_path / "source"
-    if packed:
+    if packed is not None:
         folder = tmp_path / "packed"
-        convert(tmp_path / "source", folder, Recipe(group_size=32))
+        convert(tmp_path / "source", folder, Recipe(group_size=32, overrides=packed))
         weights = dequantized_weights(folder)
     opened = with_drafter(open_model(TARGET), folder)
     drafter, rows = load_drafter(opened, "cpu", torch.float32, 64)
+    assert len(drafter.contexts) == (2 if packed else 1)
     assert rows is None
     generator = torch.Generator().manual_seed(1)
     hidden_taps, block = (torch.randn(n, h, generator=generator) for n, h in ((45, 512), (8, 256)))
