@@ -102,6 +102,7 @@ class Bench:
     tokens: int  # that are timed
     model: Model | None = field(default=None, repr=False)
     raw: dict[str, Any] | None = None  # config.json of a random model
+    draft_rows: int = 0  # of the vocabulary, from which a random model drafts; 0 for all
     verifier: Verifier = field(init=False, repr=False)
     plain_graphs: Graphs = field(init=False, repr=False)  # of steps as with speculation off
 
@@ -330,7 +331,7 @@ def rows_of(bench: Bench, wanted: Sequence[str]) -> tuple[Timed, list[Row]]:
     if "repeat" in wanted and bench.model is not None:
         rows.append(repeat_row(bench, bench.model))
     if "block" in wanted and bench.raw is not None:
-        add_drafter(bench.engine, drafter_of(bench.raw), BITS, bench.device)
+        add_drafter(bench.engine, drafter_of(bench.raw), BITS, bench.device, bench.draft_rows)
         rows += block_rows(bench, plain, truth)
     return plain, rows
 
@@ -343,16 +344,19 @@ def config_by_name(name: str) -> dict[str, Any]:
     return {**config_of(name), **head}
 
 
-def new_bench(name: str, device: str, quantize: Any, runs: int, tokens: int) -> Bench:
-    """A model of random weights, or of a folder."""
+def new_bench(name: str, device: str, quantize: Any, runs: int, tokens: int, whole: bool) -> Bench:
+    """A model of random weights, or of a folder.
+
+    whole: of random weights: drafts are chosen from the whole head, not from DRAFT_ROWS of it.
+    """
     if name in (*SIZES, *HYBRID_SIZES, *BUNDLED):
         raw = config_by_name(name)
-        rows = DRAFT_ROWS if read_config(raw).vocab_size > LARGE_VOCABULARY else 0
+        rows = 0 if whole or read_config(raw).vocab_size <= LARGE_VOCABULARY else DRAFT_ROWS
         engine = engine_of(raw, BITS, device, CONTEXT, drafts=MOST_DRAFTS, draft_rows=rows)
         vocabulary = engine.runner.sampler.vocabulary
         prompt = tuple((7 * index + 1) % vocabulary for index in range(PROMPT))
         title = f"{name}, random INT4"
-        return Bench(title, engine, device, prompt, runs, tokens, raw=raw)
+        return Bench(title, engine, device, prompt, runs, tokens, raw=raw, draft_rows=rows)
     model = load(
         name,
         device=device,
@@ -376,6 +380,7 @@ def new_bench(name: str, device: str, quantize: Any, runs: int, tokens: int) -> 
 @click.option(
     "--rows", multiple=True, type=click.Choice(ROWS), help="Rows of the table; all by default."
 )
+@click.option("--whole-head", is_flag=True, help="Random models draft from all of the head.")
 @click.option("--json", "as_json", is_flag=True, help="One object on stdout.")
 @reported
 def main(
@@ -385,13 +390,14 @@ def main(
     runs: int,
     tokens: int,
     rows: tuple[str, ...],
+    whole_head: bool,
     as_json: bool,
 ) -> None:
     device = choose_device(device)
     usual = ("8B", "3.5-4B") if device == "cuda" else [str(MODELS / n) for n in BUNDLED.values()]
     found = []
     for name in models or usual:
-        bench = new_bench(name, device, quantize, runs, tokens)
+        bench = new_bench(name, device, quantize, runs, tokens, whole_head)
         plain, made = rows_of(bench, rows or ROWS)
         if not as_json:
             ms, where = plain.seconds / plain.tokens * 1e3, device_name(bench.device)

@@ -203,8 +203,7 @@ def engine_of(
     if getattr(config, "mtp_layers", 0):
         decoder = HEADS[model_type](decoder, weights, None)
         if draft_rows:
-            ids = torch.arange(draft_rows, device=device) * (config.vocab_size // draft_rows)
-            rows = DraftRows(ids, weights.packed(4, draft_rows, config.hidden_size, head=True))
+            rows = random_rows(weights, draft_rows, config.vocab_size, config.hidden_size)
             decoder = replace(decoder, mtp=replace(decoder.mtp, rows=rows))
     pages = pages_for(tokens) if tokens else sequences * pages_for(context)
     state = state_bytes(config, torch.bfloat16.itemsize)
@@ -250,8 +249,18 @@ def drafter_of(raw: Mapping[str, Any], size: int = 16) -> dict[str, Any]:
     }
 
 
-def add_drafter(engine: Engine, raw: Mapping[str, Any], bits: int, device: str) -> None:
-    """Give an engine a random drafter of a config.json, which reads all steps from now on."""
+def add_drafter(
+    engine: Engine, raw: Mapping[str, Any], bits: int, device: str, draft_rows: int = 0
+) -> None:
+    """Give an engine a random drafter of a config.json, which reads all steps from now on.
+
+    Args:
+        engine: of the model.
+        raw: content of the drafter's config.json.
+        bits: of its linears.
+        device: `cpu` or `cuda`.
+        draft_rows: of the vocabulary, from which it drafts; 0 for all.
+    """
     ops: Any = cpu
     if device == "cuda":
         from lowbit.runtime.backends import cuda
@@ -263,8 +272,17 @@ def add_drafter(engine: Engine, raw: Mapping[str, Any], bits: int, device: str) 
     weights: Any = RandomWeights(shapes, bits, device)
     drafter: Any = DRAFTER_BUILD[kind_of(raw)](config, weights, ops, runner.context)
     pages = kv_pages(config, runner.state.pages.count, BF16_CACHE, device)
-    runner.blocks = Blocks(drafter, pages)
+    rows: Any = None
+    if draft_rows:
+        rows = random_rows(weights, draft_rows, config.vocab_size, config.hidden_size)
+    runner.blocks = Blocks(drafter, pages, rows)
     runner.chunks = new_chunks(runner.decoder, runner.each_layer, runner.tables, runner.graphs)
+
+
+def random_rows(weights: RandomWeights, count: int, vocabulary: int, hidden: int) -> DraftRows[Any]:
+    """So many rows of a head in INT4, of tokens all over the vocabulary."""
+    ids = torch.arange(count, device=weights.device) * (vocabulary // count)
+    return DraftRows(ids, weights.packed(4, count, hidden, head=True))
 
 
 def standing_sequences(
