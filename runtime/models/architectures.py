@@ -50,4 +50,6 @@ BUILD: Mapping[str, Build] = {
     **dict.fromkeys(HYBRIDS, qwen3_5.build),
 }
 DRAFTER_BUILD: Mapping[str, DrafterBuild] = {"DFlashDraftModel": dflash.build}
+# Modules whose rows a drafter keeps twice, by the ends of their names
+KEPT_TWICE: Mapping[str, tuple[str, ...]] = {"DFlashDraftModel": dflash.KEPT_TWICE}
 HEADS: Mapping[str, AddHead] = dict.fromkeys(HYBRIDS, qwen3_5_mtp.with_head)

@@ -32,8 +32,14 @@ from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare, prepared_bytes
 from lowbit.runtime.backends.ops import Ops
-from lowbit.runtime.models.architectures import BUILD, DRAFTER_BUILD, HEADS, BlockDrafter, Model
-from lowbit.runtime.models.dflash import KEPT_TWICE
+from lowbit.runtime.models.architectures import (
+    BUILD,
+    DRAFTER_BUILD,
+    HEADS,
+    KEPT_TWICE,
+    BlockDrafter,
+    Model,
+)
 from lowbit.runtime.models.draft_output import DraftRows, draft_rows
 from lowbit.runtime.thresholds import EXACT_TOKENS, STEP_TOKENS
 from lowbit.runtime.weights.linear import Linear
@@ -70,9 +76,9 @@ class OpenedModel:
         """Memory the weights will take on `cpu` or `cuda`."""
         size = 0 if self.draft is None else self.draft.packed.nbytes + self.draft.scale.nbytes
         size += 0 if self.drafter is None else self.drafter.weight_bytes(device, dtype)
-        if self.config.block_drafts is not None:
-            twice = (spec for spec in self.specs if spec.module.endswith(KEPT_TWICE))
-            size += sum(self._bytes_of(spec, device, dtype) for spec in twice if spec.quantizable)
+        ends = KEPT_TWICE.get(kind_of(self.checkpoint.config), ())
+        twice = (spec for spec in self.specs if spec.quantizable and spec.module.endswith(ends))
+        size += sum(self._bytes_of(spec, device, dtype) for spec in twice)
         return size + sum(self._bytes_of(spec, device, dtype) for spec in self.specs)
 
     def token_weights(self) -> int:

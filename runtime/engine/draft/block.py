@@ -124,11 +124,8 @@ class BlockRounds(MadeRounds):
         positions = first[:, None] + self._places[:k]  # moved on by choosing
         drafts = torch.empty(B, k, dtype=torch.int64, device=hidden.device)
         if not sampler.shape.adjusted:
-            token = drafts.view(-1)
-            each_row = _repeated(rows, k)
-            output.choose(
-                hidden.flatten(0, 1), sampler, each_row, positions.view(-1), token, self.ring
-            )
+            each = hidden.flatten(0, 1).contiguous(), sampler, _repeated(rows, k)
+            output.choose(*each, positions.view(-1), drafts.view(-1), self.ring)
             return drafts
         rows, columns = rows.contiguous(), positions.T.contiguous()
         for place, token in enumerate(drafts.new_empty(k, B)):
@@ -145,5 +142,5 @@ class BlockRounds(MadeRounds):
 
 
 def _repeated(rows: Tensor, count: int) -> Tensor:
-    """Each row `count` times: [B] to [B * count]."""
-    return rows[:, None].expand(-1, count).flatten()
+    """Each row `count` times: [B] to [B * count], side by side as kernels read them."""
+    return rows[:, None].expand(-1, count).flatten().contiguous()

@@ -70,6 +70,11 @@ def launches_of(folder: Path, drafter: Path) -> list[Counter[str]]:
 
     def record(kernel: Any, grid: Any, arguments: Any, named: Any) -> None:
         names.append(kernel.__name__)
+        tensors = (each for each in arguments if isinstance(each, torch.Tensor))
+        if not all(
+            each.is_contiguous() for each in tensors
+        ):  # kernels count from element to element
+            raise AssertionError(f"{kernel.__name__} reads numbers that are not side by side")
 
     def launched() -> Counter[str]:
         found = Counter(names)
