@@ -195,7 +195,7 @@ def leave_scaled(
 
 
 @gluon.constexpr_function
-def _terms_code(count, columns, plan):
+def terms_code(count, columns, plan):
     """PTX that adds the terms of all slices to sums; see `add_terms`."""
     groups = 128 // plan.X.GROUP
     terms, scales_at = f"${2 * count}", f"${2 * count + 1}"
@@ -218,7 +218,7 @@ def _terms_code(count, columns, plan):
 def add_terms(sums, terms, scales_at, COLUMNS: gl.constexpr, PLAN: gl.constexpr):
     """Add a turn's terms times the scales of their tokens to sums, in order of k."""
     return gl.inline_asm_elementwise(
-        _terms_code(len(sums), COLUMNS, PLAN), _constraints(len(sums), 2),
+        terms_code(len(sums), COLUMNS, PLAN), _constraints(len(sums), 2),
         sums + (terms, scales_at), dtype=float_types(len(sums)), is_pure=False, pack=1,
     )  # fmt: skip
 
