@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from lowbit.formats.architectures import is_carried, tensor_table
+from lowbit.formats.architectures import is_carried, tensor_table, unused
 from lowbit.formats.architectures.names import expert_of
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import FormatError
@@ -171,7 +171,8 @@ def _check_tensors(
 def _unknown(checkpoint: Checkpoint, expected: Collection[str]) -> list[str]:
     """Names of tensors that are not in the table; tensors of unsupported schemes are refused."""
     ignorable = {"lm_head.weight"} if checkpoint.tied else set()  # a stale copy
-    known = ignorable.union(expected, leftovers(checkpoint.tensors))
+    aside = unused(checkpoint.config, checkpoint.tensors)
+    known = ignorable.union(expected, leftovers(checkpoint.tensors), aside)
     unknown = [
         name
         for name in checkpoint.tensors

@@ -1,4 +1,4 @@
-"""Random DFlash drafters, and their hidden states by plain FP32 torch."""
+"""Random DFlash and DSpark drafters, and their hidden states by plain FP32 torch."""
 
 import json
 from pathlib import Path
@@ -32,13 +32,32 @@ CONFIG: dict[str, Any] = {
     "block_size": 8,
     "dflash_config": {"mask_token_id": 4000, "target_layer_ids": [2, 0]},
 }
+# Keys as DeepSpec writes them: a copy of the target's config.json, and its own at the top.
+DSPARK: dict[str, Any] = {
+    **{key: value for key, value in CONFIG.items() if key != "dflash_config"},
+    "architectures": ["Qwen3DSparkModel"],
+    "attention_dropout": 0.0,
+    "block_size": 7,
+    "confidence_head_with_markov": True,
+    "enable_confidence_head": True,
+    "layer_types": ["full_attention"] * 2,
+    "markov_head_type": "vanilla",
+    "markov_rank": 64,
+    "mask_token_id": 4000,
+    "max_window_layers": 2,
+    "num_anchors": 512,
+    "sliding_window": None,
+    "target_layer_ids": [0, 2],
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+}
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Tensors of a drafter as its authors' model has them."""
     h, inner, D = (config[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
     q, kv = (D * config[f"num_{name}_heads"] for name in ("attention", "key_value"))
-    taken = len(config["dflash_config"]["target_layer_ids"])
+    taken = len(config.get("dflash_config", config)["target_layer_ids"])
     found: dict[str, tuple[int, ...]] = {
         "fc": (h, taken * h),
         "hidden_norm": (h,),
@@ -59,17 +78,37 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             "mlp.down_proj": (h, inner),
         }
         found |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
-    return {f"{name}.weight": shape for name, shape in found.items()}
+    dspark = config["architectures"] == DSPARK["architectures"]
+    return {
+        **{f"{name}.weight": shape for name, shape in found.items()},
+        **(dspark_shapes(config) if dspark else {}),
+    }
 
 
-def write_drafter(folder: Path, seed: int = 0, **changes: Any) -> dict[str, Tensor]:
+def dspark_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Tensors of a DSpark drafter beside those of DFlash."""
+    h, V, rank = (config[key] for key in ("hidden_size", "vocab_size", "markov_rank"))
+    found: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (V, h), "lm_head.weight": (V, h)}
+    if rank:
+        found |= {f"markov_head.markov_{name}.weight": (V, rank) for name in ("w1", "w2")}
+    if config["enable_confidence_head"]:
+        found["confidence_head.proj.weight"] = (1, h + rank)
+        found["confidence_head.proj.bias"] = (1,)
+    return found
+
+
+def write_drafter(
+    folder: Path, seed: int = 0, base: dict[str, Any] = CONFIG, **changes: Any
+) -> dict[str, Tensor]:
     """A random drafter in a folder; a value None leaves a key out. Its weights in FP32."""
-    config = {key: value for key, value in (CONFIG | changes).items() if value is not None}
+    config = {key: value for key, value in (base | changes).items() if value is not None}
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in shapes(config).items():
         values = torch.randn(shape, generator=generator)
         scaled = 1 + 0.2 * values if len(shape) == 1 else values * shape[1] ** -0.5
+        if name == "markov_head.markov_w1.weight":
+            scaled = values  # so that the token before decides
         weights[name] = scaled.bfloat16()
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -25,6 +25,7 @@ from lowbit.formats.architectures import (
     read_config,
     tensor_table,
     untied,
+    unused,
     without_mtp,
 )
 from lowbit.formats.architectures.table import TensorSpec
@@ -204,7 +205,7 @@ def make_plan(
     tied = is_tied(config)
     carried = {name: info for name, info in tensors.items() if is_carried(config, name)}
     left_out = dropped_mtp(config, tensors, recipe)
-    unneeded = leftovers(tensors)
+    unneeded = {**leftovers(tensors), **unused(config, tensors)}
     aside = {*carried, *left_out, *unneeded}
     table = [spec for spec in table if not left_out or part_of(config, spec.name) != "mtp"]
     expected = {n: info for n, info in tensors.items() if n not in aside}

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from itertools import chain
 from typing import Any
 
-from lowbit.formats.architectures import dense, dflash, qwen3_5, qwen3_5_moe, qwen3_moe
+from lowbit.formats.architectures import dense, dflash, dspark, qwen3_5, qwen3_5_moe, qwen3_moe
 from lowbit.formats.architectures.architecture import PREFIX, Architecture, Part, plain_tied
 from lowbit.formats.architectures.config import Config
 from lowbit.formats.architectures.decoder import TEXT, TIED
@@ -16,6 +16,7 @@ __all__ = [
     "ARCHITECTURES",
     "DRAFTERS",
     "MIXTURES",
+    "OTHER_DRAFTERS",
     "ROTATABLE",
     "SUPPORTED",
     "Architecture",
@@ -36,6 +37,7 @@ __all__ = [
     "tied_as",
     "unpacked_modules",
     "untied",
+    "unused",
     "without_mtp",
 ]
 
@@ -55,8 +57,21 @@ WANTING: Mapping[str, str] = dict.fromkeys(
     "beside Qwen3.5's mixtures it has hyper-connections (several residual streams, mixed by every "
     "layer), sparse attention to blocks that an indexer chooses, and a table of n-gram embeddings",
 )
-DRAFTERS: Mapping[str, Architecture[Any]] = {dflash.CLASS: dflash.ARCHITECTURE}
-DRAFTS = "DraftModel"  # ends the class of every drafter
+DRAFTERS: Mapping[str, Architecture[Any]] = {
+    dflash.CLASS: dflash.ARCHITECTURE,
+    dspark.CLASS: dspark.ARCHITECTURE,
+}
+# Known classes of drafters without an implementation, and what they have beside DFlash's layers.
+OTHER_DRAFTERS: Mapping[str, str] = {
+    "DFlash2DraftModel": "convolutions around attention and MLP, and a selector of paths",
+    "DSparkDraftModel": "DSpark's head in the layouts of SpecForge and speculators",
+    "Gemma4DSparkModel": "DSpark's head over layers of Gemma 4",
+    "DominoDraftModel": "a recurrent head that corrects logits",
+    "Qwen3XPressModel": "xPress' head, which refines a block several times",
+    "XPressDraftModel": "xPress' head, which refines a block several times",
+    "LiLiCorrDraftModel": "LiLiCorr's head, which attends to several tokens for each place",
+}
+DRAFTS = "DraftModel"  # ends the class of most drafters
 SUPPORTED = tuple(ARCHITECTURES)
 MIXTURES = tuple(name for name, family in ARCHITECTURES.items() if family.experts)
 ROTATABLE = tuple(name for name, family in ARCHITECTURES.items() if family.stream is not None)
@@ -71,16 +86,17 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture[Any]:
     found = _find(config)
     if found is None:
         kind = kind_of(config)
-        by_class = kind.endswith(DRAFTS)
+        by_class = _names_drafter(kind)
         value = kind if by_class else str(config.get("model_type"))
         if kind in WANTING:
             raise UnsupportedModelError(
                 f"config.json: model_type `{kind}` is not implemented: {WANTING[kind]}",
                 hint=f"supported: {', '.join(SUPPORTED)}",
             )
+        what = f": it has {OTHER_DRAFTERS[kind]}" if kind in OTHER_DRAFTERS else ""
         raise UnsupportedModelError(
             f"config.json: {'class' if by_class else 'model_type'} `{value[:MAX_SHOWN]}` is not "
-            "supported",
+            f"supported{what}",
             hint=f"supported: {', '.join(DRAFTERS if by_class else SUPPORTED)}",
         )
     return found
@@ -101,10 +117,14 @@ def kind_of(config: Mapping[str, Any]) -> str:
     """Class of a drafter, model_type of another model; empty where an unchecked config has none."""
     classes = config.get("architectures")
     for name in classes if isinstance(classes, list) else ():
-        if isinstance(name, str) and name.endswith(DRAFTS):
+        if isinstance(name, str) and _names_drafter(name):
             return name
     model_type = config.get("model_type")
     return model_type if isinstance(model_type, str) else ""
+
+
+def _names_drafter(name: str) -> bool:
+    return name.endswith(DRAFTS) or name in DRAFTERS or name in OTHER_DRAFTERS
 
 
 def is_drafter(config: Mapping[str, Any]) -> bool:
@@ -165,6 +185,13 @@ def part_of(config: Mapping[str, Any], name: str) -> Part:
 def is_carried(config: Mapping[str, Any], name: str) -> bool:
     """Tell if a tensor belongs to the vision tower, which is copied unchecked."""
     return part_of(config, name) == "vision"
+
+
+def unused(config: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
+    """Reason for every one of these tensors that a drafter has beside those it needs, by name."""
+    found = _find(config)
+    reasons = {} if found is None else found.unused
+    return {name: reasons[name] for name in names if name in reasons}
 
 
 def never_quantized(config: Mapping[str, Any], names: Collection[str]) -> tuple[str, ...]:

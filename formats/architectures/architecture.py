@@ -61,3 +61,5 @@ class Architecture(Generic[C]):
     float32_roles: tuple[Role, ...] = ()  # roles of tensors that engines keep in FP32
     stream: Stream | None = None  # linears at the residual stream; None where it cannot be rotated
     experts: bool = False  # every layer is a mixture of experts
+    # why a checkpoint's tensor is left out, by name
+    unused: Mapping[str, str] = field(default_factory=dict)

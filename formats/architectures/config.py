@@ -49,10 +49,16 @@ class Experts:
 class BlockDrafts:
     """Blocks of a drafter, which proposes tokens of another model, the target."""
 
-    size: int  # tokens of a block: the last known one, then drafts
+    size: int  # tokens of a block: the last known one, then mask tokens
     mask_token: int  # id that stands in the place of drafts
     # layers of the target whose outputs it reads, in the order of its input
     target_layers: tuple[int, ...]
+    first: int = 1  # place in the block whose output is the first draft
+
+    @property
+    def drafts(self) -> int:
+        """Drafts that a block gives."""
+        return self.size - self.first
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,12 +32,14 @@ BLOCK = Field("block_size", least=2, most=256, default=16)
 WINDOW = Field("sliding_window", least=1, most=2**31)
 WINDOWED = Field("use_sliding_window", "flag", default=True)
 CAUSAL = Field("is_causal", "flag", default=None, nullable=True)
+KIND = "projector_type"  # of SpecForge, which trains other heads under similar configs
 TARGET_LAYERS = Field("num_target_layers", least=1, most=MAX_LAYERS, default=MAX_LAYERS)
 FEATURES: Mapping[str, tuple[Any, ...]] = {
     **dense.FEATURES,
     "input_embedding_scale": (None, 1, 1.0),
     "output_multiplier": (None, 1, 1.0),
     "sample_from_anchor": (None, False),
+    KIND: (None, "dflash"),
 }
 
 
@@ -68,26 +70,49 @@ class DFlashConfig(DenseConfig):
                 f"config.json: `{SECTION}` must be an object, got {shown(section)}"
             )
         merged = {**config, **section}
-        if merged.get("model_type") not in LAYERS:
-            raise UnsupportedModelError(
-                f"config.json: a {CLASS} with layers of `{shown(merged.get('model_type'))}` is not "
-                "implemented",
-                hint=f"implemented: {', '.join(LAYERS)}",
-            )
+        check_layers(merged, CLASS)
         check_features(merged, FEATURES, read=(WINDOWED.key, CAUSAL.key))
         values = dense.read_values(merged, (FULL, SLIDING))
         windows = _windows(merged, values["num_hidden_layers"])
         causal = read_field(merged, CAUSAL)
         return cls(
             intermediate_size=read_field(merged, INNER),
-            blocks=_blocks(merged, values["vocab_size"]),
+            blocks=read_blocks(merged, values["vocab_size"]),
             windows=windows,
             causal=tuple(window is not None if causal is None else causal for window in windows),
             **values,
         )
 
 
-def _blocks(config: Mapping[str, Any], vocab_size: int) -> BlockDrafts:
+def check_layers(config: Mapping[str, Any], kind: str) -> None:
+    """Refuse a drafter of other layers than Qwen3's.
+
+    Args:
+        kind: class of the drafter.
+
+    Raises:
+        UnsupportedModelError: naming the class and its layers.
+    """
+    if config.get("model_type") not in LAYERS:
+        raise UnsupportedModelError(
+            f"config.json: a {kind} with layers of `{shown(config.get('model_type'))}` is not "
+            "implemented",
+            hint=f"implemented: {', '.join(LAYERS)}",
+        )
+
+
+def read_blocks(
+    config: Mapping[str, Any], vocab_size: int, block: Field = BLOCK, first: int = 1
+) -> BlockDrafts:
+    """Read what a drafter takes from its target, and the size of a block.
+
+    Args:
+        block: key of the size of a block.
+        first: place in a block whose output is the first draft.
+
+    Raises:
+        UnsupportedModelError: a key is missing or out of range.
+    """
     mask = Field("mask_token_id", least=0, most=vocab_size - 1)
     layers = read_field(config, TARGET_LAYERS)
     found = config.get(TAPS)
@@ -98,7 +123,7 @@ def _blocks(config: Mapping[str, Any], vocab_size: int) -> BlockDrafts:
             f"config.json: `{TAPS}` must be a list of different layers of the target, from 0 to "
             f"{layers - 1}{named}"
         )
-    return BlockDrafts(read_field(config, BLOCK), read_field(config, mask), tuple(found))
+    return BlockDrafts(read_field(config, block), read_field(config, mask), tuple(found), first)
 
 
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:

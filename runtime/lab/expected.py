@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from lowbit.formats.architectures import (
-    is_drafter,
     is_tied,
     part_of,
     read_config,
@@ -245,7 +244,7 @@ def _headers(path: Path, name: str) -> Checkpoint:
 
 def _of_config(folder: Path, config: Mapping[str, Any]) -> Checkpoint:
     """Headers of a BF16 checkpoint, as its config.json has them to be."""
-    tied = is_drafter(config) or is_tied(config)
+    tied = is_tied(config)
     tensors = {}
     for spec in tensor_table(config):
         if not (tied and spec.role == "head"):
