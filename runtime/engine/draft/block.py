@@ -17,7 +17,7 @@ from lowbit.runtime.engine.draft.made import MadeRounds
 from lowbit.runtime.engine.graphs import width_for
 from lowbit.runtime.engine.load_options import MOST_DRAFTS
 from lowbit.runtime.models.architectures import BlockDrafter
-from lowbit.runtime.models.draft_output import DraftOutput, DraftRows
+from lowbit.runtime.models.draft_output import DraftOutput, DraftRows, Markov
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.step import Span, Step, StepPlan
 from lowbit.runtime.state.step_buffers import step_of
@@ -74,7 +74,7 @@ class BlockRounds(MadeRounds):
     @property
     def guesses(self) -> tuple[float, ...]:
         """See `MadeRounds.guesses`; as many as a block has drafts that a round has room for."""
-        return (GUESS,) * min(self.size - 1, MOST_DRAFTS)
+        return (GUESS,) * min(self.blocks.drafter.blocks.drafts, MOST_DRAFTS)
 
     @property
     def size(self) -> int:
@@ -104,7 +104,10 @@ class BlockRounds(MadeRounds):
         step = self.step(spans, max_kv_len, _repeated(rows, size), positions)
         x = decoder.ops.embed(self._ids[:B].flatten(), decoder.embedding)
         hidden = drafter.hidden(x, self.blocks.pages, step).view(B, size, -1)
-        return self._choose(hidden[:, 1 : 1 + k], rows, first)
+        outputs = hidden[:, drafter.blocks.first :][:, :k]
+        if drafter.markov is not None:
+            return self._choose_in_turn(drafter.markov, outputs, ids, rows, first)
+        return self._choose(outputs, rows, first)
 
     def step(self, spans: Numbers[Span], max_kv_len: int, rows: Tensor, positions: Tensor) -> Step:
         """Step of the drafter, a block of each sequence; in a graph only their number matters."""
@@ -133,6 +136,29 @@ class BlockRounds(MadeRounds):
             output.choose(own, sampler, rows, columns[place], token, self.ring)
             drafts[:, place] = token
         return drafts
+
+    def _choose_in_turn(
+        self, markov: Markov[Any], hidden: Tensor, ids: Tensor, rows: Tensor, first: Tensor
+    ) -> Tensor:
+        """Choose drafts by hidden states [B, k, h] and the token before each.
+
+        Args:
+            ids: [B] int32, the last tokens.
+
+        Returns:
+            [B, k] int64.
+        """
+        sampler, output = self.runner.sampler, self._output()
+        B, k, V = *hidden.shape[:2], output.vocabulary
+        logits = output.logits(hidden.flatten(0, 1).contiguous()).view(B, k, -1)[..., :V]
+        rows, places = rows.contiguous(), (first[:, None] + self._places[:k]).T.contiguous()
+        drafts = torch.empty(k, B, dtype=torch.int64, device=hidden.device)
+        before = ids.contiguous()
+        for place, token in enumerate(drafts):
+            biased = logits[:, place] + markov.bias(output.ops, before)[:, :V]
+            output.ops.choose(biased, sampler, rows, places[place], token, self.ring)
+            before = token
+        return drafts.T
 
     def _output(self) -> DraftOutput[Any]:
         decoder, drafter = self.runner.decoder, self.blocks.drafter

@@ -12,7 +12,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.drafters import write_drafter
+import pytest
+
+from tests.drafters import CONFIG, DSPARK, write_drafter
 from tests.short_models import Shorten
 
 ROOT = Path(__file__).parents[4]
@@ -20,9 +22,12 @@ ROUNDS = [(1, 7), (1, 3), (2, 7), (3, 3), (8, 1)]  # sequences, drafts of each
 LAYERS = 2  # of the drafter, and of the model
 
 
-def test_a_round_is_launched_without_the_host(shorten: Shorten, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_round_is_launched_without_the_host(shorten: Shorten, tmp_path: Path, kind: str) -> None:
     section = {"mask_token_id": 4000, "target_layer_ids": [0]}
-    write_drafter(tmp_path, dflash_config=section, num_target_layers=LAYERS)
+    changes: dict[str, Any] = section if kind == "dspark" else {"dflash_config": section}
+    base = DSPARK if kind == "dspark" else CONFIG
+    write_drafter(tmp_path, base=base, num_target_layers=LAYERS, **changes)
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.runtime.engine.draft.test_block_launches"]
     command += [str(shorten("tiny-qwen3.5")), str(tmp_path)]
@@ -35,10 +40,13 @@ def test_a_round_is_launched_without_the_host(shorten: Shorten, tmp_path: Path) 
     for found in rounds:
         names = ("_write_context", "_rotate_block", "_attend_block")
         assert [found[f"{name}_kernel"] for name in names] == [1, LAYERS, LAYERS]
-        assert found["_embed_kernel"] == 2  # of the blocks, and of the tokens that are checked
         assert found["_accept_kernel"] == 1
     greedy, ordered = rounds[:-1], rounds[-1]
-    assert {found["_likeliest_rows_kernel"] for found in greedy} == {2}  # drafts, all at once
+    for (_, drafts), found in zip(ROUNDS, greedy, strict=True):
+        in_turn = drafts if kind == "dspark" else 1  # at once, or each behind the one before
+        assert found["_likeliest_rows_kernel"] == in_turn + 1
+        # Of the blocks, of the tokens that are checked, and of those before each draft.
+        assert found["_embed_kernel"] == 2 + (drafts if kind == "dspark" else 0)
     assert ordered["_likeliest_rows_kernel"] > 2  # by place, since penalties count them
 
 
@@ -46,6 +54,7 @@ def launches_of(folder: Path, drafter: Path) -> list[Counter[str]]:
     """Kernels of a plain step, of a chunk, of greedy rounds, and of one with penalties."""
     import torch
 
+    from lowbit.formats.architectures import kind_of
     from lowbit.formats.architectures.dflash import DFlashConfig
     from lowbit.formats.kv_cache import BF16_CACHE
     from lowbit.runtime.backends import cuda
@@ -60,7 +69,7 @@ def launches_of(folder: Path, drafter: Path) -> list[Counter[str]]:
     from lowbit.runtime.engine.sequence import Sequence
     from lowbit.runtime.kernels.launch.card import H200
     from lowbit.runtime.lab import fake_gpu
-    from lowbit.runtime.models import dflash
+    from lowbit.runtime.models.architectures import DRAFTER_BUILD
     from lowbit.runtime.models.loader import open_model, with_drafter
     from lowbit.runtime.state.device_state import kv_pages
     from lowbit.runtime.state.sampling_params import SamplingParams
@@ -91,7 +100,8 @@ def launches_of(folder: Path, drafter: Path) -> list[Counter[str]]:
     weights = fake_gpu.MetaWeights(
         *(own.checkpoint, own.schemes, "meta", torch.bfloat16, cuda.prepare, cuda.gathered)
     )
-    blocks = Blocks(dflash.build(own.config, weights, cuda, runner.context), pages)
+    build = DRAFTER_BUILD[kind_of(own.checkpoint.config)]
+    blocks = Blocks(build(own.config, weights, cuda, runner.context), pages)
     runner.blocks = blocks
     vars(made)["new_ring"] = lambda rows, pinned: torch.zeros(64, rows, dtype=torch.int64)
     Runner.on_gpu = property(lambda runner: True)  # type: ignore[assignment,method-assign]

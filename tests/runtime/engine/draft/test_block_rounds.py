@@ -15,7 +15,7 @@ from lowbit.runtime.engine.draft.block import BlockRounds
 from lowbit.runtime.engine.draft.source import Drafts
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import Handle
-from tests.drafters import write_drafter
+from tests.drafters import DSPARK, write_drafter
 from tests.runtime.engine.draft.guesses import costs_by_tokens
 from tests.runtime.engine.graph_stand_in import run_through_graphs
 from tests.runtime.engine.residues import Later, Residues, follows
@@ -45,12 +45,15 @@ def load(folder: Path, drafter: Path | None, drafts: int | None = None) -> lowbi
 
 @pytest.fixture(scope="module")
 def folders(shorten: Shorten, tmp_path_factory: pytest.TempPathFactory) -> Pairs:
-    """A trained pair, and a model with a random drafter with a window, whose drafts are wrong."""
+    """A trained pair, and a model with random drafters, with a window or DSpark's, always wrong."""
     random = tmp_path_factory.mktemp("drafter")
     section = {"mask_token_id": 4000, "target_layer_ids": [0]}
     write_drafter(random, dflash_config=section, num_target_layers=2)
     trained = MODELS / "tiny-qwen3.5", MODELS / "tiny-qwen3.5-dflash"
-    return {"trained": trained, "random": (shorten("tiny-qwen3"), random)}
+    dspark = tmp_path_factory.mktemp("dspark")
+    write_drafter(dspark, base=DSPARK, target_layer_ids=[0], num_target_layers=2)
+    short = shorten("tiny-qwen3")
+    return {"trained": trained, "random": (short, random), "dspark": (short, dspark)}
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +108,7 @@ def keys_of(model: lowbit.Model) -> list[Any]:
     return list(drafting.verifier.graphs._graphs)
 
 
-@by("trained-7", "random-7")
+@by("trained-7", "random-7", "dspark-7")
 def test_rounds_that_follow_each_other_change_nothing(
     models: tuple[lowbit.Model, lowbit.Model],
 ) -> None:
@@ -169,7 +172,7 @@ def test_drafts_behind_rounds_are_those_behind_plain_steps(
     assert all(of_pauses[0][at] == of_pauses[1][at] for at in both)
 
 
-@by("random-7")
+@by("random-7", "dspark-6")
 def test_sequences_that_come_and_go_change_nothing(
     models: tuple[lowbit.Model, lowbit.Model],
 ) -> None:

@@ -20,7 +20,7 @@ from lowbit.runtime.models.loader import load_drafter, open_model, with_drafter
 from lowbit.runtime.state.device_state import kv_pages
 from lowbit.runtime.state.step_buffers import lone_step
 from tests.conversions import convert
-from tests.drafters import CONFIG, hidden_by_torch, write_drafter
+from tests.drafters import CONFIG, DSPARK, hidden_by_torch, write_drafter
 from tests.oracle import dequantized_weights
 from tests.runtime.engine.draft.guesses import costs_by_tokens
 
@@ -80,21 +80,45 @@ def test_hidden_states_are_those_of_plain_torch(
     assert (normed - expected).norm() < 0.03 * expected.norm()
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["stored", "packed"])
+def test_the_bias_of_dspark_is_that_of_plain_torch(tmp_path: Path, packed: bool) -> None:
+    weights, folder = write_drafter(tmp_path / "source", base=DSPARK), tmp_path / "source"
+    if packed:
+        folder = tmp_path / "packed"
+        convert(tmp_path / "source", folder, Recipe(group_size=32))
+        weights = dequantized_weights(folder)
+    drafter, _ = load_drafter(with_drafter(open_model(TARGET), folder), "cuda", torch.bfloat16, 64)
+    assert drafter.markov is not None
+    ids = torch.tensor([5, 4095, 7, 7])
+    ops: Any = drafter.ops
+    found = drafter.markov.bias(ops, ids.cuda())[:, :4096].cpu()
+    first, second = (weights[f"markov_head.markov_{name}.weight"] for name in ("w1", "w2"))
+    expected = first[ids] @ second.T
+    assert found.dtype == torch.float32
+    assert (found - expected).norm() < 0.01 * expected.norm()
+
+
 @pytest.fixture(scope="module")
 def plain() -> lowbit.Model:
     return load(None)
 
 
-@pytest.fixture(scope="module", params=["trained", "packed", "random"])
+@pytest.fixture(scope="module", params=["trained", "packed", "random", "dspark", "dspark packed"])
 def drafting(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> lowbit.Model:
-    """The bundled drafter in BF16 and packed, and a random one with a window."""
+    """The bundled drafter in BF16 and packed, and random ones: with a window, and DSpark's."""
     folder = tmp_path_factory.mktemp("drafter") / request.param
     if request.param == "trained":
         folder = TRAINED
     elif request.param == "packed":
         convert(TRAINED, folder, Recipe())
+    elif request.param == "dspark":
+        write_drafter(folder, base=DSPARK)
+    elif request.param == "dspark packed":
+        write_drafter(folder / "source", base=DSPARK)
+        convert(folder / "source", folder / "packed", Recipe(group_size=32))
+        folder /= "packed"
     else:
         write_drafter(folder)
     return always_drafting(load(folder))
