@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
@@ -14,7 +15,7 @@ from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.packing import PACKED, SCALE, dequantize, unpack
 from lowbit.formats.packed import open_packed
 from tests.conversions import convert
-from tests.drafters import write_drafter
+from tests.drafters import CONFIG, DSPARK, write_drafter
 
 Cli = Callable[..., Result]
 
@@ -33,21 +34,46 @@ def test_a_packed_drafter_is_the_source_rounded(tmp_path: Path) -> None:
         assert (found - weights[spec.name]).norm() < 0.01 * weights[spec.name].norm()
 
 
-def test_commands_take_drafters(tmp_path: Path, cli: Cli, cli_as_typed: Cli) -> None:
+def test_a_packed_dspark_drafter_holds_no_copies_of_its_targets_tensors(tmp_path: Path) -> None:
+    """Nor the head that is not used; the bias is packed as heads are, its table is not."""
     source, out = tmp_path / "source", tmp_path / "out"
-    write_drafter(source)
+    weights = write_drafter(source, base=DSPARK)
+    convert(source, out, Recipe())
+    packed = open_packed(out)
+    bits = {module: scheme and scheme.bits for module, scheme in packed.schemes.items()}
+    assert bits.pop("markov_head.markov_w2") == 8
+    assert {*bits.values()} == {4}
+    name = "markov_head.markov_w1.weight"
+    assert packed.checkpoint.read(name).float().equal(weights[name])
+    stored = {name.partition(".")[0] for name in packed.checkpoint.tensors}
+    assert stored == {"fc", "hidden_norm", "layers", "markov_head", "norm"}
+    assert packed.manifest is not None
+    dropped = {each.name for each in packed.manifest.source_tensors if each.fate == "dropped"}
+    assert dropped == {
+        *("embed_tokens.weight", "lm_head.weight"),
+        *("confidence_head.proj.weight", "confidence_head.proj.bias"),
+    }
+
+
+@pytest.mark.parametrize("base", [CONFIG, DSPARK], ids=["dflash", "dspark"])
+def test_commands_take_drafters(
+    tmp_path: Path, cli: Cli, cli_as_typed: Cli, base: dict[str, Any]
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    write_drafter(source, base=base)
+    [kind] = base["architectures"]
     made = json.loads(cli_as_typed(str(source), str(out), "--device", "cpu", "--json").stdout)
     assert made["method"] == "rtn"
     assert made["verdict"]["grade"] is None
     assert "predicts nothing without its target" in made["verdict"]["reason"]
     assert "--speculate dflash --drafter" in (out / "README.md").read_text()
     assert cli("verify", str(out), "--source", str(source)).exit_code == 0
-    assert "DFlashDraftModel" in cli("inspect", str(out)).output
+    assert kind in cli("inspect", str(out)).output
     assert cli("compare", "--diff", str(out), str(out)).exit_code == 0
     assert cli("plan", str(source)).exit_code == 0
     assert "which predicts nothing without its" in cli("report", str(out)).stderr
     exported = cli("export", str(out), str(tmp_path / "file"), "--to", "gguf")
-    assert "`DFlashDraftModel` cannot be exported yet" in exported.stderr
+    assert f"`{kind}` cannot be exported yet" in exported.stderr
 
 
 @pytest.mark.parametrize(
