@@ -9,8 +9,8 @@ Without any: 8B and 3.5-4B on a GPU, else the bundled models. One sequence, gree
               output of plain decoding, so that acceptance is forced
   head        the same with the drafts of the model's MTP head thrown away behind their making, and
               with those drafts themselves (`own`); a large random model has a draft head
-  block       the same with a random DFlash drafter of the published shape, INT4, whose drafts are
-              thrown away: its pass over a block and what it reads of every step are in the time
+  block       the same with a random drafter of the published shape, INT4, whose drafts are thrown
+              away: its pass over a block and what it reads of every step are in the time
   auto        the head's drafts as `--speculate auto` tries them, in turn with plain decoding: all
               wrong in answers that follow each other, all wrong in the first answer of an engine,
               and all right
@@ -33,7 +33,7 @@ import click
 import torch
 from forced_drafts import ACCEPTED, Copied, Known, forced_rounds
 from make_random_checkpoint import HYBRID_SIZES, SIZES, config_of
-from random_engine import add_drafter, drafter_of, engine_of
+from random_engine import add_drafter, drafter_of, dspark_of, engine_of
 from speculation_table import Row, show
 
 from lowbit.formats.architectures import read_config
@@ -62,6 +62,7 @@ ROWS = ("known", "head", "auto", "copied", "repeat", "block")
 BITS = 4
 DRAFTS = (1, 3, 7, 15)
 BLOCK_DRAFTS = (3, 7, 15)
+KINDS = {"dflash": drafter_of, "dspark": dspark_of}  # config.json of a random drafter
 HEAD_DRAFTS = (1, 2, 3, 4)
 PROMPT, TOKENS = 64, 160  # with the drafts behind them within the first reach of attention
 LINES, LINE = 60, 10  # lines, and tokens of each where they have no meaning
@@ -103,6 +104,7 @@ class Bench:
     model: Model | None = field(default=None, repr=False)
     raw: dict[str, Any] | None = None  # config.json of a random model
     draft_rows: int = 0  # of the vocabulary, from which a random model drafts; 0 for all
+    kind: str = "dflash"  # of the random drafter
     verifier: Verifier = field(init=False, repr=False)
     plain_graphs: Graphs = field(init=False, repr=False)  # of steps as with speculation off
 
@@ -238,7 +240,8 @@ def block_rows(bench: Bench, plain: Timed, truth: Sequence[int]) -> list[Row]:
     runner = bench.engine.runner
     blocks = runner.blocks
     rows = []
-    for k in BLOCK_DRAFTS if isinstance(blocks, Blocks) else ():
+    most = blocks.drafter.blocks.drafts if isinstance(blocks, Blocks) else 0
+    for k in (k for k in BLOCK_DRAFTS if k <= most):
         runs = {}
         for accepted in ACCEPTED:
             made = bench.new_made(truth, accepted)
@@ -331,7 +334,8 @@ def rows_of(bench: Bench, wanted: Sequence[str]) -> tuple[Timed, list[Row]]:
     if "repeat" in wanted and bench.model is not None:
         rows.append(repeat_row(bench, bench.model))
     if "block" in wanted and bench.raw is not None:
-        add_drafter(bench.engine, drafter_of(bench.raw), BITS, bench.device, bench.draft_rows)
+        drafter = KINDS[bench.kind](bench.raw)
+        add_drafter(bench.engine, drafter, BITS, bench.device, bench.draft_rows)
         rows += block_rows(bench, plain, truth)
     return plain, rows
 
@@ -380,6 +384,9 @@ def new_bench(name: str, device: str, quantize: Any, runs: int, tokens: int, who
 @click.option(
     "--rows", multiple=True, type=click.Choice(ROWS), help="Rows of the table; all by default."
 )
+@click.option(
+    "--drafter", "kind", default="dflash", show_default=True, type=click.Choice(list(KINDS))
+)
 @click.option("--whole-head", is_flag=True, help="Random models draft from all of the head.")
 @click.option("--json", "as_json", is_flag=True, help="One object on stdout.")
 @reported
@@ -390,6 +397,7 @@ def main(
     runs: int,
     tokens: int,
     rows: tuple[str, ...],
+    kind: str,
     whole_head: bool,
     as_json: bool,
 ) -> None:
@@ -397,7 +405,7 @@ def main(
     usual = ("8B", "3.5-4B") if device == "cuda" else [str(MODELS / n) for n in BUNDLED.values()]
     found = []
     for name in models or usual:
-        bench = new_bench(name, device, quantize, runs, tokens, whole_head)
+        bench = replace(new_bench(name, device, quantize, runs, tokens, whole_head), kind=kind)
         plain, made = rows_of(bench, rows or ROWS)
         if not as_json:
             ms, where = plain.seconds / plain.tokens * 1e3, device_name(bench.device)

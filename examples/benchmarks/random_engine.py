@@ -43,8 +43,8 @@ HEAD_BITS = 8
 
 
 def bits_of(module: str, bits: int) -> int:
-    """Bits of a linear by the recipe whose MLP has so many; of 4 or 8, all but the head's."""
-    if module == "lm_head":
+    """Bits of a linear by the recipe whose MLP has so many; of 4 or 8, all but heads."""
+    if module in ("lm_head", "markov_head.markov_w2"):
         return HEAD_BITS
     return bits + 1 if bits < 4 and "_attn." in module else bits
 
@@ -247,6 +247,14 @@ def drafter_of(raw: Mapping[str, Any], size: int = 16) -> dict[str, Any]:
         **(heads if wide else narrow),
         **{key: model[key] for key in kept},
     }
+
+
+def dspark_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of a DSpark drafter for a model's config.json, as DeepSpec trains them."""
+    found = drafter_of(raw, size=7)
+    section = found.pop("dflash_config")
+    own = {"architectures": ["Qwen3DSparkModel"], "markov_head_type": "vanilla", "markov_rank": 256}
+    return {**found, **section, **own}
 
 
 def add_drafter(
