@@ -193,7 +193,7 @@ def test_sequences_that_come_and_go_change_nothing(
     assert {key[2] for key in keys_of(drafting) if key[0] == "made"} > {1}  # sequences
 
 
-@by("random-2")
+@by("random-2", "dspark-2")
 def test_drafts_end_before_the_first_mask(models: tuple[lowbit.Model, lowbit.Model]) -> None:
     plain, drafting = models
     first = 66  # from 64 free tokens on drafts are made

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lowbit.runtime as lowbit
 from lowbit.convert import Recipe
-from lowbit.formats.errors import UnsupportedModelError
+from lowbit.formats.errors import FormatError, UnsupportedModelError
 from lowbit.formats.kv_cache import FP32_CACHE
 from lowbit.runtime.engine.draft.block import BlockRounds, Blocks
 from lowbit.runtime.engine.draft.source import Drafts
@@ -248,6 +248,23 @@ def test_copies_of_the_targets_tensors_take_no_memory(tmp_path: Path) -> None:
     twice = [name for name in own if "k_proj" in name or "v_proj" in name]
     beside = sum(4 * tensors[name].numel() for name in (*own, *twice))
     assert both.weight_bytes("cpu", dtype) - bare.weight_bytes("cpu", dtype) == beside
+
+
+@pytest.mark.parametrize("name", ["w1", "w2"])
+def test_damaged_tensors_are_refused(tmp_path: Path, name: str) -> None:
+    """Where they hold NaN, or have another shape than config.json says."""
+    tensor = f"markov_head.markov_{name}.weight"
+    write_drafter(tmp_path, base=DSPARK)
+    weights = load_file(tmp_path / "model.safetensors")
+    spoiled = weights[tensor].clone()
+    spoiled[7, 3] = float("nan")
+    save_file({**weights, tensor: spoiled}, tmp_path / "model.safetensors")
+    with pytest.raises(FormatError, match=rf"`{tensor}` holds NaN or Inf"):
+        load(tmp_path)
+    short = weights[tensor][:, :32].contiguous()
+    save_file({**weights, tensor: short}, tmp_path / "model.safetensors")
+    with pytest.raises(FormatError, match=rf"`{tensor}`: expected shape"):
+        load(tmp_path)
 
 
 def test_drafters_for_other_models_are_refused(tmp_path: Path) -> None:
