@@ -1,14 +1,17 @@
 """Counts of an engine: load, reused prompts, checked drafts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from lowbit.runtime.state.page_counts import EXTRA
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.engine import Engine
+
+Source = Literal["forced", "copied", "head", "drafter"]  # of drafts
+SOURCES: tuple[Source, ...] = get_args(Source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,17 @@ class Reuse:
 
 
 @dataclass(frozen=True, slots=True)
+class OfSource:
+    """Drafts of one source."""
+
+    rounds: int  # steps that checked some
+    drafted: int  # checked in all, those behind a wrong one included
+    # Of these, drafts behind right ones alone: each was right or wrong by itself
+    compared: int
+    accepted: int  # right ones among them
+
+
+@dataclass(frozen=True, slots=True)
 class Speculated:
     """Results of speculation, of one request or of several.
 
@@ -67,12 +81,14 @@ class Speculated:
         accepted: by position, rounds that accepted the draft there and all before it.
         tokens_a_round: mean tokens of a round, those behind a drafted stop token included; None
             without rounds.
+        sources: counts of each source that drafted.
     """
 
     rounds: int
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
     tokens_a_round: float | None
+    sources: Mapping[Source, OfSource] = field(default_factory=dict)
 
     @property
     def words(self) -> str:
@@ -87,17 +103,23 @@ class Tally:
     rounds: int = 0  # steps that checked drafts
     drafted: list[int] = field(default_factory=list)  # see `Speculated`
     accepted: list[int] = field(default_factory=list)  # see `Speculated`
+    sources: dict[Source, OfSource] = field(default_factory=dict)  # see `Speculated`
 
-    def count(self, drafted: int, accepted: int) -> None:
-        """Count a step that checked `drafted` drafts and accepted `accepted`."""
+    def count(self, drafted: int, accepted: int, source: Source) -> None:
+        """Count a step that checked `drafted` drafts of a source and accepted `accepted`."""
+        if not drafted:
+            return
         right = [1] * accepted + [0] * (drafted - accepted)
-        self.add(Tally(int(drafted > 0), [1] * drafted, right))
+        own = OfSource(1, drafted, min(accepted + 1, drafted), accepted)
+        self.add(Tally(1, [1] * drafted, right, {source: own}))
 
     def add(self, other: "Tally | Speculated") -> None:
         """Add the counts of another."""
         self.rounds += other.rounds
         self.drafted = _sums(self.drafted, other.drafted)
         self.accepted = _sums(self.accepted, other.accepted)
+        for source, own in other.sources.items():
+            self.sources[source] = _sum(self.sources.get(source), own)
 
     @property
     def tokens_a_round(self) -> float | None:
@@ -108,7 +130,18 @@ class Tally:
     def speculated(self) -> Speculated:
         """The counts so far."""
         counts = self.rounds, tuple(self.drafted), tuple(self.accepted)
-        return Speculated(*counts, self.tokens_a_round)
+        return Speculated(*counts, self.tokens_a_round, dict(self.sources))
+
+
+def _sum(a: OfSource | None, b: OfSource) -> OfSource:
+    if a is None:
+        return b
+    return OfSource(
+        rounds=a.rounds + b.rounds,
+        drafted=a.drafted + b.drafted,
+        compared=a.compared + b.compared,
+        accepted=a.accepted + b.accepted,
+    )
 
 
 def _sums(a: Sequence[int], b: Sequence[int]) -> list[int]:

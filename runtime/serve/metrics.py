@@ -20,7 +20,7 @@ from prometheus_client.core import (
 from prometheus_client.metrics_core import Metric
 
 from lowbit.formats.activation_modes import Activations
-from lowbit.runtime.engine.stats import Speculated, Tally
+from lowbit.runtime.engine.stats import SOURCES, OfSource, Speculated, Tally
 from lowbit.runtime.engine.stream import Answer
 from lowbit.runtime.serve.link.messages import LoadFound
 
@@ -182,6 +182,24 @@ class Collector:
         counts = (*found.accepted, *[0] * self.positions)[: self.positions]
         places = [(str(position), count) for position, count in enumerate(counts)]
         yield self._by_label(name, text, "position", places)
+        yield from self._sources(found)
+
+    def _sources(self, found: Speculated) -> Iterator[Metric]:
+        """The same by who drafted, each source from the start on."""
+        none = OfSource(0, 0, 0, 0)
+        counts = {source: found.sources.get(source, none) for source in SOURCES}
+        for name, text in (
+            ("rounds", "Rounds that verified drafts of a source."),
+            ("drafted", "Draft tokens of a source that were verified."),
+            ("compared", "Draft tokens of a source behind accepted ones alone."),
+            ("accepted", "Draft tokens of a source accepted."),
+        ):
+            made = CounterMetricFamily(
+                f"lowbit:drafts_{name}", text, labels=("model_name", "source")
+            )
+            for source, own in counts.items():
+                made.add_metric((self.model, source), getattr(own, name))
+            yield made
 
     def _metric(self, family: Callable[..., Metric], name: str, text: str, *value: Any) -> Metric:
         found: Any = family(f"vllm:{name}", text, labels=("model_name",))

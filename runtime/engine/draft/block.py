@@ -16,6 +16,7 @@ from lowbit.runtime.backends.cpu_linear import CpuLinear
 from lowbit.runtime.engine.draft.made import MadeRounds
 from lowbit.runtime.engine.graphs import width_for
 from lowbit.runtime.engine.load_options import MOST_DRAFTS
+from lowbit.runtime.engine.stats import Source
 from lowbit.runtime.models.architectures import BlockDrafter
 from lowbit.runtime.models.draft_output import DraftOutput, DraftRows, Markov
 from lowbit.runtime.state.pages import KVPages
@@ -70,6 +71,11 @@ class BlockRounds(MadeRounds):
         numbers = self.runner.ints(range(max(size, MOST_SEQUENCES + 1)))
         self._ids = numbers.new_full((MOST_SEQUENCES, size), mask)
         self._places, self._starts = numbers[:size], numbers[: MOST_SEQUENCES + 1] * size
+
+    @property
+    def source(self) -> Source:
+        """See `MadeRounds.source`."""
+        return "drafter"
 
     @property
     def guesses(self) -> tuple[float, ...]:

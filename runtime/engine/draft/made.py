@@ -17,6 +17,7 @@ from lowbit.runtime.engine.draft.state import drafts_of
 from lowbit.runtime.engine.draft.verify import Part, Verifier, count_accepted
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Ended, Sequence
+from lowbit.runtime.engine.stats import Source
 from lowbit.runtime.state.decode_inputs import DecodeInputs
 from lowbit.runtime.state.host_rings import RING, new_ring
 from lowbit.runtime.state.step import NO_SLOT, StepPlan
@@ -70,7 +71,7 @@ class MadeRound:
             tokens = self._accepted(sequence)
             state.seen = sequence.last
             accepted = count_accepted(tokens, sequence.request.stop_ids)
-            sequence.tally.count(self.drafts, accepted)
+            sequence.tally.count(self.drafts, accepted, self.rounds.source)
             if state.rates is not None:
                 state.rates.note(self.drafts, accepted)
             for place, token in enumerate(tokens):
@@ -106,6 +107,11 @@ class MadeRounds:
     def __post_init__(self) -> None:
         """Allocate the ring that `Ops.choose` writes to."""
         self.ring = new_ring(self.runner.sampler.rows, self.runner.on_gpu)
+
+    @property
+    def source(self) -> Source:
+        """Source of the drafts."""
+        raise NotImplementedError
 
     @property
     def guesses(self) -> tuple[float, ...]:

@@ -20,6 +20,7 @@ from lowbit.runtime.engine.draft.verify import Verifier
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Sequence
+from lowbit.runtime.engine.stats import Source
 from lowbit.runtime.models.qwen3_5_mtp import MtpHead
 from lowbit.runtime.state.decode_inputs import HIDDEN_RING, ring_place
 from lowbit.runtime.state.host_rings import write_rows
@@ -134,6 +135,11 @@ class MtpRounds(MadeRounds):
         MadeRounds.__post_init__(self)
         rows = self.inputs.step.rows
         self._singles = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
+
+    @property
+    def source(self) -> Source:
+        """See `MadeRounds.source`."""
+        return "head"
 
     @property
     def guesses(self) -> tuple[float, ...]:

@@ -22,7 +22,6 @@ from lowbit.runtime.engine.draft.policy import BURST, AcceptanceRates, Plan, Pol
 from lowbit.runtime.engine.draft.state import drafts_of
 from lowbit.runtime.engine.draft.verify import (
     Part,
-    Source,
     VerifiedRound,
     Verifier,
     slots_after,
@@ -32,6 +31,7 @@ from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.results import PendingStep
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Ended, Sequence
+from lowbit.runtime.engine.stats import Source
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.thresholds import EXACT_TOKENS, ROUND_TOKENS
 
@@ -39,7 +39,7 @@ BACKOFF = 7  # steps behind a plan without drafts, whose making takes the host s
 UNTIMED = 3  # steps behind a chunk of a prompt, or a recorded graph, whose time says nothing
 LONG = 64  # tokens without a mask from which on drafts may be made
 
-Proposal = tuple[Numbers[int], Source]
+Proposal = tuple[Numbers[int], Source | None]
 
 
 @dataclass(slots=True)
@@ -246,7 +246,7 @@ class Drafts:
         counts = [len(ids) for ids, _ in found]
         slots = slots_after(self.verifier.runner.spare, sequences, counts)
         return [
-            Part(each, tuple(ids[: len(writes) - 1]), writes, source if writes[1:] else "none")
+            Part(each, tuple(ids[: len(writes) - 1]), writes, source if writes[1:] else None)
             for each, (ids, source), writes in zip(sequences, found, slots, strict=True)
         ]
 
@@ -278,7 +278,9 @@ def _most_free_drafts(sequence: Sequence, most: int) -> int:
     return _most_drafts(sequence, most)
 
 
-def _propose(sequence: Sequence, most: int, copies: int) -> tuple[Numbers[int], Source, float]:
+def _propose(
+    sequence: Sequence, most: int, copies: int
+) -> tuple[Numbers[int], Source | None, float]:
     """Forced or copied drafts of one sequence, and how often such a draft is accepted.
 
     Args:
@@ -288,11 +290,11 @@ def _propose(sequence: Sequence, most: int, copies: int) -> tuple[Numbers[int], 
     """
     most, state = _most_drafts(sequence, most), drafts_of(sequence)
     if most == 0 or (sequence.constrained and state.ahead is None):
-        return (), "none", 0.0
+        return (), None, 0.0
     if sequence.constrained and (forced := state.forced[sequence.under_way :]):
         return forced[:most], "forced", 1.0
     if state.drafter is None or copies == 0:
-        return (), "none", 0.0
+        return (), None, 0.0
     for token in sequence.output[state.told :]:
         state.drafter.append(token)
     state.told = len(sequence.output)

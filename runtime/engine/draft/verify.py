@@ -8,7 +8,6 @@ the first one that differs from the chosen token.
 from collections.abc import Iterable
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,13 +18,12 @@ from lowbit.runtime.engine.draft.state import drafts_of
 from lowbit.runtime.engine.graphs import Graphs, longest_for, width_for
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Ended, Sequence
+from lowbit.runtime.engine.stats import Source
 from lowbit.runtime.state.decode_inputs import DecodeInputs
 from lowbit.runtime.state.host_rings import RING
 from lowbit.runtime.state.sampler import SamplerRows
 from lowbit.runtime.state.step import Span, StepPlan
 from lowbit.runtime.text.constraint import Constraint
-
-Source = Literal["none", "forced", "copied"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,7 @@ class Part:
     drafts: tuple[int, ...]  # tokens behind its last token
     # Slots for the recurrent states after the last token and after each draft
     writes: tuple[int, ...]
-    source: Source = "none"  # origin of the drafts
+    source: Source | None = None  # of its drafts; None without
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -134,7 +132,8 @@ def count_accepted(tokens: Numbers[int], stop_ids: frozenset[int]) -> int:
 def _note(part: Part, accepted: int) -> None:
     """Count the drafts of a part, and tell their source how many were accepted."""
     state, drafted = drafts_of(part.sequence), len(part.drafts)
-    part.sequence.tally.count(drafted, accepted)
+    if part.source is not None:
+        part.sequence.tally.count(drafted, accepted, part.source)
     if part.source == "copied" and state.drafter is not None:
         state.drafter.note(drafted, accepted)
 

@@ -72,12 +72,17 @@ def check_counts(made: dict[str, Any], most: int) -> None:
     assert all(right <= tried for right, tried in zip(accepted, drafted, strict=True))
     assert found["tokens_a_round"] == 1 + sum(accepted) / found["rounds"]
     assert found["rounds"] + sum(accepted) <= len(made["token_ids"]) - 1
+    [own] = found["sources"].values()
+    assert (own["rounds"], own["drafted"]) == (found["rounds"], sum(drafted))
+    assert own["accepted"] == sum(accepted)
+    assert own["accepted"] <= own["compared"] <= own["accepted"] + own["rounds"]
 
 
 def test_json_counts_drafts_by_position(run: Run) -> None:
     options = (HYBRID, PROMPT, *OPTIONS, "--json")
     made = json.loads(run(*options, "--speculate", "mtp", "--draft-tokens", "3").stdout)
     check_counts(made, most=3)
+    assert list(made["speculation"]["sources"]) == ["head"]
     plain = json.loads(run(*options).stdout)
     assert plain["speculation"] is None
     assert made["token_ids"] == plain["token_ids"]
@@ -87,6 +92,7 @@ def test_json_counts_drafts_by_position(run: Run) -> None:
         "drafted": [],
         "accepted": [],
         "tokens_a_round": None,
+        "sources": {},
     }
 
 

@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import httpx2
 import pytest
 
 from lowbit.runtime.engine.load import load
+from lowbit.runtime.engine.stats import SOURCES
 from lowbit.runtime.state.sampling_params import SamplingParams
 from tests.runtime.serve.conftest import BUNDLED, LONG, NAME, Running, running, until
 
@@ -66,6 +68,23 @@ def test_metrics_count_the_drafts_of_requests_that_ended(drafting: Running) -> N
     assert accepted == sum(grown) == sum(made.speculation.accepted)
     assert grown[: len(made.speculation.accepted)] == list(made.speculation.accepted)
     assert rounds > 0
+
+
+def test_metrics_say_who_drafted(drafting: Running) -> None:
+    before = metrics(drafting)
+    complete(drafting)
+    after = metrics(drafting)
+
+    def grown(name: str, source: str) -> float:
+        key = f'lowbit:drafts_{name}_total{{model_name="{NAME}",source="{source}"}}'
+        return after[key] - before[key]
+
+    made = drafting.model.generate(PROMPT, raw=True, sampling=SamplingParams(), max_new_tokens=40)
+    assert made.speculation is not None
+    own = asdict(made.speculation.sources["head"])
+    assert {name: grown(name, "head") for name in own} == own
+    for source in set(SOURCES) - {"head"}:
+        assert {grown(name, source) for name in own} == {0}
 
 
 def test_drafts_of_a_request_whose_client_leaves_are_counted(drafting: Running) -> None:

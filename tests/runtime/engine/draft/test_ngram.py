@@ -14,7 +14,7 @@ from lowbit.runtime.engine.draft.ngram import (
     GrowingText,
     NgramDrafter,
 )
-from lowbit.runtime.engine.stats import Speculated, Tally
+from lowbit.runtime.engine.stats import OfSource, Source, Speculated, Tally
 
 
 def longest_match(ids: Sequence[int]) -> tuple[int, int] | None:
@@ -98,13 +98,23 @@ def test_wrong_copies_lower_the_rate_and_steps_without_them_bring_it_back() -> N
 def test_a_tally_counts_by_place() -> None:
     tally = Tally()
     for drafted, accepted in ((3, 1), (0, 0), (1, 1), (4, 4)):
-        tally.count(drafted, accepted)
-    assert tally == Tally(3, [3, 2, 2, 1], [3, 1, 1, 1])
+        tally.count(drafted, accepted, "copied")
+    # Of the first three the last one stood behind a wrong one.
+    sources: dict[Source, OfSource] = {"copied": OfSource(3, 8, 7, 6)}
+    assert tally == Tally(3, [3, 2, 2, 1], [3, 1, 1, 1], sources)
     assert tally.tokens_a_round == 1 + 6 / 3
-    assert tally.speculated == Speculated(3, (3, 2, 2, 1), (3, 1, 1, 1), 3.0)
+    assert tally.speculated == Speculated(3, (3, 2, 2, 1), (3, 1, 1, 1), 3.0, sources)
     assert tally.speculated.words == "3.0 tokens a round"
     assert Tally().tokens_a_round is None
     assert Tally().speculated.words == ""
-    both = Tally(1, [1], [0])
+    both = Tally()
+    both.count(1, 0, "drafter")
     both.add(tally.speculated)
-    assert both == Tally(4, [4, 2, 2, 1], [3, 1, 1, 1])
+    both.add(tally)
+    assert both == Tally(
+        7,
+        [7, 4, 4, 2],
+        [6, 2, 2, 2],
+        {"drafter": OfSource(1, 1, 1, 0), "copied": OfSource(6, 16, 14, 12)},
+    )
+    assert tally.sources == sources

@@ -7,7 +7,7 @@ from lowbit.formats import errors
 from lowbit.formats.errors import LowbitError, SettingError, TooLongError
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
-from lowbit.runtime.engine.stats import Load, Speculated
+from lowbit.runtime.engine.stats import Load, OfSource, Speculated
 from lowbit.runtime.serve.link.messages import (
     Begin,
     Constraints,
@@ -64,7 +64,7 @@ def test_what_no_message_can_carry_is_refused(changes: dict[str, object]) -> Non
 
 def test_a_step_arrives() -> None:
     scores = TokenLogProbabilities(-0.1, ((3, -0.1), (4, -2.5)))
-    drafts = Speculated(3, (3, 2), (2, 1), 2.0)
+    drafts = Speculated(3, (3, 2), (2, 1), 2.0, {"drafter": OfSource(3, 5, 4, 3)})
     ended = problem_of(TooLongError("too long"))
     more = More(2, 7, True, [scores], [None, scores], drafts, ended)
     step = Step([1, 2], [[5], [6, 7, 248_000]], [more])
