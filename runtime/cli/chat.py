@@ -115,7 +115,7 @@ def chat(
     made: list[Generation] = []
     seen = sys.stdout.isatty() or sys.stderr.isatty()
     interactive = not as_json and sys.stdin.isatty() and seen
-    view = _view(interactive, as_json, made)
+    view = _view(interactive, as_json, made, options)
     ask = _prompting(talk, history) if interactive else _reading(sys.stdin.buffer)
     talk, failure = _converse(talk, ask, view)
     if as_json:
@@ -167,17 +167,22 @@ def _converse(talk: "Chat", ask: Ask, view: "View") -> "tuple[Chat, BaseExceptio
             return talk, failure
 
 
-def _view(interactive: bool, quiet: bool, made: "list[Generation]") -> "View":
+def _view(interactive: bool, quiet: bool, made: "list[Generation]", options: LoadOptions) -> "View":
     """Show answers on stdout, all else on stderr; every finished answer is added to `made`."""
     from lowbit.runtime.cli.answer import new_printer, summary
     from lowbit.runtime.conversation.keyboard import unseen
     from lowbit.runtime.conversation.respond import View
+    from lowbit.runtime.engine.chance import ChanceWatch
+
+    watch = ChanceWatch(options)
 
     def finished(generation: "Generation") -> None:
         if quiet:
             made.append(generation)
         if not interactive:  # the prompt's bottom line and /stats say it otherwise
             note(summary(generation))
+        if (doubt := watch.count(generation.speculation)) is not None:
+            note(doubt)
 
     return View(
         note=_show_lines,

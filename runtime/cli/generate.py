@@ -122,6 +122,7 @@ def _load(name: str, options: "LoadOptions", sequences: int) -> "Model":
 def _answer(model: "Model", prompt: str, settings: "AnswerSettings", as_json: bool) -> None:
     """Answer one prompt."""
     from lowbit.runtime.cli.answer import show, summary
+    from lowbit.runtime.engine.chance import ChanceWatch
 
     stream = model.stream(
         settings.prompt(prompt), thinking=settings.thinking, **settings.keywords(model)
@@ -139,6 +140,9 @@ def _answer(model: "Model", prompt: str, settings: "AnswerSettings", as_json: bo
         print_json({**asdict(generation), "load_s": model.load_s, **facts})
     else:
         note(summary(generation))
+    doubt = ChanceWatch(model.options).count(generation.speculation)
+    if doubt is not None:
+        note(doubt)
 
 
 def _in_terminal() -> bool:

@@ -238,6 +238,7 @@ def answer_file(
     Raises:
         RequestError, ResourceError: the file of answers cannot be continued or written.
     """
+    from lowbit.runtime.engine.chance import ChanceWatch
     from lowbit.runtime.engine.stream import answer_all  # needs torch
 
     if out is not None:
@@ -254,6 +255,7 @@ def answer_file(
         "activations": options.activations,
     }
     failed: list[int] = []
+    watch = ChanceWatch(options)
     with (
         _writer(out, as_json) as write,
         progress_bars({"answers": "answering"}, quiet=out is None) as progress,
@@ -268,6 +270,8 @@ def answer_file(
                 answer = {"error": str(result), "hint": result.hint}
             else:
                 answer = {**asdict(result), **facts}
+                if (doubt := watch.count(result.speculation)) is not None:
+                    note(doubt)
             write({"id": line.id, **answer, DIGEST: digests[line.id]})
             progress("answers", count, len(lines))
         progress("answers", len(lines), len(lines))

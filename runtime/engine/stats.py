@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from math import log
 from typing import TYPE_CHECKING, Literal, get_args
 
 from lowbit.runtime.state.page_counts import EXTRA
@@ -12,6 +13,16 @@ if TYPE_CHECKING:
 
 Source = Literal["forced", "copied", "head", "drafter"]  # of drafts
 SOURCES: tuple[Source, ...] = get_args(Source)
+MADE: tuple[Source, ...] = ("head", "drafter")  # trained for the model
+# Share of right drafts by chance: who always drafts the commonest token of the bundled stories, the
+# full stop, is right at 0.065.
+CHANCE = 0.065
+# Below it drafts never pay: checking one costs 1.25 plain steps at the least (docs/speculation.md).
+PAYING = 0.25
+# Logarithm of how much likelier CHANCE makes the drafts than PAYING does. Drafts that are right at
+# PAYING or more often ever reach it with a probability of 1e-4 at most, whenever one looks and
+# whenever drafting is paused (Wald's test, Ville's inequality).
+EVIDENCE = log(1e4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +81,16 @@ class OfSource:
     compared: int
     accepted: int  # right ones among them
 
+    @property
+    def like_chance(self) -> bool:
+        """True if enough were compared to say that they are right as rarely as by chance.
+
+        42 wrong ones are enough, or 200 of which 22 are right.
+        """
+        wrong = self.compared - self.accepted
+        for_right, for_wrong = log(CHANCE / PAYING), log((1 - CHANCE) / (1 - PAYING))
+        return self.accepted * for_right + wrong * for_wrong >= EVIDENCE
+
 
 @dataclass(frozen=True, slots=True)
 class Speculated:
@@ -82,6 +103,8 @@ class Speculated:
         tokens_a_round: mean tokens of a round, those behind a drafted stop token included; None
             without rounds.
         sources: counts of each source that drafted.
+        like_chance: the head or the drafter, if it is right as rarely as by chance; most counts are
+            too small to say.
     """
 
     rounds: int
@@ -89,6 +112,7 @@ class Speculated:
     accepted: tuple[int, ...]
     tokens_a_round: float | None
     sources: Mapping[Source, OfSource] = field(default_factory=dict)
+    like_chance: tuple[Source, ...] = ()
 
     @property
     def words(self) -> str:
@@ -130,7 +154,8 @@ class Tally:
     def speculated(self) -> Speculated:
         """The counts so far."""
         counts = self.rounds, tuple(self.drafted), tuple(self.accepted)
-        return Speculated(*counts, self.tokens_a_round, dict(self.sources))
+        doubted = (name for name in MADE if name in self.sources and self.sources[name].like_chance)
+        return Speculated(*counts, self.tokens_a_round, dict(self.sources), tuple(doubted))
 
 
 def _sum(a: OfSource | None, b: OfSource) -> OfSource:

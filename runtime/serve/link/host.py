@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 
 from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.formats.machine.system import explained
+from lowbit.runtime.engine.chance import ChanceWatch
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
@@ -118,7 +119,7 @@ class Stepper:
     def __init__(self, model: Model) -> None:
         """Prepare the thread, which `start` starts."""
         self.problem: Problem | None = None
-        self._engine = model.engine
+        self._engine, self._watch = model.engine, ChanceWatch(model.options)
         self._asked: SimpleQueue[Running | None] = SimpleQueue()
         self._running: list[Running] = []
         self._turned: float | None = None  # when the turn began; None while nobody waits
@@ -221,6 +222,8 @@ class Stepper:
                 news.setdefault(each.connection, []).append((each, tokens, more))
             if more is None or not more.ended:
                 left.append(each)
+            elif (doubt := self._watch.count(more.speculation)) is not None:
+                log.warning("%s", doubt)
         self._running = left
         for connection, found in news.items():
             _send(connection, found)

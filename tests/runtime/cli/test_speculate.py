@@ -93,6 +93,7 @@ def test_json_counts_drafts_by_position(run: Run) -> None:
         "accepted": [],
         "tokens_a_round": None,
         "sources": {},
+        "like_chance": [],
     }
 
 
