@@ -1,6 +1,7 @@
 """`lowbit-run bench`."""
 
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -9,6 +10,7 @@ from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import folders, json_option, model_name, with_options
 from lowbit.formats.shell.output import print_json
 from lowbit.formats.shell.sections import Sectioned
+from lowbit.runtime.cli.bench_prompts import check_prompts, measure_prompts
 from lowbit.runtime.cli.bench_server import (
     check_without_server,
     measure_server,
@@ -54,6 +56,13 @@ measure_options = with_options(
         is_flag=True,
         help="Draw tokens with temperature 0.7, top-k 20 and top-p 0.95 instead of the likeliest.",
     ),
+    click.option(
+        "--prompts",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="With --speculate: measure the answers to the lines of FILE, which are those of "
+        "generate --prompts, one at a time. Texts of `stop` end none.",
+    ),
 )
 
 
@@ -65,6 +74,7 @@ measure_options = with_options(
     Examples:
       lowbit-run bench qwen3-8b-int4
       lowbit-run bench qwen3-8b-int4 --prompt-tokens 8000 --speculate ngram
+      lowbit-run bench qwen3-8b-int4 --speculate dflash --drafter DIR --prompts own.jsonl
       lowbit-run bench Qwen/Qwen3-8B --quantize int4 --group-size 64 --json
       lowbit-run bench --url localhost:8000 --clients 1,8,64
       lowbit-run bench --url localhost:8000 --rate 4,8 --first-token-limit 1
@@ -89,6 +99,7 @@ def bench(
     new_tokens: int,
     runs: int,
     sampled: bool,
+    prompts: Path | None,
     as_json: bool,
     **server: Any,
 ) -> None:
@@ -96,18 +107,23 @@ def bench(
 
     Without --speculate no token is drafted. With it, runs take turns with runs without, and the
     factor between the two is shown. Prompts are arbitrary tokens, so real text has more or fewer
-    drafts accepted.
+    drafts accepted; --prompts takes yours, and shows a row for each.
 
     With --url, measure a running server instead: tokens and requests per second, and percentiles
     of the times to the first token, between tokens and to the end, under each load.
     """
     settings = BenchSettings(prompt_tokens, new_tokens, runs, sampled)
+    if prompts is not None:
+        check_prompts(options, server["url"])
     if server["url"] is not None:
         measure_server(name, options, settings, server, as_json)
         return
     if name is None:
         raise click.UsageError("Missing argument 'MODEL' (or give --url).")
     check_without_server(server)
+    if prompts is not None:
+        failed = measure_prompts(name, options, settings, prompts, as_json)
+        click.get_current_context().exit(1 if failed else 0)
     from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT
     from lowbit.runtime.lab.bench import bench as measure
     from lowbit.runtime.lab.facts import measurement_facts

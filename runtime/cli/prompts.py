@@ -247,7 +247,7 @@ def answer_file(
     digests = {line.id: line.digest(identity) for line in lines}
     done = set() if out is None else keep_answers(out, lines, digests)
     asked = [line for line in lines if line.id not in done]
-    requests = (_request(model, line) for line in asked)
+    requests = (request_of(model, line) for line in asked)
     options = model.options
     facts = {
         "device": model.device,
@@ -266,7 +266,7 @@ def answer_file(
             line = asked[number]
             if isinstance(result, LowbitError):
                 failed.append(line.number)
-                _note_failure(line, result)
+                note_failure(line, str(result), result.hint)
                 answer = {"error": str(result), "hint": result.hint}
             else:
                 answer = {**asdict(result), **facts}
@@ -290,13 +290,13 @@ def _note_counts(asked: int, failed: list[int], done: int, out: Path | None) -> 
     note(", ".join(counts) + ("" if out is None else f": {out}"))
 
 
-def _note_failure(line: PromptLine, error: LowbitError) -> None:
+def note_failure(line: PromptLine, error: str, hint: str | None) -> None:
     """Say on stderr which line has failed, and why."""
-    hint = f"; {error.hint}" if error.hint else ""
-    note(f"! line {line.number}, {line.id}: {error}{hint}")
+    more = f"; {hint}" if hint else ""
+    note(f"! line {line.number}, {line.id}: {error}{more}")
 
 
-def _request(model: "Model", line: PromptLine) -> "Request | LowbitError":
+def request_of(model: "Model", line: PromptLine) -> "Request | LowbitError":
     """A request, or the reason why it cannot be made."""
     settings, prompt = line.settings, line.prompt
     asked = settings.prompt(prompt) if isinstance(prompt, str) else prompt

@@ -16,6 +16,7 @@ from lowbit.runtime.engine.chunks import new_chunks
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.model import Model
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stats import Speculated, Tally
 from lowbit.runtime.lab.bench_settings import BenchSettings
 from lowbit.runtime.lab.machine_speed import (
@@ -300,20 +301,26 @@ def timed_run(model: Model, settings: BenchSettings) -> TimedRun:
         RequestError: all tokens came in one step.
     """
     prompt = arbitrary_prompt(model, settings.prompt_tokens)
+    request = Request(tuple(prompt), choice_of(settings), settings.new_tokens)
+    return timed_answer(model, request)
+
+
+def timed_answer(model: Model, request: Request) -> TimedRun:
+    """A run of one request; see `timed_run`."""
     model.engine.forget()
     settle(model.device)
     started = time.perf_counter()
-    tokens = model.engine.generate(prompt, choice_of(settings), settings.new_tokens)
+    tokens = model.engine.submit(request)
     next(tokens)
     first = time.perf_counter()
-    timed = settings.new_tokens - 1 - len(tokens.poll())
+    beside = len(tokens.poll())
+    timed = sum(1 for _ in tokens)
+    seconds = time.perf_counter() - first
     if timed == 0:
         raise RequestError(
-            f"all {settings.new_tokens} tokens came in one step", hint="ask for more --new-tokens"
+            f"all {1 + beside} tokens came in one step", hint="ask for more --new-tokens"
         )
-    for _ in tokens:
-        pass
-    return TimedRun(first - started, time.perf_counter() - first, timed, tokens.speculation)
+    return TimedRun(first - started, seconds, timed, tokens.speculation)
 
 
 def choice_of(settings: BenchSettings) -> SamplingParams:

@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from lowbit.formats.printable import printable
 from lowbit.formats.shell.tables import plain_table, results, styled
 from lowbit.runtime.lab.checks import Finding, State
 
 if TYPE_CHECKING:  # what needs torch, which may be missing
     from lowbit.runtime.engine.stats import Speculated
     from lowbit.runtime.lab.bench import BenchResult
+    from lowbit.runtime.lab.bench_prompts import PromptSpeed
     from lowbit.runtime.lab.expected import Speed
     from lowbit.runtime.lab.http_load.bench import ServerResult
     from lowbit.runtime.lab.http_load.result import LoadResult, Percentiles
@@ -140,6 +142,22 @@ def show_bench(name: str, result: "BenchResult") -> None:
         results().print(f"slower than expected: `lowbit-run tune {name}` may find better launches")
 
 
+def show_prompts(title: str, speeds: "Sequence[PromptSpeed]") -> None:
+    """A row for each prompt, and for all of them."""
+    columns = ("tokens", "tokens a round", "tok/s", "off", "against off")
+    table = plain_table(title, ("prompt",), columns)
+    for each in speeds:
+        table.add_row(
+            "all" if each.id is None else printable(str(each.id)),
+            f"{each.tokens:,}",
+            "" if each.speculation is None else _tokens_a_round(each.speculation),
+            f"{each.tokens_per_s:,.1f}",
+            f"{each.plain_tokens_per_s:,.1f}",
+            f"x {each.factor:.2f}",
+        )
+    results().print(table)
+
+
 def show_server(result: "ServerResult") -> None:
     """A column for each load, and a line for each thing that spoils its figures."""
     from lowbit.runtime.lab.http_load.clients import load_title
@@ -238,10 +256,14 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def _tokens_a_round(found: "Speculated") -> str:
+    return "no rounds" if found.tokens_a_round is None else f"{found.tokens_a_round:.2f}"
+
+
 def _rounds(found: "Speculated") -> str:
     if found.tokens_a_round is None:
-        return "no rounds"
-    return f"{found.tokens_a_round:.2f} in {found.rounds:,} round{'s' if found.rounds > 1 else ''}"
+        return _tokens_a_round(found)
+    return f"{_tokens_a_round(found)} in {found.rounds:,} round{'s' if found.rounds > 1 else ''}"
 
 
 def _accepted(found: "Speculated") -> str:

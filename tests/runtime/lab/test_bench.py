@@ -14,6 +14,7 @@ from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime import load
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.lab import bench as bench_module
 from lowbit.runtime.lab.bench import TimedRun, bench, measure_speed, step_bytes
@@ -85,13 +86,13 @@ def test_runs_64_and_128_tokens_unless_told(run: Run) -> None:
 
 def test_sampled_runs_are_sampled(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[SamplingParams] = []
-    generate = Engine.generate
+    submit = Engine.submit
 
-    def spy(engine: Engine, prompt: list[int], params: SamplingParams, count: int) -> Handle:
-        used.append(params)
-        return generate(engine, prompt, params, count)
+    def spy(engine: Engine, request: Request) -> Handle:
+        used.append(request.sampling)
+        return submit(engine, request)
 
-    monkeypatch.setattr(Engine, "generate", spy)
+    monkeypatch.setattr(Engine, "submit", spy)
     measured = json.loads(run("--json", "--sampled", *SHORT).stdout)
     assert measured["sampled"] is True
     assert {(each.temperature, each.top_k, each.top_p) for each in used} == {(0.7, 20, 0.95)}

@@ -147,9 +147,9 @@ def test_tokens_of_the_first_step_are_not_timed(
     hybrid: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(hybrid, device="cpu", context=64)
-    monkeypatch.setattr(Engine, "generate", lambda *_: Given(beside=3, rest=6))
+    monkeypatch.setattr(Engine, "submit", lambda *_: Given(beside=3, rest=6))
     assert bench_module.timed_run(model, BenchSettings(1, 10)).tokens == 6
-    monkeypatch.setattr(Engine, "generate", lambda *_: Given(beside=9, rest=0))
+    monkeypatch.setattr(Engine, "submit", lambda *_: Given(beside=9, rest=0))
     with pytest.raises(RequestError, match="all 10 tokens came in one step"):
         bench_module.timed_run(model, BenchSettings(1, 10))
 
