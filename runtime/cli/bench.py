@@ -10,7 +10,6 @@ from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import folders, json_option, model_name, with_options
 from lowbit.formats.shell.output import print_json
 from lowbit.formats.shell.sections import Sectioned
-from lowbit.runtime.cli.bench_prompts import check_prompts, measure_prompts
 from lowbit.runtime.cli.bench_server import (
     check_without_server,
     measure_server,
@@ -74,7 +73,7 @@ measure_options = with_options(
     Examples:
       lowbit-run bench qwen3-8b-int4
       lowbit-run bench qwen3-8b-int4 --prompt-tokens 8000 --speculate ngram
-      lowbit-run bench qwen3-8b-int4 --speculate dflash --drafter DIR --prompts own.jsonl
+      lowbit-run bench qwen3-8b-int4 --speculate ngram --prompts own.jsonl
       lowbit-run bench Qwen/Qwen3-8B --quantize int4 --group-size 64 --json
       lowbit-run bench --url localhost:8000 --clients 1,8,64
       lowbit-run bench --url localhost:8000 --rate 4,8 --first-token-limit 1
@@ -114,6 +113,8 @@ def bench(
     """
     settings = BenchSettings(prompt_tokens, new_tokens, runs, sampled)
     if prompts is not None:
+        from lowbit.runtime.cli.bench_prompts import check_prompts, measure_prompts
+
         check_prompts(options, server["url"])
     if server["url"] is not None:
         measure_server(name, options, settings, server, as_json)
