@@ -7,13 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowbit.convert.plan.plan import Plan, and_more
-from lowbit.formats.architectures import is_carried, kind_of
+from lowbit.formats.architectures import is_carried, is_drafter, kind_of
 from lowbit.formats.architectures.decoder import TEXT
 from lowbit.formats.architectures.names import MTP_PREFIX, expert_of
 from lowbit.formats.layout.quantization_config import unserved
 from lowbit.formats.layout.scheme import COMMON_BITS, SERVED_BITS, Scheme, of_most_weights
 
 LOSS_OF_FEW_BITS = {3: "2", 2: "6 to 7"}  # mean KL, of that at 4 bits
+PACKED_DRAFTER = (
+    "lowbit-run loads a packed drafter; SGLang is reported to load such without an error and to "
+    "accept 1.00 token a round (its issue 39087), and vLLM has not been tried: give these the "
+    "drafter in BF16"
+)
 QWEN3_5 = ("qwen3_5", "qwen3_5_moe")  # model types of the wrapped form
 QWEN3_5_TEXT = ("qwen3_5_text", "qwen3_5_moe_text")
 
@@ -32,6 +37,11 @@ class VllmUse:
         parts = [f"from {self.release} on ({self.reason})"] if self.release else []
         parts += [f"with {' '.join(self.options)}"] if self.options else []
         return ", ".join(parts)
+
+
+def packed_drafter(config: Mapping[str, Any], schemes: Iterable[Scheme | None]) -> str | None:
+    """Sentence on engines that take a packed drafter; None for models and for one that is not."""
+    return PACKED_DRAFTER if is_drafter(config) and any(schemes) else None
 
 
 def smaller_groups(plan: Plan) -> str | None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from lowbit.convert.measure.pair import is_rotated
 from lowbit.convert.measure.record import QualityReport
-from lowbit.convert.plan.compatibility import vllm_reasons, vllm_use
+from lowbit.convert.plan.compatibility import packed_drafter, vllm_reasons, vllm_use
 from lowbit.convert.report import formatting
 from lowbit.convert.report.html import recipe_facts
 from lowbit.convert.report.linears import kinds
@@ -84,6 +84,7 @@ def _of_folder(packed: PackedCheckpoint) -> dict[str, Any]:
         "text_only": manifest is not None and bool(manifest.recipe.get("drop_vision")),
         "mtp": any(part_of(config, spec.name) == "mtp" for spec in packed.specs),
         "drafter": is_drafter(config),
+        "packed_drafter": packed_drafter(config, packed.schemes.values()),
         "rotated": is_rotated(manifest),
         "kept": read_kept_vocabulary(packed.checkpoint.folder),
         "verifiable": manifest is not None,

@@ -16,6 +16,7 @@ from lowbit.convert.plan.compatibility import (
     VllmUse,
     few_bits,
     one_scheme_misfits,
+    packed_drafter,
     runtime_verdict,
     smaller_groups,
     transformers_verdict,
@@ -94,10 +95,13 @@ def plan(source: str, ahead: Estimate, sizes: PredictedSizes) -> None:
             "without its vision tower the result loads through text classes only: "
             "transformers AutoModelForCausalLM, vLLM with --language-model-only"
         )
+    drafter = packed_drafter(made.config, made.schemes.values())
+    if drafter is not None:
+        console.print(drafter)
     for engine, reasons in refusals(made).items():
         if reasons:
             console.print(styled(f"{engine}: ", ("cannot load the result", "bold red")))
-        elif engine == "vLLM":
+        elif engine == "vLLM" and drafter is None:
             console.print(f"vLLM: can load the result {use_by_vllm(made)}".rstrip())
         for reason in reasons:
             console.print(f"  {reason}")
@@ -121,6 +125,7 @@ def plan_json(source: str, ahead: Estimate, sizes: PredictedSizes) -> dict[str, 
     reasons = vllm_verdict(made)
     wrong, unserved = transformers_verdict(made), runtime_verdict(made)
     use = VllmUse() if reasons else use_by_vllm(made)
+    drafter = packed_drafter(made.config, made.schemes.values())
     return {
         "source": source,
         "recipe": made.recipe.to_json(),
@@ -139,11 +144,12 @@ def plan_json(source: str, ahead: Estimate, sizes: PredictedSizes) -> dict[str, 
         "dequantized_for_gptq_and_awq": one_scheme_misfits(made),
         "run": asdict(run_memory(made)),
         "vllm": {
-            "loads": not reasons,
+            "loads": None if drafter is not None and not reasons else not reasons,
             "reasons": reasons,
             "release": use.release,
             "options": list(use.options),
         },
+        "packed_drafter": drafter,
         "transformers": {"loads": wrong is None, "reason": wrong},
         "lowbit_run": {"serves": unserved is None, "reason": unserved},
         "files": [{"name": s.file, "size_bytes": s.size} for s in made.shards],
@@ -216,7 +222,9 @@ def announce(ahead: Estimate) -> None:
     tokens = ahead.windows.count * ahead.windows.length
     if ahead.method.calibrated and tokens < FEW_TOKENS:
         note(f"! {tokens:,} tokens of calibration text are few; use {FEW_TOKENS:,} or more")
-    for sentence in (smaller_groups(ahead.plan), few_bits(ahead.plan)):
+    plan = ahead.plan
+    drafter = packed_drafter(plan.config, plan.schemes.values())
+    for sentence in (smaller_groups(plan), few_bits(plan), drafter):
         if sentence is not None:
             note(sentence)
 

@@ -9,6 +9,7 @@ import pytest
 from click.testing import Result
 
 from lowbit.convert.plan.choice_of_method import check_method
+from lowbit.convert.plan.compatibility import PACKED_DRAFTER, packed_drafter
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.errors import QuantizationError
@@ -17,6 +18,7 @@ from lowbit.formats.packed import open_packed
 from tests.conversions import convert
 from tests.drafters import CONFIG, DSPARK, write_drafter
 
+MODEL = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
 Cli = Callable[..., Result]
 
 
@@ -66,7 +68,10 @@ def test_commands_take_drafters(
     assert made["method"] == "rtn"
     assert made["verdict"]["grade"] is None
     assert "predicts nothing without its target" in made["verdict"]["reason"]
-    assert "--speculate dflash --drafter" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert "--speculate dflash --drafter" in card
+    assert "accept 1.00 token a round (its issue 39087)" in card
+    assert "vllm serve" not in card
     assert cli("verify", str(out), "--source", str(source)).exit_code == 0
     assert kind in cli("inspect", str(out)).output
     assert cli("compare", "--diff", str(out), str(out)).exit_code == 0
@@ -74,6 +79,22 @@ def test_commands_take_drafters(
     assert "which predicts nothing without its" in cli("report", str(out)).stderr
     exported = cli("export", str(out), str(tmp_path / "file"), "--to", "gguf")
     assert f"`{kind}` cannot be exported yet" in exported.stderr
+
+
+def test_engines_of_a_packed_drafter_are_named(tmp_path: Path, cli: Cli) -> None:
+    """By the plan and the conversion; not of a model, nor of a drafter that stays as it is."""
+    source = tmp_path / "source"
+    write_drafter(source)
+    shown = " ".join(cli("plan", str(source), "--device", "cpu").stdout.split())
+    assert "accept 1.00 token a round (its issue 39087)" in shown
+    assert "vLLM: can load the result" not in shown
+    planned = json.loads(cli("plan", str(source), "--device", "cpu", "--json").stdout)
+    assert (planned["packed_drafter"], planned["vllm"]["loads"]) == (PACKED_DRAFTER, None)
+    made = cli(str(source), str(tmp_path / "out"), "--device", "cpu")
+    assert made.stderr.count("issue 39087") == 1
+    model = json.loads(cli("plan", str(MODEL), "--device", "cpu", "--json").stdout)
+    assert (model["packed_drafter"], model["vllm"]["loads"]) == (None, True)
+    assert packed_drafter(CONFIG, [None, None]) is None
 
 
 @pytest.mark.parametrize(
