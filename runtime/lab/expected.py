@@ -8,7 +8,7 @@ layer, the time of PyTorch's calls; its prompts take the time of products. It me
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,13 @@ from lowbit.runtime.lab.machine_speed import (
     read_bandwidth,
     seconds_beside_read,
 )
-from lowbit.runtime.models.loader import OpenedModel, open_model, refuse_drafter
+from lowbit.runtime.models.loader import (
+    OpenedModel,
+    check_drafter,
+    open_model,
+    refuse_drafter,
+    with_drafter,
+)
 from lowbit.runtime.weights.quantized import quantized
 
 SHORT = 128  # tokens in the cache, as in BENCHMARKS.md
@@ -51,6 +57,18 @@ DTYPE = torch.bfloat16
 RECIPE: Base = "int4"  # of a model that is not quantized
 USUAL = Path(__file__).with_name("usual.json")
 WORKSPACE = {"cpu": 1 << 30, "cuda": 1 << 30}  # libraries, activations, graphs
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterDemand:
+    """Bytes of a drafter that suits a model, and what it drafts."""
+
+    name: str  # of its folder
+    weights: int  # bytes of its weights, and of the rows of the model's draft head if there is one
+    cache_token_bytes: int  # of its keys and values, for each token of a sequence
+    layers: int  # its own
+    block: int  # tokens that a pass drafts, the last token of the sequence included
+    reads: tuple[int, ...]  # layers of the model whose outputs it takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +86,7 @@ class Demand:
     experts: bool = False  # it is a mixture of experts
     # that the bytes are counted by; None where they are those of a packed folder
     recipe: Base | None = RECIPE
+    drafter: DrafterDemand | None = None  # counted in `weights` and `sequence_bytes`
 
 
 @cache
@@ -93,6 +112,7 @@ class Expected:
     share: float  # of the bandwidth, at that speed
     # to expect of a prompt of PROMPT tokens on a CPU; None on a GPU
     prompt_tokens_per_s: float | None
+    drafter: DrafterDemand | None = None  # its memory is counted, its drafts are not
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +125,17 @@ class Speed:
     models: tuple[Expected, ...]  # one or more
 
 
-def measured_speed(name: str | None, device: str) -> Speed:
+def measured_speed(name: str | None, device: str, drafter: str | None = None) -> Speed:
     """Measure the bandwidth of a device, and say what it means for a model.
 
     Args:
         name: as in `demand_of`; None for the usual sizes.
+        device: as in `demand_of`, as the rest.
 
     Raises:
         LowbitError: as `demand_of`.
     """
-    demands = usual() if name is None else (demand_of(name, device),)
+    demands = usual() if name is None else (demand_of(name, device, drafter),)
     free = free_bytes(device)
     bandwidth = read_bandwidth(device)
     products = products_per_s() if device == "cpu" else None
@@ -159,22 +180,28 @@ def expected(
         tokens_per_s=1 / seconds,
         share=read / seconds,
         prompt_tokens_per_s=None if prompt_s is None else PROMPT / prompt_s,
+        drafter=demand.drafter,
     )
 
 
-def demand_of(name: str, device: str) -> Demand:
+def demand_of(name: str, device: str, drafter: str | None = None) -> Demand:
     """Demand of a model, by its headers or by config.json alone.
 
     A model that is not quantized counts as `--quantize int4` would load it.
 
     Args:
         name: folder, config.json, or Hub id, whose headers are fetched.
+        device: `cpu` or `cuda`.
+        drafter: of the model, likewise; counted as it is stored.
 
     Raises:
-        LowbitError: no model, a damaged one, or one that cannot be served.
+        LowbitError: no model, a damaged one, or one that cannot be served; no drafter, or one for
+            another model.
     """
     opened, recipe = open_headers(name)
-    config = opened.config
+    if drafter is not None:
+        opened = _with_drafter(opened, drafter)
+    config, beside = opened.config, _drafter_demand(opened, drafter, device)
     tokens = min(DEFAULT_CONTEXT, config.max_position_embeddings)
     states = state_bytes(config, DTYPE.itemsize)
     short = kv_bytes(config, min(SHORT, tokens), DTYPE.itemsize)
@@ -182,11 +209,38 @@ def demand_of(name: str, device: str) -> Demand:
         name=name,
         weights=opened.weight_bytes(device, DTYPE),
         token_bytes=read_weights(opened, device, DTYPE) + short + 2 * states,
-        sequence_bytes=kv_bytes(config, tokens, DTYPE.itemsize) + states,
+        sequence_bytes=kv_bytes(config, tokens, DTYPE.itemsize)
+        + states
+        + (0 if beside is None else tokens * beside.cache_token_bytes),
         layers=config.num_hidden_layers,
         token_weights=opened.token_weights(),
         experts=config.experts is not None,
         recipe=recipe,
+        drafter=beside,
+    )
+
+
+def _with_drafter(opened: OpenedModel, name: str) -> OpenedModel:
+    path = Path(name)
+    if path.is_dir() and any(path.glob("*.safetensors")):
+        return with_drafter(opened, path)
+    packed = check_packed(_headers(path, name), None, SERVED_BITS)
+    return replace(opened, drafter=check_drafter(packed, name, opened))
+
+
+def _drafter_demand(opened: OpenedModel, name: str | None, device: str) -> DrafterDemand | None:
+    own = opened.drafter
+    blocks = None if own is None else own.config.block_drafts
+    if own is None or name is None or blocks is None:
+        return None
+    alone = replace(opened, drafter=None, draft=None)
+    return DrafterDemand(
+        name=name,
+        weights=opened.weight_bytes(device, DTYPE) - alone.weight_bytes(device, DTYPE),
+        cache_token_bytes=kv_bytes(own.config, 1, DTYPE.itemsize),
+        layers=own.config.num_hidden_layers,
+        block=blocks.size,
+        reads=blocks.target_layers,
     )
 
 

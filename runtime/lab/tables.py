@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # what needs torch, which may be missing
     from lowbit.runtime.engine.stats import Speculated
     from lowbit.runtime.lab.bench import BenchResult
     from lowbit.runtime.lab.bench_prompts import PromptSpeed
-    from lowbit.runtime.lab.expected import Speed
+    from lowbit.runtime.lab.expected import DrafterDemand, Speed
     from lowbit.runtime.lab.http_load.bench import ServerResult
     from lowbit.runtime.lab.http_load.result import LoadResult, Percentiles
     from lowbit.runtime.lab.listing import Cache, Listed
@@ -70,6 +70,21 @@ def show_speed(speed: "Speed") -> None:
     console.print(EXPLAINED[speed.device])
     if any(each.recipe is not None for each in speed.models):
         console.print("weights: INT4, as lowbit-convert makes them and --quantize int4 loads them")
+    for each in speed.models:
+        if each.drafter is not None:
+            console.print(_drafter(each.drafter))
+
+
+def _drafter(found: "DrafterDemand") -> str:
+    from lowbit.formats.folder_size import size
+
+    return (
+        f"drafter {printable(found.name)}: suits the model; blocks of {found.block} tokens, "
+        f"{found.layers} layers, reads the outputs of layers {', '.join(map(str, found.reads))}; "
+        f"{size(found.weights)} of weights and {size(found.cache_token_bytes)} of BF16 cache a "
+        "token, counted in the memory above; how often it is right is not expected but measured: "
+        "bench --prompts"
+    )
 
 
 def show_models(models: "Sequence[Listed]", cache: "Cache | None") -> None:

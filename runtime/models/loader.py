@@ -27,7 +27,7 @@ from lowbit.formats.layout.packing import PACKED, SCALE
 from lowbit.formats.layout.recipes import GROUP_SIZE, Base
 from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.layout.scheme import SERVED_BITS, Scheme
-from lowbit.formats.packed import check_packed, open_packed
+from lowbit.formats.packed import PackedCheckpoint, check_packed, open_packed
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare, prepared_bytes
@@ -217,7 +217,15 @@ def open_drafter(folder: Path, target: OpenedModel) -> OpenedModel:
         FormatError: see `open_packed`.
         UnsupportedModelError: no drafter, or one for another model.
     """
-    packed = open_packed(folder, SERVED_BITS)
+    return check_drafter(open_packed(folder, SERVED_BITS), folder, target)
+
+
+def check_drafter(packed: PackedCheckpoint, folder: str | Path, target: OpenedModel) -> OpenedModel:
+    """The drafter whose headers have been read, if it suits a model.
+
+    Raises:
+        UnsupportedModelError: no drafter, or one for another model.
+    """
     content = packed.checkpoint.config
     config = read_config(content)
     blocks = config.block_drafts

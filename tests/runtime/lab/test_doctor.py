@@ -14,6 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from lowbit.convert import Recipe
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
@@ -28,7 +29,9 @@ from lowbit.runtime.lab.checks import Finding, look
 from lowbit.runtime.lab.expected import PROMPT, PROMPT_SHARE, demand_of, usual
 from lowbit.runtime.lab.expected import expected as expect
 from lowbit.runtime.lab.machine_speed import seconds_beside_read
-from lowbit.runtime.models.loader import open_model
+from lowbit.runtime.models.loader import open_model, with_drafter
+from tests.conversions import convert
+from tests.drafters import write_drafter
 from tests.hub_server import HubServer
 from tests.load_script import load_script
 from tests.runtime.conftest import PackedModel
@@ -343,3 +346,90 @@ def test_a_drafter_is_no_model(run: Run) -> None:
     for name in (drafter, drafter / "config.json"):
         done = run(str(name), "--device", "cpu")
         assert (done.exit_code, "is a drafter" in done.stderr) == (1, True), done.output
+
+
+HYBRID, DRAFTER = (EXAMPLES / "models" / name for name in ("tiny-qwen3.5", "tiny-qwen3.5-dflash"))
+
+
+def test_a_drafter_counts_beside_its_model() -> None:
+    """By headers and by config.json alone; its memory is that of a model loaded with it."""
+    plain = demand_of(str(HYBRID), "cuda")
+    for model, drafter in (
+        (HYBRID, DRAFTER),
+        (HYBRID / "config.json", DRAFTER / "config.json"),
+        (HYBRID, DRAFTER / "config.json"),
+    ):
+        found = demand_of(str(model), "cuda", str(drafter))
+        own = found.drafter
+        assert own is not None
+        opened = with_drafter(open_model(HYBRID, "int4"), DRAFTER)
+        assert found.weights == opened.weight_bytes("cuda", torch.bfloat16)
+        assert own.weights == found.weights - plain.weights
+        assert own.cache_token_bytes == 2 * 2 * 2 * 64 * 2  # K and V, layers, heads, numbers, BF16
+        tokens = 4096
+        assert found.sequence_bytes - plain.sequence_bytes == tokens * own.cache_token_bytes
+        assert found.token_bytes == plain.token_bytes
+        assert (own.layers, own.reads) == (2, (0, 1, 2))
+
+
+def test_a_drafter_on_the_hub_is_read_by_its_headers(hub: HubServer) -> None:
+    hub.add("org/dflash", DRAFTER)
+    found = demand_of(str(HYBRID), "cuda", "org/dflash")
+    local = demand_of(str(HYBRID), "cuda", str(DRAFTER))
+    assert found.drafter is not None
+    assert local.drafter == replace(found.drafter, name=str(DRAFTER))
+    assert all(request.sent < 200_000 for request in hub.requests())
+
+
+def test_a_draft_head_is_counted_with_the_drafter(tmp_path: Path) -> None:
+    convert(HYBRID, tmp_path, Recipe(draft_vocabulary=512))
+    own = demand_of(str(tmp_path), "cuda", str(DRAFTER)).drafter
+    without = demand_of(str(HYBRID), "cuda", str(DRAFTER)).drafter
+    assert own is not None
+    assert without is not None
+    assert own.weights - without.weights == 512 * (256 // 2 + 2 * 256 // 128)
+
+
+def test_the_drafter_is_shown(run: Run) -> None:
+    done = run(str(HYBRID), "--drafter", str(DRAFTER), "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    shown = " ".join(done.stdout.split())
+    for words in ("suits the model", "blocks of 8 tokens", "outputs of layers 0, 1, 2", "a token"):
+        assert words in shown
+    found = json.loads(
+        run(str(HYBRID), "--drafter", str(DRAFTER), "--device", "cpu", "--json").stdout
+    )
+    [model] = found["speed"]["models"]
+    assert model["drafter"]["name"] == str(DRAFTER)
+    assert (
+        json.loads(run(str(HYBRID), "--device", "cpu", "--json").stdout)["speed"]["models"][0][
+            "drafter"
+        ]
+        is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"vocab_size": 4097}, "vocabulary of 4097"),
+        ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [3]}}, "reads layer 3"),
+        ({"architectures": ["DFlash2DraftModel"]}, "`DFlash2DraftModel` is not supported"),
+    ],
+)
+def test_a_drafter_for_another_model(
+    run: Run, tmp_path: Path, changes: dict[str, Any], word: str
+) -> None:
+    write_drafter(tmp_path, **changes)
+    for place in (tmp_path, tmp_path / "config.json"):
+        done = run(str(HYBRID), "--drafter", str(place), "--device", "cpu")
+        assert (done.exit_code, word in done.stderr) == (1, True), done.output
+
+
+def test_what_is_no_drafter(run: Run, tmp_path: Path) -> None:
+    done = run(str(HYBRID), "--drafter", str(HYBRID), "--device", "cpu")
+    assert (done.exit_code, "is no drafter" in done.stderr) == (1, True)
+    done = run(str(HYBRID), "--drafter", str(tmp_path / "nowhere"), "--device", "cpu")
+    assert (done.exit_code, "neither a folder" in done.stderr) == (1, True)
+    done = run("--drafter", str(DRAFTER), "--device", "cpu")
+    assert (done.exit_code, "--drafter needs MODEL" in done.stderr) == (2, True)
