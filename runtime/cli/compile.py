@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import Renamed, json_option
+from lowbit.formats.shell.options import Renamed, folders, json_option, model_name
 from lowbit.formats.shell.output import note, print_json
 from lowbit.runtime.cli.options import (
     activations_option,
@@ -76,6 +76,15 @@ def architectures(
     help="Multiprocessors of these GPUs, by which some launches for several tokens are chosen: 128 "
     "of an RTX 4090, 132 of an H100 for SXM or an H200.",
 )
+@click.option(
+    "--drafter",
+    "beside",
+    metavar="DIR|ID",
+    callback=model_name,
+    shell_complete=folders,
+    help="A drafter that MODEL will be loaded with, as of --speculate dflash: compile what its "
+    "rounds need, too.",
+)
 @cache_options
 @activations_option
 @quantize_options
@@ -89,21 +98,22 @@ def compile_kernels(
     capabilities: tuple[int, ...],
     sequences: tuple[int, ...],
     multiprocessors: int,
+    beside: str | None,
     as_json: bool,
 ) -> None:
     """Fill Triton's cache with the kernels of MODEL, for GPUs that need not be here.
 
     A machine with such a GPU, the same versions of Triton and lowbit, and this cache at the same
     path finds them, if it loads MODEL with the same options and keeps no launches of `lowbit-run
-    tune`. TRITON_CACHE_DIR names the cache's folder. What drafts of --speculate need is compiled
-    when they are first made.
+    tune`. TRITON_CACHE_DIR names the cache's folder. What other drafts than a drafter's need, and
+    rounds with penalties, is compiled when they are first made.
     """
     if options.kv_cache == "auto":
         raise click.UsageError("--kv-cache auto looks at the GPU's memory; name bf16 or int8.")
     from lowbit.runtime.lab.compile import cache_folder, compile_for
 
     targets, folder = [], cache_folder()
-    for each in compile_for(name, capabilities, sequences, options, multiprocessors):
+    for each in compile_for(name, capabilities, sequences, options, multiprocessors, beside):
         targets.append(each)
         made, found = sum(each.compiled.values()), sum(each.found.values())
         if not as_json:

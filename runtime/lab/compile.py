@@ -20,7 +20,7 @@ from lowbit.formats.machine.cores import core_count
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import Account, asked_cache
 from lowbit.runtime.kernels.launch.card import MULTIPROCESSORS
-from lowbit.runtime.models.loader import open_model, with_activations
+from lowbit.runtime.models.loader import open_model, with_activations, with_drafter
 from lowbit.runtime.text.tokenizer import load_tokenizer
 
 PROGRAM = "lowbit.runtime.lab.fake_gpu"
@@ -43,6 +43,7 @@ def compile_for(
     sequences: Sequence[int],
     options: LoadOptions,
     multiprocessors: int = MULTIPROCESSORS,
+    drafter: str | None = None,
 ) -> Iterator[Compiled]:
     """Compile what a model needs, for several kinds of GPUs beside each other.
 
@@ -51,12 +52,17 @@ def compile_for(
         capabilities: 90 for compute capability 9.0.
         sequences: numbers of sequences that the model will be loaded for.
         options: context, type of the cache, activations, and quantization at load.
+        multiprocessors: of the GPUs.
+        drafter: folder or Hub id of a drafter that the model will be loaded with.
 
     Raises:
         LowbitError: as `load`, or a compiler that failed.
     """
     folder = locate(name).folder
     opened = open_model(folder, options.quantize, options.group_size)
+    beside = None if drafter is None else locate(drafter).folder.resolve()
+    if beside is not None:
+        opened = with_drafter(opened, beside)
     opened = with_activations(opened, options.activations)
     vocabulary = load_tokenizer(folder).vocabulary
     dtype = torch.bfloat16
@@ -71,6 +77,8 @@ def compile_for(
             "activations": options.activations,
             "quantize": options.quantize,
             "group_size": options.group_size,
+            "speculate": None if beside is None else "dflash",
+            "drafter": None if beside is None else str(beside),
         },
     }
     workers = min(core_count(), len(capabilities))

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,12 +23,15 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from lowbit.formats.architectures import kind_of
 from lowbit.formats.generation import load_generation_config
-from lowbit.formats.kv_cache import plain_cache
+from lowbit.formats.kv_cache import INT8_CACHE, plain_cache
 from lowbit.formats.layout.packing import PACKED, SCALE, WORD_BITS, packed_words
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.engine.chunks import CHUNK_WIDTHS, Chunks
+from lowbit.runtime.engine.draft.block import MOST_SEQUENCES, BlockRounds, Blocks
+from lowbit.runtime.engine.draft.verify import Part, Verifier
 from lowbit.runtime.engine.graphs import STEP_WIDTHS, Graphs, kv_lens, width_for
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import Account, asked_cache, choose_cache_type
@@ -36,11 +39,20 @@ from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import Runner, new_runner
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.kernels.launch.card import Card
+from lowbit.runtime.models.architectures import DRAFTER_BUILD
+from lowbit.runtime.models.draft_output import draft_rows
 from lowbit.runtime.models.layer_parts import last_of
-from lowbit.runtime.models.loader import OpenedModel, build_decoder, open_model, with_activations
+from lowbit.runtime.models.loader import (
+    OpenedModel,
+    build_decoder,
+    open_model,
+    with_activations,
+    with_drafter,
+)
+from lowbit.runtime.state.device_state import kv_pages
 from lowbit.runtime.state.sampling_params import SamplingParams, sampling_defaults
 from lowbit.runtime.text.tokenizer import load_tokenizer
-from lowbit.runtime.thresholds import SEQUENCE_TOKENS
+from lowbit.runtime.thresholds import ROUND_TOKENS, SEQUENCE_TOKENS
 from lowbit.runtime.weights.weights import WIDE_BITS, Weights
 
 WARP = 32
@@ -122,7 +134,8 @@ def fake_gpu(card: Card, compile: Compile = compile_only) -> Tally:
 def meta_runner(opened: OpenedModel, options: LoadOptions, vocabulary: int) -> Runner:
     """The runner that `load` would make, of tensors without data."""
     account = Account(opened, "cuda", DTYPE, plain_cache(DTYPE), vocabulary)
-    size = asked_cache(account, options, 0)
+    drafts = options.most_drafts(recurrent=opened.config.linear_layers is not None)
+    size = asked_cache(account, options, drafts)
     weights = MetaWeights(
         *(opened.checkpoint, opened.schemes, "meta", DTYPE, cuda.prepare, cuda.gathered),
         activations=opened.activations,
@@ -134,7 +147,10 @@ def meta_runner(opened: OpenedModel, options: LoadOptions, vocabulary: int) -> R
 
 
 def send_steps(runner: Runner, params: Iterable[SamplingParams], hopper: bool) -> None:
-    """Send every kind of step that answers are made of, without drafts."""
+    """Send every kind of step that answers are made of, without drafts.
+
+    A drafter of the runner reads them.
+    """
     replayed = hopper and runner.decoder.config.experts is None
     if replayed:
         chunks = Chunks(runner.decoder, runner.each_layer, runner.tables, Graphs())
@@ -154,6 +170,49 @@ def send_steps(runner: Runner, params: Iterable[SamplingParams], hopper: bool) -
             send_first_tokens(runner)
             runner.warm_up(widths, lengths[:1])
             runner.sampler.clear_row(1)
+
+
+def meta_blocks(opened: OpenedModel, options: LoadOptions, runner: Runner) -> Blocks:
+    """The drafter that `load` would put beside a runner, of tensors without data."""
+    own = opened.drafter
+    if own is None:
+        raise ValueError("the model was opened without a drafter")
+    weights = MetaWeights(
+        *(own.checkpoint, own.schemes, "meta", DTYPE, cuda.prepare, cuda.gathered),
+        activations=own.activations,
+    )
+    kind = INT8_CACHE if options.kv_cache == INT8_CACHE.name else plain_cache(DTYPE)
+    pages = kv_pages(own.config, runner.state.pages.count, kind, "meta")
+    build = DRAFTER_BUILD[kind_of(own.checkpoint.config)]
+    drafter = build(own.config, weights, cuda, runner.context)
+    return Blocks(drafter, pages, draft_rows(opened.draft, weights))
+
+
+def round_sizes(most: int, rows: int) -> Iterator[tuple[int, int]]:
+    """Sequences of a round and drafts of each, up to `most`; see `BlockRounds.fitting`."""
+    for B in range(1, 1 + min(rows, MOST_SEQUENCES)):
+        counts = range(1, 1 + min(most, ROUND_TOKENS // B - 1))
+        whole = [k for k in counts if width_for(B * (k + 1)) == B * (k + 1)]
+        for k in whole or counts:
+            yield B, k
+
+
+def send_rounds(
+    runner: Runner, blocks: Blocks, most: int, params: Iterable[SamplingParams]
+) -> None:
+    """Send rounds of a drafter with up to `most` drafts, for sequences without penalties."""
+    rounds = BlockRounds(Verifier(runner), blocks)
+    sequence = Sequence(Request((1,)), count=1, seed=0, row=1, length=1)
+    sequence.output.append(1)
+    lengths = list(kv_lens(runner.context))
+    for each in params:
+        runner.sampler.configure_row(1, each, [0], False)
+        for B, k in round_sizes(min(most, len(rounds.guesses)), runner.rows):
+            part = Part(sequence, (0,) * k, (1,) * (1 + k))
+            rounds.parts = [part] * B
+            for length in lengths:
+                rounds.round(width_for(B * (k + 1)), B, k, length, ordered=False)
+        runner.sampler.clear_row(1)
 
 
 def send_chunk(runner: Runner, count: int, first: int) -> None:
@@ -184,12 +243,19 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     for sequences in task["sequences"]:
         options = LoadOptions(device="cuda", max_sequences=sequences, **task["options"])
         opened = open_model(folder, options.quantize, options.group_size)
+        if options.drafter is not None:
+            opened = with_drafter(opened, Path(options.drafter))
         opened = with_activations(opened, options.activations)
         runner = meta_runner(opened, options, min(vocabulary, opened.config.vocab_size))
         generation = load_generation_config(folder, opened.config.vocab_size)
         likeliest = SamplingParams()
         params = [likeliest, sampling_defaults(generation), replace(likeliest, logprobs=0)]
+        blocks = None if opened.drafter is None else meta_blocks(opened, options, runner)
+        runner.blocks = blocks
         send_steps(runner, params, hopper=card.is_hopper)
+        if blocks is not None:
+            recurrent = opened.config.linear_layers is not None
+            send_rounds(runner, blocks, options.most_drafts(recurrent), params)
     return {"compiled": dict(tally.compiled), "found": dict(tally.found)}
 
 

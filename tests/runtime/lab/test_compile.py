@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from torch import Tensor
 
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.lab import compile as compiling
+from tests.drafters import write_drafter
 from tests.short_models import Shorten
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "examples" / "models" / "tiny-qwen3"
+BESIDE = "|"  # between a model and its drafter
 PROMPT = "Once upon a time, a little robot"
 Run = Callable[..., Result]
 
@@ -108,6 +111,36 @@ def test_keys_are_those_of_tensors_with_data(shorten: Shorten) -> None:
         assert found["others"] == []
 
 
+@pytest.mark.commands
+def test_rounds_of_a_drafter_ask_for_keys_of_tensors_with_data(
+    shorten: Shorten, tmp_path: Path
+) -> None:
+    section = {"mask_token_id": 4000, "target_layer_ids": [0]}
+    write_drafter(tmp_path, dflash_config=section, num_target_layers=2)
+    [found] = outside(f"{shorten('tiny-qwen3.5')}{BESIDE}{tmp_path}")
+    assert found["others"] == []
+    assert {"_attend_block_kernel", "_write_context_kernel", "_accept_kernel"} <= {*found["names"]}
+
+
+def test_a_drafter_comes_with_the_task(
+    run: Run, sent: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    models = ROOT / "examples" / "models"
+    target, drafter = models / "tiny-qwen3.5", models / "tiny-qwen3.5-dflash"
+    done = run(target, "--arch", "sm_90", "--drafter", drafter)
+    assert done.exit_code == 0, done.output
+    options = sent[-1]["options"]
+    assert (options["speculate"], options["drafter"]) == ("dflash", str(drafter.resolve()))
+    run(target, "--arch", "sm_90")
+    assert (sent[-1]["options"]["speculate"], sent[-1]["options"]["drafter"]) == (None, None)
+    sent.clear()
+    write_drafter(tmp_path, vocab_size=4097)
+    for other, words in ((tmp_path, "a vocabulary of 4097"), (target, "is no drafter")):
+        done = run(target, "--arch", "sm_90", "--drafter", other)
+        assert (done.exit_code, words in done.stderr) == (1, True), done.output
+    assert sent == []
+
+
 def outside(*arguments: str) -> list[dict[str, Any]]:
     """What this file prints as a program."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -180,7 +213,27 @@ def test_a_gpu_compiles_nothing_more(
         assert [path.name for path in new] == [], arguments
 
 
-def launches_of(folder: Path) -> tuple[int, list[tuple[Any, str, str]]]:
+@pytest.mark.gpu
+def test_a_gpu_compiles_nothing_more_for_a_drafter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    major, minor = torch.cuda.get_device_capability()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    models = ROOT / "examples" / "models"
+    folder, drafter = (str(models / f"tiny-qwen3.5{end}") for end in ("", "-dflash"))
+    program = [sys.executable, "-m", "lowbit.runtime"]
+    blind = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    given = ["--quantize", "int4", "--drafter", drafter]
+    arch = ["--arch", f"sm_{major}{minor}", "--sequences", "1"]
+    subprocess.run([*program, "compile", folder, *arch, *given], check=True, env=blind)
+    made = {path.parent.name for path in tmp_path.glob("*/*.cubin")}
+    answer = ["generate", folder, PROMPT, "--raw", "-n", "80", "--temperature", "0"]
+    subprocess.run([*program, *answer, *given, "--speculate", "dflash"], check=True)
+    new = [path for path in tmp_path.glob("*/*.cubin") if path.parent.name not in made]
+    assert [path.name for path in new] == []
+
+
+def launches_of(folder: Path, drafter: Path | None) -> tuple[int, list[tuple[Any, str, str]]]:
     """Number of launches; of each that differs its kernel, and what Triton is asked to compile.
 
     The latter for tensors without data, and for tensors with data.
@@ -190,7 +243,7 @@ def launches_of(folder: Path) -> tuple[int, list[tuple[Any, str, str]]]:
     from lowbit.runtime.engine.load_options import LoadOptions
     from lowbit.runtime.kernels.launch.card import H200
     from lowbit.runtime.lab import fake_gpu
-    from lowbit.runtime.models.loader import open_model
+    from lowbit.runtime.models.loader import open_model, with_drafter
     from lowbit.runtime.state.sampling_params import SamplingParams
 
     kept = JITFunction._do_compile
@@ -212,9 +265,16 @@ def launches_of(folder: Path) -> tuple[int, list[tuple[Any, str, str]]]:
 
     fake_gpu.fake_gpu(H200, record)
     options = LoadOptions(max_sequences=2, context=300)
-    runner = fake_gpu.meta_runner(open_model(folder, "int4"), options, 4000)
+    opened = open_model(folder, "int4")
+    if drafter is not None:
+        opened = with_drafter(opened, drafter)
+        options = replace(options, speculate="dflash", drafter=drafter)
+    runner = fake_gpu.meta_runner(opened, options, 4000)
     params = (SamplingParams(), SamplingParams(temperature=1.0, top_k=20))
-    for hopper in (False, True):
+    if drafter is not None:
+        runner.blocks = blocks = fake_gpu.meta_blocks(opened, options, runner)
+        fake_gpu.send_rounds(runner, blocks, 7, params)
+    for hopper in (False, True) if drafter is None else (True,):
         fake_gpu.send_steps(runner, params, hopper)
     found = []
     for (kernel, without), (arguments, given) in seen.items():
@@ -241,12 +301,14 @@ def with_data(value: Any) -> Any:
 
 if __name__ == "__main__":
     results = []
-    for model in sys.argv[1:]:
-        total, differing = launches_of(Path(model))
+    for argument in sys.argv[1:]:
+        model, _, beside = argument.partition(BESIDE)
+        total, differing = launches_of(Path(model), Path(beside) if beside else None)
         results.append(
             {
                 "launches": total,
                 "keys": len(differing),
+                "names": sorted({kernel.__name__ for kernel, _, _ in differing}),
                 "aligned": sum("tt.divisibility" in without for _, without, _ in differing),
                 "others": [str(kernel) for kernel, without, real in differing if without != real],
             }
