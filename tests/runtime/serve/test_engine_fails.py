@@ -210,6 +210,7 @@ def test_after_the_end_of_the_engine_nothing_hangs(
 ) -> None:
     monkeypatch.setattr(Server, "on_tick", lambda *_: asyncio.sleep(0.1, result=False))
     with running(model) as dead:
+        until(lambda: dead.host.stepper.alive)  # it is started beside the HTTP side
         dead.host.stepper.stop()
         until(lambda: not dead.service.engine.alive)
         health = httpx2.get(f"{dead.url}/health")
