@@ -55,13 +55,6 @@ measure_options = with_options(
         is_flag=True,
         help="Draw tokens with temperature 0.7, top-k 20 and top-p 0.95 instead of the likeliest.",
     ),
-    click.option(
-        "--prompts",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="With --speculate: measure the answers to the lines of FILE, which are those of "
-        "generate --prompts, one at a time. Texts of `stop` end none.",
-    ),
 )
 
 
@@ -87,6 +80,13 @@ measure_options = with_options(
 @quantize_options
 @speculate_options
 @measure_options
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="With --speculate: measure the answers to the lines of FILE, which are those of "
+    "generate --prompts, one at a time. Texts of `stop` end none.",
+)
 @json_option
 @reported
 @with_load_options
