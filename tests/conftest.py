@@ -67,7 +67,7 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Of three processes each begins with another file, and finds what others have compiled."""
+    """Each of three processes begins with another file, and finds what others have compiled."""
     report = yield
     if isinstance(collector, pytest.Directory):
         first = len(report.result) * (WORKER % 3) // 3

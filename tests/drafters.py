@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 CONFIG: dict[str, Any] = {
@@ -168,3 +168,21 @@ def hidden_by_torch(
         gate = linear(normed, "mlp.gate_proj")
         x = x + linear(gate * gate.sigmoid() * linear(normed, "mlp.up_proj"), "mlp.down_proj")
     return norm(x, "norm")
+
+
+def text_model_of(folder: Path) -> Any:
+    """The text part of a bundled Qwen3.5 by transformers, in FP32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    content = json.loads((folder / "config.json").read_text())
+    text = {**content["text_config"], "tie_word_embeddings": True}
+    text.pop("dtype")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**text), dtype=torch.float32)
+    stored = {
+        name.replace("model.language_model.", "model."): weight.float()
+        for name, weight in load_file(folder / "model.safetensors").items()
+    }
+    own = {name: stored[name] for name in model.state_dict() if name in stored}
+    model.load_state_dict(own, strict=False)
+    model.tie_weights()
+    return model.eval()

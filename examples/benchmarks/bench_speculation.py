@@ -219,39 +219,34 @@ def known_rows(bench: Bench, plain: Timed, truth: Sequence[int]) -> list[Row]:
     return rows
 
 
+def made_row(
+    bench: Bench, drafter: str, k: int, plain: Timed, truth: Sequence[int], cases: Sequence[str]
+) -> Row:
+    """Rounds with k drafts that the device makes, by what is accepted."""
+    runs = {}
+    for accepted in cases:
+        made = bench.new_made(truth, accepted)
+
+        def drafting(made: MadeRounds | None = made) -> Drafts:
+            return bench.drafting(k, None, made)
+
+        runs[accepted] = bench.median(drafting, bench.prompt, bench.tokens)
+    return row_of(bench, drafter, k, plain, truth, runs)
+
+
 def head_rows(bench: Bench, plain: Timed, truth: Sequence[int]) -> list[Row]:
     """Rounds by the head, with forced acceptance and with its own."""
-    rows = []
-    for k in HEAD_DRAFTS if bench.engine.decoder.mtp is not None else ():
-        runs = {}
-        for accepted in (*ACCEPTED, "own"):
-            made = bench.new_made(truth, accepted)
-
-            def drafting(k: int = k, made: MadeRounds | None = made) -> Drafts:
-                return bench.drafting(k, None, made)
-
-            runs[accepted] = bench.median(drafting, bench.prompt, bench.tokens)
-        rows.append(row_of(bench, "head", k, plain, truth, runs))
-    return rows
+    counts = HEAD_DRAFTS if bench.engine.decoder.mtp is not None else ()
+    return [made_row(bench, "head", k, plain, truth, (*ACCEPTED, "own")) for k in counts]
 
 
 def block_rows(bench: Bench, plain: Timed, truth: Sequence[int]) -> list[Row]:
     """Rounds by a random drafter, with forced acceptance."""
     runner = bench.engine.runner
     blocks = runner.blocks
-    rows = []
     most = blocks.drafter.blocks.drafts if isinstance(blocks, Blocks) else 0
-    for k in (k for k in BLOCK_DRAFTS if k <= most):
-        runs = {}
-        for accepted in ACCEPTED:
-            made = bench.new_made(truth, accepted)
-
-            def drafting(k: int = k, made: MadeRounds | None = made) -> Drafts:
-                return bench.drafting(k, None, made)
-
-            runs[accepted] = bench.median(drafting, bench.prompt, bench.tokens)
-        rows.append(row_of(bench, "block", k, plain, truth, runs))
-    return rows
+    counts = (k for k in BLOCK_DRAFTS if k <= most)
+    return [made_row(bench, "block", k, plain, truth, ACCEPTED) for k in counts]
 
 
 def auto_rows(bench: Bench) -> list[Row]:

@@ -77,7 +77,7 @@ class OfSource:
 
     rounds: int  # steps that checked some
     drafted: int  # checked in all, those behind a wrong one included
-    # Of these, drafts behind right ones alone: each was right or wrong by itself
+    # drafts behind right ones alone, each of which was right or wrong by itself
     compared: int
     accepted: int  # right ones among them
 

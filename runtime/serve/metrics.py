@@ -185,7 +185,7 @@ class Collector:
         yield from self._sources(found)
 
     def _sources(self, found: Speculated) -> Iterator[Metric]:
-        """The same by who drafted, each source from the start on."""
+        """Counts of drafts by who made them, each source from the start on."""
         none = OfSource(0, 0, 0, 0)
         counts = {source: found.sources.get(source, none) for source in SOURCES}
         for name, text in (

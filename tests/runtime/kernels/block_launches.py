@@ -1,4 +1,4 @@
-"""What a GPU launches for blocks of drafts, for `test_compile`: on tensors without data."""
+"""Launches of a GPU for blocks of drafts, on tensors without data; for `test_compile`."""
 
 from collections.abc import Iterator
 

@@ -45,7 +45,7 @@ def test_a_round_is_launched_without_the_host(shorten: Shorten, tmp_path: Path, 
     for (_, drafts), found in zip(ROUNDS, greedy, strict=True):
         in_turn = drafts if kind == "dspark" else 1  # at once, or each behind the one before
         assert found["_likeliest_rows_kernel"] == in_turn + 1
-        # Of the blocks, of the tokens that are checked, and of those before each draft.
+        # Embeddings of blocks, of the tokens that are checked, and of those before each draft.
         assert found["_embed_kernel"] == 2 + (drafts if kind == "dspark" else 0)
     assert ordered["_likeliest_rows_kernel"] > 2  # by place, since penalties count them
 

@@ -25,7 +25,7 @@ from lowbit.runtime.models.loader import load_drafter, open_model, with_drafter
 from lowbit.runtime.state.device_state import CacheSize, kv_pages
 from lowbit.runtime.state.step_buffers import lone_step
 from tests.conversions import convert
-from tests.drafters import CONFIG, hidden_by_torch, write_drafter
+from tests.drafters import CONFIG, hidden_by_torch, text_model_of, write_drafter
 from tests.oracle import dequantized_weights
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
@@ -82,21 +82,7 @@ def test_hidden_states_are_those_of_plain_torch(
 @pytest.fixture(scope="module")
 def target() -> Any:
     """The target by transformers, in FP32."""
-    from safetensors.torch import load_file
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    content = json.loads((TARGET / "config.json").read_text())
-    text = {**content["text_config"], "tie_word_embeddings": True}
-    text.pop("dtype")
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**text), dtype=torch.float32)
-    stored = {
-        name.replace("model.language_model.", "model."): weight.float()
-        for name, weight in load_file(TARGET / "model.safetensors").items()
-    }
-    own = {name: stored[name] for name in model.state_dict() if name in stored}
-    model.load_state_dict(own, strict=False)
-    model.tie_weights()
-    return model.eval()
+    return text_model_of(TARGET)
 
 
 @torch.no_grad()
@@ -251,7 +237,7 @@ def test_a_drafter_takes_memory_of_a_gpu_for_what_it_reads(tmp_path: Path) -> No
 def test_drafts_are_chosen_from_the_rows_of_a_draft_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the model has one, whose own head is not read; answers are those without drafts."""
+    """A model's draft head, whose own head is not read; answers are those without drafts."""
     convert(TARGET, tmp_path, Recipe(base="int4", draft_vocabulary=500))
     options = lowbit.LoadOptions(device="cpu", context=400)
     plain = lowbit.load(tmp_path, options)

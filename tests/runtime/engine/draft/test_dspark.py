@@ -1,6 +1,5 @@
 """DSpark drafters: their drafts by plain torch, and answers that are those without drafts."""
 
-import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +21,7 @@ from lowbit.runtime.models.loader import load_drafter, open_model, with_drafter
 from lowbit.runtime.state.device_state import kv_pages
 from lowbit.runtime.state.step_buffers import lone_step
 from tests.conversions import convert
-from tests.drafters import DSPARK, hidden_by_torch, write_drafter
+from tests.drafters import DSPARK, hidden_by_torch, text_model_of, write_drafter
 from tests.oracle import dequantized_weights
 from tests.runtime.engine.draft.guesses import costs_by_tokens
 
@@ -74,20 +73,7 @@ def test_logits_are_those_of_plain_torch(tmp_path: Path, packed: bool) -> None:
 @pytest.fixture(scope="module")
 def target() -> Any:
     """The target by transformers, in FP32."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    content = json.loads((TARGET / "config.json").read_text())
-    text = {**content["text_config"], "tie_word_embeddings": True}
-    text.pop("dtype")
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**text), dtype=torch.float32)
-    stored = {
-        name.replace("model.language_model.", "model."): weight.float()
-        for name, weight in load_file(TARGET / "model.safetensors").items()
-    }
-    own = {name: stored[name] for name in model.state_dict() if name in stored}
-    model.load_state_dict(own, strict=False)
-    model.tie_weights()
-    return model.eval()
+    return text_model_of(TARGET)
 
 
 @torch.no_grad()
@@ -252,7 +238,7 @@ def test_copies_of_the_targets_tensors_take_no_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["w1", "w2"])
 def test_damaged_tensors_are_refused(tmp_path: Path, name: str) -> None:
-    """Where they hold NaN, or have another shape than config.json says."""
+    """Tensors that hold NaN, or have another shape than config.json says."""
     tensor = f"markov_head.markov_{name}.weight"
     write_drafter(tmp_path, base=DSPARK)
     weights = load_file(tmp_path / "model.safetensors")

@@ -99,7 +99,7 @@ def test_a_tally_counts_by_place() -> None:
     tally = Tally()
     for drafted, accepted in ((3, 1), (0, 0), (1, 1), (4, 4)):
         tally.count(drafted, accepted, "copied")
-    # Of the first three the last one stood behind a wrong one.
+    # The last of the first three stood behind a wrong one.
     sources: dict[Source, OfSource] = {"copied": OfSource(3, 8, 7, 6)}
     assert tally == Tally(3, [3, 2, 2, 1], [3, 1, 1, 1], sources)
     assert tally.tokens_a_round == 1 + 6 / 3

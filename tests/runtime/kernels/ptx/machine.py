@@ -25,7 +25,7 @@ PATIENCE = 100  # turns in which every warp waits
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Of bytes from global to shared memory."""
+    """A copy of bytes from global to shared memory."""
 
     to: int
     at: int
@@ -34,7 +34,7 @@ class Copy:
 
 @dataclass(slots=True)
 class Program:
-    """What warps share."""
+    """Memory and barriers that warps share."""
 
     shared: Value  # bytes
     memory: Value  # bytes of all tensors
@@ -55,7 +55,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """Of PTX, and the blocks that it lies in, from the outermost."""
+    """A statement of PTX, and the blocks that it lies in, from the outermost."""
 
     text: str
     blocks: tuple[int, ...]
