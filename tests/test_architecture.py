@@ -58,8 +58,8 @@ ORDER = {
         "packed",
     ],
     "runtime": [
-        *("text", "thresholds", "state", "weights", "kernels", "backends", "models", "engine"),
-        *("evaluate", "serve", "conversation", "lab", "cli"),
+        *("text", "thresholds", "images", "state", "weights", "kernels", "backends", "models"),
+        *("engine", "evaluate", "serve", "conversation", "lab", "cli"),
     ],
 }
 FAMILY_FOLDERS = ("formats/architectures", "runtime/models", "convert/export/architectures")

@@ -86,6 +86,11 @@ class Config:
         return self.head_dim
 
     @property
+    def rope_sections(self) -> tuple[int, ...] | None:
+        """Pairs of rotated dimensions by axis of position; None in a family of one axis."""
+        return None
+
+    @property
     def kv_layers(self) -> int:
         """Number of layers with keys and values."""
         return self.num_hidden_layers

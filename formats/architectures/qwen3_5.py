@@ -48,7 +48,8 @@ VISION_PATTERN = "re:.*visual.*"
 GATES_PATTERN = "re:.*linear_attn[.]in_proj_[ab]$"  # too few rows for fast kernels
 MTP_LAYERS = "mtp_num_hidden_layers"
 
-DEFAULT_ROTARY_SHARE = 0.25  # default in transformers, like the interval below
+DEFAULT_ROTARY_SHARE = 0.25  # default in transformers, like the sections and interval below
+DEFAULT_SECTIONS = (11, 11, 10)
 INTERVAL = Field("full_attention_interval", least=1, most=1024, default=4)
 FIELDS = (
     *SIZES,
@@ -79,6 +80,7 @@ class Qwen35Config(Config):
     linear_value_head_dim: int
     linear_conv_kernel_dim: int
     rotary_share: float  # part of a head's dimensions that is rotated
+    sections: tuple[int, ...]  # pairs of rotated dimensions that take time, row, column
     layer_types: tuple[str, ...]  # `full_attention` or `linear_attention` of every layer
     mtp_layers: int  # decoder layers of the multi-token-prediction head
 
@@ -86,6 +88,11 @@ class Qwen35Config(Config):
     def rotary_dim(self) -> int:
         """Leading dimensions of a head that are rotated."""
         return _rotary_dim(self.head_dim, self.rotary_share)
+
+    @property
+    def rope_sections(self) -> tuple[int, ...]:
+        """Pairs of rotated dimensions that take their position from time, row and column."""
+        return self.sections
 
     @property
     def kv_layers(self) -> int:
@@ -126,7 +133,7 @@ def read_values(config: Mapping[str, Any]) -> dict[str, Any]:
     values = read_fields(text, FIELDS)
     check_multiple(values, "num_attention_heads", "num_key_value_heads")
     check_multiple(values, "linear_num_value_heads", "linear_num_key_heads")
-    read_sections(text)
+    sections = read_sections(text)
     rope = read_rope(text, values["max_position_embeddings"], share=DEFAULT_ROTARY_SHARE)
     _check_rotary(values["head_dim"], rope.share)
     return values | {
@@ -134,6 +141,7 @@ def read_values(config: Mapping[str, Any]) -> dict[str, Any]:
         "rope_theta": rope.theta,
         "rope_scaling": rope.scaling,
         "rotary_share": rope.share,
+        "sections": DEFAULT_SECTIONS if sections is None else tuple(sections),
         "layer_types": _layer_types(text, values["num_hidden_layers"]),
         "tie_word_embeddings": is_tied(config),
         "mtp_layers": read_field(text, MTP_FIELD),

@@ -265,6 +265,8 @@ def _extended(scaling: YarnRope, positions: int) -> int:
 def read_sections(config: Mapping[str, Any]) -> list[int] | None:
     """Read `mrope_section`; for text, whose positions are equal, it has no effect.
 
+    `mrope_interleaved` is not read: as in transformers, Qwen3.5's sections always interleave.
+
     Raises:
         UnsupportedModelError: not three counts.
     """

@@ -25,7 +25,6 @@ from lowbit.convert.export.rope import mlx_scaling
 from lowbit.convert.export.source import PackedSource
 from lowbit.formats.architectures.decoder import FULL, LINEAR, TEXT, text_part
 from lowbit.formats.architectures.qwen3_5 import NESTED_PREFIX, Qwen35Config
-from lowbit.formats.architectures.rope import read_sections
 from lowbit.formats.architectures.table import Role
 from lowbit.formats.errors import FormatError
 
@@ -58,7 +57,6 @@ VALUE_HEADS = (
 )
 GATED_NORM = "linear_attn.norm"
 CONV = "linear_attn.conv1d.weight"
-SECTIONS = (11, 11, 10)  # default rope sections: rotations over time, height and width
 MLX_PREFIX = "language_model."
 
 
@@ -112,10 +110,8 @@ def _vector(kind: str, role: Role, value: Tensor) -> Tensor:
 
 
 def _metadata(config: Qwen35Config, source: PackedSource, arch: str) -> dict[str, Value]:
-    found = read_sections(text_part(source.checkpoint.config))
-    sections = [*(found or SECTIONS), 0, 0, 0, 0][:4]
     result: dict[str, Value] = {
-        f"{arch}.rope.dimension_sections": sections,
+        f"{arch}.rope.dimension_sections": [*config.sections, 0],
         f"{arch}.ssm.conv_kernel": config.linear_conv_kernel_dim,
         f"{arch}.ssm.state_size": config.linear_key_head_dim,
         f"{arch}.ssm.group_count": config.linear_num_key_heads,

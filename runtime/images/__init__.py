@@ -1,0 +1,1 @@
+"""Images of a prompt: decoding, resizing, patches, and the positions of their tokens."""
