@@ -17,7 +17,7 @@ from lowbit.runtime.models.architectures import BUILD, HEADS
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("convert", "formats", "runtime")
-IMPORTED_AS = {"pyyaml": "yaml"}  # distributions that are named otherwise
+IMPORTED_AS = {"pillow": "PIL", "pyyaml": "yaml"}  # distributions that are named otherwise
 MAY_IMPORT = {
     "formats": {"formats"},
     "convert": {"convert", "formats"},

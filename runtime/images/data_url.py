@@ -1,0 +1,94 @@
+"""Bytes of a `data:` URL, and of base64 as clients write it.
+
+Blanks, line breaks, missing padding and the alphabet of URLs have one sensible reading each and are
+taken. What could mean several things is refused.
+"""
+
+import base64
+import re
+from urllib.parse import unquote_to_bytes
+
+from lowbit.formats.errors import RequestError
+from lowbit.formats.fields import shown
+
+SCHEME, BASE64 = "data:", "base64"
+MOST_BYTES = 32 << 20  # of an image file
+MOST_HEAD = 1000  # characters before the comma
+BLANKS = re.compile(r"\s+")
+FOREIGN = re.compile(r"[^A-Za-z0-9+/]")
+TO_STANDARD = str.maketrans("-_", "+/")
+EXAMPLE = "data:image/png;base64,iVBORw0..."
+
+
+def bytes_of_data_url(url: str, most_bytes: int = MOST_BYTES) -> bytes:
+    """Content of a `data:` URL, whatever media type it names.
+
+    Raises:
+        RequestError: another kind of URL, no comma, bad base64, nothing in it, or more than
+            `most_bytes`.
+    """
+    text = url.strip()
+    if text[: len(SCHEME)].lower() != SCHEME:
+        raise RequestError(
+            f"an image's address must begin with `{SCHEME}`, got {shown(url)}",
+            hint=f"send the file itself: {EXAMPLE}",
+        )
+    head, comma, data = text.partition(",")
+    if not comma or len(head) > MOST_HEAD:
+        raise RequestError(
+            f"a `{SCHEME}` URL has no comma between its type and its content: {shown(head)}",
+            hint=f"it looks like this: {EXAMPLE}",
+        )
+    parameters = [part.strip().lower() for part in head.split(";")[1:]]
+    if BASE64 in parameters:
+        return bytes_of_base64(data, most_bytes)
+    _check_size(len(data) - 2 * data.count("%"), most_bytes)
+    return _checked(_unquoted(data), most_bytes)
+
+
+def bytes_of_base64(text: str, most_bytes: int = MOST_BYTES) -> bytes:
+    """Bytes that base64 stands for.
+
+    Raises:
+        RequestError: a sign that base64 lacks, an impossible length, padding within, nothing in
+            it, or more than `most_bytes`.
+    """
+    if "%" in text:  # of a form or a URL that was quoted
+        text = _unquoted(text).decode("latin-1")
+    letters = BLANKS.sub("", text).translate(TO_STANDARD)
+    digits = letters.rstrip("=")
+    _check_size(len(digits) * 3 // 4, most_bytes)
+    foreign = FOREIGN.search(digits)
+    if foreign is not None:
+        sign, place = foreign[0], foreign.start() + 1
+        what = "padding before its end" if sign == "=" else f"{shown(sign)}, which base64 lacks"
+        raise RequestError(
+            f"the base64 of an image has {what}, at character {place}",
+            hint="send the base64 of the file and nothing else",
+        )
+    if len(digits) % 4 == 1:
+        raise RequestError(
+            f"the base64 of an image has {len(digits)} characters, which is one too many or it was "
+            "cut short",
+            hint="send the base64 of the whole file",
+        )
+    padding = "=" * (-len(digits) % 4)
+    return _checked(base64.b64decode(digits + padding), most_bytes)
+
+
+def _unquoted(text: str) -> bytes:
+    return unquote_to_bytes(text.encode("utf-8", "surrogatepass"))
+
+
+def _check_size(size: int, most_bytes: int) -> None:
+    if size > most_bytes:
+        raise RequestError(
+            f"an image has {size} bytes, expected at most {most_bytes}", hint="send a smaller one"
+        )
+
+
+def _checked(content: bytes, most_bytes: int) -> bytes:
+    if not content:
+        raise RequestError("an image is empty", hint=f"it looks like this: {EXAMPLE}")
+    _check_size(len(content), most_bytes)
+    return content

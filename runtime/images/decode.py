@@ -1,0 +1,213 @@
+"""Decoding of image files, limits first: bytes, then the size that the header states.
+
+Nothing is decoded before its size is known to be bearable. The first frame of an animation stands
+for it, transparent places become white, and a photograph is turned upright.
+"""
+
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from lowbit.formats.errors import LowbitError, RequestError, ResourceError
+from lowbit.formats.machine.system import install_hint
+from lowbit.runtime.images.data_url import MOST_BYTES
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from PIL.ImageFile import ImageFile
+
+MOST_PIXELS = 89_478_485  # Pillow warns of files above it; a quarter of a GiB decoded
+MOST_ASPECT = 200  # of the longer side to the shorter, as in transformers
+MOST_SCAN_PIXELS = 2**31  # of a progressive JPEG: pixels times the scans that each refine them all
+ORIENTATION = 0x0112  # tag of EXIF
+SCAN = b"\xff\xda"  # begins a scan; within one, FF is followed by 00
+TAKEN = "PNG, JPEG, WebP, GIF, BMP, TIFF or AVIF"
+SIGNS: Mapping[str, tuple[bytes, ...]] = {  # first bytes of files
+    "PNG": (b"\x89PNG\r\n\x1a\n",),
+    "JPEG": (b"\xff\xd8\xff",),
+    "GIF": (b"GIF87a", b"GIF89a"),
+    "TIFF": (b"II*\0", b"MM\0*"),
+    "BMP": (b"BM",),
+}
+# Other files that clients send as images, and what to send instead.
+OTHER_KINDS: tuple[tuple[str, int, bytes, str], ...] = (
+    ("a PDF", 0, b"%PDF", "send each page as a PNG"),
+    ("a HEIC photograph", 4, b"ftyphei", "send it as a JPEG"),
+    ("a HEIC photograph", 4, b"ftypmif1", "send it as a JPEG"),
+    ("a video", 4, b"ftyp", "send frames of it as PNG or JPEG"),
+    ("a video", 0, b"\x1aE\xdf\xa3", "send frames of it as PNG or JPEG"),
+    ("a video", 8, b"AVI ", "send frames of it as PNG or JPEG"),
+    ("an SVG drawing", 0, b"<svg", "send it as a PNG"),
+    ("an XML or SVG text", 0, b"<?xml", "send it as a PNG"),
+    ("a web page", 0, b"<!DOCTYPE", "send the image, not a page that shows it"),
+    ("a web page", 0, b"<html", "send the image, not a page that shows it"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """Limits of a file, checked before it is decoded."""
+
+    most_bytes: int = MOST_BYTES
+    most_pixels: int = MOST_PIXELS
+
+
+def decode_image(content: bytes, limits: ImageLimits = ImageLimits()) -> "Image":
+    """Decode a file to upright RGB of eight bits.
+
+    Raises:
+        RequestError: no image, one that is damaged or cut short, of another kind, or beyond the
+            limits.
+        ResourceError: Pillow is not installed, or memory does not suffice.
+    """
+    if not content:
+        raise RequestError("an image is empty")
+    if len(content) > limits.most_bytes:
+        raise RequestError(
+            f"an image has {len(content)} bytes, expected at most {limits.most_bytes}",
+            hint="send a smaller one",
+        )
+    kind = _kind_of(content)
+    try:
+        image = _readers()[kind](io.BytesIO(content))
+        _check_size(image.width, image.height, limits)
+        _check_scans(content, kind, image)
+        image.load()
+        return _upright(image, _in_rgb(image, kind))
+    except LowbitError:
+        raise
+    except MemoryError:
+        raise ResourceError(f"too little memory to decode the {kind} image") from None
+    except Exception as error:  # Pillow lets through whatever a damaged file leads its readers to
+        _refuse_damaged(kind, error)
+
+
+def _kind_of(content: bytes) -> str:
+    """Name of the format by its first bytes."""
+    for name, signs in SIGNS.items():
+        if content.startswith(signs):
+            return name
+    if content.startswith(b"RIFF") and content[8:12] == b"WEBP":
+        return "WebP"
+    if content[4:8] == b"ftyp" and any(brand in content[8:64] for brand in (b"avif", b"avis")):
+        return "AVIF"
+    start = content[:64].lstrip()
+    for name, place, sign, hint in OTHER_KINDS:
+        if start[place : place + len(sign)].lower() == sign.lower():
+            raise RequestError(f"{name} came for an image, expected {TAKEN}", hint=hint)
+    raise RequestError(
+        f"an image begins with the bytes {content[:8].hex(' ')}, expected {TAKEN}",
+        hint="send the file as it is, or its base64",
+    )
+
+
+def _readers() -> Mapping[str, Callable[[io.BytesIO], "ImageFile"]]:
+    """Classes that read a header; `Image.open` would also try formats that nobody sends."""
+    try:
+        from PIL.AvifImagePlugin import AvifImageFile
+        from PIL.BmpImagePlugin import BmpImageFile
+        from PIL.GifImagePlugin import GifImageFile
+        from PIL.JpegImagePlugin import JpegImageFile
+        from PIL.PngImagePlugin import PngImageFile
+        from PIL.TiffImagePlugin import TiffImageFile
+        from PIL.WebPImagePlugin import WebPImageFile
+    except ImportError as error:
+        raise ResourceError(f"images need Pillow: {error}", hint=install_hint("images")) from None
+    return {
+        "PNG": PngImageFile,
+        "JPEG": JpegImageFile,
+        "GIF": GifImageFile,
+        "WebP": WebPImageFile,
+        "BMP": BmpImageFile,
+        "TIFF": TiffImageFile,
+        "AVIF": AvifImageFile,
+    }
+
+
+def _check_size(width: int, height: int, limits: ImageLimits) -> None:
+    size = f"{width} x {height}"
+    if min(width, height) < 1:
+        raise RequestError(f"an image of {size} pixels has none")
+    if width * height > limits.most_pixels:
+        raise RequestError(
+            f"an image has {size} = {width * height} pixels, expected at most {limits.most_pixels}",
+            hint="send a smaller one",
+        )
+    if max(width, height) > MOST_ASPECT * min(width, height):
+        raise RequestError(
+            f"an image of {size} pixels is more than {MOST_ASPECT} times as long as wide",
+            hint="cut it into pieces",
+        )
+
+
+def _check_scans(content: bytes, kind: str, image: "ImageFile") -> None:
+    """Refuse a JPEG whose scans, each over the whole image, would take minutes."""
+    scans = content.count(SCAN) if kind == "JPEG" else 1
+    if scans > 1 and scans * image.width * image.height > MOST_SCAN_PIXELS:
+        most = MOST_SCAN_PIXELS // (image.width * image.height)
+        raise RequestError(
+            f"the JPEG of {image.width} x {image.height} pixels has {scans} scans, expected at "
+            f"most {most}",
+            hint="save it without progressive steps",
+        )
+
+
+def _in_rgb(image: "Image", kind: str) -> "Image":
+    """A decoded image in RGB of eight bits, over white where it is transparent."""
+    from PIL import Image
+
+    if image.mode in ("I", "F"):
+        raise RequestError(
+            f"the {kind} image has numbers of 32 bits, whose black and white are not known",
+            hint="save it with 8 or 16 bits",
+        )
+    if image.mode.startswith("I;16"):  # the upper byte, as Pillow takes it of 16-bit colors
+        high = 0 if image.mode.endswith("B") else 1
+        image = Image.frombytes("L", image.size, image.tobytes()[high::2])
+    if image.has_transparency_data:
+        colors = image.convert("RGBA")
+        white = Image.new("RGB", image.size, "white")
+        white.paste(colors, mask=colors.getchannel("A"))
+        return white
+    return image.convert("RGB")
+
+
+def _upright(source: "Image", image: "Image") -> "Image":
+    """The image as its EXIF data, or that of `source`, turns it."""
+    from PIL.Image import Transpose
+
+    turns = {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
+    turn = turns.get(_orientation(source))
+    return image if turn is None else image.transpose(turn)
+
+
+def _orientation(image: "Image") -> int:
+    """EXIF's number for the way a camera was held; 1, upright, where it cannot be read."""
+    try:
+        found = image.getexif().get(ORIENTATION, 1)
+    except Exception:  # as above; the pixels are whole, and most viewers show them too
+        return 1
+    return found if isinstance(found, int) else 1
+
+
+def _refuse_damaged(kind: str, error: Exception) -> NoReturn:
+    from PIL.Image import DecompressionBombError, DecompressionBombWarning
+
+    what = str(error) or type(error).__name__
+    if isinstance(error, DecompressionBombError | DecompressionBombWarning):
+        raise RequestError(
+            f"the {kind} image has too many pixels: {what[:200]}", hint="send a smaller one"
+        ) from None
+    raise RequestError(
+        f"the {kind} image is damaged, cut short, or has no pixels: {what[:200]}",
+        hint="open it in a viewer, save it again as PNG, and send that",
+    ) from None

@@ -1,0 +1,85 @@
+"""Patches of an image: the vision tower's input, in the order in which tokens are merged."""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit.runtime.images.decode import ImageLimits, decode_image
+from lowbit.runtime.images.resize import resize
+from lowbit.runtime.images.settings import CHANNELS, ImageSettings
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePatches:
+    """An image as numbers; `merge * merge` patches that follow each other become one token."""
+
+    values: Tensor  # [patches, channels * temporal * patch * patch] float32
+    grid: tuple[int, int]  # rows and columns of patches, multiples of `merge`
+    merge: int  # patches along a side of a token's square
+    digest: bytes  # of the file and the settings: the same picture has the same tokens
+
+    @property
+    def rows(self) -> int:
+        """Rows of tokens."""
+        return self.grid[0] // self.merge
+
+    @property
+    def columns(self) -> int:
+        """Tokens in a row."""
+        return self.grid[1] // self.merge
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the image takes in a prompt."""
+        return self.rows * self.columns
+
+
+def image_patches(
+    content: bytes,
+    settings: ImageSettings,
+    limits: ImageLimits = ImageLimits(),  # noqa: B008 - frozen
+) -> ImagePatches:
+    """Decode, resize and cut an image file.
+
+    Raises:
+        RequestError, ResourceError: see `decode_image`.
+    """
+    pixels = resize(decode_image(content, limits), settings)
+    return ImagePatches(
+        values=cut(pixels, settings),
+        grid=(pixels.shape[0] // settings.patch, pixels.shape[1] // settings.patch),
+        merge=settings.merge,
+        digest=digest_of(content, settings),
+    )
+
+
+def digest_of(content: bytes, settings: ImageSettings) -> bytes:
+    """SHA-256 that only the same file under the same settings has; its size follows from both."""
+    return hashlib.sha256(hashlib.sha256(content).digest() + repr(settings).encode()).digest()
+
+
+def cut(pixels: Tensor, settings: ImageSettings) -> Tensor:
+    """Normalized patches of a resized image.
+
+    Squares that become a token go from left to right and top to bottom, as do the patches in each.
+
+    Args:
+        pixels: [height, width, 3] uint8.
+
+    Returns:
+        [patches, channels * temporal * patch * patch] float32.
+    """
+    merge, patch = settings.merge, settings.patch
+    rows, columns = (side // settings.factor for side in pixels.shape[:2])
+    squares = pixels.reshape(rows, merge, patch, columns, merge, patch, CHANNELS)
+    patches = squares.permute(0, 3, 1, 4, 6, 2, 5)  # [rows, columns, merge, merge, C, patch, patch]
+    count = rows * columns * merge**2
+    frame = patches.reshape(count, CHANNELS, 1, patch, patch).to(torch.float32)
+    mean, std = (
+        torch.tensor(values, dtype=torch.float32).view(CHANNELS, 1, 1, 1)
+        for values in (settings.mean, settings.std)
+    )
+    frame = frame.div_(255).sub_(mean).div_(std)
+    return frame.expand(-1, -1, settings.temporal, -1, -1).reshape(count, -1)
