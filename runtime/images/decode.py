@@ -22,16 +22,18 @@ MOST_ASPECT = 200  # of the longer side to the shorter, as in transformers
 MOST_SCAN_PIXELS = 2**31  # of a progressive JPEG: pixels times the scans that each refine them all
 ORIENTATION = 0x0112  # tag of EXIF
 SCAN = b"\xff\xda"  # begins a scan; within one, FF is followed by 00
-TAKEN = "PNG, JPEG, WebP, GIF, BMP, TIFF or AVIF"
+TAKEN = "PNG, JPEG, WebP, GIF, BMP or AVIF"
 SIGNS: Mapping[str, tuple[bytes, ...]] = {  # first bytes of files
     "PNG": (b"\x89PNG\r\n\x1a\n",),
     "JPEG": (b"\xff\xd8\xff",),
     "GIF": (b"GIF87a", b"GIF89a"),
-    "TIFF": (b"II*\0", b"MM\0*"),
     "BMP": (b"BM",),
 }
 # Other files that clients send as images, and what to send instead.
+# libtiff, which would read TIFF, writes to stderr whatever a file makes it complain of.
 OTHER_KINDS: tuple[tuple[str, int, bytes, str], ...] = (
+    ("a TIFF", 0, b"II*\0", "send it as a PNG"),
+    ("a TIFF", 0, b"MM\0*", "send it as a PNG"),
     ("a PDF", 0, b"%PDF", "send each page as a PNG"),
     ("a HEIC photograph", 4, b"ftyphei", "send it as a JPEG"),
     ("a HEIC photograph", 4, b"ftypmif1", "send it as a JPEG"),
@@ -74,7 +76,7 @@ def decode_image(content: bytes, limits: ImageLimits = ImageLimits()) -> "Image"
         _check_size(image.width, image.height, limits)
         _check_scans(content, kind, image)
         image.load()
-        return _upright(image, _in_rgb(image, kind))
+        return _upright(image, _in_rgb(image))
     except LowbitError:
         raise
     except MemoryError:
@@ -110,7 +112,6 @@ def _readers() -> Mapping[str, Callable[[io.BytesIO], "ImageFile"]]:
         from PIL.GifImagePlugin import GifImageFile
         from PIL.JpegImagePlugin import JpegImageFile
         from PIL.PngImagePlugin import PngImageFile
-        from PIL.TiffImagePlugin import TiffImageFile
         from PIL.WebPImagePlugin import WebPImageFile
     except ImportError as error:
         raise ResourceError(f"images need Pillow: {error}", hint=install_hint("images")) from None
@@ -120,7 +121,6 @@ def _readers() -> Mapping[str, Callable[[io.BytesIO], "ImageFile"]]:
         "GIF": GifImageFile,
         "WebP": WebPImageFile,
         "BMP": BmpImageFile,
-        "TIFF": TiffImageFile,
         "AVIF": AvifImageFile,
     }
 
@@ -153,18 +153,12 @@ def _check_scans(content: bytes, kind: str, image: "ImageFile") -> None:
         )
 
 
-def _in_rgb(image: "Image", kind: str) -> "Image":
+def _in_rgb(image: "Image") -> "Image":
     """A decoded image in RGB of eight bits, over white where it is transparent."""
     from PIL import Image
 
-    if image.mode in ("I", "F"):
-        raise RequestError(
-            f"the {kind} image has numbers of 32 bits, whose black and white are not known",
-            hint="save it with 8 or 16 bits",
-        )
-    if image.mode.startswith("I;16"):  # the upper byte, as Pillow takes it of 16-bit colors
-        high = 0 if image.mode.endswith("B") else 1
-        image = Image.frombytes("L", image.size, image.tobytes()[high::2])
+    if image.mode == "I;16":  # the upper byte, as Pillow takes it of 16-bit colors
+        image = Image.frombytes("L", image.size, image.tobytes()[1::2])
     if image.has_transparency_data:
         colors = image.convert("RGBA")
         white = Image.new("RGB", image.size, "white")

@@ -30,8 +30,6 @@ def difference(first: Image.Image, second: Image.Image) -> int:
     [
         ("PNG", {}, 0),
         ("BMP", {}, 0),
-        ("TIFF", {}, 0),
-        ("TIFF", {"compression": "tiff_lzw"}, 0),
         ("WebP", {"lossless": True}, 0),
         ("JPEG", {"quality": 100, "subsampling": 0}, 6),
         ("JPEG", {"quality": 100, "subsampling": 0, "progressive": True}, 6),
@@ -52,11 +50,10 @@ def test_modes_without_transparency(mode: str) -> None:
     assert difference(decode_image(saved(image, "GIF")), image.convert("RGB")) == 0
 
 
-def test_cmyk_and_luminance_of_jpeg_and_tiff() -> None:
+def test_cmyk_and_luminance_of_jpeg() -> None:
     inks = PLAIN.convert("CMYK")
-    for kind, most in (("TIFF", 0), ("JPEG", 6)):
-        settings = {"quality": 100, "subsampling": 0} if kind == "JPEG" else {}
-        assert difference(decode_image(saved(inks, kind, **settings)), PLAIN) <= most
+    found = decode_image(saved(inks, "JPEG", quality=100, subsampling=0))
+    assert difference(found, PLAIN) <= 6
     gray = PLAIN.convert("L")
     found = decode_image(saved(gray, "JPEG", quality=100))
     assert difference(found, gray.convert("RGB")) <= 2
@@ -67,7 +64,7 @@ def test_transparent_places_are_white() -> None:
     for x, color in enumerate([(255, 0, 0, 255), (255, 0, 0, 0), (0, 0, 0, 128), (9, 9, 9, 0)]):
         image.putpixel((x, 0), color)
     expected = [(255, 0, 0), (255, 255, 255), (127, 127, 127), (255, 255, 255)]
-    for kind, settings in (("PNG", {}), ("WebP", {"lossless": True, "exact": True}), ("TIFF", {})):
+    for kind, settings in (("PNG", {}), ("WebP", {"lossless": True, "exact": True})):
         found = decode_image(saved(image, kind, **settings))
         assert [found.getpixel((x, 0)) for x in range(4)] == expected
     pale = Image.new("LA", (2, 1), (0, 0))
@@ -98,17 +95,8 @@ def test_sixteen_bits_keep_the_upper_eight() -> None:
     values = np.array([[0, 255, 256, 1000, 32768, 65279, 65535]], dtype=np.uint16)
     gray = Image.fromarray(values)
     assert gray.mode == "I;16"
-    for kind in ("PNG", "TIFF"):
-        found = np.asarray(decode_image(saved(gray, kind)))
-        assert found.tolist() == [[[value >> 8] * 3 for value in values[0].tolist()]]
-    big = b"MM\0*" + struct.pack(">I", 8)  # a TIFF of one row, the other way round
-    entries = [(256, 4, 7), (257, 4, 1), (258, 3, 16 << 16), (259, 3, 1 << 16), (262, 3, 1 << 16)]
-    entries += [(273, 4, 110), (278, 4, 1), (279, 4, 14)]
-    big += struct.pack(">H", len(entries))
-    big += b"".join(struct.pack(">HHII", tag, kind, 1, value) for tag, kind, value in entries)
-    big = big.ljust(110, b"\0") + values.astype(">u2").tobytes()
-    found = np.asarray(decode_image(big))
-    assert found[0, :, 0].tolist() == (values[0] >> 8).tolist()
+    found = np.asarray(decode_image(saved(gray)))
+    assert found.tolist() == [[[value >> 8] * 3 for value in values[0].tolist()]]
 
 
 def png(width: int, height: int, bits: int = 8, color: int = 2, data: bytes = b"") -> bytes:
@@ -128,14 +116,8 @@ def test_colors_of_sixteen_bits() -> None:
     assert decode_image(png(1, 1, bits=16, data=row)).getpixel((0, 0)) == (3, 156, 255)
 
 
-@pytest.mark.parametrize("mode", ["I", "F"])
-def test_numbers_of_unknown_range_are_refused(mode: str) -> None:
-    with pytest.raises(RequestError, match="numbers of 32 bits"):
-        decode_image(saved(PLAIN.convert("L").convert(mode), "TIFF"))
-
-
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WebP", "TIFF", "AVIF"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WebP", "AVIF"])
 def test_photographs_are_turned_upright(kind: str, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -171,7 +153,7 @@ def test_exif_that_cannot_be_read_does_not_cost_the_picture() -> None:
         assert difference(found, PLAIN) <= 6
 
 
-@pytest.mark.parametrize("kind", ["GIF", "PNG", "WebP", "TIFF"])
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WebP"])
 def test_the_first_frame_stands_for_an_animation(kind: str) -> None:
     frames = [Image.new("RGB", (20, 10), color) for color in ("red", "lime", "blue")]
     settings = {"lossless": True} if kind == "WebP" else {}
@@ -254,7 +236,8 @@ def test_no_pixels(width: int, height: int) -> None:
         (b"GIF89a", "the GIF image is damaged"),
         (b"RIFF\0\0\0\0WEBP", "the WebP image is damaged"),
         (b"BM", "the BMP image is damaged"),
-        (b"II*\0", "the TIFF image is damaged"),
+        (b"II*\0\x08\0\0\0", "a TIFF came for an image, expected PNG"),
+        (b"MM\0*\0\0\0\x08", "a TIFF came for an image, expected PNG"),
         (b"\0\0\0\x18ftypavif\0\0\0\0", "the AVIF image is damaged"),
     ],
 )
@@ -262,9 +245,7 @@ def test_other_things_are_named(content: bytes, words: str) -> None:
     refused(content, words)
 
 
-FILES = {
-    kind: saved(picture(70, 50), kind) for kind in ("PNG", "JPEG", "GIF", "WebP", "TIFF", "BMP")
-}
+FILES = {kind: saved(picture(70, 50), kind) for kind in ("PNG", "JPEG", "GIF", "WebP", "BMP")}
 
 
 @pytest.mark.parametrize("kind", FILES)
@@ -274,7 +255,7 @@ def test_what_is_cut_short_is_refused(kind: str) -> None:
         refused(content[: int(len(content) * share)], f"the {kind} image is damaged, cut short")
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow warns of odd tags of TIFF
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow warns of odd tags of EXIF
 @pytest.mark.parametrize("kind", [*FILES, "AVIF"])
 def test_garbage_is_a_picture_or_an_error_of_ours(kind: str) -> None:
     rng = random.Random(kind)
