@@ -9,6 +9,8 @@ from lowbit.formats.architectures.architecture import PREFIX, Architecture, Part
 from lowbit.formats.architectures.config import Config
 from lowbit.formats.architectures.decoder import TEXT, TIED
 from lowbit.formats.architectures.table import TensorSpec
+from lowbit.formats.architectures.vision import VISION, VisionConfig
+from lowbit.formats.architectures.vision import read_vision as read_tower
 from lowbit.formats.errors import CheckpointError, UnsupportedModelError
 from lowbit.formats.fields import MAX_SHOWN
 
@@ -32,12 +34,14 @@ __all__ = [
     "part_of",
     "prefix_of",
     "read_config",
+    "read_vision",
     "tensor_table",
     "tie_flags",
     "tied_as",
     "unpacked_modules",
     "untied",
     "unused",
+    "vision_prefix",
     "without_mtp",
 ]
 
@@ -185,6 +189,25 @@ def part_of(config: Mapping[str, Any], name: str) -> Part:
 def is_carried(config: Mapping[str, Any], name: str) -> bool:
     """Tell if a tensor belongs to the vision tower, which is copied unchecked."""
     return part_of(config, name) == "vision"
+
+
+def read_vision(config: Mapping[str, Any]) -> VisionConfig | None:
+    """Parse the sizes of the vision tower that a `config.json` describes; None without one.
+
+    Raises:
+        UnsupportedModelError: see `read_config`, for the tower's part and the decoder's.
+    """
+    if VISION not in config or "vision" not in architecture_of(config).parts:
+        return None
+    sizes = read_config(config)
+    return read_tower(config, sizes.vocab_size, sizes.hidden_size)
+
+
+def vision_prefix(config: Mapping[str, Any], names: Collection[str]) -> str | None:
+    """Prefix of the vision tower's tensors; None where a checkpoint's `names` have none of it."""
+    found = _find(config)
+    prefixes = () if found is None else found.parts.get("vision", ())
+    return next((p for p in prefixes if any(name.startswith(p) for name in names)), None)
 
 
 def unused(config: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:

@@ -7,17 +7,8 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from lowbit.runtime.images.settings import ImageSettings
+from tests.seeing_models import PROCESSOR as PROCESSOR
 
-# As in the folders of Qwen3.5, with smaller limits of pixels.
-PROCESSOR: dict[str, Any] = {
-    "size": {"longest_edge": 200_000, "shortest_edge": 4096},
-    "patch_size": 16,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-    "image_processor_type": "Qwen2VLImageProcessorFast",
-}
 SETTINGS = ImageSettings(
     patch=16,
     merge=2,

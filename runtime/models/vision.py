@@ -1,0 +1,281 @@
+"""Qwen3.5's vision tower: patches of an image to embeddings of its tokens.
+
+PyTorch's own operations on one image at a time: an image has the same bits whatever stands beside
+it. A block is LayerNorm, attention of all patches to all, LayerNorm, MLP. The merger makes one
+token of a square of patches.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, layer_norm, linear, scaled_dot_product_attention
+
+from lowbit.formats.architectures import read_vision, vision_prefix
+from lowbit.formats.architectures.vision import VISION, VisionConfig, vision_shapes
+from lowbit.formats.errors import FormatError, UnsupportedModelError
+from lowbit.formats.layout.packing import FLOATS
+from lowbit.formats.safetensors.checkpoint import Checkpoint
+from lowbit.runtime.images.patches import ImagePatches
+from lowbit.runtime.images.settings import ImageSettings
+from lowbit.runtime.models.layer_parts import last_of
+from lowbit.runtime.weights.linear import DenseLinear, Linear
+from lowbit.runtime.weights.weights import Weights
+
+EPS = 1e-6  # of every LayerNorm; no config names it
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """Weight and bias of a linear or a LayerNorm."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def times(self, x: Tensor) -> Tensor:
+        """Linear: [N, K] to [N, weight rows]."""
+        return linear(x, self.weight, self.bias)
+
+    def norm(self, x: Tensor) -> Tensor:
+        """LayerNorm over the last dimension."""
+        return layer_norm(x, self.weight.shape, self.weight, self.bias, EPS)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Weights of a block; h = hidden_size."""
+
+    norm1: Affine  # [h]
+    qkv: Affine  # [3 * h, h]
+    out: Affine  # [h, h]
+    norm2: Affine  # [h]
+    up: Affine  # [intermediate_size, h]
+    down: Affine  # [h, intermediate_size]
+
+
+@dataclass(frozen=True, slots=True)
+class VisionTower:
+    """A loaded tower, on one device."""
+
+    config: VisionConfig
+    patches: Affine  # [h, values of a patch]
+    positions: Tensor  # [side * side, h], learned
+    blocks: tuple[Block, ...]
+    merger_norm: Affine  # [h]
+    merger_up: Affine  # [merged, merged]
+    merger_down: Affine  # [out_hidden_size, merged]
+
+    def __call__(self, image: ImagePatches) -> Tensor:
+        """Embeddings of the tokens of an image: [tokens, out_hidden_size] on the tower's device."""
+        return self.merge(last_of(self.each_block(self.embed(image), image.grid)))
+
+    def embed(self, image: ImagePatches) -> Tensor:
+        """Input of the first block: [patches, h]."""
+        values = image.values.to(self.patches.weight.device, self.patches.weight.dtype)
+        x = self.patches.times(values)
+        side, merge = self.config.grid_side, self.config.spatial_merge_size
+        places, shares = interpolation(image.grid, side, merge)
+        learned = torch.zeros_like(x, dtype=torch.float32)
+        for place, share in zip(places.to(x.device), shares.to(x.device), strict=True):
+            learned += self.positions[place] * share[:, None]
+        return x + learned.to(x.dtype)
+
+    def each_block(self, x: Tensor, grid: tuple[int, int]) -> Iterator[Tensor]:
+        """Output of each block [patches, h], from the input of the first."""
+        angles = rotary_angles(grid, self.config).to(x.device)
+        cos, sin = angles.cos(), angles.sin()
+        for block in self.blocks:
+            x = x + block.out.times(self._attend(block.qkv.times(block.norm1.norm(x)), cos, sin))
+            inner = gelu(block.up.times(block.norm2.norm(x)), approximate="tanh")
+            x = x + block.down.times(inner)
+            yield x
+
+    def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Attention of all patches to all: [N, 3 * h] to [N, h]."""
+        N, heads = len(qkv), self.config.num_heads
+        q, k, v = qkv.view(N, 3, heads, -1).unbind(1)  # [N, heads, D]
+        q, k = (rotate(part, cos, sin) for part in (q, k))
+        q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))  # [1, heads, N, D]
+        mixed = scaled_dot_product_attention(q, k, v)
+        return mixed[0].transpose(0, 1).reshape(N, -1)
+
+    def merge(self, x: Tensor) -> Tensor:
+        """Tokens of the patches that follow each other: [patches, h] to [tokens, out]."""
+        squares = self.merger_norm.norm(x).view(-1, self.config.merged_size)
+        return self.merger_down.times(gelu(self.merger_up.times(squares)))
+
+
+def places_of(grid: tuple[int, int], merge: int) -> tuple[Tensor, Tensor]:
+    """Row and column of each patch, in the order of squares that become tokens: [N] int64 both."""
+    rows, columns = (torch.arange(count) for count in grid)
+    squares = (grid[0] // merge, merge, grid[1] // merge, merge)
+    found = torch.meshgrid(rows, columns, indexing="ij")
+    r, c = (part.reshape(squares).transpose(1, 2).flatten() for part in found)
+    return r, c
+
+
+def interpolation(grid: tuple[int, int], side: int, merge: int) -> tuple[Tensor, Tensor]:
+    """Bilinear interpolation of a square of learned positions; corners lie on its corners.
+
+    Args:
+        grid: rows and columns of patches.
+        side: learned positions along a side.
+        merge: patches along a side of a token.
+
+    Returns:
+        Places in the learned positions [4, patches] int64, and their shares [4, patches] float32.
+    """
+    taps = []
+    for index, count in zip(places_of(grid, merge), grid, strict=True):
+        place = index.to(torch.float32) * (side - 1) / max(count - 1, 1)
+        low = place.floor().long()
+        share = place - low
+        taps.append(((low, 1 - share), ((low + 1).clamp(max=side - 1), share)))
+    pairs = [(row, column) for row in taps[0] for column in taps[1]]
+    places = torch.stack([row[0] * side + column[0] for row, column in pairs])
+    return places, torch.stack([row[1] * column[1] for row, column in pairs])
+
+
+def rotary_angles(grid: tuple[int, int], config: VisionConfig) -> Tensor:
+    """Angles of the pairs of a head: the first half turns by row, the other by column.
+
+    Returns:
+        [patches, D / 2] float32.
+    """
+    half = config.head_dim // 2
+    frequencies = 1.0 / config.rope_theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
+    places = places_of(grid, config.spatial_merge_size)
+    return torch.cat([place[:, None].to(torch.float32) * frequencies for place in places], dim=1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads in FP32, dimension i with i + D / 2: [N, heads, D] by [N, D / 2]."""
+    first, second = x.to(torch.float32).chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedTower:
+    """A tower whose headers have been checked; no weight has been read."""
+
+    checkpoint: Checkpoint
+    config: VisionConfig
+    prefix: str  # of its tensors
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Memory that the weights will take."""
+        shapes = vision_shapes(self.config).values()
+        return sum(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
+
+
+def open_tower(checkpoint: Checkpoint) -> OpenedTower:
+    """Check the headers of a checkpoint's vision tower.
+
+    Raises:
+        UnsupportedModelError: it has none, or one with a feature that is not implemented.
+        FormatError: a tensor is missing, extra, misshapen or of an unexpected dtype.
+    """
+    config = read_vision(checkpoint.config)
+    prefix = vision_prefix(checkpoint.config, checkpoint.tensors)
+    if config is None or prefix is None:
+        lacks = f"`{VISION}` in its config.json" if config is None else "tensors of one"
+        raise UnsupportedModelError(
+            f"`{checkpoint.folder}` has no vision tower, so that it reads text alone: it lacks "
+            f"{lacks}",
+            hint="images need a Qwen3.5 with its tower, converted without --drop-vision",
+        )
+    opened = OpenedTower(checkpoint, config, prefix)
+    _check_tensors(opened)
+    return opened
+
+
+def _check_tensors(opened: OpenedTower) -> None:
+    """Compare the headers with the tower's table."""
+    found, shapes = opened.checkpoint.tensors, vision_shapes(opened.config)
+    for ending, shape in shapes.items():
+        name = opened.prefix + ending
+        if name not in found:
+            raise FormatError(f"`{name}` is missing from `{opened.checkpoint.folder}`")
+        if found[name].shape != shape:
+            raise FormatError(
+                f"`{name}`: expected shape {list(shape)}, got {list(found[name].shape)}"
+            )
+        if found[name].dtype not in FLOATS:
+            raise FormatError(
+                f"`{name}`: expected a vision tower in floating point, got "
+                f"{found[name].dtype_name}",
+                hint="convert from the original checkpoint with lowbit-convert",
+            )
+    for name in found:
+        if name.startswith(opened.prefix) and name.removeprefix(opened.prefix) not in shapes:
+            raise FormatError(f"`{name}`: the vision tower has no such tensor")
+
+
+def check_settings(settings: ImageSettings, config: VisionConfig) -> None:
+    """Refuse an image processor that cuts other patches than a tower reads.
+
+    Raises:
+        UnsupportedModelError: naming the size that differs.
+    """
+    for key, own, tower in (
+        ("patch_size", settings.patch, config.patch_size),
+        ("temporal_patch_size", settings.temporal, config.temporal_patch_size),
+        ("merge_size", settings.merge, config.spatial_merge_size),
+    ):
+        if own != tower:
+            raise UnsupportedModelError(
+                f"the image processor's `{key}` is {own}, the vision tower's {tower}",
+                hint="copy config.json and preprocessor_config.json from the same original",
+            )
+
+
+def load_tower(opened: OpenedTower, device: str, dtype: torch.dtype) -> VisionTower:
+    """Read the weights of a tower onto `cpu` or `cuda`.
+
+    Raises:
+        FormatError: a tensor holds NaN or Inf.
+    """
+    weights = Weights(opened.checkpoint, {}, device, dtype, _dense_alone)
+    tower = _build(opened, weights)
+    weights.check_finite()
+    return tower
+
+
+def _dense_alone(w: Linear, paired: bool, activations: str) -> Tensor:
+    """Form of a linear: its weight; nothing of a tower is packed."""
+    if not isinstance(w, DenseLinear):
+        raise ValueError("a vision tower has no packed linear")
+    return w.weight
+
+
+def _build(opened: OpenedTower, weights: Weights[Tensor]) -> VisionTower:
+    def affine(name: str) -> Affine:
+        name = opened.prefix + name
+        weight = weights.tensor(f"{name}.weight")
+        return Affine(
+            weight.flatten(1) if weight.dim() > 2 else weight, weights.tensor(f"{name}.bias")
+        )
+
+    def block(index: int) -> Block:
+        p = f"blocks.{index}"
+        return Block(
+            norm1=affine(f"{p}.norm1"),
+            qkv=affine(f"{p}.attn.qkv"),
+            out=affine(f"{p}.attn.proj"),
+            norm2=affine(f"{p}.norm2"),
+            up=affine(f"{p}.mlp.linear_fc1"),
+            down=affine(f"{p}.mlp.linear_fc2"),
+        )
+
+    return VisionTower(
+        config=opened.config,
+        patches=affine("patch_embed.proj"),
+        positions=weights.tensor(f"{opened.prefix}pos_embed.weight"),
+        blocks=tuple(block(index) for index in range(opened.config.depth)),
+        merger_norm=affine("merger.norm"),
+        merger_up=affine("merger.linear_fc1"),
+        merger_down=affine("merger.linear_fc2"),
+    )

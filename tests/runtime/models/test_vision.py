@@ -1,0 +1,255 @@
+"""The vision tower against transformers in FP32, on random weights that lowbit-convert carried."""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lowbit.convert import Recipe
+from lowbit.formats.errors import FormatError, UnsupportedModelError
+from lowbit.formats.packed import open_packed
+from lowbit.runtime.images.patches import ImagePatches, image_patches
+from lowbit.runtime.images.settings import image_settings
+from lowbit.runtime.models.vision import (
+    VisionTower,
+    check_settings,
+    interpolation,
+    load_tower,
+    open_tower,
+)
+from tests.conversions import convert
+from tests.runtime.images.pictures import picture, saved
+from tests.seeing_models import make_seeing
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "head of 72, as 9B's": {"hidden_size": 144, "num_heads": 2, "intermediate_size": 100},
+    "one head, one position": {"num_heads": 1, "num_position_embeddings": 1, "depth": 1},
+    "squares of nine": {"spatial_merge_size": 3, "patch_size": 8, "depth": 3},
+    "one frame": {"temporal_patch_size": 1, "patch_size": 14, "num_position_embeddings": 49},
+    "another base": {"rope_parameters": {"rope_type": "axial", "rope_theta": 500.0}},
+}
+GRIDS = [(1, 1), (1, 5), (7, 1), (3, 4), (9, 2), (5, 13)]  # in tokens
+Models = Callable[[str], tuple[Any, VisionTower]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """`models(shape)`: transformers' tower, and ours from the folder that was converted."""
+
+    def make(shape: str) -> tuple[Any, VisionTower]:
+        folder = tmp_path_factory.mktemp("seeing")
+        theirs = make_seeing(folder / "source", **SHAPES[shape])
+        out = convert(folder / "source", folder / "out", Recipe("int4", group_size=32)).folder
+        ours = load_tower(open_tower(open_packed(out).checkpoint), "cpu", torch.float32)
+        return theirs.model.visual, ours
+
+    return cache(make)
+
+
+def random_patches(tower: VisionTower, rows: int, columns: int, seed: int = 0) -> ImagePatches:
+    generator = torch.Generator().manual_seed(seed)
+    merge = tower.config.spatial_merge_size
+    grid = (rows * merge, columns * merge)
+    size = (grid[0] * grid[1], torch.Size(tower.config.patch_shape).numel())
+    values = torch.rand(size, generator=generator) * 2 - 1
+    return ImagePatches(values, grid, merge, b"")
+
+
+def apart(found: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest value."""
+    assert found.shape == expected.shape
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@torch.no_grad()
+def layers_of(theirs: Any, image: ImagePatches) -> tuple[list[Tensor], Tensor]:
+    """The input and output of each block of transformers' tower, and its tokens."""
+    seen: list[Tensor] = []
+    hooks = [theirs.blocks[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))]
+    hooks += [b.register_forward_hook(lambda _, __, out: seen.append(out)) for b in theirs.blocks]
+    made = theirs(image.values, grid_thw=torch.tensor([[1, *image.grid]]))
+    for hook in hooks:
+        hook.remove()
+    return seen, made.pooler_output
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_layer_is_that_of_transformers(
+    models: Models, shape: str, grid: tuple[int, int]
+) -> None:
+    theirs, ours = models(shape)
+    image = random_patches(ours, *grid)
+    layers, tokens = layers_of(theirs, image)
+    x = ours.embed(image)
+    assert apart(x, layers[0]) < 1e-4
+    for found, expected in zip(ours.each_block(x, image.grid), layers[1:], strict=True):
+        assert apart(found, expected) < 1e-4
+        x = found
+    assert apart(ours.merge(layers[-1]), tokens) < 1e-4
+    assert apart(ours(image), tokens) < 1e-4
+    assert ours(image).shape == (image.tokens, 64)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_one_layer_alone_is_that_of_transformers(models: Models, grid: tuple[int, int]) -> None:
+    """Each block on the input that transformers gave it, so that no error adds up."""
+    theirs, ours = models("squares of nine")
+    image = random_patches(ours, *grid, seed=1)
+    layers, _ = layers_of(theirs, image)
+    for index, block in enumerate(ours.blocks):
+        [found] = replace(ours, blocks=(block,)).each_block(layers[index], image.grid)
+        assert apart(found, layers[index + 1]) < 2e-5
+
+
+def test_every_part_shows_in_the_tokens(models: Models) -> None:
+    """No tensor of the tower is without effect; otherwise the test above would prove nothing."""
+    _, ours = models("plain")
+    image = random_patches(ours, 3, 5)
+    whole = ours(image)
+
+    def without(part: Any, name: str) -> Any:
+        """The part with one tensor a tenth larger and turned."""
+        value = getattr(part, name)
+        return replace(part, **{name: value.roll(1, -1) * 1.1})
+
+    changed = [replace(ours, positions=ours.positions.roll(1, 0))]
+    for name in ("patches", "merger_norm", "merger_up", "merger_down"):
+        part = getattr(ours, name)
+        changed += [replace(ours, **{name: without(part, own)}) for own in ("weight", "bias")]
+    for name in ("norm1", "qkv", "out", "norm2", "up", "down"):
+        part = getattr(ours.blocks[0], name)
+        for own in ("weight", "bias"):
+            block = replace(ours.blocks[0], **{name: without(part, own)})
+            changed.append(replace(ours, blocks=(block, *ours.blocks[1:])))
+    for tower in changed:
+        assert apart(tower(image), whole) > 1e-3
+
+
+def test_a_picture_is_read_as_transformers_reads_it(models: Models, tmp_path: Path) -> None:
+    theirs, ours = models("plain")
+    make_seeing(tmp_path)
+    settings = image_settings(tmp_path)
+    check_settings(settings, ours.config)
+    rng = random.Random(4)
+    for _ in range(3):
+        image = picture(rng.randrange(40, 400), rng.randrange(40, 400))
+        patches = image_patches(saved(image), settings)
+        _, tokens = layers_of(theirs, patches)
+        assert apart(ours(patches), tokens) < 1e-4
+
+
+def test_an_image_has_the_same_bits_alone_and_after_others(models: Models) -> None:
+    _, ours = models("plain")
+    images = [random_patches(ours, *grid, seed=2) for grid in GRIDS]
+    first = [ours(image) for image in images]
+    for image, expected in zip(reversed(images), reversed(first), strict=True):
+        assert torch.equal(ours(image), expected)
+
+
+def test_bfloat16_is_as_near_as_that_of_transformers(models: Models, tmp_path: Path) -> None:
+    theirs, exact = models("plain")
+    make_seeing(tmp_path)
+    opened = open_tower(open_packed(tmp_path).checkpoint)
+    ours = load_tower(opened, "cpu", torch.bfloat16)
+    assert all(block.qkv.weight.dtype == torch.bfloat16 for block in ours.blocks)
+    assert opened.weight_bytes(torch.bfloat16) == sum(
+        parameter.numel() * 2 for parameter in theirs.parameters()
+    )
+    half = make_seeing(tmp_path / "again").model.visual.to(torch.bfloat16)
+    for grid in GRIDS:
+        image = random_patches(ours, *grid)
+        expected = exact(image)
+        rounded = replace(image, values=image.values.to(torch.bfloat16))
+        _, tokens = layers_of(half, rounded)
+        assert apart(ours(image).float(), expected) < 2 * apart(tokens.float(), expected) + 0.01
+
+
+@pytest.mark.parametrize(("grid", "side"), [((4, 6), 5), ((2, 2), 48), ((50, 2), 3), ((6, 6), 6)])
+def test_positions_are_interpolated_as_by_pytorch(grid: tuple[int, int], side: int) -> None:
+    rows, columns = grid
+    learned = torch.randn(side * side, 3, generator=torch.Generator().manual_seed(0))
+    places, shares = interpolation(grid, side, 1)
+    found = (learned[places] * shares[..., None]).sum(0).view(rows, columns, 3)
+    expected = torch.nn.functional.interpolate(
+        learned.view(1, side, side, 3).permute(0, 3, 1, 2),
+        size=grid,
+        mode="bilinear",
+        align_corners=True,
+    )[0].permute(1, 2, 0)
+    assert (found - expected).abs().max() < 1e-4
+    assert torch.equal(found[0, 0], learned[0])
+
+
+def test_without_a_tower_the_reason_is_named(tmp_path: Path) -> None:
+    make_seeing(tmp_path / "source")
+    recipe = Recipe("int4", group_size=32, drop_vision=True)
+    out = convert(tmp_path / "source", tmp_path / "out", recipe).folder
+    with pytest.raises(UnsupportedModelError, match=r"no vision tower.*tensors of one") as caught:
+        open_tower(open_packed(out).checkpoint)
+    assert "--drop-vision" in str(caught.value.hint)
+
+
+def test_a_model_for_text_has_no_tower(shorten: Callable[[str], Path]) -> None:
+    checkpoint = open_packed(shorten("tiny-qwen3")).checkpoint
+    with pytest.raises(UnsupportedModelError, match=r"no vision tower.*lacks `vision_config`"):
+        open_tower(checkpoint)
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    make_seeing(folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+QKV = "model.visual.blocks.1.attn.qkv.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop(QKV), f"`{QKV}` is missing"),
+        (lambda t: t.update({QKV: t[QKV][:-1]}), rf"`{QKV}`: expected shape \[144, 48\], got"),
+        (lambda t: t.update({QKV: t[QKV].to(torch.int8)}), f"`{QKV}`: expected a vision tower in"),
+        (
+            lambda t: t.update({"model.visual.deep.weight": t[QKV][:1] + 0}),
+            "tower has no such tensor",
+        ),
+    ],
+)
+def test_damaged_towers_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, Tensor]], object], words: str
+) -> None:
+    checkpoint = open_packed(rewritten(tmp_path, change)).checkpoint
+    with pytest.raises(FormatError, match=words):
+        open_tower(checkpoint)
+
+
+def test_a_tower_with_nan_is_refused(tmp_path: Path) -> None:
+    folder = rewritten(tmp_path, lambda t: t[QKV][3, 3].fill_(float("nan")))
+    opened = open_tower(open_packed(folder).checkpoint)
+    with pytest.raises(FormatError, match=f"`{QKV}` holds NaN or Inf"):
+        load_tower(opened, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("key", ["patch_size", "temporal_patch_size", "merge_size"])
+def test_a_processor_of_another_tower_is_refused(tmp_path: Path, key: str) -> None:
+    make_seeing(tmp_path)
+    file = tmp_path / "preprocessor_config.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {key: content[key] + 1}))
+    config = open_tower(open_packed(tmp_path).checkpoint).config
+    with pytest.raises(UnsupportedModelError, match=f"processor's `{key}` is {content[key] + 1}"):
+        check_settings(image_settings(tmp_path), config)
