@@ -170,6 +170,17 @@ class OpenedTower:
         shapes = vision_shapes(self.config).values()
         return sum(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
 
+    def working_bytes(self, patches: int, dtype: torch.dtype) -> int:
+        """Memory beside the weights that an image of so many patches takes at its peak."""
+        h, size, wide = self.config.hidden_size, dtype.itemsize, torch.float32.itemsize
+        values = torch.Size(self.config.patch_shape).numel()
+        taps = 4 * (torch.int64.itemsize + wide)  # learned positions and their shares
+        embedding = size * values + (wide + size) * 2 * h + taps
+        # residual, q, k, v and a turned q; k in FP32; angles, cosines and sines
+        rotation = size * 5 * h + wide * (3 * h + 2 * self.config.head_dim)
+        mlp = size * (h + 2 * self.config.intermediate_size)
+        return patches * max(embedding, rotation, mlp)
+
 
 def open_tower(checkpoint: Checkpoint) -> OpenedTower:
     """Check the headers of a checkpoint's vision tower.

@@ -2,8 +2,9 @@
 
 import json
 import random
+import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowbit.convert import Recipe
+from lowbit.formats.architectures.vision import VisionConfig
 from lowbit.formats.errors import FormatError, UnsupportedModelError
 from lowbit.formats.packed import open_packed
 from lowbit.runtime.images.patches import ImagePatches, image_patches
+from lowbit.runtime.images.positions import positions_of
 from lowbit.runtime.images.settings import image_settings
 from lowbit.runtime.models.vision import (
     VisionTower,
@@ -174,6 +178,44 @@ def test_bfloat16_is_as_near_as_that_of_transformers(models: Models, tmp_path: P
         assert apart(ours(image).float(), expected) < 2 * apart(tokens.float(), expected) + 0.01
 
 
+class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The most bytes of tensors that operations make and that live at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live, self.most = dict[int, int](), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)}
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given | self.live.keys():
+                    self.live[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self.live.pop, storage._cdata, None)
+        self.most = max(self.most, sum(self.live.values()))
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "shape", [{}, {"intermediate_size": 400}, {"hidden_size": 16, "num_heads": 2}], ids=str
+)
+def test_working_memory_is_as_stated(
+    tmp_path: Path, shape: dict[str, Any], dtype: torch.dtype
+) -> None:
+    make_seeing(tmp_path, **shape)
+    opened = open_tower(open_packed(tmp_path).checkpoint)
+    tower = load_tower(opened, "cpu", dtype)
+    image = random_patches(tower, 9, 12)
+    with Peak() as peak:
+        tower(image)
+    stated = opened.working_bytes(len(image.values), dtype)
+    assert peak.most < 1.05 * stated
+    assert peak.most > 0.8 * stated or dtype == torch.float32  # which spares copies in FP32
+
+
 @pytest.mark.parametrize(("grid", "side"), [((4, 6), 5), ((2, 2), 48), ((50, 2), 3), ((6, 6), 6)])
 def test_positions_are_interpolated_as_by_pytorch(grid: tuple[int, int], side: int) -> None:
     rows, columns = grid
@@ -253,3 +295,52 @@ def test_a_processor_of_another_tower_is_refused(tmp_path: Path, key: str) -> No
     config = open_tower(open_packed(tmp_path).checkpoint).config
     with pytest.raises(UnsupportedModelError, match=f"processor's `{key}` is {content[key] + 1}"):
         check_settings(image_settings(tmp_path), config)
+
+
+@dataclass(frozen=True)
+class Span:
+    start: int
+    rows: int
+    columns: int
+
+
+def prompt_of(
+    config: VisionConfig, images: list[ImagePatches], rng: random.Random
+) -> tuple[Tensor, list[Span]]:
+    """Ids of a prompt, with runs of text around images, and their spans."""
+    ids: list[int] = []
+    spans = []
+    for image in images:
+        ids += [rng.randrange(300) for _ in range(rng.randrange(1, 9))]
+        ids.append(config.vision_start_token_id)
+        spans.append(Span(len(ids), image.rows, image.columns))
+        ids += [config.image_token_id] * image.tokens + [config.vision_end_token_id]
+    return torch.tensor([[*ids, *(rng.randrange(300) for _ in range(5))]]), spans
+
+
+def test_prompts_with_images_mean_what_they_mean_in_transformers(tmp_path: Path) -> None:
+    """Embeddings of ours at positions of ours, in transformers' decoder, give its own logits."""
+    theirs = make_seeing(tmp_path)
+    opened = open_tower(open_packed(tmp_path).checkpoint)
+    ours, settings = load_tower(opened, "cpu", torch.float32), image_settings(tmp_path)
+    rng = random.Random(9)
+    for count in range(1, 5):
+        sizes = [(rng.randrange(30, 300), rng.randrange(30, 300)) for _ in range(count)]
+        images = [image_patches(saved(picture(*size)), settings) for size in sizes]
+        ids, spans = prompt_of(opened.config, images, rng)
+        embeddings = theirs.model.language_model.embed_tokens(ids)
+        for span, image in zip(spans, images, strict=True):
+            embeddings[0, span.start : span.start + image.tokens] = ours(image)
+        found = positions_of(ids.shape[1], spans)
+        with torch.no_grad():
+            decoder = theirs.model.language_model
+            hidden = decoder(inputs_embeds=embeddings, position_ids=found.axes[:, None])[0]
+            grids = torch.tensor([[1, *image.grid] for image in images])
+            expected = theirs(
+                input_ids=ids,
+                pixel_values=torch.cat([image.values for image in images]),
+                image_grid_thw=grids,
+                mm_token_type_ids=(ids == opened.config.image_token_id).int(),
+            ).logits
+            assert apart(theirs.lm_head(hidden), expected) < 1e-4
+        assert found.delta == int(theirs.model.rope_deltas)
