@@ -72,14 +72,14 @@ def cut(pixels: Tensor, settings: ImageSettings) -> Tensor:
         [patches, channels * temporal * patch * patch] float32.
     """
     merge, patch = settings.merge, settings.patch
-    rows, columns = (side // settings.factor for side in pixels.shape[:2])
-    squares = pixels.reshape(rows, merge, patch, columns, merge, patch, CHANNELS)
-    patches = squares.permute(0, 3, 1, 4, 6, 2, 5)  # [rows, columns, merge, merge, C, patch, patch]
-    count = rows * columns * merge**2
-    frame = patches.reshape(count, CHANNELS, 1, patch, patch).to(torch.float32)
-    mean, std = (
-        torch.tensor(values, dtype=torch.float32).view(CHANNELS, 1, 1, 1)
-        for values in (settings.mean, settings.std)
-    )
-    frame = frame.div_(255).sub_(mean).div_(std)
-    return frame.expand(-1, -1, settings.temporal, -1, -1).reshape(count, -1)
+    height, width, _ = pixels.shape
+    rows, columns = height // settings.factor, width // settings.factor
+    channels = torch.empty(CHANNELS, height, width, dtype=torch.float32)
+    channels.copy_(pixels.permute(2, 0, 1))
+    for channel, mean, std in zip(channels, settings.mean, settings.std, strict=True):
+        channel.sub_(255 * mean).div_(255 * std)
+    squares = channels.view(CHANNELS, rows, merge, patch, columns, merge, patch)
+    frame = squares.permute(1, 4, 2, 5, 0, 3, 6)  # [rows, columns, merge, merge, C, patch, patch]
+    values = torch.empty(*frame.shape[:5], settings.temporal, patch, patch)
+    values.copy_(frame[:, :, :, :, :, None])
+    return values.view(rows * columns * merge**2, settings.patch_values)
