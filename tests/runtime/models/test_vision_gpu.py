@@ -1,0 +1,71 @@
+"""The vision tower on a GPU: beside transformers in FP32 on a CPU, and its memory."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowbit.formats.packed import open_packed
+from lowbit.runtime.images.patches import ImagePatches
+from lowbit.runtime.models.vision import load_tower, open_tower
+from tests.seeing_models import make_seeing
+
+pytestmark = pytest.mark.gpu
+
+GRIDS = [(2, 2), (6, 26), (30, 18), (2, 130), (64, 64)]  # in patches
+SHAPES: dict[str, dict[str, Any]] = {
+    "head of 64, as 4B's": {"hidden_size": 256, "num_heads": 4, "intermediate_size": 512},
+    "head of 72, as 9B's": {"hidden_size": 288, "num_heads": 4, "intermediate_size": 1076},
+}
+
+
+def random_patches(grid: tuple[int, int]) -> ImagePatches:
+    generator = torch.Generator().manual_seed(sum(grid))
+    values = torch.rand(grid[0] * grid[1], 1536, generator=generator) * 2 - 1
+    return ImagePatches(values, grid, 2, b"")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens_are_those_of_transformers(tmp_path: Path, shape: str) -> None:
+    theirs = make_seeing(tmp_path, **SHAPES[shape]).model.visual
+    half = make_seeing(tmp_path, **SHAPES[shape]).model.visual
+    half = half.to(device="cuda", dtype=torch.bfloat16)
+    # `to` has rounded the frequencies of rotations.
+    half.rotary_pos_emb.inv_freq = theirs.rotary_pos_emb.inv_freq.cuda()
+    opened = open_tower(open_packed(tmp_path).checkpoint)
+    exact = load_tower(opened, "cuda", torch.float32)
+    rounded = load_tower(opened, "cuda", torch.bfloat16)
+    for grid in GRIDS:
+        image, places = random_patches(grid), torch.tensor([[1, *grid]])
+        expected = theirs(image.values, grid_thw=places).pooler_output
+        largest = expected.abs().max()
+        assert (exact(image).cpu() - expected).abs().max() < 1e-4 * largest
+        found = rounded(image)
+        assert torch.equal(rounded(image), found)
+        values = image.values.to("cuda", torch.bfloat16)
+        others = half(values, grid_thw=places.cuda()).pooler_output.cpu().float()
+        off = (found.cpu().float() - expected).norm()
+        assert off < 1.25 * (others - expected).norm()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", SHAPES)
+def test_working_memory_is_as_stated(tmp_path: Path, shape: str) -> None:
+    make_seeing(tmp_path, **SHAPES[shape])
+    opened = open_tower(open_packed(tmp_path).checkpoint)
+    before = torch.cuda.memory_allocated()
+    tower = load_tower(opened, "cuda", torch.bfloat16)
+    taken = torch.cuda.memory_allocated() - before
+    assert (
+        0 <= taken - opened.weight_bytes(torch.bfloat16) < 100_000
+    )  # rounded up to 512 bytes each
+    tower(random_patches((2, 2)))  # libraries take their workspace
+    image = random_patches((128, 96))
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.memory_allocated()
+    tower(image)
+    peak = torch.cuda.max_memory_allocated() - start
+    stated = opened.working_bytes(len(image.values), torch.bfloat16)
+    assert 0.8 * stated < peak < 1.1 * stated
