@@ -25,7 +25,7 @@ def test_sizes_are_those_of_transformers(side: int, aspect: float, tall: bool) -
         assert token_count(width, height, settings) == expected[0] * expected[1] // 1024
 
 
-@pytest.mark.parametrize("size", [(1, 1), (200, 1), (1, 200), (20_000, 100)])
+@pytest.mark.parametrize("size", [(1, 1), (200, 1), (1, 200), (20_000, 100), (100, 20_000)])
 def test_extreme_sizes_become_whole_tokens(size: tuple[int, int]) -> None:
     width, height = smart_size(*size, SETTINGS)
     assert width % 32 == height % 32 == 0

@@ -115,6 +115,17 @@ def test_one_layer_alone_is_that_of_transformers(models: Models, grid: tuple[int
         assert apart(found, layers[index + 1]) < 2e-5
 
 
+@torch.no_grad()
+def test_norms_of_small_values_are_those_of_transformers(models: Models) -> None:
+    """Where the variance is as small as the number that is added to it."""
+    theirs, ours = models("plain")
+    x = torch.randn(5, 48, generator=torch.Generator().manual_seed(1)) * 1e-3
+    block = ours.blocks[0]
+    assert apart(block.norm1.norm(x), theirs.blocks[0].norm1(x)) < 1e-5
+    assert apart(block.norm2.norm(x), theirs.blocks[0].norm2(x)) < 1e-5
+    assert apart(ours.merger_norm.norm(x), theirs.merger.norm(x)) < 1e-5
+
+
 def test_every_part_shows_in_the_tokens(models: Models) -> None:
     """No tensor of the tower is without effect; otherwise the test above would prove nothing."""
     _, ours = models("plain")
