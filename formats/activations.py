@@ -6,18 +6,23 @@ the last group of a row may be short. In FP32, for each token and group:
 
     m = max(max|x|, 2^-100)
     q = rint(x * (127 / m)), halves to even
-    s = m * fp32(1 / 127)
+    s = m * fp32(1 / 127), with the last bit set
 
 A group of zeros has codes 0. A group with NaN or an infinity has scale NaN and codes 0, so every
 output of its token is NaN.
 
-The product adds the groups in one chain in order of k, whatever the number of tokens:
+The product adds the groups in FP32, in any order, from a centre that follows from the token and the
+row alone (`centres`), and takes it away again:
 
-    y = 0
+    y = centre
     y = fma(fp32(sum(code * q) * weight_scale), s, y)    for each group
+    y = y - centre
 
-The sum of a group is an exact integer below 2^24. So a token's result has the same bits in any
-company, chunk and tile.
+The sum of a group is an exact integer below 2^24. The centre is three times a power of two, P,
+that is above every sum of terms, so no sum leaves what lies between 2 P and 4 P: each term is
+rounded to the same multiple of 2^-22 P, and all sums are exact after that. No term lies half way
+between two multiples: one factor is odd, and the other is too small. So a token's result has the
+same bits in any company, chunk and tile, however K is divided and whoever adds the parts.
 """
 
 import math
@@ -28,6 +33,10 @@ from torch import Tensor
 GROUP = 128  # elements of x that share a scale, where the weight's groups allow it
 LARGEST_CODE = 127
 SMALLEST_PEAK = 2.0**-100  # the reciprocal of a smaller one would overflow
+BOUND_SLACK = 1 + 2.0**-8  # of roundings on the way
+# Powers of two beyond which those of rows and tokens do not go, so that centres are numbers. Above
+# the largest, inputs of 2^69 and more, the order of sums may show.
+LEAST_ROW, LARGEST_POWER, LARGEST_POWER_BITS = 2.0**-19, 2.0**62, 0x5E800000
 
 
 def activation_group(group_size: int, K: int) -> int:
@@ -60,7 +69,8 @@ def quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     # A tensor over a tensor: PyTorch divides a number by a tensor through the reciprocal.
     inverses = torch.full_like(used, LARGEST_CODE) / used
     codes = torch.where(finite[..., None], wide * inverses[..., None], 0.0).round()
-    scales = torch.where(finite, used * (1 / LARGEST_CODE), torch.nan)
+    odd = ((used * (1 / LARGEST_CODE)).view(torch.int32) | 1).view(torch.float32)
+    scales = torch.where(finite, odd, torch.nan)
     return codes.to(torch.int8).view(M, -1)[:, :K].contiguous(), scales
 
 
@@ -69,8 +79,69 @@ def dequantize_activations(q: Tensor, s: Tensor, group: int) -> Tensor:
     return q.float() * s.repeat_interleave(group, dim=1)[:, : q.shape[1]]
 
 
+def row_bounds(squares: Tensor, groups: int) -> Tensor:
+    """Three times a power of two for each row of a weight; see `centres`.
+
+    The power is above |w| sqrt(groups), so by Cauchy and Schwarz times that of a token it is above
+    every sum of terms.
+
+    Args:
+        squares: [N] float64, |w|^2 of the rows.
+        groups: of a token.
+
+    Returns:
+        [N] float32.
+    """
+    bounds = (squares * groups).sqrt() * BOUND_SLACK
+    return 3 * power_above(bounds.clamp(LEAST_ROW / 2, LARGEST_POWER / 2).float())
+
+
+def squared_norms(codes: Tensor, scales: Tensor) -> Tensor:
+    """|w|^2 of each row of a weight: codes [N, K] int8 and scales [N, K / G] to [N] float64."""
+    groups = codes.double().square_().view(len(codes), scales.shape[1], -1).sum(-1)
+    return (groups * scales.double().square()).sum(-1)
+
+
+def token_bounds(q: Tensor, s: Tensor, group: int) -> Tensor:
+    """A power of two above |x| of each group of a token: [M] float32 of its largest one.
+
+    A group's is that above its scale, times one that is not below the root of the sum of q^2: its
+    exponent is half of the sum's, rounded up. Groups that are zero or not finite have none.
+
+    Args:
+        q: [M, K] int8.
+        s: [M, groups] float32.
+        group: elements along K that share a scale.
+    """
+    M, K = q.shape
+    codes = torch.nn.functional.pad(q.int(), (0, -K % group)).view(M, -1, group)
+    squares = codes.square().sum(-1)
+    half = (squares.float().view(torch.int32) >> 23) - 125 >> 1
+    words = (s.view(torch.int32) & 0x7F800000).clamp(max=LARGEST_POWER_BITS)
+    words = (words + 0x00800000 + (half << 23)).clamp(max=LARGEST_POWER_BITS)
+    return torch.where((squares == 0) | s.isnan(), 0, words).amax(-1).view(torch.float32)
+
+
+def power_above(x: Tensor) -> Tensor:
+    """The least power of two above each FP32 number: of its bits the exponent, and one more."""
+    return ((x.view(torch.int32) & 0x7F800000) + 0x00800000).view(torch.float32)
+
+
+def centres(rows: Tensor, tokens: Tensor) -> Tensor:
+    """Where the sums of products begin.
+
+    Args:
+        rows: [N] of `row_bounds`.
+        tokens: [M] of `token_bounds`.
+
+    Returns:
+        [M, N] float32.
+    """
+    return tokens[:, None] * rows
+
+
 def grouped_product_ref(q: Tensor, s: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """Product of rounded inputs with a packed weight, by the chain that the module states.
+    """Product of rounded inputs with a packed weight, as the module states it.
 
     Args:
         q: [M, K] int8, of `quantize_activations` in groups of `activation_group`.
@@ -84,13 +155,15 @@ def grouped_product_ref(q: Tensor, s: Tensor, codes: Tensor, scales: Tensor) -> 
     K = q.shape[1]
     group_size = K // scales.shape[1]
     group = activation_group(group_size, K)
-    y = torch.zeros(len(q), len(codes), dtype=torch.float32, device=q.device)
+    rows = row_bounds(squared_norms(codes, scales), s.shape[1])
+    centre = centres(rows, token_bounds(q, s, group))
+    y = centre
     for number, start in enumerate(range(0, K, group)):
         part = slice(start, start + group)
         sums = q[:, part].double() @ codes[:, part].double().T  # exact
         t = (sums * scales[:, start // group_size].double()).float()
         y = fma(t, s[:, number, None], y)
-    return y
+    return y - centre
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.sequence import Sequence as TokenSequence
 from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.experts.tiled import TiledExperts
-from lowbit.runtime.kernels.linear.tiles import TILE, GpuLinear, TiledLinear, counters
+from lowbit.runtime.kernels.linear.tiles import TILE, GpuLinear, TiledLinear, counters, tile_bounds
 from lowbit.runtime.models.architectures import BUILD, DRAFTER_BUILD, HEADS
 from lowbit.runtime.models.draft_output import DraftRows
 from lowbit.runtime.state.device_state import CacheSize, kv_pages
@@ -57,20 +57,21 @@ def packed(
     shape = (N // TILE, -(-K // width.STEP_K), width.LOADS, 8, 4, 4)
     words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device="cuda")
     scales = torch.randn(N // TILE, K // GROUP, 8, 2, device="cuda") / (2 ** (bits - 1) * K**0.5)
-    sizes = bits, GROUP, N, K, paired
-    return TiledLinear(
-        words, scales.bfloat16(), *sizes, activations=activations, arrived=counters(words)
-    )
+    scales, sizes = scales.bfloat16(), (bits, GROUP, N, K, paired)
+    arrived = counters(words)
+    w = TiledLinear(words, scales, *sizes, activations=activations, arrived=arrived)
+    return replace(w, bounds=tile_bounds(w)) if activations == "int8" else w
 
 
 def packed_experts(
     bits: int, count: int, N: int, K: int, paired: bool, activations: Activations = "exact"
 ) -> TiledExperts:
     """Random codes and scales of several experts, in one buffer."""
-    w = packed(bits, count * N, K, paired)
+    w = packed(bits, count * N, K, paired, activations)
     words = w.words.view(count, N // TILE, *w.words.shape[1:])
     scales = w.scales.view(count, N // TILE, *w.scales.shape[1:])
-    return TiledExperts(words, scales, bits, GROUP, N, K, paired, activations)
+    bounds = None if w.bounds is None else w.bounds.view(count, N // TILE, 8, 2)
+    return TiledExperts(words, scales, bits, GROUP, N, K, paired, activations, bounds)
 
 
 def packed_on_cpu(bits: int, N: int, K: int, activations: Activations = "exact") -> CpuLinear:

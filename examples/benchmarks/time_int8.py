@@ -58,7 +58,7 @@ def launches_of(w: TiledLinear, x: Tensor) -> Iterator[tuple[Int8Launch, Callabl
     """Launches that the weight has room for, with their product of x, which is ready."""
     for launch, _ in LAUNCHES:
         places = places_of(w, launch.tokens)
-        if launch.tokens > max(16, len(x)) or places.STEPS % launch.turn_steps:
+        if launch.tokens > max(16, len(x)) or places.STEPS % launch.steps:
             continue
         blocks = quantize(x, w.bits, places)
 

@@ -15,7 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.formats.activations import activation_group, quantize_activations
+from lowbit.formats.activations import (
+    activation_group,
+    centres,
+    quantize_activations,
+    row_bounds,
+    squared_norms,
+    token_bounds,
+)
 from lowbit.formats.layout.packing import unpack
 from lowbit.runtime.weights.linear import PackedLinear
 
@@ -31,19 +38,20 @@ class GroupedCodes:
 
     codes: Tensor  # [groups, N, A] int8, zeros behind the end of K
     scales: Tensor  # [groups, N] float32
+    bounds: Tensor  # [N] float32, of `row_bounds`
     K: int
 
     @property
     def size_bytes(self) -> int:
         """Bytes that one pass over the weight reads."""
-        return self.codes.nbytes + self.scales.nbytes
+        return self.codes.nbytes + self.scales.nbytes + self.bounds.nbytes
 
 
 def grouped_bytes(N: int, K: int, group_size: int) -> int:
     """Bytes that `grouped` keeps for a packed weight [N, K] in groups of a size."""
     group = activation_group(group_size, K)
     groups = -(-K // group)
-    return groups * N * (group + torch.float32.itemsize)
+    return N * (groups * (group + torch.float32.itemsize) + torch.float32.itemsize)
 
 
 def grouped(w: PackedLinear) -> GroupedCodes:
@@ -51,12 +59,15 @@ def grouped(w: PackedLinear) -> GroupedCodes:
     group = activation_group(w.group_size, w.K)
     groups = -(-w.K // group)
     codes = torch.zeros(groups, w.N, group, dtype=torch.int8)
+    squares = torch.empty(w.N, dtype=torch.float64)
     for start in range(0, w.N, CHUNK_ROWS):
         rows = slice(start, start + CHUNK_ROWS)
         part = unpack(w.codes[rows], w.bits, w.K)
         codes[:, rows] = _in_groups(part, group)
+        squares[rows] = squared_norms(part, w.scales[rows])
     starts = torch.arange(0, w.K, group)
-    return GroupedCodes(codes, w.scales.float().T[starts // w.group_size].contiguous(), w.K)
+    scales = w.scales.float().T[starts // w.group_size].contiguous()
+    return GroupedCodes(codes, scales, row_bounds(squares, groups), w.K)
 
 
 def grouped_product(
@@ -77,20 +88,22 @@ def grouped_product(
 def _product(x: Tensor, w: GroupedCodes) -> Tensor:
     groups, N, group = w.codes.shape
     q, s = quantize_activations(x, group)
+    tokens = token_bounds(q, s, group)
     codes, s = _in_groups(q, group).float(), s.T.double()[:, :, None]  # [groups, M, A]
     y = torch.zeros(len(x), N)
     step = min(N, max(LEAST_ROWS, WIDE_SUMS // len(x)))
     together = max(1, min(WIDE_CODES // (step * group), WIDE_SUMS // (step * len(x))))
     for start in range(0, N, step):
         rows = slice(start, start + step)
-        total = torch.zeros(len(x), len(w.codes[0, rows]))
+        centre = centres(w.bounds[rows], tokens)
+        total = centre.clone()
         for first in range(0, groups, together):
             part = slice(first, first + together)
             sums = torch.bmm(codes[part], w.codes[part, rows].float().transpose(1, 2))
             products = sums.mul_(w.scales[part, None, rows]).double().mul_(s[part])
             for product in products:
                 torch.add(product, total, out=total)
-        y[:, rows] = total
+        y[:, rows] = total - centre
     return y
 
 

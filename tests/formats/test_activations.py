@@ -1,6 +1,7 @@
 """Eight-bit inputs of linears against exact fractions and FP64 arithmetic, number by number."""
 
 import math
+import struct
 from fractions import Fraction
 
 import pytest
@@ -11,10 +12,14 @@ from torch import Tensor
 
 from lowbit.formats.activations import (
     activation_group,
+    centres,
     dequantize_activations,
     fma,
     grouped_product_ref,
     quantize_activations,
+    row_bounds,
+    squared_norms,
+    token_bounds,
 )
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -37,7 +42,19 @@ def obvious(numbers: list[float]) -> tuple[list[int], Fraction]:
     exact = [Fraction(number) for number in numbers]
     peak = max(*map(abs, exact), Fraction(1, 2**100))
     inverse = fp32(127 / peak)
-    return [round(fp32(x * inverse)) for x in exact], fp32(peak * INVERSE_CODE)
+    return [round(fp32(x * inverse)) for x in exact], odd(fp32(peak * INVERSE_CODE))
+
+
+def odd(number: Fraction) -> Fraction:
+    """An FP32 number with the last bit set."""
+    bits = struct.unpack("<I", struct.pack("<f", float(number)))[0] | 1
+    return Fraction(struct.unpack("<f", struct.pack("<I", bits))[0])
+
+
+def centre_of(q: Tensor, s: Tensor, codes: Tensor, scales: Tensor, group: int) -> Tensor:
+    """Where the sums of a product begin."""
+    rows = row_bounds(squared_norms(codes, scales), s.shape[1])
+    return centres(rows, token_bounds(q, s, group))
 
 
 def inputs(seed: int, shape: tuple[int, ...], spread: float) -> Tensor:
@@ -119,26 +136,66 @@ def test_fma_rounds_once_where_fp64_rounds_to_a_half() -> None:
 @pytest.mark.parametrize(
     ("K", "group_size"), [(64, 32), (192, 64), (256, 128), (512, 256), (512, 512), (200, 200)]
 )
-def test_product_is_the_chain_on_exact_codes(K: int, group_size: int) -> None:
+def test_product_adds_the_groups_in_any_order(K: int, group_size: int) -> None:
     generator = torch.Generator().manual_seed(K)
     codes = torch.randint(-128, 128, (3, K), generator=generator, dtype=torch.int8)
     scales = torch.randn(3, K // group_size, generator=generator).bfloat16()  # of both signs
     group = activation_group(group_size, K)
     q, s = quantize_activations(inputs(K, (2, K), 3.0), group)
     y = grouped_product_ref(q, s, codes, scales)
+    centre = centre_of(q, s, codes, scales, group)
     for m, n in ((m, n) for m in range(2) for n in range(3)):
-        total = Fraction(0)
+        terms = []
         for number, start in enumerate(range(0, K, group)):
             part = slice(start, start + group)
             products = zip(q[m, part].tolist(), codes[n, part].tolist(), strict=True)
             weight_scale = Fraction(scales[n, start // group_size].item())
             t = fp32(sum(x * code for x, code in products) * weight_scale)
-            total = fp32(t * Fraction(s[m, number].item()) + total)
-        assert Fraction(y[m, n].item()) == total
+            terms.append(t * Fraction(s[m, number].item()))
+        begin = Fraction(centre[m, n].item())
+        for order in (terms, terms[::-1], sorted(terms)):
+            total = begin
+            for term in order:
+                total = fp32(total + term)
+            assert Fraction(y[m, n].item()) == total - begin
+        parts = [fp32(begin + term) - begin for term in terms]  # each by itself
+        assert sum(parts) == Fraction(y[m, n].item())
     weight = codes.double() * scales.double().repeat_interleave(group_size, 1)
     exact = dequantize_activations(q, s, group).double() @ weight.T
     size = dequantize_activations(q, s, group).double().abs() @ weight.abs().T
-    assert ((y - exact).abs() <= size * (2 * K // group + 4) * 2.0**-24).all()
+    # Half of a multiple, and half of a unit of each term.
+    assert ((y - exact).abs() <= -(-K // group) * centre / 6 * 2.0**-22 + size * 2.0**-24).all()
+
+
+@given(seed=st.integers(0, 2**32), K=st.sampled_from([128, 1024]), bits=st.sampled_from([2, 4, 8]))
+def test_no_sum_of_terms_leaves_its_power_of_two(seed: int, K: int, bits: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    least, most = -(2 ** (bits - 1)), 2 ** (bits - 1)
+    codes = torch.randint(least, most, (4, K), generator=generator).to(torch.int8)
+    codes[0] = least
+    scales = torch.randn(4, K // 128, generator=generator).abs()
+    q, s = quantize_activations(inputs(seed, (3, K), 2.0), 128)
+    q[0] = -127  # all of one sign, as are the codes of the first row
+    s[0] = s[0, 0]
+    size = (
+        dequantize_activations(q, s, 128).double().abs()
+        @ (codes.double().abs() * scales.double().repeat_interleave(128, 1)).T
+    )
+    centre = centre_of(q, s, codes, scales, 128).double()
+    assert (size < centre / 3).all()
+    below = 2 * centre / 3
+    assert (centre - size > below).all()
+    assert (centre + size < 2 * below).all()
+
+
+@pytest.mark.parametrize("token", [2.0**-107, 1.0, 3e36, math.nan])
+@pytest.mark.parametrize("square", [0.0, 1e-60, 1.0, 1e60, math.inf])
+def test_centres_of_extremes_are_numbers(square: float, token: float) -> None:
+    q = torch.full((1, 128), 127, dtype=torch.int8)
+    rows = row_bounds(torch.tensor([square], dtype=torch.float64), 1)
+    centre = centres(rows, token_bounds(q, torch.tensor([[token]]), 128)).item()
+    assert 0 <= centre < math.inf
+    assert math.frexp(centre)[0] == (0 if math.isnan(token) else 0.75)
 
 
 @pytest.mark.gpu

@@ -26,6 +26,7 @@ class TiledExperts(Sequence[TiledLinear]):
     K: int  # inputs
     paired: bool = False  # a tile holds 8 rows of gate and the same 8 rows of up
     activations: Activations = "exact"
+    bounds: Tensor | None = None  # [experts, tiles, 8, 2] float32, for activations in int8
 
     @property
     def tiles(self) -> int:
@@ -55,10 +56,11 @@ class TiledExperts(Sequence[TiledLinear]):
     def __getitem__(self, index: int | slice) -> "TiledLinear | TiledExperts":
         """View of one expert, or of several."""
         words, scales = self.words[index], self.scales[index]
+        bounds = None if self.bounds is None else self.bounds[index]
         if isinstance(index, slice):
-            return replace(self, words=words, scales=scales)
+            return replace(self, words=words, scales=scales, bounds=bounds)
         sizes = self.bits, self.group_size, self.N, self.K, self.paired
-        return TiledLinear(words, scales, *sizes, activations=self.activations)
+        return TiledLinear(words, scales, *sizes, activations=self.activations, bounds=bounds)
 
 
 def gathered(read: Callable[[int, int], GpuLinear], count: int) -> TiledExperts:
@@ -74,12 +76,15 @@ def gathered(read: Callable[[int, int], GpuLinear], count: int) -> TiledExperts:
     first = _tiled(read(0, 1))
     words = first.words.new_empty((count, *first.words.shape))
     scales = first.scales.new_empty((count, *first.scales.shape))
+    bounds = None if first.bounds is None else first.bounds.new_empty((count, *first.bounds.shape))
     for start, stop in _blocks(first, count):
         block = _tiled(read(start, stop))
         words[start:stop] = block.words.view(stop - start, *words.shape[1:])
         scales[start:stop] = block.scales.view(stop - start, *scales.shape[1:])
+        if bounds is not None and block.bounds is not None:
+            bounds[start:stop] = block.bounds.view(stop - start, *bounds.shape[1:])
     sizes = first.bits, first.group_size, first.N, first.K, first.paired
-    return TiledExperts(words, scales, *sizes, first.activations)
+    return TiledExperts(words, scales, *sizes, first.activations, bounds)
 
 
 def stacked(experts: Sequence[GpuLinear]) -> TiledExperts:

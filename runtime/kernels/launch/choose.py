@@ -170,16 +170,10 @@ def _fitting_launch(
     W: Packed, launch: GemvLaunch, tokens: int, normed: bool, card: Card
 ) -> GemvLaunch | None:
     """Shrink a launch of `gemv_int8` until it fits shared memory; None where x alone does not."""
-    while int8_bytes(W, launch, tokens, normed) > card.shared_bytes:
-        if launch.tiles > 1:
-            launch = replace(launch, tiles=1, rounds=launch.rounds * launch.tiles)
-        elif launch.warp_groups > 1:
-            groups = launch.warp_groups // 2
-            rounds = -(-launch.rounds * launch.warp_groups // groups)
-            launch = replace(launch, warp_groups=groups, rounds=rounds)
-        else:
-            return None
-    return launch
+    for own in (launch, replace(launch, tiles=1, rounds=launch.rounds * launch.tiles)):
+        if int8_bytes(W, own, tokens, normed) <= card.shared_bytes:
+            return own
+    return None
 
 
 def takes_rows(tokens: int) -> bool:

@@ -137,7 +137,7 @@ class ExpertsInt8Launch:
 def int8_gate_up_launch(tokens: int) -> ExpertsInt8Launch:
     """The share of a program of `gate_up_int8`: of a lone token, or of one of several."""
     if tokens == 1:
-        return ExpertsInt8Launch(kilobytes=8, registers=232)
+        return ExpertsInt8Launch(kilobytes=8, registers=240)
     return ExpertsInt8Launch(rounds=4, registers=168)
 
 

@@ -1,6 +1,6 @@
 """Launch sizes of `gemm_int8`, for nine tokens and more on Hopper.
 
-They are chosen by the time of a step of 128 k, measured on an H100 (LOG.md). None changes a bit.
+They are chosen by the time of a step of 128 k, measured on an H200 (LOG.md). None changes a bit.
 """
 
 from dataclasses import dataclass, replace
@@ -19,22 +19,17 @@ class Int8Launch:
 
     tokens: int  # of a block
     row_groups: int  # warpgroups side by side, 64 rows each
-    slices: int  # warpgroups that share rows and tokens, and take steps in turn
-    steps: int  # of a warpgroup's turn
+    steps: int  # of a turn
     chunk: int  # tokens of a product
     sets: int  # of integer sums, of which one is multiplied while the other is converted
     programs: int  # beside each other on a multiprocessor
     ahead: int  # turns of words that a lane has in flight
+    sharers: int = 1  # programs that divide each unit which not all programs have one of
 
     @property
     def warps(self) -> int:
         """Warps of a program."""
-        return 4 * self.row_groups * self.slices
-
-    @property
-    def turn_steps(self) -> int:
-        """Steps of a program's turn."""
-        return self.slices * self.steps
+        return 4 * self.row_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +44,19 @@ class Int8Shared:
 
 # Launches, and nanoseconds that a step of all programs of a multiprocessor takes.
 LAUNCHES = (
-    (Int8Launch(16, 1, 4, 1, 16, 1, 1, 4), 186),
-    (Int8Launch(16, 2, 1, 2, 16, 2, 2, 4), 245),
-    (Int8Launch(16, 4, 1, 2, 16, 2, 1, 4), 387),
-    (Int8Launch(32, 1, 4, 1, 32, 1, 1, 4), 232),
-    (Int8Launch(32, 4, 1, 2, 32, 1, 1, 3), 484),
-    (Int8Launch(64, 1, 2, 1, 64, 1, 1, 3), 378),
-    (Int8Launch(64, 2, 1, 2, 64, 2, 1, 4), 390),
-    (Int8Launch(64, 4, 1, 2, 32, 1, 1, 2), 742),
-    (Int8Launch(128, 2, 1, 2, 64, 2, 1, 2), 657),
-    (Int8Launch(256, 2, 1, 1, 64, 2, 1, 2), 1220),
+    (Int8Launch(16, 2, 2, 16, 2, 2, 4), 460),
+    (Int8Launch(16, 4, 2, 16, 2, 1, 4), 431),
+    (Int8Launch(32, 4, 2, 32, 1, 1, 3), 524),
+    (Int8Launch(64, 2, 2, 64, 2, 1, 4), 434),
+    (Int8Launch(64, 4, 2, 32, 1, 1, 2), 778),
+    (Int8Launch(128, 2, 2, 64, 2, 1, 2), 667),
+    (Int8Launch(256, 2, 1, 64, 2, 1, 2), 1183),
 )
 PADDING = 1.02  # factor on the time of a launch that was cut to fit, with fewer steps in a turn
+UNIT_NS, TOKEN_NS = 1500, 17  # beside the steps: of a unit, and of each of its tokens
+JOIN_NS, PART_NS = 2500, 10  # of a divided unit, and of each token of each part
+COUNTERS = 8  # of a tile: blocks of tokens whose units may be divided
+MOST_SHARERS = 8  # of a unit
 
 
 @cache
@@ -80,27 +76,32 @@ def int8_launch(
     """
 
     def fitted(launch: Int8Launch) -> Int8Launch | None:
-        for slices in (launch.slices, 2, 1):
-            for each in (launch.steps, 1):
-                turn = slices * each
-                if slices > launch.slices or steps % turn or steps // turn < LEAST_STEPS:
-                    continue
-                for ahead in range(min(launch.ahead, steps // turn), 0, -1):
-                    found = replace(launch, slices=slices, steps=each, ahead=ahead)
-                    if int8_shared(bits, steps, group, fp32_scales, found) is not None:
-                        return found
+        for each in (launch.steps, 1):
+            if steps % each or steps // each < LEAST_STEPS:
+                continue
+            for ahead in range(min(launch.ahead, steps // each), 0, -1):
+                found = replace(launch, steps=each, ahead=ahead)
+                if int8_shared(bits, steps, group, fp32_scales, found) is not None:
+                    return found
         return None
 
-    def cost(launch: Int8Launch, measured: float) -> float:
-        units = -(-rows // (ROWS * launch.row_groups)) * -(-tokens // launch.tokens)
-        return -(-units // (count * launch.programs)) * (steps * measured + 3000)
-
-    found = ((fitted(launch), measured, launch) for launch, measured in LAUNCHES)
-    costs = [
-        (cost(own, measured * (1 if own == launch else PADDING)), i, own)
-        for i, (own, measured, launch) in enumerate(found)
-        if own is not None
-    ]
+    costs = []
+    for launch, measured in LAUNCHES:
+        own = fitted(launch)
+        if own is None:
+            continue
+        step = measured * (1 if own == launch else PADDING)
+        blocks = -(-tokens // launch.tokens)
+        units = -(-rows // (ROWS * launch.row_groups)) * blocks
+        programs = count * launch.programs
+        whole, divided = divmod(units, programs)
+        most = min(programs // divided, MOST_SHARERS) if divided and blocks <= COUNTERS else 1
+        turns, unit = steps // own.steps, UNIT_NS + TOKEN_NS * launch.tokens
+        for sharers in range(1, min(most, turns) + 1):
+            join = JOIN_NS + PART_NS * sharers * launch.tokens if sharers > 1 else 0
+            part = -(-turns // sharers) * own.steps * step + unit + join
+            cost = whole * (steps * step + unit) + (part if divided else 0)
+            costs.append((cost, len(costs), replace(own, sharers=sharers)))
     return min(costs)[2] if costs else None
 
 
@@ -114,9 +115,7 @@ def int8_shared(
     stage = -(-size // 1024) * 1024
     slot = 256 * bits + 128 * groups * (2 if fp32_scales else 1)
     fixed = launch.warps * launch.ahead * launch.steps * slot + 1024
-    if launch.slices > 1:  # terms of two turns
-        fixed += 2 * launch.row_groups * 4 * ROWS * launch.tokens * groups * launch.turn_steps
-    turn = launch.turn_steps * stage + 16
-    turns = steps // launch.turn_steps
+    turn = launch.steps * stage + 16
+    turns = steps // launch.steps
     ring = min((SHARED // launch.programs - 1024 - fixed) // turn, turns, MOST_RING)
     return None if ring < 2 else Int8Shared(stage, ring, slot, fixed + ring * turn)

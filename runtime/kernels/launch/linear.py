@@ -66,7 +66,11 @@ class GemvLaunch:
 
     def sums_bytes(self, tokens: int) -> int:
         """Shared memory for the sums of each warp."""
-        return self.warps * self.tiles * self.rounds * 64 * tokens
+        return self.rounds * self.round_bytes(tokens)
+
+    def round_bytes(self, tokens: int) -> int:
+        """Shared memory for the sums of each warp in a round."""
+        return self.warps * self.tiles * 64 * tokens
 
 
 UNIT_K = 256  # elements of x with one unit

@@ -8,12 +8,14 @@ Layout  weight in tiles of 16 rows as `gemv` reads them (`tiles`): four tiles ar
         warpgroup's A operand, in registers. x as `quantize` leaves it: a block's tokens of 128 k
         and their scales are one bulk copy. y [M, N] bf16, or [M, N / 2] where paired
 Bytes   N*K*bits/8 + 2*N*K/G for each block of tokens, M*K*(1 + 4/128) for each block of rows,
-        2*M*N written
-Plan    a program takes a block of rows and tokens after the other, and adds a block's groups in one
-        chain, with no split of K. Warpgroups take rows side by side; or they share rows and take
-        steps in turn, and all add what each leaves. x and the words pass through rings in shared
-        memory: x by bulk copies, which one warp begins, each lane's words by copies of its own
-Bits    a token's results depend on nothing but the token: neither on tile nor on company
+        2*M*N written; where K is divided, 8*rows*tokens for each part of a block
+Plan    a unit is a block of rows and of tokens. Every program has as many whole units; of those
+        that are left each is divided along K among some programs, which begin with their parts. A
+        part waits in memory for the warp that comes last, which adds all parts and stores. x and
+        the words pass through rings in shared memory: x by bulk copies, which one warp begins, each
+        lane's words by copies of its own
+Bits    sums begin at a centre and are exact after each term's own rounding, so a token's results
+        depend on nothing but the token: neither on tile nor on company nor on shares
 """
 
 from dataclasses import dataclass
@@ -27,21 +29,25 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.formats.activations import activation_group
 from lowbit.runtime.kernels.launch.device import card_of, run
-from lowbit.runtime.kernels.launch.int8 import ROWS, Int8Launch, int8_shared
+from lowbit.runtime.kernels.launch.int8 import COUNTERS, ROWS, Int8Launch, int8_shared
 from lowbit.runtime.kernels.linear.gemm_store import store_block
 from lowbit.runtime.kernels.linear.program import Blocks, Packed, token_blocks
-from lowbit.runtime.kernels.linear.quantize import factor_pair, quantize
+from lowbit.runtime.kernels.linear.quantize import bound_pair, factor_pair, quantize
+from lowbit.runtime.kernels.linear.sums import centre_of, row_bounds
 from lowbit.runtime.kernels.linear.tiles import TILE, TiledLinear
-from lowbit.runtime.kernels.ptx.int8 import add_terms, begin_turn, leave_scaled, multiply_scaled
+from lowbit.runtime.kernels.ptx.int8 import begin_turn, multiply_scaled
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
     commit_copies,
     copy4,
     copy16_or_zeros,
+    count_warp,
     large_shared_buffer,
     large_size,
+    store16,
+    stream16_if,
 )
-from lowbit.runtime.kernels.ptx.mma import inline, threads, zeros
+from lowbit.runtime.kernels.ptx.mma import as_float, as_word, inline, threads
 from lowbit.runtime.kernels.ptx.wgmma import init_barriers, next_slot
 
 
@@ -53,9 +59,6 @@ class Int8GemmPlan:
     X: Blocks  # places of x, blocks of a program's tokens
     WARPS: int  # of a program
     ROW_GROUPS: int  # warpgroups side by side, 64 rows each
-    # warpgroups that share rows and tokens: they take steps in turn and leave terms in shared
-    # memory, which all add
-    SLICES: int
     STEPS: int  # of 128 k, of a warpgroup's turn of the loop
     CHUNK: int  # tokens of a product
     SETS: int  # of integer sums: 2 where one is multiplied while the other is converted
@@ -65,6 +68,7 @@ class Int8GemmPlan:
     SLOT: int  # bytes of a warp's words and scales of a step
     PAIRED: bool  # whether rows are those of gate and up in turn
     NORMED: bool  # whether each token has a factor
+    DIVIDED: bool  # whether programs divide units among themselves
     SHARED: int  # bytes of shared memory
 
 
@@ -81,138 +85,236 @@ def int8_gemm_plan(
     if shared is None:
         raise ValueError(f"no room for two turns of x: {launch}")
     return Int8GemmPlan(
-        W, X, launch.warps, launch.row_groups, launch.slices, launch.steps, launch.chunk,
-        launch.sets, shared.ring, shared.stage, launch.ahead * launch.steps, shared.slot, paired,
-        normed, large_size(shared.size),
+        W, X, launch.warps, launch.row_groups, launch.steps, launch.chunk, launch.sets,
+        shared.ring, shared.stage, launch.ahead * launch.steps, shared.slot, paired, normed,
+        launch.sharers > 1, large_size(shared.size),
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["M", "N", "tiles", "units", "blocks", "stride_added"])
+@gluon.jit(
+    do_not_specialize=[
+        "M", "N", "tiles", "units", "blocks", "stride_added", "divided", "sharers",
+    ],
+)  # fmt: skip
 def _gemm_int8_kernel(
-    x_ptr, words_ptr, scales_ptr, added_ptr, out_ptr, M, N, tiles, units, blocks, stride_added,
-    PLAN: gl.constexpr,
+    x_ptr, words_ptr, scales_ptr, bounds_ptr, added_ptr, out_ptr, parts_ptr, counts_ptr, M, N,
+    tiles, units, blocks, stride_added, divided, sharers, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """N: columns of the output; blocks: of tokens; stride_added: from row to row of `added`."""
+    """N: columns of the output; blocks: of tokens; stride_added: from row to row of `added`.
+
+    divided: units, the first ones, each of which `sharers` programs divide.
+    """
     X: gl.constexpr = PLAN.X
-    SLICES: gl.constexpr = PLAN.SLICES
     WARPS: gl.constexpr = PLAN.WARPS
     STEPS: gl.constexpr = PLAN.STEPS
     AHEAD: gl.constexpr = PLAN.AHEAD
     SLOT: gl.constexpr = PLAN.SLOT
     RING: gl.constexpr = PLAN.RING
-    EACH: gl.constexpr = SLICES * STEPS  # steps of a turn
-    TURN: gl.constexpr = EACH * PLAN.STAGE
-    TURNS: gl.constexpr = X.STEPS // EACH
+    TURN: gl.constexpr = STEPS * PLAN.STAGE
+    TURNS: gl.constexpr = X.STEPS // STEPS
     AHEAD_TURNS: gl.constexpr = AHEAD // STEPS
     COLUMNS: gl.constexpr = X.TOKENS
-    OWN: gl.constexpr = max(COLUMNS // SLICES, 8)  # of a warpgroup's sums
-    TERMS: gl.constexpr = EACH * (128 // X.GROUP) * COLUMNS * 256  # bytes of a turn's
-    warp, lane, zero, zero_f32 = threads(WARPS)
+    warp, lane, zero, _ = threads(WARPS)
     buffer = (large_shared_buffer(tiles < 0, PLAN.SHARED, WARPS) + zero + 1023) & -1024
     full = buffer + RING * TURN
     empty = full + RING * 8
-    ring = empty + RING * 8
-    group = warp // (4 * SLICES)
-    slice_ = warp // 4 % SLICES
-    terms = ring + WARPS * AHEAD * SLOT + group * (2 * TERMS) + warp % 4 * 512 + lane * 16
-    ring += warp * (AHEAD * SLOT)
+    ring = empty + RING * 8 + warp * (AHEAD * SLOT)
     leads = (warp == 0) & (lane == 0)
     gdc_launch_dependents()
     init_barriers(full, leads, RING)
     _init_counters(empty, leads, RING, WARPS)
     barrier()
     programs = gl.num_programs(0)
-    first = gl.program_id(0) + zero
-    rounds = (units - gl.program_id(0) + programs - 1) // programs
-    tile, words, scales = _place_of(first, blocks, warp, lane, tiles, words_ptr, scales_ptr, PLAN)
-    step = slice_ * STEPS
+    first, start, limit, shares = _part_of(gl.program_id(0), divided, sharers, PLAN)
+    whole = divided + gl.program_id(0)  # the first whole unit
+    rounds = shares + (units - whole + programs - 1) // programs
+    count = limit - start + (rounds - 1) * TURNS  # turns of the program
+    second = gl.minimum(gl.where(shares > 0, whole, whole + programs), units - 1)
+    tile, words, scales = _place_of(
+        first + zero, blocks, warp, lane, tiles, words_ptr, scales_ptr, PLAN
+    )
+    next_place = _place_of(second + zero, blocks, warp, lane, tiles, words_ptr, scales_ptr, PLAN)
     for i in gl.static_range(AHEAD):
-        begun = step + (i // STEPS * EACH + i % STEPS)
-        _begin_words(ring + i * SLOT, lane, words, scales, begun, lane >= 0, PLAN)
-    stride = (blocks + zero).to(gl.int64) * X.SIZE
-    source = x_ptr.to(gl.int64, bitcast=True) + (first % blocks).to(gl.int64) * X.SIZE
+        turn = start + i // STEPS
+        inside = turn < limit
+        _begin_words(
+            ring + i * SLOT, lane, gl.where(inside, words, next_place[1]),
+            gl.where(inside, scales, next_place[2]),
+            gl.where(inside, turn, turn - limit) * STEPS + i % STEPS + zero,
+            (lane >= 0) & (i // STEPS < count), PLAN,
+        )  # fmt: skip
+    x = x_ptr.to(gl.int64, bitcast=True) + zero.to(gl.int64)
+    stride = (blocks + zero).to(gl.int64) * X.SIZE  # from step to step
+    here = x + (first % blocks).to(gl.int64) * X.SIZE
+    there = x + (second % blocks).to(gl.int64) * X.SIZE
     gdc_wait()
     for i in gl.static_range(RING):
         begin_turn(
-            buffer + i * TURN, source + stride * (i * EACH), stride, full + i * 8, leads, empty,
-            zero, False, PLAN,
+            buffer + i * TURN, _source_of(here, there, start + i, limit, stride, PLAN), stride,
+            full + i * 8, leads & (i < count), empty, zero, False, PLAN,
         )  # fmt: skip
-    source += stride * (RING * EACH)  # of the turn that is copied next
-    own_token = gl.minimum(slice_ * OWN, COLUMNS - OWN)  # the first of its tokens
-    acc = zeros(zero_f32, OWN // 2)
-    slot = rounds * 0
-    phase = rounds * 0
-    slot_before = rounds * 0  # the slot of the turn before, and its phase
-    phase_before = rounds * 0
-    place = rounds * 0  # of the turn's words in the ring
+    slot = start * 0
+    phase = start * 0
+    slot_before = start * 0  # the slot of the turn before, and its phase
+    phase_before = start * 0
+    place = start * 0  # of the turn's words in the ring
+    done = start * 0  # turns of this program
+    begin = start
     for round in range(rounds):
-        unit = first + round * programs
-        has_next = unit + programs < units
-        next_unit = gl.minimum(unit + programs, units - 1)
+        following = whole + (round + 1 - shares) * programs
+        unit = gl.where(round == 0, first, following - programs)
+        next_unit = gl.minimum(following, units - 1)
         next_tile, next_words, next_scales = _place_of(
-            next_unit, blocks, warp, lane, tiles, words_ptr, scales_ptr, PLAN
+            next_unit + zero, blocks, warp, lane, tiles, words_ptr, scales_ptr, PLAN
         )
-        next_source = x_ptr.to(gl.int64, bitcast=True) + (next_unit % blocks).to(gl.int64) * X.SIZE
-        if RING == TURNS:  # the first copy of this loop would begin the unit after this one
-            source = gl.where(round > 0, source, next_source)
-        for turn in range(TURNS):
+        here = x + (unit % blocks).to(gl.int64) * X.SIZE
+        there = x + (next_unit % blocks).to(gl.int64) * X.SIZE
+        first_token = unit % blocks * COLUMNS
+        rows = row_bounds(bounds_ptr, gl.minimum(tile, tiles - 1), lane)
+        acc = ()
+        for i in gl.static_range(COLUMNS // 8):
+            acc = acc + _centres(x_ptr, blocks, first_token + i * 8, lane, rows, PLAN)
+        own = limit - begin  # turns of this unit
+        for k in range(own):
+            turn = begin + k
             at = buffer + slot * TURN
-            here = ring + place * SLOT
-            tokens = _descriptor_word(at + slice_ * (STEPS * PLAN.STAGE))
-            if SLICES == 1:
-                acc = multiply_scaled(
-                    acc, here + lane * 16, here + lane * 4, tokens,
-                    at + X.SCALES + lane % 4 * 8, full + slot * 8, phase + zero, PLAN,
-                )  # fmt: skip
-            else:
-                turn_terms = terms + (round * TURNS + turn) % 2 * TERMS
-                leave_scaled(
-                    here + lane * 16, here + lane * 4, tokens,
-                    turn_terms + slice_ * (TERMS // SLICES), full + slot * 8, phase + zero, COLUMNS,
-                    PLAN,
-                )  # fmt: skip
-            inside = turn + AHEAD_TURNS < TURNS
-            to = gl.where(inside, turn + AHEAD_TURNS, turn + AHEAD_TURNS - TURNS)
+            mine = ring + place * SLOT
+            acc = multiply_scaled(
+                acc, mine + lane * 16, mine + lane * 4, _descriptor_word(at),
+                at + X.SCALES + lane % 4 * 8, full + slot * 8, phase + zero, PLAN,
+            )  # fmt: skip
+            inside = turn + AHEAD_TURNS < limit
+            to = gl.where(inside, turn + AHEAD_TURNS, turn + AHEAD_TURNS - limit)
             for i in gl.static_range(STEPS):
                 _begin_words(
-                    here + i * SLOT, lane, gl.where(inside, words, next_words),
-                    gl.where(inside, scales, next_scales), step + (to * EACH + i),
-                    (lane >= 0) & (inside | has_next), PLAN,
+                    mine + i * SLOT, lane, gl.where(inside, words, next_words),
+                    gl.where(inside, scales, next_scales), to * STEPS + i + zero,
+                    (lane >= 0) & (done + k + AHEAD_TURNS < count), PLAN,
                 )  # fmt: skip
             place = gl.where(place + STEPS == AHEAD, 0, place + STEPS)
-            if SLICES > 1:
-                barrier()
-                acc = add_terms(
-                    acc, turn_terms + own_token * 256,
-                    at + X.SCALES + (own_token + lane % 4 * 2) * 4, COLUMNS, PLAN,
-                )  # fmt: skip
             _arrive(empty + slot * 8, lane == 0)
             # The slot that all have left is filled with what follows: of this unit, or the next.
-            copied = turn - 1 + RING
-            wanted = (round + turn > 0) & ((copied < TURNS) | has_next)
+            wanted = (done + k > 0) & (done + k - 1 + RING < count)
             begin_turn(
-                buffer + slot_before * TURN, source, stride, full + slot_before * 8, leads & wanted,
-                empty + slot_before * 8, phase_before + zero, True, PLAN,
+                buffer + slot_before * TURN,
+                _source_of(here, there, turn - 1 + RING, limit, stride, PLAN), stride,
+                full + slot_before * 8, leads & wanted, empty + slot_before * 8,
+                phase_before + zero, True, PLAN,
             )  # fmt: skip
-            following = gl.where(copied + 1 == TURNS, next_source, source + stride * EACH)
-            source = gl.where(round + turn > 0, following, source)
             slot_before = slot
             phase_before = phase
             slot, phase = next_slot(slot, phase, RING)
-        first_token = unit % blocks * X.TOKENS + own_token
+        sums = ()
+        for i in gl.static_range(COLUMNS // 8):
+            centre = _centres(x_ptr, blocks, first_token + i * 8, lane, rows, PLAN)
+            for j in gl.static_range(4):
+                sums = sums + (acc[4 * i + j] - centre[j],)
+        if PLAN.DIVIDED:
+            part = (round == 0) & (shares > 0)
+            sums, last = _join(
+                sums, parts_ptr, counts_ptr, unit, blocks, tile, tiles, sharers, warp, lane,
+                (lane >= 0) & part, PLAN,
+            )  # fmt: skip
+            first_token = gl.where(last, first_token, M)  # others have stored nothing
         factors = ()
-        for i in gl.static_range(OWN // 8 if PLAN.NORMED else 0):
-            row = first_token + (i * 8 + lane % 4 * 2)
+        for i in gl.static_range(COLUMNS // 8 if PLAN.NORMED else 0):
+            row = unit % blocks * COLUMNS + (i * 8 + lane % 4 * 2)
             factors = factors + (factor_pair(x_ptr, blocks, row, X),)
-        if SLICES * OWN > COLUMNS:  # others have the same sums
-            first_token = gl.where(slice_ * OWN < COLUMNS, first_token, M)
         store_block(
-            acc, added_ptr, out_ptr, first_token, tile, lane, M, N, stride_added, factors, PLAN
+            sums, added_ptr, out_ptr, first_token, tile, lane, M, N, stride_added, factors, PLAN
         )  # fmt: skip
-        acc = zeros(zero_f32, OWN // 2)
+        done += own
+        begin = begin * 0
+        limit = begin + TURNS
         tile = next_tile
         words = next_words
         scales = next_scales
+
+
+@gluon.jit
+def _part_of(program, divided, sharers, PLAN: gl.constexpr):
+    """A program's first unit, its turns of that: first and end, and whether others share it."""
+    TURNS: gl.constexpr = PLAN.X.STEPS // PLAN.STEPS
+    if PLAN.DIVIDED:
+        shares = program < divided * sharers
+        part = program % sharers
+        first = gl.where(shares, program // sharers, divided + program)
+        start = gl.where(shares, part * TURNS // sharers, 0)
+        limit = gl.where(shares, (part + 1) * TURNS // sharers, TURNS)
+        found = first, start, limit, shares.to(gl.int32)
+    else:
+        found = program, program * 0, program * 0 + TURNS, program * 0
+    return found
+
+
+@gluon.jit
+def _source_of(here, there, turn, limit, stride, PLAN: gl.constexpr):
+    """Where the x of a turn lies, of a unit or, past its last one, of the unit that follows."""
+    inside = turn < limit
+    step = gl.where(inside, turn, turn - limit) * PLAN.STEPS
+    return gl.where(inside, here, there) + stride * step
+
+
+@gluon.jit
+def _centres(x_ptr, blocks, token, lane, rows, PLAN: gl.constexpr):
+    """Where a lane's four sums of eight tokens begin."""
+    X: gl.constexpr = PLAN.X  # Triton 3.6 takes no record from a record as an argument
+    pair = bound_pair(x_ptr, blocks, token + lane % 4 * 2, X)
+    return (
+        centre_of(rows[0], pair[0]), centre_of(rows[0], pair[1]),
+        centre_of(rows[1], pair[0]), centre_of(rows[1], pair[1]),
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _parts_at_once(plan):
+    """Parts whose loads are on their way together, as registers allow."""
+    return max(1, min(8, 256 // plan.X.TOKENS))
+
+
+@gluon.jit
+def _join(
+    sums, parts_ptr, counts_ptr, unit, blocks, tile, tiles, sharers, warp, lane, part,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """Leave a part of a unit, or add all parts, in the warp that comes last.
+
+    part: whether the sums are not the whole unit's.
+
+    Returns:
+        The sums of the unit and whether the warp has them.
+    """
+    BYTES: gl.constexpr = PLAN.WARPS * PLAN.X.TOKENS * 64  # of a part
+    AT_ONCE: gl.constexpr = _parts_at_once(PLAN)
+    zero = lane * 0
+    parts = parts_ptr.to(gl.int64, bitcast=True)
+    parts += (warp * (PLAN.X.TOKENS * 64) + lane * 16).to(gl.int64)
+    at = parts + (gl.program_id(0) + zero).to(gl.int64) * BYTES
+    for i in gl.static_range(0, len(sums), 4):
+        words = as_word(sums[i]), as_word(sums[i + 1]), as_word(sums[i + 2]), as_word(sums[i + 3])
+        store16(at + i * 128, words, part)
+    counter = counts_ptr.to(gl.int64, bitcast=True)
+    counter += ((tile * blocks + unit % blocks) * 4).to(gl.int64)
+    counted = part & (tile < tiles)
+    last = counted & (count_warp(counter, sharers - 1 + zero, counted) == sharers - 1)
+    total = ()
+    for i in gl.static_range(len(sums)):
+        total = total + (gl.where(last, 0.0, sums[i]),)
+    for first in range(0, sharers, AT_ONCE):
+        loaded = ()
+        for i in gl.static_range(AT_ONCE):
+            other = unit * sharers + gl.minimum(first + i, sharers - 1)
+            there = parts + (other + zero).to(gl.int64) * BYTES
+            for j in gl.static_range(0, len(sums), 4):
+                loaded = loaded + stream16_if(there + j * 128, last & (first + i < sharers))
+        more = ()
+        for j in gl.static_range(len(sums)):
+            one = total[j]
+            for i in gl.static_range(AT_ONCE):
+                one += as_float(loaded[i * len(sums) + j])
+            more = more + (one,)
+        total = more
+    return total, last | ~part
 
 
 @gluon.jit
@@ -227,7 +329,7 @@ def _place_of(unit, blocks, warp, lane, tiles, words_ptr, scales_ptr, PLAN: gl.c
     W: gl.constexpr = PLAN.W
     ROW_WORDS: gl.constexpr = 2 if W.SCALES == "fp32" else 1
     TILE_BYTES: gl.constexpr = PLAN.X.STEPS * (256 * W.BITS)  # rows are padded to whole steps
-    tile = (unit // blocks * PLAN.ROW_GROUPS + warp // (4 * PLAN.SLICES)) * 4 + warp % 4
+    tile = (unit // blocks * PLAN.ROW_GROUPS + warp // 4) * 4 + warp % 4
     own = gl.minimum(tile, tiles - 1)
     words = words_ptr.to(gl.int64, bitcast=True) + lane * 16 + own.to(gl.int64) * TILE_BYTES
     row = own * (W.GROUPS * 8) + lane // 4
@@ -290,24 +392,44 @@ def multiply(
     normed: their norm's factors are behind them.
     """
     plan = int8_gemm_plan(w.constants, X, launch, w.paired, normed)
+    if w.bounds is None or w.arrived is None:
+        raise ValueError("a weight that was not prepared for activations in eight bits")
     N = w.N // 2 if w.paired else w.N
     y = torch.empty((M, N), dtype=torch.bfloat16, device=blocks.device)
     count = -(-M // X.TOKENS)
     units = -(-w.tiles * TILE // (ROWS * launch.row_groups)) * count
+    programs = min(units, launch.programs * card_of(blocks).multiprocessors)
+    divided, parts = 0, None
+    if launch.sharers > 1:
+        if count > COUNTERS:
+            raise ValueError(f"{count} blocks of tokens share counters, at most {COUNTERS}")
+        programs = launch.programs * card_of(blocks).multiprocessors
+        divided = units % programs
+        shares = divided * launch.sharers
+        if shares > programs:
+            raise ValueError(f"{shares} parts of units for {programs} programs")
+        programs = programs if units > divided else shares
+        size = shares * launch.row_groups * ROWS * X.TOKENS
+        parts = torch.empty(size, dtype=torch.float32, device=blocks.device)
     run(
         _gemm_int8_kernel,
-        (min(units, launch.programs * card_of(blocks).multiprocessors),),
+        (programs,),
         blocks,
         w.words,
         w.scales.view(torch.int32),
+        w.bounds,
         None if added is None else added.view(torch.int32),
         y.view(torch.int32),
+        parts,
+        w.arrived,
         M,
         N,
         w.tiles,
         units,
         count,
         0 if added is None or added.shape[0] == 1 else N,
+        divided,
+        launch.sharers,
         PLAN=plan,
         num_warps=launch.warps,
         maxnreg=min(255, 2048 // (launch.warps * launch.programs) // 8 * 8),

@@ -1,16 +1,17 @@
 """gemv_int8: the product of `gemv` for x in eight bits, up to 8 tokens, on any card.
 
-    t = fp32(sum(code * q) * scale_w)    y = fma(t, scale_x, y)      for each group of x in order
+    t = fp32(sum(code * q) * scale_w)   y = fma(t, scale_x, y)   from a centre, for each group of x
 
 Layout  as `gemv`; groups of x have 128, 64 or 32 elements (`formats.activations`)
 Fused   as `gemv`
 Bytes   as `gemv`
 Plan    every program rounds all tokens in its shared memory (`stage_codes`). An `integer_mma` has a
         column for each of 8 tokens, so one costs as much as eight. The warps of a tile take its
-        steps in turn, and leave each group's term t in shared memory; then one lane adds all groups
-        of its results in order (`chain`), so a token has the same bits however K is divided, and in
-        any other kernel that adds so. A program takes its tiles in rounds: words of the next one
-        are on their way while the sums of a round are made
+        steps in turn. Each adds its groups from the centre on, takes the centre away and leaves its
+        sums in shared memory, where one lane adds those of all warps. All of these sums but the
+        terms' own rounding are exact (`formats.activations`), so a token has the same bits however
+        K is divided, and in any other kernel. A program takes its tiles in rounds: words of the
+        next one are on their way while the sums of a round are made
 """
 
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.launch.device import card_of, run
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
+from lowbit.runtime.kernels.linear.gemv_int8_store import load_added, result_of, store_round
 from lowbit.runtime.kernels.linear.gemv_several import leave_factors
 from lowbit.runtime.kernels.linear.norm import load_gains, norm_factor, total_of
 from lowbit.runtime.kernels.linear.products import load_steps, tile_addresses
@@ -35,20 +37,24 @@ from lowbit.runtime.kernels.linear.program import (
     int8_places,
     wide,
 )
-from lowbit.runtime.kernels.linear.quantize import stage_codes
-from lowbit.runtime.kernels.linear.sums import store_finished, term_of
+from lowbit.runtime.kernels.linear.quantize import leave_bounds, stage_codes, staged_bound
+from lowbit.runtime.kernels.linear.sums import (
+    centre_of,
+    row_bounds,
+    term_of,
+)
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.kernels.linear.unpack import product_codes
-from lowbit.runtime.kernels.ptx.chain import chain, term_bytes
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
     load_shared4,
+    load_shared8,
     load_shared16,
     shared_memory,
     store_shared8,
     store_shared16,
 )
-from lowbit.runtime.kernels.ptx.mma import as_word, integer_mma, threads, unpacked_scales
+from lowbit.runtime.kernels.ptx.mma import as_float, as_word, integer_mma, threads, unpacked_scales
 
 TIGHT = 96  # registers of a thread
 
@@ -63,8 +69,7 @@ class Int8Plan:
     PAIRED: bool  # whether rows are those of gate and up in turn, which become their SwiGLU
     HEAD: int  # elements of x that are normed by one of the sums of squares, where those are given
     ADDED_ROWS: bool  # whether each token has its own row of what is added, not all the same
-    ROUND: int  # bytes of the terms of a round
-    BUFFERS: int  # of such terms, 1 or 2
+    ROUND: int  # bytes of the sums of a round
     SHARED: int  # bytes of shared memory
     PDL: bool  # whether the kernel takes part in programmatic launch
 
@@ -75,19 +80,15 @@ def int8_plan(
     added_rows: bool, pdl: bool, limit: int,
 ) -> Int8Plan:  # fmt: skip
     """Constants of a launch; limit: bytes of shared memory on the GPU."""
-    X = int8_places(W, tokens, normed)
-    terms = int8_bytes(W, launch, tokens, normed) - X.END
-    buffers = 2 if launch.rounds > 1 and X.END + 2 * terms <= limit else 1
     return Int8Plan(
         wide(W),
-        X,
+        int8_places(W, tokens, normed),
         launch,
         paired,
         HEAD=W.K // heads if heads else 0,
         ADDED_ROWS=added_rows,
-        ROUND=terms,
-        BUFFERS=buffers,
-        SHARED=max(launch.spread_bytes(limit) if pdl else 0, X.END + buffers * terms),
+        ROUND=launch.round_bytes(tokens),
+        SHARED=max(launch.spread_bytes(limit) if pdl else 0, int8_bytes(W, launch, tokens, normed)),
         PDL=pdl,
     )
 
@@ -112,6 +113,7 @@ def gemv_int8(
         squares,
         w.words,
         w.scales.view(torch.int32),
+        w.bounds,
         added,
         y,
         x.shape[0],
@@ -128,8 +130,8 @@ def gemv_int8(
 
 @gluon.jit(do_not_specialize=["B", "N", "tiles"])
 def gemv_int8_kernel(
-    x_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, B, N, tiles, eps,
-    PLAN: gl.constexpr,
+    x_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, bounds_ptr, added_ptr, y_ptr, B, N,
+    tiles, eps, PLAN: gl.constexpr,
 ):  # fmt: skip
     """See `gemv_int8`; PLAN is an `Int8Plan`."""
     W: gl.constexpr = PLAN.W
@@ -148,59 +150,65 @@ def gemv_int8_kernel(
     buffer = shared_memory(PLAN.SHARED, WARPS, N < 0) + zero
     part = warp % PARTS
     first_tile = gl.program_id(0) * (ROUNDS * WARP_GROUPS * TILES)
-    at = tile_addresses(
-        words_ptr, scales_ptr, first_tile + warp // PARTS * TILES, tiles, part, lane, TILES, W
-    )
+    own_tile = first_tile + warp // PARTS * TILES
+    at = tile_addresses(words_ptr, scales_ptr, own_tile, tiles, part, lane, TILES, W)
+    rows = _bounds_of_rows(bounds_ptr, own_tile, tiles, lane, TILES)
     loaded = load_steps(at, part, 0, AHEAD, PARTS, W)
     gains = load_gains(gain_ptr, warp, lane, gain_turns(X.BLOCKS, X.TOKENS, WARPS), WARPS, X)
     if PLAN.PDL:
         gdc_wait()
         if not PLAN.LAUNCH.early:
             gdc_launch_dependents()
-    result = _result_of(warp * 32 + lane, X.TOKENS)
-    added = _load_added(added_ptr, result, first_tile, B, N, PLAN)
     stage_codes(
         x_ptr, gains, head_squares_ptr, buffer, warp, lane, zero_f32, B, eps, PLAN.HEAD,
         W.CODEC.SUBBYTE, WARPS, X,
     )  # fmt: skip
+    result = result_of(warp * 32 + lane, X.TOKENS)
+    added = load_added(added_ptr, result, first_tile, B, N, PLAN)
     barrier()
     factor = zero_f32 + W.CODEC.FACTOR
-    if NORM and X.TOKENS == 1:
-        factor *= norm_factor(total_of(buffer + X.SQUARES, lane, zero_f32, X), eps, X.K)
-    elif NORM:
-        leave_factors(buffer, warp, lane, zero_f32, eps, WARPS, X)
+    if X.TOKENS == 1:
+        bounds = staged_bound(buffer, zero, lane, X)
+        if NORM:
+            factor *= norm_factor(total_of(buffer + X.SQUARES, lane, zero_f32, X), eps, X.K)
+    else:
+        leave_bounds(buffer, warp, lane, WARPS, X)
+        if NORM:
+            leave_factors(buffer, warp, lane, zero_f32, eps, WARPS, X)
+        barrier()
+        bounds = buffer + X.BOUNDS + _first_token(lane, X.TOKENS) * 4
     if ROUNDS > 1:
         for turn in range(ROUNDS - 1):
-            tile = first_tile + (turn + 1) * (WARP_GROUPS * TILES)
-            next_at = tile_addresses(
-                words_ptr, scales_ptr, tile + warp // PARTS * TILES, tiles, part, lane, TILES, W
+            own_tile += WARP_GROUPS * TILES
+            next_at = tile_addresses(words_ptr, scales_ptr, own_tile, tiles, part, lane, TILES, W)
+            next_rows = _bounds_of_rows(bounds_ptr, own_tile, tiles, lane, TILES)
+            sums = buffer + X.END + turn % 2 * PLAN.ROUND
+            loaded = _multiply_round(
+                loaded, at, next_at, rows, bounds, buffer, sums, warp, lane, True, PLAN
             )
-            terms = buffer + X.END + turn % PLAN.BUFFERS * PLAN.ROUND
-            loaded = _multiply_round(loaded, at, next_at, buffer, terms, warp, lane, True, PLAN)
             barrier()
-            _store_round(
-                y_ptr, added, factor, buffer, terms, result, tile - WARP_GROUPS * TILES, B, N, NORM,
-                PLAN,
-            )  # fmt: skip
-            added = _load_added(added_ptr, result, tile, B, N, PLAN)
-            if PLAN.BUFFERS == 1:
-                barrier()
+            tile = first_tile + turn * (WARP_GROUPS * TILES)
+            store_round(y_ptr, added, factor, buffer, sums, result, tile, B, N, NORM, PLAN)
+            added = load_added(added_ptr, result, tile + WARP_GROUPS * TILES, B, N, PLAN)
             at = next_at
-    terms = buffer + X.END + (ROUNDS - 1) % PLAN.BUFFERS * PLAN.ROUND
-    _multiply_round(loaded, at, at, buffer, terms, warp, lane, False, PLAN)
+            rows = next_rows
+    sums = buffer + X.END + (ROUNDS - 1) % 2 * PLAN.ROUND
+    _multiply_round(loaded, at, at, rows, bounds, buffer, sums, warp, lane, False, PLAN)
     barrier()
     tile = first_tile + (ROUNDS - 1) * (WARP_GROUPS * TILES)
-    _store_round(y_ptr, added, factor, buffer, terms, result, tile, B, N, NORM, PLAN)
+    store_round(y_ptr, added, factor, buffer, sums, result, tile, B, N, NORM, PLAN)
 
 
 @gluon.jit
 def _multiply_round(
-    loaded, at, next_at, buffer, terms, warp, lane, NEXT: gl.constexpr, PLAN: gl.constexpr
+    loaded, at, next_at, rows, bounds, buffer, sums, warp, lane, NEXT: gl.constexpr,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Leave the terms of a warp's steps of some tiles, and return what it has loaded next.
+    """Leave the sums of a warp's steps of some tiles, and return what it has loaded next.
 
     loaded: of `load_steps`, the first steps. at, next_at: of `tile_addresses`: of these tiles, and
-    of those whose first steps are loaded meanwhile if there are any (NEXT).
+    of those whose first steps are loaded meanwhile if there are any (NEXT). rows, bounds: see
+    `_centres`.
     """
     W: gl.constexpr = PLAN.W
     X: gl.constexpr = PLAN.X
@@ -208,10 +216,12 @@ def _multiply_round(
     OWN: gl.constexpr = (W.STEPS + PARTS - 1) // PARTS
     AHEAD: gl.constexpr = min(PLAN.LAUNCH.steps, OWN)
     TILES: gl.constexpr = len(at[0])
+    BYTES: gl.constexpr = 64 * X.TOKENS  # of a warp's sums of a tile
     part = warp % PARTS
     codes = buffer + (lane // 4 % X.TOKENS * X.TOKEN + lane % 4 * 16) + part * W.CODEC.STEP_K
-    terms += warp // PARTS * (TILES * X.GROUPS * term_bytes(X.TOKENS))
-    terms += part * (W.CODEC.STEP_K // X.GROUP * term_bytes(X.TOKENS))
+    scales = buffer + X.SCALES + _first_token(lane, X.TOKENS) * 4
+    sums += (warp // PARTS * (TILES * PARTS) + part) * BYTES + _slot(lane, X.TOKENS)
+    acc = _centres(rows, bounds, W, X)
     for first in gl.static_range(0, OWN, AHEAD):
         if first + AHEAD < OWN:
             next_loaded = load_steps(
@@ -219,12 +229,66 @@ def _multiply_round(
             )
         elif NEXT:
             next_loaded = load_steps(next_at, part, 0, AHEAD, PARTS, W)
-        _multiply_loaded(
-            loaded, codes, terms, part, lane, first, min(AHEAD, OWN - first), PARTS, PLAN
+        acc = _multiply_loaded(
+            acc,
+            loaded,
+            codes,
+            scales,
+            sums,
+            part,
+            lane,
+            first,
+            min(AHEAD, OWN - first),
+            PARTS,
+            PLAN,
         )
         if first + AHEAD < OWN or NEXT:
             loaded = next_loaded
+    centres = _centres(rows, bounds, W, X)  # once more, so that none stay in registers
+    for r in gl.static_range(TILES):
+        own = ()
+        for i in gl.static_range(len(acc[r])):
+            own = own + (acc[r][i] - centres[r][i],)
+        _store_sums(own, sums + r * (PARTS * BYTES), lane, X.TOKENS)
     return loaded
+
+
+@gluon.jit
+def _first_token(lane, TOKENS: gl.constexpr):
+    """The first token whose sums a lane has."""
+    return lane % 4 * 2 % TOKENS
+
+
+@gluon.jit
+def _bounds_of_rows(bounds_ptr, first_tile, tiles, lane, COUNT: gl.constexpr):
+    """Bounds of the lane's rows of COUNT tiles."""
+    found = ()
+    for r in gl.static_range(COUNT):
+        tile = gl.minimum(first_tile + r, tiles - 1)
+        found = found + (row_bounds(bounds_ptr, tile, lane),)
+    return found
+
+
+@gluon.jit
+def _centres(rows, bounds, W: gl.constexpr, X: gl.constexpr):
+    """Where sums begin: of each tile the lane's row g of its one or two tokens, then row g + 8.
+
+    rows: of `_bounds_of_rows`. bounds: of a lone token its bound, of several the address of the
+        bounds of the lane's two.
+    """
+    tokens = (bounds,)
+    if X.TOKENS > 1:
+        pair = load_shared8(bounds)
+        tokens = (as_float(pair[0]), as_float(pair[1]))
+    found = ()
+    for r in gl.static_range(len(rows)):
+        own = ()
+        for half in gl.static_range(2):
+            row = rows[r][half] * (1 / W.CODEC.FACTOR)
+            for column in gl.static_range(len(tokens)):
+                own = own + (centre_of(row, tokens[column]),)
+        found = found + (own,)
+    return found
 
 
 @gluon.constexpr_function
@@ -240,51 +304,74 @@ def _at_once(count, tiles, loads, launch):
 
 @gluon.jit
 def _multiply_loaded(
-    loaded, codes, terms, part, lane, LOADED: gl.constexpr, ALL: gl.constexpr, PARTS: gl.constexpr,
-    PLAN: gl.constexpr,
+    acc, loaded, codes, scales, sums_at, part, lane, LOADED: gl.constexpr, ALL: gl.constexpr,
+    PARTS: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Leave the terms of ALL loaded steps, some at a time; see `_multiply_steps`."""
+    """Add ALL loaded steps to the sums of every tile, some at a time; see `_multiply_steps`.
+
+    sums_at: where the sums of the warp's first tile wait meanwhile, so that the compiler does not
+        load columns of the steps behind them early: there are no registers for those.
+    """
     W: gl.constexpr = PLAN.W
     X: gl.constexpr = PLAN.X
     TILES: gl.constexpr = len(loaded[0]) // ALL
+    OWN: gl.constexpr = (W.STEPS + PARTS - 1) // PARTS
     EACH: gl.constexpr = _at_once(ALL, TILES, W.CODEC.LOADS, PLAN.LAUNCH)[0]
     TOGETHER: gl.constexpr = _at_once(ALL, TILES, W.CODEC.LOADS, PLAN.LAUNCH)[1]
     for begin in gl.static_range(0, ALL, EACH):
+        added = ()
         for tile in gl.static_range(0, TILES, TOGETHER):
-            _multiply_steps(
-                loaded, codes, terms, part, lane, LOADED, begin, min(EACH, ALL - begin), ALL, tile,
-                TOGETHER, PARTS, W, X,
+            own = ()
+            for r in gl.static_range(TOGETHER):
+                own = own + (acc[tile + r],)
+            own = _multiply_steps(
+                own, loaded, codes, scales, part, LOADED, begin, min(EACH, ALL - begin), ALL, tile,
+                PARTS, W, X,
             )  # fmt: skip
+            for r in gl.static_range(TOGETHER):
+                if LOADED + begin + EACH < OWN:
+                    at = sums_at + (tile + r) * (PARTS * 64 * X.TOKENS)
+                    _store_sums(own[r], at, lane, X.TOKENS)
+                    added = added + (_load_sums(at, X.TOKENS),)
+                else:
+                    added = added + (own[r],)
+        acc = added
+    return acc
 
 
 @gluon.jit
 def _multiply_steps(
-    loaded, codes, terms, part, lane, LOADED: gl.constexpr, BEGIN: gl.constexpr,
-    COUNT: gl.constexpr, ALL: gl.constexpr, TILE: gl.constexpr, TILES: gl.constexpr,
-    PARTS: gl.constexpr, W: gl.constexpr, X: gl.constexpr,
+    acc, loaded, codes, scales, part, LOADED: gl.constexpr, BEGIN: gl.constexpr,
+    COUNT: gl.constexpr, ALL: gl.constexpr, TILE: gl.constexpr, PARTS: gl.constexpr,
+    W: gl.constexpr, X: gl.constexpr,
 ):  # fmt: skip
-    """Leave the terms of COUNT steps of TILES tiles, from BEGIN on of ALL that are loaded.
+    """Add COUNT steps, from BEGIN on of ALL that are loaded, to the sums of some tiles.
 
-    codes: address of this lane's column in the warp's first step. terms: address of the first
-        tile's and group's terms of that step.
+    acc: of each tile, as `_centres` has them.
+    codes: address of this lane's column in the warp's first step. scales: see `_token_scales`.
     LOADED: the first of the loaded steps among the warp's. TILE: the first of the tiles.
     """
     words, raw = loaded
     CODEC: gl.constexpr = W.CODEC  # Triton 3.6 takes no record from a record as an argument
     SCALES: gl.constexpr = W.SCALES
+    TILES: gl.constexpr = len(acc)
     FIRST: gl.constexpr = LOADED + BEGIN
     Q: gl.constexpr = CODEC.PRODUCTS
     GROUP_Q: gl.constexpr = X.GROUP // 32  # products of a group
     SCALE_Q: gl.constexpr = Q * len(words) // len(raw)  # that share a scale
-    zero = lane * 0
-    found = ()
+    zero = part * 0
     sums = ()
     columns = ()  # of two products, of each step
+    tokens = ()  # scales of a group of each step
     for q in gl.static_range(Q):
         if q % 2 == 0:
             columns = ()
             for c in gl.static_range(FIRST, FIRST + COUNT):
                 columns = columns + (_columns(codes, part, c, q // 2 * 64, PARTS, W),)
+        if q % GROUP_Q == 0:
+            tokens = ()
+            for c in gl.static_range(FIRST, FIRST + COUNT):
+                tokens = tokens + (_token_scales(scales, part, c, q // GROUP_Q, PARTS, W, X),)
         new = ()
         for c in gl.static_range(COUNT):
             for r in gl.static_range(TILES):
@@ -298,27 +385,58 @@ def _multiply_steps(
                 new = new + (integer_mma(d, a[0], a[1], a[2], a[3], b0, b1),)
         sums = new
         if (q + 1) % GROUP_Q == 0:
-            for c in gl.static_range(COUNT):
-                for r in gl.static_range(TILES):
+            added = ()
+            for r in gl.static_range(TILES):
+                own = acc[r]
+                for c in gl.static_range(COUNT):
                     scale = unpacked_scales(
                         raw[((TILE + r) * ALL + BEGIN + c) * (Q // SCALE_Q) + q // SCALE_Q], SCALES
                     )
-                    found = found + (_terms(sums[c * TILES + r], scale),)
-    # Stored when all are there: the next columns would wait for what is stored before them.
-    GROUPS: gl.constexpr = CODEC.STEP_K // X.GROUP  # of a step
-    BYTES: gl.constexpr = term_bytes(X.TOKENS)
-    for i in gl.static_range(GROUPS):
-        for c in gl.static_range(COUNT):
-            at = terms + ((FIRST + c) * PARTS * GROUPS + i) * BYTES
-            step = part + (FIRST + c) * PARTS
-            held = lane % 4 < (X.TOKENS + 1) // 2
-            if W.K % CODEC.STEP_K != 0:
-                held = held & (step * GROUPS + i < X.GROUPS)
-            elif (FIRST + c + 1) * PARTS > W.STEPS:
-                held = held & (step < W.STEPS)
-            for r in gl.static_range(TILES):
-                own = found[(i * COUNT + c) * TILES + r]
-                _leave_terms(own, at + (TILE + r) * (X.GROUPS * BYTES), lane, held, X.TOKENS)
+                    own = _add_terms(own, sums[c * TILES + r], scale, tokens[c])
+                added = added + (own,)
+            acc = added
+    return acc
+
+
+@gluon.jit
+def _token_scales(
+    scales, part, c: gl.constexpr, GROUP: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr,
+    X: gl.constexpr,
+):  # fmt: skip
+    """Scales of the lane's tokens in a group of the warp's step c; 0 past the last group.
+
+    scales: address of those in the first group of all.
+    """
+    GROUPS: gl.constexpr = W.CODEC.STEP_K // X.GROUP  # of a step
+    BYTES: gl.constexpr = X.TOKENS * 4
+    WHOLE: gl.constexpr = (c + 1) * PARTS * GROUPS <= X.GROUPS  # for every warp
+    group = (part + c * PARTS) * GROUPS + GROUP
+    if WHOLE:
+        at = scales + part * (GROUPS * BYTES)
+    else:
+        at = scales + gl.minimum(group, X.GROUPS - 1) * BYTES
+    OFFSET: gl.constexpr = (c * PARTS * GROUPS + GROUP) * BYTES if WHOLE else 0
+    if X.TOKENS == 1:
+        loaded = (load_shared4(at, OFFSET),)
+    else:
+        pair = load_shared8(at, OFFSET)
+        loaded = (as_float(pair[0]), as_float(pair[1]))
+    found = ()
+    for i in gl.static_range(len(loaded)):
+        found = found + (loaded[i] if WHOLE else gl.where(group < X.GROUPS, loaded[i], 0.0),)
+    return found
+
+
+@gluon.jit
+def _add_terms(own, sums, scale, tokens):
+    """Sums of a tile with a group: its products times the scales of rows and of tokens."""
+    COLUMNS: gl.constexpr = len(tokens)
+    out = ()
+    for half in gl.static_range(2):
+        for column in gl.static_range(COLUMNS):
+            term = term_of(sums[2 * half + column], scale[half])
+            out = out + (gl.fma(term, tokens[column], own[half * COLUMNS + column]),)
+    return out
 
 
 @gluon.jit
@@ -335,90 +453,33 @@ def _columns(
 
 
 @gluon.jit
-def _terms(sums, scale):
-    """Sums times the scales of their rows g and g + 8, each rounded to FP32."""
-    out = ()
-    for i in gl.static_range(4):
-        out = out + (as_word(term_of(sums[i], scale[i // 2])),)
-    return out
-
-
-@gluon.jit
-def _leave_terms(own, at, lane, held, TOKENS: gl.constexpr):
-    """Store rows g and g + 8 of one token, or of two."""
-    if TOKENS == 1:
-        store_shared8(at + lane // 4 * 8, (own[0], own[2]), held)
-    else:
-        slot = lane // 4 * (TOKENS // 2) + lane % 4
-        store_shared16(at + slot * 16, own, held)
-
-
-@gluon.jit
-def _result_of(thread, TOKENS: gl.constexpr):
-    """Tile of a round, lane of its terms, row g and first token of a thread's results."""
+def _slot(lane, TOKENS: gl.constexpr):
+    """Place of a lane's sums among those that a warp has of a tile."""
     PAIRS: gl.constexpr = (TOKENS + 1) // 2
-    slot = thread % (8 * PAIRS)
-    return thread // (8 * PAIRS), slot, slot // PAIRS, slot % PAIRS * 2
+    return (lane // 4 * PAIRS + lane % 4 % PAIRS) * (8 * min(TOKENS, 2))
 
 
 @gluon.jit
-def _load_added(added_ptr, result, first_tile, B, N, PLAN: gl.constexpr):
-    """Rows of what is added for a thread's results in a round, for each of its turns."""
-    tile, _slot, g, token = result
-    COLUMNS: gl.constexpr = min(PLAN.X.TOKENS, 2)
-    TURNS: gl.constexpr = _turns(PLAN)
-    added = ()
-    if added_ptr is not None:
-        for turn in gl.static_range(TURNS):
-            for i in gl.static_range(2 * COLUMNS):
-                n = (first_tile + tile + turn * _turn_tiles(PLAN)) * 16 + i // COLUMNS * 8 + g
-                n = gl.minimum(n, N - 1)
-                if PLAN.ADDED_ROWS:
-                    n += gl.minimum(token + i % COLUMNS, B - 1) * N
-                added = added + (gl.load(added_ptr + n).to(gl.float32),)
-    return added
-
-
-@gluon.constexpr_function
-def _turn_tiles(plan):
-    """Tiles of a round whose results all threads of a program have together."""
-    return plan.LAUNCH.warps * 32 // (8 * ((plan.X.TOKENS + 1) // 2))
-
-
-@gluon.constexpr_function
-def _turns(plan):
-    """Times that a thread makes results of a round."""
-    return -(-plan.LAUNCH.tiles * plan.LAUNCH.warp_groups // _turn_tiles(plan))
+def _store_sums(own, at, lane, TOKENS: gl.constexpr):
+    """Store rows g and g + 8 of one token, or of two."""
+    words = ()
+    for i in gl.static_range(len(own)):
+        words = words + (as_word(own[i]),)
+    held = lane % 4 < (TOKENS + 1) // 2
+    if TOKENS == 1:
+        store_shared8(at, words, held)
+    else:
+        store_shared16(at, words, held)
 
 
 @gluon.jit
-def _store_round(
-    y_ptr, added, factor, buffer, terms, result, first_tile, B, N, NORM: gl.constexpr,
-    PLAN: gl.constexpr,
-):  # fmt: skip
-    """Add the groups of a round's results, and store them."""
-    X: gl.constexpr = PLAN.X
-    TILES: gl.constexpr = PLAN.LAUNCH.tiles * PLAN.LAUNCH.warp_groups  # of a round
-    COLUMNS: gl.constexpr = min(X.TOKENS, 2)
-    BYTES: gl.constexpr = X.GROUPS * term_bytes(X.TOKENS)  # of a tile
-    tile, slot, g, token = result
-    for turn in gl.static_range(_turns(PLAN)):
-        own = tile + turn * _turn_tiles(PLAN)
-        inside = own < TILES
-        at = terms + gl.minimum(own, TILES - 1) * BYTES + slot * (8 * COLUMNS)
-        y = chain(at, buffer + X.SCALES + token * 4, inside, X.GROUPS, X.TOKENS)
-        for column in gl.static_range(COLUMNS):
-            b = token + column
-            own_factor = factor
-            if NORM and X.TOKENS > 1:
-                own_factor = factor * load_shared4(buffer + X.FACTORS + b * 4)
-            more = ()
-            if len(added) > 0:
-                more = (
-                    added[turn * 2 * COLUMNS + column],
-                    added[(turn * 2 + 1) * COLUMNS + column],
-                )
-            store_finished(
-                y_ptr, y[column], y[COLUMNS + column], own_factor, more, first_tile + own, g, b,
-                inside & (b < B), N, PLAN.PAIRED,
-            )  # fmt: skip
+def _load_sums(at, TOKENS: gl.constexpr):
+    """Sums that `_store_sums` has stored."""
+    if TOKENS == 1:
+        words = load_shared8(at)
+    else:
+        words = load_shared16(at)
+    own = ()
+    for i in gl.static_range(len(words)):
+        own = own + (as_float(words[i]),)
+    return own

@@ -1,6 +1,6 @@
 """mma_int8: the product of `gemv_int8` for more tokens, by `mma.sync`: for cards without `wgmma`.
 
-    t = fp32(sum(code * q) * scale_w)    y = fma(t, scale_x, y)      for each group of x in order
+    t = fp32(sum(code * q) * scale_w)   y = fma(t, scale_x, y)   from a centre, for each group of x
 
 Layout  x as `quantize` leaves it, weight in tiles of 16 rows (`tiles`) -> y [M, N] bf16
 Fused   RMS norm of x, or norms of its heads, in `quantize`; the norm's factor, residual + y or
@@ -8,8 +8,9 @@ Fused   RMS norm of x, or norms of its heads, in `quantize`; the norm's factor, 
 Bytes   N*K*bits/8 for every block of tokens, M*K*33/32 for every block of rows, 2*M*N
 Plan    a warp takes one or two tiles and up to 64 tokens over the whole of K. Its codes are the A
         operand, loaded a step of 128 k ahead and unpacked in registers; a block's step of x comes
-        by `cp.async`, some steps ahead, for all warps. So sums stay in registers, and their groups
-        are added in the order of k: a token's bits are those of `gemv_int8`
+        by `cp.async`, some steps ahead, for all warps. Sums stay in registers, from the centre of a
+        row and a token on, which is taken away at the end (`formats.activations`): a token's bits
+        are those of `gemv_int8`
 """
 
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ from lowbit.runtime.kernels.launch.device import card_of, power_of_two, run
 from lowbit.runtime.kernels.linear.gemm_store import store_block
 from lowbit.runtime.kernels.linear.products import raw_scales, tile_addresses
 from lowbit.runtime.kernels.linear.program import STEP_K, Blocks, Packed, token_blocks, wide
-from lowbit.runtime.kernels.linear.quantize import factor_pair, quantize
-from lowbit.runtime.kernels.linear.sums import term_of
+from lowbit.runtime.kernels.linear.quantize import bound_pair, factor_pair, quantize
+from lowbit.runtime.kernels.linear.sums import centre_of, row_bounds, term_of
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.kernels.linear.unpack import product_codes
 from lowbit.runtime.kernels.ptx.memory import (
@@ -46,7 +47,6 @@ from lowbit.runtime.kernels.ptx.mma import (
     integer_mma,
     threads,
     unpacked_scales,
-    zeros,
 )
 
 STAGES = 4  # of `MmaPlan`
@@ -117,6 +117,7 @@ def mma_int8(
         codes,
         w.words,
         w.scales.view(torch.int32),
+        w.bounds,
         None if added is None else added.view(torch.int32),
         y.view(torch.int32),
         M,
@@ -136,7 +137,7 @@ def mma_int8(
 
 @gluon.jit(do_not_specialize=["M", "N", "tiles", "blocks", "stride"])
 def _mma_int8_kernel(
-    x_ptr, words_ptr, scales_ptr, added_ptr, out_ptr, M, N, tiles, blocks, stride,
+    x_ptr, words_ptr, scales_ptr, bounds_ptr, added_ptr, out_ptr, M, N, tiles, blocks, stride,
     NORM: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """N: columns of the output; stride: from row to row of what is added; blocks: of tokens."""
@@ -165,7 +166,8 @@ def _mma_int8_kernel(
     x = x_ptr.to(gl.int64, bitcast=True) + (zero + block).to(gl.int64) * X.SIZE
     for i in gl.static_range(STAGES - 1):
         _begin_copy(buffer + i * X.SIZE, x, zero + i, blocks, warp * 32 + lane, PLAN)
-    acc = zeros(zero_f32, TILES * COUNT)
+    first_row = block * X.TOKENS + first_token
+    acc = _centres((x_ptr, bounds_ptr), blocks, first_row, first_tile, tiles, lane, PLAN)
     slot = zero
     for step in range(X.STEPS):
         later = _load_step(at, gl.minimum(step + AHEAD, X.STEPS - 1) + zero, W, X)
@@ -183,22 +185,45 @@ def _mma_int8_kernel(
             ready = ready + (loaded[i],)
         loaded = ready + (later,)
     wait_copies(0)
+    # Once more, so that none stay in registers.
+    centres = _centres((x_ptr, bounds_ptr), blocks, first_row, first_tile, tiles, lane, PLAN)
     factors = ()
     for i in gl.static_range(TOKENS // 8):
         two = (zero_f32 + W.CODEC.FACTOR, zero_f32 + W.CODEC.FACTOR)
         if NORM:
-            row = block * X.TOKENS + first_token + i * 8 + lane % 4 * 2
-            pair = factor_pair(x_ptr, blocks, row, X)
+            pair = factor_pair(x_ptr, blocks, first_row + i * 8 + lane % 4 * 2, X)
             two = (two[0] * pair[0], two[1] * pair[1])
         factors = factors + (two,)
     for r in gl.static_range(TILES):
         own = ()
         for i in gl.static_range(COUNT):
-            own = own + (acc[r * COUNT + i],)
+            own = own + (acc[r * COUNT + i] - centres[r * COUNT + i],)
         store_block(
-            own, added_ptr, out_ptr, block * X.TOKENS + first_token, first_tile + r, lane, M, N,
-            stride, factors, PLAN,
-        )  # fmt: skip
+            own, added_ptr, out_ptr, first_row, first_tile + r, lane, M, N, stride, factors, PLAN
+        )
+
+
+@gluon.jit
+def _centres(ptrs, blocks, first_row, first_tile, tiles, lane, PLAN: gl.constexpr):
+    """Where a warp's sums begin, of each tile those of 8 tokens after the other.
+
+    ptrs: to x and to the bounds of the weight's rows. first_row: of the warp's tokens.
+    """
+    x_ptr, bounds_ptr = ptrs
+    X: gl.constexpr = PLAN.X
+    TILES: gl.constexpr = PLAN.TILES
+    NT: gl.constexpr = X.TOKENS // PLAN.BESIDE // 8
+    tokens = ()
+    for nt in gl.static_range(NT):
+        tokens = tokens + (bound_pair(x_ptr, blocks, first_row + nt * 8 + lane % 4 * 2, X),)
+    found = ()
+    for r in gl.static_range(TILES):
+        rows = row_bounds(bounds_ptr, gl.minimum(first_tile + r, tiles - 1), lane)
+        for nt in gl.static_range(NT):
+            for i in gl.static_range(4):
+                row = rows[i // 2] * (1 / PLAN.W.CODEC.FACTOR)
+                found = found + (centre_of(row, tokens[nt][i % 2]),)
+    return found
 
 
 @gluon.jit

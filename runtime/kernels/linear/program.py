@@ -15,7 +15,6 @@ from lowbit.formats.activations import activation_group
 from lowbit.runtime.kernels.codec import CODECS, WIDE_CODECS, Codec
 from lowbit.runtime.kernels.launch import int8
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
-from lowbit.runtime.kernels.ptx.chain import term_bytes
 
 BLOCK_K = gl.constexpr(256)  # columns that share a unit: a warp makes them digits at a time
 STEP_K = gl.constexpr(int8.STEP_K)  # columns of x in eight bits that lie side by side for `wgmma`
@@ -113,25 +112,30 @@ class Codes:
     TOKEN: int  # to the next token
     GROUPS: int  # of a token
     SCALES: int  # to the scales, for each group those of all tokens
+    GROUP_BOUNDS: int  # to the bounds of groups, likewise
     BLOCKS: int  # of 256 elements of a token, whose squares are summed
-    SQUARES: int  # to the sums of squares of all blocks; the end of the scales
+    SQUARES: int  # to the sums of squares of all blocks; the end of the bounds of groups
     FACTORS: int  # to the factors of the norm
+    BOUNDS: int  # to the bounds of several tokens
     END: int  # of all that there is
 
 
 @cache
 def staged_codes(K: int, group: int, tokens: int, normed: bool) -> Codes:
-    """Places of codes, scales and, where normed, sums of squares and factors.
+    """Places of codes, scales, where normed squares and factors, and several tokens' bounds.
 
     Tokens begin in other banks than their neighbours. A step may go on behind its token: what it
     finds there meets codes of zero.
     """
     token, groups, blocks = -(-K // 128) * 128 + 64, -(-K // group), blocks_of(K)
     scales = tokens * token
-    squares = scales + -(-groups * tokens // 4) * 16
+    group_bounds = scales + -(-groups * tokens // 4) * 16
+    squares = group_bounds + -(-groups * tokens // 4) * 16
     factors = squares + tokens * blocks * SQUARES_BYTES.value
-    end = factors + -(-tokens // 4) * 16 if normed else squares
-    return Codes(K, group, tokens, token, groups, scales, blocks, squares, factors, end)
+    bounds = factors + -(-tokens // 4) * 16 if normed else squares
+    end = bounds + -(-tokens // 4) * 16 if tokens > 1 else bounds
+    places = scales, group_bounds, blocks, squares, factors, bounds, end
+    return Codes(K, group, tokens, token, groups, *places)
 
 
 def int8_places(W: Packed, tokens: int, normed: bool) -> Codes:
@@ -140,10 +144,9 @@ def int8_places(W: Packed, tokens: int, normed: bool) -> Codes:
 
 
 def int8_bytes(W: Packed, launch: GemvLaunch, tokens: int, normed: bool) -> int:
-    """Shared memory of a program for x, and for the terms of a round of tiles."""
+    """Shared memory of a program for x, and for the sums of a round of tiles, or of two in turn."""
     X = int8_places(W, tokens, normed)
-    terms: int = term_bytes(tokens)
-    return X.END + launch.tiles * launch.warp_groups * X.GROUPS * terms
+    return X.END + min(launch.rounds, 2) * launch.round_bytes(tokens)
 
 
 @cache

@@ -1,17 +1,18 @@
 """quantize: x in eight bits, with an FP32 scale for each token and group, as `wgmma` copies it.
 
-    m = max(max|x|, 2^-100)    q = rint(x * (127 / m))    s = m * fp32(1 / 127)      all in FP32
+    m = max(max|x|, 2^-100)    q = rint(x * (127 / m))    s = m * fp32(1 / 127), odd    in FP32
 
 A group with NaN or an infinity has scale NaN (`formats.activations`).
 
 Layout  x [M, K] bf16 -> for every step of 128 k and block of T tokens (`Blocks`): T rows of 128
         bytes in wgmma's swizzle, k in the order of the codes (`tiles`); then the scales, for each
         group of the step those of all T tokens. Behind the last step the factor of each token's
-        norm. Rows of padding repeat the last token, columns past K are zeros
+        norm, then each token's bound. Rows of padding repeat the last token,
+        columns past K are zeros
 Fused   x times the gain of an RMS norm, rounded to BF16; or norms of its heads
 Bytes   2*M*K read, M*K + 4*M*K/GROUP written
-Plan    a warp takes blocks of 256 elements, a chunk of 8 a lane, as `digits` does: a normed token
-        is one program, others are spread over more. Neighbouring lanes exchange words, so that each
+Plan    a token is one program. A warp takes blocks of 256 elements, a chunk of 8 a lane, as
+        `digits` does. Neighbouring lanes exchange words, so that each
         stores 8 bytes side by side. Codes, scales and factors have the same bits as those that
         programs of a GEMV make
 """
@@ -47,6 +48,7 @@ from lowbit.runtime.kernels.ptx.memory import (
     declaration,
     load8,
     load16,
+    load_shared4,
     shared_buffer,
     store8,
     store_shared4,
@@ -56,6 +58,7 @@ from lowbit.runtime.kernels.ptx.mma import (
     across,
     as_float,
     as_word,
+    dot4,
     high_half,
     larger,
     largest,
@@ -63,6 +66,7 @@ from lowbit.runtime.kernels.ptx.mma import (
     quotient,
     rounded_bytes,
     threads,
+    total,
     words_where,
 )
 from lowbit.runtime.kernels.ptx.wgmma import swizzled
@@ -70,9 +74,11 @@ from lowbit.runtime.kernels.ptx.wgmma import swizzled
 LEAST_PEAK = gl.constexpr(0x0D800000)  # bits of 2^-100
 INFINITE = gl.constexpr(0x7F800000)  # bits of infinity; those of NaN are more
 INVERSE = gl.constexpr(1 / 127)
-MOST_WARPS = 16  # of a program that takes a whole token
-SPREAD_WARPS = 4  # of a program where a token is spread over several
-MANY_ROWS, MANY_TURNS = 512, 4  # from so many rows on, a warp of these takes several blocks
+EXPONENT = gl.constexpr(0x7F800000)  # bits of an FP32
+ONE_POWER = gl.constexpr(0x00800000)
+LARGEST_POWER = gl.constexpr(0x5E800000)  # bits of 2^62
+NOT_A_NUMBER = gl.constexpr(0x7FC00000)  # bits of the scale of a group that is not finite
+MOST_WARPS = 16  # of a program
 
 
 def arranged(q: Tensor, s: Tensor, bits: int, places: Blocks) -> Tensor:
@@ -107,7 +113,9 @@ def arranged(q: Tensor, s: Tensor, bits: int, places: Blocks) -> Tensor:
 
 @gluon.jit
 def codes_of(w, factor, lane, SCALED: gl.constexpr, SUBBYTE: gl.constexpr, GROUP: gl.constexpr):
-    """A lane's chunk of 8 elements as two words of codes, and the scale of its group.
+    """A lane's chunk of 8 elements as two words of codes, the scale of its group and its bound.
+
+    The bound is the word of a power of two; see `token_bounds`.
 
     factor: what the chunk is multiplied by, where SCALED. SUBBYTE: of the `Codec`.
     """
@@ -131,8 +139,13 @@ def codes_of(w, factor, lane, SCALED: gl.constexpr, SUBBYTE: gl.constexpr, GROUP
     else:
         first = rounded_bytes(k0, k2, k1, k3, inverse)
         second = rounded_bytes(k4, k6, k5, k7, inverse)
-    scale = gl.where(most >= INFINITE, as_float(lane * 0 + 0x7FC00000), peak * INVERSE)
-    return (first, second), scale
+    scale = gl.where(most >= INFINITE, NOT_A_NUMBER, as_word(peak * INVERSE) | 1)
+    squares = _sum_over_group(dot4(first, first) + dot4(second, second), lane, GROUP)
+    half = ((as_word(squares.to(gl.float32)) >> 23) - 125) >> 1
+    bound = gl.minimum(scale & EXPONENT, LARGEST_POWER) + ONE_POWER + (half << 23)
+    bound = gl.minimum(bound, LARGEST_POWER)
+    bound = gl.where((squares == 0) | (scale == NOT_A_NUMBER), 0, bound)
+    return (first, second), as_float(scale), bound
 
 
 @gluon.jit
@@ -156,6 +169,20 @@ def _over_group(word, lane, GROUP: gl.constexpr):
     else:
         for i in gl.static_range(3 if GROUP == 64 else 2):
             word = gl.maximum(word, as_word(across(as_float(word), 1 << i)))
+    return word
+
+
+@gluon.jit
+def _sum_over_group(word, lane, GROUP: gl.constexpr):
+    """The sum of the words of the lanes with a chunk of the same group."""
+    if GROUP == 128:
+        low = lane < 16
+        first = total(gl.where(low, word, 0))
+        second = total(gl.where(low, 0, word))
+        word = gl.where(low, first, second)
+    else:
+        for i in gl.static_range(3 if GROUP == 64 else 2):
+            word += as_word(across(as_float(word), 1 << i))
     return word
 
 
@@ -198,7 +225,7 @@ def stage_codes(
             if X.TOKENS > 1:
                 inside = inside & (token < X.TOKENS)
             w = loaded[turn - first]
-            if NORM and (K % BLOCK_K != 0 or (turn + 1) * WARPS > ALL):
+            if K % BLOCK_K != 0 or (turn + 1) * WARPS > ALL:
                 w = words_where(inside, w)
             scaled = w
             if NORM:
@@ -206,11 +233,13 @@ def stage_codes(
             factor = zero_f32
             if HEAD > 0:
                 factor = head_factor(squares[turn - first], eps, HEAD)
-            codes, scale = codes_of(scaled, factor, lane, HEAD > 0, SUBBYTE, X.GROUP)
+            codes, scale, bound = codes_of(scaled, factor, lane, HEAD > 0, SUBBYTE, X.GROUP)
             store_shared8(buffer + token * X.TOKEN + place_of_chunk(chunk, 64), codes, inside)
             group = chunk // (X.GROUP // 8)
             starts = inside & (chunk % (X.GROUP // 8) == 0)
-            store_shared4(buffer + X.SCALES + (group * X.TOKENS + token) * 4, scale, starts)
+            at = buffer + (group * X.TOKENS + token) * 4
+            store_shared4(at + X.SCALES, scale, starts)
+            store_shared4(at + X.GROUP_BOUNDS, as_float(bound), starts)
             if NORM:
                 no_sums = (zero_f32, zero_f32, zero_f32, zero_f32)
                 own, there = diagonal(add_squares(no_sums, w), lane)
@@ -233,12 +262,11 @@ def _quantize_kernel(
     if PDL and EARLY:
         gdc_launch_dependents()
     warp, lane, zero, zero_f32 = threads(WARPS)
-    first = gl.program_id(1) * (TURNS * WARPS) + warp
     row = gl.program_id(0)
     token = gl.minimum(row, M - 1)
     gains = ()
     for turn in gl.static_range(TURNS if NORM else 0):
-        chunk = gl.minimum((first + turn * WARPS) * 32 + lane, X.K // 8 - 1).to(gl.int64)
+        chunk = gl.minimum((warp + turn * WARPS) * 32 + lane, X.K // 8 - 1).to(gl.int64)
         gains = gains + (chunk_gains(gain_ptr, chunk),)
     if PDL:
         gdc_wait()
@@ -248,16 +276,18 @@ def _quantize_kernel(
     loaded = ()
     squares = ()
     for turn in gl.static_range(TURNS):
-        chunk = gl.minimum((first + turn * WARPS) * 32 + lane, X.K // 8 - 1)
+        chunk = gl.minimum((warp + turn * WARPS) * 32 + lane, X.K // 8 - 1)
         loaded = loaded + (load16(x + chunk.to(gl.int64) * 16),)
         if HEAD > 0:
             at = token.to(gl.int64) * (X.K // HEAD * 16) + (chunk // (HEAD // 8) * 16).to(gl.int64)
             squares = squares + (load16(head_squares_ptr.to(gl.int64, bitcast=True) + at),)
-    buffer = zero
+    buffer = shared_buffer(SHARED) + zero
+    bounds = buffer
     if NORM:
-        buffer = shared_buffer(SHARED) + zero
+        bounds += X.BLOCKS * SQUARES_BYTES
+    largest_bound = zero
     for turn in gl.static_range(TURNS):
-        block = first + turn * WARPS
+        block = warp + turn * WARPS
         chunk = block * 32 + lane
         w = words_where(chunk < X.K // 8, loaded[turn])
         if NORM:
@@ -268,13 +298,39 @@ def _quantize_kernel(
         factor = zero_f32
         if HEAD > 0:
             factor = head_factor(squares[turn], eps, HEAD)
-        codes, scale = codes_of(w, factor, lane, HEAD > 0, SUBBYTE, X.GROUP)
+        codes, scale, bound = codes_of(w, factor, lane, HEAD > 0, SUBBYTE, X.GROUP)
         _store_chunk(out_ptr, codes, scale, row, chunk, lane, blocks, X)
+        largest_bound = gl.maximum(largest_bound, bound)
+    store_shared4(bounds + warp * 4, as_float(largest(largest_bound)), lane == 0)
+    barrier()
+    own = as_word(load_shared4(bounds + gl.minimum(lane, WARPS - 1) * 4))
+    at = bound_at(out_ptr, blocks, row + zero, X)
+    gl.store(at, largest(own), mask=(warp == 0) & (lane == 0))
     if NORM:
-        barrier()
         factor = norm_factor(total_of(buffer, lane, zero_f32, X), eps, X.K)
         at = factor_at(out_ptr, blocks, row + zero, X)
         gl.store(at, as_word(factor), mask=(warp == 0) & (lane == 0))
+
+
+@gluon.jit
+def staged_bound(buffer, token, lane, X: gl.constexpr):
+    """The bound of a token that `stage_codes` has staged, in every lane."""
+    GROUPS: gl.constexpr = X.GROUPS
+    most = lane * 0
+    for first in gl.static_range(0, GROUPS, 32):
+        group = gl.minimum(first + lane, GROUPS - 1)
+        word = as_word(load_shared4(buffer + X.GROUP_BOUNDS + (group * X.TOKENS + token) * 4))
+        most = gl.maximum(most, word)
+    return as_float(largest(most))
+
+
+@gluon.jit
+def leave_bounds(buffer, warp, lane, WARPS: gl.constexpr, X: gl.constexpr):
+    """Put the bound of each token that `stage_codes` has staged into its place."""
+    for turn in gl.static_range((X.TOKENS + WARPS - 1) // WARPS):
+        token = gl.minimum(turn * WARPS + warp, X.TOKENS - 1)
+        bound = staged_bound(buffer, token, lane, X)
+        store_shared4(buffer + X.BOUNDS + token * 4, bound, lane == 0)
 
 
 @gluon.jit
@@ -305,6 +361,19 @@ def factor_at(out_ptr, blocks, row, X: gl.constexpr):
 
 
 @gluon.jit
+def bound_at(out_ptr, blocks, row, X: gl.constexpr):
+    """The place of a row's bound behind all factors, as a pointer to a word."""
+    return factor_at(out_ptr, blocks, row, X) + blocks * X.TOKENS
+
+
+@gluon.jit
+def bound_pair(out_ptr, blocks, row, X: gl.constexpr):
+    """Bounds of a row with an even number and of the next one."""
+    pair = load8(bound_at(out_ptr, blocks, row, X).to(gl.int64, bitcast=True))
+    return as_float(pair[0]), as_float(pair[1])
+
+
+@gluon.jit
 def factor_pair(out_ptr, blocks, row, X: gl.constexpr):
     """Factors of a row with an even number and of the next one."""
     pair = load8(factor_at(out_ptr, blocks, row, X).to(gl.int64, bitcast=True))
@@ -321,7 +390,7 @@ def quantize(
     eps: float = 0.0,
     early: bool = True,
 ) -> Tensor:
-    """Codes and scales of x in blocks, then the factors of its norm: int32.
+    """Codes and scales of x in blocks, then the factors of its norm and all bounds: int32.
 
     Args:
         x: [M, K] bfloat16, contiguous.
@@ -334,16 +403,14 @@ def quantize(
     M, K = x.shape
     blocks = -(-M // places.TOKENS)
     rows = blocks * places.TOKENS
-    size = blocks * places.STEPS * places.SIZE // 4 + rows
+    size = blocks * places.STEPS * places.SIZE // 4 + 2 * rows
     out = torch.empty(size, dtype=torch.int32, device=x.device)
-    warps = min(MOST_WARPS, power_of_two(places.BLOCKS)) if norm is not None else SPREAD_WARPS
-    turns = MANY_TURNS if rows >= MANY_ROWS else 1
-    if norm is not None:
-        turns = -(-places.BLOCKS // warps)
+    warps = min(MOST_WARPS, power_of_two(places.BLOCKS))
+    shared = 4 * warps + (places.BLOCKS * SQUARES_BYTES.value if norm is not None else 0)
     pdl = programmatic_launch(x)
     run(
         _quantize_kernel,
-        (rows, -(-places.BLOCKS // (warps * turns))),
+        (rows,),
         x,
         norm,
         squares,
@@ -353,10 +420,10 @@ def quantize(
         eps,
         HEAD=0 if squares is None else K // squares.shape[1],
         SUBBYTE=CODECS[bits].SUBBYTE,
-        TURNS=turns,
+        TURNS=-(-places.BLOCKS // warps),
         WARPS=warps,
         X=places,
-        SHARED=declaration(places.BLOCKS * SQUARES_BYTES.value),
+        SHARED=declaration(shared),
         PDL=pdl,
         EARLY=early,
         num_warps=warps,

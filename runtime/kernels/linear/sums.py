@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from lowbit.runtime.kernels.linear.gemm_store import swiglu
 from lowbit.runtime.kernels.ptx.memory import (
     count_warp,
+    load8,
     load_shared8,
     load_shared16,
     store8,
@@ -155,6 +156,20 @@ def store_result(
 def term_of(whole, scale):
     """An integer below 2^22 times a scale, rounded to FP32 once."""
     return (as_float(whole + MAGIC) - BIAS) * scale
+
+
+@gluon.jit
+def centre_of(row, token):
+    """Where sums begin, of the bounds of a row and of a token; see `formats.activations`."""
+    return row * token
+
+
+@gluon.jit
+def row_bounds(bounds_ptr, tile, lane):
+    """Bounds of a lane's rows g and g + 8 of a tile."""
+    at = bounds_ptr.to(gl.int64, bitcast=True) + ((tile * 8 + lane // 4) * 8).to(gl.int64)
+    pair = load8(at)
+    return as_float(pair[0]), as_float(pair[1])
 
 
 @gluon.jit

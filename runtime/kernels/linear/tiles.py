@@ -25,14 +25,16 @@ Scales follow as [N / 16, K / G, 8 rows, 2 halves]. Rows and K are padded with w
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lowbit.formats.activation_modes import Activations
+from lowbit.formats.activations import activation_group, row_bounds
 from lowbit.formats.errors import FormatError
 from lowbit.runtime.kernels.codec import CODECS, WIDE_CODECS, Codec
+from lowbit.runtime.kernels.launch.int8 import COUNTERS
 from lowbit.runtime.kernels.launch.linear import Tuned
 from lowbit.runtime.kernels.linear.program import Packed, packed
 from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
@@ -59,9 +61,10 @@ class TiledLinear:
     paired: bool = False
     tuned: Tuned = ()  # launches of its GEMVs that count before those of the tables (`gemv_launch`)
     activations: Activations = "exact"  # how products take x
-    # [tiles] int32, zeros between GEMVs: of the programs that share a tile, those that have left
-    # their sums. None where none are shared.
+    # [tiles * COUNTERS] int32, zeros between products: of the programs that share a tile and block
+    # of tokens, what they have left. None where none are shared.
     arrived: Tensor | None = None
+    bounds: Tensor | None = None  # [tiles, 8, 2] float32 of `row_bounds`, for activations in int8
 
     @property
     def tiles(self) -> int:
@@ -114,12 +117,29 @@ def tiled(w: PackedLinear, paired: bool = False, activations: Activations = "exa
     words = _words(w.codes, CODECS[w.bits], paired, step_k)
     sizes = w.bits, w.group_size, w.N, w.K, paired
     scales, arrived = _scales(w, paired), counters(words)
-    return TiledLinear(words, scales, *sizes, activations=activations, arrived=arrived)
+    made = TiledLinear(words, scales, *sizes, activations=activations, arrived=arrived)
+    return replace(made, bounds=tile_bounds(made)) if activations == "int8" else made
+
+
+def tile_bounds(w: TiledLinear) -> Tensor:
+    """`TiledLinear.bounds` of a weight."""
+    groups = -(-w.K // activation_group(w.group_size, w.K))
+    bounds = w.scales.new_empty((w.tiles, 8, 2), dtype=torch.float32)
+    if bounds.is_meta:
+        return bounds
+    block = max(1, BLOCK_WORDS // (TILE * w.steps * WORDS))
+    for first in range(0, w.tiles, block):
+        part = slice(first, first + block)
+        words, scales = w.words[part], w.scales[part]
+        rows = dequantized(TiledLinear(words, scales, w.bits, w.group_size, TILE * len(words), w.K))
+        squares = rows.double().square_().sum(-1)
+        bounds[part] = row_bounds(squares, groups).view(-1, 2, 8).transpose(1, 2)
+    return bounds
 
 
 def counters(words: Tensor) -> Tensor:
     """Zeros for `TiledLinear.arrived`."""
-    return words.new_zeros(words.shape[0])
+    return words.new_zeros(words.shape[0] * COUNTERS)
 
 
 def dequantized(w: TiledLinear) -> Tensor:

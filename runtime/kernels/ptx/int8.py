@@ -3,7 +3,7 @@
 Values are those of `mma`: what each lane of a warp holds. Codes are the A operand, in registers;
 the tokens' q is B, in shared memory, as `linear.quantize` leaves it. An integer sum of a group
 leaves the tensor core as a float by one conversion, meets the weight's scale in one product and the
-token's in one FMA, group after group in order of k.
+token's in one FMA.
 """
 
 from triton.experimental import gluon
@@ -66,8 +66,7 @@ def steps_code(columns, plan):
     bits, kind, groups, steps = plan.W.BITS, plan.W.SCALES, 128 // plan.X.GROUP, plan.STEPS
     chunk, sets, stage, tokens = plan.CHUNK, plan.SETS, plan.STAGE, plan.X.TOKENS
     count, each, own = columns // 2, _words_of(bits), chunk // 2
-    leaves = plan.SLICES > 1  # terms, for all to add
-    given = 1 if leaves else 2 * count
+    given = 2 * count
     ring, ring_scales, desc, scales_at, full, parity = (f"${given + i}" for i in range(6))
     size = _scale_words(kind)
     lines = ["{", ".reg .b64 at;", ".reg .pred more, first, done;", ".reg .f32 x0, x1, t<4>, v;"]
@@ -115,24 +114,19 @@ def steps_code(columns, plan):
             )
         lines.append("wgmma.commit_group.sync.aligned;")
 
-    def end(n):  # scale a task's sums, and add or leave them
+    def end(n):  # scale a task's sums, and add them
         j, g, c = tasks[n]
         p = j % sets
         for i in range(chunk // 8):
             offset = j * stage + (g * tokens + c * chunk + 8 * i) * 4
-            if not leaves:
-                lines.append(f"ld.shared.v2.f32 {{x0, x1}}, [{scales_at} + {offset}];")
+            lines.append(f"ld.shared.v2.f32 {{x0, x1}}, [{scales_at} + {offset}];")
             for e in range(4):
                 t = f"t{e}"
                 r, y = f"d{n % sets}_{4 * i + e}", f"${c * own + 4 * i + e}"
                 s = 2 * g + e // 2
                 lines.append(f"cvt.rn.f32.s32 v, {r};")
                 lines.append(f"mul.rn.f32 {t}, v, s{p}_{s};")
-                if not leaves:
-                    lines.append(f"fma.rn.f32 {y}, {t}, x{e % 2}, {y};")
-            if leaves:  # `scales_at` is where the lane's terms of the first step go
-                offset = ((j * groups + g) * columns // 8 + c * chunk // 8 + i) * 2048
-                lines.append(f"st.shared.v4.f32 [{scales_at} + {offset}], {{t0, t1, t2, t3}};")
+                lines.append(f"fma.rn.f32 {y}, {t}, x{e % 2}, {y};")
 
     for n in range(len(tasks)):
         j, g, c = tasks[n]
@@ -148,8 +142,6 @@ def steps_code(columns, plan):
     if sets == 2:
         lines.append("wgmma.wait_group.sync.aligned 0;")
         end(len(tasks) - 1)
-    if leaves:
-        lines.append("mov.b32 $0, 0;")
     lines.append("}")
     return "\n".join(lines)
 
@@ -164,7 +156,7 @@ def _constraints(sums, inputs):
 def multiply_scaled(
     sums, ring, ring_scales, descriptor, scales_at, full, parity, PLAN: gl.constexpr
 ):
-    """Add the groups of some steps of 128 k to sums [16 rows of a warp, columns], in order of k.
+    """Add the groups of some steps of 128 k to sums [16 rows of a warp, columns].
 
     ring: address of the lane's words in the first step's slot, which its last AHEAD batches of
     copies fill; ring_scales: where the lane's scales of the step would lie without words. PLAN says
@@ -180,49 +172,6 @@ def multiply_scaled(
     )  # fmt: skip
 
 
-@gluon.jit
-def leave_scaled(
-    ring, ring_scales, descriptor, terms, full, parity, COLUMNS: gl.constexpr, PLAN: gl.constexpr
-):  # fmt: skip
-    """`multiply_scaled` of a slice: leave the terms of its groups, sums times scales of the weight.
-
-    terms: address of the lane's first four in the first step's: of four warps and all columns.
-    """
-    inline(
-        steps_code(COLUMNS, PLAN), "=r,r,r,r,r,r,r",
-        (ring, ring_scales, descriptor, terms, full, parity),
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def terms_code(count, columns, plan):
-    """PTX that adds the terms of all slices to sums; see `add_terms`."""
-    groups = 128 // plan.X.GROUP
-    terms, scales_at = f"${2 * count}", f"${2 * count + 1}"
-    lines = ["{", ".reg .f32 x0, x1, t<4>;"]
-    for j in range(plan.SLICES * plan.STEPS):
-        for g in range(groups):
-            for i in range(count // 4):
-                at = j * plan.STAGE + (g * plan.X.TOKENS + 8 * i) * 4
-                lines.append(f"ld.shared.v2.f32 {{x0, x1}}, [{scales_at} + {at}];")
-                at = ((j * groups + g) * columns // 8 + i) * 2048
-                lines.append(f"ld.shared.v4.f32 {{t0, t1, t2, t3}}, [{terms} + {at}];")
-                for e in range(4):
-                    y = f"${4 * i + e}"
-                    lines.append(f"fma.rn.f32 {y}, t{e}, x{e % 2}, {y};")
-    lines.append("}")
-    return "\n".join(lines)
-
-
-@gluon.jit
-def add_terms(sums, terms, scales_at, COLUMNS: gl.constexpr, PLAN: gl.constexpr):
-    """Add a turn's terms times the scales of their tokens to sums, in order of k."""
-    return gl.inline_asm_elementwise(
-        terms_code(len(sums), COLUMNS, PLAN), _constraints(len(sums), 2),
-        sums + (terms, scales_at), dtype=float_types(len(sums)), is_pure=False, pack=1,
-    )  # fmt: skip
-
-
 @gluon.constexpr_function
 def _turn_code(plan, waits):
     """PTX of `begin_turn`."""
@@ -230,7 +179,7 @@ def _turn_code(plan, waits):
     if waits:
         lines += ["AGAIN:", "mbarrier.try_wait.parity.shared::cta.b64 done, [$7], $8;"]
         lines.append("@!done bra AGAIN;")
-    count, size = plan.SLICES * plan.STEPS, plan.X.SIZE
+    count, size = plan.STEPS, plan.X.SIZE
     lines.append(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$3], {count * size};")
     lines.append("mov.b64 s, $2;")
     for i in range(count):

@@ -133,6 +133,12 @@ def code_pairs(word):
 
 
 @gluon.jit
+def dot4(a, b):
+    """The sum of the products of four signed bytes."""
+    return inline("dp4a.s32.s32 $0, $1, $2, 0;", "=r,r,r", (a, b), PURE=True)
+
+
+@gluon.jit
 def quotient(x, y):
     """The FP32 x / y, rounded as IEEE does."""
     return gl.inline_asm_elementwise(

@@ -106,6 +106,14 @@ def bytes_of(first: Lanes, second: Lanes, selector: int) -> Lanes:
     return lanes(np.ascontiguousarray(picked).view(INT)[..., 0])
 
 
+def dot4(first: Lanes, second: Lanes) -> Lanes:
+    """The sum of the products of four signed bytes."""
+    a, b = (np.ascontiguousarray(x)[..., None].view(np.int8).astype(INT) for x in (first, second))
+    products = a * b
+    pairs = products[..., :2] + products[..., 2:]
+    return lanes(pairs[..., 0] + pairs[..., 1])
+
+
 def registers(words: tuple[Any, ...], outer: tuple[int, ...]) -> np.ndarray:
     """Registers of the same kind beside each other, in front of the lanes."""
     found = np.empty((*outer, len(words), 32), INT)

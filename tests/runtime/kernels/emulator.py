@@ -29,6 +29,7 @@ from tests.runtime.kernels.emulated_lanes import (
     Lanes,
     bytes_of,
     code_pairs,
+    dot4,
     from_lane,
     halves,
     integer_mma,
@@ -379,16 +380,6 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
             counter[at // 4] = 0 if counter[at // 4] >= last else counter[at // 4] + 1
         return lanes(before)
 
-    def chain(terms: Any, scales: Any, inside: Any, groups: int, tokens: int) -> tuple[Lanes, ...]:
-        columns = min(tokens, 2)
-        y = [lanes(np.zeros(terms.shape, FLOAT))] * (2 * columns)
-        at, scales_at = (np.where(inside, x, 0) for x in (terms, scales))
-        for group in range(groups):
-            t = memory.load(at + group * 64 * tokens, 2 * columns, True)
-            s = memory.load(scales_at + group * 4 * tokens, columns, True)
-            y = [fma(t[i].view(FLOAT), s[i % columns].view(FLOAT), y[i]) for i in range(len(y))]
-        return tuple(lanes(np.where(inside, x, FLOAT(0))) for x in y)
-
     def load_matrices(address: Any, OFFSET: int = 0) -> tuple[Lanes, ...]:
         words = np.stack(memory.load(address + OFFSET, 4, True), -1)  # of every row
         matrices = words.reshape(*words.shape[:-2], 4, 32)
@@ -423,7 +414,6 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         "wait_copies": copies.wait,
         "recomputed": lambda x: x,
         "threads": lambda warps: threads(programs, warps),
-        "chain": chain,
         "load_matrices": load_matrices,
         "turned": turned,
         "mma": mma,
@@ -449,6 +439,8 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         "store_shared2": store_shared2,
         "code_pairs": code_pairs,
         "quotient": lambda x, y: lanes((x / y).astype(FLOAT)),
+        "dot4": dot4,
+        "total": lambda x: over_warp(x, np.add.reduce),
         "nearest": lambda x: lanes(nearest(x)),
         "rounded_bytes": rounded_bytes,
         "largest": lambda x: over_warp(x.view(np.uint32), np.max).view(INT),

@@ -34,17 +34,17 @@ def tokens_of(full: bool, bits: int, shared: bool) -> tuple[int, ...]:
 def mixtures(full: bool) -> Iterator[str]:
     """Experts of Qwen3.5-35B-A3B and Qwen3-30B-A3B, for a step and for a prompt."""
     from lowbit.runtime.backends import cuda
-    from lowbit.runtime.kernels.experts.tiled import stacked
     from lowbit.runtime.weights.linear import ExpertWeights
 
     # hidden, experts, width of one, a shared one
     sizes = [(2048, 256, 512, True), (2048, 128, 768, False)]
     for h, E, inner, shared in sizes if full else sizes[:1]:
         for bits in (4, 8):
+            count = E + shared
             experts = ExpertWeights(
-                router=zeros(E + shared, h),
-                gate_up=tiled_experts(bits, E + shared, 2 * inner, h, paired=True),
-                down=tiled_experts(bits, E + shared, h, inner),
+                router=zeros(count, h),
+                gate_up=tiled_experts(bits, count, 2 * inner, h, paired=True),
+                down=tiled_experts(bits, count, h, inner),
                 chosen=8,
                 shared=shared,
             )
@@ -53,8 +53,8 @@ def mixtures(full: bool) -> Iterator[str]:
                 yield f"{E} of {inner} INT{bits} B{tokens}"
             rounded = replace(
                 experts,
-                gate_up=replace(stacked(experts.gate_up), activations="int8"),
-                down=replace(stacked(experts.down), activations="int8"),
+                gate_up=tiled_experts(bits, count, 2 * inner, h, True, "int8"),
+                down=tiled_experts(bits, count, h, inner, activations="int8"),
             )
             for tokens in tokens_of(full, bits, shared):
                 cuda.moe(zeros(tokens, h), zeros(h), EPS, rounded)

@@ -7,7 +7,13 @@ from torch import Tensor
 
 from lowbit.formats.activation_modes import Activations
 from lowbit.runtime.kernels.experts.tiled import TiledExperts, gathered, stacked
-from lowbit.runtime.kernels.linear.tiles import GpuLinear, TiledLinear, dequantized, tiled
+from lowbit.runtime.kernels.linear.tiles import (
+    GpuLinear,
+    TiledLinear,
+    dequantized,
+    tile_bounds,
+    tiled,
+)
 from lowbit.runtime.weights.linear import ExpertWeights, PackedLinear
 
 EPS = 1e-6
@@ -115,7 +121,12 @@ def normed(x: Tensor, norm: Tensor) -> Tensor:
 def with_random_scales(experts: TiledExperts, dtype: torch.dtype) -> TiledExperts:
     """Give codes scales that are no powers of two, so that weights are not exact in BF16."""
     factors = 1 + torch.rand(experts.scales.shape, device=experts.scales.device)
-    return replace(experts, scales=(experts.scales.float() * factors).to(dtype))
+    scales = (experts.scales.float() * factors).to(dtype)
+    if experts.bounds is None:
+        return replace(experts, scales=scales)
+    scaled = replace(experts, scales=scales)
+    bounds = [tile_bounds(scaled[i]) for i in range(len(scaled))]
+    return replace(scaled, bounds=torch.stack(bounds))
 
 
 def rounded(w: TiledLinear) -> Tensor:

@@ -22,13 +22,16 @@ def weight(
     return cuda.prepare(PackedLinear(codes, zeros(N, K // G), bits, G), paired, activations)
 
 
-def tiled_experts(bits: int, E: int, N: int, K: int, paired: bool = False) -> Any:
+def tiled_experts(
+    bits: int, E: int, N: int, K: int, paired: bool = False, activations: Any = "exact"
+) -> Any:
     """Packed linears of experts as the GPU keeps them."""
-    from lowbit.runtime.kernels.experts.tiled import TiledExperts
+    from lowbit.runtime.kernels.experts.tiled import gathered
 
-    one = weight(bits, N, K, paired=paired)
-    words, scales = (x.new_empty((E, *x.shape)) for x in (one.words, one.scales))
-    return TiledExperts(words, scales, bits, one.group_size, N, K, paired)
+    def read(first: int, stop: int) -> Any:
+        return weight(bits, (stop - first) * N, K, paired=paired, activations=activations)
+
+    return gathered(read, E)
 
 
 def step_of(

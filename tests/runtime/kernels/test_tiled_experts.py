@@ -53,6 +53,24 @@ def test_blocks_of_experts(
     same(found[1:3][1].words, alone[2].words)
 
 
+@pytest.mark.parametrize("paired", [False, True], ids=["rows", "paired"])
+def test_experts_of_rounded_inputs_have_bounds(paired: bool) -> None:
+    torch.manual_seed(0)
+    made = [packed(4, 40, 64) for _ in range(3)]  # the last tile is not full
+    alone = [tiled(one, paired, "int8") for one in made]
+    found = gathered(lambda first, _: tiled(made[first], paired, "int8"), 3)
+    assert found.bounds is not None
+    assert found.bounds.shape == (3, found.tiles, 8, 2)
+    for one, expected in zip([*found, found[1:][1]], [*alone, alone[2]], strict=True):
+        assert one.bounds is not None
+        assert expected.bounds is not None
+        same(one.bounds, expected.bounds)
+    exact = gathered(lambda first, _: tiled(made[first], paired), 3)
+    assert exact.bounds is None
+    assert exact[0].bounds is None
+    assert exact[1:].bounds is None
+
+
 def same(found: Tensor, expected: Tensor) -> None:
     assert torch.equal(found, expected)
 

@@ -1,1 +1,1 @@
-"""Experts with x in eight bits: one chain of groups for every token, alone or in company."""
+"""Experts with x in eight bits: a token has the same bits, alone or in company."""

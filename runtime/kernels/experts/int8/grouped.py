@@ -30,11 +30,11 @@ from lowbit.runtime.kernels.experts.int8.multiply import (
     codes_address,
     expert_tile,
     int8_rows,
-    load_steps_of,
+    load_tile,
     multiply_tile,
     scales_address,
 )
-from lowbit.runtime.kernels.experts.int8.stage import copy_rows, round_rows
+from lowbit.runtime.kernels.experts.int8.stage import copy_rows, leave_bounds, round_rows
 from lowbit.runtime.kernels.experts.route import Routes
 from lowbit.runtime.kernels.experts.tiled import stacked
 from lowbit.runtime.kernels.experts.weigh import weighed
@@ -48,7 +48,7 @@ from lowbit.runtime.kernels.launch.experts import (
 )
 from lowbit.runtime.kernels.linear.gemm_store import swiglu
 from lowbit.runtime.kernels.linear.program import Blocks, Packed, token_blocks
-from lowbit.runtime.kernels.linear.quantize import factor_at, quantize
+from lowbit.runtime.kernels.linear.quantize import bound_at, factor_at, quantize
 from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
@@ -78,6 +78,7 @@ class GroupedPlan:
     NUMBERS: int  # bytes before the numbers of the rows in global memory
     PAIRS: int  # bytes before token * slots + slot of the rows
     FACTORS: int  # bytes before the factors of the norm
+    BOUNDS: int  # bytes before the bounds of the tokens
     SHARED: int  # bytes of shared memory
     PDL: bool  # whether the kernel takes part in programmatic launch
 
@@ -90,13 +91,13 @@ def _eights(plan, i):
 
 @gluon.jit(do_not_specialize=["inner", "tiles", "given_blocks", "slots"])
 def _experts_gate_up_int8_grouped_kernel(
-    given_ptr, order_ptr, blocks_ptr, words_ptr, scales_ptr, act_ptr, inner, tiles, given_blocks,
-    slots, PLAN: gl.constexpr,
+    given_ptr, order_ptr, blocks_ptr, words_ptr, scales_ptr, bounds_ptr, act_ptr, inner, tiles,
+    given_blocks, slots, PLAN: gl.constexpr,
 ):  # fmt: skip
     B: gl.constexpr = PLAN.B
     X: gl.constexpr = PLAN.X
     WARPS: gl.constexpr = PLAN.LAUNCH.warps
-    warp, lane, zero, zero_f32 = threads(WARPS)
+    warp, lane, zero, _ = threads(WARPS)
     buffer = shared_memory(PLAN.SHARED, WARPS, tiles < 0) + zero
     if PLAN.PDL:
         gdc_wait()
@@ -105,7 +106,7 @@ def _experts_gate_up_int8_grouped_kernel(
     first = gl.load(block + 1)
     end = gl.load(block + 2)
     if first < end:
-        weights = words_ptr, scales_ptr, gl.load(block) * tiles
+        weights = (words_ptr, scales_ptr, bounds_ptr), gl.load(block) * tiles
         at, loaded = _first_tile(weights, tiles, warp, lane, zero, PLAN)
         thread = warp * 32 + lane
         row = gl.minimum(thread, B.ROWS - 1)
@@ -113,6 +114,8 @@ def _experts_gate_up_int8_grouped_kernel(
         store_shared4(buffer + PLAN.NUMBERS + row * 4, as_float(token), thread < B.ROWS)
         factor = factor_at(given_ptr, given_blocks, token, X).to(gl.int64, bitcast=True)
         copy4(buffer + PLAN.FACTORS + row * 4, factor)
+        bound = bound_at(given_ptr, given_blocks, token, X).to(gl.int64, bitcast=True)
+        copy4(buffer + PLAN.BOUNDS + row * 4, bound)
         commit_copies()
         barrier()
         copy_rows(
@@ -123,7 +126,7 @@ def _experts_gate_up_int8_grouped_kernel(
             if (end - first > _eights(PLAN, i - 1) * 8) & (end - first <= _eights(PLAN, i) * 8):
                 _gate_up(
                     loaded, at, weights, act_ptr, inner, tiles, buffer, first, end, warp, lane,
-                    zero, zero_f32, _eights(PLAN, i), PLAN,
+                    zero, _eights(PLAN, i), PLAN,
                 )  # fmt: skip
 
 
@@ -132,7 +135,7 @@ def _first_tile(weights, tiles, warp, lane, zero, PLAN: gl.constexpr):
     """Addresses of a warp's first tile, and what has been loaded of it."""
     B: gl.constexpr = PLAN.B
     at = _tile_at(weights, tiles, gl.program_id(0) * _share(PLAN) + warp, lane, zero, PLAN)
-    return at, load_steps_of(at, zero, B)
+    return at, load_tile(at, zero, B)
 
 
 @gluon.constexpr_function
@@ -145,8 +148,16 @@ def _share(plan):
 def _tile_at(weights, tiles, tile, lane, zero, PLAN: gl.constexpr):
     """Addresses of a tile of the block's expert; of its last one past the end."""
     W: gl.constexpr = PLAN.W
-    words_ptr, scales_ptr, first = weights
-    return expert_tile(words_ptr, scales_ptr, first, tiles, tile, lane, zero, W)
+    pointers, first = weights
+    return expert_tile(pointers, first, tiles, tile, lane, zero, W)
+
+
+@gluon.jit
+def _staged(buffer, lane, zero, PLAN: gl.constexpr):
+    """Addresses of the block's codes, scales and bounds; see `multiply_tile`."""
+    B: gl.constexpr = PLAN.B
+    bounds = buffer + PLAN.BOUNDS + lane % 4 * 8
+    return codes_address(buffer, zero, lane, B), scales_address(buffer, zero, lane, B), bounds
 
 
 @gluon.jit
@@ -159,19 +170,19 @@ def _rounds_of(tiles, PLAN: gl.constexpr):
 
 @gluon.jit
 def _gate_up(
-    loaded, at, weights, act_ptr, inner, tiles, buffer, first, end, warp, lane, zero, zero_f32,
+    loaded, at, weights, act_ptr, inner, tiles, buffer, first, end, warp, lane, zero,
     NB: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """A program's tiles of gate and up for up to NB times 8 tokens."""
     B: gl.constexpr = PLAN.B
     WARPS: gl.constexpr = PLAN.LAUNCH.warps
-    staged = codes_address(buffer, zero, lane, B), scales_address(buffer, zero, lane, B)
+    staged = _staged(buffer, lane, zero, PLAN)
     rounds = _rounds_of(tiles, PLAN)
     for turn in range(0, rounds):
         tile = gl.program_id(0) * _share(PLAN) + turn * WARPS + warp
         next_tile = tile + gl.where(turn + 1 < rounds, WARPS, 0)
         next_at = _tile_at(weights, tiles, next_tile, lane, zero, PLAN)
-        acc, loaded = multiply_tile(loaded, at, next_at, staged, zero, zero_f32, NB, True, B)
+        acc, loaded = multiply_tile(loaded, at, next_at, staged, zero, NB, True, B)
         at = next_at
         own = recomputed(lane)
         n = tile * 8 + own // 4
@@ -187,8 +198,8 @@ def _gate_up(
 
 @gluon.jit(do_not_specialize=["N", "tiles", "given_blocks"])
 def _experts_down_int8_grouped_kernel(
-    act_ptr, order_ptr, blocks_ptr, words_ptr, scales_ptr, part_ptr, N, tiles, given_blocks,
-    PLAN: gl.constexpr,
+    act_ptr, order_ptr, blocks_ptr, words_ptr, scales_ptr, bounds_ptr, part_ptr, N, tiles,
+    given_blocks, PLAN: gl.constexpr,
 ):  # fmt: skip
     """act_ptr: rows in BF16, or the blocks that `quantize` has made of them."""
     B: gl.constexpr = PLAN.B
@@ -202,7 +213,7 @@ def _experts_down_int8_grouped_kernel(
     first = gl.load(block + 1)
     end = gl.load(block + 2)
     if first < end:
-        weights = words_ptr, scales_ptr, gl.load(block) * tiles
+        weights = (words_ptr, scales_ptr, bounds_ptr), gl.load(block) * tiles
         at, loaded = _first_tile(weights, tiles, warp, lane, zero, PLAN)
         thread = warp * 32 + lane
         row = gl.minimum(thread, B.ROWS - 1)
@@ -216,7 +227,10 @@ def _experts_down_int8_grouped_kernel(
             rows = act_ptr.to(gl.int64, bitcast=True) + (first + zero).to(gl.int64) * (2 * B.K)
             round_rows(rows, end - first, buffer, warp, lane, zero_f32, WARPS, B)
             barrier()
+            leave_bounds(buffer + PLAN.BOUNDS, buffer, warp, lane, WARPS, B)
         else:
+            bound = bound_at(act_ptr, given_blocks, place, X).to(gl.int64, bitcast=True)
+            copy4(buffer + PLAN.BOUNDS + row * 4, bound)
             store_shared4(buffer + PLAN.NUMBERS + row * 4, as_float(place), thread < B.ROWS)
             barrier()
             copy_rows(
@@ -227,25 +241,25 @@ def _experts_down_int8_grouped_kernel(
             if (end - first > _eights(PLAN, i - 1) * 8) & (end - first <= _eights(PLAN, i) * 8):
                 _down(
                     loaded, at, weights, part_ptr, N, tiles, buffer, end - first, warp, lane, zero,
-                    zero_f32, _eights(PLAN, i), PLAN,
+                    _eights(PLAN, i), PLAN,
                 )  # fmt: skip
 
 
 @gluon.jit
 def _down(
-    loaded, at, weights, part_ptr, N, tiles, buffer, rows, warp, lane, zero, zero_f32,
+    loaded, at, weights, part_ptr, N, tiles, buffer, rows, warp, lane, zero,
     NB: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """A program's tiles of down for up to NB times 8 rows."""
     B: gl.constexpr = PLAN.B
     WARPS: gl.constexpr = PLAN.LAUNCH.warps
-    staged = codes_address(buffer, zero, lane, B), scales_address(buffer, zero, lane, B)
+    staged = _staged(buffer, lane, zero, PLAN)
     rounds = _rounds_of(tiles, PLAN)
     for turn in range(0, rounds):
         tile = gl.program_id(0) * _share(PLAN) + turn * WARPS + warp
         next_tile = tile + gl.where(turn + 1 < rounds, WARPS, 0)
         next_at = _tile_at(weights, tiles, next_tile, lane, zero, PLAN)
-        acc, loaded = multiply_tile(loaded, at, next_at, staged, zero, zero_f32, NB, True, B)
+        acc, loaded = multiply_tile(loaded, at, next_at, staged, zero, NB, True, B)
         at = next_at
         own = recomputed(lane)
         for nb in gl.static_range(NB):
@@ -308,6 +322,7 @@ def experts_grouped_int8(
         blocks,
         gate_up.words,
         gate_up.scales.view(torch.int32),
+        gate_up.bounds,
         act,
         inner,
         gate_up.tiles,
@@ -329,6 +344,7 @@ def experts_grouped_int8(
         blocks,
         down.words,
         down.scales.view(torch.int32),
+        down.bounds,
         parts,
         h,
         down.tiles,
@@ -343,8 +359,8 @@ def experts_grouped_int8(
 
 
 def _bytes(W: Packed, rows: int) -> int:
-    """Shared memory of a program: tokens, and three words of each."""
-    return large_size(int8_rows(W, rows, rows, 1).END + 3 * rows * 4)
+    """Shared memory of a program: tokens, and four words of each."""
+    return large_size(int8_rows(W, rows, rows, 1).END + 4 * rows * 4)
 
 
 @cache
@@ -356,7 +372,7 @@ def _blocks(W: Packed) -> Blocks:
 @cache
 def _plan(W: Packed, launch: ExpertsInt8Launch, rows: int, copied: bool, pdl: bool) -> GroupedPlan:
     B = int8_rows(W, rows, rows, launch.kilobytes)
-    numbers, pairs, factors = (B.END + i * rows * 4 for i in range(3))
+    numbers, pairs, factors, bounds = (B.END + i * rows * 4 for i in range(4))
     return GroupedPlan(
         B.W,
         B,
@@ -366,6 +382,7 @@ def _plan(W: Packed, launch: ExpertsInt8Launch, rows: int, copied: bool, pdl: bo
         NUMBERS=numbers,
         PAIRS=pairs,
         FACTORS=factors,
+        BOUNDS=bounds,
         SHARED=_bytes(W, rows),
         PDL=pdl,
     )

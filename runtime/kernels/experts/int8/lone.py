@@ -9,8 +9,8 @@ Layout  x [M, h] bf16, scores [M, experts] fp32 of a lone token or numbers and s
 Fused   RMS norm of x; of a lone token the choice of experts and their shares; SwiGLU; residual
 Bytes   of the experts that are chosen N*K*bits/8 + 2*N*K/G each
 Plan    as of `experts_gate_up` and `experts_down`, but a warp multiplies a tile over the whole of
-        K, in order (`multiply`): of gate and up for the expert of its program, of down for one slot
-        of the token. Programs round x and act themselves. Shares join in the order of the slots
+        K (`multiply`): of gate and up for the expert of its program, of down for one slot of the
+        token. Programs round x and act themselves. Shares join in the order of the slots
 """
 
 from dataclasses import dataclass
@@ -28,11 +28,11 @@ from lowbit.runtime.kernels.experts.int8.multiply import (
     codes_address,
     expert_tile,
     int8_rows,
-    load_steps_of,
+    load_tile,
     multiply_tile,
     scales_address,
 )
-from lowbit.runtime.kernels.experts.int8.stage import round_rows, round_token
+from lowbit.runtime.kernels.experts.int8.stage import bound_of, round_rows, round_token
 from lowbit.runtime.kernels.experts.program import Choice, choice_of
 from lowbit.runtime.kernels.experts.route import Routes
 from lowbit.runtime.kernels.experts.tiled import stacked
@@ -44,7 +44,6 @@ from lowbit.runtime.kernels.launch.experts import (
 )
 from lowbit.runtime.kernels.linear.gemm_store import swiglu
 from lowbit.runtime.kernels.linear.norm import load_gains, norm_factor, total_of
-from lowbit.runtime.kernels.linear.products import tile_addresses
 from lowbit.runtime.kernels.linear.program import SQUARES_BYTES, Packed, turns_of
 from lowbit.runtime.kernels.linear.sums import store_result
 from lowbit.runtime.kernels.linear.tiles import GpuLinear
@@ -76,8 +75,8 @@ class LonePlan:
 
 @gluon.jit(do_not_specialize=["inner", "tiles"])
 def _experts_gate_up_int8_kernel(
-    x_ptr, gain_ptr, scores_ptr, numbers_ptr, words_ptr, scales_ptr, act_ptr, inner, tiles, eps,
-    PLAN: gl.constexpr,
+    x_ptr, gain_ptr, scores_ptr, numbers_ptr, words_ptr, scales_ptr, bounds_ptr, act_ptr, inner,
+    tiles, eps, PLAN: gl.constexpr,
 ):  # fmt: skip
     CHOICE: gl.constexpr = PLAN.CHOICE
     B: gl.constexpr = PLAN.B
@@ -98,23 +97,21 @@ def _experts_gate_up_int8_kernel(
     else:
         numbers, _ = likeliest(scores_of(scores_ptr, token, zero, CHOICE), lane, CHOICE)
         expert = expert_of(slot + zero, numbers, CHOICE)
-    own_tile = expert * tiles + first_tile
-    end = (expert + 1) * tiles
-    at = tile_addresses(words_ptr, scales_ptr, own_tile, end, zero, lane, 1, W)
-    loaded = load_steps_of(at, zero, B)
+    weights = words_ptr, scales_ptr, bounds_ptr
+    begin = expert * tiles
+    at = expert_tile(weights, begin, tiles, first_tile, lane, zero, W)
+    loaded = load_tile(at, zero, B)
     x = x_ptr.to(gl.int64, bitcast=True) + (token + zero).to(gl.int64) * (2 * B.K)
     round_token(x, gains, buffer, buffer + PLAN.SUMS, warp, lane, zero_f32, WARPS, B)
     barrier()
     factor = norm_factor(total_of(buffer + PLAN.SUMS, lane, zero_f32, B), eps, B.K)
-    staged = codes_address(buffer, zero, lane, B), scales_address(buffer, zero, lane, B)
+    bound = bound_of(buffer, zero, lane, B)
+    staged = codes_address(buffer, zero, lane, B), scales_address(buffer, zero, lane, B), bound
     out = act_ptr + gl.program_id(1).to(gl.int64) * inner
     for turn in gl.static_range(ROUNDS):
-        next_at = tile_addresses(
-            words_ptr, scales_ptr, own_tile + (turn + 1) * WARPS, end, zero, lane, 1, W
-        )
-        acc, loaded = multiply_tile(
-            loaded, at, next_at, staged, zero, zero_f32, 1, turn + 1 < ROUNDS, B
-        )
+        next_tile = first_tile + (turn + 1) * WARPS
+        next_at = expert_tile(weights, begin, tiles, next_tile, lane, zero, W)
+        acc, loaded = multiply_tile(loaded, at, next_at, staged, zero, 1, turn + 1 < ROUNDS, B)
         at = next_at
         y = acc[0]
         n = (first_tile + turn * WARPS) * 8 + lane // 4
@@ -125,8 +122,8 @@ def _experts_gate_up_int8_kernel(
 
 @gluon.jit(do_not_specialize=["N", "tiles"])
 def _experts_down_int8_kernel(
-    act_ptr, scores_ptr, numbers_ptr, shares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, N, tiles,
-    PLAN: gl.constexpr,
+    act_ptr, scores_ptr, numbers_ptr, shares_ptr, words_ptr, scales_ptr, bounds_ptr, added_ptr,
+    y_ptr, N, tiles, PLAN: gl.constexpr,
 ):  # fmt: skip
     """A unit of work is a tile of a round and a slot, and units go round the warps."""
     CHOICE: gl.constexpr = PLAN.CHOICE
@@ -153,6 +150,7 @@ def _experts_down_int8_kernel(
     else:  # which a kernel before the last one has left: see `experts_down`
         scores = scores_of(scores_ptr, token, zero, CHOICE)
         numbers, found = likeliest(scores, lane, CHOICE)
+    weights = words_ptr, scales_ptr, bounds_ptr
     experts = ()
     places = ()
     loaded = ()
@@ -163,10 +161,10 @@ def _experts_down_int8_kernel(
         else:
             expert = expert_of(unit % SLOTS, numbers, CHOICE)
         tile = first_tile + unit // SLOTS
-        at = expert_tile(words_ptr, scales_ptr, expert * tiles, tiles, tile, lane, zero, W)
+        at = expert_tile(weights, expert * tiles, tiles, tile, lane, zero, W)
         experts = experts + (expert,)
         places = places + (at,)
-        loaded = loaded + (load_steps_of(at, zero, B),)
+        loaded = loaded + (load_tile(at, zero, B),)
     share = ()
     if numbers_ptr is not None:
         shares_at = shares_ptr.to(gl.int64, bitcast=True) + (token * SLOTS + zero).to(gl.int64) * 4
@@ -186,6 +184,10 @@ def _experts_down_int8_kernel(
     act = act_ptr.to(gl.int64, bitcast=True) + (token * SLOTS + zero).to(gl.int64) * (2 * B.K)
     round_rows(act, SLOTS, buffer, warp, lane, zero_f32, WARPS, B)
     barrier()
+    bounds = ()
+    for i in gl.static_range(OWN):
+        slot = gl.minimum(i * WARPS + warp, UNITS - 1) % SLOTS
+        bounds = bounds + (bound_of(buffer, slot, lane, B),)
     sums_at = buffer + PLAN.SUMS
     for turn in gl.static_range(ROUNDS):
         next_places = ()
@@ -196,10 +198,11 @@ def _experts_down_int8_kernel(
             slot = own % SLOTS
             tile = first_tile + (turn + 1) * TILES + own // SLOTS
             begin = experts[i] * tiles
-            next_at = expert_tile(words_ptr, scales_ptr, begin, tiles, tile, lane, zero, W)
-            staged = codes_address(buffer, slot, lane, B), scales_address(buffer, slot, lane, B)
+            next_at = expert_tile(weights, begin, tiles, tile, lane, zero, W)
+            codes_at = codes_address(buffer, slot, lane, B)
+            staged = codes_at, scales_address(buffer, slot, lane, B), bounds[i]
             acc, following = multiply_tile(
-                loaded[i], places[i], next_at, staged, zero, zero_f32, 1, turn + 1 < ROUNDS, B
+                loaded[i], places[i], next_at, staged, zero, 1, turn + 1 < ROUNDS, B
             )
             next_places = next_places + (next_at,)
             next_loaded = next_loaded + (following,)
@@ -256,6 +259,7 @@ def gate_up_int8(
         None if routes is None else routes.numbers,
         w.words,
         w.scales.view(torch.int32),
+        w.bounds,
         act,
         inner,
         w.tiles,
@@ -300,6 +304,7 @@ def down_int8(
         None if routes is None else routes.shares,
         w.words,
         w.scales.view(torch.int32),
+        w.bounds,
         x,
         y,
         w.N,

@@ -1,11 +1,12 @@
 """Device functions of experts with x in eight bits: tokens in shared memory times tiles.
 
-    t = fp32(isum * s_w)    y = fma(t, s_x, y)          for each group of x, in order of k
+    y = centre    y = fma(fp32(isum * s_w), s_x, y) for each group of x    y = y - centre
 
 A token is a row of codes, 32 k after 32 k in the order of the weight's codes (`quantize`), and 16
 bytes more: so the fragments of eight tokens lie in different banks. Scales lie behind all rows,
 those of all tokens of a product for each group. A warp multiplies a tile by all tokens over the
-whole of K. The sum of a group is an exact integer, so a token has the same bits in any company.
+whole of K. The sum of a group is an exact integer, and the bounds of a row and of a token alone
+decide about the centre (`formats.activations`): so a token has the same bits in any company.
 
 Integer sums begin at the bits of 1.5 * 2^23, and so their bits are a float, that much too large.
 The product of that number and a scale of 16 bits is exact, and one FMA takes it away again.
@@ -20,9 +21,9 @@ from triton.experimental.gluon import language as gl
 from lowbit.formats.activations import activation_group
 from lowbit.runtime.kernels.linear.products import load_step, raw_scales, tile_addresses
 from lowbit.runtime.kernels.linear.program import Packed, blocks_of, wide
-from lowbit.runtime.kernels.linear.sums import BIAS, MAGIC
+from lowbit.runtime.kernels.linear.sums import BIAS, MAGIC, centre_of
 from lowbit.runtime.kernels.linear.unpack import product_codes
-from lowbit.runtime.kernels.ptx.memory import load_matrices, load_shared4, load_shared8
+from lowbit.runtime.kernels.ptx.memory import load8, load_matrices, load_shared4, load_shared8
 from lowbit.runtime.kernels.ptx.mma import as_float, integer_mma, unpacked_scales
 
 PAD = 16  # bytes behind a row
@@ -41,6 +42,7 @@ class Int8Rows:
     ROW: int  # bytes from one token to the next
     WIDTH: int  # of them with codes
     SCALES: int  # bytes before the scales
+    GROUP_BOUNDS: int  # bytes before the bounds of groups
     END: int  # bytes of all
     BLOCKS: int  # of 256 elements of a token, whose squares are summed
     AHEAD: int  # steps whose words are on their way, a divisor of those of a row
@@ -55,24 +57,43 @@ def int8_rows(W: Packed, rows: int, tokens: int, kilobytes: int) -> Int8Rows:
     ahead = max(n for n in divisors if n == 1 or n * W.CODEC.LOADS <= loads)
     width = W.STEPS * W.CODEC.STEP_K
     scales, groups = rows * (width + PAD), width // group
-    end = scales + -(-rows * groups // 4) * 16
+    bounds = scales + -(-rows * groups // 4) * 16
+    end = bounds + -(-rows * groups // 4) * 16
     return Int8Rows(
-        W, W.K, group, groups, rows, tokens, width + PAD, width, scales, end, blocks_of(W.K), ahead
-    )
+        W, W.K, group, groups, rows, tokens, width + PAD, width, scales, bounds, end,
+        blocks_of(W.K), ahead,
+    )  # fmt: skip
 
 
 @gluon.jit
-def expert_tile(words_ptr, scales_ptr, first, tiles, tile, lane, zero, W: gl.constexpr):
-    """Addresses of a tile of an expert, whose first tile is given; of its last one past the end."""
-    return tile_addresses(words_ptr, scales_ptr, first + tile, first + tiles, zero, lane, 1, W)
+def expert_tile(weights, first, tiles, tile, lane, zero, W: gl.constexpr):
+    """Addresses of a tile of an expert, whose first tile is given; of its last one past the end.
 
+    weights: pointers to the words, scales and bounds of all experts.
 
-@gluon.jit
-def load_steps_of(at, first, B: gl.constexpr):
-    """Words and raw scales of a tile's next steps, from the one numbered `first` on.
-
-    at: of `tile_addresses`, of one tile from its first step on.
+    Returns those of `tile_addresses`, then that of the bounds of the lane's rows.
     """
+    words_ptr, scales_ptr, bounds_ptr = weights
+    number, end = first + tile, first + tiles
+    words, scales = tile_addresses(words_ptr, scales_ptr, number, end, zero, lane, 1, W)
+    at = gl.minimum(number, end - 1).to(gl.int64) * 64 + lane // 4 * 8
+    return words, scales, bounds_ptr.to(gl.int64, bitcast=True) + at
+
+
+@gluon.jit
+def load_tile(at, zero, B: gl.constexpr):
+    """Words and raw scales of a tile's first steps, and the bounds of the lane's two rows.
+
+    at: of `expert_tile`.
+    """
+    words, raw = _load_steps(at, zero, B)
+    bounds = load8(at[2])
+    return words, raw, (as_float(bounds[0]), as_float(bounds[1]))
+
+
+@gluon.jit
+def _load_steps(at, first, B: gl.constexpr):
+    """Words and raw scales of a tile's next steps, from the one numbered `first` on."""
     W: gl.constexpr = B.W
     SCALES: gl.constexpr = W.SCALES
     STEP_K: gl.constexpr = W.CODEC.STEP_K
@@ -115,12 +136,13 @@ def scales_address(buffer, row, lane, B: gl.constexpr):
 
 @gluon.jit
 def multiply_tile(
-    loaded, at, next_at, x, zero, zero_f32, NB: gl.constexpr, NEXT: gl.constexpr, B: gl.constexpr
+    loaded, at, next_at, x, zero, NB: gl.constexpr, NEXT: gl.constexpr, B: gl.constexpr
 ):  # fmt: skip
     """Results of a tile for NB times 8 tokens, and what has been loaded of the next tile.
 
-    loaded: `load_steps_of` from the tile's first step on.
-    x: `codes_address` and `scales_address`.
+    loaded: of `load_tile`.
+    x: `codes_address`, `scales_address`, and the token's bound where a product has one token; else
+        the address of the bounds of a lane's first two tokens.
     NEXT: whether there is a next tile.
 
     Returns for every 8 tokens four: rows g of tokens 2 * t and 2 * t + 1, and rows g + 8 of both.
@@ -128,24 +150,49 @@ def multiply_tile(
     CHUNKS: gl.constexpr = B.W.STEPS // B.AHEAD
     CODES: gl.constexpr = B.WIDTH // CHUNKS
     SCALES: gl.constexpr = B.GROUPS // CHUNKS * B.TOKENS * 4
-    codes_at, scales_at = x
+    codes_at, scales_at, tokens = x
+    words, raw, rows = loaded
+    steps = words, raw
     acc = ()
-    for _i in gl.static_range(NB):
-        acc = acc + ((zero_f32, zero_f32, zero_f32, zero_f32),)
+    for nb in gl.static_range(NB):
+        acc = acc + (_centres(rows, tokens, nb, B),)
     if CHUNKS > 1:
         for chunk in range(0, CHUNKS - 1):
-            following = load_steps_of(at, (chunk + 1) * B.AHEAD, B)
+            following = _load_steps(at, (chunk + 1) * B.AHEAD, B)
             acc = _multiply_steps(
-                acc, loaded, codes_at + chunk * CODES, scales_at + chunk * SCALES, zero, NB, B
+                acc, steps, codes_at + chunk * CODES, scales_at + chunk * SCALES, zero, NB, B
             )
-            loaded = following
-    last = loaded
+            steps = following
     if NEXT:
-        loaded = load_steps_of(next_at, zero, B)
+        loaded = load_tile(next_at, zero, B)
     acc = _multiply_steps(
-        acc, last, codes_at + (CHUNKS - 1) * CODES, scales_at + (CHUNKS - 1) * SCALES, zero, NB, B
+        acc, steps, codes_at + (CHUNKS - 1) * CODES, scales_at + (CHUNKS - 1) * SCALES, zero, NB, B
     )
-    return acc, loaded
+    out = ()
+    for nb in gl.static_range(NB):
+        # Once more, so that no centres stay in registers.
+        centres = _centres(rows, tokens, nb, B)
+        y = ()
+        for i in gl.static_range(4):
+            y = y + (acc[nb][i] - centres[i],)
+        out = out + (y,)
+    return out, loaded
+
+
+@gluon.jit
+def _centres(rows, tokens, nb: gl.constexpr, B: gl.constexpr):
+    """Where the sums of 8 tokens begin, of the lane's two rows and two tokens."""
+    if B.TOKENS > 1:
+        pair = load_shared8(tokens, nb * 32)
+        first = as_float(pair[0])
+        second = as_float(pair[1])
+    else:
+        first = tokens
+        second = tokens
+    return (
+        centre_of(rows[0], first), centre_of(rows[0], second),
+        centre_of(rows[1], first), centre_of(rows[1], second),
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """Device functions that put tokens in eight bits into shared memory, as `Int8Rows` has them.
 
 Rows are rounded here (`codes_of`), or copied from what `quantize` has left in global memory: codes,
-scales and factors have the same bits.
+scales, factors and bounds have the same bits.
 """
 
 from triton.experimental import gluon
@@ -20,7 +20,7 @@ from lowbit.runtime.kernels.ptx.memory import (
     store_shared4,
     wait_copies,
 )
-from lowbit.runtime.kernels.ptx.mma import as_float, as_word, words_where
+from lowbit.runtime.kernels.ptx.mma import as_float, as_word, largest, words_where
 
 AT_ONCE = gl.constexpr(4)  # blocks of a warp that are on their way
 
@@ -46,10 +46,8 @@ def round_token(
         own, there = diagonal(add_squares((zero_f32, zero_f32, zero_f32, zero_f32), w), lane)
         at = squares_at + block * SQUARES_BYTES + lane // 4 * 4
         store_shared4(at, own, there & (block < B.BLOCKS))
-        codes, scale = codes_of(
-            times_gains(w, gains[turn]), zero_f32, lane, False, SUBBYTE, B.GROUP
-        )
-        _store_chunk(buffer, codes, scale, warp * 0, chunk, B)
+        rounded = codes_of(times_gains(w, gains[turn]), zero_f32, lane, False, SUBBYTE, B.GROUP)
+        _store_chunk(buffer, rounded, warp * 0, chunk, B)
 
 
 @gluon.jit
@@ -73,25 +71,56 @@ def round_rows(
             unit = turn * WARPS + warp
             chunk = unit % B.BLOCKS * 32 + lane
             w = words_where(chunk < B.K // 8, loaded[turn - first])
-            codes, scale = codes_of(w, zero_f32, lane, False, SUBBYTE, B.GROUP)
-            _store_chunk(buffer, codes, scale, unit // B.BLOCKS, chunk, B)
+            rounded = codes_of(w, zero_f32, lane, False, SUBBYTE, B.GROUP)
+            _store_chunk(buffer, rounded, unit // B.BLOCKS, chunk, B)
 
 
 @gluon.jit
-def _store_chunk(buffer, codes, scale, row, chunk, B: gl.constexpr):
-    """Store eight codes of a row, and the scale of a group that they begin."""
+def _store_chunk(buffer, rounded, row, chunk, B: gl.constexpr):
+    """Store eight codes of a row, and the scale and the bound of a group that they begin."""
+    codes, scale, bound = rounded
     inside = (chunk < B.WIDTH // 8) & (row < B.ROWS)
     at = buffer + row * B.ROW + chunk // 4 * 32 + chunk % 4 * 4
     store_shared4(at, as_float(codes[0]), inside)
     store_shared4(at + 16, as_float(codes[1]), inside)
     group = chunk // (B.GROUP // 8)
+    at = buffer + _place(row, group, B) * 4
+    starts = inside & (chunk % (B.GROUP // 8) == 0)
+    store_shared4(at + B.SCALES, scale, starts)
+    store_shared4(at + B.GROUP_BOUNDS, as_float(bound), starts)
+
+
+@gluon.jit
+def bound_of(buffer, row, lane, B: gl.constexpr):
+    """The bound of a row that was rounded into shared memory, in every lane."""
+    GROUPS: gl.constexpr = B.GROUPS
+    most = lane * 0
+    for first in gl.static_range(0, GROUPS, 32):
+        group = gl.minimum(first + lane, GROUPS - 1)
+        word = as_word(load_shared4(buffer + B.GROUP_BOUNDS + _place(row, group, B) * 4))
+        most = gl.maximum(most, word)
+    return as_float(largest(most))
+
+
+@gluon.jit
+def leave_bounds(bounds_at, buffer, warp, lane, WARPS: gl.constexpr, B: gl.constexpr):
+    """Store the bounds of all rows, whose scales lie in shared memory, for the whole program."""
+    TURNS: gl.constexpr = turns_of(B.ROWS, WARPS)
+    for turn in gl.static_range(TURNS):
+        row = turn * WARPS + warp
+        bound = bound_of(buffer, gl.minimum(row, B.ROWS - 1), lane, B)
+        store_shared4(bounds_at + row * 4, bound, (lane == 0) & (row < B.ROWS))
+    barrier()
+
+
+@gluon.jit
+def _place(row, group, B: gl.constexpr):
+    """Number of a row's scale of a group among all scales."""
     if B.TOKENS > 1:
         place = group * B.TOKENS + row
     else:
         place = row * B.GROUPS + group
-    store_shared4(
-        buffer + B.SCALES + place * 4, scale, inside & (chunk % (B.GROUP // 8) == 0)
-    )  # fmt: skip
+    return place
 
 
 @gluon.jit
@@ -125,9 +154,8 @@ def copy_rows(
         number = as_word(load_shared4(numbers_at + row * 4))
         block = (group // EACH * given_blocks + number // 8).to(gl.int64)
         part = X.SCALES + (group % EACH * 8 + number % 8) * 4
-        copy4(
-            buffer + B.SCALES + (n % GROUPS * B.TOKENS + row) * 4, given + block * X.SIZE + part
-        )  # fmt: skip
+        scale_at = buffer + B.SCALES + _place(row, n % GROUPS, B) * 4
+        copy4(scale_at, given + block * X.SIZE + part)
     commit_copies()
     wait_copies(0)
     barrier()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.formats.activations import quantize_activations
+from lowbit.formats.activations import quantize_activations, token_bounds
 from lowbit.runtime.kernels.linear import digits as digits_module
 from lowbit.runtime.kernels.linear import quantize as module
 from lowbit.runtime.kernels.linear.norm import SQUARES
@@ -26,11 +26,12 @@ def _emulated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(x: Tensor, made: Tensor, bits: int, group: int, tokens: int) -> Tensor:
-    """Codes and scales are those of the reference, in their places; returns the factors."""
+    """Codes, scales and bounds are those of the reference, in their places; returns the factors."""
     places = token_blocks(x.shape[1], group, tokens)
     blocks = -(-len(x) // tokens)
     rows = x[[min(row, len(x) - 1) for row in range(blocks * tokens)]]
-    expected = arranged(*quantize_activations(rows, group), bits, places).view(torch.int32)
+    q, s = quantize_activations(rows, group)
+    expected = arranged(q, s, bits, places).view(torch.int32)
     found = made[: expected.numel()].view(expected.shape)
     scales = places.SCALES // 4
     # Scales of columns past K meet codes of zero; of NaN the bits may differ.
@@ -43,7 +44,9 @@ def check(x: Tensor, made: Tensor, bits: int, group: int, tokens: int) -> Tensor
     codes = [each[..., :scales].view(*each.shape[:2], tokens, 32) for each in (found, expected)]
     sound = ~broken.view(blocks, tokens)
     assert torch.equal(codes[0][:, sound], codes[1][:, sound])
-    return made[expected.numel() :].view(torch.float32)
+    behind = made[expected.numel() :].view(torch.float32).view(2, -1)
+    assert torch.equal(behind[1], token_bounds(q, s, group))
+    return behind[0]
 
 
 @pytest.mark.parametrize(
