@@ -260,7 +260,9 @@ def store_hidden(x: Tensor, rows: Tensor, positions: Tensor, hidden_ring: Tensor
 
 def _rotate(x: Tensor, rope: Rope, step: Step) -> Tensor:
     """Rotate the first r dimensions of [H, M, D] by the tokens' angles, in FP32."""
-    if len(step.spans) == 1 and step.own_angles is None:
+    if step.own_rope is not None:
+        cos, sin = step.own_rope[0].cos, step.own_rope[0].sin
+    elif len(step.spans) == 1 and step.own_angles is None:
         first, count = step.spans[0].first, step.spans[0].count
         cos, sin = rope.cos[first : first + count], rope.sin[first : first + count]  # [M, r / 2]
     else:

@@ -39,12 +39,14 @@ class Chunks:
     decoder: Decoder  # the model
     layers: RunLayers  # of the model, on its sequences' state; `Runner.each_layer`
     tables: Tensor  # [R, T / PAGE] int32 block tables by row
-    graphs: Graphs  # recorded chunks, by width and by whether only the last hidden state is wanted
+    # Recorded chunks, by width, by whether only the last hidden state is wanted, and by whether
+    # they stand behind an image
+    graphs: Graphs
     buffers: StepBuffers = field(init=False)  # inputs of a chunk
     hidden: Tensor = field(init=False)  # [W, h], hidden states of the last chunk
     _prompts: int = 0  # that have begun
     # see `_is_common`
-    _uses: dict[tuple[int, bool], tuple[int, int]] = field(default_factory=dict)
+    _uses: dict[tuple[int, bool, bool], tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Allocate what the widest chunk needs."""
@@ -56,21 +58,30 @@ class Chunks:
         """True if a chunk of so many tokens is padded; others are launched as they are."""
         return SEQUENCE_TOKENS < tokens <= CHUNK_WIDTHS[-1]
 
-    def run(self, sequence: Sequence, ids: Numbers[int], last: bool = False) -> Tensor:
+    def run(
+        self,
+        sequence: Sequence,
+        ids: Numbers[int],
+        last: bool = False,
+        shifts: Tensor | None = None,
+    ) -> Tensor:
         """Run the next tokens of a prompt through the layers; see `takes` and `Runner.chunk`.
+
+        shifts: of text behind an image, see `step_of`.
 
         Returns:
             [len(ids), h] hidden states, or [1, h], until the next chunk runs.
         """
         count, M = len(ids), width_of(len(ids))
         self.buffers.write([sequence.next_span(count)], ids, M)
-        if self._is_common((M, last), sequence.length == sequence.reused):
-            self.graphs.replay((M, last), lambda: self.forward(M, last))
+        kind = M, last, shifts is not None
+        if self._is_common(kind, sequence.length == sequence.reused):
+            self.graphs.replay(kind, lambda: self.forward(M, last, shifts))
         else:
-            self.forward(M, last)
+            self.forward(M, last, shifts)
         return self.hidden[: 1 if last else count]
 
-    def forward(self, M: int, last: bool = False) -> None:
+    def forward(self, M: int, last: bool = False, shifts: Tensor | None = None) -> None:
         """Run the tokens in `buffers`, all that is known of them on the host being their width."""
         plan = StepPlan(
             tokens=M,
@@ -80,12 +91,13 @@ class Chunks:
             spans=(Span(SCRATCH, 0, M),),
             prompt=True,
             ending="last" if last else "apart",
+            shifted=shifts is not None,
         )
-        ids, step = self.buffers.ids[:M], self.buffers.step(plan, self.tables)
+        ids, step = self.buffers.ids[:M], self.buffers.step(plan, self.tables, shifts)
         hidden = last_of(self.layers(ids, step))
         self.hidden[: len(hidden)] = hidden
 
-    def _is_common(self, kind: tuple[int, bool], begins: bool) -> bool:
+    def _is_common(self, kind: tuple[int, bool, bool], begins: bool) -> bool:
         """True if more than LAUNCHED prompts have had such a chunk: a lone prompt gains nothing.
 
         begins: the chunk is the first of its prompt.

@@ -25,12 +25,14 @@ from lowbit.formats.machine.system import explained
 from lowbit.runtime.backends.step_threads import StepThreads
 from lowbit.runtime.engine.constraints import free_tokens_of, restrict
 from lowbit.runtime.engine.draft_source import DraftSource
+from lowbit.runtime.engine.prompt_images import PromptImages, images_of
 from lowbit.runtime.engine.request import Limits, Request
 from lowbit.runtime.engine.results import PendingStep
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.scheduler import Scheduler, next_chunk_end
 from lowbit.runtime.engine.scoring import score_chunk
 from lowbit.runtime.engine.sequence import Ended, Sequence
+from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.page_counts import EXTRA
@@ -79,6 +81,7 @@ class Engine:
             hidden=runner.decoder.config.hidden_size,
             vocabulary=runner.sampler.vocabulary,
             pages=runner.state.pages.count - EXTRA,
+            images=runner.decoder.config.rope_sections is not None,
         )
         self.threads = None if runner.on_gpu else StepThreads()
         self.in_prompt = False
@@ -105,9 +108,13 @@ class Engine:
             count=request.count or 0,
             seed=random_seed() if seed is None else seed,
             free_tokens=free_tokens_of(request.constraint),
+            images=self._images_of(request),
         )
         self.scheduler.add(sequence)
         return Handle(self, sequence)
+
+    def _images_of(self, request: Request) -> PromptImages | None:
+        return images_of(request.images, len(request.prompt), self.limits.hidden)
 
     def generate(self, prompt: Ids[int], params: SamplingParams, count: int) -> Handle:
         """Up to `count` new tokens after a prompt, whatever they are; see `submit`."""
@@ -197,17 +204,19 @@ class Engine:
             self.threads.note((len(decoding), plain), seconds)
         return True
 
-    def logits(self, ids: Ids[int], start: int = 0) -> Tensor:
+    def logits(self, ids: Ids[int], start: int = 0, images: tuple[ImageSpan, ...] = ()) -> Tensor:
         """Logits after every token from `start` on: [T - start, V] float32, on the device.
 
         Tokens before `start` that the cache holds are not run again.
 
         Raises:
-            RequestError: empty, longer than the context, an id outside the vocabulary, a start
-                that is no token's, or other requests leave no room.
+            RequestError: empty, longer than the context, an id outside the vocabulary, images that
+                do not fit, a start that is no token's, or other requests leave no room.
         """
         self.limits.check_prompt(ids, start)
-        sequence = Sequence(Request(tuple(ids)), count=1, seed=0)
+        self.limits.check_images(images, len(ids))
+        request = Request(tuple(ids), images=images)
+        sequence = Sequence(request, count=1, seed=0, images=self._images_of(request))
         return self._by_owner(self._all_logits, sequence, start)
 
     def _all_logits(self, sequence: Sequence, start: int) -> Tensor:
@@ -304,6 +313,8 @@ class Engine:
         first = sequence.length
         read = self.drafting is not None or request.prompt_logprobs is not None
         if self._paused is None:
+            if not self._make_embeddings(sequence):
+                return 0
             self._paused = self._open_chunk(sequence, last=not read)
         chunk = self._paused
         if not self._run_layers(chunk, until):
@@ -314,6 +325,8 @@ class Engine:
             self.drafting.read_prompt(sequence, first, hidden)
         if request.prompt_logprobs is not None:
             score_chunk(sequence, first, hidden, self.decoder)
+        if sequence.images is not None:
+            sequence.images.drop(sequence.length)
         if sequence.length < len(request.prompt):
             return count
         scheduler.keep_prompt(sequence)
@@ -326,6 +339,25 @@ class Engine:
             self._sent.append(self.runner.begin(sequence, hidden[-1:]))
             scheduler.begin_decoding(sequence)
         return count
+
+    def _make_embeddings(self, sequence: Sequence) -> bool:
+        """Make embeddings of the next chunk's images; False if that fails, which ends the request.
+
+        A token behind the chunk is made as well, which the head for several tokens reads.
+        """
+        first, images = sequence.length, sequence.images
+        if images is None:
+            return True
+        stop = next_chunk_end(sequence.chunk_ends, first, len(sequence.request.prompt))
+        try:
+            images.make(first, stop + 1 - first)
+        except Exception as error:  # of whoever gives the images: no other request has a part in it
+            found = explained(error)
+            if found is None:
+                raise
+            self._end([(sequence, found)])
+            return False
+        return True
 
     def _open_chunk(self, sequence: Sequence, last: bool) -> Chunk:
         prompt = sequence.request.prompt
@@ -403,6 +435,8 @@ class Engine:
 
     def _end(self, ended: Ended) -> None:
         for sequence, why in ended:
+            if sequence.images is not None:
+                sequence.images.drop(len(sequence.request.prompt))
             self.scheduler.end(sequence, why)
         self._apply_changes()
 

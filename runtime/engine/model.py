@@ -17,6 +17,7 @@ from lowbit.runtime.engine.memory import ChosenSequences, ChosenType
 from lowbit.runtime.engine.prompts import PromptEncoder
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
+from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.engine.stream import Generation, Stream, answer_all
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.device_state import CacheSize
@@ -152,14 +153,19 @@ class Model:
         ids = self.encode(prompt, thinking=thinking, raw=options.get("raw", False))
         return self.stream_ids(ids, **options)
 
-    def stream_ids(self, ids: Sequence[int], **options: Unpack[Options]) -> Stream:
+    def stream_ids(
+        self, ids: Sequence[int], *, images: Sequence[ImageSpan] = (), **options: Unpack[Options]
+    ) -> Stream:
         """Text piece by piece after a prompt that `encode` has made.
 
+        images: of the prompt; their tokens stand in `ids`, whatever these are.
+
         Raises:
-            RequestError: a prompt longer than the context, no room for a token, an empty stop
-                string, or a negative `max_thinking_tokens`.
+            RequestError: a prompt longer than the context, no room for a token, images that do not
+                fit, an empty stop string, or a negative `max_thinking_tokens`.
         """
-        return Stream(self.engine, self.tokenizer, self.request(ids, **options))
+        request = self.request(ids, images=images, **options)
+        return Stream(self.engine, self.tokenizer, request)
 
     def request(
         self,
@@ -172,6 +178,7 @@ class Model:
         max_thinking_tokens: int | None = None,
         grammar: Grammar | None = None,
         constraint: Constraint | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> Request:
         """A checked request; arguments and errors as in `stream_ids`.
 
@@ -188,6 +195,7 @@ class Model:
             max_new_tokens=max_new_tokens,
             stop_ids=self.stop_ids,
             message_ends=self.stop_ids,
+            images=tuple(images),
             stops=tuple(stop),
             begin="raw" if raw else output_start(ids, self.tokenizer),
         )
@@ -241,9 +249,9 @@ class Model:
         done = cast("list[Generation]", made)
         return done if many else done[0]
 
-    def logits(self, ids: Sequence[int]) -> Tensor:
+    def logits(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> Tensor:
         """Logits after every token of a sequence: [T, V] float32 on the model's device."""
-        return self.engine.logits(ids)
+        return self.engine.logits(ids, images=tuple(images))
 
     def score(self, ids: Sequence[int], top: int = 0) -> list[TokenLogProbabilities | None]:
         """Log-probability of every token of a sequence behind those before it.

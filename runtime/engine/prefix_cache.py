@@ -191,13 +191,17 @@ def prefix_keys(ids: Sequence[int], request: Request) -> NDArray[np.int64]:
     """Keys of a request's tokens, [T] int64: equal where they compute the same keys and values.
 
     They are ids, changed by the hash of whatever else goes into the prompt at these tokens. The
-    salt changes the first one, without which nothing is shared.
+    salt changes the first one, without which nothing is shared. A token of an image is changed by
+    what the image is, by its form and by the token's place in it, so angles behind equal keys are
+    equal, too.
     """
     keys = np.array(ids, dtype=np.int64)
     if request.salt:
         keys[:1] ^= _number(request.salt)
-    for each in request.embedded:
-        keys[each.first : each.first + len(each.rows)] ^= _number(each.origin)
+    for each in request.images:
+        form = each.rows.to_bytes(4, "big") + each.columns.to_bytes(4, "big")
+        own = keys[each.start : each.stop]  # fewer than all where the prefix ends in the image
+        own ^= np.arange(len(own), dtype=np.int64) + _number(form + each.digest)
     return keys
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 
 from lowbit.formats.errors import RequestError, SettingError, TooLongError
 from lowbit.formats.sampling_ranges import LOGPROBS
+from lowbit.runtime.engine.span import ImageSpan, check_images
 from lowbit.runtime.state.page_counts import PAGE, pages_for
 from lowbit.runtime.state.sampling_params import SamplingParams
-from lowbit.runtime.state.step import Embedded
 from lowbit.runtime.text.answer import OutputStart
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.tools import CallForm, Tool
@@ -27,7 +27,7 @@ class Request:
         constraint: restricts its tokens, and belongs to this request alone; None allows all.
         prompt_logprobs: report the log-probabilities of the prompt's tokens and of this many
             likeliest tokens in their places; None reports none.
-        embedded: tokens of the prompt whose embeddings are given, in ascending order.
+        images: images of the prompt, in the order of their tokens.
         salt: hash of what else its keys and values depend on, such as an adapter; prompts of
             unlike salts share no prefix.
         client: who asks; those who wait are served in turn.
@@ -47,7 +47,7 @@ class Request:
     message_ends: frozenset[int] = frozenset()
     constraint: Constraint | None = None
     prompt_logprobs: int | None = None
-    embedded: tuple[Embedded, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
     salt: bytes = b""
     client: str = ""
     stops: tuple[str, ...] = ()
@@ -69,6 +69,7 @@ class Limits:
     hidden: int  # numbers of an embedding
     vocabulary: int  # number of token ids that can be chosen
     pages: int  # of the cache
+    images: bool = False  # prompts may have images
 
     def check(self, request: Request) -> Request:
         """The request with its `count`: as many tokens as it asks for, or as the context holds.
@@ -77,17 +78,11 @@ class Limits:
             TooLongError: a prompt longer than the context.
             SettingError: a number of tokens or log-probabilities out of range, or a bias for a
                 token that the vocabulary does not have.
-            RequestError: an empty prompt, an id outside the vocabulary, embeddings that do not fit,
-                or more tokens than the whole cache holds.
+            RequestError: an empty prompt, an id outside the vocabulary, images that do not fit or
+                that the model does not take, or more tokens than the whole cache holds.
         """
         self.check_prompt(request.prompt)
-        for each in request.embedded:
-            last, shape = each.first + len(each.rows), each.rows.shape
-            if shape[1:] != (self.hidden,) or not 0 <= each.first <= last <= len(request.prompt):
-                raise RequestError(
-                    f"embeddings {list(shape)} from token {each.first} on do not fit: the prompt "
-                    f"has {len(request.prompt)} tokens, the model {self.hidden} numbers each"
-                )
+        self.check_images(request.images, len(request.prompt))
         for id, _ in request.sampling.logit_bias:
             if id >= self.vocabulary:
                 raise SettingError(
@@ -127,6 +122,19 @@ class Limits:
             raise RequestError(f"token ids must be between 0 and {self.table_rows - 1}")
         if not 0 <= start < len(ids):
             raise RequestError(f"the sequence has {len(ids)} tokens, none is number {start}")
+
+    def check_images(self, images: tuple[ImageSpan, ...], tokens: int) -> None:
+        """Check the images of a prompt of so many tokens.
+
+        Raises:
+            RequestError: see `check`.
+        """
+        if images and not self.images:
+            raise RequestError(
+                f"the model takes no images, the prompt has {len(images)}",
+                hint="models of Qwen3.5 take images",
+            )
+        check_images(images, tokens, self.hidden)
 
     def advice(self, tokens: int, before: str = "") -> str:
         """Hint to ask for a larger --context; empty if the model has too few positions."""

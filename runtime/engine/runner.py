@@ -28,7 +28,7 @@ from lowbit.runtime.state.host_rings import to_device
 from lowbit.runtime.state.page_counts import pages_for
 from lowbit.runtime.state.sampler import SCRATCH, SamplerRows, new_sampler_rows
 from lowbit.runtime.state.snapshots import Snapshots
-from lowbit.runtime.state.step import Step, StepPlan, embedded_within, parts_of
+from lowbit.runtime.state.step import Step, StepPlan, parts_of
 from lowbit.runtime.state.step_buffers import new_step
 from lowbit.runtime.thresholds import EXACT_TOKENS, ROUND_TOKENS, SEQUENCE_TOKENS
 
@@ -65,6 +65,10 @@ class Runner:
     chunks: Chunks | None = field(init=False)
     # [ROUND_TOKENS] int32, row of the sampler's mask for each token of a round
     masks: Tensor = field(init=False)
+    # [R] int32 by row, see `step_of`: right for sequences that run, once `shift` has been called
+    shifts: Tensor = field(init=False)
+    _shifts: list[int] = field(init=False)  # the same on the host
+    _shifted: bool = False  # a sequence of `batch` has images
     # [EXACT_TOKENS or fewer, V] float32 of `keep`, for each EXACT_TOKENS tokens of a step
     _kept: list[Tensor] = field(default_factory=list)
 
@@ -74,6 +78,8 @@ class Runner:
         self.inputs = new_decode_inputs(width_for(self.rows), rows, self.state.device)
         self.results = Results(rows, self.on_gpu)
         self.masks = self.ints(range(rows, rows + ROUND_TOKENS))
+        self._shifts = [0] * rows
+        self.shifts = self.ints(self._shifts)
         self.chunks = new_chunks(self.decoder, self.each_layer, self.tables, self.graphs)
 
     @property
@@ -119,6 +125,8 @@ class Runner:
     def reset(self) -> None:
         """Forget all sequences."""
         self.batch = []
+        self.shifts.zero_()
+        self._shifts = [0] * len(self._shifts)
         for row in range(1, 1 + self.rows):
             self.sampler.clear_row(row)
 
@@ -153,10 +161,11 @@ class Runner:
             last row is that of the last token. That of the last layer is valid until the next chunk
             runs.
         """
-        count, first = len(ids), sequence.length
-        embedded = embedded_within(sequence.request.embedded, first, count)
-        if self.chunks is not None and self.chunks.takes(count) and not embedded:
-            yield self.chunks.run(sequence, ids, last)
+        count, first, images = len(ids), sequence.length, sequence.images
+        axes = None if images is None else images.axes(first, count)
+        shifted = axes is None and self.shift(sequence, first)
+        if self.chunks is not None and self.chunks.takes(count) and axes is None:
+            yield self.chunks.run(sequence, ids, last, self.shifts if shifted else None)
             return
         prompt = count > SEQUENCE_TOKENS
         plan = StepPlan(
@@ -167,12 +176,28 @@ class Runner:
             spans=(sequence.next_span(count),),
             prompt=prompt,
             ending="together" if not prompt else "last" if last else "apart",
-            embedded=embedded,
+            embedded=() if images is None else images.embedded(first, count),
+            axes=axes,
+            shifted=shifted,
         )
-        yield from self.each_layer(*new_step(plan, ids, self.tables))
+        yield from self.each_layer(*new_step(plan, ids, self.tables, self.shifts))
+
+    def shift(self, sequence: Sequence, at: int) -> bool:
+        """Set what is added to a sequence's positions for the angles of text from `at` on.
+
+        It is the same for all text up to the next image.
+
+        Returns:
+            True if it is not 0.
+        """
+        shift = 0 if sequence.images is None else sequence.images.shift(at)
+        if shift != self._shifts[sequence.row]:
+            self.shifts[sequence.row] = self._shifts[sequence.row] = shift
+        return shift != 0
 
     def begin(self, sequence: Sequence, hidden: Tensor) -> PlainStep:
         """Choose the first new token of a sequence, by its prompt's last hidden state [1, h]."""
+        self.shift(sequence, sequence.length)
         row, logits = sequence.row, self.decoder.logits(hidden)
         rows, positions = self.ints([row]), self.ints([sequence.length - 1])
         self.choose_tokens(logits, rows, positions, self.inputs.firsts[row : row + 1])
@@ -218,12 +243,14 @@ class Runner:
             before = [places.get(id(each)) for each in sequences]
             self.inputs.write_plain(spans, known, before, M)
             self.batch = list(sequences)
+            self._shifted = any(each.shift for each in sequences)
         return StepPlan(
             tokens=M,
             sequences=M,
             max_kv_len=self.kv_len_for(max(each.length for each in sequences) + 1),
             longest=1,
             spans=() if self.on_gpu else tuple(spans),
+            shifted=self._shifted,
         )
 
     def run_step(self, plan: StepPlan) -> None:
@@ -321,7 +348,8 @@ class Runner:
 
     def _hidden_of(self, plan: StepPlan) -> Tensor:
         """Output of the layers for the tokens of a step or of a part, [M, h]."""
-        step, ids = self.inputs.step.step(plan, self.tables), self._ids_of(plan)
+        step = self.inputs.step.step(plan, self.tables, self.shifts)
+        ids = self._ids_of(plan)
         hidden = last_of(self.each_layer(ids[plan.first : plan.first + plan.tokens], step))
         if self.hidden_ring is not None:
             self.decoder.ops.store_hidden(hidden, step.rows, step.positions, self.hidden_ring)

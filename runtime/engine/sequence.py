@@ -11,6 +11,7 @@ from lowbit.runtime.engine.stats import Tally
 from lowbit.runtime.state.step import NO_SLOT, Span
 
 if TYPE_CHECKING:
+    from lowbit.runtime.engine.prompt_images import PromptImages
     from lowbit.runtime.state.host_rings import LogProbabilities
 
 Phase = Literal["waiting", "prompt", "decoding", "ended"]
@@ -65,6 +66,7 @@ class Sequence:
     verified: bool = False
     tally: Tally = field(default_factory=Tally)  # counts of checked drafts
     drafts: object = None  # what a source of drafts keeps of it
+    images: "PromptImages | None" = None  # of its prompt; None without
 
     @property
     def queued_s(self) -> float | None:
@@ -85,6 +87,11 @@ class Sequence:
     def under_way(self) -> int:
         """Tokens that the device has been told to choose and that the host has not read."""
         return self.chosen - len(self.output)
+
+    @property
+    def shift(self) -> int:
+        """Difference between positions of its new tokens and their indices; 0 without images."""
+        return 0 if self.images is None else self.images.positions.delta
 
     def next_span(self, count: int) -> Span:
         """Span of its next tokens in a chunk of its prompt or a plain step, by its row's slot."""

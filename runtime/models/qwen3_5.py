@@ -1,7 +1,7 @@
 """Qwen3.5: layers of gated DeltaNet with gated full attention in between, over one backend."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -13,7 +13,7 @@ from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.runtime.backends.ops import Ops
 from lowbit.runtime.models.layer_parts import Mlp, embed, last_of, read_mlp, run_mlp
 from lowbit.runtime.state.device_state import DeviceState
-from lowbit.runtime.state.rope import Rope, rope_tables
+from lowbit.runtime.state.rope import Rope, rope_by_axes, rope_tables
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.layers import AttentionLayer, DeltaLayer
 from lowbit.runtime.weights.weights import Weights
@@ -80,10 +80,18 @@ class Qwen35(Generic[W]):
             Output of each layer [M, h]; of the last one, before the final norm, [1, h] of the last
             token where no other is wanted.
         """
-        x = embed(self.ops, ids, self.embedding, step)  # [M, h]
+        x, step = embed(self.ops, ids, self.embedding, step), self.turned(step)  # [M, h]
         for layer in self.layers:
             x = self.run_layer(x, layer, state, step, ends=layer is self.layers[-1])
             yield x
+
+    def turned(self, step: Step) -> Step:
+        """The step with rotary tables of its own where its tokens have three positions each."""
+        if step.axes is None:
+            return step
+        rows = torch.arange(step.axes.shape[1], dtype=torch.int32, device=step.axes.device)
+        rope = rope_by_axes(self.rope, step.axes, self.config.rope_sections)
+        return replace(step, own_rope=(rope, rows))
 
     def run_layer(
         self, x: Tensor, layer: Layer[W], state: DeviceState, step: Step, ends: bool = False

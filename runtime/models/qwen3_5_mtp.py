@@ -10,12 +10,14 @@ run the head.
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from lowbit.formats.architectures.decoder import FULL
 from lowbit.formats.draft_head import DraftHead
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.models.draft_output import DraftOutput, DraftRows, draft_rows
+from lowbit.runtime.models.layer_parts import embed
 from lowbit.runtime.models.qwen3_5 import Layer, Qwen35, read_gain, read_layer
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.step import Step
@@ -44,6 +46,7 @@ class MtpHead(Generic[W]):
         Args:
             ids: [M], the token after each position.
             x: [M, h], hidden state of each position before its norm.
+            step: of the positions; what it has of embedded tokens is of those after them.
             own: x is the head's own, for positions behind a draft; else the trunk's.
 
         Returns:
@@ -51,7 +54,11 @@ class MtpHead(Generic[W]):
         """
         trunk, ops, eps = self.trunk, self.trunk.ops, self.trunk.config.rms_norm_eps
         gains = self.embedding_norm, self.norm if own else trunk.norm, self.hidden_norm
-        joined = ops.head_input(ids, trunk.embedding, x, gains, eps)
+        table, step = trunk.embedding, trunk.turned(step)
+        if step.embedded:
+            table = embed(ops, ids, table, step)
+            ids = torch.arange(len(table), dtype=ids.dtype, device=ids.device)
+        joined = ops.head_input(ids, table, x, gains, eps)
         return trunk.run_layer(ops.product(joined, self.fc), self.layer, state, step)
 
     @property

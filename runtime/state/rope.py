@@ -4,12 +4,14 @@ The frequencies are bit for bit those of transformers.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lowbit.formats.architectures.rope import Llama3Rope, RopeScaling, YarnRope
+from lowbit.runtime.images.positions import axis_of_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,18 @@ def rope_tables(
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
     factor = attention_factor(scaling)
     return Rope(cos=(angles.cos() * factor).to(device), sin=(angles.sin() * factor).to(device))
+
+
+def rope_by_axes(rope: Rope, axes: Tensor, sections: Sequence[int]) -> Rope:
+    """Tables with a row for each of M tokens, each pair of dimensions turned by its own axis.
+
+    Args:
+        axes: [3, M] int64 on the device of the tables, positions of the tokens.
+        sections: pairs by axis; see `axis_of_pairs`.
+    """
+    chosen = axis_of_pairs(sections, rope.cos.shape[1]).to(axes.device)
+    positions = axes[chosen].T  # [M, r / 2]
+    return Rope(cos=rope.cos.gather(0, positions), sin=rope.sin.gather(0, positions))
 
 
 def rope_frequencies(dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:

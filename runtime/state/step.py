@@ -1,12 +1,14 @@
 """A step: tokens of one or several sequences that pass the layers together."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lowbit.runtime.state.rope import Rope
 
 NO_SLOT = -1  # in `Step.write`: the state after this token is lost
 
@@ -28,11 +30,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embedded:
-    """Tokens whose embeddings do not come from the model's table, such as those of an image."""
+    """Tokens whose embeddings do not come from the model's table: those of an image."""
 
-    first: int  # of these tokens, in a prompt or in a step
-    rows: "Tensor"  # [n, h], their embeddings
-    origin: bytes  # hash of what they were made from; the prefix cache compares it
+    first: int  # of these tokens in a step
+    rows: "Tensor"  # [n, h], their embeddings, on any device
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,9 @@ class StepPlan:
     # Tokens are chosen place by place, since penalties count those chosen before
     ordered: bool = False
     embedded: tuple[Embedded, ...] = ()  # see `Step`
+    # [3, M] int64 on the host, see `Step`; None where a token's three positions are one
+    axes: "Tensor | None" = None
+    shifted: bool = False  # some tokens stand behind an image, see `step_of`
     first: int = 0  # of its tokens in the buffers; 0 but for a part, see `parts_of`
 
 
@@ -89,11 +93,21 @@ class Step:
     own_angles: "Tensor | None" = None
     # Tokens of a chunk of a prompt that the model does not look up in its table
     embedded: tuple[Embedded, ...] = ()
+    # [3, M] int64, time, row and column of the tokens of a chunk with a part of an image; `angles`
+    # are the times, for drafters that know no other axis
+    axes: "Tensor | None" = None
+    # Rotary tables with a row for each token by its axes, and [M] int32, the numbers of these rows;
+    # the model makes them
+    own_rope: "tuple[Rope, Tensor] | None" = None
 
     @property
     def angles(self) -> "Tensor":
         """[M] int32, row of the rotary tables for each token."""
         return self.positions if self.own_angles is None else self.own_angles
+
+    def rotation(self, rope: "Rope") -> "tuple[Rope, Tensor]":
+        """Rotary tables, of a layer or of the step, and each token's row of them: [M] int32."""
+        return (rope, self.angles) if self.own_rope is None else self.own_rope
 
     def end(self, finish: "Callable[..., Tensor]", *rows: "Tensor") -> "Tensor":
         """Run the end of the last layer for all tokens, or for the last one alone; see `ending`.
@@ -127,17 +141,6 @@ def parts_of(plan: StepPlan, most: int) -> list[StepPlan]:
         first = plan.first + at
         parts.append(replace(plan, tokens=count, sequences=count, spans=spans, first=first))
     return parts
-
-
-def embedded_within(embedded: Iterable[Embedded], first: int, count: int) -> tuple[Embedded, ...]:
-    """Parts of embedded tokens among `count` tokens from position `first` on, counted from it."""
-    found = []
-    for each in embedded:
-        start = max(each.first, first)
-        rows = each.rows[start - each.first : max(0, first + count - each.first)]
-        if len(rows):
-            found.append(replace(each, first=start - first, rows=rows))
-    return tuple(found)
 
 
 def token_columns(spans: Sequence[Span]) -> tuple[list[int], list[int], list[int]]:

@@ -45,8 +45,8 @@ class StepBuffers:
         """Write the inputs of a step, padded to M tokens, without waiting; see `columns_of`."""
         write_rows(self.block, columns_of(spans, ids, M))
 
-    def step(self, plan: StepPlan, tables: Tensor) -> Step:
-        """The step that finds its numbers here.
+    def step(self, plan: StepPlan, tables: Tensor, shifts: Tensor | None = None) -> Step:
+        """The step that finds its numbers here; shifts: see `step_of`.
 
         Starts count from the first token of the step, in a part of a plain one (`parts_of`) too:
         there each sequence has one token.
@@ -54,7 +54,8 @@ class StepBuffers:
         M, B = plan.tokens, plan.sequences
         tokens, sequences = slice(plan.first, plan.first + M), slice(plan.first, plan.first + B)
         starts, slots = self.starts[: B + 1], (self.reads[sequences], self.writes[tokens])
-        return step_of(plan, tables, self.positions[tokens], self.rows[tokens], starts, slots)
+        columns = self.positions[tokens], self.rows[tokens], starts
+        return step_of(plan, tables, *columns, slots, shifts)
 
 
 def step_of(
@@ -64,9 +65,19 @@ def step_of(
     rows: Tensor,
     starts: Tensor,
     slots: tuple[Tensor, Tensor] | None = None,
+    shifts: Tensor | None = None,
 ) -> Step:
-    """The step of a plan, which nobody else makes; no slots where no layer has a state."""
+    """The step of a plan, which nobody else makes.
+
+    Args:
+        slots: to read and to write; None where no layer has a state.
+        shifts: [R] int32 of a shifted plan: what is added to positions in a row for their angles.
+    """
     read, write = (rows, rows) if slots is None else slots
+    axes = None if plan.axes is None else plan.axes.to(rows.device)
+    angles = None if axes is None else axes[0].int()
+    if plan.shifted and shifts is not None:
+        angles = positions + shifts.index_select(0, rows)
     return Step(
         positions=positions,
         rows=rows,
@@ -79,15 +90,22 @@ def step_of(
         spans=plan.spans,
         prompt=plan.prompt,
         ending=plan.ending,
+        own_angles=angles,
         embedded=plan.embedded,
+        axes=axes,
     )
 
 
-def new_step(plan: StepPlan, ids: Sequence[int], tables: Tensor) -> tuple[Tensor, Step]:
-    """Ids [M] int32 of the tokens of a plan's spans, and its step, in buffers of their own."""
+def new_step(
+    plan: StepPlan, ids: Sequence[int], tables: Tensor, shifts: Tensor | None = None
+) -> tuple[Tensor, Step]:
+    """Ids [M] int32 of the tokens of a plan's spans, and its step, in buffers of their own.
+
+    shifts: see `step_of`.
+    """
     buffers = new_step_buffers(plan.tokens, tables.device)
     buffers.write(plan.spans, ids, plan.tokens)
-    return buffers.ids[: plan.tokens], buffers.step(plan, tables)
+    return buffers.ids[: plan.tokens], buffers.step(plan, tables, shifts)
 
 
 def buffers_in(block: Tensor) -> StepBuffers:

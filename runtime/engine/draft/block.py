@@ -118,9 +118,11 @@ class BlockRounds(MadeRounds):
     def step(self, spans: Numbers[Span], max_kv_len: int, rows: Tensor, positions: Tensor) -> Step:
         """Step of the drafter, a block of each sequence; in a graph only their number matters."""
         B = len(spans)
-        plan = StepPlan(B * self.size, B, max_kv_len, longest=self.size, spans=tuple(spans))
-        starts = self._starts[: B + 1]
-        return step_of(plan, self.runner.tables, positions, rows, starts)
+        M, starts, runner = B * self.size, self._starts[: B + 1], self.runner
+        plan = StepPlan(
+            M, B, max_kv_len, longest=self.size, spans=tuple(spans), shifted=self.shifted
+        )
+        return step_of(plan, runner.tables, positions, rows, starts, shifts=runner.shifts)
 
     def _choose(self, hidden: Tensor, rows: Tensor, first: Tensor) -> Tensor:
         """Choose drafts by hidden states [B, k, h]: all at once, or by place if some are counted.

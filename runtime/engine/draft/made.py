@@ -102,6 +102,7 @@ class MadeRounds:
     batch: list[Sequence] = field(default_factory=list, init=False)  # sequences of the last round
     drafts: int = field(default=0, init=False)  # number for each of them
     parts: list[Part] = field(default_factory=list, init=False)  # of these sequences
+    shifted: bool = field(default=False, init=False)  # one of these sequences has images
     ring: Tensor = field(init=False)  # takes drafts; never read
 
     def __post_init__(self) -> None:
@@ -176,6 +177,7 @@ class MadeRounds:
         runner.leave_rounds(sequences)
         each_has = len(runner.spare) // len(sequences) if runner.spare is not None else 0
         self.batch, self.drafts, self.parts = list(sequences), drafts, []
+        self.shifted = any(each.shift for each in sequences)
         for index, each in enumerate(sequences):
             spare = [each.row] * drafts
             if runner.spare is not None:
@@ -194,7 +196,7 @@ class MadeRounds:
         stop = max(each.last + drafts_of(each).due for each in self.batch) + k + 1
         max_kv_len = runner.kv_len_for(stop)
         ordered = any(part.ordered for part in self.parts)
-        key = ("made", M, B, k, max_kv_len, runner.sampler.shape, ordered)
+        key = ("made", M, B, k, max_kv_len, runner.sampler.shape, ordered, self.shifted)
         inputs, run = self.inputs, partial(self.round, M, B, k, max_kv_len, ordered)
         kept = (inputs.seen, inputs.longs[:3])
         runner.launch(self.verifier.graphs, key, run, (inputs.step.block[:5],), kept)
@@ -216,7 +218,14 @@ class MadeRounds:
         spans = () if runner.on_gpu else tuple(part.span for part in self.parts)
         sequences = B + (B * (k + 1) < M)
         plan = StepPlan(
-            M, sequences, max_kv_len, longest=k + 1, spans=spans, drafts=True, ordered=ordered
+            tokens=M,
+            sequences=sequences,
+            max_kv_len=max_kv_len,
+            longest=k + 1,
+            spans=spans,
+            drafts=True,
+            ordered=ordered,
+            shifted=self.shifted,
         )
         runner.run_step(plan)
         runner.decoder.ops.accept(inputs, B, k)

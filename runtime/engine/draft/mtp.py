@@ -6,7 +6,7 @@ then, so plain steps cost it little.
 """
 
 from collections.abc import Sequence as Numbers
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -60,18 +60,38 @@ class MtpCache:
         self.hidden_ring[sequence.row, (first + count - 1) % HIDDEN_RING] = hidden[-1]
         if stop > first:
             span = Span(sequence.row, first, stop - first, tuple(sequence.pages))
-            plan = _plan([span], runner.kv_len_for(stop))
-            ids, step = new_step(plan, prompt[first + 1 : stop + 1], runner.tables)
+            plan = self._plan_of(sequence, span)
+            ids, step = new_step(plan, prompt[first + 1 : stop + 1], runner.tables, runner.shifts)
             self.head.hidden(ids, hidden[: span.count], runner.state, step)
         drafts_of(sequence).seen = stop
 
+    def _plan_of(self, sequence: Sequence, span: Span) -> StepPlan:
+        """Plan of a part of a prompt, with the angles of its tokens and the next ones' embeddings.
+
+        The part is one of the trunk's, which has set the shift of its row.
+        """
+        runner, images = self.runner, sequence.images
+        plan = _plan([span], runner.kv_len_for(span.first + span.count))
+        if images is None:
+            return plan
+        axes = images.axes(span.first, span.count)
+        shifted = axes is None and runner.shift(sequence, span.first)
+        embedded = images.embedded(span.first + 1, span.count)
+        return replace(plan, axes=axes, shifted=shifted, embedded=embedded)
+
     def skip_prompt(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
-        """Leave the end of a part of a prompt in the ring, for a later `catch_up`."""
+        """Leave the end of a part of a prompt in the ring, for a later `catch_up`.
+
+        Images are left out: what catches up knows tokens by their ids and angles by their row.
+        """
         stop = first + len(hidden)
         start = max(first, stop - PROBE_BEHIND)
-        places = self.runner.ints([ring_place(sequence.row, at) for at in range(start, stop)])
-        self.hidden_ring.flatten(0, 1)[places.long()] = hidden[start - first :]
+        if sequence.images is not None:
+            start = min(stop, max(start, sequence.images.stop))
         drafts_of(sequence).seen = start
+        if start < stop:
+            places = self.runner.ints([ring_place(sequence.row, at) for at in range(start, stop)])
+            self.hidden_ring.flatten(0, 1)[places.long()] = hidden[start - first :]
 
     def catch_up(self, sequence: Sequence, most: int) -> None:
         """Bring the head up to `most` positions before the last token on the host.
@@ -88,8 +108,9 @@ class MtpCache:
             ids = [sequence.id_at(position + 1) for position in positions]
             write_rows(self.block, (rows, positions, places, ids))  # padding has row 0, SCRATCH
             max_kv_len = self.runner.kv_len_for(state.seen + count)
-            part = partial(self.part, max_kv_len, None if self.runner.on_gpu else span)
-            self.runner.launch(self.graphs, ("catch up", max_kv_len), part, (self.block,))
+            shifted = sequence.shift != 0
+            part = partial(self.part, max_kv_len, None if self.runner.on_gpu else span, shifted)
+            self.runner.launch(self.graphs, ("catch up", max_kv_len, shifted), part, (self.block,))
             state.seen += count
 
     def skip(self, sequences: Numbers[Sequence]) -> None:
@@ -98,28 +119,32 @@ class MtpCache:
             state = drafts_of(each)
             state.seen = max(state.seen, each.last - PROBE_BEHIND)
 
-    def part(self, max_kv_len: int, span: Span | None = None) -> None:
-        """Run the positions in `block` through the head: all W, or `span.count` on a CPU."""
+    def part(self, max_kv_len: int, span: Span | None = None, shifted: bool = False) -> None:
+        """Run the positions in `block` through the head: all W, or `span.count` on a CPU.
+
+        shifted: they stand behind an image.
+        """
         count = self.block.shape[1] if span is None else span.count
         rows, positions, ring_places, ids = self.block[:, :count]
         starts = self.starts if span is None else self.runner.ints([0, count])
-        step = self.step([span or Span(SCRATCH, 0, count)], max_kv_len, rows, positions, starts)
+        plan = _plan([span or Span(SCRATCH, 0, count)], max_kv_len, shifted)
+        step = self.step(plan, rows, positions, starts)
         hidden = self.runner.decoder.ops.embed(ring_places, self.hidden_ring.flatten(0, 1))
         self.head.hidden(ids, hidden, self.runner.state, step)
 
-    def step(
-        self, spans: Numbers[Span], max_kv_len: int, rows: Tensor, positions: Tensor, starts: Tensor
-    ) -> Step:
+    def step(self, plan: StepPlan, rows: Tensor, positions: Tensor, starts: Tensor) -> Step:
         """Step of the head, whose layer has no recurrent state; see `_plan`."""
-        return step_of(_plan(spans, max_kv_len), self.runner.tables, positions, rows, starts)
+        runner = self.runner
+        return step_of(plan, runner.tables, positions, rows, starts, shifts=runner.shifts)
 
 
-def _plan(spans: Numbers[Span], max_kv_len: int) -> StepPlan:
+def _plan(spans: Numbers[Span], max_kv_len: int, shifted: bool = False) -> StepPlan:
     """Plan of a step of the head; in a graph only the counts of the spans matter."""
     counts = [span.count for span in spans]
     M, B = sum(counts), len(counts)
     prompt = B == 1 and M > SEQUENCE_TOKENS
-    return StepPlan(M, B, max_kv_len, longest=max(counts), spans=tuple(spans), prompt=prompt)
+    plan = StepPlan(M, B, max_kv_len, longest=max(counts), spans=tuple(spans), prompt=prompt)
+    return replace(plan, shifted=True) if shifted else plan
 
 
 @dataclass(slots=True)
@@ -186,7 +211,8 @@ class MtpRounds(MadeRounds):
                     for part in self.parts
                 ]
                 at, starts = positions[ahead], self._singles[: B + 1]
-                step = self.cache.step(spans, max_kv_len, rows, at, starts)
+                plan = _plan(spans, max_kv_len, self.shifted)
+                step = self.cache.step(plan, rows, at, starts)
                 hidden = head.hidden(token, hidden, runner.state, step, own=True)
         return drafts.T
 
@@ -195,7 +221,8 @@ class MtpRounds(MadeRounds):
         inputs, runner, embed = self.inputs, self.runner, self.runner.decoder.ops.embed
         count = B * (k + 1) if runner.on_gpu else sum(span.count for span in self._seen)
         rows, seen = inputs.seen_rows[:count], inputs.seen[:count]
-        step = self.cache.step(self._seen, max_kv_len, rows, seen, inputs.seen_starts[: B + 1])
+        plan = _plan(self._seen, max_kv_len, self.shifted)
+        step = self.cache.step(plan, rows, seen, inputs.seen_starts[: B + 1])
         hidden = embed(inputs.ring_places[:count], self.cache.hidden_ring.flatten(0, 1))
         found = self.cache.head.hidden(inputs.chosen[:count], hidden, runner.state, step)
         return embed(inputs.ends[:B], found)

@@ -190,8 +190,16 @@ class Verifier:
             M, longest = width_for(M), longest_for(longest)
             B, spans = B + 1, ()  # padding, if any
         self.compose(parts, M)
-        ordered = any(part.ordered for part in parts)
-        return StepPlan(M, B, max_kv_len, longest, spans, drafts=True, ordered=ordered)
+        return StepPlan(
+            tokens=M,
+            sequences=B,
+            max_kv_len=max_kv_len,
+            longest=longest,
+            spans=spans,
+            drafts=True,
+            ordered=any(part.ordered for part in parts),
+            shifted=any(part.sequence.shift for part in parts),
+        )
 
     def compose(self, parts: list[Part], M: int, head: Numbers[Numbers[int]] = ()) -> None:
         """Write the inputs of a round, padded to M tokens; see `DecodeInputs.write_round`."""

@@ -68,11 +68,11 @@ def attention_decode(qkv: Tensor, layer: AttentionLayer, pages: KVPages, step: S
     pdl = programmatic_launch(qkv)
     gains = None if layer.q_norm is None else layer.q_norm.dtype
     constants = plan(heads, gains, launch, tokens_per_sequence, pdl, pages.quantized)
-    scales = pages.layer_scales(layer.index) or (None, None)
+    scales, (rope, angles) = pages.layer_scales(layer.index), step.rotation(layer.rope)
     given = (
-        *(qkv, layer.q_norm, layer.k_norm, layer.rope.cos, layer.rope.sin),
-        *(*pages.layer(layer.index), *scales),
-        *(step.positions, step.angles, step.rows, step.tables),
+        *(qkv, layer.q_norm, layer.k_norm, rope.cos, rope.sin),
+        *(*pages.layer(layer.index), *(scales or (None, None))),
+        *(step.positions, angles, step.rows, step.tables),
     )
     numbers = step.tables.shape[1], layer.eps, D**-0.5 * LOG2_E
     options = {

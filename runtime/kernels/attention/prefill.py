@@ -251,18 +251,19 @@ def attention_prefill(qkv: Tensor, layer: AttentionLayer, pages: KVPages, step: 
     q = torch.empty((M, Hq, D), dtype=qkv.dtype, device=qkv.device)
     stored = (*pages.layer(layer.index), *(pages.layer_scales(layer.index) or (None, None)))
     where = (step.tables, step.rows, step.positions, step.starts, step.tables.shape[1])
+    rope, angles = step.rotation(layer.rope)
     run(
         _rotate_append_kernel,
         (M, triton.cdiv(Hq, BLOCK_H) + 2 * triton.cdiv(heads.kv, BLOCK_H)),
         qkv,
         layer.q_norm,
         layer.k_norm,
-        layer.rope.cos,
-        layer.rope.sin,
+        rope.cos,
+        rope.sin,
         q,
         *stored,
         *where,
-        step.angles,
+        angles,
         layer.eps,
         HEADS=heads,
         BLOCK_H=BLOCK_H,

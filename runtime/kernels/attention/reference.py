@@ -1,5 +1,7 @@
 """attention_ref: the values that `attention_decode` and `attention_prefill` approximate."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,8 @@ def attention_ref(
     if layer.gated:
         q, gate = q[:, 0::2], q[:, 1::2].sigmoid()
     positions, rows = step.positions.tolist(), step.rows.tolist()
-    angles = step.angles.tolist()
+    rope, turns = step.rotation(layer.rope)
+    layer, angles = replace(layer, rope=rope), turns.tolist()
     q = torch.stack([_rotated(q[m], layer.q_norm, layer, p) for m, p in enumerate(angles)])
     k = torch.stack([_rotated(k[m], layer.k_norm, layer, p) for m, p in enumerate(angles)])
     if pages.quantized:

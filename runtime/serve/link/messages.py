@@ -148,7 +148,7 @@ class Begin(Message):
 
 def begin_of(number: int, id: str, request: Request, constraints: Constraints) -> Begin:
     """The message for a request that `Limits.check` has checked."""
-    if request.count is None or request.constraint is not None or request.embedded:
+    if request.count is None or request.constraint is not None or request.images:
         raise ValueError("the request has not been checked, or has what no message can carry")
     return Begin(
         number=number,

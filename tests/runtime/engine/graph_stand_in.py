@@ -144,14 +144,9 @@ def _rounds_through_graphs(
     step, block_step = MtpCache.step, BlockRounds.step
 
     def step_on_device(
-        cache: MtpCache,
-        known: Any,
-        max_kv_len: int,
-        rows: Tensor,
-        positions: Tensor,
-        starts: Tensor,
+        cache: MtpCache, plan: StepPlan, rows: Tensor, positions: Tensor, starts: Tensor
     ) -> Step:
-        found = step(cache, known, max_kv_len, rows, positions, starts)
+        found = step(cache, plan, rows, positions, starts)
         if cache.runner is not model.engine.runner or found.prompt:
             return found
         spans = _spans_on_device(found)
@@ -245,6 +240,7 @@ class PaddedLayers:
         real = replace(
             step,
             positions=step.positions[:count],
+            own_angles=None if step.own_angles is None else step.own_angles[:count],
             rows=step.rows[:count],
             write=step.write[:count],
             longest=count,

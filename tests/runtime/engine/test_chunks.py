@@ -63,7 +63,7 @@ def chunks_of(model: lowbit.Model) -> Chunks:
 def recorded(model: lowbit.Model) -> list[int]:
     """Widths of chunks that graphs are there of, the one replayed last at the end."""
     graphs: Any = chunks_of(model).graphs._graphs
-    return [width for width, _ in graphs]
+    return [width for width, *_ in graphs]
 
 
 @pytest.mark.parametrize("threshold", [n for n in dir(thresholds) if n.endswith("_TOKENS")])

@@ -11,7 +11,6 @@ from torch import Tensor
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.models.dense import Dense
-from lowbit.runtime.state.step import Embedded
 
 if TYPE_CHECKING:
     pass
@@ -83,31 +82,6 @@ def test_a_prompt_asked_before_takes_the_same_steps_again(load: Load) -> None:
         assert again == first
         assert reused == (0 if prompt == PROMPT else len(SYSTEM) + 1)
         assert ask(model, [*prompt, first[0]], 9)[0] == first[1:]
-
-
-def test_given_embeddings_take_the_place_of_the_table_rows(load: Load) -> None:
-    """Those of other tokens, on both sides of the end of a chunk, make the prompt of these."""
-    model = load()
-    meant = [*SYSTEM, END, *PROMPT, *PROMPT]
-    table = model.engine.decoder.embedding
-    first, last = (
-        Embedded(at, table[meant[at:to]], b"") for at, to in ((66, 71 + len(PROMPT)), (80, 82))
-    )
-    ids = [*meant[:66], *[9] * 4, END, *[9] * len(PROMPT), *meant[77:80], 9, 9, *meant[82:]]
-    answer, _ = ask(model, ids, embedded=(first, last))
-    assert answer == ask(load(), meant)[0] != ask(load(), ids)[0]
-
-
-def test_prompts_of_equal_ids_and_unlike_embeddings_share_nothing_behind_them(load: Load) -> None:
-    model = load()
-    prompt, rows = [*SYSTEM, END, 9, 9, *SYSTEM, END, *PROMPT], torch.ones(2, 64)
-    dog, cat = (Embedded(71, scale * rows, bytes([scale])) for scale in (1, 2))
-    assert ask(model, prompt, embedded=(dog,))[1] == 0
-    answer, reused = ask(model, prompt, embedded=(cat,))
-    assert reused == 71
-    assert answer == ask(load(), prompt, embedded=(cat,))[0]
-    assert ask(model, prompt)[1] == 71
-    assert [ask(model, prompt, embedded=(each,))[1] for each in (dog, cat)] == [144, 144]
 
 
 def test_prompts_of_unlike_salts_share_nothing(load: Load) -> None:

@@ -110,6 +110,7 @@ def decoder(mtp: bool) -> Any:
             hidden_size=H,
             max_position_embeddings=CONTEXT,
             kv_layers=1,
+            rope_sections=None,
             num_key_value_heads=1,
             head_dim=4,
             linear_layers=LinearLayers(1, 1, 1, 2, 2, taps=4),

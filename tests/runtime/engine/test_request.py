@@ -8,11 +8,13 @@ import torch
 
 from lowbit.formats.errors import RequestError, SettingError, TooLongError
 from lowbit.runtime.engine.request import Limits, Request
+from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.state.sampling_params import SamplingParams
-from lowbit.runtime.state.step import Embedded
 
-LIMITS = Limits(256, positions=512, table_rows=4096, hidden=8, vocabulary=4000, pages=3)
-LATE, WIDE = (Embedded(1, torch.zeros(shape), b"") for shape in ((2, 8), (1, 9)))
+LIMITS = Limits(
+    256, positions=512, table_rows=4096, hidden=8, vocabulary=4000, pages=3, images=True
+)
+IMAGE = ImageSpan(1, 1, 2, torch.zeros(2, 8), b"")
 
 
 @pytest.mark.parametrize(
@@ -36,11 +38,36 @@ def test_new_tokens_that_fit(prompt: int, asked: int | None, count: int) -> None
         (Request((1, 4096)), RequestError, "token ids must be between 0 and 4095"),
         (Request((-1,)), RequestError, "token ids must be between 0 and 4095"),
         (
-            Request((1, 2), embedded=(LATE,)),
+            Request((1, 2), images=(IMAGE,)),
             RequestError,
-            "embeddings [2, 8] from token 1 on do not fit: the prompt has 2 tokens, the model 8",
+            "image 1: tokens 1 to 2 do not fit, the prompt has 2 tokens",
         ),
-        (Request((1, 2), embedded=(WIDE,)), RequestError, "embeddings [1, 9] from token 1 on"),
+        (
+            Request((1,) * 9, images=(IMAGE, replace(IMAGE, start=2))),
+            RequestError,
+            "image 2: tokens 2 to 3 begin before token 3",
+        ),
+        (
+            Request((1,) * 9, images=(replace(IMAGE, start=-1),)),
+            RequestError,
+            "image 1: tokens -1 to 0 begin before token 0",
+        ),
+        (
+            Request((1,) * 9, images=(replace(IMAGE, rows=0),)),
+            RequestError,
+            "image 1 has 0 x 2 tokens",
+        ),
+        (
+            Request((1,) * 9, images=(replace(IMAGE, embeddings=torch.zeros(2, 9)),)),
+            RequestError,
+            "the image at token 1 has embeddings [2, 9] of torch.float32, expected numbers of a "
+            "floating-point type, [2, 8]",
+        ),
+        (
+            Request((1,) * 9, images=(replace(IMAGE, embeddings=torch.zeros(2, 8).int()),)),
+            RequestError,
+            "embeddings [2, 8] of torch.int32",
+        ),
         (
             Request((1,), max_new_tokens=194),
             RequestError,
@@ -90,3 +117,10 @@ def test_first_token_of_a_part_to_score() -> None:
     LIMITS.check_prompt([1, 2], start=1)
     with pytest.raises(RequestError, match="the sequence has 2 tokens, none is number 2"):
         LIMITS.check_prompt([1, 2], start=2)
+
+
+def test_a_model_of_text_refuses_images() -> None:
+    limits = replace(LIMITS, images=False)
+    with pytest.raises(RequestError, match="the model takes no images, the prompt has 1"):
+        limits.check(Request((1, 2, 3), images=(IMAGE,)))
+    assert limits.check(Request((1, 2, 3), max_new_tokens=5)).count == 5

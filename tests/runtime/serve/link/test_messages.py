@@ -48,10 +48,10 @@ def test_a_request_arrives_with_all_that_the_engine_looks_at() -> None:
 
 
 def test_every_field_that_the_engine_looks_at_is_carried() -> None:
-    """The engine looks at nothing below `client`; embeddings and salts cannot be sent yet."""
+    """The engine looks at nothing below `client`; images and salts cannot be sent yet."""
     names = list(Request.__dataclass_fields__)
     looked_at = {*names[: names.index("client") + 1], "count"}
-    looked_at -= {"constraint", "embedded", "salt", "max_new_tokens"}
+    looked_at -= {"constraint", "images", "salt", "max_new_tokens"}
     assert looked_at | {"number", "id", "begin", "constraints"} == set(Begin.__struct_fields__)
 
 

@@ -1,0 +1,75 @@
+"""Images of a prompt: tokens, embeddings and the check that they fit; imports no torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lowbit.formats.errors import RequestError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageSpan:
+    """Tokens of an image in a prompt, row by row.
+
+    Attributes:
+        start: index of the first one in the prompt.
+        rows: rows of image tokens.
+        columns: image tokens in a row.
+        embeddings: [rows * columns, h], on any device; or a function that makes them on the thread
+            of the engine, which is not called for an image that the prefix cache has. What a
+            function makes is kept as long as the prompt runs.
+        digest: hash of the image's bytes and of how they became embeddings; prompts share a prefix
+            up to images of unlike digests.
+    """
+
+    start: int
+    rows: int
+    columns: int
+    embeddings: "Tensor | Callable[[], Tensor]" = field(repr=False)
+    digest: bytes
+
+    @property
+    def count(self) -> int:
+        """Number of its tokens."""
+        return self.rows * self.columns
+
+    @property
+    def stop(self) -> int:
+        """Index of the first token behind it."""
+        return self.start + self.count
+
+
+def check_images(spans: tuple[ImageSpan, ...], prompt: int, hidden: int) -> None:
+    """Check that images lie in a prompt of so many tokens, one behind another.
+
+    Raises:
+        RequestError: naming the image that does not.
+    """
+    before = 0
+    for number, span in enumerate(spans, 1):
+        place = f"image {number}: tokens {span.start} to {span.stop - 1}"
+        if span.rows < 1 or span.columns < 1:
+            raise RequestError(f"image {number} has {span.rows} x {span.columns} tokens")
+        if span.start < before:
+            raise RequestError(f"{place} begin before token {before}, where they may")
+        if span.stop > prompt:
+            raise RequestError(f"{place} do not fit, the prompt has {prompt} tokens")
+        if not callable(span.embeddings):
+            check_embeddings(span, span.embeddings, hidden)
+        before = span.stop
+
+
+def check_embeddings(span: ImageSpan, found: "Tensor", hidden: int) -> None:
+    """Check that embeddings are those of an image.
+
+    Raises:
+        RequestError: they have another shape or are no floating-point numbers.
+    """
+    if found.shape != (span.count, hidden) or not found.is_floating_point():
+        raise RequestError(
+            f"the image at token {span.start} has embeddings {list(found.shape)} of {found.dtype}, "
+            f"expected numbers of a floating-point type, {[span.count, hidden]}"
+        )

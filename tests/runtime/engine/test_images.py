@@ -1,0 +1,348 @@
+"""Prompts with images through the engine, against transformers with its vision tower."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import lowbit.runtime as lowbit
+from lowbit.formats.errors import LowbitError, RequestError, ResourceError
+from lowbit.runtime.engine.request import Request
+from lowbit.runtime.engine.span import ImageSpan
+from lowbit.runtime.engine.stream import Handle
+from tests.runtime.conftest import PackedModel
+from tests.runtime.engine.graph_stand_in import run_through_graphs
+from tests.runtime.image_prompts import END, IMAGE, Hub, Picture, Prompt, hub_of
+from tests.runtime.models.test_qwen3_5 import LARGE_HEADS, MODELS, distance
+
+GREEDY = lowbit.SamplingParams(logprobs=2)
+HOT = lowbit.SamplingParams(0.9, top_k=40, seed=5, logprobs=1)
+CAT, DOG, STRIP, DOT = Picture(3, 5, 1), Picture(3, 5, 2), Picture(1, 9, 3), Picture(1, 1, 4)
+TALL, LARGE = Picture(7, 2, 5), Picture(9, 8, 6)
+PROMPTS: dict[str, tuple[int | Picture, ...]] = {
+    "one": (5, CAT, 9),
+    "first-and-last": (CAT, 1, TALL),
+    "four": (20, CAT, 3, STRIP, 1, DOT, 40, LARGE, 2),
+}
+
+Make = Callable[..., PackedModel]
+SetChunk = Callable[[int], None]
+
+
+@pytest.fixture
+def small(make_qwen3_5: Make) -> PackedModel:
+    """Attention in two layers of three, so that what the first rotates matters to the second."""
+    kinds = ["full_attention", "linear_attention", "full_attention"]
+    more = {"mtp_num_hidden_layers": 1, "max_position_embeddings": 512}
+    return make_qwen3_5(layer_types=kinds, **more)
+
+
+@pytest.fixture
+def hub(small: PackedModel) -> Hub:
+    return hub_of(small)
+
+
+@pytest.fixture
+def fresh(small: PackedModel) -> Callable[..., lowbit.Model]:
+    """`fresh(**options)`: the model with an empty cache."""
+
+    def load(**options: Any) -> lowbit.Model:
+        options = {"dtype": torch.float32, "context": 400, "max_sequences": 4} | options
+        return lowbit.load(small.folder, device="cpu", **options)
+
+    return load
+
+
+def asked(prompt: Prompt, count: int = 12, **more: Any) -> Request:
+    fields = {"sampling": GREEDY, "message_ends": frozenset({END})} | more
+    return Request(prompt.ids, max_new_tokens=count, images=prompt.spans, **fields)
+
+
+def submitted(model: lowbit.Model, prompt: Prompt, count: int = 12, **more: Any) -> Handle:
+    """The request behind its last token."""
+    handle = model.engine.submit(asked(prompt, count, **more))
+    handle.result()
+    return handle
+
+
+def said(handle: Handle) -> tuple[object, ...]:
+    """Tokens and the bits of their log-probabilities."""
+    return handle.output, list(handle.log_probabilities)
+
+
+@pytest.mark.parametrize("name", ["small", "27B-heads", "irregular"])
+def test_fp32_logits_match_transformers_whatever_the_chunks(
+    name: str, make_qwen3_5: Make, set_chunk: SetChunk
+) -> None:
+    packed = make_qwen3_5(**MODELS[name])
+    hub = hub_of(packed)
+    model = lowbit.load(packed.folder, device="cpu", dtype=torch.float32)
+    for parts in PROMPTS.values():
+        prompt = hub.prompt(*parts)
+        expected = hub.logits(prompt)
+        for chunk in (512, 64, 37, 7):
+            set_chunk(chunk)
+            assert distance(model.logits(prompt.ids, prompt.spans), expected) < 1e-4
+            model.engine.forget()
+
+
+def test_experts_and_yarn_take_images(make_experts: Make) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    rope = LARGE_HEADS["rope_parameters"] | {"mrope_section": [3, 3, 2]} | yarn
+    packed = make_experts(True, rope_parameters=rope)
+    hub = hub_of(packed)
+    prompt = hub.prompt(*PROMPTS["four"])
+    model = lowbit.load(packed.folder, device="cpu", dtype=torch.float32)
+    assert distance(model.logits(prompt.ids, prompt.spans), hub.logits(prompt)) < 1e-4
+
+
+def test_bf16_is_no_further_off_than_transformers_in_bf16(
+    hub: Hub, fresh: Callable[..., lowbit.Model]
+) -> None:
+    prompt = hub.prompt(*PROMPTS["four"])
+    right = hub.logits(prompt).double()
+    ours = fresh(dtype=torch.bfloat16).logits(prompt.ids, prompt.spans).double()
+    rounded = Hub(hub.model.bfloat16()).logits(prompt).double()
+    assert (ours - right).norm() < 1.25 * (rounded - right).norm()
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_greedy_tokens_match_transformers(
+    name: str, hub: Hub, fresh: Callable[..., lowbit.Model], set_chunk: SetChunk
+) -> None:
+    prompt, model = hub.prompt(*PROMPTS[name]), fresh()
+    expected = hub.greedy(prompt, 16)
+    for chunk in (512, 13):
+        set_chunk(chunk)
+        model.engine.scheduler.restart()
+        assert list(submitted(model, prompt, 16).output) == expected
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["cpu", "graphs"])
+def test_company_changes_no_bit(
+    graphs: bool,
+    hub: Hub,
+    fresh: Callable[..., lowbit.Model],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Image beside image and beside text, in steps that all of them share."""
+    prompts = [hub.prompt(*parts, seed=n) for n, parts in enumerate(PROMPTS.values())]
+    prompts += [hub.prompt(30, seed=9)]
+    alone = [said(submitted(fresh(), each, 20 + n)) for n, each in enumerate(prompts)]
+    model = fresh()
+    if graphs:
+        run_through_graphs(model, monkeypatch)
+    for turn in range(2):  # rows and shifts are others in the second
+        model.engine.forget()
+        order = range(len(prompts)) if not turn else reversed(range(len(prompts)))
+        found = {n: model.engine.submit(asked(prompts[n], 20 + n)) for n in order}
+        assert [next(handle) for handle in found.values()]
+        for n, handle in found.items():
+            handle.result()
+            assert said(handle) == alone[n]
+
+
+def test_text_behind_images_takes_padded_chunks_too(
+    hub: Hub, fresh: Callable[..., lowbit.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = hub.prompt(70, [END], CAT, 70, [END], 40, TALL, 100, [END], 20)
+    expected = said(submitted(fresh(), prompt))
+    model = fresh()
+    run_through_graphs(model, monkeypatch)
+    widths: list[tuple[int, bool]] = []
+    chunks: Any = model.engine.runner.chunks
+    run = type(chunks).run
+
+    def noted(self: Any, sequence: Any, ids: Sequence[int], *args: Any) -> Any:
+        widths.append((len(ids), args[1] is not None))
+        return run(self, sequence, ids, *args)
+
+    monkeypatch.setattr(type(chunks), "run", noted)
+    for _ in range(3):  # launched, recorded, replayed
+        model.engine.forget()
+        assert said(submitted(model, prompt)) == expected
+    assert widths == [(71, False), (20, True)] * 3
+
+
+def test_text_alone_has_angles_by_position(fresh: Callable[..., lowbit.Model], hub: Hub) -> None:
+    """No step of text alone adds anything, also in rows that images have had."""
+    model = fresh()
+    submitted(model, hub.prompt(*PROMPTS["one"]))
+    steps: list[Any] = []
+    decoder, each_layer = model.engine.decoder, type(model.engine.decoder).each_layer
+
+    def noted(self: Any, ids: Any, state: Any, step: Any) -> Iterator[Any]:
+        steps.append(step)
+        return each_layer(self, ids, state, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(decoder), "each_layer", noted)
+        submitted(model, hub.prompt(40))
+        assert len(steps) > 10
+        assert all(step.own_angles is step.axes is None and not step.embedded for step in steps)
+        submitted(model, hub.prompt(*PROMPTS["one"]))
+        assert steps[-1].own_angles is not None
+
+
+def test_the_same_picture_is_reused_and_another_never(
+    hub: Hub, fresh: Callable[..., lowbit.Model]
+) -> None:
+    def prompt(picture: Picture, before: int = 70) -> Prompt:
+        return hub.prompt(before, [END], picture, 70, [END], 9)
+
+    model, length = fresh(), len(prompt(CAT).ids) - 9
+    for picture, before, reused in (
+        (CAT, 70, 0),
+        (CAT, 70, length),
+        (DOG, 70, 71),  # of its ids all are those of the cat
+        (DOG, 70, length),
+        (CAT, 70, length),
+        (CAT, 69, 0),
+        (Picture(5, 3, 1), 70, 71),
+    ):
+        given = prompt(picture, before)
+        found = submitted(model, given)
+        assert found.reused == reused
+        assert said(found) == said(submitted(fresh(), given))
+    assert submitted(model, replace(prompt(CAT), spans=())).reused == 71
+    span = prompt(CAT).spans[0]
+    turned = replace(prompt(CAT), spans=(replace(span, rows=5, columns=3),))
+    assert submitted(model, turned).reused == 71
+
+
+def test_chats_with_images_grow(hub: Hub, fresh: Callable[..., lowbit.Model]) -> None:
+    """Every turn begins behind all that was said, with the delta of the images before."""
+    model, turns = fresh(), [hub.prompt(6, CAT, 5)]
+    for number, picture in enumerate((TALL, None, STRIP)):
+        last = turns[-1]
+        found = submitted(model, last, 9)
+        assert found.reused == (0 if not number else len(turns[-2].ids) + 8)
+        assert found.output == submitted(fresh(), last, 9).output
+        ids = [*last.ids, *found.output, 7, 8]
+        more = [] if picture is None else [hub.span(picture, len(ids))]
+        ids += [IMAGE] * sum(span.count for span in more) + [5] * 4
+        turns.append(Prompt(tuple(ids), (*last.spans, *more), ()))
+
+
+def test_logits_reuse_images_of_the_cache(hub: Hub, fresh: Callable[..., lowbit.Model]) -> None:
+    model, prompt = fresh(), hub.prompt(70, [END], CAT, 20)
+    submitted(model, prompt, 3)
+    found = model.engine.logits(prompt.ids, len(prompt.ids) - 2, prompt.spans)
+    assert distance(found, hub.logits(prompt)[-2:]) < 1e-4
+
+
+class Tower:
+    """Makes the embeddings of a span, and counts how often."""
+
+    def __init__(self, span: ImageSpan, failure: Exception | None = None) -> None:
+        self.span, self.failure, self.calls = span, failure, 0
+
+    def __call__(self) -> torch.Tensor:
+        self.calls += 1
+        if self.failure is not None:
+            raise self.failure
+        assert isinstance(self.span.embeddings, torch.Tensor)
+        return self.span.embeddings
+
+
+def with_towers(
+    prompt: Prompt, failure: Exception | None = None
+) -> tuple[Prompt, tuple[Tower, ...]]:
+    towers = tuple(Tower(span, failure) for span in prompt.spans)
+    pairs = zip(prompt.spans, towers, strict=True)
+    spans = tuple(replace(span, embeddings=tower) for span, tower in pairs)
+    return replace(prompt, spans=spans), towers
+
+
+def test_embeddings_are_made_once_and_only_where_the_cache_has_none(
+    hub: Hub, fresh: Callable[..., lowbit.Model], set_chunk: SetChunk
+) -> None:
+    set_chunk(100)  # the first lies in two chunks
+    plain = hub.prompt(70, [END], Picture(12, 10), 70, [END], DOG, 9)
+    lazy, towers = with_towers(plain)
+    expected, model = said(submitted(fresh(), plain)), fresh()
+    for calls in ([1, 1], [1, 2]):
+        handle = submitted(model, lazy)
+        assert said(handle) == expected
+        assert [tower.calls for tower in towers] == calls
+        assert handle._sequence.images is not None
+        assert not handle._sequence.images._made
+
+
+@pytest.mark.parametrize(
+    ("failure", "error"),
+    [
+        (RequestError("no such picture"), RequestError),
+        (MemoryError(), ResourceError),
+        (OSError(5, "unreadable", "x.png"), LowbitError),
+    ],
+    ids=["request", "memory", "file"],
+)
+def test_an_image_that_cannot_be_embedded_ends_its_own_request_alone(
+    failure: Exception,
+    error: type[LowbitError],
+    hub: Hub,
+    fresh: Callable[..., lowbit.Model],
+) -> None:
+    model, text = fresh(), hub.prompt(20)
+    expected = said(submitted(fresh(), text, 20))
+    beside = model.engine.submit(asked(text, 20))
+    begun = next(beside)
+    broken, _ = with_towers(hub.prompt(*PROMPTS["one"]), failure)
+    with pytest.raises(error):
+        submitted(model, broken)
+    assert (begun, *beside) == expected[0]
+    assert submitted(model, hub.prompt(*PROMPTS["one"])).finish_reason == "length"
+
+
+def test_embeddings_of_another_form_are_refused(
+    hub: Hub, fresh: Callable[..., lowbit.Model]
+) -> None:
+    prompt = hub.prompt(*PROMPTS["one"])
+    span = prompt.spans[0]
+    wrong = replace(prompt, spans=(replace(span, embeddings=lambda: torch.zeros(4, 64)),))
+    with pytest.raises(RequestError, match=r"embeddings \[4, 64\] of torch.float32, expected"):
+        submitted(fresh(), wrong)
+
+
+def test_models_of_text_take_no_images(make_model: Make, hub: Hub) -> None:
+    model = lowbit.load(make_model().folder, device="cpu", dtype=torch.float32)
+    prompt = hub.prompt(*PROMPTS["one"])
+    with pytest.raises(RequestError, match="the model takes no images"):
+        submitted(model, prompt)
+    with pytest.raises(RequestError, match="the model takes no images"):
+        model.logits(prompt.ids, prompt.spans)
+
+
+def test_the_library_streams_after_ids_with_images(
+    hub: Hub, fresh: Callable[..., lowbit.Model]
+) -> None:
+    prompt, model = hub.prompt(*PROMPTS["one"]), fresh()
+    stream = model.stream_ids(
+        prompt.ids,
+        images=prompt.spans,
+        max_new_tokens=9,
+        raw=True,
+    )
+    "".join(stream)
+    tokens = list(stream.generation.token_ids)
+    assert tokens == hub.greedy(prompt, 9)[: len(tokens)]
+
+
+def test_images_come_right_after_a_step_that_failed(
+    hub: Hub, fresh: Callable[..., lowbit.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are forgotten, and so is what was added to positions in them."""
+    model, prompt = fresh(), hub.prompt(*PROMPTS["four"])
+    expected = said(submitted(fresh(), prompt))
+    handle = model.engine.submit(asked(prompt))
+    next(handle)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model.engine.runner), "run_step", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            handle.result()
+    assert not model.engine.runner.shifts.any()
+    assert said(submitted(model, hub.prompt(20)))
+    assert said(submitted(model, prompt)) == expected
