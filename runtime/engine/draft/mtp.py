@@ -82,12 +82,14 @@ class MtpCache:
     def skip_prompt(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
         """Leave the end of a part of a prompt in the ring, for a later `catch_up`.
 
-        Images are left out: what catches up knows tokens by their ids and angles by their row.
+        Images are left out: what catches up knows tokens by their ids and angles by their row. Of a
+        prompt that ends with an image it still takes the last token, from which drafts begin.
         """
         stop = first + len(hidden)
         start = max(first, stop - PROBE_BEHIND)
         if sequence.images is not None:
-            start = min(stop, max(start, sequence.images.stop))
+            last = len(sequence.request.prompt) - 1
+            start = min(stop, max(start, min(sequence.images.stop, last)))
         drafts_of(sequence).seen = start
         if start < stop:
             places = self.runner.ints([ring_place(sequence.row, at) for at in range(start, stop)])

@@ -49,14 +49,14 @@ def fresh(small: PackedModel) -> Callable[..., lowbit.Model]:
     """`fresh(**options)`: the model with an empty cache."""
 
     def load(**options: Any) -> lowbit.Model:
-        options = {"dtype": torch.float32, "context": 400, "max_sequences": 4} | options
-        return lowbit.load(small.folder, device="cpu", **options)
+        defaults: dict[str, Any] = {"dtype": torch.float32, "context": 400, "max_sequences": 4}
+        return lowbit.load(small.folder, device="cpu", **defaults | options)
 
     return load
 
 
 def asked(prompt: Prompt, count: int = 12, **more: Any) -> Request:
-    fields = {"sampling": GREEDY, "message_ends": frozenset({END})} | more
+    fields: dict[str, Any] = {"sampling": GREEDY, "message_ends": frozenset({END})} | more
     return Request(prompt.ids, max_new_tokens=count, images=prompt.spans, **fields)
 
 

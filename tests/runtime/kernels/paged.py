@@ -1,12 +1,23 @@
 """Random pages for attention, and steps over them."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from lowbit.formats.kv_cache import BF16_CACHE
 from lowbit.runtime.state.page_counts import PAGE, pages_for
 from lowbit.runtime.state.pages import KVPages, new_pages
+from lowbit.runtime.state.rope import Rope, rope_by_axes
 from lowbit.runtime.state.step import Span, Step
+
+
+def with_axes(step: Step, rope: Rope) -> Step:
+    """A step whose tokens have three random positions each, as in a chunk with an image."""
+    positions, (M,) = len(rope.cos), step.positions.shape
+    axes = torch.randint(positions, (3, M), device=rope.cos.device)
+    rows = torch.arange(M, dtype=torch.int32, device=rope.cos.device)
+    return replace(step, own_rope=(rope_by_axes(rope, axes, (3, 3, 2)), rows))
 
 
 def random_pages(

@@ -21,7 +21,7 @@ from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span
 from lowbit.runtime.thresholds import ROUND_TOKENS
 from tests.runtime.kernels.attention_layers import BF16, FP32, LAYER, REAL, Heads, Model, layer_of
-from tests.runtime.kernels.paged import clone, random_pages, rows_of, step_of
+from tests.runtime.kernels.paged import clone, random_pages, rows_of, step_of, with_axes
 
 pytestmark = pytest.mark.gpu
 
@@ -122,6 +122,18 @@ def test_tokens_of_several_sequences(
     model.check(spans, bf16_error)
     short = [span for span in spans if span.first + span.count <= 256]
     make_model(heads, lengths, 1024).check(short, bf16_error, 256)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 16])
+def test_a_short_chunk_may_have_rotary_tables_of_its_own(
+    make_model: MakeModel, bf16_error: float, count: int
+) -> None:
+    """Of which a program reads the rows of earlier tokens of the chunk again."""
+    model = make_model(REAL["qwen3.5-9b"], [70])
+    qkv, pages = model.given(count), clone(model.pages)
+    step = with_axes(step_of(model.tables, [Span(0, 70, count)]), model.layer.rope)
+    ref, _, _ = attention_ref(qkv, model.layer, pages, step)
+    assert model.error(model.attend(qkv, step), ref) < ROUNDINGS * bf16_error
 
 
 @pytest.mark.parametrize("name", BITS)

@@ -15,7 +15,7 @@ from lowbit.runtime.state.step import Span
 from lowbit.runtime.thresholds import PROMPT_TOKENS
 from lowbit.runtime.weights.layers import AttentionLayer
 from tests.runtime.kernels.attention_layers import BF16, EPS, FP32, REAL, Heads, layer_of
-from tests.runtime.kernels.paged import clone, random_pages, rows_of, step_of
+from tests.runtime.kernels.paged import clone, random_pages, rows_of, step_of, with_axes
 
 Randn = Callable[..., Tensor]
 MakeRope = Callable[[int, int], Rope]
@@ -74,6 +74,24 @@ def test_prefill(
     for rows, old in ((pages.k, before.k), (pages.v, before.v)):
         old[1][places] = rows[1][places]
         assert torch.equal(rows.view(torch.int16), old.view(torch.int16))
+
+
+@pytest.mark.parametrize("M", [20, pytest.param(200, marks=pytest.mark.gpu)])
+def test_a_chunk_may_have_rotary_tables_of_its_own(
+    randn: Randn, make_rope: MakeRope, bf16_error: float, device: str, M: int
+) -> None:
+    heads, past = SMALL[0], 33
+    qkv, layer = randn(M, heads.width), layer_of(heads, make_rope(300, heads.R), device)
+    pages, tables = random_pages(2, heads.Hkv, heads.D, [5, past], 300, device, room=M)
+    plain = step_of(tables, [Span(1, past, M)], prompt=True)
+    step = with_axes(plain, layer.rope)
+    ref, k, _ = attention_ref(qkv, layer, pages, step)
+    out = attention_prefill(qkv, layer, pages, step)
+    assert float((out.double() - ref).norm() / ref.norm()) < ROUNDINGS[True] * bf16_error
+    stored = rows_of(pages.k, tables, 1, past, M)[1].double()
+    assert float((stored - k).norm() / k.norm()) < 2 * bf16_error
+    other = attention_prefill(qkv, layer, pages, plain)
+    assert float((other.double() - ref).norm() / ref.norm()) > 0.05
 
 
 @pytest.mark.parametrize("M", [20, pytest.param(130, marks=pytest.mark.gpu)])

@@ -38,8 +38,22 @@ STRICT = lowbit.SamplingParams(0.7, presence_penalty=0.5, frequency_penalty=0.2,
 HOT = lowbit.SamplingParams(0.8, top_k=20, top_p=0.95, seed=5, logprobs=1)
 
 
-def head_of_transformers(packed: "PackedModel", ids: Tensor, hidden: Tensor) -> Tensor:
-    """What the head gives after its norm, by a model of transformers with its layer alone."""
+def embeddings_of(packed: "PackedModel", ids: Tensor) -> Tensor:
+    """Rows of the table."""
+    weights = packed.weights
+    return next(t for n, t in weights.items() if n.endswith("embed_tokens.weight")).float()[ids]
+
+
+def head_of_transformers(
+    packed: "PackedModel", embedded: Tensor, hidden: Tensor, axes: Tensor | None = None
+) -> Tensor:
+    """What the head gives after its norm, by a model of transformers with its layer alone.
+
+    Args:
+        embedded: [T, h], tokens behind each position.
+        hidden: [T, h], the trunk's after its norm.
+        axes: [3, T], positions on three axes; None for 0, 1, 2...
+    """
     import transformers
 
     from tests.runtime.conftest import HUB_CLASSES, with_fused_experts
@@ -64,12 +78,12 @@ def head_of_transformers(packed: "PackedModel", ids: Tensor, hidden: Tensor) -> 
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + config.rms_norm_eps)
         return x * scale * (1 + weights[f"mtp.{name}.weight"])
 
-    embedded = next(t for n, t in weights.items() if n.endswith("embed_tokens.weight"))[ids]
     joined = torch.cat(
         (normed(embedded, "pre_fc_norm_embedding"), normed(hidden, "pre_fc_norm_hidden")), dim=1
     )
     with torch.no_grad():
-        found = model(inputs_embeds=(joined @ weights["mtp.fc.weight"].T)[None])
+        inputs = (joined @ weights["mtp.fc.weight"].T)[None]
+        found = model(inputs_embeds=inputs, position_ids=None if axes is None else axes[:, None])
     last: Tensor = found.last_hidden_state[0]
     return last
 
@@ -102,7 +116,8 @@ def assert_like_transformers(packed: "PackedModel", parts: tuple[int, ...]) -> N
         found.append(head.hidden(IDS[part], hidden[part], state, step))
         first += count
     norm, eps = decoder.ops.rms_norm, decoder.config.rms_norm_eps
-    expected = head_of_transformers(packed, IDS, norm(hidden, decoder.norm, eps))
+    embedded = embeddings_of(packed, IDS)
+    expected = head_of_transformers(packed, embedded, norm(hidden, decoder.norm, eps))
     normed = norm(torch.cat(found), head.norm, eps)
     assert (normed - expected).abs().max() < 1e-5 * expected.abs().max()
     logits = expected @ decoder.embedding.T if decoder.config.tie_word_embeddings else None
