@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from lowbit.runtime.state.host_rings import write_rows
+from lowbit.runtime.state.host_rings import to_device, write_rows
 from lowbit.runtime.state.page_counts import PAGE, SCRATCH, pages_for
 from lowbit.runtime.state.step import (
     NO_SLOT,
@@ -74,8 +74,10 @@ def step_of(
         shifts: [R] int32 of a shifted plan: what is added to positions in a row for their angles.
     """
     read, write = (rows, rows) if slots is None else slots
-    axes = None if plan.axes is None else plan.axes.to(rows.device)
-    angles = None if axes is None else axes[0].int()
+    axes = angles = None
+    if plan.axes is not None:
+        axes = to_device(plan.axes.tolist(), torch.int64, rows.device)
+        angles = axes[0].int()
     if plan.shifted and shifts is not None:
         angles = positions + shifts.index_select(0, rows)
     return Step(
