@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lowbit.runtime.engine.graphs import Graphs
-from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.page_counts import PAGE, SCRATCH
@@ -58,31 +58,47 @@ class Chunks:
         """True if a chunk of so many tokens is padded; others are launched as they are."""
         return SEQUENCE_TOKENS < tokens <= CHUNK_WIDTHS[-1]
 
-    def run(
-        self,
-        sequence: Sequence,
-        ids: Numbers[int],
-        last: bool = False,
-        shifts: Tensor | None = None,
-    ) -> Tensor:
+    def run(self, plan: StepPlan, ids: Numbers[int], shifts: Tensor, begins: bool) -> Tensor:
         """Run the next tokens of a prompt through the layers; see `takes` and `Runner.chunk`.
 
-        shifts: of text behind an image, see `step_of`.
+        Args:
+            plan: of the chunk without padding. One with a part of an image is never replayed: its
+                embeddings and angles do not lie where those of the last one did.
+            ids: its tokens.
+            shifts: see `step_of`.
+            begins: the chunk is the first of its prompt.
 
         Returns:
             [len(ids), h] hidden states, or [1, h], until the next chunk runs.
         """
-        count, M = len(ids), width_of(len(ids))
-        self.buffers.write([sequence.next_span(count)], ids, M)
-        kind = M, last, shifts is not None
-        if self._is_common(kind, sequence.length == sequence.reused):
-            self.graphs.replay(kind, lambda: self.forward(M, last, shifts))
+        M, last = width_of(plan.tokens), plan.ending == "last"
+        self.buffers.write(plan.spans, ids, M)
+        self._prompts += begins
+        kind, own = (M, last, plan.shifted), shifts if plan.shifted else None
+        if plan.axes is not None:
+            self.forward(M, last, None, plan)
+        elif self._is_common(kind):
+            self.graphs.replay(kind, lambda: self.forward(M, last, own))
         else:
-            self.forward(M, last, shifts)
-        return self.hidden[: 1 if last else count]
+            self.forward(M, last, own)
+        return self.hidden[: 1 if last else plan.tokens]
 
-    def forward(self, M: int, last: bool = False, shifts: Tensor | None = None) -> None:
-        """Run the tokens in `buffers`, all that is known of them on the host being their width."""
+    def forward(
+        self,
+        M: int,
+        last: bool = False,
+        shifts: Tensor | None = None,
+        images: StepPlan | None = None,
+    ) -> None:
+        """Run the tokens in `buffers`, all that is known of them on the host being their width.
+
+        Args:
+            M: their number with padding.
+            last: only the last token's hidden state is wanted.
+            shifts: of text behind an image, see `step_of`.
+            images: plan without padding of a chunk with a part of an image.
+        """
+        axes = None if images is None else images.axes
         plan = StepPlan(
             tokens=M,
             sequences=1,
@@ -91,18 +107,16 @@ class Chunks:
             spans=(Span(SCRATCH, 0, M),),
             prompt=True,
             ending="last" if last else "apart",
+            embedded=() if images is None else images.embedded,
+            axes=None if axes is None else pad(axes, (0, M - axes.shape[1])),
             shifted=shifts is not None,
         )
         ids, step = self.buffers.ids[:M], self.buffers.step(plan, self.tables, shifts)
         hidden = last_of(self.layers(ids, step))
         self.hidden[: len(hidden)] = hidden
 
-    def _is_common(self, kind: tuple[int, bool, bool], begins: bool) -> bool:
-        """True if more than LAUNCHED prompts have had such a chunk: a lone prompt gains nothing.
-
-        begins: the chunk is the first of its prompt.
-        """
-        self._prompts += begins
+    def _is_common(self, kind: tuple[int, bool, bool]) -> bool:
+        """True if more than LAUNCHED prompts have had such a chunk: a lone prompt gains nothing."""
         count, last = self._uses.get(kind, (0, 0))
         if last != self._prompts or not count:
             count += 1

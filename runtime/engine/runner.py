@@ -163,10 +163,6 @@ class Runner:
         """
         count, first, images = len(ids), sequence.length, sequence.images
         axes = None if images is None else images.axes(first, count)
-        shifted = axes is None and self.shift(sequence, first)
-        if self.chunks is not None and self.chunks.takes(count) and axes is None:
-            yield self.chunks.run(sequence, ids, last, self.shifts if shifted else None)
-            return
         prompt = count > SEQUENCE_TOKENS
         plan = StepPlan(
             tokens=count,
@@ -178,8 +174,11 @@ class Runner:
             ending="together" if not prompt else "last" if last else "apart",
             embedded=() if images is None else images.embedded(first, count),
             axes=axes,
-            shifted=shifted,
+            shifted=axes is None and self.shift(sequence, first),
         )
+        if self.chunks is not None and self.chunks.takes(count):
+            yield self.chunks.run(plan, ids, self.shifts, first == sequence.reused)
+            return
         yield from self.each_layer(*new_step(plan, ids, self.tables, self.shifts))
 
     def shift(self, sequence: Sequence, at: int) -> bool:

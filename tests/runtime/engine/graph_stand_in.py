@@ -241,6 +241,7 @@ class PaddedLayers:
             step,
             positions=step.positions[:count],
             own_angles=None if step.own_angles is None else step.own_angles[:count],
+            axes=None if step.axes is None else step.axes[:, :count],
             rows=step.rows[:count],
             write=step.write[:count],
             longest=count,

@@ -1,6 +1,6 @@
 """Prompts with images through the engine, against transformers with its vision tower."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from lowbit.formats.errors import LowbitError, RequestError, ResourceError
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.engine.stream import Handle
+from lowbit.runtime.state.step import StepPlan
 from tests.runtime.conftest import PackedModel
 from tests.runtime.engine.graph_stand_in import run_through_graphs
 from tests.runtime.image_prompts import END, IMAGE, Hub, Picture, Prompt, hub_of
@@ -144,26 +145,28 @@ def test_company_changes_no_bit(
             assert said(handle) == alone[n]
 
 
-def test_text_behind_images_takes_padded_chunks_too(
+def test_images_and_text_behind_them_take_padded_chunks_too(
     hub: Hub, fresh: Callable[..., lowbit.Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = hub.prompt(70, [END], CAT, 70, [END], 40, TALL, 100, [END], 20)
     expected = said(submitted(fresh(), prompt))
     model = fresh()
     run_through_graphs(model, monkeypatch)
-    widths: list[tuple[int, bool]] = []
+    chunks_run: list[tuple[int, bool, bool]] = []
     chunks: Any = model.engine.runner.chunks
     run = type(chunks).run
 
-    def noted(self: Any, sequence: Any, ids: Sequence[int], *args: Any) -> Any:
-        widths.append((len(ids), args[1] is not None))
-        return run(self, sequence, ids, *args)
+    def noted(self: Any, plan: StepPlan, *args: Any) -> Any:
+        chunks_run.append((plan.tokens, plan.axes is not None, plan.shifted))
+        return run(self, plan, *args)
 
     monkeypatch.setattr(type(chunks), "run", noted)
     for _ in range(3):  # launched, recorded, replayed
         model.engine.forget()
         assert said(submitted(model, prompt)) == expected
-    assert widths == [(71, False), (20, True)] * 3
+    kinds = [(71, False, False), (86, True, False), (155, True, False), (20, False, True)]
+    assert chunks_run == kinds * 3
+    assert sorted(chunks.graphs._graphs) == [(32, True, True), (128, True, False)]
 
 
 def test_text_alone_has_angles_by_position(fresh: Callable[..., lowbit.Model], hub: Hub) -> None:
