@@ -195,6 +195,9 @@ def choose_cache_type(account: Account, options: LoadOptions, drafts: int = 0) -
     if account.device != "cpu" and asked.context >= LONG_CONTEXT:
         reason = f"sequences of up to {asked.context:,} tokens are read faster"
         return ChosenType(INT8_CACHE, reason)
+    if account.device != "cpu" and asked.sequences > EXACT_TOKENS:
+        reason = f"keys and values of up to {asked.sequences} sequences are read faster"
+        return ChosenType(INT8_CACHE, reason)
     if free is None or account.pages_that_fit(asked, free) >= pages:
         return ChosenType(plain, f"{tokens} fits")
     return ChosenType(INT8_CACHE, f"{tokens} does not fit in {plain.name}")

@@ -170,6 +170,20 @@ def test_auto_on_a_gpu_halves_long_contexts(
         assert memory.choose_cache_type(on_cpu, options).cache_type == BF16_CACHE
 
 
+def test_auto_on_a_gpu_halves_what_many_sequences_read(
+    make_model: "Callable[..., PackedModel]", free: Free
+) -> None:
+    asked = account(open_model(make_model(max_position_embeddings=100_000).folder), "cuda")
+    free(1e12)
+    for sequences, expected in ((64, BF16_CACHE), (65, INT8_CACHE)):
+        options = LoadOptions(context=2048, max_sequences=sequences, kv_cache="auto")
+        assert memory.choose_cache_type(asked, options).cache_type == expected
+        on_cpu = replace(asked, device="cpu")
+        assert memory.choose_cache_type(on_cpu, options).cache_type == BF16_CACHE
+        named = replace(options, kv_cache="bf16")
+        assert memory.choose_cache_type(asked, named) == memory.ChosenType(BF16_CACHE)
+
+
 @pytest.mark.parametrize("cache_type", [BF16_CACHE, INT8_CACHE], ids=lambda it: it.name)
 @pytest.mark.parametrize("sequences", [1, 5])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
