@@ -58,7 +58,7 @@ ORDER = {
         "packed",
     ],
     "runtime": [
-        *("text", "thresholds", "images", "state", "weights", "kernels", "backends", "models"),
+        *("images", "text", "thresholds", "state", "weights", "kernels", "backends", "models"),
         *("engine", "evaluate", "serve", "conversation", "lab", "cli"),
     ],
 }

@@ -15,16 +15,17 @@ SILENCE_S = 60.0  # wait for a writer's next byte
 CHUNK_BYTES = 1 << 20
 
 
-def read_user_file(path: Path, what: str) -> bytes:
+def read_user_file(path: Path, what: str, most_bytes: int = MAX_BYTES) -> bytes:
     """Read a file, or a pipe until its writers close it.
 
     Args:
         path: as the user gave it; it may be a link.
         what: names the file in messages: "evaluation text".
+        most_bytes: longest content.
 
     Raises:
         RequestError: it cannot be read, is a folder, a device or a socket, is longer than
-            `MAX_BYTES`, or is a pipe that nobody writes to.
+            `most_bytes`, or is a pipe that nobody writes to.
         ResourceError: on Windows.
     """
     check_system()
@@ -36,7 +37,7 @@ def read_user_file(path: Path, what: str) -> bytes:
         # A named pipe without a writer would block the open.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            return _read(descriptor, stat.S_ISFIFO(mode), where)
+            return _read(descriptor, stat.S_ISFIFO(mode), where, most_bytes)
         finally:
             os.close(descriptor)
     except OSError as error:
@@ -45,7 +46,7 @@ def read_user_file(path: Path, what: str) -> bytes:
         raise RequestError(f"{where} cannot be the name of a file") from None
 
 
-def _read(descriptor: int, is_pipe: bool, where: str) -> bytes:
+def _read(descriptor: int, is_pipe: bool, where: str, most_bytes: int) -> bytes:
     content = bytearray()
     while True:
         try:
@@ -55,8 +56,8 @@ def _read(descriptor: int, is_pipe: bool, where: str) -> bytes:
             _wait(descriptor, SILENCE_S, silent)
             continue
         content += chunk
-        if len(content) > MAX_BYTES:
-            raise RequestError(f"{where} is longer than {MAX_BYTES} bytes")
+        if len(content) > most_bytes:
+            raise RequestError(f"{where} is longer than {most_bytes} bytes")
         if chunk:
             continue
         if content or not is_pipe or select.select([descriptor], [], [], 0)[0]:

@@ -301,8 +301,8 @@ def request_of(model: "Model", line: PromptLine) -> "Request | LowbitError":
     settings, prompt = line.settings, line.prompt
     asked = settings.prompt(prompt) if isinstance(prompt, str) else prompt
     try:
-        ids = model.encode(asked, thinking=settings.thinking, raw=settings.raw)
-        return model.request(ids, **settings.keywords(model))
+        made = model.encode_prompt(asked, settings.thinking, settings.raw)
+        return model.request(made.ids, images=made.images, **settings.keywords(model))
     except LowbitError as error:
         return error
 

@@ -30,6 +30,7 @@ from lowbit.runtime.engine.memory import (
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.engine.runner import new_runner
+from lowbit.runtime.engine.vision import open_vision
 from lowbit.runtime.models.input_power import calibration_ids, check_searched, input_power
 from lowbit.runtime.models.loader import (
     OpenedModel,
@@ -122,6 +123,7 @@ def load(
         pages = kv_pages(reader.config, cache.all_pages, chosen.cache_type, device)
         runner.blocks = Blocks(reader, pages, rows)
     engine = Engine(runner, options.max_waiting, new_drafts(runner, options, drafts, device))
+    vision, no_vision = open_vision(opened.checkpoint, device, dtype)
     stop_ids = frozenset((*config_stops, *tokenizer.stop_ids()))
     if device != "cpu":
         torch.cuda.synchronize()
@@ -145,6 +147,8 @@ def load(
         sequences=sequences,
         kv_cache=chosen,
         launches=launches,
+        vision=vision,
+        no_vision=no_vision,
     )
 
 

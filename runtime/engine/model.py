@@ -12,13 +12,15 @@ from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.formats.text.template import ChatTemplate
 from lowbit.runtime.engine.constraints import ConstraintFactory
 from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.image_input import EncodedPrompt
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import ChosenSequences, ChosenType
-from lowbit.runtime.engine.prompts import PromptEncoder
+from lowbit.runtime.engine.prompts import PromptEncoder, embedded_elsewhere
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.engine.stream import Generation, Stream, answer_all
+from lowbit.runtime.engine.vision import Vision
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.sampling_params import SamplingParams
@@ -69,6 +71,8 @@ class Model:
         load_s: seconds that loading took.
         launches: of kernels, as `lowbit-run tune` measured them on this GPU; None for the bundled
             tables alone.
+        vision: tower that reads images; None for a model that takes none.
+        no_vision: why it takes none.
     """
 
     folder: Path
@@ -87,6 +91,8 @@ class Model:
     sequences: ChosenSequences
     kv_cache: ChosenType
     launches: "Launches | None" = field(default=None, repr=False)
+    vision: Vision | None = field(default=None, repr=False)
+    no_vision: str = field(default="", repr=False)
 
     @property
     def context(self) -> int:
@@ -103,6 +109,9 @@ class Model:
             self.engine.limits,
             self.options.allow_control_tokens,
             self.options.refuse_late_system,
+            None if self.vision is None else self.vision.input,
+            self.no_vision,
+            embedded_elsewhere if self.vision is None else self.vision.embed,
         )
 
     @property
@@ -122,7 +131,7 @@ class Model:
     ) -> list[int]:
         """Token ids of a prompt: one user message, or a conversation, through the chat template.
 
-        Arguments and errors as in `PromptEncoder.encode`.
+        Arguments and errors as in `PromptEncoder.encode_prompt`.
         """
         return self.prompts.encode(
             prompt,
@@ -132,6 +141,12 @@ class Model:
             template_arguments=template_arguments,
             left_out=left_out,
         )
+
+    def encode_prompt(
+        self, prompt: str | Sequence[Mapping[str, Any]], thinking: bool | None, raw: bool = False
+    ) -> EncodedPrompt:
+        """Token ids of a prompt, as `encode` gives them, and its images."""
+        return self.prompts.encode_prompt(prompt, thinking=thinking, raw=raw)
 
     def stream(
         self,
@@ -150,8 +165,8 @@ class Model:
         Raises:
             RequestError: see `encode` and `stream_ids`.
         """
-        ids = self.encode(prompt, thinking=thinking, raw=options.get("raw", False))
-        return self.stream_ids(ids, **options)
+        made = self.encode_prompt(prompt, thinking, options.get("raw", False))
+        return self.stream_ids(made.ids, images=made.images, **options)
 
     def stream_ids(
         self, ids: Sequence[int], *, images: Sequence[ImageSpan] = (), **options: Unpack[Options]
@@ -237,10 +252,8 @@ class Model:
         many = not isinstance(prompt, str) and bool(prompt) and not isinstance(prompt[0], Mapping)
         prompts = cast("Sequence[str | Sequence[Message]]", prompt if many else [prompt])
         raw = options.get("raw", False)
-        requests = [
-            self.request(self.encode(each, thinking=thinking, raw=raw), **options)
-            for each in prompts
-        ]
+        encoded = [self.encode_prompt(each, thinking, raw) for each in prompts]
+        requests = [self.request(each.ids, images=each.images, **options) for each in encoded]
         results = dict(answer_all(self.engine, self.tokenizer, requests))
         made = [results[number] for number in range(len(requests))]
         for result in made:

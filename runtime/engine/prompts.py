@@ -1,18 +1,29 @@
 """Prompts: texts and conversations as the token ids of one model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowbit.formats.errors import RequestError, TooLongError
 from lowbit.formats.text.template import ChatTemplate
 from lowbit.formats.text.tokenizer import MarkedText
+from lowbit.runtime.engine.image_input import EncodedPrompt, ImageInput, place
 from lowbit.runtime.engine.request import Limits
+from lowbit.runtime.images.picture import Picture, PictureReader
 from lowbit.runtime.text.chat import Message, has_late_system, one_system_message, render_prompt
+from lowbit.runtime.text.images import has_images, pictures_of, with_pictures
 from lowbit.runtime.text.tokenizer import ControlTokens, Tokenizer
 from lowbit.runtime.text.tools import Tool
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def embedded_elsewhere(picture: Picture) -> "Tensor":
+    """Embeddings where there is no tower: another process makes them."""
+    raise RuntimeError("this process has no vision tower")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +36,9 @@ class PromptEncoder:
         limits: of the engine.
         allow_control_tokens: see `LoadOptions`.
         refuse_late_system: see `LoadOptions`.
+        images: how images become tokens; None for a model that takes none.
+        no_images: why it takes none.
+        embed: makes the embeddings of a picture.
     """
 
     folder: Path
@@ -33,13 +47,16 @@ class PromptEncoder:
     limits: Limits
     allow_control_tokens: bool = False
     refuse_late_system: bool = False
+    images: ImageInput | None = None
+    no_images: str = ""
+    embed: "Callable[[Picture], Tensor]" = field(default=embedded_elsewhere, repr=False)
 
     @property
     def control(self) -> ControlTokens | None:
         """Control tokens that messages cannot contain; None if they may."""
         return None if self.allow_control_tokens else self.tokenizer.control
 
-    def encode(
+    def encode_prompt(
         self,
         prompt: str | Sequence[Mapping[str, Any]],
         *,
@@ -48,14 +65,15 @@ class PromptEncoder:
         tools: Sequence[Tool] = (),
         template_arguments: Mapping[str, Any] | None = None,
         left_out: list[str] | None = None,
-    ) -> list[int]:
-        """Token ids of a prompt: one user message, or a conversation, through the chat template.
+    ) -> EncodedPrompt:
+        """A prompt of tokens: one user message, or a conversation, through the chat template.
 
         Control tokens that a message spells, such as `<|im_end|>`, are plain text, unless
         `allow_control_tokens` was given to `load`; in a raw prompt they are what they spell.
 
         Args:
-            prompt: text, or messages with `role` and `content`.
+            prompt: text, or messages with `role` and `content`, which may have images: see
+                `runtime.text.images`.
             thinking: switches a reasoning model's thinking; None leaves it to its template.
             raw: take the text as it is, without the template; the output is not split either.
             tools: functions that the model may call.
@@ -63,10 +81,14 @@ class PromptEncoder:
             left_out: gets the name of what the template refuses and the prompt has in another form.
 
         Raises:
-            RequestError: a bad message, a prompt much longer than the context, or no template to
-                render it with.
+            RequestError: a bad message, a prompt much longer than the context, no template to
+                render it with, an image that cannot be read, or one for a model that takes none.
             CheckpointError: the tokenizer gives ids that the model has no embedding for.
         """
+        pictures: list[Picture] = []
+        if not isinstance(prompt, str) and has_images(prompt):
+            prompt = with_pictures(prompt, self.reader())
+            pictures += pictures_of(prompt)
         try:
             text: str | MarkedText
             if not raw:
@@ -80,7 +102,42 @@ class PromptEncoder:
             advice = self.limits.advice(self.limits.context + 1, ", or ")
             raise TooLongError(str(error), hint=f"{error.hint}{advice}") from None
         self.tokenizer.text.check_ids(ids, self.limits.table_rows)
-        return ids
+        if self.images is None or not pictures:
+            return EncodedPrompt(ids)
+        return place(ids, pictures, self.images.token, self.embed)
+
+    def encode(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        thinking: bool | None = None,
+        raw: bool = False,
+        tools: Sequence[Tool] = (),
+        template_arguments: Mapping[str, Any] | None = None,
+        left_out: list[str] | None = None,
+    ) -> list[int]:
+        """Token ids of `encode_prompt`, without its images."""
+        return self.encode_prompt(
+            prompt,
+            thinking=thinking,
+            raw=raw,
+            tools=tools,
+            template_arguments=template_arguments,
+            left_out=left_out,
+        ).ids
+
+    def reader(self) -> PictureReader:
+        """A reader of the images of one prompt.
+
+        Raises:
+            RequestError: the model takes none.
+        """
+        if self.images is None:
+            raise RequestError(
+                f"the model takes no images: {self.no_images}",
+                hint="images need a Qwen3.5 with its vision tower, converted without --drop-vision",
+            )
+        return PictureReader(self.images.settings)
 
     def _rendered(
         self,

@@ -109,6 +109,7 @@ class LanguageModel(TemplateLM):  # type: ignore[misc]
         model = self._model
         if model.template is None:
             raise RequestError(f"`{model.folder}` has no chat template")
-        asked = [Message(role=turn["role"], content=turn["content"]) for turn in chat_history]
-        begun = "" if add_generation_prompt else asked.pop()["content"]
+        turns = chat_history if add_generation_prompt else chat_history[:-1]
+        begun = "" if add_generation_prompt else chat_history[-1]["content"]
+        asked = [Message(role=turn["role"], content=turn["content"]) for turn in turns]
         return render_prompt(model.template, asked, self._thinking).text + begun

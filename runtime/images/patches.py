@@ -1,12 +1,12 @@
 """Patches of an image: the vision tower's input, in the order in which tokens are merged."""
 
-import hashlib
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lowbit.runtime.images.decode import ImageLimits, decode_image
+from lowbit.runtime.images.picture import digest_of
 from lowbit.runtime.images.resize import resize
 from lowbit.runtime.images.settings import CHANNELS, ImageSettings
 
@@ -53,11 +53,6 @@ def image_patches(
         merge=settings.merge,
         digest=digest_of(content, settings),
     )
-
-
-def digest_of(content: bytes, settings: ImageSettings) -> bytes:
-    """SHA-256 that only the same file under the same settings has; its size follows from both."""
-    return hashlib.sha256(hashlib.sha256(content).digest() + repr(settings).encode()).digest()
 
 
 def cut(pixels: Tensor, settings: ImageSettings) -> Tensor:

@@ -10,12 +10,14 @@ from lowbit.formats.errors import RequestError
 from lowbit.formats.text.template import MAX_PROMPT_BYTES, REASONING, THINKING, ChatTemplate
 from lowbit.formats.text.tokenizer import MarkedText
 from lowbit.runtime.text.answer import CLOSE, OPEN, OutputStart
+from lowbit.runtime.text.images import IMAGES, for_template, image_parts
 from lowbit.runtime.text.tokenizer import ControlTokens, Tokenizer
 from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, Tool, is_plain, read_json
 
 # Markers that a model writes in its answers, and that templates look for in them.
 OF_ANSWERS = frozenset((OPEN, CLOSE, OPEN_CALL, CLOSE_CALL))
 SYSTEM_ROLES = ("system", "developer")
+SHOWN_BY = ("user", "tool")  # roles of messages that may have images
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("name", "tool_call_id", *REASONING)  # keys whose values are text or null
 MAX_DEPTH = 16  # of a template's argument
@@ -40,7 +42,7 @@ class Message(TypedDict):
     """
 
     role: str
-    content: str
+    content: str | list[dict[str, Any]]
 
 
 def render_prompt(
@@ -71,7 +73,7 @@ def render_prompt(
             template that does not know tools, the thinking switch or an argument.
         CheckpointError: the template is not valid jinja2.
     """
-    plain = plain_messages(messages)
+    plain = [for_template(each) for each in plain_messages(messages)]
     if tools and "tools" not in template.source:
         raise RequestError("the chat template does not know tools", hint="leave out `tools`")
     thinking, arguments = split_thinking(template_arguments or {}, thinking)
@@ -145,11 +147,12 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """One message: its content is text, and the arguments of its calls are objects.
+    """One message: content is text, or parts where there are images; arguments are objects.
 
     Args:
-        message: `role` and `content`, which is text or a list of text parts; of an assistant also
-            `tool_calls` and `reasoning_content` or `reasoning`; of a tool `tool_call_id`; `name`.
+        message: `role` and `content`, which is text or a list of parts: text, and of a user or a
+            tool also images, see `runtime.text.images`; of an assistant also `tool_calls` and
+            `reasoning_content` or `reasoning`; of a tool `tool_call_id`; `name`.
         where: the message, for errors.
 
     Raises:
@@ -168,7 +171,7 @@ def plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise RequestError(f"{where}: only an assistant has `tool_calls`, the role is `{role}`")
     plain = dict(message)
     plain["role"] = "system" if role == "developer" else role
-    plain["content"] = _text_of(message, where)
+    plain["content"] = _content_of(message, where)
     if calls is not None:
         if not isinstance(calls, list):
             raise RequestError(f"{where}: `tool_calls` must be a list, got {calls!r:.80}")
@@ -179,17 +182,41 @@ def plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     return plain
 
 
-def _text_of(message: Mapping[str, Any], where: str) -> str:
-    """The content as one text; an assistant that only thought or called has none."""
+def _content_of(message: Mapping[str, Any], where: str) -> str | list[dict[str, Any]]:
+    """The content as one text; an assistant that only thought or called has none.
+
+    With images, it is a list of parts, texts between two images as one.
+    """
     content = message.get("content")
     if content is None and message["role"] == "assistant" and _said_otherwise(message):
         return ""
     if isinstance(content, list):
         parts = enumerate(content, start=1)
+        if image_parts(content):
+            return _with_images(content, message["role"], where)
         return "".join(_part(part, f"{where}: part {number}") for number, part in parts)
     if not isinstance(content, str):
         raise RequestError(f"{where}: `content` must be text, got {content!r:.80}")
     return content
+
+
+def _with_images(content: Sequence[Any], role: str, where: str) -> list[dict[str, Any]]:
+    if role not in SHOWN_BY:
+        raise RequestError(
+            f"{where} has an image, and its role is `{role}`",
+            hint=f"only messages of {' and '.join(SHOWN_BY)} have images",
+        )
+    found: list[dict[str, Any]] = []
+    for number, part in enumerate(content, start=1):
+        if isinstance(part, Mapping) and part.get("type") in IMAGES:
+            found.append(dict(part))
+            continue
+        text = _part(part, f"{where}: part {number}")
+        if found and found[-1]["type"] == "text":
+            found[-1]["text"] += text
+        else:
+            found.append({"type": "text", "text": text})
+    return found
 
 
 def _said_otherwise(message: Mapping[str, Any]) -> bool:
@@ -200,7 +227,7 @@ def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind != "text":
         raise RequestError(
-            f"{where} of its content is {kind!r:.80}, only text is supported",
+            f"{where} of its content is {kind!r:.80}, only text and images are supported",
             hint='a part is {"type": "text", "text": ...}',
         )
     if not isinstance(part.get("text"), str):

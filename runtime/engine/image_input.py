@@ -1,0 +1,87 @@
+"""Pictures as tokens and spans of a prompt; imports no torch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lowbit.formats.errors import RequestError
+from lowbit.runtime.engine.span import ImageSpan
+from lowbit.runtime.images.picture import Picture
+from lowbit.runtime.images.settings import ImageSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInput:
+    """Facts of a model's images that need no vision tower.
+
+    Attributes:
+        settings: of its image processor.
+        token: id that stands for an image in what the chat template writes, and in a prompt once
+            for each of its tokens.
+    """
+
+    settings: ImageSettings
+    token: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PictureEmbeddings:
+    """Embeddings of a picture, which are made when a prompt needs them."""
+
+    picture: Picture = field(repr=False)
+    make: "Callable[[Picture], Tensor]" = field(repr=False)
+
+    def __call__(self) -> "Tensor":
+        """See `ImageSpan.embeddings`."""
+        return self.make(self.picture)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """Token ids of a prompt, and its images."""
+
+    ids: list[int]
+    images: tuple[ImageSpan, ...] = ()
+
+
+def place(
+    ids: Sequence[int],
+    pictures: Sequence[Picture],
+    token: int,
+    make: "Callable[[Picture], Tensor]",
+) -> EncodedPrompt:
+    """A prompt in which the token for an image stands once for each of the picture's tokens.
+
+    Args:
+        ids: of the template's text, with one `token` for each picture.
+        make: makes embeddings.
+
+    Raises:
+        RequestError: another number of them.
+    """
+    count = ids.count(token)
+    if count != len(pictures):
+        raise RequestError(
+            f"the chat template wrote places for {count} images, the messages have {len(pictures)}",
+            hint="images need the model's own chat template, and no spelled `<|image_pad|>`",
+        )
+    found: list[int] = []
+    spans: list[ImageSpan] = []
+    left = iter(pictures)
+    for id in ids:
+        if id != token:
+            found.append(id)
+            continue
+        picture = next(left)
+        spans.append(span_of(picture, len(found), make))
+        found += [token] * spans[-1].count
+    return EncodedPrompt(found, tuple(spans))
+
+
+def span_of(picture: Picture, start: int, make: "Callable[[Picture], Tensor]") -> ImageSpan:
+    """A picture at a place of a prompt."""
+    made = PictureEmbeddings(picture, make)
+    return ImageSpan(start, picture.rows, picture.columns, made, picture.digest)

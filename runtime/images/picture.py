@@ -1,0 +1,83 @@
+"""Image files that have been read once: their tokens are known, and no pixel is kept."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+from lowbit.formats.errors import RequestError
+from lowbit.formats.fields import shown
+from lowbit.runtime.images.decode import MOST_PIXELS, ImageLimits, decode_image
+from lowbit.runtime.images.settings import ImageSettings
+from lowbit.runtime.images.size import smart_size
+
+Detail = Literal["low", "auto", "high"]
+DETAILS: tuple[Detail, ...] = get_args(Detail)
+# Most pixels of a resized image; `high` leaves it to the model. A token of Qwen3.5 has 1,024.
+DETAIL_PIXELS: Mapping[Detail, int] = {
+    "low": 1 << 18,  # 512 x 512
+    "auto": 1 << 21,  # a screen of 1920 x 1080 stays as it is
+    "high": 1 << 28,
+}
+MOST_IMAGES = 100  # of a prompt
+MOST_PROMPT_PIXELS = 1 << 28  # of all images of a prompt, decoded one behind another
+HINT = "leave out the oldest ones"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """An image file that can be decoded, and the tokens that it takes in a prompt."""
+
+    content: bytes = field(repr=False)
+    settings: ImageSettings
+    rows: int  # of tokens
+    columns: int  # tokens in a row
+    digest: bytes  # see `digest_of`
+
+
+def digest_of(content: bytes, settings: ImageSettings) -> bytes:
+    """SHA-256 that only the same file under the same settings has; its size follows from both."""
+    return hashlib.sha256(hashlib.sha256(content).digest() + repr(settings).encode()).digest()
+
+
+def limited(settings: ImageSettings, detail: object) -> ImageSettings:
+    """Settings with the most pixels that a detail allows.
+
+    Raises:
+        RequestError: the detail is not known.
+    """
+    pixels = next((DETAIL_PIXELS[each] for each in DETAILS if each == detail), None)
+    if pixels is None:
+        raise RequestError(f"an image's `detail` must be {', '.join(DETAILS)}, got {shown(detail)}")
+    most = max(min(settings.most_pixels, pixels), settings.least_pixels)
+    return replace(settings, most_pixels=most)
+
+
+@dataclass(slots=True)
+class PictureReader:
+    """Reads the images of one prompt, within the limits of all of them."""
+
+    settings: ImageSettings
+    count: int = 0
+    pixels: int = 0  # of those that have been decoded
+
+    def read(self, content: bytes, detail: object = "auto") -> Picture:
+        """Decode a file, so that a damaged one is refused before the prompt runs.
+
+        Raises:
+            RequestError, ResourceError: see `decode_image`; or too many images or pixels.
+        """
+        self.count += 1
+        if self.count > MOST_IMAGES:
+            raise RequestError(f"a prompt may have {MOST_IMAGES} images, this one has more", HINT)
+        settings = limited(self.settings, detail)
+        left = MOST_PROMPT_PIXELS - self.pixels
+        if left < 1:
+            raise RequestError(
+                f"the images of a prompt have over {MOST_PROMPT_PIXELS} pixels", HINT
+            )
+        image = decode_image(content, ImageLimits(most_pixels=min(MOST_PIXELS, left)))
+        self.pixels += image.width * image.height
+        width, height = smart_size(image.width, image.height, settings)
+        rows, columns = height // settings.factor, width // settings.factor
+        return Picture(content, settings, rows, columns, digest_of(content, settings))

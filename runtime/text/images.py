@@ -1,0 +1,113 @@
+"""Image parts of messages: from what a caller names to pictures, and what a template sees of them.
+
+A part is `{"type": "image", "image": ...}`, with the bytes of a file, its path or a `data:` URL, or
+`{"type": "image_url", "image_url": {"url": "data:..."}}`, as OpenAI's chats have it. Both may have
+a `detail`: low, auto or high.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowbit.formats.errors import LowbitError, RequestError
+from lowbit.formats.fields import shown
+from lowbit.formats.files.user_file import read_user_file
+from lowbit.runtime.images.data_url import MOST_BYTES, SCHEME, bytes_of_data_url
+from lowbit.runtime.images.picture import Picture, PictureReader
+
+IMAGE, IMAGE_URL = "image", "image_url"
+IMAGES = (IMAGE, IMAGE_URL)  # types of parts
+FILE = "image"  # in messages about files
+ELSEWHERE = ("http:", "https:", "file:", "ftp:")
+PLACEHOLDER = {"type": IMAGE}  # what a template gets
+
+
+def image_parts(content: Any) -> list[Mapping[str, Any]]:
+    """Image parts of a message's content."""
+    parts = content if isinstance(content, list) else []
+    return [each for each in parts if isinstance(each, Mapping) and each.get("type") in IMAGES]
+
+
+def has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """True if a message has an image part."""
+    return any(image_parts(each.get("content")) for each in messages if isinstance(each, Mapping))
+
+
+def with_pictures(
+    messages: Sequence[Mapping[str, Any]], reader: PictureReader
+) -> list[Mapping[str, Any]]:
+    """Messages whose image parts hold a `Picture`.
+
+    Raises:
+        RequestError, ResourceError: an image that cannot be read, by its message and part.
+    """
+    found = []
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, Mapping) or not image_parts(message.get("content")):
+            found.append(message)
+            continue
+        parts = [
+            _read(part, reader, f"message {number}: part {place}") if image_parts([part]) else part
+            for place, part in enumerate(message["content"], start=1)
+        ]
+        found.append({**message, "content": parts})
+    return found
+
+
+def pictures_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[Picture]:
+    """Pictures of messages, in the order in which a template writes them."""
+    for message in messages:
+        for part in image_parts(message["content"]):
+            yield part[IMAGE]
+
+
+def for_template(message: dict[str, Any]) -> dict[str, Any]:
+    """A plain message with placeholders for its pictures."""
+    if not isinstance(message["content"], list):
+        return message
+    parts = [PLACEHOLDER if part["type"] == IMAGE else part for part in message["content"]]
+    return {**message, "content": parts}
+
+
+def file_of(value: Any) -> bytes:
+    """Content of an image file: bytes, a path, or a `data:` URL.
+
+    Raises:
+        RequestError: it cannot be read, or is an address elsewhere.
+    """
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str):
+        start = value[:16].strip().lower()
+        if start.startswith(SCHEME):
+            return bytes_of_data_url(value)
+        if start.startswith(ELSEWHERE):
+            raise RequestError(
+                f"an image's address is {shown(value)}, and nothing is fetched from elsewhere",
+                hint="give the file itself, or its path",
+            )
+    if not isinstance(value, str | Path):
+        raise RequestError(
+            f"an image must be bytes, a path or a `{SCHEME}` URL, got {shown(value)}"
+        )
+    return read_user_file(Path(value), FILE, MOST_BYTES)
+
+
+def _read(part: Mapping[str, Any], reader: PictureReader, where: str) -> dict[str, Any]:
+    given = part.get(part["type"])
+    if isinstance(given, Picture):
+        return {"type": IMAGE, IMAGE: given}
+    detail = part.get("detail")
+    try:
+        if part["type"] == IMAGE_URL:
+            url = given.get("url") if isinstance(given, Mapping) else given
+            detail = given.get("detail", detail) if isinstance(given, Mapping) else detail
+            if not isinstance(url, str):
+                raise RequestError(f"`{IMAGE_URL}` must have a `url`, got {shown(url)}")
+            content = bytes_of_data_url(url)
+        else:
+            content = file_of(given)
+        picture = reader.read(content, "auto" if detail is None else detail)
+    except LowbitError as error:
+        raise type(error)(f"{where}: {error}", hint=error.hint) from None
+    return {"type": IMAGE, IMAGE: picture}

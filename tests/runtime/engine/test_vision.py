@@ -1,0 +1,217 @@
+"""Messages with images through `load`, against transformers, and the tower's cache."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowbit.runtime as lowbit
+from lowbit.formats.errors import CheckpointError, RequestError
+from lowbit.runtime.engine import vision as module
+from lowbit.runtime.engine.model import Model
+from lowbit.runtime.images.patches import ImagePatches, image_patches
+from lowbit.runtime.models.vision import OpenedTower, VisionTower, load_tower
+from lowbit.runtime.text.chat import Message
+from tests.runtime.images.pictures import picture, saved
+from tests.seeing_chat import PAD, START, STOP, make_seeing_chat
+
+CAT, DOG = saved(picture(300, 200, 1)), saved(picture(70, 130, 2))
+GREEDY = lowbit.SamplingParams()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_seeing_chat(tmp_path_factory.mktemp("seeing") / "model")
+
+
+@pytest.fixture
+def model(folder: Path) -> Model:
+    return lowbit.load(folder, device="cpu", dtype=torch.float32, context=1024, max_sequences=2)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[ImagePatches]:
+    """Images that the tower runs on."""
+    found: list[ImagePatches] = []
+    call = VisionTower.__call__
+
+    def counted(tower: VisionTower, image: ImagePatches) -> torch.Tensor:
+        found.append(image)
+        return call(tower, image)
+
+    monkeypatch.setattr(VisionTower, "__call__", counted)
+    return found
+
+
+def user(*parts: str | bytes) -> Message:
+    return {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": each}
+            if isinstance(each, str)
+            else {"type": "image", "image": each}
+            for each in parts
+        ],
+    }
+
+
+def assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def test_logits_of_messages_with_images_are_those_of_transformers(
+    folder: Path, model: Model
+) -> None:
+    from transformers import Qwen3_5ForConditionalGeneration
+
+    theirs = Qwen3_5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    made = model.encode_prompt([user("Which is ", CAT, "? And", DOG)], None)
+    ids = torch.tensor([made.ids])
+    patches = [image_patches(each, model.vision.input.settings) for each in (CAT, DOG)]  # type: ignore[union-attr]
+    with torch.no_grad():
+        expected = theirs(
+            ids,
+            pixel_values=torch.cat([each.values for each in patches]),
+            image_grid_thw=torch.tensor([[1, *each.grid] for each in patches]),
+            mm_token_type_ids=(ids == PAD).int(),
+        ).logits[0]
+    found = model.logits(made.ids, made.images)
+    apart = (found - expected).abs().max() / expected.abs().max()
+    assert apart < 1e-4
+    assert not torch.allclose(model.logits(made.ids), found, rtol=0.1)  # the images matter
+
+
+def test_an_image_stands_between_its_markers(model: Model) -> None:
+    made = model.encode_prompt([user("a", CAT, "b")], None)
+    [span] = made.images
+    assert (span.rows, span.columns) == (6, 9)
+    assert made.ids[span.start - 1] == START
+    assert made.ids[span.stop] == STOP
+    assert made.ids[span.start : span.stop] == [PAD] * 54
+    assert made.ids.count(PAD) == 54
+    assert model.encode([user("a", CAT, "b")]) == made.ids
+
+
+def test_a_growing_chat_runs_the_tower_once_for_each_image(
+    model: Model, runs: list[ImagePatches]
+) -> None:
+    first = [user("What is ", CAT, "?")]
+    one = model.generate(first, max_new_tokens=4, sampling=GREEDY)
+    assert len(runs) == 1
+    assert model.generate(first, max_new_tokens=4, sampling=GREEDY).token_ids == one.token_ids
+    second = [*first, assistant("A cat."), user("And ", DOG, "?")]
+    two = model.generate(second, max_new_tokens=4, sampling=GREEDY)
+    assert len(runs) == 2
+    assert two.timings.prompt_tokens == len(model.encode(second))
+
+
+def test_the_cache_of_embeddings_is_bounded(model: Model, runs: list[ImagePatches]) -> None:
+    vision = model.vision
+    assert vision is not None
+    cat, dog = (model.prompts.reader().read(each) for each in (CAT, DOG))
+    kept = vision.embed(cat)
+    assert vision.embed(cat) is kept
+    vision.cache_bytes = kept.nbytes
+    vision.embed(dog)
+    vision.embed(dog)
+    assert len(runs) == 2
+    assert vision.embed(cat) is not kept
+    vision.cache_bytes = 0
+    assert vision.embed(dog).shape == (dog.rows * dog.columns, 64)
+
+
+def test_no_weight_of_the_tower_is_read_before_the_first_image(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[str] = []
+
+    def counted(opened: OpenedTower, device: str, dtype: torch.dtype) -> VisionTower:
+        loads.append(device)
+        return load_tower(opened, device, dtype)
+
+    monkeypatch.setattr(module, "load_tower", counted)
+    model.generate("Hi", max_new_tokens=2)
+    assert not loads
+    model.generate([user(CAT)], max_new_tokens=2)
+    model.generate([user(DOG)], max_new_tokens=2)
+    assert loads == ["cpu"]
+
+
+def test_pillow_is_not_imported_for_text(folder: Path) -> None:
+    code = (
+        "import sys, lowbit.runtime as r\n"
+        f"m = r.load({str(folder)!r}, device='cpu')\n"
+        "m.generate('Hi', max_new_tokens=1)\n"
+        "assert not [name for name in sys.modules if name.startswith('PIL')]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_spelled_tokens_are_no_images(model: Model) -> None:
+    made = model.encode_prompt([user("<|image_pad|>", CAT)], None)
+    assert made.ids.count(PAD) == 54
+
+
+def test_a_spelled_token_is_refused_where_it_would_be_one(folder: Path) -> None:
+    loose = lowbit.load(folder, device="cpu", allow_control_tokens=True)
+    with pytest.raises(RequestError, match="places for 2 images, the messages have 1"):
+        loose.encode([user("<|image_pad|>", CAT)])
+
+
+def test_a_model_without_tower_says_so(tmp_path: Path, make_qwen3_5: Any) -> None:
+    packed = make_qwen3_5()
+    (packed.folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    model = lowbit.load(packed.folder, device="cpu")
+    assert model.vision is None
+    with pytest.raises(RequestError, match=r"takes no images: .* has no vision tower"):
+        model.generate([user("What is ", CAT)])
+
+
+def test_a_tower_that_cannot_be_used_leaves_text(tmp_path: Path) -> None:
+    folder = make_seeing_chat(tmp_path / "model")
+    (folder / "preprocessor_config.json").unlink()
+    model = lowbit.load(folder, device="cpu")
+    assert len(model.generate("Hi", max_new_tokens=2).token_ids) == 2
+    with pytest.raises(RequestError, match=r"takes no images: .* has no `preprocessor_config"):
+        model.generate([user(CAT)])
+
+
+def test_a_template_without_images_is_refused(tmp_path: Path) -> None:
+    folder = make_seeing_chat(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].role }}")
+    model = lowbit.load(folder, device="cpu")
+    with pytest.raises(RequestError, match="places for 0 images, the messages have 1"):
+        model.generate([user(CAT)])
+
+
+def test_a_prompt_that_images_make_too_long_is_refused(folder: Path) -> None:
+    model = lowbit.load(folder, device="cpu", context=60)
+    with pytest.raises(RequestError, match=r"the prompt has .* tokens, the context is 60"):
+        model.generate([user(CAT, CAT)])
+
+
+def test_the_tower_goes_to_the_cpu_where_the_gpu_is_full(
+    model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert model.vision is not None
+    model.vision.device = "cuda"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 2000))
+    assert model.vision.embed(model.prompts.reader().read(CAT)).device.type == "cpu"
+    assert "the vision tower runs on the CPU" in caplog.text
+
+
+def test_an_image_that_vanishes_ends_its_request_alone(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file was whole when it was read; a tower that fails is the engine's error."""
+
+    def fail(*_: Any) -> None:
+        raise CheckpointError("the tower holds NaN")
+
+    monkeypatch.setattr(module, "load_tower", fail)
+    with pytest.raises(CheckpointError, match="holds NaN"):
+        model.generate([user(CAT)], max_new_tokens=2)
+    assert len(model.generate("Hi", max_new_tokens=2).token_ids) == 2

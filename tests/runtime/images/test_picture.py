@@ -1,0 +1,66 @@
+"""Pictures: tokens by detail, digests, and limits of a prompt's images."""
+
+from dataclasses import replace
+
+import pytest
+
+from lowbit.formats.errors import RequestError
+from lowbit.runtime.images import picture as module
+from lowbit.runtime.images.patches import image_patches
+from lowbit.runtime.images.picture import PictureReader, limited
+from tests.runtime.images.pictures import SETTINGS, picture, saved
+
+WIDE = replace(SETTINGS, most_pixels=1 << 24)
+PNG = saved(picture(90, 70))
+
+
+def test_a_picture_has_the_tokens_and_the_digest_of_its_patches() -> None:
+    for width, height in ((90, 70), (31, 500), (700, 400)):
+        file = saved(picture(width, height))
+        found = PictureReader(SETTINGS).read(file)
+        patches = image_patches(file, found.settings)
+        assert (found.rows, found.columns) == (patches.rows, patches.columns)
+        assert found.digest == patches.digest
+
+
+def test_a_detail_limits_the_pixels() -> None:
+    file = saved(picture(2000, 1500))
+    reader = PictureReader(WIDE)
+    low, auto, high = (reader.read(file, each) for each in ("low", "auto", "high"))
+    assert low.rows * low.columns <= 256 < 1500 < auto.rows * auto.columns <= 2048
+    assert (high.rows, high.columns) == (47, 62)
+    assert len({low.digest, auto.digest, high.digest}) == 3
+
+
+def test_a_detail_changes_nothing_for_a_small_image() -> None:
+    reader = PictureReader(SETTINGS)
+    assert reader.read(PNG, "auto").digest == reader.read(PNG, "high").digest
+
+
+def test_an_unknown_detail_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"`detail` must be low, auto, high, got \"fine\""):
+        limited(SETTINGS, "fine")
+
+
+def test_a_detail_is_never_below_what_the_model_asks_for() -> None:
+    least = replace(WIDE, least_pixels=1 << 20)
+    assert limited(least, "low").most_pixels == 1 << 20
+
+
+def test_many_images_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_IMAGES", 2)
+    reader = PictureReader(SETTINGS)
+    reader.read(PNG)
+    reader.read(PNG)
+    with pytest.raises(RequestError, match="may have 2 images, this one has more"):
+        reader.read(PNG)
+
+
+def test_pixels_of_all_images_are_limited_before_one_is_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MOST_PROMPT_PIXELS", 90 * 70 + 100)
+    reader = PictureReader(SETTINGS)
+    reader.read(PNG)
+    with pytest.raises(RequestError, match="90 x 70 = 6300 pixels, expected at most 100"):
+        reader.read(PNG)

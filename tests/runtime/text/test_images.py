@@ -1,0 +1,86 @@
+"""Image parts of messages: files, addresses, and what a template gets."""
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowbit.formats.errors import RequestError
+from lowbit.runtime.images.picture import Picture, PictureReader
+from lowbit.runtime.text.chat import plain_messages
+from lowbit.runtime.text.images import for_template, pictures_of, with_pictures
+from tests.runtime.images.pictures import SETTINGS, picture, saved
+
+PNG = saved(picture(90, 70))
+URL = "data:image/png;base64," + base64.b64encode(PNG).decode()
+
+
+def turn(*parts: Any, role: str = "user") -> dict[str, Any]:
+    return {"role": role, "content": list(parts)}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def image(value: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "image", "image": value} | more
+
+
+def read(*messages: dict[str, Any]) -> list[Picture]:
+    return list(pictures_of(plain_messages(with_pictures(messages, PictureReader(SETTINGS)))))
+
+
+def test_an_image_is_bytes_a_path_or_a_data_url(tmp_path: Path) -> None:
+    path = tmp_path / "screen.png"
+    path.write_bytes(PNG)
+    parts = [image(PNG), image(path), image(str(path)), image(URL)]
+    parts += [{"type": "image_url", "image_url": {"url": URL, "detail": "high"}}]
+    parts += [{"type": "image_url", "image_url": URL}]
+    found = read(turn(text("Look:"), *parts), turn(image(PNG), role="tool"))
+    assert [each.content for each in found] == [PNG] * 7
+    assert len({each.digest for each in found}) == 1
+
+
+def test_a_template_gets_placeholders_and_texts_in_order() -> None:
+    [message] = plain_messages([turn(text("a"), text("b"), image(PNG), text("c"))])
+    assert for_template(message)["content"] == [text("ab"), {"type": "image"}, text("c")]
+
+
+def test_texts_alone_are_one_text_as_before() -> None:
+    assert plain_messages([turn(text("a"), text("b"))])[0]["content"] == "ab"
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (image("https://example.org/a.png"), "nothing is fetched from elsewhere"),
+        (image("file:///etc/passwd"), "nothing is fetched from elsewhere"),
+        (image(3), "must be bytes, a path or a `data:` URL, got 3"),
+        (image(b""), "an image is empty"),
+        (image(PNG[:200]), "damaged, cut short"),
+        (image(b"%PDF-1.7"), "a PDF came for an image"),
+        (image("nowhere.png"), "`nowhere.png` cannot be read"),
+        (image(PNG, detail=7), "`detail` must be low, auto, high, got 7"),
+        (image(PNG, detail=["low"]), "`detail` must be low, auto, high, got"),
+        ({"type": "image_url", "image_url": {"url": "http://x/a.png"}}, "must begin with `data:`"),
+        ({"type": "image_url", "image_url": {}}, "must have a `url`, got null"),
+        ({"type": "image_url"}, "must have a `url`, got null"),
+    ],
+)
+def test_what_cannot_be_read_is_named_by_its_part(part: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=r"^message 2: part 3: ") as caught:
+        read(turn(text("a")), turn(text("b"), image(PNG), part))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("role", ["system", "assistant", "developer"])
+def test_other_roles_have_no_images(role: str) -> None:
+    with pytest.raises(RequestError, match="message 1 has an image, and its role is"):
+        read(turn(image(PNG), role=role))
+
+
+def test_videos_are_refused_by_name() -> None:
+    with pytest.raises(RequestError, match="message 1: part 2 of its content is 'video'"):
+        plain_messages([turn(image(PNG), {"type": "video", "video": "a.mp4"})])
