@@ -76,6 +76,15 @@ if TYPE_CHECKING:
     help="With --prompts: append an answer a line to FILE. The same command continues after the "
     "last one.",
 )
+@click.option(
+    "--image",
+    "images",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    help="Show FILE with the prompt: PNG, JPEG, WebP, GIF, BMP or AVIF. May be given several "
+    "times. Needs a model with a vision tower.",
+)
 @json_option
 @reported
 @with_load_options
@@ -88,6 +97,7 @@ def generate(
     settings: "AnswerSettings",
     prompts: Path | None,
     out: Path | None,
+    images: tuple[Path, ...],
     as_json: bool,
 ) -> None:
     """Answer PROMPT, or what stdin holds, on stdout as it is made; in a terminal, begin a chat.
@@ -97,13 +107,20 @@ def generate(
     check_command(name)
     check_model(name)
     _check_prompts(prompt, prompts, out, as_json)
-    if prompt is None and prompts is None and not (settings.raw or as_json) and _in_terminal():
+    _check_images(images, prompts, settings)
+    if (
+        not images
+        and prompt is None
+        and prompts is None
+        and not (settings.raw or as_json)
+        and _in_terminal()
+    ):
         _chat(click.get_current_context())
         return
     _check_raw(settings, options)
     if prompts is None:
-        text = _prompt(prompt)
-        _answer(_load(name, options, 1), text, settings, as_json)
+        text, shown = _prompt(prompt), _read_images(images)
+        _answer(_load(name, options, 1), text, shown, settings, as_json)
         return
     from lowbit.runtime.cli.prompts import answer_file, read_prompts
 
@@ -119,13 +136,24 @@ def _load(name: str, options: "LoadOptions", sequences: int) -> "Model":
     return model
 
 
-def _answer(model: "Model", prompt: str, settings: "AnswerSettings", as_json: bool) -> None:
+def _read_images(paths: tuple[Path, ...]) -> list[str]:
+    """`data:` URLs of image files, before the model is loaded."""
+    if not paths:
+        return []
+    from lowbit.runtime.text.images import read_image_file
+
+    return [read_image_file(path) for path in paths]
+
+
+def _answer(
+    model: "Model", prompt: str, images: list[str], settings: "AnswerSettings", as_json: bool
+) -> None:
     """Answer one prompt."""
     from lowbit.runtime.cli.answer import show, summary
     from lowbit.runtime.engine.chance import ChanceWatch
 
     stream = model.stream(
-        settings.prompt(prompt), thinking=settings.thinking, **settings.keywords(model)
+        settings.prompt(prompt, images), thinking=settings.thinking, **settings.keywords(model)
     )
     if settings.raw and not as_json and sys.stdout.isatty():
         click.echo(prompt, nl=False)  # a person wants to read on from there
@@ -166,6 +194,16 @@ def _check_prompts(
         raise click.UsageError(
             "--out is for --prompts, and holds what --json would print; give one of them."
         )
+
+
+def _check_images(
+    images: tuple[Path, ...], prompts: Path | None, settings: "AnswerSettings"
+) -> None:
+    """Refuse images where no message can hold them."""
+    if images and prompts is not None:
+        raise click.UsageError("--image is for one PROMPT; lines of --prompts hold their own.")
+    if images and settings.raw:
+        raise click.UsageError("--raw takes no --image: images need the template.")
 
 
 def _check_raw(settings: "AnswerSettings", options: "LoadOptions") -> None:

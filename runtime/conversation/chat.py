@@ -10,6 +10,7 @@ from lowbit.runtime.conversation.turns import Conversation, fitted
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.model import Model, Options
+    from lowbit.runtime.engine.span import ImageSpan
     from lowbit.runtime.engine.stream import Generation
     from lowbit.runtime.state.sampling_params import SamplingParams
     from lowbit.runtime.text.answer import Piece
@@ -40,9 +41,10 @@ class AnswerSettings:
         """
         return replace(defaults, **self.sampling)
 
-    def prompt(self, text: str) -> "str | list[Message]":
-        """A text as the prompt that asks the model for an answer."""
-        return text if self.raw else Conversation(self.system).prompt(text)
+    def prompt(self, text: str, images: Sequence[str] = ()) -> "str | list[Message]":
+        """A text as the prompt for an answer, with `data:` URLs of images that it asks about."""
+        asked = Conversation(self.system, shown=tuple(images))
+        return text if self.raw else asked.prompt(text)
 
     def keywords(self, model: "Model") -> "Options":
         """Keywords of a request to a model.
@@ -68,6 +70,7 @@ class ChatPrompt:
     messages: "Sequence[Message]"
     thinking: bool | None
     ids: Sequence[int]
+    images: "tuple[ImageSpan, ...]" = ()
 
 
 class AnswerStream(Protocol):
@@ -138,11 +141,13 @@ class LoadedModel:
 
     def encode(self, messages: "Sequence[Message]", thinking: bool | None = None) -> ChatPrompt:
         """See `ChatModel`."""
-        return ChatPrompt(messages, thinking, self.model.encode(messages, thinking=thinking))
+        made = self.model.encode_prompt(messages, thinking)
+        return ChatPrompt(messages, thinking, made.ids, made.images)
 
     def stream(self, prompt: ChatPrompt, settings: AnswerSettings) -> AnswerStream:
         """See `ChatModel`."""
-        return self.model.stream_ids(prompt.ids, **settings.keywords(self.model))
+        keywords = settings.keywords(self.model)
+        return self.model.stream_ids(prompt.ids, images=prompt.images, **keywords)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from lowbit.formats.sampling_ranges import SETTINGS
 from lowbit.runtime.conversation import saved
 from lowbit.runtime.conversation.chat import Chat, check_thinking, used_tokens
 from lowbit.runtime.conversation.turns import Conversation
+from lowbit.runtime.text.images import read_image_file
 
 THINKING = {"on": True, "off": False, "default": None}
 OFF = "off"  # what clears a setting
@@ -134,6 +135,21 @@ def system(chat: Chat, argument: str) -> Outcome:
     changed = replace(chat, conversation=chat.conversation.instructed(text))
     what = "system message cleared" if text is None else "system message set"
     return Outcome(changed, (f"{what}; this holds from the next question on",))
+
+
+def image(chat: Chat, argument: str) -> Outcome:
+    """Show an image with the next question, count those that wait, or drop them."""
+    conversation = chat.conversation
+    if argument == OFF:
+        conversation = replace(conversation, shown=())
+    elif argument:
+        shown = read_image_file(saved.path_of(argument))
+        conversation = conversation.showing(shown)
+        check_thinking(replace(chat, conversation=conversation), chat.settings.thinking)
+    count = len(conversation.shown)
+    words = f"{count} image{'' if count == 1 else 's'}" if count else "no image"
+    changed = replace(chat, conversation=conversation)
+    return Outcome(changed, (f"the next question shows {words}",))
 
 
 def think(chat: Chat, argument: str) -> Outcome:
@@ -310,6 +326,9 @@ ALIASES = {"clear": "reset", "quit": "exit", "?": "help"}
 COMMANDS: Mapping[str, SlashCommand] = {
     "help": SlashCommand(show_help, "this list"),
     "system": SlashCommand(system, "show the system message, set it, or clear it (off)", "[TEXT]"),
+    "image": SlashCommand(
+        image, "show FILE with the next question; off drops it", "[FILE]", takes_file=True
+    ),
     "think": SlashCommand(think, "switch thinking: on, off, default", "[SWITCH]", tuple(THINKING)),
     "set": SlashCommand(
         set_sampling,

@@ -10,12 +10,13 @@ from lowbit.formats.files.atomic import replace_file
 from lowbit.formats.files.reading import read_bytes
 from lowbit.formats.files.strict_json import loads
 from lowbit.runtime.conversation.turns import Conversation, Turn
+from lowbit.runtime.text.images import parts_of_question
 
 if TYPE_CHECKING:
     from lowbit.runtime.state.sampling_params import SamplingParams
 
 KEY, VERSION = "lowbit_conversation", 1
-MAX_BYTES = 16_000_000
+MAX_BYTES = 256_000_000  # images take most of it
 FIELDS = {KEY, "model", "sampling", "thinking", "messages"}
 
 
@@ -118,25 +119,30 @@ def _parsed(content: Any, path: Path) -> Saved:
 def _conversation(messages: list[Any], path: Path) -> Conversation:
     """A conversation of messages: perhaps a system message, then questions and answers in turn."""
     system, said = None, list[str]()
+    shown: list[tuple[str, ...]] = []
     for number, message in enumerate(messages, start=1):
         where = f"`{path}`: message {number}"
         if not isinstance(message, dict) or message.keys() != {"role", "content"}:
             raise RequestError(f"{where} is not an object of `role` and `content`")
-        role, text = message["role"], message["content"]
-        if not (isinstance(role, str) and isinstance(text, str)):
+        role, found = message["role"], parts_of_question(message["content"])
+        if not isinstance(role, str) or found is None or (found[1] and role != "user"):
             raise RequestError(f"{where}: `role` and `content` must be text")
+        text, images = found
         expected = ("user", "assistant")[len(said) % 2]
         if number == 1 and role == "system":
             system = text
         elif role == expected:
             said.append(text)
+            shown.append(images)
         else:
             raise RequestError(f"{where} is of role `{role}`, expected `{expected}`")
-    pairs = zip(said[::2], said[1::2], strict=False)  # the last question may have no answer
+    # The last question may have no answer.
+    turns = zip(said[::2], said[1::2], shown[::2], strict=False)
     return Conversation(
         system=system,
-        turns=tuple(Turn(question, answer) for question, answer in pairs),
+        turns=tuple(Turn(*each) for each in turns),
         unanswered=said[-1] if len(said) % 2 else None,
+        shown=shown[-1] if len(said) % 2 else (),
     )
 
 

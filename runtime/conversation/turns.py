@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from lowbit.runtime.text.images import question_of
+
 if TYPE_CHECKING:
     from lowbit.runtime.text.chat import Message
 
@@ -17,6 +19,7 @@ class Turn:
 
     question: str
     answer: str
+    images: tuple[str, ...] = ()  # shown with the question, as `data:` URLs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,7 @@ class Conversation:
     dropped: int = 0  # number of oldest turns that the model no longer sees; they are still saved
     # Last question, where its answer failed or was stopped before it began
     unanswered: str | None = None
+    shown: tuple[str, ...] = ()  # images of the unanswered or the next question
 
     def __post_init__(self) -> None:
         """Refuse to drop turns that are not there."""
@@ -36,15 +40,23 @@ class Conversation:
 
     def messages(self) -> "list[Message]":
         """Every message, dropped turns and the unanswered question included."""
-        return _messages(self.system, self.turns, self.unanswered)
+        found = _messages(self.system, self.turns)
+        if self.unanswered is not None:
+            content = question_of(self.unanswered, self.shown)
+            found.append({"role": "user", "content": content})
+        return found
 
     def seen(self) -> "list[Message]":
         """Messages that the model sees before the next question."""
-        return _messages(self.system, self.turns[self.dropped :], None)
+        return _messages(self.system, self.turns[self.dropped :])
 
     def prompt(self, question: str) -> "list[Message]":
-        """Messages that ask the model a question."""
-        return [*self.seen(), {"role": "user", "content": question}]
+        """Messages that ask the model a question, with the images that are shown with it."""
+        return [*self.seen(), {"role": "user", "content": question_of(question, self.shown)}]
+
+    def showing(self, image: str) -> "Conversation":
+        """Show an image, as a `data:` URL, with the next question."""
+        return replace(self, shown=(*self.shown, image))
 
     def asked(self, question: str) -> "Conversation":
         """Keep a question that got no answer, in place of an earlier one."""
@@ -52,7 +64,8 @@ class Conversation:
 
     def answered(self, question: str, answer: str) -> "Conversation":
         """Append a turn."""
-        return replace(self, turns=(*self.turns, Turn(question, answer)), unanswered=None)
+        turn = Turn(question, answer, self.shown)
+        return replace(self, turns=(*self.turns, turn), unanswered=None, shown=())
 
     def instructed(self, system: str | None) -> "Conversation":
         """Change the system message."""
@@ -68,15 +81,16 @@ class Conversation:
         """The conversation as it was when the last question was asked."""
         if self.unanswered is not None or not self.turns:
             return replace(self, unanswered=None)
-        turns = self.turns[:-1]
-        return replace(self, turns=turns, dropped=min(self.dropped, len(turns)))
+        *turns, last = self.turns
+        dropped = min(self.dropped, len(turns))
+        return replace(self, turns=tuple(turns), dropped=dropped, shown=last.images)
 
     def undone(self) -> "Conversation":
         """Take back the last question and its answer.
 
         Dropped turns come back where no other is left: they may fit beside a shorter question.
         """
-        before = self.before_last()
+        before = replace(self.before_last(), shown=())
         return before if before.dropped < len(before.turns) else replace(before, dropped=0)
 
 
@@ -127,13 +141,11 @@ def _first(low: int, high: int, room: int, leaves: Callable[[int, int], bool]) -
     return low
 
 
-def _messages(system: str | None, turns: Sequence[Turn], question: str | None) -> "list[Message]":
+def _messages(system: str | None, turns: Sequence[Turn]) -> "list[Message]":
     messages: list[Message] = []
     if system is not None:
         messages.append({"role": "system", "content": system})
     for turn in turns:
-        messages.append({"role": "user", "content": turn.question})
+        messages.append({"role": "user", "content": question_of(turn.question, turn.images)})
         messages.append({"role": "assistant", "content": turn.answer})
-    if question is not None:
-        messages.append({"role": "user", "content": question})
     return messages

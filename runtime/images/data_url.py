@@ -46,6 +46,11 @@ def bytes_of_data_url(url: str, most_bytes: int = MOST_BYTES) -> bytes:
     return _checked(_unquoted(data), most_bytes)
 
 
+def data_url(content: bytes) -> str:
+    """A `data:` URL of an image file, whose type is told by its content alone."""
+    return f"{SCHEME}image/*;{BASE64},{base64.b64encode(content).decode()}"
+
+
 def bytes_of_base64(text: str, most_bytes: int = MOST_BYTES) -> bytes:
     """Bytes that base64 stands for.
 

@@ -12,7 +12,8 @@ from typing import Any
 from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.formats.fields import shown
 from lowbit.formats.files.user_file import read_user_file
-from lowbit.runtime.images.data_url import MOST_BYTES, SCHEME, bytes_of_data_url
+from lowbit.runtime.images.data_url import MOST_BYTES, SCHEME, bytes_of_data_url, data_url
+from lowbit.runtime.images.decode import decode_image
 from lowbit.runtime.images.picture import Picture, PictureReader
 
 IMAGE, IMAGE_URL = "image", "image_url"
@@ -91,6 +92,49 @@ def file_of(value: Any) -> bytes:
             f"an image must be bytes, a path or a `{SCHEME}` URL, got {shown(value)}"
         )
     return read_user_file(Path(value), FILE, MOST_BYTES)
+
+
+def read_image_file(path: Path) -> str:
+    """The `data:` URL of an image file that a user named, which has been decoded once.
+
+    Raises:
+        RequestError, ResourceError: naming the file that is no image, damaged or too large.
+    """
+    try:
+        content = read_user_file(path, FILE, MOST_BYTES)
+        decode_image(content)
+    except LowbitError as error:
+        named = f"`{path}`" in str(error)
+        words = str(error) if named else f"image `{path}`: {error}"
+        raise type(error)(words, hint=error.hint) from None
+    return data_url(content)
+
+
+def question_of(text: str, images: Sequence[str]) -> str | list[dict[str, Any]]:
+    """Content of a message that shows images, as `data:` URLs, and asks about them."""
+    if not images:
+        return text
+    parts = [{"type": IMAGE_URL, IMAGE_URL: {"url": each}} for each in images]
+    return [*parts, {"type": "text", "text": text}]
+
+
+def parts_of_question(content: Any) -> tuple[str, tuple[str, ...]] | None:
+    """Text and images of what `question_of` made; None for anything else."""
+    if isinstance(content, str):
+        return content, ()
+    if not isinstance(content, list) or len(content) < 2:
+        return None
+    *shown, last = content
+    urls = tuple(part[IMAGE_URL]["url"] for part in shown if _is_url(part))
+    if len(urls) < len(shown) or not isinstance(last, dict) or last.get("type") != "text":
+        return None
+    text = last.get("text")
+    return (text, urls) if isinstance(text, str) and question_of(text, urls) == content else None
+
+
+def _is_url(part: Any) -> bool:
+    address = part.get(IMAGE_URL) if isinstance(part, dict) else None
+    return isinstance(address, dict) and isinstance(address.get("url"), str)
 
 
 def _read(part: Mapping[str, Any], reader: PictureReader, where: str) -> dict[str, Any]:

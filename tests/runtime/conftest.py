@@ -114,6 +114,14 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+@pytest.fixture(scope="session")
+def seeing_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3.5 that chats and has a vision tower."""
+    from tests.seeing_chat import make_seeing_chat
+
+    return make_seeing_chat(tmp_path_factory.mktemp("seeing") / "model")
+
+
 @pytest.fixture
 def make_model(tmp_path: Path, byte_tokenizer: Tokenizer) -> Callable[..., PackedModel]:
     """`make_model(schemes, **config)` writes a random model; schemes maps a role to a scheme.

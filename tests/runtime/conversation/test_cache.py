@@ -10,6 +10,7 @@ from lowbit.runtime.conversation.chat import AnswerSettings, Chat, LoadedModel, 
 from lowbit.runtime.conversation.commands import Slash
 from lowbit.runtime.conversation.respond import respond
 from lowbit.runtime.conversation.turns import Conversation
+from lowbit.runtime.engine.image_input import EncodedPrompt
 from tests.runtime.conversation.conftest import Shown
 from tests.short_models import Shorten
 
@@ -40,15 +41,15 @@ def test_undo_and_retry_reuse_the_turns_before(shorten: Shorten) -> None:
 
 
 def test_a_prompt_becomes_tokens_once(shorten: Shorten, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = lowbit.Model.encode
+    encode = lowbit.Model.encode_prompt
     lengths: list[int] = []
 
-    def counted(*arguments: Any, **options: Any) -> list[int]:
-        ids = encode(*arguments, **options)
-        lengths.append(len(ids))
-        return ids
+    def counted(*arguments: Any, **options: Any) -> EncodedPrompt:
+        made = encode(*arguments, **options)
+        lengths.append(len(made.ids))
+        return made
 
-    monkeypatch.setattr(lowbit.Model, "encode", counted)
+    monkeypatch.setattr(lowbit.Model, "encode_prompt", counted)
     chat = new_chat(shorten("tiny-qwen3"))
     for entry in ("Tell me a story.", "Go on.", Slash("retry"), "And then?"):
         chat, shown = say(chat, entry)

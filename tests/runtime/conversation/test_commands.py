@@ -68,7 +68,7 @@ def test_piped_words_that_are_no_commands_are_messages() -> None:
 @pytest.mark.parametrize("name", [*COMMANDS, *ALIASES])
 def test_only_files_are_out_of_reach_of_piped_text(new_chat: NewChat, name: str) -> None:
     chat = replace(new_chat()[0], conversation=Conversation(turns=TWO))
-    if name in ("save", "save!", "load"):
+    if name in ("save", "save!", "load", "image"):
         with pytest.raises(RequestError, match=f"/{name} works in a terminal only"):
             run_command(chat, Slash(name), files=False)
     else:

@@ -22,9 +22,9 @@ CAT, DOG = saved(picture(300, 200, 1)), saved(picture(70, 130, 2))
 GREEDY = lowbit.SamplingParams()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_seeing_chat(tmp_path_factory.mktemp("seeing") / "model")
+@pytest.fixture
+def folder(seeing_folder: Path) -> Path:
+    return seeing_folder
 
 
 @pytest.fixture

@@ -1,0 +1,70 @@
+"""`--image` of `lowbit-run`."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from lowbit.runtime.cli.main import main
+from tests.runtime.images.pictures import picture, saved
+
+pytestmark = pytest.mark.commands
+
+BLIND = str(Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3")
+SHORT = ("--device", "cpu", "--max-new-tokens", "3", "--temperature", "0", "--context", "512")
+
+
+@pytest.fixture
+def png(tmp_path: Path) -> Path:
+    path = tmp_path / "screen.png"
+    path.write_bytes(saved(picture(90, 70)))
+    return path
+
+
+def run(*arguments: object, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(main, [str(each) for each in arguments], input=stdin)
+
+
+def test_images_are_shown_with_the_prompt(seeing_folder: Path, png: Path) -> None:
+    result = run(seeing_folder, "Which?", "--image", png, "--image", png, "--json", *SHORT)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["prompt_token_ids"].count(310) == 12
+
+
+def test_the_prompt_may_come_from_stdin(seeing_folder: Path, png: Path) -> None:
+    result = run(seeing_folder, "--image", png, "--json", *SHORT, stdin="Which?")
+    assert json.loads(result.stdout)["prompt_token_ids"].count(310) == 6
+
+
+def test_a_bad_file_is_named_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowbit.runtime.cli.generate.load_model", None)
+    bad = tmp_path / "bad.png"
+    bad.write_text("no image")
+    result = run(BLIND, "Which?", "--image", bad, *SHORT)
+    assert result.exit_code == 1
+    assert f"image `{bad}`" in " ".join(result.stderr.split())
+
+
+def test_a_model_without_tower_is_named(png: Path) -> None:
+    result = run(BLIND, "Which?", "--image", png, *SHORT)
+    assert result.exit_code == 1
+    assert "the model takes no images" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("more", [["--raw"], ["--prompts", "lines.jsonl"]])
+def test_options_that_have_no_place_for_images(png: Path, more: list[str]) -> None:
+    prompt = [] if more[0] == "--prompts" else ["Which?"]
+    result = run(BLIND, *prompt, "--image", png, *more)
+    assert result.exit_code == 2
+    assert "--image" in result.stderr
+
+
+def test_lines_of_a_file_hold_their_own(seeing_folder: Path, tmp_path: Path, png: Path) -> None:
+    parts = [{"type": "image", "image": str(png)}, {"type": "text", "text": "Which?"}]
+    line = {"id": 1, "messages": [{"role": "user", "content": parts}]}
+    (tmp_path / "lines.jsonl").write_text(json.dumps(line))
+    result = run(seeing_folder, "--prompts", tmp_path / "lines.jsonl", "--json", *SHORT)
+    assert json.loads(result.stdout)["prompt_token_ids"].count(310) == 6
