@@ -42,6 +42,7 @@ FACTS = Facts(
     positions=0,
     allow_control_tokens=False,
     refuse_late_system=False,
+    images=None,
     load_s=0.0,
 )
 

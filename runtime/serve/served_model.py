@@ -76,6 +76,8 @@ def load_prompts(facts: Facts) -> PromptEncoder:
         facts.limits,
         facts.allow_control_tokens,
         facts.refuse_late_system,
+        facts.images,
+        "" if facts.images else "it has no vision tower",
     )
 
 

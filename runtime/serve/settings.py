@@ -16,6 +16,7 @@ SWITCH_S = 5e-4
 
 # Limits of one request.
 MOST_BODY_BYTES = 8 << 20  # a prompt of a million tokens takes 5 MB
+MOST_IMAGE_BODY_BYTES = 64 << 20  # for a model that takes images
 MOST_DROPPED_BYTES = 32 * MOST_BODY_BYTES  # that a client may still send when it has its answer
 THREAD_BODY_BYTES = 64 << 10  # longer bodies are parsed apart from the event loop
 MOST_MESSAGES = 4096

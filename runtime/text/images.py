@@ -58,7 +58,8 @@ def with_pictures(
 def pictures_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[Picture]:
     """Pictures of messages, in the order in which a template writes them."""
     for message in messages:
-        for part in image_parts(message["content"]):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in image_parts(content):
             yield part[IMAGE]
 
 

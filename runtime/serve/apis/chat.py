@@ -37,11 +37,11 @@ from lowbit.runtime.serve.request.body import (
     Text,
     TolerantBody,
     by_type,
-    left_out_media,
     sampling_options,
     text_of,
 )
 from lowbit.runtime.serve.request.forms import FormatFields, format_of
+from lowbit.runtime.serve.request.images import Content, read_images
 from lowbit.runtime.serve.request.prepare import Asked, can_switch_thinking, open_answers
 from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.settings import MOST_CALLS, MOST_MESSAGES
@@ -223,6 +223,20 @@ class ChatBody(SamplingBody, FormatFields):
     verbosity: Ignored[Literal["low", "medium", "high"] | None] = None
 
 
+def read_chat_images(model: ServedModel, messages: Sequence[Message]) -> list[str]:
+    """Read the images of messages; values and errors as in `read_images`."""
+    contents = [
+        Content(
+            each.content,
+            f"messages[{number}].content",
+            shows=each.role in ("user", "tool"),
+            tool=each.role == "tool",
+        )
+        for number, each in enumerate(messages)
+    ]
+    return read_images(contents, model.prompts)
+
+
 def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as chat templates take them."""
     return [_turn_of(each) for each in messages]
@@ -290,6 +304,7 @@ def asked_of(model: ServedModel, body: ChatBody) -> Asked:
     if isinstance(choice, NamedChoice | CustomChoice):
         tool = choice.function.name if isinstance(choice, NamedChoice) else choice.custom.name
     most = body.max_completion_tokens or body.max_tokens
+    left_out = [*_left_out(model, body), *read_chat_images(model, body.messages)]
     return Asked(
         messages=turns_of(body.messages),
         tools=functions_of(body.tools) if body.tools else (),
@@ -300,13 +315,13 @@ def asked_of(model: ServedModel, body: ChatBody) -> Asked:
         thinking=_thinking(model, body),
         template_arguments=_arguments(model, body),
         budget=next((each for each in budgets if each is not None), None),
-        left_out=_left_out(model, body),
+        left_out=left_out,
         **sampling_options(body, most, (body.top_logprobs or 0) if body.logprobs else None),
     )
 
 
 def _left_out(model: ServedModel, body: ChatBody) -> list[str]:
-    """Names of tools and images that the prompt lacks; errors as in `left_out_media`."""
+    """Names of tools that the prompt lacks."""
     tools = [f"tool {tool.type}" for tool in body.tools or () if isinstance(tool, SkippedPart)]
     tools += [
         f"grammar of {tool.custom.name}"
@@ -315,7 +330,7 @@ def _left_out(model: ServedModel, body: ChatBody) -> list[str]:
     ]
     if body.preserve_thinking is not None and not _knows_preserve(model):
         tools.append(PRESERVE)
-    return tools + left_out_media([each.content for each in body.messages], "messages")
+    return tools
 
 
 def _arguments(model: ServedModel, body: ChatBody) -> dict[str, Any]:

@@ -28,13 +28,14 @@ from lowbit.runtime.serve.request.body import (
     TextPart,
     TextParts,
     TolerantBody,
+    Turned,
     by_type,
-    joined_text,
-    left_out_media,
+    joined_parts,
     named_types,
     text_of,
 )
 from lowbit.runtime.serve.request.forms import ChoiceMode, schema_format
+from lowbit.runtime.serve.request.images import Content, read_images
 from lowbit.runtime.serve.request.prepare import (
     Asked,
     can_switch_thinking,
@@ -228,8 +229,13 @@ def asked_of(model: ServedModel, body: CountBody) -> Asked:
     """The request of a body.
 
     Raises:
-        ApiError: `tool_choice` lacks a name.
+        ApiError: `tool_choice` lacks a name, or an image cannot be read.
     """
+    contents = [
+        Content(turn.content, f"messages[{number}].content", shows=turn.role == "user")
+        for number, turn in enumerate(body.messages)
+    ]
+    left_out = [*_left_out(body), *read_images(contents, model.prompts)]
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": text_of(body.system)})
@@ -268,19 +274,19 @@ def asked_of(model: ServedModel, body: CountBody) -> Asked:
         else schema_format(config.json_schema, "output_config.format"),
         thinking=on if can_switch_thinking(model) else None,
         budget=None if thinking is None else thinking.budget_tokens,
-        left_out=_left_out(body),
+        left_out=left_out,
         **answer,
     )
 
 
 def _left_out(body: CountBody) -> list[str]:
-    """Names of tools, blocks and images that the prompt lacks; errors as in `left_out_media`."""
+    """Names of tools and blocks that the prompt lacks."""
     tools = [f"tool {tool.type}" for tool in body.tools or () if isinstance(tool, SkippedPart)]
     inner = [
         [*_flat(turn.content)] if isinstance(turn.content, list) else [] for turn in body.messages
     ]
     blocks = [f"{part.type}" for parts in inner for part in parts if isinstance(part, SkippedPart)]
-    return [*tools, *blocks, *left_out_media(inner, "messages")]
+    return [*tools, *blocks]
 
 
 def _flat(blocks: Sequence[Block]) -> Iterator[Block | ResultPart]:
@@ -317,7 +323,7 @@ def _messages_of(role: str, blocks: Sequence[Block]) -> Iterator[dict[str, Any]]
         elif isinstance(block, ToolResult):
             content = _result_of(block)
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-    text = joined_text(said)
+    text = joined_parts(said)
     if role == "assistant":
         found: dict[str, Any] = {"role": role, "content": text}
         if reasoning:
@@ -333,7 +339,7 @@ def _arguments_of(block: ToolUse) -> str:
     return block.input if isinstance(block.input, str) else json.dumps(block.input)
 
 
-def _result_of(block: ToolResult) -> str:
+def _result_of(block: ToolResult) -> Turned:
     if not isinstance(block.content, list):
         return block.content or ""
     return text_of([part for part in block.content if not isinstance(part, SkippedPart)])

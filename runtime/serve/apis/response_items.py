@@ -12,10 +12,11 @@ from lowbit.runtime.serve.request.body import (
     MediaPart,
     SkippedPart,
     TolerantBody,
-    joined_text,
-    left_out_media,
+    Turned,
+    joined_parts,
     named_types,
 )
+from lowbit.runtime.serve.request.images import Content as Shown
 from lowbit.runtime.serve.settings import MOST_MESSAGES, MOST_PARTS
 
 PARTS = ("input_text", "output_text", "text", "refusal")
@@ -188,17 +189,22 @@ def turns_of(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
 
 
 def left_out_items(items: Sequence[Item]) -> list[str]:
-    """Names of items and images that the prompt lacks; errors as in `left_out_media`."""
-    skipped = [f"item {item.type}" for item in items if isinstance(item, SkippedPart)]
-    contents = [
-        item.content
-        if isinstance(item, MessageItem)
-        else item.output
-        if isinstance(item, CallOutputItem)
-        else None
-        for item in items
-    ]
-    return skipped + left_out_media(contents, "input")
+    """Names of items that the prompt lacks."""
+    return [f"item {item.type}" for item in items if isinstance(item, SkippedPart)]
+
+
+def shown_by(items: Sequence[Item]) -> list[Shown]:
+    """Contents of items that may hold images."""
+    found = []
+    for number, item in enumerate(items):
+        where = f"input[{number}]"
+        if isinstance(item, MessageItem):
+            found.append(Shown(item.content, f"{where}.content", shows=item.role == "user"))
+        elif isinstance(item, CallOutputItem):
+            found.append(Shown(item.output, f"{where}.output", tool=True))
+        else:
+            found.append(Shown(None, where))
+    return found
 
 
 def _call_of(item: CallItem | ShellCallItem) -> dict[str, Any]:
@@ -219,10 +225,10 @@ def _whole(turn: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"role": "assistant", "content": "", **turn}
 
 
-def _text_of(content: Content) -> str:
+def _text_of(content: Content) -> Turned:
     if isinstance(content, str):
         return content
-    return joined_text(_part(part) for part in content)
+    return joined_parts(_part(part) for part in content)
 
 
 def _part(part: Part | Refusal | MediaPart) -> str | MediaPart:
@@ -231,12 +237,12 @@ def _part(part: Part | Refusal | MediaPart) -> str | MediaPart:
     return part.text if isinstance(part, Part) else part.refusal
 
 
-def _output_of(output: str | Sequence[Any] | dict[str, Any]) -> str:
+def _output_of(output: str | Sequence[Any] | dict[str, Any]) -> Turned:
     if isinstance(output, str):
         return output
     if isinstance(output, dict):
         return json.dumps(output, ensure_ascii=False)
-    return joined_text(
+    return joined_parts(
         part if isinstance(part, MediaPart) else _other_text(part) for part in output
     )
 

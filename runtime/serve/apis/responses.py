@@ -12,7 +12,7 @@ from lowbit.runtime.serve.answers import EventStream, collect
 from lowbit.runtime.serve.apis.common import DirectRoute, new_id
 from lowbit.runtime.serve.apis.docs import documented
 from lowbit.runtime.serve.apis.response_events import ResponseEvents, ResponseObject, output_of
-from lowbit.runtime.serve.apis.response_items import Items, left_out_items, turns_of
+from lowbit.runtime.serve.apis.response_items import Items, left_out_items, shown_by, turns_of
 from lowbit.runtime.serve.apis.tools import (
     ChosenTool,
     Tools,
@@ -35,6 +35,7 @@ from lowbit.runtime.serve.request.forms import (
     TextFormat,
     schema_format,
 )
+from lowbit.runtime.serve.request.images import read_images
 from lowbit.runtime.serve.request.prepare import Asked, can_switch_thinking, open_answers
 from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.state.sampling_params import SamplingParams
@@ -180,7 +181,7 @@ def asked_of(model: ServedModel, body: ResponsesBody) -> Asked:
     """The request of a body.
 
     Raises:
-        ApiError: tools of the same name, or an image in the newest message.
+        ApiError: tools of the same name, or an image that cannot be read.
     """
     logged = LOGPROBS in (body.include or ())
     if body.top_logprobs and not logged:
@@ -190,6 +191,7 @@ def asked_of(model: ServedModel, body: ResponsesBody) -> Asked:
     left_out += [f"include {name}" for name in body.include or () if name not in INCLUDES]
     if not isinstance(body.input, str):
         left_out += left_out_items(body.input)
+        left_out += read_images(shown_by(body.input), model.prompts)
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})

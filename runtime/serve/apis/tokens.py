@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from starlette.requests import Request as HttpRequest
 
 from lowbit.formats.text.settings import read_settings
-from lowbit.runtime.serve.apis.chat import Messages, turns_of
+from lowbit.runtime.serve.apis.chat import Messages, read_chat_images, turns_of
 from lowbit.runtime.serve.apis.common import token_text
 from lowbit.runtime.serve.apis.docs import documented
 from lowbit.runtime.serve.apis.tools import ChatTools, functions_of
@@ -67,6 +67,7 @@ async def tokenize(http: HttpRequest) -> dict[str, Any]:
 
 def _encode(model: ServedModel, body: TokenizeBody) -> Sequence[int]:
     if body.messages is not None:
+        read_chat_images(model, body.messages)
         messages, tools = turns_of(body.messages), functions_of(body.tools)
         arguments = body.chat_template_kwargs or {}
         asked = Asked(messages=messages, tools=tools, template_arguments=arguments)

@@ -70,6 +70,7 @@ def facts_of(model: Model) -> Facts:
         positions=0 if drafting is None else drafting.most,
         allow_control_tokens=options.allow_control_tokens,
         refuse_late_system=options.refuse_late_system,
+        images=None if model.vision is None else model.vision.input,
         load_s=model.load_s,
     )
 
@@ -365,7 +366,7 @@ class EngineHost:
     def _begin(self, connection: Connection, message: Begin) -> None:
         """Submit a request; its answer fails where the engine refuses it."""
         try:
-            request = message.request()
+            request = message.request(self.model.prompts.embed)
             request = replace(request, constraint=self._constraint(connection, request, message))
             handle = self.model.engine.submit(request)
         except BaseException as error:  # panics of libraries in Rust are no Exceptions

@@ -4,19 +4,27 @@ A step of the engine is one message, whatever the number of its answers. Request
 are called by numbers that the HTTP side chooses.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from lowbit.formats import errors
 from lowbit.formats.activation_modes import Activations
 from lowbit.formats.errors import LowbitError
+from lowbit.runtime.engine.image_input import ImageInput, PictureEmbeddings, span_of
+from lowbit.runtime.engine.prompts import embedded_elsewhere
 from lowbit.runtime.engine.request import Limits, Request
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
+from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.engine.stats import Load, Speculated
+from lowbit.runtime.images.picture import Picture
+from lowbit.runtime.images.settings import ImageSettings
 from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.text.answer import OutputStart
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -57,6 +65,7 @@ class Facts(Message):
     positions: int  # most drafts of a round; 0 without speculation
     allow_control_tokens: bool
     refuse_late_system: bool
+    images: ImageInput | None  # None for a model that takes none
     load_s: float  # seconds that loading took
 
 
@@ -116,6 +125,17 @@ class Constraints(msgspec.Struct, array_like=True, frozen=True):
     calls: tuple[int, int] | None = None
 
 
+class ShownImage(msgspec.Struct, array_like=True, frozen=True):
+    """An image of a prompt, as the file that it is: much less than its pixels or embeddings."""
+
+    start: int  # index of its first token
+    content: bytes
+    settings: ImageSettings
+    rows: int
+    columns: int
+    digest: bytes
+
+
 class Begin(Message):
     """Begin an answer; the fields are those of `Request` that the engine looks at."""
 
@@ -127,12 +147,16 @@ class Begin(Message):
     stop_ids: frozenset[int]
     message_ends: frozenset[int]
     prompt_logprobs: int | None
+    images: list[ShownImage]
     client: str
     begin: OutputStart
     constraints: Constraints
 
-    def request(self) -> Request:
-        """The request, without its constraint."""
+    def request(self, embed: "Callable[[Picture], Tensor]" = embedded_elsewhere) -> Request:
+        """The request, without its constraint.
+
+        embed: makes the embeddings of a picture.
+        """
         return Request(
             prompt=tuple(self.prompt),
             sampling=self.sampling,
@@ -140,6 +164,14 @@ class Begin(Message):
             stop_ids=self.stop_ids,
             message_ends=self.message_ends,
             prompt_logprobs=self.prompt_logprobs,
+            images=tuple(
+                span_of(
+                    Picture(each.content, each.settings, each.rows, each.columns, each.digest),
+                    each.start,
+                    embed,
+                )
+                for each in self.images
+            ),
             client=self.client,
             begin=self.begin,
             count=self.count,
@@ -148,7 +180,7 @@ class Begin(Message):
 
 def begin_of(number: int, id: str, request: Request, constraints: Constraints) -> Begin:
     """The message for a request that `Limits.check` has checked."""
-    if request.count is None or request.constraint is not None or request.images:
+    if request.count is None or request.constraint is not None:
         raise ValueError("the request has not been checked, or has what no message can carry")
     return Begin(
         number=number,
@@ -159,9 +191,20 @@ def begin_of(number: int, id: str, request: Request, constraints: Constraints) -
         stop_ids=request.stop_ids,
         message_ends=request.message_ends,
         prompt_logprobs=request.prompt_logprobs,
+        images=[_shown(each) for each in request.images],
         client=request.client,
         begin=request.begin,
         constraints=constraints,
+    )
+
+
+def _shown(span: ImageSpan) -> ShownImage:
+    made = span.embeddings
+    if not isinstance(made, PictureEmbeddings):
+        raise ValueError("an image without its file cannot be sent")
+    found = made.picture
+    return ShownImage(
+        span.start, found.content, found.settings, found.rows, found.columns, found.digest
     )
 
 

@@ -1,7 +1,7 @@
 """Bodies of requests: the fields that several share, and the parts of messages."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeGuard, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -9,12 +9,14 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    PrivateAttr,
     model_validator,
 )
 
 from lowbit.formats.sampling_ranges import MOST_BIASES
-from lowbit.runtime.serve.errors import cut, invalid
-from lowbit.runtime.serve.request.explain import WRONG, got
+from lowbit.runtime.images.picture import Picture
+from lowbit.runtime.serve.errors import cut
+from lowbit.runtime.serve.request.explain import got
 from lowbit.runtime.serve.settings import (
     MOST_CHOICES,
     MOST_PARTS,
@@ -357,15 +359,30 @@ MEDIA: tuple[str, ...] = get_args(MediaType)
 
 
 class MediaPart(BaseModel):
-    """An image, sound, video or file; refused in the newest message."""
+    """An image, sound, video or file; a line of text stands for what the model cannot read."""
 
     model_config = ConfigDict(extra="ignore")
     type: MediaType
+    # Where an image is: OpenAI's address, or an object of it; a stored file; Anthropic's source.
+    image_url: Any = Field(default=None, exclude=True)
+    file_id: Any = Field(default=None, exclude=True)
+    source: Any = Field(default=None, exclude=True)
+    detail: Any = Field(default=None, exclude=True)
+    _picture: Picture | None = PrivateAttr(default=None)
 
     @property
     def kind(self) -> str:
         """Word for the part."""
         return self.type.removeprefix("input_").removesuffix("_url")
+
+    @property
+    def picture(self) -> Picture | None:
+        """The image, once it has been read; None for a part that the prompt lacks."""
+        return self._picture
+
+    @picture.setter
+    def picture(self, found: Picture) -> None:
+        self._picture = found
 
 
 class SkippedPart(BaseModel):
@@ -412,44 +429,29 @@ AnyParts = Annotated[list[AnyPart], Field(fail_fast=True, max_length=MOST_PARTS)
 Text = Annotated[str | AnyParts, named_types("text", *MEDIA)]
 
 
-def text_of(content: "str | Sequence[TextPart | MediaPart] | None") -> str:
-    """Content of a message as one string."""
+Turned = str | list[dict[str, Any]]  # content as chat templates have it
+
+
+def text_of(content: "str | Sequence[TextPart | MediaPart] | None") -> Turned:
+    """Content of a message as one string, or as parts where it has images."""
     if content is None or isinstance(content, str):
         return content or ""
-    return joined_text(part.text if isinstance(part, TextPart) else part for part in content)
+    return joined_parts(part.text if isinstance(part, TextPart) else part for part in content)
 
 
-def joined_text(parts: Iterable[str | MediaPart]) -> str:
-    """Texts in a row; a line stands for what is none."""
+def joined_parts(parts: Iterable[str | MediaPart]) -> Turned:
+    """Texts and images in a row; a line stands for what is neither."""
+    found: list[dict[str, Any]] = []
     text = ""
     for part in parts:
         if isinstance(part, str):
             text += part
-        else:
+        elif part.picture is None:
             text += ("\n" if text and not text.endswith("\n") else "") + f"[{part.kind} left out]\n"
-    return text
-
-
-def media_of(content: object) -> list[MediaPart]:
-    """Parts of a message's content that are no text."""
-    return [part for part in content if isinstance(part, MediaPart)] if _is_list(content) else []
-
-
-def left_out_media(contents: Sequence[object], param: str) -> list[str]:
-    """Names of the images and the like in messages, given by their contents, the newest last.
-
-    Raises:
-        ApiError: the newest message has one.
-    """
-    for part in media_of(contents[-1]) if contents else ():
-        where = f"{param}[{len(contents) - 1}].content"
-        raise invalid(
-            f"`{where}`: type `{part.type}` is not supported in the newest message, only text",
-            where,
-            WRONG,
-        )
-    return [part.kind for content in contents for part in media_of(content)]
-
-
-def _is_list(value: object) -> TypeGuard[list[Any]]:
-    return isinstance(value, list)
+        else:
+            found += [{"type": "text", "text": text}] if text else []
+            found.append({"type": "image", "image": part.picture})
+            text = ""
+    if not found:
+        return text
+    return [*found, {"type": "text", "text": text}] if text else found

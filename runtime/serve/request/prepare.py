@@ -25,12 +25,14 @@ from lowbit.runtime.serve.request.forms import (
     asked_grammar,
     grammar_of_format,
 )
+from lowbit.runtime.serve.request.images import without_data
 from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.service import PendingBodies, Service, record_of, service_of
 from lowbit.runtime.serve.settings import (
     BODY_TIMEOUT_S,
     LEAST_BODY_RATE,
     MOST_BODY_BYTES,
+    MOST_IMAGE_BODY_BYTES,
     THREAD_BODY_BYTES,
 )
 from lowbit.runtime.state.sampling_params import SamplingParams
@@ -82,7 +84,9 @@ async def read_request(http: HttpRequest, schema: type[OfModel]) -> tuple[Servic
         ClientLeftError: the client left before the end.
     """
     service = service_of(http)
-    raw = await _read(http, service.pending)
+    sees = service.model.prompts.images is not None
+    most = MOST_IMAGE_BODY_BYTES if sees else MOST_BODY_BYTES
+    raw = await _read(http, service.pending, most)
     if len(raw) <= THREAD_BODY_BYTES:
         body = parse(raw, schema)
     else:
@@ -202,9 +206,11 @@ def encode(model: ServedModel, asked: Asked, left_out: list[str] | None = None) 
     if model.template is None:
         raise invalid("the model has no chat template; use /v1/completions", "messages")
     tools = read_tools(asked.tools) if asked.tools and asked.choice != "none" else ()
+    left_out = [] if left_out is None else left_out
+    messages = [_with_cut_calls_as_text(message) for message in asked.messages]
     try:
-        ids = model.prompts.encode(
-            [_with_cut_calls_as_text(message) for message in asked.messages],
+        made = model.prompts.encode_prompt(
+            without_data(messages, left_out),
             thinking=asked.thinking,
             tools=tools,
             template_arguments=asked.template_arguments,
@@ -213,8 +219,9 @@ def encode(model: ServedModel, asked: Asked, left_out: list[str] | None = None) 
     except TooLongError as error:
         raise TooLongError(str(error), hint=f"the context is {model.context} tokens") from None
     return Request(
-        tuple(ids),
-        begin=output_start(ids, model.tokenizer),
+        tuple(made.ids),
+        images=made.images,
+        begin=output_start(made.ids, model.tokenizer),
         tools=tools,
         form=form_of(model.template) if tools else None,
         parallel=asked.parallel,
@@ -327,11 +334,11 @@ def parse(raw: bytes, schema: type[Schema]) -> Schema:
         raise explained(error, content) from None
 
 
-async def _read(http: HttpRequest, pending: PendingBodies) -> bytes:
+async def _read(http: HttpRequest, pending: PendingBodies, most: int) -> bytes:
     """The whole body; limits hold while it is read, whatever the headers say."""
     declared = http.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > MOST_BODY_BYTES:
-        raise _too_large()
+    if declared.isdecimal() and int(declared[:20]) > most:
+        raise _too_large(most)
     parts: list[bytes] = []
     size, more, began = 0, True, time.perf_counter()
     while more:
@@ -346,8 +353,8 @@ async def _read(http: HttpRequest, pending: PendingBodies) -> bytes:
         part = message.get("body", b"")
         size += len(part)
         more = message.get("more_body", False)
-        if size > MOST_BODY_BYTES:
-            raise _too_large()
+        if size > most:
+            raise _too_large(most)
         parts.append(part)
     return b"".join(parts)
 
@@ -356,10 +363,10 @@ def _too_slow() -> ApiError:
     return ApiError(408, "the body of the request does not come", headers={"Connection": "close"})
 
 
-def _too_large() -> ApiError:
+def _too_large(most: int) -> ApiError:
     return ApiError(
         413,
-        f"the body has more than {MOST_BODY_BYTES} bytes; {FEWER}",
+        f"the body has more than {most} bytes; {FEWER}",
         code="request_too_large",
         headers={"Connection": "close"},
     )

@@ -83,9 +83,47 @@ def test_images_become_a_line_of_text_before_the_newest_message(
     prompt, found = prompt_of(agents, caplog, path, **{field: [old, *rest]})
     assert "<|im_start|>user\nSee:\n[image left out]<|im_end|>" in prompt
     assert found.headers[LEFT_OUT] == "image"
-    refused = post(agents, path, **{field: [*rest, old]})
-    assert refused.status_code == 400
-    assert f"type `{picture['type']}` is not supported in the newest message" in refused.text
+    prompt, found = prompt_of(agents, caplog, path, **{field: [*rest, old]})
+    assert "<|im_start|>user\nSee:\n[image left out]<|im_end|>" in prompt
+    assert found.headers[LEFT_OUT] == "image"
+    for blank in ([picture], [{"type": kind, "text": " "}, picture]):
+        refused = post(agents, path, **{field: [*rest, {"role": "user", "content": blank}]})
+        assert refused.status_code == 400
+        where = f"{field}[2].content[{len(blank) - 1}]"
+        assert f"`{where}`: type `{picture['type']}` is not supported by this model" in refused.text
+
+
+VIDEOS: list[tuple[str, str, dict[str, Any], str]] = [
+    ("/v1/chat/completions", "messages", {"type": "video_url"}, "send frames of it as images"),
+    ("/v1/chat/completions", "messages", {"type": "file"}, "or its pages as images"),
+    ("/v1/responses", "input", {"type": "input_file"}, "or its pages as images"),
+    ("/v1/messages", "messages", {"type": "document"}, "or its pages as images"),
+    ("/v1/chat/completions", "messages", {"type": "input_audio"}, "send what is said as text"),
+]
+
+
+@pytest.mark.parametrize(("path", "field", "part", "instead"), VIDEOS)
+def test_videos_and_files_are_refused_with_what_to_send_instead(
+    agents: Running, path: str, field: str, part: dict[str, Any], instead: str
+) -> None:
+    kind = "input_text" if path == "/v1/responses" else "text"
+    turn = {"role": "user", "content": [{"type": kind, "text": "See:"}, part]}
+    found = post(agents, path, **{field: [turn]})
+    assert found.status_code == 400
+    assert f"`{field}[0].content[1]`: type `{part['type']}` is not supported" in found.text
+    assert instead in found.text
+
+
+def test_an_image_as_text_is_no_prompt(agents: Running, caplog: pytest.LogCaptureFixture) -> None:
+    data = "data:image/png;base64," + 5000 * "A"
+    path = "/v1/chat/completions"
+    fields: dict[str, Any] = {"messages": turns(("user", f"See {data}. And {data[:100]}!"))}
+    prompt, found = prompt_of(agents, caplog, path, **fields)
+    assert f"See [image left out]. And {data[:100]}!" in prompt
+    assert found.headers[LEFT_OUT] == "image in text"
+    fields = {"messages": [{"role": "user", "content": [{"type": "text", "text": data}]}]}
+    prompt, _ = prompt_of(agents, caplog, path, **fields)
+    assert "user\n[image left out]<" in prompt
 
 
 def test_images_in_results_of_tools(agents: Running, caplog: pytest.LogCaptureFixture) -> None:
@@ -94,7 +132,9 @@ def test_images_in_results_of_tools(agents: Running, caplog: pytest.LogCaptureFi
     result = {"type": "tool_result", "tool_use_id": "1", "content": [picture]}
     before: list[Any] = [*turns(("user", "Go")), {"role": "assistant", "content": [call]}]
     shown = [*before, {"role": "user", "content": [result]}]
-    assert "newest message" in post(agents, "/v1/messages", messages=shown).text
+    prompt, found = prompt_of(agents, caplog, "/v1/messages", messages=shown)
+    assert found.headers[LEFT_OUT] == "image"
+    assert "<tool_response>\n[image left out]\n</tool_response>" in prompt
     later = [*shown, *turns(("assistant", "Seen."), ("user", "And?"))]
     prompt, _ = prompt_of(agents, caplog, "/v1/messages", messages=later)
     assert "<tool_response>\n[image left out]\n</tool_response>" in prompt

@@ -84,3 +84,8 @@ def test_other_roles_have_no_images(role: str) -> None:
 def test_videos_are_refused_by_name() -> None:
     with pytest.raises(RequestError, match="message 1: part 2 of its content is 'video'"):
         plain_messages([turn(image(PNG), {"type": "video", "video": "a.mp4"})])
+
+
+def test_messages_that_are_none_are_left_to_their_own_check() -> None:
+    odd: Any = ["x", {"role": "user"}, {"role": "user", "content": 3}, turn(image(PNG))]
+    assert len(list(pictures_of(with_pictures(odd, PictureReader(SETTINGS))))) == 1

@@ -43,6 +43,7 @@ def asking(number: int, count: int = 3, constraints: Constraints | None = None) 
         stop_ids=frozenset(),
         message_ends=frozenset(),
         prompt_logprobs=None,
+        images=[],
         client="",
         begin="raw",
         constraints=constraints or Constraints(),

@@ -1,13 +1,20 @@
 """Messages between the processes arrive as they were sent."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
+import torch
 
 from lowbit.formats import errors
 from lowbit.formats.errors import LowbitError, SettingError, TooLongError
+from lowbit.runtime.engine.image_input import span_of
+from lowbit.runtime.engine.prompts import embedded_elsewhere
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
+from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.engine.stats import Load, OfSource, Speculated
+from lowbit.runtime.images.picture import Picture
 from lowbit.runtime.serve.link.messages import (
     Begin,
     Constraints,
@@ -20,6 +27,7 @@ from lowbit.runtime.serve.link.messages import (
     problem_of,
 )
 from lowbit.runtime.state.sampling_params import SamplingParams
+from tests.runtime.images.pictures import SETTINGS
 
 REQUEST = Request(
     prompt=(5, 248_000, 0),
@@ -48,11 +56,30 @@ def test_a_request_arrives_with_all_that_the_engine_looks_at() -> None:
 
 
 def test_every_field_that_the_engine_looks_at_is_carried() -> None:
-    """The engine looks at nothing below `client`; images and salts cannot be sent yet."""
+    """The engine looks at nothing below `client`; salts cannot be sent yet."""
     names = list(Request.__dataclass_fields__)
     looked_at = {*names[: names.index("client") + 1], "count"}
-    looked_at -= {"constraint", "images", "salt", "max_new_tokens"}
+    looked_at -= {"constraint", "salt", "max_new_tokens"}
     assert looked_at | {"number", "id", "begin", "constraints"} == set(Begin.__struct_fields__)
+
+
+def test_images_are_carried_as_their_files() -> None:
+    picture = Picture(b"\x89PNG", SETTINGS, 3, 5, b"digest")
+    request = replace(REQUEST, images=(span_of(picture, 2, embedded_elsewhere),))
+    found = carried(begin_of(4, "abc", request, Constraints()), ToEngine)
+    assert isinstance(found, Begin)
+    made: list[Picture] = []
+    [span] = found.request(lambda each: made.append(each) or torch.zeros(0)).images  # type: ignore[func-returns-value]
+    assert (span.start, span.rows, span.columns, span.digest) == (2, 3, 5, b"digest")
+    assert callable(span.embeddings)
+    span.embeddings()
+    assert (made[0].content, made[0].settings) == (b"\x89PNG", SETTINGS)
+
+
+def test_an_image_without_its_file_cannot_be_sent() -> None:
+    request = replace(REQUEST, images=(ImageSpan(0, 1, 1, torch.zeros(1, 4), b"x"),))
+    with pytest.raises(ValueError, match="without its file"):
+        begin_of(4, "abc", request, Constraints())
 
 
 @pytest.mark.parametrize("changes", [{"count": None}, {"constraint": object()}])

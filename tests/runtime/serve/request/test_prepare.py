@@ -58,7 +58,7 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stream_options": {"mood": 1}}, "stream_options.mood", "not sup"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages[0].content",
+        "messages[0].content[0]",
         "image_url",
     ),
     ({"messages": [{"role": "user", "content": "Hi " * 3000}]}, None, "context"),
@@ -147,5 +147,5 @@ def test_a_body_that_comes_byte_by_byte_is_refused(monkeypatch: pytest.MonkeyPat
 
     request = HttpRequest({"type": "http", "headers": []}, receive)
     with pytest.raises(ApiError, match="does not come") as error:
-        asyncio.run(prepare._read(request, PendingBodies(1)))
+        asyncio.run(prepare._read(request, PendingBodies(1), 1 << 20))
     assert error.value.status == 408

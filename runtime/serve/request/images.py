@@ -1,0 +1,182 @@
+"""Images of a request: read before its prompt is made, or named where the model takes none."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lowbit.formats.errors import RequestError
+from lowbit.formats.fields import shown
+from lowbit.runtime.engine.prompts import PromptEncoder
+from lowbit.runtime.images.data_url import bytes_of_base64, bytes_of_data_url
+from lowbit.runtime.images.picture import PictureReader
+from lowbit.runtime.serve.errors import invalid
+from lowbit.runtime.serve.request.body import MediaPart
+from lowbit.runtime.serve.request.explain import WRONG
+
+IMAGE = "image"  # kind of a part
+INSTEAD: Mapping[str, str] = {  # what to send in place of other kinds
+    "video": "send frames of it as images",
+    "file": "send its text, or its pages as images",
+    "document": "send its text, or its pages as images",
+    "audio": "send what is said as text",
+}
+FETCHED = re.compile(r"\s*(https?|file|ftp|gs|s3|blob):", re.IGNORECASE)
+LEAST_DATA = 4096  # characters of base64 in a text that are taken for an image
+DATA_IN_TEXT = re.compile(rf"data:image/[\w.+-]{{1,40}};base64,[A-Za-z0-9+/=_-]{{{LEAST_DATA},}}")
+IN_TEXT = "image in text"  # name of what is left out
+SEND = "send the file itself: data:image/png;base64,..."
+LINE = "[image left out]"
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Content of a message as its API has it."""
+
+    value: object
+    where: str  # such as `messages[0].content`
+    shows: bool = True  # a user or a tool says it: an image may be part of it
+    tool: bool = False  # a tool has made it, not a person
+
+    def media(self) -> Iterator[tuple[str, MediaPart, bool]]:
+        """Parts that are no text, with their places, and whether they are in a tool's result."""
+        yield from _media(self.value, self.where, self.tool)
+
+    def has_more(self) -> bool:
+        """True if there is anything beside images and the like: text, or a tool's result."""
+        parts = self.value if isinstance(self.value, list) else []
+        return self.tool or any(
+            not isinstance(part, MediaPart) and getattr(part, "text", "x").strip() for part in parts
+        )
+
+
+def _media(value: object, where: str, tool: bool) -> Iterator[tuple[str, MediaPart, bool]]:
+    for index, part in enumerate(value if isinstance(value, list) else ()):
+        place = f"{where}[{index}]"
+        if isinstance(part, MediaPart):
+            yield place, part, tool
+        elif isinstance(inner := getattr(part, "content", None), list):
+            yield from _media(inner, f"{place}.content", tool=True)
+
+
+def read_images(contents: Sequence[Content], prompts: PromptEncoder) -> list[str]:
+    """Read the images of messages, the newest last; names of what the prompt will lack.
+
+    Images that a model does not take, and sounds, files and videos, become a line of text. They are
+    refused where the newest message is a person's and has nothing else to answer.
+
+    Raises:
+        ApiError: an image that cannot be read, by its part, or as above.
+        ResourceError: Pillow is not installed.
+    """
+    reader = None if prompts.images is None else prompts.reader()
+    left_out: list[str] = []
+    for number, content in enumerate(contents, start=1):
+        newest = number == len(contents)
+        for where, part, tool in content.media():
+            if part.kind == IMAGE and reader is not None and content.shows:
+                _read(part, where, reader)
+                continue
+            if newest and not tool:
+                _check_other(part, where, content)
+            left_out.append(part.kind)
+    return left_out
+
+
+def _check_other(part: MediaPart, where: str, content: Content) -> None:
+    """Refuse a part of the newest message that the prompt would lack."""
+    if part.kind != IMAGE:
+        raise invalid(
+            f"`{where}`: type `{part.type}` is not supported in the newest message, only text and "
+            f"images; {INSTEAD[part.kind]}",
+            where,
+            WRONG,
+        )
+    if not content.has_more():
+        raise invalid(
+            f"`{where}`: type `{part.type}` is not supported by this model, which has no vision "
+            "tower, and the newest message has nothing else",
+            where,
+            WRONG,
+        )
+
+
+def _read(part: MediaPart, where: str, reader: PictureReader) -> None:
+    try:
+        content, detail = _file_of(part)
+        part.picture = reader.read(content, "auto" if detail is None else detail)
+    except RequestError as error:
+        words = f"{error}; {error.hint}" if error.hint else str(error)
+        raise invalid(f"`{where}`: {words}", where, WRONG) from None
+
+
+def _file_of(part: MediaPart) -> tuple[bytes, object]:
+    """Content of an image part, and its detail.
+
+    Raises:
+        RequestError: it has none, or names one that would have to be fetched.
+    """
+    if part.source is not None:
+        return _of_source(part.source), part.detail
+    address, detail = part.image_url, part.detail
+    if isinstance(address, Mapping):
+        detail = address.get("detail", detail)
+        address = address.get("url")
+    if address is None and part.file_id is not None:
+        raise RequestError("`file_id` names a file, and no file is stored here", SEND)
+    return _of_url(address), detail
+
+
+def _of_url(address: Any) -> bytes:
+    if not isinstance(address, str):
+        raise RequestError(f"an image's address must be text, got {shown(address)}", SEND)
+    if FETCHED.match(address):
+        raise RequestError(
+            f"the image's address is {shown(address)}, and this server fetches nothing", SEND
+        )
+    return bytes_of_data_url(address)
+
+
+def _of_source(source: Any) -> bytes:
+    """Content of an image as Anthropic's API has it."""
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if kind == "url":
+        return _of_url(source.get("url"))
+    if kind != "base64":
+        raise RequestError(
+            f"`source.type` must be base64, got {shown(kind)}", "send the file's base64 as `data`"
+        )
+    data = source.get("data")
+    if not isinstance(data, str):
+        raise RequestError(f"`source.data` must be base64, got {shown(data)}")
+    return bytes_of_data_url(data) if data[:5].lower() == "data:" else bytes_of_base64(data)
+
+
+def without_data(
+    messages: Sequence[Mapping[str, Any]], left_out: list[str]
+) -> list[dict[str, Any]]:
+    """Messages with a line of text for each image that a client has written out as base64.
+
+    Such an image is tens of thousands of tokens that no model can read.
+    """
+    found = []
+    for message in messages:
+        content = message.get("content")
+        cut = _without(content, left_out) if isinstance(content, str) else content
+        if isinstance(content, list):
+            cut = [
+                {**part, "text": _without(part["text"], left_out)}
+                if part.get("type") == "text"
+                else part
+                for part in content
+            ]
+        found.append({**message, "content": cut} if "content" in message else dict(message))
+    return found
+
+
+def _without(text: str, left_out: list[str]) -> str:
+    if len(text) < LEAST_DATA:
+        return text
+    cut, count = DATA_IN_TEXT.subn(LINE, text)
+    left_out += [IN_TEXT] * count
+    return cut

@@ -1,0 +1,243 @@
+"""Images over HTTP: the three APIs on a model with a vision tower, and what they refuse."""
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+import lowbit.runtime as lowbit
+from lowbit.runtime.images import picture as limits
+from lowbit.runtime.serve.request import prepare
+from tests.runtime.images.pictures import picture, saved
+from tests.runtime.serve.conftest import LEFT_OUT, SHORT, Running, post, running, turns
+
+PNG = saved(picture(300, 200))
+DATA = base64.b64encode(PNG).decode()
+URL = f"data:image/png;base64,{DATA}"
+TOKENS = 54
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+FIELD = {CHAT: "messages", RESPONSES: "input", MESSAGES: "messages"}
+
+
+@pytest.fixture(scope="module")
+def seeing(seeing_folder: Path) -> Iterator[Running]:
+    model = lowbit.load(seeing_folder, device="cpu", context=2048, max_sequences=2)
+    with running(model, log_prompts=True) as server:
+        yield server
+
+
+def image(path: str, url: str = URL, **more: Any) -> dict[str, Any]:
+    if path == CHAT:
+        return {"type": "image_url", "image_url": {"url": url, **more}}
+    if path == RESPONSES:
+        return {"type": "input_image", "image_url": url, **more}
+    media, _, data = url.removeprefix("data:").partition(";base64,")
+    return {"type": "image", "source": {"type": "base64", "media_type": media, "data": data}}
+
+
+def text(path: str, words: str) -> dict[str, Any]:
+    return {"type": "input_text" if path == RESPONSES else "text", "text": words}
+
+
+def user(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+def ask(server: Running, path: str, *messages: dict[str, Any]) -> httpx2.Response:
+    return post(server, path, **{FIELD[path]: list(messages)})
+
+
+def prompt_tokens(found: httpx2.Response) -> int:
+    assert found.status_code == 200, found.text
+    usage = found.json()["usage"]
+    if "prompt_tokens" in usage:
+        return int(usage["prompt_tokens"])
+    return int(usage["input_tokens"] + usage.get("cache_read_input_tokens", 0))
+
+
+def answer_of(path: str, found: httpx2.Response) -> str:
+    content = found.json()
+    if path == CHAT:
+        message = content["choices"][0]["message"]
+        return str(message.get("reasoning") or "") + str(message["content"] or "")
+    return json.dumps(content["output"] if path == RESPONSES else content["content"])
+
+
+@pytest.mark.parametrize("path", FIELD)
+def test_usage_counts_the_tokens_of_an_image(seeing: Running, path: str) -> None:
+    bare = ask(seeing, path, user(text(path, "What is ?")))
+    shown = ask(seeing, path, user(text(path, "What is "), image(path), text(path, "?")))
+    assert prompt_tokens(shown) == prompt_tokens(bare) + TOKENS + 2
+    assert LEFT_OUT not in shown.headers
+
+
+def test_the_answer_is_that_of_the_model(seeing: Running) -> None:
+    content = [text(CHAT, "What is "), {"type": "image", "image": PNG}, text(CHAT, "?")]
+    greedy = lowbit.SamplingParams()
+    expected = seeing.model.generate(
+        [{"role": "user", "content": content}], max_new_tokens=4, sampling=greedy
+    )
+    found = ask(seeing, CHAT, user(text(CHAT, "What is "), image(CHAT), text(CHAT, "?")))
+    assert answer_of(CHAT, found) == (expected.reasoning or "") + expected.text
+
+
+@pytest.mark.parametrize("path", FIELD)
+def test_images_change_the_answer_only_where_they_differ(seeing: Running, path: str) -> None:
+    other = "data:image/png;base64," + base64.b64encode(saved(picture(300, 200, 7))).decode()
+    ask_again = [ask(seeing, path, user(image(path, url), text(path, "?"))) for url in (URL, URL)]
+    assert prompt_tokens(ask(seeing, path, user(image(path, other), text(path, "?"))))
+    one, two = (prompt_tokens(each) for each in ask_again)
+    assert one == two
+
+
+def test_an_address_may_be_no_object(seeing: Running) -> None:
+    found = ask(seeing, CHAT, user({"type": "image_url", "image_url": URL}))
+    assert prompt_tokens(found) > TOKENS
+
+
+def test_images_in_results_of_tools(seeing: Running) -> None:
+    call = {"type": "tool_use", "id": "1", "name": "shot", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [image(MESSAGES)]}
+    before: list[dict[str, Any]] = [
+        *turns(("user", "Go")),
+        {"role": "assistant", "content": [call]},
+    ]
+    empty = ask(seeing, MESSAGES, *before, user(result | {"content": []}))
+    shown = ask(seeing, MESSAGES, *before, user(result))
+    assert prompt_tokens(shown) == prompt_tokens(empty) + TOKENS + 2
+    bad = result | {"content": [text(MESSAGES, "a"), image(MESSAGES, "data:image/png;base64,AAAA")]}
+    refused = ask(seeing, MESSAGES, *before, user(bad))
+    assert refused.status_code == 400
+    assert "`messages[2].content[0].content[1]`" in refused.text
+
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": "Go"},
+        {"type": "function_call", "call_id": "1", "name": "shot", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": [image(RESPONSES)]},
+    ]
+    assert prompt_tokens(ask(seeing, RESPONSES, *items)) > TOKENS
+    chat: list[dict[str, Any]] = [
+        *turns(("user", "Go")),
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "1", "function": {"name": "shot", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": [image(CHAT)]},
+    ]
+    assert prompt_tokens(ask(seeing, CHAT, *chat)) > TOKENS
+
+
+def test_a_detail_limits_the_tokens(seeing: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(limits.DETAIL_PIXELS, "low", 32 * 32 * 10)
+    for path in (CHAT, RESPONSES):
+        low, auto, high = (
+            prompt_tokens(ask(seeing, path, user(image(path, URL, detail=each))))
+            for each in ("low", "auto", "high")
+        )
+        assert low < auto == high
+    refused = ask(seeing, CHAT, user(image(CHAT, URL, detail="fine")))
+    assert refused.status_code == 400
+    assert "`detail` must be low, auto, high" in refused.text
+
+
+BAD: list[tuple[str, str]] = [
+    ("https://example.org/a.png", "this server fetches nothing"),
+    (" HTTP://169.254.169.254/latest", "this server fetches nothing"),
+    ("file:///etc/passwd", "this server fetches nothing"),
+    ("/etc/passwd", "must begin with `data:`"),
+    ("data:image/png;base64,", "an image is empty"),
+    ("data:image/png;base64,!!!!", "which base64 lacks"),
+    ("data:image/png;base64," + DATA[:400], "damaged, cut short"),
+    ("data:application/pdf;base64," + base64.b64encode(b"%PDF-1.7").decode(), "a PDF came"),
+    ("data:image/png;base64," + base64.b64encode(b"hello world").decode(), "begins with the bytes"),
+]
+
+
+@pytest.mark.parametrize(("url", "words"), BAD)
+def test_bad_images_are_refused_by_their_part(seeing: Running, url: str, words: str) -> None:
+    found = ask(seeing, CHAT, user(text(CHAT, "See "), image(CHAT, url)), *turns(("user", "?")))
+    assert found.status_code == 400
+    error = found.json()["error"]
+    assert error["param"] == "messages[0].content[1]"
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url"},
+        {"type": "image_url", "image_url": 3},
+        {"type": "image_url", "image_url": {"url": ["a"]}},
+        {"type": "image_url", "image_url": None, "file_id": "f"},
+        {"type": "image", "source": {"type": "file", "file_id": "f"}},
+        {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}},
+        {"type": "image", "source": {"type": "base64"}},
+        {"type": "image", "source": {"type": "base64", "data": 3}},
+        {"type": "image", "source": "x"},
+        {"type": "image", "source": {}},
+    ],
+)
+def test_odd_parts_are_refused(seeing: Running, part: dict[str, Any]) -> None:
+    path = CHAT if part["type"] == "image_url" else MESSAGES
+    found = ask(seeing, path, user(part))
+    assert found.status_code == 400, found.text
+    assert "`messages[0].content[0]`" in found.text
+
+
+def test_many_images_are_refused(seeing: Running) -> None:
+    tiny = "data:image/png;base64," + base64.b64encode(saved(picture(8, 8))).decode()
+    found = ask(seeing, CHAT, user(*[image(CHAT, tiny)] * (limits.MOST_IMAGES + 1)))
+    assert found.status_code == 400
+    assert "`messages[0].content[100]`: a prompt may have 100 images" in found.text
+
+
+def test_images_that_do_not_fit_the_context(seeing: Running) -> None:
+    found = ask(seeing, CHAT, user(*[image(CHAT)] * 40))
+    assert found.status_code == 400
+    assert found.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_images_of_an_assistant_become_a_line(seeing: Running) -> None:
+    said = {"role": "assistant", "content": [image(CHAT)]}
+    found = ask(seeing, CHAT, *turns(("user", "Draw")), said, *turns(("user", "Well?")))
+    assert found.status_code == 200
+    assert found.headers[LEFT_OUT] == "image"
+
+
+def test_tokens_are_counted_with_images(seeing: Running) -> None:
+    url = seeing.url + "/v1/messages/count_tokens"
+    body: dict[str, Any] = {"model": "tiny", "messages": [user(image(MESSAGES))]}
+    counted = httpx2.post(url, json=body, timeout=60).json()["input_tokens"]
+    assert counted == prompt_tokens(ask(seeing, MESSAGES, user(image(MESSAGES))))
+    body = {"messages": [user(image(CHAT))]}
+    found = httpx2.post(seeing.url + "/tokenize", json=body, timeout=60).json()
+    assert found["tokens"].count(310) == TOKENS
+    body = {"messages": [user(image(CHAT, "data:,"))]}
+    assert httpx2.post(seeing.url + "/tokenize", json=body, timeout=60).status_code == 400
+
+
+def test_a_growing_chat_finds_its_image_in_the_cache(seeing: Running) -> None:
+    first = user(text(CHAT, "What is this? " * 30), image(CHAT), text(CHAT, "Tell me. " * 30))
+    ask(seeing, CHAT, first)
+    found = ask(seeing, CHAT, first, *turns(("assistant", "A."), ("user", "And?")))
+    usage = found.json()["usage"]
+    assert usage["prompt_tokens"] > usage["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_bodies_with_images_may_be_longer(seeing: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "MOST_BODY_BYTES", 10)
+    assert ask(seeing, CHAT, user(image(CHAT))).status_code == 200
+    monkeypatch.setattr(prepare, "MOST_IMAGE_BODY_BYTES", 1000)
+    assert ask(seeing, CHAT, user(image(CHAT))).status_code == 413
+
+
+def test_several_answers_and_streams_see_the_image(seeing: Running) -> None:
+    body = SHORT[CHAT] | {"messages": [user(image(CHAT))], "n": 2}
+    found = httpx2.post(seeing.url + CHAT, json=body, timeout=60).json()
+    assert len(found["choices"]) == 2
+    body |= {"n": 1, "stream": True}
+    assert httpx2.post(seeing.url + CHAT, json=body, timeout=60).text.endswith("data: [DONE]\n\n")
