@@ -73,7 +73,10 @@ def render_prompt(
             template that does not know tools, the thinking switch or an argument.
         CheckpointError: the template is not valid jinja2.
     """
-    plain = [for_template(each) for each in plain_messages(messages)]
+    plain = [
+        for_template(each, f"message {number}")
+        for number, each in enumerate(plain_messages(messages), start=1)
+    ]
     if tools and "tools" not in template.source:
         raise RequestError("the chat template does not know tools", hint="leave out `tools`")
     thinking, arguments = split_thinking(template_arguments or {}, thinking)

@@ -63,11 +63,23 @@ def pictures_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[Picture]:
             yield part[IMAGE]
 
 
-def for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """A plain message with placeholders for its pictures."""
+def for_template(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """A plain message with placeholders for its pictures.
+
+    Args:
+        where: the message, for errors.
+
+    Raises:
+        RequestError: an image that nobody has read.
+    """
     if not isinstance(message["content"], list):
         return message
-    parts = [PLACEHOLDER if part["type"] == IMAGE else part for part in message["content"]]
+    parts = []
+    for number, part in enumerate(message["content"], start=1):
+        if part["type"] in IMAGES and not isinstance(part.get(IMAGE), Picture):
+            kind = part["type"]
+            raise RequestError(f"{where}: part {number} is '{kind}', only text is supported here")
+        parts.append(PLACEHOLDER if part["type"] in IMAGES else part)
     return {**message, "content": parts}
 
 

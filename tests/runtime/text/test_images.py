@@ -44,8 +44,16 @@ def test_an_image_is_bytes_a_path_or_a_data_url(tmp_path: Path) -> None:
 
 
 def test_a_template_gets_placeholders_and_texts_in_order() -> None:
-    [message] = plain_messages([turn(text("a"), text("b"), image(PNG), text("c"))])
-    assert for_template(message)["content"] == [text("ab"), {"type": "image"}, text("c")]
+    turns = [turn(text("a"), text("b"), image(PNG), text("c"))]
+    [message] = plain_messages(with_pictures(turns, PictureReader(SETTINGS)))
+    assert for_template(message, "")["content"] == [text("ab"), {"type": "image"}, text("c")]
+
+
+@pytest.mark.parametrize("part", [image(PNG), {"type": "image_url", "image_url": {"url": URL}}])
+def test_an_image_that_nobody_has_read_is_refused(part: dict[str, Any]) -> None:
+    [message] = plain_messages([turn(text("a"), part)])
+    with pytest.raises(RequestError, match=r"message 1: part 2 is 'image(_url)?', only text"):
+        for_template(message, "message 1")
 
 
 def test_texts_alone_are_one_text_as_before() -> None:
