@@ -18,9 +18,11 @@ from lowbit.runtime.engine.stream import Generation, Timings
 from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.text.answer import Piece
 from lowbit.runtime.text.chat import Message
+from lowbit.runtime.text.images import has_images
 
 # `read` is the longest time between two parts of an answer.
 TIMEOUTS = httpx2.Timeout(600.0, connect=10.0)
+LEFT_OUT = "x-lowbit-left-out"
 MAX_EVENT_BYTES = 16 << 20
 
 
@@ -44,6 +46,11 @@ class RemoteModel:
         body = {"messages": list(messages), **_switch(thinking)}
         with _response(self.client, "POST", "/tokenize", body) as response:
             response.read()
+            if "image" in response.headers.get(LEFT_OUT, "") and has_images(messages):
+                raise RequestError(
+                    f"`{self.name}`, the server's model, takes no images",
+                    hint="images need a Qwen3.5 with its vision tower",
+                )
             return ChatPrompt(messages, thinking, response.json()["tokens"])
 
     def stream(self, prompt: ChatPrompt, settings: AnswerSettings) -> "RemoteStream":

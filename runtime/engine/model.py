@@ -15,7 +15,7 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.image_input import EncodedPrompt
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.memory import ChosenSequences, ChosenType
-from lowbit.runtime.engine.prompts import PromptEncoder, embedded_elsewhere
+from lowbit.runtime.engine.prompts import PromptEncoder
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.span import ImageSpan
@@ -102,17 +102,18 @@ class Model:
     @property
     def prompts(self) -> PromptEncoder:
         """Encoder of prompts."""
-        return PromptEncoder(
+        found = PromptEncoder(
             self.folder,
             self.tokenizer,
             self.template,
             self.engine.limits,
             self.options.allow_control_tokens,
             self.options.refuse_late_system,
-            None if self.vision is None else self.vision.input,
-            self.no_vision,
-            embedded_elsewhere if self.vision is None else self.vision.embed,
+            no_images=self.no_vision,
         )
+        if (vision := self.vision) is None:
+            return found
+        return replace(found, images=vision.input, embed=vision.embed, known=vision.known)
 
     @property
     def grammars(self) -> Grammars:

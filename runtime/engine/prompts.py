@@ -11,7 +11,7 @@ from lowbit.formats.text.template import ChatTemplate
 from lowbit.formats.text.tokenizer import MarkedText
 from lowbit.runtime.engine.image_input import EncodedPrompt, ImageInput, place
 from lowbit.runtime.engine.request import Limits
-from lowbit.runtime.images.picture import Picture, PictureReader
+from lowbit.runtime.images.picture import KnownPictures, Picture, PictureReader
 from lowbit.runtime.text.chat import Message, has_late_system, one_system_message, render_prompt
 from lowbit.runtime.text.images import has_images, pictures_of, with_pictures
 from lowbit.runtime.text.tokenizer import ControlTokens, Tokenizer
@@ -39,6 +39,7 @@ class PromptEncoder:
         images: how images become tokens; None for a model that takes none.
         no_images: why it takes none.
         embed: makes the embeddings of a picture.
+        known: images that have been decoded.
     """
 
     folder: Path
@@ -50,6 +51,7 @@ class PromptEncoder:
     images: ImageInput | None = None
     no_images: str = ""
     embed: "Callable[[Picture], Tensor]" = field(default=embedded_elsewhere, repr=False)
+    known: KnownPictures = field(default_factory=KnownPictures, compare=False, repr=False)
 
     @property
     def control(self) -> ControlTokens | None:
@@ -137,7 +139,7 @@ class PromptEncoder:
                 f"the model takes no images: {self.no_images}",
                 hint="images need a Qwen3.5 with its vision tower, converted without --drop-vision",
             )
-        return PictureReader(self.images.settings)
+        return PictureReader(self.images.settings, self.known)
 
     def _rendered(
         self,

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import LowbitError
+from lowbit.formats.machine.memory import free_bytes
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 from lowbit.runtime.engine.image_input import ImageInput
 from lowbit.runtime.images.patches import image_patches
-from lowbit.runtime.images.picture import Picture
+from lowbit.runtime.images.picture import KnownPictures, Picture
 from lowbit.runtime.images.settings import image_settings
 from lowbit.runtime.models.vision import (
     OpenedTower,
@@ -24,7 +25,7 @@ from lowbit.runtime.models.vision import (
 
 log = logging.getLogger("lowbit")
 CACHE_BYTES = 256 << 20  # of embeddings: 100 screens of 2,040 tokens and 640 numbers each
-TYPICAL_PATCHES = 8192  # of a screen of 1920 x 1080
+LEAST_PATCHES = 8192  # for which there must be room: a screen of 1920 x 1080
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +35,7 @@ class Vision:
     Attributes:
         input: what the rest of the program knows of images.
         device: of the model; the tower is on the CPU where its memory is full.
+        known: images that have been decoded.
     """
 
     opened: OpenedTower = field(repr=False)
@@ -41,6 +43,7 @@ class Vision:
     device: str
     dtype: torch.dtype
     cache_bytes: int = CACHE_BYTES
+    known: KnownPictures = field(default_factory=KnownPictures, repr=False)
     _tower: VisionTower | None = field(default=None, repr=False)
     _kept: OrderedDict[bytes, Tensor] = field(default_factory=OrderedDict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -59,7 +62,7 @@ class Vision:
                 self._kept.move_to_end(picture.digest)
                 return found
             if self._tower is None:
-                self._tower = self._load()
+                self._tower = self._load(picture)
             found = self._tower(image_patches(picture.content, picture.settings))
             self._keep(picture.digest, found)
             return found
@@ -69,12 +72,15 @@ class Vision:
         while sum(each.nbytes for each in self._kept.values()) > self.cache_bytes:
             self._kept.popitem(last=False)
 
-    def _load(self) -> VisionTower:
+    def _load(self, picture: Picture) -> VisionTower:
+        """The tower on the model's device, if there is room for it and for a large image."""
         device = self.device
         if device != "cpu":
+            patches = picture.rows * picture.columns * picture.settings.merge**2
             needed = self.opened.weight_bytes(self.dtype)
-            needed += self.opened.working_bytes(TYPICAL_PATCHES, self.dtype)
-            if torch.cuda.mem_get_info()[0] < needed:
+            needed += 2 * self.opened.working_bytes(max(LEAST_PATCHES, patches), self.dtype)
+            left = free_bytes(device)
+            if left is not None and left < needed:
                 log.warning(
                     "the vision tower runs on the CPU: the GPU has not the %d MiB that it takes; "
                     "a smaller context or cache leaves more",

@@ -1,6 +1,8 @@
 """Image files that have been read once: their tokens are known, and no pixel is kept."""
 
 import hashlib
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
@@ -21,6 +23,7 @@ DETAIL_PIXELS: Mapping[Detail, int] = {
 }
 MOST_IMAGES = 100  # of a prompt
 MOST_PROMPT_PIXELS = 1 << 28  # of all images of a prompt, decoded one behind another
+MOST_KNOWN = 4096  # images whose sizes are remembered
 HINT = "leave out the oldest ones"
 
 
@@ -54,10 +57,37 @@ def limited(settings: ImageSettings, detail: object) -> ImageSettings:
 
 
 @dataclass(slots=True)
+class KnownPictures:
+    """Sizes of images that have been decoded, so that a growing chat does not decode them again."""
+
+    _sizes: OrderedDict[bytes, tuple[int, int]] = field(default_factory=OrderedDict, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def size_of(self, content: bytes, limits: ImageLimits) -> tuple[tuple[int, int], bool]:
+        """Width and height of a file's image, and whether it was decoded now.
+
+        Raises:
+            RequestError, ResourceError: see `decode_image`.
+        """
+        digest = hashlib.sha256(content).digest()
+        with self._lock:
+            if (found := self._sizes.get(digest)) is not None:
+                self._sizes.move_to_end(digest)
+                return found, False
+        found = decode_image(content, limits).size
+        with self._lock:
+            self._sizes[digest] = found
+            if len(self._sizes) > MOST_KNOWN:
+                self._sizes.popitem(last=False)
+        return found, True
+
+
+@dataclass(slots=True)
 class PictureReader:
     """Reads the images of one prompt, within the limits of all of them."""
 
     settings: ImageSettings
+    known: KnownPictures = field(default_factory=KnownPictures)
     count: int = 0
     pixels: int = 0  # of those that have been decoded
 
@@ -76,8 +106,9 @@ class PictureReader:
             raise RequestError(
                 f"the images of a prompt have over {MOST_PROMPT_PIXELS} pixels", HINT
             )
-        image = decode_image(content, ImageLimits(most_pixels=min(MOST_PIXELS, left)))
-        self.pixels += image.width * image.height
-        width, height = smart_size(image.width, image.height, settings)
+        limits = ImageLimits(most_pixels=min(MOST_PIXELS, left))
+        size, decoded = self.known.size_of(content, limits)
+        self.pixels += size[0] * size[1] if decoded else 0
+        width, height = smart_size(*size, settings)
         rows, columns = height // settings.factor, width // settings.factor
         return Picture(content, settings, rows, columns, digest_of(content, settings))

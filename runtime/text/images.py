@@ -19,7 +19,6 @@ from lowbit.runtime.images.picture import Picture, PictureReader
 IMAGE, IMAGE_URL = "image", "image_url"
 IMAGES = (IMAGE, IMAGE_URL)  # types of parts
 FILE = "image"  # in messages about files
-ELSEWHERE = ("http:", "https:", "file:", "ftp:")
 PLACEHOLDER = {"type": IMAGE}  # what a template gets
 
 
@@ -86,25 +85,21 @@ def for_template(message: dict[str, Any], where: str) -> dict[str, Any]:
 def file_of(value: Any) -> bytes:
     """Content of an image file: bytes, a path, or a `data:` URL.
 
+    A text is never a path: it may come from somebody who may not read files.
+
     Raises:
         RequestError: it cannot be read, or is an address elsewhere.
     """
     if isinstance(value, bytes):
         return value
     if isinstance(value, str):
-        start = value[:16].strip().lower()
-        if start.startswith(SCHEME):
-            return bytes_of_data_url(value)
-        if start.startswith(ELSEWHERE):
-            raise RequestError(
-                f"an image's address is {shown(value)}, and nothing is fetched from elsewhere",
-                hint="give the file itself, or its path",
-            )
-    if not isinstance(value, str | Path):
+        return bytes_of_data_url(value)
+    if not isinstance(value, Path):
         raise RequestError(
-            f"an image must be bytes, a path or a `{SCHEME}` URL, got {shown(value)}"
+            f"an image must be bytes, a path or a `{SCHEME}` URL, got {shown(value)}",
+            hint="use pathlib.Path for a file",
         )
-    return read_user_file(Path(value), FILE, MOST_BYTES)
+    return read_user_file(value, FILE, MOST_BYTES)
 
 
 def read_image_file(path: Path) -> str:

@@ -16,7 +16,7 @@ from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.body import NEUTRAL, ModelBody
 from lowbit.runtime.serve.request.prepare import Asked, encode, read_request
 from lowbit.runtime.serve.served_model import ServedModel
-from lowbit.runtime.serve.service import service_of
+from lowbit.runtime.serve.service import record_of, service_of
 from lowbit.runtime.serve.settings import MOST_IDS
 
 
@@ -54,7 +54,9 @@ router = APIRouter()
 async def tokenize(http: HttpRequest) -> dict[str, Any]:
     """Token ids of a text or a conversation."""
     service, body = await read_request(http, TokenizeBody)
-    ids = await service.in_thread(lambda: _encode(service.model, body))
+    left_out: list[str] = []
+    ids = await service.in_thread(lambda: _encode(service.model, body, left_out))
+    record_of(http).leave_out(left_out)
     found: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": service.model.context,
@@ -65,13 +67,13 @@ async def tokenize(http: HttpRequest) -> dict[str, Any]:
     return found
 
 
-def _encode(model: ServedModel, body: TokenizeBody) -> Sequence[int]:
+def _encode(model: ServedModel, body: TokenizeBody, left_out: list[str]) -> Sequence[int]:
     if body.messages is not None:
-        read_chat_images(model, body.messages)
+        left_out += read_chat_images(model, body.messages)
         messages, tools = turns_of(body.messages), functions_of(body.tools)
         arguments = body.chat_template_kwargs or {}
         asked = Asked(messages=messages, tools=tools, template_arguments=arguments)
-        return encode(model, asked).prompt
+        return encode(model, asked, left_out).prompt
     framed = body.add_special_tokens is not False
     return model.tokenizer.encode(body.prompt or "", framed=framed, context=model.context)
 

@@ -24,6 +24,7 @@ INSTEAD: Mapping[str, str] = {  # what to send in place of other kinds
 FETCHED = re.compile(r"\s*(https?|file|ftp|gs|s3|blob):", re.IGNORECASE)
 LEAST_DATA = 4096  # characters of base64 in a text that are taken for an image
 DATA_IN_TEXT = re.compile(rf"data:image/[\w.+-]{{1,40}};base64,[A-Za-z0-9+/=_-]{{{LEAST_DATA},}}")
+NAMED = {"None": "auto", "original": "high"}  # details under other names
 IN_TEXT = "image in text"  # name of what is left out
 SEND = "send the file itself: data:image/png;base64,..."
 LINE = "[image left out]"
@@ -104,7 +105,7 @@ def _check_other(part: MediaPart, where: str, content: Content) -> None:
 def _read(part: MediaPart, where: str, reader: PictureReader) -> None:
     try:
         content, detail = _file_of(part)
-        part.picture = reader.read(content, "auto" if detail is None else detail)
+        part.picture = reader.read(content, NAMED.get(str(detail), detail))
     except RequestError as error:
         words = f"{error}; {error.hint}" if error.hint else str(error)
         raise invalid(f"`{where}`: {words}", where, WRONG) from None

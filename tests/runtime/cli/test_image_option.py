@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lowbit.runtime.cli.main import main
+from lowbit.runtime.images.data_url import data_url
 from tests.runtime.images.pictures import picture, saved
 
 pytestmark = pytest.mark.commands
@@ -63,7 +64,8 @@ def test_options_that_have_no_place_for_images(png: Path, more: list[str]) -> No
 
 
 def test_lines_of_a_file_hold_their_own(seeing_folder: Path, tmp_path: Path, png: Path) -> None:
-    parts = [{"type": "image", "image": str(png)}, {"type": "text", "text": "Which?"}]
+    url = data_url(png.read_bytes())
+    parts = [{"type": "image", "image": url}, {"type": "text", "text": "Which?"}]
     line = {"id": 1, "messages": [{"role": "user", "content": parts}]}
     (tmp_path / "lines.jsonl").write_text(json.dumps(line))
     result = run(seeing_folder, "--prompts", tmp_path / "lines.jsonl", "--json", *SHORT)

@@ -9,6 +9,7 @@ import torch
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import LowbitError, RequestError, ResourceError
+from lowbit.runtime.engine import engine
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.engine.stream import Handle
@@ -349,3 +350,20 @@ def test_images_come_right_after_a_step_that_failed(
     assert not model.engine.runner.shifts.any()
     assert said(submitted(model, hub.prompt(20)))
     assert said(submitted(model, prompt)) == expected
+
+
+def test_a_prompt_with_images_may_pause_beside_an_answer(
+    hub: Hub, fresh: Callable[..., lowbit.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two of its layers others decode, whose angles are their own."""
+    monkeypatch.setattr(engine, "CPU_TURN_S", -1.0)
+    prompts = [hub.prompt(*PROMPTS["one"]), hub.prompt(*PROMPTS["four"], seed=1)]
+    alone = [said(submitted(fresh(), each, 20)) for each in prompts]
+    model = fresh()
+    first = model.engine.submit(asked(prompts[0], 20))
+    next(first)
+    second = model.engine.submit(asked(prompts[1], 20))
+    next(second)
+    for handle, expected in zip((first, second), alone, strict=True):
+        handle.result()
+        assert said(handle) == expected

@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from PIL.Image import Image
 
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.images import picture as module
+from lowbit.runtime.images.decode import ImageLimits, decode_image
 from lowbit.runtime.images.patches import image_patches
-from lowbit.runtime.images.picture import PictureReader, limited
+from lowbit.runtime.images.picture import KnownPictures, PictureReader, limited
 from tests.runtime.images.pictures import SETTINGS, picture, saved
 
 WIDE = replace(SETTINGS, most_pixels=1 << 24)
@@ -62,5 +64,33 @@ def test_pixels_of_all_images_are_limited_before_one_is_decoded(
     monkeypatch.setattr(module, "MOST_PROMPT_PIXELS", 90 * 70 + 100)
     reader = PictureReader(SETTINGS)
     reader.read(PNG)
+    reader.read(PNG)  # it is not decoded again
     with pytest.raises(RequestError, match="90 x 70 = 6300 pixels, expected at most 100"):
-        reader.read(PNG)
+        reader.read(saved(picture(90, 70, 1)))
+
+
+def test_an_image_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[bytes] = []
+
+    def counted(content: bytes, limits: ImageLimits) -> Image:
+        decoded.append(content)
+        return decode_image(content, limits)
+
+    monkeypatch.setattr(module, "decode_image", counted)
+    known = KnownPictures()
+    one, two = (PictureReader(SETTINGS, known) for _ in range(2))
+    assert one.read(PNG).digest == two.read(PNG, "low").digest
+    assert decoded == [PNG]
+    assert (one.pixels, two.pixels) == (6300, 0)
+    with pytest.raises(RequestError, match="damaged"):
+        two.read(PNG[:200])
+    with pytest.raises(RequestError, match="damaged"):
+        two.read(PNG[:200])
+
+
+def test_few_sizes_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_KNOWN", 2)
+    known, limits = KnownPictures(), ImageLimits()
+    files = [saved(picture(40, 40, seed)) for seed in range(3)]
+    assert [known.size_of(each, limits)[1] for each in files] == [True] * 3
+    assert [known.size_of(each, limits)[1] for each in (files[2], files[0])] == [False, True]

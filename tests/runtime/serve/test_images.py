@@ -139,6 +139,8 @@ def test_a_detail_limits_the_tokens(seeing: Running, monkeypatch: pytest.MonkeyP
             for each in ("low", "auto", "high")
         )
         assert low < auto == high
+    original = ask(seeing, RESPONSES, user(image(RESPONSES, URL, detail="original")))
+    assert prompt_tokens(original) == high
     refused = ask(seeing, CHAT, user(image(CHAT, URL, detail="fine")))
     assert refused.status_code == 400
     assert "`detail` must be low, auto, high" in refused.text

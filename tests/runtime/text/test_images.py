@@ -35,11 +35,11 @@ def read(*messages: dict[str, Any]) -> list[Picture]:
 def test_an_image_is_bytes_a_path_or_a_data_url(tmp_path: Path) -> None:
     path = tmp_path / "screen.png"
     path.write_bytes(PNG)
-    parts = [image(PNG), image(path), image(str(path)), image(URL)]
+    parts = [image(PNG), image(path), image(URL)]
     parts += [{"type": "image_url", "image_url": {"url": URL, "detail": "high"}}]
     parts += [{"type": "image_url", "image_url": URL}]
     found = read(turn(text("Look:"), *parts), turn(image(PNG), role="tool"))
-    assert [each.content for each in found] == [PNG] * 7
+    assert [each.content for each in found] == [PNG] * 6
     assert len({each.digest for each in found}) == 1
 
 
@@ -63,13 +63,14 @@ def test_texts_alone_are_one_text_as_before() -> None:
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        (image("https://example.org/a.png"), "nothing is fetched from elsewhere"),
-        (image("file:///etc/passwd"), "nothing is fetched from elsewhere"),
+        (image("https://example.org/a.png"), "must begin with `data:`"),
+        (image("file:///etc/passwd"), "must begin with `data:`"),
         (image(3), "must be bytes, a path or a `data:` URL, got 3"),
         (image(b""), "an image is empty"),
         (image(PNG[:200]), "damaged, cut short"),
         (image(b"%PDF-1.7"), "a PDF came for an image"),
-        (image("nowhere.png"), "`nowhere.png` cannot be read"),
+        (image(Path("nowhere.png")), "`nowhere.png` cannot be read"),
+        (image("/etc/passwd"), "must begin with `data:`"),
         (image(PNG, detail=7), "`detail` must be low, auto, high, got 7"),
         (image(PNG, detail=["low"]), "`detail` must be low, auto, high, got"),
         ({"type": "image_url", "image_url": {"url": "http://x/a.png"}}, "must begin with `data:`"),

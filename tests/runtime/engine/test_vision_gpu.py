@@ -1,0 +1,42 @@
+"""Conversations with images on a GPU: its tower and model against those of a CPU in FP32."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowbit.runtime as lowbit
+from tests.runtime.engine.test_vision import CAT, DOG, GREEDY, assistant, user
+
+pytestmark = pytest.mark.gpu
+
+
+def test_images_of_messages_are_those_of_a_cpu(seeing_folder: Path) -> None:
+    model = lowbit.load(seeing_folder, device="cuda", context=500)
+    exact = lowbit.load(seeing_folder, device="cpu", dtype=torch.float32, context=500)
+    rounded = lowbit.load(seeing_folder, device="cpu", context=500)
+    messages = [user("Look: ", CAT, " and ", DOG, "!")]
+    made = [each.encode_prompt(messages, None) for each in (model, exact, rounded)]
+    found, right, near = (
+        each.logits(one.ids, one.images).double().cpu()
+        for each, one in zip((model, exact, rounded), made, strict=True)
+    )
+    assert model.vision is not None
+    assert model.vision._tower is not None
+    assert model.vision._tower.patches.weight.is_cuda
+    assert (found - right).norm() < 1.5 * (near - right).norm()
+
+
+def test_the_tower_runs_once_a_picture(seeing_folder: Path) -> None:
+    model = lowbit.load(seeing_folder, device="cuda", context=500)
+    messages = [user(CAT, "x" * 80)]
+    first = model.generate(messages, sampling=GREEDY, max_new_tokens=20)
+    again = model.generate(messages, sampling=GREEDY, max_new_tokens=20)
+    assert again.token_ids == first.token_ids
+    assert model.vision is not None
+    tower, model.vision._tower = model.vision._tower, None
+    messages += [assistant("Well."), user("And?")]
+    turn = model.generate(messages, sampling=GREEDY, max_new_tokens=20)
+    assert turn.timings.reused_tokens > 80
+    assert tower is not None
+    assert model.vision._tower is None
