@@ -54,6 +54,7 @@ class BlockDrafts:
     # layers of the target whose outputs it reads, in the order of its input
     target_layers: tuple[int, ...]
     first: int = 1  # place in the block whose output is the first draft
+    target_depth: int | None = None  # layers of the target; None if config.json does not say
 
     @property
     def drafts(self) -> int:

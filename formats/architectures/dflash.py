@@ -33,7 +33,7 @@ WINDOW = Field("sliding_window", least=1, most=2**31)
 WINDOWED = Field("use_sliding_window", "flag", default=True)
 CAUSAL = Field("is_causal", "flag", default=None, nullable=True)
 KIND = "projector_type"  # of SpecForge, which trains other heads under similar configs
-TARGET_LAYERS = Field("num_target_layers", least=1, most=MAX_LAYERS, default=MAX_LAYERS)
+DEPTH = Field("num_target_layers", least=1, most=MAX_LAYERS, default=None)
 FEATURES: Mapping[str, tuple[Any, ...]] = {
     **dense.FEATURES,
     "input_embedding_scale": (None, 1, 1.0),
@@ -114,7 +114,8 @@ def read_blocks(
         UnsupportedModelError: a key is missing or out of range.
     """
     mask = Field("mask_token_id", least=0, most=vocab_size - 1)
-    layers = read_field(config, TARGET_LAYERS)
+    depth = read_field(config, DEPTH)
+    layers = MAX_LAYERS if depth is None else depth
     found = config.get(TAPS)
     known = isinstance(found, list) and all(type(t) is int and 0 <= t < layers for t in found)
     if not isinstance(found, list) or not known or not found or len({*found}) < len(found):
@@ -123,7 +124,8 @@ def read_blocks(
             f"config.json: `{TAPS}` must be a list of different layers of the target, from 0 to "
             f"{layers - 1}{named}"
         )
-    return BlockDrafts(read_field(config, block), read_field(config, mask), tuple(found), first)
+    size, mask_token = read_field(config, block), read_field(config, mask)
+    return BlockDrafts(size, mask_token, tuple(found), first, depth)
 
 
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:

@@ -239,8 +239,9 @@ def check_drafter(packed: PackedCheckpoint, folder: str | Path, target: OpenedMo
     for what, own, other in (
         ("a vocabulary of {} tokens", config.vocab_size, model.vocab_size),
         ("hidden states of {} numbers", config.hidden_size, model.hidden_size),
+        ("a model of {} layers", blocks.target_depth, model.num_hidden_layers),
     ):
-        if own != other:
+        if own not in (None, other):
             raise UnsupportedModelError(
                 f"{name} is for {what.format(own)}, the model has {other}",
                 hint="give the drafter that was trained for this model",

@@ -29,16 +29,17 @@ def test_published_configs_are_read() -> None:
     config = read_config(CONFIG)
     assert isinstance(config, DFlashConfig)
     assert config.block_drafts is not None
-    assert config.blocks == BlockDrafts(8, 4000, (2, 0))
+    assert config.blocks == BlockDrafts(8, 4000, (2, 0), target_depth=4)
     assert config.windows == (20, None)
     assert config.causal == (True, False)
     assert (kind_of(CONFIG), is_drafter(CONFIG)) == ("DFlashDraftModel", True)
     assert not is_drafter({**CONFIG, "architectures": ["Qwen3ForCausalLM"]})
     inside = {**CONFIG, "dflash_config": {**SECTION, "block_size": 16}}
     del inside["block_size"], inside["layer_types"], inside["sliding_window"]
+    del inside["num_target_layers"]
     found = read_config({**inside, "is_causal": False})
     assert isinstance(found, DFlashConfig)
-    assert found.blocks.size == 16
+    assert found.blocks == BlockDrafts(16, 4000, (2, 0))
     assert found.windows == (None, None)
     assert found.causal == (False, False)
 
@@ -47,6 +48,7 @@ def test_published_configs_are_read() -> None:
     ("changes", "words"),
     [
         ({"block_size": 1}, "`block_size` must be an integer from 2 to 256, got 1"),
+        ({"num_target_layers": 0}, "`num_target_layers` must be an integer from 1 to"),
         ({"dflash_config": [1]}, "`dflash_config` must be an object"),
         ({"dflash_config": {**SECTION, "mask_token_id": 4096}}, "`mask_token_id` must be .* 4095"),
         ({"dflash_config": {"mask_token_id": 1}}, "`target_layer_ids` must be a list of different"),

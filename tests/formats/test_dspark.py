@@ -79,7 +79,7 @@ def test_the_table_has_the_tensors_of_the_authors_model(tmp_path: Path) -> None:
 def test_a_published_config_is_read() -> None:
     config = read_config(PUBLISHED)
     assert isinstance(config, DSparkConfig)
-    assert config.blocks == BlockDrafts(7, 151669, (1, 9, 17, 25, 33), first=0)
+    assert config.blocks == BlockDrafts(7, 151669, (1, 9, 17, 25, 33), 0, 36)
     assert (config.blocks.drafts, config.markov_rank) == (7, 256)
     assert config.windows == (None,) * 5
     assert config.causal == (False,) * 5

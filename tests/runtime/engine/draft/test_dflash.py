@@ -267,9 +267,15 @@ def test_drafts_are_chosen_from_the_rows_of_a_draft_head(
     [
         ({"vocab_size": 4032}, "is for a vocabulary of 4032 tokens, the model has 4096"),
         ({"hidden_size": 128}, "is for hidden states of 128 numbers, the model has 256"),
+        ({"num_target_layers": 5}, "is for a model of 5 layers, the model has 4"),
+        ({"num_target_layers": 3}, "is for a model of 3 layers, the model has 4"),
+        (
+            {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [3]}},
+            "reads layer 3, the model has layers up to 2 before the last",
+        ),
         (
             {
-                "num_target_layers": 5,
+                "num_target_layers": None,
                 "dflash_config": {"mask_token_id": 1, "target_layer_ids": [3]},
             },
             "reads layer 3, the model has layers up to 2 before the last",
