@@ -27,6 +27,7 @@ class Known:
     vocabulary: int  # real tokens
     at: int = 0  # tokens of the output so far
     turn: int = 0  # rounds so far
+    match_length: int = 0  # its drafts join no made ones
 
     def append(self, id: int) -> None:
         self.at += 1
@@ -60,6 +61,7 @@ class Copied:
     ngram: NgramDrafter  # over the text
     vocabulary: int  # real tokens
     at: int = 0  # tokens of the output so far
+    match_length: int = 0  # its drafts join no made ones
 
     def append(self, id: int) -> None:
         self.ngram.append(self.lines[self.at % len(self.lines)])

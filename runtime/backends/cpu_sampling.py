@@ -217,6 +217,25 @@ def accept(inputs: DecodeInputs, B: int, k: int) -> None:
     positions.copy_(first[:, None] + (1 + right[:, None] + places) * (rows != SCRATCH))
 
 
+def join_copies(inputs: DecodeInputs, copies: Tensor, copied: Tensor, B: int, k: int) -> None:
+    """Put copied tokens in the place of drafts; see `DraftOps.join_copies`."""
+    step, found = inputs.step, copies[:B, 2:]
+    ids, rows, positions = (
+        each[: B * (k + 1)].view(B, k + 1) for each in (step.ids, step.rows, step.positions)
+    )
+    starts, agreeing = copies[:B, 0], copies[:B, 1]
+    behind = positions[:, 0] + 1 - starts  # copied tokens up to the last one of the sequence
+    places = torch.arange(k + 1)
+    at = (behind[:, None] - 1 + places).clamp(0, found.shape[1] - 1)
+    some = found.gather(1, at.long())
+    same = some == ids
+    reaches = (starts > 0) & (behind >= 0) & (behind + k <= found.shape[1])
+    agrees = (same | (places > agreeing[:, None]))[:, 1:].all(dim=1)
+    holds = reaches & agrees & (same[:, 0] | (behind == 0))
+    ids[:, 1:] = torch.where(holds[:, None], some[:, 1:], ids[:, 1:])
+    copied[positions[:, 0].long() % RING, rows[:, 0].long()] = holds.long()
+
+
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     """Numbers in [0, 1) with 53 random bits, by splitmix64; see `GOLDEN`.
 

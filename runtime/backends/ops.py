@@ -236,3 +236,21 @@ class DraftOps(Ops[W], Protocol[W]):
         Returns:
             [M, Hq * D].
         """
+
+    def join_copies(
+        self, inputs: DecodeInputs, copies: Tensor, copied: Tensor, B: int, k: int
+    ) -> None:
+        """Put copied tokens in the place of a round's drafts, for sequences whose copy holds.
+
+        A copy holds if it reaches far enough, if it has the sequence's last token where it is
+        continued behind it, and if enough of the drafts agree.
+
+        Args:
+            inputs: of a round, its drafts among the ids.
+            copies: [B or more, 2 + N] int32; for each sequence the position of its first copied
+                token, 0 without a copy, the number of first drafts that must agree, and N tokens.
+            copied: [RING, R] int64 on the host; takes 1 for a sequence whose copy holds, else 0, by
+                its last position modulo RING and its row.
+            B: sequences.
+            k: drafts of each.
+        """

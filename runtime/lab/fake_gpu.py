@@ -212,6 +212,7 @@ def send_rounds(
             rounds.parts = [part] * B
             for length in lengths:
                 rounds.round(width_for(B * (k + 1)), B, k, length, ordered=False)
+            rounds.join(B, k)
         runner.sampler.clear_row(1)
 
 

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.backends.cpu_linear import CpuLinear
+from lowbit.runtime.engine.draft.lookup import COPIED, Copy
 from lowbit.runtime.engine.draft.made import MadeRounds
 from lowbit.runtime.engine.graphs import width_for
 from lowbit.runtime.engine.load_options import MOST_DRAFTS
 from lowbit.runtime.engine.stats import Source
 from lowbit.runtime.models.architectures import BlockDrafter
 from lowbit.runtime.models.draft_output import DraftOutput, DraftRows, Markov
+from lowbit.runtime.state.host_rings import RING, new_ring, write_rows
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.step import Span, Step, StepPlan
 from lowbit.runtime.state.step_buffers import step_of
@@ -63,6 +65,8 @@ class BlockRounds(MadeRounds):
     _ids: Tensor = field(init=False)  # [S, size] int32, of blocks: mask tokens but for the first
     _places: Tensor = field(init=False)  # [size] int32, 0, 1, 2...
     _starts: Tensor = field(init=False)  # [S + 1] int32, the first token of each block
+    _copies: Tensor = field(init=False)  # [S, 2 + COPIED] int32, see `DraftOps.join_copies`
+    _copied: Tensor = field(init=False)  # [RING, R] int64 on the host, as `DecodeInputs.right`
 
     def __post_init__(self) -> None:
         """Allocate the inputs of the drafter."""
@@ -71,6 +75,8 @@ class BlockRounds(MadeRounds):
         numbers = self.runner.ints(range(max(size, MOST_SEQUENCES + 1)))
         self._ids = numbers.new_full((MOST_SEQUENCES, size), mask)
         self._places, self._starts = numbers[:size], numbers[: MOST_SEQUENCES + 1] * size
+        self._copies = numbers.new_zeros(MOST_SEQUENCES, 2 + COPIED)
+        self._copied = new_ring(self.runner.sampler.rows, self.runner.on_gpu)
 
     @property
     def source(self) -> Source:
@@ -87,6 +93,29 @@ class BlockRounds(MadeRounds):
         """Tokens of a block."""
         return self.blocks.drafter.blocks.size
 
+    @property
+    def joins(self) -> bool:
+        """See `MadeRounds.joins`: what a draft is leaves no trace in the drafter's context."""
+        return True
+
+    def write_copies(self, copies: Numbers[Copy | None]) -> bool:
+        """See `MadeRounds.write_copies`."""
+        if not any(copies):
+            return False
+        made = min(self.drafts, len(self.guesses))
+        rows = [() if each is None else each.row(made) for each in copies]
+        write_rows(self._copies[: len(rows)], rows)
+        return True
+
+    def join(self, B: int, k: int) -> None:
+        """See `MadeRounds.join`."""
+        ops: Any = self.runner.decoder.ops  # of the drafter too
+        ops.join_copies(self.inputs, self._copies, self._copied, B, k)
+
+    def copied(self, last: int, row: int) -> bool:
+        """See `MadeRounds.copied`."""
+        return bool(self._copied[last % RING, row])
+
     def fitting(self, most: int, sequences: int) -> int:
         """On a GPU as many as leave no padding: at the end of an answer fewer graphs are recorded.
 
@@ -98,7 +127,10 @@ class BlockRounds(MadeRounds):
         return next((k for k, count in tokens if width_for(count) == count), most)
 
     def draft(self, B: int, k: int, max_kv_len: int) -> Tensor:
-        """Draft k tokens of each sequence by one pass over blocks; see `MadeRounds.draft`."""
+        """Draft k tokens of each sequence by one pass over blocks; see `MadeRounds.draft`.
+
+        Fewer where a block has fewer drafts.
+        """
         decoder, size, drafter = self.runner.decoder, self.size, self.blocks.drafter
         ids, rows, first = self.firsts(B, k)
         self._ids[:B, 0] = ids

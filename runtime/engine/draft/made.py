@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from lowbit.runtime.engine.draft.lookup import Copy
 from lowbit.runtime.engine.draft.policy import Stake
 from lowbit.runtime.engine.draft.state import drafts_of
 from lowbit.runtime.engine.draft.verify import Part, Verifier, count_accepted
@@ -35,9 +36,11 @@ class MadeRound:
     drafts: int  # number for each sequence
     first: bool  # its inputs come from the host, not from the round before
     stake: Stake  # what it may lose
+    copies: Numbers[Copy | None] = ()  # for each sequence; see `MadeRounds.write_copies`
     # True, since the next round starts from what it leaves on the device
     ahead: bool = field(default=True, init=False)
     _writes: list[tuple[int, ...]] = field(default_factory=list)  # by sequence, see `Part`
+    _joined: bool = False  # copies may have taken the place of drafts
     _done: "torch.cuda.Event | None" = None
 
     @property
@@ -50,7 +53,7 @@ class MadeRound:
         if self.first:
             self.rounds.enter(self.sequences, self.drafts)
         self._writes = [part.writes for part in self.rounds.parts]
-        self.rounds.send()
+        self._joined = self.rounds.send(self.copies)
         self._done = self.rounds.runner.results.record()
 
     def commit(self) -> Ended:
@@ -70,10 +73,7 @@ class MadeRound:
                 continue
             tokens = self._accepted(sequence)
             state.seen = sequence.last
-            accepted = count_accepted(tokens, sequence.request.stop_ids)
-            sequence.tally.count(self.drafts, accepted, self.rounds.source)
-            if state.rates is not None:
-                state.rates.note(self.drafts, accepted)
+            self._note(sequence, count_accepted(tokens, sequence.request.stop_ids))
             for place, token in enumerate(tokens):
                 if state.due == 0:
                     sequence.advance(writes[place])
@@ -86,6 +86,19 @@ class MadeRound:
                     ended.append((sequence, end))
                     break
         return ended
+
+    def _note(self, sequence: Sequence, accepted: int) -> None:
+        """Count the drafts of a sequence, and tell their source how many were accepted."""
+        rounds, state = self.rounds, drafts_of(sequence)
+        copied = self._joined and rounds.copied(sequence.last, sequence.row)
+        drafted = self.drafts if copied else min(self.drafts, len(rounds.guesses))
+        accepted = min(accepted, drafted)
+        sequence.tally.count(drafted, accepted, "copied" if copied else rounds.source)
+        state.full = state.full + 1 if accepted == drafted else 0
+        if copied and state.drafter is not None:
+            state.drafter.note(drafted, accepted)
+        elif state.rates is not None:
+            state.rates.note(drafted, accepted)
 
     def _accepted(self, sequence: Sequence) -> list[int]:
         first, ring = sequence.last, self.rounds.runner.results.tokens
@@ -129,6 +142,22 @@ class MadeRounds:
         """Inputs of a round, left by the one before."""
         return self.verifier.inputs
 
+    @property
+    def joins(self) -> bool:
+        """True if copies may take the place of drafts."""
+        return False
+
+    def write_copies(self, copies: Numbers[Copy | None]) -> bool:
+        """Write copies for the next round where the device finds them; False if there are none."""
+        return False
+
+    def join(self, B: int, k: int) -> None:
+        """Put copies in the place of k drafts of each sequence where they hold."""
+
+    def copied(self, last: int, row: int) -> bool:
+        """True if the drafts behind this last token, at its position, were copies."""
+        return False
+
     def fitting(self, most: int, sequences: int) -> int:
         """Most drafts of each of so many sequences, up to `most`, that a graph is recorded for."""
         return most
@@ -150,7 +179,7 @@ class MadeRounds:
         return ()
 
     def draft(self, B: int, k: int, max_kv_len: int) -> Tensor:
-        """Draft k tokens of each sequence: [B, k] int64.
+        """Draft k tokens of each sequence, or as many as can be made: [B, k or fewer] int64.
 
         A draft is drawn with the random number of its position, as the token itself will be, so the
         two agree more often than independent draws.
@@ -189,15 +218,16 @@ class MadeRounds:
         self.verifier.compose(self.parts, width, columns)
         self.verifier.linked = True
 
-    def send(self) -> None:
-        """Queue a round before the last one is read."""
+    def send(self, copies: Numbers[Copy | None] = ()) -> bool:
+        """Queue a round before the last one is read; returns True if copies are joined."""
         runner, k, B = self.runner, self.drafts, len(self.batch)
         M = runner.width(B * (k + 1))
         stop = max(each.last + drafts_of(each).due for each in self.batch) + k + 1
         max_kv_len = runner.kv_len_for(stop)
         ordered = any(part.ordered for part in self.parts)
-        key = ("made", M, B, k, max_kv_len, runner.sampler.shape, ordered, self.shifted)
-        inputs, run = self.inputs, partial(self.round, M, B, k, max_kv_len, ordered)
+        joined = self.write_copies(copies)
+        key = ("made", M, B, k, max_kv_len, runner.sampler.shape, ordered, self.shifted, joined)
+        inputs, run = self.inputs, partial(self.round, M, B, k, max_kv_len, ordered, joined)
         kept = (inputs.seen, inputs.longs[:3])
         runner.launch(self.verifier.graphs, key, run, (inputs.step.block[:5],), kept)
         for each in self.batch:
@@ -205,16 +235,25 @@ class MadeRounds:
             if state.due == 0:
                 each.advance(each.row)
             state.due += 1 + k
+        return joined
 
-    def round(self, M: int, B: int, k: int, max_kv_len: int, ordered: bool) -> None:
+    def round(
+        self, M: int, B: int, k: int, max_kv_len: int, ordered: bool, joined: bool = False
+    ) -> None:
         """Draft, run through the model, accept: M tokens, padding included, of B sequences."""
         runner, inputs, step = self.runner, self.inputs, self.inputs.step
         drafts = self.draft(B, k, max_kv_len)
-        step.ids[: B * (k + 1)].view(B, k + 1)[:, 1:] = drafts
+        made = drafts.shape[1]
+        ids = step.ids[: B * (k + 1)].view(B, k + 1)
+        ids[:, 1 : 1 + made] = drafts
+        if made < k:  # copies alone go on; elsewhere any token may be checked
+            ids[:, 1 + made :] = 0
         adjusted = runner.sampler.shape.adjusted
         if adjusted:  # penalties count a token once, when it is chosen
-            rows = step.rows[: B * (k + 1)].view(B, k + 1)[:, 1:]
+            rows = step.rows[: B * (k + 1)].view(B, k + 1)[:, 1 : 1 + made]
             runner.sampler.uncount(rows.flatten(), drafts.flatten())
+        if joined:
+            self.join(B, k)
         spans = () if runner.on_gpu else tuple(part.span for part in self.parts)
         sequences = B + (B * (k + 1) < M)
         plan = StepPlan(

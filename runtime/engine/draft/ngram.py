@@ -22,6 +22,10 @@ GUESSES = {12: 0.9, 6: 0.75, 3: 0.5}
 class Drafter(Protocol):
     """Drafts for one sequence; called on the engine's thread, in order."""
 
+    @property
+    def match_length(self) -> int:
+        """Tokens of the match that proposals follow; 0 without one."""
+
     def append(self, id: int) -> None:
         """Take the next token of the sequence."""
 
@@ -48,6 +52,12 @@ class NgramDrafter:
         """Begin with the tokens of a prompt."""
         self._text = GrowingText(ids)
         self._rates = dict(GUESSES)
+
+    @property
+    def match_length(self) -> int:
+        """Tokens of the match that proposals follow; 0 without one."""
+        match = self._text.match()
+        return 0 if match is None else match.length
 
     def append(self, id: int) -> None:
         """Take the next token of the sequence."""

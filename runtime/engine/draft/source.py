@@ -2,7 +2,8 @@
 
 Drafts come from the host (forced by a constraint, or copied) or are made on the device, by the
 model's head or by a drafter, which excludes the head. A step has drafts of one of both: where most
-sequences have drafts of the host, the others get none, else all get made ones.
+sequences have drafts of the host, the others get none, else all get made ones. Copies also join the
+drafts of a drafter (`lookup`).
 """
 
 import time
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lowbit.runtime.engine.constraints import explained
 from lowbit.runtime.engine.draft.block import BlockRounds, Blocks
+from lowbit.runtime.engine.draft.lookup import Copy, copy_of, rates_of
 from lowbit.runtime.engine.draft.made import MadeRound, MadeRounds
 from lowbit.runtime.engine.draft.mtp import new_mtp_rounds
 from lowbit.runtime.engine.draft.ngram import NewDrafter, NgramDrafter
@@ -92,18 +94,22 @@ class Drafts:
         self._crowded = len(sequences) > EXACT_TOKENS
         if self._crowded:
             return self._plain_step(sent)
-        plan = None
+        plan, joined = None, list[Copy | None]()
         if self._backoff > 0:
             self._backoff -= 1
         else:
-            plan = self._plan(sequences)
+            joined = self._joined(sequences)
+            plan = self._plan(sequences, joined)
         if plan is not None:
             self.suspended = self.policy.limited and plan.drafts == 0
-        copies = self._proposals(sequences, 1.0 if plan is None else plan.gain)
         if self.made is not None and plan is not None and plan.drafts:
+            copies = self._proposals(sequences, plan.gain)
             if 2 * sum(bool(ids) for ids, _ in copies) <= len(sequences):
-                return self._made_round(self.made, sequences, plan.drafts, copies, bool(sent))
-            copies = self._proposals(sequences, 1.0)
+                chosen = self._made_round(self.made, sequences, plan.drafts, joined, bool(sent))
+                if chosen != "read":
+                    _skip_copies(sequences, copies, joined)
+                return chosen
+        copies = self._proposals(sequences, 1.0)
         promising = any(ids for ids, _ in copies)
         if sent and (promising or any(isinstance(each, MadeRound) for each in sent)):
             return "read"
@@ -136,19 +142,21 @@ class Drafts:
         made: MadeRounds,
         sequences: list[Sequence],
         drafts: int,
-        copies: Numbers[Proposal],
+        copies: Numbers[Copy | None],
         waiting: bool,
     ) -> MadeRound | Literal["read"]:
-        """A round with made drafts; "read" if steps are under way that it does not follow."""
+        """A round with made drafts; "read" if steps are under way that it does not follow.
+
+        copies: that join them, for each sequence; () for none.
+        """
         follows = made.follows(sequences, drafts)
         if waiting and not follows:
             return "read"
-        _skip_copies(sequences, copies)
         if not self.policy.in_rounds and self.policy.limited:
             made.skip(sequences)
         steady = follows or not made.runner.on_gpu
         stake = self.policy.send("made", len(sequences), len(sequences) * (1 + drafts), steady)
-        return MadeRound(made, sequences, drafts, not follows, stake)
+        return MadeRound(made, sequences, drafts, not follows, stake, copies)
 
     def commit(self, step: PendingStep) -> Ended:
         """Wait for a step, append its tokens and learn from it; the sequences that end with it."""
@@ -202,12 +210,23 @@ class Drafts:
                 state.forced = _forced(state.ahead, self.most + 1)
         return failed
 
-    def _plan(self, sequences: Numbers[Sequence]) -> Plan | None:
-        """Number of drafts of each sequence that are to be made; None if they cannot be."""
-        states = [drafts_of(each).rates for each in sequences]
-        rates = [each.rates for each in states if each is not None]
-        most = self._most(sequences)
-        if self.made is None or len(rates) < len(sequences):
+    def _joined(self, sequences: Numbers[Sequence]) -> list[Copy | None]:
+        """Copies for each sequence that may join made drafts; [] where they join none."""
+        if self.made is None or not self.made.joins or self.new_drafter is None:
+            return []
+        for each in sequences:
+            _tell(each)
+        return [copy_of(drafts_of(each), each.last) for each in sequences]
+
+    def _plan(self, sequences: Numbers[Sequence], copies: Numbers[Copy | None]) -> Plan | None:
+        """Number of drafts of each sequence that are to be made; None if they cannot be.
+
+        copies: that join them, for each sequence; () for none.
+        """
+        most, states = self._most(sequences), [drafts_of(each) for each in sequences]
+        pairs = zip(states, copies or [None] * len(states), strict=True)
+        rates = [rates_of(state, copy, most) for state, copy in pairs]
+        if self.made is None or not all(rates):
             return None
         most = min(_most_free_drafts(each, most) for each in sequences)
         spare = self.verifier.runner.spare
@@ -295,18 +314,33 @@ def _propose(
         return forced[:most], "forced", 1.0
     if state.drafter is None or copies == 0:
         return (), None, 0.0
-    for token in sequence.output[state.told :]:
-        state.drafter.append(token)
-    state.told = len(sequence.output)
+    _tell(sequence)
     ids, rate = state.drafter.propose(min(copies, most))
     return ids, "copied", rate
 
 
-def _skip_copies(sequences: Numbers[Sequence], copies: Numbers[Proposal]) -> None:
-    """Tell n-gram drafters that found nothing that a step passes without their drafts."""
-    for each, (ids, source) in zip(sequences, copies, strict=True):
+def _tell(sequence: Sequence) -> None:
+    """Tell an n-gram drafter the tokens that it does not know yet."""
+    state = drafts_of(sequence)
+    if state.drafter is not None:
+        for token in sequence.output[state.told :]:
+            state.drafter.append(token)
+        state.told = len(sequence.output)
+
+
+def _skip_copies(
+    sequences: Numbers[Sequence],
+    copies: Numbers[Proposal],
+    joined: Numbers[Copy | None] = (),
+) -> None:
+    """Tell n-gram drafters that found nothing that a step passes without their drafts.
+
+    joined: copies that a round of made drafts checks beside them, for each sequence.
+    """
+    beside = joined or [None] * len(sequences)
+    for each, (ids, source), copy in zip(sequences, copies, beside, strict=True):
         drafter = drafts_of(each).drafter
-        if source == "copied" and not ids and drafter is not None:
+        if source == "copied" and not ids and copy is None and drafter is not None:
             drafter.skip()
 
 

@@ -21,6 +21,7 @@ class DraftState:
     ahead: Constraint | None = None
     # Tokens that the constraint forces next, found when `ahead` was made
     forced: tuple[int, ...] = ()
+    full: int = 0  # last rounds in a row whose drafts were all accepted
     seen: int = 0  # positions that the MTP head has processed
     due: int = 0  # most tokens that rounds of made drafts under way may still append
 

@@ -136,6 +136,7 @@ def _note(part: Part, accepted: int) -> None:
         part.sequence.tally.count(drafted, accepted, part.source)
     if part.source == "copied" and state.drafter is not None:
         state.drafter.note(drafted, accepted)
+        state.full = state.full + 1 if accepted == drafted else 0
 
 
 @dataclass(slots=True)

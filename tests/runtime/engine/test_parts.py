@@ -252,6 +252,7 @@ class Repeater:
     """An n-gram drafter that proposes the last token again, right or wrong."""
 
     last = 0
+    match_length = 0
 
     def append(self, id: int) -> None:
         self.last = id

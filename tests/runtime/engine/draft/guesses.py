@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lowbit.runtime.engine.draft.mtp import MtpRounds, new_mtp_rounds
-from lowbit.runtime.engine.draft.ngram import NewDrafter
+from lowbit.runtime.engine.draft.ngram import NewDrafter, NgramDrafter
 from lowbit.runtime.engine.draft.policy import Policy, StepCosts
 from lowbit.runtime.engine.draft.source import Drafts
 from lowbit.runtime.engine.draft.verify import Verifier
+from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.runner import Runner
 
 VOCABULARY = 4096  # of the bundled models
@@ -33,6 +34,7 @@ class Guesser:
     wrong: int = 3
     at: int = 0
     notes: list[tuple[int, int]] | None = None
+    match_length: int = 0  # copies join no made drafts
 
     def append(self, id: int) -> None:
         assert id == self.truth[self.at]
@@ -92,6 +94,14 @@ def costs_by_tokens(given: float, made: float, change: float = 0.0) -> StepCosts
         each={"plain": given, "given": given, "made": made},
         change=change,
     )
+
+
+def join_copies(model: Model, new_drafter: NewDrafter = NgramDrafter) -> None:
+    """Let copies join the drafts of a model's drafter; rounds of copies alone cost too much."""
+    source, nothing = model.engine.drafting, costs_by_tokens(0.0, 0.0)
+    assert isinstance(source, Drafts)
+    source.new_drafter = new_drafter
+    source.policy.costs = StepCosts({**nothing.start, "given": 99.0}, nothing.each)
 
 
 def drafting_by(new_drafter: NewDrafter | None, runner: Runner, most: int) -> Drafts:

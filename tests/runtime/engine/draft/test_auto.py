@@ -49,9 +49,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         passed[0] += STEP
         return decode(runner, *given)  # type: ignore[arg-type]
 
-    def timed_send(rounds: MtpRounds) -> None:
+    def timed_send(rounds: MtpRounds, *given: object) -> bool:
         passed[0] += ROUND[rounds.drafts]
-        send(rounds)
+        return send(rounds, *given)  # type: ignore[arg-type]
 
     def timed_part(cache: MtpCache, *given: object) -> None:
         passed[0] += CAUGHT_UP

@@ -40,7 +40,7 @@ def test_a_round_is_launched_without_the_host(shorten: Shorten, tmp_path: Path, 
     for found in rounds:
         names = ("_write_context", "_rotate_block", "_attend_block")
         assert [found[f"{name}_kernel"] for name in names] == [1, LAYERS, LAYERS]
-        assert found["_accept_kernel"] == 1
+        assert found["_accept_kernel"] == found["_join_copies_kernel"] == 1
     greedy, ordered = rounds[:-1], rounds[-1]
     for (_, drafts), found in zip(ROUNDS, greedy, strict=True):
         in_turn = drafts if kind == "dspark" else 1  # at once, or each behind the one before
@@ -59,7 +59,7 @@ def launches_of(folder: Path, drafter: Path) -> list[Counter[str]]:
     from lowbit.formats.kv_cache import BF16_CACHE
     from lowbit.runtime.backends import cuda
     from lowbit.runtime.engine.chunks import Chunks
-    from lowbit.runtime.engine.draft import made
+    from lowbit.runtime.engine.draft import block, made
     from lowbit.runtime.engine.draft.block import BlockRounds, Blocks
     from lowbit.runtime.engine.draft.verify import Part, Verifier
     from lowbit.runtime.engine.graphs import Graphs, width_for
@@ -103,7 +103,8 @@ def launches_of(folder: Path, drafter: Path) -> list[Counter[str]]:
     build = DRAFTER_BUILD[kind_of(own.checkpoint.config)]
     blocks = Blocks(build(own.config, weights, cuda, runner.context), pages)
     runner.blocks = blocks
-    vars(made)["new_ring"] = lambda rows, pinned: torch.zeros(64, rows, dtype=torch.int64)
+    for module in (made, block):
+        vars(module)["new_ring"] = lambda rows, pinned: torch.zeros(64, rows, dtype=torch.int64)
     Runner.on_gpu = property(lambda runner: True)  # type: ignore[assignment,method-assign]
     rounds = BlockRounds(Verifier(runner), blocks)
     found = []
@@ -117,7 +118,8 @@ def launches_of(folder: Path, drafter: Path) -> list[Counter[str]]:
         if len(found) == 2 + len(ROUNDS):
             runner.sampler.configure_row(1, SamplingParams(presence_penalty=1.0), ())
         rounds.parts = [Part(sequence, (0,) * k, (1,) * (1 + k))] * B
-        rounds.round(width_for(B * (k + 1)), B, k, 256, ordered=runner.sampler.shape.adjusted)
+        adjusted = runner.sampler.shape.adjusted
+        rounds.round(width_for(B * (k + 1)), B, k, 256, ordered=adjusted, joined=True)
         found.append(launched())
     return found
 

@@ -12,11 +12,12 @@ import torch
 
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine.draft.block import BlockRounds
+from lowbit.runtime.engine.draft.ngram import LONGEST_MATCH
 from lowbit.runtime.engine.draft.source import Drafts
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import Handle
 from tests.drafters import DSPARK, write_drafter
-from tests.runtime.engine.draft.guesses import costs_by_tokens
+from tests.runtime.engine.draft.guesses import Guesser, costs_by_tokens, join_copies
 from tests.runtime.engine.graph_stand_in import run_through_graphs
 from tests.runtime.engine.residues import Later, Residues, follows
 from tests.short_models import Shorten
@@ -68,11 +69,17 @@ def models(
     plains: dict[str, lowbit.Model],
     monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[lowbit.Model, lowbit.Model]:
-    """A plain model, and one with so many drafts whose rounds go through graphs."""
-    name, drafts = request.param.split("-")
+    """A plain model, and one with so many drafts whose rounds go through graphs.
+
+    Copies join its drafts where the pair's name ends in `joined`.
+    """
+    name, drafts, *joined = request.param.split("-")
     plain = plains[name]
     plain.engine.forget()
-    return plain, always_drafting(load(*folders[name], int(drafts)), monkeypatch)
+    drafting = always_drafting(load(*folders[name], int(drafts)), monkeypatch)
+    if joined:
+        join_copies(drafting)
+    return plain, drafting
 
 
 def by(*pairs: str) -> pytest.MarkDecorator:
@@ -108,7 +115,7 @@ def keys_of(model: lowbit.Model) -> list[Any]:
     return list(drafting.verifier.graphs._graphs)
 
 
-@by("trained-7", "random-7", "dspark-7")
+@by("trained-7", "random-7", "dspark-7", "trained-15-joined", "dspark-15-joined")
 def test_rounds_that_follow_each_other_change_nothing(
     models: tuple[lowbit.Model, lowbit.Model],
 ) -> None:
@@ -172,7 +179,7 @@ def test_drafts_behind_rounds_are_those_behind_plain_steps(
     assert all(of_pauses[0][at] == of_pauses[1][at] for at in both)
 
 
-@by("random-7", "dspark-6")
+@by("random-7", "dspark-6", "random-15-joined", "dspark-15-joined")
 def test_sequences_that_come_and_go_change_nothing(
     models: tuple[lowbit.Model, lowbit.Model],
 ) -> None:
@@ -193,7 +200,7 @@ def test_sequences_that_come_and_go_change_nothing(
     assert {key[2] for key in keys_of(drafting) if key[0] == "made"} > {1}  # sequences
 
 
-@by("random-2", "dspark-2")
+@by("random-2", "dspark-2", "random-2-joined")
 def test_drafts_end_before_the_first_mask(models: tuple[lowbit.Model, lowbit.Model]) -> None:
     plain, drafting = models
     first = 66  # from 64 free tokens on drafts are made
@@ -225,3 +232,56 @@ def test_a_constrained_sequence_keeps_the_others_from_drafts(
     limited.cancel()
     assert free.result() == expected
     assert free.tally.rounds > 2
+
+
+@by("trained-15-joined")
+def test_copies_join_drafts(models: tuple[lowbit.Model, lowbit.Model]) -> None:
+    """Of a prompt that says everything twice; the answer may go on so or not."""
+    plain, drafting = models
+    copied = 0
+    for request in asked(plain, 30):
+        twice = replace(request, prompt=request.prompt[:150] * 2)
+        expected, found = plain.engine.submit(twice), drafting.engine.submit(twice)
+        assert_same(found, expected)
+        if "copied" in found.tally.sources:
+            copied += found.tally.sources["copied"].drafted
+    assert copied
+    assert {key[-1] for key in keys_of(drafting) if key[0] == "made"} == {False, True}
+
+
+@by("random-15-joined", "dspark-15-joined")
+def test_right_copies_come_in_long_blocks_though_the_host_is_a_round_behind(
+    models: tuple[lowbit.Model, lowbit.Model],
+) -> None:
+    plain, drafting = models
+    [request, *_] = asked(plain, 120)
+    truth = plain.engine.submit(request).result()
+    noted: list[tuple[int, int]] = []
+    long = (*truth, *[5] * 32)  # copies go on behind the answer
+    known = Guesser(long, lambda most: (most, most), notes=noted, match_length=LONGEST_MATCH)
+    join_copies(drafting, lambda ids: known)
+    found = drafting.engine.submit(request)
+    assert found.result() == truth
+    drafts = [count for count, _ in noted]
+    assert drafts[:2] == [7, 7]
+    assert 15 in drafts[2:5]
+    assert all(accepted == count for count, accepted in noted[:-2])
+    assert found.tally.sources["copied"].rounds == found.tally.rounds
+    assert found.tally.tokens_a_round is not None
+    assert found.tally.tokens_a_round > 9
+
+
+@by("random-7-joined")
+def test_wrong_copies_leave_what_a_drafter_made(
+    models: tuple[lowbit.Model, lowbit.Model],
+) -> None:
+    """Short matches, of which the drafter agrees with none; drafts are counted as its own."""
+    plain, drafting = models
+    [request, *_] = asked(plain, 30)
+    truth = plain.engine.submit(request).result()
+    known = Guesser((*truth, *[5] * 40), lambda most: (most, 0), wrong=3, match_length=3)
+    join_copies(drafting, lambda ids: known)
+    found = drafting.engine.submit(request)
+    assert found.result() == truth
+    assert set(found.tally.sources) == {"drafter"}
+    assert any(key[-1] for key in keys_of(drafting))

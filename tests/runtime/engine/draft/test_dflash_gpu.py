@@ -12,6 +12,7 @@ import lowbit.runtime as lowbit
 from lowbit.convert import Recipe
 from lowbit.formats.kv_cache import BF16_CACHE
 from lowbit.runtime.engine.draft.block import BlockRounds
+from lowbit.runtime.engine.draft.ngram import LONGEST_MATCH
 from lowbit.runtime.engine.draft.source import Drafts
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.load_options import Mode
@@ -22,7 +23,7 @@ from lowbit.runtime.state.step_buffers import lone_step
 from tests.conversions import convert
 from tests.drafters import CONFIG, DSPARK, hidden_by_torch, write_drafter
 from tests.oracle import dequantized_weights
-from tests.runtime.engine.draft.guesses import costs_by_tokens
+from tests.runtime.engine.draft.guesses import Guesser, costs_by_tokens, join_copies
 
 pytestmark = pytest.mark.gpu
 
@@ -137,6 +138,32 @@ def requests(model: lowbit.Model, count: int = COUNT) -> list[Request]:
     params = (GREEDY, HOT, STRICT, replace(HOT, seed=6))
     ids = [model.tokenizer.encode(start, framed=True, context=CONTEXT) for start in starts]
     return [Request(tuple(some), each, count) for some, each in zip(ids, params, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["trained", "dspark"])
+def test_copies_join_drafts(tmp_path: Path, plain: lowbit.Model, kind: str) -> None:
+    """Copies of a prompt that says all twice, then right ones, in blocks longer than a drafter's.
+
+    Rounds follow each other, so the host is one behind.
+    """
+    if kind == "dspark":
+        write_drafter(tmp_path, base=DSPARK)
+    model = load(TRAINED if kind == "trained" else tmp_path, draft_tokens=15)
+    plain.engine.forget()
+    join_copies(model)
+    for request in requests(plain):
+        twice = replace(request, prompt=request.prompt[:300] * 2)
+        assert answer(model, twice) == answer(plain, twice)
+    [request, *_] = requests(plain, 120)
+    truth = answer(plain, request)
+    long = (*truth[0], *[5] * 32)
+    known = Guesser(long, lambda most: (most, most), match_length=LONGEST_MATCH)
+    join_copies(model, lambda ids: known)
+    handle = model.engine.submit(request)
+    assert (handle.result(), handle.log_probabilities) == truth
+    assert handle.tally.sources["copied"].rounds == handle.tally.rounds
+    assert handle.tally.tokens_a_round is not None
+    assert handle.tally.tokens_a_round > 9
 
 
 def answer(model: lowbit.Model, request: Request) -> tuple[Any, ...]:
