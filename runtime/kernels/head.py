@@ -122,4 +122,5 @@ def store_hidden(x: Tensor, rows: Tensor, positions: Tensor, hidden_ring: Tensor
         BLOCK=BLOCK,
         PDL=pdl,
         launch_pdl=pdl,
+        enable_fp_fusion=True,  # where it is left out, Triton warns
     )

@@ -69,4 +69,5 @@ def accept(inputs: DecodeInputs, B: int, k: int) -> None:
         PDL=pdl,
         num_warps=1,
         launch_pdl=pdl,
+        enable_fp_fusion=True,  # where it is left out, Triton warns
     )

@@ -57,4 +57,5 @@ def join_copies(inputs: DecodeInputs, copies: Tensor, copied: Tensor, B: int, k:
         PDL=pdl,
         num_warps=1,
         launch_pdl=pdl,
+        enable_fp_fusion=True,  # where it is left out, Triton warns
     )

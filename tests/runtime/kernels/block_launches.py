@@ -1,4 +1,4 @@
-"""Launches of a GPU for blocks of drafts, on tensors without data; for `test_compile`."""
+"""Launches of a GPU for rounds of drafts, on tensors without data; for `test_compile`."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,8 @@ import torch
 
 from tests.runtime.kernels.meta_inputs import step_of, zeros
 
-BLOCKS = {"write_context", "rotate_block", "attend_block", "join_block", "join_copies"}
+BLOCKS = {"write_context", "rotate_block", "attend_block", "join_block"}
+ROUNDS = {"accept", "join_copies", "head_input", "store_hidden"}
 EPS = 1e-6
 
 
@@ -14,18 +15,11 @@ def blocks_of_drafts(full: bool) -> Iterator[str]:
     """Drafters of 8B and of 3.5-4B: a block over a short and a long context, and what is read."""
     from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE
     from lowbit.runtime.backends import cuda
-    from lowbit.runtime.engine.draft.lookup import COPIED
-    from lowbit.runtime.state.decode_inputs import new_decode_inputs
     from lowbit.runtime.state.page_counts import PAGE
     from lowbit.runtime.state.pages import new_pages
     from lowbit.runtime.state.rope import Rope
     from lowbit.runtime.weights.layers import AttentionLayer, ContextLayers
 
-    inputs = new_decode_inputs(16, 9, torch.device("meta"))
-    copies = torch.empty(8, 2 + COPIED, dtype=torch.int32)
-    for drafts in (7, 15) if full else (7,):
-        cuda.join_copies(inputs, copies, inputs.right, 1, drafts)
-        yield f"{drafts} drafts"
     shapes: list[tuple[int, int, int, int | None, bool]] = [(32, 8, 128, None, False)]
     shapes += [(32, 4, 128, 2048, True), (16, 2, 256, None, False)] if full else []
     for Hq, Hkv, D, window, causal in shapes:
@@ -42,3 +36,22 @@ def blocks_of_drafts(full: bool) -> Iterator[str]:
                 step = step_of(sequences, tokens, reach=reach)
                 cuda.attend_block(qkv, layer, pages, step)
                 yield f"{Hq}/{Hkv} heads of {D} reach {reach}, {sequences} blocks{label}"
+
+
+def rounds_of_drafts(full: bool) -> Iterator[str]:
+    """What rounds take beside the layers: a head's input, acceptance, copies that join drafts."""
+    from lowbit.runtime.backends import cuda
+    from lowbit.runtime.engine.draft.lookup import COPIED
+    from lowbit.runtime.state.decode_inputs import new_decode_inputs, new_hidden_ring
+
+    ids, gain = torch.empty(8, dtype=torch.int32), torch.empty(2560)
+    x, ring = zeros(8, 2560), new_hidden_ring(9, 2560, torch.bfloat16, "meta")
+    cuda.head_input(ids, zeros(4096, 2560), x, (gain, gain, gain), EPS)
+    cuda.store_hidden(x, ids, ids, ring)
+    yield "2560"
+    inputs = new_decode_inputs(16, 9, torch.device("meta"))
+    copies = torch.empty(8, 2 + COPIED, dtype=torch.int32)
+    for drafts in (7, 15) if full else (7,):
+        cuda.accept(inputs, 1, drafts)
+        cuda.join_copies(inputs, copies, inputs.right, 1, drafts)
+        yield f"{drafts} drafts"

@@ -24,7 +24,12 @@ from torch import Tensor
 from lowbit.runtime.kernels.attention.heads import Plan as AttentionPlan
 from lowbit.runtime.kernels.delta.program import DeltaPlan
 from lowbit.runtime.kernels.launch.card import COMPILED
-from tests.runtime.kernels.block_launches import BLOCKS, blocks_of_drafts
+from tests.runtime.kernels.block_launches import (
+    BLOCKS,
+    ROUNDS,
+    blocks_of_drafts,
+    rounds_of_drafts,
+)
 from tests.runtime.kernels.choice_launches import CHOICE, choices_of_rows
 from tests.runtime.kernels.expert_launches import EXPERTS_DECODE, EXPERTS_PREFILL, mixtures
 from tests.runtime.kernels.launch_sample import (
@@ -59,7 +64,7 @@ DECODE = {
     "embed",
     "rms_norm",
 }
-DECODE |= CHOICE | BLOCKS | EXPERTS_DECODE | {"digits", "gemv_join", "norm_heads"}
+DECODE |= CHOICE | BLOCKS | ROUNDS | EXPERTS_DECODE | {"digits", "gemv_join", "norm_heads"}
 DECODE |= {"gemv_int8", "mma_int8", "quantize"}
 HOPPER = {"wgmma", "gemm_int8"}
 PREFILL = {"widen", "swiglu", "rotate_append", "attend", "mix", "chunk", "scan", "gated_norm"}
@@ -218,6 +223,7 @@ def workload(full: bool) -> Iterator[str]:
     yield from in_eight_bits(full)
     yield from attentions(full)
     yield from blocks_of_drafts(full)
+    yield from rounds_of_drafts(full)
     yield from delta_nets(full)
     yield from mixtures(full)
     yield from choices_of_rows(full)
