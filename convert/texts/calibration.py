@@ -111,6 +111,16 @@ def bundled_texts() -> list[str]:
     return [read_text_file(data / name, WHAT) for name in BUNDLED_FILES]
 
 
+def with_bundled(text: str) -> str:
+    """A text with the bundled one behind it."""
+    return "\n".join((text, *bundled_texts()))
+
+
+def without_bundled(text: str) -> str:
+    """A text without the bundled one that `with_bundled` has put behind it; any other as it is."""
+    return text.removesuffix(with_bundled(""))
+
+
 def cut_samples(ids: Sequence[int], length: int, limit: int) -> Tensor:
     """At most `limit` non-overlapping windows, evenly spread: [samples, T] int64.
 

@@ -24,7 +24,7 @@ from lowbit.convert.original.weights import Weights, open_dense
 from lowbit.convert.plan.memory import answer_bytes, answers_that_fit
 from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.plan.recipe import Recipe
-from lowbit.convert.texts.calibration import bundled_texts
+from lowbit.convert.texts.calibration import with_bundled
 from lowbit.convert.texts.prompts import prompts
 from lowbit.formats.architectures import Config
 from lowbit.formats.errors import CheckpointError, RequestError, ResourceError
@@ -134,8 +134,8 @@ def write_own_text(
         batch = answers_that_fit(each, size_bytes(model), BATCH[target.type], target.type)
         load_weights(model, weights, target)
         answers = answer(model, rendered, tokenizer, ends, batch, seed, progress)
-    texts = [*(one.text for one in answers), *bundled_texts()]
-    replace_file(out, "\n".join(texts).encode())
+    text = "\n".join(one.text for one in answers)
+    replace_file(out, with_bundled(text).encode())
     return OwnText(out, tuple(answers), batch, time.monotonic() - started)
 
 

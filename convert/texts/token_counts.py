@@ -14,6 +14,7 @@ from lowbit.convert.texts.calibration import (
     BUNDLED_NAME,
     bundled_texts,
     plain_texts,
+    without_bundled,
 )
 from lowbit.formats.printable import printable
 from lowbit.formats.text.tokenizer import TOKENIZER_FILE, TextTokenizer, load_text_tokenizer
@@ -95,6 +96,9 @@ def choose_vocabulary(
 def count_text(tokenizer: TextTokenizer, vocabulary: int, file: Path | None) -> CountedText:
     """A text as tokens.
 
+    The bundled text behind the answers in a text of `calib-text` is not counted with them: it
+    decides where they do not, as for any other text.
+
     Args:
         file: `.txt` or `.jsonl` text; the bundled one where left out.
 
@@ -106,7 +110,8 @@ def count_text(tokenizer: TextTokenizer, vocabulary: int, file: Path | None) -> 
     documents, name = (bundled, BUNDLED_NAME)
     if file is not None:
         documents, name = plain_texts(file), printable(file.name)
-    ids = [id for one in tokenizer.encode_all(documents) for id in one]
+    own = documents if file is None else [without_bundled(each) for each in documents]
+    ids = [id for one in tokenizer.encode_all(own) for id in one]
     rest = [] if file is None else [id for one in tokenizer.encode_all(bundled) for id in one]
     tokenizer.check_ids(ids, vocabulary)
     sha256 = hashlib.sha256("".join(documents).encode()).hexdigest()

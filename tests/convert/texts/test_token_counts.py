@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from lowbit.convert.texts.calibration import bundled_texts
+from lowbit.convert.texts.calibration import bundled_texts, with_bundled, without_bundled
 from lowbit.convert.texts.token_counts import BLOCK, choose_vocabulary
 from lowbit.formats.errors import CheckpointError, RequestError
 
@@ -60,6 +60,18 @@ def test_held_out_half_is_not_counted(tmp_path: Path) -> None:
     found = choose_vocabulary(HYBRID, count, ROWS, (), file)
     assert found.coverage == 1.0
     assert found.held_out == 0.0
+
+
+def test_the_bundled_text_behind_answers_is_not_counted_with_them(tmp_path: Path) -> None:
+    """As `calib-text` writes it; it decides where the answers do not."""
+    answers, alone, both = "Once upon a time\n" * 3, tmp_path / "a.txt", tmp_path / "b.txt"
+    alone.write_text(answers)
+    both.write_text(with_bundled(answers))
+    expected, found = (choose_vocabulary(HYBRID, 300, ROWS, (), each) for each in (alone, both))
+    assert found.ids.tolist() == expected.ids.tolist()
+    assert found.tokens == len(tokens_of(answers))
+    assert without_bundled(with_bundled(answers) + " ") == with_bundled(answers) + " "
+    assert found.text_sha256 != expected.text_sha256  # that of the whole file
 
 
 def test_without_a_tokenizer(tmp_path: Path) -> None:
