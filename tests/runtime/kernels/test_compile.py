@@ -163,9 +163,13 @@ def test_prompts_share_kernels(tmp_path: Path) -> None:
 
 
 def outside(cache: Path, task: str, program: str = "test_compile") -> dict[str, Any]:
-    """The output of a file of this folder as a program; warnings are errors there too."""
+    """The output of a file of this folder as a program; warnings are errors there too.
+
+    cache: folder for compiled kernels, unless KERNELS names one that outlives the run. Triton finds
+        a kernel there by its source, constants, options and the compiler itself.
+    """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["TRITON_CACHE_DIR"] = str(cache)
+    env["TRITON_CACHE_DIR"] = os.environ.get("KERNELS") or str(cache)
     env["TRITON_DISABLE_LINE_INFO"] = "1"  # the machine code is the same, sooner
     command = [sys.executable, "-W", "error", "-m", f"tests.runtime.kernels.{program}", task]
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, cwd=ROOT)
