@@ -169,8 +169,6 @@ def _run(sock: socket.socket, load: "Callable[[], Model]", end_with_parent: bool
 
 def _serve(channel: Channel[ToEngine], load: "Callable[[], Model]") -> bool:
     """Load the model and serve it; False if the engine hangs at the end."""
-    from lowbit.runtime.serve.link.host import EngineHost  # needs torch, unlike the HTTP side
-
     try:
         model = load()
     except BaseException as error:
@@ -181,6 +179,8 @@ def _serve(channel: Channel[ToEngine], load: "Callable[[], Model]") -> bool:
         trace = printable("".join(traceback.format_exception(error)), keep="\n")
         channel.send(NotLoaded(problem_of(found), trace))
         return True
+    from lowbit.runtime.serve.link.host import EngineHost  # needs torch, as the loaded model does
+
     gc.collect()
     gc.freeze()  # a full collection takes 0.2 s to look through libraries, beside all streams
     return asyncio.run(EngineHost(model).serve([channel]))
