@@ -66,7 +66,7 @@ from lowbit.convert.pipeline.finetune import finetune_mtp
 folder, text = Path(sys.argv[1]), Path(sys.argv[2])
 finetune_mtp(folder, text, steps=1, windows=2, length=16)  # loads libraries
 before = peak()
-finetune_mtp(folder, text, steps=2, windows=12, length=512)
+finetune_mtp(folder, text, steps=2, windows=6, length=512)
 print(before, peak())
 """
 )
@@ -113,7 +113,7 @@ def test_training_stays_below_what_is_announced(tmp_path: Path, stories: str) ->
     text = tmp_path / "text.txt"
     text.write_text(stories[:60_000])
     need = (
-        training_memory(open_checkpoint(packed).config, (12, 512), 32_768, 3, 64, "cpu").ram
+        training_memory(open_checkpoint(packed).config, (6, 512), 32_768, 3, 64, "cpu").ram
         - BASE_BYTES
     )
     assert need / 8 < grown(TRAIN, packed, text) < need
