@@ -65,7 +65,8 @@ class Engine:
         drafting: proposes drafts; None without speculation.
         threads: chooses the CPU threads of decode steps; None on a GPU, and where the user has
             chosen them.
-        in_prompt: true while a chunk of a prompt runs, which takes minutes on a slow CPU.
+        in_prompt: true while a chunk of a prompt or the tower for its images runs, which takes
+            minutes on a slow CPU.
     """
 
     def __init__(
@@ -349,6 +350,7 @@ class Engine:
         if images is None:
             return True
         stop = next_chunk_end(sequence.chunk_ends, first, len(sequence.request.prompt))
+        self.in_prompt = True
         try:
             images.make(first, stop + 1 - first)
         except Exception as error:  # of whoever gives the images: no other request has a part in it
@@ -357,6 +359,8 @@ class Engine:
                 raise
             self._end([(sequence, found)])
             return False
+        finally:
+            self.in_prompt = False
         return True
 
     def _open_chunk(self, sequence: Sequence, last: bool) -> Chunk:

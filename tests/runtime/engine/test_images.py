@@ -301,6 +301,21 @@ def test_an_image_that_cannot_be_embedded_ends_its_own_request_alone(
     assert submitted(model, hub.prompt(*PROMPTS["one"])).finish_reason == "length"
 
 
+def test_a_tower_has_as_much_time_as_a_chunk(hub: Hub, fresh: Callable[..., lowbit.Model]) -> None:
+    model, seen = fresh(), list[bool]()
+    plain = hub.prompt(*PROMPTS["one"])
+    span = plain.spans[0]
+
+    def tower() -> torch.Tensor:
+        seen.append(model.engine.in_prompt)
+        assert not callable(span.embeddings)
+        return span.embeddings
+
+    submitted(model, replace(plain, spans=(replace(span, embeddings=tower),)))
+    assert seen == [True]
+    assert not model.engine.in_prompt
+
+
 def test_embeddings_of_another_form_are_refused(
     hub: Hub, fresh: Callable[..., lowbit.Model]
 ) -> None:
