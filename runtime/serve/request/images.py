@@ -23,7 +23,13 @@ INSTEAD: Mapping[str, str] = {  # what to send in place of other kinds
 }
 FETCHED = re.compile(r"\s*(https?|file|ftp|gs|s3|blob):", re.IGNORECASE)
 LEAST_DATA = 4096  # characters of base64 in a text that are taken for an image
-DATA_IN_TEXT = re.compile(rf"data:image/[\w.+-]{{1,40}};base64,[A-Za-z0-9+/=_-]{{{LEAST_DATA},}}")
+# Base64 in one piece, or in lines of 60 to 76 characters as mail and `base64` break it; a last line
+# that is shorter may as well be words, and stays.
+DATA_IN_TEXT = re.compile(
+    r"data:image/[\w.+-]{1,40}(?:;[\w.+-]{1,40}=[\w.+-]{1,40}){0,4};base64,\s{0,4}"
+    rf"(?:[A-Za-z0-9+/=_-]|\r?\n(?=[A-Za-z0-9+/=_-])|\\[nr]|\\/){{{LEAST_DATA},}}+",
+    re.IGNORECASE,
+)
 NAMED = {"None": "auto", "original": "high"}  # details under other names
 IN_TEXT = "image in text"  # name of what is left out
 SEND = "send the file itself: data:image/png;base64,..."
@@ -94,9 +100,14 @@ def _check_other(part: MediaPart, where: str, content: Content) -> None:
             WRONG,
         )
     if not content.has_more():
+        why = (
+            "by this model, which has no vision tower"
+            if content.shows
+            else "in messages of this role, only in those of a user or a tool"
+        )
         raise invalid(
-            f"`{where}`: type `{part.type}` is not supported by this model, which has no vision "
-            "tower, and the newest message has nothing else",
+            f"`{where}`: type `{part.type}` is not supported {why}, and the newest message has "
+            "nothing else",
             where,
             WRONG,
         )

@@ -126,6 +126,26 @@ def test_an_image_as_text_is_no_prompt(agents: Running, caplog: pytest.LogCaptur
     assert "user\n[image left out]<" in prompt
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        "data:image/png;charset=utf-8;base64," + 5000 * "A",
+        "DATA:IMAGE/PNG;BASE64," + 5000 * "A",
+        "data:image/png;base64,\n" + ("A" * 76 + "\n") * 60,
+        "data:image/png;base64," + ("A" * 64 + "\r\n") * 80,
+        "data:image/png;base64," + ("A" * 76 + "\\n") * 60,  # as JSON in the result of a tool
+    ],
+    ids=["parameter", "upper case", "lines", "crlf", "json"],
+)
+def test_an_image_as_text_may_be_written_in_other_ways(
+    agents: Running, caplog: pytest.LogCaptureFixture, data: str
+) -> None:
+    fields: dict[str, Any] = {"messages": turns(("user", f"See {data}, what is it?"))}
+    prompt, found = prompt_of(agents, caplog, "/v1/chat/completions", **fields)
+    assert found.headers[LEFT_OUT] == "image in text"
+    assert "See [image left out], what is it?" in prompt
+
+
 def test_images_in_results_of_tools(agents: Running, caplog: pytest.LogCaptureFixture) -> None:
     picture = PICTURES[2][2]
     call = {"type": "tool_use", "id": "1", "name": "shot", "input": {}}
