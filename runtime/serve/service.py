@@ -32,6 +32,7 @@ from lowbit.runtime.serve.settings import ServeSettings
 
 log = logging.getLogger("lowbit.serve")
 THREADS = 4  # parse bodies, render templates and encode prompts
+IMAGE_THREADS = 2  # do so for requests with images; a large one takes seconds and a GB to decode
 NEWCOMERS = 16  # requests beyond a full queue, of clients that have no other
 SHORT_LIFE_S = 30.0  # of an engine that would end again
 READING = 32  # requests whose bodies may be waited for, or read while the queue is full
@@ -100,6 +101,12 @@ class Service:
     executor: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="lowbit-text")
     )
+    # Threads of their own for images, so that no request of text waits for one
+    image_executor: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(
+            IMAGE_THREADS, thread_name_prefix="lowbit-images"
+        )
+    )
     # Requests whose bodies have not come
     pending: PendingBodies = field(default_factory=lambda: PendingBodies(READING))
 
@@ -145,7 +152,8 @@ class Service:
     async def stop(self) -> None:
         """Let go of the engine, and end the threads."""
         await self.engine.stop()
-        self.executor.shutdown(wait=False, cancel_futures=True)
+        for executor in (self.executor, self.image_executor):
+            executor.shutdown(wait=False, cancel_futures=True)
 
     @property
     def failing(self) -> bool:
@@ -175,14 +183,18 @@ class Service:
                 code="model_not_found",
             )
 
-    async def in_thread(self, work: Callable[[], Result]) -> Result:
+    async def in_thread(self, work: Callable[[], Result], images: bool = False) -> Result:
         """Run work in a thread, as it would hold up the event loop.
+
+        Args:
+            images: it decodes images.
 
         Raises:
             ApiError: for a LowbitError.
         """
+        executor = self.image_executor if images else self.executor
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.executor, work)
+            return await asyncio.get_running_loop().run_in_executor(executor, work)
         except LowbitError as error:
             raise of_lowbit(error) from None
 

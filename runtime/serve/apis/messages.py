@@ -10,6 +10,7 @@ from pydantic import Field, Tag, TypeAdapter
 from starlette.requests import Request as HttpRequest
 
 from lowbit.runtime.engine.delta import Delta, End
+from lowbit.runtime.engine.request import Request
 from lowbit.runtime.serve.answers import Collected, EventStream, collect, event, joined
 from lowbit.runtime.serve.apis.common import DirectRoute, new_id, usage_of
 from lowbit.runtime.serve.apis.docs import documented
@@ -220,7 +221,11 @@ async def count_tokens(http: HttpRequest) -> Response:
     record_of(http).ignored = body.ignored()
     model = service.model
     left_out: list[str] = []
-    made = await service.in_thread(lambda: encode(model, asked_of(model, body), left_out))
+
+    def encoded() -> Request:
+        return encode(model, asked_of(model, body), left_out)
+
+    made = await service.in_thread(encoded, body.shows_images)
     record_of(http).leave_out(left_out)
     return JSONResponse({"input_tokens": len(made.prompt)})
 

@@ -55,7 +55,7 @@ async def tokenize(http: HttpRequest) -> dict[str, Any]:
     """Token ids of a text or a conversation."""
     service, body = await read_request(http, TokenizeBody)
     left_out: list[str] = []
-    ids = await service.in_thread(lambda: _encode(service.model, body, left_out))
+    ids = await service.in_thread(lambda: _encode(service.model, body, left_out), body.shows_images)
     record_of(http).leave_out(left_out)
     found: dict[str, Any] = {
         "count": len(ids),

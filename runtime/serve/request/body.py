@@ -149,6 +149,16 @@ class ModelBody(Body):
     """A body that may name the model."""
 
     model: str | None = None
+    _shows_images: bool = PrivateAttr(default=False)
+
+    @property
+    def shows_images(self) -> bool:
+        """True if it has images that have to be decoded."""
+        return self._shows_images
+
+    @shows_images.setter
+    def shows_images(self, found: bool) -> None:
+        self._shows_images = found
 
 
 class RequestBody(ModelBody):

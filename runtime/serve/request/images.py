@@ -11,7 +11,7 @@ from lowbit.runtime.engine.prompts import PromptEncoder
 from lowbit.runtime.images.data_url import bytes_of_base64, bytes_of_data_url
 from lowbit.runtime.images.picture import PictureReader
 from lowbit.runtime.serve.errors import invalid
-from lowbit.runtime.serve.request.body import MediaPart
+from lowbit.runtime.serve.request.body import Body, MediaPart
 from lowbit.runtime.serve.request.explain import WRONG
 
 IMAGE = "image"  # kind of a part
@@ -27,7 +27,8 @@ LEAST_DATA = 4096  # characters of base64 in a text that are taken for an image
 # that is shorter may as well be words, and stays.
 DATA_IN_TEXT = re.compile(
     r"data:image/[\w.+-]{1,40}(?:;[\w.+-]{1,40}=[\w.+-]{1,40}){0,4};base64,\s{0,4}"
-    rf"(?:[A-Za-z0-9+/=_-]|\r?\n(?=[A-Za-z0-9+/=_-])|\\[nr]|\\/){{{LEAST_DATA},}}+",
+    rf"(?:[A-Za-z0-9+/=_-]{{{LEAST_DATA},}}"
+    rf"|(?:[A-Za-z0-9+/=_-]{{60,76}}(?:\r?\n|\\n)){{{LEAST_DATA // 76},}})",
     re.IGNORECASE,
 )
 NAMED = {"None": "auto", "original": "high"}  # details under other names
@@ -64,6 +65,19 @@ def _media(value: object, where: str, tool: bool) -> Iterator[tuple[str, MediaPa
             yield place, part, tool
         elif isinstance(inner := getattr(part, "content", None), list):
             yield from _media(inner, f"{place}.content", tool=True)
+
+
+def has_images(body: Body) -> bool:
+    """True if a message or an item of a body has an image."""
+    turns = getattr(body, "messages", None) or getattr(body, "input", None)
+    contents = (
+        getattr(turn, name, None)
+        for turn in (turns if isinstance(turns, list) else ())
+        for name in ("content", "output")
+    )
+    return any(
+        part.kind == IMAGE for content in contents for _, part, _ in _media(content, "", False)
+    )
 
 
 def read_images(contents: Sequence[Content], prompts: PromptEncoder) -> list[str]:

@@ -25,7 +25,7 @@ from lowbit.runtime.serve.request.forms import (
     asked_grammar,
     grammar_of_format,
 )
-from lowbit.runtime.serve.request.images import without_data
+from lowbit.runtime.serve.request.images import has_images, without_data
 from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.service import PendingBodies, Service, record_of, service_of
 from lowbit.runtime.serve.settings import (
@@ -87,10 +87,13 @@ async def read_request(http: HttpRequest, schema: type[OfModel]) -> tuple[Servic
     sees = service.model.prompts.images is not None
     most = MOST_IMAGE_BODY_BYTES if sees else MOST_BODY_BYTES
     raw = await _read(http, service.pending, most)
-    if len(raw) <= THREAD_BODY_BYTES:
+
+    def parsed() -> OfModel:
         body = parse(raw, schema)
-    else:
-        body = await service.in_thread(lambda: parse(raw, schema))
+        body.shows_images = sees and has_images(body)
+        return body
+
+    body = parsed() if len(raw) <= THREAD_BODY_BYTES else await service.in_thread(parsed)
     service.check_model(body.model)
     return service, body
 
@@ -131,7 +134,7 @@ async def open_answers(
         ]
 
     try:
-        asked, wanted, grammar = await service.in_thread(prepare)
+        asked, wanted, grammar = await service.in_thread(prepare, body.shows_images)
     finally:
         if left_out:
             record.leave_out(left_out)

@@ -2,7 +2,9 @@
 
 import base64
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ import pytest
 
 import lowbit.runtime as lowbit
 from lowbit.runtime.images import picture as limits
+from lowbit.runtime.images.decode import decode_image
 from lowbit.runtime.serve.request import prepare
+from lowbit.runtime.serve.service import IMAGE_THREADS, THREADS
 from tests.runtime.images.pictures import picture, saved
-from tests.runtime.serve.conftest import LEFT_OUT, SHORT, Running, post, running, turns
+from tests.runtime.serve.conftest import LEFT_OUT, SHORT, Running, post, running, turns, until
 
 PNG = saved(picture(300, 200))
 DATA = base64.b64encode(PNG).decode()
@@ -228,6 +232,34 @@ def test_a_growing_chat_finds_its_image_in_the_cache(seeing: Running) -> None:
     found = ask(seeing, CHAT, first, *turns(("assistant", "A."), ("user", "And?")))
     usage = found.json()["usage"]
     assert usage["prompt_tokens"] > usage["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize("path", FIELD)
+def test_text_does_not_wait_for_images(
+    seeing: Running, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    decoding, may = threading.Semaphore(0), threading.Event()
+
+    def slow(*given: Any) -> Any:
+        decoding.release()
+        assert may.wait(60)
+        return decode_image(*given)
+
+    monkeypatch.setattr(limits, "decode_image", slow)
+    first = 100 + 10 * list(FIELD).index(path)  # files that the server has not seen yet
+    files = [saved(picture(first + n, 50)) for n in range(THREADS)]
+    urls = [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in files]
+    with ThreadPoolExecutor(THREADS) as clients:
+        try:
+            sent = [clients.submit(ask, seeing, path, user(image(path, url))) for url in urls]
+            for _ in range(IMAGE_THREADS):
+                assert decoding.acquire(timeout=30)
+            until(lambda: seeing.service.active == THREADS)
+            assert ask(seeing, path, user(text(path, "Hi"))).status_code == 200
+            assert not decoding.acquire(blocking=False)
+        finally:
+            may.set()
+        assert all(each.result().status_code == 200 for each in sent)
 
 
 def test_bodies_with_images_may_be_longer(seeing: Running, monkeypatch: pytest.MonkeyPatch) -> None:
