@@ -131,6 +131,7 @@ def _read(part: MediaPart, where: str, reader: PictureReader) -> None:
     try:
         content, detail = _file_of(part)
         part.picture = reader.read(content, NAMED.get(str(detail), detail))
+        part.image_url = part.source = None  # a body is kept as long as its answer, base64 as well
     except RequestError as error:
         words = f"{error}; {error.hint}" if error.hint else str(error)
         raise invalid(f"`{where}`: {words}", where, WRONG) from None

@@ -14,7 +14,9 @@ import pytest
 import lowbit.runtime as lowbit
 from lowbit.runtime.images import picture as limits
 from lowbit.runtime.images.decode import decode_image
+from lowbit.runtime.serve.apis.chat import ChatBody, read_chat_images
 from lowbit.runtime.serve.request import prepare
+from lowbit.runtime.serve.request.body import MediaPart
 from lowbit.runtime.serve.service import IMAGE_THREADS, THREADS
 from tests.runtime.images.pictures import picture, saved
 from tests.runtime.serve.conftest import LEFT_OUT, SHORT, Running, post, running, turns, until
@@ -232,6 +234,18 @@ def test_a_growing_chat_finds_its_image_in_the_cache(seeing: Running) -> None:
     found = ask(seeing, CHAT, first, *turns(("assistant", "A."), ("user", "And?")))
     usage = found.json()["usage"]
     assert usage["prompt_tokens"] > usage["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_base64_is_not_kept_beside_the_file(seeing: Running) -> None:
+    body = ChatBody.read({"model": "tiny", "messages": [user(image(CHAT))]})
+    read_chat_images(seeing.service.model, body.messages)
+    content = body.messages[0].content
+    assert isinstance(content, list)
+    part = content[0]
+    assert isinstance(part, MediaPart)
+    assert part.picture is not None
+    assert part.picture.content == PNG
+    assert part.image_url is None
 
 
 @pytest.mark.parametrize("path", FIELD)
