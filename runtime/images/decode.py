@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 MOST_PIXELS = 89_478_485  # Pillow warns of files above it; a quarter of a GiB decoded
 MOST_ASPECT = 200  # of the longer side to the shorter, as in transformers
 MOST_SCAN_PIXELS = 2**31  # of a progressive JPEG: pixels times the scans that each refine them all
+MOST_READS = 1 << 19  # of a file, so that one of tiny pieces does not take seconds to walk through
 ORIENTATION = 0x0112  # tag of EXIF
 SCAN = b"\xff\xda"  # begins a scan; within one, FF is followed by 00
 TAKEN = "PNG, JPEG, WebP, GIF, BMP or AVIF"
@@ -72,7 +73,7 @@ def decode_image(content: bytes, limits: ImageLimits = ImageLimits()) -> "Image"
         )
     kind = _kind_of(content)
     try:
-        image = _readers()[kind](io.BytesIO(content))
+        image = _readers()[kind](_Counted(content))
         _check_size(image.width, image.height, limits)
         _check_scans(content, kind, image)
         image.load()
@@ -83,6 +84,22 @@ def decode_image(content: bytes, limits: ImageLimits = ImageLimits()) -> "Image"
         raise ResourceError(f"too little memory to decode the {kind} image") from None
     except Exception as error:  # Pillow lets through whatever a damaged file leads its readers to
         _refuse_damaged(kind, error)
+
+
+class _Counted(io.BytesIO):
+    """A file that is read a bounded number of times: readers in Python do so for every piece."""
+
+    reads = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Read on; errors as for a damaged file."""
+        self.reads += 1
+        if self.reads > MOST_READS:
+            raise RequestError(
+                "an image file has far more pieces than an image needs",
+                hint="open it in a viewer, save it again as PNG, and send that",
+            )
+        return super().read(size)
 
 
 def _kind_of(content: bytes) -> str:

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from lowbit.formats.errors import LowbitError, RequestError, ResourceError
+from lowbit.runtime.images import decode
 from lowbit.runtime.images.decode import MOST_PIXELS, ImageLimits, decode_image
 from tests.runtime.images.pictures import picture, saved
 
@@ -274,3 +275,24 @@ def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ResourceError, match="images need Pillow") as caught:
         decode_image(FILES["PNG"])
     assert ".[images]" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "piece"),
+    [
+        ("PNG", 33, b"\0\0\0\0abCd\x78\x06\xe9\xb3"),
+        ("JPEG", 2, b"\xff\xfe\0\2"),
+        ("GIF", -1, b"\0"),
+    ],
+)
+def test_a_file_of_tiny_pieces_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, kind: str, place: int, piece: bytes
+) -> None:
+    """Millions of them would take the readers of Pillow a dozen seconds."""
+    image = PLAIN.convert("P") if kind == "GIF" else PLAIN
+    file = saved(image, kind)
+    place = file.index(b",", 13) if kind == "GIF" else place
+    monkeypatch.setattr(decode, "MOST_READS", 300)
+    assert decode_image(file).size == PLAIN.size
+    with pytest.raises(RequestError, match="far more pieces"):
+        decode_image(file[:place] + 1000 * piece + file[place:])
