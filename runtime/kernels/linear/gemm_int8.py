@@ -1,6 +1,6 @@
 """gemm_int8: y = added + x @ w.T of 9 tokens or more on Hopper, with x in eight bits.
 
-    y[m, n] = sum_g s_x[m, g] * (s_w[n, g] * sum_k code[n, k] * q[m, k])     groups g in order of k
+    y[m, n] = sum_g s_x[m, g] * (s_w[n, g] * sum_k code[n, k] * q[m, k])     groups g in any order
 
 or silu(gate) * up of such a product, where the weight is paired; see `formats.activations`.
 
