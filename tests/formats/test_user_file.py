@@ -78,17 +78,16 @@ def test_a_pipe_that_stays_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_file, "SILENCE_S", 0.01)
     reading, writing = os.pipe()
     with pytest.raises(RequestError, match=r"is a pipe that sent nothing for 0\.01 seconds"):
-        read_user_file(Path(f"/dev/fd/{reading}"), WHAT)
+        read_user_file(Path(f"/dev/fd/{reading}"), WHAT, 1000)
     os.close(reading)
     os.close(writing)
 
 
-def test_a_pipe_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_file, "MAX_BYTES", 1000)
+def test_a_pipe_without_end() -> None:
     reading, writing = os.pipe()
     os.write(writing, bytes(2000))
     with pytest.raises(RequestError, match="is longer than 1000 bytes"):
-        read_user_file(Path(f"/dev/fd/{reading}"), WHAT)
+        read_user_file(Path(f"/dev/fd/{reading}"), WHAT, 1000)
     os.close(reading)
     os.close(writing)
 
