@@ -128,7 +128,7 @@ def power_above(x: Tensor) -> Tensor:
 
 
 def centres(rows: Tensor, tokens: Tensor) -> Tensor:
-    """Where the sums of products begin.
+    """Starts of the sums of products.
 
     Args:
         rows: [N] of `row_bounds`.

@@ -52,7 +52,7 @@ def odd(number: Fraction) -> Fraction:
 
 
 def centre_of(q: Tensor, s: Tensor, codes: Tensor, scales: Tensor, group: int) -> Tensor:
-    """Where the sums of a product begin."""
+    """Starts of the sums of a product."""
     rows = row_bounds(squared_norms(codes, scales), s.shape[1])
     return centres(rows, token_bounds(q, s, group))
 

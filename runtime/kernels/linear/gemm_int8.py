@@ -249,7 +249,7 @@ def _part_of(program, divided, sharers, PLAN: gl.constexpr):
 
 @gluon.jit
 def _source_of(here, there, turn, limit, stride, PLAN: gl.constexpr):
-    """Where the x of a turn lies, of a unit or, past its last one, of the unit that follows."""
+    """Address of the x of a turn, of a unit or, past its last one, of the unit that follows."""
     inside = turn < limit
     step = gl.where(inside, turn, turn - limit) * PLAN.STEPS
     return gl.where(inside, here, there) + stride * step
@@ -257,7 +257,7 @@ def _source_of(here, there, turn, limit, stride, PLAN: gl.constexpr):
 
 @gluon.jit
 def _centres(x_ptr, blocks, token, lane, rows, PLAN: gl.constexpr):
-    """Where a lane's four sums of eight tokens begin."""
+    """Starts of a lane's four sums of eight tokens."""
     X: gl.constexpr = PLAN.X  # Triton 3.6 takes no record from a record as an argument
     pair = bound_pair(x_ptr, blocks, token + lane % 4 * 2, X)
     return (

@@ -271,7 +271,7 @@ def _bounds_of_rows(bounds_ptr, first_tile, tiles, lane, COUNT: gl.constexpr):
 
 @gluon.jit
 def _centres(rows, bounds, W: gl.constexpr, X: gl.constexpr):
-    """Where sums begin: of each tile the lane's row g of its one or two tokens, then row g + 8.
+    """Starts of sums: of each tile the lane's row g of its one or two tokens, then row g + 8.
 
     rows: of `_bounds_of_rows`. bounds: of a lone token its bound, of several the address of the
         bounds of the lane's two.

@@ -205,7 +205,7 @@ def _mma_int8_kernel(
 
 @gluon.jit
 def _centres(ptrs, blocks, first_row, first_tile, tiles, lane, PLAN: gl.constexpr):
-    """Where a warp's sums begin, of each tile those of 8 tokens after the other.
+    """Starts of a warp's sums, of each tile those of 8 tokens after the other.
 
     ptrs: to x and to the bounds of the weight's rows. first_row: of the warp's tokens.
     """

@@ -160,7 +160,7 @@ def term_of(whole, scale):
 
 @gluon.jit
 def centre_of(row, token):
-    """Where sums begin, of the bounds of a row and of a token; see `formats.activations`."""
+    """Start of a sum, by the bounds of its row and its token; see `formats.activations`."""
     return row * token
 
 

@@ -63,7 +63,7 @@ def test_held_out_half_is_not_counted(tmp_path: Path) -> None:
 
 
 def test_the_bundled_text_behind_answers_is_not_counted_with_them(tmp_path: Path) -> None:
-    """As `calib-text` writes it; it decides where the answers do not."""
+    """The text that `calib-text` writes; it decides where the answers do not."""
     answers, alone, both = "Once upon a time\n" * 3, tmp_path / "a.txt", tmp_path / "b.txt"
     alone.write_text(answers)
     both.write_text(with_bundled(answers))

@@ -181,7 +181,7 @@ def multiply_tile(
 
 @gluon.jit
 def _centres(rows, tokens, nb: gl.constexpr, B: gl.constexpr):
-    """Where the sums of 8 tokens begin, of the lane's two rows and two tokens."""
+    """Starts of the sums of 8 tokens, of the lane's two rows and two tokens."""
     if B.TOKENS > 1:
         pair = load_shared8(tokens, nb * 32)
         first = as_float(pair[0])
