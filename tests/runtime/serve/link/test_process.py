@@ -37,7 +37,15 @@ def children(pid: int) -> list[int]:
     """Processes of a server that run Python of the engine, whichever thread has started them."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     found = [int(each) for task in tasks for each in task.read_text().split()]
-    return [e for e in found if b"spawn_main" in Path(f"/proc/{e}/cmdline").read_bytes()]
+    return [each for each in found if b"spawn_main" in command_of(each)]
+
+
+def command_of(pid: int) -> bytes:
+    """Command line of a process; nothing of one that has ended meanwhile."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def runs(pid: int) -> bool:
