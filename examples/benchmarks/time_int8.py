@@ -26,7 +26,7 @@ from lowbit.runtime.kernels.launch.int8 import LAUNCHES, Int8Launch
 from lowbit.runtime.kernels.linear.gemm_int8 import multiply
 from lowbit.runtime.kernels.linear.program import Blocks, token_blocks
 from lowbit.runtime.kernels.linear.quantize import quantize
-from lowbit.runtime.kernels.linear.tiles import TiledLinear
+from lowbit.runtime.kernels.linear.tiles import TiledLinear, tile_bounds
 
 LINEARS = {  # rows, columns, whether paired
     "qkv": (6144, 4096, False),
@@ -47,6 +47,11 @@ def call_us(calls: Sequence[Callable[[], object]]) -> float:
             call()
 
     return graph_us(body) / len(calls)
+
+
+def rounding(w: TiledLinear) -> TiledLinear:
+    """The weight with inputs in eight bits."""
+    return replace(w, activations="int8", bounds=tile_bounds(w))
 
 
 def places_of(w: TiledLinear, tokens: int) -> Blocks:
@@ -82,7 +87,7 @@ def show(name: str, bits: int, tokens: int, every: bool) -> None:
     N, K, paired = LINEARS[name]
     count = 2 if tokens > 256 else -(-BEYOND_L2 // (N * K * bits // 8))
     exact = [packed(bits, N, K, paired=paired) for _ in range(count)]
-    rounded = [replace(w, activations="int8") for w in exact]
+    rounded = [rounding(w) for w in exact]
     x = torch.randn(tokens, K, device="cuda").bfloat16()
     times = [
         call_us([lambda w=w: product(x, w, swiglu=paired) for w in weights])  # type: ignore[misc]
@@ -111,9 +116,10 @@ def main(tokens: tuple[int, ...], bits: str, launches: bool, share: int | None) 
             N, K, paired = LINEARS[name]
             w = packed(int(bits), N, K, paired=paired)
             x = torch.randn(count, K, device="cuda").bfloat16()
-            for own in (w, replace(w, activations="int8")):
+            rounded = rounding(w)
+            for own in (w, rounded):
                 product(x, own, swiglu=paired)
-            _ = list(launches_of(w, x)) if launches else []
+            _ = list(launches_of(rounded, x)) if launches else []
         return
     again = [sys.executable, *sys.argv]
     begun = [subprocess.Popen([*again, "--share", str(i)]) for i in range(PROCESSES)]

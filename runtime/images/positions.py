@@ -81,18 +81,3 @@ def axis_of_pairs(sections: Sequence[int], pairs: int) -> Tensor:
     for axis in (1, 2):
         axes[axis : 3 * sections[axis] : 3] = axis
     return axes
-
-
-def angles_of(axes: Tensor, frequencies: Tensor, sections: Sequence[int]) -> Tensor:
-    """Angles by which the pairs of rotated dimensions of each token turn.
-
-    Args:
-        axes: [3, T] int64; see `PromptPositions`.
-        frequencies: [r / 2] float32; see `rope_frequencies`.
-        sections: pairs of time, row and column, `mrope_section` of config.json.
-
-    Returns:
-        [T, r / 2] float32: FP32 products, as the models were trained with.
-    """
-    chosen = axis_of_pairs(sections, len(frequencies)).to(axes.device)
-    return axes[chosen].T.to(torch.float32) * frequencies

@@ -1,4 +1,4 @@
-"""The size that an image is resized to, and the tokens that it then takes; needs no torch."""
+"""The size that an image is resized to; needs no torch."""
 
 import math
 
@@ -22,9 +22,3 @@ def smart_size(width: int, height: int, settings: ImageSettings) -> tuple[int, i
         w = math.ceil(width * grow / factor) * factor
         h = math.ceil(height * grow / factor) * factor
     return w, h
-
-
-def token_count(width: int, height: int, settings: ImageSettings) -> int:
-    """Tokens of an image of a size."""
-    w, h = smart_size(width, height, settings)
-    return w * h // settings.factor**2

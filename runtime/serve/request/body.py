@@ -373,7 +373,7 @@ class MediaPart(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
     type: MediaType
-    # Where an image is: OpenAI's address, or an object of it; a stored file; Anthropic's source.
+    # Places of an image: OpenAI's address, or an object of it; a stored file; Anthropic's source.
     image_url: Any = Field(default=None, exclude=True)
     file_id: Any = Field(default=None, exclude=True)
     source: Any = Field(default=None, exclude=True)

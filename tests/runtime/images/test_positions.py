@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.architectures import read_config
-from lowbit.runtime.images.positions import angles_of, axis_of_pairs, positions_of
-from lowbit.runtime.state.rope import rope_frequencies
+from lowbit.runtime.images.positions import axis_of_pairs, positions_of
+from lowbit.runtime.state.rope import rope_by_axes, rope_tables
 
 TEXT: dict[str, Any] = {
     **{"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 1},
@@ -124,13 +124,14 @@ def test_angles_are_those_of_transformers(
     assert ours.rope_sections is not None
     length, images = prompt(700, (30, 41), 5, (3, 17), 60)
     axes = positions_of(length, images).axes
-    angles = angles_of(axes, rope_frequencies(ours.rotary_dim, 1e7), ours.rope_sections)
+    tables = rope_tables(length, ours.rotary_dim, 1e7, "cpu")
+    found = rope_by_axes(tables, axes, ours.rope_sections)
     cos, sin = Qwen3_5TextRotaryEmbedding(config)(torch.zeros(1), axes[:, None])
     half = ours.rotary_dim // 2
-    assert angles.shape == (length, half)
-    assert angles.dtype == torch.float32
-    assert torch.equal(angles.cos(), cos[0, :, :half])
-    assert torch.equal(angles.sin(), sin[0, :, half:])
+    assert found.cos.shape == (length, half)
+    assert found.cos.dtype == torch.float32
+    assert torch.equal(found.cos, cos[0, :, :half])
+    assert torch.equal(found.sin, sin[0, :, half:])
 
 
 def test_published_sections_give_rows_eleven_pairs_and_columns_ten() -> None:

@@ -39,7 +39,7 @@ def blocks_of_drafts(full: bool) -> Iterator[str]:
 
 
 def rounds_of_drafts(full: bool) -> Iterator[str]:
-    """What rounds take beside the layers: a head's input, acceptance, copies that join drafts."""
+    """Kernels of rounds beside the layers: a head's input, acceptance, copies that join drafts."""
     from lowbit.runtime.backends import cuda
     from lowbit.runtime.engine.draft.lookup import COPIED
     from lowbit.runtime.state.decode_inputs import new_decode_inputs, new_hidden_ring

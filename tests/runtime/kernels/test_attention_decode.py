@@ -128,7 +128,7 @@ def test_tokens_of_several_sequences(
 def test_a_short_chunk_may_have_rotary_tables_of_its_own(
     make_model: MakeModel, bf16_error: float, count: int
 ) -> None:
-    """Of which a program reads the rows of earlier tokens of the chunk again."""
+    """A program reads the rows of earlier tokens of the chunk again."""
     model = make_model(REAL["qwen3.5-9b"], [70])
     qkv, pages = model.given(count), clone(model.pages)
     step = with_axes(step_of(model.tables, [Span(0, 70, count)]), model.layer.rope)

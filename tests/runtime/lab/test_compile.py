@@ -102,7 +102,7 @@ def test_a_compiler_that_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.commands
 def test_keys_are_those_of_tensors_with_data(shorten: Shorten, tmp_path: Path) -> None:
-    """What Triton is asked for is the same where tensors lie in real memory.
+    """Triton is asked for the same where tensors lie in real memory.
 
     By two models, and by the rounds of a drafter.
     """

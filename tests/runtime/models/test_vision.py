@@ -117,7 +117,7 @@ def test_one_layer_alone_is_that_of_transformers(models: Models, grid: tuple[int
 
 @torch.no_grad()
 def test_norms_of_small_values_are_those_of_transformers(models: Models) -> None:
-    """Where the variance is as small as the number that is added to it."""
+    """The variance is as small as the number that is added to it."""
     theirs, ours = models("plain")
     x = torch.randn(5, 48, generator=torch.Generator().manual_seed(1)) * 1e-3
     block = ours.blocks[0]

@@ -39,7 +39,7 @@ def test_parts_of_a_step_are_shifted_too() -> None:
 
 
 def test_a_chunk_with_an_image_has_its_times_as_angles() -> None:
-    """For drafters, which know no other axis; the model makes tables of its own."""
+    """Drafters know no other axis; the model makes tables of its own."""
     axes = torch.tensor([[4, 5, 5], [4, 5, 6], [4, 5, 5]])
     plan = StepPlan(3, 1, 64, 3, (Span(1, 4, 3),), prompt=True, axes=axes)
     _, step = new_step(plan, [1, 2, 3], TABLES, SHIFTS)

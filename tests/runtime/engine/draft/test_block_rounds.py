@@ -236,7 +236,7 @@ def test_a_constrained_sequence_keeps_the_others_from_drafts(
 
 @by("trained-15-joined")
 def test_copies_join_drafts(models: tuple[lowbit.Model, lowbit.Model]) -> None:
-    """Of a prompt that says everything twice; the answer may go on so or not."""
+    """A prompt says everything twice; the answer may go on so or not."""
     plain, drafting = models
     copied = 0
     for request in asked(plain, 30):

@@ -66,7 +66,7 @@ def pair(
 
 
 def requests() -> list[Request]:
-    """With images and without."""
+    """Prompts with images and without."""
     asked = [
         prompt_of(256, 20, (3, 5), 30, (1, 9), 4),
         replace(prompt_of(256, (7, 2), 9, seed=1), sampling=HOT),
@@ -114,7 +114,7 @@ def test_drafts_change_nothing(
 
 @dataclass
 class Head:
-    """What a head takes and gives at positions of a sequence."""
+    """Inputs and outputs of a head at positions of a sequence."""
 
     taken: dict[int, Tensor] = field(default_factory=dict)
     given: dict[int, Tensor] = field(default_factory=dict)

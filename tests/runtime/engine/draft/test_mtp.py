@@ -47,7 +47,7 @@ def embeddings_of(packed: "PackedModel", ids: Tensor) -> Tensor:
 def head_of_transformers(
     packed: "PackedModel", embedded: Tensor, hidden: Tensor, axes: Tensor | None = None
 ) -> Tensor:
-    """What the head gives after its norm, by a model of transformers with its layer alone.
+    """Outputs of the head after its norm, by a model of transformers with its layer alone.
 
     Args:
         embedded: [T, h], tokens behind each position.
