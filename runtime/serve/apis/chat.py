@@ -40,8 +40,9 @@ from lowbit.runtime.serve.request.body import (
     sampling_options,
     text_of,
 )
+from lowbit.runtime.serve.request.contents import Content
 from lowbit.runtime.serve.request.forms import FormatFields, format_of
-from lowbit.runtime.serve.request.images import Content, read_images
+from lowbit.runtime.serve.request.images import read_images
 from lowbit.runtime.serve.request.prepare import Asked, can_switch_thinking, open_answers
 from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.settings import MOST_CALLS, MOST_MESSAGES
@@ -222,10 +223,14 @@ class ChatBody(SamplingBody, FormatFields):
     cache_salt: Ignored[Any] = None
     verbosity: Ignored[Literal["low", "medium", "high"] | None] = None
 
+    def contents(self) -> list[Content]:
+        """See `ModelBody.contents`."""
+        return contents_of(self.messages)
 
-def read_chat_images(model: ServedModel, messages: Sequence[Message]) -> list[str]:
-    """Read the images of messages; values and errors as in `read_images`."""
-    contents = [
+
+def contents_of(messages: Sequence[Message]) -> list[Content]:
+    """Contents of messages."""
+    return [
         Content(
             each.content,
             f"messages[{number}].content",
@@ -234,7 +239,6 @@ def read_chat_images(model: ServedModel, messages: Sequence[Message]) -> list[st
         )
         for number, each in enumerate(messages)
     ]
-    return read_images(contents, model.prompts)
 
 
 def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -304,7 +308,7 @@ def asked_of(model: ServedModel, body: ChatBody) -> Asked:
     if isinstance(choice, NamedChoice | CustomChoice):
         tool = choice.function.name if isinstance(choice, NamedChoice) else choice.custom.name
     most = body.max_completion_tokens or body.max_tokens
-    left_out = [*_left_out(model, body), *read_chat_images(model, body.messages)]
+    left_out = [*_left_out(model, body), *read_images(body.contents(), model.prompts)]
     return Asked(
         messages=turns_of(body.messages),
         tools=functions_of(body.tools) if body.tools else (),

@@ -35,8 +35,9 @@ from lowbit.runtime.serve.request.body import (
     named_types,
     text_of,
 )
+from lowbit.runtime.serve.request.contents import Content
 from lowbit.runtime.serve.request.forms import ChoiceMode, schema_format
-from lowbit.runtime.serve.request.images import Content, read_images
+from lowbit.runtime.serve.request.images import read_images
 from lowbit.runtime.serve.request.prepare import (
     Asked,
     can_switch_thinking,
@@ -178,6 +179,13 @@ class CountBody(RequestBody):
     user_profile_id: Ignored[Any] = None
     workspace_id: Ignored[Any] = None
 
+    def contents(self) -> list[Content]:
+        """See `ModelBody.contents`."""
+        return [
+            Content(turn.content, f"messages[{number}].content", shows=turn.role == "user")
+            for number, turn in enumerate(self.messages)
+        ]
+
 
 class MessagesBody(CountBody, AnswerBody):
     """The whole body."""
@@ -236,11 +244,7 @@ def asked_of(model: ServedModel, body: CountBody) -> Asked:
     Raises:
         ApiError: `tool_choice` lacks a name, or an image cannot be read.
     """
-    contents = [
-        Content(turn.content, f"messages[{number}].content", shows=turn.role == "user")
-        for number, turn in enumerate(body.messages)
-    ]
-    left_out = [*_left_out(body), *read_images(contents, model.prompts)]
+    left_out = [*_left_out(body), *read_images(body.contents(), model.prompts)]
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": text_of(body.system)})

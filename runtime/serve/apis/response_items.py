@@ -16,7 +16,7 @@ from lowbit.runtime.serve.request.body import (
     joined_parts,
     named_types,
 )
-from lowbit.runtime.serve.request.images import Content as Shown
+from lowbit.runtime.serve.request.contents import Content as Shown
 from lowbit.runtime.serve.settings import MOST_MESSAGES, MOST_PARTS
 
 PARTS = ("input_text", "output_text", "text", "refusal")

@@ -29,6 +29,7 @@ from lowbit.runtime.serve.request.body import (
     Body,
     Ignored,
 )
+from lowbit.runtime.serve.request.contents import Content
 from lowbit.runtime.serve.request.forms import (
     AnswerFormat,
     JsonObjectFormat,
@@ -113,6 +114,10 @@ class ResponsesBody(AnswerBody):
     prompt_cache_options: Ignored[Any] = None
     client_metadata: Ignored[Any] = None
 
+    def contents(self) -> list[Content]:
+        """See `ModelBody.contents`."""
+        return [] if isinstance(self.input, str) else shown_by(self.input)
+
 
 router = APIRouter(route_class=DirectRoute)
 
@@ -191,7 +196,7 @@ def asked_of(model: ServedModel, body: ResponsesBody) -> Asked:
     left_out += [f"include {name}" for name in body.include or () if name not in INCLUDES]
     if not isinstance(body.input, str):
         left_out += left_out_items(body.input)
-        left_out += read_images(shown_by(body.input), model.prompts)
+        left_out += read_images(body.contents(), model.prompts)
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})

@@ -8,12 +8,14 @@ from pydantic import Field, model_validator
 from starlette.requests import Request as HttpRequest
 
 from lowbit.formats.text.settings import read_settings
-from lowbit.runtime.serve.apis.chat import Messages, read_chat_images, turns_of
+from lowbit.runtime.serve.apis.chat import Messages, contents_of, turns_of
 from lowbit.runtime.serve.apis.common import token_text
 from lowbit.runtime.serve.apis.docs import documented
 from lowbit.runtime.serve.apis.tools import ChatTools, functions_of
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.body import NEUTRAL, ModelBody
+from lowbit.runtime.serve.request.contents import Content
+from lowbit.runtime.serve.request.images import read_images
 from lowbit.runtime.serve.request.prepare import Asked, encode, read_request
 from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.service import record_of, service_of
@@ -36,6 +38,10 @@ class TokenizeBody(ModelBody):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either `prompt` or `messages`")
         return self
+
+    def contents(self) -> list[Content]:
+        """See `ModelBody.contents`."""
+        return contents_of(self.messages or ())
 
 
 TokenId = Annotated[int, Field(ge=0)]
@@ -69,7 +75,7 @@ async def tokenize(http: HttpRequest) -> dict[str, Any]:
 
 def _encode(model: ServedModel, body: TokenizeBody, left_out: list[str]) -> Sequence[int]:
     if body.messages is not None:
-        left_out += read_chat_images(model, body.messages)
+        left_out += read_images(body.contents(), model.prompts)
         messages, tools = turns_of(body.messages), functions_of(body.tools)
         arguments = body.chat_template_kwargs or {}
         asked = Asked(messages=messages, tools=tools, template_arguments=arguments)

@@ -1,7 +1,7 @@
 """Bodies of requests: the fields that several share, and the parts of messages."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -23,6 +23,9 @@ from lowbit.runtime.serve.settings import (
     MOST_STOP_CHARACTERS,
     MOST_STOPS,
 )
+
+if TYPE_CHECKING:
+    from lowbit.runtime.serve.request.contents import Content
 
 IGNORED = "ignored"
 MOST_UNKNOWN = 16  # names of unknown fields in one line of the log
@@ -159,6 +162,10 @@ class ModelBody(Body):
     @shows_images.setter
     def shows_images(self, found: bool) -> None:
         self._shows_images = found
+
+    def contents(self) -> "Sequence[Content]":
+        """Contents of its messages, in their order; some may hold images."""
+        return ()
 
 
 class RequestBody(ModelBody):

@@ -1,8 +1,7 @@
 """Images of a request: read before its prompt is made, or named where the model takes none."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lowbit.formats.errors import RequestError
@@ -11,10 +10,10 @@ from lowbit.runtime.engine.prompts import PromptEncoder
 from lowbit.runtime.images.data_url import bytes_of_base64, bytes_of_data_url
 from lowbit.runtime.images.picture import PictureReader
 from lowbit.runtime.serve.errors import invalid
-from lowbit.runtime.serve.request.body import Body, MediaPart
+from lowbit.runtime.serve.request.body import MediaPart
+from lowbit.runtime.serve.request.contents import IMAGE, Content
 from lowbit.runtime.serve.request.explain import WRONG
 
-IMAGE = "image"  # kind of a part
 INSTEAD: Mapping[str, str] = {  # what to send in place of other kinds
     "video": "send frames of it as images",
     "file": "send its text, or its pages as images",
@@ -35,49 +34,6 @@ NAMED = {"None": "auto", "original": "high"}  # details under other names
 IN_TEXT = "image in text"  # name of what is left out
 SEND = "send the file itself: data:image/png;base64,..."
 LINE = "[image left out]"
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """Content of a message as its API has it."""
-
-    value: object
-    where: str  # such as `messages[0].content`
-    shows: bool = True  # a user or a tool says it: an image may be part of it
-    tool: bool = False  # a tool has made it, not a person
-
-    def media(self) -> Iterator[tuple[str, MediaPart, bool]]:
-        """Parts that are no text, with their places, and whether they are in a tool's result."""
-        yield from _media(self.value, self.where, self.tool)
-
-    def has_more(self) -> bool:
-        """True if there is anything beside images and the like: text, or a tool's result."""
-        parts = self.value if isinstance(self.value, list) else []
-        return self.tool or any(
-            not isinstance(part, MediaPart) and getattr(part, "text", "x").strip() for part in parts
-        )
-
-
-def _media(value: object, where: str, tool: bool) -> Iterator[tuple[str, MediaPart, bool]]:
-    for index, part in enumerate(value if isinstance(value, list) else ()):
-        place = f"{where}[{index}]"
-        if isinstance(part, MediaPart):
-            yield place, part, tool
-        elif isinstance(inner := getattr(part, "content", None), list):
-            yield from _media(inner, f"{place}.content", tool=True)
-
-
-def has_images(body: Body) -> bool:
-    """True if a message or an item of a body has an image."""
-    turns = getattr(body, "messages", None) or getattr(body, "input", None)
-    contents = (
-        getattr(turn, name, None)
-        for turn in (turns if isinstance(turns, list) else ())
-        for name in ("content", "output")
-    )
-    return any(
-        part.kind == IMAGE for content in contents for _, part, _ in _media(content, "", False)
-    )
 
 
 def read_images(contents: Sequence[Content], prompts: PromptEncoder) -> list[str]:

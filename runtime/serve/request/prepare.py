@@ -17,6 +17,7 @@ from lowbit.runtime.serve.answers import Answers
 from lowbit.runtime.serve.errors import ApiError, ClientLeftError, invalid, of_lowbit
 from lowbit.runtime.serve.link.messages import Constraints
 from lowbit.runtime.serve.request.body import AnswerBody, Body, ModelBody
+from lowbit.runtime.serve.request.contents import images_of
 from lowbit.runtime.serve.request.explain import FEWER, WRONG, explained, got
 from lowbit.runtime.serve.request.forms import (
     AnswerFormat,
@@ -25,7 +26,7 @@ from lowbit.runtime.serve.request.forms import (
     asked_grammar,
     grammar_of_format,
 )
-from lowbit.runtime.serve.request.images import has_images, without_data
+from lowbit.runtime.serve.request.images import without_data
 from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.service import PendingBodies, Service, record_of, service_of
 from lowbit.runtime.serve.settings import (
@@ -90,7 +91,7 @@ async def read_request(http: HttpRequest, schema: type[OfModel]) -> tuple[Servic
 
     def parsed() -> OfModel:
         body = parse(raw, schema)
-        body.shows_images = sees and has_images(body)
+        body.shows_images = sees and any(images_of(body.contents()))
         return body
 
     body = parsed() if len(raw) <= THREAD_BODY_BYTES else await service.in_thread(parsed)

@@ -14,9 +14,10 @@ import pytest
 import lowbit.runtime as lowbit
 from lowbit.runtime.images import picture as limits
 from lowbit.runtime.images.decode import decode_image
-from lowbit.runtime.serve.apis.chat import ChatBody, read_chat_images
+from lowbit.runtime.serve.apis.chat import ChatBody
 from lowbit.runtime.serve.request import prepare
 from lowbit.runtime.serve.request.body import MediaPart
+from lowbit.runtime.serve.request.images import read_images
 from lowbit.runtime.serve.service import IMAGE_THREADS, THREADS
 from tests.runtime.images.pictures import picture, saved
 from tests.runtime.serve.conftest import LEFT_OUT, SHORT, Running, post, running, turns, until
@@ -238,7 +239,7 @@ def test_a_growing_chat_finds_its_image_in_the_cache(seeing: Running) -> None:
 
 def test_base64_is_not_kept_beside_the_file(seeing: Running) -> None:
     body = ChatBody.read({"model": "tiny", "messages": [user(image(CHAT))]})
-    read_chat_images(seeing.service.model, body.messages)
+    read_images(body.contents(), seeing.service.model.prompts)
     content = body.messages[0].content
     assert isinstance(content, list)
     part = content[0]
