@@ -297,7 +297,9 @@ model_argument = click.argument(
 
 # Parameters of the commands that answer, as their help groups them.
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Connection": ("url", "api_key", "host", "port", "no_auth", "cors_origin"),
+    "Connection": (
+        *("url", "api_key", "host", "port", "no_auth", "cors_origin", "allow_image_urls"),
+    ),
     "Answers": (
         *("max_new_tokens", "stop", "system", "thinking", "max_thinking_tokens", "json_schema"),
         "raw",

@@ -37,6 +37,7 @@ from lowbit.runtime.engine.load_options import (
     SEQUENCES,
     SHORT,
 )
+from lowbit.runtime.serve.request.hosts import allowed_hosts
 from lowbit.runtime.serve.settings import ServeSettings, check_exposure
 
 if TYPE_CHECKING:
@@ -150,6 +151,13 @@ FASTER_ROUNDED = 32  # answers together, beyond which linears with rounded input
     help="Web page, such as https://example.org, that may use the server (repeatable).",
 )
 @click.option(
+    "--allow-image-urls",
+    multiple=True,
+    metavar="HOST",
+    help="Host, such as example.org or example.org:8443, from which images that clients name by "
+    "http and https addresses are fetched (repeatable); * for all that are public.",
+)
+@click.option(
     "--refuse-late-system",
     is_flag=True,
     help="Refuse system messages that the chat template refuses; otherwise those at the beginning "
@@ -181,6 +189,7 @@ def _settings(name: str, served_name: Sequence[str], **given: Any) -> ServeSetti
     given["request_timeout_s"] = given.pop("request_timeout")
     given["grammar_bytes"] = given.pop("grammar_memory")
     given["cors_origins"] = given.pop("cors_origin")
+    given["image_hosts"] = allowed_hosts(given.pop("allow_image_urls")).names
     return ServeSettings(
         names=tuple(each for each in served_name if each != ANY)
         or (Path(name).resolve().name if Path(name).exists() else name,),

@@ -38,6 +38,11 @@ class Picture:
     digest: bytes  # see `digest_of`
 
 
+def too_many() -> RequestError:
+    """The error of a prompt with more images than it may have."""
+    return RequestError(f"a prompt may have {MOST_IMAGES} images, this one has more", HINT)
+
+
 def digest_of(content: bytes, settings: ImageSettings) -> bytes:
     """SHA-256 that only the same file under the same settings has; its size follows from both."""
     return hashlib.sha256(hashlib.sha256(content).digest() + repr(settings).encode()).digest()
@@ -99,7 +104,7 @@ class PictureReader:
         """
         self.count += 1
         if self.count > MOST_IMAGES:
-            raise RequestError(f"a prompt may have {MOST_IMAGES} images, this one has more", HINT)
+            raise too_many()
         settings = limited(self.settings, detail)
         left = MOST_PROMPT_PIXELS - self.pixels
         if left < 1:

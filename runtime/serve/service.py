@@ -27,6 +27,8 @@ from lowbit.runtime.serve.link.client import EngineClient
 from lowbit.runtime.serve.link.messages import Constraints, FromEngine, Settings
 from lowbit.runtime.serve.logs import Record
 from lowbit.runtime.serve.metrics import Metrics
+from lowbit.runtime.serve.request.fetch import ImageFetcher
+from lowbit.runtime.serve.request.hosts import AllowedHosts
 from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.settings import ServeSettings
 
@@ -107,8 +109,13 @@ class Service:
             IMAGE_THREADS, thread_name_prefix="lowbit-images"
         )
     )
+    fetcher: ImageFetcher = field(init=False)  # of images that clients name by their address
     # Requests whose bodies have not come
     pending: PendingBodies = field(default_factory=lambda: PendingBodies(READING))
+
+    def __post_init__(self) -> None:
+        """Fetch images from the hosts of the settings alone."""
+        self.fetcher = ImageFetcher(AllowedHosts(self.settings.image_hosts))
 
     @property
     def engine(self) -> EngineClient:

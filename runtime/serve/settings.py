@@ -59,6 +59,8 @@ class ServeSettings:
     log_prompts: bool = False
     cors_origins: tuple[str, ...] = ()  # origins of web pages that may read answers; `*` is all
     any_name: bool = False  # requests may use any name for the model
+    # Hosts that may be asked for images, as `AllowedHosts` has them; none fetches nothing
+    image_hosts: frozenset[str] = frozenset()
 
     def client_share(self, sequences: int) -> int:
         """Rows that longer answers of one client may have, of so many."""

@@ -43,6 +43,7 @@ from lowbit.runtime.serve.request.prepare import (
     can_switch_thinking,
     encode,
     open_answers,
+    prepared,
     read_request,
 )
 from lowbit.runtime.serve.served_model import ServedModel
@@ -233,7 +234,7 @@ async def count_tokens(http: HttpRequest) -> Response:
     def encoded() -> Request:
         return encode(model, asked_of(model, body), left_out)
 
-    made = await service.in_thread(encoded, body.shows_images)
+    made = await prepared(http, body, encoded)
     record_of(http).leave_out(left_out)
     return JSONResponse({"input_tokens": len(made.prompt)})
 

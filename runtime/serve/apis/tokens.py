@@ -16,7 +16,7 @@ from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.body import NEUTRAL, ModelBody
 from lowbit.runtime.serve.request.contents import Content
 from lowbit.runtime.serve.request.images import read_images
-from lowbit.runtime.serve.request.prepare import Asked, encode, read_request
+from lowbit.runtime.serve.request.prepare import Asked, encode, prepared, read_request
 from lowbit.runtime.serve.served_model import ServedModel
 from lowbit.runtime.serve.service import record_of, service_of
 from lowbit.runtime.serve.settings import MOST_IDS
@@ -61,7 +61,7 @@ async def tokenize(http: HttpRequest) -> dict[str, Any]:
     """Token ids of a text or a conversation."""
     service, body = await read_request(http, TokenizeBody)
     left_out: list[str] = []
-    ids = await service.in_thread(lambda: _encode(service.model, body, left_out), body.shows_images)
+    ids = await prepared(http, body, lambda: _encode(service.model, body, left_out))
     record_of(http).leave_out(left_out)
     found: dict[str, Any] = {
         "count": len(ids),

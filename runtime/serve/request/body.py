@@ -386,6 +386,7 @@ class MediaPart(BaseModel):
     source: Any = Field(default=None, exclude=True)
     detail: Any = Field(default=None, exclude=True)
     _picture: Picture | None = PrivateAttr(default=None)
+    _fetched: bytes | None = PrivateAttr(default=None)
 
     @property
     def kind(self) -> str:
@@ -400,6 +401,15 @@ class MediaPart(BaseModel):
     @picture.setter
     def picture(self, found: Picture) -> None:
         self._picture = found
+
+    @property
+    def fetched(self) -> bytes | None:
+        """The file at the address that the part names, once it has been fetched."""
+        return self._fetched
+
+    @fetched.setter
+    def fetched(self, content: bytes | None) -> None:
+        self._fetched = content
 
 
 class SkippedPart(BaseModel):

@@ -2,16 +2,17 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from lowbit.formats.errors import RequestError
 from lowbit.formats.fields import shown
 from lowbit.runtime.engine.prompts import PromptEncoder
 from lowbit.runtime.images.data_url import bytes_of_base64, bytes_of_data_url
-from lowbit.runtime.images.picture import PictureReader
-from lowbit.runtime.serve.errors import invalid
+from lowbit.runtime.images.picture import MOST_IMAGES, PictureReader, too_many
+from lowbit.runtime.serve.errors import ApiError, invalid
 from lowbit.runtime.serve.request.body import MediaPart
-from lowbit.runtime.serve.request.contents import IMAGE, Content
+from lowbit.runtime.serve.request.contents import IMAGE, Content, images_of
 from lowbit.runtime.serve.request.explain import WRONG
 
 INSTEAD: Mapping[str, str] = {  # what to send in place of other kinds
@@ -21,6 +22,7 @@ INSTEAD: Mapping[str, str] = {  # what to send in place of other kinds
     "audio": "send what is said as text",
 }
 FETCHED = re.compile(r"\s*(https?|file|ftp|gs|s3|blob):", re.IGNORECASE)
+HTTP = re.compile(r"\s*https?:", re.IGNORECASE)
 LEAST_DATA = 4096  # characters of base64 in a text that are taken for an image
 # Base64 in one piece, or in lines of 60 to 76 characters as mail and `base64` break it; a last line
 # that is shorter may as well be words, and stays.
@@ -47,6 +49,8 @@ def read_images(contents: Sequence[Content], prompts: PromptEncoder) -> list[str
         ResourceError: Pillow is not installed.
     """
     reader = None if prompts.images is None else prompts.reader()
+    if reader is not None:
+        check_number(contents)
     left_out: list[str] = []
     for number, content in enumerate(contents, start=1):
         newest = number == len(contents)
@@ -58,6 +62,22 @@ def read_images(contents: Sequence[Content], prompts: PromptEncoder) -> list[str
                 _check_other(part, where, content)
             left_out.append(part.kind)
     return left_out
+
+
+def refused(error: RequestError, where: str) -> ApiError:
+    """The API's error for an image that cannot be read, by its part."""
+    words = f"{error}; {error.hint}" if error.hint else str(error)
+    return invalid(f"`{where}`: {words}", where, WRONG)
+
+
+def check_number(contents: Sequence[Content]) -> None:
+    """Refuse more images than a prompt may have, before any is fetched or decoded.
+
+    Raises:
+        ApiError: by the first that is too many.
+    """
+    for where, _ in islice(images_of(contents), MOST_IMAGES, None):
+        raise refused(too_many(), where)
 
 
 def _check_other(part: MediaPart, where: str, content: Content) -> None:
@@ -87,10 +107,10 @@ def _read(part: MediaPart, where: str, reader: PictureReader) -> None:
     try:
         content, detail = _file_of(part)
         part.picture = reader.read(content, NAMED.get(str(detail), detail))
-        part.image_url = part.source = None  # a body is kept as long as its answer, base64 as well
+        # A body is kept as long as its answer; it need not keep base64 as well.
+        part.image_url = part.source = part.fetched = None
     except RequestError as error:
-        words = f"{error}; {error.hint}" if error.hint else str(error)
-        raise invalid(f"`{where}`: {words}", where, WRONG) from None
+        raise refused(error, where) from None
 
 
 def _file_of(part: MediaPart) -> tuple[bytes, object]:
@@ -99,15 +119,27 @@ def _file_of(part: MediaPart) -> tuple[bytes, object]:
     Raises:
         RequestError: it has none, or names one that would have to be fetched.
     """
-    if part.source is not None:
-        return _of_source(part.source), part.detail
     address, detail = part.image_url, part.detail
     if isinstance(address, Mapping):
         detail = address.get("detail", detail)
         address = address.get("url")
+    if part.fetched is not None:
+        return part.fetched, detail
+    if part.source is not None:
+        return _of_source(part.source), part.detail
     if address is None and part.file_id is not None:
         raise RequestError("`file_id` names a file, and no file is stored here", SEND)
     return _of_url(address), detail
+
+
+def address_of(part: MediaPart) -> str | None:
+    """The http or https address that an image part names; None where it has its file itself."""
+    found, source = part.image_url, part.source
+    if source is not None:
+        found = source if isinstance(source, Mapping) and source.get("type") == "url" else None
+    if isinstance(found, Mapping):
+        found = found.get("url")
+    return found if isinstance(found, str) and HTTP.match(found) else None
 
 
 def _of_url(address: Any) -> bytes:
@@ -115,7 +147,7 @@ def _of_url(address: Any) -> bytes:
         raise RequestError(f"an image's address must be text, got {shown(address)}", SEND)
     if FETCHED.match(address):
         raise RequestError(
-            f"the image's address is {shown(address)}, and this server fetches nothing", SEND
+            f"the image's address is {shown(address)}, which this server does not fetch", SEND
         )
     return bytes_of_data_url(address)
 

@@ -43,6 +43,7 @@ from lowbit.runtime.text.tools import form_of, read_json, read_tools
 Schema = TypeVar("Schema", bound=Body)
 OfModel = TypeVar("OfModel", bound=ModelBody)
 ForAnswers = TypeVar("ForAnswers", bound=AnswerBody)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ async def open_answers(
         ]
 
     try:
-        asked, wanted, grammar = await service.in_thread(prepare, body.shows_images)
+        asked, wanted, grammar = await prepared(http, body, prepare)
     finally:
         if left_out:
             record.leave_out(left_out)
@@ -150,6 +151,20 @@ async def open_answers(
         return body, service.begin(http, wanted, limits)
     finally:
         service.engine.drop_grammar(number)
+
+
+async def prepared(http: HttpRequest, body: ModelBody, work: Callable[[], Result]) -> Result:
+    """The result of `work` on a body, in a thread, once the images that it names are there.
+
+    Raises:
+        ApiError: for a LowbitError, or an image that cannot be fetched.
+        ClientLeftError: the client left meanwhile.
+    """
+    service = service_of(http)
+    if body.shows_images and service.settings.image_hosts:
+        fetching = service.fetcher.fetch_all(body.contents())
+        await service.unless_left(http, fetching)
+    return await service.in_thread(work, body.shows_images)
 
 
 def _sampling_of(first: SamplingParams, index: int) -> SamplingParams:

@@ -154,9 +154,9 @@ def test_a_detail_limits_the_tokens(seeing: Running, monkeypatch: pytest.MonkeyP
 
 
 BAD: list[tuple[str, str]] = [
-    ("https://example.org/a.png", "this server fetches nothing"),
-    (" HTTP://169.254.169.254/latest", "this server fetches nothing"),
-    ("file:///etc/passwd", "this server fetches nothing"),
+    ("https://example.org/a.png", "which this server does not fetch"),
+    (" HTTP://169.254.169.254/latest", "which this server does not fetch"),
+    ("file:///etc/passwd", "which this server does not fetch"),
     ("/etc/passwd", "must begin with `data:`"),
     ("data:image/png;base64,", "an image is empty"),
     ("data:image/png;base64,!!!!", "which base64 lacks"),

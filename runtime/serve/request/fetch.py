@@ -1,0 +1,298 @@
+"""Images that clients name by their address, fetched from hosts that the server may ask.
+
+A host's name is resolved once, and the connection goes to an address that was checked. A redirect
+is checked as the first address was. What a host says of the content's type is not looked at.
+"""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from ipaddress import ip_address
+from typing import Any, cast
+from urllib.parse import urljoin
+
+import httptools
+
+from lowbit.formats.errors import RequestError
+from lowbit.formats.fields import shown
+from lowbit.runtime.images.data_url import MOST_BYTES
+from lowbit.runtime.serve.request.body import MediaPart
+from lowbit.runtime.serve.request.contents import Content, images_of
+from lowbit.runtime.serve.request.hosts import (
+    SEND,
+    Address,
+    AllowedHosts,
+    Place,
+    Target,
+    plain_address,
+    target_of,
+)
+from lowbit.runtime.serve.request.images import address_of, check_number, refused
+from lowbit.runtime.serve.settings import MOST_IMAGE_BODY_BYTES
+
+MOST_REDIRECTS = 5
+MOST_HEAD = 64 << 10  # bytes before the content
+TOGETHER = 4  # images of a request that are fetched at a time
+TIME_S = 20.0  # from the first look at a name to the last byte, redirects included
+MOVED = (301, 302, 303, 307, 308)
+
+
+@dataclass(slots=True)
+class Budget:
+    """Bytes that the images of a request may still have together."""
+
+    left: int = MOST_IMAGE_BODY_BYTES
+
+    def take(self, count: int) -> None:
+        """Count bytes that have come.
+
+        Raises:
+            RequestError: they are too many.
+        """
+        self.left -= count
+        if self.left < 0:
+            raise RequestError(
+                f"the images that the request names have over {MOST_IMAGE_BODY_BYTES} bytes in all",
+                hint="send fewer or smaller ones",
+            )
+
+
+class _Reply(asyncio.Protocol):
+    """Asks a host and reads its reply; the parser calls its `on_` methods.
+
+    What comes is parsed at once. A stream would be paused where it comes fast, and uvloop loses the
+    rest of a paused one whose host ends TLS without saying so.
+
+    Attributes:
+        ended: is done once the reply is whole, or is none; with the error of one that may not be.
+    """
+
+    def __init__(self, request: bytes, budget: Budget) -> None:
+        self.parser = httptools.HttpResponseParser(self)
+        self.headers: dict[bytes, bytes] = {}
+        self.body = bytearray()
+        self.complete = False
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._request, self._budget, self._open, self._head = request, budget, False, 0
+
+    @property
+    def status(self) -> int:
+        """Status code, once the head has come."""
+        return int(self.parser.get_status_code()) if self._open else 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Ask."""
+        cast(asyncio.Transport, transport).write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """Read on."""
+        if self.ended.done():
+            return
+        try:
+            self._feed(data)
+        except RequestError as error:
+            self.ended.set_exception(error)
+        else:
+            if self.complete or self.status not in (0, 200):
+                self.ended.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Note that no more comes, which is the end of a content that states none."""
+        if not self.ended.done():
+            sized = {b"content-length", b"transfer-encoding"} & self.headers.keys()
+            self.complete = self._open and not sized
+            self.ended.set_result(None)
+
+    def _feed(self, data: bytes) -> None:
+        if not self._open:
+            self._head += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            inner = error.__context__
+            if isinstance(inner, RequestError):
+                raise inner from None
+            raise RequestError("the image's host does not speak HTTP", SEND) from None
+        if not self._open and self._head > MOST_HEAD:
+            raise RequestError(f"the image's host sent headers of over {MOST_HEAD} bytes", SEND)
+
+    def on_message_begin(self) -> None:
+        """Forget an interim reply.
+
+        Raises:
+            RequestError: it is behind the whole reply.
+        """
+        if self.complete:
+            raise RequestError("the image's host sent more than one reply", SEND)
+        self.headers.clear()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Note a header."""
+        self.headers[name.lower()] = value.strip()
+
+    def on_headers_complete(self) -> None:
+        """Note the end of the head, unless the reply is an interim one."""
+        self._open = int(self.parser.get_status_code()) >= 200
+
+    def on_body(self, part: bytes) -> None:
+        """Take content; that of anything else than a success is dropped."""
+        if self.status != 200:
+            return
+        self._budget.take(len(part))
+        if len(self.body) + len(part) > MOST_BYTES:
+            raise RequestError(f"the image has over {MOST_BYTES} bytes", "send a smaller one")
+        self.body += part
+
+    def on_message_complete(self) -> None:
+        """Note the end."""
+        self.complete = self._open
+
+
+@dataclass(frozen=True)
+class ImageFetcher:
+    """Fetches images from allowed hosts, on the event loop and without holding it up."""
+
+    allowed: AllowedHosts
+    time_s: float = TIME_S
+
+    @cached_property
+    def tls(self) -> ssl.SSLContext:
+        """Checks certificates by those that the system trusts."""
+        return ssl.create_default_context()
+
+    async def fetch_all(self, contents: Sequence[Content]) -> None:
+        """Fetch the images that contents name; each part then holds its file.
+
+        Raises:
+            ApiError: one cannot be fetched, by its part, or they are too many.
+        """
+        named: dict[str, list[tuple[str, MediaPart]]] = {}
+        check_number(contents)
+        for where, part in images_of(contents):
+            if (address := address_of(part)) is not None:
+                named.setdefault(address.strip(), []).append((where, part))
+        places, budget = asyncio.Semaphore(TOGETHER), Budget()
+
+        async def fetch(address: str) -> None:
+            async with places:
+                parts = named[address]
+                try:
+                    content = await self.fetch(address, budget)
+                except RequestError as error:
+                    raise refused(error, parts[0][0]) from None
+                for _, part in parts:
+                    part.fetched = content
+
+        tasks = [asyncio.create_task(fetch(address)) for address in named]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def fetch(self, address: str, budget: Budget | None = None) -> bytes:
+        """Content of an address.
+
+        Raises:
+            RequestError: it may not be fetched, cannot be, or is too large or too slow.
+        """
+        try:
+            async with asyncio.timeout(self.time_s):
+                return await self._follow(address, budget or Budget())
+        except TimeoutError:
+            raise RequestError(
+                f"the image's host took longer than {self.time_s:g} s", SEND
+            ) from None
+        except ssl.SSLCertVerificationError:
+            raise RequestError("the certificate of the image's host is not trusted", SEND) from None
+        except OSError:
+            raise RequestError("the image's host cannot be reached, or broke off", SEND) from None
+
+    async def _follow(self, address: str, budget: Budget) -> bytes:
+        target = target_of(address, self.allowed)
+        for _ in range(MOST_REDIRECTS + 1):
+            reply = await self._ask(target, budget)
+            if reply.status == 200:
+                return self._content(reply)
+            if reply.status not in MOVED or b"location" not in reply.headers:
+                raise RequestError(
+                    f"the image's host answered with status {reply.status}, expected 200", SEND
+                )
+            target = self._moved(target, reply.headers[b"location"].decode("utf-8", "replace"))
+        raise RequestError(f"the image's address leads on over {MOST_REDIRECTS} times", SEND)
+
+    def _moved(self, before: Target, location: str) -> Target:
+        """Where a redirect leads to, checked as any address."""
+        try:
+            moved = urljoin(before.address, location)
+        except ValueError:
+            raise RequestError("the image's host leads to no address", SEND) from None
+        found = target_of(moved, self.allowed)
+        if (before.scheme, found.scheme) == ("https", "http"):
+            raise RequestError("the image's host leads from https to http", SEND)
+        return found
+
+    def _content(self, reply: _Reply) -> bytes:
+        if reply.headers.get(b"content-encoding", b"identity").lower() not in (b"", b"identity"):
+            raise RequestError("the image's host compresses what nobody asked it to", SEND)
+        if not reply.body:
+            raise RequestError("the image's host sent nothing", SEND)
+        return bytes(reply.body)
+
+    async def _ask(self, target: Target, budget: Budget) -> _Reply:
+        """The reply of a host to one request."""
+        request = (
+            f"GET {target.path} HTTP/1.1\r\nHost: {target.host}\r\nUser-Agent: lowbit\r\n"
+            "Accept: image/*\r\nAccept-Encoding: identity\r\nConnection: close\r\n\r\n"
+        ).encode("ascii")
+        transport, reply = await self._connect(target, lambda: _Reply(request, budget))
+        try:
+            await reply.ended
+        finally:
+            transport.abort()
+        if reply.status in (0, 200) and not reply.complete:
+            raise RequestError("the image's host broke off", SEND)
+        return reply
+
+    async def _connect(
+        self, target: Target, make: Callable[[], _Reply]
+    ) -> tuple[asyncio.Transport, _Reply]:
+        """Connect to an address of a host, which is not resolved again."""
+        place, loop = target.place, asyncio.get_running_loop()
+        last: OSError | None = None
+        tls: dict[str, Any] = {}
+        if target.scheme == "https":  # reading the system's certificates takes a while
+            tls = {"ssl": await asyncio.to_thread(lambda: self.tls), "server_hostname": place.host}
+        for address in await self._addresses(place):
+            try:
+                return await loop.create_connection(make, str(address), place.port, **tls)
+            except ssl.SSLError:
+                raise
+            except OSError as error:
+                last = error
+        raise last or OSError("no address")
+
+    async def _addresses(self, place: Place) -> list[Address]:
+        """Addresses of a host, all of which may be connected to.
+
+        Raises:
+            RequestError: one may not, or the host has none.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):
+            raise RequestError(f"the image's host {shown(place.host)} is not known", SEND) from None
+        try:
+            addresses = list(dict.fromkeys(plain_address(ip_address(each[4][0])) for each in found))
+        except ValueError:
+            addresses = []
+        if not addresses or not all(self.allowed.takes(each, place.port) for each in addresses):
+            raise RequestError(
+                f"the image's host {shown(place.host)} has an address that is not public",
+                hint=f"{SEND} --allow-image-urls may name such an address itself, beside the host",
+            )
+        return addresses

@@ -1,0 +1,277 @@
+"""Fetching of images from hosts on this machine: what is followed, limited and refused."""
+
+import asyncio
+import shutil
+import socket
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowbit.formats.errors import RequestError
+from lowbit.runtime.serve.request import fetch as module
+from lowbit.runtime.serve.request.fetch import Budget, ImageFetcher
+from lowbit.runtime.serve.request.hosts import allowed_hosts
+from tests.runtime.serve.request.image_host import ImageHost, image_host, reply
+
+FILE = b"\x89PNG and so on"
+
+
+@pytest.fixture
+def host() -> Iterator[ImageHost]:
+    with image_host() as found:
+        yield found
+
+
+def fetcher(host: ImageHost, *names: str, time_s: float = 10.0) -> ImageFetcher:
+    """Of a host that is named by its address, and of others."""
+    return ImageFetcher(allowed_hosts([f"127.0.0.1:{host.port}", *names]), time_s)
+
+
+def fetched(host: ImageHost, path: str, *names: str, **more: Any) -> bytes:
+    return asyncio.run(fetcher(host, *names, **more).fetch(host.url(path)))
+
+
+def refused(host: ImageHost, path: str, words: str, *names: str, **more: Any) -> None:
+    with pytest.raises(RequestError, match=words):
+        fetched(host, path, *names, **more)
+
+
+def test_a_file_is_fetched_whatever_its_type_is_called(host: ImageHost) -> None:
+    host.replies["/a.png?x=1"] = reply(FILE)
+    assert fetched(host, "/a.png?x=1#part") == FILE
+    [head] = host.asked
+    lines = head.strip().split("\r\n")
+    assert lines[0] == "GET /a.png?x=1 HTTP/1.1"
+    assert f"Host: 127.0.0.1:{host.port}" in lines
+    assert "Accept-Encoding: identity" in lines
+    assert not any(line.lower().startswith(("cookie", "authorization")) for line in lines)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        reply(FILE, content_length=""),
+        reply(b"5\r\n\x89PNG \r\n8\r\nand so on\r\n0\r\n\r\n".replace(b"8\r", b"9\r", 1)).replace(
+            b"Content-Length: 29", b"Transfer-Encoding: chunked"
+        ),
+        b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + reply(FILE),
+        reply(FILE, content_encoding="identity"),
+        b"HTTP/1.0 200 OK\r\n\r\n" + FILE,
+    ],
+    ids=["to the end", "chunked", "after an interim reply", "identity", "1.0"],
+)
+def test_replies_of_every_form(host: ImageHost, sent: bytes) -> None:
+    host.replies["/"] = sent
+    assert fetched(host, "/") == FILE
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        (reply(FILE, "404 Not Found"), "status 404, expected 200"),
+        (reply(FILE, "206 Partial Content"), "status 206"),
+        (reply(FILE, "302 Found"), "status 302"),
+        (reply(b""), "sent nothing"),
+        (reply(FILE)[:-3], "broke off"),
+        (b"", "broke off"),
+        (b"HTTP/1.1 200 OK\r\nContent-", "broke off"),
+        (b"5\r\n".join([reply(FILE, content_length="", transfer_encoding="chunked")]), "HTTP"),
+        (b"220 mail.test ESMTP\r\n", "does not speak HTTP"),
+        (reply(FILE, content_encoding="gzip"), "compresses"),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"a" * (1 << 17), "headers of over 65536 bytes"),
+        (reply(FILE, content_length="-1"), "does not speak HTTP"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc" + reply(FILE), "more than one|HTTP"),
+    ],
+)
+def test_replies_that_are_no_file(host: ImageHost, sent: bytes, words: str) -> None:
+    host.replies["/"] = sent
+    refused(host, "/", words)
+
+
+def test_redirects_are_followed_within_allowed_hosts(host: ImageHost) -> None:
+    host.replies["/a"] = reply(b"moved", "301 Moved", location="/b/")
+    host.replies["/b/"] = reply(b"moved", "307 Moved", location="c?d")
+    host.replies["/b/c?d"] = reply(FILE)
+    assert fetched(host, "/a") == FILE
+    assert host.paths == ["/a", "/b/", "/b/c?d"]
+
+
+@pytest.mark.parametrize(
+    ("location", "words"),
+    [
+        ("http://127.0.0.1:1/", "may not fetch images from"),
+        ("http://169.254.169.254/latest", "may not fetch images from"),
+        ("//localhost/x", "may not fetch images from"),
+        ("file:///etc/passwd", "must be http or https"),
+        ("gopher://127.0.0.1/", "must be http or https"),
+        ("http://[::1", "leads to no address"),
+        ("http://user@127.0.0.1/", "must be http or https"),
+        ("data:image/png;base64,AAAA", "must be http or https"),
+    ],
+)
+def test_redirects_to_elsewhere_are_refused(host: ImageHost, location: str, words: str) -> None:
+    host.replies["/a"] = reply(b"", "302 Found", location=location)
+    refused(host, "/a", words)
+    assert host.paths == ["/a"]
+
+
+def test_redirects_end(host: ImageHost) -> None:
+    host.replies["/a"] = reply(b"", "302 Found", location="/a")
+    refused(host, "/a", "leads on over 5 times")
+    assert len(host.asked) == 6
+
+
+def resolved(monkeypatch: pytest.MonkeyPatch, *found: str) -> list[str]:
+    """Names stand for these addresses; the list gets the names that were asked for."""
+    asked: list[str] = []
+
+    async def getaddrinfo(_: object, name: str, port: int, **given: object) -> list[Any]:
+        asked.append(name)
+        return [(0, 0, 0, "", (each, port)) for each in found]
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
+    return asked
+
+
+def test_a_name_of_an_inner_address_is_refused(
+    host: ImageHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where another of its addresses is public, and where every host may be asked."""
+    for found in (["127.0.0.1"], ["8.8.8.8", "10.0.0.1"], ["::ffff:127.0.0.1"], ["fe80::1%eth0"]):
+        asked = resolved(monkeypatch, *found)
+        for names in (["images.test"], ["*"]):
+            one = ImageFetcher(allowed_hosts(names))
+            with pytest.raises(RequestError, match="has an address that is not public"):
+                asyncio.run(one.fetch("http://images.test/a"))
+        assert asked == ["images.test"] * 2
+    assert not host.asked
+
+
+def test_a_name_is_resolved_once(host: ImageHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection goes to the address that was checked, whatever the name stands for later."""
+    asked = resolved(monkeypatch, "127.0.0.1")
+    host.replies["/a"] = reply(FILE)
+    names = (f"images.test:{host.port}", "127.0.0.1")
+    one = ImageFetcher(allowed_hosts(names))
+    assert asyncio.run(one.fetch(host.url("/a", "images.test"))) == FILE
+    assert asked == ["images.test"]
+    assert f"Host: images.test:{host.port}" in host.asked[0]
+
+
+def test_other_spellings_of_an_address_are_no_way_around(host: ImageHost) -> None:
+    """`localhost`, 127.1 and 2130706433 are names that stand for an inner address."""
+    host.replies["/"] = reply(FILE)
+    for name in ("localhost", "127.1", "2130706433", "0x7f000001", "0"):
+        one = ImageFetcher(allowed_hosts([f"{name}:{host.port}"]))
+        with pytest.raises(RequestError, match=r"not public|not known|no host"):
+            asyncio.run(one.fetch(host.url("/", name)))
+    assert not host.asked
+
+
+def test_unknown_names_and_closed_ports(host: ImageHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    one = ImageFetcher(allowed_hosts([f"127.0.0.1:{port}"]))
+    with pytest.raises(RequestError, match="cannot be reached"):
+        asyncio.run(one.fetch(f"http://127.0.0.1:{port}/"))
+
+    async def unknown(*_: object, **given: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", unknown)
+    with pytest.raises(RequestError, match=r'host "images\.test" is not known'):
+        asyncio.run(ImageFetcher(allowed_hosts(["*"])).fetch("http://images.test/"))
+
+
+def test_a_slow_host_is_given_up(host: ImageHost) -> None:
+    host.replies["/slow"] = None
+    refused(host, "/slow", "took longer than 0.2 s", time_s=0.2)
+
+
+def test_sizes_are_limited(host: ImageHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", len(FILE))
+    host.replies["/a"] = reply(FILE)
+    assert fetched(host, "/a") == FILE
+    for sent in (reply(FILE + b"."), reply(FILE + b".", content_length="")):
+        host.replies["/b"] = sent
+        refused(host, "/b", f"over {len(FILE)} bytes")
+    with pytest.raises(RequestError, match="bytes in all"):
+        asyncio.run(fetcher(host).fetch(host.url("/a"), Budget(len(FILE) - 1)))
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A certificate for 127.0.0.1 that nobody has signed, with its key."""
+    if (openssl := shutil.which("openssl")) is None:
+        pytest.skip("openssl is not installed")
+    path = tmp_path / "both.pem"
+    made = [*("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")]
+    made += ["-days", "2", "-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]
+    done = subprocess.run(
+        [openssl, *made, "-keyout", "-", "-out", "-"], capture_output=True, check=True
+    )
+    path.write_bytes(done.stdout)
+    return path
+
+
+def test_certificates_are_checked(certificate: Path) -> None:
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(certificate)
+    with image_host(server) as host:
+        host.replies["/a"] = reply(FILE)
+        host.replies["/b"] = reply(b"", "302 Found", location=host.url("/a"))
+        url = host.url("/a", scheme="https")
+        with pytest.raises(RequestError, match="certificate of the image's host is not trusted"):
+            asyncio.run(fetcher(host).fetch(url))
+        assert not host.asked
+        one = fetcher(host)
+        super(ssl.SSLContext, one.tls).load_verify_locations(
+            certificate
+        )  # the tests' own loads none
+        assert asyncio.run(one.fetch(url)) == FILE
+        with pytest.raises(RequestError, match="from https to http"):
+            asyncio.run(one.fetch(host.url("/b", scheme="https")))
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_large_files_come_whole(certificate: Path, loop: str) -> None:
+    """The server runs on uvloop, which loses the rest of a paused stream where TLS just breaks."""
+    run = asyncio.run if loop == "asyncio" else pytest.importorskip("uvloop").run
+    server, file = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), b"x" * 3_000_000
+    server.load_cert_chain(certificate)
+    for tls, scheme in ((None, "http"), (server, "https")):
+        with image_host(tls) as host:
+            host.replies["/a"] = reply(file)
+            one = fetcher(host)
+            super(ssl.SSLContext, one.tls).load_verify_locations(certificate)
+            assert run(one.fetch(host.url("/a", scheme=scheme))) == file
+            host.replies["/a"] = reply(file, content_length="3000001")
+            with pytest.raises(RequestError, match="broke off"):
+                run(one.fetch(host.url("/a", scheme=scheme)))
+
+
+def test_tls_with_a_host_that_has_none(host: ImageHost) -> None:
+    with pytest.raises(RequestError, match="cannot be reached, or broke off"):
+        asyncio.run(fetcher(host).fetch(host.url("/a", scheme="https")))
+
+
+def test_a_fetch_holds_up_nothing(host: ImageHost) -> None:
+    """The event loop runs on while a host keeps it waiting."""
+    host.replies["/slow"] = None
+
+    async def both() -> int:
+        turns = 0
+        task = asyncio.create_task(fetcher(host, time_s=10).fetch(host.url("/slow")))
+        while not host.asked or turns < 5:
+            await asyncio.sleep(0.001)
+            turns += 1
+        task.cancel()
+        await asyncio.wait([task])
+        return turns
+
+    assert asyncio.run(both()) >= 5
