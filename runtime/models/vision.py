@@ -24,6 +24,8 @@ from lowbit.runtime.weights.linear import DenseLinear, Linear
 from lowbit.runtime.weights.weights import Weights
 
 EPS = 1e-6  # of every LayerNorm; no config names it
+PIECE_OPERATIONS = 12 * 10**9  # of a piece of a block on a CPU, some 0.1 s of two cores
+PIECE_STEP = 64  # patches of which a piece has a multiple, since odd numbers of rows are slower
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,10 @@ class Block:
     up: Affine  # [intermediate_size, h]
     down: Affine  # [h, intermediate_size]
 
+    def mlp(self, x: Tensor) -> Tensor:
+        """What the MLP adds to each patch: [N, h] to [N, h]."""
+        return self.down.times(gelu(self.up.times(self.norm2.norm(x)), approximate="tanh"))
+
 
 @dataclass(frozen=True, slots=True)
 class VisionTower:
@@ -68,7 +74,19 @@ class VisionTower:
 
     def __call__(self, image: ImagePatches) -> Tensor:
         """Embeddings of the tokens of an image: [tokens, out_hidden_size] on the tower's device."""
-        return self.merge(last_of(self.each_block(self.embed(image), image.grid)))
+        return last_of(found for found in self.pieces(image) if found is not None)
+
+    def pieces(self, image: ImagePatches) -> Iterator[Tensor | None]:
+        """The same in pieces, between which a CPU may do something else: None, at last the result.
+
+        The pieces depend on the image alone, so that its bits do too.
+        """
+        x = self.embed(image)
+        yield None
+        for found in self.each_block(x, image.grid):
+            x = x if found is None else found
+            yield None
+        yield self.merge(x)
 
     def embed(self, image: ImagePatches) -> Tensor:
         """Input of the first block: [patches, h]."""
@@ -81,29 +99,65 @@ class VisionTower:
             learned += self.positions[place] * share[:, None]
         return x + learned.to(x.dtype)
 
-    def each_block(self, x: Tensor, grid: tuple[int, int]) -> Iterator[Tensor]:
-        """Output of each block [patches, h], from the input of the first."""
+    def each_block(self, x: Tensor, grid: tuple[int, int]) -> Iterator[Tensor | None]:
+        """Output of each block [patches, h], from the input of the first; None between pieces."""
         angles = rotary_angles(grid, self.config).to(x.device)
         cos, sin = angles.cos(), angles.sin()
+        size = self._piece(len(x)) if x.device.type == "cpu" else len(x)
         for block in self.blocks:
-            x = x + block.out.times(self._attend(block.qkv.times(block.norm1.norm(x)), cos, sin))
-            inner = gelu(block.up.times(block.norm2.norm(x)), approximate="tanh")
-            x = x + block.down.times(inner)
+            if size < len(x):
+                for found in self._block_in_pieces(block, x, (cos, sin), size):
+                    x = x if found is None else found
+                    yield found
+                continue
+            x = x + block.out.times(_attend(*self._heads(block, x, cos, sin)))
+            x = x + block.mlp(x)
             yield x
 
-    def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attention of all patches to all: [N, 3 * h] to [N, h]."""
-        N, heads = len(qkv), self.config.num_heads
-        q, k, v = qkv.view(N, 3, heads, -1).unbind(1)  # [N, heads, D]
+    def _piece(self, patches: int) -> int:
+        """Patches of a piece of a block on a CPU."""
+        h = self.config.hidden_size
+        operations = 4 * patches * h + 2 * h * (h + 2 * self.config.intermediate_size)
+        return max(PIECE_OPERATIONS // operations // PIECE_STEP, 2) * PIECE_STEP
+
+    def _block_in_pieces(
+        self, block: Block, x: Tensor, angles: tuple[Tensor, Tensor], size: int
+    ) -> Iterator[Tensor | None]:
+        """Output of a block behind one None for each piece of so many patches."""
+        pieces = [slice(first, first + size) for first in range(0, len(x), size)]
+        cos, sin = angles
+        parts = []
+        for piece in pieces:
+            parts.append(self._heads(block, x[piece], cos[piece], sin[piece]))
+            yield None
+        q, k, v = (torch.cat(each, dim=2) for each in zip(*parts, strict=True))
+        found = []
+        for piece in pieces:
+            rows = x[piece] + block.out.times(_attend(q[:, :, piece], k, v))
+            found.append(rows + block.mlp(rows))
+            yield None
+        yield torch.cat(found)
+
+    def _heads(
+        self, block: Block, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of patches: [1, heads, N, D] each."""
+        qkv = block.qkv.times(block.norm1.norm(x))
+        q, k, v = qkv.view(len(x), 3, self.config.num_heads, -1).unbind(1)  # [N, heads, D]
         q, k = (rotate(part, cos, sin) for part in (q, k))
-        q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))  # [1, heads, N, D]
-        mixed = scaled_dot_product_attention(q, k, v)
-        return mixed[0].transpose(0, 1).reshape(N, -1)
+        q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
+        return q, k, v
 
     def merge(self, x: Tensor) -> Tensor:
         """Tokens of the patches that follow each other: [patches, h] to [tokens, out]."""
         squares = self.merger_norm.norm(x).view(-1, self.config.merged_size)
         return self.merger_down.times(gelu(self.merger_up.times(squares)))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of patches to all: [1, heads, n, D] and twice [1, heads, N, D] to [n, h]."""
+    mixed = scaled_dot_product_attention(q, k, v)
+    return mixed[0].transpose(0, 1).reshape(q.shape[2], -1)
 
 
 def places_of(grid: tuple[int, int], merge: int) -> tuple[Tensor, Tensor]:

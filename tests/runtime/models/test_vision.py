@@ -22,6 +22,7 @@ from lowbit.formats.packed import open_packed
 from lowbit.runtime.images.patches import ImagePatches, image_patches
 from lowbit.runtime.images.positions import positions_of
 from lowbit.runtime.images.settings import image_settings
+from lowbit.runtime.models import vision as module
 from lowbit.runtime.models.vision import (
     VisionTower,
     check_settings,
@@ -86,19 +87,31 @@ def layers_of(theirs: Any, image: ImagePatches) -> tuple[list[Tensor], Tensor]:
     return seen, made.pooler_output
 
 
+def blocks(tower: VisionTower, x: torch.Tensor, image: ImagePatches) -> list[torch.Tensor]:
+    """Output of each block."""
+    return [each for each in tower.each_block(x, image.grid) if each is not None]
+
+
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("pieces", ["whole", "pieces"])
 def test_every_layer_is_that_of_transformers(
-    models: Models, shape: str, grid: tuple[int, int]
+    models: Models,
+    shape: str,
+    grid: tuple[int, int],
+    pieces: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if pieces == "pieces":
+        monkeypatch.setattr(module, "PIECE_OPERATIONS", 1)
+        monkeypatch.setattr(module, "PIECE_STEP", 7)  # a square of patches lies in two pieces
     theirs, ours = models(shape)
     image = random_patches(ours, *grid)
     layers, tokens = layers_of(theirs, image)
     x = ours.embed(image)
     assert apart(x, layers[0]) < 1e-4
-    for found, expected in zip(ours.each_block(x, image.grid), layers[1:], strict=True):
+    for found, expected in zip(blocks(ours, x, image), layers[1:], strict=True):
         assert apart(found, expected) < 1e-4
-        x = found
     assert apart(ours.merge(layers[-1]), tokens) < 1e-4
     assert apart(ours(image), tokens) < 1e-4
     assert ours(image).shape == (image.tokens, 64)
@@ -111,8 +124,21 @@ def test_one_layer_alone_is_that_of_transformers(models: Models, grid: tuple[int
     image = random_patches(ours, *grid, seed=1)
     layers, _ = layers_of(theirs, image)
     for index, block in enumerate(ours.blocks):
-        [found] = replace(ours, blocks=(block,)).each_block(layers[index], image.grid)
+        [found] = blocks(replace(ours, blocks=(block,)), layers[index], image)
         assert apart(found, layers[index + 1]) < 2e-5
+
+
+def test_pieces_depend_on_the_image_alone(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large image comes in pieces whether anybody waits or not, so that its bits are the same."""
+    monkeypatch.setattr(module, "PIECE_OPERATIONS", 1)
+    _, ours = models("plain")
+    image = random_patches(ours, 15, 20)
+    *between, last = ours.pieces(image)
+    assert torch.equal(ours(image), last)  # type: ignore[arg-type]
+    assert between.count(None) == len(between)
+    pieces = -(-len(image.values) // 128)
+    assert len(between) == 1 + len(ours.blocks) * (2 * pieces + 1)
+    assert len(list(ours.pieces(random_patches(ours, 2, 2)))) == 2 + len(ours.blocks)
 
 
 @torch.no_grad()
