@@ -71,7 +71,7 @@ async def stub(channel: Channel[ToEngine], step_s: float) -> None:
     running = asyncio.create_task(steps(channel, left, step_s))
     async for message in channel.receive():
         if isinstance(message, Begin):
-            left[message.number] = message.count
+            left |= dict.fromkeys(message.numbers, message.count)
     running.cancel()
 
 

@@ -41,6 +41,7 @@ from lowbit.runtime.state.sampling_params import SamplingParams, random_seed
 P = ParamSpec("P")
 T = TypeVar("T")
 DRIVER = -1  # in place of a thread's identifier: the engine's own thread owns the steps
+IMAGES_TURN_S = 0.02  # of waiting for images where nothing else is to be done
 CPU_TURN_S = 0.1  # of prompts in a step on a CPU beside sequences that decode; then a layer ends
 
 
@@ -192,6 +193,7 @@ class Engine:
         decoding = [each for each in ready if each.chosen < each.count]
         if not decoding:
             worked = bool(self._sent) or budget < chunk
+            worked = worked or scheduler.wait_for_images(IMAGES_TURN_S)
             self._commit()
             if not scheduler.running:
                 self.runner.batch = []  # holds sequences that have ended, with their constraints
@@ -294,6 +296,7 @@ class Engine:
         self._interrupted = True
         self.scheduler.admit()
         self._apply_changes()
+        self.scheduler.prepare_images()
         yield
         self._interrupted = False
 
@@ -314,8 +317,11 @@ class Engine:
         first = sequence.length
         read = self.drafting is not None or request.prompt_logprobs is not None
         if self._paused is None:
-            if not self._make_embeddings(sequence):
+            made = self._make_embeddings(sequence, until)
+            if made is None:
                 return 0
+            if not made:
+                return scheduler.capacity.chunk
             self._paused = self._open_chunk(sequence, last=not read)
         chunk = self._paused
         if not self._run_layers(chunk, until):
@@ -341,10 +347,13 @@ class Engine:
             scheduler.begin_decoding(sequence)
         return count
 
-    def _make_embeddings(self, sequence: Sequence) -> bool:
-        """Make embeddings of the next chunk's images; False if that fails, which ends the request.
+    def _make_embeddings(self, sequence: Sequence, until: float | None) -> bool | None:
+        """Make embeddings of the next chunk's images.
 
         A token behind the chunk is made as well, which the head for several tokens reads.
+
+        Returns:
+            False if it pauses, as `_run_chunk` does; None if it fails, which ends the request.
         """
         first, images = sequence.length, sequence.images
         if images is None:
@@ -352,16 +361,15 @@ class Engine:
         stop = next_chunk_end(sequence.chunk_ends, first, len(sequence.request.prompt))
         self.in_prompt = True
         try:
-            images.make(first, stop + 1 - first)
+            return images.make(first, stop + 1 - first, until, bool(self.scheduler.decoding))
         except Exception as error:  # of whoever gives the images: no other request has a part in it
             found = explained(error)
             if found is None:
                 raise
             self._end([(sequence, found)])
-            return False
+            return None
         finally:
             self.in_prompt = False
-        return True
 
     def _open_chunk(self, sequence: Sequence, last: bool) -> Chunk:
         prompt = sequence.request.prompt
@@ -439,8 +447,6 @@ class Engine:
 
     def _end(self, ended: Ended) -> None:
         for sequence, why in ended:
-            if sequence.images is not None:
-                sequence.images.drop(len(sequence.request.prompt))
             self.scheduler.end(sequence, why)
         self._apply_changes()
 

@@ -1,8 +1,9 @@
 """Pictures as tokens and spans of a prompt; imports no torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.span import ImageSpan
@@ -27,16 +28,30 @@ class ImageInput:
     token: int
 
 
+class PictureEmbedder(Protocol):
+    """Makes the embeddings of pictures; its methods are those of `EmbeddingSource`."""
+
+    def prepare(self, picture: Picture) -> "Future[Any] | None":
+        """Begin to decode a picture."""
+
+    def pieces(self, picture: Picture) -> "Iterator[Tensor | Future[Any] | None]":
+        """Embeddings of a picture, in pieces."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PictureEmbeddings:
     """Embeddings of a picture, which are made when a prompt needs them."""
 
     picture: Picture = field(repr=False)
-    make: "Callable[[Picture], Tensor]" = field(repr=False)
+    embedder: PictureEmbedder = field(repr=False)
 
-    def __call__(self) -> "Tensor":
-        """See `ImageSpan.embeddings`."""
-        return self.make(self.picture)
+    def prepare(self) -> "Future[Any] | None":
+        """See `EmbeddingSource`."""
+        return self.embedder.prepare(self.picture)
+
+    def __call__(self) -> "Iterator[Tensor | Future[Any] | None]":
+        """See `EmbeddingSource`."""
+        return self.embedder.pieces(self.picture)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +66,12 @@ def place(
     ids: Sequence[int],
     pictures: Sequence[Picture],
     token: int,
-    make: "Callable[[Picture], Tensor]",
+    embedder: PictureEmbedder,
 ) -> EncodedPrompt:
     """A prompt in which the token for an image stands once for each of the picture's tokens.
 
     Args:
         ids: of the template's text, with one `token` for each picture.
-        make: makes embeddings.
 
     Raises:
         RequestError: another number of them.
@@ -76,12 +90,12 @@ def place(
             found.append(id)
             continue
         picture = next(left)
-        spans.append(span_of(picture, len(found), make))
+        spans.append(span_of(picture, len(found), embedder))
         found += [token] * spans[-1].count
     return EncodedPrompt(found, tuple(spans))
 
 
-def span_of(picture: Picture, start: int, make: "Callable[[Picture], Tensor]") -> ImageSpan:
+def span_of(picture: Picture, start: int, embedder: PictureEmbedder) -> ImageSpan:
     """A picture at a place of a prompt."""
-    made = PictureEmbeddings(picture, make)
+    made = PictureEmbeddings(picture, embedder)
     return ImageSpan(start, picture.rows, picture.columns, made, picture.digest)

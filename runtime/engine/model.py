@@ -113,7 +113,7 @@ class Model:
         )
         if (vision := self.vision) is None:
             return found
-        return replace(found, images=vision.input, embed=vision.embed, known=vision.known)
+        return replace(found, images=vision.input, embedder=vision, known=vision.known)
 
     @property
     def grammars(self) -> Grammars:

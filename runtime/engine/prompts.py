@@ -1,6 +1,7 @@
 """Prompts: texts and conversations as the token ids of one model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lowbit.formats.errors import RequestError, TooLongError
 from lowbit.formats.text.template import ChatTemplate
 from lowbit.formats.text.tokenizer import MarkedText
-from lowbit.runtime.engine.image_input import EncodedPrompt, ImageInput, place
+from lowbit.runtime.engine.image_input import EncodedPrompt, ImageInput, PictureEmbedder, place
 from lowbit.runtime.engine.request import Limits
 from lowbit.runtime.images.picture import KnownPictures, Picture, PictureReader
 from lowbit.runtime.text.chat import Message, has_late_system, one_system_message, render_prompt
@@ -21,9 +22,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def embedded_elsewhere(picture: Picture) -> "Tensor":
-    """Embeddings where there is no tower: another process makes them."""
-    raise RuntimeError("this process has no vision tower")
+class EmbedderElsewhere:
+    """Embedder where there is no tower: another process has it."""
+
+    def prepare(self, picture: Picture) -> "Future[Any] | None":
+        """Refuse."""
+        raise RuntimeError("this process has no vision tower")
+
+    def pieces(self, picture: Picture) -> "Iterator[Tensor | Future[Any] | None]":
+        """Refuse."""
+        raise RuntimeError("this process has no vision tower")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +46,7 @@ class PromptEncoder:
         refuse_late_system: see `LoadOptions`.
         images: how images become tokens; None for a model that takes none.
         no_images: why it takes none.
-        embed: makes the embeddings of a picture.
+        embedder: makes the embeddings of pictures.
         known: images that have been decoded.
     """
 
@@ -50,7 +58,7 @@ class PromptEncoder:
     refuse_late_system: bool = False
     images: ImageInput | None = None
     no_images: str = ""
-    embed: "Callable[[Picture], Tensor]" = field(default=embedded_elsewhere, repr=False)
+    embedder: PictureEmbedder = field(default_factory=EmbedderElsewhere, repr=False)
     known: KnownPictures = field(default_factory=KnownPictures, compare=False, repr=False)
 
     @property
@@ -106,7 +114,7 @@ class PromptEncoder:
         self.tokenizer.text.check_ids(ids, self.limits.table_rows)
         if self.images is None or not pictures:
             return EncodedPrompt(ids)
-        return place(ids, pictures, self.images.token, self.embed)
+        return place(ids, pictures, self.images.token, self.embedder)
 
     def encode(
         self,

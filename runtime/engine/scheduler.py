@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Collection
 from collections.abc import Sequence as Ids
+from concurrent.futures import FIRST_COMPLETED, wait
 from threading import Lock
 
 from lowbit.formats.errors import LowbitError, QueueFullError
@@ -132,16 +133,36 @@ class Scheduler:
             return None
         rows = Counter(each.request.client for each in self.running)
         found: Sequence | None = None
+        late = False
         for each in self.waiting:
             own = rows[each.request.client]
             if self.share is not None and own >= self.share and each.count > SHORT:
+                continue
+            if each.images is not None and each.images.waits():
+                late = True
                 continue
             if found is None or own < rows[found.request.client]:
                 found = each
             if not own:
                 break
-        self._held_back = found is None
+        self._held_back = found is None and not late
         return found
+
+    def prepare_images(self) -> None:
+        """Let other threads begin with images of those that wait, unless a cached prefix has them.
+
+        A sequence gets no room before they have ended, so that others do not wait for them too.
+        """
+        for each in self.waiting:
+            if each.images is not None and not each.images.prepared:
+                each.images.prepare(self.blocks.known(each))
+
+    def wait_for_images(self, seconds: float) -> bool:
+        """Wait for the next image that a thread prepares; False if none works on one."""
+        begun = [future for each in self.waiting if each.images for future in each.images.waits()]
+        if begun:
+            wait(begun, seconds, FIRST_COMPLETED)
+        return bool(begun)
 
     def keep_prompt(self, sequence: Sequence) -> None:
         """Put the whole chunks of a finished prompt into the prefix cache."""
@@ -160,6 +181,8 @@ class Scheduler:
         """End a sequence in any phase; unless it failed, its tokens stay in the prefix cache."""
         phase = sequence.phase
         self._held_back = False
+        if sequence.images is not None:
+            sequence.images.drop(len(sequence.request.prompt))
         if isinstance(why, LowbitError):
             sequence.error = why
         else:
@@ -240,13 +263,7 @@ class BlockManager:
         if not self.rows.free or attempt == self._refused:
             return False
         prompt = sequence.request.prompt
-        chunk_ends = chunk_ends_of(prompt, sequence.request.message_ends, self._capacity.chunk)
-        keys = prefix_keys(prompt, sequence.request)
-        if scored is None:
-            hit = self.prefixes.find(keys, len(prompt) - 1, chunk_ends)
-        else:
-            hit = self.prefixes.find(keys, scored)
-            chunk_ends.append(scored)
+        hit, chunk_ends = self._find(sequence, scored)
         opening = self._take_pages(sequence, hit)
         if opening is None:
             self._refused = attempt
@@ -264,6 +281,21 @@ class BlockManager:
         sequence.phase = "prompt"
         self.changes.append(opening)
         return True
+
+    def known(self, sequence: Sequence) -> int:
+        """Tokens of a prompt that a prefix of the cache has."""
+        scored = None if sequence.request.prompt_logprobs is None else 0
+        hit, _ = self._find(sequence, scored)
+        return hit.length if hit else 0
+
+    def _find(self, sequence: Sequence, scored: int | None) -> tuple[Hit | None, list[int]]:
+        """The cached prefix of a prompt, and the lengths at which the prompt is cut."""
+        prompt = sequence.request.prompt
+        chunk_ends = chunk_ends_of(prompt, sequence.request.message_ends, self._capacity.chunk)
+        keys = prefix_keys(prompt, sequence.request)
+        if scored is None:
+            return self.prefixes.find(keys, len(prompt) - 1, chunk_ends), chunk_ends
+        return self.prefixes.find(keys, scored), [*chunk_ends, scored]
 
     def _take_pages(self, sequence: Sequence, hit: Hit | None) -> OpenRow | None:
         """Give a sequence the pages shared with a prefix, and free ones; None if too few are."""

@@ -1,13 +1,31 @@
 """Images of a prompt: tokens, embeddings and the check that they fit; imports no torch."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lowbit.formats.errors import RequestError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class EmbeddingSource(Protocol):
+    """Makes the embeddings of an image, which is not asked where the prefix cache has it."""
+
+    def prepare(self) -> "Future[Any] | None":
+        """Begin on another thread what needs no device, unless that has begun.
+
+        Returns:
+            None where nothing is left to do, or too much has begun.
+        """
+
+    def __call__(self) -> "Iterator[Tensor | Future[Any] | None]":
+        """Pieces of the work, which the engine's thread does; the last is the embeddings.
+
+        Between two pieces others may decode. A future is to be waited for before the next one.
+        """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,9 +36,8 @@ class ImageSpan:
         start: index of the first one in the prompt.
         rows: rows of image tokens.
         columns: image tokens in a row.
-        embeddings: [rows * columns, h], on any device; or a function that makes them on the thread
-            of the engine, which is not called for an image that the prefix cache has. What a
-            function makes is kept as long as the prompt runs.
+        embeddings: [rows * columns, h], on any device; or what makes them, which is then kept as
+            long as the prompt runs.
         digest: hash of the image's bytes and of how they became embeddings; prompts share a prefix
             up to images of unlike digests.
     """
@@ -28,7 +45,7 @@ class ImageSpan:
     start: int
     rows: int
     columns: int
-    embeddings: "Tensor | Callable[[], Tensor]" = field(repr=False)
+    embeddings: "Tensor | EmbeddingSource" = field(repr=False)
     digest: bytes
 
     @property

@@ -1,9 +1,11 @@
 """A model's vision tower while it is used: read at the first image, with a cache of embeddings."""
 
 import logging
-import threading
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -12,9 +14,9 @@ from lowbit.formats.errors import LowbitError
 from lowbit.formats.machine.memory import free_bytes
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 from lowbit.runtime.engine.image_input import ImageInput
-from lowbit.runtime.images.patches import image_patches
+from lowbit.runtime.images.patches import ImagePatches, image_patches
 from lowbit.runtime.images.picture import KnownPictures, Picture
-from lowbit.runtime.images.settings import image_settings
+from lowbit.runtime.images.settings import ImageSettings, image_settings
 from lowbit.runtime.models.vision import (
     OpenedTower,
     VisionTower,
@@ -25,12 +27,16 @@ from lowbit.runtime.models.vision import (
 
 log = logging.getLogger("lowbit")
 CACHE_BYTES = 256 << 20  # of embeddings: 100 screens of 2,040 tokens and 640 numbers each
+CUT_BYTES = 256 << 20  # of pictures that have been cut before their turn
+THREADS = 2  # decode pictures and cut them into patches
 LEAST_PATCHES = 8192  # for which there must be room: a screen of 1920 x 1080
 
 
 @dataclass(slots=True, eq=False)
 class Vision:
     """The tower of a model; nothing of its weights is read before the first image.
+
+    All methods belong to the engine's thread. Pictures are decoded and cut by threads of their own.
 
     Attributes:
         input: what the rest of the program knows of images.
@@ -46,29 +52,68 @@ class Vision:
     known: KnownPictures = field(default_factory=KnownPictures, repr=False)
     _tower: VisionTower | None = field(default=None, repr=False)
     _kept: OrderedDict[bytes, Tensor] = field(default_factory=OrderedDict, repr=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    # Pictures that are being cut or have been; gone with the requests that show them
+    _cut: WeakKeyDictionary[Picture, Future[ImagePatches]] = field(
+        default_factory=WeakKeyDictionary, repr=False
+    )
+    _threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="lowbit-pictures"),
+        repr=False,
+    )
+
+    def prepare(self, picture: Picture) -> Future[ImagePatches] | None:
+        """Let another thread decode and cut a picture.
+
+        Returns:
+            Its patches; None for a picture of the cache, or if others fill the memory for patches.
+        """
+        if picture.digest in self._kept:
+            return None
+        if (found := self._cut.get(picture)) is not None:
+            return found
+        taken = sum(self._bytes_of(each) for each in list(self._cut))
+        if taken and taken + self._bytes_of(picture) > CUT_BYTES:
+            return None
+        return self._begin(picture)
 
     @torch.inference_mode()
-    def embed(self, picture: Picture) -> Tensor:
-        """Embeddings of a picture's tokens, from the cache or by the tower.
+    def pieces(self, picture: Picture) -> Iterator[Tensor | Future[ImagePatches] | None]:
+        """Embeddings of a picture's tokens, from the cache or by the tower; see `EmbeddingSource`.
 
         Raises:
             RequestError, ResourceError: see `image_patches`.
             FormatError: a weight of the tower is NaN or Inf.
         """
-        with self._lock:
-            found = self._kept.get(picture.digest)
-            if found is not None:
-                self._kept.move_to_end(picture.digest)
-                return found
+        found = self._kept.get(picture.digest)
+        if found is None:
+            cut = self._cut.get(picture) or self._begin(picture)
+            while not cut.done():
+                yield cut
+            self._cut.pop(picture, None)
             if self._tower is None:
                 self._tower = self._load(picture)
-            found = self._tower(image_patches(picture.content, picture.settings))
-            self._keep(picture.digest, found)
-            return found
+            for found in self._tower.pieces(cut.result()):
+                if found is None:
+                    yield None
+        if found is None:
+            raise RuntimeError("the tower made no embeddings")
+        self._keep(picture.digest, found)
+        yield found
+
+    def _begin(self, picture: Picture) -> Future[ImagePatches]:
+        content, settings, dtype = picture.content, picture.settings, self.dtype
+        self._cut[picture] = found = self._threads.submit(_patches_of, content, settings, dtype)
+        return found
+
+    def _bytes_of(self, picture: Picture) -> int:
+        """Memory of a picture's patches."""
+        settings = picture.settings
+        patches = picture.rows * picture.columns * settings.merge**2
+        return patches * settings.patch_values * self.dtype.itemsize
 
     def _keep(self, digest: bytes, made: Tensor) -> None:
         self._kept[digest] = made
+        self._kept.move_to_end(digest)
         while sum(each.nbytes for each in self._kept.values()) > self.cache_bytes:
             self._kept.popitem(last=False)
 
@@ -88,6 +133,12 @@ class Vision:
                 )
                 device = "cpu"
         return load_tower(self.opened, device, self.dtype)
+
+
+def _patches_of(content: bytes, settings: ImageSettings, dtype: torch.dtype) -> ImagePatches:
+    """Patches in the tower's type, which are less to copy to its device."""
+    found = image_patches(content, settings)
+    return replace(found, values=found.values.to(dtype))
 
 
 def open_vision(

@@ -27,7 +27,7 @@ MOST_KNOWN = 4096  # images whose sizes are remembered
 HINT = "leave out the oldest ones"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Picture:
     """An image file that can be decoded, and the tokens that it takes in a prompt."""
 

@@ -56,7 +56,7 @@ class Block:
     down: Affine  # [h, intermediate_size]
 
     def mlp(self, x: Tensor) -> Tensor:
-        """What the MLP adds to each patch: [N, h] to [N, h]."""
+        """Sum that the MLP adds to each patch: [N, h] to [N, h]."""
         return self.down.times(gelu(self.up.times(self.norm2.norm(x)), approximate="tanh"))
 
 

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, groupby
 from typing import Any
 
 from lowbit.formats.errors import LowbitError
@@ -148,14 +148,16 @@ class EngineClient:
     def begin(self, asked: Answers, requests: Sequence[Request], constraints: Constraints) -> None:
         """Ask for an answer to each request, which has been checked; they join `asked`."""
         begun: list[Begin] = []
-        for index, request in enumerate(requests):
-            number = next(self._numbers)
-            begun.append(begin_of(number, asked.record.id, request, constraints))
+        numbers = [next(self._numbers) for _ in requests]
+        for _, group in groupby(zip(numbers, requests, strict=True), _same_prompt):
+            own, same = zip(*group, strict=True)
+            begun.append(begin_of(own, asked.record.id, same, constraints))
+        for index, (number, request) in enumerate(zip(numbers, requests, strict=True)):
             handle = RemoteHandle(self, number)
             answer = Answer(request, self._tokenizer, handle, index)
             asked.each.append(answer)
             self._waiting[number] = Waiting(answer, handle, asked)
-        self.open += len(begun)
+        self.open += len(requests)
         for message in begun:
             self._channel.send(message)
 
@@ -294,6 +296,12 @@ class EngineClient:
             if not each.done():
                 each.set_exception(_gone())
         self._loads.clear()
+
+
+def _same_prompt(numbered: tuple[int, Request]) -> tuple[int, int]:
+    """Key of answers to one prompt, which share its objects."""
+    request = numbered[1]
+    return id(request.prompt), id(request.images)
 
 
 def _gone() -> LowbitError:

@@ -246,6 +246,16 @@ def _send(connection: Connection, news: Iterable[News]) -> None:
     connection.channel.send(step)
 
 
+def _fail(connection: Connection, message: Begin, number: int, error: BaseException) -> None:
+    """Tell an HTTP side that an answer could not be begun."""
+    found = explained(error)
+    if found is None:
+        log.error("request %s failed", message.id, exc_info=error)
+        found = of_bug(error)
+    more = More(number, ended=True, problem=problem_of(found))
+    connection.channel.send(Step([], [], [more]))
+
+
 def news_of(running: Running) -> tuple[list[int], More | None]:
     """New tokens of an answer, and what else is to be said of it."""
     handle, number = running.handle, running.number
@@ -364,21 +374,28 @@ class EngineHost:
                 self.model.engine.scheduler.share = message.share
 
     def _begin(self, connection: Connection, message: Begin) -> None:
+        """Submit the requests of a message."""
+        try:
+            requests = message.requests(self.model.prompts.embedder)
+        except BaseException as error:
+            for number in message.numbers:
+                _fail(connection, message, number, error)
+            return
+        for number, request in zip(message.numbers, requests, strict=True):
+            self._submit(connection, message, number, request)
+
+    def _submit(
+        self, connection: Connection, message: Begin, number: int, request: Request
+    ) -> None:
         """Submit a request; its answer fails where the engine refuses it."""
         try:
-            request = message.request(self.model.prompts.embed)
             request = replace(request, constraint=self._constraint(connection, request, message))
             handle = self.model.engine.submit(request)
         except BaseException as error:  # panics of libraries in Rust are no Exceptions
-            found = explained(error)
-            if found is None:
-                log.exception("request %s failed", message.id)
-                found = of_bug(error)
-            more = More(message.number, ended=True, problem=problem_of(found))
-            connection.channel.send(Step([], [], [more]))
+            _fail(connection, message, number, error)
             return
-        running = Running(message.number, message.id, handle, connection)
-        connection.answers[message.number] = running
+        running = Running(number, message.id, handle, connection)
+        connection.answers[number] = running
         self.stepper.begin(running)
 
     def _constraint(

@@ -4,16 +4,21 @@ A step of the engine is one message, whatever the number of its answers. Request
 are called by numbers that the HTTP side chooses.
 """
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 
 from lowbit.formats import errors
 from lowbit.formats.activation_modes import Activations
 from lowbit.formats.errors import LowbitError
-from lowbit.runtime.engine.image_input import ImageInput, PictureEmbeddings, span_of
-from lowbit.runtime.engine.prompts import embedded_elsewhere
+from lowbit.runtime.engine.image_input import (
+    ImageInput,
+    PictureEmbedder,
+    PictureEmbeddings,
+    span_of,
+)
 from lowbit.runtime.engine.request import Limits, Request
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.span import ImageSpan
@@ -22,9 +27,6 @@ from lowbit.runtime.images.picture import Picture
 from lowbit.runtime.images.settings import ImageSettings
 from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.text.answer import OutputStart
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -137,12 +139,15 @@ class ShownImage(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Begin(Message):
-    """Begin an answer; the fields are those of `Request` that the engine looks at."""
+    """Begin answers to a prompt, which is sent once, as its images are.
 
-    number: int
+    The fields are those of `Request` that the engine looks at; answers differ in their sampling.
+    """
+
+    numbers: list[int]
     id: str  # of the client's request, for the log
     prompt: list[int]
-    sampling: SamplingParams
+    sampling: list[SamplingParams]
     count: int
     stop_ids: frozenset[int]
     message_ends: frozenset[int]
@@ -152,14 +157,13 @@ class Begin(Message):
     begin: OutputStart
     constraints: Constraints
 
-    def request(self, embed: "Callable[[Picture], Tensor]" = embedded_elsewhere) -> Request:
-        """The request, without its constraint.
+    def requests(self, embedder: PictureEmbedder) -> list[Request]:
+        """The request for each answer, without its constraint.
 
-        embed: makes the embeddings of a picture.
+        embedder: makes the embeddings of pictures.
         """
-        return Request(
+        first = Request(
             prompt=tuple(self.prompt),
-            sampling=self.sampling,
             max_new_tokens=self.count,
             stop_ids=self.stop_ids,
             message_ends=self.message_ends,
@@ -168,7 +172,7 @@ class Begin(Message):
                 span_of(
                     Picture(each.content, each.settings, each.rows, each.columns, each.digest),
                     each.start,
-                    embed,
+                    embedder,
                 )
                 for each in self.images
             ),
@@ -176,17 +180,21 @@ class Begin(Message):
             begin=self.begin,
             count=self.count,
         )
+        return [replace(first, sampling=each) for each in self.sampling]
 
 
-def begin_of(number: int, id: str, request: Request, constraints: Constraints) -> Begin:
-    """The message for a request that `Limits.check` has checked."""
+def begin_of(
+    numbers: Sequence[int], id: str, requests: Sequence[Request], constraints: Constraints
+) -> Begin:
+    """The message for requests that `Limits.check` has checked; they differ in sampling alone."""
+    request = requests[0]
     if request.count is None or request.constraint is not None:
         raise ValueError("the request has not been checked, or has what no message can carry")
     return Begin(
-        number=number,
+        numbers=list(numbers),
         id=id,
         prompt=list(request.prompt),
-        sampling=request.sampling,
+        sampling=[each.sampling for each in requests],
         count=request.count,
         stop_ids=request.stop_ids,
         message_ends=request.message_ends,

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import lowbit.runtime as lowbit
-from lowbit.formats.errors import LowbitError, RequestError, ResourceError
+from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine import engine
 from lowbit.runtime.engine.request import Request
-from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.state.step import StepPlan
 from tests.runtime.conftest import PackedModel
@@ -31,30 +30,6 @@ PROMPTS: dict[str, tuple[int | Picture, ...]] = {
 
 Make = Callable[..., PackedModel]
 SetChunk = Callable[[int], None]
-
-
-@pytest.fixture
-def small(make_qwen3_5: Make) -> PackedModel:
-    """Attention in two layers of three, so that what the first rotates matters to the second."""
-    kinds = ["full_attention", "linear_attention", "full_attention"]
-    more = {"mtp_num_hidden_layers": 1, "max_position_embeddings": 512}
-    return make_qwen3_5(layer_types=kinds, **more)
-
-
-@pytest.fixture
-def hub(small: PackedModel) -> Hub:
-    return hub_of(small)
-
-
-@pytest.fixture
-def fresh(small: PackedModel) -> Callable[..., lowbit.Model]:
-    """`fresh(**options)`: the model with an empty cache."""
-
-    def load(**options: Any) -> lowbit.Model:
-        defaults: dict[str, Any] = {"dtype": torch.float32, "context": 400, "max_sequences": 4}
-        return lowbit.load(small.folder, device="cpu", **defaults | options)
-
-    return load
 
 
 def asked(prompt: Prompt, count: int = 12, **more: Any) -> Request:
@@ -235,95 +210,6 @@ def test_logits_reuse_images_of_the_cache(hub: Hub, fresh: Callable[..., lowbit.
     submitted(model, prompt, 3)
     found = model.engine.logits(prompt.ids, len(prompt.ids) - 2, prompt.spans)
     assert distance(found, hub.logits(prompt)[-2:]) < 1e-4
-
-
-class Tower:
-    """Makes the embeddings of a span, and counts how often."""
-
-    def __init__(self, span: ImageSpan, failure: Exception | None = None) -> None:
-        self.span, self.failure, self.calls = span, failure, 0
-
-    def __call__(self) -> torch.Tensor:
-        self.calls += 1
-        if self.failure is not None:
-            raise self.failure
-        assert isinstance(self.span.embeddings, torch.Tensor)
-        return self.span.embeddings
-
-
-def with_towers(
-    prompt: Prompt, failure: Exception | None = None
-) -> tuple[Prompt, tuple[Tower, ...]]:
-    towers = tuple(Tower(span, failure) for span in prompt.spans)
-    pairs = zip(prompt.spans, towers, strict=True)
-    spans = tuple(replace(span, embeddings=tower) for span, tower in pairs)
-    return replace(prompt, spans=spans), towers
-
-
-def test_embeddings_are_made_once_and_only_where_the_cache_has_none(
-    hub: Hub, fresh: Callable[..., lowbit.Model], set_chunk: SetChunk
-) -> None:
-    set_chunk(100)  # the first lies in two chunks
-    plain = hub.prompt(70, [END], Picture(12, 10), 70, [END], DOG, 9)
-    lazy, towers = with_towers(plain)
-    expected, model = said(submitted(fresh(), plain)), fresh()
-    for calls in ([1, 1], [1, 2]):
-        handle = submitted(model, lazy)
-        assert said(handle) == expected
-        assert [tower.calls for tower in towers] == calls
-        assert handle._sequence.images is not None
-        assert not handle._sequence.images._made
-
-
-@pytest.mark.parametrize(
-    ("failure", "error"),
-    [
-        (RequestError("no such picture"), RequestError),
-        (MemoryError(), ResourceError),
-        (OSError(5, "unreadable", "x.png"), LowbitError),
-    ],
-    ids=["request", "memory", "file"],
-)
-def test_an_image_that_cannot_be_embedded_ends_its_own_request_alone(
-    failure: Exception,
-    error: type[LowbitError],
-    hub: Hub,
-    fresh: Callable[..., lowbit.Model],
-) -> None:
-    model, text = fresh(), hub.prompt(20)
-    expected = said(submitted(fresh(), text, 20))
-    beside = model.engine.submit(asked(text, 20))
-    begun = next(beside)
-    broken, _ = with_towers(hub.prompt(*PROMPTS["one"]), failure)
-    with pytest.raises(error):
-        submitted(model, broken)
-    assert (begun, *beside) == expected[0]
-    assert submitted(model, hub.prompt(*PROMPTS["one"])).finish_reason == "length"
-
-
-def test_a_tower_has_as_much_time_as_a_chunk(hub: Hub, fresh: Callable[..., lowbit.Model]) -> None:
-    model, seen = fresh(), list[bool]()
-    plain = hub.prompt(*PROMPTS["one"])
-    span = plain.spans[0]
-
-    def tower() -> torch.Tensor:
-        seen.append(model.engine.in_prompt)
-        assert not callable(span.embeddings)
-        return span.embeddings
-
-    submitted(model, replace(plain, spans=(replace(span, embeddings=tower),)))
-    assert seen == [True]
-    assert not model.engine.in_prompt
-
-
-def test_embeddings_of_another_form_are_refused(
-    hub: Hub, fresh: Callable[..., lowbit.Model]
-) -> None:
-    prompt = hub.prompt(*PROMPTS["one"])
-    span = prompt.spans[0]
-    wrong = replace(prompt, spans=(replace(span, embeddings=lambda: torch.zeros(4, 64)),))
-    with pytest.raises(RequestError, match=r"embeddings \[4, 64\] of torch.float32, expected"):
-        submitted(fresh(), wrong)
 
 
 def test_models_of_text_take_no_images(make_model: Make, hub: Hub) -> None:

@@ -1,7 +1,11 @@
 """Messages with images through `load`, against transformers, and the tower's cache."""
 
+import gc
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,9 @@ import lowbit.runtime as lowbit
 from lowbit.formats.errors import CheckpointError, RequestError
 from lowbit.runtime.engine import vision as module
 from lowbit.runtime.engine.model import Model
+from lowbit.runtime.engine.vision import Vision
 from lowbit.runtime.images.patches import ImagePatches, image_patches
+from lowbit.runtime.images.picture import Picture
 from lowbit.runtime.models.vision import OpenedTower, VisionTower, load_tower
 from lowbit.runtime.text.chat import Message
 from tests.runtime.images.pictures import picture, saved
@@ -36,13 +42,23 @@ def model(folder: Path) -> Model:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[ImagePatches]:
     """Images that the tower runs on."""
     found: list[ImagePatches] = []
-    call = VisionTower.__call__
+    pieces = VisionTower.pieces
 
-    def counted(tower: VisionTower, image: ImagePatches) -> torch.Tensor:
+    def counted(tower: VisionTower, image: ImagePatches) -> Iterator[torch.Tensor | None]:
         found.append(image)
-        return call(tower, image)
+        return pieces(tower, image)
 
-    monkeypatch.setattr(VisionTower, "__call__", counted)
+    monkeypatch.setattr(VisionTower, "pieces", counted)
+    return found
+
+
+def embedded(vision: Vision, picture: Picture) -> torch.Tensor:
+    """Embeddings of a picture, which nobody else waits for."""
+    for piece in vision.pieces(picture):
+        if isinstance(piece, Future):
+            piece.result()
+        elif piece is not None:
+            found = piece
     return found
 
 
@@ -112,15 +128,15 @@ def test_the_cache_of_embeddings_is_bounded(model: Model, runs: list[ImagePatche
     vision = model.vision
     assert vision is not None
     cat, dog = (model.prompts.reader().read(each) for each in (CAT, DOG))
-    kept = vision.embed(cat)
-    assert vision.embed(cat) is kept
+    kept = embedded(vision, cat)
+    assert embedded(vision, cat) is kept
     vision.cache_bytes = kept.nbytes
-    vision.embed(dog)
-    vision.embed(dog)
+    embedded(vision, dog)
+    embedded(vision, dog)
     assert len(runs) == 2
-    assert vision.embed(cat) is not kept
+    assert embedded(vision, cat) is not kept
     vision.cache_bytes = 0
-    assert vision.embed(dog).shape == (dog.rows * dog.columns, 64)
+    assert embedded(vision, dog).shape == (dog.rows * dog.columns, 64)
 
 
 def test_no_weight_of_the_tower_is_read_before_the_first_image(
@@ -199,7 +215,7 @@ def test_the_tower_goes_to_the_cpu_where_the_gpu_is_full(
     assert model.vision is not None
     model.vision.device = "cuda"
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 2000))
-    assert model.vision.embed(model.prompts.reader().read(CAT)).device.type == "cpu"
+    assert embedded(model.vision, model.prompts.reader().read(CAT)).device.type == "cpu"
     assert "the vision tower runs on the CPU" in caplog.text
 
 
@@ -215,3 +231,46 @@ def test_an_image_that_vanishes_ends_its_request_alone(
     with pytest.raises(CheckpointError, match="holds NaN"):
         model.generate([user(CAT)], max_new_tokens=2)
     assert len(model.generate("Hi", max_new_tokens=2).token_ids) == 2
+
+
+def test_a_picture_is_cut_once_by_another_thread(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def noted(*given: Any) -> ImagePatches:
+        threads.append(threading.current_thread().name)
+        return image_patches(*given)
+
+    monkeypatch.setattr(module, "image_patches", noted)
+    vision = model.vision
+    assert vision is not None
+    cat = model.prompts.reader().read(CAT)
+    begun = vision.prepare(cat)
+    assert begun is not None
+    assert vision.prepare(cat) is begun
+    embedded(vision, cat)
+    assert vision.prepare(cat) is None  # the cache has it
+    assert [name[:15] for name in threads] == ["lowbit-pictures"]
+    model.generate([user("See ", CAT, DOG, CAT)], max_new_tokens=2)
+    assert len(threads) == 2
+    assert not list(vision._cut)
+
+
+def test_few_pictures_are_cut_before_their_turn(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of requests that are gone do not count."""
+    vision = model.vision
+    assert vision is not None
+    cat, dog = (model.prompts.reader().read(each) for each in (CAT, DOG))
+    monkeypatch.setattr(module, "CUT_BYTES", vision._bytes_of(cat))
+    begun = vision.prepare(cat)
+    assert begun is not None
+    assert begun.result().values.nbytes == vision._bytes_of(cat)
+    assert vision.prepare(dog) is None
+    assert embedded(vision, dog).shape == (dog.rows * dog.columns, 64)
+    del cat
+    gc.collect()
+    dog = model.prompts.reader().read(saved(picture(71, 130, 2)))
+    assert vision.prepare(dog) is not None

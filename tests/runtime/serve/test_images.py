@@ -12,9 +12,13 @@ import httpx2
 import pytest
 
 import lowbit.runtime as lowbit
+from lowbit.runtime.engine import vision
 from lowbit.runtime.images import picture as limits
 from lowbit.runtime.images.decode import decode_image
+from lowbit.runtime.images.patches import ImagePatches, image_patches
+from lowbit.runtime.models.vision import VisionTower
 from lowbit.runtime.serve.apis.chat import ChatBody
+from lowbit.runtime.serve.link.messages import Begin
 from lowbit.runtime.serve.request import prepare
 from lowbit.runtime.serve.request.body import MediaPart
 from lowbit.runtime.serve.request.images import read_images
@@ -284,9 +288,44 @@ def test_bodies_with_images_may_be_longer(seeing: Running, monkeypatch: pytest.M
     assert ask(seeing, CHAT, user(image(CHAT))).status_code == 413
 
 
-def test_several_answers_and_streams_see_the_image(seeing: Running) -> None:
-    body = SHORT[CHAT] | {"messages": [user(image(CHAT))], "n": 2}
+def test_several_answers_and_streams_see_the_image(
+    seeing: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One picture is decoded here, sent, cut and embedded once for all of them."""
+    begun: list[object] = []
+    decoded: list[bytes] = []
+    cut: list[bytes] = []
+    towers: list[ImagePatches] = []
+    pieces = VisionTower.pieces
+
+    def decode(content: bytes, *given: Any) -> Any:
+        decoded.append(content)
+        return decode_image(content, *given)
+
+    def patches(content: bytes, *given: Any) -> ImagePatches:
+        cut.append(content)
+        return image_patches(content, *given)
+
+    def tower(self: VisionTower, image: ImagePatches) -> Iterator[Any]:
+        towers.append(image)
+        return pieces(self, image)
+
+    send = seeing.service.channel.send
+
+    def sent(message: object) -> None:
+        begun.append(message)
+        send(message)
+
+    monkeypatch.setattr(seeing.service.channel, "send", sent)
+    monkeypatch.setattr(limits, "decode_image", decode)
+    monkeypatch.setattr(vision, "image_patches", patches)
+    monkeypatch.setattr(VisionTower, "pieces", tower)
+    url = "data:image/png;base64," + base64.b64encode(saved(picture(310, 200))).decode()
+    body = SHORT[CHAT] | {"messages": [user(image(CHAT, url))], "n": 8, "seed": 1}
     found = httpx2.post(seeing.url + CHAT, json=body, timeout=60).json()
-    assert len(found["choices"]) == 2
+    assert len(found["choices"]) == 8
+    [message] = [each for each in begun if isinstance(each, Begin)]
+    assert len(message.numbers) == 8
+    assert len(message.images) == len(decoded) == len(cut) == len(towers) == 1
     body |= {"n": 1, "stream": True}
     assert httpx2.post(seeing.url + CHAT, json=body, timeout=60).text.endswith("data: [DONE]\n\n")

@@ -35,10 +35,10 @@ from tests.runtime.serve.conftest import LONG, raw_request, running, until
 
 def asking(number: int, count: int = 3, constraints: Constraints | None = None) -> Begin:
     return Begin(
-        number=number,
+        numbers=[number],
         id=f"id-{number}",
         prompt=[5, 6, 7, number % 50],
-        sampling=SamplingParams(temperature=0.0),
+        sampling=[SamplingParams(temperature=0.0)],
         count=count,
         stop_ids=frozenset(),
         message_ends=frozenset(),

@@ -1,6 +1,8 @@
 """Messages between the processes arrive as they were sent."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -9,7 +11,7 @@ import torch
 from lowbit.formats import errors
 from lowbit.formats.errors import LowbitError, SettingError, TooLongError
 from lowbit.runtime.engine.image_input import span_of
-from lowbit.runtime.engine.prompts import embedded_elsewhere
+from lowbit.runtime.engine.prompts import EmbedderElsewhere
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.span import ImageSpan
@@ -48,11 +50,24 @@ def carried(message: object, kind: object) -> object:
 
 def test_a_request_arrives_with_all_that_the_engine_looks_at() -> None:
     limits = Constraints(3, 17, (8, 9))
-    found = carried(begin_of(4, "abc", REQUEST, limits), ToEngine)
+    found = carried(begin_of([4], "abc", [REQUEST], limits), ToEngine)
     assert isinstance(found, Begin)
-    assert found.request() == REQUEST
-    assert found.request().count == REQUEST.count
-    assert (found.number, found.id, found.constraints) == (4, "abc", limits)
+    [request] = found.requests(EmbedderElsewhere())
+    assert request == REQUEST
+    assert request.count == REQUEST.count
+    assert (found.numbers, found.id, found.constraints) == ([4], "abc", limits)
+
+
+def test_answers_to_one_prompt_are_one_message() -> None:
+    picture = Picture(b"\x89PNG" * 1000, SETTINGS, 3, 5, b"digest")
+    first = replace(REQUEST, images=(span_of(picture, 2, EmbedderElsewhere()),))
+    requests = [replace(first, sampling=replace(first.sampling, seed=seed)) for seed in range(8)]
+    found = carried(begin_of(range(8), "abc", requests, Constraints()), ToEngine)
+    assert isinstance(found, Begin)
+    assert len(msgspec.msgpack.encode(found)) < 6000
+    made = found.requests(EmbedderElsewhere())
+    assert [each.sampling.seed for each in made] == list(range(8))
+    assert all(each.images is made[0].images and each.prompt == first.prompt for each in made)
 
 
 def test_every_field_that_the_engine_looks_at_is_carried() -> None:
@@ -60,16 +75,23 @@ def test_every_field_that_the_engine_looks_at_is_carried() -> None:
     names = list(Request.__dataclass_fields__)
     looked_at = {*names[: names.index("client") + 1], "count"}
     looked_at -= {"constraint", "salt", "max_new_tokens"}
-    assert looked_at | {"number", "id", "begin", "constraints"} == set(Begin.__struct_fields__)
+    assert looked_at | {"numbers", "id", "begin", "constraints"} == set(Begin.__struct_fields__)
 
 
 def test_images_are_carried_as_their_files() -> None:
     picture = Picture(b"\x89PNG", SETTINGS, 3, 5, b"digest")
-    request = replace(REQUEST, images=(span_of(picture, 2, embedded_elsewhere),))
-    found = carried(begin_of(4, "abc", request, Constraints()), ToEngine)
+    request = replace(REQUEST, images=(span_of(picture, 2, EmbedderElsewhere()),))
+    found = carried(begin_of([4], "abc", [request], Constraints()), ToEngine)
     assert isinstance(found, Begin)
     made: list[Picture] = []
-    [span] = found.request(lambda each: made.append(each) or torch.zeros(0)).images  # type: ignore[func-returns-value]
+
+    class Noted(EmbedderElsewhere):
+        def pieces(self, picture: Picture) -> Iterator[Any]:
+            made.append(picture)
+            return iter(())
+
+    [made_request] = found.requests(Noted())
+    [span] = made_request.images
     assert (span.start, span.rows, span.columns, span.digest) == (2, 3, 5, b"digest")
     assert callable(span.embeddings)
     span.embeddings()
@@ -79,14 +101,14 @@ def test_images_are_carried_as_their_files() -> None:
 def test_an_image_without_its_file_cannot_be_sent() -> None:
     request = replace(REQUEST, images=(ImageSpan(0, 1, 1, torch.zeros(1, 4), b"x"),))
     with pytest.raises(ValueError, match="without its file"):
-        begin_of(4, "abc", request, Constraints())
+        begin_of([4], "abc", [request], Constraints())
 
 
 @pytest.mark.parametrize("changes", [{"count": None}, {"constraint": object()}])
 def test_what_no_message_can_carry_is_refused(changes: dict[str, object]) -> None:
     fields = {name: getattr(REQUEST, name) for name in Request.__dataclass_fields__}
     with pytest.raises(ValueError, match="no message"):
-        begin_of(1, "", Request(**(fields | changes)), Constraints())
+        begin_of([1], "", [Request(**(fields | changes))], Constraints())
 
 
 def test_a_step_arrives() -> None:

@@ -1,0 +1,35 @@
+"""A small Qwen3.5 for prompts with images, and transformers with a vision tower beside it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import lowbit.runtime as lowbit
+from tests.runtime.conftest import PackedModel
+from tests.runtime.image_prompts import Hub, hub_of
+
+
+@pytest.fixture
+def small(make_qwen3_5: Callable[..., PackedModel]) -> PackedModel:
+    """Attention in two layers of three, so that what the first rotates matters to the second."""
+    kinds = ["full_attention", "linear_attention", "full_attention"]
+    more = {"mtp_num_hidden_layers": 1, "max_position_embeddings": 512}
+    return make_qwen3_5(layer_types=kinds, **more)
+
+
+@pytest.fixture
+def hub(small: PackedModel) -> Hub:
+    return hub_of(small)
+
+
+@pytest.fixture
+def fresh(small: PackedModel) -> Callable[..., lowbit.Model]:
+    """`fresh(**options)`: the model with an empty cache."""
+
+    def load(**options: Any) -> lowbit.Model:
+        defaults: dict[str, Any] = {"dtype": torch.float32, "context": 400, "max_sequences": 4}
+        return lowbit.load(small.folder, device="cpu", **defaults | options)
+
+    return load

@@ -1,0 +1,239 @@
+"""Embeddings of a prompt's images: made once, in pieces, by threads that nobody else waits for."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import lowbit.runtime as lowbit
+from lowbit.formats.errors import LowbitError, RequestError, ResourceError
+from lowbit.runtime.engine import engine
+from lowbit.runtime.engine.span import ImageSpan
+from tests.runtime.engine.small_engine import assert_all_free
+from tests.runtime.engine.test_images import (
+    CAT,
+    DOG,
+    DOT,
+    PROMPTS,
+    STRIP,
+    TALL,
+    asked,
+    said,
+    submitted,
+)
+from tests.runtime.image_prompts import END, Hub, Picture, Prompt
+
+PIECES = 3  # of a tower, before its last
+SetChunk = Callable[[int], None]
+
+
+class Tower:
+    """Makes the embeddings of a span in pieces, once `cut` is done, and counts how often."""
+
+    def __init__(
+        self, span: ImageSpan, failure: Exception | None = None, cut: Future[Any] | None = None
+    ) -> None:
+        self.span, self.failure, self.cut = span, failure, cut
+        self.calls = self.prepared = 0
+
+    def prepare(self) -> Future[Any] | None:
+        self.prepared += 1
+        return self.cut
+
+    def __call__(self) -> Iterator[torch.Tensor | Future[Any] | None]:
+        self.calls += 1
+        while self.cut is not None and not self.cut.done():
+            yield self.cut
+        for _ in range(PIECES):
+            yield None
+        if self.failure is not None:
+            raise self.failure
+        assert isinstance(self.span.embeddings, torch.Tensor)
+        yield self.span.embeddings
+
+
+def with_towers(
+    prompt: Prompt, failure: Exception | None = None, cut: Future[Any] | None = None
+) -> tuple[Prompt, tuple[Tower, ...]]:
+    towers = tuple(Tower(span, failure, cut) for span in prompt.spans)
+    pairs = zip(prompt.spans, towers, strict=True)
+    spans = tuple(replace(span, embeddings=tower) for span, tower in pairs)
+    return replace(prompt, spans=spans), towers
+
+
+def test_embeddings_are_made_once_and_only_where_the_cache_has_none(
+    hub: Hub, fresh: Callable[..., lowbit.Model], set_chunk: SetChunk
+) -> None:
+    set_chunk(100)  # the first lies in two chunks
+    plain = hub.prompt(70, [END], Picture(12, 10), 70, [END], DOG, 9)
+    lazy, towers = with_towers(plain)
+    expected, model = said(submitted(fresh(), plain)), fresh()
+    for calls in ([1, 1], [1, 2]):
+        handle = submitted(model, lazy)
+        assert said(handle) == expected
+        assert [tower.calls for tower in towers] == calls
+        assert handle._sequence.images is not None
+        assert not handle._sequence.images._made
+
+
+@pytest.mark.parametrize(
+    ("failure", "error"),
+    [
+        (RequestError("no such picture"), RequestError),
+        (MemoryError(), ResourceError),
+        (OSError(5, "unreadable", "x.png"), LowbitError),
+    ],
+    ids=["request", "memory", "file"],
+)
+def test_an_image_that_cannot_be_embedded_ends_its_own_request_alone(
+    failure: Exception,
+    error: type[LowbitError],
+    hub: Hub,
+    fresh: Callable[..., lowbit.Model],
+) -> None:
+    model, text = fresh(), hub.prompt(20)
+    expected = said(submitted(fresh(), text, 20))
+    beside = model.engine.submit(asked(text, 20))
+    begun = next(beside)
+    broken, _ = with_towers(hub.prompt(*PROMPTS["one"]), failure)
+    with pytest.raises(error):
+        submitted(model, broken)
+    assert (begun, *beside) == expected[0]
+    assert submitted(model, hub.prompt(*PROMPTS["one"])).finish_reason == "length"
+
+
+def test_a_tower_has_as_much_time_as_a_chunk(hub: Hub, fresh: Callable[..., lowbit.Model]) -> None:
+    model, seen = fresh(), list[bool]()
+    lazy, _ = with_towers(hub.prompt(*PROMPTS["one"]))
+
+    class Watched(Tower):
+        def __call__(self) -> Iterator[torch.Tensor | Future[Any] | None]:
+            for piece in super().__call__():
+                seen.append(model.engine.in_prompt)
+                yield piece
+
+    [span] = hub.prompt(*PROMPTS["one"]).spans
+    submitted(model, replace(lazy, spans=(replace(span, embeddings=Watched(span)),)))
+    assert seen == [True] * (PIECES + 1)
+    assert not model.engine.in_prompt
+
+
+def test_others_decode_between_two_pieces_of_a_tower(
+    hub: Hub, fresh: Callable[..., lowbit.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "CPU_TURN_S", -1.0)
+    plain, text = hub.prompt(*PROMPTS["one"]), hub.prompt(20)
+    expected = [said(submitted(fresh(), each, 20)) for each in (text, plain)]
+    model = fresh()
+    lazy, [tower] = with_towers(plain)
+    first = model.engine.submit(asked(text, 20))
+    next(first)
+    second = model.engine.submit(asked(lazy, 20))
+    for count in range(2, PIECES + 2):
+        model.engine.step()
+        assert len(first.output) == count
+        assert tower.calls == 1
+    second.result()
+    first.result()
+    assert [said(first), said(second)] == expected
+
+
+def test_a_prompt_waits_for_threads_and_nobody_for_it(
+    hub: Hub, fresh: Callable[..., lowbit.Model]
+) -> None:
+    plain, texts = hub.prompt(*PROMPTS["one"]), [hub.prompt(20, seed=n) for n in (1, 2)]
+    expected = [said(submitted(fresh(), each)) for each in (*texts, plain)]
+    model, cut = fresh(), Future[Any]()
+    lazy, [tower] = with_towers(plain, cut=cut)
+    first = model.engine.submit(asked(texts[0]))
+    next(first)
+    late = model.engine.submit(asked(lazy))
+    second = model.engine.submit(asked(texts[1]))
+    second.result()
+    first.result()
+    assert (tower.prepared, tower.calls) == (1, 0)
+    assert not late.begun
+    assert model.engine.step()  # it waits for a while
+    assert model.engine.step()
+    assert [each.phase for each in model.engine.scheduler.queued] == ["waiting"]
+    cut.set_result(None)
+    late.result()
+    assert [said(each) for each in (first, second, late)] == expected
+
+
+def test_a_prompt_that_waits_for_threads_can_be_cancelled(
+    hub: Hub, fresh: Callable[..., lowbit.Model]
+) -> None:
+    model = fresh()
+    lazy, [tower] = with_towers(hub.prompt(*PROMPTS["one"]), cut=Future())
+    late = model.engine.submit(asked(lazy))
+    assert model.engine.step()
+    late.cancel()
+    assert not model.engine.step()
+    assert late.finish_reason == "cancelled"
+    assert tower.calls == 0
+    assert_all_free(model.engine)
+
+
+def test_a_tower_that_is_left_in_the_middle_leaves_nothing(
+    hub: Hub, fresh: Callable[..., lowbit.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "CPU_TURN_S", -1.0)
+    model, text = fresh(), hub.prompt(20)
+    first = model.engine.submit(asked(text, 40))
+    next(first)
+    lazy, [tower] = with_towers(hub.prompt(*PROMPTS["one"]))
+    second = model.engine.submit(asked(lazy))
+    model.engine.step()
+    model.engine.step()
+    second.cancel()
+    model.engine.step()
+    images = second._sequence.images
+    assert tower.calls == 1
+    assert images is not None
+    assert images._work is None
+    first.result()
+    assert said(submitted(model, lazy)) == said(submitted(fresh(), hub.prompt(*PROMPTS["one"])))
+    assert_all_free(model.engine)
+
+
+def test_images_are_prepared_a_few_ahead_and_never_those_of_the_cache(
+    hub: Hub, fresh: Callable[..., lowbit.Model]
+) -> None:
+    model = fresh()
+    lazy, towers = with_towers(hub.prompt(20, CAT, [END], STRIP, 70, DOT, 3, TALL, 2))
+    handle = model.engine.submit(asked(lazy, 2))
+    model.engine.scheduler.admit()
+    model.engine.scheduler.prepare_images()
+    assert [tower.prepared for tower in towers] == [1, 1, 0, 0]
+    handle.result()
+    assert all(tower.prepared and tower.calls == 1 for tower in towers)
+    known, [tower] = with_towers(hub.prompt(70, [END], CAT, 70, [END], 9))
+    for _ in range(2):
+        submitted(model, known, 2)
+        assert (tower.prepared, tower.calls) == (1, 1)
+
+
+def test_a_thread_that_fails_ends_its_own_request_alone(
+    hub: Hub, fresh: Callable[..., lowbit.Model]
+) -> None:
+    model, cut = fresh(), Future[Any]()
+    cut.set_exception(MemoryError())
+    lazy, _ = with_towers(hub.prompt(*PROMPTS["one"]), MemoryError(), cut)
+    with pytest.raises(ResourceError):
+        submitted(model, lazy)
+    assert said(submitted(model, hub.prompt(20)))
+
+
+def test_embeddings_of_another_form_are_refused(
+    hub: Hub, fresh: Callable[..., lowbit.Model]
+) -> None:
+    prompt = hub.prompt(*PROMPTS["one"])
+    [span] = prompt.spans
+    tower = Tower(replace(span, embeddings=torch.zeros(4, 64)))
+    wrong = replace(prompt, spans=(replace(span, embeddings=tower),))
+    with pytest.raises(RequestError, match=r"embeddings \[4, 64\] of torch.float32, expected"):
+        submitted(fresh(), wrong)
