@@ -78,6 +78,7 @@ async def get_model(http: HttpRequest, name: str) -> dict[str, Any]:
 
 def _model(service: Service, name: str) -> dict[str, Any]:
     defaults = service.model.defaults
+    inputs = ["text"] if service.model.prompts.images is None else ["text", "image"]
     return {
         "id": name,
         "object": "model",
@@ -86,5 +87,6 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "root": service.name,
         "parent": None,
         "max_model_len": service.model.context,
+        "architecture": {"input_modalities": inputs, "output_modalities": ["text"]},
         "sampling": {name: getattr(defaults, name) for name in SETTINGS},
     }

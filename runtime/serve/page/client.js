@@ -94,6 +94,7 @@ export function explained(error) {
   }
   const titles = {
     401: "The server wants an API key",
+    413: "The message is too large",
     429: "The server is busy",
     503: "The server is shutting down",
   };

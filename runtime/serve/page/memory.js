@@ -1,5 +1,7 @@
 // What this browser keeps of the page. It may hold anything: only what has the right shape is used.
 
+import { PICTURE } from "./pictures.js";
+
 const SETTINGS = "lowbit.settings"; // in this browser
 const KEY = "lowbit.key"; // in this tab
 const CHAT = "lowbit.chat"; // in this tab
@@ -13,7 +15,13 @@ const FIGURES = {
   note: isText,
 };
 const ERROR = { title: isText, text: isText, key: (value) => typeof value === "boolean" };
-const QUESTION = { role: (value) => value === "user", content: isText };
+const isPicture = (value) => isText(value) && PICTURE.test(value);
+const QUESTION = {
+  role: (value) => value === "user",
+  content: isText,
+  images: (value) => Array.isArray(value) && value.every(isPicture),
+  lost: Number.isFinite,
+};
 const ANSWER = {
   role: (value) => value === "assistant",
   content: isText,
@@ -29,8 +37,13 @@ export function recallChat() {
   return Array.isArray(found) ? found.map(turnOf).filter((turn) => turn !== null) : [];
 }
 
+// Pictures may be more than the browser keeps; then the turns are kept without them.
 export function keepChat(turns) {
-  keep("sessionStorage", CHAT, turns);
+  if (!keep("sessionStorage", CHAT, turns)) keep("sessionStorage", CHAT, turns.map(withoutImages));
+}
+
+function withoutImages({ images, ...turn }) {
+  return images ? { ...turn, lost: images.length + (turn.lost ?? 0) } : turn;
 }
 
 // The fields of the settings by name, as text.
@@ -85,7 +98,8 @@ function recall(storage, name) {
 function keep(storage, name, value) {
   try {
     globalThis[storage].setItem(name, JSON.stringify(value));
+    return true;
   } catch {
-    // full, or refused: the page works without
+    return false; // full, or refused: the page works without
   }
 }

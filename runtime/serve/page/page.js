@@ -4,10 +4,12 @@ import { Answer } from "./answer.js";
 import { ask, explained, readHealth, readModel, readReport } from "./client.js";
 import { action, copyButton, element } from "./elements.js";
 import { keepChat, keepKey, keepSettings, recallChat, recallKey, recallSettings } from "./memory.js";
+import { filesOf, MOST, PictureError, pictureRow, readPicture } from "./pictures.js";
 
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
 const KEY_NOTE = "This server asks for one. It is forgotten when the tab closes.";
 const ALONE = "The page loads nothing from elsewhere.";
+const MOST_SENT = 40e6; // characters of a conversation's pictures; the server takes 64 MiB
 const NEAR = 80; // pixels from the end at which the page follows a growing answer
 
 const $ = (id) => document.getElementById(id);
@@ -16,6 +18,8 @@ const [chat, composer, field, send, scroll] = ["chat", "composer", "ask", "send"
 let messages = recallChat();
 let running = null; // the AbortController of the answer that is being made
 let model = null;
+let pending = []; // pictures of the message that is being written
+let reading = 0; // files that are being read for it
 let follows = true; // the page shows the end of the conversation
 
 // Settings
@@ -80,7 +84,10 @@ function turn(message, index) {
 }
 
 function question(message, index) {
-  const text = element("div", { className: "bubble" }, message.content);
+  const shown = [];
+  if (message.images?.length) shown.push(pictureRow(message.images));
+  if (message.lost) shown.push(element("p", { className: "note" }, lostNote(message.lost)));
+  if (message.content) shown.push(element("div", { className: "bubble" }, message.content));
   const edit = action("Edit", () => editQuestion(index));
   const actions = element(
     "div",
@@ -88,7 +95,12 @@ function question(message, index) {
     copyButton(() => message.content),
     edit,
   );
-  return element("li", { className: "user", ariaLabel: "You" }, text, actions);
+  return element("li", { className: "user", ariaLabel: "You" }, ...shown, actions);
+}
+
+function lostNote(count) {
+  const pictures = count === 1 ? "A picture" : `${count} pictures`;
+  return `${pictures} could not be kept when the page was loaded again.`;
 }
 
 function answerAt(message, index) {
@@ -98,15 +110,25 @@ function answerAt(message, index) {
 function editQuestion(index) {
   if (running) return;
   const input = element("textarea", { value: messages[index].content, ariaLabel: "Edit message" });
+  let images = messages[index].images ?? [];
   const save = () => {
-    if (!input.value.trim()) return;
+    if (!input.value.trim() && !images.length) return;
     messages = messages.slice(0, index);
-    say(input.value.trim());
+    say(input.value.trim(), images);
   };
+  const row = element("div");
+  const showImages = () =>
+    row.replaceChildren(
+      pictureRow(images, (gone) => {
+        images = images.filter((_, at) => at !== gone);
+        showImages();
+      }),
+    );
+  if (images.length) showImages();
   const sendIt = element("button", { type: "button", className: "primary" }, "Send");
   sendIt.addEventListener("click", save);
   const buttons = element("div", { className: "buttons" }, action("Cancel", show), sendIt);
-  chat.children[index].replaceChildren(element("div", { className: "editor" }, input, buttons));
+  chat.children[index].replaceChildren(element("div", { className: "editor" }, row, input, buttons));
   input.addEventListener("input", () => grow(input));
   input.addEventListener("keydown", (event) => {
     if (sends(event)) save();
@@ -119,9 +141,16 @@ function editQuestion(index) {
 
 // Asking
 
-function say(text) {
-  messages.push({ role: "user", content: text });
+function say(text, images = []) {
+  messages.push({ role: "user", content: text, ...(images.length ? { images } : {}) });
   answer();
+}
+
+// A turn as the server takes it.
+function sent({ role, content, images }) {
+  if (!images?.length) return { role, content };
+  const parts = images.map((url) => ({ type: "image_url", image_url: { url } }));
+  return { role, content: content ? [...parts, { type: "text", text: content }] : parts };
 }
 
 function retry(index) {
@@ -133,8 +162,8 @@ function retry(index) {
 async function answer() {
   const { request, system } = readSettings();
   const past = messages
-    .filter((message) => message.content)
-    .map(({ role, content }) => ({ role, content }));
+    .filter((message) => message.content || message.images?.length)
+    .map(sent);
   if (system) past.unshift({ role: "system", content: system });
   const message = { role: "assistant", content: "", reasoning: "" };
   messages.push(message);
@@ -229,7 +258,8 @@ new ResizeObserver(toEndIfFollowing).observe(chat);
 
 function refresh() {
   send.classList.toggle("stops", Boolean(running));
-  send.disabled = !running && !field.value.trim();
+  send.disabled = !running && (reading > 0 || !(field.value.trim() || pending.length));
+  $("add").hidden = !sees();
   send.ariaLabel = running ? "Stop" : "Send";
   send.title = running ? "Stop (Esc)" : "Send (Enter)";
   document.body.classList.toggle("running", Boolean(running));
@@ -249,13 +279,16 @@ composer.addEventListener("submit", (event) => {
   const text = field.value.trim();
   if (running) {
     stop();
-  } else if (text) {
+  } else if (!reading && (text || pending.length)) {
+    const images = pending;
     field.value = "";
     grow(field);
-    say(text);
+    setPending([]);
+    say(text, images);
   }
 });
 field.addEventListener("input", () => {
+  complain("");
   grow(field);
   refresh();
 });
@@ -272,7 +305,7 @@ field.addEventListener("keydown", (event) => {
   }
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && running && !$("settings").open) stop();
+  if (event.key === "Escape" && running && !document.querySelector("dialog[open]")) stop();
   if (event.altKey && event.code === "KeyN") newChat();
   if (event.altKey && event.code === "KeyS" && !$("settings").open) openSettings();
 });
@@ -281,10 +314,98 @@ $("welcome").addEventListener("click", (event) => {
   if (idea) say(idea.textContent.replace(/\s+/g, " ").trim());
 });
 
+// Pictures for the message that is being written
+
+function sees() {
+  return Boolean(model?.architecture?.input_modalities?.includes("image"));
+}
+
+function setPending(urls) {
+  pending = urls;
+  const remove = (gone) => setPending(pending.filter((_, at) => at !== gone));
+  $("pending").replaceChildren(pictureRow(pending, remove));
+  $("pending").hidden = !pending.length;
+  refresh();
+}
+
+function complain(text) {
+  $("trouble").textContent = text;
+  $("trouble").hidden = !text;
+}
+
+async function addPictures(files) {
+  complain("");
+  if (!model) await identify();
+  if (!sees()) {
+    complain(model ? "The model takes no pictures." : "The server cannot be reached.");
+    return;
+  }
+  const troubles = [];
+  for (const file of files) {
+    if (pending.length + reading >= MOST) {
+      troubles.push(`A message may have ${MOST} pictures.`);
+      break;
+    }
+    reading += 1;
+    refresh();
+    try {
+      const url = await readPicture(file);
+      const all = [...messages.flatMap(({ images }) => images ?? []), ...pending, url];
+      if (lengthOf(all) > MOST_SENT)
+        throw new PictureError("The conversation has too many pictures; begin a new chat.");
+      pending = [...pending, url];
+    } catch (error) {
+      if (!(error instanceof PictureError)) throw error;
+      troubles.push(error.message);
+    } finally {
+      reading -= 1;
+    }
+    setPending(pending);
+  }
+  refresh();
+  complain([...new Set(troubles)].join(" "));
+  if (pending.length) $("status").textContent = `${pending.length} pictures are added.`;
+}
+
+function lengthOf(urls) {
+  return urls.reduce((sum, url) => sum + url.length, 0);
+}
+
+$("add").addEventListener("click", () => $("files").click());
+$("files").addEventListener("change", () => {
+  addPictures([...$("files").files]);
+  $("files").value = ""; // so that the same file can be chosen again
+  field.focus();
+});
+document.addEventListener("paste", (event) => {
+  const files = filesOf(event.clipboardData, true);
+  if (!files.length || $("settings").open) return;
+  event.preventDefault();
+  addPictures(files);
+});
+document.addEventListener("dragover", (event) => {
+  if (!event.dataTransfer?.types.includes("Files")) return;
+  event.preventDefault(); // else the browser would leave the page for the file
+  document.body.classList.add("dropping");
+});
+document.addEventListener("dragleave", (event) => {
+  if (!event.relatedTarget) document.body.classList.remove("dropping");
+});
+document.addEventListener("drop", (event) => {
+  document.body.classList.remove("dropping");
+  const files = filesOf(event.dataTransfer);
+  if (!files.length) return;
+  event.preventDefault();
+  addPictures(files);
+});
+$("viewer").addEventListener("click", () => $("viewer").close());
+
 function newChat() {
   stop();
   running = null;
   messages = [];
+  setPending([]);
+  complain("");
   show();
   field.focus();
 }
@@ -308,6 +429,7 @@ async function identify() {
   const key = recallKey();
   model = await readModel(key);
   $("model").textContent = model?.id ?? "lowbit";
+  refresh();
   document.title = model ? `${model.id} · lowbit` : "lowbit";
   if (model?.max_model_len) {
     const context = `${model.max_model_len.toLocaleString("en")} tokens of context`;

@@ -60,6 +60,7 @@ class Stub:
     def __init__(self, key: str | None = None, report: bool = False) -> None:
         """Listen."""
         self.key, self.report = key, report
+        self.takes = {"input_modalities": ["text", "image"], "output_modalities": ["text"]}
         self.answers: list[Canned] = []
         self.requests: list[dict[str, Any]] = []
         self.asked: list[str] = []
@@ -100,7 +101,7 @@ class Stub:
         elif not self.knows(request):
             reply(request, 401, {"error": {"message": "a valid API key is needed"}})
         elif path == "/v1/models":
-            model = {"id": "Qwen3.5-4B-int4", "max_model_len": 40960}
+            model = {"id": "Qwen3.5-4B-int4", "max_model_len": 40960, "architecture": self.takes}
             reply(request, 200, {"object": "list", "data": [model]})
         elif path == "/report" and self.report:
             reply(request, 200, b"<h1>Quality</h1>", "text/html")

@@ -38,6 +38,18 @@ def test_turns_come_back_as_they_were_kept(node: Node) -> None:
     assert found == [WHOLE, "secret", settings]
 
 
+def test_pictures_come_back_where_they_are_pictures(node: Node) -> None:
+    picture = "data:image/png;base64,iVBORw0KGgo="
+    good = ASKED | {"images": [picture, picture.replace("png", "jpeg")], "lost": 2}
+    wrong: list[Any] = [
+        *(None, "x", {}, [5], [picture, None], [[picture]], ["https://example.org/a.png"]),
+        *(["data:image/svg+xml;base64,AAAA"], ["data:text/html;base64,AAAA"], [picture + '"']),
+        *(["data:image/png;base64,"], [picture + "\n"], ["javascript:alert(1)"]),
+    ]
+    [[chat, *_]] = recall(node, [good, *(ASKED | {"images": each} for each in wrong)])
+    assert chat == [good] + [ASKED] * len(wrong)
+
+
 def test_chats_that_are_none_are_empty(node: Node) -> None:
     broken = ["", "{", "[", "nul", "\x00", '{"length": 1, "0": {"role": "user", "content": "Hi"}}']
     found = recall(node, *broken, *map(json.dumps, VALUES))

@@ -92,7 +92,7 @@ def test_text_of_the_model_never_becomes_html(stub: Stub, open_page: Open) -> No
 
 PARTS = (
     *("page.css", "page.js", "answer.js", "client.js", "elements.js", "markdown.js", "marks.js"),
-    *("memory.js", "icon.svg"),
+    *("memory.js", "pictures.js", "icon.svg"),
 )
 
 

@@ -329,3 +329,9 @@ def test_several_answers_and_streams_see_the_image(
     assert len(message.images) == len(decoded) == len(cut) == len(towers) == 1
     body |= {"n": 1, "stream": True}
     assert httpx2.post(seeing.url + CHAT, json=body, timeout=60).text.endswith("data: [DONE]\n\n")
+
+
+def test_the_list_of_models_says_who_takes_images(seeing: Running, server: Running) -> None:
+    for each, inputs in ((seeing, ["text", "image"]), (server, ["text"])):
+        [found, *_] = httpx2.get(f"{each.url}/v1/models", timeout=60).json()["data"]
+        assert found["architecture"]["input_modalities"] == inputs
