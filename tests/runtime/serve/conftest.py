@@ -182,3 +182,11 @@ def agents(shorten: Shorten, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     shutil.copy(template, folder / "chat_template.jinja")
     with running(load(folder, device="cpu", max_sequences=2, context=2048), log_prompts=True) as it:
         yield it
+
+
+@pytest.fixture(scope="module")
+def seeing(seeing_folder: Path) -> Iterator[Running]:
+    """A server of a tiny Qwen3.5 with a vision tower, whose log has the prompts."""
+    model = load(seeing_folder, device="cpu", context=2048, max_sequences=2)
+    with running(model, log_prompts=True) as found:
+        yield found

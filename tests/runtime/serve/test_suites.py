@@ -1,5 +1,7 @@
 """Public suites: llm-comply's tests of three formats, and schemathesis over our own document."""
 
+import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +29,7 @@ FORMATS = {
     "anthropic": "anthropic.json",
     "open-responses": "openresponses.json",
 }
-NOT_OURS = "image-input"  # models of text
+IMAGES = "image-input"  # items for a model with a vision tower
 MOST = {"/v1/responses": "max_output_tokens"}  # else `max_tokens`
 
 pytestmark = pytest.mark.filterwarnings("ignore:jsonschema.RefResolver")
@@ -52,12 +54,12 @@ def short(name: str, case: Case) -> Case:
     return replace(case, build_request=build)
 
 
-def cases() -> list[Any]:
+def cases(images: bool) -> list[Any]:
     return [
         pytest.param(name, case, id=f"{name}-{case.id}")
         for name in FORMATS
         for case in get_tests(name)
-        if NOT_OURS not in case.id
+        if (IMAGES in case.id) == images
     ]
 
 
@@ -69,9 +71,33 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield found
 
 
-@pytest.mark.parametrize(("name", "case"), cases())
+@pytest.fixture(scope="module")
+def describing(seeing_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A model that sees, and ends its answers soon: three of four tokens do."""
+    folder = tmp_path_factory.mktemp("suites") / "seeing"
+    shutil.copytree(seeing_folder, folder)
+    ends = [id for id in range(256) if id % 4]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with running(load(folder, device="cpu", max_sequences=2, context=1024)) as found:
+        yield found
+
+
+@pytest.mark.parametrize(("name", "case"), cases(images=False))
 def test_llm_comply(whole: Running, name: str, case: Case) -> None:
-    config = ComplianceConfig(base_url=f"{whole.url}/v1", api_key="none", model=NAME)
+    complies(whole, name, case)
+
+
+@pytest.mark.parametrize(("name", "case"), cases(images=True))
+def test_llm_comply_with_images(describing: Running, name: str, case: Case) -> None:
+    complies(describing, name, case)
+
+
+def test_every_format_has_an_item_with_an_image() -> None:
+    assert sorted(case.values[0] for case in cases(images=True)) == sorted(FORMATS)
+
+
+def complies(server: Running, name: str, case: Case) -> None:
+    config = ComplianceConfig(base_url=f"{server.url}/v1", api_key="none", model=NAME)
     runner = Runner(config, [], SpecLoader(str(SPECS / FORMATS[name])))
     found = runner.run_one(short(name, case))
     if found.status.value == "skipped":
