@@ -3,8 +3,8 @@
 Run: python examples/maintenance/agent_sessions.py URL [--turns 30] [--tokens 80]
 The server is one of `lowbit-run serve MODEL --context 16384`. Bodies have the shape of Codex's
 (Responses API), Claude Code's (Messages) and OpenCode's (chats). Every turn sends the whole history
-back; calls are cut by the limit of tokens, and items, fields and images that no server here can
-read stand among them. Any status but 200, and a stream that does not end, is an error.
+back; calls are cut by the limit of tokens, and items, fields and images that a server may not be
+able to read stand among them. Any status but 200, and a stream that does not end, is an error.
 """
 
 import json
@@ -14,7 +14,10 @@ from typing import Any
 import click
 import httpx2
 
-PICTURE = "data:image/png;base64,AA=="
+PICTURE = (  # a PNG of one pixel
+    "data:image/png;base64,"
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+)
 PATCH = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch" /(?s:.*)/'}
 SCHEMAS: dict[str, dict[str, Any]] = {
     "wait": {

@@ -1,12 +1,14 @@
-"""Plain, streamed, tools, a cut call, JSON and async, through client libraries as they come.
+"""Plain, streamed, tools, cut calls, JSON, images and async, by client libraries as they come.
 
 Run: python examples/maintenance/client_libraries.py URL, in an environment of its own with
 `pydantic-ai-slim[openai,anthropic] langchain-openai langchain-anthropic litellm`.
 The server is one of `lowbit-run serve MODEL`, whose template is best Qwen3.5's, since it is the
-strictest. Every line of the output is a use of a library and what came of it; a failure ends in 1.
+strictest; images are shown to a model that takes them. Every line of the output is a use of a
+library and what came of it; a failure ends in 1.
 """
 
 import asyncio
+import base64
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +22,7 @@ from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
-from pydantic_ai import Agent, NativeOutput, ToolOutput
+from pydantic_ai import Agent, BinaryContent, NativeOutput, ToolOutput
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
@@ -29,8 +31,13 @@ from pydantic_ai.providers.openai import OpenAIProvider
 LIBRARIES = ("pydantic-ai-slim", "langchain-openai", "langchain-anthropic", "litellm")
 Use = tuple[str, Callable[[], Any]]
 KEY = "none"
+IMAGE = "an image"  # the use that only a model with a vision tower is asked for
 FEW, CUT, MANY = 24, 40, 300  # tokens
 PLAIN = {"extra_body": {"enable_thinking": False}}
+PICTURE = (  # a PNG of one pixel
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+)
+URL = f"data:image/png;base64,{PICTURE}"
 
 
 class Cat(BaseModel, extra="forbid"):
@@ -85,7 +92,9 @@ def pydantic_ai(url: str, name: str) -> Iterator[Use]:
                 answer = agent.run_sync("And?", message_history=answer.all_messages())
             return answer.output
 
+        seen = BinaryContent(base64.b64decode(PICTURE), media_type="image/png")
         yield f"{kind}, plain", partial(agent.run_sync, "Hi")
+        yield f"{kind}, {IMAGE}", partial(agent.run_sync, ["What is this?", seen])
         yield f"{kind}, async", partial(agent.run, "Hi")
         yield f"{kind}, streamed", streamed
         yield f"{kind}, history", history
@@ -131,7 +140,10 @@ def langchain(url: str, name: str) -> Iterator[Use]:
             turns = [*start, answer, *results, HumanMessage("And?")]
             return calls, model.bind_tools([weather]).invoke(turns).content
 
+        seen: Any = {"type": "image", "base64": PICTURE, "mime_type": "image/png"}
+        shown = HumanMessage(content_blocks=[{"type": "text", "text": "What is this?"}, seen])
         yield f"{kind}, plain", partial(model.invoke, start)
+        yield f"{kind}, {IMAGE}", partial(model.invoke, [shown])
         yield f"{kind}, async", partial(model.ainvoke, start)
         yield f"{kind}, streamed", partial(streamed, model)
         if kind != "messages":  # the library refuses a second system message itself
@@ -191,7 +203,10 @@ def lite_llm(url: str, name: str) -> Iterator[Use]:
             found = answer(start, response_format=Flat, max_tokens=MANY)
             return Flat.model_validate_json(found.content)
 
+        seen = {"type": "image_url", "image_url": {"url": URL}}
+        shown = {"role": "user", "content": [{"type": "text", "text": "What is this?"}, seen]}
         yield f"{kind}, plain", partial(answer, start)
+        yield f"{kind}, {IMAGE}", partial(answer, [shown])
         yield f"{kind}, async", asynchronous
         yield f"{kind}, streamed", streamed
         yield f"{kind}, history", history
@@ -204,11 +219,14 @@ def main(url: str) -> None:
     """Use every library on the server at `url`."""
     os.environ |= {"OPENAI_API_KEY": KEY, "ANTHROPIC_API_KEY": KEY}
     litellm.suppress_debug_info = True
-    name = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    model = httpx.get(f"{url}/v1/models").json()["data"][0]
+    name, sees = model["id"], "image" in model["architecture"]["input_modalities"]
     print(*(f"{library} {version(library)}" for library in LIBRARIES), sep=", ")
     loop, failed = asyncio.new_event_loop(), 0
     for library in (pydantic_ai, langchain, lite_llm):
         for what, use in library(url, name):
+            if what.endswith(IMAGE) and not sees:
+                continue
             try:
                 found = use()
                 if asyncio.iscoroutine(found):
