@@ -18,11 +18,25 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+STRIP_PIXELS = 1 << 20  # that Pillow copies while no other thread runs
+
+
 def resize(image: "Image", settings: ImageSettings) -> Tensor:
     """Pixels of an RGB image in the size of `smart_size`: [height, width, 3] uint8."""
-    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-    channels = pixels.view(1, image.height, image.width, CHANNELS).permute(0, 3, 1, 2)
+    channels = _pixels_of(image)[None].permute(0, 3, 1, 2)
     width, height = smart_size(image.width, image.height, settings)
     if (width, height) != image.size:
         channels = interpolate(channels, size=(height, width), mode="bicubic", antialias=True)
     return channels[0].permute(1, 2, 0)
+
+
+def _pixels_of(image: "Image") -> Tensor:
+    """Pixels of an RGB image: [height, width, 3] uint8."""
+    width, height = image.size
+    found = torch.empty(height, width, CHANNELS, dtype=torch.uint8)
+    rows = max(STRIP_PIXELS // width, 1)
+    for top in range(0, height, rows):
+        strip = image.crop((0, top, width, min(top + rows, height)))
+        pixels = torch.frombuffer(bytearray(strip.tobytes()), dtype=torch.uint8)
+        found[top : top + rows] = pixels.view(strip.height, width, CHANNELS)
+    return found
