@@ -128,6 +128,8 @@ class Sequence:
         self.error = error or RequestError(
             "a step was interrupted while this request ran", hint="ask again"
         )
+        if self.images is not None:
+            self.images.drop(len(self.request.prompt))
         self.phase = "ended"
 
     def advance(self, slot: int, next_sent: bool = False) -> None:

@@ -2,9 +2,10 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -51,6 +52,7 @@ class Vision:
     cache_bytes: int = CACHE_BYTES
     known: KnownPictures = field(default_factory=KnownPictures, repr=False)
     _tower: VisionTower | None = field(default=None, repr=False)
+    _loading: Future[VisionTower] | None = field(default=None, repr=False)
     _kept: OrderedDict[bytes, Tensor] = field(default_factory=OrderedDict, repr=False)
     # Pictures that are being cut or have been; gone with the requests that show them
     _cut: WeakKeyDictionary[Picture, Future[ImagePatches]] = field(
@@ -74,10 +76,13 @@ class Vision:
         taken = sum(self._bytes_of(each) for each in list(self._cut))
         if taken and taken + self._bytes_of(picture) > CUT_BYTES:
             return None
-        return self._begin(picture)
+        try:
+            return self._begin(picture)
+        except RuntimeError:  # no thread can be started: it is tried again when its turn comes
+            return None
 
     @torch.inference_mode()
-    def pieces(self, picture: Picture) -> Iterator[Tensor | Future[ImagePatches] | None]:
+    def pieces(self, picture: Picture) -> Iterator[Tensor | Future[Any] | None]:
         """Embeddings of a picture's tokens, from the cache or by the tower; see `EmbeddingSource`.
 
         Raises:
@@ -87,18 +92,33 @@ class Vision:
         found = self._kept.get(picture.digest)
         if found is None:
             cut = self._cut.get(picture) or self._begin(picture)
-            while not cut.done():
-                yield cut
+            yield from _until_done(cut)
             self._cut.pop(picture, None)
-            if self._tower is None:
-                self._tower = self._load(picture)
-            for found in self._tower.pieces(cut.result()):
-                if found is None:
-                    yield None
+            tower = yield from self._loaded(picture)
+            threads = None if self.device == "cpu" else self._threads
+            for piece in _run(tower, cut.result(), threads):
+                if isinstance(piece, Tensor):
+                    found = piece
+                else:
+                    yield piece
         if found is None:
             raise RuntimeError("the tower made no embeddings")
         self._keep(picture.digest, found)
         yield found
+
+    def _loaded(self, picture: Picture) -> Generator[Future[VisionTower], None, VisionTower]:
+        """The tower; on a CPU another thread loads it, since no device is to be waited for."""
+        if self._tower is None and self.device != "cpu":
+            self._tower = self._load(picture)
+        if self._tower is None:
+            loading = self._loading
+            if loading is None:
+                loading = self._threads.submit(load_tower, self.opened, self.device, self.dtype)
+            self._loading = loading
+            yield from _until_done(loading)
+            self._loading = None
+            self._tower = loading.result()
+        return self._tower
 
     def _begin(self, picture: Picture) -> Future[ImagePatches]:
         content, settings, dtype = picture.content, picture.settings, self.dtype
@@ -133,6 +153,28 @@ class Vision:
                 )
                 device = "cpu"
         return load_tower(self.opened, device, self.dtype)
+
+
+def _until_done(future: Future[Any]) -> Iterator[Future[Any]]:
+    """The future, again and again, until it is done."""
+    while not future.done():
+        yield future
+
+
+def _run(
+    tower: VisionTower, image: ImagePatches, threads: ThreadPoolExecutor | None
+) -> Iterator[Tensor | Future[Tensor] | None]:
+    """Pieces of a tower's run; on a CPU beside a GPU it is one piece, which a thread does.
+
+    Args:
+        threads: of a model on a GPU.
+    """
+    if threads is None or tower.patches.weight.device.type != "cpu":
+        yield from tower.pieces(image)
+        return
+    made = threads.submit(tower, image)
+    yield from _until_done(made)
+    yield made.result()
 
 
 def _patches_of(content: bytes, settings: ImageSettings, dtype: torch.dtype) -> ImagePatches:

@@ -42,7 +42,7 @@ MOVED = (301, 302, 303, 307, 308)
 
 @dataclass(slots=True)
 class Budget:
-    """Bytes that the images of a request may still have together."""
+    """Bytes that may still come for the images of a request, all they are sent in included."""
 
     left: int = MOST_IMAGE_BODY_BYTES
 
@@ -107,6 +107,7 @@ class _Reply(asyncio.Protocol):
             self.ended.set_result(None)
 
     def _feed(self, data: bytes) -> None:
+        self._budget.take(len(data))  # trailers too, which may be as long as a host likes
         if not self._open:
             self._head += len(data)
         try:
@@ -141,7 +142,6 @@ class _Reply(asyncio.Protocol):
         """Take content; that of anything else than a success is dropped."""
         if self.status != 200:
             return
-        self._budget.take(len(part))
         if len(self.body) + len(part) > MOST_BYTES:
             raise RequestError(f"the image has over {MOST_BYTES} bytes", "send a smaller one")
         self.body += part

@@ -274,3 +274,39 @@ def test_few_pictures_are_cut_before_their_turn(
     gc.collect()
     dog = model.prompts.reader().read(saved(picture(71, 130, 2)))
     assert vision.prepare(dog) is not None
+
+
+def test_a_tower_beside_a_full_gpu_runs_in_a_thread(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else everybody on the GPU would wait for the CPU."""
+    expected = embedded(model.vision, model.prompts.reader().read(CAT))  # type: ignore[arg-type]
+    vision = model.vision
+    assert vision is not None
+    vision._kept.clear()
+    vision.device = "cuda"
+    threads: list[str] = []
+    call = VisionTower.__call__
+
+    def noted(tower: VisionTower, image: ImagePatches) -> torch.Tensor:
+        threads.append(threading.current_thread().name)
+        return call(tower, image)
+
+    monkeypatch.setattr(VisionTower, "__call__", noted)
+    found = embedded(vision, model.prompts.reader().read(CAT))
+    assert torch.equal(found, expected)
+    assert [name[:15] for name in threads] == ["lowbit-pictures"]
+
+
+def test_two_prompts_may_wait_for_one_tower(model: Model) -> None:
+    vision = model.vision
+    assert vision is not None
+    cat, dog = (model.prompts.reader().read(each) for each in (CAT, DOG))
+    both = [vision.pieces(cat), vision.pieces(dog)]
+    made: list[torch.Tensor] = []
+    while len(made) < 2:
+        for pieces in both:
+            made += [each for each in [next(pieces, None)] if isinstance(each, torch.Tensor)]
+    assert sorted(len(each) for each in made) == sorted(
+        each.rows * each.columns for each in (cat, dog)
+    )

@@ -198,7 +198,7 @@ def test_many_bytes_in_all_are_refused(
 ) -> None:
     from lowbit.runtime.serve.request.fetch import Budget
 
-    monkeypatch.setattr(Budget.__init__, "__defaults__", (2 * len(PNG) + 5,))
+    monkeypatch.setattr(Budget.__init__, "__defaults__", (2 * len(reply(PNG)),))
     images.replies |= {f"/{n}": reply(PNG) for n in range(3)}
     parts = [named(CHAT, images.url(f"/{n}")) for n in range(3)]
     assert ask(fetching, CHAT, user(*parts[:2])).status_code == 200

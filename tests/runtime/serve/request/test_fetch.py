@@ -172,6 +172,14 @@ def test_other_spellings_of_an_address_are_no_way_around(host: ImageHost) -> Non
     assert not host.asked
 
 
+def test_no_literal_is_a_way_around(host: ImageHost) -> None:
+    """Where every host may be asked, those of this machine and its networks may not."""
+    every = ImageFetcher(allowed_hosts(["*"]))
+    for name in ("127.0.0.1", "[::1]", "[::ffff:127.0.0.1]", "169.254.169.254", "0.0.0.0", "[::]"):
+        with pytest.raises(RequestError, match="not public"):
+            asyncio.run(every.fetch(f"http://{name}/"))
+
+
 def test_unknown_names_and_closed_ports(host: ImageHost, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -200,8 +208,19 @@ def test_sizes_are_limited(host: ImageHost, monkeypatch: pytest.MonkeyPatch) -> 
     for sent in (reply(FILE + b"."), reply(FILE + b".", content_length="")):
         host.replies["/b"] = sent
         refused(host, "/b", f"over {len(FILE)} bytes")
+    whole = len(host.replies["/a"] or b"")
+    assert asyncio.run(fetcher(host).fetch(host.url("/a"), Budget(whole))) == FILE
     with pytest.raises(RequestError, match="bytes in all"):
-        asyncio.run(fetcher(host).fetch(host.url("/a"), Budget(len(FILE) - 1)))
+        asyncio.run(fetcher(host).fetch(host.url("/a"), Budget(whole - 1)))
+
+
+def test_trailers_without_end_are_given_up(
+    host: ImageHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Budget.__init__, "__defaults__", (50_000,))
+    chunked = reply(b"1\r\na\r\n0\r\n", content_length="", transfer_encoding="chunked")
+    host.replies["/a"] = chunked + b"".join(b"X-%d: y\r\n" % n for n in range(10_000))
+    refused(host, "/a", "bytes in all")
 
 
 @pytest.fixture
