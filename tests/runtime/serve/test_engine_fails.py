@@ -96,7 +96,7 @@ def healthy(server: Running) -> bool:
         (Answer, "push"),
         (AnswerSplitter, "push"),
         (Metrics, "count_tokens"),
-        (Begin, "request"),
+        (Begin, "requests"),
         (Tokenizer, "encode"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,

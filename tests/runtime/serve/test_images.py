@@ -12,6 +12,8 @@ import pytest
 
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine import vision
+from lowbit.runtime.engine.prompt_images import PromptImages
+from lowbit.runtime.engine.scheduler import BlockManager
 from lowbit.runtime.images import picture as limits
 from lowbit.runtime.images.decode import decode_image
 from lowbit.runtime.images.patches import ImagePatches, image_patches
@@ -276,3 +278,31 @@ def test_the_list_of_models_says_who_takes_images(seeing: Running, server: Runni
     for each, inputs in ((seeing, ["text", "image"]), (server, ["text"])):
         [found, *_] = httpx2.get(f"{each.url}/v1/models", timeout=60).json()["data"]
         assert found["architecture"]["input_modalities"] == inputs
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [
+        (BlockManager, "known"),
+        (PromptImages, "prepare"),
+        (PromptImages, "make"),
+        (vision.Vision, "prepare"),
+        (vision.Vision, "pieces"),
+        (vision, "_patches_of"),
+        (VisionTower, "embed"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_a_bug_in_images_ends_its_request_alone(
+    seeing: Running, monkeypatch: pytest.MonkeyPatch, owner: Any, method: str
+) -> None:
+    def bug(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
+
+    content = saved(picture(320 + len(method), 200, len(owner.__name__)))
+    shown = user(image(CHAT, f"data:image/png;base64,{base64.b64encode(content).decode()}"))
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, bug)
+        assert ask(seeing, CHAT, shown).status_code == 500
+    assert ask(seeing, CHAT, user(text(CHAT, "Hi"))).status_code == 200
+    assert prompt_tokens(ask(seeing, CHAT, shown)) > TOKENS
