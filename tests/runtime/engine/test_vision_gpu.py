@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lowbit.runtime as lowbit
+from lowbit.runtime.engine.request import Request
 from tests.runtime.engine.test_vision import CAT, DOG, GREEDY, assistant, user
 
 pytestmark = pytest.mark.gpu
@@ -40,3 +41,22 @@ def test_the_tower_runs_once_a_picture(seeing_folder: Path) -> None:
     assert turn.timings.reused_tokens > 80
     assert tower is not None
     assert model.vision._tower is None
+
+
+def test_others_decode_while_a_picture_is_prepared(seeing_folder: Path) -> None:
+    """Their tokens are those that they have alone, and so are those of the picture's answer."""
+    model = lowbit.load(seeing_folder, device="cuda", context=500, max_sequences=4)
+    asked = [[user("Count to ten.")], [user("See ", CAT, DOG)], [user("And ", DOG, "?")]]
+    alone = [model.generate(each, sampling=GREEDY, max_new_tokens=40) for each in asked]
+    for _ in range(3):  # graphs are recorded in the second
+        model.engine.forget()
+        assert model.vision is not None
+        model.vision._kept.clear()
+        handles = []
+        for messages in asked:
+            made = model.encode_prompt(messages, None)
+            request = Request(tuple(made.ids), GREEDY, 40, model.stop_ids, images=made.images)
+            handles.append(model.engine.submit(request))
+            next(handles[0], None)
+        for handle, expected in zip(handles, alone, strict=True):
+            assert handle.result() == expected.token_ids

@@ -64,6 +64,7 @@ def test_a_number_of_sequences_that_was_chosen_is_explained(
         (("--api-key", "sesame\n"), 2, "line ends"),
         (("--api-key", "ses\tame"), 2, "characters"),
         (("--host", "203.0.113.1", "--no-auth"), 1, "cannot listen"),
+        (("--allow-image-urls", "https://example.org"), 1, "names no host"),
     ],
 )
 def test_refuses_to_start(options: tuple[str, ...], code: int, word: str) -> None:
