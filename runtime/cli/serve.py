@@ -54,7 +54,7 @@ GRAMMAR_MEMORY = "1GB"
 TIMEOUT_S = 600.0
 DAY_S = 86_400.0
 MOST_QUEUE = 65_536
-LIBRARIES = ("fastapi", "msgspec", "prometheus_client", "uvicorn")
+LIBRARIES = ("fastapi", "httptools", "msgspec", "prometheus_client", "uvicorn")
 FASTER_ROUNDED = 32  # answers together, beyond which linears with rounded inputs are faster
 
 
