@@ -191,7 +191,8 @@ class Runner:
         """
         shift = 0 if sequence.images is None else sequence.images.shift(at)
         if shift != self._shifts[sequence.row]:
-            self.shifts[sequence.row] = self._shifts[sequence.row] = shift
+            self._shifts[sequence.row] = shift
+            self.shifts[sequence.row].fill_(shift)  # an assignment would wait for the GPU
         return shift != 0
 
     def begin(self, sequence: Sequence, hidden: Tensor) -> PlainStep:
