@@ -86,8 +86,10 @@ class Account:
     def graph_bytes(self, size: CacheSize) -> int:
         """Memory on a GPU of the graphs of steps of more than EXACT_TOKENS sequences."""
         widths = [M for M in STEP_WIDTHS if EXACT_TOKENS < M <= width_for(size.sequences)]
-        parts = sum(-(-M // self.opened.part_tokens(self.device)) for M in widths)
-        return GRAPH_BYTES * parts * len(list(kv_lens(size.context)))
+        taken = self.opened.part_tokens(self.device)
+        return GRAPH_BYTES * sum(
+            -(-M // taken) * len(list(kv_lens(size.context, M))) for M in widths
+        )
 
     def widened_bytes(self, size: CacheSize) -> int:
         """Memory on a GPU of a sequence's keys and values of a layer, widened for its prompt."""

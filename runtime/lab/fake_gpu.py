@@ -163,7 +163,7 @@ def send_steps(runner: Runner, params: Iterable[SamplingParams], hopper: bool) -
             if count <= reach:
                 send_chunk(runner, count, reach - count)
     widths = [width for width in STEP_WIDTHS if width <= width_for(runner.rows)]
-    runner.warm_up(widths, lengths)
+    runner.warm_up(widths)
     for each in params:
         for masked in (False, True):
             runner.sampler.configure_row(1, each, [0], masked)
