@@ -20,6 +20,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
         ((-INF, INF), "kl_added"),
         ((0, INF), "relative_l2 output_error worst_expert worst_expert_l2 right draft_rows"),
         ((0, INF), "added_error least middle few start counts folder_bytes bits_per_weight"),
+        ((0, INF), "vision_bytes vision_dropped"),
         ((0, INF), "found_original found_packed found_bf16 found_int8"),
         ((0, INF), "weight_bytes peak_bytes first_token_s decode_tokens_per_s"),
         ((1, INF), "windows scored_tokens text_tokens tokens stop length repeated distance lines"),

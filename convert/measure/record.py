@@ -199,6 +199,10 @@ class Sizes:
     # Bytes of the folder with the source's tensors; None where they are not known
     source_bytes: int | None
     bits_per_weight: float  # bits of the weight files over the model's parameters
+    vision_bytes: int = 0  # of the vision tower in the folder; 0 without one
+    vision_dtypes: str = ""  # its dtypes, `BF16`; empty without one
+    # Bytes of the original's tower that --drop-vision left out; 0 where it did not
+    vision_dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 import math
 
-from lowbit.convert.measure.record import Int8Inputs, LogitQuality, QualityReport
+from lowbit.convert.measure.record import Int8Inputs, LogitQuality, QualityReport, Sizes
 from lowbit.convert.measure.routing import Routing
 from lowbit.convert.mtp.drafting import Drafting
 from lowbit.formats.folder_size import size as size
@@ -164,6 +164,14 @@ def scored(logits: LogitQuality) -> str:
     """Scored tokens and windows: `73,073 tokens in 143 windows of 512`."""
     windows = "1 window" if logits.windows == 1 else f"{logits.windows:,} windows"
     return f"{logits.scored_tokens:,} tokens in {windows} of {logits.window}"
+
+
+def tower_text(sizes: Sizes) -> str:
+    """The vision tower in one line: `921.46 MB, not quantized (BF16)`; empty without one."""
+    if sizes.vision_bytes:
+        return f"{size(sizes.vision_bytes)}, not quantized ({printable(sizes.vision_dtypes)})"
+    dropped = sizes.vision_dropped
+    return f"left out (--drop-vision), {size(dropped)}: text only" if dropped else ""
 
 
 def size_text(report: QualityReport) -> str:

@@ -81,6 +81,8 @@ def _figures(report: QualityReport) -> dict[str, str]:
             f"mean KL {kl(long.kl_mean)} nats; an INT8 cache adds {kl(long.cache_kl_mean)}"
         )
     found["size"] = formatting.size_text(report)
+    if tower := formatting.tower_text(report.sizes):
+        found["vision tower"] = tower
     if logits is not None:
         text, machine = printable(logits.text_name), printable(report.measured_on)
         found["measured on"] = f"{text}: {formatting.scored(logits)}, on {machine}"

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from lowbit.convert.mtp.drafting import Draft, Drafting
 from lowbit.formats.errors import FormatError
 from lowbit.formats.file_names import QUALITY_FILE
 from lowbit.formats.judgement import read_judgement
+
+SIZES = asdict(Sizes(1, 1, 4.0))
 
 
 @pytest.fixture
@@ -141,6 +143,8 @@ def test_every_key_is_required(
         (("weights", 0, "clipped_share"), -1, "`clipped_share` is -1"),
         (("sizes", "source_bytes"), 0, "sizes`: `source_bytes` is 0"),
         (("sizes", "folder_bytes"), -1, "`folder_bytes` is -1"),
+        (("sizes", "vision_bytes"), -1, "`vision_bytes` is -1"),
+        (("sizes", "vision_dropped"), -1, "`vision_dropped` is -1"),
         (("parameters",), 0, "`parameters` is 0"),
     ],
 )
@@ -220,8 +224,9 @@ def test_no_report(tmp_path: Path) -> None:
         ({"weights": [{"name": "x"}]}, "missing keys"),
         ({"weights": [3]}, "is not an object"),
         ({"sizes": None}, "sizes` is not an object"),
-        ({"sizes": {"folder_bytes": "1", "source_bytes": 1, "bits_per_weight": 4}}, 'be "1"'),
-        ({"sizes": {"folder_bytes": True, "source_bytes": 1, "bits_per_weight": 4}}, "be true"),
+        ({"sizes": SIZES | {"folder_bytes": "1"}}, 'be "1"'),
+        ({"sizes": SIZES | {"folder_bytes": True}}, "be true"),
+        ({"sizes": SIZES | {"vision_dtypes": 16}}, "`vision_dtypes` cannot be 16"),
         ({"logits": []}, "logits` is not an object"),
         ({"logits": {}}, r"logits`: missing keys .*'window_series'"),
         ({"command": 3}, "`command` cannot be 3"),
