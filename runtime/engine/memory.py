@@ -57,6 +57,7 @@ class Account:
     # Tokens of the cache that `kv_cache` auto keeps activations as they are for; None for all that
     # the options ask for
     auto_tokens: int | None = None
+    vision_bytes: int = 0  # kept free for the vision tower and an image
 
     def page_bytes(self, count: int) -> int:
         """Memory of so many pages, a drafter's included."""
@@ -114,6 +115,7 @@ class Account:
             workspace = GPU_WORKSPACE + self.widened_bytes(size) + self.graph_bytes(size)
             workspace += self.drafter_bytes()
         weights = self.opened.weight_bytes(self.device, self.dtype)
+        weights += self.vision_bytes
         return weights + workspace + self.row_bytes(size) + self.page_bytes(pages)
 
     def snapshots_that_fit(self, size: CacheSize, free: int) -> int:
@@ -136,6 +138,31 @@ class ChosenSequences:
 
     count: int
     reason: str | None = None  # why it was chosen; None where the options name it
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """Sizes that memory has decided, and what they follow from."""
+
+    account: Account  # whose model has the head for multi-token prediction only where it is used
+    options: LoadOptions  # with the number of sequences and the source of drafts
+    sequences: "ChosenSequences"
+    kv_cache: "ChosenType"
+    cache: CacheSize
+
+    def is_as_large(self, other: "Decided") -> bool:
+        """Tell if a cache has all that another has, and drafts come from the same source."""
+        own, others = (
+            (
+                each.sequences.count,
+                each.kv_cache.cache_type,
+                each.options.speculate,
+                each.cache.context,
+                each.cache.pages,
+            )
+            for each in (self, other)
+        )
+        return own == others
 
 
 def choose_sequences(account: Account, options: LoadOptions) -> ChosenSequences:
@@ -259,6 +286,7 @@ def _too_large(account: Account, size: CacheSize, free: int, least: int | None) 
     least: tokens of a cache whose size has been asked for; None where only the context has.
     """
     need = int(account.needed(size, size.all_pages) * HEADROOM)
+    tower = account.vision_bytes
     fitting = _fitting(account, size, free, least)
     hints = [fitting or "the weights alone do not fit"]
     if not account.cache_type.scaled:
@@ -267,8 +295,12 @@ def _too_large(account: Account, size: CacheSize, free: int, least: int | None) 
             hints.insert(0, "--kv-cache int8 fits")
         elif other := _fitting(halved, size, free, least):
             hints.append(f"with --kv-cache int8, {other}")
+    if tower:
+        place = "--vision-device cpu" if account.device != "cpu" else "--vision-device auto"
+        hints.append(f"{place} keeps nothing for images")
+    beside = f"the vision tower with an image ({gigabytes(tower)}), " if tower else ""
     return ResourceError(
-        f"needs {gigabytes(need)} for weights and a cache ({account.cache_type.name}) of "
+        f"needs {gigabytes(need)} for {beside}weights and a cache ({account.cache_type.name}) of "
         f"{size.pages * PAGE} tokens for {size.sequences} "
         f"sequence{'s' if size.sequences > 1 else ''}, free on {account.device}: "
         f"{gigabytes(free)}",

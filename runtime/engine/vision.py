@@ -8,10 +8,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lowbit.formats.errors import LowbitError
-from lowbit.formats.machine.memory import free_bytes
+from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 from lowbit.runtime.engine.image_input import ImageInput
+from lowbit.runtime.engine.memory import gigabytes
+from lowbit.runtime.engine.vision_place import (
+    CACHE_BYTES,
+    TowerMemory,
+    VisionPlace,
+    free_on,
+    has_room,
+    most_patches,
+    too_large,
+    tower_memory,
+)
 from lowbit.runtime.images.patches import image_patches
 from lowbit.runtime.images.picture import KnownPictures, Picture
 from lowbit.runtime.images.settings import image_settings
@@ -24,7 +34,6 @@ from lowbit.runtime.models.vision import (
 )
 
 log = logging.getLogger("lowbit")
-CACHE_BYTES = 256 << 20  # of embeddings: 100 screens of 2,040 tokens and 640 numbers each
 LEAST_PATCHES = 8192  # for which there must be room: a screen of 1920 x 1080
 
 
@@ -34,13 +43,14 @@ class Vision:
 
     Attributes:
         input: what the rest of the program knows of images.
-        device: of the model; the tower is on the CPU where its memory is full.
+        place: where the tower runs; on the CPU where a GPU has become full, unless it was asked
+            for.
         known: images that have been decoded.
     """
 
     opened: OpenedTower = field(repr=False)
     input: ImageInput
-    device: str
+    place: VisionPlace
     dtype: torch.dtype
     cache_bytes: int = CACHE_BYTES
     known: KnownPictures = field(default_factory=KnownPictures, repr=False)
@@ -54,6 +64,7 @@ class Vision:
 
         Raises:
             RequestError, ResourceError: see `image_patches`.
+            ResourceError: memory has no room for the tower or the image.
             FormatError: a weight of the tower is NaN or Inf.
         """
         with self._lock:
@@ -63,9 +74,20 @@ class Vision:
                 return found
             if self._tower is None:
                 self._tower = self._load(picture)
-            found = self._tower(image_patches(picture.content, picture.settings))
+            found = self._run(self._tower, picture)
             self._keep(picture.digest, found)
             return found
+
+    def _run(self, tower: VisionTower, picture: Picture) -> Tensor:
+        patches = _patches_of(picture)
+        needed = self.opened.working_bytes(patches, self.dtype)
+        # A system that lends memory would end the process that uses it.
+        if tower.device.type == "cpu" and not has_room("cpu", needed):
+            raise _image_too_large(patches, needed, "cpu")
+        try:
+            return tower(image_patches(picture.content, picture.settings))
+        except torch.OutOfMemoryError:
+            raise _image_too_large(patches, needed, tower.device.type) from None
 
     def _keep(self, digest: bytes, made: Tensor) -> None:
         self._kept[digest] = made
@@ -73,27 +95,55 @@ class Vision:
             self._kept.popitem(last=False)
 
     def _load(self, picture: Picture) -> VisionTower:
-        """The tower on the model's device, if there is room for it and for a large image."""
-        device = self.device
-        if device != "cpu":
-            patches = picture.rows * picture.columns * picture.settings.merge**2
-            needed = self.opened.weight_bytes(self.dtype)
-            needed += 2 * self.opened.working_bytes(max(LEAST_PATCHES, patches), self.dtype)
-            left = free_bytes(device)
-            if left is not None and left < needed:
+        """The tower, if there is room for it and for a large image."""
+        patches, place = _patches_of(picture), self.place
+        if place.device != "cpu":
+            memory = tower_memory(self.opened, max(LEAST_PATCHES, patches), self.dtype)
+            needed = memory.streamed if place.streamed else memory.whole
+            if not has_room(place.device, needed):
+                if place.asked:
+                    raise too_large(needed, place.device, "--vision-device cpu runs it on the CPU")
                 log.warning(
-                    "the vision tower runs on the CPU: the GPU has not the %d MiB that it takes; "
-                    "a smaller context or cache leaves more",
-                    needed >> 20,
+                    "the vision tower runs on the CPU: the GPU has not the %s that it takes; a "
+                    "smaller context or cache leaves more",
+                    gigabytes(needed),
                 )
-                device = "cpu"
-        return load_tower(self.opened, device, self.dtype)
+                place = VisionPlace("cpu")
+        if place.device == "cpu":
+            needed = self.opened.weight_bytes(self.dtype)
+            needed += self.opened.working_bytes(patches, self.dtype)
+            if not has_room("cpu", needed):
+                raise too_large(needed, "cpu", "a smaller context or cache leaves more")
+        return load_tower(self.opened, place.device, self.dtype, place.streamed)
 
 
-def open_vision(
-    checkpoint: Checkpoint, device: str, dtype: torch.dtype
-) -> "tuple[Vision | None, str]":
-    """The tower of a model whose headers fit, without its weights; or None, and why there is none.
+def _patches_of(picture: Picture) -> int:
+    return picture.rows * picture.columns * picture.settings.merge**2
+
+
+def _image_too_large(patches: int, needed: int, device: str) -> ResourceError:
+    """The error of an image for which memory has no room beside the tower."""
+    return ResourceError(
+        f"an image of {patches} patches needs {gigabytes(needed)} in the vision tower"
+        f"{free_on(device)}",
+        hint="send a smaller one, or ask for less `detail`",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedVision:
+    """A tower that can be used, with the settings of its images; no weight has been read."""
+
+    opened: OpenedTower
+    input: ImageInput
+
+    def memory(self, dtype: torch.dtype) -> TowerMemory:
+        """Memory of the tower and the largest image that the model's settings allow."""
+        return tower_memory(self.opened, most_patches(self.input.settings), dtype)
+
+
+def open_vision(checkpoint: Checkpoint) -> tuple[OpenedVision | None, str]:
+    """The tower of a model whose headers fit; or None, and why there is none.
 
     A model whose tower cannot be used still answers text.
     """
@@ -103,5 +153,4 @@ def open_vision(
         check_settings(settings, opened.config)
     except LowbitError as error:
         return None, str(error)
-    found = ImageInput(settings, opened.config.image_token_id)
-    return Vision(opened, found, device, dtype), ""
+    return OpenedVision(opened, ImageInput(settings, opened.config.image_token_id)), ""

@@ -6,7 +6,7 @@ token of a square of patches.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from lowbit.runtime.weights.linear import DenseLinear, Linear
 from lowbit.runtime.weights.weights import Weights
 
 EPS = 1e-6  # of every LayerNorm; no config names it
+BLOCKS = "blocks."  # begins the names of their tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,15 @@ class Affine:
 
     weight: Tensor
     bias: Tensor
+
+    def on(self, device: torch.device) -> "Affine":
+        """The same on a device."""
+        weight, bias = (x.to(device, non_blocking=True) for x in (self.weight, self.bias))
+        return Affine(weight, bias)
+
+    def pinned(self) -> "Affine":
+        """The same in memory from which a GPU copies by itself."""
+        return Affine(self.weight.pin_memory(), self.bias.pin_memory())
 
     def times(self, x: Tensor) -> Tensor:
         """Linear: [N, K] to [N, weight rows]."""
@@ -53,10 +63,23 @@ class Block:
     up: Affine  # [intermediate_size, h]
     down: Affine  # [h, intermediate_size]
 
+    def on(self, device: torch.device) -> "Block":
+        """The same on a device; itself where it is there."""
+        if self.qkv.weight.device == device:
+            return self
+        return Block(*(part.on(device) for part in self._parts()))
+
+    def pinned(self) -> "Block":
+        """The same in memory from which a GPU copies by itself."""
+        return Block(*(part.pinned() for part in self._parts()))
+
+    def _parts(self) -> tuple[Affine, ...]:
+        return self.norm1, self.qkv, self.out, self.norm2, self.up, self.down
+
 
 @dataclass(frozen=True, slots=True)
 class VisionTower:
-    """A loaded tower, on one device."""
+    """A loaded tower, on one device; its blocks may be elsewhere, and are copied for an image."""
 
     config: VisionConfig
     patches: Affine  # [h, values of a patch]
@@ -66,13 +89,18 @@ class VisionTower:
     merger_up: Affine  # [merged, merged]
     merger_down: Affine  # [out_hidden_size, merged]
 
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.patches.weight.device
+
     def __call__(self, image: ImagePatches) -> Tensor:
         """Embeddings of the tokens of an image: [tokens, out_hidden_size] on the tower's device."""
         return self.merge(last_of(self.each_block(self.embed(image), image.grid)))
 
     def embed(self, image: ImagePatches) -> Tensor:
         """Input of the first block: [patches, h]."""
-        values = image.values.to(self.patches.weight.device, self.patches.weight.dtype)
+        values = image.values.to(self.device, self.patches.weight.dtype)
         x = self.patches.times(values)
         side, merge = self.config.grid_side, self.config.spatial_merge_size
         places, shares = interpolation(image.grid, side, merge)
@@ -85,7 +113,8 @@ class VisionTower:
         """Output of each block [patches, h], from the input of the first."""
         angles = rotary_angles(grid, self.config).to(x.device)
         cos, sin = angles.cos(), angles.sin()
-        for block in self.blocks:
+        for stored in self.blocks:
+            block = stored.on(x.device)
             x = x + block.out.times(self._attend(block.qkv.times(block.norm1.norm(x)), cos, sin))
             inner = gelu(block.up.times(block.norm2.norm(x)), approximate="tanh")
             x = x + block.down.times(inner)
@@ -170,6 +199,16 @@ class OpenedTower:
         shapes = vision_shapes(self.config).values()
         return sum(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
 
+    def streamed_bytes(self, dtype: torch.dtype) -> int:
+        """Part of the weights that a tower whose blocks are streamed has not on its GPU.
+
+        Two blocks are there at a time: one that runs, and the next.
+        """
+        shapes = vision_shapes(self.config).items()
+        blocks = [torch.Size(shape).numel() for name, shape in shapes if name.startswith(BLOCKS)]
+        depth = self.config.depth
+        return sum(blocks) * dtype.itemsize * max(0, depth - 2) // depth
+
     def working_bytes(self, patches: int, dtype: torch.dtype) -> int:
         """Memory beside the weights that an image of so many patches takes at its peak."""
         h, size, wide = self.config.hidden_size, dtype.itemsize, torch.float32.itemsize
@@ -243,16 +282,33 @@ def check_settings(settings: ImageSettings, config: VisionConfig) -> None:
             )
 
 
-def load_tower(opened: OpenedTower, device: str, dtype: torch.dtype) -> VisionTower:
+def load_tower(
+    opened: OpenedTower, device: str, dtype: torch.dtype, streamed: bool = False
+) -> VisionTower:
     """Read the weights of a tower onto `cpu` or `cuda`.
+
+    streamed: its blocks stay in the host's memory, of which a GPU has two at a time.
 
     Raises:
         FormatError: a tensor holds NaN or Inf.
     """
-    weights = Weights(opened.checkpoint, {}, device, dtype, _dense_alone)
+    weights = Weights(opened.checkpoint, {}, "cpu" if streamed else device, dtype, _dense_alone)
     tower = _build(opened, weights)
     weights.check_finite()
-    return tower
+    return stream(tower, torch.device(device)) if streamed else tower
+
+
+def stream(tower: VisionTower, device: torch.device) -> VisionTower:
+    """A tower in the host's memory as one that runs on a GPU, to which its blocks are copied."""
+    return replace(
+        tower,
+        patches=tower.patches.on(device),
+        positions=tower.positions.to(device),
+        blocks=tuple(block.pinned() for block in tower.blocks),
+        merger_norm=tower.merger_norm.on(device),
+        merger_up=tower.merger_up.on(device),
+        merger_down=tower.merger_down.on(device),
+    )
 
 
 def _dense_alone(w: Linear, paired: bool, activations: str) -> Tensor:

@@ -108,16 +108,6 @@ def test_verdict_and_tiles(full: QualityReport) -> None:
     assert {name: numbers(value) for name, value in page.facts.items() if name in TILES} == TILES
 
 
-def test_the_vision_tower_has_a_tile(full: QualityReport) -> None:
-    assert "Vision tower" not in Page(render_html(full, None, "m")).text
-    kept = replace(full.sizes, vision_bytes=921_460_000, vision_dtypes="BF16<b>")
-    text = Page(render_html(replace(full, sizes=kept), None, "m")).text
-    assert "Vision tower 921.46 MB of these, not quantized: BF16<b>" in text
-    dropped = replace(full.sizes, vision_dropped=921_460_000)
-    text = Page(render_html(replace(full, sizes=dropped), None, "m")).text
-    assert "Vision tower left out 921.46 MB of the original: text only" in text
-
-
 @pytest.mark.parametrize("kl", [0.006, 0.03, 0.07, math.inf])
 def test_title_and_gauge(kl: float) -> None:
     report = make_report(kl_mean=kl, kl_p99=0.05, top1_agreement=0.97)
