@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import LowbitError, ResourceError
+from lowbit.formats.image_settings import image_settings
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 from lowbit.runtime.engine.image_input import ImageInput
 from lowbit.runtime.engine.memory import gigabytes
@@ -24,7 +25,6 @@ from lowbit.runtime.engine.vision_place import (
 )
 from lowbit.runtime.images.patches import image_patches
 from lowbit.runtime.images.picture import KnownPictures, Picture
-from lowbit.runtime.images.settings import image_settings
 from lowbit.runtime.models.vision import (
     OpenedTower,
     VisionTower,

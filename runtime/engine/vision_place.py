@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.formats.image_settings import ImageSettings
 from lowbit.formats.machine.memory import free_bytes
 from lowbit.runtime.engine.load_options import VisionDevice
 from lowbit.runtime.engine.memory import Decided, gigabytes
-from lowbit.runtime.images.settings import ImageSettings
 from lowbit.runtime.models.vision import OpenedTower
 
 CACHE_BYTES = 256 << 20  # of embeddings: 100 screens of 2,040 tokens and 640 numbers each

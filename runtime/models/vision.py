@@ -15,10 +15,10 @@ from torch.nn.functional import gelu, layer_norm, linear, scaled_dot_product_att
 from lowbit.formats.architectures import read_vision, vision_prefix
 from lowbit.formats.architectures.vision import VISION, VisionConfig, vision_shapes
 from lowbit.formats.errors import FormatError, UnsupportedModelError
+from lowbit.formats.image_settings import ImageSettings
 from lowbit.formats.layout.packing import FLOATS
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 from lowbit.runtime.images.patches import ImagePatches
-from lowbit.runtime.images.settings import ImageSettings
 from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.weights.linear import DenseLinear, Linear
 from lowbit.runtime.weights.weights import Weights

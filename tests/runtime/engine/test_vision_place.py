@@ -9,6 +9,7 @@ import torch
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.formats.image_settings import read_settings
 from lowbit.formats.kv_cache import BF16_CACHE
 from lowbit.runtime.engine import memory, vision_place
 from lowbit.runtime.engine.load import decide
@@ -24,7 +25,6 @@ from lowbit.runtime.engine.vision_place import (
     place_tower,
     tower_memory,
 )
-from lowbit.runtime.images.settings import read_settings
 from lowbit.runtime.models.loader import open_model
 from tests.seeing_models import PROCESSOR
 

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowbit.convert import Recipe
 from lowbit.formats.architectures.vision import VisionConfig
 from lowbit.formats.errors import FormatError, UnsupportedModelError
+from lowbit.formats.image_settings import image_settings
 from lowbit.formats.packed import open_packed
 from lowbit.runtime.images.patches import ImagePatches, image_patches
 from lowbit.runtime.images.positions import positions_of
-from lowbit.runtime.images.settings import image_settings
 from lowbit.runtime.models.vision import (
     Affine,
     Block,
