@@ -116,6 +116,26 @@ class Int8Inputs:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageQuality:
+    """The packed model against the original on answers about the bundled pictures.
+
+    Both read the right answers, and every token of them is predicted from those before it.
+    """
+
+    sha256: str  # of the pictures, the questions and the answers
+    pictures: int  # number of them
+    tokens: int  # of all answers
+    perplexity_original: float  # of the answers, exp of the mean NLL
+    perplexity_packed: float  # same for the packed model
+    kl_mean: float  # nats
+    kl_error: float | None  # standard error of `kl_mean`; None with too few pictures
+    kl_p99: float  # the value that 99 % of the tokens do not exceed
+    top1_agreement: float  # share of tokens where both rank the same token first
+    read_original: int  # answers of which the original ranks every token first
+    read_packed: int  # same for the packed model
+
+
+@dataclass(frozen=True, slots=True)
 class LogitQuality:
     """The packed model against the original on a text, per scored token.
 
@@ -156,6 +176,7 @@ class LogitQuality:
     # With inputs of the packed linears in eight bits, by text, the first one first; empty where
     # `--activations int8` did not ask for it
     int8_inputs: tuple[Int8Inputs, ...] = ()
+    images: ImageQuality | None = None  # None where a vision tower is missing or cannot be run
 
     @property
     def perplexity_change(self) -> float:

@@ -2,7 +2,13 @@
 
 import math
 
-from lowbit.convert.measure.record import Int8Inputs, LogitQuality, QualityReport, Sizes
+from lowbit.convert.measure.record import (
+    ImageQuality,
+    Int8Inputs,
+    LogitQuality,
+    QualityReport,
+    Sizes,
+)
 from lowbit.convert.measure.routing import Routing
 from lowbit.convert.mtp.drafting import Drafting
 from lowbit.formats.folder_size import size as size
@@ -134,6 +140,16 @@ def added(found: Int8Inputs) -> str:
     """The part of a mean KL that inputs in eight bits add: `0.0024 ± 0.0003 more`."""
     amount = kl_with_error(abs(found.kl_added), found.added_error)
     return f"{amount} {'less' if found.kl_added < 0 else 'more'}"
+
+
+def images(found: ImageQuality) -> str:
+    """Figures on answers about pictures, in one line."""
+    change = signed(found.perplexity_packed / found.perplexity_original - 1)
+    return (
+        f"mean KL {kl_with_error(found.kl_mean, found.kl_error)}   perplexity "
+        f"{number(found.perplexity_original)} → {number(found.perplexity_packed)}, {change}   "
+        f"read {found.read_original} → {found.read_packed} of {found.pictures}"
+    )
 
 
 def signed(ratio: float) -> str:

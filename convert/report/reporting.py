@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lowbit.convert.measure.build import build_report
 from lowbit.convert.measure.coverage import Coverage, coverage_of
+from lowbit.convert.measure.images import measure_images
 from lowbit.convert.measure.long import measure_long
 from lowbit.convert.measure.measure import Measured, measure_logits
 from lowbit.convert.measure.pair import Pair, pair_of
@@ -108,9 +109,11 @@ def write_report(
 
 
 def _measured(pair: Pair, request: LogitRequest, progress: Progress) -> Measured:
-    return measure_logits(
+    images = measure_images(pair, request.device, progress, request.note)  # which takes seconds
+    found = measure_logits(
         *(pair, request.texts, request.device, progress, request.note, request.activations)
     )
+    return replace(found, logits=replace(found.logits, images=images))
 
 
 def held_out_excess(errors: Sequence[LayerError]) -> float | None:

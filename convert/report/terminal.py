@@ -72,6 +72,8 @@ def _figures(report: QualityReport) -> dict[str, str]:
         found["logit cosine"] = f"mean {cosine(logits.cosine_mean)}   p1 {cosine(logits.cosine_p1)}"
         if logits.int8_inputs:
             found["INT8 inputs"] = formatting.int8_inputs(logits.int8_inputs[0], logits)
+        if logits.images is not None:
+            found["images"] = formatting.images(logits.images)
         if logits.routing is not None:
             found["same experts"] = formatting.routing(logits.routing)
         if logits.drafting is not None:
