@@ -81,9 +81,9 @@ class LoadOptions:
             spells, such as `<|im_end|>`, are these tokens, so that a message may end its turn and
             begin another. By default they are plain text. Raw prompts are taken as they are.
         vision_device: where the vision tower runs, which is read at the first image. `auto` takes
-            the GPU of the model if the cache stays as large beside the tower and its largest image,
-            streams the tower's weights onto it if that leaves room, and else takes the CPU. `cuda`
-            keeps room for it, and makes the cache smaller if it must.
+            the GPU of the model if the cache stays as large beside the tower and an image, streams
+            the tower's weights onto it if that leaves room, and else takes the CPU; of sequences
+            that memory chooses, a quarter may go. `cuda` makes the cache smaller if it must.
         refuse_late_system: refuse system messages that the chat template refuses; by default, those
             at the beginning become one, and later ones become marked text of the user's.
     """

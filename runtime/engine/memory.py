@@ -150,19 +150,16 @@ class Decided:
     kv_cache: "ChosenType"
     cache: CacheSize
 
-    def is_as_large(self, other: "Decided") -> bool:
-        """Tell if a cache has all that another has, and drafts come from the same source."""
-        own, others = (
-            (
-                each.sequences.count,
-                each.kv_cache.cache_type,
-                each.options.speculate,
-                each.cache.context,
-                each.cache.pages,
-            )
-            for each in (self, other)
+    def keeps(self, other: "Decided", share: float) -> bool:
+        """Tell if a cache has all that another has, of sequences and tokens a share at least."""
+        same = (
+            self.kv_cache.cache_type == other.kv_cache.cache_type
+            and self.options.speculate == other.options.speculate
+            and self.cache.context == other.cache.context
         )
-        return own == others
+        counts = self.sequences.count, self.cache.pages
+        others = other.sequences.count, other.cache.pages
+        return same and all(a >= share * b for a, b in zip(counts, others, strict=True))
 
 
 def choose_sequences(account: Account, options: LoadOptions) -> ChosenSequences:

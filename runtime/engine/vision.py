@@ -19,8 +19,8 @@ from lowbit.runtime.engine.vision_place import (
     VisionPlace,
     free_on,
     has_room,
-    most_patches,
     too_large,
+    tower_memories,
     tower_memory,
 )
 from lowbit.runtime.images.patches import image_patches
@@ -137,9 +137,9 @@ class OpenedVision:
     opened: OpenedTower
     input: ImageInput
 
-    def memory(self, dtype: torch.dtype) -> TowerMemory:
-        """Memory of the tower and the largest image that the model's settings allow."""
-        return tower_memory(self.opened, most_patches(self.input.settings), dtype)
+    def memories(self, dtype: torch.dtype) -> tuple[TowerMemory, ...]:
+        """See `tower_memories`."""
+        return tower_memories(self.opened, self.input.settings, dtype)
 
 
 def open_vision(checkpoint: Checkpoint) -> tuple[OpenedVision | None, str]:

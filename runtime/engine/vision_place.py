@@ -1,6 +1,6 @@
 """Where a model's vision tower runs: on its GPU, streamed onto it, or on the CPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,16 +10,19 @@ from lowbit.formats.image_settings import ImageSettings
 from lowbit.formats.machine.memory import free_bytes
 from lowbit.runtime.engine.load_options import VisionDevice
 from lowbit.runtime.engine.memory import Decided, gigabytes
+from lowbit.runtime.images.picture import limited
 from lowbit.runtime.models.vision import OpenedTower
 
 CACHE_BYTES = 256 << 20  # of embeddings: 100 screens of 2,040 tokens and 640 numbers each
 SLACK = 1.25  # on an image's activations: what the allocator keeps of images of other sizes
+SEQUENCES_SHARE = 0.75  # of sequences and their cache, where nobody has asked for a number of them
 
 
 @dataclass(frozen=True, slots=True)
 class TowerMemory:
     """Memory of a tower and one image at a time, and of the embeddings that are kept."""
 
+    pixels: int  # of the image, resized
     whole: int  # of a GPU that holds all weights
     streamed: int  # of a GPU that holds the weights of two blocks
     host: int  # of the machine, for a tower that runs on the CPU
@@ -29,13 +32,22 @@ def tower_memory(opened: OpenedTower, patches: int, dtype: torch.dtype) -> Tower
     """Memory for images of up to so many patches."""
     weights, beside = opened.weight_bytes(dtype), opened.streamed_bytes(dtype)
     image = int(SLACK * opened.working_bytes(patches, dtype)) + CACHE_BYTES
-    pixels = patches * torch.Size(opened.config.patch_shape).numel() * torch.float32.itemsize
-    return TowerMemory(weights + image, weights - beside + image, weights + image + pixels)
+    numbers = patches * torch.Size(opened.config.patch_shape).numel() * torch.float32.itemsize
+    return TowerMemory(
+        pixels=patches * opened.config.patch_size**2,
+        whole=weights + image,
+        streamed=weights - beside + image,
+        host=weights + image + numbers,
+    )
 
 
-def most_patches(settings: ImageSettings) -> int:
-    """Patches of the largest image that a model's settings allow."""
-    return max(settings.most_pixels, settings.least_pixels) // settings.patch**2
+def tower_memories(
+    opened: OpenedTower, settings: ImageSettings, dtype: torch.dtype
+) -> tuple[TowerMemory, ...]:
+    """Memory for the largest image that a model allows, then for the largest without a `detail`."""
+    largest = (settings, limited(settings, "auto"))
+    patches = dict.fromkeys(max(each.most_pixels, each.least_pixels) for each in largest)
+    return tuple(tower_memory(opened, each // settings.patch**2, dtype) for each in patches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +61,7 @@ class VisionPlace:
 
 
 def place_tower(
-    memory: TowerMemory,
+    memories: Sequence[TowerMemory],
     asked: VisionDevice,
     device: str,
     decide: Callable[[int], Decided],
@@ -57,9 +69,11 @@ def place_tower(
     """Choose a place, and the sizes of the cache beside it.
 
     `auto` takes the first place that leaves the cache as large as without images: all of the tower
-    on the GPU, streamed, on the CPU.
+    on the GPU, streamed, either for smaller images, on the CPU. Of sequences whose number memory
+    has chosen, SEQUENCES_SHARE is enough.
 
     Args:
+        memories: for images of several sizes, the largest first.
         asked: by the options.
         device: of the model, `cpu` or `cuda`.
         decide: sizes that fit beside so many bytes on the model's device; raises a ResourceError
@@ -70,59 +84,66 @@ def place_tower(
         ResourceError: there is no room on the device that was asked for.
     """
     if device == "cpu":
-        return _beside_a_cpu(memory, asked, decide)
+        return _beside_a_cpu(memories, asked, decide)
+    least = memories[-1]
     if asked == "cpu":
-        if not has_room("cpu", memory.host):
-            raise too_large(memory.host, "cpu", "--vision-device cuda takes the GPU's memory")
+        if not has_room("cpu", least.host):
+            raise too_large(least.host, "cpu", "--vision-device cuda takes the GPU's memory")
         return decide(0), VisionPlace("cpu", asked=True)
-    plain = decide(0)
-    for streamed, needed in ((False, memory.whole), (True, memory.streamed)):
-        found = _as_large(plain, needed, decide)
-        if found is not None:
-            reason = f"{gigabytes(needed)} are kept free for it and its largest image"
-            if streamed:
-                reason += f" (streamed: all of it would take {gigabytes(memory.whole)})"
-            return found, VisionPlace("cuda", streamed, asked == "cuda", reason)
-    if asked == "cuda":
-        reason = f"streamed, with {gigabytes(memory.streamed)} less for the cache"
-        return decide(memory.streamed), VisionPlace("cuda", True, True, reason)
+    plain, named = decide(0), asked == "cuda"
+    share = 1.0 if plain.sequences.reason is None else SEQUENCES_SHARE
+    for each in memories:
+        for streamed, needed in ((False, each.whole), (True, each.streamed)):
+            if (found := _as_large(plain, needed, decide, share)) is not None:
+                words = _kept_free(each, needed, streamed)
+                return found, VisionPlace("cuda", streamed, named, words)
+    if named:
+        reason = f"{_kept_free(least, least.streamed, True)}, taken from the cache"
+        return decide(least.streamed), VisionPlace("cuda", True, True, reason)
     room = (
-        f"the GPU has no room beside the cache for the {gigabytes(memory.streamed)} that it and "
-        "its largest image take at the least; --vision-device cuda takes them from the cache"
+        f"the GPU has no room beside the cache for the {gigabytes(least.streamed)} that it and an "
+        f"image of {least.pixels:,} pixels take; --vision-device cuda takes them from the cache"
     )
-    if not has_room("cpu", memory.host):
-        room += f"; the machine has not the {gigabytes(memory.host)} either, so images may fail"
+    if not has_room("cpu", least.host):
+        room += f"; the machine has not the {gigabytes(least.host)} either, so images may fail"
     return plain, VisionPlace("cpu", reason=room)
 
 
+def _kept_free(memory: TowerMemory, needed: int, streamed: bool) -> str:
+    words = f"{gigabytes(needed)} are kept free for it and an image of {memory.pixels:,} pixels"
+    return f"streamed, {words}" if streamed else words
+
+
 def _beside_a_cpu(
-    memory: TowerMemory, asked: VisionDevice, decide: Callable[[int], Decided]
+    memories: Sequence[TowerMemory], asked: VisionDevice, decide: Callable[[int], Decided]
 ) -> tuple[Decided, VisionPlace]:
     """The place of the tower of a model on the CPU."""
     if asked == "cuda":
         raise RequestError(
             "the vision tower runs on a GPU only where the model does", hint="use --device cuda"
         )
+    plain, least = decide(0), memories[-1]
+    for each in memories:
+        if (found := _as_large(plain, each.host, decide)) is not None:
+            return found, VisionPlace("cpu", asked=asked == "cpu")
     if asked == "cpu":
-        return decide(memory.host), VisionPlace("cpu", asked=True)
-    plain = decide(0)
-    found = _as_large(plain, memory.host, decide)
-    if found is not None:
-        return found, VisionPlace("cpu")
+        return decide(least.host), VisionPlace("cpu", asked=True)
     reason = (
-        f"memory has no room beside the cache for the {gigabytes(memory.host)} that it and its "
-        "largest image take, so images may fail; a smaller --context leaves more"
+        f"memory has no room beside the cache for the {gigabytes(least.host)} that it and an image "
+        f"of {least.pixels:,} pixels take, so images may fail; a smaller --context leaves more"
     )
     return plain, VisionPlace("cpu", reason=reason)
 
 
-def _as_large(plain: Decided, needed: int, decide: Callable[[int], Decided]) -> Decided | None:
-    """Sizes beside so many bytes; None where they are not those without them."""
+def _as_large(
+    plain: Decided, needed: int, decide: Callable[[int], Decided], share: float = 1.0
+) -> Decided | None:
+    """Sizes beside so many bytes; None where they are less than a share of those without them."""
     try:
         found = decide(needed)
     except ResourceError:
         return None
-    return found if found.is_as_large(plain) else None
+    return found if found.keeps(plain, share) else None
 
 
 def has_room(device: str, needed: int) -> bool:

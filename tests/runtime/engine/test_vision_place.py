@@ -21,8 +21,8 @@ from lowbit.runtime.engine.vision_place import (
     SLACK,
     TowerMemory,
     VisionPlace,
-    most_patches,
     place_tower,
+    tower_memories,
     tower_memory,
 )
 from lowbit.runtime.models.loader import open_model
@@ -53,6 +53,10 @@ def vision(seeing_folder: Path) -> OpenedVision:
     return found
 
 
+def tower(whole: int = 30 << 20, streamed: int = 20 << 20) -> TowerMemory:
+    return TowerMemory(1_000_000, whole, streamed, 40 << 20)
+
+
 def account(folder: Path, device: str) -> Account:
     return Account(open_model(folder), device, BF16, BF16_CACHE, 300)
 
@@ -62,7 +66,7 @@ def placed(
 ) -> tuple[Decided, VisionPlace]:
     own = account(folder, device)
     return place_tower(
-        need, asked, device, lambda needed: decide(replace(own, vision_bytes=needed), OPTIONS)
+        [need], asked, device, lambda needed: decide(replace(own, vision_bytes=needed), OPTIONS)
     )
 
 
@@ -74,19 +78,21 @@ def needed(folder: Path, device: str, vision_bytes: int) -> float:
 
 
 def test_memory_of_a_tower(vision: OpenedVision) -> None:
-    found = vision.memory(BF16)
+    [found] = vision.memories(BF16)  # what is largest by default is all that the settings allow
     opened, patches = vision.opened, 200_000 // 256  # `longest_edge` of the settings
     weights = opened.weight_bytes(BF16)
     image = int(SLACK * opened.working_bytes(patches, BF16)) + CACHE_BYTES
+    assert found.pixels == patches * 256
     assert found.whole == weights + image
     assert found.streamed == found.whole - opened.streamed_bytes(BF16)
     assert found.host == found.whole + patches * 1536 * 4
     assert opened.streamed_bytes(BF16) == 0  # it has two blocks
-    wider = tower_memory(opened, 2 * patches, BF16)
-    assert wider.whole > found.whole
     settings = read_settings(PROCESSOR, "here")
-    assert most_patches(settings) == patches
-    assert most_patches(replace(settings, most_pixels=1)) == 16  # what small images become
+    real = tower_memories(opened, replace(settings, most_pixels=1 << 24), BF16)
+    assert [each.pixels for each in real] == [1 << 24, 1 << 21]
+    assert real[0] == tower_memory(opened, 65_536, BF16)
+    [small] = tower_memories(opened, replace(settings, most_pixels=1), BF16)
+    assert small.pixels == 4096  # what small images become
 
 
 def test_a_deep_tower_is_streamed_in_two_blocks(vision: OpenedVision) -> None:
@@ -121,8 +127,8 @@ def test_the_first_place_that_leaves_the_cache_is_taken(
     free(1e12, 1e12)
     left = needed(seeing_folder, "cuda", need[gpu])
     free(left, 1e12)
-    tower = TowerMemory(need["whole"], need["streamed"], 40 << 20)
-    decided, found = placed(seeing_folder, asked, "cuda", tower)
+    memory_of = tower(need["whole"], need["streamed"])
+    decided, found = placed(seeing_folder, asked, "cuda", memory_of)
     assert (found.device, found.streamed) == place
     assert found.asked == (asked != "auto")
     assert decided.account.vision_bytes == need[reserved]
@@ -130,17 +136,16 @@ def test_the_first_place_that_leaves_the_cache_is_taken(
     assert bool(found.reason) == (asked != "cpu")
     if place == ("cpu", False) and asked == "auto":
         assert "the GPU has no room beside the cache for the 21.0 MB" in found.reason
+        assert "an image of 1,000,000 pixels" in found.reason
         assert "--vision-device cuda takes them from the cache" in found.reason
         assert "may fail" not in found.reason
     if place == ("cuda", True):
-        assert "21.0 MB are kept free" in found.reason
-        assert "streamed: all of it would take 31.5 MB" in found.reason
+        assert found.reason.startswith("streamed, 21.0 MB are kept free for it and an image of 1,0")
 
 
 def test_a_gpu_that_is_asked_for_takes_from_the_cache_or_says_what_is_lacking(
     seeing_folder: Path, free: Free
 ) -> None:
-    tower = TowerMemory(30 << 20, 20 << 20, 40 << 20)
     free(1e12, 1e12)
     own = account(seeing_folder, "cuda")
     options = replace(OPTIONS, context=None)
@@ -151,8 +156,9 @@ def test_a_gpu_that_is_asked_for_takes_from_the_cache_or_says_what_is_lacking(
     plain = sized(0)
     size = plain.cache
     free(own.needed(size, size.all_pages) * memory.HEADROOM + 2 + (20 << 20), 1e12)
-    decided, found = place_tower(tower, "cuda", "cuda", sized)
-    assert found == VisionPlace("cuda", True, True, "streamed, with 21.0 MB less for the cache")
+    decided, found = place_tower([tower()], "cuda", "cuda", sized)
+    assert (found.device, found.streamed, found.asked) == ("cuda", True, True)
+    assert found.reason.endswith("pixels, taken from the cache")
     assert 0 < decided.cache.pages < plain.cache.pages
     free(needed(seeing_folder, "cuda", 0), 1e12)
     wanted = (
@@ -160,37 +166,69 @@ def test_a_gpu_that_is_asked_for_takes_from_the_cache_or_says_what_is_lacking(
         r"of 1024 tokens for 2 sequences, free on cuda"
     )
     with pytest.raises(ResourceError, match=wanted) as e:
-        placed(seeing_folder, "cuda", "cuda", tower)
+        placed(seeing_folder, "cuda", "cuda", tower())
     assert "--vision-device cpu keeps nothing for images" in str(e.value.hint)
 
 
+def test_room_for_smaller_images_is_better_than_the_cpu(seeing_folder: Path, free: Free) -> None:
+    free(1e12, 1e12)
+    own, towers = account(seeing_folder, "cuda"), [tower(900 << 20, 800 << 20), tower()]
+    for left, expected in ((30 << 20, (False, 30 << 20)), (20 << 20, (True, 20 << 20))):
+        free(1e12, 1e12)
+        free(needed(seeing_folder, "cuda", left), 1e12)
+        decided, found = place_tower(
+            towers, "auto", "cuda", lambda n: decide(replace(own, vision_bytes=n), OPTIONS)
+        )
+        assert (found.streamed, decided.account.vision_bytes) == expected
+        assert "an image of 1,000,000 pixels" in found.reason
+
+
+def test_a_quarter_of_sequences_that_memory_chose_may_go(seeing_folder: Path, free: Free) -> None:
+    own = account(seeing_folder, "cuda")
+    options = replace(OPTIONS, max_sequences=None)
+
+    def sized(needed: int) -> Decided:
+        return decide(replace(own, vision_bytes=needed), options)
+
+    free(1e12, 1e12)
+    size = replace(sized(0).cache, sequences=40, pages=40 * 16)
+    free(own.needed(size, size.all_pages) * memory.HEADROOM + 2, 1e12)
+    plain = sized(0)
+    assert 30 < plain.sequences.count < 64
+    each = (own.row_bytes(size) + own.page_bytes(size.pages)) // 40
+    for lost, device in ((0.2, "cuda"), (0.3, "cpu")):
+        taken = int(lost * plain.sequences.count * each)
+        decided, found = place_tower([tower(taken, taken)], "auto", "cuda", sized)
+        assert found.device == device
+        assert decided.sequences.count >= 0.75 * plain.sequences.count
+        assert (decided.sequences.count < plain.sequences.count) == (device == "cuda")
+
+
 def test_a_machine_without_room_for_the_tower(seeing_folder: Path, free: Free) -> None:
-    tower = TowerMemory(30 << 20, 20 << 20, 40 << 20)
     free(1e12, 1e12)
     left = needed(seeing_folder, "cuda", 0)
     free(left, 1000)
-    _, found = placed(seeing_folder, "auto", "cuda", tower)
+    _, found = placed(seeing_folder, "auto", "cuda", tower())
     assert "the machine has not the 41.9 MB either, so images may fail" in found.reason
     with pytest.raises(ResourceError, match=r"needs 41\.9 MB for the vision tower .* on cpu") as e:
-        placed(seeing_folder, "cpu", "cuda", tower)
+        placed(seeing_folder, "cpu", "cuda", tower())
     assert "--vision-device cuda" in str(e.value.hint)
 
 
 def test_a_model_on_a_cpu(seeing_folder: Path, free: Free) -> None:
-    tower = TowerMemory(30 << 20, 20 << 20, 40 << 20)
     free(0, 1e12)
-    decided, found = placed(seeing_folder, "auto", "cpu", tower)
+    decided, found = placed(seeing_folder, "auto", "cpu", tower())
     assert (found, decided.account.vision_bytes) == (VisionPlace("cpu"), 40 << 20)
     left = needed(seeing_folder, "cpu", 0)
     free(0, left)
-    decided, found = placed(seeing_folder, "auto", "cpu", tower)
+    decided, found = placed(seeing_folder, "auto", "cpu", tower())
     assert decided.account.vision_bytes == 0
     assert "memory has no room beside the cache for the 41.9 MB" in found.reason
     with pytest.raises(ResourceError, match=r"vision tower with an image \(41\.9 MB\)") as e:
-        placed(seeing_folder, "cpu", "cpu", tower)
+        placed(seeing_folder, "cpu", "cpu", tower())
     assert "--vision-device auto keeps nothing for images" in str(e.value.hint)
     with pytest.raises(RequestError, match="runs on a GPU only where the model does"):
-        placed(seeing_folder, "cuda", "cpu", tower)
+        placed(seeing_folder, "cuda", "cpu", tower())
 
 
 def test_a_loaded_model_keeps_room_and_says_nothing_where_there_was_no_choice(
