@@ -109,7 +109,7 @@ def write_report(
 
 
 def _measured(pair: Pair, request: LogitRequest, progress: Progress) -> Measured:
-    images = measure_images(pair, request.device, progress, request.note)  # which takes seconds
+    images = measure_images(pair, request.device, progress, request.note)
     found = measure_logits(
         *(pair, request.texts, request.device, progress, request.note, request.activations)
     )

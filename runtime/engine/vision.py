@@ -34,7 +34,7 @@ from lowbit.runtime.models.vision import (
 )
 
 log = logging.getLogger("lowbit")
-LEAST_PATCHES = 8192  # for which there must be room: a screen of 1920 x 1080
+LEAST_PATCHES = 8192  # for which a GPU must have room: a screen of 1920 x 1080
 
 
 @dataclass(slots=True, eq=False)
@@ -95,10 +95,16 @@ class Vision:
             self._kept.popitem(last=False)
 
     def _load(self, picture: Picture) -> VisionTower:
-        """The tower, if there is room for it and for a large image."""
+        """The tower, if there is room for it and an image.
+
+        A larger one than a GPU has room for fails by itself; those after it need no CPU.
+        """
         patches, place = _patches_of(picture), self.place
         if place.device != "cpu":
-            memory = tower_memory(self.opened, max(LEAST_PATCHES, patches), self.dtype)
+            least = min(
+                LEAST_PATCHES, self.input.settings.most_pixels // self.input.settings.patch**2
+            )
+            memory = tower_memory(self.opened, least, self.dtype)
             needed = memory.streamed if place.streamed else memory.whole
             if not has_room(place.device, needed):
                 if place.asked:

@@ -5,6 +5,7 @@ it. A block is LayerNorm, attention of all patches to all, LayerNorm, MLP. The m
 token of a square of patches.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,7 @@ from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.weights.linear import DenseLinear, Linear
 from lowbit.runtime.weights.weights import Weights
 
+log = logging.getLogger("lowbit")
 EPS = 1e-6  # of every LayerNorm; no config names it
 BLOCKS = "blocks."  # begins the names of their tensors
 
@@ -304,11 +306,20 @@ def stream(tower: VisionTower, device: torch.device) -> VisionTower:
         tower,
         patches=tower.patches.on(device),
         positions=tower.positions.to(device),
-        blocks=tuple(block.pinned() for block in tower.blocks),
+        blocks=_pinned(tower.blocks),
         merger_norm=tower.merger_norm.on(device),
         merger_up=tower.merger_up.on(device),
         merger_down=tower.merger_down.on(device),
     )
+
+
+def _pinned(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+    """Blocks in memory from which a GPU copies by itself, if the system grants it."""
+    try:
+        return tuple(block.pinned() for block in blocks)
+    except RuntimeError as error:  # of CUDA: a limit on what may be locked
+        log.warning("the vision tower is streamed from memory that is not locked: %s", error)
+        return blocks
 
 
 def _dense_alone(w: Linear, paired: bool, activations: str) -> Tensor:

@@ -207,6 +207,25 @@ def test_the_tower_goes_to_the_cpu_where_the_gpu_is_full(
     assert "the vision tower runs on the CPU" in caplog.text
 
 
+def test_a_large_first_image_does_not_send_the_tower_to_the_cpu(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vision = model.vision
+    assert vision is not None
+    vision.place = VisionPlace("cuda")
+    loads: list[str] = []
+
+    def load(opened: OpenedTower, device: str, *rest: Any) -> VisionTower:
+        loads.append(device)
+        return load_tower(opened, "cpu", torch.float32)
+
+    monkeypatch.setattr(module, "load_tower", load)
+    room = vision_place.tower_memory(vision.opened, 200_000 // 256, torch.float32).whole
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (room, 2 * room))
+    vision.embed(model.prompts.reader().read(CAT))
+    assert loads == ["cuda"]
+
+
 def test_a_gpu_that_was_asked_for_is_not_left(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -258,6 +258,21 @@ def test_a_streamed_tower_keeps_its_blocks_where_they_are(
     assert copies[3] is plain.blocks[0]  # nothing is copied where it is there
 
 
+def test_a_system_that_locks_no_memory_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: Affine) -> Affine:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(Affine, "pinned", refuse)
+    make_seeing(tmp_path)
+    opened = open_tower(open_packed(tmp_path).checkpoint)
+    streamed = load_tower(opened, "cpu", torch.float32, streamed=True)
+    image = random_patches(streamed, 4, 6)
+    assert torch.equal(streamed(image), load_tower(opened, "cpu", torch.float32)(image))
+    assert "memory that is not locked: CUDA error" in caplog.text
+
+
 @pytest.mark.parametrize(("grid", "side"), [((4, 6), 5), ((2, 2), 48), ((50, 2), 3), ((6, 6), 6)])
 def test_positions_are_interpolated_as_by_pytorch(grid: tuple[int, int], side: int) -> None:
     rows, columns = grid
