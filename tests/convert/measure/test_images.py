@@ -119,6 +119,17 @@ def test_the_pictures_matter(source: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert other.perplexity_original != pytest.approx(plain.perplexity_original, rel=1e-4)
 
 
+@pytest.mark.gpu
+def test_a_gpu_measures_the_same(source: Path, packed: Path) -> None:
+    pair = open_pair(source, packed)
+    found, expected = measure_images(pair, "cuda"), measure_images(pair)
+    assert found is not None
+    assert expected is not None
+    assert found.tokens == expected.tokens
+    assert found.perplexity_original == pytest.approx(expected.perplexity_original, rel=1e-4)
+    assert found.kl_mean == pytest.approx(expected.kl_mean, rel=0.01)
+
+
 def test_progress_ends(source: Path, packed: Path) -> None:
     told: list[tuple[str, int, int]] = []
     measure_images(open_pair(source, packed), progress=lambda *row: told.append(row))
