@@ -14,6 +14,7 @@ from lowbit.convert.measure.ranges import check_ranges
 from lowbit.convert.measure.routing import Routing
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.mtp.drafting import Drafting
+from lowbit.formats.errors import RequestError
 from lowbit.formats.file_names import QUALITY_FILE
 from lowbit.formats.judgement import REPORT_AGAIN, SCHEMA, VERDICT
 from lowbit.formats.layout.records import (
@@ -283,9 +284,26 @@ def read_quality(folder: Path) -> QualityReport | None:
     """
     path = folder / QUALITY_FILE
     try:
-        content = load_object(path, "schema", SCHEMA, REPORT_AGAIN)
+        return _read_file(path)
     except FileNotFoundError:
         return None
+
+
+def read_quality_file(path: Path) -> QualityReport:
+    """The report in a file, or in a folder that holds one; see `read_quality`.
+
+    Raises:
+        RequestError: there is none.
+    """
+    file = path / QUALITY_FILE if path.is_dir() else path
+    try:
+        return _read_file(file)
+    except FileNotFoundError:
+        raise RequestError(f"`{file}` does not exist", hint="name a quality.json") from None
+
+
+def _read_file(path: Path) -> QualityReport:
+    content = load_object(path, "schema", SCHEMA, REPORT_AGAIN)
     intact = take_seal(content)
     content.pop(VERDICT, None)  # it follows from the figures
     report = record(QualityReport, content, str(path))
