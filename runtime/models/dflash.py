@@ -19,7 +19,7 @@ from lowbit.formats.architectures.config import BlockDrafts
 from lowbit.formats.architectures.dflash import DFlashConfig
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.backends.ops import DraftOps
-from lowbit.runtime.models.draft_output import Markov
+from lowbit.runtime.models.block_head import BlockHead
 from lowbit.runtime.models.layer_parts import Mlp, read_mlp, run_mlp
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import rope_tables
@@ -62,7 +62,7 @@ class DFlash(Generic[W]):
     layers: tuple[Layer[W], ...]
     norm: Tensor  # [h]
     ops: DraftOps[W]
-    markov: Markov[W] | None = None  # biases a draft by the one before it; None without
+    head: BlockHead | None = None  # chooses drafts; None for the likeliest of each place
 
     @property
     def blocks(self) -> BlockDrafts:

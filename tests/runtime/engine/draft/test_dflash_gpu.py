@@ -17,6 +17,7 @@ from lowbit.runtime.engine.draft.source import Drafts
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.load_options import Mode
 from lowbit.runtime.engine.request import Request
+from lowbit.runtime.models import dspark
 from lowbit.runtime.models.loader import load_drafter, open_model, with_drafter
 from lowbit.runtime.state.device_state import kv_pages
 from lowbit.runtime.state.step_buffers import lone_step
@@ -89,10 +90,9 @@ def test_the_bias_of_dspark_is_that_of_plain_torch(tmp_path: Path, packed: bool)
         convert(tmp_path / "source", folder, Recipe(group_size=32))
         weights = dequantized_weights(folder)
     drafter, _ = load_drafter(with_drafter(open_model(TARGET), folder), "cuda", torch.bfloat16, 64)
-    assert drafter.markov is not None
+    assert isinstance(drafter.head, dspark.Markov)
     ids = torch.tensor([5, 4095, 7, 7])
-    ops: Any = drafter.ops
-    found = drafter.markov.bias(ops, ids.cuda())[:, :4096].cpu()
+    found = drafter.head.bias(ids.cuda())[:, :4096].cpu()
     first, second = (weights[f"markov_head.markov_{name}.weight"] for name in ("w1", "w2"))
     expected = first[ids] @ second.T
     assert found.dtype == torch.float32

@@ -1,0 +1,102 @@
+"""Heads of block drafters: how drafts are chosen by the hidden states of a block.
+
+A head is built on DFlash's layers, and `architectures` of config.json names it.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from lowbit.runtime.backends.ops import DraftOps
+from lowbit.runtime.models.draft_output import DraftOutput
+from lowbit.runtime.state.sampler import SamplerRows
+
+W = TypeVar("W")  # what the backend keeps a linear as
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Generic[W]):
+    """Chooses k drafts of each of B sequences, by their sampling parameters.
+
+    A draft is drawn with the random number of its position, as the token itself will be.
+    """
+
+    ops: DraftOps[W]
+    output: DraftOutput[W]  # norm of the drafter, head of its target
+    embedding: Tensor  # [V, h] of the target
+    sampler: SamplerRows
+    rows: Tensor  # [B] int32, of the sequences
+    positions: Tensor  # [B, k] int32 of the tokens behind which drafts stand
+    last: Tensor  # [B] int32, the last token of each sequence
+    ring: Tensor  # for what `Ops.choose` leaves to the host
+
+    @property
+    def drafts(self) -> int:
+        """Drafts of each sequence, k."""
+        return self.positions.shape[1]
+
+    @property
+    def counted(self) -> bool:
+        """True if choosing counts a token, so that a row stands in a choice once alone."""
+        return self.sampler.shape.adjusted
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits by hidden states [B, n, h] before the norm: [B, n, V] float32."""
+        logits = self.output.logits(hidden.flatten(0, 1).contiguous())
+        return logits.view(*hidden.shape[:2], -1)[..., : self.output.vocabulary]
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Hidden states after the norm: [B, n, h] to [B * n, h]."""
+        flat = hidden.flatten(0, 1).contiguous()
+        return self.ops.rms_norm(flat, self.output.norm, self.output.eps)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings of tokens in the target: [M] to [M, h]."""
+        return self.ops.embed(ids, self.embedding)
+
+    def in_turn(self) -> "Turns[W]":
+        """Choose draft by draft, each by logits that may depend on the one before."""
+        return Turns(self, self.rows.contiguous(), self.positions.T.contiguous())
+
+    def at_once(self, logits: Tensor) -> Tensor:
+        """Choose all drafts by logits [B, k, V]: [B, k] int64. Not where tokens are counted."""
+        B, k = logits.shape[:2]
+        rows = self.rows[:, None].expand(-1, k).flatten().contiguous()
+        positions = self.positions.flatten().contiguous().clone()  # moved on by choosing
+        drafts = torch.empty(B * k, dtype=torch.int64, device=logits.device)
+        some = logits.flatten(0, 1)
+        self.ops.choose(some, self.sampler, rows, positions, drafts, self.ring)
+        return drafts.view(B, k)
+
+
+@dataclass(frozen=True, slots=True)
+class Turns(Generic[W]):
+    """Chooses the drafts of each sequence one after the other."""
+
+    choice: Choice[W]
+    rows: Tensor  # [B] int32
+    positions: Tensor  # [k, B] int32, moved on by choosing
+
+    def choose(self, place: int, logits: Tensor) -> Tensor:
+        """Choose the drafts at a place by logits [B, V]: [B] int64. Once for each place."""
+        token = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        choice = self.choice
+        positions = self.positions[place]
+        choice.ops.choose(logits, choice.sampler, self.rows, positions, token, choice.ring)
+        return token
+
+
+class BlockHead(Protocol):
+    """What a drafter has beside DFlash's layers to choose its drafts."""
+
+    def draft(self, hidden: Tensor, choice: Choice[Any]) -> Tensor:
+        """Choose drafts by the hidden states of blocks.
+
+        Args:
+            hidden: [B, size, h] of whole blocks, before the final norm.
+
+        Returns:
+            [B, k] int64.
+        """
