@@ -1,4 +1,4 @@
-"""Random DFlash and DSpark drafters, and their hidden states by plain FP32 torch."""
+"""Random block drafters, and their hidden states by plain FP32 torch."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from tests import heads
 
 CONFIG: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"],
@@ -51,6 +53,16 @@ DSPARK: dict[str, Any] = {
     "tie_word_embeddings": False,
     "use_sliding_window": False,
 }
+# Keys as the authors' conversion for vLLM writes them, beside those of DFlash.
+XPRESS: dict[str, Any] = {
+    **CONFIG,
+    "architectures": ["Qwen3XPressModel"],
+    "sample_from_anchor": False,
+    "xpress_block_size": 8,
+    "xpress_mlp_hidden": 96,
+    "xpress_num_passes": 3,
+    "xpress_rank": 64,
+}
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -78,11 +90,10 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             "mlp.down_proj": (h, inner),
         }
         found |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
-    dspark = config["architectures"] == DSPARK["architectures"]
-    return {
-        **{f"{name}.weight": shape for name, shape in found.items()},
-        **(dspark_shapes(config) if dspark else {}),
-    }
+    [kind] = config["architectures"]
+    own = {"Qwen3DSparkModel": dspark_shapes, **heads.SHAPES}.get(kind)
+    more = {} if own is None else own(config)
+    return {**{f"{name}.weight": shape for name, shape in found.items()}, **more}
 
 
 def dspark_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -97,6 +108,9 @@ def dspark_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return found
 
 
+DECIDING = ("markov_head.markov_w1.weight", "xpress_head.w1.weight")
+
+
 def write_drafter(
     folder: Path, seed: int = 0, base: dict[str, Any] = CONFIG, **changes: Any
 ) -> dict[str, Tensor]:
@@ -107,8 +121,8 @@ def write_drafter(
     for name, shape in shapes(config).items():
         values = torch.randn(shape, generator=generator)
         scaled = 1 + 0.2 * values if len(shape) == 1 else values * shape[1] ** -0.5
-        if name == "markov_head.markov_w1.weight":
-            scaled = values  # so that the token before decides
+        if name in DECIDING:
+            scaled = 3 * values  # so that the token before decides
         weights[name] = scaled.bfloat16()
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -4,7 +4,15 @@ from collections.abc import Collection, Mapping
 from itertools import chain
 from typing import Any
 
-from lowbit.formats.architectures import dense, dflash, dspark, qwen3_5, qwen3_5_moe, qwen3_moe
+from lowbit.formats.architectures import (
+    dense,
+    dflash,
+    dspark,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_moe,
+    xpress,
+)
 from lowbit.formats.architectures.architecture import PREFIX, Architecture, Part, plain_tied
 from lowbit.formats.architectures.config import Config
 from lowbit.formats.architectures.decoder import TEXT, TIED
@@ -64,6 +72,7 @@ WANTING: Mapping[str, str] = dict.fromkeys(
 DRAFTERS: Mapping[str, Architecture[Any]] = {
     dflash.CLASS: dflash.ARCHITECTURE,
     dspark.CLASS: dspark.ARCHITECTURE,
+    xpress.CLASS: xpress.ARCHITECTURE,
 }
 # Known classes of drafters without an implementation, and what they have beside DFlash's layers.
 OTHER_DRAFTERS: Mapping[str, str] = {
@@ -71,8 +80,7 @@ OTHER_DRAFTERS: Mapping[str, str] = {
     "DSparkDraftModel": "DSpark's head in the layouts of SpecForge and speculators",
     "Gemma4DSparkModel": "DSpark's head over layers of Gemma 4",
     "DominoDraftModel": "a recurrent head that corrects logits",
-    "Qwen3XPressModel": "xPress' head, which refines a block several times",
-    "XPressDraftModel": "xPress' head, which refines a block several times",
+    "XPressDraftModel": "xPress' head in the layout of speculators",
     "LiLiCorrDraftModel": "LiLiCorr's head, which attends to several tokens for each place",
 }
 DRAFTS = "DraftModel"  # ends the class of most drafters

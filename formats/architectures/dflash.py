@@ -4,7 +4,7 @@
 outputs of the target's layers to a context; embedding and head are the target's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +27,14 @@ CLASS = "DFlashDraftModel"
 LAYERS = ("qwen3",)  # model types whose layers are implemented
 SECTION = "dflash_config"  # its keys win over the same keys beside it
 SLIDING = "sliding_attention"
+UNIT = 32  # divides the widths of heads
+COPY = "copy of the target's, which is used"  # why such a tensor is left out
 TAPS = "target_layer_ids"
 BLOCK = Field("block_size", least=2, most=256, default=16)
 WINDOW = Field("sliding_window", least=1, most=2**31)
 WINDOWED = Field("use_sliding_window", "flag", default=True)
 CAUSAL = Field("is_causal", "flag", default=None, nullable=True)
+LAYOUT = "speculators_model_type"  # of every file of vllm-project/speculators
 KIND = "projector_type"  # of SpecForge, which trains other heads under similar configs
 DEPTH = Field("num_target_layers", least=1, most=MAX_LAYERS, default=None)
 FEATURES: Mapping[str, tuple[Any, ...]] = {
@@ -64,35 +67,71 @@ class DFlashConfig(DenseConfig):
         Raises:
             UnsupportedModelError: see `read_config` of the package.
         """
-        section = config.get(SECTION, {})
-        if not isinstance(section, dict):
-            raise UnsupportedModelError(
-                f"config.json: `{SECTION}` must be an object, got {shown(section)}"
-            )
-        merged = {**config, **section}
-        check_layers(merged, CLASS)
-        check_features(merged, FEATURES, read=(WINDOWED.key, CAUSAL.key))
-        values = dense.read_values(merged, (FULL, SLIDING))
-        windows = _windows(merged, values["num_hidden_layers"])
-        causal = read_field(merged, CAUSAL)
-        return cls(
-            intermediate_size=read_field(merged, INNER),
-            blocks=read_blocks(merged, values["vocab_size"]),
-            windows=windows,
-            causal=tuple(window is not None if causal is None else causal for window in windows),
-            **values,
+        merged = merged_section(config)
+        return cls(**read_parts(merged, CLASS, FEATURES))
+
+
+def merged_section(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of a `config.json`, those of its section in the place of the same ones beside it.
+
+    Raises:
+        UnsupportedModelError: the section is no object.
+    """
+    section = config.get(SECTION, {})
+    if not isinstance(section, dict):
+        raise UnsupportedModelError(
+            f"config.json: `{SECTION}` must be an object, got {shown(section)}"
         )
+    return {**config, **section}
+
+
+def read_parts(
+    merged: Mapping[str, Any],
+    kind: str,
+    features: Mapping[str, tuple[Any, ...]],
+    read: Collection[str] = (),
+    first: int = 1,
+) -> dict[str, Any]:
+    """Read what a DFlashConfig holds.
+
+    Args:
+        merged: see `merged_section`.
+        kind: class of the drafter.
+        features: keys that its kind does not implement, see `check_features`.
+        read: keys that it does.
+        first: see `read_blocks`.
+
+    Raises:
+        UnsupportedModelError: see `read_config` of the package.
+    """
+    check_layers(merged, kind)
+    check_features(merged, features, read=(WINDOWED.key, CAUSAL.key, *read))
+    values = dense.read_values(merged, (FULL, SLIDING))
+    windows = _windows(merged, values["num_hidden_layers"])
+    causal = read_field(merged, CAUSAL)
+    return {
+        **values,
+        "intermediate_size": read_field(merged, INNER),
+        "blocks": read_blocks(merged, values["vocab_size"], first=first),
+        "windows": windows,
+        "causal": tuple(window is not None if causal is None else causal for window in windows),
+    }
 
 
 def check_layers(config: Mapping[str, Any], kind: str) -> None:
-    """Refuse a drafter of other layers than Qwen3's.
+    """Refuse a drafter of other layers than Qwen3's, or in another layout.
 
     Args:
         kind: class of the drafter.
 
     Raises:
-        UnsupportedModelError: naming the class and its layers.
+        UnsupportedModelError: naming the class and its layers or layout.
     """
+    if LAYOUT in config:
+        raise UnsupportedModelError(
+            f"config.json: a {kind} in the layout of speculators (`{LAYOUT}`) is not implemented",
+            hint="its tensors have other names, and its vocabulary may be cut",
+        )
     if config.get("model_type") not in LAYERS:
         raise UnsupportedModelError(
             f"config.json: a {kind} with layers of `{shown(config.get('model_type'))}` is not "
@@ -126,6 +165,21 @@ def read_blocks(
         )
     size, mask_token = read_field(config, block), read_field(config, mask)
     return BlockDrafts(size, mask_token, tuple(found), first, depth)
+
+
+def read_width(config: Mapping[str, Any], field: Field) -> int:
+    """Read a width of a head, which must suit packed linears and the kernels of dense ones.
+
+    Raises:
+        UnsupportedModelError: out of range, or not a multiple of UNIT.
+    """
+    width: int = read_field(config, field)
+    if width % UNIT:
+        raise UnsupportedModelError(
+            f"config.json: `{field.key}: {width}` is not implemented",
+            hint=f"implemented: multiples of {UNIT}",
+        )
+    return width
 
 
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:

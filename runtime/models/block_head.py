@@ -37,11 +37,6 @@ class Choice(Generic[W]):
         """Drafts of each sequence, k."""
         return self.positions.shape[1]
 
-    @property
-    def counted(self) -> bool:
-        """True if choosing counts a token, so that a row stands in a choice once alone."""
-        return self.sampler.shape.adjusted
-
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits by hidden states [B, n, h] before the norm: [B, n, V] float32."""
         logits = self.output.logits(hidden.flatten(0, 1).contiguous())
@@ -60,11 +55,24 @@ class Choice(Generic[W]):
         """Choose draft by draft, each by logits that may depend on the one before."""
         return Turns(self, self.rows.contiguous(), self.positions.T.contiguous())
 
-    def at_once(self, logits: Tensor) -> Tensor:
-        """Choose all drafts by logits [B, k, V]: [B, k] int64. Not where tokens are counted."""
+    def choose(self, logits: Tensor) -> Tensor:
+        """Choose all drafts by logits [B, k, V]: [B, k] int64. Once for each round."""
+        if not self.sampler.shape.adjusted:
+            return self.guess(logits)
+        turns = self.in_turn()  # a row whose tokens are counted stands in a choice once
+        chosen = [turns.choose(place, logits[:, place]) for place in range(self.drafts)]
+        return torch.stack(chosen, dim=1)
+
+    def guess(self, logits: Tensor) -> Tensor:
+        """Guess all drafts by logits [B, k, V] that better ones follow: [B, k] int64.
+
+        As they are chosen, but the likeliest tokens where tokens are counted.
+        """
+        if self.sampler.shape.adjusted:
+            return logits.argmax(dim=-1)
         B, k = logits.shape[:2]
         rows = self.rows[:, None].expand(-1, k).flatten().contiguous()
-        positions = self.positions.flatten().contiguous().clone()  # moved on by choosing
+        positions = self.positions.flatten().clone()  # moved on by choosing
         drafts = torch.empty(B * k, dtype=torch.int64, device=logits.device)
         some = logits.flatten(0, 1)
         self.ops.choose(some, self.sampler, rows, positions, drafts, self.ring)

@@ -14,20 +14,20 @@ from typing import Any
 
 import pytest
 
-from tests.drafters import CONFIG, DSPARK, write_drafter
+from tests.drafters import CONFIG, DSPARK, XPRESS, write_drafter
 from tests.short_models import Shorten
 
 ROOT = Path(__file__).parents[4]
 ROUNDS = [(1, 7), (1, 3), (2, 7), (3, 3), (8, 1)]  # sequences, drafts of each
 LAYERS = 2  # of the drafter, and of the model
+KINDS = {"dflash": CONFIG, "dspark": DSPARK, "xpress": XPRESS}
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_round_is_launched_without_the_host(shorten: Shorten, tmp_path: Path, kind: str) -> None:
     section = {"mask_token_id": 4000, "target_layer_ids": [0]}
     changes: dict[str, Any] = section if kind == "dspark" else {"dflash_config": section}
-    base = DSPARK if kind == "dspark" else CONFIG
-    write_drafter(tmp_path, base=base, num_target_layers=LAYERS, **changes)
+    write_drafter(tmp_path, base=KINDS[kind], num_target_layers=LAYERS, **changes)
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.runtime.engine.draft.test_block_launches"]
     command += [str(shorten("tiny-qwen3.5")), str(tmp_path)]
@@ -43,10 +43,15 @@ def test_a_round_is_launched_without_the_host(shorten: Shorten, tmp_path: Path, 
         assert found["_accept_kernel"] == found["_join_copies_kernel"] == 1
     greedy, ordered = rounds[:-1], rounds[-1]
     for (_, drafts), found in zip(ROUNDS, greedy, strict=True):
-        in_turn = drafts if kind == "dspark" else 1  # at once, or each behind the one before
-        assert found["_likeliest_rows_kernel"] == in_turn + 1
-        # Embeddings of blocks, of the tokens that are checked, and of those before each draft.
-        assert found["_embed_kernel"] == 2 + (drafts if kind == "dspark" else 0)
+        # At once, each behind the one before, or all by pass.
+        choices, tables = {
+            "dflash": (1, 0),
+            "dspark": (drafts, drafts),
+            "xpress": (1 + XPRESS["xpress_num_passes"], XPRESS["xpress_num_passes"]),
+        }[kind]
+        assert found["_likeliest_rows_kernel"] == choices + 1
+        # Embeddings of blocks, of the tokens that are checked, and of those before drafts.
+        assert found["_embed_kernel"] == 2 + tables
     assert ordered["_likeliest_rows_kernel"] > 2  # by place, since penalties count them
 
 

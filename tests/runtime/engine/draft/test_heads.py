@@ -1,0 +1,180 @@
+"""Heads of block drafters: scores and drafts by plain torch, and answers without a trace."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowbit.runtime as lowbit
+from lowbit.convert import Recipe
+from lowbit.formats.kv_cache import FP32_CACHE
+from lowbit.runtime.backends import cpu
+from lowbit.runtime.engine.draft.block import Blocks
+from lowbit.runtime.engine.request import Request
+from lowbit.runtime.models.block_head import Choice
+from lowbit.runtime.models.draft_output import DraftOutput
+from lowbit.runtime.models.loader import load_drafter, open_model, with_drafter
+from lowbit.runtime.state.device_state import kv_pages
+from lowbit.runtime.state.host_rings import new_ring
+from lowbit.runtime.state.sampler import new_sampler_rows
+from lowbit.runtime.state.step_buffers import lone_step
+from lowbit.runtime.weights.linear import DenseLinear
+from tests.conversions import convert
+from tests.drafters import XPRESS, hidden_by_torch, text_model_of, write_drafter
+from tests.heads import DRAFTS, Block
+from tests.oracle import dequantized_weights
+from tests.runtime.engine.draft.test_dspark import always_drafting, load, noted_drafts, requests
+
+EXAMPLES = Path(__file__).parents[4] / "examples"
+TARGET = EXAMPLES / "models" / "tiny-qwen3.5"
+TEXT = (EXAMPLES / "data" / "stories-eval.txt").read_text()
+GREEDY = lowbit.SamplingParams(logprobs=1)
+BASES: dict[str, dict[str, Any]] = {"xpress": XPRESS}
+KINDS = pytest.mark.parametrize("kind", BASES)
+LAST = (5, 4000)  # tokens of two sequences
+
+
+def drafts_of(base: dict[str, Any], weights: dict[str, Tensor], block: Block) -> Any:
+    [name] = base["architectures"]
+    return DRAFTS[name](base, weights, block)
+
+
+@KINDS
+@pytest.mark.parametrize("packed", [False, True], ids=["stored", "packed"])
+def test_scores_are_those_of_plain_torch(tmp_path: Path, kind: str, packed: bool) -> None:
+    """Two blocks beside each other; the scores that drafts are the best of."""
+    base = BASES[kind]
+    weights, folder = write_drafter(tmp_path / "source", base=base), tmp_path / "source"
+    if packed:
+        folder = tmp_path / "packed"
+        convert(tmp_path / "source", folder, Recipe(group_size=32))
+        weights = dequantized_weights(folder)
+    drafter, _ = load_drafter(with_drafter(open_model(TARGET), folder), "cpu", torch.float32, 64)
+    generator = torch.Generator().manual_seed(1)
+    taps, *blocks = (
+        torch.randn(n, h, generator=generator) for n, h in ((45, 512), *[(8, 256)] * 2)
+    )
+    head, embedding = (torch.randn(4096, 256, generator=generator) / scale for scale in (16, 1))
+    pages = kv_pages(drafter.config, 4, FP32_CACHE, "cpu")
+    drafter.read(taps, pages, lone_step(45, "cpu", 0))
+    step = lone_step(8, "cpu", 45, prompt=False)
+    hidden = torch.stack([drafter.hidden(block, pages, step) for block in blocks])
+    scores: list[Tensor] = []
+
+    def choose(logits: Tensor, *others: Any) -> None:
+        scores.append(logits)
+        cpu.choose(logits, *others)
+
+    ops: Any = SimpleNamespace(**{**vars(cpu), "choose": choose})
+    output = DraftOutput(ops, drafter.norm, 1e-6, DenseLinear(head), 4096)
+    k, rows = drafter.blocks.drafts, torch.tensor([1, 2], dtype=torch.int32)
+    places = torch.arange(45, 45 + k, dtype=torch.int32).expand(2, -1)
+    last, sampler = torch.tensor(LAST), new_sampler_rows(3, 4096, "cpu")
+    choice: Any = Choice(ops, output, embedding, sampler, rows, places, last, new_ring(3, False))
+    assert drafter.head is not None
+    drafts = drafter.head.draft(hidden, choice)
+    found = scores[-1].view(2, k, -1) if len(scores[-1]) > 2 else torch.stack(scores[-k:], dim=1)
+    for row, block in enumerate(blocks):
+        normed = hidden_by_torch(base, weights, taps, block)
+        tokens, wanted = drafts_of(base, weights, Block(normed, LAST[row], head, embedding))
+        assert drafts[row].tolist() == tokens
+        plain = (normed @ head.T).argmax(-1)[drafter.blocks.first :]
+        assert sum(id == other for id, other in zip(tokens, plain.tolist(), strict=True)) < 4
+        seen = wanted > -torch.inf
+        assert torch.equal(found[row] > -torch.inf, seen)
+        assert (found[row] - wanted)[seen].abs().max() < 2e-5 * wanted[seen].abs().max()
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    """The target by transformers, in FP32."""
+    return text_model_of(TARGET)
+
+
+@torch.no_grad()
+def drafts_by_torch(
+    target: Any, base: dict[str, Any], weights: dict[str, Tensor], ids: list[int], off: int = 0
+) -> list[int]:
+    """The drafts behind a text: outputs of the target by transformers, the rest by torch.
+
+    off: layers by which the outputs of the target are wrong.
+    """
+    states = target.model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
+    section = base["dflash_config"]
+    taps = torch.cat([states[layer + 1 + off][0] for layer in section["target_layer_ids"]], dim=1)
+    size, mask = base["block_size"], section["mask_token_id"]
+    embedding, head = target.model.embed_tokens.weight, target.lm_head.weight
+    block = embedding[torch.tensor([ids[-1], *[mask] * (size - 1)])]
+    normed = hidden_by_torch(base, weights, taps, block)
+    tokens, _ = drafts_of(base, weights, Block(normed, ids[-1], head, embedding))
+    return list(tokens)
+
+
+@KINDS
+def test_drafts_are_those_of_plain_torch(
+    tmp_path: Path, target: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Two sequences, and one behind a prefix of the cache; not by outputs one layer off."""
+    base = BASES[kind]
+    weights = write_drafter(tmp_path, base=base)
+    model, made = always_drafting(load(tmp_path, draft_tokens=7)), noted_drafts(monkeypatch)
+    prompts = [model.tokenizer.encode(TEXT[:some], framed=True, context=400) for some in (400, 30)]
+    handles = [model.engine.submit(Request(tuple(ids), GREEDY, 14)) for ids in prompts]
+    texts = [[*ids, *handle.result()] for ids, handle in zip(prompts, handles, strict=True)]
+    turn = model.engine.submit(Request((*texts[0], 9, 8), GREEDY, 9))
+    turn.result()
+    assert turn.reused > 64
+    assert {len(drafts) for _, drafts in made} > {6, 7}
+    for ids, drafts in [*made[:4], *made[-2:]]:
+        assert drafts == drafts_by_torch(target, base, weights, ids)[: len(drafts)]
+    ids, drafts = made[0]
+    assert drafts != drafts_by_torch(target, base, weights, ids, off=-1)[: len(drafts)]
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "int4"])
+def test_drafts_change_nothing(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    """Greedy, sampled and penalized, alone, in the next turn, and together."""
+    more: dict[str, Any] = (
+        {} if dtype == torch.float32 else {"quantize": "int4", "kv_cache": "int8"}
+    )
+    plain = load(None, dtype=dtype, **more)
+    expected = [plain.engine.submit(request) for request in requests(plain, 10)]
+    answers = [handle.result() for handle in expected]
+    write_drafter(tmp_path, base=BASES[kind])
+    drafted = always_drafting(load(tmp_path, dtype=dtype, **more))
+    for request, handle, answer in zip(requests(drafted, 10), expected, answers, strict=True):
+        found = drafted.engine.submit(request)
+        assert found.result() == answer
+        assert found.log_probabilities == handle.log_probabilities
+        assert found.tally.rounds > 1
+        turn = replace(request, prompt=(*request.prompt, *answer, 9, 8), max_new_tokens=6)
+        assert drafted.engine.submit(turn).result() == plain.engine.submit(turn).result()
+    drafted.engine.forget()
+    together = [drafted.engine.submit(request) for request in requests(drafted, 10)]
+    assert [each.result() for each in together] == answers
+
+
+@KINDS
+def test_drafts_are_chosen_from_the_rows_of_a_draft_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Answers are those without drafts, whose drafts have tokens of these rows alone."""
+    convert(TARGET, tmp_path / "target", Recipe(base="int4", draft_vocabulary=500))
+    write_drafter(tmp_path / "drafter", base=BASES[kind])
+    plain = load(None, tmp_path / "target", dtype=torch.bfloat16)
+    drafted = load(tmp_path / "drafter", tmp_path / "target", dtype=torch.bfloat16)
+    made = noted_drafts(monkeypatch)
+    for request in requests(plain, 8):
+        answer = plain.engine.submit(request).result()
+        assert drafted.engine.submit(request).result() == answer
+    blocks = drafted.engine.runner.blocks
+    assert isinstance(blocks, Blocks)
+    assert blocks.rows is not None
+    found = {id for _, drafts in made for id in drafts}
+    assert len(found) > 5
+    assert found <= {*blocks.rows.ids.tolist()}
