@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lowbit.formats.architectures import kind_of
 from tests import heads
 
 CONFIG: dict[str, Any] = {
@@ -63,6 +64,21 @@ XPRESS: dict[str, Any] = {
     "xpress_num_passes": 3,
     "xpress_rank": 64,
 }
+# Keys of SpecForge; published files have the class of DFlash.
+DOMINO: dict[str, Any] = {
+    **CONFIG,
+    "architectures": ["DFlashDraftModel"],
+    "emb_dim": 64,
+    "layer_types": ["full_attention"] * 2,
+    "dflash_config": {
+        **CONFIG["dflash_config"],
+        "emb_dim": 64,
+        "gru_hidden_dim": 96,
+        "projector_type": "domino",
+        "pure_draft_prefix_len": 1,
+        "shift_label": True,
+    },
+}
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -90,7 +106,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             "mlp.down_proj": (h, inner),
         }
         found |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
-    [kind] = config["architectures"]
+    kind = kind_of(config)
     own = {"Qwen3DSparkModel": dspark_shapes, **heads.SHAPES}.get(kind)
     more = {} if own is None else own(config)
     return {**{f"{name}.weight": shape for name, shape in found.items()}, **more}
@@ -108,7 +124,7 @@ def dspark_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-DECIDING = ("markov_head.markov_w1.weight", "xpress_head.w1.weight")
+DECIDING = (*("markov_head.markov_w1.weight", "xpress_head.w1.weight", "embed_proj.2.weight"),)
 
 
 def write_drafter(

@@ -72,5 +72,43 @@ def xpress_drafts(config: Config, weights: Weights, block: Block) -> Drafts:
     return tokens[1:], refined[1:]
 
 
-SHAPES: dict[str, Callable[[Config], Shapes]] = {"Qwen3XPressModel": xpress_shapes}
-DRAFTS: dict[str, Callable[[Config, Weights, Block], Drafts]] = {"Qwen3XPressModel": xpress_drafts}
+def domino_shapes(config: Config) -> Shapes:
+    """Tensors of a Domino head."""
+    h, V, section = config["hidden_size"], config["vocab_size"], config["dflash_config"]
+    state, embedded = section["gru_hidden_dim"], section["emb_dim"]
+    return {
+        "prefix_gru.weight_ih_l0": (3 * state, h),
+        "prefix_gru.weight_hh_l0": (3 * state, state),
+        "embed_proj.0.weight": (embedded, h + state),
+        "embed_proj.2.weight": (V, embedded),
+    }
+
+
+def domino_drafts(config: Config, weights: Weights, block: Block) -> Drafts:
+    """Run torch's own GRU over the tokens so far, again for every draft."""
+    section = config["dflash_config"]
+    h, state = config["hidden_size"], section["gru_hidden_dim"]
+    gru = torch.nn.GRU(h, state, bias=False, batch_first=True)
+    own = {name: weights[f"prefix_gru.{name}"] for name in ("weight_ih_l0", "weight_hh_l0")}
+    gru.load_state_dict(own)
+    first = 0 if section.get("shift_label") else 1
+    tokens, found = [block.last], []
+    for place, hidden in enumerate(block.hidden[first:]):
+        scores = block.head @ hidden
+        if place >= section.get("pure_draft_prefix_len", 0):
+            states, _ = gru(block.embedding[torch.tensor(tokens)][None])
+            inner = weights["embed_proj.0.weight"] @ torch.cat((hidden, states[0, -1]))
+            scores = scores + weights["embed_proj.2.weight"] @ silu(inner)
+        tokens.append(int(scores.argmax()))
+        found.append(scores)
+    return tokens[1:], torch.stack(found).detach()
+
+
+SHAPES: dict[str, Callable[[Config], Shapes]] = {
+    "DominoDraftModel": domino_shapes,
+    "Qwen3XPressModel": xpress_shapes,
+}
+DRAFTS: dict[str, Callable[[Config, Weights, Block], Drafts]] = {
+    "DominoDraftModel": domino_drafts,
+    "Qwen3XPressModel": xpress_drafts,
+}

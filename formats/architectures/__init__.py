@@ -7,6 +7,7 @@ from typing import Any
 from lowbit.formats.architectures import (
     dense,
     dflash,
+    domino,
     dspark,
     qwen3_5,
     qwen3_5_moe,
@@ -73,16 +74,18 @@ DRAFTERS: Mapping[str, Architecture[Any]] = {
     dflash.CLASS: dflash.ARCHITECTURE,
     dspark.CLASS: dspark.ARCHITECTURE,
     xpress.CLASS: xpress.ARCHITECTURE,
+    domino.CLASS: domino.ARCHITECTURE,
 }
 # Known classes of drafters without an implementation, and what they have beside DFlash's layers.
 OTHER_DRAFTERS: Mapping[str, str] = {
     "DFlash2DraftModel": "convolutions around attention and MLP, and a selector of paths",
     "DSparkDraftModel": "DSpark's head in the layouts of SpecForge and speculators",
     "Gemma4DSparkModel": "DSpark's head over layers of Gemma 4",
-    "DominoDraftModel": "a recurrent head that corrects logits",
     "XPressDraftModel": "xPress' head in the layout of speculators",
     "LiLiCorrDraftModel": "LiLiCorr's head, which attends to several tokens for each place",
 }
+# Classes of other heads that files with the class of DFlash mean, by what their section says
+PROJECTORS: Mapping[str, str] = {domino.PROJECTOR: domino.CLASS}
 DRAFTS = "DraftModel"  # ends the class of most drafters
 SUPPORTED = tuple(ARCHITECTURES)
 MIXTURES = tuple(name for name, family in ARCHITECTURES.items() if family.experts)
@@ -126,13 +129,22 @@ def is_known(config: Mapping[str, Any]) -> bool:
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
-    """Class of a drafter, model_type of another model; empty where an unchecked config has none."""
+    """Class of a drafter, model_type of another model; empty where an unchecked config has none.
+
+    A drafter of DFlash's class whose `projector_type` names another head has that head's class.
+    """
     classes = config.get("architectures")
     for name in classes if isinstance(classes, list) else ():
         if isinstance(name, str) and _names_drafter(name):
-            return name
+            return _by_projector(config) if name == dflash.CLASS else name
     model_type = config.get("model_type")
     return model_type if isinstance(model_type, str) else ""
+
+
+def _by_projector(config: Mapping[str, Any]) -> str:
+    section = config.get(dflash.SECTION)
+    found = section.get(dflash.KIND) if isinstance(section, dict) else None
+    return PROJECTORS.get(found, dflash.CLASS) if isinstance(found, str) else dflash.CLASS
 
 
 def _names_drafter(name: str) -> bool:

@@ -91,13 +91,13 @@ class Turns(Generic[W]):
         """Choose the drafts at a place by logits [B, V]: [B] int64. Once for each place."""
         token = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         choice = self.choice
-        positions = self.positions[place]
-        choice.ops.choose(logits, choice.sampler, self.rows, positions, token, choice.ring)
+        at = self.rows, self.positions[place]
+        choice.ops.choose(logits.contiguous(), choice.sampler, *at, token, choice.ring)
         return token
 
 
 class BlockHead(Protocol):
-    """What a drafter has beside DFlash's layers to choose its drafts."""
+    """The part of a drafter that chooses its drafts, beside DFlash's layers."""
 
     def draft(self, hidden: Tensor, choice: Choice[Any]) -> Tensor:
         """Choose drafts by the hidden states of blocks.

@@ -167,7 +167,7 @@ def test_other_drafters_are_refused_by_name(name: str) -> None:
     assert OTHER_DRAFTERS.get(name, "") in str(found.value)
 
 
-@pytest.mark.parametrize("kind", ["domino", "dspark", "lilicorr"])
+@pytest.mark.parametrize("kind", ["dspark", "lilicorr"])
 def test_another_head_under_the_class_of_dflash_is_refused(kind: str) -> None:
     section = {**CONFIG["dflash_config"], "projector_type": kind}
     with pytest.raises(UnsupportedModelError, match=f'`projector_type: "{kind}"` is not impl'):

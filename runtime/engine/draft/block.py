@@ -181,7 +181,7 @@ class BlockRounds(MadeRounds):
         return drafts
 
     def _choice(self, rows: Tensor, positions: Tensor, last: Tensor) -> Choice[Any]:
-        """What the drafter's head chooses drafts with; see `Choice`."""
+        """The `Choice` of the drafter's head."""
         decoder, runner = self.runner.decoder, self.runner
         ops: Any = decoder.ops
         sampling = runner.sampler, rows, positions, last.contiguous(), self.ring

@@ -23,7 +23,7 @@ from lowbit.runtime.state.sampler import new_sampler_rows
 from lowbit.runtime.state.step_buffers import lone_step
 from lowbit.runtime.weights.linear import DenseLinear
 from lowbit.runtime.weights.weights import Weights
-from tests.drafters import CONFIG, DSPARK, XPRESS, hidden_by_torch, write_drafter
+from tests.drafters import CONFIG, DOMINO, DSPARK, XPRESS, hidden_by_torch, write_drafter
 from tests.heads import DRAFTS, Block
 
 SIZES: dict[str, Any] = {
@@ -82,6 +82,7 @@ def test_a_dspark_drafter_is_that_of_plain_torch(tmp_path: Path, device: str) ->
 
 
 HEADS: dict[str, dict[str, Any]] = {
+    "domino": DOMINO,
     "xpress": XPRESS | {"xpress_rank": 32, "xpress_mlp_hidden": 32, "xpress_num_passes": 2},
 }
 
@@ -109,7 +110,7 @@ def test_drafts_of_a_head_are_those_of_plain_torch(tmp_path: Path, device: str, 
     [drafts] = drafter.head.draft(hidden[None], choice).tolist()
     normed = hidden_by_torch(config, weights, outputs.float(), block.float())
     scored = Block(normed, 7, head.float(), embedding.float())
-    tokens, scores = DRAFTS[config["architectures"][0]](config, weights, scored)
+    tokens, scores = DRAFTS[kind_of(config)](config, weights, scored)
     same = next((at for at in range(k) if drafts[at] != tokens[at]), k)
     assert same >= 3
     if same < k:  # a place behind it sees another token

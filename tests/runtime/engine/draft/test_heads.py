@@ -11,6 +11,7 @@ from torch import Tensor
 
 import lowbit.runtime as lowbit
 from lowbit.convert import Recipe
+from lowbit.formats.architectures import kind_of
 from lowbit.formats.kv_cache import FP32_CACHE
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.engine.draft.block import Blocks
@@ -24,7 +25,7 @@ from lowbit.runtime.state.sampler import new_sampler_rows
 from lowbit.runtime.state.step_buffers import lone_step
 from lowbit.runtime.weights.linear import DenseLinear
 from tests.conversions import convert
-from tests.drafters import XPRESS, hidden_by_torch, text_model_of, write_drafter
+from tests.drafters import DOMINO, XPRESS, hidden_by_torch, text_model_of, write_drafter
 from tests.heads import DRAFTS, Block
 from tests.oracle import dequantized_weights
 from tests.runtime.engine.draft.test_dspark import always_drafting, load, noted_drafts, requests
@@ -33,14 +34,18 @@ EXAMPLES = Path(__file__).parents[4] / "examples"
 TARGET = EXAMPLES / "models" / "tiny-qwen3.5"
 TEXT = (EXAMPLES / "data" / "stories-eval.txt").read_text()
 GREEDY = lowbit.SamplingParams(logprobs=1)
-BASES: dict[str, dict[str, Any]] = {"xpress": XPRESS}
+UNSHIFTED = DOMINO["dflash_config"] | {"shift_label": False, "pure_draft_prefix_len": 0}
+BASES: dict[str, dict[str, Any]] = {
+    "xpress": XPRESS,
+    "domino": DOMINO,
+    "domino unshifted": DOMINO | {"dflash_config": UNSHIFTED},
+}
 KINDS = pytest.mark.parametrize("kind", BASES)
 LAST = (5, 4000)  # tokens of two sequences
 
 
 def drafts_of(base: dict[str, Any], weights: dict[str, Tensor], block: Block) -> Any:
-    [name] = base["architectures"]
-    return DRAFTS[name](base, weights, block)
+    return DRAFTS[kind_of(base)](base, weights, block)
 
 
 @KINDS
@@ -133,6 +138,11 @@ def test_drafts_are_those_of_plain_torch(
         assert drafts == drafts_by_torch(target, base, weights, ids)[: len(drafts)]
     ids, drafts = made[0]
     assert drafts != drafts_by_torch(target, base, weights, ids, off=-1)[: len(drafts)]
+    section = base["dflash_config"]
+    shift = {"shift_label": not section.get("shift_label", False)}
+    if kind.startswith("domino"):  # outputs one place on
+        other = base | {"dflash_config": section | shift}
+        assert drafts != drafts_by_torch(target, other, weights, ids)[: len(drafts)]
 
 
 @KINDS
