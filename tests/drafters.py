@@ -79,6 +79,21 @@ DOMINO: dict[str, Any] = {
         "shift_label": True,
     },
 }
+# Keys of z-lab's DFlash2, all of them in the section.
+DFLASH2: dict[str, Any] = {
+    **{key: value for key, value in CONFIG.items() if key != "block_size"},
+    "architectures": ["DFlash2DraftModel"],
+    "is_causal": False,
+    "layer_types": ["sliding_attention"] * 2,
+    "dflash_config": {
+        **CONFIG["dflash_config"],
+        "block_size": 8,
+        "conv_group_size": 16,
+        "conv_kernel_size": 2,
+        "selector_rank": 32,
+        "selector_top_k": 16,
+    },
+}
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -124,7 +139,13 @@ def dspark_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-DECIDING = (*("markov_head.markov_w1.weight", "xpress_head.w1.weight", "embed_proj.2.weight"),)
+DECIDING = (  # weights of the token before
+    "markov_head.markov_w1.weight",
+    "xpress_head.w1.weight",
+    "embed_proj.2.weight",
+    "candidate_selector.predecessor_codebook",
+    "candidate_selector.successor_codebook",
+)
 
 
 def write_drafter(
@@ -171,7 +192,7 @@ def hidden_by_torch(
         turned = torch.cat((-x[..., D // 2 :], x[..., : D // 2]), dim=-1)
         return x * angle.cos() + turned * angle.sin()
 
-    def heads(x: Tensor) -> Tensor:
+    def split(x: Tensor) -> Tensor:
         return x.view(len(x), -1, D).transpose(0, 1)
 
     context = norm(hidden_taps @ weights["fc.weight"].T, "hidden_norm")
@@ -183,20 +204,26 @@ def hidden_by_torch(
         def linear(x: Tensor, name: str, p: str = p) -> Tensor:
             return x @ weights[f"{p}.{name}.weight"].T
 
-        normed = norm(x, f"{p}.input_layernorm")
+        given = norm(x, f"{p}.input_layernorm")
+        normed = heads.convolved(weights, f"{p}.attention_conv", given, given, 0)
         both = torch.cat((context, normed))
-        q = rotate(norm(heads(linear(normed, "self_attn.q_proj")), f"{p}.self_attn.q_norm"), T)
-        k = rotate(norm(heads(linear(both, "self_attn.k_proj")), f"{p}.self_attn.k_norm"), 0)
-        v = heads(linear(both, "self_attn.v_proj"))
+        q = rotate(norm(split(linear(normed, "self_attn.q_proj")), f"{p}.self_attn.q_norm"), T)
+        k = rotate(norm(split(linear(both, "self_attn.k_proj")), f"{p}.self_attn.k_norm"), 0)
+        v = split(linear(both, "self_attn.v_proj"))
         scores = q @ k.repeat_interleave(groups, 0).transpose(1, 2) / D**0.5
         if kind == "sliding_attention":
-            unseen = (ahead > 0) | (ahead <= -config["sliding_window"])
+            window = config["sliding_window"]
+            causal = config.get("is_causal", True)
+            unseen = (ahead > 0 if causal else ahead >= window) | (ahead <= -window)
             scores = scores.masked_fill(unseen, -torch.inf)
         mixed = scores.softmax(-1) @ v.repeat_interleave(groups, 0)
-        x = x + linear(mixed.transpose(0, 1).flatten(1), "self_attn.o_proj")
-        normed = norm(x, f"{p}.post_attention_layernorm")
+        out = linear(mixed.transpose(0, 1).flatten(1), "self_attn.o_proj")
+        x = x + heads.convolved(weights, f"{p}.attention_conv", given, out, 1)
+        given = norm(x, f"{p}.post_attention_layernorm")
+        normed = heads.convolved(weights, f"{p}.mlp_conv", given, given, 0)
         gate = linear(normed, "mlp.gate_proj")
-        x = x + linear(gate * gate.sigmoid() * linear(normed, "mlp.up_proj"), "mlp.down_proj")
+        out = linear(gate * gate.sigmoid() * linear(normed, "mlp.up_proj"), "mlp.down_proj")
+        x = x + heads.convolved(weights, f"{p}.mlp_conv", given, out, 1)
     return norm(x, "norm")
 
 

@@ -104,11 +104,71 @@ def domino_drafts(config: Config, weights: Weights, block: Block) -> Drafts:
     return tokens[1:], torch.stack(found).detach()
 
 
+def convolution_shapes(config: Config) -> Shapes:
+    """Tensors of the convolutions of all layers."""
+    h, section = config["hidden_size"], config["dflash_config"]
+    found: Shapes = {}
+    taps, group = section["conv_kernel_size"], section["conv_group_size"]
+    for layer in range(config["num_hidden_layers"]):
+        for p in (f"layers.{layer}.{part}_conv" for part in ("attention", "mlp")):
+            found[f"{p}.base_kernel"] = (2, taps, h)
+            found[f"{p}.kernel_projection.weight"] = (2 * taps * (h // group), h)
+    return found
+
+
+def convolved(weights: Weights, p: str, given: Tensor, x: Tensor, side: int) -> Tensor:
+    """A convolution over a block x [size, h], by taps that depend on its input `given`."""
+    if f"{p}.base_kernel" not in weights:
+        return x
+    base = weights[f"{p}.base_kernel"][side]
+    taps, h = base.shape
+    own = given @ weights[f"{p}.kernel_projection.weight"].T
+    own = own.view(len(x), 2, taps, -1)[:, side].repeat_interleave(h * taps * 2 // own.shape[1], 2)
+    out = torch.zeros_like(x)
+    for place in range(len(x)):
+        for tap in range(min(taps, place + 1)):
+            out[place] += (base[tap] + own[place, tap]) * x[place - tap]
+    return out
+
+
+def dflash2_shapes(config: Config) -> Shapes:
+    """Tensors of a DFlash2 drafter beside those of DFlash."""
+    h, V, section = config["hidden_size"], config["vocab_size"], config["dflash_config"]
+    rank, p = section["selector_rank"], "candidate_selector"
+    return {
+        **convolution_shapes(config),
+        f"{p}.hidden_projection.weight": (rank, h),
+        f"{p}.predecessor_codebook": (V, rank),
+        f"{p}.successor_codebook": (V, rank),
+    }
+
+
+def dflash2_drafts(config: Config, weights: Weights, block: Block) -> Drafts:
+    """Walk from the last token, at each place to the best of its candidates."""
+    section, token = config["dflash_config"], block.last
+    w = {name.removeprefix("candidate_selector."): each for name, each in weights.items()}
+    tokens, found = [], []
+    for hidden in block.hidden[1:]:
+        logits = block.head @ hidden * section.get("output_multiplier", 1.0)
+        cap = section.get("final_logit_softcapping")
+        logits = cap * torch.tanh(logits / cap) if cap else logits
+        scores = torch.full_like(logits, -torch.inf)
+        edge = w["predecessor_codebook"][token] * (w["hidden_projection.weight"] @ hidden)
+        for id in logits.sort(descending=True).indices[: section["selector_top_k"]].tolist():
+            scores[id] = logits[id] + edge @ w["successor_codebook"][id]
+        token = int(scores.argmax())
+        tokens.append(token)
+        found.append(scores)
+    return tokens, torch.stack(found)
+
+
 SHAPES: dict[str, Callable[[Config], Shapes]] = {
+    "DFlash2DraftModel": dflash2_shapes,
     "DominoDraftModel": domino_shapes,
     "Qwen3XPressModel": xpress_shapes,
 }
 DRAFTS: dict[str, Callable[[Config, Weights, Block], Drafts]] = {
+    "DFlash2DraftModel": dflash2_drafts,
     "DominoDraftModel": domino_drafts,
     "Qwen3XPressModel": xpress_drafts,
 }

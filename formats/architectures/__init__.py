@@ -7,6 +7,7 @@ from typing import Any
 from lowbit.formats.architectures import (
     dense,
     dflash,
+    dflash2,
     domino,
     dspark,
     qwen3_5,
@@ -75,10 +76,10 @@ DRAFTERS: Mapping[str, Architecture[Any]] = {
     dspark.CLASS: dspark.ARCHITECTURE,
     xpress.CLASS: xpress.ARCHITECTURE,
     domino.CLASS: domino.ARCHITECTURE,
+    dflash2.CLASS: dflash2.ARCHITECTURE,
 }
 # Known classes of drafters without an implementation, and what they have beside DFlash's layers.
 OTHER_DRAFTERS: Mapping[str, str] = {
-    "DFlash2DraftModel": "convolutions around attention and MLP, and a selector of paths",
     "DSparkDraftModel": "DSpark's head in the layouts of SpecForge and speculators",
     "Gemma4DSparkModel": "DSpark's head over layers of Gemma 4",
     "XPressDraftModel": "xPress' head in the layout of speculators",

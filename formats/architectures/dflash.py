@@ -27,6 +27,8 @@ CLASS = "DFlashDraftModel"
 LAYERS = ("qwen3",)  # model types whose layers are implemented
 SECTION = "dflash_config"  # its keys win over the same keys beside it
 SLIDING = "sliding_attention"
+CONV_TAPS = Field("conv_kernel_size", least=1, most=16)
+CONV_GROUP = Field("conv_group_size", least=1, most=2**20)
 UNIT = 32  # divides the widths of heads
 COPY = "copy of the target's, which is used"  # why such a tensor is left out
 TAPS = "target_layer_ids"
@@ -46,6 +48,14 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Convolutions:
+    """Sizes of convolutions around attention and MLP, over the tokens of a block."""
+
+    taps: int  # tokens that a token sees, itself included
+    group: int  # channels that share the part of a tap that a hidden state gives
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DFlashConfig(DenseConfig):
     """Sizes of a DFlash drafter."""
@@ -54,6 +64,7 @@ class DFlashConfig(DenseConfig):
     # for every layer, positions that a token sees, itself included; None for all
     windows: tuple[int | None, ...]
     causal: tuple[bool, ...]  # for every layer, a token of a block sees those before it alone
+    convolutions: Convolutions | None = None  # of every layer, which other classes have
 
     @property
     def block_drafts(self) -> BlockDrafts:
@@ -182,6 +193,21 @@ def read_width(config: Mapping[str, Any], field: Field) -> int:
     return width
 
 
+def read_convolutions(config: Mapping[str, Any], hidden_size: int) -> Convolutions:
+    """Read the sizes of convolutions.
+
+    Raises:
+        UnsupportedModelError: a key is missing or out of range, or groups do not divide the width.
+    """
+    found = Convolutions(read_field(config, CONV_TAPS), read_field(config, CONV_GROUP))
+    if hidden_size % found.group:
+        raise UnsupportedModelError(
+            f"config.json: `{CONV_GROUP.key}: {found.group}` does not divide hidden_size = "
+            f"{hidden_size}"
+        )
+    return found
+
+
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """Window of every layer; without a list of kinds no layer has one."""
     kinds = read_layer_types(config, layers, (FULL, SLIDING)) or (FULL,) * layers
@@ -202,8 +228,23 @@ def tensor_table(config: DFlashConfig, prefix: str) -> list[TensorSpec]:
         TensorSpec(f"{prefix}fc.weight", (h, len(config.blocks.target_layers) * h), "attention"),
         TensorSpec(f"{prefix}hidden_norm.weight", (h,), "norm"),
         *dense.layer_table(config, prefix),
+        *_convolution_table(config, prefix),
         TensorSpec(f"{prefix}norm.weight", (h,), "norm"),
     ]
+
+
+def _convolution_table(config: DFlashConfig, prefix: str) -> list[TensorSpec]:
+    """Two convolutions, before and behind, around attention and MLP of every layer."""
+    sizes, h = config.convolutions, config.hidden_size
+    found: list[TensorSpec] = []
+    if sizes is None:
+        return found
+    for layer in range(config.num_hidden_layers):
+        for p in (f"{prefix}layers.{layer}.{part}_conv" for part in ("attention", "mlp")):
+            rows = 2 * sizes.taps * (h // sizes.group)
+            found.append(TensorSpec(f"{p}.kernel_projection.weight", (rows, h), "drafter"))
+            found.append(TensorSpec(f"{p}.base_kernel", (2, sizes.taps, h), "drafter"))
+    return found
 
 
 ARCHITECTURE = Architecture(

@@ -23,7 +23,7 @@ from lowbit.runtime.state.sampler import new_sampler_rows
 from lowbit.runtime.state.step_buffers import lone_step
 from lowbit.runtime.weights.linear import DenseLinear
 from lowbit.runtime.weights.weights import Weights
-from tests.drafters import CONFIG, DOMINO, DSPARK, XPRESS, hidden_by_torch, write_drafter
+from tests.drafters import CONFIG, DFLASH2, DOMINO, DSPARK, XPRESS, hidden_by_torch, write_drafter
 from tests.heads import DRAFTS, Block
 
 SIZES: dict[str, Any] = {
@@ -82,6 +82,7 @@ def test_a_dspark_drafter_is_that_of_plain_torch(tmp_path: Path, device: str) ->
 
 
 HEADS: dict[str, dict[str, Any]] = {
+    "dflash2": DFLASH2,
     "domino": DOMINO,
     "xpress": XPRESS | {"xpress_rank": 32, "xpress_mlp_hidden": 32, "xpress_num_passes": 2},
 }

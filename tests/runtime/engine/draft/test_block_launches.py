@@ -16,13 +16,19 @@ from unittest import mock
 
 import pytest
 
-from tests.drafters import CONFIG, DOMINO, DSPARK, XPRESS, write_drafter
+from tests.drafters import CONFIG, DFLASH2, DOMINO, DSPARK, XPRESS, write_drafter
 from tests.short_models import Shorten
 
 ROOT = Path(__file__).parents[4]
 ROUNDS = [(1, 7), (1, 3), (2, 7), (3, 3), (8, 1)]  # sequences, drafts of each
 LAYERS = 2  # of the drafter, and of the model
-KINDS = {"dflash": CONFIG, "dspark": DSPARK, "xpress": XPRESS, "domino": DOMINO}
+KINDS = {
+    "dflash": CONFIG,
+    "dspark": DSPARK,
+    "xpress": XPRESS,
+    "domino": DOMINO,
+    "dflash2": DFLASH2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +62,7 @@ def test_a_round_is_launched_without_the_host(
         names = ("_write_context", "_rotate_block", "_attend_block")
         assert [found[f"{name}_kernel"] for name in names] == [1, LAYERS, LAYERS]
         assert found["_accept_kernel"] == found["_join_copies_kernel"] == 1
+        assert found["_convolve_kernel"] == (4 * LAYERS if kind == "dflash2" else 0)
     greedy, ordered = rounds[:-1], rounds[-1]
     for (_, drafts), found in zip(ROUNDS, greedy, strict=True):
         # At once, each behind the one before, or all by pass.
@@ -63,6 +70,7 @@ def test_a_round_is_launched_without_the_host(
             "dflash": (1, 0),
             "dspark": (drafts, drafts),
             "domino": (drafts, drafts),
+            "dflash2": (drafts, drafts + 1),  # that table's rows of all candidates too
             "xpress": (1 + XPRESS["xpress_num_passes"], XPRESS["xpress_num_passes"]),
         }[kind]
         assert found["_likeliest_rows_kernel"] == choices + 1

