@@ -200,20 +200,23 @@ def round_sizes(most: int, rows: int) -> Iterator[tuple[int, int]]:
 def send_rounds(
     runner: Runner, blocks: Blocks, most: int, params: Iterable[SamplingParams]
 ) -> None:
-    """Send rounds of a drafter with up to `most` drafts, for sequences without penalties."""
+    """Send rounds of a drafter with up to `most` drafts, without penalties and with them."""
     rounds = BlockRounds(Verifier(runner), blocks)
     sequence = Sequence(Request((1,)), count=1, seed=0, row=1, length=1)
     sequence.output.append(1)
     lengths = list(kv_lens(runner.context))
     for each in params:
-        runner.sampler.configure_row(1, each, [0], False)
-        for B, k in round_sizes(min(most, len(rounds.guesses)), runner.rows):
-            part = Part(sequence, (0,) * k, (1,) * (1 + k))
-            rounds.parts = [part] * B
-            for length in lengths:
-                rounds.round(width_for(B * (k + 1)), B, k, length, ordered=False)
-            rounds.join(B, k)
-        runner.sampler.clear_row(1)
+        penalized = replace(each, presence_penalty=1.0)
+        # Penalties change how tokens are chosen, whatever the length.
+        for asked, reaches in ((each, lengths), (penalized, lengths[:1])):
+            runner.sampler.configure_row(1, asked, [0], False)
+            for B, k in round_sizes(min(most, len(rounds.guesses)), runner.rows):
+                part = Part(sequence, (0,) * k, (1,) * (1 + k))
+                rounds.parts = [part] * B
+                for length in reaches:
+                    rounds.round(width_for(B * (k + 1)), B, k, length, ordered=asked.penalized)
+                rounds.join(B, k)
+            runner.sampler.clear_row(1)
 
 
 def send_chunk(runner: Runner, count: int, first: int) -> None:
