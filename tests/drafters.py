@@ -94,6 +94,25 @@ DFLASH2: dict[str, Any] = {
         "selector_top_k": 16,
     },
 }
+# Keys of NVIDIA's export, of which no file is published.
+LILICORR: dict[str, Any] = {
+    **CONFIG,
+    "architectures": ["LiLiCorrDraftModel"],
+    "layer_types": ["full_attention"] * 2,
+    "dflash_config": {
+        **CONFIG["dflash_config"],
+        "projector_type": "lilicorr",
+        "lilicorr_enabled": True,
+        "lilicorr_candidate_topk": 8,
+        "lilicorr_hidden_size": 96,
+        "lilicorr_num_layers": 2,
+        "lilicorr_num_heads": 3,
+        "lilicorr_mlp_ratio": 2.0,
+        "lilicorr_factor_dim": 32,
+        "lilicorr_vector_eps": 1e-6,
+        "lilicorr_logit_scale": 10.0,
+    },
+}
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -225,6 +244,14 @@ def hidden_by_torch(
         out = linear(gate * gate.sigmoid() * linear(normed, "mlp.up_proj"), "mlp.down_proj")
         x = x + heads.convolved(weights, f"{p}.mlp_conv", given, out, 1)
     return norm(x, "norm")
+
+
+def context_by_torch(config: dict[str, Any], weights: dict[str, Tensor], tap: Tensor) -> Tensor:
+    """Context of a position [h] by outputs of the target there [n * h]."""
+    x = weights["fc.weight"] @ tap
+    return (
+        x * torch.rsqrt(x.square().mean() + config["rms_norm_eps"]) * weights["hidden_norm.weight"]
+    )
 
 
 def text_model_of(folder: Path) -> Any:

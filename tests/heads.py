@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import layer_norm, silu
 
 Config = dict[str, Any]
 Shapes = dict[str, tuple[int, ...]]
@@ -21,6 +21,7 @@ class Block:
     last: int  # the last known token
     head: Tensor  # [V, h] of the target
     embedding: Tensor  # [V, h] of the target
+    context: Tensor  # [h], after `hidden_norm`, of the position before the block
 
 
 Drafts = tuple[list[int], Tensor]  # tokens, and the scores [k, V] that they are the best of
@@ -162,13 +163,121 @@ def dflash2_drafts(config: Config, weights: Weights, block: Block) -> Drafts:
     return tokens, torch.stack(found)
 
 
+def lilicorr_shapes(config: Config) -> Shapes:
+    """Tensors of a LiLiCorr head, and of convolutions where there are some."""
+    h, section = config["hidden_size"], config["dflash_config"]
+    sizes = {key.removeprefix("lilicorr_"): each for key, each in section.items()}
+    w, size = sizes["hidden_size"] or h, config["block_size"]
+    inner, factor = int(w * sizes["mlp_ratio"]), sizes["factor_dim"]
+    linears = {
+        "pass_hidden_proj": (w, h),
+        "feature_mlp.1": (w, 5),
+        "feature_mlp.3": (w, w),
+        "context_proj": (w, h),
+        "factor_input_proj": (w, 3 * w),
+        "out_head": (factor, w),
+        "in_head": (factor, w),
+        "anchor_out_head": (factor, w),
+    }
+    if w != h:
+        linears["token_proj"] = (w, h)
+    found: Shapes = {
+        "feature_mlp.0.weight": (5,),
+        "feature_mlp.0.bias": (5,),
+        "slot_embedding": (1, 1, size - 1, 1, w),
+        "rank_embedding": (1, 1, 1, sizes["candidate_topk"], w),
+        "relative_slot_bias": (sizes["num_heads"], 2 * size - 1),
+        "same_slot_bias": (sizes["num_heads"],),
+        "output_norm.weight": (w,),
+        "anchor_norm.weight": (w,),
+    }
+    for layer in range(sizes["num_layers"]):
+        p = f"layers.{layer}"
+        found |= {f"{p}.attn_norm.weight": (w,), f"{p}.mlp_norm.weight": (w,)}
+        found |= {f"{p}.attn.in_proj_weight": (3 * w, w), f"{p}.attn.in_proj_bias": (3 * w,)}
+        linears |= {f"{p}.attn.out_proj": (w, w)}
+        linears |= {f"{p}.mlp.0": (inner, w), f"{p}.mlp.2": (w, inner)}
+    for name, shape in linears.items():
+        found |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    convolutions = convolution_shapes(config) if section.get("conv_kernel_size") else {}
+    return {**convolutions, **{f"lilicorr.{name}": shape for name, shape in found.items()}}
+
+
+def lilicorr_drafts(config: Config, weights: Weights, block: Block) -> Drafts:
+    """Attend by torch's own module, to candidates one after the other; then walk."""
+    w = {name.removeprefix("lilicorr."): each for name, each in weights.items()}
+    section, h = config["dflash_config"], config["hidden_size"]
+    count, heads = section["lilicorr_candidate_topk"], section["lilicorr_num_heads"]
+    width, eps = section["lilicorr_hidden_size"] or h, config["rms_norm_eps"]
+
+    def affine(name: str, x: Tensor) -> Tensor:
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w[f"{name}.weight"]
+
+    states, ids, places = [], [], []
+    for slot, hidden in enumerate(block.hidden[1:]):
+        logs = (block.head @ hidden).log_softmax(0)
+        best = logs.sort(descending=True)
+        for rank in range(count):
+            log, id = best.values[rank], int(best.indices[rank])
+            five = [log, log.exp(), log - best.values[0], rank / max(1, count - 1), rank == 0]
+            gain, shift = (w[f"feature_mlp.0.{kind}"] for kind in ("weight", "bias"))
+            given = layer_norm(torch.tensor(five), (5,), gain, shift)
+            state = affine("feature_mlp.3", silu(affine("feature_mlp.1", given)))
+            token = block.embedding[id]
+            state = state + (token if width == h else affine("token_proj", token))
+            state = state + affine("pass_hidden_proj", hidden)
+            state = state + w["slot_embedding"][0, 0, slot, 0] + w["rank_embedding"][0, 0, 0, rank]
+            states.append(state)
+            ids.append(id)
+            places.append(slot)
+    x, at = torch.stack(states), torch.tensor(places)
+    apart = at[:, None] - at[None]
+    bias = w["relative_slot_bias"][:, apart + config["block_size"] - 1]
+    bias = bias + w["same_slot_bias"][:, None, None] * (apart == 0)
+    for layer in range(section["lilicorr_num_layers"]):
+        p = f"layers.{layer}"
+        attention = torch.nn.MultiheadAttention(width, heads, batch_first=True)
+        names = ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
+        attention.load_state_dict({name: w[f"{p}.attn.{name}"] for name in names})
+        normed = norm(f"{p}.attn_norm", x)[None]
+        x = x + attention(normed, normed, normed, attn_mask=bias, need_weights=False)[0][0]
+        x = x + affine(f"{p}.mlp.2", silu(affine(f"{p}.mlp.0", norm(f"{p}.mlp_norm", x))))
+    x = norm("output_norm", x)
+    anchor = norm("anchor_norm", affine("context_proj", block.context))
+    beside = anchor.expand_as(x)
+    both = silu(affine("factor_input_proj", torch.cat((x, beside, x * beside), dim=1)))
+
+    def unit(name: str, x: Tensor) -> Tensor:
+        vector = affine(name, x)
+        length = vector.square().sum(-1, keepdim=True).sqrt()
+        return vector / length.clamp(min=section["lilicorr_vector_eps"])
+
+    behind, before = unit("anchor_out_head", anchor), unit("in_head", both)
+    tokens, found = [], []
+    for slot in range(len(block.hidden) - 1):
+        some = slice(slot * count, (slot + 1) * count)
+        scores = section["lilicorr_logit_scale"] * before[some] @ behind
+        chosen = slot * count + int(scores.argmax())
+        behind = unit("out_head", both[chosen])
+        tokens.append(ids[chosen])
+        found.append(
+            torch.full((len(block.head),), -torch.inf).index_put((torch.tensor(ids[some]),), scores)
+        )
+    return tokens, torch.stack(found).detach()
+
+
 SHAPES: dict[str, Callable[[Config], Shapes]] = {
     "DFlash2DraftModel": dflash2_shapes,
     "DominoDraftModel": domino_shapes,
+    "LiLiCorrDraftModel": lilicorr_shapes,
     "Qwen3XPressModel": xpress_shapes,
 }
 DRAFTS: dict[str, Callable[[Config, Weights, Block], Drafts]] = {
     "DFlash2DraftModel": dflash2_drafts,
     "DominoDraftModel": domino_drafts,
+    "LiLiCorrDraftModel": lilicorr_drafts,
     "Qwen3XPressModel": xpress_drafts,
 }

@@ -40,6 +40,7 @@ from random_engine import (
     drafter_of,
     dspark_of,
     engine_of,
+    lilicorr_of,
     xpress_of,
 )
 from speculation_table import Row, show
@@ -76,6 +77,7 @@ KINDS = {  # config.json of a random drafter
     "xpress": xpress_of,
     "domino": domino_of,
     "dflash2": dflash2_of,
+    "lilicorr": lilicorr_of,
 }
 HEAD_DRAFTS = (1, 2, 3, 4)
 PROMPT, TOKENS = 64, 160  # with the drafts behind them within the first reach of attention

@@ -20,7 +20,7 @@ from lowbit.formats.machine.memory import free_bytes
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare
 from lowbit.runtime.engine.chunks import new_chunks
-from lowbit.runtime.engine.draft.block import Blocks
+from lowbit.runtime.engine.draft.block import new_blocks
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.memory import snapshots_for
 from lowbit.runtime.engine.plan import OpenRow
@@ -289,6 +289,16 @@ def dflash2_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "architectures": ["DFlash2DraftModel"], "dflash_config": section}
 
 
+def lilicorr_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of a LiLiCorr drafter for a model's config.json, of a size that we chose."""
+    found = drafter_of(raw)
+    sizes = {"candidate_topk": 8, "hidden_size": 512, "num_layers": 2, "num_heads": 8}
+    numbers = {"mlp_ratio": 2.0, "factor_dim": 128, "vector_eps": 1e-6, "logit_scale": 10.0}
+    own = {f"lilicorr_{key}": value for key, value in (sizes | numbers).items()}
+    section = {**found["dflash_config"], **own}
+    return {**found, "architectures": ["LiLiCorrDraftModel"], "dflash_config": section}
+
+
 def add_drafter(
     engine: Engine, raw: Mapping[str, Any], bits: int, device: str, draft_rows: int = 0
 ) -> None:
@@ -315,7 +325,7 @@ def add_drafter(
     rows: Any = None
     if draft_rows:
         rows = random_rows(weights, draft_rows, config.vocab_size, config.hidden_size)
-    runner.blocks = Blocks(drafter, pages, rows)
+    runner.blocks = new_blocks(drafter, pages, rows, runner.tables.shape[0], torch.bfloat16)
     runner.chunks = new_chunks(runner.decoder, runner.each_layer, runner.tables, runner.graphs)
 
 

@@ -10,6 +10,7 @@ from lowbit.formats.architectures import (
     dflash2,
     domino,
     dspark,
+    lilicorr,
     qwen3_5,
     qwen3_5_moe,
     qwen3_moe,
@@ -77,13 +78,13 @@ DRAFTERS: Mapping[str, Architecture[Any]] = {
     xpress.CLASS: xpress.ARCHITECTURE,
     domino.CLASS: domino.ARCHITECTURE,
     dflash2.CLASS: dflash2.ARCHITECTURE,
+    lilicorr.CLASS: lilicorr.ARCHITECTURE,
 }
 # Known classes of drafters without an implementation, and what they have beside DFlash's layers.
 OTHER_DRAFTERS: Mapping[str, str] = {
     "DSparkDraftModel": "DSpark's head in the layouts of SpecForge and speculators",
     "Gemma4DSparkModel": "DSpark's head over layers of Gemma 4",
     "XPressDraftModel": "xPress' head in the layout of speculators",
-    "LiLiCorrDraftModel": "LiLiCorr's head, which attends to several tokens for each place",
 }
 # Classes of other heads that files with the class of DFlash mean, by what their section says
 PROJECTORS: Mapping[str, str] = {domino.PROJECTOR: domino.CLASS}

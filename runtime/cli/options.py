@@ -291,8 +291,8 @@ speculate_options = with_options(
         callback=model_name,
         shell_complete=folders,
         help="With --speculate dflash or auto: a drafter for MODEL (DFlash, DSpark, xPress, "
-        "Domino, DFlash2), a folder or a Hub id, packed or BF16. It stands in for the model's own "
-        "head.",
+        "Domino, DFlash2, LiLiCorr), a folder or a Hub id, packed or BF16. It stands in for the "
+        "model's own head.",
     ),
 )
 control_option = click.option(

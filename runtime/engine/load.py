@@ -16,7 +16,7 @@ from lowbit.formats.kv_cache import plain_cache
 from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.text.template import load_chat_template
 from lowbit.runtime.engine.constraints import ConstraintFactory
-from lowbit.runtime.engine.draft.block import Blocks
+from lowbit.runtime.engine.draft.block import new_blocks
 from lowbit.runtime.engine.draft.source import new_drafts
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load_options import ANSWER_LENGTH, LoadKeywords, LoadOptions, Mode
@@ -116,7 +116,7 @@ def load(
     if beside is not None:
         reader, rows = beside
         pages = kv_pages(reader.config, cache.all_pages, chosen.cache_type, device)
-        runner.blocks = Blocks(reader, pages, rows)
+        runner.blocks = new_blocks(reader, pages, rows, runner.tables.shape[0], dtype)
     engine = Engine(runner, options.max_waiting, new_drafts(runner, options, drafts, device))
     stop_ids = frozenset((*config_stops, *tokenizer.stop_ids()))
     if device != "cpu":

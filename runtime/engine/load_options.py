@@ -75,8 +75,9 @@ class LoadOptions:
             pay. None for `auto` on a GPU where the model has a head and the cache stays as large,
             else `off`. The output does not depend on it.
         draft_tokens: most drafts of a sequence in a step; None for as many as suit the model.
-        drafter: folder or Hub id of a drafter for this model (DFlash, DSpark, xPress, Domino or
-            DFlash2), packed or BF16, read as it is stored; it stands in for the model's head.
+        drafter: folder or Hub id of a drafter for this model (DFlash, DSpark, xPress, Domino,
+            DFlash2 or LiLiCorr), packed or BF16, read as it is stored; it stands in for the
+            model's head.
         allow_control_tokens: control tokens that a message, a tool or an argument of the template
             spells, such as `<|im_end|>`, are these tokens, so that a message may end its turn and
             begin another. By default they are plain text. Raw prompts are taken as they are.

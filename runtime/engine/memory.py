@@ -79,10 +79,18 @@ class Account:
         taken += new_sampler_rows(rows, self.vocabulary, "meta").size_bytes
         if self.opened.head:
             taken += new_hidden_ring(rows, config.hidden_size, self.dtype, "meta").nbytes
+        if self._keeps_context:
+            taken += new_hidden_ring(rows, config.hidden_size, self.dtype, "meta").nbytes
         if on_gpu:  # a CPU keeps no copy of logits
             kept = new_kept(size.sequences, self.vocabulary, config.vocab_size, "meta")
             taken += kept.nbytes
         return taken
+
+    @property
+    def _keeps_context(self) -> bool:
+        """True if a drafter's head reads the context of a position, see `Blocks.contexts`."""
+        blocks = None if self.opened.drafter is None else self.opened.drafter.config.block_drafts
+        return blocks is not None and blocks.keeps_context
 
     def graph_bytes(self, size: CacheSize) -> int:
         """Memory on a GPU of the graphs of steps of more than EXACT_TOKENS sequences."""

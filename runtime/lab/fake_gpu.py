@@ -30,7 +30,7 @@ from lowbit.formats.layout.packing import PACKED, SCALE, WORD_BITS, packed_words
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.engine.chunks import CHUNK_WIDTHS, Chunks
-from lowbit.runtime.engine.draft.block import MOST_SEQUENCES, BlockRounds, Blocks
+from lowbit.runtime.engine.draft.block import MOST_SEQUENCES, BlockRounds, Blocks, new_blocks
 from lowbit.runtime.engine.draft.verify import Part, Verifier
 from lowbit.runtime.engine.graphs import STEP_WIDTHS, Graphs, kv_lens, width_for
 from lowbit.runtime.engine.load_options import LoadOptions
@@ -185,7 +185,8 @@ def meta_blocks(opened: OpenedModel, options: LoadOptions, runner: Runner) -> Bl
     pages = kv_pages(own.config, runner.state.pages.count, kind, "meta")
     build = DRAFTER_BUILD[kind_of(own.checkpoint.config)]
     drafter = build(own.config, weights, cuda, runner.context)
-    return Blocks(drafter, pages, draft_rows(opened.draft, weights))
+    rows = draft_rows(opened.draft, weights)
+    return new_blocks(drafter, pages, rows, runner.tables.shape[0], DTYPE)
 
 
 def round_sizes(most: int, rows: int) -> Iterator[tuple[int, int]]:

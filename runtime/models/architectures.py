@@ -11,6 +11,7 @@ from lowbit.runtime.models import (
     dflash2,
     domino,
     dspark,
+    lilicorr,
     qwen3_5,
     qwen3_5_mtp,
     xpress,
@@ -64,6 +65,7 @@ DRAFTER_BUILD: Mapping[str, DrafterBuild] = {
     "Qwen3XPressModel": xpress.build,
     "DominoDraftModel": domino.build,
     "DFlash2DraftModel": dflash2.build,
+    "LiLiCorrDraftModel": lilicorr.build,
 }
 # Modules whose rows a drafter keeps twice, by the ends of their names
 KEPT_TWICE: Mapping[str, tuple[str, ...]] = dict.fromkeys(DRAFTER_BUILD, dflash.KEPT_TWICE)

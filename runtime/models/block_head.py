@@ -31,6 +31,8 @@ class Choice(Generic[W]):
     positions: Tensor  # [B, k] int32 of the tokens behind which drafts stand
     last: Tensor  # [B] int32, the last token of each sequence
     ring: Tensor  # for what `Ops.choose` leaves to the host
+    # [B, h], context of the position before each block (`DFlash.read`), where it is kept
+    context: Tensor | None = None
 
     @property
     def drafts(self) -> int:
@@ -94,6 +96,19 @@ class Turns(Generic[W]):
         at = self.rows, self.positions[place]
         choice.ops.choose(logits.contiguous(), choice.sampler, *at, token, choice.ring)
         return token
+
+    def choose_among(self, place: int, ids: Tensor, scores: Tensor) -> Tensor:
+        """Choose the drafts at a place among candidates [B, C] by their scores: [B] int64."""
+        shape = len(ids), self.choice.output.vocabulary
+        logits = torch.full(shape, -torch.inf, device=ids.device)
+        return self.choose(place, logits.scatter_(1, ids, scores))
+
+
+def candidates_of(logits: Tensor, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Logits and ids of the likeliest real tokens of each place: [B, k, C] both, the best first."""
+    some = logits[..., :vocabulary]
+    values, ids = some.topk(min(count, some.shape[-1]), dim=-1)
+    return values, ids
 
 
 class BlockHead(Protocol):

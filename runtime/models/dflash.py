@@ -80,17 +80,21 @@ class DFlash(Generic[W]):
         """Layers of the target that are read, and the size of a block."""
         return self.config.blocks
 
-    def read(self, outputs: Tensor, pages: KVPages, step: Step) -> None:
+    def read(self, outputs: Tensor, pages: KVPages, step: Step) -> Tensor:
         """Write keys and values of the context at M positions.
 
         Args:
             outputs: [M, n * h], of the target's layers.
+
+        Returns:
+            [M, h], the context before `hidden_norm`.
         """
         ops, eps = self.ops, self.config.rms_norm_eps
         joined = ops.product(outputs, self.fc)  # [M, h]
         for context in self.contexts:
             kv = ops.product(joined, context.kv, norm=self.hidden_norm, eps=eps)
             ops.write_context(kv, context.layers, pages, step)
+        return joined
 
     def hidden(self, x: Tensor, pages: KVPages, step: Step) -> Tensor:
         """Run a block of each sequence through the layers.

@@ -15,7 +15,7 @@ from torch import Tensor
 from lowbit.formats.architectures.dflash2 import HEAD, DFlash2Config
 from lowbit.runtime.backends.ops import DraftOps
 from lowbit.runtime.models import dflash
-from lowbit.runtime.models.block_head import Choice
+from lowbit.runtime.models.block_head import Choice, candidates_of
 from lowbit.runtime.models.dflash import DFlash
 from lowbit.runtime.weights.weights import Weights
 
@@ -41,21 +41,17 @@ class Selector(Generic[W]):
         weights = ops.product(choice.normed(own), self.projection, logits=True)
         weights = weights.view(*own.shape[:2], -1)  # [B, k, r]
         behind = ops.embed(ids.flatten(), self.behind).view(*ids.shape, -1)  # [B, k, C, r]
-        shape = choice.drafts, len(hidden), choice.output.vocabulary
-        scores = torch.full(shape, -torch.inf, device=hidden.device)
         token, turns, drafts = choice.last, choice.in_turn(), []
-        for place, each in enumerate(scores):
+        for place in range(choice.drafts):
             edges = ops.embed(token, self.before) * weights[:, place]
             weighed = unary[:, place] + (edges[:, None] * behind[:, place]).sum(dim=-1)
-            each.scatter_(1, ids[:, place], weighed)
-            token = turns.choose(place, each)
+            token = turns.choose_among(place, ids[:, place], weighed)
             drafts.append(token)
         return torch.stack(drafts, dim=1)
 
     def likeliest(self, logits: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
         """Logits and ids of the candidates of each place, [B, k, C] both."""
-        some = logits[..., :vocabulary]
-        unary, ids = some.topk(min(self.candidates, some.shape[-1]), dim=-1)
+        unary, ids = candidates_of(logits, self.candidates, vocabulary)
         there = unary > -torch.inf  # fewer tokens than candidates may be drafts
         unary = unary * self.multiplier
         if self.cap is not None:

@@ -21,6 +21,7 @@ from lowbit.runtime.engine.stats import Source
 from lowbit.runtime.models.architectures import BlockDrafter
 from lowbit.runtime.models.block_head import Choice
 from lowbit.runtime.models.draft_output import DraftOutput, DraftRows
+from lowbit.runtime.state.decode_inputs import HIDDEN_RING, new_hidden_ring
 from lowbit.runtime.state.host_rings import RING, new_ring, write_rows
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.step import Span, Step, StepPlan
@@ -44,6 +45,8 @@ class Blocks:
     drafter: "Drafter"  # loaded
     pages: KVPages  # keys and values of its context
     rows: "Rows | None" = None  # of the model's head, that drafts are chosen from; None for all
+    # [R, HIDDEN_RING, h] context of the last positions of each row; None where no head reads it
+    contexts: Tensor | None = None
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -52,7 +55,28 @@ class Blocks:
 
     def read(self, outputs: Numbers[Tensor], step: Step) -> None:
         """Write keys and values of a step's positions from outputs [M, h] of these layers."""
-        self.drafter.read(torch.cat(tuple(outputs), dim=1), self.pages, step)
+        context = self.drafter.read(torch.cat(tuple(outputs), dim=1), self.pages, step)
+        if self.contexts is None:
+            return
+        for first in range(0, len(context), HIDDEN_RING):  # a place of the ring once in each
+            part = slice(first, first + HIDDEN_RING)
+            at = step.rows[part], step.positions[part]
+            self.drafter.ops.store_hidden(context[part], *at, self.contexts)
+
+
+def new_blocks(
+    drafter: "Drafter", pages: KVPages, rows: "Rows | None", sequences: int, dtype: torch.dtype
+) -> Blocks:
+    """A drafter beside a model.
+
+    Args:
+        sequences: rows of the model's sequences, the scratch row included.
+        dtype: of activations.
+    """
+    if not drafter.blocks.keeps_context:
+        return Blocks(drafter, pages, rows)
+    hidden, device = drafter.config.hidden_size, str(drafter.norm.device)
+    return Blocks(drafter, pages, rows, new_hidden_ring(sequences, hidden, dtype, device))
 
 
 @dataclass(slots=True)
@@ -185,7 +209,11 @@ class BlockRounds(MadeRounds):
         decoder, runner = self.runner.decoder, self.runner
         ops: Any = decoder.ops
         sampling = runner.sampler, rows, positions, last.contiguous(), self.ring
-        return Choice(ops, self._output(), decoder.embedding, *sampling)
+        contexts, context = self.blocks.contexts, None
+        if contexts is not None:
+            places = rows * HIDDEN_RING + (positions[:, 0] - 1) % HIDDEN_RING
+            context = ops.embed(places, contexts.flatten(0, 1))
+        return Choice(ops, self._output(), decoder.embedding, *sampling, context)
 
     def _output(self) -> DraftOutput[Any]:
         decoder, drafter = self.runner.decoder, self.blocks.drafter

@@ -17,7 +17,7 @@ from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.packing import PACKED, SCALE, dequantize, unpack
 from lowbit.formats.packed import open_packed
 from tests.conversions import convert
-from tests.drafters import CONFIG, DFLASH2, DOMINO, DSPARK, XPRESS, write_drafter
+from tests.drafters import CONFIG, DFLASH2, DOMINO, DSPARK, LILICORR, XPRESS, write_drafter
 
 MODEL = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
 Cli = Callable[..., Result]
@@ -60,6 +60,7 @@ def test_a_packed_dspark_drafter_holds_no_copies_of_its_targets_tensors(tmp_path
 
 HEADS: dict[str, tuple[dict[str, Any], dict[str, int | None]]] = {
     "dflash2": (DFLASH2, {}),
+    "lilicorr": (LILICORR, {}),
     "domino": (DOMINO, {"embed_proj.2": 8}),
     "xpress": (XPRESS, {"xpress_head.w2": 8}),
 }
@@ -83,8 +84,8 @@ def test_of_a_head_what_is_wide_is_packed(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     "base",
-    [CONFIG, DSPARK, XPRESS, DOMINO, DFLASH2],
-    ids=["dflash", "dspark", "xpress", "domino", "dflash2"],
+    [CONFIG, DSPARK, XPRESS, DOMINO, DFLASH2, LILICORR],
+    ids=["dflash", "dspark", "xpress", "domino", "dflash2", "lilicorr"],
 )
 def test_commands_take_drafters(
     tmp_path: Path, cli: Cli, cli_as_typed: Cli, base: dict[str, Any]

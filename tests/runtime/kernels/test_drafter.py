@@ -23,7 +23,17 @@ from lowbit.runtime.state.sampler import new_sampler_rows
 from lowbit.runtime.state.step_buffers import lone_step
 from lowbit.runtime.weights.linear import DenseLinear
 from lowbit.runtime.weights.weights import Weights
-from tests.drafters import CONFIG, DFLASH2, DOMINO, DSPARK, XPRESS, hidden_by_torch, write_drafter
+from tests.drafters import (
+    CONFIG,
+    DFLASH2,
+    DOMINO,
+    DSPARK,
+    LILICORR,
+    XPRESS,
+    context_by_torch,
+    hidden_by_torch,
+    write_drafter,
+)
 from tests.heads import DRAFTS, Block
 
 SIZES: dict[str, Any] = {
@@ -84,6 +94,7 @@ def test_a_dspark_drafter_is_that_of_plain_torch(tmp_path: Path, device: str) ->
 HEADS: dict[str, dict[str, Any]] = {
     "dflash2": DFLASH2,
     "domino": DOMINO,
+    "lilicorr": LILICORR,
     "xpress": XPRESS | {"xpress_rank": 32, "xpress_mlp_hidden": 32, "xpress_num_passes": 2},
 }
 
@@ -99,7 +110,7 @@ def test_drafts_of_a_head_are_those_of_plain_torch(tmp_path: Path, device: str, 
     outputs, block = torch.randn(11, 128).bfloat16(), torch.randn(8, 64).bfloat16()
     embedding, head = torch.randn(128, 64).bfloat16(), torch.randn(128, 64).bfloat16()
     pages = kv_pages(drafter.config, 3, BF16_CACHE, device)
-    drafter.read(outputs.to(device), pages, lone_step(11, device, 0, prompt=False))
+    read_context = drafter.read(outputs.to(device), pages, lone_step(11, device, 0, prompt=False))
     hidden = drafter.hidden(block.to(device), pages, lone_step(8, device, 11, prompt=False))
     output = DraftOutput(cuda, drafter.norm, 1e-6, DenseLinear(head.to(device)), 128)
     k, row = drafter.blocks.drafts, torch.ones(1, dtype=torch.int32, device=device)
@@ -107,10 +118,11 @@ def test_drafts_of_a_head_are_those_of_plain_torch(tmp_path: Path, device: str, 
     sampling = new_sampler_rows(2, 128, device), row, places, torch.tensor([7]).to(device)
     ring = new_ring(2, device == "cuda")
     assert drafter.head is not None
-    choice: Any = Choice(cuda, output, embedding.to(device), *sampling, ring)
+    choice: Any = Choice(cuda, output, embedding.to(device), *sampling, ring, read_context[-1:])
     [drafts] = drafter.head.draft(hidden[None], choice).tolist()
     normed = hidden_by_torch(config, weights, outputs.float(), block.float())
-    scored = Block(normed, 7, head.float(), embedding.float())
+    context = context_by_torch(config, weights, outputs[-1].float())
+    scored = Block(normed, 7, head.float(), embedding.float(), context)
     tokens, scores = DRAFTS[kind_of(config)](config, weights, scored)
     same = next((at for at in range(k) if drafts[at] != tokens[at]), k)
     assert same >= 3

@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from tests.drafters import CONFIG, DFLASH2, DOMINO, DSPARK, XPRESS, write_drafter
+from tests.drafters import CONFIG, DFLASH2, DOMINO, DSPARK, LILICORR, XPRESS, write_drafter
 from tests.short_models import Shorten
 
 ROOT = Path(__file__).parents[4]
@@ -28,6 +28,7 @@ KINDS = {
     "xpress": XPRESS,
     "domino": DOMINO,
     "dflash2": DFLASH2,
+    "lilicorr": LILICORR,
 }
 
 
@@ -58,6 +59,7 @@ def test_a_round_is_launched_without_the_host(
     for found in (plain, chunk):
         assert found["_write_context_kernel"] == 1  # of all layers
         assert "_attend_block_kernel" not in found
+        assert found["_store_hidden_kernel"] == (kind == "lilicorr")
     for found in rounds:
         names = ("_write_context", "_rotate_block", "_attend_block")
         assert [found[f"{name}_kernel"] for name in names] == [1, LAYERS, LAYERS]
@@ -72,6 +74,7 @@ def test_a_round_is_launched_without_the_host(
             "domino": (drafts, drafts),
             "dflash2": (drafts, drafts + 1),  # that table's rows of all candidates too
             "xpress": (1 + XPRESS["xpress_num_passes"], XPRESS["xpress_num_passes"]),
+            "lilicorr": (drafts, 2),  # of candidates, and contexts
         }[kind]
         assert found["_likeliest_rows_kernel"] == choices + 1
         # Embeddings of blocks, of the tokens that are checked, and of those before drafts.
@@ -88,7 +91,7 @@ def launches_of(folder: Path, drafter: Path) -> list[Counter[str]]:
     from lowbit.formats.kv_cache import BF16_CACHE
     from lowbit.runtime.backends import cuda
     from lowbit.runtime.engine.draft import block, made
-    from lowbit.runtime.engine.draft.block import BlockRounds, Blocks
+    from lowbit.runtime.engine.draft.block import BlockRounds, new_blocks
     from lowbit.runtime.engine.draft.verify import Verifier
     from lowbit.runtime.engine.load_options import LoadOptions
     from lowbit.runtime.engine.runner import Runner
@@ -124,7 +127,9 @@ def launches_of(folder: Path, drafter: Path) -> list[Counter[str]]:
         *(own.checkpoint, own.schemes, "meta", torch.bfloat16, cuda.prepare, cuda.gathered)
     )
     build = DRAFTER_BUILD[kind_of(own.checkpoint.config)]
-    blocks = Blocks(build(own.config, weights, cuda, runner.context), pages)
+    made_drafter = build(own.config, weights, cuda, runner.context)
+    rows = runner.tables.shape[0]
+    blocks = new_blocks(made_drafter, pages, None, rows, torch.bfloat16)
     runner.blocks = blocks
     for module in (made, block):
         vars(module)["new_ring"] = lambda rows, pinned: torch.zeros(64, rows, dtype=torch.int64)

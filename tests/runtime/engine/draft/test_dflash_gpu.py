@@ -22,7 +22,16 @@ from lowbit.runtime.models.loader import load_drafter, open_model, with_drafter
 from lowbit.runtime.state.device_state import kv_pages
 from lowbit.runtime.state.step_buffers import lone_step
 from tests.conversions import convert
-from tests.drafters import CONFIG, DFLASH2, DOMINO, DSPARK, XPRESS, hidden_by_torch, write_drafter
+from tests.drafters import (
+    CONFIG,
+    DFLASH2,
+    DOMINO,
+    DSPARK,
+    LILICORR,
+    XPRESS,
+    hidden_by_torch,
+    write_drafter,
+)
 from tests.oracle import dequantized_weights
 from tests.runtime.engine.draft.guesses import Guesser, costs_by_tokens, join_copies
 
@@ -101,7 +110,13 @@ def plain() -> lowbit.Model:
     return load(None)
 
 
-HEADS = {"dspark": DSPARK, "dflash2": DFLASH2, "domino": DOMINO, "xpress": XPRESS}
+HEADS = {
+    "dspark": DSPARK,
+    "dflash2": DFLASH2,
+    "domino": DOMINO,
+    "lilicorr": LILICORR,
+    "xpress": XPRESS,
+}
 KINDS = ["trained", "packed", "random", "dspark", *(f"{kind} packed" for kind in HEADS)]
 
 

@@ -15,17 +15,27 @@ from lowbit.formats.architectures import kind_of
 from lowbit.formats.kv_cache import FP32_CACHE
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.engine.draft.block import Blocks
+from lowbit.runtime.engine.memory import Account
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.models.block_head import Choice
 from lowbit.runtime.models.draft_output import DraftOutput
 from lowbit.runtime.models.loader import load_drafter, open_model, with_drafter
-from lowbit.runtime.state.device_state import kv_pages
+from lowbit.runtime.state.device_state import CacheSize, kv_pages
 from lowbit.runtime.state.host_rings import new_ring
 from lowbit.runtime.state.sampler import new_sampler_rows
 from lowbit.runtime.state.step_buffers import lone_step
 from lowbit.runtime.weights.linear import DenseLinear
 from tests.conversions import convert
-from tests.drafters import DFLASH2, DOMINO, XPRESS, hidden_by_torch, text_model_of, write_drafter
+from tests.drafters import (
+    DFLASH2,
+    DOMINO,
+    LILICORR,
+    XPRESS,
+    context_by_torch,
+    hidden_by_torch,
+    text_model_of,
+    write_drafter,
+)
 from tests.heads import DRAFTS, Block
 from tests.oracle import dequantized_weights
 from tests.runtime.engine.draft.test_dspark import always_drafting, load, noted_drafts, requests
@@ -35,11 +45,19 @@ TARGET = EXAMPLES / "models" / "tiny-qwen3.5"
 TEXT = (EXAMPLES / "data" / "stories-eval.txt").read_text()
 GREEDY = lowbit.SamplingParams(logprobs=1)
 UNSHIFTED = DOMINO["dflash_config"] | {"shift_label": False, "pure_draft_prefix_len": 0}
-BASES: dict[str, dict[str, Any]] = {"dflash2": DFLASH2, "domino": DOMINO, "xpress": XPRESS}
+BASES: dict[str, dict[str, Any]] = {
+    "dflash2": DFLASH2,
+    "domino": DOMINO,
+    "lilicorr": LILICORR,
+    "xpress": XPRESS,
+}
+CONVOLVED = {"conv_kernel_size": 2, "conv_group_size": 16, "lilicorr_hidden_size": 0}
 CAPPED = {"output_multiplier": 0.4, "final_logit_softcapping": 2.0, "conv_kernel_size": 3}
 UNSHIFTED = {"shift_label": False, "pure_draft_prefix_len": 0}
 VARIANTS = BASES | {
     "dflash2 capped": DFLASH2 | {"dflash_config": DFLASH2["dflash_config"] | CAPPED},
+    "lilicorr convolved": LILICORR
+    | {"dflash_config": LILICORR["dflash_config"] | CONVOLVED | {"lilicorr_num_heads": 4}},
     "domino unshifted": DOMINO | {"dflash_config": DOMINO["dflash_config"] | UNSHIFTED},
 }
 KINDS = pytest.mark.parametrize("kind", BASES)
@@ -68,7 +86,7 @@ def test_scores_are_those_of_plain_torch(tmp_path: Path, kind: str, packed: bool
     )
     head, embedding = (torch.randn(4096, 256, generator=generator) / scale for scale in (16, 1))
     pages = kv_pages(drafter.config, 4, FP32_CACHE, "cpu")
-    drafter.read(taps, pages, lone_step(45, "cpu", 0))
+    context = drafter.read(taps, pages, lone_step(45, "cpu", 0))[-1:].expand(2, -1)
     step = lone_step(8, "cpu", 45, prompt=False)
     hidden = torch.stack([drafter.hidden(block, pages, step) for block in blocks])
     scores: list[Tensor] = []
@@ -82,16 +100,18 @@ def test_scores_are_those_of_plain_torch(tmp_path: Path, kind: str, packed: bool
     k, rows = drafter.blocks.drafts, torch.tensor([1, 2], dtype=torch.int32)
     places = torch.arange(45, 45 + k, dtype=torch.int32).expand(2, -1)
     last, sampler = torch.tensor(LAST), new_sampler_rows(3, 4096, "cpu")
-    choice: Any = Choice(ops, output, embedding, sampler, rows, places, last, new_ring(3, False))
+    sampling = sampler, rows, places, last, new_ring(3, False)
+    choice: Any = Choice(ops, output, embedding, *sampling, context)
     assert drafter.head is not None
     drafts = drafter.head.draft(hidden, choice)
     found = scores[-1].view(2, k, -1) if len(scores[-1]) > 2 else torch.stack(scores[-k:], dim=1)
     for row, block in enumerate(blocks):
         normed = hidden_by_torch(base, weights, taps, block)
-        tokens, wanted = drafts_of(base, weights, Block(normed, LAST[row], head, embedding))
+        before = context_by_torch(base, weights, taps[-1])
+        made = Block(normed, LAST[row], head, embedding, before)
+        tokens, wanted = drafts_of(base, weights, made)
         assert drafts[row].tolist() == tokens
-        plain = (normed @ head.T).argmax(-1)[drafter.blocks.first :]
-        assert sum(id == other for id, other in zip(tokens, plain.tolist(), strict=True)) < 4
+        assert tokens != (normed @ head.T).argmax(-1)[drafter.blocks.first :].tolist()
         seen = wanted > -torch.inf
         assert torch.equal(found[row] > -torch.inf, seen)
         assert (found[row] - wanted)[seen].abs().max() < 2e-5 * wanted[seen].abs().max()
@@ -118,7 +138,8 @@ def drafts_by_torch(
     embedding, head = target.model.embed_tokens.weight, target.lm_head.weight
     block = embedding[torch.tensor([ids[-1], *[mask] * (size - 1)])]
     normed = hidden_by_torch(base, weights, taps, block)
-    tokens, _ = drafts_of(base, weights, Block(normed, ids[-1], head, embedding))
+    context = context_by_torch(base, weights, taps[-1])
+    tokens, _ = drafts_of(base, weights, Block(normed, ids[-1], head, embedding, context))
     return list(tokens)
 
 
@@ -130,12 +151,12 @@ def test_drafts_are_those_of_plain_torch(
     base = VARIANTS[kind]
     weights = write_drafter(tmp_path, base=base)
     model, made = always_drafting(load(tmp_path, draft_tokens=7)), noted_drafts(monkeypatch)
-    prompts = [model.tokenizer.encode(TEXT[:some], framed=True, context=400) for some in (400, 30)]
+    prompts = [model.tokenizer.encode(TEXT[:some], framed=True, context=400) for some in (800, 30)]
     handles = [model.engine.submit(Request(tuple(ids), GREEDY, 14)) for ids in prompts]
     texts = [[*ids, *handle.result()] for ids, handle in zip(prompts, handles, strict=True)]
     turn = model.engine.submit(Request((*texts[0], 9, 8), GREEDY, 9))
     turn.result()
-    assert turn.reused > 64
+    assert turn.reused > 128
     assert {len(drafts) for _, drafts in made} > {6, 7}
     for ids, drafts in [*made[:4], *made[-2:]]:
         assert drafts == drafts_by_torch(target, base, weights, ids)[: len(drafts)]
@@ -200,3 +221,17 @@ def test_drafts_are_chosen_from_the_rows_of_a_draft_head(
     found = {id for _, drafts in made for id in drafts}
     assert len(found) > 5
     assert found <= {*blocks.rows.ids.tolist()}
+
+
+def test_a_kept_context_takes_memory(tmp_path: Path) -> None:
+    """Of the last positions of each row, where the head reads it; its ring is counted."""
+    write_drafter(tmp_path, base=LILICORR)
+    blocks = load(tmp_path).engine.runner.blocks
+    assert isinstance(blocks, Blocks)
+    assert blocks.contexts is not None
+    size = CacheSize(400, 8, 4, 4)
+    both, alone = (
+        Account(opened, "cpu", torch.float32, FP32_CACHE, 4096).row_bytes(size)
+        for opened in (with_drafter(open_model(TARGET), tmp_path), open_model(TARGET))
+    )
+    assert both - alone == blocks.contexts.nbytes
