@@ -443,7 +443,7 @@ def test_the_drafter_is_shown(run: Run) -> None:
         ({"vocab_size": 4097}, "vocabulary of 4097"),
         ({"num_target_layers": 5}, "a model of 5 layers"),
         ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [3]}}, "reads layer 3"),
-        ({"architectures": ["DFlash2DraftModel"]}, "`DFlash2DraftModel` is not supported"),
+        ({"architectures": ["XPressDraftModel"]}, "`XPressDraftModel` is not supported"),
     ],
 )
 def test_a_drafter_for_another_model(
