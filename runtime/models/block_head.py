@@ -12,6 +12,7 @@ from torch import Tensor
 from lowbit.runtime.backends.ops import DraftOps
 from lowbit.runtime.models.draft_output import DraftOutput
 from lowbit.runtime.state.sampler import SamplerRows
+from lowbit.runtime.thresholds import PACKED_TOKENS
 
 W = TypeVar("W")  # what the backend keeps a linear as
 
@@ -41,7 +42,10 @@ class Choice(Generic[W]):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits by hidden states [B, n, h] before the norm: [B, n, V] float32."""
-        logits = self.output.logits(hidden.flatten(0, 1).contiguous())
+        flat = hidden.flatten(0, 1).contiguous()
+        # For more tokens a GPU would widen the whole head in memory.
+        parts = [self.output.logits(part) for part in flat.split(PACKED_TOKENS)]
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         return logits.view(*hidden.shape[:2], -1)[..., : self.output.vocabulary]
 
     def normed(self, hidden: Tensor) -> Tensor:

@@ -117,6 +117,32 @@ def test_scores_are_those_of_plain_torch(tmp_path: Path, kind: str, packed: bool
         assert (found[row] - wanted)[seen].abs().max() < 2e-5 * wanted[seen].abs().max()
 
 
+def test_passes_with_a_temperature_settle(tmp_path: Path) -> None:
+    """As many as there are drafts give what drawing one by one does; fewer need not."""
+    found = []
+    generator = torch.Generator().manual_seed(3)
+    shapes = (2, 8, 256), (4096, 256), (4096, 256)
+    hidden, head, embedding = (torch.randn(shape, generator=generator) for shape in shapes)
+    head /= 16
+    for passes in (1, 7, 8):
+        folder = tmp_path / str(passes)
+        write_drafter(folder, base=XPRESS, xpress_num_passes=passes)
+        opened = with_drafter(open_model(TARGET), folder)
+        drafter, _ = load_drafter(opened, "cpu", torch.float32, 64)
+        sampler = new_sampler_rows(3, 4096, "cpu")
+        for row in (1, 2):
+            sampler.configure_row(row, lowbit.SamplingParams(0.8, top_k=20, seed=row), ())
+        places = torch.arange(45, 52, dtype=torch.int32).expand(2, -1)
+        rows, ops = torch.tensor([1, 2], dtype=torch.int32), cpu
+        output: Any = DraftOutput(ops, drafter.norm, 1e-6, DenseLinear(head), 4096)
+        sampling = sampler, rows, places, torch.tensor(LAST), new_ring(3, False)
+        choice: Any = Choice(ops, output, embedding, *sampling)
+        assert drafter.head is not None
+        found.append(drafter.head.draft(hidden, choice).tolist())
+    assert found[1] == found[2]
+    assert found[0] != found[1]
+
+
 @pytest.fixture(scope="module")
 def target() -> Any:
     """The target by transformers, in FP32."""
