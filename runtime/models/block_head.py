@@ -44,7 +44,7 @@ class Choice(Generic[W]):
         """Logits by hidden states [B, n, h] before the norm: [B, n, V] float32."""
         flat = hidden.flatten(0, 1).contiguous()
         # For more tokens a GPU would widen the whole head in memory.
-        parts = [self.output.logits(part) for part in flat.split(PACKED_TOKENS)]
+        parts = [self.output.logits(part) for part in torch.split(flat, PACKED_TOKENS)]
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         return logits.view(*hidden.shape[:2], -1)[..., : self.output.vocabulary]
 
