@@ -128,26 +128,30 @@ class Lattice(Generic[W]):
         """
         if choice.context is None:
             raise ValueError("the drafter's context is not kept")
-        (B, n, C), ops, eps = ids.shape, self.ops, self.config.rms_norm_eps
-        embedded = choice.embed(ids.flatten())
-        token = embedded if self.token is None else self.token.of(ops, embedded)
-        x = token.view(B, n, C, -1) + self.hidden.of(ops, normed).view(B, n, 1, -1)
-        x = (x + self.features.of(logs) + self.places).flatten(0, 2)  # [B * n * C, w]
-        for layer in self.layers:
-            x = x + layer.out.of(ops, self._mixed(layer, x, B))
-            inner = layer.up.of(ops, ops.rms_norm(x, layer.mlp_norm, eps))
-            x = x + layer.down.of(ops, functional.silu(inner))
-        x = ops.rms_norm(x, self.norm, eps)
+        ops, eps = self.ops, self.config.rms_norm_eps
+        x = self._states(logs, normed, choice.embed(ids.flatten()))
         context = ops.rms_norm(choice.context, self.context_norm, eps)
         anchor = ops.rms_norm(self.anchor.of(ops, context), self.anchor_norm, eps)  # [B, w]
-        beside = anchor.repeat_interleave(n * C, dim=0)
+        beside = anchor.repeat_interleave(len(x) // len(ids), dim=0)
         both = functional.silu(self.factor.of(ops, torch.cat((x, beside, x * beside), dim=-1)))
-        behind = self._unit(self.behind, both).view(B, n, C, -1)
-        before = self._unit(self.before, both).view(B, n, C, -1)
+        behind = self._unit(self.behind, both).view(*ids.shape, -1)
+        before = self._unit(self.before, both).view(*ids.shape, -1)
         start = self._unit(self.behind_anchor, anchor)
         first = (start[:, None] * before[:, 0]).sum(dim=-1)
         pairs = behind[:, :-1] @ before[:, 1:].transpose(2, 3)
         return self.config.scale * first, self.config.scale * pairs
+
+    def _states(self, logs: Tensor, normed: Tensor, embedded: Tensor) -> Tensor:
+        """States of all candidates behind the layers: [B * n * C, w]."""
+        (B, n, C), ops, eps = logs.shape, self.ops, self.config.rms_norm_eps
+        token = embedded if self.token is None else self.token.of(ops, embedded)
+        x = token.view(B, n, C, -1) + self.hidden.of(ops, normed).view(B, n, 1, -1)
+        x = (x + self.features.of(logs) + self.places).flatten(0, 2)
+        for layer in self.layers:
+            x = x + layer.out.of(ops, self._mixed(layer, x, B))
+            inner = layer.up.of(ops, ops.rms_norm(x, layer.mlp_norm, eps))
+            x = x + layer.down.of(ops, functional.silu(inner))
+        return ops.rms_norm(x, self.norm, eps)
 
     def _mixed(self, layer: LatticeLayer[W], x: Tensor, B: int) -> Tensor:
         """Attention of a layer over all candidates of each block: [B * n * C, w]."""
