@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import lowbit.runtime as lowbit
 from lowbit.convert import Recipe
 from lowbit.formats.architectures import kind_of
+from lowbit.formats.errors import FormatError, LowbitError
 from lowbit.formats.kv_cache import FP32_CACHE
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.engine.draft.block import Blocks
@@ -261,3 +263,30 @@ def test_a_kept_context_takes_memory(tmp_path: Path) -> None:
         for opened in (with_drafter(open_model(TARGET), tmp_path), open_model(TARGET))
     )
     assert both - alone == blocks.contexts.nbytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor"),
+    [
+        ("xpress", "xpress_head.mix.L"),
+        ("domino", "prefix_gru.weight_hh_l0"),
+        ("dflash2", "layers.1.mlp_conv.base_kernel"),
+        ("lilicorr", "lilicorr.slot_embedding"),
+    ],
+)
+def test_damaged_tensors_are_refused(tmp_path: Path, kind: str, tensor: str) -> None:
+    """Tensors of heads that hold NaN, or have another shape than config.json says."""
+    write_drafter(tmp_path, base=BASES[kind])
+    weights = load_file(tmp_path / "model.safetensors")
+    spoiled = weights[tensor].clone()
+    spoiled.view(-1)[5] = float("nan")
+    save_file({**weights, tensor: spoiled}, tmp_path / "model.safetensors")
+    with pytest.raises(FormatError, match=rf"`{tensor}` holds NaN or Inf"):
+        load(tmp_path)
+    save_file({**weights, tensor: spoiled.view(-1)[:32].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(FormatError, match=rf"`{tensor}`: expected shape"):
+        load(tmp_path)
+    del weights[tensor]
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(LowbitError, match=tensor):
+        load(tmp_path)
