@@ -46,6 +46,16 @@ class PackedCheckpoint:
     # of the bytes that it was read from; None where they were not read here
     manifest_sha256: str | None = None
 
+    @property
+    def carried_bytes(self) -> int:
+        """Bytes of the vision tower; 0 without one."""
+        return sum(info.nbytes for info in self.carried)
+
+    @property
+    def carried_dtypes(self) -> str:
+        """Names of the vision tower's dtypes: `BF16`; empty without one."""
+        return " ".join(sorted({info.dtype_name for info in self.carried}))
+
     def tensors_of(self, spec: TensorSpec) -> list[TensorInfo]:
         """Stored tensors of a source tensor: itself, or its codes, scales and shape."""
         scheme = self.schemes.get(spec.module)

@@ -1,4 +1,4 @@
-"""Random DFlash and DSpark drafters, and their hidden states by plain FP32 torch."""
+"""Random block drafters, and their hidden states by plain FP32 torch."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from lowbit.formats.architectures import kind_of
+from tests import heads
 
 CONFIG: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"],
@@ -51,6 +54,65 @@ DSPARK: dict[str, Any] = {
     "tie_word_embeddings": False,
     "use_sliding_window": False,
 }
+# Keys as the authors' conversion for vLLM writes them, beside those of DFlash.
+XPRESS: dict[str, Any] = {
+    **CONFIG,
+    "architectures": ["Qwen3XPressModel"],
+    "sample_from_anchor": False,
+    "xpress_block_size": 8,
+    "xpress_mlp_hidden": 96,
+    "xpress_num_passes": 3,
+    "xpress_rank": 64,
+}
+# Keys of SpecForge; published files have the class of DFlash.
+DOMINO: dict[str, Any] = {
+    **CONFIG,
+    "architectures": ["DFlashDraftModel"],
+    "emb_dim": 64,
+    "layer_types": ["full_attention"] * 2,
+    "dflash_config": {
+        **CONFIG["dflash_config"],
+        "emb_dim": 64,
+        "gru_hidden_dim": 96,
+        "projector_type": "domino",
+        "pure_draft_prefix_len": 1,
+        "shift_label": True,
+    },
+}
+# Keys of z-lab's DFlash2, all of them in the section.
+DFLASH2: dict[str, Any] = {
+    **{key: value for key, value in CONFIG.items() if key != "block_size"},
+    "architectures": ["DFlash2DraftModel"],
+    "is_causal": False,
+    "layer_types": ["sliding_attention"] * 2,
+    "dflash_config": {
+        **CONFIG["dflash_config"],
+        "block_size": 8,
+        "conv_group_size": 16,
+        "conv_kernel_size": 2,
+        "selector_rank": 32,
+        "selector_top_k": 16,
+    },
+}
+# Keys of NVIDIA's export, of which no file is published.
+LILICORR: dict[str, Any] = {
+    **CONFIG,
+    "architectures": ["LiLiCorrDraftModel"],
+    "layer_types": ["full_attention"] * 2,
+    "dflash_config": {
+        **CONFIG["dflash_config"],
+        "projector_type": "lilicorr",
+        "lilicorr_enabled": True,
+        "lilicorr_candidate_topk": 8,
+        "lilicorr_hidden_size": 96,
+        "lilicorr_num_layers": 2,
+        "lilicorr_num_heads": 3,
+        "lilicorr_mlp_ratio": 2.0,
+        "lilicorr_factor_dim": 32,
+        "lilicorr_vector_eps": 1e-6,
+        "lilicorr_logit_scale": 10.0,
+    },
+}
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -78,11 +140,10 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             "mlp.down_proj": (h, inner),
         }
         found |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
-    dspark = config["architectures"] == DSPARK["architectures"]
-    return {
-        **{f"{name}.weight": shape for name, shape in found.items()},
-        **(dspark_shapes(config) if dspark else {}),
-    }
+    kind = kind_of(config)
+    own = {"Qwen3DSparkModel": dspark_shapes, **heads.SHAPES}.get(kind)
+    more = {} if own is None else own(config)
+    return {**{f"{name}.weight": shape for name, shape in found.items()}, **more}
 
 
 def dspark_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -97,6 +158,15 @@ def dspark_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return found
 
 
+DECIDING = (  # weights of the token before
+    "markov_head.markov_w1.weight",
+    "xpress_head.w1.weight",
+    "embed_proj.2.weight",
+    "candidate_selector.predecessor_codebook",
+    "candidate_selector.successor_codebook",
+)
+
+
 def write_drafter(
     folder: Path, seed: int = 0, base: dict[str, Any] = CONFIG, **changes: Any
 ) -> dict[str, Tensor]:
@@ -107,8 +177,8 @@ def write_drafter(
     for name, shape in shapes(config).items():
         values = torch.randn(shape, generator=generator)
         scaled = 1 + 0.2 * values if len(shape) == 1 else values * shape[1] ** -0.5
-        if name == "markov_head.markov_w1.weight":
-            scaled = values  # so that the token before decides
+        if name in DECIDING:
+            scaled = 3 * values  # so that the token before decides
         weights[name] = scaled.bfloat16()
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -141,7 +211,7 @@ def hidden_by_torch(
         turned = torch.cat((-x[..., D // 2 :], x[..., : D // 2]), dim=-1)
         return x * angle.cos() + turned * angle.sin()
 
-    def heads(x: Tensor) -> Tensor:
+    def split(x: Tensor) -> Tensor:
         return x.view(len(x), -1, D).transpose(0, 1)
 
     context = norm(hidden_taps @ weights["fc.weight"].T, "hidden_norm")
@@ -153,21 +223,35 @@ def hidden_by_torch(
         def linear(x: Tensor, name: str, p: str = p) -> Tensor:
             return x @ weights[f"{p}.{name}.weight"].T
 
-        normed = norm(x, f"{p}.input_layernorm")
+        given = norm(x, f"{p}.input_layernorm")
+        normed = heads.convolved(weights, f"{p}.attention_conv", given, given, 0)
         both = torch.cat((context, normed))
-        q = rotate(norm(heads(linear(normed, "self_attn.q_proj")), f"{p}.self_attn.q_norm"), T)
-        k = rotate(norm(heads(linear(both, "self_attn.k_proj")), f"{p}.self_attn.k_norm"), 0)
-        v = heads(linear(both, "self_attn.v_proj"))
+        q = rotate(norm(split(linear(normed, "self_attn.q_proj")), f"{p}.self_attn.q_norm"), T)
+        k = rotate(norm(split(linear(both, "self_attn.k_proj")), f"{p}.self_attn.k_norm"), 0)
+        v = split(linear(both, "self_attn.v_proj"))
         scores = q @ k.repeat_interleave(groups, 0).transpose(1, 2) / D**0.5
         if kind == "sliding_attention":
-            unseen = (ahead > 0) | (ahead <= -config["sliding_window"])
+            window = config["sliding_window"]
+            causal = config.get("is_causal", True)
+            unseen = (ahead > 0 if causal else ahead >= window) | (ahead <= -window)
             scores = scores.masked_fill(unseen, -torch.inf)
         mixed = scores.softmax(-1) @ v.repeat_interleave(groups, 0)
-        x = x + linear(mixed.transpose(0, 1).flatten(1), "self_attn.o_proj")
-        normed = norm(x, f"{p}.post_attention_layernorm")
+        out = linear(mixed.transpose(0, 1).flatten(1), "self_attn.o_proj")
+        x = x + heads.convolved(weights, f"{p}.attention_conv", given, out, 1)
+        given = norm(x, f"{p}.post_attention_layernorm")
+        normed = heads.convolved(weights, f"{p}.mlp_conv", given, given, 0)
         gate = linear(normed, "mlp.gate_proj")
-        x = x + linear(gate * gate.sigmoid() * linear(normed, "mlp.up_proj"), "mlp.down_proj")
+        out = linear(gate * gate.sigmoid() * linear(normed, "mlp.up_proj"), "mlp.down_proj")
+        x = x + heads.convolved(weights, f"{p}.mlp_conv", given, out, 1)
     return norm(x, "norm")
+
+
+def context_by_torch(config: dict[str, Any], weights: dict[str, Tensor], tap: Tensor) -> Tensor:
+    """Context of a position [h] by outputs of the target there [n * h]."""
+    x = weights["fc.weight"] @ tap
+    return (
+        x * torch.rsqrt(x.square().mean() + config["rms_norm_eps"]) * weights["hidden_norm.weight"]
+    )
 
 
 def text_model_of(folder: Path) -> Any:

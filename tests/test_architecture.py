@@ -51,7 +51,7 @@ ORDER = {
         *("printable", "charts", "errors", "fields", "machine", "kv_cache"),
         *("activation_modes", "activations"),
         "architectures",
-        "files",
+        *("files", "image_settings"),
         "sampling_ranges",
         *("layout", "safetensors", "hub", "shell", "text", "foreign", "generation", "tasks"),
         *("kept_vocabulary", "draft_head", "file_names", "folder_size", "judgement", "weight_bits"),

@@ -379,7 +379,8 @@ gate = click.option(
     help="Exit with 3 where the figures miss a condition, as in 'kl_mean<0.03,top1>0.95' or, for "
     "one text, 'maths.kl_mean<0.05'. Figures: kl_mean, kl_stderr, kl_p95, kl_p99, kl_max, top1 "
     "(a share), ppl_change (0.01 is 1 % worse), cosine, bits_per_weight (of all weight "
-    "files); of `report --long` alone: long_kl and cache_kl (what an INT8 cache adds).",
+    "files), image_kl (of answers about pictures); of `report --long` alone: long_kl and cache_kl "
+    "(what an INT8 cache adds).",
 )
 report_activations = click.option(
     "--activations",

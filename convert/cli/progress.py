@@ -20,6 +20,7 @@ PHASES = {
     "derive": "quantizing again",
     "compare": "comparing",
     "weights": "comparing weights",
+    "images": "comparing answers about pictures",
     "logits": "comparing logits",
     "long": "comparing long texts",
 }

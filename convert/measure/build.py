@@ -12,7 +12,7 @@ from lowbit.convert.measure.record import LogitQuality, QualityReport, Sizes, Us
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.texts.calibration import BUNDLED_NAME
-from lowbit.formats.architectures import is_tied, kind_of, part_of, tensor_table
+from lowbit.formats.architectures import is_carried, is_tied, kind_of, part_of, tensor_table
 from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.folder_size import folder_bytes
@@ -97,6 +97,7 @@ def measure_sizes(packed: PackedCheckpoint, source: Checkpoint | None = None) ->
     folder = packed.checkpoint.folder
     bits = weight_bits(packed.checkpoint, packed.manifest)
     total = folder_bytes(folder)
+    tower = packed.carried_bytes, packed.carried_dtypes, _dropped_tower(packed)
     if source is not None:
         original = _bytes_of(source)
     elif packed.manifest is not None:
@@ -105,13 +106,24 @@ def measure_sizes(packed: PackedCheckpoint, source: Checkpoint | None = None) ->
             for tensor in packed.manifest.source_tensors
         )
     else:
-        return Sizes(total, None, bits)
+        return Sizes(total, None, bits, *tower)
     ours = sum(
         (folder / name).stat().st_size
         for name in (MANIFEST_FILE, DRAFT_FILE)
         if (folder / name).exists()
     )
-    return Sizes(total, total - ours - _bytes_of(packed.checkpoint) + original, bits)
+    before = total - ours - _bytes_of(packed.checkpoint) + original
+    return Sizes(total, before, bits, *tower)
+
+
+def _dropped_tower(packed: PackedCheckpoint) -> int:
+    """Bytes of the source's vision tower that the recipe has left out."""
+    rows = () if packed.manifest is None else packed.manifest.source_tensors
+    return sum(
+        math.prod(row.shape) * DTYPES[row.dtype].itemsize
+        for row in rows
+        if row.fate == "dropped" and is_carried(packed.checkpoint.config, row.name)
+    )
 
 
 def _bytes_of(checkpoint: Checkpoint) -> int:

@@ -31,6 +31,7 @@ HEADLINE: Mapping[str, str] = {
 }
 OF_A_TEXT = ("kl_mean", "kl_stderr", "kl_p99", "top1", "ppl_change")
 OF_LONG_TEXTS: Mapping[str, str] = {"long_kl": "kl_mean", "cache_kl": "cache_kl_mean"}
+OF_IMAGES: Mapping[str, str] = {"image_kl": "kl_mean"}
 SIZE = "bits_per_weight"
 
 
@@ -85,7 +86,7 @@ def _condition(text: str) -> Condition:
         )
     name, operator, number = match.groups()
     kind, _, figure = name.rpartition(".")
-    known = OF_A_TEXT if kind else (*HEADLINE, *OF_LONG_TEXTS, SIZE)
+    known = OF_A_TEXT if kind else (*HEADLINE, *OF_LONG_TEXTS, *OF_IMAGES, SIZE)
     if figure not in known:
         of = f" of the text `{kind}`" if kind else ""
         raise RequestError(f"`{figure}` is no figure{of}; figures are {', '.join(known)}")
@@ -136,6 +137,10 @@ def _figure(condition: Condition, report: QualityReport) -> float | str:
     logits = report.logits
     if logits is None:
         return "the logits were not measured"
+    if condition.figure in OF_IMAGES:
+        if logits.images is None:
+            return "a vision tower is missing, or could not be run"
+        return float(getattr(logits.images, OF_IMAGES[condition.figure]))
     kind = next((kind for kind in logits.kinds if kind.name == condition.text), None)
     is_first = condition.text is None or (not logits.kinds and logits.text_name == condition.text)
     if kind is None and not is_first:

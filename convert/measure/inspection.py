@@ -201,10 +201,9 @@ def _inspection(
             )
         )
     if packed.carried:
-        dtypes = sorted({info.dtype_name for info in packed.carried})
-        size = sum(info.nbytes for info in packed.carried)
-        count = len(packed.carried)
-        entries.append(Entry(VISION, (), " ".join(dtypes), None, None, None, None, size, count))
+        size, count = packed.carried_bytes, len(packed.carried)
+        dtypes = packed.carried_dtypes
+        entries.append(Entry(VISION, (), dtypes, None, None, None, None, size, count))
     entries += _draft_head(packed.manifest, read_config(config).hidden_size)
     bits = weight_bits(packed.checkpoint, packed.manifest)
     return Inspection(

@@ -17,7 +17,7 @@ from lowbit.convert.measure.record import Flip, Int8Inputs, LogitQuality, Positi
 from lowbit.convert.measure.rounded_inputs import check_inputs
 from lowbit.convert.mtp.drafting import Drafting, drafted_windows, measure_drafting
 from lowbit.convert.original.device import open_device
-from lowbit.convert.original.model import load_layered_model
+from lowbit.convert.original.model import SeenImages, load_layered_model
 from lowbit.convert.original.progress import Meter, Note, Progress, silent
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.threads import alone_on_threads
@@ -88,7 +88,7 @@ def measure_logits(
         tokens = windows.numel() + long.numel()
         note(f"comparing logits of {tokens:,} tokens, in at most {need / 1e9:.2f} GB of memory")
     with torch.inference_mode(), without_advice():
-        models = _load(pair, windows.shape[1], target)
+        models = load_models(pair, windows.shape[1], target)
         total = work(models[0], windows, noisy, activations) + work(models[0], long)
         meter = Meter(progress, "logits", total)
         meter.add(0)
@@ -97,13 +97,13 @@ def measure_logits(
             models, windows, target, meter.add, noisy, watched, drafted, activations
         )
         for each in filter(None, (comparison.figures, comparison.int8)):
-            _check_finite(each, pair)
+            check_finite(each, pair)
         drafting = _drafting(models, windows[drafted], comparison, target)
         far: tuple[Position, ...] = ()
         if len(long):
-            models = _load(pair, long.shape[1], target)
+            models = load_models(pair, long.shape[1], target)
             figures = compare(models, long, target, meter.add).figures
-            _check_finite(figures, pair)
+            check_finite(figures, pair)
             far = metrics.positions(figures, long.shape[1])
     flips = find_flips(source, cut, comparison.figures)
     logits = replace(
@@ -126,9 +126,20 @@ def _drafting(
         return measure_drafting(models, windows, comparison.states, draft_head, pool)
 
 
-def _load(pair: Pair, window: int, device: torch.device) -> Models:
-    original = load_layered_model(pair.original, window, device)
-    packed = load_layered_model(pair.packed, window, device)
+def load_models(
+    pair: Pair,
+    window: int,
+    device: torch.device,
+    images: tuple[SeenImages, SeenImages] | None = None,
+) -> Models:
+    """Both models for windows of so many tokens; `images` as each of them sees those within.
+
+    Raises:
+        CheckpointError: they do not fit together.
+    """
+    first, second = images or (None, None)
+    original = load_layered_model(pair.original, window, device, first)
+    packed = load_layered_model(pair.packed, window, device, second)
     for what, a, b in (
         ("layers", len(original.layers), len(packed.layers)),
         ("rows of vocabulary", original.vocabulary, packed.vocabulary),
@@ -142,7 +153,12 @@ def _load(pair: Pair, window: int, device: torch.device) -> Models:
     return original, packed
 
 
-def _check_finite(figures: TokenFigures, pair: Pair) -> None:
+def check_finite(figures: TokenFigures, pair: Pair) -> None:
+    """Refuse logits that are NaN or infinite.
+
+    Raises:
+        QuantizationError: naming the folder that gives them.
+    """
     for nll, side in ((figures.nll_original, pair.original), (figures.nll_packed, pair.packed)):
         bad = int((~nll.isfinite()).sum())
         if bad:

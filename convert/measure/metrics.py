@@ -38,8 +38,8 @@ class TokenFigures:
         """Mask [tokens] of the tokens where both models rank the same token first."""
         return self.top_original == self.top_packed
 
-    def part(self, tokens: slice) -> "TokenFigures":
-        """The figures of some of the tokens."""
+    def part(self, tokens: slice | Tensor) -> "TokenFigures":
+        """The figures of some of the tokens, a range or by their places."""
         return TokenFigures(*(getattr(self, field.name)[tokens] for field in fields(self)))
 
 

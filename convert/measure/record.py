@@ -14,6 +14,7 @@ from lowbit.convert.measure.ranges import check_ranges
 from lowbit.convert.measure.routing import Routing
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.mtp.drafting import Drafting
+from lowbit.formats.errors import RequestError
 from lowbit.formats.file_names import QUALITY_FILE
 from lowbit.formats.judgement import REPORT_AGAIN, SCHEMA, VERDICT
 from lowbit.formats.layout.records import (
@@ -116,6 +117,26 @@ class Int8Inputs:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageQuality:
+    """The packed model against the original on answers about the bundled pictures.
+
+    Both read the right answers, and every token of them is predicted from those before it.
+    """
+
+    sha256: str  # of the pictures, the questions and the answers
+    pictures: int  # number of them
+    tokens: int  # of all answers
+    perplexity_original: float  # of the answers, exp of the mean NLL
+    perplexity_packed: float  # same for the packed model
+    kl_mean: float  # nats
+    kl_error: float | None  # standard error of `kl_mean`; None with too few pictures
+    kl_p99: float  # the value that 99 % of the tokens do not exceed
+    top1_agreement: float  # share of tokens where both rank the same token first
+    read_original: int  # answers of which the original ranks every token first
+    read_packed: int  # same for the packed model
+
+
+@dataclass(frozen=True, slots=True)
 class LogitQuality:
     """The packed model against the original on a text, per scored token.
 
@@ -156,6 +177,7 @@ class LogitQuality:
     # With inputs of the packed linears in eight bits, by text, the first one first; empty where
     # `--activations int8` did not ask for it
     int8_inputs: tuple[Int8Inputs, ...] = ()
+    images: ImageQuality | None = None  # None where a vision tower is missing or cannot be run
 
     @property
     def perplexity_change(self) -> float:
@@ -199,6 +221,10 @@ class Sizes:
     # Bytes of the folder with the source's tensors; None where they are not known
     source_bytes: int | None
     bits_per_weight: float  # bits of the weight files over the model's parameters
+    vision_bytes: int = 0  # of the vision tower in the folder; 0 without one
+    vision_dtypes: str = ""  # its dtypes, `BF16`; empty without one
+    # Bytes of the original's tower that --drop-vision left out; 0 where it did not
+    vision_dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,9 +284,26 @@ def read_quality(folder: Path) -> QualityReport | None:
     """
     path = folder / QUALITY_FILE
     try:
-        content = load_object(path, "schema", SCHEMA, REPORT_AGAIN)
+        return _read_file(path)
     except FileNotFoundError:
         return None
+
+
+def read_quality_file(path: Path) -> QualityReport:
+    """The report in a file, or in a folder that holds one; see `read_quality`.
+
+    Raises:
+        RequestError: there is none.
+    """
+    file = path / QUALITY_FILE if path.is_dir() else path
+    try:
+        return _read_file(file)
+    except FileNotFoundError:
+        raise RequestError(f"`{file}` does not exist", hint="name a quality.json") from None
+
+
+def _read_file(path: Path) -> QualityReport:
+    content = load_object(path, "schema", SCHEMA, REPORT_AGAIN)
     intact = take_seal(content)
     content.pop(VERDICT, None)  # it follows from the figures
     report = record(QualityReport, content, str(path))

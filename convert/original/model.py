@@ -14,6 +14,15 @@ from lowbit.formats.errors import CheckpointError, UnsupportedModelError
 
 
 @dataclass(frozen=True, slots=True)
+class SeenImages:
+    """Images in windows of one layout, one a window."""
+
+    start: int  # index of the first token of an image
+    embeddings: Tensor  # [windows, tokens of an image, h] float32, in place of the tokens'
+    positions: Tensor  # [3, T] int64, of time, rows and columns, of every token of a window
+
+
+@dataclass(frozen=True, slots=True)
 class LayeredModel:
     """A model to run layer by layer: where its weights are, and its modules without storage."""
 
@@ -27,9 +36,12 @@ class LayeredModel:
     head: str  # name of the head's weight; the embedding's where they are tied
     vocabulary: int  # rows of the head
     hidden_size: int  # width of the hidden states
+    images: SeenImages | None = None  # in the windows; None without any
 
 
-def load_layered_model(weights: Weights, window: int, device: torch.device) -> LayeredModel:
+def load_layered_model(
+    weights: Weights, window: int, device: torch.device, images: SeenImages | None = None
+) -> LayeredModel:
     """A model's modules without storage, and what they are called with.
 
     Raises:
@@ -45,13 +57,14 @@ def load_layered_model(weights: Weights, window: int, device: torch.device) -> L
     return LayeredModel(
         weights=weights,
         layers=layers,
-        arguments=_layer_arguments(decoder, window, device),
+        arguments=_layer_arguments(decoder, window, device, images),
         norm=norm,
         prefix=prefix,
         embedding=embedding,
         head=embedding if tied else "lm_head.weight",
         vocabulary=int(decoder.config.vocab_size),
         hidden_size=weights.shape(embedding)[1],
+        images=images,
     )
 
 
@@ -68,7 +81,7 @@ def without_storage(weights: Weights, dtype: torch.dtype) -> Any:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            _transformers_config(weights), attn_implementation="sdpa", dtype=dtype
+            transformers_config(weights), attn_implementation="sdpa", dtype=dtype
         ).eval()
     separate_experts(model, dtype)
     return model
@@ -79,7 +92,7 @@ def store_frequencies(decoder: Any, device: torch.device) -> None:
     decoder.rotary_emb = type(decoder.rotary_emb)(config=decoder.config).to(device)
 
 
-def _transformers_config(weights: Weights) -> Any:
+def transformers_config(weights: Weights) -> Any:
     """The configuration as transformers reads it, less what would make it unpack weights itself."""
     require_language_model(weights.checkpoint.config, str(weights.name))
     from huggingface_hub.errors import StrictDataclassError
@@ -113,7 +126,7 @@ class _Recorder(torch.nn.Module):
 
 
 def _layer_arguments(
-    decoder: torch.nn.Module, window: int, device: torch.device
+    decoder: torch.nn.Module, window: int, device: torch.device, images: SeenImages | None
 ) -> tuple[dict[str, Any], ...]:
     """Masks and positions as the model itself makes them; good for any batch of full windows."""
     recorders = [_Recorder() for _ in range(len(decoder.layers))]  # type: ignore[arg-type]
@@ -121,6 +134,7 @@ def _layer_arguments(
     decoder.norm = torch.nn.Identity()
     width = int(decoder.config.hidden_size)  # type: ignore[union-attr, arg-type]
     hidden = torch.zeros(1, window, width, device=device)
+    places = {} if images is None else {"position_ids": images.positions[:, None].to(device)}
     with torch.no_grad():  # not inference mode: calibration takes gradients
-        decoder(inputs_embeds=hidden, use_cache=False)
+        decoder(inputs_embeds=hidden, use_cache=False, **places)
     return tuple(recorder.arguments for recorder in recorders)

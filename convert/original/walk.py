@@ -39,7 +39,11 @@ def embed(model: LayeredModel, windows: Tensor, device: torch.device) -> Tensor:
     for first, rows in model.weights.rows(model.embedding, HEAD_ROWS, device):
         here = ((flat >= first) & (flat < first + len(rows))).nonzero()[:, 0]
         out[here] = rows[flat[here] - first]
-    return out.view(*windows.shape, -1)
+    hidden = out.view(*windows.shape, -1)
+    if (images := model.images) is not None:
+        stop = images.start + images.embeddings.shape[1]
+        hidden[:, images.start : stop] = images.embeddings.to(device)
+    return hidden
 
 
 def load_layer(model: LayeredModel, number: int, device: torch.device) -> Layer:

@@ -99,6 +99,7 @@ class RunMemory:
     # to the host for later prompts.
     sequence_bytes: int
     int8_sequence_bytes: int  # the same with keys and values in INT8
+    vision_bytes: int  # of its vision tower, which images alone need; 0 without one
 
 
 def estimate(
@@ -206,6 +207,7 @@ def run_memory(plan: Plan) -> RunMemory:
         context=context,
         sequence_bytes=vectors * BF16_CACHE.vector_bytes(sizes.head_dim) + states,
         int8_sequence_bytes=vectors * INT8_CACHE.vector_bytes(sizes.head_dim) + states,
+        vision_bytes=sum(step.output_bytes for step in plan.vision_steps),
     )
 
 

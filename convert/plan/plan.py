@@ -108,6 +108,11 @@ class Plan:
         return {step.source.name for step in self.steps if step.fate != "dropped"}
 
     @property
+    def vision_steps(self) -> tuple[TensorPlan, ...]:
+        """Tensors of the vision tower; none without one."""
+        return tuple(step for step in self.steps if is_carried(self.config, step.source.name))
+
+    @property
     def output_bytes(self) -> int:
         """Bytes of all shards."""
         return sum(shard.size for shard in self.shards)

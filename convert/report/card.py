@@ -81,6 +81,10 @@ def _of_folder(packed: PackedCheckpoint) -> dict[str, Any]:
             config, packed.schemes.get("lm_head") is not None, bool(packed.carried)
         ),
         "vision": bool(packed.carried),
+        "tower": {
+            "size": formatting.size(packed.carried_bytes),
+            "dtypes": packed.carried_dtypes,
+        },
         "text_only": manifest is not None and bool(manifest.recipe.get("drop_vision")),
         "mtp": any(part_of(config, spec.name) == "mtp" for spec in packed.specs),
         "drafter": is_drafter(config),

@@ -2,7 +2,13 @@
 
 import math
 
-from lowbit.convert.measure.record import Int8Inputs, LogitQuality, QualityReport
+from lowbit.convert.measure.record import (
+    ImageQuality,
+    Int8Inputs,
+    LogitQuality,
+    QualityReport,
+    Sizes,
+)
 from lowbit.convert.measure.routing import Routing
 from lowbit.convert.mtp.drafting import Drafting
 from lowbit.formats.folder_size import size as size
@@ -136,6 +142,16 @@ def added(found: Int8Inputs) -> str:
     return f"{amount} {'less' if found.kl_added < 0 else 'more'}"
 
 
+def images(found: ImageQuality) -> str:
+    """Figures on answers about pictures, in one line."""
+    change = signed(found.perplexity_packed / found.perplexity_original - 1)
+    return (
+        f"mean KL {kl_with_error(found.kl_mean, found.kl_error)}   perplexity "
+        f"{number(found.perplexity_original)} → {number(found.perplexity_packed)}, {change}   "
+        f"read {found.read_original} → {found.read_packed} of {found.pictures}"
+    )
+
+
 def signed(ratio: float) -> str:
     """A relative change with its sign: `+2.06 %`; `+0.00 %` where it rounds to none."""
     shown = percent(ratio)
@@ -164,6 +180,14 @@ def scored(logits: LogitQuality) -> str:
     """Scored tokens and windows: `73,073 tokens in 143 windows of 512`."""
     windows = "1 window" if logits.windows == 1 else f"{logits.windows:,} windows"
     return f"{logits.scored_tokens:,} tokens in {windows} of {logits.window}"
+
+
+def tower_text(sizes: Sizes) -> str:
+    """The vision tower in one line: `921.46 MB, not quantized (BF16)`; empty without one."""
+    if sizes.vision_bytes:
+        return f"{size(sizes.vision_bytes)}, not quantized ({printable(sizes.vision_dtypes)})"
+    dropped = sizes.vision_dropped
+    return f"left out (--drop-vision), {size(dropped)}: text only" if dropped else ""
 
 
 def size_text(report: QualityReport) -> str:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lowbit.convert.measure.record import Int8Inputs, LogitQuality, Position, TextKind
+from lowbit.convert.measure.record import ImageQuality, Int8Inputs, LogitQuality, Position, TextKind
 from lowbit.convert.measure.uncertainty import LEAST_WINDOWS
 from lowbit.convert.report.formatting import about, kl, kl_with_error, number, percent
 from lowbit.convert.report.limits import LIMITS, Grade, Scale, grade_of, upper_limit
@@ -58,19 +58,23 @@ def graded_figures(logits: LogitQuality) -> list[GradedFigure]:
     late = late_position(logits)
     if late is not None:
         found.append(_mean(f"the mean KL {_place(late)} is", late.kl_mean, late.kl_error))
+    images = logits.images
+    if images is not None and why_images_not_judged(images) is None:
+        named = "the mean KL on answers about pictures is"
+        found.append(_mean(named, images.kl_mean, images.kl_error))
     return found
 
 
 def with_int8_inputs(logits: LogitQuality) -> LogitQuality:
     """The figures with inputs in eight bits in place of those of the folder as stored.
 
-    Figures by position, which are only measured as stored, are left out.
+    Figures by position and on pictures, which are only measured as stored, are left out.
     """
     first, *_ = rounded = [_replacements(found) for found in logits.int8_inputs]
     kinds = tuple(
         replace(kind, **figures) for kind, figures in zip(logits.kinds, rounded, strict=False)
     )
-    return replace(logits, **first, kinds=kinds, positions=())
+    return replace(logits, **first, kinds=kinds, positions=(), images=None)
 
 
 def _replacements(found: Int8Inputs) -> dict[str, Any]:
@@ -136,9 +140,25 @@ def why_not_judged(kind: TextKind, logits: LogitQuality) -> str | None:
     )
 
 
-def texts_left_out(logits: LogitQuality) -> list[str]:
-    """Sentences about the further texts that are not judged."""
-    found = (why_not_judged(kind, logits) for kind in _other_kinds(logits))
+def why_images_not_judged(images: ImageQuality) -> str | None:
+    """A sentence on why answers about pictures are not judged; None where they are."""
+    if not images.perplexity_original < UNREADABLE:
+        return (
+            "The pictures are left out: the original itself cannot read them (perplexity "
+            f"{number(images.perplexity_original, 0)} of the answers)."
+        )
+    mean, error, tokens = images.kl_mean, images.kl_error, images.tokens
+    if needed_tokens(mean, error, tokens, tokens + 1) is not None and math.isfinite(mean):
+        shown = kl_with_error(mean, error)
+        return f"The pictures are left out: their mean KL, {shown}, is not known well enough."
+    return None
+
+
+def figures_left_out(logits: LogitQuality) -> list[str]:
+    """Sentences about the further texts, and the pictures, that are not judged."""
+    found = [why_not_judged(kind, logits) for kind in _other_kinds(logits)]
+    if logits.images is not None:
+        found.append(why_images_not_judged(logits.images))
     return [sentence for sentence in found if sentence is not None]
 
 

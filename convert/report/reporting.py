@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lowbit.convert.measure.build import build_report
 from lowbit.convert.measure.coverage import Coverage, coverage_of
+from lowbit.convert.measure.images import measure_images
 from lowbit.convert.measure.long import measure_long
 from lowbit.convert.measure.measure import Measured, measure_logits
 from lowbit.convert.measure.pair import Pair, pair_of
@@ -108,9 +109,11 @@ def write_report(
 
 
 def _measured(pair: Pair, request: LogitRequest, progress: Progress) -> Measured:
-    return measure_logits(
+    images = measure_images(pair, request.device, progress, request.note)
+    found = measure_logits(
         *(pair, request.texts, request.device, progress, request.note, request.activations)
     )
+    return replace(found, logits=replace(found.logits, images=images))
 
 
 def held_out_excess(errors: Sequence[LayerError]) -> float | None:
@@ -172,12 +175,23 @@ def write_full_report(
     progress: Progress,
     place: Path | None = None,
 ) -> Reported:
-    """Measure a packed folder, of any tool, against its original, and write the report.
+    """Write the report of `full_report`, whose arguments and errors these are.
 
     Args:
-        origin: of `prepare_report`.
-        progress: called with ("verify", "source", "weights", "logits" or "long", done, in all).
         place: folder for the report's files; the packed one when None.
+    """
+    report = full_report(packed, origin, request, progress)
+    return save_report(packed, report, place, request.overwrite)
+
+
+def full_report(
+    packed: PackedCheckpoint, origin: Origin, request: LogitRequest, progress: Progress
+) -> QualityReport:
+    """Measure a packed folder, of any tool, against its original.
+
+    Args:
+        origin: of `prepare_report` or `find_origin`.
+        progress: called with ("verify", "source", "weights", "logits" or "long", done, in all).
 
     Raises:
         LowbitError: a folder that differs from its lowbit.json, or another model than the original.
@@ -198,7 +212,7 @@ def write_full_report(
     weights = _with_outputs(weights, found.output_errors)
     known = _known(quality_of(folder, packed.manifest_sha256, request.note or unsaid))
     report = build_report(packed, weights, found.logits, original, origin.repo, *known)
-    return save_report(packed, replace(report, long=far), place, request.overwrite)
+    return replace(report, long=far)
 
 
 def save_report(

@@ -23,6 +23,7 @@ PARTS: dict[Role, str] = {
     "delta_gate": "DeltaNet",
     "delta_state": "DeltaNet",
     "mtp": "multi-token prediction",
+    "drafter": "drafter's head",
 }
 CARRIED = "vision tower"
 DRAFT_HEAD = "draft head"

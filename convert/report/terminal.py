@@ -72,6 +72,8 @@ def _figures(report: QualityReport) -> dict[str, str]:
         found["logit cosine"] = f"mean {cosine(logits.cosine_mean)}   p1 {cosine(logits.cosine_p1)}"
         if logits.int8_inputs:
             found["INT8 inputs"] = formatting.int8_inputs(logits.int8_inputs[0], logits)
+        if logits.images is not None:
+            found["images"] = formatting.images(logits.images)
         if logits.routing is not None:
             found["same experts"] = formatting.routing(logits.routing)
         if logits.drafting is not None:
@@ -81,6 +83,8 @@ def _figures(report: QualityReport) -> dict[str, str]:
             f"mean KL {kl(long.kl_mean)} nats; an INT8 cache adds {kl(long.cache_kl_mean)}"
         )
     found["size"] = formatting.size_text(report)
+    if tower := formatting.tower_text(report.sizes):
+        found["vision tower"] = tower
     if logits is not None:
         text, machine = printable(logits.text_name), printable(report.measured_on)
         found["measured on"] = f"{text}: {formatting.scored(logits)}, on {machine}"

@@ -15,10 +15,10 @@ from lowbit.convert.report.graded_figures import (
     UNREADABLE,
     GradedFigure,
     drift,
+    figures_left_out,
     graded_figures,
     least_tokens,
     needed_tokens,
-    texts_left_out,
     with_int8_inputs,
 )
 from lowbit.convert.report.limits import GRADES, LEAST_BITS, SMALLEST, Expectation, Grade
@@ -96,7 +96,7 @@ def judge(report: QualityReport) -> Verdict:
             *(f"{sentence(a.text).rstrip('.')} ({a.bound})." for a in others),
             *_close_call(found, worst.grade),
             *filter(None, [growing]),
-            *texts_left_out(logits),
+            *figures_left_out(logits),
             *(_with_int8_inputs(logits) if logits.int8_inputs else ()),
             *(_too_small(report) if loss is None else ()),
         ),

@@ -33,7 +33,16 @@ import click
 import torch
 from forced_drafts import ACCEPTED, Copied, Known, forced_rounds
 from make_random_checkpoint import HYBRID_SIZES, SIZES, config_of
-from random_engine import add_drafter, drafter_of, dspark_of, engine_of
+from random_engine import (
+    add_drafter,
+    dflash2_of,
+    domino_of,
+    drafter_of,
+    dspark_of,
+    engine_of,
+    lilicorr_of,
+    xpress_of,
+)
 from speculation_table import Row, show
 
 from lowbit.formats.architectures import read_config
@@ -62,7 +71,14 @@ ROWS = ("known", "head", "auto", "copied", "repeat", "block")
 BITS = 4
 DRAFTS = (1, 3, 7, 15)
 BLOCK_DRAFTS = (3, 7, 15)
-KINDS = {"dflash": drafter_of, "dspark": dspark_of}  # config.json of a random drafter
+KINDS = {  # config.json of a random drafter
+    "dflash": drafter_of,
+    "dspark": dspark_of,
+    "xpress": xpress_of,
+    "domino": domino_of,
+    "dflash2": dflash2_of,
+    "lilicorr": lilicorr_of,
+}
 HEAD_DRAFTS = (1, 2, 3, 4)
 PROMPT, TOKENS = 64, 160  # with the drafts behind them within the first reach of attention
 LINES, LINE = 60, 10  # lines, and tokens of each where they have no meaning

@@ -20,7 +20,7 @@ from lowbit.formats.machine.memory import free_bytes
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare
 from lowbit.runtime.engine.chunks import new_chunks
-from lowbit.runtime.engine.draft.block import Blocks
+from lowbit.runtime.engine.draft.block import new_blocks
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.memory import snapshots_for
 from lowbit.runtime.engine.plan import OpenRow
@@ -40,11 +40,18 @@ from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
 GROUP = 128
 CONTEXT = 8192
 HEAD_BITS = 8
+MOST_DENSE = 2**15  # rows; a head has more
+# Linears that recipes leave dense: those with too few rows for tiles, and small ones of drafters.
+DENSE = (
+    *("in_proj_b", "_conv.kernel_projection", ".hidden_projection", ".down_h", ".down_g"),
+    *("xpress_head.mlp.gate_proj", "xpress_head.mlp.down_proj"),
+)
+DRAFT_HEADS = ("markov_head.markov_w2", "xpress_head.w2", "embed_proj.2")
 
 
 def bits_of(module: str, bits: int) -> int:
     """Bits of a linear by the recipe whose MLP has so many; of 4 or 8, all but heads."""
-    if module in ("lm_head", "markov_head.markov_w2"):
+    if module in ("lm_head", *DRAFT_HEADS):
         return HEAD_BITS
     return bits + 1 if bits < 4 and "_attn." in module else bits
 
@@ -103,7 +110,9 @@ class RandomWeights:
         return (x.abs() if name.endswith("A_log") else x).to(dtype or torch.bfloat16)
 
     def dense(self, weight: Tensor) -> GpuLinear | CpuLinear:
-        """A tied head."""
+        """A tied head, or a small linear of a drafter."""
+        if len(weight) < MOST_DENSE:
+            return DenseLinear(weight)
         return self.packed(HEAD_BITS, len(weight), weight.shape[1], head=True)
 
     def linear(
@@ -112,7 +121,7 @@ class RandomWeights:
         """One linear over the rows of several modules."""
         shapes = [self.shapes[f"{module}.weight"] for module in modules]
         N, K = sum(rows for rows, _ in shapes), shapes[0][1]
-        if modules[0].endswith("in_proj_b"):  # too few rows for tiles; recipes leave them dense
+        if modules[0].endswith(DENSE):
             return DenseLinear(0.02 * torch.randn(N, K, device=self.device).bfloat16())
         return self.packed(bits_of(modules[0], self.bits), N, K, paired, head)
 
@@ -258,6 +267,38 @@ def dspark_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, **section, **own}
 
 
+def xpress_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of an xPress drafter for a model's config.json."""
+    own = {"xpress_block_size": 16, "xpress_rank": 256, "xpress_mlp_hidden": 512}
+    return {**drafter_of(raw), "architectures": ["Qwen3XPressModel"], **own}
+
+
+def domino_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of a Domino drafter for a model's config.json, as SpecForge trains them."""
+    found = drafter_of(raw)
+    own = {"emb_dim": 256, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 1, "shift_label": True}
+    section = {**found["dflash_config"], "projector_type": "domino", **own}
+    return {**found, "dflash_config": section}
+
+
+def dflash2_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of a DFlash2 drafter for a model's config.json, as z-lab publishes."""
+    found = drafter_of(raw, size=8)
+    own = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+    section = {**found["dflash_config"], **own}
+    return {**found, "architectures": ["DFlash2DraftModel"], "dflash_config": section}
+
+
+def lilicorr_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of a LiLiCorr drafter for a model's config.json, of a size that we chose."""
+    found = drafter_of(raw)
+    sizes = {"candidate_topk": 8, "hidden_size": 512, "num_layers": 2, "num_heads": 8}
+    numbers = {"mlp_ratio": 2.0, "factor_dim": 128, "vector_eps": 1e-6, "logit_scale": 10.0}
+    own = {f"lilicorr_{key}": value for key, value in (sizes | numbers).items()}
+    section = {**found["dflash_config"], **own}
+    return {**found, "architectures": ["LiLiCorrDraftModel"], "dflash_config": section}
+
+
 def add_drafter(
     engine: Engine, raw: Mapping[str, Any], bits: int, device: str, draft_rows: int = 0
 ) -> None:
@@ -284,7 +325,7 @@ def add_drafter(
     rows: Any = None
     if draft_rows:
         rows = random_rows(weights, draft_rows, config.vocab_size, config.hidden_size)
-    runner.blocks = Blocks(drafter, pages, rows)
+    runner.blocks = new_blocks(drafter, pages, rows, runner.tables.shape[0], torch.bfloat16)
     runner.chunks = new_chunks(runner.decoder, runner.each_layer, runner.tables, runner.graphs)
 
 

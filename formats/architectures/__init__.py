@@ -4,7 +4,18 @@ from collections.abc import Collection, Mapping
 from itertools import chain
 from typing import Any
 
-from lowbit.formats.architectures import dense, dflash, dspark, qwen3_5, qwen3_5_moe, qwen3_moe
+from lowbit.formats.architectures import (
+    dense,
+    dflash,
+    dflash2,
+    domino,
+    dspark,
+    lilicorr,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_moe,
+    xpress,
+)
 from lowbit.formats.architectures.architecture import PREFIX, Architecture, Part, plain_tied
 from lowbit.formats.architectures.config import Config
 from lowbit.formats.architectures.decoder import TEXT, TIED
@@ -64,17 +75,19 @@ WANTING: Mapping[str, str] = dict.fromkeys(
 DRAFTERS: Mapping[str, Architecture[Any]] = {
     dflash.CLASS: dflash.ARCHITECTURE,
     dspark.CLASS: dspark.ARCHITECTURE,
+    xpress.CLASS: xpress.ARCHITECTURE,
+    domino.CLASS: domino.ARCHITECTURE,
+    dflash2.CLASS: dflash2.ARCHITECTURE,
+    lilicorr.CLASS: lilicorr.ARCHITECTURE,
 }
 # Known classes of drafters without an implementation, and what they have beside DFlash's layers.
 OTHER_DRAFTERS: Mapping[str, str] = {
-    "DFlash2DraftModel": "convolutions around attention and MLP, and a selector of paths",
     "DSparkDraftModel": "DSpark's head in the layouts of SpecForge and speculators",
     "Gemma4DSparkModel": "DSpark's head over layers of Gemma 4",
-    "DominoDraftModel": "a recurrent head that corrects logits",
-    "Qwen3XPressModel": "xPress' head, which refines a block several times",
-    "XPressDraftModel": "xPress' head, which refines a block several times",
-    "LiLiCorrDraftModel": "LiLiCorr's head, which attends to several tokens for each place",
+    "XPressDraftModel": "xPress' head in the layout of speculators",
 }
+# Classes of other heads that files with the class of DFlash mean, by what their section says
+PROJECTORS: Mapping[str, str] = {domino.PROJECTOR: domino.CLASS}
 DRAFTS = "DraftModel"  # ends the class of most drafters
 SUPPORTED = tuple(ARCHITECTURES)
 MIXTURES = tuple(name for name, family in ARCHITECTURES.items() if family.experts)
@@ -118,13 +131,22 @@ def is_known(config: Mapping[str, Any]) -> bool:
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
-    """Class of a drafter, model_type of another model; empty where an unchecked config has none."""
+    """Class of a drafter, model_type of another model; empty where an unchecked config has none.
+
+    A drafter of DFlash's class whose `projector_type` names another head has that head's class.
+    """
     classes = config.get("architectures")
     for name in classes if isinstance(classes, list) else ():
         if isinstance(name, str) and _names_drafter(name):
-            return name
+            return _by_projector(config) if name == dflash.CLASS else name
     model_type = config.get("model_type")
     return model_type if isinstance(model_type, str) else ""
+
+
+def _by_projector(config: Mapping[str, Any]) -> str:
+    section = config.get(dflash.SECTION)
+    found = section.get(dflash.KIND) if isinstance(section, dict) else None
+    return PROJECTORS.get(found, dflash.CLASS) if isinstance(found, str) else dflash.CLASS
 
 
 def _names_drafter(name: str) -> bool:

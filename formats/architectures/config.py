@@ -55,6 +55,7 @@ class BlockDrafts:
     target_layers: tuple[int, ...]
     first: int = 1  # place in the block whose output is the first draft
     target_depth: int | None = None  # layers of the target; None if config.json does not say
+    keeps_context: bool = False  # its head reads what `fc` gives at the position before a block
 
     @property
     def drafts(self) -> int:

@@ -31,7 +31,6 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (None, False),
     "sample_from_anchor": (None, True),
 }
-COPY = "copy of the target's, which is used"
 CONFIDENCE = "guesses how many drafts are accepted: not used"
 
 
@@ -89,8 +88,8 @@ ARCHITECTURE = Architecture(
     prefix_of=lambda config, names: "",
     is_tied=lambda config: False,  # its head is the target's
     unused={
-        "embed_tokens.weight": COPY,
-        "lm_head.weight": COPY,
+        "embed_tokens.weight": dflash.COPY,
+        "lm_head.weight": dflash.COPY,
         "confidence_head.proj.weight": CONFIDENCE,
         "confidence_head.proj.bias": CONFIDENCE,
     },

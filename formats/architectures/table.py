@@ -7,6 +7,7 @@ from typing import Literal
 # projections of its gates, delta_state the convolution and parameters of its recurrence.
 # mtp: multi-token prediction. bias: bias of a linear. expert: an expert that tokens are routed to;
 # the one that all tokens pass through is an mlp. router: chooses experts, or weighs the shared one.
+# drafter: what only a drafter's head has, and no recipe quantizes.
 Role = Literal[
     "embedding",
     "norm",
@@ -21,6 +22,7 @@ Role = Literal[
     "delta_gate",
     "delta_state",
     "mtp",
+    "drafter",
 ]
 QUANTIZABLE: frozenset[str] = frozenset(
     {"attention", "mlp", "expert", "head", "delta_in", "delta_out", "mtp"}

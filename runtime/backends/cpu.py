@@ -88,6 +88,27 @@ def attention(qkv: Tensor, layer: AttentionLayer, pages: KVPages, step: Step) ->
     return mixed.transpose(0, 1).reshape(M, -1)
 
 
+def convolve(
+    x: Tensor,
+    coefficients: Tensor,
+    base: Tensor,
+    side: int,
+    size: int,
+    added: Tensor | None = None,
+) -> Tensor:
+    """Convolve the tokens of each block; see `DraftOps.convolve`."""
+    (M, h), taps = x.shape, base.shape[1]
+    own = coefficients.view(M, 2, taps, -1, 1)[:, side].float()  # [M, T, G, 1]
+    kernel = base[side].float().view(1, taps, own.shape[2], -1) + own  # [M, T, G, h / G]
+    kernel = kernel.view(-1, size, taps, h)
+    blocks = x.float().view(-1, size, h)
+    out = kernel[:, :, 0] * blocks
+    for tap in range(1, min(taps, size)):
+        out[:, tap:] += kernel[:, tap:, tap] * blocks[:, :-tap]
+    out = out.view(M, h)
+    return (out if added is None else out + added.float()).to(x.dtype)
+
+
 def _attended(
     q: Tensor, k: Tensor, v: Tensor, pages: KVPages, span: Span, layer: int, together: bool
 ) -> Tensor:

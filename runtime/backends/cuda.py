@@ -19,6 +19,7 @@ from lowbit.runtime.kernels.attention.block import attend_block as attend_block
 from lowbit.runtime.kernels.attention.block import write_context as write_context
 from lowbit.runtime.kernels.attention.decode import attention_decode
 from lowbit.runtime.kernels.attention.prefill import attention_prefill
+from lowbit.runtime.kernels.convolve import convolve as convolve
 from lowbit.runtime.kernels.delta.decode import delta_decode, delta_decode_parts
 from lowbit.runtime.kernels.delta.prefill import delta_prefill
 from lowbit.runtime.kernels.experts.tiled import gathered as gathered

@@ -237,6 +237,34 @@ class DraftOps(Ops[W], Protocol[W]):
             [M, Hq * D].
         """
 
+    def convolve(
+        self,
+        x: Tensor,
+        coefficients: Tensor,
+        base: Tensor,
+        side: int,
+        size: int,
+        added: Tensor | None = None,
+    ) -> Tensor:
+        """Convolve the tokens of each block, by taps that are part fixed and part of each token.
+
+        Channel c of token m, which is in group g of its G, becomes
+
+            sum over t <= place of m in its block of
+                (base[side, t, c] + coefficients[m, side, t, g]) * x[m - t, c]
+
+        Args:
+            x: [M, h], blocks of `size` tokens side by side.
+            coefficients: [M, 2 * T * G] of both sides and T taps.
+            base: [2, T, h].
+            side: 0 before a layer's part, 1 behind it.
+            size: tokens of a block.
+            added: [M, h], a residual.
+
+        Returns:
+            [M, h].
+        """
+
     def join_copies(
         self, inputs: DecodeInputs, copies: Tensor, copied: Tensor, B: int, k: int
     ) -> None:

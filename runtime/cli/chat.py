@@ -21,10 +21,12 @@ from lowbit.runtime.cli.options import (
     load_model,
     machine_options,
     note_plain,
+    note_vision,
     quantize_options,
     sampling_options,
     speculate_options,
     talk_options,
+    vision_option,
     with_load_options,
     with_settings,
 )
@@ -63,6 +65,7 @@ Ask = Callable[["Chat"], "Slash | str | None"]
     "--api-key", envvar="LOWBIT_API_KEY", metavar="KEY", show_envvar=True, help="With --url: key."
 )
 @machine_options
+@vision_option
 @quantize_options
 @speculate_options
 @sampling_options
@@ -131,6 +134,7 @@ def _loaded(name: str, options: LoadOptions, settings: "AnswerSettings") -> "Cha
     from lowbit.runtime.conversation.chat import LoadedModel
 
     model = load_model(name, options)
+    note_vision(model)
     note_plain(model)
     settings.keywords(model)  # refuses a schema before the first question
     return LoadedModel(model)

@@ -22,15 +22,17 @@ from lowbit.runtime.cli.options import (
     machine_options,
     model_argument,
     note_plain,
+    note_vision,
     quantize_options,
     sampling_options,
     sequences_option,
     speculate_options,
     talk_options,
+    vision_option,
     with_load_options,
     with_settings,
 )
-from lowbit.runtime.engine.load_options import SEQUENCES
+from lowbit.runtime.engine.load_options import DEFAULT_VISION_DEVICE, SEQUENCES
 
 if TYPE_CHECKING:
     from lowbit.runtime.conversation.chat import AnswerSettings
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
 @model_argument
 @click.argument("prompt", required=False)
 @machine_options
+@vision_option
 @quantize_options
 @speculate_options
 @sampling_options
@@ -120,7 +123,10 @@ def generate(
     _check_raw(settings, options)
     if prompts is None:
         text, shown = _prompt(prompt), _read_images(images)
-        _answer(_load(name, options, 1), text, shown, settings, as_json)
+        model = _load(name, options, 1)
+        if images or options.vision_device != DEFAULT_VISION_DEVICE:
+            note_vision(model)
+        _answer(model, text, shown, settings, as_json)
         return
     from lowbit.runtime.cli.prompts import answer_file, read_prompts
 

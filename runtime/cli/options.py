@@ -35,6 +35,7 @@ from lowbit.runtime.conversation.chat import AnswerSettings
 from lowbit.runtime.engine.load_options import (
     DEFAULT_ACTIVATIONS,
     DEFAULT_KV_CACHE,
+    DEFAULT_VISION_DEVICE,
     DRAFTER_MODES,
     KV_CACHES,
     METHODS,
@@ -42,6 +43,7 @@ from lowbit.runtime.engine.load_options import (
     MOST_DRAFTS,
     MOST_SEQUENCES,
     SEQUENCES,
+    VISION_DEVICES,
     LoadOptions,
 )
 
@@ -150,6 +152,14 @@ activations_option = click.option(
     help="Inputs of quantized linears: exact, or int8, which rounds them to eight bits with a "
     "scale for each token and 128 of them. On an H100 or H200 products of more than 32 tokens are "
     "faster so. The model's head stays exact.",
+)
+vision_option = click.option(
+    "--vision-device",
+    type=click.Choice(VISION_DEVICES),
+    show_default=DEFAULT_VISION_DEVICE,
+    help="Where the vision tower reads images: the GPU, with room kept for it, or the CPU. auto "
+    "takes the model's GPU if the cache stays as large, streams the tower onto it from the "
+    "machine's memory if that leaves room, and else takes the CPU.",
 )
 machine_options = with_options(
     cache_options,
@@ -280,8 +290,9 @@ speculate_options = with_options(
         metavar="DIR|ID",
         callback=model_name,
         shell_complete=folders,
-        help="With --speculate dflash or auto: a DFlash or DSpark drafter for MODEL, a folder or a "
-        "Hub id, packed or BF16. It stands in for the model's own head.",
+        help="With --speculate dflash or auto: a drafter for MODEL (DFlash, DSpark, xPress, "
+        "Domino, DFlash2, LiLiCorr), a folder or a Hub id, packed or BF16. It stands in for the "
+        "model's own head.",
     ),
 )
 control_option = click.option(
@@ -311,7 +322,15 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("clients", "rate", "requests", "warm_up", "most_at_once", "api", "token_ids"),
         *("first_token_limit", "between_tokens_limit", "load_seed"),
     ),
-    "Model and machine": ("served_name", "context", "kv_cache", "activations", "device", "threads"),
+    "Model and machine": (
+        "served_name",
+        "context",
+        "kv_cache",
+        "activations",
+        "device",
+        "vision_device",
+        "threads",
+    ),
     "Quantization at load": ("quantize", "group_size", "method"),
     "Speculative decoding": ("speculate", "draft_tokens", "drafter"),
 }
@@ -402,6 +421,16 @@ def load_model(name: str, options: LoadOptions) -> "Model":
         note_older_launches()
     _spare_threads(model)
     return model
+
+
+def note_vision(model: "Model") -> None:
+    """Tell on stderr where images are read, where that was a choice, or that they are not."""
+    asked, vision = model.options.vision_device, model.vision
+    if vision is None:
+        if asked != DEFAULT_VISION_DEVICE:
+            note(f"--vision-device {asked} has no effect: {model.no_vision}")
+    elif vision.place.reason:
+        note(f"--vision-device {asked}: {vision.place.device}; {vision.place.reason}")
 
 
 def note_plain(model: "Model") -> None:

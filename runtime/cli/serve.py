@@ -25,9 +25,11 @@ from lowbit.runtime.cli.options import (
     load_model,
     machine_options,
     model_argument,
+    note_vision,
     quantize_options,
     sequences_option,
     speculate_options,
+    vision_option,
     with_load_options,
 )
 from lowbit.runtime.engine.load_options import (
@@ -165,6 +167,7 @@ FASTER_ROUNDED = 32  # answers together, beyond which linears with rounded input
 )
 @control_option
 @machine_options
+@vision_option
 @quantize_options
 @speculate_options
 @reported
@@ -261,6 +264,7 @@ def _run(settings: ServeSettings, load: "Callable[[], Model]") -> None:
 def load_noted(name: str, options: "LoadOptions") -> "Model":
     """Load the model of a folder or Hub id in the engine's process; notes go to stderr."""
     model = load_model(name, options)
+    note_vision(model)
     _note_rounding(model)
     return model
 

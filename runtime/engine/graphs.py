@@ -14,6 +14,8 @@ from lowbit.runtime.thresholds import ROUND_TOKENS
 
 MOST_GRAPHS = 64  # each takes some megabytes of the driver's memory
 FIRST_KV_LEN = 256
+MANY = 48  # tokens of a step
+MOST_FINE = 4096  # keys
 STEP_WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # tokens
 
 
@@ -114,18 +116,27 @@ def width_for(tokens: int) -> int:
     return next((width for width in STEP_WIDTHS if width >= tokens), -(-tokens // last) * last)
 
 
-def round_kv_len(tokens: int, context: int) -> int:
-    """Round a length up to a capture bucket: 256, 1024, 4096, ..., at most the context."""
+def round_kv_len(tokens: int, context: int, width: int = 1) -> int:
+    """Round a length up to a capture bucket: 256, 1024, 4096, ..., at most the context.
+
+    Steps of MANY tokens and more have twice as many buckets up to MOST_FINE: their programs read
+    all splits of their keys, so splits that are too many cost more than graphs.
+
+    Args:
+        tokens: of the longest sequence.
+        context: most tokens of one.
+        width: tokens of the step.
+    """
     max_kv_len = FIRST_KV_LEN
     while max_kv_len < tokens:
-        max_kv_len *= 4
+        max_kv_len *= 2 if width >= MANY and max_kv_len < MOST_FINE else 4
     return min(max_kv_len, pages_for(context) * PAGE)
 
 
-def kv_lens(context: int) -> Iterator[int]:
+def kv_lens(context: int, width: int = 1) -> Iterator[int]:
     """Every length that decode steps are recorded for; see `round_kv_len`."""
     max_kv_len = 0
-    while max_kv_len < (found := round_kv_len(max_kv_len + 1, context)):
+    while max_kv_len < (found := round_kv_len(max_kv_len + 1, context, width)):
         max_kv_len = found
         yield max_kv_len
 

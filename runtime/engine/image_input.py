@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lowbit.formats.errors import RequestError
+from lowbit.formats.image_settings import ImageSettings
 from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.images.picture import Picture
-from lowbit.runtime.images.settings import ImageSettings
 
 if TYPE_CHECKING:
     from torch import Tensor

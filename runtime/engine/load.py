@@ -16,13 +16,14 @@ from lowbit.formats.kv_cache import plain_cache
 from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.text.template import load_chat_template
 from lowbit.runtime.engine.constraints import ConstraintFactory
-from lowbit.runtime.engine.draft.block import Blocks
+from lowbit.runtime.engine.draft.block import new_blocks
 from lowbit.runtime.engine.draft.source import new_drafts
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load_options import ANSWER_LENGTH, LoadKeywords, LoadOptions, Mode
 from lowbit.runtime.engine.memory import (
     Account,
     ChosenType,
+    Decided,
     choose_cache,
     choose_cache_type,
     choose_sequences,
@@ -30,7 +31,8 @@ from lowbit.runtime.engine.memory import (
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.plan import CHUNK
 from lowbit.runtime.engine.runner import new_runner
-from lowbit.runtime.engine.vision import open_vision
+from lowbit.runtime.engine.vision import Vision, open_vision
+from lowbit.runtime.engine.vision_place import place_tower
 from lowbit.runtime.models.input_power import calibration_ids, check_searched, input_power
 from lowbit.runtime.models.loader import (
     OpenedModel,
@@ -95,17 +97,10 @@ def load(
     launches = None if device == "cpu" else _launches_here()
     vocabulary = min(tokenizer.vocabulary, opened.config.vocab_size)
     account = Account(opened, device, dtype, plain_cache(dtype), vocabulary)
-    sequences = choose_sequences(account, options)
-    if options.max_sequences is None:
-        options = replace(options, max_sequences=sequences.count)
-        if device != "cpu":
-            account = replace(account, auto_tokens=sequences.count * ANSWER_LENGTH)
-    if options.speculate is None:
-        options = replace(options, speculate=default_mode(account, options))
-        opened = opened if opened.head == options.mtp_head else without_head(opened)
-        account = replace(account, opened=opened)
+    decided, vision, no_vision = _with_vision(account, options)
+    opened, options = decided.account.opened, decided.options
+    chosen, cache = decided.kv_cache, decided.cache
     drafts = options.most_drafts(recurrent=opened.config.linear_layers is not None)
-    chosen, cache = _cache_of(account, options, drafts)
     beside = None
     if opened.drafter is not None:  # before the model, which takes longer
         beside = load_drafter(opened, device, dtype, cache.context, launches)
@@ -121,9 +116,8 @@ def load(
     if beside is not None:
         reader, rows = beside
         pages = kv_pages(reader.config, cache.all_pages, chosen.cache_type, device)
-        runner.blocks = Blocks(reader, pages, rows)
+        runner.blocks = new_blocks(reader, pages, rows, runner.tables.shape[0], dtype)
     engine = Engine(runner, options.max_waiting, new_drafts(runner, options, drafts, device))
-    vision, no_vision = open_vision(opened.checkpoint, device, dtype)
     stop_ids = frozenset((*config_stops, *tokenizer.stop_ids()))
     if device != "cpu":
         torch.cuda.synchronize()
@@ -144,12 +138,50 @@ def load(
         dtype=dtype,
         load_s=time.perf_counter() - started,
         cache=cache,
-        sequences=sequences,
+        sequences=decided.sequences,
         kv_cache=chosen,
         launches=launches,
         vision=vision,
         no_vision=no_vision,
     )
+
+
+def _with_vision(account: Account, options: LoadOptions) -> tuple[Decided, Vision | None, str]:
+    """Sizes that memory decides, the model's vision tower, and why there is none.
+
+    Raises:
+        RequestError, ResourceError: as `decide` and `place_tower`.
+    """
+    vision, missing = open_vision(account.opened.checkpoint)
+    if vision is None:
+        return decide(account, options), None, missing
+    decided, place = place_tower(
+        vision.memories(account.dtype),
+        options.vision_device,
+        account.device,
+        lambda needed: decide(replace(account, vision_bytes=needed), options),
+    )
+    beside_gpu = account.device != "cpu"
+    return decided, Vision(vision.opened, vision.input, place, account.dtype, beside_gpu), ""
+
+
+def decide(account: Account, options: LoadOptions) -> Decided:
+    """Sizes of the cache, and the source of drafts, where the options leave them to memory.
+
+    Raises:
+        RequestError, ResourceError: as `choose_cache`.
+    """
+    opened, sequences = account.opened, choose_sequences(account, options)
+    if options.max_sequences is None:
+        options = replace(options, max_sequences=sequences.count)
+        if account.device != "cpu":
+            account = replace(account, auto_tokens=sequences.count * ANSWER_LENGTH)
+    if options.speculate is None:
+        options = replace(options, speculate=default_mode(account, options))
+        opened = opened if opened.head == options.mtp_head else without_head(opened)
+        account = replace(account, opened=opened)
+    drafts = options.most_drafts(recurrent=opened.config.linear_layers is not None)
+    return Decided(account, options, sequences, *_cache_of(account, options, drafts))
 
 
 def cpu_chunk(layer_weights: int) -> int:

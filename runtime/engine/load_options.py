@@ -30,6 +30,9 @@ KVCache = Literal["bf16", "int8", "auto"]
 KV_CACHES: tuple[KVCache, ...] = get_args(KVCache)
 DEFAULT_KV_CACHE: KVCache = "bf16"  # of the commands and of `load`
 DEFAULT_ACTIVATIONS: Activations = "exact"  # likewise
+VisionDevice = Literal["auto", "cuda", "cpu"]  # of the tower that reads images
+VISION_DEVICES: tuple[VisionDevice, ...] = get_args(VisionDevice)
+DEFAULT_VISION_DEVICE: VisionDevice = "auto"
 MOST_DRAFTS = 15  # with the last token ROUND_TOKENS
 RECURRENT_DRAFTS = 7  # by default with linear layers: each draft takes a recurrent state
 
@@ -72,11 +75,16 @@ class LoadOptions:
             pay. None for `auto` on a GPU where the model has a head and the cache stays as large,
             else `off`. The output does not depend on it.
         draft_tokens: most drafts of a sequence in a step; None for as many as suit the model.
-        drafter: folder or Hub id of a DFlash or DSpark drafter for this model, packed or BF16, read
-            as it is stored; it stands in for the model's head.
+        drafter: folder or Hub id of a drafter for this model (DFlash, DSpark, xPress, Domino,
+            DFlash2 or LiLiCorr), packed or BF16, read as it is stored; it stands in for the
+            model's head.
         allow_control_tokens: control tokens that a message, a tool or an argument of the template
             spells, such as `<|im_end|>`, are these tokens, so that a message may end its turn and
             begin another. By default they are plain text. Raw prompts are taken as they are.
+        vision_device: where the vision tower runs, which is read at the first image. `auto` takes
+            the GPU of the model if the cache stays as large beside the tower and an image, streams
+            the tower's weights onto it if that leaves room, and else takes the CPU; of sequences
+            that memory chooses, a quarter may go. `cuda` makes the cache smaller if it must.
         refuse_late_system: refuse system messages that the chat template refuses; by default, those
             at the beginning become one, and later ones become marked text of the user's.
     """
@@ -98,6 +106,7 @@ class LoadOptions:
     drafter: str | Path | None = None
     allow_control_tokens: bool = False
     refuse_late_system: bool = False
+    vision_device: VisionDevice = DEFAULT_VISION_DEVICE
 
     def __post_init__(self) -> None:
         """Refuse values out of range.
@@ -118,6 +127,8 @@ class LoadOptions:
             raise _unknown("kv_cache", KV_CACHES, self.kv_cache)
         if self.activations not in ACTIVATIONS:
             raise _unknown("activations", ACTIVATIONS, self.activations)
+        if self.vision_device not in VISION_DEVICES:
+            raise _unknown("vision_device", VISION_DEVICES, self.vision_device)
         if self.speculate not in (None, *MODES):
             raise _unknown("speculate", MODES, self.speculate)
         drafts = self.draft_tokens
@@ -168,6 +179,7 @@ class LoadKeywords(TypedDict, total=False):
     drafter: str | Path | None
     allow_control_tokens: bool
     refuse_late_system: bool
+    vision_device: VisionDevice
 
 
 def _check_least(name: str, value: int | None, least: int, most: int | None = None) -> None:

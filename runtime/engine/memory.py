@@ -57,6 +57,7 @@ class Account:
     # Tokens of the cache that `kv_cache` auto keeps activations as they are for; None for all that
     # the options ask for
     auto_tokens: int | None = None
+    vision_bytes: int = 0  # kept free for the vision tower and an image
 
     def page_bytes(self, count: int) -> int:
         """Memory of so many pages, a drafter's included."""
@@ -78,16 +79,26 @@ class Account:
         taken += new_sampler_rows(rows, self.vocabulary, "meta").size_bytes
         if self.opened.head:
             taken += new_hidden_ring(rows, config.hidden_size, self.dtype, "meta").nbytes
+        if self._keeps_context:
+            taken += new_hidden_ring(rows, config.hidden_size, self.dtype, "meta").nbytes
         if on_gpu:  # a CPU keeps no copy of logits
             kept = new_kept(size.sequences, self.vocabulary, config.vocab_size, "meta")
             taken += kept.nbytes
         return taken
 
+    @property
+    def _keeps_context(self) -> bool:
+        """True if a drafter's head reads the context of a position, see `Blocks.contexts`."""
+        blocks = None if self.opened.drafter is None else self.opened.drafter.config.block_drafts
+        return blocks is not None and blocks.keeps_context
+
     def graph_bytes(self, size: CacheSize) -> int:
         """Memory on a GPU of the graphs of steps of more than EXACT_TOKENS sequences."""
         widths = [M for M in STEP_WIDTHS if EXACT_TOKENS < M <= width_for(size.sequences)]
-        parts = sum(-(-M // self.opened.part_tokens(self.device)) for M in widths)
-        return GRAPH_BYTES * parts * len(list(kv_lens(size.context)))
+        taken = self.opened.part_tokens(self.device)
+        return GRAPH_BYTES * sum(
+            -(-M // taken) * len(list(kv_lens(size.context, M))) for M in widths
+        )
 
     def widened_bytes(self, size: CacheSize) -> int:
         """Memory on a GPU of a sequence's keys and values of a layer, widened for its prompt."""
@@ -112,6 +123,7 @@ class Account:
             workspace = GPU_WORKSPACE + self.widened_bytes(size) + self.graph_bytes(size)
             workspace += self.drafter_bytes()
         weights = self.opened.weight_bytes(self.device, self.dtype)
+        weights += self.vision_bytes
         return weights + workspace + self.row_bytes(size) + self.page_bytes(pages)
 
     def snapshots_that_fit(self, size: CacheSize, free: int) -> int:
@@ -134,6 +146,28 @@ class ChosenSequences:
 
     count: int
     reason: str | None = None  # why it was chosen; None where the options name it
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """Sizes that memory has decided, and what they follow from."""
+
+    account: Account  # whose model has the head for multi-token prediction only where it is used
+    options: LoadOptions  # with the number of sequences and the source of drafts
+    sequences: "ChosenSequences"
+    kv_cache: "ChosenType"
+    cache: CacheSize
+
+    def keeps(self, other: "Decided", share: float) -> bool:
+        """Tell if a cache has all that another has, of sequences and tokens a share at least."""
+        same = (
+            self.kv_cache.cache_type == other.kv_cache.cache_type
+            and self.options.speculate == other.options.speculate
+            and self.cache.context == other.cache.context
+        )
+        counts = self.sequences.count, self.cache.pages
+        others = other.sequences.count, other.cache.pages
+        return same and all(a >= share * b for a, b in zip(counts, others, strict=True))
 
 
 def choose_sequences(account: Account, options: LoadOptions) -> ChosenSequences:
@@ -257,6 +291,7 @@ def _too_large(account: Account, size: CacheSize, free: int, least: int | None) 
     least: tokens of a cache whose size has been asked for; None where only the context has.
     """
     need = int(account.needed(size, size.all_pages) * HEADROOM)
+    tower = account.vision_bytes
     fitting = _fitting(account, size, free, least)
     hints = [fitting or "the weights alone do not fit"]
     if not account.cache_type.scaled:
@@ -265,8 +300,12 @@ def _too_large(account: Account, size: CacheSize, free: int, least: int | None) 
             hints.insert(0, "--kv-cache int8 fits")
         elif other := _fitting(halved, size, free, least):
             hints.append(f"with --kv-cache int8, {other}")
+    if tower:
+        place = "--vision-device cpu" if account.device != "cpu" else "--vision-device auto"
+        hints.append(f"{place} keeps nothing for images")
+    beside = f"the vision tower with an image ({gigabytes(tower)}), " if tower else ""
     return ResourceError(
-        f"needs {gigabytes(need)} for weights and a cache ({account.cache_type.name}) of "
+        f"needs {gigabytes(need)} for {beside}weights and a cache ({account.cache_type.name}) of "
         f"{size.pages * PAGE} tokens for {size.sequences} "
         f"sequence{'s' if size.sequences > 1 else ''}, free on {account.device}: "
         f"{gigabytes(free)}",

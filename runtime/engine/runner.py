@@ -16,7 +16,7 @@ from torch import Tensor
 from lowbit.formats.kv_cache import CacheType, plain_cache
 from lowbit.runtime.engine.chunks import Chunks, new_chunks
 from lowbit.runtime.engine.draft_source import ContextReader
-from lowbit.runtime.engine.graphs import Graphs, round_kv_len, width_for
+from lowbit.runtime.engine.graphs import Graphs, kv_lens, round_kv_len, width_for
 from lowbit.runtime.engine.plan import CHUNK, Capacity, Change, CloseRow, OpenRow, SaveSnapshot
 from lowbit.runtime.engine.results import PlainStep, Results
 from lowbit.runtime.engine.sequence import Sequence
@@ -191,7 +191,8 @@ class Runner:
         """
         shift = 0 if sequence.images is None else sequence.images.shift(at)
         if shift != self._shifts[sequence.row]:
-            self.shifts[sequence.row] = self._shifts[sequence.row] = shift
+            self._shifts[sequence.row] = shift
+            self.shifts[sequence.row].fill_(shift)  # an assignment would wait for the GPU
         return shift != 0
 
     def begin(self, sequence: Sequence, hidden: Tensor) -> PlainStep:
@@ -223,9 +224,9 @@ class Runner:
         self.send(self.graphs, ("choose", M, self.sampler.shape), self.run_choice, plan)
         return PlainStep(sequences, self.results, self.results.record())
 
-    def kv_len_for(self, tokens: int) -> int:
+    def kv_len_for(self, tokens: int, width: int = 1) -> int:
         """Round the length of the longest sequence of a step up; see `round_kv_len`."""
-        return round_kv_len(tokens, self.context)
+        return round_kv_len(tokens, self.context, width)
 
     def width(self, tokens: int) -> int:
         """Tokens of a step, with padding on a GPU, so that few steps are recorded."""
@@ -246,7 +247,7 @@ class Runner:
         return StepPlan(
             tokens=M,
             sequences=M,
-            max_kv_len=self.kv_len_for(max(each.length for each in sequences) + 1),
+            max_kv_len=self.kv_len_for(max(each.length for each in sequences) + 1, M),
             longest=1,
             spans=() if self.on_gpu else tuple(spans),
             shifted=self._shifted,
@@ -280,7 +281,7 @@ class Runner:
         tokens = torch.empty_like(chosen)
         for place in range(plan.longest):
             now = step.places[:M] == place
-            if self.on_gpu:  # of one size, whatever the drafts
+            if not rows.is_cpu:  # of one size, whatever the drafts
                 these = rows.masked_fill(~now, SCRATCH)
                 self.choose_tokens(logits, these, positions, tokens, masks)
                 chosen.copy_(torch.where(now, tokens, chosen))
@@ -290,16 +291,17 @@ class Runner:
             self.choose_tokens(logits[now], rows[now], moved, token, used)
             positions[now], chosen[now] = moved, token
 
-    def warm_up(self, widths: Numbers[int], lengths: Numbers[int]) -> None:
+    def warm_up(self, widths: Numbers[int], lengths: Numbers[int] | None = None) -> None:
         """Send plain steps, whole and in halves, so that all their kernels are compiled.
 
         Args:
             widths: tokens of a step.
-            lengths: each that steps are recorded for, in tokens of the longest sequence.
+            lengths: tokens of the longest sequence; None for each that steps are recorded for.
         """
         self._kept = self._new_kept()
         for M in widths:
-            plans = [StepPlan(M, M, max_kv_len, longest=1) for max_kv_len in lengths]
+            every = kv_lens(self.context, M) if lengths is None else lengths
+            plans = [StepPlan(M, M, max_kv_len, longest=1) for max_kv_len in every]
             for plan in plans:
                 for _ in self._logits_of(plan):
                     pass

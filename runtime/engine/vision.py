@@ -11,13 +11,23 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from lowbit.formats.errors import LowbitError
-from lowbit.formats.machine.memory import free_bytes
+from lowbit.formats.errors import LowbitError, ResourceError
+from lowbit.formats.image_settings import ImageSettings, image_settings
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 from lowbit.runtime.engine.image_input import ImageInput
+from lowbit.runtime.engine.memory import gigabytes
+from lowbit.runtime.engine.vision_place import (
+    CACHE_BYTES,
+    TowerMemory,
+    VisionPlace,
+    free_on,
+    has_room,
+    too_large,
+    tower_memories,
+    tower_memory,
+)
 from lowbit.runtime.images.patches import ImagePatches, image_patches
 from lowbit.runtime.images.picture import KnownPictures, Picture
-from lowbit.runtime.images.settings import ImageSettings, image_settings
 from lowbit.runtime.models.vision import (
     OpenedTower,
     VisionTower,
@@ -27,10 +37,9 @@ from lowbit.runtime.models.vision import (
 )
 
 log = logging.getLogger("lowbit")
-CACHE_BYTES = 256 << 20  # of embeddings: 100 screens of 2,040 tokens and 640 numbers each
 CUT_BYTES = 256 << 20  # of pictures that have been cut before their turn
 THREADS = 2  # decode pictures and cut them into patches
-LEAST_PATCHES = 8192  # for which there must be room: a screen of 1920 x 1080
+LEAST_PATCHES = 8192  # for which a GPU must have room: a screen of 1920 x 1080
 
 
 @dataclass(slots=True, eq=False)
@@ -41,14 +50,17 @@ class Vision:
 
     Attributes:
         input: what the rest of the program knows of images.
-        device: of the model; the tower is on the CPU where its memory is full.
+        place: where the tower runs; on the CPU where a GPU has become full, unless it was asked
+            for.
+        beside_gpu: the model is on a GPU, which has work while a CPU runs the tower.
         known: images that have been decoded.
     """
 
     opened: OpenedTower = field(repr=False)
     input: ImageInput
-    device: str
+    place: VisionPlace
     dtype: torch.dtype
+    beside_gpu: bool = False
     cache_bytes: int = CACHE_BYTES
     known: KnownPictures = field(default_factory=KnownPictures, repr=False)
     _tower: VisionTower | None = field(default=None, repr=False)
@@ -87,6 +99,7 @@ class Vision:
 
         Raises:
             RequestError, ResourceError: see `image_patches`.
+            ResourceError: memory has no room for the tower or the image.
             FormatError: a weight of the tower is NaN or Inf.
         """
         found = self._kept.get(picture.digest)
@@ -95,8 +108,7 @@ class Vision:
             yield from _until_done(cut)
             self._cut.pop(picture, None)
             tower = yield from self._loaded(picture)
-            threads = None if self.device == "cpu" else self._threads
-            for piece in _run(tower, cut.result(), threads):
+            for piece in self._run(tower, cut.result()):
                 if isinstance(piece, Tensor):
                     found = piece
                 else:
@@ -107,13 +119,13 @@ class Vision:
         yield found
 
     def _loaded(self, picture: Picture) -> Generator[Future[VisionTower], None, VisionTower]:
-        """The tower; on a CPU another thread loads it, since no device is to be waited for."""
-        if self._tower is None and self.device != "cpu":
+        """The tower; for a CPU another thread loads it, since no device is to be waited for."""
+        if self._tower is None and self.place.device != "cpu":
             self._tower = self._load(picture)
         if self._tower is None:
             loading = self._loading
             if loading is None:
-                loading = self._threads.submit(load_tower, self.opened, self.device, self.dtype)
+                loading = self._threads.submit(self._load, picture)
             self._loading = loading
             yield from _until_done(loading)
             self._loading = None
@@ -127,9 +139,26 @@ class Vision:
 
     def _bytes_of(self, picture: Picture) -> int:
         """Memory of a picture's patches."""
-        settings = picture.settings
-        patches = picture.rows * picture.columns * settings.merge**2
-        return patches * settings.patch_values * self.dtype.itemsize
+        return _count(picture) * picture.settings.patch_values * self.dtype.itemsize
+
+    def _run(
+        self, tower: VisionTower, image: ImagePatches
+    ) -> Iterator[Tensor | Future[Tensor] | None]:
+        """Pieces of a tower's run; on a CPU beside a GPU it is one piece, which a thread does."""
+        patches, on_cpu = len(image.values), tower.device.type == "cpu"
+        needed = self.opened.working_bytes(patches, self.dtype)
+        # A system that lends memory would end the process that uses it.
+        if on_cpu and not has_room("cpu", needed):
+            raise _image_too_large(patches, needed, "cpu")
+        try:
+            if on_cpu and self.beside_gpu:
+                made = self._threads.submit(tower, image)
+                yield from _until_done(made)
+                yield made.result()
+            else:
+                yield from tower.pieces(image)
+        except torch.OutOfMemoryError:
+            raise _image_too_large(patches, needed, tower.device.type) from None
 
     def _keep(self, digest: bytes, made: Tensor) -> None:
         self._kept[digest] = made
@@ -138,21 +167,32 @@ class Vision:
             self._kept.popitem(last=False)
 
     def _load(self, picture: Picture) -> VisionTower:
-        """The tower on the model's device, if there is room for it and for a large image."""
-        device = self.device
-        if device != "cpu":
-            patches = picture.rows * picture.columns * picture.settings.merge**2
-            needed = self.opened.weight_bytes(self.dtype)
-            needed += 2 * self.opened.working_bytes(max(LEAST_PATCHES, patches), self.dtype)
-            left = free_bytes(device)
-            if left is not None and left < needed:
+        """The tower, if there is room for it and an image.
+
+        A larger one than a GPU has room for fails by itself; those after it need no CPU.
+        """
+        patches, place = _count(picture), self.place
+        if place.device != "cpu":
+            least = min(
+                LEAST_PATCHES, self.input.settings.most_pixels // self.input.settings.patch**2
+            )
+            memory = tower_memory(self.opened, least, self.dtype)
+            needed = memory.streamed if place.streamed else memory.whole
+            if not has_room(place.device, needed):
+                if place.asked:
+                    raise too_large(needed, place.device, "--vision-device cpu runs it on the CPU")
                 log.warning(
-                    "the vision tower runs on the CPU: the GPU has not the %d MiB that it takes; "
-                    "a smaller context or cache leaves more",
-                    needed >> 20,
+                    "the vision tower runs on the CPU: the GPU has not the %s that it takes; a "
+                    "smaller context or cache leaves more",
+                    gigabytes(needed),
                 )
-                device = "cpu"
-        return load_tower(self.opened, device, self.dtype)
+                place = VisionPlace("cpu")
+        if place.device == "cpu":
+            needed = self.opened.weight_bytes(self.dtype)
+            needed += self.opened.working_bytes(patches, self.dtype)
+            if not has_room("cpu", needed):
+                raise too_large(needed, "cpu", "a smaller context or cache leaves more")
+        return load_tower(self.opened, place.device, self.dtype, place.streamed)
 
 
 def _until_done(future: Future[Any]) -> Iterator[Future[Any]]:
@@ -161,32 +201,40 @@ def _until_done(future: Future[Any]) -> Iterator[Future[Any]]:
         yield future
 
 
-def _run(
-    tower: VisionTower, image: ImagePatches, threads: ThreadPoolExecutor | None
-) -> Iterator[Tensor | Future[Tensor] | None]:
-    """Pieces of a tower's run; on a CPU beside a GPU it is one piece, which a thread does.
-
-    Args:
-        threads: of a model on a GPU.
-    """
-    if threads is None or tower.patches.weight.device.type != "cpu":
-        yield from tower.pieces(image)
-        return
-    made = threads.submit(tower, image)
-    yield from _until_done(made)
-    yield made.result()
-
-
 def _patches_of(content: bytes, settings: ImageSettings, dtype: torch.dtype) -> ImagePatches:
     """Patches in the tower's type, which are less to copy to its device."""
     found = image_patches(content, settings)
     return replace(found, values=found.values.to(dtype))
 
 
-def open_vision(
-    checkpoint: Checkpoint, device: str, dtype: torch.dtype
-) -> "tuple[Vision | None, str]":
-    """The tower of a model whose headers fit, without its weights; or None, and why there is none.
+def _count(picture: Picture) -> int:
+    """Patches of a picture."""
+    return picture.rows * picture.columns * picture.settings.merge**2
+
+
+def _image_too_large(patches: int, needed: int, device: str) -> ResourceError:
+    """The error of an image for which memory has no room beside the tower."""
+    return ResourceError(
+        f"an image of {patches} patches needs {gigabytes(needed)} in the vision tower"
+        f"{free_on(device)}",
+        hint="send a smaller one, or ask for less `detail`",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedVision:
+    """A tower that can be used, with the settings of its images; no weight has been read."""
+
+    opened: OpenedTower
+    input: ImageInput
+
+    def memories(self, dtype: torch.dtype) -> tuple[TowerMemory, ...]:
+        """See `tower_memories`."""
+        return tower_memories(self.opened, self.input.settings, dtype)
+
+
+def open_vision(checkpoint: Checkpoint) -> tuple[OpenedVision | None, str]:
+    """The tower of a model whose headers fit; or None, and why there is none.
 
     A model whose tower cannot be used still answers text.
     """
@@ -196,5 +244,4 @@ def open_vision(
         check_settings(settings, opened.config)
     except LowbitError as error:
         return None, str(error)
-    found = ImageInput(settings, opened.config.image_token_id)
-    return Vision(opened, found, device, dtype), ""
+    return OpenedVision(opened, ImageInput(settings, opened.config.image_token_id)), ""

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowbit.formats.image_settings import CHANNELS, ImageSettings
 from lowbit.runtime.images.decode import ImageLimits, decode_image
 from lowbit.runtime.images.picture import digest_of
 from lowbit.runtime.images.resize import resize
-from lowbit.runtime.images.settings import CHANNELS, ImageSettings
 
 
 @dataclass(frozen=True, slots=True)

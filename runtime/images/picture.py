@@ -9,8 +9,8 @@ from typing import Literal, get_args
 
 from lowbit.formats.errors import RequestError
 from lowbit.formats.fields import shown
+from lowbit.formats.image_settings import ImageSettings
 from lowbit.runtime.images.decode import MOST_PIXELS, ImageLimits, decode_image
-from lowbit.runtime.images.settings import ImageSettings
 from lowbit.runtime.images.size import smart_size
 
 Detail = Literal["low", "auto", "high"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from lowbit.runtime.images.settings import CHANNELS, ImageSettings
+from lowbit.formats.image_settings import CHANNELS, ImageSettings
 from lowbit.runtime.images.size import smart_size
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 import math
 
-from lowbit.runtime.images.settings import ImageSettings
+from lowbit.formats.image_settings import ImageSettings
 
 
 def smart_size(width: int, height: int, settings: ImageSettings) -> tuple[int, int]:

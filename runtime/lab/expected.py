@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lowbit.formats.architectures import (
+    is_carried,
     is_tied,
     part_of,
     read_config,
@@ -87,6 +88,7 @@ class Demand:
     # that the bytes are counted by; None where they are those of a packed folder
     recipe: Base | None = RECIPE
     drafter: DrafterDemand | None = None  # counted in `weights` and `sequence_bytes`
+    vision: int = 0  # bytes of its vision tower's weights, which images alone need; 0 without one
 
 
 @cache
@@ -113,6 +115,7 @@ class Expected:
     # to expect of a prompt of PROMPT tokens on a CPU; None on a GPU
     prompt_tokens_per_s: float | None
     drafter: DrafterDemand | None = None  # its memory is counted, its drafts are not
+    vision_bytes: int = 0  # see `Demand`; not counted in `memory_bytes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +184,7 @@ def expected(
         share=read / seconds,
         prompt_tokens_per_s=None if prompt_s is None else PROMPT / prompt_s,
         drafter=demand.drafter,
+        vision_bytes=demand.vision,
     )
 
 
@@ -217,7 +221,15 @@ def demand_of(name: str, device: str, drafter: str | None = None) -> Demand:
         experts=config.experts is not None,
         recipe=recipe,
         drafter=beside,
+        vision=_vision_bytes(opened.checkpoint),
     )
+
+
+def _vision_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes of a vision tower's weights; 0 where none is stored."""
+    config, tensors = checkpoint.config, checkpoint.tensors.items()
+    shapes = [info.shape for name, info in tensors if is_carried(config, name)]
+    return sum(math.prod(shape) for shape in shapes) * DTYPE.itemsize
 
 
 def _with_drafter(opened: OpenedModel, name: str) -> OpenedModel:

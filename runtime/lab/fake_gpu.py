@@ -30,7 +30,7 @@ from lowbit.formats.layout.packing import PACKED, SCALE, WORD_BITS, packed_words
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.engine.chunks import CHUNK_WIDTHS, Chunks
-from lowbit.runtime.engine.draft.block import MOST_SEQUENCES, BlockRounds, Blocks
+from lowbit.runtime.engine.draft.block import MOST_SEQUENCES, BlockRounds, Blocks, new_blocks
 from lowbit.runtime.engine.draft.verify import Part, Verifier
 from lowbit.runtime.engine.graphs import STEP_WIDTHS, Graphs, kv_lens, width_for
 from lowbit.runtime.engine.load_options import LoadOptions
@@ -163,7 +163,7 @@ def send_steps(runner: Runner, params: Iterable[SamplingParams], hopper: bool) -
             if count <= reach:
                 send_chunk(runner, count, reach - count)
     widths = [width for width in STEP_WIDTHS if width <= width_for(runner.rows)]
-    runner.warm_up(widths, lengths)
+    runner.warm_up(widths)
     for each in params:
         for masked in (False, True):
             runner.sampler.configure_row(1, each, [0], masked)
@@ -185,7 +185,8 @@ def meta_blocks(opened: OpenedModel, options: LoadOptions, runner: Runner) -> Bl
     pages = kv_pages(own.config, runner.state.pages.count, kind, "meta")
     build = DRAFTER_BUILD[kind_of(own.checkpoint.config)]
     drafter = build(own.config, weights, cuda, runner.context)
-    return Blocks(drafter, pages, draft_rows(opened.draft, weights))
+    rows = draft_rows(opened.draft, weights)
+    return new_blocks(drafter, pages, rows, runner.tables.shape[0], DTYPE)
 
 
 def round_sizes(most: int, rows: int) -> Iterator[tuple[int, int]]:
@@ -200,20 +201,23 @@ def round_sizes(most: int, rows: int) -> Iterator[tuple[int, int]]:
 def send_rounds(
     runner: Runner, blocks: Blocks, most: int, params: Iterable[SamplingParams]
 ) -> None:
-    """Send rounds of a drafter with up to `most` drafts, for sequences without penalties."""
+    """Send rounds of a drafter with up to `most` drafts, without penalties and with them."""
     rounds = BlockRounds(Verifier(runner), blocks)
     sequence = Sequence(Request((1,)), count=1, seed=0, row=1, length=1)
     sequence.output.append(1)
     lengths = list(kv_lens(runner.context))
     for each in params:
-        runner.sampler.configure_row(1, each, [0], False)
-        for B, k in round_sizes(min(most, len(rounds.guesses)), runner.rows):
-            part = Part(sequence, (0,) * k, (1,) * (1 + k))
-            rounds.parts = [part] * B
-            for length in lengths:
-                rounds.round(width_for(B * (k + 1)), B, k, length, ordered=False)
-            rounds.join(B, k)
-        runner.sampler.clear_row(1)
+        penalized = replace(each, presence_penalty=1.0)
+        # Penalties change how tokens are chosen, whatever the length.
+        for asked, reaches in ((each, lengths), (penalized, lengths[:1])):
+            runner.sampler.configure_row(1, asked, [0], False)
+            for B, k in round_sizes(min(most, len(rounds.guesses)), runner.rows):
+                part = Part(sequence, (0,) * k, (1,) * (1 + k))
+                rounds.parts = [part] * B
+                for length in reaches:
+                    rounds.round(width_for(B * (k + 1)), B, k, length, ordered=asked.penalized)
+                rounds.join(B, k)
+            runner.sampler.clear_row(1)
 
 
 def send_chunk(runner: Runner, count: int, first: int) -> None:

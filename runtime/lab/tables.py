@@ -73,6 +73,12 @@ def show_speed(speed: "Speed") -> None:
     for each in speed.models:
         if each.drafter is not None:
             console.print(_drafter(each.drafter))
+        if each.vision_bytes:
+            elsewhere = "; --vision-device cpu takes both of the machine's memory"
+            console.print(
+                f"images: {gigabytes(each.vision_bytes)} more for the vision tower's weights, and "
+                f"room for an image{elsewhere if speed.device != 'cpu' else ''}"
+            )
 
 
 def _drafter(found: "DrafterDemand") -> str:

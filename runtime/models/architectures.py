@@ -5,7 +5,17 @@ from typing import Any, Protocol, TypeVar
 
 from lowbit.formats.draft_head import DraftHead
 from lowbit.runtime.backends.ops import DraftOps, Ops
-from lowbit.runtime.models import dense, dflash, dspark, qwen3_5, qwen3_5_mtp
+from lowbit.runtime.models import (
+    dense,
+    dflash,
+    dflash2,
+    domino,
+    dspark,
+    lilicorr,
+    qwen3_5,
+    qwen3_5_mtp,
+    xpress,
+)
 from lowbit.runtime.models.dense import Dense
 from lowbit.runtime.models.dflash import DFlash
 from lowbit.runtime.models.qwen3_5 import Qwen35
@@ -52,6 +62,10 @@ BUILD: Mapping[str, Build] = {
 DRAFTER_BUILD: Mapping[str, DrafterBuild] = {
     "DFlashDraftModel": dflash.build,
     "Qwen3DSparkModel": dspark.build,
+    "Qwen3XPressModel": xpress.build,
+    "DominoDraftModel": domino.build,
+    "DFlash2DraftModel": dflash2.build,
+    "LiLiCorrDraftModel": lilicorr.build,
 }
 # Modules whose rows a drafter keeps twice, by the ends of their names
 KEPT_TWICE: Mapping[str, tuple[str, ...]] = dict.fromkeys(DRAFTER_BUILD, dflash.KEPT_TWICE)

@@ -19,16 +19,25 @@ from lowbit.formats.architectures.config import BlockDrafts
 from lowbit.formats.architectures.dflash import DFlashConfig
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.backends.ops import DraftOps
-from lowbit.runtime.models.draft_output import Markov
-from lowbit.runtime.models.layer_parts import Mlp, read_mlp, run_mlp
+from lowbit.runtime.models.block_head import BlockHead
+from lowbit.runtime.models.layer_parts import run_mlp
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import rope_tables
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.layers import AttentionLayer, ContextLayers
+from lowbit.runtime.weights.linear import MlpWeights
 from lowbit.runtime.weights.weights import Weights
 
 W = TypeVar("W")  # what the backend keeps a linear as
 KEPT_TWICE = (".k_proj", ".v_proj")  # modules whose rows `Layer` and `Context` both have
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution(Generic[W]):
+    """A convolution over the tokens of a block, before and behind a part of a layer."""
+
+    base: Tensor  # [2, T, h], T taps of both sides
+    coefficients: W  # [2 * T * G, h], what a token's hidden state adds to them, in G groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +49,9 @@ class Layer(Generic[W]):
     attention: AttentionLayer
     o: W  # [h, Hq * D]
     post_norm: Tensor  # [h]
-    mlp: Mlp[W]
+    mlp: MlpWeights[W]
+    around_attention: Convolution[W] | None = None  # None without
+    around_mlp: Convolution[W] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +73,28 @@ class DFlash(Generic[W]):
     layers: tuple[Layer[W], ...]
     norm: Tensor  # [h]
     ops: DraftOps[W]
-    markov: Markov[W] | None = None  # biases a draft by the one before it; None without
+    head: BlockHead | None = None  # chooses drafts; None for the likeliest of each place
 
     @property
     def blocks(self) -> BlockDrafts:
         """Layers of the target that are read, and the size of a block."""
         return self.config.blocks
 
-    def read(self, outputs: Tensor, pages: KVPages, step: Step) -> None:
+    def read(self, outputs: Tensor, pages: KVPages, step: Step) -> Tensor:
         """Write keys and values of the context at M positions.
 
         Args:
             outputs: [M, n * h], of the target's layers.
+
+        Returns:
+            [M, h], the context before `hidden_norm`.
         """
         ops, eps = self.ops, self.config.rms_norm_eps
         joined = ops.product(outputs, self.fc)  # [M, h]
         for context in self.contexts:
             kv = ops.product(joined, context.kv, norm=self.hidden_norm, eps=eps)
             ops.write_context(kv, context.layers, pages, step)
+        return joined
 
     def hidden(self, x: Tensor, pages: KVPages, step: Step) -> Tensor:
         """Run a block of each sequence through the layers.
@@ -90,13 +105,40 @@ class DFlash(Generic[W]):
         Returns:
             [M, h], before the final norm.
         """
-        ops, eps = self.ops, self.config.rms_norm_eps
         for layer in self.layers:
+            x = self._attend(x, layer, pages, step)
+            x = self._mlp(x, layer)
+        return x
+
+    def _attend(self, x: Tensor, layer: Layer[W], pages: KVPages, step: Step) -> Tensor:
+        """Add the output of a layer's attention to x."""
+        ops, eps, around = self.ops, self.config.rms_norm_eps, layer.around_attention
+        if around is None:
             qkv = ops.product(x, layer.qkv, norm=layer.input_norm, eps=eps)
             mixed = ops.attend_block(qkv, layer.attention, pages, step)
-            x = ops.product(mixed, layer.o, added=x)
-            x = run_mlp(ops, x, layer.post_norm, eps, layer.mlp)
-        return x
+            return ops.product(mixed, layer.o, added=x)
+        before, own = self._convolved(x, layer.input_norm, around)
+        mixed = ops.attend_block(ops.product(before, layer.qkv), layer.attention, pages, step)
+        return ops.convolve(
+            ops.product(mixed, layer.o), own, around.base, 1, self.blocks.size, added=x
+        )
+
+    def _mlp(self, x: Tensor, layer: Layer[W]) -> Tensor:
+        """Add the output of a layer's MLP to x."""
+        ops, eps, around = self.ops, self.config.rms_norm_eps, layer.around_mlp
+        if around is None:
+            return run_mlp(ops, x, layer.post_norm, eps, layer.mlp)
+        before, own = self._convolved(x, layer.post_norm, around)
+        inner = ops.product(before, layer.mlp.gate_up, swiglu=True)
+        return ops.convolve(
+            ops.product(inner, layer.mlp.down), own, around.base, 1, self.blocks.size, added=x
+        )
+
+    def _convolved(self, x: Tensor, norm: Tensor, around: Convolution[W]) -> tuple[Tensor, Tensor]:
+        """Input of a part of a layer, and the coefficients of its convolution."""
+        normed = self.ops.rms_norm(x, norm, self.config.rms_norm_eps)
+        own = self.ops.product(normed, around.coefficients)
+        return self.ops.convolve(normed, own, around.base, 0, self.blocks.size), own
 
 
 def build(config: DFlashConfig, weights: Weights[W], ops: DraftOps[W], context: int) -> DFlash[W]:
@@ -121,7 +163,12 @@ def build(config: DFlashConfig, weights: Weights[W], ops: DraftOps[W], context: 
                 ),
                 o=weights.linear(f"{attn}.o_proj"),
                 post_norm=weights.tensor(f"{p}.post_attention_layernorm.weight"),
-                mlp=read_mlp(weights, f"{p}.mlp", None),
+                mlp=MlpWeights(
+                    weights.linear(f"{p}.mlp.gate_proj", f"{p}.mlp.up_proj", paired=True),
+                    weights.linear(f"{p}.mlp.down_proj"),
+                ),
+                around_attention=_convolution(config, weights, f"{p}.attention_conv"),
+                around_mlp=_convolution(config, weights, f"{p}.mlp_conv"),
             )
         )
     return DFlash(
@@ -133,6 +180,13 @@ def build(config: DFlashConfig, weights: Weights[W], ops: DraftOps[W], context: 
         norm=weights.tensor("norm.weight"),
         ops=ops,
     )
+
+
+def _convolution(config: DFlashConfig, weights: Weights[W], p: str) -> Convolution[W] | None:
+    if config.convolutions is None:
+        return None
+    base = weights.tensor(f"{p}.base_kernel")
+    return Convolution(base, weights.linear(f"{p}.kernel_projection"))
 
 
 def _contexts(weights: Weights[W], layers: Sequence[AttentionLayer]) -> Iterator[Context[W]]:

@@ -24,18 +24,6 @@ class DraftRows(Generic[W]):
 
 
 @dataclass(frozen=True, slots=True)
-class Markov(Generic[W]):
-    """A bias of logits by the token before, of low rank."""
-
-    embedding: Tensor  # [V, r]
-    output: W  # [V, r]
-
-    def bias(self, ops: Ops[W], ids: Tensor) -> Tensor:
-        """Bias of the logits behind tokens [M]: [M, V or more] float32."""
-        return ops.product(ops.embed(ids, self.embedding), self.output, logits=True)
-
-
-@dataclass(frozen=True, slots=True)
 class DraftOutput(Generic[W]):
     """Chooses drafts by the last hidden states of a head or a drafter."""
 

@@ -5,8 +5,9 @@ it. A block is LayerNorm, attention of all patches to all, LayerNorm, MLP. The m
 token of a square of patches.
 """
 
+import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,15 +16,17 @@ from torch.nn.functional import gelu, layer_norm, linear, scaled_dot_product_att
 from lowbit.formats.architectures import read_vision, vision_prefix
 from lowbit.formats.architectures.vision import VISION, VisionConfig, vision_shapes
 from lowbit.formats.errors import FormatError, UnsupportedModelError
+from lowbit.formats.image_settings import ImageSettings
 from lowbit.formats.layout.packing import FLOATS
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 from lowbit.runtime.images.patches import ImagePatches
-from lowbit.runtime.images.settings import ImageSettings
 from lowbit.runtime.models.layer_parts import last_of
 from lowbit.runtime.weights.linear import DenseLinear, Linear
 from lowbit.runtime.weights.weights import Weights
 
+log = logging.getLogger("lowbit")
 EPS = 1e-6  # of every LayerNorm; no config names it
+BLOCKS = "blocks."  # begins the names of their tensors
 PIECE_OPERATIONS = 12 * 10**9  # of a piece of a block on a CPU, some 0.1 s of two cores
 PIECE_STEP = 64  # patches of which a piece has a multiple, since odd numbers of rows are slower
 
@@ -34,6 +37,15 @@ class Affine:
 
     weight: Tensor
     bias: Tensor
+
+    def on(self, device: torch.device) -> "Affine":
+        """The same on a device."""
+        weight, bias = (x.to(device, non_blocking=True) for x in (self.weight, self.bias))
+        return Affine(weight, bias)
+
+    def pinned(self) -> "Affine":
+        """The same in memory from which a GPU copies by itself."""
+        return Affine(self.weight.pin_memory(), self.bias.pin_memory())
 
     def times(self, x: Tensor) -> Tensor:
         """Linear: [N, K] to [N, weight rows]."""
@@ -55,6 +67,19 @@ class Block:
     up: Affine  # [intermediate_size, h]
     down: Affine  # [h, intermediate_size]
 
+    def on(self, device: torch.device) -> "Block":
+        """The same on a device; itself where it is there."""
+        if self.qkv.weight.device == device:
+            return self
+        return Block(*(part.on(device) for part in self._parts()))
+
+    def pinned(self) -> "Block":
+        """The same in memory from which a GPU copies by itself."""
+        return Block(*(part.pinned() for part in self._parts()))
+
+    def _parts(self) -> tuple[Affine, ...]:
+        return self.norm1, self.qkv, self.out, self.norm2, self.up, self.down
+
     def mlp(self, x: Tensor) -> Tensor:
         """Sum that the MLP adds to each patch: [N, h] to [N, h]."""
         return self.down.times(gelu(self.up.times(self.norm2.norm(x)), approximate="tanh"))
@@ -62,7 +87,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class VisionTower:
-    """A loaded tower, on one device."""
+    """A loaded tower, on one device; its blocks may be elsewhere, and are copied for an image."""
 
     config: VisionConfig
     patches: Affine  # [h, values of a patch]
@@ -71,6 +96,11 @@ class VisionTower:
     merger_norm: Affine  # [h]
     merger_up: Affine  # [merged, merged]
     merger_down: Affine  # [out_hidden_size, merged]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.patches.weight.device
 
     def __call__(self, image: ImagePatches) -> Tensor:
         """Embeddings of the tokens of an image: [tokens, out_hidden_size] on the tower's device."""
@@ -90,7 +120,7 @@ class VisionTower:
 
     def embed(self, image: ImagePatches) -> Tensor:
         """Input of the first block: [patches, h]."""
-        values = image.values.to(self.patches.weight.device, self.patches.weight.dtype)
+        values = image.values.to(self.device, self.patches.weight.dtype)
         x = self.patches.times(values)
         side, merge = self.config.grid_side, self.config.spatial_merge_size
         places, shares = interpolation(image.grid, side, merge)
@@ -104,7 +134,8 @@ class VisionTower:
         angles = rotary_angles(grid, self.config).to(x.device)
         cos, sin = angles.cos(), angles.sin()
         size = self._piece(len(x)) if x.device.type == "cpu" else len(x)
-        for block in self.blocks:
+        for stored in self.blocks:
+            block = stored.on(x.device)
             if size < len(x):
                 for found in self._block_in_pieces(block, x, (cos, sin), size):
                     x = x if found is None else found
@@ -224,6 +255,16 @@ class OpenedTower:
         shapes = vision_shapes(self.config).values()
         return sum(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
 
+    def streamed_bytes(self, dtype: torch.dtype) -> int:
+        """Part of the weights that a tower whose blocks are streamed has not on its GPU.
+
+        Two blocks are there at a time: one that runs, and the next.
+        """
+        shapes = vision_shapes(self.config).items()
+        blocks = [torch.Size(shape).numel() for name, shape in shapes if name.startswith(BLOCKS)]
+        depth = self.config.depth
+        return sum(blocks) * dtype.itemsize * max(0, depth - 2) // depth
+
     def working_bytes(self, patches: int, dtype: torch.dtype) -> int:
         """Memory beside the weights that an image of so many patches takes at its peak."""
         h, size, wide = self.config.hidden_size, dtype.itemsize, torch.float32.itemsize
@@ -297,16 +338,42 @@ def check_settings(settings: ImageSettings, config: VisionConfig) -> None:
             )
 
 
-def load_tower(opened: OpenedTower, device: str, dtype: torch.dtype) -> VisionTower:
+def load_tower(
+    opened: OpenedTower, device: str, dtype: torch.dtype, streamed: bool = False
+) -> VisionTower:
     """Read the weights of a tower onto `cpu` or `cuda`.
+
+    streamed: its blocks stay in the host's memory, of which a GPU has two at a time.
 
     Raises:
         FormatError: a tensor holds NaN or Inf.
     """
-    weights = Weights(opened.checkpoint, {}, device, dtype, _dense_alone)
+    weights = Weights(opened.checkpoint, {}, "cpu" if streamed else device, dtype, _dense_alone)
     tower = _build(opened, weights)
     weights.check_finite()
-    return tower
+    return stream(tower, torch.device(device)) if streamed else tower
+
+
+def stream(tower: VisionTower, device: torch.device) -> VisionTower:
+    """A tower in the host's memory as one that runs on a GPU, to which its blocks are copied."""
+    return replace(
+        tower,
+        patches=tower.patches.on(device),
+        positions=tower.positions.to(device),
+        blocks=_pinned(tower.blocks),
+        merger_norm=tower.merger_norm.on(device),
+        merger_up=tower.merger_up.on(device),
+        merger_down=tower.merger_down.on(device),
+    )
+
+
+def _pinned(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+    """Blocks in memory from which a GPU copies by itself, if the system grants it."""
+    try:
+        return tuple(block.pinned() for block in blocks)
+    except RuntimeError as error:  # of CUDA: a limit on what may be locked
+        log.warning("the vision tower is streamed from memory that is not locked: %s", error)
+        return blocks
 
 
 def _dense_alone(w: Linear, paired: bool, activations: str) -> Tensor:

@@ -56,6 +56,7 @@ def test_published_configs_are_read() -> None:
         ({"dflash_config": {**SECTION, "target_layer_ids": [1, 1]}}, "must be a list of different"),
         ({"dflash_config": {**SECTION, "output_multiplier": 2}}, "`output_multiplier: 2`"),
         ({"model_type": "gemma3"}, 'DFlashDraftModel with layers of `"gemma3"`'),
+        ({"speculators_model_type": "dflash"}, "DFlashDraftModel in the layout of speculators"),
         ({"attention_bias": True}, "`attention_bias: true` is not implemented"),
         ({"sliding_window": None}, "config.json lacks `sliding_window`"),
         ({"use_sliding_window": False}, "`use_sliding_window: false` beside layers of"),

@@ -68,6 +68,8 @@ def plan(source: str, ahead: Estimate, sizes: PredictedSizes) -> None:
         f"{size(sizes.source)} → {size(sizes.folder)}, "
         f"{made.bits_per_weight:.2f} bits per weight; weights {size(made.output_bytes)} in {shards}"
     )
+    if tower := _tower(made):
+        console.print(tower)
     if made.draft_rows:
         console.print(
             f"draft head: {made.draft_rows:,} rows of lm_head, INT4, "
@@ -83,6 +85,7 @@ def plan(source: str, ahead: Estimate, sizes: PredictedSizes) -> None:
         f"memory to run it on a GPU: {size(run.weight_bytes)} of weights, "
         f"{size(run.sequence_bytes)} for a context of {run.context:,} tokens, or "
         f"{size(run.int8_sequence_bytes)} with --kv-cache int8"
+        + (f"; {size(run.vision_bytes)} more for images" if run.vision_bytes else "")
     )
     if any(step.rereads for step in made.steps):
         cost = ", but rules out the rotation" if made.rotated else ""
@@ -112,6 +115,18 @@ def plan(source: str, ahead: Estimate, sizes: PredictedSizes) -> None:
         )
 
 
+def _tower(made: Plan) -> str:
+    """The vision tower in one line; empty without one."""
+    steps = made.vision_steps
+    if not steps:
+        return ""
+    taken = size(sum(step.source.nbytes for step in steps))
+    if made.recipe.drop_vision:
+        return f"left out: the vision tower, which saves {taken}"
+    dtypes = " ".join(sorted({step.source.dtype_name for step in steps}))
+    return f"{taken} of that are the vision tower, which stays {dtypes}; --drop-vision saves them"
+
+
 def refusals(made: Plan) -> dict[str, list[str]]:
     """Reasons why engines could not load the result, by their names; empty where they can."""
     others = {"transformers": transformers_verdict(made), "lowbit-run": runtime_verdict(made)}
@@ -135,6 +150,10 @@ def plan_json(source: str, ahead: Estimate, sizes: PredictedSizes) -> dict[str, 
         "folder_bytes": sizes.folder,
         "bits_per_weight": made.bits_per_weight,
         "parameters": dict(made.parameters),
+        "vision": {
+            "source_bytes": sum(step.source.nbytes for step in made.vision_steps),
+            "output_bytes": sum(step.output_bytes for step in made.vision_steps),
+        },
         "draft_rows": made.draft_rows,
         "draft_bytes": made.draft_bytes,
         "peak_ram_bytes": peak_ram(made, ahead.device),

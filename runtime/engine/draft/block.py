@@ -19,7 +19,9 @@ from lowbit.runtime.engine.graphs import width_for
 from lowbit.runtime.engine.load_options import MOST_DRAFTS
 from lowbit.runtime.engine.stats import Source
 from lowbit.runtime.models.architectures import BlockDrafter
-from lowbit.runtime.models.draft_output import DraftOutput, DraftRows, Markov
+from lowbit.runtime.models.block_head import Choice
+from lowbit.runtime.models.draft_output import DraftOutput, DraftRows
+from lowbit.runtime.state.decode_inputs import HIDDEN_RING, new_hidden_ring
 from lowbit.runtime.state.host_rings import RING, new_ring, write_rows
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.step import Span, Step, StepPlan
@@ -43,6 +45,8 @@ class Blocks:
     drafter: "Drafter"  # loaded
     pages: KVPages  # keys and values of its context
     rows: "Rows | None" = None  # of the model's head, that drafts are chosen from; None for all
+    # [R, HIDDEN_RING, h] context of the last positions of each row; None where no head reads it
+    contexts: Tensor | None = None
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -51,7 +55,28 @@ class Blocks:
 
     def read(self, outputs: Numbers[Tensor], step: Step) -> None:
         """Write keys and values of a step's positions from outputs [M, h] of these layers."""
-        self.drafter.read(torch.cat(tuple(outputs), dim=1), self.pages, step)
+        context = self.drafter.read(torch.cat(tuple(outputs), dim=1), self.pages, step)
+        if self.contexts is None:
+            return
+        for first in range(0, len(context), HIDDEN_RING):  # a place of the ring once in each
+            part = slice(first, first + HIDDEN_RING)
+            at = step.rows[part], step.positions[part]
+            self.drafter.ops.store_hidden(context[part], *at, self.contexts)
+
+
+def new_blocks(
+    drafter: "Drafter", pages: KVPages, rows: "Rows | None", sequences: int, dtype: torch.dtype
+) -> Blocks:
+    """A drafter beside a model.
+
+    Args:
+        sequences: rows of the model's sequences, the scratch row included.
+        dtype: of activations.
+    """
+    if not drafter.blocks.keeps_context:
+        return Blocks(drafter, pages, rows)
+    hidden, device = drafter.config.hidden_size, str(drafter.norm.device)
+    return Blocks(drafter, pages, rows, new_hidden_ring(sequences, hidden, dtype, device))
 
 
 @dataclass(slots=True)
@@ -142,10 +167,12 @@ class BlockRounds(MadeRounds):
         step = self.step(spans, max_kv_len, _repeated(rows, size), positions)
         x = decoder.ops.embed(self._ids[:B].flatten(), decoder.embedding)
         hidden = drafter.hidden(x, self.blocks.pages, step).view(B, size, -1)
-        outputs = hidden[:, drafter.blocks.first :][:, :k]
-        if drafter.markov is not None:
-            return self._choose_in_turn(drafter.markov, outputs, ids, rows, first)
-        return self._choose(outputs, rows, first)
+        first_draft = drafter.blocks.first
+        made = min(k, size - first_draft)
+        if drafter.head is None:
+            return self._choose(hidden[:, first_draft : first_draft + made], rows, first)
+        choice: Choice[Any] = self._choice(rows, first[:, None] + self._places[:made], ids)
+        return drafter.head.draft(hidden, choice)
 
     def step(self, spans: Numbers[Span], max_kv_len: int, rows: Tensor, positions: Tensor) -> Step:
         """Step of the drafter, a block of each sequence; in a graph only their number matters."""
@@ -177,28 +204,16 @@ class BlockRounds(MadeRounds):
             drafts[:, place] = token
         return drafts
 
-    def _choose_in_turn(
-        self, markov: Markov[Any], hidden: Tensor, ids: Tensor, rows: Tensor, first: Tensor
-    ) -> Tensor:
-        """Choose drafts by hidden states [B, k, h] and the token before each.
-
-        Args:
-            ids: [B] int32, the last tokens.
-
-        Returns:
-            [B, k] int64.
-        """
-        sampler, output = self.runner.sampler, self._output()
-        B, k, V = *hidden.shape[:2], output.vocabulary
-        logits = output.logits(hidden.flatten(0, 1).contiguous()).view(B, k, -1)[..., :V]
-        rows, places = rows.contiguous(), (first[:, None] + self._places[:k]).T.contiguous()
-        drafts = torch.empty(k, B, dtype=torch.int64, device=hidden.device)
-        before = ids.contiguous()
-        for place, token in enumerate(drafts):
-            biased = logits[:, place] + markov.bias(output.ops, before)[:, :V]
-            output.ops.choose(biased, sampler, rows, places[place], token, self.ring)
-            before = token
-        return drafts.T
+    def _choice(self, rows: Tensor, positions: Tensor, last: Tensor) -> Choice[Any]:
+        """The `Choice` of the drafter's head."""
+        decoder, runner = self.runner.decoder, self.runner
+        ops: Any = decoder.ops
+        sampling = runner.sampler, rows, positions, last.contiguous(), self.ring
+        contexts, context = self.blocks.contexts, None
+        if contexts is not None:
+            places = rows * HIDDEN_RING + (positions[:, 0] - 1) % HIDDEN_RING
+            context = ops.embed(places, contexts.flatten(0, 1))
+        return Choice(ops, self._output(), decoder.embedding, *sampling, context)
 
     def _output(self) -> DraftOutput[Any]:
         decoder, drafter = self.runner.decoder, self.blocks.drafter

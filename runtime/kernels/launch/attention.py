@@ -120,7 +120,7 @@ def attention_launch(
                 break
             parts //= 2
         many = tokens * kv_heads * parts > MOST_WIDE
-        if tokens_per_sequence == 1 and many and head_dim == 128 and not quantized:
+        if tokens_per_sequence == 1 and many and head_dim == 128:
             return AttentionLaunch(
                 keys, 1, parts, early=width <= WIDTH, registers=JOINED_REGISTERS, warps=NARROW
             )

@@ -13,6 +13,7 @@ import msgspec
 from lowbit.formats import errors
 from lowbit.formats.activation_modes import Activations
 from lowbit.formats.errors import LowbitError
+from lowbit.formats.image_settings import ImageSettings
 from lowbit.runtime.engine.image_input import (
     ImageInput,
     PictureEmbedder,
@@ -24,7 +25,6 @@ from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.span import ImageSpan
 from lowbit.runtime.engine.stats import Load, Speculated
 from lowbit.runtime.images.picture import Picture
-from lowbit.runtime.images.settings import ImageSettings
 from lowbit.runtime.state.sampling_params import SamplingParams
 from lowbit.runtime.text.answer import OutputStart
 

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from lowbit.convert.measure.build import build_report, measure_sizes, parameters
+from lowbit.convert.plan.recipe import Recipe
+from lowbit.convert.report.formatting import size, tower_text
 from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
+from tests.conversions import convert
 
 
 def test_sizes(short: Path, packed: Path, packed_tied: Path) -> None:
@@ -32,6 +35,18 @@ def test_sizes(short: Path, packed: Path, packed_tied: Path) -> None:
     expected = (body * 4.125 + head * 16 + 42 * 128) / count
     assert tied.bits_per_weight == pytest.approx(expected, rel=0.01)
     assert tied.bits_per_weight == 8 * (packed_tied / "model.safetensors").stat().st_size / count
+
+
+def test_the_vision_tower_is_counted_kept_or_left_out(hybrid: Path, tmp_path: Path) -> None:
+    source = open_checkpoint(hybrid)
+    tower = sum(info.nbytes for name, info in source.tensors.items() if "visual" in name)
+    kept = measure_sizes(open_packed(convert(hybrid, tmp_path / "kept", Recipe()).folder))
+    assert (kept.vision_bytes, kept.vision_dtypes, kept.vision_dropped) == (tower, "BF16", 0)
+    assert tower_text(kept) == f"{size(tower)}, not quantized (BF16)"
+    made = convert(hybrid, tmp_path / "dropped", Recipe(drop_vision=True))
+    dropped = measure_sizes(open_packed(made.folder))
+    assert (dropped.vision_bytes, dropped.vision_dtypes, dropped.vision_dropped) == (0, "", tower)
+    assert tower_text(dropped) == f"left out (--drop-vision), {size(tower)}: text only"
 
 
 def test_reports_do_not_count(packed: Path, tmp_path: Path) -> None:

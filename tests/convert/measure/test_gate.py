@@ -7,7 +7,24 @@ import pytest
 from lowbit.convert.measure.gate import check_measured, evaluate, gate_json, parse_gate
 from lowbit.convert.measure.record import LongQuality, QualityReport, Sizes, TextKind
 from lowbit.formats.errors import RequestError
-from tests.convert.report.samples import LOGITS
+from tests.convert.report.samples import IMAGES, LOGITS
+
+
+def test_pictures(report: QualityReport) -> None:
+    gate = parse_gate("image_kl<0.02")
+    (outcome,) = evaluate(gate, report)
+    assert (outcome.met, outcome.reason) == (
+        False,
+        "a vision tower is missing, or could not be run",
+    )
+    assert report.logits is not None
+    seeing = replace(report, logits=replace(report.logits, images=IMAGES))
+    (outcome,) = evaluate(gate, seeing)
+    assert (outcome.met, outcome.found) == (True, 0.0123)
+    (outcome,) = evaluate(gate, replace(report, logits=None))
+    assert outcome.reason == "the logits were not measured"
+    with pytest.raises(RequestError, match="`image_kl` is no figure of the text `maths`"):
+        parse_gate("maths.image_kl<1")
 
 
 @pytest.fixture

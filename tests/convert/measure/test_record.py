@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from lowbit.convert.measure.record import (
     Flip,
     Histogram,
+    ImageQuality,
     Int8Inputs,
     LogitQuality,
     Noise,
@@ -26,6 +27,8 @@ from lowbit.convert.mtp.drafting import Draft, Drafting
 from lowbit.formats.errors import FormatError
 from lowbit.formats.file_names import QUALITY_FILE
 from lowbit.formats.judgement import read_judgement
+
+SIZES = asdict(Sizes(1, 1, 4.0))
 
 
 @pytest.fixture
@@ -59,6 +62,7 @@ def report() -> QualityReport:
         kl_error=0.0004,
         drafting=Drafting(3, (Draft(100, 80, 0.8, 0.8, 1.8),), ()),
         int8_inputs=(Int8Inputs("maths", 2.2, 0.009, 0.2, 0.9, None, -0.001, 0.0002),),
+        images=ImageQuality("ef" * 32, 12, 200, 1.1, 1.2, 0.004, 0.001, 0.1, 0.99, 11, 10),
     )
     rows = (
         WeightQuality("model.layers.0.mlp.up_proj", 4, 128, 1024, 0.99, 0.1, 20.0, 0.0),
@@ -95,7 +99,15 @@ def test_overfitting_is_kept(report: QualityReport, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", [(), ("logits",), ("logits", "kinds", 0), ("logits", "int8_inputs", 0), ("weights", 0)]
+    "part",
+    [
+        (),
+        ("logits",),
+        ("logits", "kinds", 0),
+        ("logits", "int8_inputs", 0),
+        ("logits", "images"),
+        ("weights", 0),
+    ],
 )
 def test_every_key_is_required(
     report: QualityReport, tmp_path: Path, part: tuple[str | int, ...]
@@ -135,12 +147,17 @@ def test_every_key_is_required(
         (("logits", "positions", 1, "start"), 500, "`stop` is 200, expected more than `start`"),
         (("logits", "flips", 0, "p_packed"), 3.0, "flips`: `p_packed` is 3"),
         (("logits", "window_series"), {}, "logits: window_series` is not a list"),
+        (("logits", "images", "pictures"), 0, "images`: `pictures` is 0"),
+        (("logits", "images", "read_packed"), -1, "`read_packed` is -1"),
+        (("logits", "images"), [], "images` is not an object|`images` cannot be"),
         (("logits", "positions"), None, "logits: positions` is not a list"),
         (("weights", 0, "weights"), 0, "weights`: `weights` is 0"),
         (("weights", 0, "bits"), 999, "`bits` is 999, expected 1 to 16"),
         (("weights", 0, "clipped_share"), -1, "`clipped_share` is -1"),
         (("sizes", "source_bytes"), 0, "sizes`: `source_bytes` is 0"),
         (("sizes", "folder_bytes"), -1, "`folder_bytes` is -1"),
+        (("sizes", "vision_bytes"), -1, "`vision_bytes` is -1"),
+        (("sizes", "vision_dropped"), -1, "`vision_dropped` is -1"),
         (("parameters",), 0, "`parameters` is 0"),
     ],
 )
@@ -220,8 +237,9 @@ def test_no_report(tmp_path: Path) -> None:
         ({"weights": [{"name": "x"}]}, "missing keys"),
         ({"weights": [3]}, "is not an object"),
         ({"sizes": None}, "sizes` is not an object"),
-        ({"sizes": {"folder_bytes": "1", "source_bytes": 1, "bits_per_weight": 4}}, 'be "1"'),
-        ({"sizes": {"folder_bytes": True, "source_bytes": 1, "bits_per_weight": 4}}, "be true"),
+        ({"sizes": SIZES | {"folder_bytes": "1"}}, 'be "1"'),
+        ({"sizes": SIZES | {"folder_bytes": True}}, "be true"),
+        ({"sizes": SIZES | {"vision_dtypes": 16}}, "`vision_dtypes` cannot be 16"),
         ({"logits": []}, "logits` is not an object"),
         ({"logits": {}}, r"logits`: missing keys .*'window_series'"),
         ({"command": 3}, "`command` cannot be 3"),

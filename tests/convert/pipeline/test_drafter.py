@@ -12,11 +12,12 @@ from lowbit.convert.plan.choice_of_method import check_method
 from lowbit.convert.plan.compatibility import PACKED_DRAFTER, packed_drafter
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Recipe
+from lowbit.formats.architectures import kind_of
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.packing import PACKED, SCALE, dequantize, unpack
 from lowbit.formats.packed import open_packed
 from tests.conversions import convert
-from tests.drafters import CONFIG, DSPARK, write_drafter
+from tests.drafters import CONFIG, DFLASH2, DOMINO, DSPARK, LILICORR, XPRESS, write_drafter
 
 MODEL = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
 Cli = Callable[..., Result]
@@ -57,13 +58,41 @@ def test_a_packed_dspark_drafter_holds_no_copies_of_its_targets_tensors(tmp_path
     }
 
 
-@pytest.mark.parametrize("base", [CONFIG, DSPARK], ids=["dflash", "dspark"])
+HEADS: dict[str, tuple[dict[str, Any], dict[str, int | None]]] = {
+    "dflash2": (DFLASH2, {}),
+    "lilicorr": (LILICORR, {}),
+    "domino": (DOMINO, {"embed_proj.2": 8}),
+    "xpress": (XPRESS, {"xpress_head.w2": 8}),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_of_a_head_what_is_wide_is_packed(tmp_path: Path, name: str) -> None:
+    """As heads are; small linears and tables stay as they are stored."""
+    base, wanted = HEADS[name]
+    weights = write_drafter(tmp_path / "source", base=base)
+    convert(tmp_path / "source", tmp_path / "out", Recipe())
+    packed = open_packed(tmp_path / "out")
+    inner = ("fc", "layers")
+    bits = {module: scheme and scheme.bits for module, scheme in packed.schemes.items()}
+    assert {bits[module] for module in bits if module.startswith(inner)} == {4}
+    assert {each: bits[each] for each in bits if not each.startswith(inner)} == wanted
+    for spec in packed.specs:
+        if not spec.quantizable:
+            assert packed.checkpoint.read(spec.name).float().equal(weights[spec.name])
+
+
+@pytest.mark.parametrize(
+    "base",
+    [CONFIG, DSPARK, XPRESS, DOMINO, DFLASH2, LILICORR],
+    ids=["dflash", "dspark", "xpress", "domino", "dflash2", "lilicorr"],
+)
 def test_commands_take_drafters(
     tmp_path: Path, cli: Cli, cli_as_typed: Cli, base: dict[str, Any]
 ) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     write_drafter(source, base=base)
-    [kind] = base["architectures"]
+    kind = kind_of(base)
     made = json.loads(cli_as_typed(str(source), str(out), "--device", "cpu", "--json").stdout)
     assert made["method"] == "rtn"
     assert made["verdict"]["grade"] is None

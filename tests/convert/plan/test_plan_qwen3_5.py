@@ -448,7 +448,26 @@ def test_plan_of_the_largest_fits_a_terminal(capsys: pytest.CaptureFixture[str])
     assert rows["linear_attn.out_proj"][1:5] == ["5120x6144", "INT8", "g128", "48"]
     assert rows["vision"][1:5] == ["tower", "BF16", "333", "921.46"]
     assert "27,781,427,952 parameters: decoder 26,896.0 M" in said
+    text = " ".join(said.split())
+    assert "921.46 MB of that are the vision tower, which stays BF16; --drop-vision saves" in text
+    assert "; 921.46 MB more for images" in text
     assert max(len(line.rstrip()) for line in said.splitlines() if line.startswith(" ")) <= 80
+
+
+def test_plan_says_what_dropping_the_tower_saves(
+    cli: Cli, hybrid: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = shown("27B", plan_of("27B", Recipe(drop_vision=True)), capsys)
+    assert "left out: the vision tower, which saves 921.46 MB" in said
+    assert "more for images" not in said
+    kept, dropped, without = (
+        json.loads(cli("plan", *words, "--device", "cpu", "--json").stdout)["vision"]
+        for words in ((hybrid,), (hybrid, "--drop-vision"), (tiny,))
+    )
+    assert kept["source_bytes"] == kept["output_bytes"] > 0
+    assert dropped == {"source_bytes": kept["source_bytes"], "output_bytes": 0}
+    assert without == {"source_bytes": 0, "output_bytes": 0}
+    assert "vision tower" not in cli("plan", tiny, "--device", "cpu").stdout
 
 
 def test_plan_tells_rotated_tensors_of_a_part_from_the_others(cli: Cli, hybrid: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from lowbit.convert.measure.record import (
     Histogram,
+    ImageQuality,
     LogitQuality,
     QualityReport,
     Sizes,
@@ -36,6 +37,20 @@ LOGITS = LogitQuality(
     device="cpu",
     torch_version="2.13.0",
     transformers_version="5.23.0",
+)
+
+IMAGES = ImageQuality(
+    sha256="ab" * 32,
+    pictures=12,
+    tokens=214,
+    perplexity_original=1.081,
+    perplexity_packed=1.094,
+    kl_mean=0.0123,
+    kl_error=0.0009,
+    kl_p99=0.21,
+    top1_agreement=0.9907,
+    read_original=11,
+    read_packed=10,
 )
 
 

@@ -200,7 +200,7 @@ def test_a_license_of_its_own() -> None:
     assert metadata(seeing)["pipeline_tag"] == "any-to-any"
     seeing = render(make_report(), packed(vision=True))
     assert metadata(seeing)["pipeline_tag"] == "image-text-to-text"
-    assert "The vision tower is carried unchanged." in seeing
+    assert "The vision tower is not quantized: 4 B in BF16." in seeing
 
 
 def test_commands() -> None:

@@ -37,7 +37,7 @@ from lowbit.formats.layout.manifest import (
 )
 from lowbit.formats.tasks import TaskReport, TaskResult
 from tests.convert.report.pages import Page, numbers
-from tests.convert.report.samples import linear, make_report
+from tests.convert.report.samples import IMAGES, linear, make_report
 
 Figures = dict[str, Any]
 
@@ -89,7 +89,8 @@ def full(extras: dict[str, Any], long: LongQuality) -> QualityReport:
         for kind in ("up", "down")
     )
     command = "lowbit-convert 'a b' OUT --bits '*=3'"
-    return replace(make_report(rows, **extras), command=command, long=long)
+    made = make_report(rows, **extras, images=IMAGES)
+    return replace(made, command=command, long=long)
 
 
 def making(page: Page) -> dict[str, str]:
@@ -216,7 +217,7 @@ def test_contents_lead_to_the_sections_in_order(full: QualityReport) -> None:
     nav = text[text.index("<nav") : text.index("</nav>")]
     sections = re.findall(r'<section id="(\w+)"', text)
     assert re.findall(r'href="#(\w+)"', nav) == sections
-    assert len(sections) == 11
+    assert len(sections) == 12
 
 
 def test_sections_that_are_folded(full: QualityReport) -> None:
@@ -441,11 +442,16 @@ def test_any_figures_that_are_read_make_a_page(
     for row in content["logits"]["positions"] + content["logits"]["kinds"]:
         row.update({key: data.draw(WILD) for key in ("kl_mean", "kl_error")})
         row["tokens"] = data.draw(COUNT)
+    content["logits"]["images"] |= {
+        key: data.draw(WILD) for key in ("kl_mean", "kl_error", "kl_p99")
+    } | {key: data.draw(POSITIVE) for key in ("perplexity_original", "perplexity_packed")}
     content["weights"][0] |= {"relative_l2": data.draw(WILD), "weights": data.draw(COUNT)}
     content["sizes"] = {
         "folder_bytes": data.draw(COUNT),
         "source_bytes": data.draw(COUNT),
         "bits_per_weight": data.draw(WILD),
+        **dict.fromkeys(("vision_bytes", "vision_dropped"), data.draw(COUNT)),
+        "vision_dtypes": data.draw(st.text(max_size=8)),
     }
     content["parameters"] = data.draw(COUNT)
     del content["sha256"]

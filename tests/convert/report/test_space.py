@@ -1,15 +1,19 @@
 """Bytes by part and precision; they add up to the folder."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lowbit.convert import Conversion, Recipe
 from lowbit.convert.measure.build import measure_sizes
+from lowbit.convert.report.html import render_html
 from lowbit.convert.report.space import SizeShare, where_bytes_went
 from lowbit.formats.packed import open_packed
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from tests.conversions import convert
+from tests.convert.report.pages import Page
+from tests.convert.report.samples import make_report
 
 
 def shares_of(folder: Path) -> tuple[list[SizeShare], int]:
@@ -72,3 +76,14 @@ def test_a_hybrid(tmp_path: Path, hybrid: Path) -> None:
     # What is small shares the last row.
     assert "norms" in shares[-1].part
     assert sum(share.share < 0.005 for share in shares) <= 1
+
+
+def test_the_vision_tower_has_a_tile() -> None:
+    full = make_report()
+    assert "Vision tower" not in Page(render_html(full, None, "m")).text
+    kept = replace(full.sizes, vision_bytes=921_460_000, vision_dtypes="BF16<b>")
+    text = Page(render_html(replace(full, sizes=kept), None, "m")).text
+    assert "Vision tower 921.46 MB of these, not quantized: BF16<b>" in text
+    dropped = replace(full.sizes, vision_dropped=921_460_000)
+    text = Page(render_html(replace(full, sizes=dropped), None, "m")).text
+    assert "Vision tower left out 921.46 MB of the original: text only" in text

@@ -113,6 +113,16 @@ def test_unknown_source_size() -> None:
     assert "1.50 GB, 4.10 bits per weight" in rendered(report)
 
 
+def test_the_vision_tower_is_named() -> None:
+    kept = replace(make_report().sizes, vision_bytes=921_460_000, vision_dtypes="BF16")
+    lines = rendered(replace(make_report(), sizes=kept)).splitlines()
+    assert "vision tower    921.46 MB, not quantized (BF16)" in [line.rstrip() for line in lines]
+    dropped = replace(make_report().sizes, vision_dropped=921_460_000)
+    text = rendered(replace(make_report(), sizes=dropped))
+    assert "left out (--drop-vision), 921.46 MB: text only" in text
+    assert "vision tower" not in rendered(make_report())
+
+
 @pytest.mark.parametrize("name", ["[bold]x[/]", "[/nonsense]", "a\\[b"])
 def test_names_are_not_markup(name: str) -> None:
     text = rendered(make_report((linear(name), linear("y")), text_name=name))

@@ -7,6 +7,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lowbit.runtime.cli.main import main
+from lowbit.runtime.engine import load
+from lowbit.runtime.engine.vision_place import VisionPlace
 from lowbit.runtime.images.data_url import data_url
 from tests.runtime.images.pictures import picture, saved
 
@@ -70,3 +72,33 @@ def test_lines_of_a_file_hold_their_own(seeing_folder: Path, tmp_path: Path, png
     (tmp_path / "lines.jsonl").write_text(json.dumps(line))
     result = run(seeing_folder, "--prompts", tmp_path / "lines.jsonl", "--json", *SHORT)
     assert json.loads(result.stdout)["prompt_token_ids"].count(310) == 6
+
+
+def test_the_device_of_the_tower_is_refused_or_noted(seeing_folder: Path, png: Path) -> None:
+    shown = (seeing_folder, "Which?", "--image", png, *SHORT)
+    assert "--vision-device" not in run(*shown).stderr
+    assert run(*shown, "--vision-device", "cpu").exit_code == 0
+    refused = run(*shown, "--vision-device", "cuda")
+    assert refused.exit_code == 1
+    assert "runs on a GPU only where the model does" in " ".join(refused.stderr.split())
+    assert run(*shown, "--vision-device", "tpu").exit_code == 2
+
+
+def test_a_place_that_was_chosen_is_noted(
+    seeing_folder: Path, png: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "memory is short"
+    place = VisionPlace("cpu", reason=reason)
+    monkeypatch.setattr(load, "place_tower", lambda memory, asked, device, of: (of(0), place))
+    shown = run(seeing_folder, "Which?", "--image", png, *SHORT)
+    assert f"--vision-device auto: cpu; {reason}" in shown.stderr
+    assert reason not in run(seeing_folder, "Which?", *SHORT).stderr  # no image, no tower
+    talk = run("chat", seeing_folder, *SHORT, stdin="Hi")
+    assert f"--vision-device auto: cpu; {reason}" in talk.stderr
+
+
+def test_a_device_without_a_tower_is_noted() -> None:
+    said = " ".join(run(BLIND, "Which?", *SHORT, "--vision-device", "cpu").stderr.split())
+    assert "--vision-device cpu has no effect: " in said
+    assert "has no vision tower" in said
+    assert "--vision-device" not in run(BLIND, "Which?", *SHORT).stderr

@@ -8,7 +8,7 @@ real one.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +16,7 @@ import torch
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
-from lowbit.runtime.engine.graphs import Graphs
+from lowbit.runtime.engine.graphs import Graphs, kv_lens, round_kv_len
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.state.step import StepPlan
@@ -98,6 +98,19 @@ def recorded(model: lowbit.Model) -> list[tuple[int, int]]:
     """Tokens and attention length of the recorded steps."""
     keys: Any = model.engine.runner.graphs._graphs
     return [(plan.tokens, plan.max_kv_len) for name, plan, *_ in keys if name == "decode"]
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [(32, [256, 1024, 4096, 16384, 20032]), (48, [256, 512, 1024, 2048, 4096, 16384, 20032])],
+)
+def test_steps_of_many_tokens_are_recorded_for_more_lengths(
+    width: int, expected: list[int]
+) -> None:
+    assert list(kv_lens(20_000, width)) == expected
+    for shorter, length in pairwise([0, *expected]):
+        assert round_kv_len(shorter + 1, 20_000, width) == length
+        assert round_kv_len(length, 20_000, width) == length
 
 
 @EVERY

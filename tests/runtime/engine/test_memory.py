@@ -255,7 +255,7 @@ def test_graphs_of_many_sequences_count(make_model: "Callable[..., PackedModel]"
     exact = account(open_model(folder), "cuda")
     rounded = replace(exact, opened=with_activations(exact.opened, "int8"))
     for sequences, parts, wide in ((64, 0, 0), (65, 2, 1), (97, 4, 2), (256, 11, 4)):
-        for context, lengths in ((256, 1), (8192, 4)):
+        for context, lengths in ((256, 1), (8192, 6)):
             size = CacheSize(context, sequences, pages=0, snapshots=0)
             assert exact.graph_bytes(size) == parts * lengths * memory.GRAPH_BYTES
             assert rounded.graph_bytes(size) == wide * lengths * memory.GRAPH_BYTES

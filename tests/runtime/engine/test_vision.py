@@ -13,10 +13,12 @@ import pytest
 import torch
 
 import lowbit.runtime as lowbit
-from lowbit.formats.errors import CheckpointError, RequestError
+from lowbit.formats.errors import CheckpointError, RequestError, ResourceError
 from lowbit.runtime.engine import vision as module
+from lowbit.runtime.engine import vision_place
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.vision import Vision
+from lowbit.runtime.engine.vision_place import VisionPlace
 from lowbit.runtime.images.patches import ImagePatches, image_patches
 from lowbit.runtime.images.picture import Picture
 from lowbit.runtime.models.vision import OpenedTower, VisionTower, load_tower
@@ -144,9 +146,11 @@ def test_no_weight_of_the_tower_is_read_before_the_first_image(
 ) -> None:
     loads: list[str] = []
 
-    def counted(opened: OpenedTower, device: str, dtype: torch.dtype) -> VisionTower:
+    def counted(
+        opened: OpenedTower, device: str, dtype: torch.dtype, streamed: bool
+    ) -> VisionTower:
         loads.append(device)
-        return load_tower(opened, device, dtype)
+        return load_tower(opened, device, dtype, streamed)
 
     monkeypatch.setattr(module, "load_tower", counted)
     model.generate("Hi", max_new_tokens=2)
@@ -213,10 +217,72 @@ def test_the_tower_goes_to_the_cpu_where_the_gpu_is_full(
     model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert model.vision is not None
-    model.vision.device = "cuda"
+    model.vision.place = VisionPlace("cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 2000))
     assert embedded(model.vision, model.prompts.reader().read(CAT)).device.type == "cpu"
     assert "the vision tower runs on the CPU" in caplog.text
+
+
+def test_a_large_first_image_does_not_send_the_tower_to_the_cpu(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vision = model.vision
+    assert vision is not None
+    vision.place = VisionPlace("cuda")
+    loads: list[str] = []
+
+    def load(opened: OpenedTower, device: str, *rest: Any) -> VisionTower:
+        loads.append(device)
+        return load_tower(opened, "cpu", torch.float32)
+
+    monkeypatch.setattr(module, "load_tower", load)
+    room = vision_place.tower_memory(vision.opened, 200_000 // 256, torch.float32).whole
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (room, 2 * room))
+    embedded(vision, model.prompts.reader().read(CAT))
+    assert loads == ["cuda"]
+
+
+def test_a_gpu_that_was_asked_for_is_not_left(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert model.vision is not None
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 2000))
+    for streamed in (False, True):
+        model.vision.place = VisionPlace("cuda", streamed, asked=True)
+        wanted = r"needs .* for the vision tower and an image, free on cuda: 0\.0 MB"
+        with pytest.raises(ResourceError, match=wanted) as e:
+            model.generate([user(CAT)], max_new_tokens=2)
+        assert "--vision-device cpu" in str(e.value.hint)
+    assert len(model.generate("Hi", max_new_tokens=2).token_ids) == 2
+
+
+def test_a_machine_without_room_refuses_the_image_and_answers_text(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert model.vision is not None
+    tower = model.vision.opened.weight_bytes(torch.float32)
+    image = model.vision.opened.working_bytes(54 * 4, torch.float32)
+    for left, wanted in (
+        (tower + image - 1, r"needs .* for the vision tower and an image, free on cpu"),
+        (image - 1, r"an image of 216 patches needs .* in the vision tower, free on cpu"),
+    ):
+        monkeypatch.setattr(vision_place, "free_bytes", lambda device, left=left: left)
+        with pytest.raises(ResourceError, match=wanted):
+            model.generate([user(CAT)], max_new_tokens=2)
+        assert len(model.generate("Hi", max_new_tokens=2).token_ids) == 2
+        monkeypatch.setattr(vision_place, "free_bytes", lambda device: tower + image)
+        embedded(model.vision, model.prompts.reader().read(DOG))  # it is loaded
+    model.generate([user(CAT)], max_new_tokens=2)
+
+
+def test_a_gpu_that_an_image_fills_says_so(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(VisionTower, "pieces", full)
+    with pytest.raises(ResourceError, match="an image of 216 patches needs") as e:
+        model.generate([user(CAT)], max_new_tokens=2)
+    assert "detail" in str(e.value.hint)
 
 
 def test_an_image_that_vanishes_ends_its_request_alone(
@@ -284,7 +350,7 @@ def test_a_tower_beside_a_full_gpu_runs_in_a_thread(
     vision = model.vision
     assert vision is not None
     vision._kept.clear()
-    vision.device = "cuda"
+    vision.beside_gpu = True
     threads: list[str] = []
     call = VisionTower.__call__
 

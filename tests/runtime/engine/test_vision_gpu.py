@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import lowbit.runtime as lowbit
+from lowbit.runtime.engine.load_options import VISION_DEVICES
 from lowbit.runtime.engine.request import Request
+from lowbit.runtime.engine.vision_place import VisionPlace
 from tests.runtime.engine.test_vision import CAT, DOG, GREEDY, assistant, user
 
 pytestmark = pytest.mark.gpu
@@ -60,3 +62,30 @@ def test_others_decode_while_a_picture_is_prepared(seeing_folder: Path) -> None:
             next(handles[0], None)
         for handle, expected in zip(handles, alone, strict=True):
             assert handle.result() == expected.token_ids
+
+
+def test_the_tower_runs_where_it_is_asked_for(seeing_folder: Path) -> None:
+    messages = [user("Look: ", CAT, " and ", DOG, "!")]
+    found = {}
+    for asked in VISION_DEVICES:
+        model = lowbit.load(seeing_folder, device="cuda", context=500, vision_device=asked)
+        made = model.encode_prompt(messages, None)
+        found[asked] = model.logits(made.ids, made.images)
+        assert model.vision is not None
+        assert model.vision._tower is not None
+        assert model.vision._tower.device.type == ("cpu" if asked == "cpu" else "cuda")
+        assert model.vision.place.device == model.vision._tower.device.type
+    assert torch.equal(found["auto"], found["cuda"])
+    apart = (found["cpu"] - found["cuda"]).norm() / found["cuda"].norm()
+    assert 0 < apart < 0.1
+
+
+def test_a_streamed_tower_gives_the_same_answer(seeing_folder: Path) -> None:
+    messages = [user("Look: ", CAT, " and ", DOG, "!")]
+    model = lowbit.load(seeing_folder, device="cuda", context=500)
+    first = model.generate(messages, sampling=GREEDY, max_new_tokens=20)
+    other = lowbit.load(seeing_folder, device="cuda", context=500)
+    assert other.vision is not None
+    other.vision.place = VisionPlace("cuda", streamed=True)
+    again = other.generate(messages, sampling=GREEDY, max_new_tokens=20)
+    assert again.token_ids == first.token_ids

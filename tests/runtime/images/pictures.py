@@ -6,7 +6,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from lowbit.runtime.images.settings import ImageSettings
+from lowbit.formats.image_settings import ImageSettings
 from tests.seeing_models import PROCESSOR as PROCESSOR
 
 SETTINGS = ImageSettings(

@@ -10,9 +10,9 @@ from PIL import Image
 from torch import Tensor
 
 from lowbit.formats.errors import RequestError
+from lowbit.formats.image_settings import read_settings
 from lowbit.runtime.images.patches import image_patches
 from lowbit.runtime.images.resize import resize
-from lowbit.runtime.images.settings import read_settings
 from tests.runtime.images.pictures import PROCESSOR, SETTINGS, odd_sizes, picture, saved
 
 

@@ -6,7 +6,7 @@ import torch
 
 from tests.runtime.kernels.meta_inputs import step_of, zeros
 
-BLOCKS = {"write_context", "rotate_block", "attend_block", "join_block"}
+BLOCKS = {"write_context", "rotate_block", "attend_block", "join_block", "convolve"}
 ROUNDS = {"accept", "join_copies", "head_input", "store_hidden"}
 EPS = 1e-6
 
@@ -36,6 +36,10 @@ def blocks_of_drafts(full: bool) -> Iterator[str]:
                 step = step_of(sequences, tokens, reach=reach)
                 cuda.attend_block(qkv, layer, pages, step)
                 yield f"{Hq}/{Hkv} heads of {D} reach {reach}, {sequences} blocks{label}"
+    for h, size, side in ((5120, 8, 0), (4096, 16, 1))[: 2 if full else 1]:
+        x, own, base = zeros(size, h), zeros(size, 4 * h // 16), zeros(2, 2, h)
+        cuda.convolve(x, own, base, side, size, added=x if side else None)
+        yield f"{h} blocks of {size}"
 
 
 def rounds_of_drafts(full: bool) -> Iterator[str]:

@@ -172,6 +172,13 @@ def test_gemvs_as_they_are_launched_wait(
     assert waits(lambda x: cuda.product(x, w, added=residual), randn(1, K))
 
 
+def test_convolutions_wait(randn: Randn) -> None:
+    own, base = randn(8, 4 * 16), randn(2, 2, 256)
+    x = randn(8, 256)
+    assert waits(lambda x: cuda.convolve(x, own, base, 0, 8), x)
+    assert waits(lambda own: cuda.convolve(x, own, base, 1, 8, added=x), own)
+
+
 def test_embed_waits(randn: Randn) -> None:
     table = randn(100, 2048)
     assert waits(lambda ids: cuda.embed(ids, table), torch.tensor([77], device="cuda"))

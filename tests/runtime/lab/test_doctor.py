@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
 
 from lowbit.convert import Recipe
 from lowbit.formats.layout.scheme import Scheme
@@ -277,6 +279,16 @@ def test_expects_what_was_measured(name: str, tokens_per_s: float) -> None:
     assert f"{tokens_per_s:,}" in (EXAMPLES.parent / "BENCHMARKS.md").read_text()
 
 
+@pytest.fixture
+def hybrid_without_tower(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    shutil.copytree(HYBRID, folder)
+    weights = load_file(HYBRID / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if "visual" not in name}
+    save_file(kept, folder / "model.safetensors")
+    return folder
+
+
 @pytest.mark.parametrize("name", [each.name for each in usual() if not each.experts])
 def test_usual_sizes_are_those_of_their_configs(tmp_path: Path, name: str) -> None:
     size = name.replace("Qwen3-", "").replace("Qwen3.5", "3.5")
@@ -310,6 +322,22 @@ def test_a_model_on_the_hub_is_read_by_its_headers(hub: HubServer) -> None:
     found, local = demand_of("org/tiny", "cuda"), demand_of(str(TINY), "cuda")
     assert (found.weights, found.token_bytes) == (local.weights, local.token_bytes)
     assert all(request.sent < 200_000 for request in hub.requests())
+
+
+def test_the_vision_tower_counts_apart(run: Run, hybrid_without_tower: Path) -> None:
+    tower = [w for name, w in load_file(HYBRID / "model.safetensors").items() if "visual" in name]
+    bytes_of = 2 * sum(weight.numel() for weight in tower)
+    plain = demand_of(str(hybrid_without_tower), "cuda")
+    assert replace(demand_of(str(HYBRID), "cuda"), name=plain.name) == replace(
+        plain, vision=bytes_of
+    )
+    assert plain.vision == 0
+    done = run(str(HYBRID), "--device", "cpu")
+    assert "images: " in done.stdout
+    assert "--vision-device cpu" not in done.stdout
+    [model] = json.loads(run(str(HYBRID), "--device", "cpu", "--json").stdout)["speed"]["models"]
+    assert model["vision_bytes"] == bytes_of
+    assert "images: " not in run(str(TINY), "--device", "cpu").stdout
 
 
 def test_too_much_memory_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,7 +443,7 @@ def test_the_drafter_is_shown(run: Run) -> None:
         ({"vocab_size": 4097}, "vocabulary of 4097"),
         ({"num_target_layers": 5}, "a model of 5 layers"),
         ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [3]}}, "reads layer 3"),
-        ({"architectures": ["DFlash2DraftModel"]}, "`DFlash2DraftModel` is not supported"),
+        ({"architectures": ["XPressDraftModel"]}, "`XPressDraftModel` is not supported"),
     ],
 )
 def test_a_drafter_for_another_model(

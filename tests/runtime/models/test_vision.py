@@ -18,17 +18,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowbit.convert import Recipe
 from lowbit.formats.architectures.vision import VisionConfig
 from lowbit.formats.errors import FormatError, UnsupportedModelError
+from lowbit.formats.image_settings import image_settings
 from lowbit.formats.packed import open_packed
 from lowbit.runtime.images.patches import ImagePatches, image_patches
 from lowbit.runtime.images.positions import positions_of
-from lowbit.runtime.images.settings import image_settings
 from lowbit.runtime.models import vision as module
 from lowbit.runtime.models.vision import (
+    Affine,
+    Block,
     VisionTower,
     check_settings,
     interpolation,
     load_tower,
     open_tower,
+    stream,
 )
 from tests.conversions import convert
 from tests.runtime.images.pictures import picture, saved
@@ -251,6 +254,49 @@ def test_working_memory_is_as_stated(
     stated = opened.working_bytes(len(image.values), dtype)
     assert peak.most < 1.05 * stated
     assert peak.most > 0.8 * stated or dtype == torch.float32  # which spares copies in FP32
+
+
+def test_a_streamed_tower_keeps_its_blocks_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_seeing(tmp_path, depth=3)
+    opened = open_tower(open_packed(tmp_path).checkpoint)
+    monkeypatch.setattr(Affine, "pinned", lambda part: part)  # needs a GPU
+    plain = load_tower(opened, "cpu", torch.float32)
+    image = random_patches(plain, 4, 6)
+    same = load_tower(opened, "cpu", torch.float32, streamed=True)
+    assert torch.equal(same(image), plain(image))
+    gpu = stream(plain, torch.device("meta"))  # stands in for a GPU
+    assert gpu.device.type == "meta"
+    assert {block.up.weight.device.type for block in gpu.blocks} == {"cpu"}
+    copies: list[Block] = []
+    on = Block.on
+
+    def counted(block: Block, device: torch.device) -> Block:
+        copies.append(on(block, device))
+        return copies[-1]
+
+    monkeypatch.setattr(Block, "on", counted)
+    found = gpu(image)
+    assert (found.device.type, found.shape) == ("meta", plain(image).shape)
+    there = [copy.down.bias.device.type for copy in copies]
+    assert there == ["meta"] * 3 + ["cpu"] * 3
+    assert copies[3] is plain.blocks[0]  # nothing is copied where it is there
+
+
+def test_a_system_that_locks_no_memory_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: Affine) -> Affine:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(Affine, "pinned", refuse)
+    make_seeing(tmp_path)
+    opened = open_tower(open_packed(tmp_path).checkpoint)
+    streamed = load_tower(opened, "cpu", torch.float32, streamed=True)
+    image = random_patches(streamed, 4, 6)
+    assert torch.equal(streamed(image), load_tower(opened, "cpu", torch.float32)(image))
+    assert "memory that is not locked: CUDA error" in caplog.text
 
 
 @pytest.mark.parametrize(("grid", "side"), [((4, 6), 5), ((2, 2), 48), ((50, 2), 3), ((6, 6), 6)])

@@ -9,44 +9,76 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from tests.drafters import CONFIG, DSPARK, write_drafter
+from tests.drafters import CONFIG, DFLASH2, DOMINO, DSPARK, LILICORR, XPRESS, write_drafter
 from tests.short_models import Shorten
 
 ROOT = Path(__file__).parents[4]
 ROUNDS = [(1, 7), (1, 3), (2, 7), (3, 3), (8, 1)]  # sequences, drafts of each
 LAYERS = 2  # of the drafter, and of the model
+KINDS = {
+    "dflash": CONFIG,
+    "dspark": DSPARK,
+    "xpress": XPRESS,
+    "domino": DOMINO,
+    "dflash2": DFLASH2,
+    "lilicorr": LILICORR,
+}
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_a_round_is_launched_without_the_host(shorten: Shorten, tmp_path: Path, kind: str) -> None:
-    section = {"mask_token_id": 4000, "target_layer_ids": [0]}
-    changes: dict[str, Any] = section if kind == "dspark" else {"dflash_config": section}
-    base = DSPARK if kind == "dspark" else CONFIG
-    write_drafter(tmp_path, base=base, num_target_layers=LAYERS, **changes)
+@pytest.fixture(scope="module")
+def launches(
+    shorten: Shorten, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Counter[str]]]:
+    """What is launched with each kind of drafter, in one process."""
+    place, section = tmp_path_factory.mktemp("drafters"), {"target_layer_ids": [0]}
+    for kind, base in KINDS.items():
+        own = base.get("dflash_config")
+        changes: dict[str, Any] = section if own is None else {"dflash_config": own | section}
+        write_drafter(place / kind, base=base, num_target_layers=LAYERS, **changes)
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.runtime.engine.draft.test_block_launches"]
-    command += [str(shorten("tiny-qwen3.5")), str(tmp_path)]
+    command += [str(shorten("tiny-qwen3.5")), *(str(place / kind) for kind in KINDS)]
     done = subprocess.run(command, check=False, capture_output=True, env=env, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    plain, chunk, *rounds = (Counter(each) for each in json.loads(done.stdout))
+    found = [[Counter(each) for each in some] for some in json.loads(done.stdout)]
+    return dict(zip(KINDS, found, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_round_is_launched_without_the_host(
+    launches: dict[str, list[Counter[str]]], kind: str
+) -> None:
+    plain, chunk, *rounds = launches[kind]
     for found in (plain, chunk):
         assert found["_write_context_kernel"] == 1  # of all layers
         assert "_attend_block_kernel" not in found
+        assert found["_store_hidden_kernel"] == (kind == "lilicorr")
     for found in rounds:
         names = ("_write_context", "_rotate_block", "_attend_block")
         assert [found[f"{name}_kernel"] for name in names] == [1, LAYERS, LAYERS]
         assert found["_accept_kernel"] == found["_join_copies_kernel"] == 1
+        assert found["_convolve_kernel"] == (4 * LAYERS if kind == "dflash2" else 0)
     greedy, ordered = rounds[:-1], rounds[-1]
     for (_, drafts), found in zip(ROUNDS, greedy, strict=True):
-        in_turn = drafts if kind == "dspark" else 1  # at once, or each behind the one before
-        assert found["_likeliest_rows_kernel"] == in_turn + 1
-        # Embeddings of blocks, of the tokens that are checked, and of those before each draft.
-        assert found["_embed_kernel"] == 2 + (drafts if kind == "dspark" else 0)
+        # At once, each behind the one before, or all by pass.
+        choices, tables = {
+            "dflash": (1, 0),
+            "dspark": (drafts, drafts),
+            "domino": (drafts, drafts),
+            "dflash2": (drafts, drafts + 1),  # that table's rows of all candidates too
+            "xpress": (1 + XPRESS["xpress_num_passes"], XPRESS["xpress_num_passes"]),
+            "lilicorr": (drafts, 2),  # of candidates, and contexts
+        }[kind]
+        assert found["_likeliest_rows_kernel"] == choices + 1
+        # Embeddings of blocks, of the tokens that are checked, and of those before drafts.
+        assert found["_embed_kernel"] == 2 + tables
     assert ordered["_likeliest_rows_kernel"] > 2  # by place, since penalties count them
 
 
@@ -58,22 +90,16 @@ def launches_of(folder: Path, drafter: Path) -> list[Counter[str]]:
     from lowbit.formats.architectures.dflash import DFlashConfig
     from lowbit.formats.kv_cache import BF16_CACHE
     from lowbit.runtime.backends import cuda
-    from lowbit.runtime.engine.chunks import Chunks
     from lowbit.runtime.engine.draft import block, made
-    from lowbit.runtime.engine.draft.block import BlockRounds, Blocks
-    from lowbit.runtime.engine.draft.verify import Part, Verifier
-    from lowbit.runtime.engine.graphs import Graphs, width_for
+    from lowbit.runtime.engine.draft.block import BlockRounds, new_blocks
+    from lowbit.runtime.engine.draft.verify import Verifier
     from lowbit.runtime.engine.load_options import LoadOptions
-    from lowbit.runtime.engine.request import Request
     from lowbit.runtime.engine.runner import Runner
-    from lowbit.runtime.engine.sequence import Sequence
     from lowbit.runtime.kernels.launch.card import H200
     from lowbit.runtime.lab import fake_gpu
     from lowbit.runtime.models.architectures import DRAFTER_BUILD
     from lowbit.runtime.models.loader import open_model, with_drafter
     from lowbit.runtime.state.device_state import kv_pages
-    from lowbit.runtime.state.sampling_params import SamplingParams
-    from lowbit.runtime.state.step import StepPlan
 
     names: list[str] = []
 
@@ -101,30 +127,44 @@ def launches_of(folder: Path, drafter: Path) -> list[Counter[str]]:
         *(own.checkpoint, own.schemes, "meta", torch.bfloat16, cuda.prepare, cuda.gathered)
     )
     build = DRAFTER_BUILD[kind_of(own.checkpoint.config)]
-    blocks = Blocks(build(own.config, weights, cuda, runner.context), pages)
+    made_drafter = build(own.config, weights, cuda, runner.context)
+    rows = runner.tables.shape[0]
+    blocks = new_blocks(made_drafter, pages, None, rows, torch.bfloat16)
     runner.blocks = blocks
     for module in (made, block):
         vars(module)["new_ring"] = lambda rows, pinned: torch.zeros(64, rows, dtype=torch.int64)
-    Runner.on_gpu = property(lambda runner: True)  # type: ignore[assignment,method-assign]
     rounds = BlockRounds(Verifier(runner), blocks)
-    found = []
+    with mock.patch.object(Runner, "on_gpu", property(lambda runner: True)):
+        return list(counts_of(runner, rounds, launched))
+
+
+def counts_of(runner: Any, rounds: Any, launched: Callable[[], Counter[str]]) -> Iterator[Any]:
+    """Kernels of the steps of a runner, see `launches_of`."""
+    from lowbit.runtime.engine.chunks import Chunks
+    from lowbit.runtime.engine.draft.verify import Part
+    from lowbit.runtime.engine.graphs import Graphs, width_for
+    from lowbit.runtime.engine.request import Request
+    from lowbit.runtime.engine.sequence import Sequence
+    from lowbit.runtime.state.sampling_params import SamplingParams
+    from lowbit.runtime.state.step import StepPlan
+
     runner.run_step(StepPlan(1, 1, 256, longest=1))
-    found.append(launched())
+    yield launched()
     Chunks(runner.decoder, runner.each_layer, runner.tables, Graphs()).forward(64)
-    found.append(launched())
+    yield launched()
     sequence = Sequence(Request((1,)), count=1, seed=0, row=1, length=1)
     sequence.output.append(1)
-    for B, k in (*ROUNDS, (1, 3)):
-        if len(found) == 2 + len(ROUNDS):
-            runner.sampler.configure_row(1, SamplingParams(presence_penalty=1.0), ())
-        rounds.parts = [Part(sequence, (0,) * k, (1,) * (1 + k))] * B
-        adjusted = runner.sampler.shape.adjusted
-        rounds.round(width_for(B * (k + 1)), B, k, 256, ordered=adjusted, joined=True)
-        found.append(launched())
-    return found
+    for penalty, sizes in ((0.0, ROUNDS), (1.0, [(1, 3)])):
+        runner.sampler.configure_row(1, SamplingParams(presence_penalty=penalty), ())
+        for B, k in sizes:
+            rounds.parts = [Part(sequence, (0,) * k, (1,) * (1 + k))] * B
+            adjusted = runner.sampler.shape.adjusted
+            rounds.round(width_for(B * (k + 1)), B, k, 256, ordered=adjusted, joined=True)
+            yield launched()
 
 
 if __name__ == "__main__":
-    json.dump(launches_of(Path(sys.argv[1]), Path(sys.argv[2])), sys.stdout)
+    model, *drafters = map(Path, sys.argv[1:])
+    json.dump([launches_of(model, each) for each in drafters], sys.stdout)
     sys.stdout.flush()
     os._exit(0)

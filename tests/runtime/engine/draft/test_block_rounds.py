@@ -16,7 +16,7 @@ from lowbit.runtime.engine.draft.ngram import LONGEST_MATCH
 from lowbit.runtime.engine.draft.source import Drafts
 from lowbit.runtime.engine.request import Request
 from lowbit.runtime.engine.stream import Handle
-from tests.drafters import DSPARK, write_drafter
+from tests.drafters import DSPARK, LILICORR, XPRESS, write_drafter
 from tests.runtime.engine.draft.guesses import Guesser, costs_by_tokens, join_copies
 from tests.runtime.engine.graph_stand_in import run_through_graphs
 from tests.runtime.engine.residues import Later, Residues, follows
@@ -54,7 +54,12 @@ def folders(shorten: Shorten, tmp_path_factory: pytest.TempPathFactory) -> Pairs
     dspark = tmp_path_factory.mktemp("dspark")
     write_drafter(dspark, base=DSPARK, target_layer_ids=[0], num_target_layers=2)
     short = shorten("tiny-qwen3")
-    return {"trained": trained, "random": (short, random), "dspark": (short, dspark)}
+    pairs = {"trained": trained, "random": (short, random), "dspark": (short, dspark)}
+    for name, base in (("xpress", XPRESS), ("lilicorr", LILICORR)):
+        folder, own = tmp_path_factory.mktemp(name), base["dflash_config"] | section
+        write_drafter(folder, base=base, dflash_config=own, num_target_layers=2)
+        pairs[name] = short, folder
+    return pairs
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +120,10 @@ def keys_of(model: lowbit.Model) -> list[Any]:
     return list(drafting.verifier.graphs._graphs)
 
 
-@by("trained-7", "random-7", "dspark-7", "trained-15-joined", "dspark-15-joined")
+@by(
+    *("trained-7", "random-7", "dspark-7", "xpress-7", "lilicorr-7"),
+    *("trained-15-joined", "dspark-15-joined"),
+)
 def test_rounds_that_follow_each_other_change_nothing(
     models: tuple[lowbit.Model, lowbit.Model],
 ) -> None:
@@ -144,6 +152,7 @@ def test_a_round_is_one_graph(models: tuple[lowbit.Model, lowbit.Model]) -> None
     assert handle.tally.rounds > 5
 
 
+@by("trained-7", "lilicorr-7")
 def test_drafts_behind_rounds_are_those_behind_plain_steps(
     models: tuple[lowbit.Model, lowbit.Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,7 +258,7 @@ def test_copies_join_drafts(models: tuple[lowbit.Model, lowbit.Model]) -> None:
     assert {key[-1] for key in keys_of(drafting) if key[0] == "made"} == {False, True}
 
 
-@by("random-15-joined", "dspark-15-joined")
+@by("random-15-joined", "dspark-15-joined", "xpress-15-joined")
 def test_right_copies_come_in_long_blocks_though_the_host_is_a_round_behind(
     models: tuple[lowbit.Model, lowbit.Model],
 ) -> None:

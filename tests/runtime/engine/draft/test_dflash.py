@@ -282,8 +282,8 @@ def test_drafts_are_chosen_from_the_rows_of_a_draft_head(
         ),
         ({"block_size": 1}, "`block_size` must be an integer from 2 to 256, got 1"),
         (
-            {"architectures": ["DFlash2DraftModel"]},
-            "config.json: class `DFlash2DraftModel` is not supported",
+            {"architectures": ["XPressDraftModel"]},
+            "config.json: class `XPressDraftModel` is not supported",
         ),
     ],
 )

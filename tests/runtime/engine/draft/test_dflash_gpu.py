@@ -17,11 +17,21 @@ from lowbit.runtime.engine.draft.source import Drafts
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.load_options import Mode
 from lowbit.runtime.engine.request import Request
+from lowbit.runtime.models import dspark
 from lowbit.runtime.models.loader import load_drafter, open_model, with_drafter
 from lowbit.runtime.state.device_state import kv_pages
 from lowbit.runtime.state.step_buffers import lone_step
 from tests.conversions import convert
-from tests.drafters import CONFIG, DSPARK, hidden_by_torch, write_drafter
+from tests.drafters import (
+    CONFIG,
+    DFLASH2,
+    DOMINO,
+    DSPARK,
+    LILICORR,
+    XPRESS,
+    hidden_by_torch,
+    write_drafter,
+)
 from tests.oracle import dequantized_weights
 from tests.runtime.engine.draft.guesses import Guesser, costs_by_tokens, join_copies
 
@@ -41,12 +51,9 @@ def load(drafter: Path | None, mode: Mode = "dflash", **options: Any) -> lowbit.
     return lowbit.load(
         TARGET,
         device="cuda",
-        quantize="int4",
-        context=CONTEXT,
-        max_sequences=16,
         speculate="off" if drafter is None else mode,
         drafter=drafter,
-        **options,
+        **{"quantize": "int4", "context": CONTEXT, "max_sequences": 16, **options},
     )
 
 
@@ -89,10 +96,9 @@ def test_the_bias_of_dspark_is_that_of_plain_torch(tmp_path: Path, packed: bool)
         convert(tmp_path / "source", folder, Recipe(group_size=32))
         weights = dequantized_weights(folder)
     drafter, _ = load_drafter(with_drafter(open_model(TARGET), folder), "cuda", torch.bfloat16, 64)
-    assert drafter.markov is not None
+    assert isinstance(drafter.head, dspark.Markov)
     ids = torch.tensor([5, 4095, 7, 7])
-    ops: Any = drafter.ops
-    found = drafter.markov.bias(ops, ids.cuda())[:, :4096].cpu()
+    found = drafter.head.bias(ids.cuda())[:, :4096].cpu()
     first, second = (weights[f"markov_head.markov_{name}.weight"] for name in ("w1", "w2"))
     expected = first[ids] @ second.T
     assert found.dtype == torch.float32
@@ -104,11 +110,21 @@ def plain() -> lowbit.Model:
     return load(None)
 
 
-@pytest.fixture(scope="module", params=["trained", "packed", "random", "dspark", "dspark packed"])
+HEADS = {
+    "dspark": DSPARK,
+    "dflash2": DFLASH2,
+    "domino": DOMINO,
+    "lilicorr": LILICORR,
+    "xpress": XPRESS,
+}
+KINDS = ["trained", "packed", "random", "dspark", *(f"{kind} packed" for kind in HEADS)]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def drafting(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> lowbit.Model:
-    """The bundled drafter in BF16 and packed, and random ones: with a window, and DSpark's."""
+    """The bundled drafter in BF16 and packed, and random ones: with a window, and other heads."""
     folder = tmp_path_factory.mktemp("drafter") / request.param
     if request.param == "trained":
         folder = TRAINED
@@ -116,8 +132,8 @@ def drafting(
         convert(TRAINED, folder, Recipe())
     elif request.param == "dspark":
         write_drafter(folder, base=DSPARK)
-    elif request.param == "dspark packed":
-        write_drafter(folder / "source", base=DSPARK)
+    elif request.param.endswith(" packed"):
+        write_drafter(folder / "source", base=HEADS[request.param.removesuffix(" packed")])
         convert(folder / "source", folder / "packed", Recipe(group_size=32))
         folder /= "packed"
     else:
@@ -164,6 +180,50 @@ def test_copies_join_drafts(tmp_path: Path, plain: lowbit.Model, kind: str) -> N
     assert handle.tally.sources["copied"].rounds == handle.tally.rounds
     assert handle.tally.tokens_a_round is not None
     assert handle.tally.tokens_a_round > 9
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"kv_cache": "int8"},
+    {"activations": "int8"},
+    {"kv_cache": "int8", "activations": "int8"},
+]
+
+
+@pytest.mark.parametrize("options", SETTINGS, ids=str)
+def test_joined_copies_change_nothing(options: dict[str, Any]) -> None:
+    """In company of up to twelve that come and go, and beyond several chunks of a prompt."""
+    given = {"context": 4096, **options}
+    plain, drafting = load(None, **given), always_drafting(load(TRAINED, draft_tokens=15, **given))
+    join_copies(drafting)
+    some = [
+        replace(each, prompt=each.prompt[: 120 + 30 * at] * 2, max_new_tokens=20 + 7 * at)
+        for at in range(3)
+        for each in requests(plain)
+    ]
+    ids = plain.tokenizer.encode(TEXT[:8000], framed=True, context=4096)[:1750]
+    some.append(replace(some[0], prompt=(*ids, *ids), max_new_tokens=100))
+    expected = [plain.engine.submit(request) for request in some]
+    for handle in expected:
+        handle.result()
+    found = []
+    for request in some:
+        found.append(drafting.engine.submit(request))
+        for _ in range(3):
+            drafting.engine.step()
+    left = drafting.engine.submit(replace(some[0], max_new_tokens=200))
+    next(left)
+    left.cancel()
+    for handle, one in zip(found, expected, strict=True):
+        assert handle.result() == one.result()
+        assert handle.log_probabilities == one.log_probabilities
+    counts = [each.tally.sources.get("copied") for each in found]
+    assert sum(count is not None for count in counts) > 1
+    assert counts[-1] is not None  # far on
+    again = drafting.engine.submit(replace(some[-1], prompt=(*some[-1].prompt, *ids[:200])))
+    turn = plain.engine.submit(replace(some[-1], prompt=(*some[-1].prompt, *ids[:200])))
+    assert again.result() == turn.result()
+    assert again.reused > 3000
 
 
 def answer(model: lowbit.Model, request: Request) -> tuple[Any, ...]:

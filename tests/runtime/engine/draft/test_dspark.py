@@ -17,6 +17,7 @@ from lowbit.formats.kv_cache import FP32_CACHE
 from lowbit.runtime.engine.draft.block import BlockRounds, Blocks
 from lowbit.runtime.engine.draft.source import Drafts
 from lowbit.runtime.engine.request import Request
+from lowbit.runtime.models import dspark
 from lowbit.runtime.models.loader import load_drafter, open_model, with_drafter
 from lowbit.runtime.state.device_state import kv_pages
 from lowbit.runtime.state.step_buffers import lone_step
@@ -63,9 +64,8 @@ def test_logits_are_those_of_plain_torch(tmp_path: Path, packed: bool) -> None:
     normed = drafter.ops.rms_norm(found, drafter.norm, 1e-6)
     expected = hidden_by_torch(DSPARK, weights, hidden_taps, block)
     assert (normed - expected).abs().max() < 2e-5 * expected.abs().max()
-    assert drafter.markov is not None
-    ops: Any = drafter.ops
-    biases = drafter.markov.bias(ops, torch.tensor([5, 4095, 7]))
+    assert isinstance(drafter.head, dspark.Markov)
+    biases = drafter.head.bias(torch.tensor([5, 4095, 7]))
     wanted = torch.stack([bias_by_torch(weights, id) for id in (5, 4095, 7)])
     assert (biases - wanted).abs().max() < 2e-5 * wanted.abs().max()
 
@@ -257,6 +257,6 @@ def test_drafters_for_other_models_are_refused(tmp_path: Path) -> None:
     write_drafter(tmp_path / "a", base=DSPARK, target_layer_ids=[0, 3])
     with pytest.raises(UnsupportedModelError, match="reads layer 3, the model has layers up to 2"):
         load(tmp_path / "a")
-    write_drafter(tmp_path / "dflash", base=DSPARK, architectures=["DFlash2DraftModel"])
-    with pytest.raises(UnsupportedModelError, match="class `DFlash2DraftModel` is not supported"):
+    write_drafter(tmp_path / "dflash", base=DSPARK, architectures=["DFlash3DraftModel"])
+    with pytest.raises(UnsupportedModelError, match="class `DFlash3DraftModel` is not supported"):
         load(tmp_path / "dflash")

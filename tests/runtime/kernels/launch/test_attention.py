@@ -127,6 +127,7 @@ def test_narrow_programs_where_they_take_no_more_rounds_or_are_many() -> None:
     assert attention_launch(8, 4, 128, 256, 64).warps == NARROW
     assert attention_launch(8, 4, 128, 256, 32).warps is None
     assert attention_launch(8, 4, 128, 256, 64, 2).warps is None
+    assert attention_launch(8, 4, 128, 256, 64, quantized=True).warps == NARROW
     assert attention_launch(8, 4, 128, 1024, 64).warps == NARROW
     assert attention_launch(8, 4, 128, 1024, 32).warps is None
     assert attention_launch(8, 4, 128, 1024, 64, quantized=True).warps is None

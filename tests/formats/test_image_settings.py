@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lowbit.formats.errors import CheckpointError, LowbitError, UnsupportedModelError
-from lowbit.runtime.images.settings import image_settings, read_settings
+from lowbit.formats.image_settings import image_settings, read_settings
 from tests.runtime.images.pictures import PROCESSOR, SETTINGS
 
 
