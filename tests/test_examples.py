@@ -1,5 +1,6 @@
 """The example scripts run as they stand."""
 
+import io
 import json
 import runpy
 import subprocess
@@ -7,11 +8,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from PIL import Image
 
+import lowbit.runtime
 from lowbit.convert.quantize import session
 from lowbit.runtime.lab import machine_speed
 from tests.short_models import Shorten
@@ -178,3 +182,25 @@ def test_a_server_is_loaded_with_grammars() -> None:
     assert done.exit_code == 0, done.output
     assert "6 requests of 2 clients" in done.output
     assert "all well" in done.output
+
+
+@pytest.mark.slow
+def test_a_model_that_reads_pictures_is_trained(tmp_path: Path) -> None:
+    fonts, drawn, out = tmp_path / "fonts", tmp_path / "drawn", tmp_path / "model"
+    fonts.mkdir()  # Pillow has a font of its own
+    assert started("draw_words", (str(fonts), str(drawn))).exit_code == 0
+    small = ("--plain", "--batch", "4", "--minutes", "0.02")
+    trained = started("train_tiny_vision", (str(drawn), str(out), *small))
+    assert trained.exit_code == 0, trained.output
+    again = ("--start", str(out), "--done", "0.9")
+    trained = started("train_tiny_vision", (str(drawn), str(out), *small, *again))
+    assert "unseen, exact of 100" in trained.output
+    picture = io.BytesIO()
+    Image.new("RGB", (96, 64), "white").save(picture, "PNG")
+    content: list[dict[str, Any]] = [
+        {"type": "image", "image": picture.getvalue()},
+        {"type": "text", "text": "Read it."},
+    ]
+    model = lowbit.runtime.load(out, device="cpu", quantize="int4")
+    made = model.generate([{"role": "user", "content": content}], max_new_tokens=2)
+    assert made.timings.prompt_tokens > 6
