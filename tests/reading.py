@@ -87,5 +87,5 @@ def read(
 
 
 def exact(found: Sequence[str], expected: Sequence[str]) -> int:
-    """How many are right to the letter."""
+    """The number that is right to the letter."""
     return sum(one == other for one, other in zip(found, expected, strict=True))

@@ -142,7 +142,7 @@ def answers(w: Weights, prompts: Prompts, batch: Batch) -> dict[str, Tensor]:
 
 
 def exact(found: dict[str, Tensor]) -> Tensor:
-    """Which answers a greedy reader would give letter by letter: [B] bool."""
+    """Tell which answers a greedy reader would give letter by letter: [B] bool."""
     return (found["logits"].argmax(-1) == found["right"]).all(1)
 
 

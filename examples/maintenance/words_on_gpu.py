@@ -366,7 +366,7 @@ class Painter:
     def _slots(
         self, words: Words, shape: tuple[int, int], scale: tuple[float, float]
     ) -> tuple[Tensor, Tensor]:
-        """Which character has its center where, and its place in its word."""
+        """Tell which character has its center where, and its place in its word."""
         height, width = shape
         columns = width // SQUARE
         total = height // SQUARE * columns * SLOTS

@@ -1,4 +1,4 @@
-"""Where a model's vision tower runs: on its GPU, streamed onto it, or on the CPU."""
+"""The place of a model's vision tower: its GPU, as a whole or streamed, or the CPU."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -99,7 +99,7 @@ class VisionTower:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device that it computes on."""
         return self.patches.weight.device
 
     def __call__(self, image: ImagePatches) -> Tensor:

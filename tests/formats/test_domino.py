@@ -64,7 +64,7 @@ def test_published_shapes() -> None:
 
 @pytest.mark.parametrize("name", ["DominoDraftModel", "DFlashDraftModel"])
 def test_a_published_config_is_read(name: str) -> None:
-    """By its own class, and by that of DFlash with a projector."""
+    """Both its own class and that of DFlash with a projector name it."""
     raw = PUBLISHED | {"architectures": [name]}
     config = read_config(raw)
     assert isinstance(config, DominoConfig)

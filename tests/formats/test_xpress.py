@@ -77,7 +77,7 @@ def test_a_published_config_is_read() -> None:
 
 
 def test_a_head_takes_80_million_parameters() -> None:
-    """As the paper says, 96 % of them with the vocabulary."""
+    """The paper says 96 % of them with the vocabulary."""
     sizes = {}
     for name, shape in shapes(PUBLISHED).items():
         if name.startswith("xpress_head."):

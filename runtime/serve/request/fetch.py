@@ -225,7 +225,7 @@ class ImageFetcher:
         raise RequestError(f"the image's address leads on over {MOST_REDIRECTS} times", SEND)
 
     def _moved(self, before: Target, location: str) -> Target:
-        """Where a redirect leads to, checked as any address."""
+        """The target of a redirect, checked as any address."""
         try:
             moved = urljoin(before.address, location)
         except ValueError:

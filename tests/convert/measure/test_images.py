@@ -36,7 +36,7 @@ def packed(source: Path) -> Path:
 
 @pytest.fixture
 def said() -> list[str]:
-    """What `note` was told."""
+    """Sentences that `note` was told."""
     return []
 
 

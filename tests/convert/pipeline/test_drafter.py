@@ -68,7 +68,7 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, int | None]]] = {
 
 @pytest.mark.parametrize("name", HEADS)
 def test_of_a_head_what_is_wide_is_packed(tmp_path: Path, name: str) -> None:
-    """As heads are; small linears and tables stay as they are stored."""
+    """Linears are packed as heads are; small ones and tables stay as they are stored."""
     base, wanted = HEADS[name]
     weights = write_drafter(tmp_path / "source", base=base)
     convert(tmp_path / "source", tmp_path / "out", Recipe())

@@ -345,7 +345,7 @@ def test_few_pictures_are_cut_before_their_turn(
 def test_a_tower_beside_a_full_gpu_runs_in_a_thread(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else everybody on the GPU would wait for the CPU."""
+    """Everybody on the GPU would wait for the CPU otherwise."""
     expected = embedded(model.vision, model.prompts.reader().read(CAT))  # type: ignore[arg-type]
     vision = model.vision
     assert vision is not None

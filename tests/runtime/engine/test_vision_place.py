@@ -1,4 +1,4 @@
-"""Where the vision tower runs, and the memory that is kept for it."""
+"""The place of the vision tower, and the memory that is kept for it."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -105,7 +105,7 @@ def test_pictures_are_chosen_pasted_and_dropped(stub: Stub, open_page: Open) -> 
 
 
 def test_pictures_stay_in_the_conversation(stub: Stub, open_page: Open) -> None:
-    """Without words, with further turns, over a reload, and where a message is edited."""
+    """A picture without words, further turns, a reload, and an edited message."""
     page = ready(open_page())
     stub.answers = [Canned(spoken("ok"))]
     give(page, "paste", SHOT)

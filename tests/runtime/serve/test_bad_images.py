@@ -116,7 +116,7 @@ GOOD: dict[str, Callable[[str], str]] = {
 @pytest.mark.parametrize("path", FIELD)
 @pytest.mark.parametrize("form", GOOD)
 def test_base64_with_one_sensible_reading_is_read(seeing: Running, path: str, form: str) -> None:
-    """Of a file whose base64 has every sign, and padding."""
+    """The file has every sign of base64, and padding."""
     file = next(
         each for each in (PNG + bytes(n) for n in range(3)) if base64.b64encode(each).endswith(b"=")
     )
@@ -143,7 +143,7 @@ def test_a_bomb_is_refused_from_its_header(
 def test_500_images_are_refused_by_the_first_that_is_too_many(
     seeing: Running, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before one of them is decoded."""
+    """None of them is decoded."""
     decoded: list[object] = []
     monkeypatch.setattr(limits, "decode_image", decoded.append)
     tiny = encoded(saved(picture(9, 8)))

@@ -36,7 +36,7 @@ KINDS = {
 def launches(
     shorten: Shorten, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Counter[str]]]:
-    """What is launched with each kind of drafter, in one process."""
+    """Launches with each kind of drafter, in one process."""
     place, section = tmp_path_factory.mktemp("drafters"), {"target_layer_ids": [0]}
     for kind, base in KINDS.items():
         own = base.get("dflash_config")

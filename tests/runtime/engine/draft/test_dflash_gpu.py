@@ -192,7 +192,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", SETTINGS, ids=str)
 def test_joined_copies_change_nothing(options: dict[str, Any]) -> None:
-    """In company of up to twelve that come and go, and beyond several chunks of a prompt."""
+    """Company of up to twelve comes and goes, and prompts have several chunks."""
     given = {"context": 4096, **options}
     plain, drafting = load(None, **given), always_drafting(load(TRAINED, draft_tokens=15, **given))
     join_copies(drafting)

@@ -120,7 +120,7 @@ def test_scores_are_those_of_plain_torch(tmp_path: Path, kind: str, packed: bool
 
 
 def test_passes_with_a_temperature_settle(tmp_path: Path) -> None:
-    """As many as there are drafts give what drawing one by one does; fewer need not."""
+    """Drafts drawn together, all of them, are those drawn one by one; fewer need not be."""
     found = []
     generator = torch.Generator().manual_seed(3)
     shapes = (2, 8, 256), (4096, 256), (4096, 256)
@@ -252,7 +252,7 @@ def test_drafts_are_chosen_from_the_rows_of_a_draft_head(
 
 
 def test_a_kept_context_takes_memory(tmp_path: Path) -> None:
-    """Of the last positions of each row, where the head reads it; its ring is counted."""
+    """A head that reads it has that of the last positions of each row; its ring is counted."""
     write_drafter(tmp_path, base=LILICORR)
     blocks = load(tmp_path).engine.runner.blocks
     assert isinstance(blocks, Blocks)

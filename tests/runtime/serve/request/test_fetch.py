@@ -27,7 +27,7 @@ def host() -> Iterator[ImageHost]:
 
 
 def fetcher(host: ImageHost, *names: str, time_s: float = 10.0) -> ImageFetcher:
-    """Of a host that is named by its address, and of others."""
+    """Addresses of a host that is named by its address, and of others."""
     return ImageFetcher(allowed_hosts([f"127.0.0.1:{host.port}", *names]), time_s)
 
 
@@ -173,7 +173,7 @@ def test_other_spellings_of_an_address_are_no_way_around(host: ImageHost) -> Non
 
 
 def test_no_literal_is_a_way_around(host: ImageHost) -> None:
-    """Where every host may be asked, those of this machine and its networks may not."""
+    """Every host may be asked but those of this machine and its networks."""
     every = ImageFetcher(allowed_hosts(["*"]))
     for name in ("127.0.0.1", "[::1]", "[::ffff:127.0.0.1]", "169.254.169.254", "0.0.0.0", "[::]"):
         with pytest.raises(RequestError, match="not public"):
