@@ -123,7 +123,9 @@ def _check_sizes(found: VisionConfig, hidden_size: int) -> None:
 def _theta(part: Mapping[str, Any]) -> float:
     """Base of the rotary frequencies of rows and columns; published configs leave it out."""
     rope = part.get(ROPE) or {}
-    kind = rope.get("rope_type", ROPE_TYPES[0]) if isinstance(rope, dict) else rope
+    if not isinstance(rope, dict):
+        raise UnsupportedModelError(f"{WHERE}: `{ROPE}` must be an object, got {shown(rope)}")
+    kind = rope.get("rope_type", ROPE_TYPES[0])
     if kind not in ROPE_TYPES:
         raise UnsupportedModelError(
             f"{WHERE}: rope type {shown(kind)} is not implemented",

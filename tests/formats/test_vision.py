@@ -97,7 +97,8 @@ INNER: list[tuple[str, Any, str]] = [
     ("deepstack_visual_indexes", [1], "`deepstack_visual_indexes` a list of 1 is not implemented"),
     ("patch_size", [16, 16], "`patch_size` must be an integer"),
     ("rope_parameters", {"rope_type": "yarn"}, 'rope type "yarn" is not implemented'),
-    ("rope_parameters", [1], "rope type a list of 1 is not implemented"),
+    ("rope_parameters", [1], "`rope_parameters` must be an object, got a list of 1"),
+    ("rope_parameters", "axial", '`rope_parameters` must be an object, got "axial"'),
     ("rope_parameters", {"rope_theta": -1}, "`rope_theta` must be"),
 ]
 
