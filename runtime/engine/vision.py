@@ -181,12 +181,12 @@ class Vision:
             if not has_room(place.device, needed):
                 if place.asked:
                     raise too_large(needed, place.device, "--vision-device cpu runs it on the CPU")
-                log.warning(
-                    "the vision tower runs on the CPU: the GPU has not the %s that it takes; a "
-                    "smaller context or cache leaves more",
-                    gigabytes(needed),
+                reason = (
+                    f"the GPU has not the {gigabytes(needed)} that it takes; a smaller context or "
+                    "cache leaves more"
                 )
-                place = VisionPlace("cpu")
+                log.warning("the vision tower runs on the CPU: %s", reason)
+                self.place = place = VisionPlace("cpu", reason=reason)
         if place.device == "cpu":
             needed = self.opened.weight_bytes(self.dtype)
             needed += self.opened.working_bytes(patches, self.dtype)

@@ -103,8 +103,8 @@ def place_tower(
         reason = f"{_kept_free(least, least.streamed, True)}, taken from the cache"
         return decide(least.streamed), VisionPlace("cuda", True, True, reason)
     room = (
-        f"the GPU has no room beside the cache for the {gigabytes(least.streamed)} that it and an "
-        f"image of {least.pixels:,} pixels take; --vision-device cuda takes them from the cache"
+        f"the GPU has no room beside the cache for the {gigabytes(least.streamed)} that the tower "
+        f"and an image of {least.pixels:,} pixels take; --vision-device cuda takes them from the cache"
     )
     if not has_room("cpu", least.host):
         room += f"; the machine has not the {gigabytes(least.host)} either, so images may fail"
@@ -112,7 +112,8 @@ def place_tower(
 
 
 def _kept_free(memory: TowerMemory, needed: int, streamed: bool) -> str:
-    words = f"{gigabytes(needed)} are kept free for it and an image of {memory.pixels:,} pixels"
+    image = f"an image of {memory.pixels:,} pixels"
+    words = f"{gigabytes(needed)} are kept free for the tower and {image}"
     return f"streamed, {words}" if streamed else words
 
 
@@ -131,8 +132,8 @@ def _beside_a_cpu(
     if asked == "cpu":
         return decide(least.host), VisionPlace("cpu", asked=True)
     reason = (
-        f"memory has no room beside the cache for the {gigabytes(least.host)} that it and an image "
-        f"of {least.pixels:,} pixels take, so images may fail; a smaller --context leaves more"
+        f"memory has no room beside the cache for the {gigabytes(least.host)} that the tower and an "
+        f"image of {least.pixels:,} pixels take, so images may fail; a smaller --context leaves more"
     )
     return plain, VisionPlace("cpu", reason=reason)
 

@@ -287,7 +287,7 @@ def open_tower(checkpoint: Checkpoint) -> OpenedTower:
     config = read_vision(checkpoint.config)
     prefix = vision_prefix(checkpoint.config, checkpoint.tensors)
     if config is None or prefix is None:
-        lacks = f"`{VISION}` in its config.json" if config is None else "tensors of one"
+        lacks = f"`{VISION}` in its config.json" if config is None else "the tower's tensors"
         raise UnsupportedModelError(
             f"`{checkpoint.folder}` has no vision tower, so that it reads text alone: it lacks "
             f"{lacks}",

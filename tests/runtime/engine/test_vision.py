@@ -221,6 +221,8 @@ def test_the_tower_goes_to_the_cpu_where_the_gpu_is_full(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 2000))
     assert embedded(model.vision, model.prompts.reader().read(CAT)).device.type == "cpu"
     assert "the vision tower runs on the CPU" in caplog.text
+    assert (model.vision.place.device, model.vision.place.streamed) == ("cpu", False)
+    assert "the GPU has not the " in model.vision.place.reason
 
 
 def test_a_large_first_image_does_not_send_the_tower_to_the_cpu(

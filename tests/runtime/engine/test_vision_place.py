@@ -140,7 +140,8 @@ def test_the_first_place_that_leaves_the_cache_is_taken(
         assert "--vision-device cuda takes them from the cache" in found.reason
         assert "may fail" not in found.reason
     if place == ("cuda", True):
-        assert found.reason.startswith("streamed, 21.0 MB are kept free for it and an image of 1,0")
+        wanted = "streamed, 21.0 MB are kept free for the tower and an image of 1,000,000 pixels"
+        assert found.reason.startswith(wanted)
 
 
 def test_a_gpu_that_is_asked_for_takes_from_the_cache_or_says_what_is_lacking(
