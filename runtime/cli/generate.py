@@ -124,14 +124,14 @@ def generate(
     if prompts is None:
         text, shown = _prompt(prompt), _read_images(images)
         model = _load(name, options, 1)
-        if images or options.vision_device != DEFAULT_VISION_DEVICE:
-            note_vision(model)
+        _note_vision(model, bool(images))
         _answer(model, text, shown, settings, as_json)
         return
     from lowbit.runtime.cli.prompts import answer_file, read_prompts
 
     lines = read_prompts(prompts, settings)
     model = _load(name, options, min(options.max_sequences or SEQUENCES, len(lines)))
+    _note_vision(model, any(line.has_images for line in lines))
     failed = answer_file(model, lines, out, as_json)
     click.get_current_context().exit(1 if failed else 0)
 
@@ -140,6 +140,12 @@ def _load(name: str, options: "LoadOptions", sequences: int) -> "Model":
     model = load_model(name, replace(options, max_sequences=sequences))
     note_plain(model)
     return model
+
+
+def _note_vision(model: "Model", has_images: bool) -> None:
+    """Tell where images are read, if there are some or the options name a device."""
+    if has_images or model.options.vision_device != DEFAULT_VISION_DEVICE:
+        note_vision(model)
 
 
 def _read_images(paths: tuple[Path, ...]) -> list[str]:

@@ -33,6 +33,7 @@ from lowbit.formats.shell.tables import progress_bars
 from lowbit.runtime.conversation.chat import AnswerSettings
 from lowbit.runtime.engine.load_options import DEFAULT_ACTIVATIONS
 from lowbit.runtime.text.chat import plain_messages
+from lowbit.runtime.text.images import has_images
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.model import Model
@@ -65,6 +66,11 @@ class PromptLine:
     prompt: str | list[dict[str, str]]  # text, or messages with `role` and `content`
     settings: AnswerSettings  # of the line and, where it has none, of the command
     number: int = 1
+
+    @property
+    def has_images(self) -> bool:
+        """True if a message shows an image."""
+        return isinstance(self.prompt, list) and has_images(self.prompt)
 
     def digest(self, model: str) -> str:
         """SHA-256, as hex digits, of the request and of what answers it.

@@ -97,6 +97,22 @@ def test_a_place_that_was_chosen_is_noted(
     assert f"--vision-device auto: cpu; {reason}" in talk.stderr
 
 
+def test_a_place_is_noted_for_lines_of_a_file(
+    seeing_folder: Path, tmp_path: Path, png: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = VisionPlace("cpu", reason="memory is short")
+    monkeypatch.setattr(load, "place_tower", lambda memory, asked, device, of: (of(0), place))
+    parts = [{"type": "image", "image": data_url(png.read_bytes())}]
+    lines = tmp_path / "lines.jsonl"
+    said = []
+    for content in ("Which?", parts):
+        lines.write_text(json.dumps({"id": 1, "messages": [{"role": "user", "content": content}]}))
+        said.append(run(seeing_folder, "--prompts", lines, *SHORT).stderr)
+    assert ["memory is short" in each for each in said] == [False, True]
+    blind = run(BLIND, "--prompts", lines, *SHORT, "--vision-device", "cpu")
+    assert "--vision-device cpu has no effect" in blind.stderr
+
+
 def test_a_device_without_a_tower_is_noted() -> None:
     said = " ".join(run(BLIND, "Which?", *SHORT, "--vision-device", "cpu").stderr.split())
     assert "--vision-device cpu has no effect: " in said
