@@ -81,11 +81,12 @@ def plan(source: str, ahead: Estimate, sizes: PredictedSizes) -> None:
     console.print(f"peak RAM of the conversion: at most {size(peak_ram(made, ahead.device))}")
     console.print(methods(ahead))
     run = run_memory(made)
+    images = f"; {size(run.vision_bytes)} more for images, and room for one"
     console.print(
         f"memory to run it on a GPU: {size(run.weight_bytes)} of weights, "
         f"{size(run.sequence_bytes)} for a context of {run.context:,} tokens, or "
         f"{size(run.int8_sequence_bytes)} with --kv-cache int8"
-        + (f"; {size(run.vision_bytes)} more for images" if run.vision_bytes else "")
+        + (images if run.vision_bytes else "")
     )
     if any(step.rereads for step in made.steps):
         cost = ", but rules out the rotation" if made.rotated else ""

@@ -83,7 +83,7 @@ def test_the_vision_tower_has_a_tile() -> None:
     assert "Vision tower" not in Page(render_html(full, None, "m")).text
     kept = replace(full.sizes, vision_bytes=921_460_000, vision_dtypes="BF16<b>")
     text = Page(render_html(replace(full, sizes=kept), None, "m")).text
-    assert "Vision tower 921.46 MB of these, not quantized: BF16<b>" in text
+    assert "Vision tower 921.46 MB of the size, not quantized: BF16<b>" in text
     dropped = replace(full.sizes, vision_dropped=921_460_000)
     text = Page(render_html(replace(full, sizes=dropped), None, "m")).text
     assert "Vision tower left out 921.46 MB of the original: text only" in text
