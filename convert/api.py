@@ -12,7 +12,13 @@ from pathlib import Path
 
 from lowbit.convert.budget.lookup import Settings
 from lowbit.convert.budget.target import TargetChoice, TargetRequest, meet_target
-from lowbit.convert.measure.gate import Condition, Outcome, check_measured, evaluate
+from lowbit.convert.measure.gate import (
+    Condition,
+    Outcome,
+    check_measured,
+    check_tower,
+    evaluate,
+)
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.progress import Note, Progress, silent, unsaid
 from lowbit.convert.original.runnable import require_language_model
@@ -158,6 +164,7 @@ def convert(
             on_plan(ahead)
         if report is not None and report.texts:
             require_language_model(plan.config, str(source))
+            check_tower(report.gate, any(step.outputs for step in plan.vision_steps))
         job = prepare(
             *(location, checkpoint, plan, device),
             *(request.calibration, request.draft_text, request.max_ram),

@@ -83,7 +83,7 @@ def report(
     """
     from lowbit.convert.cli.progress import progress_bars
     from lowbit.convert.cli.tables import conversion as render
-    from lowbit.convert.measure.gate import evaluate, gate_json
+    from lowbit.convert.measure.gate import check_tower, evaluate, gate_json
     from lowbit.convert.report import reporting
     from lowbit.formats.packed import open_packed
 
@@ -100,6 +100,7 @@ def report(
             raise click.UsageError("--check takes no --out, --overwrite, --gate or --long.")
         _check(packed, check, source, request, ask, as_json)
         return
+    check_tower(gate, bool(packed.carried))
     origin = reporting.prepare_report(packed, source, ask, out)
     with progress_bars(quiet=as_json) as progress:
         found = reporting.write_full_report(packed, origin, request, progress, out)

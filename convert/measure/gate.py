@@ -115,6 +115,20 @@ def check_measured(conditions: Sequence[Condition], names: Collection[str], long
             )
 
 
+def check_tower(conditions: Sequence[Condition], has_tower: bool) -> None:
+    """Refuse a condition on images where the packed model has no vision tower.
+
+    Raises:
+        RequestError: naming the condition.
+    """
+    for condition in conditions:
+        if condition.figure in OF_IMAGES and not has_tower:
+            raise RequestError(
+                f"`{condition}`: the packed model has no vision tower, so {condition.figure} is "
+                "not measured"
+            )
+
+
 def evaluate(conditions: Sequence[Condition], report: QualityReport) -> tuple[Outcome, ...]:
     """The outcome of every condition on a report's figures; one on an unknown figure is missed."""
     return tuple(_outcome(condition, report) for condition in conditions)

@@ -104,7 +104,8 @@ def place_tower(
         return decide(least.streamed), VisionPlace("cuda", True, True, reason)
     room = (
         f"the GPU has no room beside the cache for the {gigabytes(least.streamed)} that the tower "
-        f"and an image of {least.pixels:,} pixels take; --vision-device cuda takes them from the cache"
+        f"and an image of {least.pixels:,} pixels take; --vision-device cuda takes them from the "
+        "cache"
     )
     if not has_room("cpu", least.host):
         room += f"; the machine has not the {gigabytes(least.host)} either, so images may fail"
@@ -132,8 +133,9 @@ def _beside_a_cpu(
     if asked == "cpu":
         return decide(least.host), VisionPlace("cpu", asked=True)
     reason = (
-        f"memory has no room beside the cache for the {gigabytes(least.host)} that the tower and an "
-        f"image of {least.pixels:,} pixels take, so images may fail; a smaller --context leaves more"
+        f"memory has no room beside the cache for the {gigabytes(least.host)} that the tower and "
+        f"an image of {least.pixels:,} pixels take, so images may fail; a smaller --context leaves "
+        "more"
     )
     return plain, VisionPlace("cpu", reason=reason)
 

@@ -4,7 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from lowbit.convert.measure.gate import check_measured, evaluate, gate_json, parse_gate
+from lowbit.convert.measure.gate import (
+    check_measured,
+    check_tower,
+    evaluate,
+    gate_json,
+    parse_gate,
+)
 from lowbit.convert.measure.record import LongQuality, QualityReport, Sizes, TextKind
 from lowbit.formats.errors import RequestError
 from tests.convert.report.samples import IMAGES, LOGITS
@@ -147,6 +153,14 @@ def test_long_texts_that_are_not_measured() -> None:
         check_measured(conditions, ["prose"], long=True)
         with pytest.raises(RequestError, match=f"`{text}`: only `report --long` measures"):
             check_measured(conditions, ["prose"], long=False)
+
+
+def test_pictures_that_are_not_shown() -> None:
+    conditions = parse_gate("kl_mean<1,image_kl<0.5")
+    check_tower(conditions, has_tower=True)
+    check_tower(conditions[:1], has_tower=False)
+    with pytest.raises(RequestError, match=r"`image_kl<0\.5`: the packed model has no vision"):
+        check_tower(conditions, has_tower=False)
 
 
 def test_a_single_text_has_the_headline_figures(report: QualityReport) -> None:

@@ -98,6 +98,20 @@ def test_impossible_gates_are_usage_errors_before_the_work(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_gate_on_images_without_a_tower_is_refused_before_the_work(
+    cli: "Cli", short: Path, hybrid: Path, packed: Path, tmp_path: Path
+) -> None:
+    gate, out = ("--gate", "image_kl<1"), tmp_path / "out"
+    for result in (
+        cli(short, out, "--report", *gate),
+        cli(hybrid, out, "--drop-vision", "--report", *gate),
+        cli("report", packed, *gate),
+    ):
+        assert result.exit_code == 1
+        assert "`image_kl<1`: the packed model has no vision tower" in result.stderr
+    assert not out.exists()
+
+
 @pytest.mark.commands
 def test_inputs_in_eight_bits_are_added_to_a_report_that_lacks_them(
     cli: "Cli", short: Path, tmp_path: Path, texts: list[Path]
