@@ -115,7 +115,8 @@ def measure_images(
             original = _seen(pair.original, prompts, target)
         except LowbitError as error:
             if note is not None:
-                note(f"answers about pictures are not compared: {error}")
+                hint = f"; {error.hint}" if error.hint else ""
+                note(f"answers about pictures are not compared: {error}{hint}")
             return None
         seen = original, _seen(pair.packed, prompts, target)
         models = load_models(pair, prompts.windows.shape[1], target, seen)

@@ -202,7 +202,9 @@ def test_patches_that_are_too_many(
 
 def test_without_pillow(source: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
-    assert "images need Pillow" in refused(source, said)
+    reason = refused(source, said)
+    assert "images need Pillow" in reason
+    assert "'.[images]'" in reason
 
 
 def test_without_memory(source: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
