@@ -160,6 +160,15 @@ class Vision:
         except torch.OutOfMemoryError:
             raise _image_too_large(patches, needed, tower.device.type) from None
 
+    def _check_host(self) -> None:
+        """Refuse a streamed tower whose weights the machine's memory has no room for.
+
+        Its blocks are there twice while they are copied into memory that is locked.
+        """
+        needed = self.opened.weight_bytes(self.dtype) + self.opened.streamed_bytes(self.dtype)
+        if not has_room("cpu", needed):
+            raise too_large(needed, "cpu", "end other programs; text is answered meanwhile")
+
     def _keep(self, digest: bytes, made: Tensor) -> None:
         self._kept[digest] = made
         self._kept.move_to_end(digest)
@@ -186,13 +195,17 @@ class Vision:
                     "cache leaves more"
                 )
                 log.warning("the vision tower runs on the CPU: %s", reason)
-                self.place = place = VisionPlace("cpu", reason=reason)
+                place = VisionPlace("cpu", reason=reason)
         if place.device == "cpu":
             needed = self.opened.weight_bytes(self.dtype)
             needed += self.opened.working_bytes(patches, self.dtype)
             if not has_room("cpu", needed):
                 raise too_large(needed, "cpu", "a smaller context or cache leaves more")
-        return load_tower(self.opened, place.device, self.dtype, place.streamed)
+        elif place.streamed:
+            self._check_host()
+        tower = load_tower(self.opened, place.device, self.dtype, place.streamed)
+        self.place = place
+        return tower
 
 
 def _until_done(future: Future[Any]) -> Iterator[Future[Any]]:

@@ -219,6 +219,11 @@ def test_the_tower_goes_to_the_cpu_where_the_gpu_is_full(
     assert model.vision is not None
     model.vision.place = VisionPlace("cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 2000))
+    with monkeypatch.context() as full:
+        full.setattr(vision_place, "free_bytes", lambda device: 1000)
+        with pytest.raises(ResourceError, match="free on cpu"):
+            model.generate([user(CAT)], max_new_tokens=2)
+    assert model.vision.place.device == "cuda"  # is tried again
     assert embedded(model.vision, model.prompts.reader().read(CAT)).device.type == "cpu"
     assert "the vision tower runs on the CPU" in caplog.text
     assert (model.vision.place.device, model.vision.place.streamed) == ("cpu", False)
@@ -255,6 +260,19 @@ def test_a_gpu_that_was_asked_for_is_not_left(
         with pytest.raises(ResourceError, match=wanted) as e:
             model.generate([user(CAT)], max_new_tokens=2)
         assert "--vision-device cpu" in str(e.value.hint)
+    assert len(model.generate("Hi", max_new_tokens=2).token_ids) == 2
+
+
+def test_a_streamed_tower_needs_the_memory_of_the_machine(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert model.vision is not None
+    model.vision.place = VisionPlace("cuda", streamed=True)
+    monkeypatch.setattr(
+        vision_place, "free_bytes", lambda device: 1000 if device == "cpu" else 1 << 40
+    )
+    with pytest.raises(ResourceError, match=r"for the vision tower and an image, free on cpu"):
+        model.generate([user(CAT)], max_new_tokens=2)
     assert len(model.generate("Hi", max_new_tokens=2).token_ids) == 2
 
 
