@@ -134,7 +134,7 @@ def _check(
     claim = read_claim(check, packed.manifest_sha256, request.texts)
     origin = find_origin(packed.checkpoint.folder, packed.manifest, source, ask)
     with progress_bars(quiet=as_json) as progress:
-        again = full_report(packed, origin, request, progress)
+        again, _ = full_report(packed, origin, request, progress)
     rows = agreements(claim, again)
     if as_json:
         print_json(render.agreement_json(check, rows))

@@ -53,7 +53,7 @@ class Reported:
     quality: QualityReport  # the figures
     page: Path | None  # where quality.html is; None where no file could be written
     failure: LowbitError | None  # why none could; to be raised once the figures are shown
-    notes: tuple[str, ...] = ()  # sentences on what the files leave out
+    notes: tuple[str, ...] = ()  # sentences on what figures or files leave out
 
     def raise_failure(self) -> None:
         """Raise the failure, if there is one."""
@@ -96,24 +96,32 @@ def write_report(
         progress: called with ("logits", done, in all).
     """
     weights, logits = conversion.weights, None
+    lacking: tuple[str, ...] = ()
     if request is not None:
         pair = pair_of(conversion.original, packed)
-        found = _measured(pair, request, progress)
+        found, lacking = _measured(pair, request, progress)
         weights, logits = _with_outputs(weights, found.output_errors), found.logits
     excess, coverage = _known(conversion.report)
     if conversion.calibration:  # of this run
         errors = conversion.calibration
         excess, coverage = held_out_excess(errors), coverage_of(errors)
     report = build_report(packed, weights, logits, conversion.original, None, excess, coverage)
-    return save_report(packed, report, None, request is not None and request.overwrite)
+    saved = save_report(packed, report, None, request is not None and request.overwrite)
+    return replace(saved, notes=(*lacking, *saved.notes))
 
 
-def _measured(pair: Pair, request: LogitRequest, progress: Progress) -> Measured:
-    images = measure_images(pair, request.device, progress, request.note)
+def _measured(
+    pair: Pair, request: LogitRequest, progress: Progress
+) -> tuple[Measured, tuple[str, ...]]:
+    """The figures, and sentences on those that are lacking, which `request.note` is told first."""
+    lacking: list[str] = []
+    images = measure_images(pair, request.device, progress, lacking.append)
+    for text in lacking:
+        (request.note or unsaid)(text)
     found = measure_logits(
         *(pair, request.texts, request.device, progress, request.note, request.activations)
     )
-    return replace(found, logits=replace(found.logits, images=images))
+    return replace(found, logits=replace(found.logits, images=images)), tuple(lacking)
 
 
 def held_out_excess(errors: Sequence[LayerError]) -> float | None:
@@ -180,18 +188,22 @@ def write_full_report(
     Args:
         place: folder for the report's files; the packed one when None.
     """
-    report = full_report(packed, origin, request, progress)
-    return save_report(packed, report, place, request.overwrite)
+    report, lacking = full_report(packed, origin, request, progress)
+    saved = save_report(packed, report, place, request.overwrite)
+    return replace(saved, notes=(*lacking, *saved.notes))
 
 
 def full_report(
     packed: PackedCheckpoint, origin: Origin, request: LogitRequest, progress: Progress
-) -> QualityReport:
-    """Measure a packed folder, of any tool, against its original.
+) -> tuple[QualityReport, tuple[str, ...]]:
+    """Measure a packed folder, of any tool, against its original; say what is lacking.
 
     Args:
         origin: of `prepare_report` or `find_origin`.
         progress: called with ("verify", "source", "weights", "logits" or "long", done, in all).
+
+    Returns:
+        The report, and sentences on figures that are lacking.
 
     Raises:
         LowbitError: a folder that differs from its lowbit.json, or another model than the original.
@@ -205,14 +217,14 @@ def full_report(
         request.note(f"original: {original.folder}")
     pair = pair_of(original, packed)
     weights = measure_weights(pair, request.device, progress)
-    found = _measured(pair, request, progress)
+    found, lacking = _measured(pair, request, progress)
     far = None
     if request.long:
         far = measure_long(pair, request.texts[0], request.device, progress, request.note)
     weights = _with_outputs(weights, found.output_errors)
     known = _known(quality_of(folder, packed.manifest_sha256, request.note or unsaid))
     report = build_report(packed, weights, found.logits, original, origin.repo, *known)
-    return replace(report, long=far)
+    return replace(report, long=far), lacking
 
 
 def save_report(

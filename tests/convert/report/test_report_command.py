@@ -113,6 +113,21 @@ def test_a_gate_on_images_without_a_tower_is_refused_before_the_work(
 
 
 @pytest.mark.commands
+def test_pictures_that_are_not_compared_are_named_in_json_too(
+    cli: "Cli", hybrid: Path, tmp_path: Path, texts: list[Path]
+) -> None:
+    out, options = tmp_path / "out", ("--eval-text", texts[0], "--json")
+    made = cli(hybrid, out, "--report", *options)
+    again = cli("report", out, "--source", hybrid, *options, "--gate", "image_kl<1")
+    assert (made.exit_code, again.exit_code) == (0, 3)
+    for result in (made, again):
+        content = json.loads(result.stdout)
+        assert content["quality"]["logits"]["images"] is None
+        [said] = [each for each in content["notes"] if "pictures" in each]
+        assert said.startswith("answers about pictures are not compared: ")
+
+
+@pytest.mark.commands
 def test_inputs_in_eight_bits_are_added_to_a_report_that_lacks_them(
     cli: "Cli", short: Path, tmp_path: Path, texts: list[Path]
 ) -> None:
