@@ -116,7 +116,8 @@ def test_the_pictures_matter(source: Path, monkeypatch: pytest.MonkeyPatch) -> N
     other = measure_images(Pair(weights, weights))
     assert plain is not None
     assert other is not None
-    assert other.perplexity_original != pytest.approx(plain.perplexity_original, rel=1e-4)
+    moved = abs(other.perplexity_original / plain.perplexity_original - 1)
+    assert moved > 1e-6  # that of random models is 1e-4 and more, of equal pictures 0
 
 
 @pytest.mark.gpu
