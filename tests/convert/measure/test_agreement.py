@@ -47,6 +47,7 @@ def test_a_report_agrees_with_itself(figures: dict[str, Any]) -> None:
         ({"kinds": KINDS[:1]}, "KL of maths"),
         ({"images": replace(IMAGES, kl_mean=0.0133)}, "KL of images"),
         ({"images": None}, "KL of images"),
+        ({"images": replace(IMAGES, sha256="0" * 64)}, "KL of images"),
     ],
 )
 def test_a_figure_that_moved_by_more_than_its_error(changed: dict[str, Any], figure: str) -> None:
