@@ -18,7 +18,7 @@ from lowbit.runtime.cli.bench_server import (
 from lowbit.runtime.cli.options import (
     SECTIONS,
     count_option,
-    load_model,
+    load_text_model,
     machine_options,
     quantize_options,
     speculate_options,
@@ -133,7 +133,7 @@ def bench(
     options = replace(options, speculate=options.speculate or "off")
     # Beyond the default the context grows with the run, or is refused before weights are read.
     needed = settings.tokens if settings.tokens > DEFAULT_CONTEXT else None
-    model = load_model(name, replace(options, context=options.context or needed))
+    model = load_text_model(name, replace(options, context=options.context or needed))
     result = measure(model, settings)
     if as_json:
         print_json({**asdict(result), **measurement_facts(options.quantize, model.device)})

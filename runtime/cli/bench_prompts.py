@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from lowbit.formats.sampling_ranges import SETTINGS
 from lowbit.formats.shell.output import note, print_json
 from lowbit.formats.shell.tables import progress_bars
-from lowbit.runtime.cli.options import load_model
+from lowbit.runtime.cli.options import load_text_model
 from lowbit.runtime.cli.prompts import PromptLine, note_failure, read_prompts, request_of
 from lowbit.runtime.conversation.chat import AnswerSettings
 from lowbit.runtime.engine.load_options import LoadOptions
@@ -60,7 +60,7 @@ def measure_prompts(
     sampling = {key: getattr(chosen, key) for key in SETTINGS} | {"seed": SEED}
     given = AnswerSettings(sampling=sampling, max_new_tokens=settings.new_tokens)
     lines = read_prompts(path, given)
-    model = load_model(name, options)
+    model = load_text_model(name, options)
     speeds, failed = _measured(model, lines, settings.runs, as_json)
     whole = total(speeds) if speeds else None
     if as_json:

@@ -11,7 +11,7 @@ from lowbit.formats.shell.options import folders, json_option
 from lowbit.formats.shell.output import note, print_json
 from lowbit.runtime.cli.options import (
     count_option,
-    load_model,
+    load_text_model,
     machine_options,
     model_argument,
     with_load_options,
@@ -98,7 +98,7 @@ def evaluate(
         read_tasks(Path(name))
     settings = TaskSettings(names, task_folder, **put)
     manager = find_tasks(settings)
-    model = load_model(name, options)
+    model = load_text_model(name, options)
     with progress_bars({"answers": "answering"}, quiet=as_json) as progress:
         done = run(model, settings, manager, lambda *counts: progress("answers", *counts))
     if as_json:

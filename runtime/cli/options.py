@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -421,6 +421,11 @@ def load_model(name: str, options: LoadOptions) -> "Model":
         note_older_launches()
     _spare_threads(model)
     return model
+
+
+def load_text_model(name: str, options: LoadOptions) -> "Model":
+    """`load_model` for work without images: a vision tower takes nothing from the cache."""
+    return load_model(name, replace(options, vision_device="cpu"))
 
 
 def note_vision(model: "Model") -> None:

@@ -1,13 +1,16 @@
 """`--image` of `lowbit-run`."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from lowbit.runtime.cli.main import main
+from lowbit.runtime.cli.options import load_text_model
 from lowbit.runtime.engine import load
+from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.vision_place import VisionPlace
 from lowbit.runtime.images.data_url import data_url
 from tests.runtime.images.pictures import picture, saved
@@ -118,3 +121,9 @@ def test_a_device_without_a_tower_is_noted() -> None:
     assert "--vision-device cpu has no effect: " in said
     assert "has no vision tower" in said
     assert "--vision-device" not in run(BLIND, "Which?", *SHORT).stderr
+
+
+def test_work_without_images_keeps_no_memory_for_the_tower(seeing_folder: Path) -> None:
+    options = LoadOptions(device="cpu", context=60)
+    model = load_text_model(str(seeing_folder), options)
+    assert model.options == replace(options, vision_device="cpu")  # whose place takes nothing

@@ -115,7 +115,7 @@ def test_files_of_no_prompts_are_refused(
     run: Run, lines: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the model is loaded."""
-    monkeypatch.setattr("lowbit.runtime.cli.bench_prompts.load_model", None)
+    monkeypatch.setattr("lowbit.runtime.cli.bench_prompts.load_text_model", None)
     done = run(lines, *DRAFTS)
     assert (done.exit_code, done.stdout) == (1, "")
     assert "own.jsonl" in done.stderr
