@@ -113,14 +113,14 @@ def write_report(
 def _measured(
     pair: Pair, request: LogitRequest, progress: Progress
 ) -> tuple[Measured, tuple[str, ...]]:
-    """The figures, and sentences on those that are lacking, which `request.note` is told first."""
+    """The figures, and sentences on those that are lacking, which `request.note` is told too."""
     lacking: list[str] = []
-    images = measure_images(pair, request.device, progress, lacking.append)
-    for text in lacking:
-        (request.note or unsaid)(text)
     found = measure_logits(
         *(pair, request.texts, request.device, progress, request.note, request.activations)
     )
+    images = measure_images(pair, request.device, progress, lacking.append)
+    for text in lacking:
+        (request.note or unsaid)(text)
     return replace(found, logits=replace(found.logits, images=images)), tuple(lacking)
 
 
