@@ -3,10 +3,11 @@
 import logging
 from collections import OrderedDict
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from threading import Event
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, finalize, ref
 
 import torch
 from torch import Tensor
@@ -74,6 +75,12 @@ class Vision:
         default_factory=lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="lowbit-pictures"),
         repr=False,
     )
+    _stopped: Event = field(default_factory=Event, repr=False)
+
+    def stop(self) -> None:
+        """Let the threads end at their next piece, since the program waits for them at its end."""
+        self._stopped.set()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def prepare(self, picture: Picture) -> Future[ImagePatches] | None:
         """Let another thread decode and cut a picture.
@@ -122,19 +129,27 @@ class Vision:
         """The tower; for a CPU another thread loads it, since no device is to be waited for."""
         if self._tower is None and self.place.device != "cpu":
             self._tower = self._load(picture)
-        if self._tower is None:
+        while self._tower is None:
             loading = self._loading
+            own = loading is None
             if loading is None:
                 loading = self._threads.submit(self._load, picture)
             self._loading = loading
             yield from _until_done(loading)
-            self._loading = None
-            self._tower = loading.result()
+            if self._loading is loading:
+                self._loading = None
+            try:
+                self._tower = loading.result()
+            except LowbitError:  # there may be room for this image where there was none for another
+                if own:
+                    raise
         return self._tower
 
     def _begin(self, picture: Picture) -> Future[ImagePatches]:
         content, settings, dtype = picture.content, picture.settings, self.dtype
         self._cut[picture] = found = self._threads.submit(_patches_of, content, settings, dtype)
+        # Weakly: patches are not kept as long as their picture.
+        finalize(picture, _cancel, ref(found)).atexit = False
         return found
 
     def _bytes_of(self, picture: Picture) -> int:
@@ -152,9 +167,7 @@ class Vision:
             raise _image_too_large(patches, needed, "cpu")
         try:
             if on_cpu and self.beside_gpu:
-                made = self._threads.submit(tower, image)
-                yield from _until_done(made)
-                yield made.result()
+                yield from self._in_thread(tower, image)
             else:
                 yield from tower.pieces(image)
         except torch.OutOfMemoryError:
@@ -168,6 +181,17 @@ class Vision:
         needed = self.opened.weight_bytes(self.dtype) + self.opened.streamed_bytes(self.dtype)
         if not has_room("cpu", needed):
             raise too_large(needed, "cpu", "end other programs; text is answered meanwhile")
+
+    def _in_thread(self, tower: VisionTower, image: ImagePatches) -> Iterator[Tensor | Future[Any]]:
+        """A tower's run by a thread, which ends at its next piece once nobody waits for it."""
+        left = Event()
+        made = self._threads.submit(_embeddings, tower, image, (left, self._stopped))
+        try:
+            yield from _until_done(made)
+            yield made.result()
+        finally:
+            left.set()
+            made.cancel()
 
     def _keep(self, digest: bytes, made: Tensor) -> None:
         self._kept[digest] = made
@@ -212,6 +236,22 @@ def _until_done(future: Future[Any]) -> Iterator[Future[Any]]:
     """The future, again and again, until it is done."""
     while not future.done():
         yield future
+
+
+def _cancel(future: ReferenceType[Future[Any]]) -> None:
+    """Take work back that no thread has begun."""
+    if (found := future()) is not None:
+        found.cancel()
+
+
+def _embeddings(tower: VisionTower, image: ImagePatches, ends: tuple[Event, ...]) -> Tensor:
+    """The result of a tower, unless one of the events comes first."""
+    for piece in tower.pieces(image):
+        if piece is not None:
+            return piece
+        if any(each.is_set() for each in ends):
+            break
+    raise CancelledError
 
 
 def _patches_of(content: bytes, settings: ImageSettings, dtype: torch.dtype) -> ImagePatches:

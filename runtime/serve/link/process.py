@@ -183,4 +183,8 @@ def _serve(channel: Channel[ToEngine], load: "Callable[[], Model]") -> bool:
 
     gc.collect()
     gc.freeze()  # a full collection takes 0.2 s to look through libraries, beside all streams
-    return asyncio.run(EngineHost(model).serve([channel]))
+    try:
+        return asyncio.run(EngineHost(model).serve([channel]))
+    finally:
+        if model.vision is not None:
+            model.vision.stop()

@@ -372,16 +372,80 @@ def test_a_tower_beside_a_full_gpu_runs_in_a_thread(
     vision._kept.clear()
     vision.beside_gpu = True
     threads: list[str] = []
-    call = VisionTower.__call__
+    pieces = VisionTower.pieces
 
-    def noted(tower: VisionTower, image: ImagePatches) -> torch.Tensor:
+    def noted(tower: VisionTower, image: ImagePatches) -> Iterator[torch.Tensor | None]:
         threads.append(threading.current_thread().name)
-        return call(tower, image)
+        return pieces(tower, image)
 
-    monkeypatch.setattr(VisionTower, "__call__", noted)
+    monkeypatch.setattr(VisionTower, "pieces", noted)
     found = embedded(vision, model.prompts.reader().read(CAT))
     assert torch.equal(found, expected)
     assert [name[:15] for name in threads] == ["lowbit-pictures"]
+
+
+@pytest.mark.parametrize("ending", ["cancelled", "stopped"])
+def test_a_tower_that_nobody_waits_for_ends_at_its_next_piece(
+    model: Model, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    vision = model.vision
+    assert vision is not None
+    embedded(vision, model.prompts.reader().read(DOG))  # loads it
+    vision.beside_gpu = True
+    begun, goes_on, ended = (threading.Event() for _ in range(3))
+
+    def endless(tower: VisionTower, image: ImagePatches) -> Iterator[None]:
+        try:
+            begun.set()
+            goes_on.wait(30)
+            while True:
+                yield None
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(VisionTower, "pieces", endless)
+    work = vision.pieces(model.prompts.reader().read(CAT))
+    while not begun.is_set():
+        assert isinstance(next(work), Future)
+    if ending == "cancelled":
+        del work
+    else:
+        vision.stop()
+    goes_on.set()
+    assert ended.wait(30)
+
+
+def test_a_picture_that_is_gone_is_not_cut(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    vision = model.vision
+    assert vision is not None
+    goes_on = threading.Event()
+    busy = [vision._threads.submit(goes_on.wait, 30) for _ in range(module.THREADS)]
+    cat, dog = (model.prompts.reader().read(each) for each in (CAT, DOG))
+    gone, kept = vision.prepare(cat), vision.prepare(dog)
+    assert gone is not None
+    assert kept is not None
+    del cat
+    gc.collect()
+    assert gone.cancelled()
+    goes_on.set()
+    assert all(each.result() for each in busy)
+    assert kept.result().values.nbytes == vision._bytes_of(dog)
+
+
+def test_the_tower_is_loaded_again_where_an_image_that_is_gone_was_too_large(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vision = model.vision
+    assert vision is not None
+    cat, dog = (model.prompts.reader().read(each) for each in (CAT, DOG))
+    failed = Future[VisionTower]()
+    failed.set_exception(ResourceError("needs more than there is"))
+    vision._loading = failed  # of a request that was cancelled meanwhile
+    assert len(embedded(vision, dog)) == dog.rows * dog.columns
+    vision._tower = None
+    monkeypatch.setattr(vision_place, "free_bytes", lambda device: 0)
+    with pytest.raises(ResourceError, match="for the vision tower"):
+        embedded(vision, cat)
 
 
 def test_two_prompts_may_wait_for_one_tower(model: Model) -> None:
