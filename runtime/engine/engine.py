@@ -359,6 +359,8 @@ class Engine:
         if images is None:
             return True
         stop = next_chunk_end(sequence.chunk_ends, first, len(sequence.request.prompt))
+        if until is None and not self.runner.on_gpu:  # so that the request can be cancelled
+            until = time.perf_counter() + CPU_TURN_S
         self.in_prompt = True
         try:
             return images.make(first, stop + 1 - first, until, bool(self.scheduler.decoding))

@@ -12,6 +12,7 @@ from lowbit.runtime.engine.span import ImageSpan, check_embeddings
 from lowbit.runtime.images.positions import PromptPositions, positions_of
 from lowbit.runtime.state.step import Embedded
 
+TURN_S = 0.02  # of waiting for a thread, behind which a request can be cancelled
 AHEAD = 2  # images that other threads prepare before their turn
 
 
@@ -66,7 +67,7 @@ class PromptImages:
 
         Args:
             until: time after which it pauses between two pieces; None for no pause.
-            others: there is other work, so that it does not wait for threads.
+            others: there is other work, so that it does not wait for threads; TURN_S otherwise.
 
         Returns:
             False if it has paused, and is to be called again.
@@ -88,9 +89,7 @@ class PromptImages:
                     self._made[span.start] = piece
                     break
                 if isinstance(piece, Future):
-                    pauses = others
-                    if not others:
-                        wait([piece])
+                    pauses = others or not wait([piece], TURN_S).done
                 else:
                     pauses = until is not None and time.perf_counter() > until
                 if pauses:
@@ -109,7 +108,8 @@ class PromptImages:
 
     def embedded(self, first: int, count: int) -> tuple[Embedded, ...]:
         """Embeddings of image tokens among `count` tokens from `first` on, counted from it."""
-        self.make(first, count)
+        while not self.make(first, count):
+            pass
         found = []
         for span in self._within(first, count):
             given = span.embeddings

@@ -178,6 +178,45 @@ def test_a_prompt_that_waits_for_threads_can_be_cancelled(
     assert_all_free(model.engine)
 
 
+def test_a_prompt_whose_tower_runs_in_a_thread_can_be_cancelled(
+    hub: Hub, fresh: Callable[..., lowbit.Model]
+) -> None:
+    model, run = fresh(), Future[Any]()
+
+    class InThread(Tower):
+        def __call__(self) -> Iterator[torch.Tensor | Future[Any] | None]:
+            self.calls += 1
+            while True:
+                yield run
+
+    prompt = hub.prompt(*PROMPTS["one"])
+    [span] = prompt.spans
+    tower = InThread(span)
+    late = model.engine.submit(asked(replace(prompt, spans=(replace(span, embeddings=tower),))))
+    assert model.engine.step()
+    assert model.engine.step()
+    assert tower.calls == 1
+    late.cancel()
+    assert not model.engine.step()
+    assert late.finish_reason == "cancelled"
+    assert_all_free(model.engine)
+
+
+def test_a_lone_prompt_can_be_cancelled_between_two_pieces_of_a_tower(
+    hub: Hub, fresh: Callable[..., lowbit.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "CPU_TURN_S", -1.0)
+    model = fresh()
+    lazy, [tower] = with_towers(hub.prompt(*PROMPTS["one"]))
+    alone = model.engine.submit(asked(lazy))
+    assert model.engine.step()
+    assert tower.calls == 1
+    assert not alone.begun
+    alone.cancel()
+    assert not model.engine.step()
+    assert_all_free(model.engine)
+
+
 def test_a_tower_that_is_left_in_the_middle_leaves_nothing(
     hub: Hub, fresh: Callable[..., lowbit.Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
