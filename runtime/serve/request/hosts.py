@@ -8,7 +8,7 @@ public, or be named itself.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from urllib.parse import quote, urlsplit
 
 from lowbit.formats.errors import RequestError
@@ -23,6 +23,8 @@ LABEL = re.compile(r"[a-z0-9_-]{1,63}")
 # IPv6 that stands for an IPv4 address, to which a gateway may lead
 TRANSLATED = IPv6Network("64:ff9b::/96")
 COMPATIBLE = IPv6Network("::/96")
+# Services of the machine's own cloud at addresses that look public
+OF_CLOUDS = (IPv4Network("192.0.0.0/24"), IPv4Network("168.63.129.16/32"))
 
 Address = IPv4Address | IPv6Address
 
@@ -140,6 +142,8 @@ def is_public(address: Address) -> bool:
             return is_public(inner)
         if address.teredo is not None or address.is_site_local:
             return False
+    elif any(address in each for each in OF_CLOUDS):
+        return False
     return address.is_global and not address.is_multicast and not address.is_reserved
 
 
@@ -174,6 +178,8 @@ def target_of(address: str, allowed: AllowedHosts) -> Target:
         parts = urlsplit(text)
         port = PORTS[parts.scheme] if parts.port is None else parts.port
         place = Place(_host(parts.hostname or ""), port)
+        path = quote(parts.path or "/", safe=KEPT)  # a lone surrogate is a ValueError
+        path += f"?{quote(parts.query, safe=KEPT)}" if parts.query else ""
         if not port or parts.username is not None or parts.password is not None:
             raise ValueError
     except (ValueError, KeyError):
@@ -181,7 +187,4 @@ def target_of(address: str, allowed: AllowedHosts) -> Target:
             f"the image's address must be http or https, a host and a path, got {shown(text)}", SEND
         ) from None
     allowed.check(place, parts.scheme)
-    path = quote(parts.path or "/", safe=KEPT) + (
-        f"?{quote(parts.query, safe=KEPT)}" if parts.query else ""
-    )
     return Target(parts.scheme, place, path, text)

@@ -14,6 +14,7 @@ INNER = (
     *("240.0.0.1", "::", "::1", "::7f00:1", "fe80::1", "fe80::1%eth0", "fc00::1", "fd00:ec2::254"),
     *("fec0::1", "ff02::1", "ff0e::1", "2001:db8::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1"),
     *("2002:7f00:1::", "2002:a00:1::", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2001::7f00:1"),
+    *("192.0.0.192", "168.63.129.16", "::ffff:168.63.129.16", "2002:a83f:8110::"),
 )
 
 
@@ -118,6 +119,8 @@ def test_addresses_that_may_be_fetched(address: str, host: str, path: str) -> No
         ("gopher://example.org/", "must be http or https"),
         ("https://[::1", "must be http or https"),
         ("https://[fe80::1%25eth0]/", "must be http or https"),
+        ("https://example.org/\ud800", "must be http or https"),
+        ("https://example.org/?\ud800", "must be http or https"),
         ("https://bücher.example/", "must be http or https"),
         ("https://example.org/" + "a" * 9000, "over 8192 characters"),
     ],
