@@ -92,7 +92,9 @@ class Vision:
             return None
         if (found := self._cut.get(picture)) is not None:
             return found
-        taken = sum(self._bytes_of(each) for each in list(self._cut))
+        # Other threads let go of requests meanwhile, so that the dictionary itself may change.
+        begun = [each() for each in self._cut.keyrefs()]
+        taken = sum(self._bytes_of(each) for each in begun if each is not None)
         if taken and taken + self._bytes_of(picture) > CUT_BYTES:
             return None
         try:
@@ -122,6 +124,7 @@ class Vision:
                     yield piece
         if found is None:
             raise RuntimeError("the tower made no embeddings")
+        self._cut.pop(picture, None)  # of another request's picture that was the same
         self._keep(picture.digest, found)
         yield found
 

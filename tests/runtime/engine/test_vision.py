@@ -362,6 +362,19 @@ def test_few_pictures_are_cut_before_their_turn(
     assert vision.prepare(dog) is not None
 
 
+def test_patches_of_a_picture_that_another_request_has_shown_are_not_kept(
+    model: Model, runs: list[ImagePatches]
+) -> None:
+    vision = model.vision
+    assert vision is not None
+    one, same = (model.prompts.reader().read(CAT) for _ in range(2))
+    for each in (one, same):
+        assert vision.prepare(each) is not None
+    assert embedded(vision, one) is embedded(vision, same)
+    assert len(runs) == 1
+    assert not vision._cut.keyrefs()
+
+
 def test_a_tower_beside_a_full_gpu_runs_in_a_thread(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
