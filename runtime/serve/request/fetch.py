@@ -35,6 +35,7 @@ from lowbit.runtime.serve.settings import MOST_IMAGE_BODY_BYTES
 
 MOST_REDIRECTS = 5
 MOST_HEAD = 64 << 10  # bytes before the content
+MOST_PIECES = 1 << 16  # headers, and parts of the content: each is a call on the event loop
 TOGETHER = 4  # images of a request that are fetched at a time
 TIME_S = 20.0  # from the first look at a name to the last byte, redirects included
 MOVED = (301, 302, 303, 307, 308)
@@ -76,7 +77,8 @@ class _Reply(asyncio.Protocol):
         self.body = bytearray()
         self.complete = False
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._request, self._budget, self._open, self._head = request, budget, False, 0
+        self._request, self._budget, self._open = request, budget, False
+        self._head = self._pieces = 0
 
     @property
     def status(self) -> int:
@@ -112,7 +114,7 @@ class _Reply(asyncio.Protocol):
             self._head += len(data)
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             inner = error.__context__
             if isinstance(inner, RequestError):
                 raise inner from None
@@ -131,7 +133,8 @@ class _Reply(asyncio.Protocol):
         self.headers.clear()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Note a header."""
+        """Note a header; errors as in `on_body`."""
+        self._count_piece()
         self.headers[name.lower()] = value.strip()
 
     def on_headers_complete(self) -> None:
@@ -139,12 +142,22 @@ class _Reply(asyncio.Protocol):
         self._open = int(self.parser.get_status_code()) >= 200
 
     def on_body(self, part: bytes) -> None:
-        """Take content; that of anything else than a success is dropped."""
+        """Take content; that of anything else than a success is dropped.
+
+        Raises:
+            RequestError: it is too long, or comes in too many pieces.
+        """
+        self._count_piece()
         if self.status != 200:
             return
         if len(self.body) + len(part) > MOST_BYTES:
             raise RequestError(f"the image has over {MOST_BYTES} bytes", "send a smaller one")
         self.body += part
+
+    def _count_piece(self) -> None:
+        self._pieces += 1
+        if self._pieces > MOST_PIECES:
+            raise RequestError(f"the image's host sends over {MOST_PIECES} pieces", SEND)
 
     def on_message_complete(self) -> None:
         """Note the end."""

@@ -18,6 +18,7 @@ from lowbit.runtime.serve.request.hosts import allowed_hosts
 from tests.runtime.serve.request.image_host import ImageHost, image_host, reply
 
 FILE = b"\x89PNG and so on"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 @pytest.fixture
@@ -82,6 +83,9 @@ def test_replies_of_every_form(host: ImageHost, sent: bytes) -> None:
         (b"5\r\n".join([reply(FILE, content_length="", transfer_encoding="chunked")]), "HTTP"),
         (b"220 mail.test ESMTP\r\n", "does not speak HTTP"),
         (reply(FILE, content_encoding="gzip"), "compresses"),
+        (b"HTTP/1.1 101 X\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\nabc", "not speak HTTP"),
+        (CHUNKED + b"1\r\na\r\n" * 70_000, "over 65536 pieces"),
+        (CHUNKED + b"1\r\na\r\n0\r\n" + b"a:b\r\n" * 70_000, "over 65536 pieces"),
         (b"HTTP/1.1 200 OK\r\nX: " + b"a" * (1 << 17), "headers of over 65536 bytes"),
         (reply(FILE, content_length="-1"), "does not speak HTTP"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc" + reply(FILE), "more than one|HTTP"),
