@@ -424,8 +424,8 @@ def load_model(name: str, options: LoadOptions) -> "Model":
 
 
 def load_text_model(name: str, options: LoadOptions) -> "Model":
-    """`load_model` for work without images: a vision tower takes nothing from the cache."""
-    return load_model(name, replace(options, vision_device="cpu"))
+    """`load_model` for work without images: a vision tower takes no memory."""
+    return load_model(name, replace(options, takes_images=False))
 
 
 def note_vision(model: "Model") -> None:

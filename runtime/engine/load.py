@@ -152,6 +152,8 @@ def _with_vision(account: Account, options: LoadOptions) -> tuple[Decided, Visio
     Raises:
         RequestError, ResourceError: as `decide` and `place_tower`.
     """
+    if not options.takes_images:
+        return decide(account, options), None, "it was loaded without images"
     vision, missing = open_vision(account.opened.checkpoint)
     if vision is None:
         return decide(account, options), None, missing

@@ -85,6 +85,7 @@ class LoadOptions:
             the GPU of the model if the cache stays as large beside the tower and an image, streams
             the tower's weights onto it if that leaves room, and else takes the CPU; of sequences
             that memory chooses, a quarter may go. `cuda` makes the cache smaller if it must.
+        takes_images: False for a model that is shown none, so that its tower takes no memory.
         refuse_late_system: refuse system messages that the chat template refuses; by default, those
             at the beginning become one, and later ones become marked text of the user's.
     """
@@ -107,6 +108,7 @@ class LoadOptions:
     allow_control_tokens: bool = False
     refuse_late_system: bool = False
     vision_device: VisionDevice = DEFAULT_VISION_DEVICE
+    takes_images: bool = True
 
     def __post_init__(self) -> None:
         """Refuse values out of range.
@@ -180,6 +182,7 @@ class LoadKeywords(TypedDict, total=False):
     allow_control_tokens: bool
     refuse_late_system: bool
     vision_device: VisionDevice
+    takes_images: bool
 
 
 def _check_least(name: str, value: int | None, least: int, most: int | None = None) -> None:

@@ -1,12 +1,12 @@
 """`--image` of `lowbit-run`."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
+from lowbit.formats.errors import RequestError
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.cli.options import load_text_model
 from lowbit.runtime.engine import load
@@ -123,7 +123,12 @@ def test_a_device_without_a_tower_is_noted() -> None:
     assert "--vision-device" not in run(BLIND, "Which?", *SHORT).stderr
 
 
-def test_work_without_images_keeps_no_memory_for_the_tower(seeing_folder: Path) -> None:
-    options = LoadOptions(device="cpu", context=60)
-    model = load_text_model(str(seeing_folder), options)
-    assert model.options == replace(options, vision_device="cpu")  # whose place takes nothing
+def test_work_without_images_keeps_no_memory_for_the_tower(
+    seeing_folder: Path, monkeypatch: pytest.MonkeyPatch, png: Path
+) -> None:
+    monkeypatch.setattr(load, "place_tower", None)
+    model = load_text_model(str(seeing_folder), LoadOptions(device="cpu", context=60))
+    assert model.vision is None
+    shown = {"type": "image", "image": png.read_bytes()}
+    with pytest.raises(RequestError, match="it was loaded without images"):
+        model.generate([{"role": "user", "content": [shown]}])
