@@ -281,7 +281,7 @@ class Runner:
         tokens = torch.empty_like(chosen)
         for place in range(plan.longest):
             now = step.places[:M] == place
-            if not rows.is_cpu:  # of one size, whatever the drafts
+            if self.on_gpu or not rows.is_cpu:  # of one size, whatever the drafts
                 these = rows.masked_fill(~now, SCRATCH)
                 self.choose_tokens(logits, these, positions, tokens, masks)
                 chosen.copy_(torch.where(now, tokens, chosen))

@@ -1,6 +1,7 @@
 """Settings of image processors, read from files; transformers reads the same."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def test_older_names_of_limits_win_as_in_transformers() -> None:
     older = {"min_pixels": 5000, "max_pixels": 70_000}
     for content in (PROCESSOR | older, {**PROCESSOR, "size": None} | older):
         found = read_settings(content, "file")
-        theirs = Qwen2VLImageProcessorPil(**content).size
+        theirs = Qwen2VLImageProcessorPil(**deepcopy(content)).size  # it changes what it is given
         assert found.least_pixels == theirs["shortest_edge"] == 5000
         assert found.most_pixels == theirs["longest_edge"] == 70_000
 
