@@ -7,7 +7,7 @@ import hashlib
 import os
 from collections.abc import Iterable
 
-ONE_IN = 36  # launches of a kernel
+ONE_IN = 64  # launches of a kernel
 OTHERS = (80, 86, 89, 120)  # they have the same kernels, which a word deals out to the four
 PROCESSES = {90: 2}  # its whole workload is as long as those of three others
 
