@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lowbit.convert.measure.record import (
     ImageQuality,
+    Int8Inputs,
     LogitQuality,
     QualityReport,
     TextKind,
@@ -23,7 +24,7 @@ from lowbit.formats.errors import RequestError
 SHARE = 0.01  # of a figure for which a report states no error
 LEAST_KL = 1e-6  # nats; a model that was only rotated stays below it
 
-Compared = LogitQuality | TextKind | ImageQuality
+Compared = LogitQuality | TextKind | Int8Inputs | ImageQuality
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ def _weights(claim: QualityReport, again: QualityReport) -> Agreement:
     """The linear whose relative error moved most; not measured where linears are others."""
     found = {row.name: row.relative_l2 for row in again.weights}
     if [row.name for row in claim.weights] != list(found):
-        return Agreement("linears", len(claim.weights), len(found), -1.0)
+        return Agreement("linears", len(claim.weights), None, 0.0)
     if not claim.weights:
         return Agreement("linears", 0, 0, 0.0)
     moved = max(claim.weights, key=lambda row: _distance(row.relative_l2, found[row.name]))
@@ -124,6 +125,9 @@ def _logits(claim: LogitQuality, again: LogitQuality) -> Iterator[Agreement]:
     kinds = {row.name: row for row in again.kinds}
     for row in claim.kinds[1:]:
         yield _kl(f"KL of {row.name}", row, kinds.get(row.name))
+    rounded = {row.name: row for row in again.int8_inputs}
+    for one in claim.int8_inputs if rounded else ():
+        yield _kl(f"KL of {one.name}, int8 inputs", one, rounded.get(one.name))
     if claim.images is not None:
         seen = again.images
         if seen is not None and seen.sha256 != claim.images.sha256:

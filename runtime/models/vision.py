@@ -39,12 +39,12 @@ class Affine:
     bias: Tensor
 
     def on(self, device: torch.device) -> "Affine":
-        """The same on a device."""
+        """Weight and bias on a device."""
         weight, bias = (x.to(device, non_blocking=True) for x in (self.weight, self.bias))
         return Affine(weight, bias)
 
     def pinned(self) -> "Affine":
-        """The same in memory from which a GPU copies by itself."""
+        """Copy in memory from which a GPU copies by itself."""
         return Affine(self.weight.pin_memory(), self.bias.pin_memory())
 
     def times(self, x: Tensor) -> Tensor:
@@ -68,13 +68,13 @@ class Block:
     down: Affine  # [h, intermediate_size]
 
     def on(self, device: torch.device) -> "Block":
-        """The same on a device; itself where it is there."""
+        """Copy of the block on a device; itself where it is there."""
         if self.qkv.weight.device == device:
             return self
         return Block(*(part.on(device) for part in self._parts()))
 
     def pinned(self) -> "Block":
-        """The same in memory from which a GPU copies by itself."""
+        """Copy of the block in memory from which a GPU copies by itself."""
         return Block(*(part.pinned() for part in self._parts()))
 
     def _parts(self) -> tuple[Affine, ...]:
@@ -107,7 +107,7 @@ class VisionTower:
         return last_of(found for found in self.pieces(image) if found is not None)
 
     def pieces(self, image: ImagePatches) -> Iterator[Tensor | None]:
-        """The same in pieces, between which a CPU may do something else: None, at last the result.
+        """Embeddings in pieces, between which a CPU may do other work: None, at last the result.
 
         The pieces depend on the image alone, so that its bits do too.
         """

@@ -21,7 +21,7 @@ def agreement(path: Path, claim: QualityReport, rows: Sequence[Agreement]) -> No
     table = plain_table(title, ("figure",), columns)
     for row in rows:
         measured = MISSING if row.measured is None else _figure(row.measured)
-        allowed = _figure(max(row.allowed, 0.0))
+        allowed = _figure(row.allowed)
         name, yes = printable(row.figure), "yes" if row.agrees else "no"
         table.add_row(name, _figure(row.recorded), measured, allowed, yes)
     results().print(table)

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lowbit.convert.measure.agreement import Agreement, agreements, read_claim
-from lowbit.convert.measure.record import QualityReport, TextKind, read_quality_file
+from lowbit.convert.measure.record import (
+    Int8Inputs,
+    QualityReport,
+    TextKind,
+    read_quality_file,
+)
 from lowbit.convert.texts.evaluation import Text
 from lowbit.formats.errors import FormatError, RequestError
 from tests.convert.report.samples import IMAGES, LOGITS, linear, make_report
@@ -75,6 +80,14 @@ def test_linears_that_moved_or_are_others() -> None:
     assert (row.figure, row.recorded, row.measured) == ("error of b", 0.2, 0.203)
     assert missed(claim, make_report((linear("a"), linear("c")))) == ["linears"]
     assert missed(make_report(()), make_report(())) == []
+
+
+def test_inputs_in_eight_bits_are_compared_where_they_were_measured_again() -> None:
+    row = Int8Inputs("a text", 3.36, 0.02, 0.14, 0.94, 0.0004, 0.002, 0.0001)
+    claim = make_report(int8_inputs=(row,))
+    again = make_report(int8_inputs=(replace(row, kl_mean=0.0205),))
+    assert missed(claim, claim) == missed(claim, make_report()) == []
+    assert missed(claim, again) == ["KL of a text, int8 inputs"]
 
 
 def test_infinite_figures_agree_with_themselves_alone() -> None:

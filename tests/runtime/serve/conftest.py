@@ -18,6 +18,8 @@ import pytest
 from lowbit.runtime.engine.load import load
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.stats import load_of
+from lowbit.runtime.images import picture
+from lowbit.runtime.images.decode import decode_image
 from lowbit.runtime.serve.app import build_app
 from lowbit.runtime.serve.link.channel import Channel
 from lowbit.runtime.serve.link.host import EngineHost, facts_of
@@ -190,3 +192,20 @@ def seeing(seeing_folder: Path) -> Iterator[Running]:
     model = load(seeing_folder, device="cpu", context=2048, max_sequences=2)
     with running(model, log_prompts=True) as found:
         yield found
+
+
+SlowDecoding = tuple[threading.Semaphore, threading.Event]
+
+
+@pytest.fixture
+def slow_decoding(monkeypatch: pytest.MonkeyPatch) -> SlowDecoding:
+    """Images are decoded once the event is set; the semaphore counts those that have begun."""
+    begun, may = threading.Semaphore(0), threading.Event()
+
+    def slow(*given: Any) -> Any:
+        begun.release()
+        assert may.wait(60)
+        return decode_image(*given)
+
+    monkeypatch.setattr(picture, "decode_image", slow)
+    return begun, may

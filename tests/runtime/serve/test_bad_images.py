@@ -2,7 +2,6 @@
 
 import base64
 import struct
-import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +11,9 @@ import pytest
 from PIL.ImageFile import ImageFile
 
 from lowbit.runtime.images import picture as limits
-from lowbit.runtime.images.decode import decode_image
 from lowbit.runtime.serve.service import IMAGE_THREADS
 from tests.runtime.images.pictures import picture, saved
-from tests.runtime.serve.conftest import Running, turns, until
+from tests.runtime.serve.conftest import Running, SlowDecoding, turns, until
 from tests.runtime.serve.test_images import (
     CHAT,
     DATA,
@@ -155,17 +153,10 @@ def test_500_images_are_refused_by_the_first_that_is_too_many(
 
 @pytest.mark.parametrize("path", FIELD)
 def test_nobody_waits_for_bad_images(
-    seeing: Running, path: str, monkeypatch: pytest.MonkeyPatch
+    seeing: Running, path: str, slow_decoding: SlowDecoding
 ) -> None:
     """More of them than threads decode images, while a text is answered; then all are refused."""
-    decoding, may = threading.Semaphore(0), threading.Event()
-
-    def slow(*given: Any) -> Any:
-        decoding.release()
-        assert may.wait(60)
-        return decode_image(*given)
-
-    monkeypatch.setattr(limits, "decode_image", slow)
+    decoding, may = slow_decoding
     count = IMAGE_THREADS + 3
     urls = [encoded(PNG[: 300 + n]) for n in range(count)]
     with ThreadPoolExecutor(count) as clients:

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,7 +24,15 @@ from lowbit.runtime.serve.request.body import MediaPart
 from lowbit.runtime.serve.request.images import read_images
 from lowbit.runtime.serve.service import IMAGE_THREADS, THREADS
 from tests.runtime.images.pictures import picture, saved
-from tests.runtime.serve.conftest import LEFT_OUT, SHORT, Running, post, turns, until
+from tests.runtime.serve.conftest import (
+    LEFT_OUT,
+    SHORT,
+    Running,
+    SlowDecoding,
+    post,
+    turns,
+    until,
+)
 
 PNG = saved(picture(300, 200))
 DATA = base64.b64encode(PNG).decode()
@@ -198,16 +205,9 @@ def test_base64_is_not_kept_beside_the_file(seeing: Running) -> None:
 
 @pytest.mark.parametrize("path", FIELD)
 def test_text_does_not_wait_for_images(
-    seeing: Running, monkeypatch: pytest.MonkeyPatch, path: str
+    seeing: Running, slow_decoding: SlowDecoding, path: str
 ) -> None:
-    decoding, may = threading.Semaphore(0), threading.Event()
-
-    def slow(*given: Any) -> Any:
-        decoding.release()
-        assert may.wait(60)
-        return decode_image(*given)
-
-    monkeypatch.setattr(limits, "decode_image", slow)
+    decoding, may = slow_decoding
     first = 100 + 10 * list(FIELD).index(path)  # files that the server has not seen yet
     files = [saved(picture(first + n, 50)) for n in range(THREADS)]
     urls = [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in files]
