@@ -33,6 +33,7 @@ from torch import Tensor
 GROUP = 128  # elements of x that share a scale, where the weight's groups allow it
 LARGEST_CODE = 127
 SMALLEST_PEAK = 2.0**-100  # the reciprocal of a smaller one would overflow
+SQUARES_UNIT = 32  # in which a token's bound counts the squares of eight codes, rounded up
 BOUND_SLACK = 1 + 2.0**-8  # of roundings on the way
 # Powers of two beyond which those of rows and tokens do not go, so that centres are numbers. Above
 # the largest, inputs of 2^69 and more, the order of sums may show.
@@ -106,7 +107,9 @@ def token_bounds(q: Tensor, s: Tensor, group: int) -> Tensor:
     """A power of two above |x| of each group of a token: [M] float32 of its largest one.
 
     A group's is that above its scale, times one that is not below the root of the sum of q^2: its
-    exponent is half of the sum's, rounded up. Groups that are zero or not finite have none.
+    exponent is half of the sum's, rounded up. Of every eight codes the sum is counted in units of
+    `SQUARES_UNIT`, rounded up, so that a group's fits 16 bits. Groups that are zero or not finite
+    have none.
 
     Args:
         q: [M, K] int8.
@@ -114,8 +117,9 @@ def token_bounds(q: Tensor, s: Tensor, group: int) -> Tensor:
         group: elements along K that share a scale.
     """
     M, K = q.shape
-    codes = torch.nn.functional.pad(q.int(), (0, -K % group)).view(M, -1, group)
-    squares = codes.square().sum(-1)
+    codes = torch.nn.functional.pad(q.int(), (0, -K % group)).view(M, -1, group // 8, 8)
+    units = (codes.square().sum(-1) + (SQUARES_UNIT - 1)) // SQUARES_UNIT
+    squares = units.sum(-1) * SQUARES_UNIT
     half = (squares.float().view(torch.int32) >> 23) - 125 >> 1
     words = (s.view(torch.int32) & 0x7F800000).clamp(max=LARGEST_POWER_BITS)
     words = (words + 0x00800000 + (half << 23)).clamp(max=LARGEST_POWER_BITS)

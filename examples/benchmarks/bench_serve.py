@@ -1,7 +1,7 @@
 """Speed of the server beside the engine alone, or of another server under the same load.
 
 Run: python examples/benchmarks/bench_serve.py [SIZE ...] [--clients 1,8,32,64] [--rate 4,8]
-    [--prompt 512] [--new 128] [--activations int8]
+    [--prompt 512] [--new 128] [--activations int8] [--kv-cache int8] [--rounds 3]
     python examples/benchmarks/bench_serve.py --url http://localhost:8000 [NAME]
 A SIZE that `make_random_checkpoint` knows is a model of that shape with random INT4 weights, made
 on this GPU; anything else is a folder. Without any: 0.6B and 8B on a GPU, else the bundled model.
@@ -33,11 +33,11 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from lowbit.formats.activation_modes import ACTIVATIONS, Activations
-from lowbit.formats.kv_cache import BF16_CACHE
+from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE
 from lowbit.runtime.engine.constraints import ConstraintFactory
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load import load
-from lowbit.runtime.engine.load_options import LoadOptions
+from lowbit.runtime.engine.load_options import KVCache, LoadOptions
 from lowbit.runtime.engine.memory import ChosenSequences, ChosenType
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import Request
@@ -52,20 +52,39 @@ from lowbit.runtime.lab.tables import show_server
 from lowbit.runtime.text.tokenizer import load_tokenizer
 
 BUNDLED = Path(__file__).parents[1] / "models" / "tiny-qwen3"
-ROUNDS = 3  # of each client; one more before them warms up
 # From the end of an answer to the client's next request while others run, as it takes over HTTP.
 # Without it prompts come in step with the ends of answers, and none ever waits for another.
 PAUSE_S = 2e-3
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-def random_model(
-    size: str, context: int, sequences: int, activations: Activations = "exact"
-) -> Model:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A model, and what its engine alone and the server are asked."""
+
+    size: str
+    clients: tuple[int, ...]
+    prompt: int  # tokens
+    new: int  # tokens
+    rounds: int  # requests of each client; one more before them warms up
+    activations: Activations
+    kv_cache: KVCache
+
+    @property
+    def context(self) -> int:
+        """Most tokens of a sequence."""
+        return self.prompt + self.new + 64
+
+
+def random_model(asked: Asked) -> Model:
     """A model of random weights, whose tokens are words of letters."""
     from random_engine import random_engine
 
-    engine = random_engine(size, 4, context, sequences, activations=activations)
+    cache = INT8_CACHE if asked.kv_cache == "int8" else BF16_CACHE
+    sequences, activations = max(asked.clients), asked.activations
+    engine = random_engine(
+        asked.size, 4, asked.context, sequences, cache_type=cache, activations=activations
+    )
     vocabulary = engine.decoder.config.vocab_size
     folder = Path(tempfile.mkdtemp())
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -82,7 +101,9 @@ def random_model(
     text, template = load_tokenizer(folder), load_chat_template(folder)
     return Model(
         folder=folder,
-        options=LoadOptions(context=context, max_sequences=sequences, activations=activations),
+        options=LoadOptions(
+            context=asked.context, max_sequences=sequences, activations=activations
+        ),
         opened=SimpleNamespace(config=engine.decoder.config),  # type: ignore[arg-type]
         engine=engine,
         tokenizer=text,
@@ -92,10 +113,10 @@ def random_model(
         stop_ids=frozenset(),
         device="cuda",
         dtype=torch.bfloat16,
-        kv_cache=ChosenType(BF16_CACHE),
+        kv_cache=ChosenType(cache),
         load_s=0.0,
         sequences=ChosenSequences(sequences),
-        cache=SimpleNamespace(sequences=sequences, context=context),  # type: ignore[arg-type]
+        cache=SimpleNamespace(sequences=sequences, context=asked.context),  # type: ignore[arg-type]
     )
 
 
@@ -132,17 +153,19 @@ def ids_of(count: int, number: int) -> list[int]:
     return [(7 * index * (number % 97 + 1) + 13 * number) % 3000 + 300 for index in range(count)]
 
 
-def engine_alone(engine: Engine, clients: int, prompt: int, new: int) -> dict[str, float]:
+def engine_alone(
+    engine: Engine, clients: int, prompt: int, new: int, rounds: int = 3
+) -> dict[str, float]:
     """The load of so many clients, without a server; counted as `through_http` counts it."""
     running: dict[int, Client] = {}
-    resting = [Client(ROUNDS + 1) for _ in range(clients)]
+    resting = [Client(rounds + 1) for _ in range(clients)]
     first: list[float] = []
     decoding: list[float] = []
     number, begun = 0, 0.0
     while running or resting:
         now = time.perf_counter()
         for client in [each for each in resting if each.due <= now or not running]:
-            if client.left == ROUNDS and not begun:
+            if client.left == rounds and not begun:
                 begun = now
             number += 1
             client.ask(engine, Request(tuple(ids_of(prompt, number)), GREEDY, new))
@@ -152,13 +175,13 @@ def engine_alone(engine: Engine, clients: int, prompt: int, new: int) -> dict[st
         for key, client in list(running.items()):
             if client.take():
                 del running[key]
-                if client.left < ROUNDS:
+                if client.left < rounds:
                     first.append(client.first_s)
                     decoding.append(client.decode_s)
                 if client.left:
                     resting.append(client)
     return {
-        "tok_s": clients * ROUNDS * new / (time.perf_counter() - begun),
+        "tok_s": clients * rounds * new / (time.perf_counter() - begun),
         **times(first, decoding, new),
     }
 
@@ -173,9 +196,7 @@ def times(first: Sequence[float], decoding: Sequence[float], new: int) -> dict[s
     }
 
 
-def serve(
-    size: str, clients: Sequence[int], prompt: int, new: int, activations: Activations
-) -> None:
+def serve(asked: Asked) -> None:
     """Serve a model whose engine has been measured; what a client must know goes to stdout."""
     from lowbit.runtime.serve.app import build_app
     from lowbit.runtime.serve.link.process import start_engine
@@ -184,17 +205,18 @@ def serve(
     from lowbit.runtime.serve.service import Service
     from lowbit.runtime.serve.settings import ServeSettings
 
-    engine = start_engine(partial(measured, size, clients, prompt, new, activations))
+    engine = start_engine(partial(measured, asked))
     facts = engine.facts()
     model = served_model(facts, load_prompts(facts))
     gc.collect()
     gc.freeze()  # as the command does
-    settings = ServeSettings((size,), queue=2 * max(clients), client_sequences=max(clients))
+    most = max(asked.clients)
+    settings = ServeSettings((asked.size,), queue=2 * most, client_sequences=most)
     service = Service(model, settings, engine.channel)
     try:
         with listen("127.0.0.1", 0) as taken:
             port = taken.getsockname()[1]
-            ready = {"port": port, "text": model.tokenizer.decode(ids_of(prompt, 1))}
+            ready = {"port": port, "text": model.tokenizer.decode(ids_of(asked.prompt, 1))}
             Server(build_app(service), service, lambda: print(json.dumps(ready), flush=True)).run(
                 [taken]
             )
@@ -202,21 +224,24 @@ def serve(
         engine.stop()
 
 
-def measured(
-    size: str, clients: Sequence[int], prompt: int, new: int, activations: Activations
-) -> Model:
+def measured(asked: Asked) -> Model:
     """The model, in the engine's process, where the engine alone is measured first."""
-    context = prompt + new + 64
-    if Path(size).exists():
-        model = load(size, context=context, max_sequences=max(clients), activations=activations)
+    if Path(asked.size).exists():
+        model = load(
+            asked.size,
+            context=asked.context,
+            max_sequences=max(asked.clients),
+            activations=asked.activations,
+            kv_cache=asked.kv_cache,
+        )
         if model.device == "cpu":
             torch.set_num_threads(1)
     else:
-        model = random_model(size, context, max(clients), activations)
-    for count in clients:
-        engine_alone(model.engine, count, prompt, new)
-        alone = engine_alone(model.engine, count, prompt, new)
-        print(json.dumps({"clients": count, **alone}), flush=True)
+        model = random_model(asked)
+    for count in asked.clients:
+        load_of = model.engine, count, asked.prompt, asked.new
+        engine_alone(*load_of, 1)  # captures what the next one needs
+        print(json.dumps({"clients": count, **engine_alone(*load_of, asked.rounds)}), flush=True)
     return model
 
 
@@ -233,9 +258,9 @@ def through_http(
     return found
 
 
-def loads_of(clients: Sequence[int], rates: Sequence[float]) -> list[OfferedLoad]:
+def loads_of(clients: Sequence[int], rounds: int, rates: Sequence[float]) -> list[OfferedLoad]:
     """The loads that the options name; a rate lasts for half a minute."""
-    closed = [OfferedLoad(ROUNDS * count, warm_up=count, clients=count) for count in clients]
+    closed = [OfferedLoad(rounds * count, warm_up=count, clients=count) for count in clients]
     return closed + [
         OfferedLoad(round(30 * rate), warm_up=round(rate), rate=rate) for rate in rates
     ]
@@ -270,13 +295,19 @@ def show_shares(found: ServerResult, alone: Mapping[int, Mapping[str, float]]) -
         )
 
 
-def measure(
-    size: str, loads: Sequence[OfferedLoad], prompt: int, new: int, activations: Activations
-) -> None:
+def measure(asked: Asked, loads: Sequence[OfferedLoad]) -> None:
     """Print the figures of one model."""
-    numbers = ",".join(str(each.clients) for each in loads if each.clients is not None)
-    options = ("--clients", numbers, "--prompt", str(prompt), "--new", str(new))
-    command = [sys.executable, __file__, size, *options, "--activations", activations, "--serve"]
+    size, prompt, new = asked.size, asked.prompt, asked.new
+    given = {
+        "--clients": ",".join(map(str, asked.clients)),
+        "--prompt": prompt,
+        "--new": new,
+        "--rounds": asked.rounds,
+        "--activations": asked.activations,
+        "--kv-cache": asked.kv_cache,
+    }
+    options = (str(part) for option in given.items() for part in option)
+    command = [sys.executable, __file__, size, *options, "--serve"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None  # noqa: S101 - it is a pipe
         try:
@@ -304,6 +335,8 @@ def measure(
 @click.option("--prompt", default=512, show_default=True, help="Tokens of a prompt.")
 @click.option("--new", default=128, show_default=True, help="Tokens of an answer.")
 @click.option("--activations", type=click.Choice(ACTIVATIONS), default="exact", show_default=True)
+@click.option("--kv-cache", type=click.Choice(["bf16", "int8"]), default="bf16", show_default=True)
+@click.option("--rounds", default=3, show_default=True, help="Requests of each client.")
 @click.option("--serve", "serving", is_flag=True, hidden=True)
 def main(
     sizes: tuple[str, ...],
@@ -313,21 +346,24 @@ def main(
     prompt: int,
     new: int,
     activations: Activations,
+    kv_cache: KVCache,
+    rounds: int,
     serving: bool,
 ) -> None:
     """Measure the server with models of each SIZE."""
-    counts = [int(number) for number in clients.split(",")]
-    loads = loads_of(counts, [float(number) for number in rate.split(",") if number])
+    counts = tuple(int(number) for number in clients.split(","))
+    loads = loads_of(counts, rounds, [float(number) for number in rate.split(",") if number])
     if url is not None:
         for name in sizes or (None,):
             through_http(url, name, loads, prompt, new)
         return
     default = ("0.6B", "8B") if torch.cuda.is_available() else (str(BUNDLED),)
     for size in sizes or default:
+        asked = Asked(size, counts, prompt, new, rounds, activations, kv_cache)
         if serving:
-            serve(size, counts, prompt, new, activations)
+            serve(asked)
         else:
-            measure(size, loads, prompt, new, activations)
+            measure(asked, loads)
 
 
 if __name__ == "__main__":

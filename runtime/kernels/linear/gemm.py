@@ -258,7 +258,7 @@ def _gemm_kernel(
         if PLAN.SPLITS > 1:
             acc, own = joined(acc, parts_ptr, counts_ptr, unit, warp, lane, PLAN)
             first_token += own
-        store_block(acc, added_ptr, out_ptr, first_token, tile, lane, M, N, stride, (), PLAN)
+        store_block(acc, added_ptr, (), out_ptr, first_token, tile, lane, M, N, stride, (), PLAN)
         acc = zeros(zero_f32, TOKENS // 2)  # so that joined sums find the registers of these free
         words = next_words
         scales = next_scales

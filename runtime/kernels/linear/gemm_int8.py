@@ -30,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lowbit.formats.activations import activation_group
 from lowbit.runtime.kernels.launch.device import card_of, run
 from lowbit.runtime.kernels.launch.int8 import COUNTERS, ROWS, Int8Launch, int8_shared
-from lowbit.runtime.kernels.linear.gemm_store import store_block
+from lowbit.runtime.kernels.linear.gemm_store import load_added, store_block
 from lowbit.runtime.kernels.linear.program import Blocks, Packed, token_blocks
 from lowbit.runtime.kernels.linear.quantize import bound_pair, factor_pair, quantize
 from lowbit.runtime.kernels.linear.sums import centre_of, row_bounds
@@ -49,6 +49,11 @@ from lowbit.runtime.kernels.ptx.memory import (
 )
 from lowbit.runtime.kernels.ptx.mma import as_float, as_word, inline, threads
 from lowbit.runtime.kernels.ptx.wgmma import init_barriers, next_slot
+
+# Tokens of a block up to which a lane has registers for what it needs behind its products: factors
+# come before them, what is added before parts are joined.
+EARLY_FACTORS = gl.constexpr(32)
+EARLY_ADDED = gl.constexpr(64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,6 +176,9 @@ def _gemm_int8_kernel(
         there = x + (next_unit % blocks).to(gl.int64) * X.SIZE
         first_token = unit % blocks * COLUMNS
         rows = row_bounds(bounds_ptr, gl.minimum(tile, tiles - 1), lane)
+        factors = ()
+        if PLAN.NORMED and COLUMNS <= EARLY_FACTORS:
+            factors = _factors(x_ptr, blocks, first_token, lane, PLAN)
         acc = ()
         for i in gl.static_range(COLUMNS // 8):
             acc = acc + _centres(x_ptr, blocks, first_token + i * 8, lane, rows, PLAN)
@@ -204,6 +212,13 @@ def _gemm_int8_kernel(
             slot_before = slot
             phase_before = phase
             slot, phase = next_slot(slot, phase, RING)
+        given = ()
+        if added_ptr is not None and COLUMNS <= EARLY_ADDED:
+            given = load_added(
+                added_ptr, first_token, tile, lane, M, N, stride_added, COLUMNS // 8, PLAN
+            )
+        if PLAN.NORMED and COLUMNS > EARLY_FACTORS:
+            factors = _factors(x_ptr, blocks, first_token, lane, PLAN)
         sums = ()
         for i in gl.static_range(COLUMNS // 8):
             centre = _centres(x_ptr, blocks, first_token + i * 8, lane, rows, PLAN)
@@ -216,12 +231,9 @@ def _gemm_int8_kernel(
                 (lane >= 0) & part, PLAN,
             )  # fmt: skip
             first_token = gl.where(last, first_token, M)  # others have stored nothing
-        factors = ()
-        for i in gl.static_range(COLUMNS // 8 if PLAN.NORMED else 0):
-            row = unit % blocks * COLUMNS + (i * 8 + lane % 4 * 2)
-            factors = factors + (factor_pair(x_ptr, blocks, row, X),)
         store_block(
-            sums, added_ptr, out_ptr, first_token, tile, lane, M, N, stride_added, factors, PLAN
+            sums, added_ptr, given, out_ptr, first_token, tile, lane, M, N, stride_added, factors,
+            PLAN,
         )  # fmt: skip
         done += own
         begin = begin * 0
@@ -264,6 +276,17 @@ def _centres(x_ptr, blocks, token, lane, rows, PLAN: gl.constexpr):
         centre_of(rows[0], pair[0]), centre_of(rows[0], pair[1]),
         centre_of(rows[1], pair[0]), centre_of(rows[1], pair[1]),
     )  # fmt: skip
+
+
+@gluon.jit
+def _factors(x_ptr, blocks, first_token, lane, PLAN: gl.constexpr):
+    """Factors of a lane's two of each eight tokens."""
+    X: gl.constexpr = PLAN.X  # Triton 3.6 takes no record from a record as an argument
+    factors = ()
+    for i in gl.static_range(X.TOKENS // 8):
+        row = first_token + (i * 8 + lane % 4 * 2)
+        factors = factors + (factor_pair(x_ptr, blocks, row, X),)
+    return factors
 
 
 @gluon.constexpr_function

@@ -58,28 +58,45 @@ def _batch_of(count):
 
 
 @gluon.jit
+def load_added(
+    added_ptr, first_token, tile, lane, M, N, stride, COUNT: gl.constexpr, PLAN: gl.constexpr
+):  # fmt: skip
+    """What is added to a warp's rows of 8 * COUNT tokens, as `store_block` takes it."""
+    HALVES: gl.constexpr = 1 if PLAN.PAIRED else 2
+    column = tile * (8 * HALVES) + lane % 4 * 2
+    added = ()
+    for i in gl.static_range(COUNT):
+        token = first_token + i * 8 + lane // 4
+        for half in gl.static_range(HALVES):
+            inside = (token < M) & (column + half * 8 < N)
+            at = added_ptr + (token.to(gl.int64) * stride + column + half * 8) // 2
+            added = added + (gl.load(at, mask=inside, other=0),)
+    return added
+
+
+@gluon.jit
 def store_block(
-    acc, added_ptr, out_ptr, first_token, tile, lane, M, N, stride, factors, PLAN: gl.constexpr
+    acc, added_ptr, given, out_ptr, first_token, tile, lane, M, N, stride, factors,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     """Store a warp's rows of some tokens: 8 tokens and 8 rows at a time, turned by `movmatrix`.
 
+    given: what is added, if it has been loaded by `load_added`; else it is loaded here.
     factors: of the sums, if any: for each 8 tokens those of the lane's two. What is added is so
         with one rounding, `fma(sum, factor, added)`.
     """
     FACTORS: gl.constexpr = len(factors) > 0
+    GIVEN: gl.constexpr = len(given) > 0
     COUNT: gl.constexpr = len(acc) // 4  # of 8 tokens
-    BATCH: gl.constexpr = _batch_of(COUNT)  # whose additions are loaded together
+    BATCH: gl.constexpr = COUNT if GIVEN else _batch_of(COUNT)  # whose additions are there together
     HALVES: gl.constexpr = 1 if PLAN.PAIRED else 2
     column = tile * (8 * HALVES) + lane % 4 * 2
     for batch in gl.static_range(0, COUNT, BATCH):
-        before = ()
-        if added_ptr is not None:
-            for i in gl.static_range(BATCH):
-                token = first_token + (batch + i) * 8 + lane // 4
-                for half in gl.static_range(HALVES):
-                    inside = (token < M) & (column + half * 8 < N)
-                    at = added_ptr + (token.to(gl.int64) * stride + column + half * 8) // 2
-                    before = before + (gl.load(at, mask=inside, other=0),)
+        before = given
+        if added_ptr is not None and not GIVEN:
+            before = load_added(
+                added_ptr, first_token + batch * 8, tile, lane, M, N, stride, BATCH, PLAN
+            )
         for i in gl.static_range(BATCH):
             token = first_token + (batch + i) * 8 + lane // 4
             for half in gl.static_range(HALVES):

@@ -199,8 +199,9 @@ def _mma_int8_kernel(
         for i in gl.static_range(COUNT):
             own = own + (acc[r * COUNT + i] - centres[r * COUNT + i],)
         store_block(
-            own, added_ptr, out_ptr, first_row, first_tile + r, lane, M, N, stride, factors, PLAN
-        )
+            own, added_ptr, (), out_ptr, first_row, first_tile + r, lane, M, N, stride, factors,
+            PLAN,
+        )  # fmt: skip
 
 
 @gluon.jit

@@ -112,9 +112,9 @@ class Codes:
     TOKEN: int  # to the next token
     GROUPS: int  # of a token
     SCALES: int  # to the scales, for each group those of all tokens
-    GROUP_BOUNDS: int  # to the bounds of groups, likewise
+    GROUP_SQUARES: int  # to the squares of groups, by `codes_of`, likewise
     BLOCKS: int  # of 256 elements of a token, whose squares are summed
-    SQUARES: int  # to the sums of squares of all blocks; the end of the bounds of groups
+    SQUARES: int  # to the sums of squares of all blocks; the end of the squares of groups
     FACTORS: int  # to the factors of the norm
     BOUNDS: int  # to the bounds of several tokens
     END: int  # of all that there is
@@ -129,12 +129,12 @@ def staged_codes(K: int, group: int, tokens: int, normed: bool) -> Codes:
     """
     token, groups, blocks = -(-K // 128) * 128 + 64, -(-K // group), blocks_of(K)
     scales = tokens * token
-    group_bounds = scales + -(-groups * tokens // 4) * 16
-    squares = group_bounds + -(-groups * tokens // 4) * 16
+    group_squares = scales + -(-groups * tokens // 4) * 16
+    squares = group_squares + -(-groups * tokens // 4) * 16
     factors = squares + tokens * blocks * SQUARES_BYTES.value
     bounds = factors + -(-tokens // 4) * 16 if normed else squares
     end = bounds + -(-tokens // 4) * 16 if tokens > 1 else bounds
-    places = scales, group_bounds, blocks, squares, factors, bounds, end
+    places = scales, group_squares, blocks, squares, factors, bounds, end
     return Codes(K, group, tokens, token, groups, *places)
 
 

@@ -17,12 +17,15 @@ Plan    a token is one program. A warp takes blocks of 256 elements, a chunk of 
         programs of a GEMV make
 """
 
+import math
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lowbit.formats.activations import SQUARES_UNIT
 from lowbit.runtime.kernels.codec import CODECS
 from lowbit.runtime.kernels.launch.device import power_of_two, programmatic_launch, run
 from lowbit.runtime.kernels.linear.digits import place_of_chunk
@@ -77,6 +80,8 @@ INVERSE = gl.constexpr(1 / 127)
 EXPONENT = gl.constexpr(0x7F800000)  # bits of an FP32
 ONE_POWER = gl.constexpr(0x00800000)
 LARGEST_POWER = gl.constexpr(0x5E800000)  # bits of 2^62
+UNIT_BITS = gl.constexpr(int(math.log2(SQUARES_UNIT)))
+HALF_BIAS = gl.constexpr(125 - int(math.log2(SQUARES_UNIT)))
 NOT_A_NUMBER = gl.constexpr(0x7FC00000)  # bits of the scale of a group that is not finite
 MOST_WARPS = 16  # of a program
 
@@ -113,9 +118,9 @@ def arranged(q: Tensor, s: Tensor, bits: int, places: Blocks) -> Tensor:
 
 @gluon.jit
 def codes_of(w, factor, lane, SCALED: gl.constexpr, SUBBYTE: gl.constexpr, GROUP: gl.constexpr):
-    """A lane's chunk of 8 elements as two words of codes, the scale of its group and its bound.
+    """A lane's chunk of 8 elements as two words of codes, and of its group scale and squares.
 
-    The bound is the word of a power of two; see `token_bounds`.
+    The scale is a word of an FP32; both make a bound, by `group_bound`.
 
     factor: what the chunk is multiplied by, where SCALED. SUBBYTE: of the `Codec`.
     """
@@ -140,12 +145,18 @@ def codes_of(w, factor, lane, SCALED: gl.constexpr, SUBBYTE: gl.constexpr, GROUP
         first = rounded_bytes(k0, k2, k1, k3, inverse)
         second = rounded_bytes(k4, k6, k5, k7, inverse)
     scale = gl.where(most >= INFINITE, NOT_A_NUMBER, as_word(peak * INVERSE) | 1)
-    squares = _sum_over_group(dot4(first, first) + dot4(second, second), lane, GROUP)
-    half = ((as_word(squares.to(gl.float32)) >> 23) - 125) >> 1
+    squares = dot4(first, first) + dot4(second, second)
+    squares = _sum_over_group((squares + ((1 << UNIT_BITS) - 1)) >> UNIT_BITS, lane, GROUP)
+    return (first, second), scale, squares
+
+
+@gluon.jit
+def group_bound(scale, squares):
+    """The word of a power of two above a group, of what `codes_of` gives; see `token_bounds`."""
+    half = ((as_word(squares.to(gl.float32)) >> 23) - HALF_BIAS) >> 1
     bound = gl.minimum(scale & EXPONENT, LARGEST_POWER) + ONE_POWER + (half << 23)
     bound = gl.minimum(bound, LARGEST_POWER)
-    bound = gl.where((squares == 0) | (scale == NOT_A_NUMBER), 0, bound)
-    return (first, second), as_float(scale), bound
+    return gl.where((squares == 0) | (scale == NOT_A_NUMBER), 0, bound)
 
 
 @gluon.jit
@@ -174,12 +185,11 @@ def _over_group(word, lane, GROUP: gl.constexpr):
 
 @gluon.jit
 def _sum_over_group(word, lane, GROUP: gl.constexpr):
-    """The sum of the words of the lanes with a chunk of the same group."""
+    """The sum of the words of the lanes with a chunk of the same group; it has 16 bits."""
     if GROUP == 128:
         low = lane < 16
-        first = total(gl.where(low, word, 0))
-        second = total(gl.where(low, 0, word))
-        word = gl.where(low, first, second)
+        both = total(gl.where(low, word, word << 16))
+        word = gl.where(low, both, both >> 16) & 0xFFFF
     else:
         for i in gl.static_range(3 if GROUP == 64 else 2):
             word += as_word(across(as_float(word), 1 << i))
@@ -233,13 +243,15 @@ def stage_codes(
             factor = zero_f32
             if HEAD > 0:
                 factor = head_factor(squares[turn - first], eps, HEAD)
-            codes, scale, bound = codes_of(scaled, factor, lane, HEAD > 0, SUBBYTE, X.GROUP)
+            codes, scale, units = codes_of(scaled, factor, lane, HEAD > 0, SUBBYTE, X.GROUP)
             store_shared8(buffer + token * X.TOKEN + place_of_chunk(chunk, 64), codes, inside)
             group = chunk // (X.GROUP // 8)
             starts = inside & (chunk % (X.GROUP // 8) == 0)
             at = buffer + (group * X.TOKENS + token) * 4
-            store_shared4(at + X.SCALES, scale, starts)
-            store_shared4(at + X.GROUP_BOUNDS, as_float(bound), starts)
+            store_shared4(at + X.SCALES, as_float(scale), starts)
+            if X.TOKENS == 1:  # nothing waits for it here
+                units = group_bound(scale, units)
+            store_shared4(at + X.GROUP_SQUARES, as_float(units), starts)
             if NORM:
                 no_sums = (zero_f32, zero_f32, zero_f32, zero_f32)
                 own, there = diagonal(add_squares(no_sums, w), lane)
@@ -298,9 +310,9 @@ def _quantize_kernel(
         factor = zero_f32
         if HEAD > 0:
             factor = head_factor(squares[turn], eps, HEAD)
-        codes, scale, bound = codes_of(w, factor, lane, HEAD > 0, SUBBYTE, X.GROUP)
+        codes, scale, units = codes_of(w, factor, lane, HEAD > 0, SUBBYTE, X.GROUP)
         _store_chunk(out_ptr, codes, scale, row, chunk, lane, blocks, X)
-        largest_bound = gl.maximum(largest_bound, bound)
+        largest_bound = gl.maximum(largest_bound, group_bound(scale, units))
     store_shared4(bounds + warp * 4, as_float(largest(largest_bound)), lane == 0)
     barrier()
     own = as_word(load_shared4(bounds + gl.minimum(lane, WARPS - 1) * 4))
@@ -319,7 +331,10 @@ def staged_bound(buffer, token, lane, X: gl.constexpr):
     most = lane * 0
     for first in gl.static_range(0, GROUPS, 32):
         group = gl.minimum(first + lane, GROUPS - 1)
-        word = as_word(load_shared4(buffer + X.GROUP_BOUNDS + (group * X.TOKENS + token) * 4))
+        at = buffer + (group * X.TOKENS + token) * 4
+        word = as_word(load_shared4(at + X.GROUP_SQUARES))
+        if X.TOKENS > 1:
+            word = group_bound(as_word(load_shared4(at + X.SCALES)), word)
         most = gl.maximum(most, word)
     return as_float(largest(most))
 
@@ -351,7 +366,7 @@ def _store_chunk(out_ptr, codes, scale, row, chunk, lane, blocks, X: gl.constexp
     starts = (step < X.STEPS) & (chunk % (X.GROUP // 8) == 0)
     group = chunk % CHUNKS // (X.GROUP // 8)
     word = base // 4 + (X.SCALES // 4 + group * X.TOKENS + own).to(gl.int64)
-    gl.store(out_ptr + word, as_word(scale), mask=starts)
+    gl.store(out_ptr + word, scale, mask=starts)
 
 
 @gluon.jit

@@ -440,7 +440,7 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         "code_pairs": code_pairs,
         "quotient": lambda x, y: lanes((x / y).astype(FLOAT)),
         "dot4": dot4,
-        "total": lambda x: over_warp(x, np.add.reduce),
+        "total": lambda x: over_warp(x, np.add.reduce).astype(INT),  # modulo 2^32
         "nearest": lambda x: lanes(nearest(x)),
         "rounded_bytes": rounded_bytes,
         "largest": lambda x: over_warp(x.view(np.uint32), np.max).view(INT),

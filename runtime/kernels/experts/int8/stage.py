@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.linear.norm import add_squares, diagonal, times_gains
 from lowbit.runtime.kernels.linear.program import SQUARES_BYTES, STEP_K, turns_of
-from lowbit.runtime.kernels.linear.quantize import codes_of
+from lowbit.runtime.kernels.linear.quantize import codes_of, group_bound
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
     commit_copies,
@@ -78,7 +78,7 @@ def round_rows(
 @gluon.jit
 def _store_chunk(buffer, rounded, row, chunk, B: gl.constexpr):
     """Store eight codes of a row, and the scale and the bound of a group that they begin."""
-    codes, scale, bound = rounded
+    codes, scale, units = rounded
     inside = (chunk < B.WIDTH // 8) & (row < B.ROWS)
     at = buffer + row * B.ROW + chunk // 4 * 32 + chunk % 4 * 4
     store_shared4(at, as_float(codes[0]), inside)
@@ -86,8 +86,8 @@ def _store_chunk(buffer, rounded, row, chunk, B: gl.constexpr):
     group = chunk // (B.GROUP // 8)
     at = buffer + _place(row, group, B) * 4
     starts = inside & (chunk % (B.GROUP // 8) == 0)
-    store_shared4(at + B.SCALES, scale, starts)
-    store_shared4(at + B.GROUP_BOUNDS, as_float(bound), starts)
+    store_shared4(at + B.SCALES, as_float(scale), starts)
+    store_shared4(at + B.GROUP_BOUNDS, as_float(group_bound(scale, units)), starts)
 
 
 @gluon.jit

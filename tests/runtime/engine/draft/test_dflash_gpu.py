@@ -223,7 +223,7 @@ def test_joined_copies_change_nothing(options: dict[str, Any]) -> None:
     again = drafting.engine.submit(replace(some[-1], prompt=(*some[-1].prompt, *ids[:200])))
     turn = plain.engine.submit(replace(some[-1], prompt=(*some[-1].prompt, *ids[:200])))
     assert again.result() == turn.result()
-    assert again.reused > 3000
+    assert again.reused == turn.reused > 2000  # a snapshot at least as far as the first chunk
 
 
 def answer(model: lowbit.Model, request: Request) -> tuple[Any, ...]:
