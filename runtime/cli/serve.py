@@ -57,7 +57,7 @@ TIMEOUT_S = 600.0
 DAY_S = 86_400.0
 MOST_QUEUE = 65_536
 LIBRARIES = ("fastapi", "httptools", "msgspec", "prometheus_client", "uvicorn")
-FASTER_ROUNDED = 32  # answers together, beyond which linears with rounded inputs are faster
+FASTER_ROUNDED = 16  # answers together, beyond which linears with rounded inputs are faster
 
 
 @click.command(

@@ -43,6 +43,13 @@ THREADS = 2  # decode pictures and cut them into patches
 LEAST_PATCHES = 8192  # for which a GPU must have room: a screen of 1920 x 1080
 
 
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class CutPicture:
+    """Patches on their way, for all requests that show the picture; gone with the last of them."""
+
+    patches: Future[ImagePatches]
+
+
 @dataclass(slots=True, eq=False)
 class Vision:
     """The tower of a model; nothing of its weights is read before the first image.
@@ -68,7 +75,7 @@ class Vision:
     _loading: Future[VisionTower] | None = field(default=None, repr=False)
     _kept: OrderedDict[bytes, Tensor] = field(default_factory=OrderedDict, repr=False)
     # Pictures that are being cut or have been; gone with the requests that show them
-    _cut: WeakKeyDictionary[Picture, Future[ImagePatches]] = field(
+    _cut: WeakKeyDictionary[Picture, CutPicture] = field(
         default_factory=WeakKeyDictionary, repr=False
     )
     _threads: ThreadPoolExecutor = field(
@@ -90,15 +97,13 @@ class Vision:
         """
         if picture.digest in self._kept:
             return None
-        if (found := self._cut.get(picture)) is not None:
-            return found
-        # Other threads let go of requests meanwhile, so that the dictionary itself may change.
-        begun = [each() for each in self._cut.keyrefs()]
-        taken = sum(self._bytes_of(each) for each in begun if each is not None)
-        if taken and taken + self._bytes_of(picture) > CUT_BYTES:
-            return None
+        begun = {each.digest: each for each in self._cuts()}
+        if picture.digest not in begun:
+            taken = sum(map(self._bytes_of, begun.values()))
+            if taken and taken + self._bytes_of(picture) > CUT_BYTES:
+                return None
         try:
-            return self._begin(picture)
+            return self._cut_of(picture)
         except RuntimeError:  # no thread can be started: it is tried again when its turn comes
             return None
 
@@ -113,9 +118,9 @@ class Vision:
         """
         found = self._kept.get(picture.digest)
         if found is None:
-            cut = self._cut.get(picture) or self._begin(picture)
+            cut = self._cut_of(picture)
             yield from _until_done(cut)
-            self._cut.pop(picture, None)
+            self._drop_cut(picture.digest)
             tower = yield from self._loaded(picture)
             for piece in self._run(tower, cut.result()):
                 if isinstance(piece, Tensor):
@@ -124,7 +129,7 @@ class Vision:
                     yield piece
         if found is None:
             raise RuntimeError("the tower made no embeddings")
-        self._cut.pop(picture, None)  # of another request's picture that was the same
+        self._drop_cut(picture.digest)
         self._keep(picture.digest, found)
         yield found
 
@@ -148,12 +153,29 @@ class Vision:
                     raise
         return self._tower
 
-    def _begin(self, picture: Picture) -> Future[ImagePatches]:
-        content, settings, dtype = picture.content, picture.settings, self.dtype
-        self._cut[picture] = found = self._threads.submit(_patches_of, content, settings, dtype)
-        # Weakly: patches are not kept as long as their picture.
-        finalize(picture, _cancel, ref(found)).atexit = False
-        return found
+    def _cuts(self) -> list[Picture]:
+        """Pictures that are being cut or have been."""
+        # Other threads let go of requests meanwhile, so that the dictionary itself may change.
+        cuts = [each() for each in self._cut.keyrefs()]
+        return [each for each in cuts if each is not None]
+
+    def _drop_cut(self, digest: bytes) -> None:
+        """Forget the patches of a picture, in all requests that show it."""
+        for each in self._cuts():
+            if each.digest == digest:
+                self._cut.pop(each, None)
+
+    def _cut_of(self, picture: Picture) -> Future[ImagePatches]:
+        """Patches of a picture, which a thread begins to cut if nobody has asked for them."""
+        same = (self._cut.get(each) for each in self._cuts() if each.digest == picture.digest)
+        cut = self._cut.get(picture) or next(same, None)
+        if cut is None:
+            content, settings, dtype = picture.content, picture.settings, self.dtype
+            cut = CutPicture(self._threads.submit(_patches_of, content, settings, dtype))
+            # Weakly: patches are not kept as long as a picture of theirs.
+            finalize(cut, _cancel, ref(cut.patches)).atexit = False
+        self._cut[picture] = cut
+        return cut.patches
 
     def _bytes_of(self, picture: Picture) -> int:
         """Memory of a picture's patches."""

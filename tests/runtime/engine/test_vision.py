@@ -445,6 +445,25 @@ def test_a_picture_that_is_gone_is_not_cut(model: Model, monkeypatch: pytest.Mon
     assert kept.result().values.nbytes == vision._bytes_of(dog)
 
 
+def test_two_requests_with_one_picture_have_it_cut_once(model: Model) -> None:
+    """It goes on for the second where the first has gone."""
+    vision = model.vision
+    assert vision is not None
+    goes_on = threading.Event()
+    busy = [vision._threads.submit(goes_on.wait, 30) for _ in range(module.THREADS)]
+    first, second = (model.prompts.reader().read(CAT) for _ in range(2))
+    begun = vision.prepare(first)
+    assert begun is not None
+    assert vision.prepare(second) is begun
+    del first
+    gc.collect()
+    assert not begun.cancelled()
+    goes_on.set()
+    assert all(each.result() for each in busy)
+    assert embedded(vision, second).shape == (second.rows * second.columns, 64)
+    assert not list(vision._cut)
+
+
 def test_the_tower_is_loaded_again_where_an_image_that_is_gone_was_too_large(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
