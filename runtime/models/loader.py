@@ -44,6 +44,7 @@ from lowbit.runtime.models.draft_output import DraftRows, draft_rows
 from lowbit.runtime.thresholds import EXACT_TOKENS, STEP_TOKENS
 from lowbit.runtime.weights.linear import Linear
 from lowbit.runtime.weights.quantized import quantized
+from lowbit.runtime.weights.share import ALONE, PARTIAL_ENDS, Share
 from lowbit.runtime.weights.weights import Weights, served
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class OpenedModel:
     draft: DraftHead | None = None
     drafter: "OpenedModel | None" = None  # its drafter; None without one; it excludes the head
     activations: Activations = "exact"  # inputs of its packed linears, heads aside
+    share: Share = ALONE  # the rank that it is the shard of, see `shards`
 
     def weight_bytes(self, device: str, dtype: torch.dtype) -> int:
         """Memory the weights will take on `cpu` or `cuda`."""
@@ -122,7 +124,9 @@ class OpenedModel:
         N, K = spec.shape
         stored = self.schemes[spec.module]
         if stored is None:
-            return N * K * dtype.itemsize
+            # Partial sums are FP32, and so are dense weights on a CPU that they come from.
+            partial = self.share.ranks > 1 and spec.module.endswith(PARTIAL_ENDS)
+            return N * K * (4 if partial and device == "cpu" else dtype.itemsize)
         scheme, scale = served(stored), self.checkpoint.tensors[f"{spec.module}.{SCALE}"]
         if device == "cpu":
             exact = spec.role == "head"
