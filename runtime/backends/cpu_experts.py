@@ -1,5 +1,7 @@
 """A mixture of experts on a CPU: experts that were chosen take turns, each with its tokens."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -10,10 +12,18 @@ from lowbit.runtime.weights.linear import DenseLinear, ExpertWeights
 VECTORS = 64  # elements that make whole vectors on every CPU
 
 
-def mixture(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[CpuLinear]) -> Tensor:
+def mixture(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    experts: ExpertWeights[CpuLinear],
+    last: Callable[[Tensor, CpuLinear], Tensor] = linear,
+) -> Tensor:
     """Weighted sum of the experts' outputs for the normed x, [M, h] to [M, h] float32.
 
     A token's sum runs over its experts by number, then the shared one, whatever the other tokens'.
+
+    last: product of an expert's last linear.
     """
     E = len(experts.gate_up) - experts.shared
     h = rms_norm(x, norm, eps)
@@ -22,7 +32,7 @@ def mixture(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[CpuLinea
         """Output of an expert for some tokens: [m, h] float32."""
         gate_up = experts.gate_up[expert]
         act = swiglu_of(linear(x[tokens], gate_up, norm, eps, h[tokens]), gate_up)
-        return linear(act.to(x.dtype), experts.down[expert]).float()
+        return last(act.to(x.dtype), experts.down[expert]).float()
 
     scores = linear(h.float(), DenseLinear(experts.router.float()))  # [M, E], or one more
     shares, numbers = routes(scores[:, :E], experts.chosen, experts.normed)

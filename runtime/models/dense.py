@@ -15,6 +15,7 @@ from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.rope import rope_tables
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.layers import AttentionLayer
+from lowbit.runtime.weights.share import HEAD
 from lowbit.runtime.weights.weights import Weights
 
 W = TypeVar("W")  # what the backend keeps a linear as
@@ -120,6 +121,6 @@ def build(
         embedding=embedding,
         layers=tuple(layers),
         norm=weights.tensor(f"{prefix}norm.weight"),
-        head=weights.dense(embedding) if tied else weights.linear("lm_head", head=True),
+        head=weights.dense(embedding, HEAD) if tied else weights.linear(HEAD, head=True),
         ops=ops,
     )

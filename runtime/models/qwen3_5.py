@@ -16,6 +16,7 @@ from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.rope import Rope, rope_by_axes, rope_tables
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.layers import AttentionLayer, DeltaLayer
+from lowbit.runtime.weights.share import HEAD
 from lowbit.runtime.weights.weights import Weights
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def build(
         embedding=embedding,
         layers=tuple(layers),
         norm=read_gain(weights, f"{prefix}norm.weight"),
-        head=weights.dense(embedding) if tied else weights.linear("lm_head", head=True),
+        head=weights.dense(embedding, HEAD) if tied else weights.linear(HEAD, head=True),
         rope=rope,
         ops=ops,
     )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 Ranges = tuple[tuple[int, int], ...]  # start and stop of each, in order
 
+HEAD = "lm_head"
 # Ends of the names of linears whose columns ranks share out, so that products are partial sums
 PARTIAL_ENDS = (".o_proj", ".out_proj", ".down_proj")
 

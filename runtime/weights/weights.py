@@ -42,6 +42,11 @@ def served(scheme: Scheme) -> Scheme:
     return scheme if scheme.symmetric else Scheme(WIDE_BITS, scheme.group_size)
 
 
+def as_made(module: str, linear: W) -> W:
+    """The linear as it is, whatever the module."""
+    return linear
+
+
 def one_by_one(read: Callable[[int, int], W], count: int) -> Sequence[W]:
     """Linears of `count` experts, each in buffers of its own."""
     return tuple(read(number, number + 1) for number in range(count))
@@ -62,6 +67,8 @@ class Weights(Generic[W]):
     # rows below each other, and the number of experts
     gather: Gather[W] = one_by_one
     activations: Activations = "exact"  # inputs of packed linears, other than heads
+    # what a model keeps of the linear of a module, or of several from a first one on
+    formed: Callable[[str, W], W] = as_made
     # least and largest value of every dense tensor read so far, on its device
     extremes: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _staging: list["_PinnedBlock"] = field(default_factory=list)
@@ -86,9 +93,9 @@ class Weights(Generic[W]):
                     f"`{name}` holds NaN or Inf", hint="download or convert the checkpoint again"
                 )
 
-    def dense(self, weight: Tensor) -> W:
-        """A linear that shares a tensor already read, for example a tied embedding."""
-        return self.prepare(DenseLinear(weight), False, "exact")
+    def dense(self, weight: Tensor, module: str = "") -> W:
+        """A linear, of a name, that shares a tensor already read: a tied embedding as the head."""
+        return self.formed(module, self.prepare(DenseLinear(weight), False, "exact"))
 
     def linear(self, *modules: str, paired: bool = False, head: bool = False) -> W:
         """One linear over the rows of several modules of one scheme, in the given order.
@@ -99,7 +106,8 @@ class Weights(Generic[W]):
         """
         scheme = self.schemes.get(modules[0])
         if scheme is None:
-            return self.prepare(DenseLinear(self.dense_rows(modules)), paired, "exact")
+            dense = DenseLinear(self.dense_rows(modules))
+            return self.formed(modules[0], self.prepare(dense, paired, "exact"))
         if scheme.symmetric:
             codes = self._stacked([f"{module}.{PACKED}" for module in modules], torch.int32)
         else:
@@ -112,7 +120,8 @@ class Weights(Generic[W]):
             bits=bits,
             group_size=scheme.group_size or codes.shape[1] * WORD_BITS // bits,
         )
-        return self.prepare(packed, paired, "exact" if head else self.activations)
+        form = self.prepare(packed, paired, "exact" if head else self.activations)
+        return self.formed(modules[0], form)
 
     def stack(self, experts: Sequence[Sequence[str]], paired: bool = False) -> Sequence[W]:
         """One linear for each expert, over the rows of its modules; see `linear`."""

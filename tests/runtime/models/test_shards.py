@@ -61,7 +61,7 @@ def joined(name: str, parts: list[Tensor], opened: OpenedModel) -> Tensor:
         assert linear is not None
         apart = max(1, ranks // linear.key_heads)
         keys = linear.key_dim * apart // ranks
-        rows = [part.split([keys, keys, len(part) - 2 * keys]) for part in parts]
+        rows = [torch.split(part, [keys, keys, len(part) - 2 * keys]) for part in parts]
         q, k = ([row[place] for row in rows[::apart]] for place in (0, 1))
         return torch.cat([*q, *k, *(row[2] for row in rows)])
     assert all(torch.equal(part, parts[0]) for part in parts)

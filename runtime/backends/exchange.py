@@ -1,0 +1,84 @@
+"""Exchange of partial results among the ranks of a model: the one place where ranks meet in a step.
+
+An op that ends a linear shared out by columns hands over its partial sums and gets their total; the
+head hands over its columns of logits and gets all. Every rank gets the same bits.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import FileStore, ProcessGroupGloo
+
+from lowbit.runtime.weights.share import Share
+
+LOOPBACK = "127.0.0.1"
+
+
+class Exchange(Protocol):
+    """A rank's way to the others; all call the same methods in the same order."""
+
+    @property
+    def share(self) -> Share:
+        """This rank among all."""
+
+    def total(self, partial: Tensor) -> Tensor:
+        """Sum of the partial sums of all ranks, float32, added in the order of the ranks."""
+
+    def side_by_side(self, part: Tensor, widths: tuple[int, ...]) -> Tensor:
+        """Columns of all ranks, [M, sum of widths], in the order of the ranks.
+
+        Args:
+            part: [M, N] of this rank.
+            widths: N of every rank.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class GlooExchange:
+    """Ranks as processes of one machine that talk over its loopback interface."""
+
+    share: Share
+    group: ProcessGroupGloo
+
+    def total(self, partial: Tensor) -> Tensor:
+        """Sum of the partial sums of all ranks; see `Exchange.total`."""
+        first, *others = self._all(partial.contiguous())
+        for other in others:
+            first += other
+        return first
+
+    def side_by_side(self, part: Tensor, widths: tuple[int, ...]) -> Tensor:
+        """Columns of all ranks; see `Exchange.side_by_side`."""
+        padded = part.new_zeros(len(part), max(widths))
+        padded[:, : part.shape[1]] = part
+        each = self._all(padded)
+        return torch.cat([x[:, :width] for x, width in zip(each, widths, strict=True)], dim=1)
+
+    def _all(self, own: Tensor) -> list[Tensor]:
+        """Tensors of all ranks, of one shape."""
+        found = [torch.empty_like(own) for _ in range(self.share.ranks)]
+        self.group.allgather([found], [own]).wait()
+        return found
+
+
+def meet(share: Share, store: Path, timeout_s: float) -> GlooExchange:
+    """Wait for all ranks, which have the same store, and connect them.
+
+    Args:
+        share: this rank.
+        store: path of a file that all ranks can write, in a folder of theirs.
+        timeout_s: longest time that a rank waits for another, here and in an exchange.
+
+    Raises:
+        RuntimeError: another rank has not come.
+    """
+    options = ProcessGroupGloo._Options()
+    options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    options._timeout = timedelta(seconds=timeout_s)
+    file = FileStore(str(store), share.ranks)
+    file.set_timeout(timedelta(seconds=timeout_s))
+    return GlooExchange(share, ProcessGroupGloo(file, share.rank, share.ranks, options))

@@ -1,0 +1,123 @@
+"""Partial sums of every form of a linear, against FP64, and forms that have none."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit.formats.layout.packing import pack
+from lowbit.runtime.backends.cpu_linear import CpuLinear, Int8Rows, Planes, prepare
+from lowbit.runtime.backends.cpu_parallel import HeadRows, PartialLinear, RankOps, rank_form
+from lowbit.runtime.backends.exchange import Exchange
+from lowbit.runtime.weights.linear import DenseLinear, Linear, PackedLinear
+from lowbit.runtime.weights.share import ALONE, Share
+from tests.runtime.ranks_in_threads import on_each_rank
+
+N, K = 64, 256
+DOWN = "model.layers.0.mlp.down_proj"
+ROWS = ((0, 40), (40, 64))
+
+
+def packed(bits: int, group: int, seed: int) -> PackedLinear:
+    generator = torch.Generator().manual_seed(seed)
+    least = 1 << bits - 1
+    codes = torch.randint(-least, least, (N, K // 2), generator=generator).to(torch.int8)
+    scales = torch.rand(N, K // 2 // group, generator=generator).bfloat16() / 100
+    return PackedLinear(pack(codes, bits), scales, bits, group)
+
+
+def dense(seed: int) -> DenseLinear:
+    return DenseLinear(torch.randn(N, K // 2, generator=torch.Generator().manual_seed(seed)))
+
+
+def inputs(M: int) -> Tensor:
+    return torch.randn(M, K, generator=torch.Generator().manual_seed(M)).bfloat16()
+
+
+def as_bfloat16(w: Linear) -> Linear:
+    return DenseLinear(w.weight.bfloat16()) if isinstance(w, DenseLinear) else w
+
+
+@pytest.mark.parametrize("M", [1, 5, 90])
+@pytest.mark.parametrize(
+    "halves",
+    [
+        *([packed(bits, group, seed) for seed in (1, 2)] for bits, group in [(4, 32), (3, 64)]),
+        *([packed(8, group, seed) for seed in (1, 2)] for group in (64, K // 2)),
+        [dense(1), dense(2)],
+    ],
+    ids=["int4", "int3", "int8", "int8-rows", "dense"],
+)
+def test_a_total_is_rounded_once(halves: list[Linear], M: int) -> None:
+    """Its difference from FP64 is that of a sum of K terms in FP32, and one rounding to BF16."""
+    halves = [as_bfloat16(half) for half in halves]
+    x, residual = inputs(M), inputs(M)[:, :N]
+
+    def run(exchange: Exchange) -> Tensor:
+        rank = exchange.share.rank
+        form = rank_form(DOWN, prepare(halves[rank], torch.bfloat16), exchange.share, ROWS)
+        own = x[:, rank * K // 2 : (rank + 1) * K // 2]
+        return RankOps(exchange).product(own, form)
+
+    first, second = on_each_rank(2, run)
+    terms = x[:, None].double() * torch.cat([half.dequantized() for half in halves], 1).double()
+    exact, size = terms.sum(-1), terms.abs().sum(-1)
+    assert torch.equal(first, second)
+    bound = exact.abs() * 2**-8 + size * K * 2**-24
+    assert bool(((first.double() - exact).abs() <= bound).all())
+
+    def added(exchange: Exchange) -> Tensor:
+        rank = exchange.share.rank
+        form = rank_form(DOWN, prepare(halves[rank], torch.bfloat16), exchange.share, ROWS)
+        own = x[:, rank * K // 2 : (rank + 1) * K // 2]
+        return RankOps(exchange).product(own, form, added=residual)
+
+    assert torch.equal(on_each_rank(2, added)[0], residual + first)
+
+
+def test_forms_of_partial_sums_are_those_of_a_single_rank() -> None:
+    found = [
+        rank_form(DOWN, prepare(w, torch.bfloat16), ALONE, ROWS)
+        for w in (packed(4, 32, 1), packed(8, K // 2, 1))
+    ]
+    assert all(isinstance(each, PartialLinear) for each in found)
+    assert [type(each.form) for each in found if isinstance(each, PartialLinear)] == [
+        *(Planes, Int8Rows),
+    ]
+
+
+def test_inputs_in_eight_bits_have_no_partial_sums() -> None:
+    form = prepare(packed(4, 32, 1), torch.bfloat16, "int8")
+    with pytest.raises(TypeError, match="GroupedCodes has no partial sums"):
+        rank_form(DOWN, form, ALONE, ROWS)
+
+
+def test_other_linears_stay_as_they_are() -> None:
+    form: CpuLinear = prepare(packed(4, 32, 1), torch.bfloat16)
+    assert rank_form("model.layers.0.mlp.gate_proj", form, ALONE, ROWS) is form
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_of_all_ranks_stand_side_by_side(tied: bool) -> None:
+    weight = torch.cat([dense(seed).weight for seed in (1, 2)], dim=1)
+    x = inputs(3).float()
+
+    def run(exchange: Exchange) -> Tensor:
+        start, stop = ROWS[exchange.share.rank]
+        form = DenseLinear(weight if tied else weight[start:stop])
+        head = rank_form("lm_head", form, exchange.share, ROWS)
+        assert isinstance(head, HeadRows)
+        return RankOps(exchange).product(x, head, logits=True)
+
+    for logits in on_each_rank(2, run):
+        assert logits.shape == (3, N)
+        torch.testing.assert_close(logits, x @ weight.T)
+
+
+def test_a_linear_that_needs_an_exchange_is_no_other() -> None:
+    form = rank_form(DOWN, DenseLinear(dense(1).weight), Share(0, 2), ROWS)
+
+    def run(exchange: Exchange) -> None:
+        with pytest.raises(TypeError, match="PartialLinear needs an exchange"):
+            RankOps(exchange).two_products(inputs(1), form, form, torch.ones(K), 1e-6)
+
+    on_each_rank(1, run)
